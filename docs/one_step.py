@@ -16,7 +16,7 @@ from grpo_ray.config.loading import load_config
 from grpo_ray.engines.torch_engine import TorchEngine
 from grpo_ray.models.loading import load_policy
 from grpo_ray.models.model_files import load_tokenizer
-from grpo_ray.models.tiny import tiny_model_folder
+from grpo_ray.run.tiny_model import tiny_model_folder
 from grpo_ray.tasks import load_examples
 from grpo_ray.tasks.prompts import load_template
 from grpo_ray.transfer.snapshot import pack_weights

@@ -97,7 +97,7 @@ def overrides_of(scenario: Scenario, config: str, others: Sequence[str]) -> list
     budgets = () if "default-budgets" in scenario.words else BUDGETS
     overrides = [*SMALL, *budgets, *scenario.overrides]
     if "mixture" in scenario.words:
-        from grpo_ray.models.tiny import tiny_model_folder  # it imports torch, which takes a while
+        from grpo_ray.run.tiny_model import tiny_model_folder  # it imports torch, which takes a while
 
         model = tiny_model_folder(load_config(config, SMALL))
         overrides += [f"model.path={model.resolve()}", "model.tiny=null"]

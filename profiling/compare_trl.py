@@ -33,7 +33,7 @@ from rich.console import Console
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.models.model_files import load_tokenizer
-from grpo_ray.models.tiny import tiny_model_folder
+from grpo_ray.run.tiny_model import tiny_model_folder
 from grpo_ray.tasks import load_examples
 from grpo_ray.tasks.prompts import Prompter, template_of
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics

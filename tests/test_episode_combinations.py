@@ -17,8 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.models.model_files import load_tokenizer
-from grpo_ray.models.tiny import tiny_model_folder
 from grpo_ray.run.preflight import check_files
+from grpo_ray.run.tiny_model import tiny_model_folder
 from grpo_ray.telemetry.console import banner
 from grpo_ray.telemetry.rollout_log import read_groups
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics

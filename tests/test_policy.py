@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.model import Implementation, TinyModelConfig, WarmupConfig
@@ -31,12 +32,14 @@ from grpo_ray.models.model_files import (
     load_tokenizer,
     max_positions,
 )
-from grpo_ray.models.tiny import _recipe, build_model, cache_folder, tiny_model_folder
+from grpo_ray.models.tiny import build_model, cache_folder
 from grpo_ray.models.tiny_tokenizer import END_TOKEN, tiny_tokenizer, train_tokenizer
 from grpo_ray.models.transformer_lm import TransformerLM
-from grpo_ray.models.warmup import IGNORED, _encode, _pad, warm_up
 from grpo_ray.run.preflight import check_files
+from grpo_ray.run.supervised import imitate, imitating
+from grpo_ray.run.tiny_model import _recipe, tiny_model_folder
 from grpo_ray.tasks import warmup as warmups
+from grpo_ray.tasks.demonstrations import plain_demonstration
 from grpo_ray.tasks.sorting import warmup_pairs
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("transformers", "grpo_ray")
@@ -142,16 +145,11 @@ def test_model_has_the_configured_shape(
 # ---- warm-up ----
 
 
-def test_labels_are_the_response_and_its_end(tokenizer: PreTrainedTokenizerBase) -> None:
-    eos = tokenizer.eos_token_id
-    input_ids, labels = _pad([([5, 6, 7, 8, eos], 2), ([9, 10, eos], 1)], pad_token_id=99)
-    assert input_ids.tolist() == [[5, 6, 7, 8, eos], [9, 10, eos, 99, 99]]
-    no = IGNORED
-    assert labels.tolist() == [[no, no, 7, 8, eos], [no, 10, eos, no, no]]
-    # Prompt and response are encoded separately, even if the tokenizer would merge across the border.
-    ids, prompt_length = _encode(tokenizer, "Sort 5", "1280")
-    assert ids == [*ids_of(tokenizer, "Sort 5"), *ids_of(tokenizer, "1280"), eos]
-    assert prompt_length == len(ids_of(tokenizer, "Sort 5"))
+def test_prompt_and_response_are_encoded_apart(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Even if the tokenizer would merge across the border."""
+    prompt, response = plain_demonstration(tokenizer, "Sort 5", "1280")
+    assert list(prompt) == ids_of(tokenizer, "Sort 5")
+    assert list(response) == [*ids_of(tokenizer, "1280"), tokenizer.eos_token_id]
 
 
 def mean_response_nll(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> float:
@@ -167,18 +165,24 @@ def mean_response_nll(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_warm_up_lowers_the_loss_of_responses(
-    tokenizer: PreTrainedTokenizerBase, implementation: Implementation
+    tiny_config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    implementation: Implementation,
 ) -> None:
     model = build_model(SHAPE, tokenizer, 0, implementation)
     before = mean_response_nll(model, tokenizer)
     assert before == pytest.approx(math.log(300), abs=0.2)  # untrained
-    calls: list[tuple[int, int, float]] = []
-    config = WarmupConfig(num_steps=40, batch_size=3, learning_rate=1e-2, num_threads=1)
-    warm_up(model, tokenizer, PAIRS, config, lambda *call: calls.append(call))
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    config = changed(tiny_config, model={"implementation": implementation})
+    config = imitating(config, 40, 3, learning_rate=1e-2)
+    learner, calls = Learner(str(tmp_path), config, ()), list[tuple[int, int, float]]()
+    demonstrations = [plain_demonstration(tokenizer, *pair) for pair in PAIRS]
+    imitate(learner, demonstrations, config, lambda *call: calls.append(call))
     assert [call[:2] for call in calls] == [(step, 40) for step in range(1, 41)]
     assert calls[0][2] == pytest.approx(before, abs=1e-4)  # the first batch holds all pairs: the same mean
-    assert mean_response_nll(model, tokenizer) < 0.5 * before
-    assert not model.training
+    assert mean_response_nll(learner.model, tokenizer) < 0.5 * before
 
 
 # ---- the cache ----
@@ -250,7 +254,7 @@ def test_recipe_of_the_quickstart_is_not_changed_by_accident() -> None:
     """A changed recipe rebuilds the cached model; settings that do not affect its pairs are not part of it."""
     config = load_config("configs/quickstart.yaml")
     digest = hashlib.sha256(json.dumps(_recipe(config), sort_keys=True).encode()).hexdigest()
-    assert digest[:16] == "da9bb57db0c51928"
+    assert digest[:16] == "36d30414ca790ad9"
     assert _recipe(changed(config, task={"curriculum": {}})) == _recipe(config)
     for changes in (
         {"task": {"num_digits": 4}},

@@ -9,7 +9,12 @@ from grpo_ray.config.reward import REWARD_NAMES
 from grpo_ray.rewards import REWARDS, get_reward_fn
 from grpo_ray.rewards.answer_formats import read_boxed
 from grpo_ray.rewards.base import NotGraded, Ungradable
-from grpo_ray.rewards.builtin import exact_match_reward_fn, question_only_reward_fn, r1_zero_reward_fn
+from grpo_ray.rewards.builtin import (
+    exact_match_reward_fn,
+    last_number_reward_fn,
+    question_only_reward_fn,
+    r1_zero_reward_fn,
+)
 
 NO_FORMAT = {"reward": 0.0, "format_reward": 0.0, "answer_reward": 0.0}
 WRONG = {"reward": 0.0, "format_reward": 1.0, "answer_reward": 0.0}
@@ -232,6 +237,37 @@ def test_an_answer_is_boxed_once_or_the_same_each_time(response: str, scores: di
 def test_many_boxes_that_are_all_right_are_not_all_compared() -> None:
     with pytest.raises(Ungradable, match="more than 16 boxes"):
         question_only_reward_fn("".join(rf"\boxed{{72.{'0' * n}}}" for n in range(17)) + r"\boxed{72}", "72")
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "scores"),
+    [
+        ("48 + 5 = 53", "53", RIGHT),
+        ("The answer is 53.", "53", RIGHT),
+        ("**53**", "53", RIGHT),
+        ("It is $1,200.50!", "1200.5", RIGHT),
+        ("5 - 8 = -3", "-3", RIGHT),
+        ("so x=-.50", "-0.5", RIGHT),
+        ("10-7", "7", RIGHT),
+        ("1,2", "2", RIGHT),
+        ("053", "53", RIGHT),
+        ("53, I added 48 and 5", "53", WRONG),
+        ("48 + 5 = 54", "53", WRONG),
+        ("5353", "53", WRONG),
+        ("1e53 1.53", "53", WRONG),
+        ("fifty-three", "53", NO_FORMAT),
+        ("", "53", NO_FORMAT),
+        ("9" * 100_000, "9" * 100_000, RIGHT),
+    ],
+)
+def test_the_last_number(response: str, truth: str, scores: dict[str, float]) -> None:
+    assert last_number_reward_fn(response, truth) == scores
+
+
+@pytest.mark.parametrize("truth", ["many", "3 or 4", ""])
+def test_the_last_number_needs_one_as_truth(truth: str) -> None:
+    with pytest.raises(ValueError, match="is not one number"):
+        last_number_reward_fn("3", truth)
 
 
 def test_the_configuration_knows_every_reward() -> None:

@@ -351,6 +351,23 @@ def test_arithmetic_with_every_possible_question() -> None:
         arithmetic_examples(config.model_copy(update={"num_train_prompts": 100}), seed=0)
 
 
+def test_terms_in_ranges_and_no_sum_in_both_orders() -> None:
+    config = ArithmeticTaskConfig(
+        operations=("+",), ranges=((1, 49), (1, 9)), num_train_prompts=255, num_validation_prompts=150
+    )
+    sets = arithmetic_examples(config, seed=0)
+    terms = [[int(n) for n in re.findall(r"\d+", e.question)] for e in (*sets.train, *sets.validation)]
+    everything = {tuple(sorted((a, b))) for a in range(1, 50) for b in range(1, 10)}
+    assert len(terms) == len(everything) == 405
+    assert {tuple(sorted(each)) for each in terms} == everything
+    assert all(1 <= a < 50 and 1 <= b < 10 for a, b in terms)
+    with pytest.raises(ValueError, match=r"is 406, but task.ranges give only 405 distinct prompts; widen"):
+        arithmetic_examples(config.model_copy(update={"num_train_prompts": 256}), seed=0)
+    seen = {tuple(sorted(terms[index])) for index in range(255, 405)}
+    for question, _ in arithmetic.warmup_pairs(config, seed=0, num_pairs=1000):
+        assert tuple(sorted(int(n) for n in re.findall(r"\d+", question))) not in seen
+
+
 def test_products_come_first() -> None:
     assert arithmetic.value(["12", "+", "7", "*", "3"]) == 33
     assert arithmetic.value(["2", "*", "3", "-", "4", "*", "5"]) == -14

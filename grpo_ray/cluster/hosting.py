@@ -39,13 +39,14 @@ from grpo_ray.cluster.placement import (
 )
 from grpo_ray.cluster.ray_internals import spilled_bytes_of
 from grpo_ray.cluster.reaper import KILL_AFTER_S, Process, kill_if_left, send_stack_signal
-from grpo_ray.cluster.remote_actor import NOTHING, Client, Deferred, as_actor, result_of
+from grpo_ray.cluster.remote_actor import DEATHS, NOTHING, Client, Deferred, as_actor, last_line, result_of
 from grpo_ray.cluster.session import Placement, address_of_node, is_local
 from grpo_ray.config import Config
 from grpo_ray.config.secrets import values_of
 from grpo_ray.engines import engine_seed, make_engine, make_teacher_engine
 from grpo_ray.episodes.confinement import Confinement
 from grpo_ray.episodes.environment_worker import EnvironmentWorker
+from grpo_ray.errors import RunError
 from grpo_ray.policy.ranks import Seat
 from grpo_ray.telemetry.checkpoint import Checkpoint
 from grpo_ray.telemetry.ray_metrics import RayMetrics, are_on
@@ -335,6 +336,36 @@ def serving(placement: Placement, config: Config, model: StartingModel, logs: Pa
         yield actors
     finally:
         actors.stop()
+
+
+class Waiting:
+    """An actor whose every call waits for its result."""
+
+    def __init__(self, name: str, handle: ActorHandle, log: Path) -> None:
+        self._name, self._handle, self._log = name, handle, log
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        def call(*args: object) -> Any:
+            try:
+                return ray.get(getattr(self._handle, method).remote(*args))
+            except DEATHS as error:
+                raise RunError(
+                    f"{self._name} ended: {last_line(error)}\nIts output is in {self._log}"
+                ) from error
+
+        return call
+
+
+@contextlib.contextmanager
+def learning(placement: Placement, config: Config, model: StartingModel, run_dir: Path) -> Iterator[Waiting]:
+    """Start a Learner alone, and end it however the block is left."""
+    logs = RunDirectory(run_dir).logs
+    actor = as_actor(Learner, LEARNER, logs).options(**placement.options(LEARNER))
+    handle = actor.remote(model.path, config, model.end_token_ids)
+    try:
+        yield Waiting(LEARNER, handle, logs / f"{LEARNER}.log")
+    finally:
+        ray.kill(handle)
 
 
 def on_this_node() -> dict[str, Any]:

@@ -326,3 +326,11 @@ def running(
         yield actors
     finally:
         actors.stop()
+
+
+@contextlib.contextmanager
+def learning(config: Config, model: StartingModel, run_dir: Path) -> Iterator[Any]:
+    """Yield a Learner in this process."""
+    from grpo_ray.actors.learner import Learner
+
+    yield Learner(model.path, config, model.end_token_ids)

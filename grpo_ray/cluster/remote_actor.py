@@ -101,15 +101,15 @@ async def result_of(name: str, reference: Awaitable[T]) -> T:
         raise
     except RayTaskError as error:
         if isinstance(error.cause, RayError):  # the argument's: this actor is alive
-            raise DataLost(f"{name}: {_last_line(error.cause)}") from error
+            raise DataLost(f"{name}: {last_line(error.cause)}") from error
         raise error.cause from error
     except DEATHS as error:
-        raise ActorDied(name, _last_line(error)) from error
+        raise ActorDied(name, last_line(error)) from error
     except RayError as error:
-        raise DataLost(f"{name}: {_last_line(error)}") from error
+        raise DataLost(f"{name}: {last_line(error)}") from error
 
 
-def _last_line(error: BaseException) -> str:
+def last_line(error: BaseException) -> str:
     """Return the end of Ray's long message, which has the actor's own error or the cause of its exit."""
     text = str(error)
     cause = text.partition("The actor is dead because ")[2] or text.strip().splitlines()[-1]

@@ -4,6 +4,7 @@
 `loading.py` reads files, and `schema.py` tells error messages what the tree allows.
 """
 
+from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.config import Config
 from grpo_ray.config.learner import LearnerConfig
 from grpo_ray.config.reward import ScorerConfig
@@ -11,6 +12,7 @@ from grpo_ray.config.run import CheckpointConfig, EvaluationConfig, RecoveryConf
 from grpo_ray.config.sampling import GeneratorConfig, SamplingConfig
 
 __all__ = [
+    "AlgorithmConfig",
     "CheckpointConfig",
     "Config",
     "EvaluationConfig",

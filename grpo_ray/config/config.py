@@ -19,6 +19,7 @@ from grpo_ray.config.run import CheckpointConfig, EvaluationConfig, RecoveryConf
 from grpo_ray.config.sampling import GeneratorConfig, SamplingConfig
 from grpo_ray.config.schedule import BufferConfig, WeightSyncConfig
 from grpo_ray.config.section import Section
+from grpo_ray.config.sft import SftConfig
 from grpo_ray.config.task import EpisodesTaskConfig, MixtureTaskConfig, PlainTask, Task, opens_tag
 from grpo_ray.config.tracking import TrackingConfig
 
@@ -29,6 +30,8 @@ class Config(Section):
     run: RunConfig = RunConfig()
     model: ModelConfig
     task: Annotated[Task, Field(discriminator="kind")]
+    sft: SftConfig | None = None
+    """Supervised steps on demonstrations before the first step."""
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     generator: GeneratorConfig = GeneratorConfig()

@@ -30,6 +30,7 @@ REWARD_NAMES = (
     "format",
     "graded",
     "keyword_inclusion",
+    "last_number",
     "question_only",
     "r1_zero",
     "sort_distance",

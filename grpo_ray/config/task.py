@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -12,6 +12,7 @@ from grpo_ray.config.section import Section
 Operation = Literal["+", "-", "*"]
 OPENING_TAGS = ("<think>", "<answer>")
 TAGGED = ("r1_zero", "short", "few_shot_sorting")  # bundled templates that end with an opening tag
+Term = Annotated[int, Field(ge=0, lt=10**4)]
 ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
 
 
@@ -85,6 +86,9 @@ class ArithmeticTaskConfig(PlainTaskConfig):
     """Numbers per question."""
     num_digits: Annotated[int, Field(ge=1, le=4)] = 2
     """Maximum digits per number."""
+    ranges: Annotated[tuple[tuple[Term, Term], ...], Field(min_length=2, max_length=4)] | None = None
+    """First and last number of each term, such as `[[1, 49], [1, 9]]`, in place of `num_terms` and
+    `num_digits`. A question is then drawn in one order of its terms only: `7 + 2`, or `2 + 7`."""
     num_train_prompts: PositiveInt = 2000
     """Distinct questions to train on."""
     num_validation_prompts: PositiveInt = 64
@@ -98,6 +102,13 @@ class ArithmeticTaskConfig(PlainTaskConfig):
         if not operations:
             raise ValueError("an empty list leaves nothing to calculate; name +, - or *")
         return operations
+
+    @field_validator("ranges")
+    @classmethod
+    def _first_to_last(cls, ranges: tuple[tuple[int, int], ...] | None) -> tuple[tuple[int, int], ...] | None:
+        if wrong := [list(each) for each in ranges or () if each[0] > each[1]]:
+            raise ValueError(f"{wrong[0]} holds no number; give the first, then the last")
+        return ranges
 
 
 class KeywordsTaskConfig(PlainTaskConfig):
@@ -128,6 +139,22 @@ class KeywordsTaskConfig(PlainTaskConfig):
         if self.num_keywords[0] > self.num_keywords[1]:
             raise ValueError(f"num_keywords is {list(self.num_keywords)}: give the minimum, then the maximum")
         return self
+
+
+class ReasoningGymTaskConfig(PlainTaskConfig):
+    """A generated task of the package reasoning-gym, which also verifies the answers."""
+
+    kind: Literal["reasoning_gym"] = "reasoning_gym"
+    name: str
+    """Name of the dataset, such as `chain_sum`."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Values of the dataset's own configuration, such as `{max_terms: 3}`."""
+    num_train_prompts: Annotated[int, Field(ge=1, le=100_000)] = 2000
+    """Different questions to train on."""
+    num_validation_prompts: Annotated[int, Field(ge=1, le=100_000)] = 64
+    """Questions to validate with, of other seeds; none of them is trained on."""
+    prompt: str = "chat"
+    reward: Reward = "grpo_ray.rewards.reasoning_gym:verified"
 
 
 class ExamplesTaskConfig(PlainTaskConfig):
@@ -242,6 +269,7 @@ PlainTask = (
     SortingTaskConfig
     | ArithmeticTaskConfig
     | KeywordsTaskConfig
+    | ReasoningGymTaskConfig
     | FileTaskConfig
     | Gsm8kTaskConfig
     | MathTaskConfig

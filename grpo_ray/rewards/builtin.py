@@ -3,6 +3,7 @@
 import re
 import unicodedata
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
@@ -40,6 +41,26 @@ def question_only_reward_fn(response: str, ground_truth: str, fast: bool = True)
         if len(others) > MAX_BOXES:
             raise Ungradable(f"more than {MAX_BOXES} boxes, each with another right answer")
     return judged
+
+
+NUMBER = re.compile(r"(?<![\d.])-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)", re.ASCII)
+
+
+def last_number_reward_fn(response: str, ground_truth: str) -> Scores:
+    """Reward a response whose last number equals the ground truth: `48 + 5 = 53.`, `1,200`, `-7`, `3.50`.
+
+    Raises:
+        ValueError: the ground truth is no number.
+    """
+    truths = NUMBER.findall(ground_truth)
+    if len(truths) != 1:
+        raise ValueError(f"{ground_truth!r} is not one number; use another reward")
+    numbers = NUMBER.findall(response)
+    return verdict(bool(numbers), bool(numbers) and _decimal(numbers[-1]) == _decimal(truths[0]))
+
+
+def _decimal(number: str) -> Decimal:
+    return Decimal(number.replace(",", ""))
 
 
 JUDGES: dict[AnswerIn, RewardFn] = {"tags": r1_zero_reward_fn, "boxed": question_only_reward_fn}
@@ -142,6 +163,7 @@ REWARDS: dict[str, RewardFn] = {
     "format": format_reward_fn,
     "graded": graded_reward_fn,
     "keyword_inclusion": keyword_inclusion_reward_fn,
+    "last_number": last_number_reward_fn,
     "question_only": question_only_reward_fn,
     "r1_zero": r1_zero_reward_fn,
     "sort_distance": sort_distance_reward_fn,

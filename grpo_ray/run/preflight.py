@@ -31,6 +31,7 @@ from grpo_ray.rewards.checking import check_reward
 from grpo_ray.rewards.isolation.protection import protection_here
 from grpo_ray.rewards.trial import try_rewards
 from grpo_ray.rewards.user_function import UserFunction
+from grpo_ray.run.supervised import check_sft
 from grpo_ray.tasks import join_parts, load_examples, make_order, parts_of
 from grpo_ray.tasks.examples import Example, ExampleSets
 from grpo_ray.tasks.prompt_ledger import PromptLedger
@@ -117,6 +118,7 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
         check_warmup(config.task)
     if config.model.path is not None and is_local(config.model.path):
         check_local_model(config.model.path)
+    check_sft(config)
     if examples is None:
         examples = load_examples(config.task, config.run.seed)
     _check_rewards(config, examples)
@@ -275,7 +277,7 @@ def _prepare(
     config: Config, task: TaskData, progress: WarmupProgress | None
 ) -> tuple[PreparedServing, TaskData, Prompters]:
     if config.model.tiny is not None:
-        from grpo_ray.models.tiny import tiny_model_folder
+        from grpo_ray.run.tiny_model import tiny_model_folder
 
         model_path = str(tiny_model_folder(config, progress))
     else:

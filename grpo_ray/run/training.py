@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -29,6 +30,7 @@ from grpo_ray.run.preflight import (
 )
 from grpo_ray.run.restores import Host, train_through_restores
 from grpo_ray.run.signals import run_until_signal, signals_answered, sigterm_interrupts
+from grpo_ray.run.supervised import LearnerHost, after_sft
 from grpo_ray.tasks.input_digests import check_inputs, input_digests, write_digests
 from grpo_ray.telemetry.checkpoint import Checkpoint, make_store
 from grpo_ray.telemetry.console import RunConsole, banner
@@ -71,13 +73,15 @@ class Follower:
 
 
 def train(
-    config: Config, config_path: str, is_local: bool = False, follower: Follower | None = None
-) -> RunDirectory:
+    config: Config, config_path: str, is_local: bool = False, follower: Follower | None = None,
+    is_sft_alone: bool = False,
+) -> RunDirectory:  # fmt: skip
     """Run a whole job, and return the run's directory.
 
     Args:
         is_local: all actors are objects of this process, without Ray (`cluster/local.py`).
         follower: the Python program that called.
+        is_sft_alone: end after the supervised steps, before GRPO.
 
     Raises:
         RunError: a fault of the files, the model, the cluster or an actor; the message says what to do.
@@ -91,22 +95,26 @@ def train(
     with signals_answered(run):
         if config.run.if_exists == "resume" and run.config_path.exists():
             return _resume(run, config, is_local, follower)
-        return _train(run, config, is_local, follower)
+        return _train(run, config, is_local, follower, is_sft_alone)
 
 
-def _train(run: RunDirectory, config: Config, is_local: bool, follower: Follower | None) -> RunDirectory:
+def _train(
+    run: RunDirectory, config: Config, is_local: bool, follower: Follower | None, is_sft_alone: bool
+) -> RunDirectory:
     task = _check(config, is_local, run.check_free)
     for line in task.first_prompts:
         print_visible(line)
     with shown_plainly():
         config = at_commits(config)
-    with _hosted(config, is_local) as (console, host):
+    with _hosted(config, is_local) as (console, host, learner_host):
         prepared = _prepare(config, task, console)
         with run.lock():
             with shown_plainly():
                 run.create(config)
             write_digests(run, input_digests(config, task.templates, task.train, task.validation))
-            _run_to_the_end(config, prepared, run, console, host, follower)
+            config, model = after_sft(config, prepared.model, run, learner_host, console.warmup)
+            if not is_sft_alone:
+                _run_to_the_end(config, replace(prepared, model=model), run, console, host, follower)
     return run
 
 
@@ -145,7 +153,7 @@ def _resume(run: RunDirectory, config: Config, is_local: bool, follower: Followe
             check_same_sampling(before, config, checkpoint)
         with shown_plainly():
             config = at_commits(config)  # of a run of an earlier release, which has none
-        with _hosted(config, is_local) as (console, host):
+        with _hosted(config, is_local) as (console, host, learner_host):
             prepared = _prepare(config, task, console)
             beginning = prepared.ledger.state_dict()
             if checkpoint is not None:
@@ -154,7 +162,8 @@ def _resume(run: RunDirectory, config: Config, is_local: bool, follower: Followe
             prepared.ledger.load_state_dict(beginning, ())  # for a restore that finds no checkpoint left
             _adopt(run, before, config, step, unchecked)
             write_digests(run, digests)
-            _run_to_the_end(config, prepared, run, console, host, follower)
+            config, model = after_sft(config, prepared.model, run, learner_host, console.warmup)
+            _run_to_the_end(config, replace(prepared, model=model), run, console, host, follower)
     return run
 
 
@@ -252,11 +261,14 @@ def check_same_sampling(before: Config, now: Config, checkpoint: Checkpoint) -> 
 
 
 @contextlib.contextmanager
-def _hosted(config: Config, is_local: bool) -> Iterator[tuple[RunConsole, Host]]:
-    """Yield the console, and the host of the actors; connect to Ray and reserve their resources before."""
+def _hosted(config: Config, is_local: bool) -> Iterator[tuple[RunConsole, Host, LearnerHost]]:
+    """Yield the console, and the hosts of all actors and of a Learner alone.
+
+    Connect to Ray and reserve their resources before.
+    """
     with RunConsole(config.algorithm.num_steps, config.weight_sync.max_lag) as console:
         if is_local:
-            yield console, local.running
+            yield console, local.running, local.learning
             return
         console.status("starting Ray")
         importing = Thread(target=importlib.import_module, args=("grpo_ray.cluster.hosting",), daemon=True)
@@ -270,7 +282,7 @@ def _hosted(config: Config, is_local: bool) -> Iterator[tuple[RunConsole, Host]]
                 importing.join()
                 from grpo_ray.cluster import hosting
 
-                yield console, partial(hosting.running, placement)
+                yield console, partial(hosting.running, placement), partial(hosting.learning, placement)
 
 
 def _prepare(config: Config, task: TaskData, console: RunConsole) -> Prepared:

@@ -3,6 +3,7 @@
 import operator
 import random
 from collections.abc import Callable, Collection, Sequence
+from math import factorial, prod
 
 from grpo_ray.config.task import ArithmeticTaskConfig
 from grpo_ray.rewards.answer_formats import ENDINGS, answer_place
@@ -49,8 +50,15 @@ def _response(rng: random.Random, result: int, ending: str) -> str:
 
 def num_problems(config: ArithmeticTaskConfig) -> int:
     """Count the possible questions; the bounds of the fields keep the number below 2**63."""
-    terms = 10 ** (config.num_digits * config.num_terms)
-    return int(terms * len(set(config.operations)) ** (config.num_terms - 1))
+    terms = _terms(config)
+    return int(prod(map(len, terms)) * len(set(config.operations)) ** (len(terms) - 1))
+
+
+def _terms(config: ArithmeticTaskConfig) -> list[range]:
+    """Return the numbers that each term is drawn from."""
+    if config.ranges is not None:
+        return [range(first, last + 1) for first, last in config.ranges]
+    return [range(10**config.num_digits)] * config.num_terms
 
 
 def value(problem: Sequence[str]) -> int:
@@ -70,34 +78,56 @@ def value(problem: Sequence[str]) -> int:
 
 
 def _task_problems(config: ArithmeticTaskConfig, seed: int) -> list[Problem]:
-    count, pool = config.num_train_prompts + config.num_validation_prompts, num_problems(config)
-    if count > pool:
+    count = config.num_train_prompts + config.num_validation_prompts
+    problems = _distinct_problems(random.Random(f"arithmetic/{seed}"), config, count)
+    if len(problems) < count:
+        kind = f"task.num_terms = {config.num_terms} numbers of task.num_digits = {config.num_digits} give only"
+        advice = "use more terms, digits or operations, or fewer prompts"
+        if config.ranges is not None:
+            kind, advice = "task.ranges give only", "widen the ranges, or use fewer prompts"
         raise ValueError(
-            f"task: num_train_prompts + num_validation_prompts is {count}, but task.num_terms = "
-            f"{config.num_terms} numbers of task.num_digits = {config.num_digits} give only {pool} distinct "
-            "prompts; use more terms, digits or operations, or fewer prompts"
+            f"task: num_train_prompts + num_validation_prompts is {count}, but {kind} {len(problems)} distinct "
+            f"prompts; {advice}"
         )
-    return _distinct_problems(random.Random(f"arithmetic/{seed}"), config, count)
+    return problems
 
 
 def _distinct_problems(
     rng: random.Random, config: ArithmeticTaskConfig, count: int, excluded: Collection[Problem] = ()
 ) -> list[Problem]:
-    """Draw `count` distinct problems, none of them excluded."""
-    drawn = rng.sample(range(num_problems(config)), count + len(excluded))
-    problems = (_problem(config, number) for number in drawn)
-    return [problem for problem in problems if problem not in excluded][:count]
+    """Draw up to `count` distinct problems, none of them excluded."""
+    wanted, pool = count + len(excluded), num_problems(config)
+    if config.ranges is not None:  # one question may be drawn in every order of its terms
+        wanted *= factorial(len(config.ranges))
+    drawn = (_problem(config, number) for number in rng.sample(range(pool), min(wanted, pool)))
+    seen = {_identity(config, problem) for problem in excluded}
+    found = []
+    for problem in drawn:
+        identity = _identity(config, problem)
+        if identity not in seen:
+            seen.add(identity)
+            found.append(problem)
+    return found[:count]
+
+
+def _identity(config: ArithmeticTaskConfig, problem: Problem) -> Problem:
+    """Return one form for a sum or product in all orders of its terms; without `ranges`, the problem itself."""
+    operations = set(problem[1::2])
+    if config.ranges is None or operations not in ({"+"}, {"*"}):
+        return problem
+    return (*operations, *sorted(problem[::2]))
 
 
 def _problem(config: ArithmeticTaskConfig, number: int) -> Problem:
     """Return a problem by its number: its mixed-radix digits are the terms and the operations."""
     operations = sorted(set(config.operations))
-    number, term = divmod(number, 10**config.num_digits)
-    problem = [str(term)]
-    for _ in range(config.num_terms - 1):
-        number, choice = divmod(number, len(operations))
-        number, term = divmod(number, 10**config.num_digits)
-        problem += [operations[choice], str(term)]
+    problem: list[str] = []
+    for terms in _terms(config):
+        if problem:
+            number, choice = divmod(number, len(operations))
+            problem.append(operations[choice])
+        number, term = divmod(number, len(terms))
+        problem.append(str(terms[term]))
     return tuple(problem)
 
 

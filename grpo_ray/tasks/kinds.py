@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from grpo_ray.config.section import Section
-from grpo_ray.tasks import arithmetic, dataset, episode_examples, sorting
+from grpo_ray.tasks import arithmetic, dataset, episode_examples, reasoning_gym, sorting
 from grpo_ray.tasks.examples import ExampleSets, Pairs
 from grpo_ray.tasks.keywords import examples as keywords
 
@@ -43,6 +43,7 @@ KINDS: dict[str, TaskKind[Any]] = {
     "keywords": TaskKind(
         keywords.keyword_examples, keywords.keyword_validation, warmup_pairs=keywords.warmup_pairs
     ),
+    "reasoning_gym": TaskKind(reasoning_gym.reasoning_gym_examples),
     "episodes": TaskKind(episode_examples.episode_examples, warmup_pairs=episode_examples.episode_warmup),
     "file": DATASET,
     "gsm8k": DATASET,

@@ -56,6 +56,7 @@ class RunDirectory:
         self.timeline_path = self.path / "timeline.json"
         self.state_path = self.path / "state.json"  # the run's current state
         self.rollouts = self.path / "rollouts"
+        self.sft = self.path / "sft"  # the model after the supervised steps, or the adapter
         self.skipped = self.path / "skipped"  # batches of skipped updates; created with the first one
         self.profile = self.path / "profile"  # traces of learner.profile_steps; created with the first one
         self.evaluations = self.path / "evaluations"

@@ -19,6 +19,7 @@ from grpo_ray.errors import INTERRUPTED, RunError
 from grpo_ray.telemetry.visible_text import visible
 from grpo_ray.tools.arguments import Command, add_commands, make_options
 from grpo_ray.tools.audit.arguments import AUDIT
+from grpo_ray.tools.data import DATA
 from grpo_ray.tools.evaluation.arguments import EVALUATE
 from grpo_ray.tools.experiments.arguments import EXPERIMENT, SWEEP
 from grpo_ray.tools.export.arguments import EXPORT
@@ -28,13 +29,12 @@ from grpo_ray.tools.reward import REWARD
 from grpo_ray.tools.simulation.arguments import SIMULATE
 from grpo_ray.tools.submit.arguments import SUBMIT
 from grpo_ray.tools.top.arguments import TOP
-from grpo_ray.tools.train import CHECK, RESUME, TRAIN
+from grpo_ray.tools.train import CHECK, RESUME, SFT, TRAIN
 
 COMMANDS: tuple[Command[Any], ...] = (
     TRAIN, RESUME, SUBMIT, AUDIT, CHECK, PLAN, SIMULATE, TOP, EXPERIMENT, SWEEP, EVALUATE, EXPORT, REPORT,
-    REWARD,
+    REWARD, SFT, DATA,
 )  # fmt: skip
-MOVED = ("data", "playground")
 
 
 def main(
@@ -73,8 +73,8 @@ def parse(
     if not arguments[0].startswith("-") and arguments[0] not in names:
         nearest = nearest_name(arguments[0], names)
         hint = f"did you mean {nearest}?" if nearest else f"see {program} --help"
-        if commands is COMMANDS and arguments[0] in MOVED:
-            hint = f"it is now `python -m examples.course {arguments[0]}`, in the source tree"
+        if commands is COMMANDS and arguments[0] == "playground":
+            hint = "it is now `python -m examples.course playground`, in the source tree"
         parser.error(f"no command {arguments[0]!r}; {hint}")
     parsed, rest = parser.parse_known_args(arguments)
     # Overrides may stand both before and after options; argparse itself takes them in one place only.

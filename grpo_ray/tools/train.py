@@ -9,7 +9,7 @@ from typing import Annotated
 
 from grpo_ray.cluster.placement import Node, amounts_of, bundles_of, listed, shortfalls
 from grpo_ray.config import Config
-from grpo_ray.config.loading import find_config, load_config
+from grpo_ray.config.loading import ConfigError, find_config, load_config
 from grpo_ray.errors import shown_plainly
 from grpo_ray.telemetry.visible_text import print_visible
 from grpo_ray.tools.arguments import Argument, Command, ConfigFile, Flag, Local, Option, Overrides
@@ -66,6 +66,19 @@ def _train(options: TrainOptions) -> int:
     from grpo_ray.tools.report.ending import print_ending
 
     print_ending(print_visible, train(config, str(find_config(options.config)), options.local))
+    return 0
+
+
+def _sft(options: TrainOptions) -> int:
+    overrides = _in_this_process(options.config, options.overrides) if options.local else options.overrides
+    config = load_config(options.config, overrides)
+    if config.sft is None:
+        raise ConfigError(f"{options.config}: has no section `sft`; name the demonstrations in sft.path")
+    from grpo_ray.run.training import train
+
+    run = train(config, str(find_config(options.config)), options.local, is_sft_alone=True)
+    what = "model.path" if config.model.adapter is None else "model.adapter.path"
+    print_visible(f"{run.sft}: after {config.sft.num_steps} supervised steps; use it as {what}")
     return 0
 
 
@@ -146,6 +159,10 @@ def bundle_lines(config: Config) -> Iterator[str]:
 
 
 TRAIN = Command("train", TrainOptions, _train, "run a training job", group="Train")
+SFT = Command(
+    "sft", TrainOptions, _sft, "take a configuration's supervised steps alone",
+    "Take the supervised steps of the section `sft`, and end before GRPO; `resume` goes on from there.",
+)  # fmt: skip
 RESUME = Command("resume", ResumeOptions, _resume, "resume a run from its last checkpoint", group="Train")
 CHECK = Command(
     "check", CheckOptions, _check, "check a configuration and its files",

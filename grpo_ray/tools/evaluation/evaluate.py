@@ -73,7 +73,7 @@ def _with_model(plan: EvaluationPlan, console: EvaluationConsole) -> Config:
     first = plan.subject.weights[0]
     path = plan.config.model.path if first.folder is None or first.is_adapter else str(first.folder)
     if path is None:
-        from grpo_ray.models.tiny import tiny_model_folder
+        from grpo_ray.run.tiny_model import tiny_model_folder
 
         with shown_plainly():
             console.status("preparing the model")

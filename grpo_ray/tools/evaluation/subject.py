@@ -127,7 +127,8 @@ def _run_subject(run: RunDirectory, choice: str) -> Subject:
     checkpoints = store.all()
     notices = [f"skipped, because it is damaged: {line}" for line in store.damaged]
     data = read_config(run.config_path)
-    chosen = _choose(run, store, checkpoints, choice, _initial(data))
+    initial = Weights(0, run.sft) if run.sft.is_dir() else _initial(data)
+    chosen = _choose(run, store, checkpoints, choice, initial)
     if choice == ALL:
         notices += _missing(run, data, len(checkpoints) + len(notices), chosen[-1].step)
     return Subject(run.path.resolve().name, str(run.config_path), data, chosen, tuple(notices), True)

@@ -22,7 +22,7 @@ def base_folder(config: Config) -> str:
         ValueError: the folder has no usable model.
     """
     if config.model.tiny is not None:
-        from grpo_ray.models.tiny import tiny_model_folder
+        from grpo_ray.run.tiny_model import tiny_model_folder
 
         return str(tiny_model_folder(config))
     assert config.model.path is not None

@@ -1,0 +1,193 @@
+"""Supervised steps: the Learner imitates demonstrations, before GRPO or to warm up a tiny model.
+
+The loss is the mean negative log-likelihood of the responses' tokens, in nats: that of REINFORCE on the
+demonstrations with an advantage of 1. So a step is the Learner's own, on groups of one response.
+"""
+
+import random
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import chain, count, islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from grpo_ray.config import AlgorithmConfig, Config, LearnerConfig, SamplingConfig
+from grpo_ray.config.distillation import DistillationConfig
+from grpo_ray.config.schedule import BufferConfig, WeightSyncConfig
+from grpo_ray.config.task import MixtureTaskConfig
+from grpo_ray.errors import shown_plainly
+from grpo_ray.models.model_files import end_token_ids, is_local, load_tokenizer, max_positions
+from grpo_ray.tasks.demonstrations import Demonstration, read_demonstrations
+from grpo_ray.tasks.prompts import PromptTemplate, template_of
+from grpo_ray.telemetry.durable import sync_tree
+from grpo_ray.telemetry.json_lines import JsonLines
+from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.types import (
+    Completion,
+    PromptItem,
+    RolloutGroup,
+    ScoredGroup,
+    StartingModel,
+    StepReport,
+    TrainBatch,
+    Verdict,
+)
+
+Progress = Callable[[int, int, float], None]
+"""(step, number of steps, loss in nats per token)."""
+
+
+class Imitator(Protocol):
+    """The part of a Learner that supervised steps need; every call waits for its result."""
+
+    def train_step(self, batch: TrainBatch) -> StepReport: ...
+    def capture(self) -> StepReport | None: ...
+    def write_captured(self, folder: Path) -> dict[str, int]: ...
+
+
+# (configuration, model, run directory) -> a context manager: a Learner alone.
+LearnerHost = Callable[[Config, StartingModel, Path], AbstractContextManager[Imitator]]
+
+
+def imitating(config: Config, num_steps: int, batch_size: int, **learner: Any) -> Config:
+    """Return the configuration of a Learner that imitates; `learner` are values of its section."""
+    names = {"loss": "reinforce_with_baseline", "aggregation": "token_mean"}
+    algorithm = AlgorithmConfig.model_validate(
+        {**names, "num_steps": num_steps, "prompts_per_step": batch_size}
+    )
+    schedule = {"warmup_steps": max(1, num_steps // 10), "lr_schedule": "linear", "profile_steps": None}
+    values = {**config.learner.model_dump(), **schedule, "slowdown_s": 0.0, "min_lr_ratio": 0.0, **learner}
+    if num_steps == 1:  # nothing is left to decay in
+        values |= {"warmup_steps": 0, "lr_schedule": "constant"}
+    sections = {
+        "algorithm": algorithm,
+        "learner": LearnerConfig.model_validate(values),
+        "sampling": SamplingConfig(),  # at a temperature of 1, with every token
+        "distillation": DistillationConfig(),
+        "buffer": BufferConfig(),
+        "weight_sync": WeightSyncConfig(),
+        "generator": config.generator.model_copy(update={"colocated": False}),  # there are none yet
+    }
+    return config.model_copy(update=sections)
+
+
+def imitate(
+    learner: Imitator, demonstrations: Sequence[Demonstration], config: Config,
+    progress: Progress | None = None, log: JsonLines | None = None,
+) -> None:  # fmt: skip
+    """Take every step of a configuration made by `imitating`, each on a batch in shuffled order."""
+    num_steps = config.algorithm.num_steps
+    batches = _batches(demonstrations, config.algorithm.prompts_per_step, f"{config.run.seed}/sft")
+    for step, rows in enumerate(islice(batches, num_steps), 1):
+        metrics = learner.train_step(_batch_of(rows, step - 1)).metrics
+        if log is not None:
+            log.append(_of_supervised(step, metrics))
+        if progress is not None:
+            progress(step, num_steps, metrics["loss/policy"])
+
+
+def _of_supervised(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    names = ("optim/grad_norm", "optim/lr", "throughput/trained_tokens", "timing/train_s")
+    return {"step": step, "loss/nll": metrics["loss/policy"], **{name: metrics[name] for name in names}}
+
+
+def _batches(rows: Sequence[Demonstration], size: int, seed: str) -> Iterator[list[Demonstration]]:
+    """Yield batches without end, of the rows in another order in every epoch."""
+
+    def epoch(number: int) -> list[Demonstration]:
+        return random.Random(f"{seed}/{number}").sample(rows, len(rows))
+
+    endless = chain.from_iterable(map(epoch, count()))
+    while True:
+        yield list(islice(endless, size))
+
+
+def _batch_of(rows: Sequence[Demonstration], version: int) -> TrainBatch:
+    """Return a batch in which each response is the only one of its prompt, with an advantage of 1.
+
+    The sampler's logprobs, which this loss does not use, are 0.
+    """
+    one = np.ones(1, np.float32)
+    groups = []
+    for number, (prompt, response) in enumerate(rows):
+        tokens = np.array(response, np.int32)
+        zeros, versions = np.zeros(len(tokens), np.float32), np.full(len(tokens), version, np.int32)
+        rollout = RolloutGroup(
+            PromptItem(number, "", prompt, ""), (Completion("", tokens, zeros, versions, "stop"),), "sft"
+        )
+        groups.append(ScoredGroup.of(rollout, Verdict(one, one, one, one)))
+    return TrainBatch(tuple(groups))
+
+
+def check_sft(config: Config) -> None:
+    """Refuse supervised steps that are not possible here, before anything is started.
+
+    Raises:
+        ValueError: names the field or the row.
+    """
+    if config.sft is not None:
+        if config.learner.num_ranks > 1:
+            raise ValueError(
+                f"sft: supervised steps have one rank, and learner.num_ranks is {config.learner.num_ranks}; "
+                "take them with `grpo-ray sft` and one rank, and set model.path to the folder that it writes"
+            )
+        if config.model.tiny is not None:
+            raise ValueError("sft: a tiny model has a warm-up of its own (model.tiny.warmup); leave sft out")
+        if is_local(path := str(config.model.path)):
+            model = StartingModel(path, end_token_ids(path, load_tokenizer(path)), 0)
+            demonstrations_of(config, model)
+
+
+def demonstrations_of(config: Config, model: StartingModel) -> list[Demonstration]:
+    """Read `sft.path` for the model; raises ValueError as `read_demonstrations`."""
+    assert config.sft is not None
+    trust = config.model.trust_remote_code
+    tokenizer, positions = load_tokenizer(model.path, trust), max_positions(model.path, trust)
+    return read_demonstrations(config.sft, _template(config), tokenizer, model.end_token_ids, positions)
+
+
+def _template(config: Config) -> PromptTemplate | None:
+    has_none = isinstance(config.task, MixtureTaskConfig) or config.episode_tasks
+    return None if has_none else template_of(config.task)  # type: ignore[arg-type]
+
+
+def after_sft(
+    config: Config, model: StartingModel, run: RunDirectory, host: LearnerHost, progress: Progress
+) -> tuple[Config, StartingModel]:
+    """Return the configuration and model that the first step of GRPO starts from.
+
+    With `sft` that is the model in the run's `sft` folder, or the adapter there. If it is missing, the
+    supervised steps are taken first; a run that was killed in them begins them anew.
+    """
+    if config.sft is None:
+        return config, model
+    if not run.sft.exists():
+        _take_steps(config, model, run, host, progress)
+    if config.model.adapter is None:
+        return config, replace(model, path=str(run.sft.resolve()))
+    adapter = config.model.adapter.model_copy(update={"path": str(run.sft.resolve())})
+    return config.model_copy(update={"model": config.model.model_copy(update={"adapter": adapter})}), model
+
+
+def _take_steps(
+    config: Config, model: StartingModel, run: RunDirectory, host: LearnerHost, progress: Progress
+) -> None:
+    assert config.sft is not None
+    sft = config.sft
+    with shown_plainly():
+        demonstrations = demonstrations_of(config, model)
+    imitator = imitating(config, sft.num_steps, sft.batch_size, learning_rate=sft.learning_rate)
+    partial = run.path / ".sft.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    with host(imitator, model, run.path.resolve()) as learner:
+        imitate(learner, demonstrations, imitator, progress, JsonLines(partial / "metrics.jsonl"))
+        learner.capture()
+        learner.write_captured(partial.resolve())
+    shutil.rmtree(partial / "training")  # the optimizer starts anew
+    sync_tree(partial)
+    partial.rename(run.sft)

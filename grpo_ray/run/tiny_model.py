@@ -1,0 +1,99 @@
+"""A tiny model's folder: built from the configuration, warmed up on the task's own pairs, and cached."""
+
+import contextlib
+import hashlib
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from grpo_ray.actors.learner import Learner
+from grpo_ray.config import Config
+from grpo_ray.config.task import SortingTaskConfig
+from grpo_ray.models.model_files import load_tokenizer
+from grpo_ray.models.plain_chat import RESPONSE_TEMPLATE, TEMPLATE
+from grpo_ray.models.tiny import build_model, cache_folder
+from grpo_ray.models.tiny_tokenizer import prompt_template, rendered, tiny_tokenizer
+from grpo_ray.rewards.answer_formats import ENDINGS, answer_place
+from grpo_ray.run.supervised import Progress, imitate, imitating
+from grpo_ray.tasks.demonstrations import plain_demonstration
+from grpo_ray.tasks.examples import Pairs
+from grpo_ray.tasks.warmup import tokenizer_pairs, warmup_pairs
+
+_RECIPE = 2  # increase when the code below would build a different model from the same configuration
+
+
+def _warmup_pairs(config: Config) -> Pairs:
+    """Return the (prompt, response) pairs that the warm-up trains on; none without a warm-up."""
+    assert config.model.tiny is not None
+    warmup = config.model.tiny.warmup
+    if warmup is None:
+        return []
+    num_pairs = warmup.num_steps * warmup.batch_size
+    return rendered(config, warmup_pairs(config.task, config.run.seed, num_pairs))
+
+
+def tiny_model_folder(config: Config, progress: Progress | None = None) -> Path:
+    """Build and warm up the configured tiny model, or find it in the cache; return its folder.
+
+    Args:
+        progress: called with (step, num_steps, loss in nats per token) during the warm-up.
+    """
+    assert config.model.tiny is not None
+    digest = hashlib.sha256(json.dumps(_recipe(config), sort_keys=True).encode()).hexdigest()[:16]
+    folder = cache_folder() / f"tiny-{digest}"
+    if folder.exists():
+        return folder
+
+    tokenizer = tiny_tokenizer(config)
+    model = build_model(config.model.tiny, tokenizer, config.run.seed, config.model.implementation)
+    # Written under another name first, so that a half-written model is never found in the cache.
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="unfinished-", dir=folder.parent) as beside:
+        unfinished = Path(beside, "model")
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        if config.model.tiny.warmup is not None:
+            _warm_up(config, unfinished, progress)
+        with contextlib.suppress(OSError):  # another run built the same model first
+            unfinished.rename(folder)
+    return folder
+
+
+def _warm_up(config: Config, folder: Path, progress: Progress | None) -> None:
+    """Train the model in the folder on the task's pairs, in float32 on the CPU of this process."""
+    assert config.model.tiny is not None
+    warmup = config.model.tiny.warmup
+    assert warmup is not None
+    plain = {"dtype": "float32", "adapter": None, "base_quantization": "none", "attention": "auto"}
+    config = config.model_copy(update={"model": config.model.model_copy(update=plain)})
+    imitator = imitating(
+        config, warmup.num_steps, warmup.batch_size,
+        learning_rate=warmup.learning_rate, betas=(0.9, 0.98), weight_decay=0.01, max_grad_norm=1.0,
+        num_threads=warmup.num_threads, num_ranks=1, replicas=1, ranks_per_node=None, num_gpus=0,
+        cpu_cores=None, moments="float32", compile=False, gradient_checkpointing="none",
+        micro_batch_tokens=8192, share_prompts="auto",
+    )  # fmt: skip
+    tokenizer = load_tokenizer(str(folder))
+    pairs = [plain_demonstration(tokenizer, *pair) for pair in _warmup_pairs(config)]
+    learner = Learner(str(folder), imitator, ())
+    imitate(learner, pairs, imitator, progress)
+    learner.capture()
+    learner.write_captured(folder)
+    shutil.rmtree(folder / "training")
+
+
+def _recipe(config: Config) -> list[Any]:
+    """Return everything that determines the built model."""
+    tiny, task, seed = config.model.tiny, config.task, config.run.seed
+    assert tiny is not None
+    recipe: list[Any] = [_RECIPE, config.model.implementation, tiny.model_dump(), seed]
+    if config.episode_tasks:
+        recipe += [TEMPLATE, RESPONSE_TEMPLATE]
+    if isinstance(task, SortingTaskConfig):  # what its pairs are generated from
+        numbers = task.model_dump(include={"kind", "num_digits", "num_train_prompts", "num_validation_prompts"})
+        ending = ENDINGS[answer_place(task.reward)]
+        return [*recipe, numbers, prompt_template(config).text, ending]
+    # The pairs themselves, since a file may hold them.
+    return [*recipe, rendered(config, tokenizer_pairs(task, seed)), _warmup_pairs(config)]

@@ -1,0 +1,293 @@
+"""Supervised steps: demonstrations, the loss against cross entropy, and runs that begin with them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import changed
+from small_run import QUICKSTART, SMALL
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedTokenizerBase
+
+from grpo_ray.actors.learner import Learner
+from grpo_ray.config import Config
+from grpo_ray.config.sft import SftConfig
+from grpo_ray.models.loading import load_policy
+from grpo_ray.models.model_files import load_tokenizer
+from grpo_ray.models.plain_chat import give_plain_chat
+from grpo_ray.run import supervised
+from grpo_ray.run.supervised import imitate, imitating
+from grpo_ray.tasks.demonstrations import Demonstration, read_demonstrations
+from grpo_ray.tasks.prompts import ChatTemplate, PromptTemplate, TextTemplate
+from grpo_ray.telemetry.run_files import read_metrics
+from grpo_ray.tools.cli import main
+
+CHAT_ML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|endoftext|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+USER, REPLY = {"role": "user", "content": "Sort 312"}, {"role": "assistant", "content": "It is 123"}
+DEMONSTRATIONS = [
+    Demonstration((5, 6, 7), (8, 9, 1)), Demonstration((5, 6), (9,)), Demonstration((7,), (4, 4, 4, 4, 1)),
+]  # fmt: skip
+
+
+# ---- demonstrations ----
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Callable[..., Path]) -> PreTrainedTokenizerBase:
+    tokenizer = load_tokenizer(str(tiny_model()))
+    tokenizer.chat_template = CHAT_ML
+    return tokenizer
+
+
+def read(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, *rows: dict[str, Any],
+    template: PromptTemplate | None = ChatTemplate(), **fields: Any,
+) -> list[Demonstration]:  # fmt: skip
+    path = folder / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    sft, longest = SftConfig(path=str(path), **fields), 160
+    return read_demonstrations(sft, template, tokenizer, (tokenizer.eos_token_id,), longest)
+
+
+def texts(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> list[str]:
+    return [tokenizer.decode(ids) for ids in demonstration]
+
+
+def test_a_conversation_has_the_templates_tokens_up_to_the_end_token(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    system = {"role": "system", "content": "Be short."}
+    found = read(
+        tmp_path, tokenizer, {"messages": [USER, REPLY]}, {"prompt": "Sort 312", "response": "It is 123"},
+        {"messages": [system, USER, REPLY, USER, REPLY]},
+    )  # fmt: skip
+    assert found[0] == found[1]
+    assert texts(tokenizer, found[0]) == [
+        "<|im_start|>user\nSort 312<|endoftext|>\n<|im_start|>assistant\n", "It is 123<|endoftext|>",
+    ]  # fmt: skip
+    whole = tokenizer.apply_chat_template([USER, REPLY])["input_ids"]
+    assert [*found[0].prompt_token_ids, *found[0].response_token_ids] == whole[:-1]  # without a line's end
+    prompt, response = texts(tokenizer, found[2])
+    assert prompt.startswith("<|im_start|>system\nBe short.<|endoftext|>\n<|im_start|>user\nSort 312")
+    assert prompt.count("It is 123") == 1  # earlier replies are no response
+    assert response == "It is 123<|endoftext|>"
+    (given,) = read(
+        tmp_path, tokenizer, {"prompt": "Sort 312", "response": "123"}, template=ChatTemplate("Be short.")
+    )
+    assert texts(tokenizer, given)[0].startswith("<|im_start|>system\nBe short.")
+
+
+def test_a_text_template_and_a_template_without_an_end_token(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"q": "Sort 312", "a": " 123"}
+    fields = {"prompt_field": "q", "response_field": "a"}
+    (plain,) = read(tmp_path, tokenizer, row, template=TextTemplate("Do: {question}"), **fields)
+    assert texts(tokenizer, plain) == ["Do: Sort 312", " 123<|endoftext|>"]
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT_ML.replace("<|endoftext|>", ""))
+    (made,) = read(tmp_path, tokenizer, {"messages": [USER, REPLY]})
+    assert texts(tokenizer, made)[1] == "It is 123\n<|endoftext|>"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "a", "response": "b"}, r"line 2: no field 'prompt'; the fields are question, response\. Set sft.prompt_field"),
+        ({"prompt": "a", "answer": "b"}, r"line 2: no field 'response'; .* Set sft.response_field"),
+        ({"prompt": "a", "response": " "}, "line 2: 'response' is empty"),
+        ({"messages": [USER]}, "line 2: 'messages' must end with a message of the assistant"),
+        ({"messages": "hello"}, "line 2: 'messages' must end with a message of the assistant"),
+        ({"messages": [REPLY]}, "line 2: 'messages' has messages of nothing"),
+        ({"messages": [REPLY, REPLY]}, "line 2: 'messages' has messages of assistant; the last must be the user"),
+        ({"messages": [USER, {"role": "assistant", "content": None}]}, "line 2: 'content' is None; it must be text"),
+        ({"prompt": "a" * 199, "response": "b"}, r"line 2: prompt and response have \d+ tokens, and the model takes 160"),
+    ],
+)  # fmt: skip
+def test_bad_rows_are_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, tokenizer, {"prompt": "a", "response": "b"}, row)
+
+
+def test_what_no_file_can_be_read_with(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"sft.path: .*rows.jsonl holds no rows"):
+        read(tmp_path, tokenizer)
+    with pytest.raises(ValueError, match="line 1: the task has no prompt of its own"):
+        read(tmp_path, tokenizer, {"prompt": "a", "response": "b"}, template=None)
+    last = "{{ messages[-1].content }}"  # as templates that drop earlier thoughts
+    monkeypatch.setattr(tokenizer, "chat_template", last)
+    with pytest.raises(ValueError, match="line 1: the chat template writes the conversation differently"):
+        read(tmp_path, tokenizer, {"messages": [USER, REPLY]})
+
+
+# ---- the loss ----
+
+
+@pytest.mark.parametrize("share_prompts", ["auto", "never"])
+def test_steps_equal_cross_entropy_on_the_responses(
+    tiny_config: Config, tiny_model: Callable[..., Path], share_prompts: str
+) -> None:
+    """A loop in plain torch: padded, with labels of -100, and the same optimizer and schedule."""
+    folder = str(tiny_model())
+    config = changed(
+        tiny_config, sampling={"temperature": 0.5, "min_tokens": 3}, learner={"share_prompts": share_prompts},
+        algorithm={"kl": {"reference": "initial", "coefficient": 1.0}},
+    )  # fmt: skip
+    imitator = imitating(config, 5, 3, learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1e9)
+    learner = Learner(folder, imitator, (1,))
+    losses: list[float] = []
+    imitate(learner, DEMONSTRATIONS, imitator, lambda step, num_steps, loss: losses.append(loss))
+
+    model = load_policy(folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=imitator.learner.betas, weight_decay=0.1)
+    width = max(sum(map(len, row)) for row in DEMONSTRATIONS)
+    ids, labels = torch.zeros((3, width), dtype=torch.long), torch.full((3, width), -100)
+    for row, (prompt, response) in enumerate(DEMONSTRATIONS):
+        end = len(prompt) + len(response)
+        ids[row, :end] = torch.tensor([*prompt, *response])
+        labels[row, len(prompt) : end] = torch.tensor(response)
+    expected = []
+    for rate in (1e-2, 1e-2, 7.5e-3, 5e-3, 2.5e-3):  # a ramp of one step, then on a line towards 0
+        optimizer.param_groups[0]["lr"] = rate
+        logits = model(input_ids=ids, use_cache=False).logits
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert losses[-1] < losses[0] - 1
+    for own, theirs in zip(learner.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(own, theirs, rtol=1e-3, atol=2e-5)
+
+
+def test_every_row_once_per_epoch_in_another_order() -> None:
+    rows = [Demonstration((n,), (n,)) for n in range(10)]
+    batches = supervised._batches(rows, 4, "0")
+    drawn = [row.prompt_token_ids[0] for _ in range(5) for row in next(batches)]
+    assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
+    assert drawn[:10] != drawn[10:] != list(range(10))
+
+
+# ---- runs ----
+
+
+@pytest.fixture
+def job(tmp_path: Path, tiny_model: Callable[..., Path]) -> Callable[..., list[str]]:
+    """The arguments of a run of one step, with a model that answers anything and shall answer ` no`."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model(), model)
+    tokenizer = load_tokenizer(str(model))
+    give_plain_chat(tokenizer)
+    tokenizer.save_pretrained(model)
+    rows = [{"prompt": f"Sort {n}", "response": " no"} for n in range(100, 140)]
+    (tmp_path / "demonstrations.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    def arguments(*overrides: str) -> list[str]:
+        return [
+            QUICKSTART, *SMALL, "model.tiny=null", f"model.path={model}", "algorithm.num_steps=1",
+            f"sft.path={tmp_path}/demonstrations.jsonl", "sft.num_steps=30", "sft.batch_size=8",
+            "sft.learning_rate=1e-2", "algorithm.kl.reference=initial", "weight_sync.max_lag=0", "sampling.min_tokens=0",
+            f"run.output_dir={tmp_path}", "run.name=run", "--local", *overrides,
+        ]  # fmt: skip
+
+    return arguments
+
+
+def first_responses(run: Path) -> list[str]:
+    import pyarrow.parquet as pq
+
+    texts: list[str] = pq.read_table(run / "rollouts" / "step-000001.parquet")["response"].to_pylist()
+    return texts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "lowest"),
+    # Under frozen random embeddings no token becomes likelier than about 0.4.
+    [
+        ([], 0.1),
+        (
+            ["model.adapter.rank=8", "sft.num_steps=40", "sft.learning_rate=1e-2", "sampling.temperature=0.1"],
+            0.95,
+        ),
+    ],
+)
+def test_a_run_begins_with_what_it_was_taught(
+    job: Callable[..., list[str]], tmp_path: Path, overrides: list[str], lowest: float,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    run = tmp_path / "run"
+    assert main(["sft", *job(*overrides)]) == 0
+    assert "supervised steps; use it as model." in capsys.readouterr().out
+    losses = [row["loss/nll"] for row in read_metrics(run / "sft" / "metrics.jsonl")]
+    assert losses[-1] < lowest < 1 < losses[0]
+    written = (run / "sft" / ("adapter_model.safetensors" if overrides else "model.safetensors")).stat()
+    assert not (run / "metrics.jsonl").exists()
+
+    assert main(["resume", str(run), "--local"]) == 0
+    assert all(text.startswith(" no") for text in first_responses(run))
+    (row,) = read_metrics(run / "metrics.jsonl")
+    assert row["loss/kl_ref_k3"] < 1e-6  # the reference is the taught model, too
+    assert (run / "sft").exists()
+    again = (run / "sft" / ("adapter_model.safetensors" if overrides else "model.safetensors")).stat()
+    assert again.st_mtime_ns == written.st_mtime_ns
+    assert main(["audit", str(run)]) == 0
+    out = ["--output", str(tmp_path / "evaluation")]
+    assert main(["evaluate", str(run), "--checkpoint", "initial", "--limit", "4", "--local", *out]) == 0
+    (responses,) = (tmp_path / "evaluation").rglob("*.parquet")
+    import pyarrow.parquet as pq
+
+    assert all(text.startswith(" no") for text in pq.read_table(responses)["response"].to_pylist())
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_in_its_supervised_steps_begins_them_anew(
+    job: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(self: Learner, folder: Path) -> None:
+        (folder / "half").touch()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "write_captured", interrupt)
+        assert main(["train", *job()]) == 130
+    run = tmp_path / "run"
+    assert not (run / "sft").exists()
+    assert main(["resume", str(run), "--local"]) == 0
+    assert not (run / "sft" / "half").exists()
+    assert {text.strip() for text in first_responses(run)} == {"no"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["learner.num_ranks=2"], "sft: supervised steps have one rank, and learner.num_ranks is 2"),
+        (["sft.path=missing.jsonl"], "missing.jsonl: there is no such file"),
+        (["sft.prompt_field=question"], "no field 'question'; the fields are prompt, response"),
+        (["model.path=null", "model.tiny={}"], "sft: a tiny model has a warm-up of its own"),
+    ],
+)
+def test_what_cannot_be_taught_is_refused_first(
+    job: Callable[..., list[str]], overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [each for each in job(*overrides) if each != "--local"]
+    assert main(["check", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_configuration_without_demonstrations_has_no_supervised_steps(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["sft", QUICKSTART]) == 2
+    assert "has no section `sft`" in capsys.readouterr().err
