@@ -69,6 +69,8 @@ $(READY): requirements/cpu.txt requirements/dev.txt pyproject.toml
 	@$(BIN)/pip install -q --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(VENV)/.environments: $(READY) requirements/environments.txt
+$(VENV)/.environments: $(READY) requirements/environments.txt requirements/reasoning-gym.txt
 	@$(BIN)/pip install -q --no-deps -r requirements/environments.txt
+	@$(BIN)/pip install -q --no-deps -r requirements/reasoning-gym.txt || \
+	  echo "reasoning-gym is not installed (it takes a C compiler); its tests are skipped"
 	@touch $@

@@ -1,6 +1,6 @@
 """A control: the rewards of a group's answers, handed out in random order, so that they teach nothing.
 
-    grpo-ray train smollm2-sums task.reward='[{reward: "examples.rewards.shuffled:last_number", batched: true}]'
+grpo-ray train smollm2-sums task.reward='[{reward: "examples.rewards.shuffled:last_number", batched: true}]'
 """
 
 import random

@@ -18,18 +18,22 @@ def verified(response: str, ground_truth: str, row: Mapping[str, Any]) -> Scores
     The answer is the text in the last `<answer>` tags, or else the whole response.
 
     Args:
-        row: the entry's `name`, `config`, `seed` and `index`, from which it is generated again.
+        row: the entry's `name`, `config`, `seed`, `size` and `index`, from which it is generated again.
     """
     tagged = IN_TAGS.findall(response)
     answer = (tagged[-1] if tagged else response).strip()
-    dataset = dataset_of(row["name"], json.dumps(row["config"], sort_keys=True), row["seed"])
-    score = float(dataset.score_answer(answer, dataset[row["index"]]))
+    dataset = dataset_of(row["name"], json.dumps(row["config"], sort_keys=True), row["seed"], row["size"])
+    entry = dataset[row["index"]]
+    try:
+        score = float(dataset.score_answer(answer, entry))
+    except Exception:  # some verifiers raise for a text in another form than theirs
+        score = 0.0
     return scores(score, has_format=bool(answer), is_right=score >= 1.0)
 
 
 @lru_cache(maxsize=8)
-def dataset_of(name: str, config: str, seed: int) -> Any:
-    """Return a dataset of the package without a size of its own: any index can be asked for.
+def dataset_of(name: str, config: str, seed: int, size: int) -> Any:
+    """Return a dataset of the package.
 
     Args:
         config: its configuration, as JSON.
@@ -49,7 +53,7 @@ def dataset_of(name: str, config: str, seed: int) -> Any:
         hint = f"did you mean {nearest}?" if nearest else f"it has {', '.join(sorted(DATASETS))}"
         raise ValueError(f"task.name: reasoning_gym has no {name!r}; {hint}")
     try:
-        return create_dataset(name, **json.loads(config), seed=seed, size=2**31)
+        return create_dataset(name, **json.loads(config), seed=seed, size=size)
     except (TypeError, AssertionError, ValueError) as error:
         fields = [field for field in DATASETS[name][1].__dataclass_fields__ if field not in ("seed", "size")]
         raise ValueError(

@@ -1,7 +1,6 @@
 """Tasks of the package reasoning-gym: over a hundred generators of questions, each with a verifier."""
 
 import json
-from itertools import count, islice
 
 from grpo_ray.config.task import ReasoningGymTaskConfig
 from grpo_ray.rewards.reasoning_gym import dataset_of
@@ -17,27 +16,29 @@ def reasoning_gym_examples(config: ReasoningGymTaskConfig, seed: int) -> Example
     Raises:
         ValueError: as `dataset_of`; or a dataset has fewer questions than prompts are asked for.
     """
-    validation = _draw(config, (2 * seed + 1) * MOST, config.num_validation_prompts, set())
+    validation = _draw(config, (2 * seed + 1) * MOST, "num_validation_prompts", set())
     known = {example.question for example in validation}
-    return ExampleSets(_draw(config, 2 * seed * MOST, config.num_train_prompts, known), validation)
+    return ExampleSets(_draw(config, 2 * seed * MOST, "num_train_prompts", known), validation)
 
 
-def _draw(config: ReasoningGymTaskConfig, seed: int, number: int, known: set[str]) -> list[Example]:
-    """Return the first `number` entries with different questions that are not known."""
-    dataset = dataset_of(config.name, json.dumps(config.config, sort_keys=True), seed)
+def _draw(config: ReasoningGymTaskConfig, seed: int, field: str, known: set[str]) -> list[Example]:
+    """Return entries with different questions that are not known, as many as `field` says."""
+    number: int = getattr(config, field)
+    size = 4 * number + 100  # some repeat questions
+    dataset = dataset_of(config.name, json.dumps(config.config, sort_keys=True), seed, size)
     seen, found = set(known), []
-    for index in islice(count(), min(MOST, 20 * number + 1000)):
+    for index in range(size):
         entry = dataset[index]
         question = entry["question"].strip()
         if question in seen:
             continue
         seen.add(question)
-        row = {"name": config.name, "config": config.config, "seed": seed, "index": index}
+        row = {"name": config.name, "config": config.config, "seed": seed, "size": size, "index": index}
         answer = "(verified)" if entry["answer"] is None else str(entry["answer"])
         found.append(Example(question, answer, facts=json.dumps({"row": row})))
         if len(found) == number:
             return found
     raise ValueError(
-        f"task: {config.name} of reasoning_gym gave only {counted(len(found), 'different question')} of the "
-        f"{number:,} asked for; lower task.num_train_prompts, or widen task.config"
+        f"task.{field}: {config.name} of reasoning_gym gave only {counted(len(found), 'different question')} of "
+        f"the {number:,} asked for; lower it, or widen task.config"
     )

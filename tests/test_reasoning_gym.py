@@ -1,0 +1,112 @@
+"""Tasks of reasoning-gym: their sets, their verifiers as rewards, and a run on one."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import QUICKSTART, SMALL
+
+from grpo_ray.config.task import ReasoningGymTaskConfig
+from grpo_ray.tasks import load_examples
+from grpo_ray.telemetry.run_files import read_metrics
+from grpo_ray.tools.cli import main
+
+pytest.importorskip("reasoning_gym", reason="requirements/reasoning-gym.txt, which takes a C compiler")
+
+from grpo_ray.rewards.reasoning_gym import verified  # noqa: E402
+
+RIGHT = {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
+
+
+def row_of(name: str, **config: Any) -> dict[str, Any]:
+    return {"name": name, "config": config, "seed": 7, "size": 10, "index": 3}
+
+
+def test_sets_are_of_different_seeds_and_share_no_question() -> None:
+    task = ReasoningGymTaskConfig(
+        name="chain_sum",
+        config={"max_terms": 2, "max_digits": 1},
+        num_train_prompts=60,
+        num_validation_prompts=30,
+    )
+    sets = load_examples(task, 0)
+    train, validation = ([example.question for example in some] for some in (sets.train, sets.validation))
+    assert (len(set(train)), len(set(validation))) == (60, 30)
+    assert not set(train) & set(validation)
+    assert load_examples(task, 0) == sets != load_examples(task, 1)
+    for example in sets.train[:5]:
+        assert verified(example.ground_truth, "", example.row) == RIGHT
+        (terms,) = re.findall(r"\d(?: [-+] \d)+", example.question)
+        assert eval(terms) == int(example.ground_truth)
+
+
+def test_the_verifier_judges_the_answer() -> None:
+    row = row_of("chain_sum")
+    (truth,) = {e["answer"] for e in [_entry(row)]}
+    assert verified(f"First, <answer>0</answer> no: <answer> {truth} </answer>", "", row) == RIGHT
+    within = verified(f"It is {truth}", "", row)
+    assert 0 < within["reward"] < 1
+    assert (within["format_reward"], within["answer_reward"]) == (1.0, 0.0)
+    assert verified("", "", row)["reward"] == 0.0
+    assert verified("nonsense", "", row_of("prime_factorization"))["reward"] == 0.0  # that verifier raises
+    many = row_of("countdown")  # many expressions are right
+    assert verified(_entry(many)["metadata"]["expression"], "", many) == RIGHT
+
+
+def _entry(row: dict[str, Any]) -> Any:
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(row["name"], seed=row["seed"], size=row["size"])[row["index"]]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"name": "chain_sums"}, "task.name: reasoning_gym has no 'chain_sums'; did you mean chain_sum?"),
+        (
+            {"name": "chain_sum", "config": {"terms": 3}},
+            r"task.config: chain_sum .*terms.*; its fields are min_terms",
+        ),
+        (
+            {"name": "chain_sum", "config": {"max_terms": 1}},
+            "task.config: chain_sum of reasoning_gym refuses it",
+        ),
+        (
+            {"name": "coin_flip", "config": {"max_trials": 3, "min_trials": 3}},
+            "task.num_validation_prompts: .* gave only 8 .* of the 64",
+        ),
+    ],
+)
+def test_what_the_package_does_not_have(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_examples(ReasoningGymTaskConfig(**values), 0)
+
+
+@pytest.mark.slow
+def test_a_run_is_graded_by_the_verifier_and_audited(tmp_path: Path) -> None:
+    """The model is tiny and random; the point is the way of a row to the isolated verifier and into the audit."""
+    config = {
+        "kind": "reasoning_gym",
+        "name": "spell_backward",
+        "num_train_prompts": 24,
+        "num_validation_prompts": 4,
+    }
+    task = json.dumps({**config, "prompt": "question_only", "config": {"min_word_len": 3, "max_word_len": 3}})
+    model = tmp_path / "model"
+    from grpo_ray.config.loading import load_config
+    from grpo_ray.run.tiny_model import tiny_model_folder
+
+    tiny_model_folder(load_config(QUICKSTART, SMALL)).rename(model)
+    small = [each for each in SMALL if not each.startswith(("model.tiny", "task."))]
+    run = [
+        f"run.output_dir={tmp_path}",
+        "run.name=run",
+        "model.tiny=null",
+        f"model.path={model}",
+        f"task={task}",
+    ]
+    assert main(["train", QUICKSTART, *small, *run, "algorithm.num_steps=2", "--local"]) == 0
+    assert all(row["reward/errors"] == 0 for row in read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert main(["audit", str(tmp_path / "run")]) == 0
