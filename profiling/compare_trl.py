@@ -57,6 +57,9 @@ class Case:
     is_exact: bool = False  # every response has max_tokens: no end token is sampled
     prompt_tokens: int | None = None  # None: the quickstart's own prompts
     trl_micro_batch_rows: int = 64  # responses per forward and backward pass; of 32, 64 and 256 the fastest
+    trl_dtype: str = "float32"  # of the weights that its optimizer updates
+    config: str = QUICKSTART
+    is_pretrained: bool = False  # the model is that of --model
     trl_more: Mapping[str, Any] = field(default_factory=dict)  # further fields of GRPOConfig
 
 
@@ -74,6 +77,13 @@ CASES = {
     "quickstart": Case(),
     "192-token responses": Case("brevity", exactly(192), is_exact=True),
     "250-token prompts, 64-token responses": Case("brevity", exactly(64), is_exact=True, prompt_tokens=250),
+    # Every group gets a signal: of sums, the model gets so few right that most of its groups would have none.
+    "SmolLM2, sums, bfloat16": Case(
+        "brevity", (BREVITY,), config="configs/smollm2-sums.yaml", is_pretrained=True, trl_dtype="bfloat16"
+    ),
+    "SmolLM2, sums, float32": Case(
+        "brevity", (BREVITY, "model.dtype=float32"), config="configs/smollm2-sums.yaml", is_pretrained=True
+    ),
 }
 
 
@@ -84,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"compare_trl.py: {problem}", file=sys.stderr)
         return 2
     console = Console(highlight=False, soft_wrap=True, width=200)
-    chosen = [name for name in CASES if not options.case or options.case in name]
+    chosen = [name for name, case in CASES.items() if options.model or not case.is_pretrained]
+    chosen = [name for name in chosen if not options.case or options.case in name]
     if not chosen:
         print(f"compare_trl.py: no case has {options.case!r} in its name: {', '.join(CASES)}", file=sys.stderr)
         return 2
@@ -115,6 +126,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=positive, default=2, metavar="N", help="runs of each side per case")
     parser.add_argument("--steps", type=positive, default=14, metavar="N", help="steps per run")
     parser.add_argument("--case", metavar="TEXT", help="only cases with this text in their names")
+    parser.add_argument(
+        "--model", metavar="FOLDER", help="SmolLM2 (grpo-ray data smollm2 FOLDER), for the cases with it"
+    )
     parser.add_argument("--rows", type=positive, metavar="N", help="responses per micro-batch of TRL")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "compare_trl.json")
     return parser
@@ -141,14 +155,16 @@ def compare(
     overrides = [*COMMON, f"algorithm.num_steps={options.steps}", *case.overrides]
     if case.prompt_tokens is not None:
         overrides += write_long_prompts(case.prompt_tokens, folder)
-    config = load_config(QUICKSTART, overrides)
+    if case.is_pretrained:
+        overrides.append(f"model.path={options.model}")
+    config = load_config(case.config, overrides)
     job = trl_job(case, config, options.steps, folder)
     ours: list[dict[str, float]] = []
     theirs: list[dict[str, float]] = []
     for number in range(options.rounds):
         run = run_trl(options.trl_python, job | {"seed": number}, folder)
         theirs.append(summary(run["seconds"], run["response_tokens"]))
-        directory = train(f"run-{number}", overrides, folder)
+        directory = train(f"run-{number}", overrides, folder, config=case.config)
         ours.append(summary(*step_metrics(directory)))
         print(
             f"{name}, round {number + 1}: TRL {theirs[-1]['median']:.3f} s per step, "
@@ -205,6 +221,7 @@ def trl_job(case: Case, config: Config, num_steps: int, folder: Path) -> dict[st
         "num_steps": num_steps,
         "num_threads": config.learner.num_threads + config.generator.num_threads,
         "more": dict(case.trl_more),
+        "dtype": case.trl_dtype,
     }
 
 

@@ -88,7 +88,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     clock = Clock()
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(
-            job["model"], dtype=torch.float32, attn_implementation="sdpa"
+            job["model"], dtype=getattr(torch, job["dtype"]), attn_implementation="sdpa"
         ),
         reward_funcs=reward_fn,
         args=config,

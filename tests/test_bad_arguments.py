@@ -23,6 +23,7 @@ TASKS = {
     "sorting": "task={kind: sorting}",
     "arithmetic": "task={kind: arithmetic}",
     "keywords": "task={kind: keywords}",
+    "reasoning_gym": "task={kind: reasoning_gym, name: chain_sum}",
     "file": "task={kind: file, train_path: a.jsonl, validation_path: b.jsonl}",
     "episodes": "task={kind: episodes, episode: a:b, examples: c:d}",
     "mixture": "task={kind: mixture, parts: {one: {task: {kind: sorting}}, two: {task: {kind: arithmetic}}}}",

@@ -177,7 +177,10 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
             ["model.tiny.warmup.steps=4"],
             ["warmup.steps: unknown key; did you mean model.tiny.warmup.num_steps?"],
         ),
-        (["learning_rate=1"], ["  learning_rate: unknown key; did you mean learner.learning_rate?"]),
+        (
+            ["learning_rate=1"],
+            ["  learning_rate: unknown key; did you mean learner.learning_rate or sft.learn"],
+        ),
         (["learner.num_gpu=1"], ["num_gpu: unknown key; did you mean learner.num_gpus or learner.num_cpus?"]),
         (["kl.coefficient=1"], ["  kl: unknown key; did you mean algorithm.kl?"]),
         (

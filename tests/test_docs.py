@@ -130,6 +130,9 @@ def test_every_field_of_every_section_stands_in_the_reference(reference: ModuleT
             assert set(section.model_fields) in field_sets, section.__name__
     for path, value in leaves(load_config(ROOT / "configs/quickstart.yaml").model_dump()).items():
         heading, _, name = path.rpartition(".")
+        if not heading:  # a section that is null
+            assert path in tables
+            continue
         if heading.startswith("task"):
             heading = heading.replace("task", "task (kind: sorting)", 1)
         assert name in tables[heading], (path, value)

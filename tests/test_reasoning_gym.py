@@ -15,7 +15,7 @@ from grpo_ray.tools.cli import main
 
 pytest.importorskip("reasoning_gym", reason="requirements/reasoning-gym.txt, which takes a C compiler")
 
-from grpo_ray.rewards.reasoning_gym import verified  # noqa: E402
+from grpo_ray.rewards.reasoning_gym import verified
 
 RIGHT = {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
 
@@ -86,7 +86,7 @@ def test_what_the_package_does_not_have(values: dict[str, Any], message: str) ->
 
 @pytest.mark.slow
 def test_a_run_is_graded_by_the_verifier_and_audited(tmp_path: Path) -> None:
-    """The model is tiny and random; the point is the way of a row to the isolated verifier and into the audit."""
+    """The point is the way of a row to the isolated verifier and into the audit: the model is random."""
     config = {
         "kind": "reasoning_gym",
         "name": "spell_backward",

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from examples.rewards import json_object, numeric_tolerance, regex_format
+from examples.rewards import json_object, numeric_tolerance, regex_format, shuffled
 from grpo_ray.config import Config
 from grpo_ray.config.reward import RewardTerm
 from grpo_ray.rewards import get_reward_fn
@@ -151,6 +151,15 @@ def test_the_preflight_checks_it(tiny_config: Config) -> None:
 )
 def test_numeric_tolerance(response: str, expected: float) -> None:
     assert numeric_tolerance.reward_fn(response, "3.1416") == expected
+
+
+def test_shuffled_rewards_are_the_earned_ones() -> None:
+    responses = [f"{number}" for number in range(10)]
+    rewards = shuffled.last_number(responses, ["3"] * 10)
+    assert sorted(rewards) == [0.0] * 9 + [1.0]
+    assert rewards == shuffled.last_number(responses, ["3"] * 10)
+    places = {shuffled.last_number([*responses[:-1], f"{n}"], ["3"] * 10).index(1.0) for n in range(9, 40)}
+    assert len(places) > 5  # anywhere
 
 
 def test_numeric_tolerance_from_a_configuration() -> None:

@@ -30,8 +30,6 @@ class Config(Section):
     run: RunConfig = RunConfig()
     model: ModelConfig
     task: Annotated[Task, Field(discriminator="kind")]
-    sft: SftConfig | None = None
-    """Supervised steps on demonstrations before the first step."""
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     generator: GeneratorConfig = GeneratorConfig()
@@ -40,6 +38,8 @@ class Config(Section):
     distillation: DistillationConfig = DistillationConfig()
     buffer: BufferConfig = BufferConfig()
     learner: LearnerConfig = LearnerConfig()
+    sft: SftConfig | None = None
+    """Supervised steps on demonstrations before the first step."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -39,6 +39,6 @@ def _draw(config: ReasoningGymTaskConfig, seed: int, field: str, known: set[str]
         if len(found) == number:
             return found
     raise ValueError(
-        f"task.{field}: {config.name} of reasoning_gym gave only {counted(len(found), 'different question')} of "
-        f"the {number:,} asked for; lower it, or widen task.config"
+        f"task.{field}: {config.name} of reasoning_gym gave only {counted(len(found), 'different question')} "
+        f"of the {number:,} asked for; lower it, or widen task.config"
     )

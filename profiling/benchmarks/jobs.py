@@ -14,10 +14,11 @@ SKIPPED_STEPS = 4  # warm-up of Generator and Learner
 
 
 def train(
-    name: str, overrides: Sequence[str], folder: Path, program: Sequence[str] = ("-m", "grpo_ray")
-) -> RunDirectory:
-    """Train the quickstart with `overrides` through the command line `program`; raises when it fails."""
-    command = [sys.executable, *program, "train", "configs/quickstart.yaml", *overrides]
+    name: str, overrides: Sequence[str], folder: Path, program: Sequence[str] = ("-m", "grpo_ray"),
+    config: str = "configs/quickstart.yaml",
+) -> RunDirectory:  # fmt: skip
+    """Train a configuration with `overrides` through the command line `program`; raises when it fails."""
+    command = [sys.executable, *program, "train", config, *overrides]
     command += [f"run.output_dir={folder}", f"run.name={name}"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return RunDirectory(folder / name)

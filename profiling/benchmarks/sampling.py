@@ -7,6 +7,7 @@ requests: a wave is sent at once, and over when its last group has arrived.
 """
 
 import asyncio
+import contextlib
 import itertools
 import tempfile
 import time
@@ -78,20 +79,24 @@ class Alone:
 
 
 def run(options: Options) -> list[Row]:
-    lengths = (16,) if options.quick else (192, 16)
+    is_given = any(override.startswith("model.path=") for override in options.overrides)
+    lengths = (16,) if options.quick else (64, 24) if is_given else (192, 16)
+    num_groups = 8 if is_given else GROUPS
     rounds = options.rounds or (1 if options.quick else 8)
     engine = ["generator.engine=torch", "weight_sync.max_lag=1"] if options.quick else []
     config = load_config(
         QUICKSTART,
         [
             f"sampling.max_tokens={max(lengths)}",
-            f"algorithm.prompts_per_step={GROUPS}",
+            f"algorithm.prompts_per_step={num_groups}",
             "run.save_rollouts=false",
             *engine,
             *options.overrides,
         ],
     )
-    with connected(), model_folder() as folder, tempfile.TemporaryDirectory() as run_dir:
+    given = config.model.path  # python profiling/bench.py sampling model.tiny=null model.path=FOLDER ...
+    own = contextlib.nullcontext(given) if given is not None else model_folder()
+    with connected(), own as folder, tempfile.TemporaryDirectory() as run_dir:
         ends = end_token_ids(folder, load_tokenizer(folder))
         model = StartingModel(folder, ends, PROMPT_TOKENS + max(lengths))
         run = RunDirectory(Path(run_dir))
@@ -107,6 +112,7 @@ async def _measure(
     lengths: tuple[int, ...],
     rounds: int,
 ) -> list[Row]:
+    num_groups = config.algorithm.prompts_per_step
     alone = _start_alone(config, model, run)
     through = _Through(config, actors, run)
     await asyncio.gather(alone.ready(), *(actor.ready() for actor in actors.by_name().values()))
@@ -114,11 +120,11 @@ async def _measure(
     for num_tokens in lengths:
         settings = _settings(config, model, num_tokens)
         waves: dict[str, Callable[[int], Awaitable[int]]] = {
-            RAW: lambda number, settings=settings: alone.wave(_prompts(number), settings),  # type: ignore[misc]
-            ACTORS: lambda number, settings=settings: through.wave(_prompts(number), settings),  # type: ignore[misc]
+            RAW: lambda number, settings=settings: alone.wave(_prompts(number, num_groups), settings),  # type: ignore[misc]
+            ACTORS: lambda number, settings=settings: through.wave(_prompts(number, num_groups), settings),  # type: ignore[misc]
         }
         per_round = max(1, 64 // num_tokens)
-        rows += await _take_turns(waves, num_tokens, rounds, per_round)
+        rows += await _take_turns(waves, num_groups, num_tokens, rounds, per_round)
     await alone.shutdown()
     for client in (alone, through.buffer):
         ray.kill(client.handle)
@@ -126,7 +132,11 @@ async def _measure(
 
 
 async def _take_turns(
-    sides: Mapping[str, Callable[[int], Awaitable[int]]], num_tokens: int, rounds: int, per_round: int
+    sides: Mapping[str, Callable[[int], Awaitable[int]]],
+    num_groups: int,
+    num_tokens: int,
+    rounds: int,
+    per_round: int,
 ) -> list[Row]:
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     cpu: dict[str, Counter[str]] = {side: Counter() for side in sides}
@@ -134,11 +144,11 @@ async def _take_turns(
         for side, wave in sides.items():
             before, started = _cpu_seconds(), time.perf_counter()
             for number in range(per_round):
-                assert await wave(turn * per_round + number) == GROUPS * SAMPLES * num_tokens
+                assert await wave(turn * per_round + number) == num_groups * SAMPLES * num_tokens
             if turn:  # an engine's first waves are several times slower
                 seconds[side].append((time.perf_counter() - started) / per_round)
                 cpu[side].update(_since(before))
-    work = GROUPS * SAMPLES * num_tokens
+    work = num_groups * SAMPLES * num_tokens
     base = f"{num_tokens} tokens, {RAW}"
     num_waves = rounds * per_round
     return [
@@ -189,7 +199,7 @@ class _Through:
     async def wave(self, prompts: list[tuple[int, ...]], settings: SamplingSettings) -> int:
         pool = self._pool(settings)
         before = pool.num_sampled_tokens
-        first = self._num_waves * GROUPS
+        first = self._num_waves * len(prompts)
         self._num_waves += 1
 
         async def produce(item: PromptItem) -> None:
@@ -223,9 +233,9 @@ def _settings(config: Config, model: StartingModel, num_tokens: int) -> Sampling
     )
 
 
-def _prompts(wave: int) -> list[tuple[int, ...]]:
+def _prompts(wave: int, num_groups: int) -> list[tuple[int, ...]]:
     """Make different prompts, so that no prefix is cached."""
-    rows = range(wave * GROUPS, (wave + 1) * GROUPS)
+    rows = range(wave * num_groups, (wave + 1) * num_groups)
     return [tuple((20 + n // 17 + 7 * n * k + k) % 280 for k in range(PROMPT_TOKENS)) for n in rows]
 
 
