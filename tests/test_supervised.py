@@ -235,6 +235,9 @@ def test_a_run_begins_with_what_it_was_taught(
     assert losses[-1] < lowest < 1 < losses[0]
     written = (run / "sft" / ("adapter_model.safetensors" if overrides else "model.safetensors")).stat()
     assert not (run / "metrics.jsonl").exists()
+    assert main(["resume", str(run), "--local", "sft.num_steps=9"]) == 2
+    assert "sft.num_steps: this run has" in capsys.readouterr().err
+    (tmp_path / "demonstrations.jsonl").unlink()
 
     assert main(["resume", str(run), "--local"]) == 0
     assert all(text.startswith(" no") for text in first_responses(run))

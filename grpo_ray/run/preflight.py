@@ -118,8 +118,8 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
         check_warmup(config.task)
     if config.model.path is not None and is_local(config.model.path):
         check_local_model(config.model.path)
-    check_sft(config)
     if examples is None:
+        check_sft(config)  # not of an evaluation, which brings its examples
         examples = load_examples(config.task, config.run.seed)
     _check_rewards(config, examples)
     per_prompt, num_prompts = config.evaluation.samples_per_prompt, len(examples.validation)

@@ -140,7 +140,8 @@ def _resume(run: RunDirectory, config: Config, is_local: bool, follower: Followe
     before = load_config(run.config_path)
     config = _with_commits_of(before, config)
     _check_same_prompts(before, config)
-    task = _check(config, is_local)
+    # The demonstrations are not needed any more once the model has seen them.
+    task = _check(config.model_copy(update={"sft": None}) if run.sft.exists() else config, is_local)
     digests = input_digests(config, task.templates, task.train, task.validation)
     unchecked = check_inputs(run, digests)
     with run.lock():
@@ -216,6 +217,7 @@ def _check_machine(config: Config) -> None:
 FIXED = (
     "model.",
     "task.",
+    "sft.",
     "run.seed",
     "distillation.teacher",
     "algorithm.preset",  # every field that it sets is in config.yaml already, and would win
