@@ -176,9 +176,9 @@ def evaluate(target: str | Path | Run, *overrides: str, **options: Any) -> "Eval
     """
     from dataclasses import fields
 
+    from grpo_ray.tools.evaluation.command import EvaluationOptions, TaskChoice
     from grpo_ray.tools.evaluation.evaluate import evaluate as run_evaluation
     from grpo_ray.tools.evaluation.evaluation_folder import read_summary
-    from grpo_ray.tools.evaluation.options import EvaluationOptions, TaskChoice
 
     if options.get("checkpoint") == "all":
         raise ValueError(

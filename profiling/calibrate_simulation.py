@@ -30,7 +30,7 @@ from grpo_ray.telemetry.run_log import Metrics
 from grpo_ray.tools.arguments import non_negative, positive
 from grpo_ray.tools.cli import set_library_defaults
 from grpo_ray.tools.simulation.calibration import calibrate, lines_of
-from grpo_ray.tools.simulation.options import DEFAULTS
+from grpo_ray.tools.simulation.command import DEFAULTS
 from grpo_ray.tools.simulation.records import RecordedRun, read_run
 from grpo_ray.tools.simulation.simulate import simulate
 from grpo_ray.tools.simulation.speeds import Speeds, replayed_lengths

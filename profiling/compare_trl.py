@@ -10,6 +10,11 @@ Nothing is installed here. TRL needs a Python of its own with trl and a CPU buil
 
 Both sides have the same weights, prompts, rewards, group sizes, optimizer and limits, learning rate 0 (so that
 every step does the same work), and two threads: TRL's trainer both, grpo_ray's Generator and Learner one each.
+
+    python profiling/compare_trl.py --trl-python ~/trl/bin/python --until 0.9 --rounds 3 --steps 60
+
+With --until, both sides learn, with the configuration's learning rate and reward; a run counts until the mean
+training reward of three steps has passed the bound. Each round has a seed of its own.
 """
 
 import argparse
@@ -43,6 +48,7 @@ from grpo_ray.tools.cli import set_library_defaults
 TRL_SIDE = Path(__file__).with_name("trl_side.py")
 QUICKSTART = "configs/quickstart.yaml"
 COMMON = ["learner.learning_rate=0", "evaluation.every_num_steps=1000000"]
+WINDOW = 3  # steps of which the mean reward counts, with --until
 # Lengths differ from response to response with it, so that groups have signal; trl_side.py has its formula.
 BREVITY = 'task.reward=[{"reward": "brevity", "arguments": {"free": 0, "span": 1000}}]'
 NUM_LONG_PROMPTS = 1000
@@ -80,6 +86,9 @@ CASES = {
     # Every group gets a signal: of sums, the model gets so few right that most of its groups would have none.
     "SmolLM2, sums, bfloat16": Case(
         "brevity", (BREVITY,), config="configs/smollm2-sums.yaml", is_pretrained=True, trl_dtype="bfloat16"
+    ),
+    "SmolLM2, sums as they are, bfloat16": Case(
+        "last_number", config="configs/smollm2-sums.yaml", is_pretrained=True, trl_dtype="bfloat16"
     ),
     "SmolLM2, sums, float32": Case(
         "brevity", (BREVITY, "model.dtype=float32"), config="configs/smollm2-sums.yaml", is_pretrained=True
@@ -127,6 +136,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=positive, default=14, metavar="N", help="steps per run")
     parser.add_argument("--case", metavar="TEXT", help="only cases with this text in their names")
     parser.add_argument(
+        "--until", type=float, metavar="REWARD", help="measure the time to this training reward"
+    )
+    parser.add_argument(
         "--model", metavar="FOLDER", help="SmolLM2 (grpo-ray data smollm2 FOLDER), for the cases with it"
     )
     parser.add_argument("--rows", type=positive, metavar="N", help="responses per micro-batch of TRL")
@@ -152,22 +164,29 @@ def compare(
 ) -> tuple[list[Row], dict[str, str]]:
     """Run both sides in turns; return their rows, and TRL's versions."""
     folder.mkdir()
-    overrides = [*COMMON, f"algorithm.num_steps={options.steps}", *case.overrides]
+    common = COMMON if options.until is None else COMMON[1:]
+    overrides = [*common, f"algorithm.num_steps={options.steps}", *case.overrides]
     if case.prompt_tokens is not None:
         overrides += write_long_prompts(case.prompt_tokens, folder)
     if case.is_pretrained:
         overrides.append(f"model.path={options.model}")
-    config = load_config(case.config, overrides)
-    job = trl_job(case, config, options.steps, folder)
     ours: list[dict[str, float]] = []
     theirs: list[dict[str, float]] = []
     for number in range(options.rounds):
+        # Of what is learned, each round has another model (a tiny one), other prompts and another order.
+        seeded = overrides if options.until is None else [*overrides, f"run.seed={number}"]
+        job = trl_job(case, load_config(case.config, seeded), options.steps, folder)
         run = run_trl(options.trl_python, job | {"seed": number}, folder)
-        theirs.append(summary(run["seconds"], run["response_tokens"]))
-        directory = train(f"run-{number}", overrides, folder, config=case.config)
-        ours.append(summary(*step_metrics(directory)))
+        directory = train(f"run-{number}", seeded, folder, config=case.config)
+        if options.until is None:
+            theirs.append(summary(run["seconds"], run["response_tokens"]))
+            ours.append(summary(*step_metrics(directory)[:2]))
+        else:
+            theirs.append(time_to(options.until, run["seconds"], run["response_tokens"], run["rewards"]))
+            ours.append(time_to(options.until, *step_metrics(directory)))
+        what = "s per step" if options.until is None else f"s to a reward of {options.until:g}"
         print(
-            f"{name}, round {number + 1}: TRL {theirs[-1]['median']:.3f} s per step, "
+            f"{name}, round {number + 1}: TRL {theirs[-1]['median']:.3f} {what}, "
             f"grpo_ray {ours[-1]['median']:.3f}, ratio {ours[-1]['median'] / theirs[-1]['median']:.2f}",
             flush=True,
         )
@@ -195,9 +214,24 @@ def summary(seconds: Sequence[float], response_tokens: Sequence[float]) -> dict[
     }
 
 
-def step_metrics(run: RunDirectory) -> tuple[list[float], list[float]]:
-    rows = read_metrics(run.metrics_path)
-    return [row["timing/step_s"] for row in rows], [row["rollout/response_tokens/mean"] for row in rows]
+def time_to(
+    bound: float, seconds: Sequence[float], response_tokens: Sequence[float], rewards: Sequence[float]
+) -> dict[str, float]:
+    """Return the seconds until rewards pass the bound, and the mean tokens per response, summed over steps."""
+    for end in range(WINDOW, len(rewards) + 1):
+        if statistics.fmean(rewards[end - WINDOW : end]) >= bound:
+            total = sum(seconds[:end])
+            return {"median": total, "mean": total, "response_tokens": sum(response_tokens[:end]), "steps": end}
+    best = max(statistics.fmean(rewards[end - WINDOW : end]) for end in range(WINDOW, len(rewards) + 1))
+    raise ValueError(
+        f"--until: no {WINDOW} steps have a reward of {bound:g}, at most {best:.3f}; give more --steps"
+    )
+
+
+def step_metrics(run: RunDirectory) -> tuple[list[float], list[float], list[float]]:
+    names = ("timing/step_s", "rollout/response_tokens/mean", "reward/mean")
+    seconds, tokens, rewards = ([row[name] for row in read_metrics(run.metrics_path)] for name in names)
+    return seconds, tokens, rewards
 
 
 def trl_job(case: Case, config: Config, num_steps: int, folder: Path) -> dict[str, Any]:
@@ -218,6 +252,10 @@ def trl_job(case: Case, config: Config, num_steps: int, folder: Path) -> dict[st
         "max_tokens": config.sampling.max_tokens,
         "min_tokens": config.sampling.min_tokens if case.is_exact else 0,
         "learning_rate": config.learner.learning_rate,
+        "schedule": {"constant": "constant_with_warmup"}.get(
+            config.learner.lr_schedule, config.learner.lr_schedule
+        ),
+        "warmup_steps": config.learner.warmup_steps,
         "num_steps": num_steps,
         "num_threads": config.learner.num_threads + config.generator.num_threads,
         "more": dict(case.trl_more),

@@ -7,6 +7,7 @@ The job's file has the model's folder, the prompts and the settings; the result'
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -30,7 +31,14 @@ def brevity(response: str, answer: str) -> float:
     return min(1.0, max(0.0, 1 - len(response) / 1000))
 
 
-REWARDS: dict[str, Callable[[str, str], float]] = {"exact_match": exact_match, "brevity": brevity}
+def last_number(response: str, answer: str) -> float:
+    """Reward as grpo_ray's `last_number` does, for sums of whole numbers."""
+    return float(re.findall(r"\d+", response)[-1:] == [answer])
+
+
+REWARDS: dict[str, Callable[[str, str], float]] = {
+    "exact_match": exact_match, "brevity": brevity, "last_number": last_number,
+}  # fmt: skip
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
@@ -43,12 +51,15 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(job["num_threads"])
     reward = REWARDS[job["reward"]]
     lengths: list[float] = []
+    means: list[float] = []
 
     def reward_fn(
         completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: Any
     ) -> list[float]:
         lengths.append(sum(map(len, completion_ids)) / len(completion_ids))
-        return [reward(text, truth) for text, truth in zip(completions, answer, strict=True)]
+        earned = [reward(text, truth) for text, truth in zip(completions, answer, strict=True)]
+        means.append(sum(earned) / len(earned))
+        return earned
 
     class Clock(TrainerCallback):
         """The time at which each step ended."""
@@ -70,7 +81,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         max_completion_length=job["max_tokens"],
         generation_kwargs={"min_new_tokens": job["min_tokens"]} if job["min_tokens"] else None,
         learning_rate=job["learning_rate"],
-        lr_scheduler_type="constant",
+        lr_scheduler_type=job["schedule"],
+        warmup_steps=job["warmup_steps"],
         adam_beta2=0.95,
         max_grad_norm=1.0,
         loss_type="grpo",
@@ -102,6 +114,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     return {
         "seconds": [later - earlier for earlier, later in pairwise(ends)],
         "response_tokens": lengths,
+        "rewards": means,
     }
 
 

@@ -14,8 +14,8 @@ from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.config.schema import sections_of
 from grpo_ray.config.section import Section
 from grpo_ray.tools.cli import main, parse
-from grpo_ray.tools.evaluation.options import EvaluationOptions, TaskChoice
-from grpo_ray.tools.submit.options import SubmitOptions
+from grpo_ray.tools.evaluation.command import EvaluationOptions, TaskChoice
+from grpo_ray.tools.submit.command import SubmitOptions
 
 # ---- the configuration ----
 

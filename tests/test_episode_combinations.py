@@ -26,8 +26,8 @@ from grpo_ray.tools.audit.audit import audit
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.experiments.definitions import EXPERIMENTS
 from grpo_ray.tools.experiments.experiment_plan import plan_experiment
+from grpo_ray.tools.planning.command import PlanOptions
 from grpo_ray.tools.planning.memory_plan import plan_memory
-from grpo_ray.tools.planning.options import PlanOptions
 from grpo_ray.tools.report.run_data import Bounds, run_data
 from grpo_ray.types import Completion, Episode, ScoredGroup
 
@@ -277,7 +277,7 @@ def test_trackers_get_tables_of_episodes(tmp_path: Path) -> None:
 def test_every_bundled_experiment_is_possible_with_episodes(name: str, tmp_path: Path) -> None:
     sizes = [] if name == "group-size" else ["algorithm.prompts_per_step=32"]
     args = EXPERIMENTS[name], "configs/guess-number.yaml", sizes, 1, str(tmp_path)
-    if name in ("prompt", "cs336-2026", "failures"):  # an episode makes its own prompts and rewards
+    if name in ("prompt", "cs336-2026"):  # an episode makes its own prompts and rewards
         with pytest.raises(ConfigError, match=r"task\.(prompt|reward): unknown key; allowed: kind, episode"):
             plan_experiment(*args)
     else:

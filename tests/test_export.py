@@ -12,7 +12,7 @@ from report_runs import add_checkpoint, make_run
 
 from grpo_ray.config import Config
 from grpo_ray.tools.cli import main
-from grpo_ray.tools.export import export
+from grpo_ray.tools.export import command as export
 
 
 @pytest.fixture

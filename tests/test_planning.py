@@ -35,6 +35,7 @@ from grpo_ray.policy.log_probs import model_inputs
 from grpo_ray.policy.microbatch import MicroBatch, collate_packed, collate_padded
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.planning import learner_memory
+from grpo_ray.tools.planning.command import PlanOptions
 from grpo_ray.tools.planning.gpu_memory import (
     GIB,
     Budget,
@@ -54,7 +55,6 @@ from grpo_ray.tools.planning.learner_memory import (
 )
 from grpo_ray.tools.planning.memory_plan import plan_memory
 from grpo_ray.tools.planning.model_shape import ModelShape, find_shape, shape_of
-from grpo_ray.tools.planning.options import PlanOptions
 from grpo_ray.types import TrainBatch
 
 QWEN = "configs/qwen2.5-math-1.5b.yaml"

@@ -30,6 +30,7 @@ from grpo_ray.telemetry.flops import PEAK_TFLOPS, ModelSize
 from grpo_ray.telemetry.metrics_catalog import PAUSED
 from grpo_ray.telemetry.run_files import dump_config
 from grpo_ray.tools.planning.collectives import Collectives, collectives, gather_seconds
+from grpo_ray.tools.planning.command import PlanOptions
 from grpo_ray.tools.planning.hardware import GB, GPU_TYPES, Machine
 from grpo_ray.tools.planning.measured_run import MeasuredRun, measure
 from grpo_ray.tools.planning.memory_plan import plan_memory
@@ -44,7 +45,6 @@ from grpo_ray.tools.planning.modelled_work import (
     passes_on,
     sampling_s,
 )
-from grpo_ray.tools.planning.options import PlanOptions
 from grpo_ray.tools.planning.splits import Split, best_split, divided, divisions, splits
 from grpo_ray.tools.planning.step_time import StepTime, snapshot_s, step_time, training_s
 

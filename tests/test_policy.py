@@ -36,9 +36,9 @@ from grpo_ray.models.tiny import build_model, cache_folder
 from grpo_ray.models.tiny_tokenizer import END_TOKEN, tiny_tokenizer, train_tokenizer
 from grpo_ray.models.transformer_lm import TransformerLM
 from grpo_ray.run.preflight import check_files
-from grpo_ray.run.supervised import imitate, imitating
+from grpo_ray.run.supervised import calls_of, imitate, imitating
 from grpo_ray.run.tiny_model import _recipe, tiny_model_folder
-from grpo_ray.tasks import warmup as warmups
+from grpo_ray.tasks import kinds as warmups
 from grpo_ray.tasks.demonstrations import plain_demonstration
 from grpo_ray.tasks.sorting import warmup_pairs
 
@@ -179,7 +179,7 @@ def test_warm_up_lowers_the_loss_of_responses(
     config = imitating(config, 40, 3, learning_rate=1e-2)
     learner, calls = Learner(str(tmp_path), config, ()), list[tuple[int, int, float]]()
     demonstrations = [plain_demonstration(tokenizer, *pair) for pair in PAIRS]
-    imitate(learner, demonstrations, config, lambda *call: calls.append(call))
+    imitate(calls_of(learner), demonstrations, config, lambda *call: calls.append(call))
     assert [call[:2] for call in calls] == [(step, 40) for step in range(1, 41)]
     assert calls[0][2] == pytest.approx(before, abs=1e-4)  # the first batch holds all pairs: the same mean
     assert mean_response_nll(learner.model, tokenizer) < 0.5 * before

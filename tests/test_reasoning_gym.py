@@ -15,7 +15,7 @@ from grpo_ray.tools.cli import main
 
 pytest.importorskip("reasoning_gym", reason="requirements/reasoning-gym.txt, which takes a C compiler")
 
-from grpo_ray.rewards.reasoning_gym import verified
+from grpo_ray.tasks.reasoning_gym import verified
 
 RIGHT = {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
 

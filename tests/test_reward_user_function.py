@@ -155,10 +155,14 @@ def test_numeric_tolerance(response: str, expected: float) -> None:
 
 def test_shuffled_rewards_are_the_earned_ones() -> None:
     responses = [f"{number}" for number in range(10)]
-    rewards = shuffled.last_number(responses, ["3"] * 10)
-    assert sorted(rewards) == [0.0] * 9 + [1.0]
-    assert rewards == shuffled.last_number(responses, ["3"] * 10)
-    places = {shuffled.last_number([*responses[:-1], f"{n}"], ["3"] * 10).index(1.0) for n in range(9, 40)}
+
+    def given(*others: str) -> list[float]:
+        answers = [*responses[:-1], *others]
+        return shuffled.shuffled(answers, ["3"] * 10, [{}] * 10, "last_number")
+
+    assert sorted(given("9")) == [0.0] * 9 + [1.0]
+    assert given("9") == given("9")
+    places = {given(f"{number}").index(1.0) for number in range(9, 40)}
     assert len(places) > 5  # anywhere
 
 

@@ -20,7 +20,7 @@ from grpo_ray.models.loading import load_policy
 from grpo_ray.models.model_files import load_tokenizer
 from grpo_ray.models.plain_chat import give_plain_chat
 from grpo_ray.run import supervised
-from grpo_ray.run.supervised import imitate, imitating
+from grpo_ray.run.supervised import calls_of, imitate, imitating
 from grpo_ray.tasks.demonstrations import Demonstration, read_demonstrations
 from grpo_ray.tasks.prompts import ChatTemplate, PromptTemplate, TextTemplate
 from grpo_ray.telemetry.run_files import read_metrics
@@ -145,9 +145,8 @@ def test_steps_equal_cross_entropy_on_the_responses(
         algorithm={"kl": {"reference": "initial", "coefficient": 1.0}},
     )  # fmt: skip
     imitator = imitating(config, 5, 3, learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1e9)
-    learner = Learner(folder, imitator, (1,))
-    losses: list[float] = []
-    imitate(learner, DEMONSTRATIONS, imitator, lambda step, num_steps, loss: losses.append(loss))
+    learner, losses = Learner(folder, imitator, (1,)), list[float]()
+    imitate(calls_of(learner), DEMONSTRATIONS, imitator, lambda step, num_steps, loss: losses.append(loss))
 
     model = load_policy(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=imitator.learner.betas, weight_decay=0.1)

@@ -1,1 +1,1 @@
-"""Losses, a reward and an engine with one fault each, for `grpo-ray experiment failures` (docs/failures.md)."""
+"""Losses, a reward and an engine with one fault each, and an experiment with all of them (docs/failures.md)."""

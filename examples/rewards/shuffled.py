@@ -1,15 +1,26 @@
 """A control: the rewards of a group's answers, handed out in random order, so that they teach nothing.
 
-grpo-ray train smollm2-sums task.reward='[{reward: "examples.rewards.shuffled:last_number", batched: true}]'
+task.reward=[{reward: "examples.rewards.shuffled:shuffled", batched: true, arguments: {reward: last_number}}]
 """
 
 import random
+from typing import Any
 
 from grpo_ray.rewards import get_reward_fn
+from grpo_ray.tasks.reasoning_gym import verified
 
 
-def last_number(response: list[str], ground_truth: list[str]) -> list[float]:
-    """Return the group's rewards for the last number, as many right ones as there are, in random order."""
-    reward = get_reward_fn("last_number")
-    earned = [reward(*pair)["reward"] for pair in zip(response, ground_truth, strict=True)]
+def shuffled(
+    response: list[str], ground_truth: list[str], row: list[dict[str, Any]], reward: str = "verified"
+) -> list[float]:
+    """Return what the group earned, in random order.
+
+    Args:
+        reward: a built-in one, or `verified` for the verifier of a task of reasoning-gym.
+    """
+    if reward == "verified":
+        earned = [verified(*each)["reward"] for each in zip(response, ground_truth, row, strict=True)]
+    else:
+        own = get_reward_fn(reward)
+        earned = [own(*each)["reward"] for each in zip(response, ground_truth, strict=True)]
     return random.Random("\n".join(response)).sample(earned, len(earned))

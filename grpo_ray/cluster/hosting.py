@@ -338,32 +338,25 @@ def serving(placement: Placement, config: Config, model: StartingModel, logs: Pa
         actors.stop()
 
 
-class Waiting:
-    """An actor whose every call waits for its result."""
-
-    def __init__(self, name: str, handle: ActorHandle, log: Path) -> None:
-        self._name, self._handle, self._log = name, handle, log
-
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        def call(*args: object) -> Any:
-            try:
-                return ray.get(getattr(self._handle, method).remote(*args))
-            except DEATHS as error:
-                raise RunError(
-                    f"{self._name} ended: {last_line(error)}\nIts output is in {self._log}"
-                ) from error
-
-        return call
-
-
 @contextlib.contextmanager
-def learning(placement: Placement, config: Config, model: StartingModel, run_dir: Path) -> Iterator[Waiting]:
-    """Start a Learner alone, and end it however the block is left."""
+def learning(
+    placement: Placement, config: Config, model: StartingModel, run_dir: Path
+) -> Iterator[Callable[..., Any]]:
+    """Start a Learner alone, and yield a function that calls its methods; end it however the block is left."""
     logs = RunDirectory(run_dir).logs
     actor = as_actor(Learner, LEARNER, logs).options(**placement.options(LEARNER))
     handle = actor.remote(model.path, config, model.end_token_ids)
+
+    def call(method: str, *args: object) -> Any:
+        try:
+            return ray.get(getattr(handle, method).remote(*args))
+        except DEATHS as error:
+            raise RunError(
+                f"the Learner ended: {last_line(error)}\nIts output is in {logs}/learner.log"
+            ) from error
+
     try:
-        yield Waiting(LEARNER, handle, logs / f"{LEARNER}.log")
+        yield call
     finally:
         ray.kill(handle)
 

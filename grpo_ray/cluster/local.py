@@ -330,7 +330,8 @@ def running(
 
 @contextlib.contextmanager
 def learning(config: Config, model: StartingModel, run_dir: Path) -> Iterator[Any]:
-    """Yield a Learner in this process."""
+    """Yield a function that calls the methods of a Learner in this process."""
     from grpo_ray.actors.learner import Learner
 
-    yield Learner(model.path, config, model.end_token_ids)
+    learner = Learner(model.path, config, model.end_token_ids)
+    yield lambda method, *args: getattr(learner, method)(*args)

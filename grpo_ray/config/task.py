@@ -154,7 +154,7 @@ class ReasoningGymTaskConfig(PlainTaskConfig):
     num_validation_prompts: Annotated[int, Field(ge=1, le=100_000)] = 64
     """Questions to validate with, of other seeds; none of them is trained on."""
     prompt: str = "chat"
-    reward: Reward = "grpo_ray.rewards.reasoning_gym:verified"
+    reward: Reward = "grpo_ray.tasks.reasoning_gym:verified"
 
 
 class ExamplesTaskConfig(PlainTaskConfig):

@@ -19,8 +19,6 @@ from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.shared_pages import Pages, SharedBuffer, pages_of
 from grpo_ray.types import Completion, SamplingSettings
 
-POLL_S = 0.01  # while the workers stage weights
-
 
 class VllmEngine:
     """vLLM with the logprob and the weight version of every sampled token, and weights replaced in flight."""
@@ -111,8 +109,6 @@ class VllmEngine:
         self._staged = snapshot  # its pages are read until the weights are loaded
         pages = await self._pages(snapshot)
         await self._llm.collective_rpc("stage_weights", args=(update_info(pages, snapshot),))
-        while not all(await self._llm.collective_rpc("has_staged_weights")):
-            await asyncio.sleep(POLL_S)
 
     async def _pages(self, snapshot: WeightSnapshot) -> Pages:
         if not snapshot.data.nbytes:  # they are on the device, or still with the Learner

@@ -9,8 +9,8 @@ from grpo_ray.config import Config
 from grpo_ray.config.task import MixtureTaskConfig
 from grpo_ray.models.plain_chat import give_plain_chat
 from grpo_ray.tasks.examples import Pairs
+from grpo_ray.tasks.kinds import tokenizer_pairs
 from grpo_ray.tasks.prompts import TextTemplate, template_of
-from grpo_ray.tasks.warmup import tokenizer_pairs
 
 END_TOKEN = "<|endoftext|>"
 

@@ -23,10 +23,9 @@ from grpo_ray.run.context import ServingContext
 from grpo_ray.run.dispatch import Dispatcher, Incarnation
 from grpo_ray.run.environment_pool import EnvironmentPool
 from grpo_ray.run.restarts import BudgetUsedUp, RestartBudget, pause_s
-from grpo_ray.run.scorer_pool import ScorerPool
 from grpo_ray.run.starting import turns_of, until_ready
+from grpo_ray.run.stateless_actors import ScorerPool, TeacherPool
 from grpo_ray.run.suspects import Gate, Losses, Suspects
-from grpo_ray.run.teacher_pool import TeacherPool
 from grpo_ray.telemetry.clock import monotonic
 from grpo_ray.telemetry.fan_out import FanOut
 from grpo_ray.types import PromptItem, Ref, RolloutGroup, SamplingSettings, Verdict

@@ -34,6 +34,7 @@ from grpo_ray.rewards.user_function import UserFunction
 from grpo_ray.run.supervised import check_sft
 from grpo_ray.tasks import join_parts, load_examples, make_order, parts_of
 from grpo_ray.tasks.examples import Example, ExampleSets
+from grpo_ray.tasks.kinds import check_warmup
 from grpo_ray.tasks.prompt_ledger import PromptLedger
 from grpo_ray.tasks.prompt_lengths import Lengths, check_cut, count_tokens, cut_notices, skip_long
 from grpo_ray.tasks.prompts import (
@@ -46,7 +47,6 @@ from grpo_ray.tasks.prompts import (
     template_of,
 )
 from grpo_ray.tasks.sources import source_names
-from grpo_ray.tasks.warmup import check_warmup
 from grpo_ray.types import PromptItem, StartingModel
 
 WITH_OPTIONS = ("pass_at_k",)

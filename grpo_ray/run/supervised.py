@@ -6,12 +6,12 @@ demonstrations with an advantage of 1. So a step is the Learner's own, on groups
 
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -26,31 +26,23 @@ from grpo_ray.tasks.prompts import PromptTemplate, template_of
 from grpo_ray.telemetry.durable import sync_tree
 from grpo_ray.telemetry.json_lines import JsonLines
 from grpo_ray.telemetry.run_files import RunDirectory
-from grpo_ray.types import (
-    Completion,
-    PromptItem,
-    RolloutGroup,
-    ScoredGroup,
-    StartingModel,
-    StepReport,
-    TrainBatch,
-    Verdict,
-)
+from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup, StartingModel, TrainBatch, Verdict
 
+OTHERS = ("optim/grad_norm", "optim/lr", "throughput/trained_tokens", "timing/train_s")
+LOGGED = {"loss/nll": "loss/policy", **{name: name for name in OTHERS}}
 Progress = Callable[[int, int, float], None]
 """(step, number of steps, loss in nats per token)."""
 
 
-class Imitator(Protocol):
-    """The part of a Learner that supervised steps need; every call waits for its result."""
-
-    def train_step(self, batch: TrainBatch) -> StepReport: ...
-    def capture(self) -> StepReport | None: ...
-    def write_captured(self, folder: Path) -> dict[str, int]: ...
-
-
+Imitator = Callable[..., Any]
+"""(name of a Learner's method, arguments) to its result, which the call waits for."""
 # (configuration, model, run directory) -> a context manager: a Learner alone.
 LearnerHost = Callable[[Config, StartingModel, Path], AbstractContextManager[Imitator]]
+
+
+def calls_of(learner: Any) -> Imitator:
+    """Return the function that calls a Learner in this process."""
+    return lambda method, *args: getattr(learner, method)(*args)
 
 
 def imitating(config: Config, num_steps: int, batch_size: int, **learner: Any) -> Config:
@@ -83,16 +75,11 @@ def imitate(
     num_steps = config.algorithm.num_steps
     batches = _batches(demonstrations, config.algorithm.prompts_per_step, f"{config.run.seed}/sft")
     for step, rows in enumerate(islice(batches, num_steps), 1):
-        metrics = learner.train_step(_batch_of(rows, step - 1)).metrics
+        metrics = learner("train_step", _batch_of(rows, step - 1)).metrics
         if log is not None:
-            log.append(_of_supervised(step, metrics))
+            log.append({"step": step, **{name: metrics[of] for name, of in LOGGED.items()}})
         if progress is not None:
             progress(step, num_steps, metrics["loss/policy"])
-
-
-def _of_supervised(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-    names = ("optim/grad_norm", "optim/lr", "throughput/trained_tokens", "timing/train_s")
-    return {"step": step, "loss/nll": metrics["loss/policy"], **{name: metrics[name] for name in names}}
 
 
 def _batches(rows: Sequence[Demonstration], size: int, seed: str) -> Iterator[list[Demonstration]]:
@@ -186,8 +173,8 @@ def _take_steps(
     partial.mkdir()
     with host(imitator, model, run.path.resolve()) as learner:
         imitate(learner, demonstrations, imitator, progress, JsonLines(partial / "metrics.jsonl"))
-        learner.capture()
-        learner.write_captured(partial.resolve())
+        learner("capture")
+        learner("write_captured", partial.resolve())
     shutil.rmtree(partial / "training")  # the optimizer starts anew
     sync_tree(partial)
     partial.rename(run.sft)

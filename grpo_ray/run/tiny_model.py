@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ray.actors.learner import Learner
-from grpo_ray.config import Config
+from grpo_ray.config import Config, LearnerConfig
 from grpo_ray.config.task import SortingTaskConfig
 from grpo_ray.models.model_files import load_tokenizer
 from grpo_ray.models.plain_chat import RESPONSE_TEMPLATE, TEMPLATE
 from grpo_ray.models.tiny import build_model, cache_folder
 from grpo_ray.models.tiny_tokenizer import prompt_template, rendered, tiny_tokenizer
 from grpo_ray.rewards.answer_formats import ENDINGS, answer_place
-from grpo_ray.run.supervised import Progress, imitate, imitating
+from grpo_ray.run.supervised import Progress, calls_of, imitate, imitating
 from grpo_ray.tasks.demonstrations import plain_demonstration
 from grpo_ray.tasks.examples import Pairs
-from grpo_ray.tasks.warmup import tokenizer_pairs, warmup_pairs
+from grpo_ray.tasks.kinds import tokenizer_pairs, warmup_pairs
 
 _RECIPE = 2  # increase when the code below would build a different model from the same configuration
 
@@ -67,18 +67,15 @@ def _warm_up(config: Config, folder: Path, progress: Progress | None) -> None:
     warmup = config.model.tiny.warmup
     assert warmup is not None
     plain = {"dtype": "float32", "adapter": None, "base_quantization": "none", "attention": "auto"}
-    config = config.model_copy(update={"model": config.model.model_copy(update=plain)})
+    own = {"model": config.model.model_copy(update=plain), "learner": LearnerConfig(num_gpus=0)}
     imitator = imitating(
-        config, warmup.num_steps, warmup.batch_size,
-        learning_rate=warmup.learning_rate, betas=(0.9, 0.98), weight_decay=0.01, max_grad_norm=1.0,
-        num_threads=warmup.num_threads, num_ranks=1, replicas=1, ranks_per_node=None, num_gpus=0,
-        cpu_cores=None, moments="float32", compile=False, gradient_checkpointing="none",
-        micro_batch_tokens=8192, share_prompts="auto",
+        config.model_copy(update=own), warmup.num_steps, warmup.batch_size, num_threads=warmup.num_threads,
+        learning_rate=warmup.learning_rate, betas=(0.9, 0.98), weight_decay=0.01,
     )  # fmt: skip
     tokenizer = load_tokenizer(str(folder))
     pairs = [plain_demonstration(tokenizer, *pair) for pair in _warmup_pairs(config)]
     learner = Learner(str(folder), imitator, ())
-    imitate(learner, pairs, imitator, progress)
+    imitate(calls_of(learner), pairs, imitator, progress)
     learner.capture()
     learner.write_captured(folder)
     shutil.rmtree(folder / "training")

@@ -6,7 +6,6 @@
     prompts.py         from a question to a prompt: chat templates, and the texts in templates/
     prompt_order.py    which example each group asks, epoch after epoch; curriculum.py skips some
     prompt_ledger.py   which groups are in flight, buffered, waiting or trained
-    warmup.py          what a tiny model built here learns before GRPO
 
 The functions below are the entry: the examples of a configured task, and their order.
 """

@@ -1,20 +1,26 @@
 """Tasks of the package reasoning-gym: over a hundred generators of questions, each with a verifier."""
 
 import json
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
 
+from grpo_ray.config.schema import nearest_name
 from grpo_ray.config.task import ReasoningGymTaskConfig
-from grpo_ray.rewards.reasoning_gym import dataset_of
+from grpo_ray.rewards.base import Scores, scores
 from grpo_ray.tasks.examples import Example, ExampleSets, counted
 
 MOST = 10**6
 """Entries of a set: an entry's own seed is the set's plus its index, so sets lie this far apart."""
+IN_TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def reasoning_gym_examples(config: ReasoningGymTaskConfig, seed: int) -> ExampleSets:
     """Generate the sets from seeds of their own; a validation question is not trained on.
 
     Raises:
-        ValueError: as `dataset_of`; or a dataset has fewer questions than prompts are asked for.
+        ValueError: as `_dataset`; or a dataset has fewer questions than prompts are asked for.
     """
     validation = _draw(config, (2 * seed + 1) * MOST, "num_validation_prompts", set())
     known = {example.question for example in validation}
@@ -25,7 +31,7 @@ def _draw(config: ReasoningGymTaskConfig, seed: int, field: str, known: set[str]
     """Return entries with different questions that are not known, as many as `field` says."""
     number: int = getattr(config, field)
     size = 4 * number + 100  # some repeat questions
-    dataset = dataset_of(config.name, json.dumps(config.config, sort_keys=True), seed, size)
+    dataset = _dataset(config.name, json.dumps(config.config, sort_keys=True), seed, size)
     seen, found = set(known), []
     for index in range(size):
         entry = dataset[index]
@@ -42,3 +48,52 @@ def _draw(config: ReasoningGymTaskConfig, seed: int, field: str, known: set[str]
         f"task.{field}: {config.name} of reasoning_gym gave only {counted(len(found), 'different question')} "
         f"of the {number:,} asked for; lower it, or widen task.config"
     )
+
+
+def verified(response: str, ground_truth: str, row: Mapping[str, Any]) -> Scores:
+    """Return the verifier's score of the answer, from 0 to 1; many give a part for one among other words.
+
+    The answer is the text in the last `<answer>` tags, or else the whole response.
+
+    Args:
+        row: the entry's `name`, `config`, `seed`, `size` and `index`, from which it is generated again.
+    """
+    tagged = IN_TAGS.findall(response)
+    answer = (tagged[-1] if tagged else response).strip()
+    dataset = _dataset(row["name"], json.dumps(row["config"], sort_keys=True), row["seed"], row["size"])
+    entry = dataset[row["index"]]
+    try:
+        score = float(dataset.score_answer(answer, entry))
+    except Exception:  # some verifiers raise for a text in another form than theirs
+        score = 0.0
+    return scores(score, has_format=bool(answer), is_right=score >= 1.0)
+
+
+@lru_cache(maxsize=8)
+def _dataset(name: str, config: str, seed: int, size: int) -> Any:
+    """Return a dataset of the package.
+
+    Args:
+        config: its configuration, as JSON.
+
+    Raises:
+        ValueError: the package is not installed, or has no such dataset or value.
+    """
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ImportError as error:
+        raise ValueError(
+            f"task.kind: reasoning_gym needs the package of that name ({error}); install it with "
+            "`pip install 'grpo-ray[reasoning-gym]'`"
+        ) from None
+    if name not in DATASETS:
+        nearest = nearest_name(name, sorted(DATASETS))
+        hint = f"did you mean {nearest}?" if nearest else f"it has {', '.join(sorted(DATASETS))}"
+        raise ValueError(f"task.name: reasoning_gym has no {name!r}; {hint}")
+    try:
+        return create_dataset(name, **json.loads(config), seed=seed, size=size)
+    except (TypeError, AssertionError, ValueError) as error:
+        fields = [field for field in DATASETS[name][1].__dataclass_fields__ if field not in ("seed", "size")]
+        raise ValueError(
+            f"task.config: {name} of reasoning_gym refuses it ({error}); its fields are {', '.join(fields)}"
+        ) from None

@@ -1,8 +1,4 @@
-"""One writer per run directory: a lock that the kernel holds, and releases however its process ends.
-
-Some file systems have no such lock (Lustre without `-o flock`, some of FUSE). There a file that names the
-writer takes its place: a process of this machine that has ended is recognised, one of another machine is not.
-"""
+"""One writer per run directory: a lock that the kernel holds, and releases however its process ends."""
 
 import errno
 import fcntl
@@ -15,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ray.errors import RunError
-from grpo_ray.telemetry.durable import replacing
 
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK)
 _held: dict[int, Path] = {}  # this process's locks, by descriptor
@@ -50,11 +45,12 @@ def locked(path: Path, what: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _refusal(_holder(path), what, "") from None
+            raise _refusal(_holder(path), what) from None
         except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise RunError(f"{what} cannot be locked ({error.strerror}); give another folder") from error
-            stack.enter_context(_named_writer(path.with_name(f"{path.name}.writer"), what))
+            remedy = "give another folder"
+            if error.errno in NO_LOCKS:  # Lustre, some of FUSE
+                remedy = "its file system has no locks: mount it with `-o flock`, or give a folder elsewhere"
+            raise RunError(f"{what} cannot be locked ({error.strerror}); {remedy}") from error
         with suppress(OSError):  # on a full disk the lock holds all the same
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(_identity()).encode(), 0)
@@ -80,45 +76,9 @@ def _release(descriptor: int) -> None:
         os.close(descriptor)
 
 
-@contextmanager
-def _named_writer(path: Path, what: Path) -> Iterator[None]:
-    """Hold a file that names this process.
-
-    Raises:
-        RunError: the file names another process, which has not ended as far as this machine can tell.
-    """
-    own = _identity()
-    try:
-        with path.open("x") as file:
-            file.write(json.dumps(own))
-    except FileExistsError:
-        _take_over(path, own, what)
-    try:
-        yield
-    finally:
-        if own["pid"] == os.getpid() and _holder(path) == own:
-            path.unlink(missing_ok=True)
-
-
-def _take_over(path: Path, own: dict[str, Any], what: Path) -> None:
-    """Replace the file of a process that has ended; of several that try this, one succeeds.
-
-    The file is never absent meanwhile: otherwise a process that has read it would not notice a third one.
-    """
-    holder = _holder(path)
-    if not _has_ended(holder):
-        raise _refusal(holder, what, f" (if it has ended, delete {path}: the file system has no locks)")
-    with _named_writer(path.with_name(f"{path.name}.next"), what):
-        if (now := _holder(path)) != holder:  # another process has done so already
-            raise _refusal(now, what, "")
-        with replacing(path) as partial:
-            partial.write_text(json.dumps(own))
-
-
 def _identity() -> dict[str, Any]:
-    """Return what distinguishes this process from every other one, on any machine and at any time."""
-    pid = os.getpid()
-    return {"pid": pid, "host": socket.gethostname(), "machine": _machine(), "started": _started(pid)}
+    """Return what distinguishes this process from every other one that runs, on any machine."""
+    return {"pid": os.getpid(), "host": socket.gethostname(), "machine": _machine()}
 
 
 def _machine() -> str:
@@ -127,24 +87,11 @@ def _machine() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
-def _started(pid: int) -> int | None:
-    """Return the start of a process in the kernel's clock ticks; None if there is no such process."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def _has_ended(holder: dict[str, Any]) -> bool:
-    """Return whether a process has certainly ended; false for one of another machine."""
-    return holder.get("machine") == _machine() and holder.get("started") != _started(holder.get("pid", 0))
-
-
-def _refusal(holder: dict[str, Any], what: Path, remedy: str) -> RunError:
+def _refusal(holder: dict[str, Any], what: Path) -> RunError:
     pid, host = holder.get("pid", "unknown"), holder.get("host", "unknown")
     return RunError(
         f"another process (pid {pid} on host {host}) writes to {what}; "
-        f"wait until it has ended, or end it, and try again{remedy}"
+        "wait until it has ended, or end it, and try again"
     )
 
 

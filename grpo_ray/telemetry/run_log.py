@@ -1,6 +1,5 @@
 """A run's log: metrics of each step, events, and warnings, which are repeated until their cause is gone."""
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -17,7 +16,6 @@ from grpo_ray.telemetry.run_files import JsonLines, MetricsLog, RunDirectory, la
 from grpo_ray.telemetry.trackers import NO_TRACKERS, Trackers
 from grpo_ray.types import ScoredGroup, Ungraded
 
-EVENT = re.compile(rb'\{"time": [-+.e\d]+, "kind": "(\w+)", "actor": [^\0]*\}\n')
 CLOSE_S = 10.0  # a disk that hangs delays the end of a run no longer
 # After these the actor is replaced.
 FAILURES = "generator_failed", "scorer_failed", "teacher_failed", "environment_failed"
@@ -150,9 +148,7 @@ class RunLog:
 
 
 def _kind(line: bytes) -> str:
-    """Return an event's kind; empty if the line is damaged. A long run has too many events to parse each."""
-    if match := EVENT.fullmatch(line):
-        return match[1].decode()
+    """Return an event's kind; empty if the line is damaged."""
     row = parse_line(line)
     return "" if row is None else str(row.get("kind", ""))
 

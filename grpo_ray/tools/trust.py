@@ -25,7 +25,7 @@ GAMES = ("grpo_ray.episodes.calculator", "grpo_ray.episodes.guess_number")
 # The functions of this package that a folder may name, by field. Any other one is code, too: it was not written
 # to be called with a folder's values.
 BUNDLED = {
-    "task.reward": {"grpo_ray.rewards.reasoning_gym:verified"},
+    "task.reward": {"grpo_ray.tasks.reasoning_gym:verified"},
     "task.episode": {f"{game}:episode" for game in GAMES},
     "task.examples": {f"{game}:examples" for game in GAMES},
     "task.warmup": {f"{game}:warmup_pairs" for game in GAMES},

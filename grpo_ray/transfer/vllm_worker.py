@@ -5,13 +5,10 @@
 Learner. `collective`: the Generator receives them in pages that the workers map as well. `nccl`: each worker
 receives them on its GPU, chunk by chunk (wire.py). `ipc`: the bytes stay on the GPU (device_buffer.py).
 
-On a CPU the weights are loaded while the engine samples, into a second set of tensors (shadow_model.py); on a
-GPU they are loaded over the old ones while it is paused.
+The weights are loaded over the old ones while the engine is paused.
 """
 
-import os
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,16 +17,13 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.platforms import current_platform
 
 from grpo_ray.transfer.channels import join
 from grpo_ray.transfer.chunks import CHUNK_BYTES, Chunk, chunks
 from grpo_ray.transfer.device_buffer import gpu_of, open_shared
 from grpo_ray.transfer.meeting import Meeting
 from grpo_ray.transfer.messages import DeviceHandle, TensorSpec, WeightSnapshot
-from grpo_ray.transfer.shadow_model import ShadowModel
 from grpo_ray.transfer.shared_pages import Pages, map_pages
 from grpo_ray.transfer.snapshot import unpack_weights
 from grpo_ray.transfer.wire import Channel, receive
@@ -77,12 +71,6 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
     _staged: SharedMemoryUpdateInfo | None = None
-    _next: "Future[ShadowModel] | None" = None  # the staged weights, ready to be put in place
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self._stager = ThreadPoolExecutor(1, "stage_weights")
-
     _channel: Channel | None = None
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
@@ -91,46 +79,21 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
         self._channel = join(self._meeting, 1 + self.parallel_config.rank, self.device)
 
     def stage(self, update_info: SharedMemoryUpdateInfo) -> None:
-        """Begin to load beside sampling as far as the device allows; return at once."""
+        """Note where the next weights are."""
         self._staged = update_info
-        if self._has_room_beside and not update_info.by_wire:
-            self._next = self._stager.submit(self._load_shadow, update_info)
 
-    @property
-    def _has_room_beside(self) -> bool:
-        return self.device.type == "cpu" and self.model_config.quantization is None
-
-    def is_staged(self) -> bool:
-        """Tell if `load` need not wait.
+    def load(self) -> None:
+        """Replace the model's weights by the staged ones, while nothing is sampled.
 
         Raises:
             ValueError: the snapshot is not exactly the model's.
         """
-        return self._next is None or (self._next.done() and self._next.result() is not None)
-
-    def load(self) -> None:
-        """Replace the model's weights by the staged ones, while nothing is sampled."""
         staged, self._staged = self._staged, None
         assert staged is not None, "stage first"
-        if self._next is None:
-            self.start_weight_update()
-            self.receive_weights(staged)
-            self.finish_weight_update()
-            torch.accelerator.synchronize()
-            return
-        shadow, self._next = self._next.result(), None
-        shadow.put_in_place()
-        for layer in filter(is_deferred_attention_layer, self.model.modules()):
-            layer.process_weights_after_loading(self.model_config.dtype)
-
-    def _load_shadow(self, update_info: SharedMemoryUpdateInfo) -> ShadowModel:
-        shadow = ShadowModel(self.model, self._is_tied, can_adopt=not current_platform.is_zen_cpu())
-        with set_current_vllm_config(self.vllm_config):
-            self._check_complete(
-                shadow.root, shadow.load(unpack_weights(_specs(update_info), _mapped(update_info)))
-            )
-            shadow.pack(max(1, len(os.sched_getaffinity(0)) // torch.get_num_threads()))
-        return shadow
+        self.start_weight_update()
+        self.receive_weights(staged)
+        self.finish_weight_update()
+        torch.accelerator.synchronize()
 
     def start_weight_update(self) -> None:
         # Layers transform their weights after loading, so both run again for each layer, as at start-up.
@@ -188,7 +151,6 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
             raise ValueError(f"the snapshot does not fit the model: nothing for {sorted(missing)[:5]}")
 
     def shutdown(self) -> None:
-        self._stager.shutdown(wait=False)
         self._close_wire()
 
     def _close_wire(self) -> None:
@@ -207,9 +169,6 @@ class StagingWorker:
     def stage_weights(self, update_info: dict[str, Any]) -> None:
         engine = self.weight_transfer_engine
         engine.stage(engine.parse_update_info(update_info))
-
-    def has_staged_weights(self) -> bool:
-        return bool(self.weight_transfer_engine.is_staged())
 
     def load_staged_weights(self) -> None:
         with set_current_vllm_config(self.vllm_config):

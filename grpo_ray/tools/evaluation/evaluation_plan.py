@@ -16,8 +16,8 @@ from grpo_ray.errors import RunError, shown_plainly
 from grpo_ray.run.machine import on_this_machine
 from grpo_ray.telemetry.resumable_folder import ResumableFolder
 from grpo_ray.telemetry.run_files import step_name
+from grpo_ray.tools.evaluation.command import EvaluationOptions
 from grpo_ray.tools.evaluation.evaluation_folder import evaluation_folder
-from grpo_ray.tools.evaluation.options import EvaluationOptions
 from grpo_ray.tools.evaluation.subject import Subject, Weights, find_subject
 from grpo_ray.tools.evaluation.task_choice import choose_task
 from grpo_ray.tools.trust import IGNORED, code_in, is_ignored

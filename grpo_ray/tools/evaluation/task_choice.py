@@ -11,7 +11,7 @@ from grpo_ray.config.task import ExamplesTaskConfig
 from grpo_ray.errors import RunError
 from grpo_ray.tasks.files import read_rows
 from grpo_ray.tasks.keywords.pairs import FIELDS as PAIR_FIELDS
-from grpo_ray.tools.evaluation.options import TaskChoice
+from grpo_ray.tools.evaluation.command import TaskChoice
 
 ALL_ROWS = 2**31
 FILE_SUFFIXES = (".jsonl", ".parquet")

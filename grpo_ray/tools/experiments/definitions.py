@@ -6,7 +6,6 @@ overrides change what all variants have in common.
 
 from grpo_ray.tools.experiments.cs336_definitions import CS336_2026
 from grpo_ray.tools.experiments.experiment import Experiment
-from grpo_ray.tools.experiments.failures import FAILURES
 
 SYNCHRONOUS = "weight_sync.max_lag=0"
 ONE_BEHIND = "weight_sync.max_lag=1"
@@ -176,4 +175,4 @@ _ALL = (
     ),
 )
 
-EXPERIMENTS = {experiment.name: experiment for experiment in (*_ALL, CS336_2026, FAILURES)}
+EXPERIMENTS = {experiment.name: experiment for experiment in (*_ALL, CS336_2026)}

@@ -1,11 +1,12 @@
 """The definition of an experiment, and finding one by name."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from grpo_ray.config.loading import ConfigError
 from grpo_ray.config.schema import nearest_name
+from grpo_ray.config.user_code import import_function, is_function_name
 
 RUN_KEYS = ("run.name", "run.output_dir", "run.seed", "run.if_exists")  # set for each run
 
@@ -20,7 +21,7 @@ class Experiment:
     metrics: tuple[str, ...]  # compared in addition to the validation reward
     common: tuple[str, ...] = ()  # overrides of every variant; a user's overrides come after them
     problem: int | None = None  # of the course handout
-    telling: Mapping[str, str] = field(default_factory=dict)  # variant -> the metric that shows its difference
+    draw: Callable[..., None] | None = None  # further figures: (results by variant, title, folder)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "variants", MappingProxyType(dict(self.variants)))
@@ -35,11 +36,15 @@ def key_of(override: str) -> str:
 
 
 def find(name: str, experiments: Mapping[str, Experiment]) -> Experiment:
-    """Return the experiment of that name.
+    """Return the experiment of that name, or the one that a `module:function` of the user's returns.
 
     Raises:
         ConfigError: there is none; suggests the nearest name.
+        ValueError: as `import_function`.
     """
+    if is_function_name(name):
+        own: Experiment = import_function(name, "NAME")()
+        return own
     if not name:
         raise ConfigError(f"give the name of an experiment: {', '.join(experiments)}")
     if name not in experiments:

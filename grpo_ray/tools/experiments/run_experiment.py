@@ -105,7 +105,6 @@ def write_report(plan: ExperimentPlan, outcomes: Sequence[Outcome], command: str
     """Write the table, the plots and the summary."""
     # Imported here, because nothing before needs matplotlib.
     from grpo_ray.tools.experiments.curves import plot_metrics, plot_validation_reward
-    from grpo_ray.tools.experiments.gallery import plot_gallery
     from grpo_ray.tools.experiments.timing import plot_timing
 
     experiment, folder = plan.experiment, plan.folder
@@ -116,8 +115,8 @@ def write_report(plan: ExperimentPlan, outcomes: Sequence[Outcome], command: str
     plot_validation_reward(results, title, folder / "validation_reward.png")
     plot_metrics(results, experiment.metrics, title, folder / "metrics.png")
     plot_timing(results, title, folder / "timing.png")
-    if experiment.telling:
-        plot_gallery(results, experiment.telling, title, folder / "gallery.png")
+    if experiment.draw is not None:
+        experiment.draw(results, title, folder)
     _write(folder / "summary.md", write_summary(experiment, results, command, describe_machine(), jobs))
 
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.tools.experiments.resources import gpus_of
+from grpo_ray.tools.planning.command import PlanOptions
 from grpo_ray.tools.planning.gpu_memory import GIB, Budget, generator_budget
 from grpo_ray.tools.planning.hardware import GB, GPU_TYPES, Machine
 from grpo_ray.tools.planning.learner_memory import learner_budget
 from grpo_ray.tools.planning.measured_run import MeasuredRun, measure
 from grpo_ray.tools.planning.model_shape import ModelShape, find_shape
 from grpo_ray.tools.planning.modelled_work import Workload
-from grpo_ray.tools.planning.options import PlanOptions
 from grpo_ray.tools.planning.remedy import remedy_of
 from grpo_ray.tools.planning.splits import Split, splits
 from grpo_ray.tools.planning.step_time import StepTime, step_time

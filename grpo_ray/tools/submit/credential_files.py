@@ -4,7 +4,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_ray.tools.submit.ignore_list import IgnoreList, uploaded_files
+from pathspec import GitIgnoreSpec
+
+from grpo_ray.tools.submit.ignore_list import uploaded_files
 
 # As in a .gitignore, and in lower case; capitals are recognised, too.
 CREDENTIALS = (
@@ -32,11 +34,11 @@ def find_credentials(folder: Path, excludes: Sequence[str]) -> list[Path]:
     Args:
         excludes: the patterns of what is not uploaded anyway.
     """
-    named = IgnoreList.of(folder, CREDENTIALS)
+    named = GitIgnoreSpec.from_lines(CREDENTIALS)
     return sorted(
         file.relative_to(folder)
         for file in uploaded_files(folder, excludes)
-        if named.excludes(folder / str(file.relative_to(folder)).lower()) or holds_credential(file)
+        if named.match_file(file.relative_to(folder).as_posix().lower()) or holds_credential(file)
     )
 
 

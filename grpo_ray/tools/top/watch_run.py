@@ -11,10 +11,10 @@ from rich.live import Live
 from grpo_ray.errors import RunError
 from grpo_ray.telemetry.console import VisibleConsole
 from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.tools.top.command import TopOptions
 from grpo_ray.tools.top.frame import draw_frame, plain_text
 from grpo_ray.tools.top.job import Job, find_job
 from grpo_ray.tools.top.keys import keys
-from grpo_ray.tools.top.options import TopOptions
 from grpo_ray.tools.top.run_view import RunView, read_view
 
 JOB_EVERY_S = 5.0

@@ -1,9 +1,10 @@
-"""The options of `grpo-ray plan`."""
+"""The command `grpo-ray plan`."""
 
 from dataclasses import dataclass
 from typing import Annotated
 
-from grpo_ray.tools.arguments import Argument, ConfigFile, Option, above_zero, positive
+from grpo_ray.errors import shown_plainly
+from grpo_ray.tools.arguments import Argument, Command, ConfigFile, Option, above_zero, positive
 
 
 @dataclass(frozen=True)
@@ -39,3 +40,20 @@ class PlanOptions:
     from_run: Annotated[
         str | None, Option("RUN", "a run's directory; its rates replace the modelled ones", name="--from")
     ] = None
+
+
+def _plan(options: PlanOptions) -> int:
+    from grpo_ray.tools.planning.memory_plan import plan_memory
+    from grpo_ray.tools.planning.print_plan import print_plan
+
+    with shown_plainly():
+        plan = plan_memory(options)
+    print_plan(plan)
+    return 0 if plan.fits else 1
+
+
+PLAN = Command(
+    "plan", PlanOptions, _plan, "check that a configuration fits its GPUs",
+    "Compare the GPU memory that a run needs with the GPUs', without starting anything; with --from, estimate "
+    "a step's time and the best split of the GPUs. Exits with 1 if something does not fit; see docs/plan.md.",
+)  # fmt: skip

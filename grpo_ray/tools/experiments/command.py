@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+from grpo_ray.errors import shown_plainly
 from grpo_ray.tools.arguments import (
     Argument,
     Command,
@@ -23,7 +24,9 @@ Jobs = Annotated[
 
 @dataclass(frozen=True)
 class ExperimentOptions:
-    name: Annotated[str | None, Argument("NAME", "one of those that --list prints")] = None
+    name: Annotated[str | None, Argument("NAME", "one that --list prints, or your own as module:function")] = (
+        None
+    )
     list: Annotated[bool, Flag("print the experiments and exit")] = False
     config: Annotated[str, Option("CONFIG", "the job (default: %(default)s)")] = "configs/quickstart.yaml"
     seeds: Seeds = 3
@@ -54,8 +57,10 @@ def _experiment(options: ExperimentOptions) -> int:
         for experiment in EXPERIMENTS.values():
             print(f"{experiment.name:<{width}}  {experiment.title} ({', '.join(experiment.variants)})")
         return 0
+    with shown_plainly():
+        experiment = find(options.name or "", EXPERIMENTS)
     is_good = run_experiment(
-        find(options.name or "", EXPERIMENTS), options.config, options.overrides, options.seeds, options.output,
+        experiment, options.config, options.overrides, options.seeds, options.output,
         options.jobs, options.typed,
     )  # fmt: skip
     return 0 if is_good else 1

@@ -14,7 +14,9 @@ ANSWER = "reward/answer"
 PAIRS_PER_ROW = 2
 
 
-def plot_gallery(results: Sequence[VariantResult], telling: Mapping[str, str], title: str, path: Path) -> None:
+def plot_gallery(
+    telling: Mapping[str, str], results: Sequence[VariantResult], title: str, folder: Path
+) -> None:
     """Draw `gallery.png`: two small plots per variant other than the first.
 
     Args:
@@ -36,7 +38,7 @@ def plot_gallery(results: Sequence[VariantResult], telling: Mapping[str, str], t
     handles = figure.axes[0]
     handles.lines[1].set_label("the failure")
     legend_beside(figure, handles, LEGEND)
-    save(figure, path)
+    save(figure, folder / "gallery.png")
 
 
 def _plot(axis: Axes, first: VariantResult, other: VariantResult, metric: str) -> None:

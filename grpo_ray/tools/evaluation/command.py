@@ -1,10 +1,19 @@
-"""The options of `grpo-ray evaluate`."""
+"""The command `grpo-ray evaluate`."""
 
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-from grpo_ray.tools.arguments import Argument, Local, Option, TypedCommand, fraction, non_negative, positive
+from grpo_ray.tools.arguments import (
+    Argument,
+    Command,
+    Local,
+    Option,
+    TypedCommand,
+    fraction,
+    non_negative,
+    positive,
+)
 from grpo_ray.tools.trust import RunRewardCode, TrustRemoteCode
 
 Asked = partial(Option, group="questions")
@@ -61,3 +70,17 @@ class EvaluationOptions:
     output: Annotated[str | None, Option("FOLDER", "default: evaluations/<name>-<time>")] = None
     overrides: Annotated[tuple[str, ...], Argument("KEY=VALUE", "changes, such as generator.engine=torch")] = ()
     command: Annotated[str, TypedCommand] = ""
+
+
+def _evaluate(options: EvaluationOptions) -> int:
+    from grpo_ray.tools.evaluation.evaluate import evaluate
+
+    evaluate(options)
+    return 0
+
+
+EVALUATE = Command(
+    "evaluate", EvaluationOptions, _evaluate, "sample and grade a model's answers",
+    "Sample and grade answers of a model, of a run's checkpoint, or of all its checkpoints.",
+    group="Look",
+)  # fmt: skip

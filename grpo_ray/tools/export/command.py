@@ -2,18 +2,35 @@
 
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from grpo_ray.config.loading import load_config
-from grpo_ray.errors import RunError
-from grpo_ray.models.model_files import load_tokenizer
-from grpo_ray.run.signals import sigterm_interrupts
-from grpo_ray.telemetry.checkpoint import CheckpointStore
+from grpo_ray.errors import RunError, shown_plainly
+from grpo_ray.telemetry.checkpoint import LAST, CheckpointStore
 from grpo_ray.telemetry.durable import sync, sync_tree
 from grpo_ray.telemetry.run_files import RunDirectory
-from grpo_ray.tools.export.arguments import ExportOptions
-from grpo_ray.tools.export.merge import base_folder, merged_policy
-from grpo_ray.tools.trust import with_trust
+from grpo_ray.telemetry.visible_text import print_visible
+from grpo_ray.tools.arguments import Argument, Command, Option
+from grpo_ray.tools.trust import TrustRemoteCode, with_trust
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    run: Annotated[str, Argument("RUN", "the run's directory")]
+    merged: Annotated[str, Option("FOLDER", "a new folder for the model with the adapter merged into it")]
+    checkpoint: Annotated[
+        str, Option("CHECKPOINT", "last, best or a checkpoint's name (default: %(default)s)")
+    ] = LAST
+    trust_remote_code: TrustRemoteCode = False
+
+
+def _export(options: ExportOptions) -> int:
+    with shown_plainly():
+        folder = export_merged(options)
+    print_visible(f"{folder}  (a model in Hugging Face format: from_pretrained and vLLM load it)")
+    return 0
 
 
 def export_merged(options: ExportOptions) -> Path:
@@ -27,6 +44,10 @@ def export_merged(options: ExportOptions) -> Path:
         ValueError: the base or the adapter cannot be used.
         OSError: it could not be written.
     """
+    from grpo_ray.models.model_files import load_tokenizer
+    from grpo_ray.run.signals import sigterm_interrupts
+    from grpo_ray.tools.export.merge import base_folder, merged_policy
+
     run, folder = RunDirectory(options.run), Path(options.merged).expanduser()
     if not run.config_path.exists():
         raise RunError(f"{options.run}: no run to export (it has no config.yaml)")
@@ -61,3 +82,10 @@ def _check_no_links(checkpoint: Path) -> None:
     for path in checkpoint.rglob("*"):
         if path.is_symlink():
             raise RunError(f"{path} is a link; put the file itself in its place")
+
+
+EXPORT = Command(
+    "export", ExportOptions, _export, "write a checkpoint as a whole model",
+    "Write a whole model in Hugging Face format: a checkpoint's adapter merged into its base, or the weights "
+    "of a run without an adapter; see docs/lora.md.",
+)  # fmt: skip

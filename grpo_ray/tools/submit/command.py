@@ -1,10 +1,10 @@
-"""The options of `grpo-ray submit`."""
+"""The command `grpo-ray submit`."""
 
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-from grpo_ray.tools.arguments import EXCLUSIVE, Argument, Flag, Option, Overrides
+from grpo_ray.tools.arguments import EXCLUSIVE, Argument, Command, Flag, Option, Overrides
 
 Instead = partial(Option, group=EXCLUSIVE)
 
@@ -30,3 +30,15 @@ class SubmitOptions:
             "cluster is this machine, else `python`)",
         ),
     ] = None
+
+
+def _submit(options: SubmitOptions) -> int:
+    from grpo_ray.tools.submit.submit import submit
+
+    return submit(options)
+
+
+SUBMIT = Command(
+    "submit", SubmitOptions, _submit, "run a job on a Ray cluster",
+    "Submit a training run to a Ray cluster, follow it, stop it; see docs/cluster.md.",
+)  # fmt: skip

@@ -1,10 +1,12 @@
-"""The options of `grpo-ray report`."""
+"""The command `grpo-ray report`."""
 
 from dataclasses import dataclass
 from typing import Annotated
 
-from grpo_ray.tools.arguments import Argument, Option, positive
-from grpo_ray.tools.trust import TrustRemoteCode
+from grpo_ray.errors import shown_plainly
+from grpo_ray.telemetry.visible_text import print_visible
+from grpo_ray.tools.arguments import Argument, Command, Option, positive
+from grpo_ray.tools.trust import TrustRemoteCode, stay_offline
 
 
 @dataclass(frozen=True)
@@ -34,3 +36,20 @@ class ReportOptions:
         ),
     ] = None
     trust_remote_code: TrustRemoteCode = False
+
+
+def _report(options: ReportOptions) -> int:
+    stay_offline()
+    from grpo_ray.tools.report.write_report import report
+
+    with shown_plainly():
+        page = report(options)
+    print_visible(f"{page}  ({page.stat().st_size / 1e6:.1f} MB; open it in a browser)")
+    return 0
+
+
+REPORT = Command(
+    "report", ReportOptions, _report, "write a web page of a run, or of several",
+    "Write a web page of a run, or of several overlaid: one file that needs no network.",
+    group="Look",
+)  # fmt: skip

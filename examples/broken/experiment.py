@@ -1,12 +1,29 @@
 """The experiment `failures`: eight faults that runs really have, one switch each, beside a good run.
 
+    grpo-ray experiment examples.broken.experiment:failures
+
 docs/failures.md shows the results. Its size suits the task of `configs/quickstart.yaml`.
 """
 
+from functools import partial
+
+from examples.broken.gallery import plot_gallery
 from grpo_ray.tools.experiments.experiment import Experiment
 
 BROKEN = "examples.broken"
 PROMPTS, SAMPLES = 16, 8
+
+TELLING = {
+    "short-outputs": "rollout/response_tokens/mean",
+    "wrong-mask": "loss/untrained_frac",
+    "re-tokenized": "mismatch/kl",
+    "wrong-normalizer": "loss/gradient_scale",
+    "stale-old-logprobs": "loss/clip_frac",
+    "prompt-satisfies-reward": "rollout/zero_variance_groups",
+    "entropy-collapse": "rollout/zero_variance_groups",
+    "large-lag": "loss/clip_frac",
+}
+"""By variant, the metric that shows its difference."""
 
 FAILURES = Experiment(
     "failures",
@@ -51,14 +68,10 @@ FAILURES = Experiment(
         "learner.learning_rate=3e-4",
         "learner.micro_batch_tokens=768",  # several micro-batches per step, so that a normalizer matters
     ),
-    telling={
-        "short-outputs": "rollout/response_tokens/mean",
-        "wrong-mask": "loss/untrained_frac",
-        "re-tokenized": "mismatch/kl",
-        "wrong-normalizer": "loss/gradient_scale",
-        "stale-old-logprobs": "loss/clip_frac",
-        "prompt-satisfies-reward": "rollout/zero_variance_groups",
-        "entropy-collapse": "rollout/zero_variance_groups",
-        "large-lag": "loss/clip_frac",
-    },
+    draw=partial(plot_gallery, TELLING),
 )  # fmt: skip
+
+
+def failures() -> Experiment:
+    """Return the experiment, for the command line."""
+    return FAILURES
