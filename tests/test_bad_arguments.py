@@ -116,7 +116,6 @@ def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.Capt
         (["evaluate", "runs/a", "--top-p", "2"], "argument --top-p: '2' is not a number above 0 and at most 1"),
         (["report"], "the following arguments are required: RUN"),
         (["report", "runs/a", "--seed", "x"], "argument --seed: invalid int value: 'x'"),
-        (["playground", "sorting"], "it is now `python -m examples.course playground`, in the source tree"),
         (["audit", "runs/a", "runs/b"], "unrecognized arguments: runs/b"),
     ],
 )

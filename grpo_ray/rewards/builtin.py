@@ -55,12 +55,8 @@ def last_number_reward_fn(response: str, ground_truth: str) -> Scores:
     truths = NUMBER.findall(ground_truth)
     if len(truths) != 1:
         raise ValueError(f"{ground_truth!r} is not one number; use another reward")
-    numbers = NUMBER.findall(response)
-    return verdict(bool(numbers), bool(numbers) and _decimal(numbers[-1]) == _decimal(truths[0]))
-
-
-def _decimal(number: str) -> Decimal:
-    return Decimal(number.replace(",", ""))
+    numbers = [Decimal(number.replace(",", "")) for number in (*truths, *NUMBER.findall(response)[-1:])]
+    return verdict(has_format=len(numbers) == 2, is_right=numbers[1:] == numbers[:1])
 
 
 JUDGES: dict[AnswerIn, RewardFn] = {"tags": r1_zero_reward_fn, "boxed": question_only_reward_fn}

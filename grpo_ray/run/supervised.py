@@ -22,7 +22,7 @@ from grpo_ray.config.task import MixtureTaskConfig
 from grpo_ray.errors import shown_plainly
 from grpo_ray.models.model_files import end_token_ids, is_local, load_tokenizer, max_positions
 from grpo_ray.tasks.demonstrations import Demonstration, read_demonstrations
-from grpo_ray.tasks.prompts import PromptTemplate, template_of
+from grpo_ray.tasks.prompts import template_of
 from grpo_ray.telemetry.durable import sync_tree
 from grpo_ray.telemetry.json_lines import JsonLines
 from grpo_ray.telemetry.run_files import RunDirectory
@@ -47,16 +47,13 @@ def calls_of(learner: Any) -> Imitator:
 
 def imitating(config: Config, num_steps: int, batch_size: int, **learner: Any) -> Config:
     """Return the configuration of a Learner that imitates; `learner` are values of its section."""
-    names = {"loss": "reinforce_with_baseline", "aggregation": "token_mean"}
-    algorithm = AlgorithmConfig.model_validate(
-        {**names, "num_steps": num_steps, "prompts_per_step": batch_size}
-    )
+    algorithm = {"loss": "reinforce_with_baseline", "aggregation": "token_mean", "num_steps": num_steps}
     schedule = {"warmup_steps": max(1, num_steps // 10), "lr_schedule": "linear", "profile_steps": None}
     values = {**config.learner.model_dump(), **schedule, "slowdown_s": 0.0, "min_lr_ratio": 0.0, **learner}
     if num_steps == 1:  # nothing is left to decay in
         values |= {"warmup_steps": 0, "lr_schedule": "constant"}
     sections = {
-        "algorithm": algorithm,
+        "algorithm": AlgorithmConfig.model_validate({**algorithm, "prompts_per_step": batch_size}),
         "learner": LearnerConfig.model_validate(values),
         "sampling": SamplingConfig(),  # at a temperature of 1, with every token
         "distillation": DistillationConfig(),
@@ -116,17 +113,17 @@ def check_sft(config: Config) -> None:
     Raises:
         ValueError: names the field or the row.
     """
-    if config.sft is not None:
-        if config.learner.num_ranks > 1:
-            raise ValueError(
-                f"sft: supervised steps have one rank, and learner.num_ranks is {config.learner.num_ranks}; "
-                "take them with `grpo-ray sft` and one rank, and set model.path to the folder that it writes"
-            )
-        if config.model.tiny is not None:
-            raise ValueError("sft: a tiny model has a warm-up of its own (model.tiny.warmup); leave sft out")
-        if is_local(path := str(config.model.path)):
-            model = StartingModel(path, end_token_ids(path, load_tokenizer(path)), 0)
-            demonstrations_of(config, model)
+    if config.sft is None:
+        return
+    if config.learner.num_ranks > 1:
+        raise ValueError(
+            f"sft: supervised steps have one rank, and learner.num_ranks is {config.learner.num_ranks}; "
+            "take them with `grpo-ray sft` and one rank, and set model.path to the folder that it writes"
+        )
+    if config.model.tiny is not None:
+        raise ValueError("sft: a tiny model has a warm-up of its own (model.tiny.warmup); leave sft out")
+    if is_local(path := str(config.model.path)):
+        demonstrations_of(config, StartingModel(path, end_token_ids(path, load_tokenizer(path)), 0))
 
 
 def demonstrations_of(config: Config, model: StartingModel) -> list[Demonstration]:
@@ -134,12 +131,9 @@ def demonstrations_of(config: Config, model: StartingModel) -> list[Demonstratio
     assert config.sft is not None
     trust = config.model.trust_remote_code
     tokenizer, positions = load_tokenizer(model.path, trust), max_positions(model.path, trust)
-    return read_demonstrations(config.sft, _template(config), tokenizer, model.end_token_ids, positions)
-
-
-def _template(config: Config) -> PromptTemplate | None:
-    has_none = isinstance(config.task, MixtureTaskConfig) or config.episode_tasks
-    return None if has_none else template_of(config.task)  # type: ignore[arg-type]
+    has_prompt = not (isinstance(config.task, MixtureTaskConfig) or config.episode_tasks)
+    template = template_of(config.task) if has_prompt else None  # type: ignore[arg-type]
+    return read_demonstrations(config.sft, template, tokenizer, model.end_token_ids, positions)
 
 
 def after_sft(

@@ -81,13 +81,11 @@ def _task_problems(config: ArithmeticTaskConfig, seed: int) -> list[Problem]:
     count = config.num_train_prompts + config.num_validation_prompts
     problems = _distinct_problems(random.Random(f"arithmetic/{seed}"), config, count)
     if len(problems) < count:
-        kind = f"task.num_terms = {config.num_terms} numbers of task.num_digits = {config.num_digits} give only"
-        advice = "use more terms, digits or operations, or fewer prompts"
-        if config.ranges is not None:
-            kind, advice = "task.ranges give only", "widen the ranges, or use fewer prompts"
+        numbers = f"task.num_terms = {config.num_terms} numbers of task.num_digits = {config.num_digits}"
         raise ValueError(
-            f"task: num_train_prompts + num_validation_prompts is {count}, but {kind} {len(problems)} distinct "
-            f"prompts; {advice}"
+            f"task: num_train_prompts + num_validation_prompts is {count}, but "
+            f"{'task.ranges' if config.ranges else numbers} give only {len(problems)} distinct prompts; widen "
+            "them or add operations, or use fewer prompts"
         )
     return problems
 
@@ -96,9 +94,8 @@ def _distinct_problems(
     rng: random.Random, config: ArithmeticTaskConfig, count: int, excluded: Collection[Problem] = ()
 ) -> list[Problem]:
     """Draw up to `count` distinct problems, none of them excluded."""
-    wanted, pool = count + len(excluded), num_problems(config)
-    if config.ranges is not None:  # one question may be drawn in every order of its terms
-        wanted *= factorial(len(config.ranges))
+    orders = factorial(len(config.ranges)) if config.ranges else 1  # in which one question may be drawn
+    wanted, pool = (count + len(excluded)) * orders, num_problems(config)
     drawn = (_problem(config, number) for number in rng.sample(range(pool), min(wanted, pool)))
     seen = {_identity(config, problem) for problem in excluded}
     found = []

@@ -73,8 +73,6 @@ def parse(
     if not arguments[0].startswith("-") and arguments[0] not in names:
         nearest = nearest_name(arguments[0], names)
         hint = f"did you mean {nearest}?" if nearest else f"see {program} --help"
-        if commands is COMMANDS and arguments[0] == "playground":
-            hint = "it is now `python -m examples.course playground`, in the source tree"
         parser.error(f"no command {arguments[0]!r}; {hint}")
     parsed, rest = parser.parse_known_args(arguments)
     # Overrides may stand both before and after options; argparse itself takes them in one place only.
