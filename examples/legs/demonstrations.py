@@ -11,7 +11,7 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym.arithmetic.leg_counting import ANIMALS
 
-NUMBER = 240
+NUMBER = 160
 SEED = 10**9  # far from those of the training and validation questions
 CONFIG = {"min_animals": 2, "max_animals": 2, "max_instances": 9}  # as in config.yaml
 

@@ -22,6 +22,8 @@ from grpo_ray.models.segments import NO_PARENT, SegmentTree, concatenated, padde
 NAME = "grpo_ray"
 FULLEST = 0.75
 """Segments shorter than this share of a block's longest begin a new block."""
+SHORT = 192
+"""Queries per segment below which torch 2.13 on a CPU attends up to five times as fast in float32."""
 HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions"})
 """Options that transformers hands on to attention, none of which changes its result."""
 
@@ -36,6 +38,9 @@ class Block:
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
         """Return `[segments * length, heads, head_dim]`."""
+        dtype = queries.dtype
+        if dtype == torch.bfloat16 and not keys.is_cuda and self.queries.shape[1] < SHORT:
+            queries, keys, values = queries.float(), keys.float(), values.float()
         seen_keys, seen_values = _rows(keys, self.keys), _rows(values, self.keys)
         is_shared = queries.shape[1] != keys.shape[1]
         if is_shared and keys.is_cuda:  # its kernels that take a mask have one key head per query head
@@ -45,7 +50,7 @@ class Block:
             _rows(queries, self.queries), seen_keys, seen_values, attn_mask=self.is_allowed,
             is_causal=self.is_allowed is None, scale=scale, enable_gqa=is_shared and not keys.is_cuda,
         )  # fmt: skip
-        return mixed.transpose(1, 2).flatten(0, 1)
+        return mixed.transpose(1, 2).flatten(0, 1).to(dtype)
 
     def to(self, device: torch.device) -> Self:
         is_allowed = None if self.is_allowed is None else self.is_allowed.to(device)

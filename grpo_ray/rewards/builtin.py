@@ -47,7 +47,7 @@ NUMBER = re.compile(r"(?<![\d.])-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|
 
 
 def last_number_reward_fn(response: str, ground_truth: str) -> Scores:
-    """Reward a response whose last number equals the ground truth: `48 + 5 = 53.`, `1,200`, `-7`, `3.50`.
+    """Reward a response that ends with the ground truth as its last number: `48 + 5 = 53.`, `-7`, `3.50`.
 
     Raises:
         ValueError: the ground truth is no number.

@@ -109,11 +109,7 @@ class ScorerPool(StatelessActors[ScorerClient]):
         super().__init__("scorer", context.actors.scorers, context, budget)
 
     async def score(self, group: Ref[RolloutGroup], item: PromptItem, is_retry: bool) -> Verdict:
-        """Return the group's verdict.
-
-        Raises:
-            DataLost: the group is gone.
-        """
+        """Return the group's verdict; raises DataLost if the group is gone."""
         return await self.ask(f"scores group {item.group_id}", is_retry, lambda scorer: scorer.score(group))
 
 
@@ -125,11 +121,7 @@ class TeacherPool(StatelessActors[TeacherClient]):
         self.num_tokens = 0  # looked up so far
 
     async def look_up(self, group: Ref[RolloutGroup], item: PromptItem, is_retry: bool) -> Ref[np.ndarray]:
-        """Return a reference to the teacher's logprobs of the group's tokens.
-
-        Raises:
-            DataLost: the group is gone.
-        """
+        """Return a reference to the teacher's logprobs of the group's tokens; raises DataLost as `score`."""
 
         async def look_up(teacher: TeacherClient) -> tuple[Ref[np.ndarray], int]:
             logprobs, num_tokens = teacher.look_up(group)

@@ -28,8 +28,7 @@ from grpo_ray.telemetry.json_lines import JsonLines
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup, StartingModel, TrainBatch, Verdict
 
-OTHERS = ("optim/grad_norm", "optim/lr", "throughput/trained_tokens", "timing/train_s")
-LOGGED = {"loss/nll": "loss/policy", **{name: name for name in OTHERS}}
+LOGGED = ("optim/grad_norm", "optim/lr", "throughput/trained_tokens", "timing/train_s")
 Progress = Callable[[int, int, float], None]
 """(step, number of steps, loss in nats per token)."""
 
@@ -46,7 +45,7 @@ def calls_of(learner: Any) -> Imitator:
 
 
 def imitating(config: Config, num_steps: int, batch_size: int, **learner: Any) -> Config:
-    """Return the configuration of a Learner that imitates; `learner` are values of its section."""
+    """Return the configuration of a Learner that imitates, with the values `learner` of its section."""
     algorithm = {"loss": "reinforce_with_baseline", "aggregation": "token_mean", "num_steps": num_steps}
     schedule = {"warmup_steps": max(1, num_steps // 10), "lr_schedule": "linear", "profile_steps": None}
     values = {**config.learner.model_dump(), **schedule, "slowdown_s": 0.0, "min_lr_ratio": 0.0, **learner}
@@ -74,7 +73,8 @@ def imitate(
     for step, rows in enumerate(islice(batches, num_steps), 1):
         metrics = learner("train_step", _batch_of(rows, step - 1)).metrics
         if log is not None:
-            log.append({"step": step, **{name: metrics[of] for name, of in LOGGED.items()}})
+            own = {"step": step, "loss/nll": metrics["loss/policy"]}
+            log.append(own | {name: metrics[name] for name in LOGGED})
         if progress is not None:
             progress(step, num_steps, metrics["loss/policy"])
 
@@ -100,9 +100,8 @@ def _batch_of(rows: Sequence[Demonstration], version: int) -> TrainBatch:
     for number, (prompt, response) in enumerate(rows):
         tokens = np.array(response, np.int32)
         zeros, versions = np.zeros(len(tokens), np.float32), np.full(len(tokens), version, np.int32)
-        rollout = RolloutGroup(
-            PromptItem(number, "", prompt, ""), (Completion("", tokens, zeros, versions, "stop"),), "sft"
-        )
+        sample = Completion("", tokens, zeros, versions, "stop")
+        rollout = RolloutGroup(PromptItem(number, "", prompt, ""), (sample,), "sft")
         groups.append(ScoredGroup.of(rollout, Verdict(one, one, one, one)))
     return TrainBatch(tuple(groups))
 
