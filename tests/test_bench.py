@@ -35,6 +35,7 @@ OTHERS = {
     "ranks",
     "recompute_kv",
     "sampling",
+    "pretrained_step",
     "weight_sync",
 }
 

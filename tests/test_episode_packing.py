@@ -153,6 +153,15 @@ def test_attention_in_a_chain_of_segments() -> None:
         torch.testing.assert_close(attention(queries, keys, values), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_short_segments_in_bfloat16_are_computed_in_float32_on_a_cpu() -> None:
+    tree = SegmentTree((3, 1, 4, 2), (-1, 0, 1, 1))
+    torch.manual_seed(0)
+    states = [torch.randn(tree.num_tokens, heads, 8).bfloat16() for heads in (4, 2, 2)]
+    attention = BlockAttention.of(tree)
+    expected = attention(*(x.float() for x in states)).bfloat16()
+    assert torch.equal(attention(*states), expected)
+
+
 def test_a_path_may_have_thousands_of_segments() -> None:
     tree = SegmentTree((1,) * 5000, tuple(range(-1, 4999)))
     assert tree.path(4999).tolist() == list(range(5000))
