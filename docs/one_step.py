@@ -62,7 +62,7 @@ async def main() -> None:
     old = padded([[0.0] * (len(prompt) - 1) + done.logprobs.tolist() for prompt, done in rows])
 
     # 4. Update: GRPO-Clip on the ratio of each token's probability now to the one that it was sampled with.
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     logits = policy(input_ids=tokens[:, :-1], use_cache=False).logits  # [batch, seq, vocab]
     log_probs = token_log_probs(logits, tokens[:, 1:], settings.temperature)  # [batch, seq]
     loss, sums = policy_gradient_step(

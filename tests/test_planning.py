@@ -607,6 +607,12 @@ def run(*arguments: str) -> int:
     return main(["plan", *arguments])
 
 
+@pytest.fixture(autouse=True)
+def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attend in bfloat16, as GPUs do, which the plans are for."""
+    monkeypatch.setattr("grpo_ray.models.attention.SHORT", 0)
+
+
 @pytest.fixture
 def folder_of(tmp_path: Path) -> Callable[[dict[str, Any]], str]:
     """`folder_of(config)`: return an override of `model.path` with a folder that holds only a config.json."""

@@ -177,7 +177,7 @@ def test_a_resumed_run_loads_the_commit_that_it_began_with(
 
     @contextlib.contextmanager
     def free(*_: object) -> Iterator[Any]:
-        yield Silent(), None
+        yield Silent(), None, None
 
     def to_the_end(config: Config, prepared: Any, *_: Any) -> None:
         started.append((str(config.model.path), prepared.model.path))
@@ -264,7 +264,7 @@ def test_a_refused_resume_changes_nothing_and_a_granted_one_keeps_the_earlier_va
 
     @contextlib.contextmanager
     def free(*_: object) -> Iterator[Any]:
-        yield Silent(), None
+        yield Silent(), None, None
 
     trained: list[float] = []
     monkeypatch.setattr(training, "_hosted", free)
@@ -292,7 +292,7 @@ def test_a_ledger_of_other_questions_is_refused_before_anything_changes(
 
     @contextlib.contextmanager
     def free(*_: object) -> Iterator[Any]:
-        yield Silent(), None
+        yield Silent(), None, None
 
     monkeypatch.setattr(training, "_hosted", free)
     with pytest.raises(RunError, match="prompt order has examples_sha256 of others"):
@@ -310,7 +310,7 @@ def test_a_resumed_run_that_loses_its_last_checkpoint_begins_again_with_its_firs
 
     @contextlib.contextmanager
     def free(*_: object) -> Iterator[Any]:
-        yield Silent(), None
+        yield Silent(), None, None
 
     monkeypatch.setattr(training, "_hosted", free)
     monkeypatch.setattr(training, "_run_to_the_end", lambda _, prepared, *__: ledgers.append(prepared.ledger))
@@ -340,7 +340,7 @@ def test_of_two_trains_at_once_one_runs_and_the_folder_has_its_configuration(
 
     @contextlib.contextmanager
     def free(*_: object) -> Iterator[Any]:
-        yield Silent(), None
+        yield Silent(), None, None
 
     def to_the_end(config: Config, *_: Any) -> None:
         trained.append(config.learner.learning_rate)

@@ -368,7 +368,9 @@ def test_a_killed_owner_leaves_no_process_even_during_a_computation() -> None:
     owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     fork_server = psutil.Process(int(owner.stdout.readline()))
-    (worker,) = fork_server.children()
+    while len(workers := fork_server.children()) != 1:  # the fork server has forked, or looks for one to end
+        time.sleep(0.02)
+    (worker,) = workers
     before = worker.cpu_times().user
     while worker.cpu_times().user < before + 0.2:  # while it computes, it would not notice the end of its input
         time.sleep(0.02)

@@ -136,21 +136,21 @@ def demonstrations_of(config: Config, model: StartingModel) -> list[Demonstratio
 
 
 def after_sft(
-    config: Config, model: StartingModel, run: RunDirectory, host: LearnerHost, progress: Progress
-) -> tuple[Config, StartingModel]:
-    """Return the configuration and model that the first step of GRPO starts from.
+    config: Config, prepared: Any, run: RunDirectory, host: LearnerHost, progress: Progress
+) -> tuple[Config, Any]:
+    """Return the configuration, and `prepared` with the model that the first step of GRPO starts from.
 
     With `sft` that is the model in the run's `sft` folder, or the adapter there. If it is missing, the
     supervised steps are taken first; a run that was killed in them begins them anew.
     """
     if config.sft is None:
-        return config, model
+        return config, prepared
     if not run.sft.exists():
-        _take_steps(config, model, run, host, progress)
+        _take_steps(config, prepared.model, run, host, progress)
     if config.model.adapter is None:
-        return config, replace(model, path=str(run.sft.resolve()))
+        return config, replace(prepared, model=replace(prepared.model, path=str(run.sft.resolve())))
     adapter = config.model.adapter.model_copy(update={"path": str(run.sft.resolve())})
-    return config.model_copy(update={"model": config.model.model_copy(update={"adapter": adapter})}), model
+    return config.model_copy(update={"model": config.model.model_copy(update={"adapter": adapter})}), prepared
 
 
 def _take_steps(

