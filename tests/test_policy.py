@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from grpo_ray.actors.learner import Learner
+from grpo_ray.cluster.local import calls_of
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.model import Implementation, TinyModelConfig, WarmupConfig
@@ -36,7 +37,7 @@ from grpo_ray.models.tiny import build_model, cache_folder
 from grpo_ray.models.tiny_tokenizer import END_TOKEN, tiny_tokenizer, train_tokenizer
 from grpo_ray.models.transformer_lm import TransformerLM
 from grpo_ray.run.preflight import check_files
-from grpo_ray.run.supervised import calls_of, imitate, imitating
+from grpo_ray.run.supervised import imitate, imitating
 from grpo_ray.run.tiny_model import _recipe, tiny_model_folder
 from grpo_ray.tasks import kinds as warmups
 from grpo_ray.tasks.demonstrations import plain_demonstration

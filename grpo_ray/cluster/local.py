@@ -328,10 +328,14 @@ def running(
         actors.stop()
 
 
+def calls_of(learner: Any) -> Callable[..., Any]:
+    """Return the function that calls a method of a Learner in this process by its name."""
+    return lambda method, *args: getattr(learner, method)(*args)
+
+
 @contextlib.contextmanager
-def learning(config: Config, model: StartingModel, run_dir: Path) -> Iterator[Any]:
-    """Yield a function that calls the methods of a Learner in this process."""
+def learning(config: Config, model: StartingModel, run_dir: Path) -> Iterator[Callable[..., Any]]:
+    """Yield the function that calls the methods of a Learner in this process."""
     from grpo_ray.actors.learner import Learner
 
-    learner = Learner(model.path, config, model.end_token_ids)
-    yield lambda method, *args: getattr(learner, method)(*args)
+    yield calls_of(Learner(model.path, config, model.end_token_ids))

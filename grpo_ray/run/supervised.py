@@ -31,17 +31,10 @@ from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup, St
 LOGGED = ("optim/grad_norm", "optim/lr", "throughput/trained_tokens", "timing/train_s")
 Progress = Callable[[int, int, float], None]
 """(step, number of steps, loss in nats per token)."""
-
-
 Imitator = Callable[..., Any]
 """(name of a Learner's method, arguments) to its result, which the call waits for."""
 # (configuration, model, run directory) -> a context manager: a Learner alone.
 LearnerHost = Callable[[Config, StartingModel, Path], AbstractContextManager[Imitator]]
-
-
-def calls_of(learner: Any) -> Imitator:
-    """Return the function that calls a Learner in this process."""
-    return lambda method, *args: getattr(learner, method)(*args)
 
 
 def imitating(config: Config, num_steps: int, batch_size: int, **learner: Any) -> Config:
@@ -77,6 +70,13 @@ def imitate(
             log.append(own | {name: metrics[name] for name in LOGGED})
         if progress is not None:
             progress(step, num_steps, metrics["loss/policy"])
+
+
+def write_weights(learner: Imitator, folder: Path) -> None:
+    """Write the model, or the adapter, into an existing folder; the optimizer's state is of no more use."""
+    learner("capture")
+    learner("write_captured", folder)
+    shutil.rmtree(folder / "training")
 
 
 def _batches(rows: Sequence[Demonstration], size: int, seed: str) -> Iterator[list[Demonstration]]:
@@ -166,8 +166,6 @@ def _take_steps(
     partial.mkdir()
     with host(imitator, model, run.path.resolve()) as learner:
         imitate(learner, demonstrations, imitator, progress, JsonLines(partial / "metrics.jsonl"))
-        learner("capture")
-        learner("write_captured", partial.resolve())
-    shutil.rmtree(partial / "training")  # the optimizer starts anew
+        write_weights(learner, partial.resolve())
     sync_tree(partial)
     partial.rename(run.sft)

@@ -3,12 +3,11 @@
 import contextlib
 import hashlib
 import json
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.actors.learner import Learner
+from grpo_ray.cluster import local
 from grpo_ray.config import Config, LearnerConfig
 from grpo_ray.config.task import SortingTaskConfig
 from grpo_ray.models.model_files import load_tokenizer
@@ -16,10 +15,11 @@ from grpo_ray.models.plain_chat import RESPONSE_TEMPLATE, TEMPLATE
 from grpo_ray.models.tiny import build_model, cache_folder
 from grpo_ray.models.tiny_tokenizer import prompt_template, rendered, tiny_tokenizer
 from grpo_ray.rewards.answer_formats import ENDINGS, answer_place
-from grpo_ray.run.supervised import Progress, calls_of, imitate, imitating
+from grpo_ray.run.supervised import Progress, imitate, imitating, write_weights
 from grpo_ray.tasks.demonstrations import plain_demonstration
 from grpo_ray.tasks.examples import Pairs
 from grpo_ray.tasks.kinds import tokenizer_pairs, warmup_pairs
+from grpo_ray.types import StartingModel
 
 _RECIPE = 2  # increase when the code below would build a different model from the same configuration
 
@@ -74,11 +74,9 @@ def _warm_up(config: Config, folder: Path, progress: Progress | None) -> None:
     )  # fmt: skip
     tokenizer = load_tokenizer(str(folder))
     pairs = [plain_demonstration(tokenizer, *pair) for pair in _warmup_pairs(config)]
-    learner = Learner(str(folder), imitator, ())
-    imitate(calls_of(learner), pairs, imitator, progress)
-    learner.capture()
-    learner.write_captured(folder)
-    shutil.rmtree(folder / "training")
+    with local.learning(imitator, StartingModel(str(folder), (), 0), folder) as learner:
+        imitate(learner, pairs, imitator, progress)
+        write_weights(learner, folder)
 
 
 def _recipe(config: Config) -> list[Any]:
