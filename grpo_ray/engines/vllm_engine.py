@@ -65,7 +65,7 @@ class VllmEngine:
         }
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(trust_remote_code=trust_remote_code, **arguments))
         self._buffer = SharedBuffer()
-        self._staged: WeightSnapshot | None = None
+        self._staged: tuple[WeightSnapshot, Pages] | None = None
         self._request_ids = itertools.count()
 
     async def generate(
@@ -104,11 +104,7 @@ class VllmEngine:
         if self._adapter is not None:
             await asyncio.to_thread(self._adapter.stage, snapshot)
             return
-        from grpo_ray.transfer.vllm_worker import update_info
-
-        self._staged = snapshot  # its pages are read until the weights are loaded
-        pages = await self._pages(snapshot)
-        await self._llm.collective_rpc("stage_weights", args=(update_info(pages, snapshot),))
+        self._staged = snapshot, await self._pages(snapshot)  # which are read until the weights are loaded
 
     async def _pages(self, snapshot: WeightSnapshot) -> Pages:
         if not snapshot.data.nbytes:  # they are on the device, or still with the Learner
@@ -126,7 +122,11 @@ class VllmEngine:
         if self._adapter is not None:
             await self._adapter.load(self._llm)
             return
-        await self._llm.collective_rpc("load_staged_weights")
+        from grpo_ray.transfer.vllm_worker import update_info
+
+        assert self._staged is not None, "stage first"
+        snapshot, pages = self._staged
+        await self._llm.collective_rpc("load_weights_from", args=(update_info(pages, snapshot),))
         self._staged = None
 
     async def finish(self, version: int) -> None:

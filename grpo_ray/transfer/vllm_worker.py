@@ -29,7 +29,7 @@ from grpo_ray.transfer.snapshot import unpack_weights
 from grpo_ray.transfer.wire import Channel, receive
 
 BACKEND = "grpo_ray"
-WORKER = f"{__name__}.StagingWorker"
+WORKER = f"{__name__}.LoadingWorker"
 
 
 def register() -> None:
@@ -70,7 +70,6 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
 
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
-    _staged: SharedMemoryUpdateInfo | None = None
     _channel: Channel | None = None
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
@@ -78,20 +77,14 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
         self._meeting = Meeting(**init_info.meeting)
         self._channel = join(self._meeting, 1 + self.parallel_config.rank, self.device)
 
-    def stage(self, update_info: SharedMemoryUpdateInfo) -> None:
-        """Note where the next weights are."""
-        self._staged = update_info
-
-    def load(self) -> None:
-        """Replace the model's weights by the staged ones, while nothing is sampled.
+    def load(self, update_info: SharedMemoryUpdateInfo) -> None:
+        """Replace the model's weights, while nothing is sampled.
 
         Raises:
             ValueError: the snapshot is not exactly the model's.
         """
-        staged, self._staged = self._staged, None
-        assert staged is not None, "stage first"
         self.start_weight_update()
-        self.receive_weights(staged)
+        self.receive_weights(update_info)
         self.finish_weight_update()
         torch.accelerator.synchronize()
 
@@ -159,20 +152,17 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
             self._channel = None
 
 
-class StagingWorker:
+class LoadingWorker:
     """Methods of vLLM's worker for `AsyncLLM.collective_rpc`."""
 
     vllm_config: Any
     model_runner: Any
     weight_transfer_engine: Any
 
-    def stage_weights(self, update_info: dict[str, Any]) -> None:
+    def load_weights_from(self, update_info: dict[str, Any]) -> None:
         engine = self.weight_transfer_engine
-        engine.stage(engine.parse_update_info(update_info))
-
-    def load_staged_weights(self) -> None:
         with set_current_vllm_config(self.vllm_config):
-            self.weight_transfer_engine.load()
+            engine.load(engine.parse_update_info(update_info))
         self.model_runner.reset_lora_state()
 
 
@@ -185,7 +175,7 @@ def _mapped(update_info: SharedMemoryUpdateInfo) -> torch.Tensor:
 
 
 def update_info(pages: Pages, snapshot: WeightSnapshot) -> dict[str, Any]:
-    """Return the message for `stage_weights`."""
+    """Return the message for `load_weights_from`."""
     return {
         **asdict(pages),
         "specs": [asdict(spec) for spec in snapshot.specs],
