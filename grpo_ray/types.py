@@ -1,7 +1,7 @@
 """The messages that travel between the stages: one small frozen dataclass each.
 
     PromptItem -> RolloutGroup(Completion...) -> Verdict -> TrainBatch(ScoredGroup...) -> StepReport
-    (ledger)      (Generator)                   (Scorer)   (buffer)                      (Learner)
+    (GroupBook)   (Generator)                   (Scorer)   (buffer)                      (Learner)
 
 and, in the other direction, WeightSnapshot from the Learner to the Generators (transfer/messages.py). With
 distillation, a Teacher gives one more array for each RolloutGroup.
@@ -222,6 +222,16 @@ class GroupOutcome:
 
 
 @dataclass(frozen=True)
+class GroupFacts:
+    """The facts about a scored group by which the driver decides; they come with its verdict."""
+
+    oldest_version: int  # of a sampled token
+    has_signal: bool  # that of `algorithm.dynamic_sampling_metric`
+    num_bytes: int  # in the buffer
+    outcome: GroupOutcome | None  # None if no response was graded
+
+
+@dataclass(frozen=True)
 class Verdict:
     """The rewards and advantages of a group; every array is `[G]` float32.
 
@@ -239,6 +249,18 @@ class Verdict:
     turn_advantages: tuple[np.ndarray, ...] = ()  # of episodes with rewards per turn: float32 `[turns]` of each
     overruns: frozenset[int] = frozenset()  # the ungradable ones that ended their grading; not kept on disk
     terms: Mapping[str, np.ndarray] = field(default_factory=dict)  # by name, unweighted; NaN: did not apply
+    facts: GroupFacts | None = None  # from the Scorer; not kept on disk
+
+    def with_facts(self, rollout: RolloutGroup, metric: str, has_teacher: bool = False) -> "Verdict":
+        """Return it with the facts about its group.
+
+        Args:
+            metric: `algorithm.dynamic_sampling_metric`.
+            has_teacher: a Teacher's logprobs will come to the buffer with the group.
+        """
+        num_tokens = sum(len(completion.token_ids) for completion in rollout.completions)
+        logprobs = np.zeros(num_tokens, np.float32) if has_teacher else None
+        return replace(self, facts=ScoredGroup.of(rollout, self, logprobs).facts(metric))
 
 
 @dataclass(frozen=True)
@@ -261,7 +283,12 @@ class ScoredGroup:
     def of(
         cls, rollout: RolloutGroup, verdict: Verdict, teacher_logprobs: np.ndarray | None = None
     ) -> "ScoredGroup":
-        return cls(rollout, **vars(verdict), teacher_logprobs=teacher_logprobs)
+        scores = {name: value for name, value in vars(verdict).items() if name != "facts"}
+        return cls(rollout, **scores, teacher_logprobs=teacher_logprobs)
+
+    def facts(self, metric: str) -> GroupFacts:
+        """Return the facts about the group, for a run with this `algorithm.dynamic_sampling_metric`."""
+        return GroupFacts(self.rollout.oldest_version, self.varies_in(metric), self.num_bytes, self.outcome)
 
     @property
     def group_id(self) -> int:
@@ -324,7 +351,7 @@ class PlayReport:
 class GeneratorFailure:
     """A Generator that failed a turn."""
 
-    number: int  # counted over all that have ever served
+    number: int  # of its process
     error: str
 
 
@@ -333,14 +360,6 @@ class TrainBatch:
     """The groups of one Learner step: fresh groups in order, then replayed ones."""
 
     groups: tuple[ScoredGroup, ...]
-
-
-@dataclass(frozen=True)
-class PutReceipt:
-    """The buffer's answer to a group that was put into it."""
-
-    is_kept: bool  # False if the group is too old for all future batches
-    num_slots: int = 0  # groups just dropped for lack of signal; one more may be admitted for each
 
 
 @dataclass(frozen=True)
@@ -375,13 +394,7 @@ class Ungraded:
 class BatchFacts:
     """The facts about a batch that the controller needs, without its tokens."""
 
-    group_ids: tuple[int, ...]  # fresh groups in the batch
-    rejected_ids: tuple[int, ...]  # too old, to be sampled again; if there are any, there is no batch yet
     metrics: dict[str, float]
-    dropped_ids: tuple[int, ...] = ()  # left out for lack of signal
-    cut_ids: tuple[int, ...] = ()  # arrived too late for this batch and the next
-    num_slots: int = 0  # as in PutReceipt
-    outcomes: Mapping[int, GroupOutcome] = field(default_factory=dict)  # of fresh and dropped groups
     write_error: str | None = None  # the reason that rollouts of an earlier batch are not on disk yet
     ungraded: "Ungraded | None" = None  # among the fresh and dropped groups
     notes: tuple[str, ...] = ()  # on groups that could not be written as they were, since the last batch
@@ -399,23 +412,12 @@ class StepReport:
 
 
 @dataclass(frozen=True)
-class Admitted:
-    """Permission to dispatch groups, as of a published version."""
-
-    version: int  # the published version
-    num_groups: int  # groups that may have been dispatched since the beginning of the run
-
-    def exceeds(self, other: "Admitted") -> bool:
-        return self.version > other.version or self.num_groups > other.num_groups
-
-
-@dataclass(frozen=True)
 class SyncReport:
     """The result of one weight sync: the slowest Generator's seconds per phase, and the failed Generators."""
 
     version: int
     metrics: dict[str, float]
-    failed: dict[str, str]  # each one's error; it is excluded until its replacement is admitted
+    failed: dict[int, str]  # each one's error, by the number of its process, which is excluded from now on
 
 
 @dataclass(frozen=True)

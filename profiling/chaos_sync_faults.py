@@ -1,6 +1,7 @@
 """Faults in the middle of a weight sync: of a Generator in a phase that is drawn, and of its bytes on the way.
 
-After each of `stop` and `fail`, the event of the failure must name the phase.
+After each of `stop` and `fail`, the event of the failure must name the call: `stage`, or `switch` for the other
+phases.
 """
 
 import random
@@ -9,7 +10,7 @@ from chaos_process_faults import Inject
 from chaos_run import ChaosRun
 
 PHASES = ("stage", "pause", "load", "finish", "resume")
-SAYS = {"kill": "", "stop": "did not finish phase", "fail": "failed in phase"}
+SAYS = {"kill": "", "stop": "did not finish", "fail": "failed in"}
 
 
 def in_phase(kind: str, phase: str) -> Inject:
@@ -17,7 +18,8 @@ def in_phase(kind: str, phase: str) -> Inject:
 
     def inject(run: ChaosRun, draw: random.Random) -> str:
         if SAYS[kind]:
-            run.must_say.append(("generator_failed", rf"^weight sync: generator-\d {SAYS[kind]} `{phase}`"))
+            call = "stage" if phase == "stage" else "switch"
+            run.must_say.append(("generator_failed", rf"^weight sync: generator-\d {SAYS[kind]} `{call}`"))
         return _triggered(run, f"{kind}_sync_{phase}")
 
     return inject

@@ -21,6 +21,7 @@ from ray_scale_actors import ScaleActors
 from ray_scale_plan import Measured, Plan
 from ray_scale_processes import account_path, read_account
 
+from grpo_ray.actors.groups import GroupBook
 from grpo_ray.cluster import session
 from grpo_ray.config.loading import load_config
 from grpo_ray.run.controller import Controller
@@ -79,6 +80,7 @@ def measure(plan: Plan, run: RunDirectory) -> Measured:
     prepared = prepared_for(config, speeds)
     run.create(config)
     measured, watch = Measured(), Watch()
+    books: list[GroupBook] = []
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         stack.enter_context(session.connected())
@@ -96,6 +98,7 @@ def measure(plan: Plan, run: RunDirectory) -> Measured:
                 actors.stop()
 
         def drive(controller: Controller) -> None:
+            books.append(controller.book)
             reporter.follow(controller.live_status)
             stopwatch.drive(controller)
             measured.training_s = time.monotonic() - stopwatch.began_at
@@ -104,7 +107,7 @@ def measure(plan: Plan, run: RunDirectory) -> Measured:
         with reported(run, config.algorithm.num_steps, watch) as reporter:
             train_through_restores(config, prepared, run, reporter, host, drive)
     account = read_account(account_path(run.path), config)
-    faults = account.faults(prepared.ledger)
+    faults = account.faults(books[-1])
     measured.num_stale, measured.num_lost = faults.num_stale, faults.num_lost
     measured.num_repeated = faults.num_repeated
     measured.num_steps, measured.num_groups = len(account.trained), sum(map(len, account.trained))

@@ -17,13 +17,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from grpo_ray.actors.batch_queue import BatchQueue
 from grpo_ray.actors.learner import Learner
-from grpo_ray.actors.replay import ReplayMemory
 from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
 from grpo_ray.config import Config
 from grpo_ray.config.losses import loss_record
-from grpo_ray.config.schedule import ReplayConfig
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings, ScoredGroup, Verdict
 
 
@@ -69,31 +66,39 @@ def simple_group(group_id: int, versions: int | list[int] = 0, has_signal: bool 
     return make_group(make_item(group_id), completions, [has_signal, 0], [has_signal, -float(has_signal)])
 
 
-def parts(group: ScoredGroup) -> tuple[RolloutGroup, Verdict]:
+def parts(group: ScoredGroup, metric: str = "advantage") -> tuple[RolloutGroup, Verdict]:
     """Take a scored group apart, for `TrajectoryBuffer.put`."""
-    of_verdict = {field.name: getattr(group, field.name) for field in fields(Verdict)}
-    return group.rollout, Verdict(**of_verdict)
+    of_verdict = {field.name: getattr(group, field.name) for field in fields(Verdict) if field.name != "facts"}
+    return group.rollout, Verdict(**of_verdict, facts=group.facts(metric))
 
 
 def make_buffer(
-    size: int,
-    max_bytes: int = 2**30,
     rollouts: Path | None = None,
     checkpoint: Path | None = None,
     *,
-    lookahead: int = 1,
-    first_come: bool = False,
-    max_dropped: int = 0,
-    cut_max_lag: int | None = None,
+    size: int = 2,
+    max_bytes: int = 2**30,
     masks_old: bool = False,
     num_replayed: int = 0,
     replay: dict[str, Any] | None = None,
     seed: int = 0,
 ) -> TrajectoryBuffer:
     """Make a buffer with batches of `size` fresh groups and `num_replayed` earlier ones."""
-    queue = BatchQueue(size, lookahead, first_come, max_dropped)
-    memory = ReplayMemory(ReplayConfig(**(replay or {})), num_replayed, seed)
-    return TrajectoryBuffer(queue, memory, max_bytes, rollouts, checkpoint, cut_max_lag, masks_old)
+    prompts = size + num_replayed
+    config = Config.model_validate(
+        {
+            "model": {"path": "m"},
+            "task": {"kind": "sorting"},
+            "run": {"seed": seed},
+            "algorithm": {"num_steps": 100, "prompts_per_step": prompts, "samples_per_prompt": 2},
+            "buffer": {
+                "max_gib": max_bytes / 2**30,
+                "replay": {"frac": num_replayed / prompts, **(replay or {})},
+            },
+            "episodes": {"over_age": "mask" if masks_old else "wait"},
+        }
+    )
+    return TrajectoryBuffer(config, rollouts, checkpoint)
 
 
 def same_groups(actual: Sequence[ScoredGroup], expected: Sequence[ScoredGroup]) -> bool:

@@ -83,18 +83,18 @@ def test_what_can_be_kept_of_an_episode_is_kept(tmp_path: Path) -> None:
 
 def test_a_buffer_writes_its_rollouts_and_its_part_of_a_checkpoint(tmp_path: Path) -> None:
     async def run() -> tuple[str, ...]:
-        buffer = make_buffer(1, PLENTY, tmp_path)
+        buffer = make_buffer(tmp_path, size=1)
         for group_id in range(3):
             group = BAD["an error"](group_id) if group_id != 1 else simple_group(1)
             await buffer.put(*parts(group))
-        await buffer.take(1, oldest_version=0)
+        await buffer.take(1, [0], (), 0)
         await buffer.capture(0)
         sizes = await buffer.write_captured(tmp_path)
         assert sizes.keys() == {"groups.parquet", "replay.parquet"}
         assert await buffer.flush() is None
-        _, facts = await buffer.take(2, oldest_version=0)
+        _, facts = await buffer.take(2, [1], (), 0)
         assert await buffer.flush() is None
-        _, later = await buffer.take(3, oldest_version=0)
+        _, later = await buffer.take(3, [2], (), 0)
         assert later.notes == ()
         return facts.notes
 

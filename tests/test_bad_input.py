@@ -269,7 +269,7 @@ def test_long_prompts_are_skipped_or_cut(
     )
     prepared = prepare(config, task)
     assert prepared.notices == task.notices
-    items = [*prepared.ledger.take_new(2), *prepared.validation]
+    items = [*map(prepared.prompts.item, range(2)), *prepared.validation]
     assert max(len(item.prompt_token_ids) for item in items) == task.longest_prompt < 40
 
     config, task = checked("truncate")
@@ -279,7 +279,7 @@ def test_long_prompts_are_skipped_or_cut(
         f"{config.task.validation_path}: 1 prompt longer than {limit} tokens cut on the left",
     )
     prepared = prepare(config, task)
-    items = [*prepared.ledger.take_new(4), *prepared.validation]
+    items = [*map(prepared.prompts.item, range(4)), *prepared.validation]
     cut = [item for item in items if len(item.prompt_token_ids) == limit]
     assert [len(item.prompt_token_ids) <= limit for item in items] == [True] * 6
     assert len(cut) == 3

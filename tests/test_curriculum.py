@@ -1,27 +1,26 @@
 """The curriculum: how often it asks prompts with known pass rates, also after a resume."""
 
-import asyncio
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from builders import make_buffer, make_completion, make_group, make_item, parts, simple_group
+from builders import make_completion, make_group, make_item
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.actors.trajectory_buffer import group_outcomes
 from grpo_ray.algorithms import advantages_of
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.task import CurriculumConfig
 from grpo_ray.tasks.curriculum import CurriculumOrder
 from grpo_ray.tasks.examples import Example
-from grpo_ray.tasks.prompt_ledger import PromptLedger
 from grpo_ray.tasks.prompt_order import EpochOrder
+from grpo_ray.tasks.prompt_stream import PromptStream
 from grpo_ray.tasks.prompts import Prompter, TextTemplate
-from grpo_ray.types import BatchFacts, GroupOutcome, ScoredGroup
+from grpo_ray.types import GroupOutcome, PromptItem, ScoredGroup
 
 NUM_EXAMPLES = 30
 RATES = {str(i): (0.0, 0.5, 1.0)[i % 3] for i in range(NUM_EXAMPLES)}  # by prompt
@@ -36,28 +35,42 @@ def tokenizer(text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
     return {"input_ids": list(text.encode())}
 
 
-def make_ledger(min_weight: float = 0.1, seed: int = 0) -> PromptLedger:
-    examples = [Example(str(i), "") for i in range(NUM_EXAMPLES)]
-    prompters = {"": Prompter(TextTemplate("{question}"), tokenizer)}  # type: ignore[arg-type]
-    order = CurriculumOrder(NUM_EXAMPLES, seed, CurriculumConfig(min_weight=min_weight))
-    return PromptLedger(examples, prompters, order)
+class Run:
+    """The groups of a run that trains each step at once."""
+
+    def __init__(self, min_weight: float = 0.1, seed: int = 0) -> None:
+        examples = [Example(str(i), "") for i in range(NUM_EXAMPLES)]
+        prompters = {"": Prompter(TextTemplate("{question}"), tokenizer)}  # type: ignore[arg-type]
+        order = CurriculumOrder(NUM_EXAMPLES, seed, CurriculumConfig(min_weight=min_weight))
+        self.prompts, self.next_id = PromptStream(examples, prompters, order), 0
+        self.waiting: list[int] = []
+
+    def take(self, number: int) -> list[PromptItem]:
+        """Take groups, those that wait first."""
+        again, self.waiting = self.waiting[:number], self.waiting[number:]
+        new = range(self.next_id, self.next_id + number - len(again))
+        self.next_id += len(new)
+        return [self.prompts.item(group_id) for group_id in (*again, *new)]
+
+    def finish(self, items: Iterable[PromptItem]) -> None:
+        for item in items:
+            self.prompts.observe({item.group_id: outcome(RATES[item.prompt])})
+            self.prompts.forget([item.group_id])
 
 
-def step(ledger: PromptLedger, size: int = 5) -> list[str]:
+def step(run: Run, size: int = 5) -> list[str]:
     """Run one synchronous step: take prompts, and train all of their groups."""
-    items = [*ledger.take_waiting(), *ledger.take_new(size)][:size]
-    for item in items:
-        ledger.mark_buffered(item.group_id)
-    ledger.observe({item.group_id: outcome(RATES[item.prompt]) for item in items})
-    ledger.mark_trained(item.group_id for item in items)
+    items = run.take(size)
+    run.prompts.observe({item.group_id: outcome(RATES[item.prompt]) for item in items})
+    run.prompts.forget(item.group_id for item in items)
     return [item.prompt for item in items]
 
 
 def test_prompts_with_signal_are_asked_more_and_every_prompt_occurs() -> None:
-    ledger = make_ledger()
-    first = [prompt for _ in range(6) for prompt in step(ledger)]
+    run = Run()
+    first = [prompt for _ in range(6) for prompt in step(run)]
     assert sorted(first) == sorted(RATES)  # nothing is known of a prompt before it was sampled
-    later = Counter(prompt for _ in range(800) for prompt in step(ledger))
+    later = Counter(prompt for _ in range(800) for prompt in step(run))
     assert set(later) == set(RATES)
     by_rate = {rate: sum(n for prompt, n in later.items() if RATES[prompt] == rate) for rate in (0.0, 0.5, 1.0)}
     # Of 10 prompts each, with weights 0.1, 1 and 0.1: shares 1/12, 10/12 and 1/12 of 4000, sd below 20.
@@ -69,14 +82,14 @@ def test_prompts_with_signal_are_asked_more_and_every_prompt_occurs() -> None:
 def test_a_prompt_whose_signal_returns_is_in_every_epoch_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ledger = make_ledger(min_weight=0.5)
+    run = Run(min_weight=0.5)
     for _ in range(6):
-        step(ledger)
+        step(run)
     for prompt in RATES:
         monkeypatch.setitem(RATES, prompt, 0.5)
     for _ in range(200):
-        step(ledger)
-    counts = Counter(prompt for _ in range(60) for prompt in step(ledger))  # ten epochs, two of them partial
+        step(run)
+    counts = Counter(prompt for _ in range(60) for prompt in step(run))  # ten epochs, two of them partial
     assert len(counts) == NUM_EXAMPLES
     assert set(counts.values()) <= {9, 10, 11}
 
@@ -117,7 +130,8 @@ def test_equal_rewards_settle_a_prompt_at_any_pass_rate() -> None:
 
     order = CurriculumOrder(4, 0, CurriculumConfig(min_weight=0.2))
     indices = [order.index(group) for group in range(4)]
-    order.observe(group_outcomes([score(0, [0.4, 0.6]), score(1, [0.6, 0.6]), score(2, [0.9, 0.8])]))
+    groups = [score(0, [0.4, 0.6]), score(1, [0.6, 0.6]), score(2, [0.9, 0.8])]
+    order.observe({group.group_id: group.outcome for group in groups if group.outcome is not None})
     assert [order.weight(index) for index in indices] == [1.0, 0.2, 1.0, 1.0]
     assert order.metrics()["curriculum/pass_rate/mean"] == 0.0
     assert order.metrics()["curriculum/settled_frac"] == 0.25
@@ -128,36 +142,29 @@ def test_equal_rewards_settle_a_prompt_at_any_pass_rate() -> None:
 @given(num_steps=st.integers(0, 30), num_lost=st.integers(0, 5))
 def test_a_run_resumed_at_any_step_asks_the_same(num_steps: int, num_lost: int) -> None:
     """Groups that were in flight or buffered at the checkpoint get the same prompts after a resume."""
-    ledger = make_ledger()
+    run = Run()
     for _ in range(num_steps):
-        step(ledger)
-    in_flight = ledger.take_new(num_lost)
-    for item in in_flight[: num_lost // 2]:
-        ledger.mark_buffered(item.group_id)
-    resumed = make_ledger()
-    resumed.load_state_dict(json.loads(json.dumps(ledger.state_dict())), [])
-    ledger.give_back(item.group_id for item in in_flight)
-    assert resumed.take_waiting() == ledger.take_waiting() == in_flight
-    for item in in_flight:
-        for each in (ledger, resumed):
-            each.mark_buffered(item.group_id)
-            each.observe({item.group_id: outcome(RATES[item.prompt])})
-            each.mark_dropped([item.group_id])
-    assert [step(ledger) for _ in range(20)] == [step(resumed) for _ in range(20)]
-    assert ledger.state_dict() == resumed.state_dict()
+        step(run)
+    in_flight = run.take(num_lost)
+    resumed = Run()
+    resumed.prompts.load_state_dict(json.loads(json.dumps(run.prompts.state_dict())))
+    resumed.next_id = run.next_id
+    run.waiting = [item.group_id for item in in_flight]
+    resumed.waiting = [*run.waiting]
+    assert resumed.take(num_lost) == run.take(num_lost) == in_flight
+    for each in (run, resumed):
+        each.finish(in_flight)
+    assert [step(run) for _ in range(20)] == [step(resumed) for _ in range(20)]
+    assert run.prompts.state_dict() == resumed.prompts.state_dict()
 
 
 def test_late_outcomes_change_only_groups_not_yet_taken() -> None:
-    ledger = make_ledger()
-    items = ledger.take_new(2 * NUM_EXAMPLES)  # far ahead, as with a large lag
-    for item in items[:NUM_EXAMPLES]:
-        ledger.mark_buffered(item.group_id)
-        ledger.observe({item.group_id: outcome(RATES[item.prompt])})
-        ledger.mark_trained([item.group_id])
-    late = [item.group_id for item in items[NUM_EXAMPLES:]]
-    ledger.give_back(late)
-    assert ledger.take_waiting() == items[NUM_EXAMPLES:]
-    assert Counter(RATES[item.prompt] for item in ledger.take_new(10))[0.5] > 5
+    run = Run()
+    items = run.take(2 * NUM_EXAMPLES)  # far ahead, as with a large lag
+    run.finish(items[:NUM_EXAMPLES])
+    run.waiting = [item.group_id for item in items[NUM_EXAMPLES:]]
+    assert run.take(NUM_EXAMPLES) == items[NUM_EXAMPLES:]
+    assert Counter(RATES[item.prompt] for item in run.take(10))[0.5] > 5
 
 
 def test_the_pass_rate_is_of_the_graded_responses() -> None:
@@ -166,37 +173,21 @@ def test_the_pass_rate_is_of_the_graded_responses() -> None:
     assert replace(group, errors={1: "too slow", 2: "too large"}).outcome == GroupOutcome(1.0, has_signal=True)
     unknown = replace(group, errors=dict.fromkeys(range(4), "too slow"))
     assert unknown.outcome is None
-    another = replace(unknown, rollout=replace(group.rollout, item=make_item(5)))
-    assert group_outcomes([group, another]) == {4: group.outcome}
-
-
-def test_the_buffer_reports_outcomes_of_trained_and_dropped_groups() -> None:
-    async def facts() -> BatchFacts:
-        buffer = make_buffer(2, max_dropped=2)
-        for group_id, has_signal in enumerate([True, False, True]):
-            await buffer.put(*parts(simple_group(group_id, has_signal=has_signal)))
-        return (await buffer.take(1, 0))[1]
-
-    found = asyncio.run(facts())
-    assert (found.group_ids, found.dropped_ids) == ((0, 2), (1,))
-    assert found.outcomes == {0: outcome(0.5), 1: outcome(0.0), 2: outcome(0.5)}
 
 
 def test_only_unfinished_groups_are_remembered() -> None:
-    ledger = make_ledger()
+    run = Run()
     for _ in range(10):
-        step(ledger)
-    aside, dropped, in_flight = ledger.take_new(3)
-    ledger.mark_set_aside(aside.group_id)
-    ledger.mark_buffered(dropped.group_id)
-    ledger.mark_dropped([dropped.group_id])
-    state: dict[str, Any] = ledger.state_dict()["order"]
+        step(run)
+    aside, dropped, in_flight = run.take(3)
+    run.prompts.forget([aside.group_id, dropped.group_id])
+    state: dict[str, Any] = run.prompts.state_dict()["order"]
     assert [group for group, _ in state["drawn"]] == [in_flight.group_id]
     assert len(state["pass_rates"]) == NUM_EXAMPLES
     assert len(state["settled"]) == NUM_EXAMPLES * 2 // 3
 
 
 def test_a_checkpoint_without_a_curriculum_is_refused() -> None:
-    state = make_ledger().state_dict() | {"order": {}}
+    state = Run().prompts.state_dict() | {"order": {}}
     with pytest.raises(ValueError, match=r"written without task.curriculum; resume without it"):
-        make_ledger().load_state_dict(state, [])
+        Run().prompts.load_state_dict(state)

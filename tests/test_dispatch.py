@@ -1,6 +1,7 @@
 """The queue in front of the engines, with clients that do nothing."""
 
 import asyncio
+import itertools
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,11 @@ import pytest
 
 from grpo_ray.run.dispatch import Dispatcher
 
+NUMBERS = itertools.count()
+
 
 def client(name: str) -> Any:
-    return SimpleNamespace(name=name)
+    return SimpleNamespace(name=name, number=next(NUMBERS))
 
 
 async def hold(dispatcher: Dispatcher, num_sequences: int, done: asyncio.Event, limit_s: float = 60.0) -> str:

@@ -1,6 +1,7 @@
 """The GeneratorPool with actors that fail in every way, without engines."""
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from grpo_ray.run.stalls import StallWatch
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.telemetry.run_log import RunLog
 
+NUMBERS = itertools.count()  # of processes
 Behaviour = Callable[[str, int], Any]  # (actor, how many times it was called before) -> result, or an error
 
 
@@ -71,7 +73,7 @@ class FakeActors:
 
 class FakeClient:
     def __init__(self, actors: FakeActors, name: str) -> None:
-        self._actors, self.name = actors, name
+        self._actors, self.name, self.number = actors, name, next(NUMBERS)
 
     def ready(self) -> Any:
         return self._actors.ask(f"{self.name} ready")
@@ -94,13 +96,10 @@ class FakeClient:
 
 
 class FakeWeightSync:
-    async def retire(self, name: str) -> None: ...
+    async def retire(self, number: int) -> None: ...
 
     async def admit(self, client: Any) -> int:
         return 5
-
-    async def stale(self) -> frozenset[str]:
-        return frozenset()
 
 
 class Pool:
@@ -289,7 +288,7 @@ def test_all_generators_that_fail_together_cost_one_restart(tmp_path: Path) -> N
 
     async def work() -> None:
         for name in list(pool.pool.serving):
-            pool.pool.retire(name, "did not finish phase `pause`")
+            pool.pool.retire(name, "did not switch")
         while len(pool.pool.serving) < 24:
             await asyncio.sleep(0.001)
 

@@ -11,7 +11,7 @@ from builders import make_buffer, parts
 from episode_groups import branched_episode, make_episode, make_episode_group, play
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_staleness import Pace, PacedPool, Schedule, Trained, make_ledger, paces, turns, within_turns
+from test_staleness import Pace, PacedPool, Schedule, Trained, paces, turns, within_turns
 
 from grpo_ray.config import Config
 from grpo_ray.episodes.segments import Segments
@@ -42,12 +42,13 @@ class EpisodePool(PacedPool):
 
     async def sample(
         self, item: PromptItem, num_samples: int, purpose: str, on_dispatch: Callable[[], None]
-    ) -> tuple[RolloutGroup, Verdict]:
+    ) -> tuple[RolloutGroup, Verdict, None]:
         await turns(next(self._pace.of("room")))
         on_dispatch()
         slow = self._pace.slow.get(item.group_id, 0)
         plays = (self._play(next(self._episodes), item.group_id + n, slow) for n in range(num_samples))
-        return parts(make_episode_group(item.group_id, await asyncio.gather(*plays), num_cuts=item.num_cuts))
+        group = make_episode_group(item.group_id, await asyncio.gather(*plays), num_cuts=item.num_cuts)
+        return *parts(group), None
 
     async def _play(self, plan: list[Plan], number: int, slow: int) -> Episode:
         segments, conversation = Segments(), [-1]
@@ -71,13 +72,13 @@ class EpisodeSchedule(Schedule):
     """The schedule with episodes, which remembers every batch."""
 
     def __init__(self, config: Config, pace: Pace, games: Games) -> None:
-        super().__init__(config, pace, Trained(), make_ledger())
+        super().__init__(config, pace, Trained())
         producer: Any = self.producer
         producer._pool = EpisodePool(producer._pool._generators, pace, games)
         take = self.buffer.take
 
-        async def remembered(step: int, oldest_version: int) -> Any:
-            batch, facts = await take(step, oldest_version)
+        async def remembered(*arguments: Any) -> Any:
+            batch, facts = await take(*arguments)
             games.batches.append(batch)
             games.num_masked.append(facts.metrics.get("lag/masked_tokens", 0.0))
             return batch, facts
@@ -169,9 +170,9 @@ def test_masked_tokens_by_hand() -> None:
     group = make_episode_group(0, [branched_episode((0, 1, 1)), branched_episode((1, 1, 1))])
 
     async def run() -> None:
-        buffer = make_buffer(1, masks_old=True)
+        buffer = make_buffer(size=1, masks_old=True)
         await buffer.put(*parts(group))
-        batch, facts = await buffer.take(2, oldest_version=1)
+        batch, facts = await buffer.take(2, [0], (), 1)
         assert len(trained_tokens(batch.groups[0].rollout)) == num_sampled(group.rollout) - 2 == 8
         assert facts.metrics["lag/masked_tokens"] == 2.0
 

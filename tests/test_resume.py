@@ -17,6 +17,7 @@ from builders import changed, make_buffer, parts, simple_group
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
+from grpo_ray.actors.groups import GroupBook
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.errors import RunError
@@ -25,7 +26,7 @@ from grpo_ray.models.model_files import load_tokenizer
 from grpo_ray.run import restores, training
 from grpo_ray.run.preflight import check_files
 from grpo_ray.tasks.input_digests import check_inputs, input_digests, write_digests
-from grpo_ray.tasks.prompt_ledger import PromptLedger
+from grpo_ray.tasks.prompt_stream import PromptStream
 from grpo_ray.telemetry import run_files
 from grpo_ray.telemetry.adapter_files import base_digest
 from grpo_ray.telemetry.checkpoint import CheckpointState, CheckpointStore
@@ -303,24 +304,26 @@ def test_a_ledger_of_other_questions_is_refused_before_anything_changes(
 def test_a_resumed_run_that_loses_its_last_checkpoint_begins_again_with_its_first_prompts(
     tmp_path: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ledger that a restore without a checkpoint falls back to is the run's first one."""
+    """The prompts that a restore without a checkpoint falls back to are the run's first ones."""
     run = RunDirectory(tmp_path / "run")
     run.create(make())
-    ledgers: list[PromptLedger] = []
+    streams: list[PromptStream] = []
 
     @contextlib.contextmanager
     def free(*_: object) -> Iterator[Any]:
         yield Silent(), None, None
 
     monkeypatch.setattr(training, "_hosted", free)
-    monkeypatch.setattr(training, "_run_to_the_end", lambda _, prepared, *__: ledgers.append(prepared.ledger))
+    monkeypatch.setattr(training, "_run_to_the_end", lambda _, prepared, *__: streams.append(prepared.prompts))
     training.resume(str(run.path), [])
-    first = ledgers[0].state_dict()
-    ledgers[0].take_new(8)
-    write_checkpoint(run, 2, 0, ledgers[0].state_dict())
+    book = GroupBook.from_config(make(), streams[0])
+    first = streams[0].state_dict()
+    book.admit(8)
+    write_checkpoint(run, 2, 0, book.state_dict())
     run.metrics_path.write_text('{"step": 1}\n{"step": 2}\n')
     training.resume(str(run.path), [])
-    assert ledgers[1].state_dict() == first
+    streams[1].load_state_dict(None)
+    assert streams[1].state_dict() == first
 
 
 # ---- two starts at once ----

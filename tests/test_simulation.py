@@ -199,28 +199,28 @@ def test_episodes_end_at_their_limits(tmp_path: Path) -> None:
 # ---- the independent account ----
 
 
-class FakeLedger:
-    """The parts of a PromptLedger that the account reads."""
+class FakeBook:
+    """The parts of a GroupBook that the account reads."""
 
-    def __init__(self, next_group_id: int, unfinished: set[int], set_aside: set[int], num_left: int) -> None:
-        self.next_group_id, self.unfinished = next_group_id, frozenset(unfinished)
-        self.set_aside, self.num_left = frozenset(set_aside), num_left
+    def __init__(self, next_id: int, unfinished: set[int], given_up: set[int], num_dropped: int) -> None:
+        self.next_id, self.unfinished = next_id, frozenset(unfinished)
+        self.given_up, self.num_dropped = frozenset(given_up), num_dropped
 
 
 @pytest.mark.parametrize(
-    ("trained", "ledger", "faults"),
+    ("trained", "book", "faults"),
     [
-        ([[0, 1], [2, 4]], FakeLedger(6, {5}, {3}, num_left=1), Faults(0, 0, 0)),
-        ([[0, 1], [2, 4]], FakeLedger(7, {5}, {3}, num_left=2), Faults(0, 0, 0)),  # one was dropped
-        ([[0, 1], [1, 2]], FakeLedger(3, set(), set(), num_left=0), Faults(0, 1, 0)),
-        ([[0, 1], [3, 4]], FakeLedger(5, set(), set(), num_left=0), Faults(0, 0, 1)),
-        ([[0, 1], [2, 3]], FakeLedger(4, {3}, set(), num_left=0), Faults(0, 1, 0)),
+        ([[0, 1], [2, 4]], FakeBook(6, {5}, {3}, num_dropped=0), Faults(0, 0, 0)),
+        ([[0, 1], [2, 4]], FakeBook(7, {5}, {3}, num_dropped=1), Faults(0, 0, 0)),  # one was dropped
+        ([[0, 1], [1, 2]], FakeBook(3, set(), set(), num_dropped=0), Faults(0, 1, 0)),
+        ([[0, 1], [3, 4]], FakeBook(5, set(), set(), num_dropped=0), Faults(0, 0, 1)),
+        ([[0, 1], [2, 3]], FakeBook(4, {3}, set(), num_dropped=0), Faults(0, 1, 0)),
     ],
 )
-def test_lost_and_repeated_prompts_are_counted(trained: Any, ledger: Any, faults: Faults) -> None:
+def test_lost_and_repeated_prompts_are_counted(trained: Any, book: Any, faults: Faults) -> None:
     account = Account(max_age=1)
     account.trained = [array("q", step) for step in trained]
-    assert account.faults(ledger) == faults
+    assert account.faults(book) == faults
 
 
 def test_old_tokens_are_counted_and_a_restored_run_forgets_later_steps() -> None:
@@ -251,7 +251,7 @@ def test_the_command_prints_what_happened(tmp_path: Path, capsys: pytest.Capture
     row = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
     assert {"time/generators/generate_s", "time/slowest-generator/generate_s"} <= row.keys()
     assert not any(name.startswith("time/generator-") for name in row)
-    assert " generator-19 load_weights\n" in (tmp_path / "trace").read_text()
+    assert " generator-19 switch\n" in (tmp_path / "trace").read_text()
 
 
 def test_recorded_lengths_are_those_of_the_runs_responses(tmp_path: Path) -> None:

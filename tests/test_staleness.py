@@ -1,6 +1,7 @@
 """The two guards against tokens that are too old, and whole schedules under them at any speed."""
 
 import asyncio
+import contextlib
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from builders import make_completion, make_group, parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_ray.actors.groups import Batch, GroupBook, State
 from grpo_ray.actors.staleness import (
     Admission,
     UpdateCounts,
@@ -20,34 +22,24 @@ from grpo_ray.actors.staleness import (
     oldest_allowed,
     version_trained_at,
 )
-from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
-from grpo_ray.actors.weight_sync import WeightSync, admission_of
+from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
+from grpo_ray.actors.weight_sync import WeightSync
 from grpo_ray.config import Config
 from grpo_ray.run.context import RunContext
 from grpo_ray.run.open_calls import OpenCalls
 from grpo_ray.run.rollout_producer import RolloutProducer
 from grpo_ray.tasks.examples import Example
-from grpo_ray.tasks.prompt_ledger import PromptLedger
 from grpo_ray.tasks.prompt_order import EpochOrder
+from grpo_ray.tasks.prompt_stream import PromptStream
 from grpo_ray.tasks.prompts import Prompter, TextTemplate
 from grpo_ray.telemetry.stage_clock import StageClock
-from grpo_ray.types import NO_VERSION, Admitted, BatchFacts, PromptItem, RolloutGroup, Verdict
+from grpo_ray.transfer.messages import Snapshot
+from grpo_ray.types import NO_VERSION, PromptItem, Ref, RolloutGroup, Verdict
 
 
 @pytest.mark.parametrize(("max_lag", "limits"), [(0, [4, 8, 12]), (1, [8, 12, 16]), (3, [16, 20, 24])])
 def test_admission_limit_by_hand(max_lag: int, limits: list[int]) -> None:
     """With max_lag 0, version 0 admits exactly one batch; each further version of lag admits one more."""
-
-    async def run() -> list[int]:
-        generators: list[Any] = [VersionedGenerator("a", iter([]))]
-        sync = WeightSync(generators, Admission(max_lag, 4, num_steps=100), phase_timeout_s=5)
-        admitted = [await sync.admission(Admitted(-1, 0))]
-        for version in (1, 2):
-            await sync.publish(version, (None,))  # type: ignore[arg-type]
-            admitted.append(await sync.admission(admitted[-1]))
-        return [each.num_groups for each in admitted]
-
-    assert asyncio.run(run()) == limits
     for extra in (0, 3):
         admission = Admission(max_lag, 4, num_steps=100, extra_slots=extra)
         assert [admission.limit(version) for version in (0, 1, 2)] == [limit + extra for limit in limits]
@@ -99,22 +91,16 @@ class VersionedGenerator:
 
     def __init__(self, name: str, load_turns: Iterator[int], version: int = 0) -> None:
         self.name, self.version, self._load_turns = name, version, load_turns
+        self.number = ord(name)
 
-    async def pause(self) -> None:
+    async def stage_weights(self, weights: object) -> None:
         await turns(1)
 
-    async def stage_weights(self, snapshot: object) -> None:
-        await turns(1)
-
-    async def load_weights(self) -> None:
-        await turns(next(self._load_turns, 1))
-
-    async def finish_weights(self) -> None:
+    async def switch(self) -> dict[str, float]:
+        await turns(1 + next(self._load_turns, 1))
         self.version += 1
-
-    async def resume(self) -> float:
         await turns(1)
-        return 0.0
+        return {"paused": 0.0}
 
 
 @dataclass
@@ -175,7 +161,7 @@ class PacedPool:
 
     async def sample(
         self, item: PromptItem, num_samples: int, purpose: str, on_dispatch: Callable[[], None]
-    ) -> tuple[RolloutGroup, Verdict] | None:
+    ) -> tuple[RolloutGroup, Verdict, None] | None:
         pace, group_id = self._pace, item.group_id
         await turns(next(pace.of("room")))  # until a Generator has room
         on_dispatch()
@@ -187,7 +173,7 @@ class PacedPool:
             return None
         signal = float(pace.has_signal[(group_id + item.num_cuts) % len(pace.has_signal)])
         completions = [make_completion([5, 6, 7], versions=versions)] * num_samples
-        return parts(make_group(item, completions, [1, 0], [signal, -signal]))
+        return *parts(make_group(item, completions, [1, 0], [signal, -signal])), None
 
 
 class NoLog:
@@ -205,27 +191,27 @@ class Schedule:
     """RolloutProducer on the plain actor classes, with short forms of the Controller's methods."""
 
     def __init__(
-        self, config: Config, pace: Pace, trained: Trained, ledger: PromptLedger, version: int = 0,
-        checkpoint: Path | None = None,
+        self, config: Config, pace: Pace, trained: Trained, version: int = 0,
+        checkpoint: Path | None = None, book_state: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        self.config, self.pace, self.trained, self.ledger, self.version = config, pace, trained, ledger, version
+        self.config, self.pace, self.trained, self.version = config, pace, trained, version
+        self.book_state = book_state
         generators = [VersionedGenerator(name, pace.of("load"), version) for name in ("a", "b")]
         serving: list[Any] = list(generators)
-        self.sync = WeightSync(serving, admission_of(config), phase_timeout_s=5, version=version)
-        self.buffer = TrajectoryBuffer(*buffer_arguments(config, None, checkpoint))
-        self.is_resumed = checkpoint is not None
+        self.sync = WeightSync(serving, call_timeout_s=5, version=version)
+        self.buffer = TrajectoryBuffer(config, None, checkpoint)
+        self.book = GroupBook.from_config(config, make_prompts(), version)
         travel = pace.of("travel")
         self.actors = Actors(Remote(self.buffer, travel), Remote(self.sync, travel))
         pool: Any = PacedPool(generators, pace)
         log: Any = NoLog()
         actors: Any = self.actors
         context = RunContext(config, actors, OpenCalls(), log, StageClock((), rest="idle"))
-        self.producer = RolloutProducer(context, ledger, pool, version)
+        self.producer = RolloutProducer(context, self.book, pool)
 
     async def run(self, last_step: int) -> None:
-        ledger_state = self.ledger.state_dict() if self.is_resumed else None
         async with asyncio.TaskGroup() as self.tasks:
-            await self.producer.begin(self.version, ledger_state)
+            await self.producer.begin(self.book_state)
             self.producer.start(self.tasks)
             await self.train(last_step)
             self.producer.cancel()
@@ -233,9 +219,9 @@ class Schedule:
     async def train(self, last_step: int) -> None:
         published: asyncio.Task[None] | None = None
         for step in range(self.version + 1, last_step + 1):
-            facts = await self.next_batch(step)
+            await self.next_batch(step)
             await turns(next(self.pace.of("train")))
-            self.producer.batch_trained(facts)
+            self.producer.step_trained(step)
             self.version = step
             if published is not None:
                 await published
@@ -243,28 +229,29 @@ class Schedule:
         if published is not None:
             await published
 
-    async def next_batch(self, step: int) -> BatchFacts:
+    async def next_batch(self, step: int) -> Batch:
         version = version_trained_at(step)
-        oldest = oldest_allowed(version, self.config.weight_sync.max_lag)
-        batch, facts = await self.actors.buffer.take(step, oldest)
-        assert facts.rejected_ids == ()  # admission suffices: the second guard never rejects
-        fresh = [group for group in batch.groups if group.group_id in facts.group_ids]
-        replayed = [group for group in batch.groups if group.group_id not in facts.group_ids]
+        chosen = await self.producer.next_batch(step)
+        ids = chosen.group_ids, chosen.dropped_ids
+        batch, _ = await self.actors.buffer.take(step, *ids, chosen.oldest_version)
+        assert chosen.num_refused == 0  # admission suffices: the second guard never refuses
+        fresh = [group for group in batch.groups if group.group_id in chosen.group_ids]
+        replayed = [group for group in batch.groups if group.group_id not in chosen.group_ids]
         self.trained.fresh.append([group.group_id for group in fresh])
         self.trained.replayed.append([group.group_id for group in replayed])
-        self.trained.dropped.append(list(facts.dropped_ids))
+        self.trained.dropped.append(list(chosen.dropped_ids))
         self.trained.lags.append(version - min(group.rollout.oldest_version for group in fresh))
         self.trained.num_versions += [len({*group.rollout.completions[0].versions}) for group in fresh]
         self.trained.replayed_ages += [version - group.rollout.oldest_version for group in replayed]
-        await self.producer.batch_taken(step, facts)
-        return facts
+        return chosen
 
     async def publish(self, version: int) -> None:
-        if self.config.weight_sync.in_flight:
-            await self.actors.weight_sync.publish(version, (None,))
-        else:
-            async with self.producer.drained(version - 1):
-                await self.actors.weight_sync.publish(version, (None,))
+        async with contextlib.AsyncExitStack() as until_published:
+            if not self.config.weight_sync.in_flight:
+                await until_published.enter_async_context(self.producer.drained())
+            nothing: Ref[Any] = None  # type: ignore[assignment]
+            await self.actors.weight_sync.publish(version, Snapshot(nothing))
+            self.producer.published(version)
 
 
 MAX_TURNS = 12_000  # a run with the slowest groups takes four thousand
@@ -281,10 +268,10 @@ async def within_turns(work: Any) -> None:
     raise AssertionError(f"the schedule is stuck after {MAX_TURNS} turns")
 
 
-def make_ledger() -> PromptLedger:
+def make_prompts() -> PromptStream:
     tokenizer: Any = lambda text, add_special_tokens: {"input_ids": [1, 2]}  # noqa: E731
     prompters = {"": Prompter(TextTemplate("{question}"), tokenizer)}
-    return PromptLedger([Example(str(i), "") for i in range(7)], prompters, EpochOrder(7, seed=0))
+    return PromptStream([Example(str(i), "") for i in range(7)], prompters, EpochOrder(7, seed=0))
 
 
 def make_config(max_lag: int, prompts_per_step: int, num_steps: int = 6, **changes: Any) -> Config:
@@ -304,15 +291,15 @@ def make_config(max_lag: int, prompts_per_step: int, num_steps: int = 6, **chang
 
 def train(config: Config, pace: Pace, resume_after: int | None = None) -> tuple[Trained, Schedule]:
     """Run all steps; optionally stop after one, and resume from its checkpoint."""
-    trained, ledger = Trained(), make_ledger()
+    trained = Trained()
 
     async def run(folder: Path) -> Schedule:
-        schedule, last = Schedule(config, pace, trained, ledger), config.algorithm.num_steps
+        schedule, last = Schedule(config, pace, trained), config.algorithm.num_steps
         if resume_after is not None:
             await schedule.run(resume_after)
             await schedule.buffer.capture(resume_after)
             await schedule.buffer.write_captured(folder)
-            schedule = Schedule(config, pace, trained, ledger, resume_after, folder)
+            schedule = Schedule(config, pace, trained, resume_after, folder, schedule.book.state_dict())
         await schedule.run(last)
         return schedule
 
@@ -371,7 +358,7 @@ def test_no_token_is_too_old_and_no_group_is_lost_at_any_speed(
     # If as many groups as a batch has never finish, the run ends.
     pace.never_finishes = frozenset(sorted(pace.never_finishes)[: config.algorithm.prompts_per_step - 1])
     trained, schedule = train(config, pace, resume_after)
-    num_steps, ledger = config.algorithm.num_steps, schedule.ledger
+    num_steps, book = config.algorithm.num_steps, schedule.book
     assert [len(fresh) for fresh in trained.fresh] == [config.fresh_per_step] * num_steps
     assert max(trained.lags) <= config.weight_sync.max_lag
     assert max(trained.replayed_ages, default=0) <= config.buffer.replay.max_age
@@ -380,12 +367,12 @@ def test_no_token_is_too_old_and_no_group_is_lost_at_any_speed(
 
     fresh = [group_id for batch in trained.fresh for group_id in batch]
     dropped = [group_id for batch in trained.dropped for group_id in batch]
-    gone = [*fresh, *dropped, *ledger.set_aside]
-    assert sorted([*gone, *ledger.unfinished]) == list(range(ledger.next_group_id))
-    assert (ledger.num_trained, ledger.num_left) == (len(fresh), len(dropped) + len(ledger.set_aside))
-    assert ledger.set_aside <= pace.never_finishes
-    held = asyncio.run(schedule.buffer.group_ids())
-    assert ledger.buffered <= set(held) <= ledger.unfinished
+    gone = [*fresh, *dropped, *book.given_up]
+    assert sorted([*gone, *book.unfinished]) == list(range(book.next_id))
+    assert (book.num_trained, book.num_dropped) == (len(fresh), len(dropped))
+    assert book.given_up <= pace.never_finishes
+    in_buffer = {*book.ids_in(State.BUFFERED), *book.ids_in(State.DROPPED)}
+    assert in_buffer <= set(asyncio.run(schedule.buffer.begin(book.unfinished)))
 
     most = config.algorithm.dynamic_sampling_tries * config.fresh_per_step
     assert max(map(len, trained.dropped)) <= most
@@ -409,7 +396,7 @@ def test_one_group_takes_the_place_of_each_that_is_set_aside_or_dropped() -> Non
     trained, schedule = train(make_config(0, 2, algorithm={"dynamic_sampling_tries": 1}), pace)
     assert trained.fresh == [[2 * step + 3, 2 * step + 4] for step in range(6)]
     assert trained.dropped == [[1, 2], [], [], [], [], []]
-    assert (schedule.ledger.set_aside, schedule.ledger.next_group_id) == ({0}, 15)
+    assert (schedule.book.given_up, schedule.book.next_id) == ({0}, 15)
 
 
 def test_sync_that_is_not_in_flight_does_not_wait_for_groups_that_were_cut_off() -> None:

@@ -170,13 +170,10 @@ class Worker:
 
 
 class WeightSync:
-    async def retire(self, name: str) -> None: ...
+    async def retire(self, number: int) -> None: ...
 
     async def admit(self, client: Any) -> int:
         return 5
-
-    async def stale(self) -> frozenset[str]:
-        return frozenset()
 
 
 def config_of(plan: Plan) -> Any:

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import (
-    changed,
     file_size_limit,
     make_buffer,
     make_completion,
@@ -20,20 +19,14 @@ from builders import (
     same_groups,
     simple_group,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
-from grpo_ray.config import Config
+from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
 from grpo_ray.telemetry.batch_metrics import cut_metrics, rollout_metrics
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.telemetry.rollout_log import read_groups, read_rollouts, read_uses, write_rollouts
 from grpo_ray.telemetry.rollout_writer import RolloutWriter
 from grpo_ray.telemetry.stage_clock import StageClock
-from grpo_ray.types import INT_BYTES, BatchFacts, PutReceipt, RolloutGroup, ScoredGroup, TrainBatch
-
-PLENTY = 2**30
-KEPT = PutReceipt(is_kept=True)
+from grpo_ray.types import INT_BYTES, BatchFacts, RolloutGroup, ScoredGroup, TrainBatch
 
 
 async def is_done(*tasks: asyncio.Task) -> list[bool]:
@@ -46,90 +39,70 @@ def ids(groups: tuple[ScoredGroup, ...]) -> list[int]:
     return [group.group_id for group in groups]
 
 
+async def take(
+    buffer: TrajectoryBuffer, step: int, *group_ids: int, dropped: Sequence[int] = (), oldest_version: int = 0
+) -> tuple[TrainBatch, BatchFacts]:
+    return await asyncio.wait_for(buffer.take(step, group_ids, dropped, oldest_version), 120)
+
+
+async def held(buffer: TrajectoryBuffer) -> list[int]:
+    """Return the groups in the buffer, without changing them."""
+    await buffer.capture(99)
+    return sorted(group.group_id for group in buffer._captured[0])
+
+
 # ---- batches ----
 
 
 @pytest.mark.parametrize("arrival", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
-def test_batches_are_in_group_order_whatever_the_arrival(arrival: tuple[int, ...]) -> None:
+def test_batches_hold_the_groups_that_are_asked_for_whatever_the_arrival(arrival: tuple[int, ...]) -> None:
     async def run() -> list[tuple[TrainBatch, BatchFacts]]:
-        buffer = make_buffer(2)
+        buffer = make_buffer()
         for group_id in arrival:
-            assert await buffer.put(*parts(simple_group(group_id))) == KEPT
-        return [await buffer.take(step, oldest_version=0) for step in (1, 2)]
+            await buffer.put(*parts(simple_group(group_id)))
+        return [await take(buffer, step, 2 * step - 2, 2 * step - 1) for step in (1, 2)]
 
     batches = asyncio.run(run())
     assert [ids(batch.groups) for batch, _ in batches] == [[0, 1], [2, 3]]
-    assert [facts.group_ids for _, facts in batches] == [(0, 1), (2, 3)]
     assert [facts.metrics["buffer/groups"] for _, facts in batches] == [2.0, 0.0]
-    for _, facts in batches:
-        assert (facts.rejected_ids, facts.dropped_ids, facts.cut_ids, facts.num_slots) == ((), (), (), 0)
-        assert check_names(facts.metrics) == []
-
-
-def test_take_waits_for_the_slowest_group() -> None:
-    async def run() -> None:
-        buffer = make_buffer(2)
-        taken = asyncio.create_task(buffer.take(1, oldest_version=0))
-        for group_id in (1, 2, 3):  # the next batch is complete already, but does not overtake
-            await buffer.put(*parts(simple_group(group_id)))
-            assert await is_done(taken) == [False]
-        await buffer.put(*parts(simple_group(0)))
-        batch, facts = await asyncio.wait_for(taken, 120)
-        assert ids(batch.groups) == [0, 1]
-        assert facts.metrics["buffer/groups"] == 2.0
-
-    asyncio.run(run())
-
-
-def test_look_ahead_leaves_the_slowest_group_to_the_next_batch() -> None:
-    async def run() -> None:
-        buffer = make_buffer(2, lookahead=2)
-        taken = asyncio.create_task(buffer.take(1, oldest_version=0))
-        await buffer.put(*parts(simple_group(3)))
-        await buffer.put(*parts(simple_group(2)))
-        assert await is_done(taken) == [False]  # 3 is beyond the window
-        await buffer.put(*parts(simple_group(1)))
-        batch, _ = await asyncio.wait_for(taken, 120)
-        assert ids(batch.groups) == [1, 2]
-        await buffer.put(*parts(simple_group(0)))
-        batch, _ = await asyncio.wait_for(buffer.take(2, oldest_version=0), 120)
-        assert ids(batch.groups) == [0, 3]
-
-    asyncio.run(run())
+    assert all(check_names(facts.metrics) == [] for _, facts in batches)
 
 
 def test_group_that_arrives_twice_is_refused() -> None:
     async def run() -> None:
-        buffer = make_buffer(1)
+        buffer = make_buffer()
         await buffer.put(*parts(simple_group(4)))
         with pytest.raises(ValueError, match="group 4 came twice"):
             await buffer.put(*parts(simple_group(4)))
+        await buffer.drop([4])  # to be sampled again
+        await buffer.put(*parts(simple_group(4, versions=1)))
+        assert await held(buffer) == [4]
 
     asyncio.run(run())
 
 
-def test_stale_groups_are_rejected_and_the_rest_stay() -> None:
-    async def run() -> None:
-        buffer = make_buffer(3)
-        await buffer.begin((3, 4, 5), next_id=6)
-        await buffer.put(*parts(simple_group(3, versions=4)))
-        await buffer.put(*parts(simple_group(4, versions=[4, 3, 5])))  # one token too old
-        await buffer.put(*parts(simple_group(5, versions=5)))
-        batch, facts = await buffer.take(2, oldest_version=4)
-        assert batch.groups == ()
-        assert facts.group_ids == ()
-        assert facts.rejected_ids == (4,)
-        assert await buffer.group_ids() == (3, 5)
+def test_facts_of_a_group_are_the_same_from_the_scorer_and_from_the_restored_buffer(tmp_path: Path) -> None:
+    group, teacher = simple_group(3, versions=[4, 2, 5]), np.full(6, -1.0, np.float32)
 
-        again = asyncio.create_task(buffer.take(2, oldest_version=4))
-        assert await is_done(again) == [False]
-        await buffer.put(*parts(simple_group(4, versions=5)))
-        batch, facts = await asyncio.wait_for(again, 120)
-        assert ids(batch.groups) == [3, 4, 5]
-        assert batch.groups[1].rollout.oldest_version == 5
-        assert facts.rejected_ids == ()
+    async def restored(logprobs: np.ndarray | None) -> Any:
+        buffer = make_buffer()
+        await buffer.put(*parts(group), logprobs)
+        await buffer.capture(0)
+        await buffer.write_captured(tmp_path)
+        return (await make_buffer(checkpoint=tmp_path).begin([3]))[3]
 
-    asyncio.run(run())
+    for logprobs in (None, teacher):
+        _, verdict = parts(group)
+        said = verdict.with_facts(group.rollout, "advantage", logprobs is not None).facts
+        assert said == asyncio.run(restored(logprobs))
+        assert said is not None
+        assert (said.oldest_version, said.has_signal) == (2, True)
+    flat = simple_group(3, has_signal=False)
+    for has_teacher in (True, False):  # a teacher always teaches something
+        said = parts(flat)[1].with_facts(flat.rollout, "advantage", has_teacher).facts
+        assert said is not None
+        assert said.outcome is not None
+        assert said.has_signal == said.outcome.has_signal == has_teacher
 
 
 def test_oldest_version_is_over_all_completions() -> None:
@@ -213,11 +186,11 @@ def test_lengths_of_groups_that_were_cut_off_before_by_hand() -> None:
 
 def test_taken_batches_are_written(tmp_path: Path) -> None:
     async def run() -> None:
-        buffer = make_buffer(2, PLENTY, tmp_path)
+        buffer = make_buffer(tmp_path)
         for group_id in (3, 2, 1, 0):
             await buffer.put(*parts(simple_group(group_id, versions=group_id // 2)))
-        await buffer.take(1, oldest_version=0)
-        _, facts = await buffer.take(2, oldest_version=0)
+        await take(buffer, 1, 0, 1)
+        _, facts = await take(buffer, 2, 2, 3)
         assert facts.write_error is None
         assert await buffer.flush() is None
 
@@ -235,137 +208,45 @@ def test_taken_batches_are_written(tmp_path: Path) -> None:
 # ---- groups that are not trained ----
 
 
-def test_group_set_aside_is_not_waited_for_and_another_takes_its_slot() -> None:
+def test_groups_without_signal_are_recorded_with_their_batch(tmp_path: Path) -> None:
     async def run() -> None:
-        buffer = make_buffer(3)
-        await buffer.put(*parts(simple_group(0)))
-        taken = asyncio.create_task(buffer.take(1, oldest_version=0))
-        await buffer.put(*parts(simple_group(2)))
-        assert await is_done(taken) == [False]
-        assert await buffer.set_aside(1) == 0  # its own slot is not counted
-        assert await is_done(taken) == [False]  # the batch keeps its size
-        await buffer.put(*parts(simple_group(3)))
-        batch, facts = await asyncio.wait_for(taken, 120)
-        assert ids(batch.groups) == list(facts.group_ids) == [0, 2, 3]
-        with pytest.raises(ValueError, match="group 1 came after it was trained, dropped or set aside"):
-            await buffer.put(*parts(simple_group(1)))
-
-    asyncio.run(run())
-
-
-def test_stale_groups_are_found_after_another_was_set_aside() -> None:
-    async def run() -> None:
-        buffer = make_buffer(1)
-        await buffer.set_aside(0)
-        await buffer.put(*parts(simple_group(1, versions=2)))
-        _, facts = await buffer.take(1, oldest_version=3)
-        assert facts.rejected_ids == (1,)
-
-    asyncio.run(run())
-
-
-def test_group_that_arrives_after_its_batch_is_refused() -> None:
-    async def run() -> None:
-        buffer = make_buffer(1)
-        await buffer.put(*parts(simple_group(0)))
-        await buffer.take(1, oldest_version=0)
-        with pytest.raises(ValueError, match="group 0 came after it was trained"):
-            await buffer.put(*parts(simple_group(0)))
-
-    asyncio.run(run())
-
-
-def test_groups_without_signal_give_their_slots_to_others(tmp_path: Path) -> None:
-    """With size 2 and at most 2 dropped per batch, 0 and 2 are dropped, but 4 and 5 would be too many."""
-
-    async def run() -> None:
-        buffer = make_buffer(2, PLENTY, tmp_path, max_dropped=2)
-        signals = {0: False, 1: True, 2: False, 3: True, 4: False, 5: False, 6: False, 7: True}
-        slots = [
-            (await buffer.put(*parts(simple_group(g, has_signal=s)))).num_slots for g, s in signals.items()
-        ]
-        assert slots == [1, 0, 1, 0, 0, 0, 0, 0]
-        assert await buffer.group_ids() == tuple(range(8))  # dropped groups are remembered until the batch
-        batch, facts = await buffer.take(1, oldest_version=0)
-        assert (ids(batch.groups), facts.group_ids, facts.dropped_ids) == ([1, 3], (1, 3), (0, 2))
-        assert facts.num_slots == 2  # 4 and 5: the next batch may drop two more
+        buffer = make_buffer(tmp_path)
+        signals = {0: False, 1: True, 2: False, 3: True, 4: False, 6: True, 7: True}
+        for group_id, has_signal in signals.items():
+            await buffer.put(*parts(simple_group(group_id, has_signal=has_signal)))
+        batch, facts = await take(buffer, 1, 1, 3, dropped=(0, 2))
+        assert ids(batch.groups) == [1, 3]
         assert facts.metrics["rollout/dropped_groups"] == 2.0
         assert facts.metrics["rollout/zero_variance_groups"] == 2.0
         assert facts.metrics["reward/mean"] == 1 / 4  # over all groups sampled for the batch
-        batch, facts = await buffer.take(2, oldest_version=0)
-        assert (facts.group_ids, facts.dropped_ids, facts.num_slots) == ((6, 7), (4, 5), 0)
-        with pytest.raises(ValueError, match="group 4 came after it was trained, dropped"):
-            await buffer.put(*parts(simple_group(4)))
+        await take(buffer, 2, 6, 7, dropped=(4,))
+        assert await held(buffer) == []
         await buffer.flush()
 
     asyncio.run(run())
-    for step, fresh, dropped in ((1, [1, 3], [0, 2]), (2, [6, 7], [4, 5])):
+    for step, fresh, dropped in ((1, [1, 3], [0, 2]), (2, [6, 7], [4])):
         path = tmp_path / f"step-00000{step}.parquet"
-        assert read_uses(path) == [1, 1, 0, 0]
+        assert read_uses(path) == [1, 1] + [0] * len(dropped)
         assert ids(read_groups(path)) == [*fresh, *dropped]
 
 
-@pytest.mark.parametrize(("metric", "kept"), [("advantage", [0, 1, 2]), ("reward", [1, 2]), ("answer", [2])])
-def test_dynamic_sampling_looks_for_the_configured_signal(
-    tiny_config: Config, metric: str, kept: list[int]
-) -> None:
+@pytest.mark.parametrize(
+    ("metric", "varies"),
+    [("advantage", [True, True, True]), ("reward", [False, True, True]), ("answer", [False, False, True])],
+)
+def test_dynamic_sampling_looks_for_the_configured_signal(metric: str, varies: list[bool]) -> None:
     """All right, with an overlong one; all right, with rewards that differ by the format; one right."""
     groups = [
         replace(simple_group(0), rewards=np.float32([1, 1]), answer_rewards=np.float32([1, 1])),
         replace(simple_group(1), rewards=np.float32([1, 0.9]), answer_rewards=np.float32([1, 1])),
         replace(simple_group(2), rewards=np.float32([1, 0]), answer_rewards=np.float32([1, 0])),
     ]
-    algorithm = {"prompts_per_step": 1, "dynamic_sampling_tries": 9, "dynamic_sampling_metric": metric}
-    config = changed(tiny_config, algorithm=algorithm)
-
-    async def run() -> None:
-        buffer = TrajectoryBuffer(*buffer_arguments(config, None, None))
-        for group in groups:
-            await buffer.put(*parts(group))
-        taken = [(await buffer.take(step + 1, 0))[1].group_ids for step in range(len(kept))]
-        assert [group_id for ids in taken for group_id in ids] == kept
-
-    asyncio.run(run())
+    assert [group.facts(metric).has_signal for group in groups] == varies
 
 
 def test_a_response_that_was_not_graded_gives_no_signal() -> None:
     group = replace(simple_group(0), rewards=np.float32([1, 0]), errors={1: "too slow"})
     assert not group.varies_in("reward")
-
-
-def test_setting_a_group_aside_can_make_the_drop_of_another_certain() -> None:
-    async def run() -> None:
-        buffer = make_buffer(2, max_dropped=1)
-        await buffer.put(
-            *parts(simple_group(1, has_signal=False))
-        )  # if 0 had no signal either, only 0 would be dropped
-        assert (await buffer.group_ids(), await buffer.set_aside(0)) == ((1,), 1)
-
-    asyncio.run(run())
-
-
-def test_groups_that_arrive_too_late_are_cut_off() -> None:
-    """With a lag of 1, the batch of step 2 (at version 1) may have tokens of version 0, that of step 3 not."""
-
-    async def run() -> None:
-        buffer = make_buffer(1, first_come=True, cut_max_lag=1)
-        for group_id, version in ((2, 0), (0, 0), (3, 1)):
-            assert await buffer.put(*parts(simple_group(group_id, versions=version))) == KEPT
-        _, facts = await buffer.take(1, oldest_version=-1)
-        assert (facts.group_ids, facts.cut_ids) == ((2,), ())
-        _, facts = await buffer.take(2, oldest_version=0)
-        assert (facts.group_ids, facts.cut_ids) == ((0,), ())  # 3 is new enough for step 3
-        assert await buffer.put(*parts(simple_group(1, versions=[1, 0, 1]))) == PutReceipt(is_kept=False)
-        assert await buffer.put(*parts(simple_group(4, versions=1))) == KEPT
-        assert await buffer.put(*parts(simple_group(5, versions=2))) == KEPT
-        _, facts = await buffer.take(3, oldest_version=1)
-        assert (facts.group_ids, facts.cut_ids) == ((3,), (4,))
-        assert facts.metrics["buffer/bytes"] == simple_group(5).num_bytes
-        assert await buffer.group_ids() == (5,)
-        for group_id in (1, 4):  # sampled again, by a newer version
-            assert await buffer.put(*parts(simple_group(group_id, versions=2))) == KEPT
-
-    asyncio.run(run())
 
 
 # ---- groups that are replayed ----
@@ -374,39 +255,22 @@ def test_groups_that_arrive_too_late_are_cut_off() -> None:
 def test_batch_has_its_fresh_groups_first_and_then_the_replayed_ones(tmp_path: Path) -> None:
     async def run() -> list[tuple[TrainBatch, BatchFacts]]:
         replay = {"sampling": "recent", "max_uses": 2, "max_age": 9}
-        buffer = make_buffer(2, PLENTY, tmp_path, num_replayed=1, replay=replay)
+        buffer = make_buffer(tmp_path, num_replayed=1, replay=replay)
         for group_id in range(8):
             await buffer.put(*parts(simple_group(group_id, versions=group_id // 2, has_signal=group_id < 4)))
-        batches = [await buffer.take(step, oldest_version=0) for step in range(1, 5)]
+        batches = [await take(buffer, step, 2 * step - 2, 2 * step - 1) for step in range(1, 5)]
         await buffer.flush()
         return batches
 
     batches = asyncio.run(run())
     # No group is drawn for its own batch; of equally recent groups the smaller id is; two uses are the limit.
     assert [ids(batch.groups) for batch, _ in batches] == [[0, 1], [2, 3, 0], [4, 5, 2], [6, 7, 4]]
-    assert [facts.group_ids for _, facts in batches] == [(0, 1), (2, 3), (4, 5), (6, 7)]
     uses = [read_uses(tmp_path / f"step-00000{step}.parquet") for step in range(1, 5)]
     assert uses == [[1, 1], [1, 1, 2], [1, 1, 2], [1, 1, 2]]
     assert [facts.metrics["reward/mean"] for _, facts in batches] == [0.5, 0.5, 0, 0]  # of fresh groups only
     assert [facts.metrics["replay/groups"] for _, facts in batches] == [2, 3, 4, 5]
     assert [facts.metrics["replay/evicted_uses"] for _, facts in batches] == [0, 1, 1, 1]
     assert check_names(batches[0][1].metrics) == []
-
-
-def test_rejected_batch_draws_nothing() -> None:
-    async def run() -> None:
-        buffer = make_buffer(1, num_replayed=1, replay={"max_uses": 2})
-        await buffer.put(*parts(simple_group(0)))
-        await buffer.take(1, oldest_version=0)
-        await buffer.put(*parts(simple_group(1, versions=0)))
-        for _ in range(3):
-            batch, facts = await buffer.take(2, oldest_version=1)
-            assert (batch.groups, facts.rejected_ids) == ((), (1,))
-            await buffer.put(*parts(simple_group(1, versions=0)))
-        batch, _ = await buffer.take(2, oldest_version=0)
-        assert ids(batch.groups) == [1, 0]
-
-    asyncio.run(run())
 
 
 # ---- the buffer's size ----
@@ -418,149 +282,6 @@ def test_bytes_of_a_group_by_hand() -> None:
     assert group.num_bytes == arrays + len("prompt 0") + len("ab") + 3 * INT_BYTES
 
 
-def test_groups_wait_outside_while_there_is_no_room() -> None:
-    async def run() -> None:
-        size = simple_group(0).num_bytes
-        buffer = make_buffer(2, max_bytes=3 * size)
-        for group_id in (5, 6, 7):
-            await buffer.put(*parts(simple_group(group_id)))
-        later = [asyncio.create_task(buffer.put(*parts(simple_group(g)))) for g in (2, 3, 4)]
-        assert await is_done(*later) == [False, False, False]
-        for group_id in (1, 0):  # groups of the next batch are let in all the same
-            await asyncio.wait_for(buffer.put(*parts(simple_group(group_id))), 120)
-        assert await buffer.group_ids() == (0, 1, 5, 6, 7)
-        _, facts = await buffer.take(1, oldest_version=0)
-        assert facts.metrics["buffer/bytes"] == 3 * size
-        assert await is_done(*later) == [True, True, False]  # the batch after it, and no more
-        await buffer.take(2, oldest_version=0)
-        assert await is_done(*later) == [True, True, True]
-        assert await buffer.group_ids() == (4, 5, 6, 7)
-
-    asyncio.run(run())
-
-
-def test_groups_that_come_in_do_not_wake_those_that_wait_for_room() -> None:
-    """Otherwise a full buffer would look at every waiting group for every group: 40 x 20 looks here."""
-
-    async def run() -> None:
-        buffer, looks = make_buffer(40, max_bytes=1), 0
-        has_room = buffer._has_room
-
-        def look(group: ScoredGroup) -> bool:
-            nonlocal looks
-            looks += 1
-            return has_room(group)
-
-        buffer._has_room = look  # type: ignore[method-assign]
-        later = [asyncio.create_task(buffer.put(*parts(simple_group(g)))) for g in range(40, 60)]
-        assert not any(await is_done(*later))
-        for group_id in range(40):
-            await buffer.put(*parts(simple_group(group_id)))
-        assert looks == 20 + 40
-        await buffer.take(1, oldest_version=0)
-        assert all(await is_done(*later))
-        assert looks == 20 + 40 + 20
-
-    asyncio.run(run())
-
-
-def test_next_batch_is_let_in_however_little_room_there_is() -> None:
-    async def run() -> None:
-        buffer = make_buffer(2, max_bytes=1)
-        await buffer.begin((80, 81, 82), next_id=83)
-        puts = [asyncio.create_task(buffer.put(*parts(simple_group(g)))) for g in (80, 81, 82)]
-        assert await is_done(*puts) == [True, True, False]
-        _, facts = await asyncio.wait_for(buffer.take(41, oldest_version=0), 120)
-        assert facts.group_ids == (80, 81)
-        assert await is_done(*puts) == [True, True, True]
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("leaves", ["set aside", "dropped"])
-def test_group_that_gets_the_slot_of_another_is_let_in(leaves: str) -> None:
-    async def run() -> None:
-        buffer = make_buffer(1, max_bytes=1, max_dropped=1)
-        put = asyncio.create_task(buffer.put(*parts(simple_group(1))))
-        assert await is_done(put) == [False]
-        if leaves == "dropped":
-            assert await buffer.put(*parts(simple_group(0, has_signal=False))) == PutReceipt(True, 1)
-        else:
-            await buffer.set_aside(0)
-        assert await is_done(put) == [True]
-        assert 1 in await buffer.group_ids()
-
-    asyncio.run(run())
-
-
-def test_put_that_waits_is_refused_when_its_group_is_set_aside() -> None:
-    async def run() -> None:
-        buffer = make_buffer(1, max_bytes=1)
-        put = asyncio.create_task(buffer.put(*parts(simple_group(9))))
-        assert await is_done(put) == [False]
-        await buffer.set_aside(9)
-        with pytest.raises(ValueError, match="group 9 came after it was trained, dropped or set aside"):
-            await asyncio.wait_for(put, 120)
-        assert await buffer.group_ids() == ()
-
-    asyncio.run(run())
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    order=st.permutations(range(12)),
-    max_groups=st.integers(0, 12),
-    size=st.integers(1, 4),
-    lookahead=st.integers(1, 3),
-    aside=st.sets(st.integers(0, 11)),
-)
-def test_no_size_and_no_order_stops_the_buffer(
-    order: list[int], max_groups: int, size: int, lookahead: int, aside: set[int]
-) -> None:
-    async def run() -> list[int]:
-        buffer = make_buffer(size, max_groups * simple_group(0).num_bytes, lookahead=lookahead)
-
-        async def produce(group_id: int) -> None:
-            await (
-                buffer.set_aside(group_id) if group_id in aside else buffer.put(*parts(simple_group(group_id)))
-            )
-
-        puts = [asyncio.create_task(produce(group_id)) for group_id in order]
-        trained: list[int] = []
-        for step in range(1, 1 + (12 - len(aside)) // size):
-            _, facts = await asyncio.wait_for(buffer.take(step, oldest_version=0), 120)
-            trained += facts.group_ids
-            left = [g for g in range(12) if g not in trained and g not in aside]
-            # Groups that are yet to be set aside may still be in the window.
-            extra = [g for g in await buffer.group_ids() if g not in left[: size + lookahead - 1]]
-            assert len(extra) <= max_groups
-        ended = [put for put in puts if put.done()]
-        assert [put.exception() for put in ended] == [None] * len(ended)
-        for put in puts:
-            put.cancel()  # groups after the last batch may still be waiting
-        return trained
-
-    num_trained = (12 - len(aside)) // size * size
-    trained = asyncio.run(run())
-    assert len(trained) == len(set(trained)) == num_trained
-    if lookahead == 1:
-        assert trained == [group_id for group_id in range(12) if group_id not in aside][:num_trained]
-
-
-def test_take_that_is_cancelled_loses_nothing() -> None:
-    async def run() -> None:
-        buffer = make_buffer(2)
-        await buffer.put(*parts(simple_group(0)))
-        taken = asyncio.create_task(buffer.take(1, oldest_version=0))
-        assert await is_done(taken) == [False]
-        taken.cancel()
-        await buffer.put(*parts(simple_group(1)))
-        _, facts = await asyncio.wait_for(buffer.take(1, oldest_version=0), 120)
-        assert facts.group_ids == (0, 1)
-
-    asyncio.run(run())
-
-
 # ---- checkpoints ----
 
 
@@ -568,24 +289,23 @@ def test_captured_groups_are_restored(tmp_path: Path) -> None:
     groups = {g: simple_group(g, versions=[g, g, g + 1]) for g in (4, 2, 5, 3, 6)}
 
     async def write() -> None:
-        buffer = make_buffer(2)
-        await buffer.begin((2, 3, 4, 5, 6), next_id=7)
+        buffer = make_buffer()
         for group in groups.values():
             await buffer.put(*parts(group))
-        assert await buffer.capture(99) == (2, 3, 4, 5, 6)
-        await buffer.take(2, oldest_version=0)  # changes after the capture do not matter
+        await buffer.capture(99)
+        await take(buffer, 2, 2, 3)  # changes after the capture do not matter
         await buffer.put(*parts(simple_group(7)))
         await buffer.write_captured(tmp_path)
 
     async def read() -> None:
-        buffer = make_buffer(2, checkpoint=tmp_path)
-        assert await buffer.group_ids() == (2, 3, 4, 5, 6)
-        assert await buffer.begin((2, 3, 4, 5, 6), next_id=7) == 0
-        batch, facts = await buffer.take(2, oldest_version=0)
+        buffer = make_buffer(checkpoint=tmp_path)
+        facts = await buffer.begin((2, 3, 4, 5, 8))  # 6 was trained after all; 8 was in flight
+        assert facts == {g: groups[g].facts("advantage") for g in (2, 3, 4, 5)}
+        batch, _ = await take(buffer, 2, 2, 3)
         assert same_groups(batch.groups, (groups[2], groups[3]))
-        assert facts.metrics["buffer/bytes"] == sum(groups[g].num_bytes for g in (4, 5, 6))
-        with pytest.raises(ValueError, match="group 6 came twice"):
-            await buffer.put(*parts(groups[6]))
+        assert buffer._num_bytes == sum(groups[g].num_bytes for g in (4, 5))
+        with pytest.raises(ValueError, match="group 5 came twice"):
+            await buffer.put(*parts(groups[5]))
 
     asyncio.run(write())
     assert sorted(os.listdir(tmp_path)) == ["groups.parquet", "replay.parquet"]
@@ -594,46 +314,22 @@ def test_captured_groups_are_restored(tmp_path: Path) -> None:
     asyncio.run(read())
 
 
-def test_dropped_groups_are_dropped_again_after_a_resume(tmp_path: Path) -> None:
-    """They are reported with the next batch, so a checkpoint before it still holds them."""
-
-    async def write() -> tuple[int, BatchFacts]:
-        buffer = make_buffer(2, max_dropped=2)
-        num_slots = 0
-        for group_id in (0, 1, 2):
-            receipt = await buffer.put(*parts(simple_group(group_id, has_signal=group_id != 1)))
-            num_slots += receipt.num_slots
-        assert await buffer.capture(99) == (0, 1, 2)
-        await buffer.write_captured(tmp_path)
-        return num_slots, (await buffer.take(1, oldest_version=0))[1]
-
-    async def resume() -> tuple[int, BatchFacts]:
-        buffer = make_buffer(2, checkpoint=tmp_path, max_dropped=2)
-        num_slots = await buffer.begin((0, 1, 2), next_id=3)
-        return num_slots, (await buffer.take(1, oldest_version=0))[1]
-
-    (slots, facts), (slots_again, facts_again) = asyncio.run(write()), asyncio.run(resume())
-    assert slots == slots_again == 1
-    assert (facts.group_ids, facts.dropped_ids) == (facts_again.group_ids, facts_again.dropped_ids)
-    assert (facts.group_ids, facts.dropped_ids) == ((0, 2), (1,))
-
-
 def test_groups_to_replay_are_restored_with_their_uses(tmp_path: Path) -> None:
     options: dict[str, Any] = {"num_replayed": 2, "replay": {"max_uses": 4, "max_age": 20}, "seed": 3}
 
     async def run() -> None:
-        buffer = make_buffer(2, **options)
+        buffer = make_buffer(**options)
         for group_id in range(12):
             await buffer.put(*parts(simple_group(group_id)))
         for step in (1, 2, 3):
-            await buffer.take(step, oldest_version=0)
+            await take(buffer, step, 2 * step - 2, 2 * step - 1)
         await buffer.capture(99)
         await buffer.write_captured(tmp_path)
-        resumed = make_buffer(2, checkpoint=tmp_path, **options)
-        await resumed.begin(range(6, 12), next_id=12)
+        resumed = make_buffer(checkpoint=tmp_path, **options)
+        await resumed.begin(range(6, 12))
         for step in (4, 5, 6):
             (batch, facts), (again, facts_again) = [
-                await each.take(step, oldest_version=0) for each in (buffer, resumed)
+                await take(each, step, 2 * step - 2, 2 * step - 1) for each in (buffer, resumed)
             ]
             assert same_groups(again.groups, batch.groups)
             assert facts_again.metrics["replay/bytes"] == facts.metrics["replay/bytes"] > 0
@@ -643,23 +339,36 @@ def test_groups_to_replay_are_restored_with_their_uses(tmp_path: Path) -> None:
     assert sum(read_uses(tmp_path / "replay.parquet")) == 6 + 2 + 2  # six fresh uses, and two draws of two
 
 
+def test_a_batch_that_was_taken_but_not_trained_is_not_replayed(tmp_path: Path) -> None:
+    async def run() -> None:
+        buffer = make_buffer(num_replayed=1)
+        for group_id in range(4):
+            await buffer.put(*parts(simple_group(group_id)))
+        await take(buffer, 1, 0, 1)
+        await take(buffer, 2, 2, 3)
+        await buffer.capture(2)
+        await buffer.write_captured(tmp_path)
+        resumed = make_buffer(num_replayed=1, checkpoint=tmp_path)
+        assert len(resumed._memory) == 4
+        await resumed.begin([2, 3])
+        assert len(resumed._memory) == 2
+
+    asyncio.run(run())
+
+
 def test_empty_buffer_can_be_captured(tmp_path: Path) -> None:
     async def run() -> None:
-        buffer = make_buffer(2)
-        assert await buffer.capture(99) == ()
+        buffer = make_buffer()
+        await buffer.capture(99)
         await buffer.write_captured(tmp_path)
-        resumed = make_buffer(2, checkpoint=tmp_path)
-        assert await resumed.group_ids() == ()
-        assert await resumed.begin((), next_id=8) == 0
-        with pytest.raises(ValueError, match="group 7 came after it was trained"):
-            await resumed.put(*parts(simple_group(7)))
+        assert await make_buffer(checkpoint=tmp_path).begin(()) == {}
 
     asyncio.run(run())
 
 
 def test_captured_groups_that_cannot_be_written_raise_an_oserror(tmp_path: Path) -> None:
     async def run() -> None:
-        buffer = make_buffer(1)
+        buffer = make_buffer()
         await buffer.put(*parts(simple_group(0)))
         await buffer.capture(99)
         with pytest.raises(OSError, match="missing"):
@@ -668,51 +377,16 @@ def test_captured_groups_that_cannot_be_written_raise_an_oserror(tmp_path: Path)
     asyncio.run(run())
 
 
-# ---- made from a configuration ----
-
-
-def test_buffer_is_made_as_the_configuration_says(tiny_config: Config) -> None:
-    def arguments(**changes: dict) -> tuple:
-        data = tiny_config.model_dump()  # 3 groups per batch
-        for section, fields in changes.items():
-            data[section] |= fields
-        return buffer_arguments(Config.model_validate(data), Path("rollouts"), Path("training"))
-
-    queue, memory, max_bytes, rollouts, checkpoint, cut_max_lag, masks_old, metric = arguments(
-        buffer={"max_gib": 0.5}
-    )
-    assert (vars(queue)["_size"], queue.window(), queue.batch([2, 1, 0])) == (3, [0, 1, 2], (0, 1, 2))
-    assert queue.drop({0: False, 1: False}) == ()
-    assert (max_bytes, rollouts, checkpoint, cut_max_lag) == (2**29, Path("rollouts"), Path("training"), None)
-    assert (masks_old, metric) == (False, "advantage")
-    memory.add([simple_group(0)])
-    assert len(memory) == 0
-
-    replay = {"frac": 0.34, "max_age": 3}
-    queue, memory, *_ = arguments(buffer={"lookahead": 2, "replay": replay}, weight_sync={"max_lag": 2})
-    assert queue.window() == [0, 1, 2]  # two fresh groups, and one may overtake
-    memory.add([simple_group(0), simple_group(1)])
-    assert len(memory.draw(1)) == 1
-
-    changes = {"oversample_frac": 0.5, "dynamic_sampling_tries": 2}
-    changes |= {"dynamic_sampling_metric": "answer"}
-    queue, *_, cut_max_lag, _, metric = arguments(algorithm=changes, weight_sync={"max_lag": 1})
-    assert (cut_max_lag, metric) == (1, "answer")
-    assert queue.batch([7, 5, 9]) == (5, 7, 9)
-    assert len(queue.drop(dict.fromkeys(range(20), False))) == 6
-
-
 # ---- files ----
 
 
 def test_disk_that_fills_up_and_is_freed(tmp_path: Path) -> None:
     async def main() -> None:
-        buffer = make_buffer(1, rollouts=tmp_path)
+        buffer = make_buffer(tmp_path, size=1)
 
         async def step(k: int) -> str | None:
             await buffer.put(*parts(simple_group(k)))
-            _, facts = await buffer.take(k + 1, 0)
-            assert facts.group_ids == (k,)
+            _, facts = await take(buffer, k + 1, k)
             return facts.write_error
 
         assert await step(0) is None
@@ -759,10 +433,10 @@ def test_take_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
     may_write = _hold_writing(monkeypatch)
 
     async def run() -> None:
-        buffer = make_buffer(1, PLENTY, tmp_path)
+        buffer = make_buffer(tmp_path, size=1)
         for step in (1, 2, 3):
             await buffer.put(*parts(simple_group(step - 1)))
-            await asyncio.wait_for(buffer.take(step, oldest_version=0), 120)
+            await take(buffer, step, step - 1)
         flushed = asyncio.create_task(buffer.flush())
         assert await is_done(flushed) == [False]
         assert os.listdir(tmp_path) == []
@@ -779,10 +453,10 @@ def test_take_waits_for_a_slow_disk_once_too_much_is_unwritten(
     may_write = _hold_writing(monkeypatch)
 
     async def run() -> None:
-        buffer = make_buffer(1, simple_group(0).num_bytes, tmp_path)
+        buffer = make_buffer(tmp_path, size=1, max_bytes=simple_group(0).num_bytes)
         for step in (1, 2, 3):
             await buffer.put(*parts(simple_group(step - 1)))
-            taken = asyncio.create_task(buffer.take(step, oldest_version=0))
+            taken = asyncio.create_task(take(buffer, step, step - 1))
             assert await is_done(taken) == [step < 3]
         may_write()
         await asyncio.wait_for(taken, 120)
@@ -799,13 +473,12 @@ def test_bug_in_writing_is_said_and_ends_nothing(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("grpo_ray.telemetry.rollout_writer.write_rollouts", broken)
 
     async def run() -> None:
-        buffer = make_buffer(1, PLENTY, tmp_path)
+        buffer = make_buffer(tmp_path, size=1)
         for group_id in range(2):
             await buffer.put(*parts(simple_group(group_id)))
-        await buffer.take(1, oldest_version=0)
+        await take(buffer, 1, 0)
         assert await buffer.flush() is None
-        _, facts = await buffer.take(2, oldest_version=0)
-        assert facts.group_ids == (1,)
+        _, facts = await take(buffer, 2, 1)
         assert facts.notes == (f"{tmp_path / 'step-000001.parquet'} is not written: TypeError: a mistake",)
 
     asyncio.run(run())

@@ -70,11 +70,8 @@ class Wired:
         await (stage if self.by_worker else self.with_send(stage, version))
 
     async def switch(self, version: int) -> None:
-        load = self.generator.load_weights
-        await self.generator.pause()
-        await (self.with_send(load(), version) if self.by_worker else load())
-        await self.generator.finish_weights()
-        await self.generator.resume()
+        switch = self.generator.switch()
+        await (self.with_send(switch, version) if self.by_worker else switch)
 
     async def with_send(self, receiving: Awaitable[Any], version: int) -> None:
         await asyncio.gather(receiving, asyncio.to_thread(self.sender.send, "generator", version))
@@ -138,9 +135,8 @@ async def _refusal(wired: Wired) -> str:
     expected, _ = wired.pack(6), wired.pack(5)
     wired.sender._kept[6] = wired.sender._kept[5]  # with a header that says 5
     await wired.generator.stage_weights(expected)
-    await wired.generator.pause()
     try:
-        await wired.with_send(wired.generator.load_weights(), 6)
+        await wired.with_send(wired.generator.switch(), 6)
     except Exception as error:
         return str(error)
     pytest.fail("the wrong version was loaded")

@@ -1,6 +1,7 @@
 """Generators for tests of turns: what an EnvironmentWorker calls, with an answer of the test's own."""
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import TypeVar
 
@@ -20,11 +21,14 @@ def completion(*token_ids: int, text: str = "", version: int = 0) -> Completion:
     return Completion(text, ids, -0.5 * ids.astype(np.float32), np.full(len(ids), version, np.int32), "stop")
 
 
+NUMBERS = itertools.count()  # of processes
+
+
 class FakeGenerator:
     """A Generator's client. Its calls fail once it has died, also those under way."""
 
     def __init__(self, name: str, answer: Answer) -> None:
-        self.name, self._answer = name, answer
+        self.name, self.number, self._answer = name, next(NUMBERS), answer
         self._boxes = TurnBoxes(self._sample)
         self._dead = asyncio.Event()
         self.num_running = self.num_started = self.num_cancelled = 0

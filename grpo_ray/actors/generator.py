@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from grpo_ray.engines.base import Engine, ReceivingEngine
 from grpo_ray.episodes.turn_box import FinishedTurns, TurnBoxes, Turns, Worker
+from grpo_ray.telemetry.clock import monotonic
 from grpo_ray.telemetry.memory import resident_bytes
-from grpo_ray.telemetry.stage_clock import ActorStats, Duration, StageClock
+from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
 from grpo_ray.transfer.meeting import Meeting
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings, bulk_and_facts
@@ -41,8 +42,7 @@ class Generator:
         self._idle = asyncio.Event()
         self._idle.set()
         self._clock = StageClock(STAGES, rest="wait_for_prompts")
-        self._paused, self._asleep = ExitStack(), ExitStack()  # stages that last from one call to another
-        self._pause = Duration()  # of the current pause, or the last one
+        self._asleep = ExitStack()  # a stage that lasts from one call to another
 
     def __repr__(self) -> str:
         doing = f"{self._clock.current}, {self._num_running} groups running"
@@ -122,32 +122,33 @@ class Generator:
             await self._engine.stage(snapshot)
         self._staged = snapshot.version
 
-    async def pause(self) -> None:
-        """Stop sampling until `resume`; requests in flight are kept."""
-        self._pause = self._paused.enter_context(self._clock.stage("pause"))
-        await self._engine.pause()
+    async def switch(self) -> dict[str, float]:
+        """Replace the weights by the staged ones: pause, load, finish, resume; requests in flight are kept.
 
-    async def load_weights(self) -> None:
-        """Replace the weights by the staged ones.
+        A version is set only here, after the weights are complete, so a partial update is never served as it.
+
+        Returns:
+            Seconds per phase, and those that this Generator stood still, as `paused`.
 
         Raises:
-            ValueError: they do not fit the model.
+            ValueError: the weights do not fit the model.
+            WireError: the Learner did not send them.
         """
-        with self._clock.stage("load_weights", f"version {self._staged}"):
-            await self._engine.load()
-
-    async def finish_weights(self) -> None:
-        """Commit the loaded weights; a version is set only here, so a partial update is never served as it."""
         assert self._staged is not None, "stage_weights first"
-        with self._clock.stage("finish_weights", f"version {self._staged}"):
-            await self._engine.finish(self._staged)
-        self._version, self._staged = self._staged, None
-
-    async def resume(self) -> float:
-        """Continue sampling; return the seconds that this Generator stood still."""
-        with self._paused.pop_all(), self._clock.stage("resume"):
-            await self._engine.resume()
-        return self._pause.seconds
+        label, stage = f"version {self._staged}", self._clock.stage
+        with stage("pause") as paused:
+            began = monotonic()
+            await self._engine.pause()
+            pause_s = monotonic() - began
+            with stage("load_weights", label) as load:
+                await self._engine.load()
+            with stage("finish_weights", label) as finish:
+                await self._engine.finish(self._staged)
+            self._version, self._staged = self._staged, None
+            with stage("resume") as resume:
+                await self._engine.resume()
+        phases = {"load": load.seconds, "finish": finish.seconds, "resume": resume.seconds}
+        return {"pause": pause_s, **phases, "paused": paused.seconds}
 
     async def sleep(self) -> None:
         """Free the device for the colocated Learner, once no group is running."""

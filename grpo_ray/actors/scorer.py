@@ -35,6 +35,7 @@ class Scorer:
         max_tokens: int,
         turn_discount: float = 1.0,
         secrets: Mapping[str, str] = NO_SECRETS,
+        has_teacher: bool = False,
     ) -> None:
         """
         Args:
@@ -42,11 +43,13 @@ class Scorer:
             max_tokens: length of the longest response that may be sampled.
             turn_discount: of the returns of episodes with rewards per turn.
             secrets: those that the rewards list, put into this process's environment.
+            has_teacher: a Teacher's logprobs come to the buffer with each group.
         """
         os.environ.update(secrets)
         self._grader = Grader(rewards, config)
         self._weights = {task: term_weights(reward) for task, reward in rewards.items()}
         self._algorithm, self._max_tokens, self._turn_discount = algorithm, max_tokens, turn_discount
+        self._has_teacher = has_teacher
         self._clock = StageClock(("start", "score"), rest="wait_for_groups")
 
     def __repr__(self) -> str:
@@ -65,12 +68,14 @@ class Scorer:
         return True
 
     def score(self, group: RolloutGroup) -> Verdict:
-        """Return the group's rewards and advantages."""
+        """Return the group's rewards and advantages, and the facts by which it is admitted to a batch."""
         with self._clock.stage("score", f"group {group.item.group_id}"):
             episodes = [each for each in group.completions if isinstance(each, Episode)]
             if episodes:
-                return verdict_on(episodes, self._algorithm, self._turn_discount)
-            return self._score(group)
+                verdict = verdict_on(episodes, self._algorithm, self._turn_discount)
+            else:
+                verdict = self._score(group)
+            return verdict.with_facts(group, self._algorithm.dynamic_sampling_metric, self._has_teacher)
 
     def _score(self, group: RolloutGroup) -> Verdict:
         item = group.item
@@ -119,4 +124,6 @@ def scorer_arguments(config: Config) -> tuple[Any, ...]:
     """Return the arguments of Scorer for a configuration, with the secrets of this process's environment."""
     rewards, discount = config.task.rewards, config.episodes.turn_discount
     secrets = values_of(secrets_in(rewards.values()))
-    return rewards, config.algorithm, config.scorer, config.sampling.max_tokens, discount, secrets
+    has_teacher = config.distillation.teacher is not None
+    max_tokens = config.sampling.max_tokens
+    return rewards, config.algorithm, config.scorer, max_tokens, discount, secrets, has_teacher

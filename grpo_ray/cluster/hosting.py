@@ -1,6 +1,7 @@
 """The actors of a run as Ray actors: the placement of each one, and its replacement."""
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -26,8 +27,8 @@ from grpo_ray.actors.generator import Generator
 from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.scorer import Scorer, scorer_arguments
 from grpo_ray.actors.teacher import Teacher
-from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
-from grpo_ray.actors.weight_sync import WeightSync, admission_of
+from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
+from grpo_ray.actors.weight_sync import WeightSync
 from grpo_ray.cluster.crew import Crew, Meeting
 from grpo_ray.cluster.placement import (
     LEARNER,
@@ -71,6 +72,7 @@ class ServingGroup:
         self._placement, self._config, self._model = placement, config, model
         self._logs, self._version = logs, version
         self._clients: dict[str, Client] = {}  # each actor's current one, by its name
+        self._numbers = itertools.count()  # of processes
         self._ending: list[Thread] = []  # each waits for the process of an actor that was killed
         self._num_starts: Counter[str] = Counter()  # of engines, by their Generator's name
         self._spilled = SpilledBytes(_living_nodes, spilled_bytes_of)
@@ -206,7 +208,7 @@ class ServingGroup:
         return as_actor(cls, name, self._logs, beside)
 
     def _client(self, cls: type, name: str, handle: ActorHandle) -> Client:
-        self._clients[name] = Client(name, handle, methods_with_bulk(cls))
+        self._clients[name] = Client(name, handle, methods_with_bulk(cls), next(self._numbers))
         return self._clients[name]
 
 
@@ -296,7 +298,7 @@ class ActorGroup(ServingGroup):
         """Start the buffer on this node, because it writes the run's rollouts into the run directory."""
         actor = self._host(TrajectoryBuffer, "buffer").options(**on_this_node(), max_concurrency=10_000)
         rollouts = self._run.rollouts if self._config.run.save_rollouts else None
-        handle = actor.remote(*buffer_arguments(self._config, rollouts, self._training_path))
+        handle = actor.remote(self._config, rollouts, self._training_path)
         return cast(BufferClient, self._client(TrajectoryBuffer, "buffer", handle))
 
     def _start_weight_sync(self) -> WeightSyncClient:
@@ -304,12 +306,12 @@ class ActorGroup(ServingGroup):
         actor = self._host(WeightSync, "weight_sync").options(**on_this_node(), max_concurrency=100)
         timeout_s = self._config.weight_sync.phase_timeout_s
         generators = list(self.generators.values())
-        handle = actor.remote(generators, admission_of(self._config), timeout_s, self._version, self._wires())
+        handle = actor.remote(generators, timeout_s, self._version, self._wires())
         return cast(WeightSyncClient, self._client(WeightSync, "weight_sync", handle))
 
     def _wires(self) -> Wires | None:
         backend = self._config.weight_sync.wire_backend
-        return None if backend is None else Wires(self.ranks[0], "load" if backend == "nccl" else "stage")
+        return None if backend is None else Wires(self.ranks[0], "switch" if backend == "nccl" else "stage")
 
 
 @contextlib.contextmanager

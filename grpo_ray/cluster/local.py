@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import faulthandler
 import inspect
+import itertools
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextvars import Context
@@ -17,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ray.actors.generator import Generator as GeneratorActor
-from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
-from grpo_ray.actors.weight_sync import WeightSync, admission_of
+from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
+from grpo_ray.actors.weight_sync import WeightSync
 from grpo_ray.cluster.placement import environment_names, generator_names, scorer_names, teacher_names
 from grpo_ray.config import Config
 from grpo_ray.engines import engine_seed, make_engine, make_teacher_engine
@@ -92,12 +93,13 @@ def _is_cancelled() -> bool:
 class LocalClient:
     """A client like `remote_actor.Client`, of an object in this process, which can die."""
 
-    def __init__(self, name: str, build: Callable[[], Any]) -> None:
+    def __init__(self, name: str, build: Callable[[], Any], number: int = 0) -> None:
         """
         Args:
             build: makes the object, at the first call.
+            number: of the actor's process, if it had one, among all that the run has started.
         """
-        self.name, self._build = name, build
+        self.name, self.number, self._build = name, number, build
         self.death: ActorDied | None = None
         self._calls: set[asyncio.Task[Any]] = set()
         self._turn = asyncio.Lock()  # a synchronous actor's calls run one at a time, in order
@@ -150,12 +152,8 @@ class LocalClient:
 
 
 async def _value_of(argument: Any) -> Any:
-    """Return the value of a reference, also of references that are boxed in a tuple."""
-    if isinstance(argument, Answer | Part | asyncio.Future):
-        return await argument
-    if isinstance(argument, tuple) and any(isinstance(item, Answer | Part) for item in argument):
-        return tuple([await _value_of(item) for item in argument])
-    return argument
+    """Return the value of a reference."""
+    return await argument if isinstance(argument, Answer | Part | asyncio.Future) else argument
 
 
 class LocalServing:
@@ -173,6 +171,7 @@ class LocalServing:
         self._checkpoint = checkpoint
         self._version = checkpoint.state.step if checkpoint else 0
         self._num_starts: Counter[str] = Counter()  # each start has a life of its own
+        self._numbers = itertools.count()
         self.generators = {name: self._new_generator(name) for name in generator_names(config)}
         self.scorers = {name: self._new_scorer(name) for name in scorer_names(config)}
         self.teachers = {name: self._new_teacher(name) for name in teacher_names(config)}
@@ -182,7 +181,7 @@ class LocalServing:
         return {**self.generators, **self.scorers, **self.teachers, **self.environments}
 
     def _client(self, name: str, build: Callable[[], Any]) -> LocalClient:
-        return LocalClient(name, build)
+        return LocalClient(name, build, next(self._numbers))
 
     def _seed_of(self, name: str) -> int:
         """Return the seed of an engine that is about to start."""
@@ -286,12 +285,12 @@ class LocalActors(LocalServing):
 
     def _make_buffer(self) -> TrajectoryBuffer:
         rollouts = self._run.rollouts if self._config.run.save_rollouts else None
-        return TrajectoryBuffer(*buffer_arguments(self._config, rollouts, self._training_path))
+        return TrajectoryBuffer(self._config, rollouts, self._training_path)
 
     def _make_weight_sync(self, generators: list[Any]) -> WeightSync:
         config = self._config.weight_sync
         wires = Wires(self.learner, "stage") if config.wire_backend else None
-        return WeightSync(generators, admission_of(self._config), config.phase_timeout_s, self._version, wires)
+        return WeightSync(generators, config.phase_timeout_s, self._version, wires)
 
     def spilled_bytes(self) -> int:
         return 0

@@ -59,12 +59,15 @@ class Client:
     cancels the call.
     """
 
-    def __init__(self, name: str, handle: ActorHandle, bulk_methods: Iterable[str] = ()) -> None:
+    def __init__(
+        self, name: str, handle: ActorHandle, bulk_methods: Iterable[str] = (), number: int = 0
+    ) -> None:
         """
         Args:
             bulk_methods: those that return `(bulk, facts)`, see `bulk_and_facts`.
+            number: of the actor's process, among all that the run has started.
         """
-        self.name = name
+        self.name, self.number = name, number
         self.handle = handle
         self._bulk_methods = frozenset(bulk_methods)
 

@@ -16,19 +16,19 @@ WAITS = "a checkpoint waits for the records before it: "
 class Checkpointing:
     """The checkpoints of a run: captured between two steps, and written while the next steps run.
 
-    A checkpoint holds Learner, buffer and ledger. The Learner waits only while its state is copied, and one
+    A checkpoint holds Learner, buffer and GroupBook. The Learner waits only while its state is copied, and one
     checkpoint is written at a time. One that fails (a full disk) is retried after the next step; until then
     `problem` holds the reason.
     """
 
     def __init__(
-        self, context: RunContext, store: CheckpointStore, ledger_state: Callable[[], dict[str, Any]], step: int
+        self, context: RunContext, store: CheckpointStore, book_state: Callable[[], dict[str, Any]], step: int
     ) -> None:
         """
         Args:
             step: the last step that has a checkpoint.
         """
-        self._config, self._store, self._ledger_state = context.config.checkpoint, store, ledger_state
+        self._config, self._store, self._book_state = context.config.checkpoint, store, book_state
         self._actors, self._calls, self._clock = context.actors, context.calls, context.clock
         self._log, self._on_preemption_s = context.log, context.config.run.on_preemption_s
         self._is_measured = False  # against the time that a preemption leaves
@@ -67,7 +67,7 @@ class Checkpointing:
         if report is None or report.version == self._last_saved:
             return None
         await self._actors.buffer.capture(report.version)
-        return CheckpointState(report.version, self._ledger_state(), dict(metrics))
+        return CheckpointState(report.version, self._book_state(), dict(metrics))
 
     async def settle(self) -> None:
         """Wait until no checkpoint is being written."""

@@ -13,11 +13,11 @@ docs/architecture.md has the table of a group's states.
 import asyncio
 import contextlib
 from collections.abc import Awaitable
-from dataclasses import replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from grpo_ray.actors.clients import ActorClient, RunActors
-from grpo_ray.actors.staleness import oldest_allowed, version_trained_at
+from grpo_ray.actors.groups import GroupBook, State
 from grpo_ray.config import Config
 from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled, first_error
 from grpo_ray.run.checkpointing import Checkpointing
@@ -38,15 +38,22 @@ from grpo_ray.telemetry.run_files import step_name
 from grpo_ray.telemetry.run_log import FAILURES, Metrics, RunLog
 from grpo_ray.telemetry.run_state import ActorState, LiveStatus
 from grpo_ray.telemetry.stage_clock import StageClock
-from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.messages import Snapshot, WeightSnapshot
 from grpo_ray.types import BatchFacts, Ref, StepReport, SyncReport, TrainBatch
 
 T = TypeVar("T")
-Packed = tuple[
-    tuple[Ref[WeightSnapshot], Awaitable[int]], tuple[Ref[WeightSnapshot | None], Awaitable[float]] | None
-]
 RECOVERABLE = (ActorDied, DataLost, Stalled)  # the run can continue from its last checkpoint
 STAGES = ("evaluate", "checkpoint", "train", "join", "publish", "wait_for_batch")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A version's weights as the Learner packs them; `copied` and `sent_frac` are its answers."""
+
+    whole: Ref[WeightSnapshot]
+    copied: Awaitable[int]
+    changes: Ref[WeightSnapshot | None] | None = None
+    sent_frac: Awaitable[float] | None = None
 
 
 class Controller:
@@ -71,26 +78,27 @@ class Controller:
         self._context = context = RunContext(config, actors, self._calls, log, self._clock)
         settings = training_settings(config.sampling, prepared.model.end_token_ids)
         self._pool = GeneratorPool(context, actors.weight_sync, settings, budget)
-        self._producer = RolloutProducer(context, prepared.ledger, self._pool, self._version)
+        self.book = GroupBook.from_config(config, prepared.prompts, self._version)
+        self._producer = RolloutProducer(context, self.book, self._pool)
         self._step_metrics = StepMetrics(context, self._pool)
         self._validation = Validation(context, prepared.validation, self._pool)
-        self._checkpointing = Checkpointing(context, store, self._producer.state_dict, self._version)
+        self._checkpointing = Checkpointing(context, store, self.book.state_dict, self._version)
         self._tasks: asyncio.TaskGroup | None = None
         self._stop = asyncio.Event()
         self._is_preempted = False
         self._unlogged: dict[int, Metrics] = {}  # metrics of trained steps that are not written yet
-        self._in_training: tuple[BatchFacts, Metrics] | None = None  # the Learner's batch
+        self._in_training: Metrics | None = None  # of the Learner's batch
 
     # Current state
 
     def live_status(self) -> LiveStatus:
         """Return the current state; another thread may call this, so it only reads."""
-        calls, in_training = self._calls.by_actor(), self._in_training
+        calls, book = self._calls.by_actor(), self.book
         return LiveStatus(
             step=self._version,
-            published_version=self._producer.published_version,
-            num_sampling=self._producer.num_sampling,
-            num_buffered=self._producer.num_buffered_without(in_training[0].group_ids if in_training else ()),
+            published_version=book.published_version,
+            num_sampling=book.num_in(State.IN_FLIGHT, State.SCORED, State.ENTERING),
+            num_buffered=book.num_in(State.BUFFERED, State.DROPPED),
             actors=tuple(
                 self._actor_state(name, calls.get(name) or calls.get(name.partition("-")[0], []))
                 for name in self._actors.by_name()  # a rank of the Learner has the Learner's calls
@@ -171,7 +179,7 @@ class Controller:
                 raise
 
     async def _begin(self) -> None:
-        """Restore the ledger and the groups of the checkpoint, and finish its last step.
+        """Restore the groups of the checkpoint, and finish its last step.
 
         With an adapter the Generators have only its base so far: they get the Learner's weights first.
         """
@@ -179,7 +187,7 @@ class Controller:
             self._log.display.status("sending the adapted weights")
             await self._sync(self._version, await self._pack_first(), is_initial=True)
         state = self._checkpoint.state if self._checkpoint is not None else None
-        await self._producer.begin(self._version, state.ledger if state is not None else None)
+        await self._producer.begin(state.ledger if state is not None else None)
         if state is not None and self._log.last_logged_step < self._version:
             self._unlogged[self._version] = dict(state.metrics)
         if self._validation.is_due(self._version):
@@ -201,7 +209,11 @@ class Controller:
     def _pack(self) -> Packed:
         """Have the Learner copy its weights, and with `weight_sync.delta` find what has changed in them."""
         learner = self._actors.learner
-        return learner.snapshot(), learner.delta() if self._config.weight_sync.delta else None
+        packed = Packed(*learner.snapshot())
+        if not self._config.weight_sync.delta:
+            return packed
+        changes, sent_frac = learner.delta()
+        return replace(packed, changes=changes, sent_frac=sent_frac)
 
     # Training
 
@@ -209,12 +221,12 @@ class Controller:
         published: asyncio.Task[None] | None = None
         try:
             for step in range(self._version + 1, self._config.algorithm.num_steps + 1):
-                batch, facts, metrics = await self._unless_stopped(self._next_batch(step))
+                batch, metrics = await self._unless_stopped(self._next_batch(step))
                 if self._config.generator.colocated:
                     if published is not None:
                         await published
                     await self._give_device_to_learner()
-                report = await self._learn(step, batch, facts, metrics)
+                report = await self._learn(step, batch, metrics)
                 # The Learner's calls run in order: the next step starts once the snapshot has been copied.
                 packed = self._pack()
                 if published is not None:
@@ -250,39 +262,34 @@ class Controller:
             await self._actors.learner.make_room()
         await self._pool.wake()
 
-    async def _next_batch(self, step: int) -> tuple[Ref[TrainBatch], BatchFacts, Metrics]:
-        """Wait for the batch of `step`; have groups that are too old sampled again."""
+    async def _next_batch(self, step: int) -> tuple[Ref[TrainBatch], Metrics]:
+        """Wait for the batch of `step`, and have the buffer hand it out."""
         with self._clock.stage("wait_for_batch", f"step {step}") as duration:
-            batch, facts, num_rejected = await self._take_batch(step)
-        metrics = self._log.bounded(facts.metrics)
-        metrics |= {"lag/rejected": num_rejected, "timing/wait_for_batch_s": duration.seconds}
-        metrics |= await self._producer.batch_taken(step, facts)
-        return batch, facts, metrics
-
-    async def _take_batch(self, step: int) -> tuple[Ref[TrainBatch], BatchFacts, int]:
-        """Return the batch, its facts, and how many groups were refused before the batch was complete."""
-        num_rejected = 0
-        oldest = oldest_allowed(version_trained_at(step), self._config.weight_sync.max_lag)
-        while True:
-            with self._calls.call("buffer", f"waits for the groups of step {step}", is_waiting=True):
-                batch, answer = self._actors.buffer.take(step, oldest)
+            batch = await self._producer.next_batch(step)
+            with self._calls.call("buffer", f"hands out the batch of step {step}", is_waiting=True):
+                groups, answer = self._actors.buffer.take(
+                    step, batch.group_ids, batch.dropped_ids, batch.oldest_version
+                )
                 facts = await answer
-            self._log.warning("rollouts", facts.write_error)
-            for note in facts.notes:
-                self._log.event("rollouts_changed", "buffer", note)
-            if facts.ungraded is not None:
-                if facts.ungraded.is_all:
-                    raise RunError(facts.ungraded.refusal(f"of step {step}"))
-                self._log.ungraded[step] = facts.ungraded
-            if not facts.rejected_ids:
-                return batch, facts, num_rejected
-            num_rejected += len(facts.rejected_ids)
-            self._producer.sample_again(facts.rejected_ids)
+        self._report_rollouts(step, facts)
+        metrics = self._log.bounded(facts.metrics)
+        metrics |= {"lag/rejected": batch.num_refused, "timing/wait_for_batch_s": duration.seconds}
+        if self._config.num_oversampled:
+            metrics["rollout/cut_groups"] = batch.num_cut
+        return groups, metrics
 
-    async def _learn(
-        self, step: int, batch: Ref[TrainBatch], facts: BatchFacts, metrics: Metrics
-    ) -> StepReport:
-        self._in_training = facts, metrics
+    def _report_rollouts(self, step: int, facts: BatchFacts) -> None:
+        """Report rollouts that could not be written, and answers that could not be graded."""
+        self._log.warning("rollouts", facts.write_error)
+        for note in facts.notes:
+            self._log.event("rollouts_changed", "buffer", note)
+        if facts.ungraded is not None:
+            if facts.ungraded.is_all:
+                raise RunError(facts.ungraded.refusal(f"of step {step}"))
+            self._log.ungraded[step] = facts.ungraded
+
+    async def _learn(self, step: int, batch: Ref[TrainBatch], metrics: Metrics) -> StepReport:
+        self._in_training = metrics
         with self._clock.stage("train", f"step {step}"), self._calls.call("learner", f"trains step {step}"):
             report = await self._actors.learner.train_step(batch)
         self._settle_step(report)
@@ -297,8 +304,10 @@ class Controller:
     def _settle_step(self, report: StepReport) -> None:
         """Account for a finished step: its prompts are trained, and its metrics can be written."""
         assert self._in_training is not None
-        facts, metrics = self._in_training
-        metrics |= {**report.metrics, **self._producer.batch_trained(facts), **self._recovery_metrics()}
+        metrics = self._in_training
+        metrics |= {
+            **report.metrics, **self._producer.step_trained(report.version), **self._recovery_metrics()
+        }  # fmt: skip
         self._unlogged[report.version] = metrics
         self._version = self._log.step = report.version
         self._in_training = None
@@ -336,7 +345,7 @@ class Controller:
         async with contextlib.AsyncExitStack() as until_published:
             with self._clock.stage("join", f"version {version}") as joining:
                 if not self._config.weight_sync.in_flight:
-                    await until_published.enter_async_context(self._producer.drained(version - 1))
+                    await until_published.enter_async_context(self._producer.drained())
             metrics |= {"timing/weight_sync/join_s": joining.seconds}
             report = await self._sync(version, packed)
         window = await self._step_metrics.take(metrics["throughput/trained_tokens"])
@@ -346,20 +355,18 @@ class Controller:
 
     async def _sync(self, version: int, packed: Packed, is_initial: bool = False) -> SyncReport:
         """Load the weights into the Generators; those that fail are replaced."""
-        (snapshot, copied), delta = packed
-        boxed: tuple[Ref[Any], ...] = (snapshot,)
-        sent: Metrics = {}
+        snapshot, sent = Snapshot(packed.whole), Metrics()
         with self._clock.stage("publish", f"version {version}"):
             with self._calls.call("learner", f"copies the weights of version {version}"):
-                await copied  # first, or a Learner that is stuck would look like Generators that are
-                if delta is not None:
-                    sent = {SENT: await delta[1]}
-                    boxed = (snapshot, delta[0]) if sent[SENT] < 1 else boxed
-            synced = self._pool.serving
+                await packed.copied  # first, or a Learner that is stuck would look like Generators that are
+                if packed.sent_frac is not None:
+                    sent[SENT] = sent_frac = await packed.sent_frac
+                    snapshot = Snapshot(packed.whole, packed.changes if sent_frac < 1 else None)
             with self._calls.call("weight_sync", f"publishes version {version}"):
-                report = await self._actors.weight_sync.publish(version, boxed, is_initial)
-        for name, error in report.failed.items():
-            self._pool.retire(name, error, synced.get(name))
+                report = await self._actors.weight_sync.publish(version, snapshot, is_initial)
+        self._producer.published(version)
+        for number, error in report.failed.items():
+            self._pool.fail(number, error)
         return replace(report, metrics={**report.metrics, **sent})
 
     async def _finish_step(self, step: int) -> None:

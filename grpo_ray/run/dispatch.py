@@ -32,7 +32,6 @@ class Incarnation:
     """One process under a Generator's name; the failures of an earlier one do not count against it."""
 
     client: GeneratorClient
-    number: int = 0  # in the order in which they began to serve
     num_sequences: int = 0  # of the groups that it was given and has not finished
     turns: list[Turn] = field(default_factory=list)  # in order of arrival
 
@@ -58,7 +57,6 @@ class Dispatcher:
         """
         self._max_num_seqs = max_num_seqs
         self._serving: dict[str, Incarnation] = {}
-        self._num_served = 0
         self._loads: list[tuple[int, int, Incarnation]] = []  # a heap by sequences; some entries are outdated
         self._waiting: deque[tuple[int, asyncio.Future[Incarnation]]] = deque()
         for client in generators:
@@ -71,8 +69,7 @@ class Dispatcher:
 
     def add(self, client: GeneratorClient) -> None:
         """Let a Generator serve."""
-        generator = self._serving[client.name] = Incarnation(client, self._num_served)
-        self._num_served += 1
+        generator = self._serving[client.name] = Incarnation(client)
         self._load(generator, 0)
         self._hand_out()
 
@@ -131,9 +128,9 @@ class Dispatcher:
     def _load(self, generator: Incarnation, num_sequences: int) -> None:
         """Add sequences to a Generator's load, and an entry to the heap, which stays in proportion to them."""
         generator.num_sequences += num_sequences
-        heapq.heappush(self._loads, (generator.num_sequences, generator.number, generator))
+        heapq.heappush(self._loads, (generator.num_sequences, generator.client.number, generator))
         if len(self._loads) > 8 * len(self._serving) + 64:
-            self._loads = [(each.num_sequences, each.number, each) for each in self._serving.values()]
+            self._loads = [(each.num_sequences, each.client.number, each) for each in self._serving.values()]
             heapq.heapify(self._loads)
 
     def _least_busy(self) -> Incarnation:

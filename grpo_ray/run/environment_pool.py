@@ -31,17 +31,16 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
         self,
         context: ServingContext,
         budget: RestartBudget,
-        on_failure: Callable[[str, str, Incarnation], None],
+        on_failure: Callable[[int, str], None],
     ) -> None:
         """
         Args:
-            on_failure: takes the name, the error and the process of a Generator that failed a turn.
+            on_failure: takes the number of the Generator's process that failed a turn, and the error.
         """
         super().__init__("environment", context.actors.environments, context, budget)
         self._on_failure = on_failure
         self._gates = {name: Gate() for name in self._clients}
         self._answer_s = min(ANSWER_S, context.config.recovery.stall_timeout_s / 2)
-        self._numbers: dict[int, Incarnation] = {}  # all that have ever served
         self._serving: Mapping[int, GeneratorClient] = {}
         self._served = ServingTime()
         self._changed = asyncio.Event()
@@ -59,8 +58,7 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
 
     def serve(self, serving: Mapping[str, Incarnation]) -> None:
         """Send turns to these Generators from now on."""
-        self._numbers |= {incarnation.number: incarnation for incarnation in serving.values()}
-        self._serving = {incarnation.number: incarnation.client for incarnation in serving.values()}
+        self._serving = {generator.client.number: generator.client for generator in serving.values()}
         self._served.set(bool(self._serving))
         self._changed.set()
         self._changed = asyncio.Event()
@@ -139,5 +137,4 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
             failures = await worker.failures(num_known)
             num_known += len(failures)
             for failure in failures:
-                incarnation = self._numbers[failure.number]
-                self._on_failure(incarnation.client.name, failure.error, incarnation)
+                self._on_failure(failure.number, failure.error)

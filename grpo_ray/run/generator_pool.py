@@ -61,10 +61,10 @@ class GeneratorPool:
         self._actors, self._weight_sync = context.actors, weight_sync
         self._settings, self._budget = settings, budget
         self._dispatcher = Dispatcher(context.actors.generators.values(), context.config.generator.max_num_seqs)
-        self._failed_meanwhile: dict[str, str] = {}  # errors of Generators that are being replaced
+        self._admitted: dict[int, str | None] = {}  # by process that does not serve yet: its error in a sync
         self._scorers = ScorerPool(context, budget)
         self.teachers = TeacherPool(context, budget)
-        self._environments = EnvironmentPool(context, budget, self.retire)
+        self._environments = EnvironmentPool(context, budget, self.fail)
         self._environments.serve(self._dispatcher.serving)
         self._starts, self._fan_out = turns_of(context), FanOut()
         self._suspects, self._gate = Suspects(), Gate()
@@ -228,7 +228,7 @@ class GeneratorPool:
                         group, sampled = generator.client.generate(item, settings)
                         return group, await sampled
                     except (ActorDied, EngineDied) as error:
-                        self.retire(name, str(error), generator)
+                        self.fail(generator.client.number, str(error))
                         raise DataLost(str(error)) from error
         except TimeoutError as error:
             raise TimeoutError(f"{name} did not finish it within {limit_s:g} s") from error
@@ -241,7 +241,7 @@ class GeneratorPool:
                 with self._calls.call(name, f"is asked to {what}"):
                     await ask(generator.client)
             except (ActorDied, EngineDied) as error:
-                self.retire(name, str(error), generator)
+                self.fail(generator.client.number, str(error))
 
         await asyncio.gather(*(ask_one(name, generator) for name, generator in self.serving.items()))
 
@@ -259,64 +259,58 @@ class GeneratorPool:
 
     # Replacing
 
-    def retire(self, name: str, error: str, incarnation: Incarnation | None = None) -> None:
-        """Replace a Generator, a Scorer or a Teacher that failed, unless that has begun already.
+    def fail(self, number: int, error: str) -> None:
+        """Replace the Generator's process of this number, unless that has begun already."""
+        for name, generator in self._dispatcher.serving.items():
+            if generator.client.number == number:
+                self.retire(name, error)
+                return
+        if number in self._admitted:
+            self._admitted[number] = error
 
-        Args:
-            incarnation: the Generator's process that failed; default: the one that serves now.
-        """
-        current = self._dispatcher.serving.get(name)
+    def retire(self, name: str, error: str) -> None:
+        """Replace the actor that serves under this name now, unless that has begun already."""
         if name in self._actors.scorers:
             self._scorers.retire(name, error)
         elif name in self._actors.teachers:
             self.teachers.retire(name, error)
-        elif current is not None and (incarnation is None or incarnation is current):
+        elif (generator := self._dispatcher.serving.get(name)) is not None:
             self._dispatcher.remove(name)
             self._environments.serve(self._dispatcher.serving)
             assert self._tasks is not None
-            task = self._tasks.create_task(self._replace(name, error))
+            task = self._tasks.create_task(self._replace(generator.client, error))
             self._replacing[task] = name
             task.add_done_callback(self._replacing.pop)
-        elif current is None and incarnation is None:
-            self._failed_meanwhile[name] = error
 
-    async def _replace(self, name: str, error: str) -> None:
+    async def _replace(self, client: GeneratorClient, error: str) -> None:
+        name, failure = client.name, error
         while True:
             started = monotonic()
-            pause_s = self._budget.spend(name, error)
-            self._log.event("generator_failed", name, f"{error}; it is replaced in {pause_s:g} s")
+            pause_s = self._budget.spend(name, failure)
+            self._log.event("generator_failed", name, f"{failure}; it is replaced in {pause_s:g} s")
             with self._calls.call("weight_sync", f"excludes {name}", is_retry=True):
-                await self._weight_sync.retire(name)
+                await self._weight_sync.retire(client.number)
             await asyncio.sleep(pause_s)
             await self._device_is_ours.wait()
             try:
                 async with self._starts:
                     client = self._actors.restart_generator(name)
                     await until_ready(client, self._context)
+                self._admitted[client.number] = None
                 with self._calls.call("weight_sync", f"admits {name}", is_retry=True):
                     version = await self._weight_sync.admit(client)
             except (ActorDied, EngineDied, WeightSyncError, TimeoutError) as again:
                 if isinstance(again, ActorDied) and again.name != name:
                     raise
-                error = str(again)
+                failure = str(again)
                 continue
-            failure = await self._failure_since_admission(name)
-            if failure is None:
-                self._dispatcher.add(client)
-                self._environments.serve(self._dispatcher.serving)
+            # A sync that followed at once may have failed it before the answer to `admit` arrived here.
+            if (failed := self._admitted.pop(client.number)) is None:
                 break
-            error = failure
+            failure = failed
+        self._dispatcher.add(client)
+        self._environments.serve(self._dispatcher.serving)
         seconds = monotonic() - started
         self._log.event(
             "generator_back", name, f"serves version {version} again after {seconds:.1f} s", seconds=seconds
         )
-
-    async def _failure_since_admission(self, name: str) -> str | None:
-        """Return the error of a sync that the fresh Generator failed before the answer to `admit` arrived here.
-
-        A failure reported meanwhile may also be the predecessor's; then the fresh one is not stale.
-        """
-        while (error := self._failed_meanwhile.pop(name, None)) is not None:
-            if name in await self._weight_sync.stale():
-                return error
-        return None

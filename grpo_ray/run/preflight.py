@@ -35,8 +35,8 @@ from grpo_ray.run.supervised import check_sft
 from grpo_ray.tasks import join_parts, load_examples, make_order, parts_of
 from grpo_ray.tasks.examples import Example, ExampleSets
 from grpo_ray.tasks.kinds import check_warmup
-from grpo_ray.tasks.prompt_ledger import PromptLedger
 from grpo_ray.tasks.prompt_lengths import Lengths, check_cut, count_tokens, cut_notices, skip_long
+from grpo_ray.tasks.prompt_stream import PromptStream
 from grpo_ray.tasks.prompts import (
     Prompter,
     Prompters,
@@ -93,7 +93,7 @@ class PreparedServing:
 class Prepared(PreparedServing):
     """Everything that the actors and the controller of a run start from."""
 
-    ledger: PromptLedger
+    prompts: PromptStream
 
 
 def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData:
@@ -265,7 +265,7 @@ def prepare(config: Config, task: TaskData, progress: WarmupProgress | None = No
     """
     serving, task, prompters = _prepare(config, task, progress)
     order = make_order(config.task, Counter(example.task for example in task.train), config.run.seed)
-    return Prepared(ledger=PromptLedger(task.train, prompters, order), **vars(serving))
+    return Prepared(prompts=PromptStream(task.train, prompters, order), **vars(serving))
 
 
 def prepare_serving(config: Config, task: TaskData) -> PreparedServing:

@@ -52,11 +52,10 @@ def train_through_restores(
     budget = RestartBudget("recovery.max_restarts", recovery.max_restarts, recovery.restart_backoff_s)
     restores = _Restores(recovery.max_restores)
     store = make_store(config, run)
-    beginning = prepared.ledger.state_dict()
     while True:
         checkpoint = _restore(store, run, display)
         with shown_plainly():
-            prepared.ledger.load_state_dict(checkpoint.state.ledger if checkpoint else beginning, ())
+            prepared.prompts.load_state_dict(checkpoint.state.ledger if checkpoint else None)
         log = RunLog(run, display, trackers, FailureWatch.of_run(config, run.metrics_path))
         step = checkpoint.state.step if checkpoint else 0
         trackers.resume_from(step)

@@ -155,11 +155,9 @@ def _resume(run: RunDirectory, config: Config, is_local: bool, follower: Followe
             config = at_commits(config)  # of a run of an earlier release, which has none
         with _hosted(config, is_local) as (console, host, learner_host):
             prepared = _prepare(config, task, console)
-            beginning = prepared.ledger.state_dict()
             if checkpoint is not None:
                 with shown_plainly():
-                    prepared.ledger.load_state_dict(checkpoint.state.ledger, ())
-            prepared.ledger.load_state_dict(beginning, ())  # for a restore that finds no checkpoint left
+                    prepared.prompts.load_state_dict(checkpoint.state.ledger)
             _adopt(run, before, config, step, unchecked)
             write_digests(run, digests)
             config, prepared = after_sft(config, prepared, run, learner_host, console.warmup)

@@ -1,6 +1,6 @@
 """Digests of the files that a configuration names, so that a resumed run notices when one was edited.
 
-The training questions are in the prompt ledger's own digest, which every checkpoint holds. A model on a hub
+The training questions are in the digest of the PromptStream, which every checkpoint holds. A model on a hub
 has no digest: the configuration names its commit.
 """
 
@@ -14,7 +14,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.reward import Reward
 from grpo_ray.errors import RunError
 from grpo_ray.tasks.examples import Example
-from grpo_ray.tasks.prompt_ledger import examples_digest
+from grpo_ray.tasks.prompt_stream import examples_digest
 from grpo_ray.tasks.prompts import PromptTemplate, TextTemplate
 from grpo_ray.telemetry.adapter_files import base_digest
 from grpo_ray.telemetry.durable import replacing

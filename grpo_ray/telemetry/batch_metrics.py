@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from grpo_ray.telemetry.episode_metrics import episode_metrics, episodes_in
-from grpo_ray.types import CONTEXT, Episode, GroupOutcome, ScoredGroup, Ungraded
+from grpo_ray.types import CONTEXT, Episode, ScoredGroup, Ungraded
 
 FAILED, LATE = "environment_error", "truncated_time"  # in episodes/outcome.py, which is not imported here
 
@@ -108,12 +108,6 @@ def teacher_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     values = np.concatenate(gaps or [np.empty(0)])
     finite = values[np.isfinite(values)]
     return {"distillation/kl": float(finite.mean(dtype=np.float64))} if len(finite) else {}
-
-
-def group_outcomes(groups: Sequence[ScoredGroup]) -> dict[int, GroupOutcome]:
-    """Return the outcome of each group that has a graded response."""
-    outcomes = {group.group_id: group.outcome for group in groups}
-    return {group_id: outcome for group_id, outcome in outcomes.items() if outcome is not None}
 
 
 def baseline_variance(rewards: np.ndarray) -> float:

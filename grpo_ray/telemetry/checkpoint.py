@@ -38,7 +38,7 @@ class CheckpointState:
     """A run's state after a step, except for the weights, the optimizer and the buffered groups."""
 
     step: int  # completed steps, which is the policy's version
-    ledger: dict[str, Any]  # PromptLedger.state_dict()
+    ledger: dict[str, Any]  # GroupBook.state_dict()
     metrics: dict[str, float]  # the step's metrics as far as they were known
 
 

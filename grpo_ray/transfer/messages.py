@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from grpo_ray.types import Ref
+
 
 @dataclass(frozen=True)
 class DeviceHandle:
@@ -65,3 +67,12 @@ class WeightSnapshot:
         if self.on_device:
             return sum(each.num_bytes for each in self.on_device if each.gpu == self.on_device[0].gpu)
         return self.wire_bytes or self.data.nbytes
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """References to one version's weights; no bytes are fetched where it passes through."""
+
+    whole: Ref[WeightSnapshot]
+    changes: Ref[WeightSnapshot | None] | None = None
+    """The difference from the version before, for the Generators that have that one."""

@@ -1,11 +1,12 @@
 """Wires as WeightSync sees them: calls to both ends, the Learner's and the Generator's."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar
 
 from grpo_ray.transfer.meeting import Meeting
 
+T = TypeVar("T")
 GRACE_S = 5.0  # for the Generator's own error, after the Learner's that follows from it
 
 
@@ -22,48 +23,42 @@ class SendingLearner(Protocol):
 class ReceivingGenerator(Protocol):
     @property
     def name(self) -> str: ...
+    @property
+    def number(self) -> int: ...
     def join(self, meeting: Meeting) -> Awaitable[None]: ...
-
-
-Phases = dict[str, Callable[[Any], Awaitable[Any]]]  # each one's call to a Generator
 
 
 class Wires:
     """Connects Generators that are new, and has the Learner send whenever a Generator receives."""
 
-    def __init__(self, learner: SendingLearner, phase: str) -> None:
+    def __init__(self, learner: SendingLearner, call: str) -> None:
         """
         Args:
             learner: the one that packs, if it is one of several ranks.
-            phase: the phase in which Generators receive.
+            call: the call of the sync during which Generators receive, `stage` or `switch`.
         """
-        self._learner, self._phase = learner, phase
-        self._joined: dict[str, ReceivingGenerator] = {}  # the process that joined last, by its name
+        self._learner, self._call = learner, call
+        self._joined: dict[str, int] = {}  # the number of the process that joined last, by its name
 
-    def around(self, phases: Mapping[str, Callable[[Any], Awaitable[Any]]], version: int) -> Phases:
-        """Return the phases with the Learner's part in them.
+    async def carry(
+        self, call: str, generator: ReceivingGenerator, version: int, begin: Callable[[], Awaitable[T]]
+    ) -> T:
+        """Make a call of the sync with the Learner's part in it, and return the Generator's answer.
 
-        They raise what the calls raise; if both ends fail, the error of the Generator.
+        Raises what the calls raise; if both ends fail, the error of the Generator.
         """
-        receive = phases[self._phase]
-
-        async def transfer(generator: ReceivingGenerator) -> None:
-            await both(receive(generator), self._learner.send(generator.name, version))
-
-        with_transfer = {**phases, self._phase: transfer}
-
-        async def stage(generator: ReceivingGenerator) -> None:
+        if call == "stage":
             await self._connect(generator)
-            await with_transfer["stage"](generator)
-
-        return {**with_transfer, "stage": stage}
+        if call != self._call:
+            return await begin()
+        return await both(begin(), self._learner.send(generator.name, version))
 
     async def _connect(self, generator: ReceivingGenerator) -> None:
         name = generator.name
-        if self._joined.get(name) is not generator:  # else a replacement would be sent to its predecessor
+        if self._joined.get(name) != generator.number:  # else a replacement would be sent to its predecessor
             meeting = await self._learner.open_wire(name)
             await both(generator.join(meeting), self._learner.join_wire(name))
-            self._joined[name] = generator
+            self._joined[name] = generator.number
 
     async def drop(self, name: str) -> None:
         """Close the wire of a Generator that failed."""
@@ -75,23 +70,24 @@ class Wires:
         await self._learner.release(version)
 
 
-async def both(received: Awaitable[Any], sent: Awaitable[Any]) -> None:
-    """Wait for both ends; raise at once if one fails.
+async def both(received: Awaitable[T], sent: Awaitable[Any]) -> T:
+    """Wait for both ends, and return the receiver's result; raise at once if one fails.
 
     The sender also fails when its receiver does, and often first, but the receiver's error has the cause.
     """
-    receiving, sending = (asyncio.ensure_future(_awaited(end)) for end in (received, sent))
+    receiving, sending = asyncio.ensure_future(_awaited(received)), asyncio.ensure_future(_awaited(sent))
     sending.add_done_callback(lambda end: end.cancelled() or end.exception())  # not always asked for
     try:
         await asyncio.wait({receiving, sending}, return_when=asyncio.FIRST_EXCEPTION)
         if not receiving.done():
             await asyncio.wait({receiving}, timeout=GRACE_S)
-        for end in (receiving, sending):
-            if end.done():
-                end.result()
+        if receiving.done():
+            receiving.result()
+        sending.result()
+        return receiving.result()
     finally:
         receiving.cancel()  # the Learner's call ends by its own time limit
 
 
-async def _awaited(answer: Awaitable[Any]) -> Any:
+async def _awaited(answer: Awaitable[T]) -> T:
     return await answer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART, make_batch
-from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
+from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
 from grpo_ray.config.loading import load_config
 from grpo_ray.types import PromptItem, RolloutGroup, ScoredGroup, Verdict
 
@@ -35,7 +35,7 @@ async def _run(options: Options) -> list[Row]:
             config = load_config(QUICKSTART, [*common, *overrides])
             rollouts = Path(folder) / str(number)
             rollouts.mkdir()
-            buffer = TrajectoryBuffer(*buffer_arguments(config, rollouts if is_written else None, None))
+            buffer = TrajectoryBuffer(config, rollouts if is_written else None)
             buffers[name] = config, buffer
         for step in range(rounds + 1):
             for name, (config, buffer) in buffers.items():
@@ -44,7 +44,7 @@ async def _run(options: Options) -> list[Row]:
                 started = time.perf_counter()
                 for group in groups:
                     await buffer.put(group.rollout, _verdict(group))
-                await buffer.take(step, 0)
+                await buffer.take(step, [group.group_id for group in groups], (), 0)
                 if step:  # the first warms up
                     seconds[name].append(time.perf_counter() - started)
         for _, buffer in buffers.values():

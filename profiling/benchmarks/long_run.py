@@ -111,7 +111,7 @@ def _resume(run: RunDirectory) -> Callable[[], None]:
     from grpo_ray.telemetry.run_log import RunLog
 
     config = load_config(run.config_path)
-    ledger = prepare(config, check_files(config)).ledger
+    prompts = prepare(config, check_files(config)).prompts
 
     def work() -> None:
         store = make_store(config, run)
@@ -120,7 +120,7 @@ def _resume(run: RunDirectory) -> Callable[[], None]:
         assert last_logged_step(run.metrics_path) == newest.state.step  # is it done?
         store.discard_unfinished()
         run.rewind(newest.state.step)
-        ledger.load_state_dict(newest.state.ledger, ())
+        prompts.load_state_dict(newest.state.ledger)
         RunLog(run, RunConsole(config.algorithm.num_steps))
         assert last_logged_step(run.metrics_path) == newest.state.step  # is its last line there?
 

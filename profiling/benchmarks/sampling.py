@@ -21,7 +21,7 @@ import ray
 
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART, model_folder
-from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
+from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
 from grpo_ray.cluster.hosting import ServingGroup, serving
 from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor
 from grpo_ray.cluster.session import connected, placed
@@ -176,7 +176,7 @@ def _start_alone(config: Config, model: StartingModel, run: RunDirectory) -> Cli
 
 def _start_buffer(config: Config, run: RunDirectory) -> Client:
     actor = as_actor(TrajectoryBuffer, "buffer", run.logs).options(num_cpus=0, max_concurrency=10_000)
-    handle = actor.remote(*buffer_arguments(config, None, None))
+    handle = actor.remote(config)
     return Client("buffer", handle, methods_with_bulk(TrajectoryBuffer))
 
 

@@ -1,7 +1,7 @@
 """A run directory as training leaves it after any number of steps, written in minutes instead of days.
 
 The first steps have files of their own, which the audit finds clean: real prompts, rewards by the real Scorer,
-a ledger, and a checkpoint by a real Learner. Later steps share those files by hard links. Every line of
+and a checkpoint by a real Learner. Later steps share those files by hard links. Every line of
 metrics.jsonl is a real one, apart from its step.
 """
 
@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from grpo_ray.actors.groups import GroupBook
 from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.scorer import Scorer
 from grpo_ray.actors.trajectory_buffer import GROUPS, REPLAY
 from grpo_ray.config import Config
 from grpo_ray.models.model_files import load_tokenizer
 from grpo_ray.run.preflight import check_files, prepare
-from grpo_ray.tasks.prompt_ledger import PromptLedger
 from grpo_ray.telemetry.checkpoint import CheckpointState, make_store
 from grpo_ray.telemetry.console import RunConsole
 from grpo_ray.telemetry.rollout_log import write_rollouts
@@ -63,16 +63,13 @@ class SyntheticRun:
         return self.run
 
     def _write_rollouts(self) -> None:
-        ledger = self._prepared.ledger
+        size, prompts = self._config.algorithm.prompts_per_step, self._prepared.prompts
         for step in range(1, self._num_whole + 1):
-            items = ledger.take_new(self._config.algorithm.prompts_per_step)
+            items = [prompts.item(group_id) for group_id in range((step - 1) * size, step * size)]
             groups = [self._group(item, step - 1, self._config.algorithm.samples_per_prompt) for item in items]
             write_rollouts(self.run.rollouts_path(step), step, groups)
             if step == 1:
                 self._first = groups
-            for item in items:
-                ledger.mark_buffered(item.group_id)
-            ledger.mark_trained(item.group_id for item in items)
         for step in range(self._num_whole + 1, self._num_steps + 1):
             os.link(self.run.rollouts_path(step % self._num_whole + 1), self.run.rollouts_path(step))
 
@@ -138,13 +135,13 @@ class SyntheticRun:
             path = folder / "training" / name
             write_rollouts(path, None, ())
             sizes[f"training/{name}"] = path.stat().st_size
-        state = CheckpointState(step, self._ledger_at(step).state_dict(), dict(self._metrics()))
+        state = CheckpointState(step, self._book_at(step).state_dict(), dict(self._metrics()))
         store.commit(step, state, sizes)
 
-    def _ledger_at(self, step: int) -> PromptLedger:
-        ledger = self._prepared.ledger
+    def _book_at(self, step: int) -> GroupBook:
+        book = GroupBook.from_config(self._config, self._prepared.prompts, step)
         num_groups = step * self._config.algorithm.prompts_per_step
         done = {"next_group_id": num_groups, "num_trained": num_groups}
-        ledger.load_state_dict({**ledger.state_dict(), **done}, ())
-        ledger.take_new(self._config.algorithm.prompts_per_step)
-        return ledger
+        book.load_state_dict({**book.state_dict(), **done}, {})
+        book.admit(self._config.algorithm.prompts_per_step)
+        return book

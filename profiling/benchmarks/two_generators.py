@@ -21,13 +21,13 @@ from grpo_ray.actors.clients import (
     GeneratorClient,
 )
 from grpo_ray.actors.generator import Generator
-from grpo_ray.actors.weight_sync import PHASES, WeightSync, admission_of
+from grpo_ray.actors.weight_sync import PHASES, WeightSync
 from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.transfer.channels import join
-from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.messages import Snapshot, WeightSnapshot
 from grpo_ray.transfer.sender import Sender, make_sender
 from grpo_ray.transfer.snapshot import ReusedMemory, pack_weights
 from grpo_ray.transfer.wires import SendingLearner, Wires
@@ -103,7 +103,7 @@ async def _rounds(
     sender = make_sender(config, "127.0.0.1", torch.device("cpu"), join)
     backend = config.weight_sync.wire_backend
     wires = Wires(cast(SendingLearner, InThreads(sender)), "stage") if backend else None
-    sync = WeightSync(clients, admission_of(config), config.weight_sync.phase_timeout_s, 0, wires)
+    sync = WeightSync(clients, config.weight_sync.phase_timeout_s, 0, wires)
     dtype = getattr(torch, config.model.dtype)
     seconds: dict[str, list[float]] = {"sync": [], "copies": []}
     phases: dict[str, list[float]] = {phase: [] for phase in ("pack", *PHASES, "paused")}
@@ -119,7 +119,7 @@ async def _rounds(
         packed = time.perf_counter()
         reference: Ref[WeightSnapshot] = ray.put(snapshot)
         del snapshot  # its memory is packed into again
-        report = await sync.publish(version, (reference,))
+        report = await sync.publish(version, Snapshot(reference))
         ended = time.perf_counter()
         assert not report.failed, report.failed
         copying = time.perf_counter()

@@ -1,7 +1,7 @@
 """Weights from a Learner to a Generator in another process, by model size, transport and engine.
 
-The actors are real, and a run's own WeightSync does the transaction (stage, pause, load, finish, resume);
-the baseline is a plain copy of the same bytes in memory.
+The actors are real, and a run's own WeightSync does the transaction (stage, then switch: pause, load, finish,
+resume); the baseline is a plain copy of the same bytes in memory.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from benchmarks import two_generators
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART, model_folder
 from grpo_ray.actors.generator import Generator
-from grpo_ray.actors.weight_sync import PHASES, WeightSync, admission_of
+from grpo_ray.actors.weight_sync import PHASES, WeightSync
 from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor
 from grpo_ray.cluster.session import connected
 from grpo_ray.config import Config
@@ -25,6 +25,7 @@ from grpo_ray.config.loading import load_config
 from grpo_ray.engines import make_engine
 from grpo_ray.models.loading import load_policy
 from grpo_ray.models.policy_model import PolicyModel
+from grpo_ray.transfer.messages import Snapshot
 from grpo_ray.transfer.snapshot import ReusedMemory, pack_weights
 from grpo_ray.types import methods_with_bulk
 
@@ -109,7 +110,7 @@ async def _publish_all(
     config: Config, client: Client, model: PolicyModel, num_bytes: int, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Seconds of each sync, from the Learner's weights to a Generator that samples again, and of its phases."""
-    sync = WeightSync([client], admission_of(config), config.weight_sync.phase_timeout_s)
+    sync = WeightSync([client], config.weight_sync.phase_timeout_s)
     seconds: dict[str, list[float]] = {"copy": [], "sync": []}
     phases: dict[str, list[float]] = {phase: [] for phase in ("pack", "put", *PHASES, "paused")}
     source, target = (torch.full((num_bytes,), value, dtype=torch.uint8) for value in (1, 0))
@@ -124,7 +125,7 @@ async def _publish_all(
         reference = ray.put(snapshot)
         put = time.perf_counter()
         del snapshot  # the next takes its memory
-        report = await sync.publish(version, (reference,))
+        report = await sync.publish(version, Snapshot(reference))
         ended = time.perf_counter()
         assert not report.failed, report.failed
         del reference

@@ -9,7 +9,6 @@ from typing import Protocol, TypeVar
 import torch
 
 from grpo_ray.actors.clients import ServingActors
-from grpo_ray.actors.staleness import Admission
 from grpo_ray.actors.weight_sync import WeightSync
 from grpo_ray.config import Config
 from grpo_ray.engines.base import EngineDied
@@ -25,7 +24,7 @@ from grpo_ray.run.stalls import StallWatch
 from grpo_ray.telemetry.adapter_files import is_adapter
 from grpo_ray.telemetry.run_log import RunLog
 from grpo_ray.tools.export.merge import base_folder, merged_policy
-from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.messages import Snapshot, WeightSnapshot
 from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.types import PromptItem, Ref, SamplingSettings, ScoredGroup
 
@@ -52,9 +51,8 @@ class Evaluator:
         recovery = config.recovery
         self._calls = OpenCalls()
         budget = RestartBudget("recovery.max_restarts", recovery.max_restarts, recovery.restart_backoff_s)
-        nothing = Admission(max_lag=0, groups_per_step=0, num_steps=0)  # an evaluation dispatches by itself
         generators = list(actors.generators.values())
-        self._weight_sync = WeightSync(generators, nothing, config.weight_sync.phase_timeout_s)
+        self._weight_sync = WeightSync(generators, config.weight_sync.phase_timeout_s)
         context = ServingContext(config, actors, self._calls, log)
         self._pool = GeneratorPool(context, self._weight_sync, settings, budget)
         self._num_loaded = 0
@@ -90,10 +88,9 @@ class Evaluator:
         """
         snapshot = await asyncio.to_thread(_snapshot, self._config, path, self._num_loaded + 1)
         self._num_loaded += 1
-        boxed = (self._actors.put(snapshot),)
-        report = await self._weight_sync.publish(self._num_loaded, boxed)
-        for name, error in report.failed.items():
-            self._pool.retire(name, error)
+        report = await self._weight_sync.publish(self._num_loaded, Snapshot(self._actors.put(snapshot)))
+        for number, error in report.failed.items():
+            self._pool.fail(number, error)
 
     async def evaluate(
         self, items: Sequence[PromptItem], num_samples: int, take: Callable[[ScoredGroup], None]

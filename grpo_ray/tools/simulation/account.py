@@ -1,4 +1,4 @@
-"""The account of a simulated run, kept by its Learner and independent of the run's own ledger."""
+"""The account of a simulated run, kept by its Learner and independent of the run's own GroupBook."""
 
 from array import array
 from collections import Counter
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from grpo_ray.tasks.prompt_ledger import PromptLedger
+from grpo_ray.actors.groups import GroupBook
 from grpo_ray.types import ScoredGroup
 
 
@@ -50,13 +50,12 @@ class Account:
         self.trained.append(array("q", (group.group_id for group in fresh)))
         self.lags.append(lags)
 
-    def faults(self, ledger: PromptLedger) -> Faults:
-        """Compare with the ledger at the end of the run."""
+    def faults(self, book: GroupBook) -> Faults:
+        """Compare with the book at the end of the run."""
         times = Counter(group_id for step in self.trained for group_id in step)
-        others = ledger.unfinished | ledger.set_aside
-        num_left = ledger.num_left - len(ledger.set_aside)  # dropped for lack of signal: the ledger only counts
+        others = book.unfinished | book.given_up
         num_repeated = sum(count - 1 for count in times.values()) + len(others & times.keys())
-        num_lost = ledger.next_group_id - len(times.keys() | others) - num_left
+        num_lost = book.next_id - len(times.keys() | others) - book.num_dropped
         return Faults(self.num_stale, num_repeated, abs(num_lost))
 
     def lag_shares(self) -> dict[int, float]:

@@ -43,6 +43,7 @@ class SimulatedClient(LocalClient):
         trace: Trace | None = None,
         meter: CpuMeter | None = None,
         dispatch: Dispatch | None = None,
+        number: int = 0,
     ) -> None:
         """
         Args:
@@ -50,7 +51,7 @@ class SimulatedClient(LocalClient):
             dispatch: what a call of `generate` waits for; default: nothing.
         """
         actor = build()  # now, so that no metered call builds it
-        super().__init__(name, lambda: actor)
+        super().__init__(name, lambda: actor, number)
         self._trace, self._meter, self._dispatch = trace, meter, dispatch
 
     def die(self, reason: str = "it was ended") -> None:
@@ -109,7 +110,7 @@ class SimulatedActors(LocalActors):
             )  # built before the first call: simulated time stands still meanwhile
 
     def _client(self, name: str, build: Callable[[], Any]) -> SimulatedClient:
-        return SimulatedClient(name, build, self._trace, self._meter, self._dispatch)
+        return SimulatedClient(name, build, self._trace, self._meter, self._dispatch, next(self._numbers))
 
     def _new_generator(self, name: str) -> SimulatedClient:
         seed = self._seed_of(name)

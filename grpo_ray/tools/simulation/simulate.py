@@ -1,4 +1,4 @@
-"""A whole run in virtual time: the run's own controller, producer, buffer, weight sync, ledger and recovery.
+"""A whole run in virtual time: the run's own controller, producer, buffer, weight sync and recovery.
 
 Only the engines, the Learner (all its ranks as one), Scorers, Teachers and EnvironmentWorkers are simulated
 (engine.py, workers.py, environments.py). No model, text or transport of weights is there, so checkpoints hold
@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_ray.actors.groups import GroupBook
 from grpo_ray.config import Config
 from grpo_ray.run.controller import Controller
 from grpo_ray.run.preflight import Prepared
 from grpo_ray.run.restores import train_through_restores
 from grpo_ray.tasks import make_order, parts_of
 from grpo_ray.tasks.examples import Example
-from grpo_ray.tasks.prompt_ledger import PromptLedger
+from grpo_ray.tasks.prompt_stream import PromptStream
 from grpo_ray.tasks.prompts import Prompter, TextTemplate, make_items
 from grpo_ray.telemetry.clock import simulated_by
 from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
@@ -103,6 +104,7 @@ def simulate(
     watch = watch or Watch()
     prepared = prepared_for(config, speeds)
     lives: list[SimulatedActors] = []  # one between two restores
+    books: list[GroupBook] = []
 
     @contextmanager
     def host(*args: Any) -> Iterator[SimulatedActors]:
@@ -113,6 +115,8 @@ def simulate(
         yield actors
 
     def drive(controller: Controller) -> None:
+        books.append(controller.book)
+
         async def main() -> None:
             if meter is not None:
                 asyncio.get_running_loop().set_task_factory(meter.make_task)
@@ -128,14 +132,14 @@ def simulate(
     with simulated_by(clock):
         train_through_restores(config, prepared, run, watch, host, drive)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    faults = account.faults(prepared.ledger)
+    faults = account.faults(books[-1])
     cpu_s = time.process_time() - began
     steps = last_of_each_step(run.metrics_path)
     return Simulated(config, watch, steps, account, faults, clock.now, cpu_s, peak_bytes)
 
 
 def prepared_for(config: Config, speeds: Speeds) -> Prepared:
-    """Return a ledger of prompts that all have the same length, and one validation prompt."""
+    """Return prompts that all have the same length, and one validation prompt."""
     fresh = config.algorithm.num_steps * config.fresh_per_step
     parts = {name: min(MAX_EXAMPLES, fresh) for name in parts_of(config.task)}
     examples = [Example(str(n), "", task=name) for name, number in parts.items() for n in range(number)]
@@ -150,5 +154,5 @@ def prepared_for(config: Config, speeds: Speeds) -> Prepared:
         model=StartingModel("simulated", (END_TOKEN,), speeds.prompt_tokens + config.sampling.max_tokens),
         validation=make_items(examples[:1], prompters),
         longest_prompt=speeds.prompt_tokens,
-        ledger=PromptLedger(examples, prompters, make_order(config.task, parts, config.run.seed)),
+        prompts=PromptStream(examples, prompters, make_order(config.task, parts, config.run.seed)),
     )

@@ -139,12 +139,18 @@ class SimulatedScorer:
                 verdict_on,  # loads torch, which a plain simulation does without
             )
 
-            return verdict_on(episodes, self._config.algorithm, self._config.episodes.turn_discount)
+            verdict = verdict_on(episodes, self._config.algorithm, self._config.episodes.turn_discount)
+            return self._with_facts(group, verdict)
         rng = random.Random(f"{self._config.run.seed}/{group.item.group_id}/{group.item.num_cuts}")
         pass_rate = rng.random()
         draws = [float(rng.random() < pass_rate) for _ in group.completions]
         rewards = np.array(draws, np.float32)
-        return Verdict(rewards, np.ones_like(rewards), rewards, rewards - rewards.mean())
+        verdict = Verdict(rewards, np.ones_like(rewards), rewards, rewards - rewards.mean())
+        return self._with_facts(group, verdict)
+
+    def _with_facts(self, group: RolloutGroup, verdict: Verdict) -> Verdict:
+        metric, teacher = self._config.algorithm.dynamic_sampling_metric, self._config.distillation.teacher
+        return verdict.with_facts(group, metric, teacher is not None)
 
 
 class SimulatedTeacher:
