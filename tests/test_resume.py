@@ -316,7 +316,7 @@ def test_a_resumed_run_that_loses_its_last_checkpoint_begins_again_with_its_firs
     monkeypatch.setattr(training, "_hosted", free)
     monkeypatch.setattr(training, "_run_to_the_end", lambda _, prepared, *__: streams.append(prepared.prompts))
     training.resume(str(run.path), [])
-    book = GroupBook.from_config(make(), streams[0])
+    book = GroupBook(make(), streams[0])
     first = streams[0].state_dict()
     book.admit(8)
     write_checkpoint(run, 2, 0, book.state_dict())

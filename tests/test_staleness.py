@@ -200,7 +200,7 @@ class Schedule:
         serving: list[Any] = list(generators)
         self.sync = WeightSync(serving, call_timeout_s=5, version=version)
         self.buffer = TrajectoryBuffer(config, None, checkpoint)
-        self.book = GroupBook.from_config(config, make_prompts(), version)
+        self.book = GroupBook(config, make_prompts(), version)
         travel = pace.of("travel")
         self.actors = Actors(Remote(self.buffer, travel), Remote(self.sync, travel))
         pool: Any = PacedPool(generators, pace)

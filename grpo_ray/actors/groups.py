@@ -15,7 +15,7 @@ so no group is lost, and none is trained twice.
 The buffer holds the bytes of groups that are BUFFERED, DROPPED or, until they are handed out, IN_BATCH.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -24,7 +24,7 @@ from grpo_ray.actors.batch_queue import BatchQueue
 from grpo_ray.actors.staleness import Admission, extra_slots_at, oldest_allowed, version_trained_at
 from grpo_ray.config import Config
 from grpo_ray.tasks.prompt_stream import PromptStream
-from grpo_ray.types import GroupFacts, PromptItem
+from grpo_ray.types import NO_VERSION, GroupFacts, PromptItem
 
 
 class State(Enum):
@@ -39,15 +39,14 @@ class State(Enum):
     WAITING = "waiting"  # to be dispatched again
 
 
-IN_BUFFER = (State.ENTERING, State.BUFFERED)
-UNSCORED = (State.IN_FLIGHT,)
+UNKNOWN = GroupFacts(NO_VERSION, has_signal=True, num_bytes=0, outcome=None)
 
 
 @dataclass
 class _Group:
     state: State
     version: int | None = None  # published when a Generator was given it; None while it waits for one
-    facts: GroupFacts | None = None  # from the Scorer's verdict on
+    facts: GroupFacts = UNKNOWN  # from the Scorer's verdict on
     num_cuts: int = 0
 
 
@@ -67,65 +66,33 @@ class Batch:
 class GroupBook:
     """The state of every group, the admission of new ones, and the choice of each batch."""
 
-    def __init__(
-        self,
-        prompts: PromptStream,
-        queue: BatchQueue,
-        admission: Admission,
-        max_lag: int,
-        max_bytes: int,
-        version: int = 0,
-        cuts_late: bool = False,
-        masked_tasks: Collection[str] = (),
-    ) -> None:
+    def __init__(self, config: Config, prompts: PromptStream, version: int = 0) -> None:
         """
         Args:
-            queue: the order of batches, which the book alone changes.
-            max_lag: of a token at the step that trains it, in versions.
-            max_bytes: of the groups in the buffer, beyond those that the next batch waits for.
             version: the published one.
-            cuts_late: cut off groups that would be too old for the next batch (oversampling).
-            masked_tasks: tasks whose old groups are kept, because the buffer masks their old tokens.
         """
-        self._prompts, self._queue, self._admission = prompts, queue, admission
-        self._max_lag, self._max_bytes = max_lag, max_bytes
-        self._cuts_late, self._masked_tasks = cuts_late, frozenset(masked_tasks)
-        self.published_version = version
+        fresh, is_oversampled = config.fresh_per_step, config.num_oversampled > 0
+        max_dropped = config.algorithm.dynamic_sampling_tries * fresh
+        self._prompts, self.published_version = prompts, version
+        self._queue = BatchQueue(fresh, config.buffer.lookahead, is_oversampled, max_dropped)
+        self._max_lag, num_steps = config.weight_sync.max_lag, config.algorithm.num_steps
+        self._admission = Admission(
+            self._max_lag - config.steps_overtaken, fresh, num_steps, config.num_oversampled
+        )
+        self._max_bytes = int(config.buffer.max_gib * 2**30)  # beyond the groups that the next batch waits for
+        self._cuts_late = is_oversampled
+        masks_old = config.episodes.over_age == "mask"  # the buffer masks old tokens of episodes
+        self._masked_tasks = frozenset(config.episode_tasks if masks_old else ())
         self._groups: dict[int, _Group] = {}
-        self._by_state: dict[State, dict[int, bool]] = {state: {} for state in State}  # in order of arrival
+        self._by_state: dict[State, dict[int, bool]] = {state: {} for state in State}  # has_signal, by arrival
         self._next_id = 0
         self._set_aside: set[int] = set()
         self._num_trained = self._num_dropped = 0
-        self._num_bytes = 0  # of the groups IN_BUFFER
+        self._num_bytes = 0  # of the groups that are ENTERING or BUFFERED
         self._oldest_kept = 0  # groups with a token of an earlier version come too late
         self._discarded: list[int] = []  # their bytes are still in the buffer
         self._batch: Batch | None = None  # chosen, and not trained yet
         self._num_refused = self._num_cut = self.num_set_aside = 0  # since the last batch
-
-    @classmethod
-    def from_config(cls, config: Config, prompts: PromptStream, version: int = 0) -> "GroupBook":
-        """Return the book of a run at `version` that has taken no group yet."""
-        is_oversampled = config.num_oversampled > 0
-        fresh, max_lag = config.fresh_per_step, config.weight_sync.max_lag
-        queue = BatchQueue(
-            fresh,
-            config.buffer.lookahead,
-            first_come=is_oversampled,
-            max_dropped=config.algorithm.dynamic_sampling_tries * fresh,
-        )
-        slots = Admission(
-            max_lag - config.steps_overtaken, fresh, config.algorithm.num_steps, config.num_oversampled
-        )
-        return cls(
-            prompts,
-            queue,
-            slots,
-            max_lag,
-            int(config.buffer.max_gib * 2**30),
-            version,
-            cuts_late=is_oversampled,
-            masked_tasks=config.episode_tasks if config.episodes.over_age == "mask" else (),
-        )
 
     # Admission
 
@@ -152,7 +119,7 @@ class GroupBook:
         new = range(self._next_id, self._next_id + max(0, min(num_new, max_groups - len(again))))
         for group_id in new:
             self._groups[group_id] = _Group(State.IN_FLIGHT)
-            self._by_state[State.IN_FLIGHT][group_id] = True
+            self._put_into(State.IN_FLIGHT, group_id)
         self._next_id += len(new)
         return [self._prompts.item(group_id, self._groups[group_id].num_cuts) for group_id in (*again, *new)]
 
@@ -160,18 +127,19 @@ class GroupBook:
 
     def sampling(self, group_id: int) -> None:
         """Note that a Generator has been given the group, under the published version."""
-        self._checked([group_id], UNSCORED)
+        self._checked([group_id], (State.IN_FLIGHT,))
         self._groups[group_id].version = self.published_version
 
     def scored(self, group_id: int, facts: GroupFacts) -> None:
         """Note the Scorer's verdict; from here on the group is not cut off, and it waits for room."""
-        self._move([group_id], UNSCORED, State.SCORED)
+        self._move([group_id], (State.IN_FLIGHT,), State.SCORED)
         self._groups[group_id].facts = facts
 
     def enter(self, group_id: int) -> bool:
         """Let a scored group into the buffer if there is room, or the next batch waits for it."""
-        num_bytes = self._facts(group_id).num_bytes
-        if not self._queue.is_awaited(group_id) and self._num_bytes + num_bytes > self._max_bytes:
+        self._checked([group_id], (State.SCORED,))
+        num_bytes = self._num_bytes + self._groups[group_id].facts.num_bytes
+        if num_bytes > self._max_bytes and not self._queue.is_awaited(group_id):
             return False
         self._move([group_id], (State.SCORED,), State.ENTERING)
         return True
@@ -194,7 +162,7 @@ class GroupBook:
 
     def set_aside(self, group_id: int) -> None:
         """Give up a group that could not be finished; another one gets its slot."""
-        self._leave([group_id], UNSCORED)
+        self._leave([group_id], (State.IN_FLIGHT,))
         self._set_aside.add(group_id)
         self.num_set_aside += 1
         self._queue.leave([group_id])
@@ -245,7 +213,7 @@ class GroupBook:
         assert batch is not None, "no batch was taken"
         assert batch.step == step, f"step {batch.step} is in training"
         done = [*batch.group_ids, *batch.dropped_ids]
-        outcomes = {group_id: self._facts(group_id).outcome for group_id in done}
+        outcomes = {group_id: self._groups[group_id].facts.outcome for group_id in done}
         self._prompts.observe({g: outcome for g, outcome in outcomes.items() if outcome is not None})
         self._leave(done, (State.IN_BATCH,))
         self._num_trained += len(batch.group_ids)
@@ -317,28 +285,26 @@ class GroupBook:
             "num_dropped": self._num_dropped,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], held: Mapping[int, GroupFacts]) -> None:
+    def load_state_dict(self, saved: Mapping[str, Any], held: Mapping[int, GroupFacts]) -> None:
         """Restore a new book at the checkpoint's version; the stream of prompts has been restored before.
 
         Args:
             held: the groups that the buffer holds, by id; every other unfinished group waits.
         """
         assert not self._groups, "the book is in use"
-        unfinished = {*state["waiting"], *state["in_flight"], *state["buffered"]}
-        self._next_id = state["next_group_id"]
-        self._set_aside = set(state["set_aside"])
-        self._num_trained, self._num_dropped = state["num_trained"], state["num_dropped"]
+        unfinished = {*saved["waiting"], *saved["in_flight"], *saved["buffered"]}
+        self._next_id = saved["next_group_id"]
+        self._set_aside = set(saved["set_aside"])
+        self._num_trained, self._num_dropped = saved["num_trained"], saved["num_dropped"]
         num_left = self._num_dropped + len(self._set_aside)
         self._admission.extra_slots += extra_slots_at(
             self.published_version, self._num_trained, num_left, 0, self._admission.groups_per_step
         )
         self._queue.begin(unfinished, self._next_id)
         for group_id in sorted(unfinished):
-            is_held = group_id in held
-            group = _Group(State.BUFFERED if is_held else State.WAITING, facts=held.get(group_id))
-            self._groups[group_id] = group
-            self._by_state[group.state][group_id] = group.facts.has_signal if group.facts else True
-            self._num_bytes += group.facts.num_bytes if group.facts else 0
+            state = State.BUFFERED if group_id in held else State.WAITING
+            self._groups[group_id] = _Group(state, facts=held.get(group_id, UNKNOWN))
+            self._put_into(state, group_id)
         self._settle()
 
     # Moves
@@ -365,10 +331,8 @@ class GroupBook:
             self._take_from(group_id, group)
             group.state = target
             if target in (State.WAITING, State.IN_FLIGHT):
-                group.version, group.facts = None, None
-            self._by_state[target][group_id] = group.facts.has_signal if group.facts else True
-            if target in IN_BUFFER and group.facts:
-                self._num_bytes += group.facts.num_bytes
+                group.version, group.facts = None, UNKNOWN
+            self._put_into(target, group_id)
 
     def _leave(self, group_ids: Iterable[int], sources: Sequence[State]) -> None:
         """Remove the records of groups that are done."""
@@ -377,14 +341,14 @@ class GroupBook:
             self._take_from(group_id, self._groups.pop(group_id))
         self._prompts.forget(ids)
 
+    def _put_into(self, state: State, group_id: int) -> None:
+        facts = self._groups[group_id].facts
+        self._by_state[state][group_id] = facts.has_signal
+        self._num_bytes += facts.num_bytes if state in (State.ENTERING, State.BUFFERED) else 0
+
     def _take_from(self, group_id: int, group: _Group) -> None:
         del self._by_state[group.state][group_id]
-        if group.state in IN_BUFFER:
-            self._num_bytes -= self._bytes_of(group)
-
-    @staticmethod
-    def _bytes_of(group: _Group) -> int:
-        return group.facts.num_bytes if group.facts else 0
+        self._num_bytes -= group.facts.num_bytes if group.state in (State.ENTERING, State.BUFFERED) else 0
 
     def _cut(self, group_ids: Sequence[int]) -> None:
         """Let groups that come too late for the next batch wait, and count the cut."""
@@ -393,7 +357,7 @@ class GroupBook:
         self._num_cut += len(group_ids)
         buffered = [g for g in group_ids if self._groups[g].state is State.BUFFERED]
         self._discard(buffered)
-        self._move([g for g in group_ids if g not in set(buffered)], UNSCORED, State.WAITING)
+        self._move([g for g in group_ids if g not in set(buffered)], (State.IN_FLIGHT,), State.WAITING)
 
     def _discard(self, group_ids: Sequence[int]) -> None:
         self._discarded += group_ids
@@ -406,13 +370,8 @@ class GroupBook:
         self._admission.extra_slots += len(dropped)
         return bool(dropped)
 
-    def _facts(self, group_id: int) -> GroupFacts:
-        facts = self._groups[group_id].facts
-        assert facts is not None, f"group {group_id} has no verdict"
-        return facts
-
     def _is_too_old(self, group_id: int, oldest_version: int) -> bool:
-        return self._facts(group_id).oldest_version < oldest_version and not self._keeps_old(group_id)
+        return self._groups[group_id].facts.oldest_version < oldest_version and not self._keeps_old(group_id)
 
     def _keeps_old(self, group_id: int) -> bool:
         return bool(self._masked_tasks) and self._prompts.item(group_id).task in self._masked_tasks

@@ -78,7 +78,7 @@ class Controller:
         self._context = context = RunContext(config, actors, self._calls, log, self._clock)
         settings = training_settings(config.sampling, prepared.model.end_token_ids)
         self._pool = GeneratorPool(context, actors.weight_sync, settings, budget)
-        self.book = GroupBook.from_config(config, prepared.prompts, self._version)
+        self.book = GroupBook(config, prepared.prompts, self._version)
         self._producer = RolloutProducer(context, self.book, self._pool)
         self._step_metrics = StepMetrics(context, self._pool)
         self._validation = Validation(context, prepared.validation, self._pool)

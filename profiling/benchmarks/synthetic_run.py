@@ -139,7 +139,7 @@ class SyntheticRun:
         store.commit(step, state, sizes)
 
     def _book_at(self, step: int) -> GroupBook:
-        book = GroupBook.from_config(self._config, self._prepared.prompts, step)
+        book = GroupBook(self._config, self._prepared.prompts, step)
         num_groups = step * self._config.algorithm.prompts_per_step
         done = {"next_group_id": num_groups, "num_trained": num_groups}
         book.load_state_dict({**book.state_dict(), **done}, {})
