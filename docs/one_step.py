@@ -11,11 +11,11 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_ray.algorithms import Objective, group_advantages, policy_gradient_step, token_log_probs
 from grpo_ray.config.loading import load_config
 from grpo_ray.engines.torch_engine import TorchEngine
-from grpo_ray.models.loading import load_policy
-from grpo_ray.models.model_files import load_tokenizer
+from grpo_ray.learning.loading import load_policy
+from grpo_ray.learning.model_files import load_tokenizer
+from grpo_ray.objectives import Objective, group_advantages, policy_gradient_step, token_log_probs
 from grpo_ray.run.tiny_model import tiny_model_folder
 from grpo_ray.tasks import load_examples
 from grpo_ray.tasks.prompts import load_template

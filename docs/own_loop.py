@@ -6,7 +6,7 @@ N prompts with G responses each make `batch` = N * G rows of `seq` tokens.
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from grpo_ray.algorithms import Objective, get_response_log_probs, group_advantages, policy_gradient_step
+from grpo_ray.objectives import Objective, get_response_log_probs, group_advantages, policy_gradient_step
 
 N, G, LENGTH, VOCAB, TEMPERATURE = 8, 8, 12, 64, 0.8
 OBJECTIVE = Objective("grpo_clip", "token_mean", cliprange_high=0.28)  # what is left out is as in a run

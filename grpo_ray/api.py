@@ -19,16 +19,16 @@ import pyarrow as pa
 from grpo_ray.config.loading import make_config, read_config
 from grpo_ray.config.user_code import import_from
 from grpo_ray.errors import RunError
-from grpo_ray.telemetry.json_lines import read_lines
-from grpo_ray.telemetry.rollout_log import read_table
-from grpo_ray.telemetry.run_files import RunDirectory
-from grpo_ray.telemetry.run_state import read_state
+from grpo_ray.records.json_lines import read_lines
+from grpo_ray.records.rollout_log import read_table
+from grpo_ray.records.run_files import RunDirectory
+from grpo_ray.watch.run_state import read_state
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from grpo_ray.records.evaluation_summary import EvaluationSummary
     from grpo_ray.tasks.examples import Example
-    from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in a terminal; torch, which reads it, comes later
 T = TypeVar("T")
@@ -93,8 +93,8 @@ class Run:
         from transformers import AutoModelForCausalLM
 
         from grpo_ray.config.loading import load_config
-        from grpo_ray.models.model_files import load_tokenizer
-        from grpo_ray.telemetry.checkpoint import CheckpointStore
+        from grpo_ray.learning.model_files import load_tokenizer
+        from grpo_ray.records.checkpoint import CheckpointStore
         from grpo_ray.tools.export.merge import base_folder, merged_policy
 
         config = load_config(self._run.config_path)

@@ -63,7 +63,7 @@ class PromptItem:
     """One prompt to be sampled as a group.
 
     `group_id` is the prompt's position in the order of the whole run (epoch after epoch), which is also the
-    order of batches (actors/batch_queue.py).
+    order of batches (core/batch_queue.py).
     """
 
     group_id: int

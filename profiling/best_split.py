@@ -24,8 +24,7 @@ from statistics import fmean
 from benchmarks.tiny_learner import QUICKSTART
 
 from grpo_ray.config.loading import load_config
-from grpo_ray.telemetry.memory import imports_left_alone
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.drawing.figures import COLORS, MARKERS, new_figure, save, tidy
 from grpo_ray.tools.planning.hardware import (
     ENGINE_STEP_S,
@@ -37,6 +36,7 @@ from grpo_ray.tools.planning.hardware import (
 )
 from grpo_ray.tools.simulation.simulate import simulate
 from grpo_ray.tools.simulation.speeds import LognormalLengths, Speeds
+from grpo_ray.watch.memory import imports_left_alone
 
 PARAMETERS, KEY_VALUE_BYTES = 7.6e9, 57_344  # Qwen2.5-7B: 28 layers, 4 heads of 128 keys and values, bfloat16
 PROMPT, MEAN, LIMIT = 256, 1024.0, 8192  # tokens of a prompt, and of responses: their mean, and the limit

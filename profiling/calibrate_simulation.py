@@ -25,8 +25,7 @@ from pathlib import Path
 from benchmarks.cpu_log import logging_cpu, read_cpu_log
 
 from grpo_ray.config.loading import load_config
-from grpo_ray.telemetry.run_files import RunDirectory
-from grpo_ray.telemetry.run_log import Metrics
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.arguments import non_negative, positive
 from grpo_ray.tools.cli import set_library_defaults
 from grpo_ray.tools.simulation.calibration import calibrate, lines_of
@@ -34,6 +33,7 @@ from grpo_ray.tools.simulation.command import DEFAULTS
 from grpo_ray.tools.simulation.records import RecordedRun, read_run
 from grpo_ray.tools.simulation.simulate import simulate
 from grpo_ray.tools.simulation.speeds import Speeds, replayed_lengths
+from grpo_ray.watch.run_log import Metrics
 
 QUICKSTART = "configs/quickstart.yaml"
 WORK = ["evaluation.every_num_steps=1000000", "checkpoint.every_num_steps=1000000", "generator.num_cpus=0.25"]

@@ -14,8 +14,8 @@ import psutil
 from chaos_process_faults import Inject, hang, signalled
 from chaos_run import INTERRUPTED, ChaosRun, wait_until_gone
 
+from grpo_ray.records.checkpoint import CheckpointStore
 from grpo_ray.run.signals import CLEAN_UP_S
-from grpo_ray.telemetry.checkpoint import CheckpointStore
 
 
 def fill_disk(run: ChaosRun, draw: random.Random) -> str | None:

@@ -27,13 +27,13 @@ from typing import Any
 
 import torch
 
-from grpo_ray.actors.generator import Generator
-from grpo_ray.actors.learner import Learner
-from grpo_ray.actors.scorer import Scorer
 from grpo_ray.cluster import hosting
+from grpo_ray.core.generator import Generator
+from grpo_ray.core.learner import Learner
+from grpo_ray.core.scorer import Scorer
 from grpo_ray.engines.base import Engine
-from grpo_ray.models.sequences import TrainSequence
-from grpo_ray.policy import training_state
+from grpo_ray.learning import training_state
+from grpo_ray.learning.sequences import TrainSequence
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.isolation import processes
 from grpo_ray.rewards.isolation.pool import ScoringError

@@ -20,7 +20,7 @@ from chaos_memory import Memory
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 
 DRIVER = Path(__file__).with_name("chaos_driver.py")
 TRIGGERS = "GRPO_RAY_CHAOS_TRIGGERS"

@@ -29,10 +29,10 @@ from typing import Any
 import psutil
 import yaml
 
-from grpo_ray.telemetry.ranks import SLOWEST
-from grpo_ray.telemetry.run_files import read_metrics
+from grpo_ray.records.run_files import read_metrics
 from grpo_ray.tools.report.series import make_series
 from grpo_ray.tools.report.stage_times import stage_times
+from grpo_ray.watch.ranks import SLOWEST
 
 HERE = Path(__file__).parent
 DASHBOARD = HERE / "grafana" / "grpo_ray.json"

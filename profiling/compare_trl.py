@@ -37,11 +37,11 @@ from rich.console import Console
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.models.model_files import load_tokenizer
+from grpo_ray.learning.model_files import load_tokenizer
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run.tiny_model import tiny_model_folder
 from grpo_ray.tasks import load_examples
 from grpo_ray.tasks.prompts import Prompter, template_of
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.arguments import positive
 from grpo_ray.tools.cli import set_library_defaults
 

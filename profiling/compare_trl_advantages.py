@@ -25,11 +25,11 @@ from compare_trl import trl_problem
 from compare_trl_losses import MAX_TOKENS, SEQ, TOLERANCE, run_side
 from torch import Tensor
 
-from grpo_ray.actors.batch_advantages import needs_batch, with_batch_advantages
-from grpo_ray.algorithms import Objective, advantages_of, loss_denominator, policy_gradient_step
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.models.sequences import sequences_of
+from grpo_ray.learning.batch_advantages import needs_batch, with_batch_advantages
+from grpo_ray.learning.sequences import sequences_of
+from grpo_ray.objectives import Objective, advantages_of, loss_denominator, policy_gradient_step
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup
 
 TRL_SIDE = Path(__file__).with_name("trl_advantages_side.py")

@@ -23,8 +23,8 @@ from benchmarks.tiny_learner import model_folder
 from compare_trl import trl_problem
 from torch import Tensor
 
-from grpo_ray.algorithms import SELECTIONS, CorrectionInputs, Objective, loss_denominator, policy_gradient_step
 from grpo_ray.config.algorithm import AlgorithmConfig
+from grpo_ray.objectives import SELECTIONS, CorrectionInputs, Objective, loss_denominator, policy_gradient_step
 
 TRL_SIDE = Path(__file__).with_name("trl_losses_side.py")
 BATCH, SEQ, MAX_TOKENS = 12, 10, 16

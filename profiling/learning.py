@@ -18,7 +18,7 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.cli import set_library_defaults
 from grpo_ray.tools.drawing.figures import draw_spread, legend_beside, new_figure, save, tidy
 

@@ -10,14 +10,14 @@ import ray
 from ray.actor import ActorHandle
 from ray_scale_processes import AccountingLearner, EngineProcess, LogicalHandle, account_path
 
-from grpo_ray.actors.clients import GeneratorClient, LearnerClient, ScorerClient
-from grpo_ray.actors.generator import Generator
 from grpo_ray.cluster.hosting import ActorGroup, on_this_node
 from grpo_ray.cluster.placement import LEARNER, generator_names
 from grpo_ray.cluster.session import Placement
 from grpo_ray.config import Config
+from grpo_ray.core.clients import GeneratorClient, LearnerClient, ScorerClient
+from grpo_ray.core.generator import Generator
 from grpo_ray.engines import engine_seed
-from grpo_ray.telemetry.checkpoint import Checkpoint
+from grpo_ray.records.checkpoint import Checkpoint
 from grpo_ray.tools.simulation.cores import cores_of
 from grpo_ray.tools.simulation.speeds import Lengths, Speeds
 from grpo_ray.tools.simulation.workers import SimulatedScorer

@@ -21,17 +21,17 @@ from ray_scale_actors import ScaleActors
 from ray_scale_plan import Measured, Plan
 from ray_scale_processes import account_path, read_account
 
-from grpo_ray.actors.groups import GroupBook
 from grpo_ray.cluster import session
 from grpo_ray.config.loading import load_config
-from grpo_ray.run.controller import Controller
+from grpo_ray.core.controller import Controller
+from grpo_ray.core.groups import GroupBook
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run.restores import train_through_restores
-from grpo_ray.telemetry.loop_lag import LoopLag
-from grpo_ray.telemetry.memory import ProcessFamily
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
-from grpo_ray.telemetry.run_state import reported
 from grpo_ray.tools.simulation.simulate import Watch, prepared_for
 from grpo_ray.tools.simulation.speeds import LognormalLengths, Speeds
+from grpo_ray.watch.loop_lag import LoopLag
+from grpo_ray.watch.memory import ProcessFamily
+from grpo_ray.watch.run_state import reported
 
 
 class _Stopwatch:

@@ -7,7 +7,7 @@ from typing import Any
 
 from small_run import QUICKSTART
 
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
 
 PROGRAM = str(Path(__file__).with_name("any_reward_cli.py"))

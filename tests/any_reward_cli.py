@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_ray.actors.scorer import Scorer
 from grpo_ray.cluster import hosting
+from grpo_ray.core.scorer import Scorer
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.tools.cli import main
 

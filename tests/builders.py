@@ -17,10 +17,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from grpo_ray.actors.learner import Learner
-from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
 from grpo_ray.config import Config
 from grpo_ray.config.losses import loss_record
+from grpo_ray.core.buffer import TrajectoryBuffer
+from grpo_ray.core.learner import Learner
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings, ScoredGroup, Verdict
 
 

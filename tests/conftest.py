@@ -152,8 +152,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def _write_model(folder: Path, tied: bool, hidden_size: int, implementation: Implementation) -> None:
     from builders import perturb
 
-    from grpo_ray.models.tiny import build_model
-    from grpo_ray.models.tiny_tokenizer import train_tokenizer
+    from grpo_ray.learning.tiny import build_model
+    from grpo_ray.learning.tiny_tokenizer import train_tokenizer
     from grpo_ray.tasks.sorting import warmup_pairs
 
     pairs = warmup_pairs(SortingTaskConfig(), seed=0, num_pairs=300)
@@ -173,7 +173,7 @@ def tiny_moe(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[...,
     """The folder of a random Qwen3-MoE with tokenizer: 2 layers of 4 experts, of which a token takes 2."""
     from builders import perturb, tiny_mixture
 
-    from grpo_ray.models.model_files import load_tokenizer
+    from grpo_ray.learning.model_files import load_tokenizer
 
     folder = tmp_path_factory.mktemp("tiny-moe")
     tokenizer = load_tokenizer(str(tiny_model()))
@@ -205,7 +205,7 @@ def any_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reward that a random model earns sometimes, so that every step has a gradient."""
     from any_reward_cli import ParityGrader
 
-    from grpo_ray.actors import scorer
+    from grpo_ray.core import scorer
     from grpo_ray.tools.audit import regrader
 
     monkeypatch.setattr(scorer, "Grader", ParityGrader)

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from builders import make_completion, make_item
 
-from grpo_ray.actors.scorer import Scorer
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config.algorithm import AlgorithmConfig
+from grpo_ray.core.scorer import Scorer
 from grpo_ray.episodes.outcome import EpisodeResult, Status
 from grpo_ray.episodes.segments import Segments
 from grpo_ray.types import Episode, RolloutGroup, ScoredGroup

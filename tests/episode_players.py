@@ -13,7 +13,7 @@ from grpo_ray.episodes.chat_template import ChatTemplate
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.tool_calls import ToolParser
-from grpo_ray.models.tiny_tokenizer import train_tokenizer
+from grpo_ray.learning.tiny_tokenizer import train_tokenizer
 from grpo_ray.tasks.sorting import warmup_pairs
 from grpo_ray.types import Completion, SamplingSettings
 

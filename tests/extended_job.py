@@ -13,11 +13,11 @@ import torch
 from local_runs import make_config, train
 
 import grpo_ray
-from grpo_ray.algorithms import Objective
-from grpo_ray.models.model_files import load_tokenizer
+from grpo_ray.learning.model_files import load_tokenizer
+from grpo_ray.objectives import Objective
+from grpo_ray.records.rollout_log import read_groups
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run.tiny_model import tiny_model_folder
-from grpo_ray.telemetry.rollout_log import read_groups
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
 from grpo_ray.transfer.snapshot import pack_weights
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from any_reward_cli import AnyRewardScorer
 
-from grpo_ray.actors.learner import Learner
 from grpo_ray.cluster import hosting
+from grpo_ray.core.learner import Learner
 from grpo_ray.tools.cli import main
 
 HEADER_BYTES = 24

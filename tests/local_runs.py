@@ -11,12 +11,12 @@ from small_run import QUICKSTART, SMALL
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.run.controller import Controller
+from grpo_ray.core.controller import Controller
+from grpo_ray.records.evaluation_summary import EvaluationSummary
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.run.preflight import check_files, prepare
 from grpo_ray.run.restores import train_through_restores
-from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
-from grpo_ray.telemetry.run_files import RunDirectory
-from grpo_ray.telemetry.trackers import tracking
+from grpo_ray.watch.trackers import tracking
 
 Watcher = Callable[[LocalActors, Controller], Any]  # a coroutine function that interferes with a run
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from builders import make_completion
 
-from grpo_ray.actors.generator import Generator
 from grpo_ray.cluster.local import LocalClient, LocalServing
 from grpo_ray.config import Config
-from grpo_ray.models.model_files import load_tokenizer
+from grpo_ray.core.generator import Generator
+from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.tools.evaluation import evaluate
 from grpo_ray.tools.evaluation.evaluation_plan import EvaluationPlan
 from grpo_ray.types import Completion, SamplingSettings, StartingModel

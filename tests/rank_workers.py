@@ -9,14 +9,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from grpo_ray.policy.ranks import Seat
-from grpo_ray.policy.rendezvous import NUM_BYTES, open_store
+from grpo_ray.learning.ranks import Seat
+from grpo_ray.learning.rendezvous import NUM_BYTES, open_store
 
 TIMEOUT_S = 120.0
 ANSWER_S = 1200.0  # for all that a rank does: some tests train with every setting in one call
 SECRET = bytes(range(NUM_BYTES))
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["grpo_ray.actors.learner", "builders", "peft"])
+context.set_forkserver_preload(["grpo_ray.core.learner", "builders", "peft"])
 
 
 def on_ranks(

@@ -9,9 +9,9 @@ from typing import Any
 from builders import make_completion, make_group, make_item
 
 from grpo_ray.config import Config
-from grpo_ray.telemetry.checkpoint import CheckpointState, CheckpointStore
-from grpo_ray.telemetry.rollout_log import write_rollouts
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.records.checkpoint import CheckpointState, CheckpointStore
+from grpo_ray.records.rollout_log import write_rollouts
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.types import ScoredGroup
 
 HOSTILE = [

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from grpo_ray.telemetry import actor_log
-from grpo_ray.telemetry.actor_log import older, redirect_output, shorten
+from grpo_ray.watch import actor_log
+from grpo_ray.watch.actor_log import older, redirect_output, shorten
 
 LIMIT = 20_000
 ACTOR = """
 import subprocess, sys, time
 from pathlib import Path
-from grpo_ray.telemetry import actor_log
+from grpo_ray.watch import actor_log
 actor_log.MAX_BYTES, actor_log.LOOK_EVERY_S = LIMIT, 0.01
 actor_log.redirect_output(Path(sys.argv[1]))
 child = subprocess.Popen([sys.executable, "-c", '''

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from builders import make_completion, make_item, make_settings
 
-from grpo_ray.actors.generator import Generator
-from grpo_ray.actors.scorer import Scorer
-from grpo_ray.algorithms import advantages_of
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config.algorithm import AlgorithmConfig
+from grpo_ray.core.generator import Generator
+from grpo_ray.core.scorer import Scorer
+from grpo_ray.objectives import advantages_of
 from grpo_ray.transfer.messages import TensorSpec, WeightSnapshot
 from grpo_ray.types import Completion, RolloutGroup, SamplingSettings, ScoredGroup
 

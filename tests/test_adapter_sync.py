@@ -14,8 +14,8 @@ from grpo_ray.config import Config
 from grpo_ray.config.model import AdapterConfig, ModelConfig
 from grpo_ray.engines import make_engine
 from grpo_ray.engines.base import Engine
-from grpo_ray.models.adapters import load_trained, served_adapter
-from grpo_ray.models.policy_model import PolicyModel
+from grpo_ray.learning.adapters import load_trained, served_adapter
+from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.types import Completion, SamplingSettings
 

@@ -14,10 +14,10 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
 from grpo_ray.config.model import AdapterConfig, ModelConfig
-from grpo_ray.models.adapters import (
+from grpo_ray.core.learner import Learner
+from grpo_ray.learning.adapters import (
     add_adapter,
     check_adapter,
     load_trained,
@@ -25,14 +25,14 @@ from grpo_ray.models.adapters import (
     served_weights,
     trained_parameters,
 )
-from grpo_ray.models.loading import load_policy, skeleton
-from grpo_ray.models.quantization import dequantized
-from grpo_ray.models.sequences import sequences_of
-from grpo_ray.telemetry.adapter_files import FILE, saved_config
-from grpo_ray.telemetry.flops import ModelSize
+from grpo_ray.learning.loading import load_policy, skeleton
+from grpo_ray.learning.quantization import dequantized
+from grpo_ray.learning.sequences import sequences_of
+from grpo_ray.records.adapter_files import FILE, saved_config
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 from grpo_ray.types import TrainBatch
+from grpo_ray.watch.flops import ModelSize
 
 KINDS: list[dict[str, Any]] = [
     {},

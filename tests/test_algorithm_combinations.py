@@ -19,14 +19,14 @@ from episode_batches import Turn, distribution, random_batch, slow_gradient, tea
 from rank_workers import meeting, on_ranks
 from slow_objectives import slow_loss, slow_total
 
-from grpo_ray.actors.learner import Learner
-from grpo_ray.algorithms import Objective, loss_denominator, policy_gradient_step
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.losses import RATIO_LOSSES, Aggregation, LossType
-from grpo_ray.models.sequences import sequences_of
-from grpo_ray.models.sharded import whole
-from grpo_ray.policy.ranks import Seat
+from grpo_ray.core.learner import Learner
+from grpo_ray.learning.ranks import Seat
+from grpo_ray.learning.sequences import sequences_of
+from grpo_ray.learning.sharded import whole
+from grpo_ray.objectives import Objective, loss_denominator, policy_gradient_step
 from grpo_ray.types import ScoredGroup
 
 LOSSES, AGGREGATIONS = get_args(LossType), get_args(Aggregation)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.algorithms import (
+from grpo_ray.objectives import (
     ADVANTAGES,
     AdvantageInputs,
     AdvantageKind,

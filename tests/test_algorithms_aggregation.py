@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 import torch
 
-from grpo_ray.algorithms import Aggregation, aggregate_loss, loss_denominator, masked_mean, masked_normalize
+from grpo_ray.objectives import Aggregation, aggregate_loss, loss_denominator, masked_mean, masked_normalize
 
 AGGREGATIONS = [name for name in get_args(Aggregation) if name != "prompt_mean"]  # that needs row_tokens
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_ray.algorithms import chunked_log_probs, compute_entropy
+from grpo_ray.objectives import chunked_log_probs, compute_entropy
 
 TOKENS, WIDTH, VOCAB = 37, 16, 101
 ENDS = (3, 50)

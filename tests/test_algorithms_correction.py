@@ -7,7 +7,8 @@ import pytest
 import torch
 from slow_objectives import slow_weights
 
-from grpo_ray.algorithms import (
+from grpo_ray.config.algorithm import WEIGHING
+from grpo_ray.objectives import (
     CORRECTIONS,
     Correction,
     CorrectionInputs,
@@ -16,8 +17,7 @@ from grpo_ray.algorithms import (
     effective_sample_fraction,
     effective_sample_sums,
 )
-from grpo_ray.algorithms.inputs import arguments_of
-from grpo_ray.config.algorithm import WEIGHING
+from grpo_ray.objectives.inputs import arguments_of
 
 CAP, BAND = 2.0, (0.5, 5.0)
 

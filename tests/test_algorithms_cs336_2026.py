@@ -14,7 +14,7 @@ from examples.course.cs336_2026 import (
     compute_rollout_rewards,
     grpo_train_step,
 )
-from grpo_ray.algorithms import tokenize_prompt_and_output
+from grpo_ray.objectives import tokenize_prompt_and_output
 
 PROMPTS = ["ab", "ab", "abc", "abc", "d", "d"]
 RESPONSES = ["c", "de", "", "fghi", "abc", "b"]  # the third has no tokens

@@ -7,7 +7,7 @@ import torch
 from torch.distributions import Categorical
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from grpo_ray.algorithms import (
+from grpo_ray.objectives import (
     compute_entropy,
     get_response_log_probs,
     token_log_probs,

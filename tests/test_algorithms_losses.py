@@ -7,7 +7,7 @@ import pytest
 import torch
 from local_runs import make_config
 
-from grpo_ray.algorithms import (
+from grpo_ray.objectives import (
     RATIO_LOSSES,
     AlgorithmConfig,
     LossType,

@@ -6,7 +6,8 @@ from typing import get_args
 import pytest
 import torch
 
-from grpo_ray.algorithms import (
+from grpo_ray.config.losses import LOSS_RECORDS
+from grpo_ray.objectives import (
     RATIO_LOSSES,
     Aggregation,
     LossType,
@@ -15,7 +16,6 @@ from grpo_ray.algorithms import (
     loss_denominator,
     policy_gradient_step,
 )
-from grpo_ray.config.losses import LOSS_RECORDS
 
 LOSS_TYPES, AGGREGATIONS = get_args(LossType), get_args(Aggregation)
 NAN = float("nan")

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from grpo_ray.algorithms import (
+from grpo_ray.config.algorithm import AlgorithmConfig
+from grpo_ray.objectives import (
     Objective,
     compute_grpo_clip_loss,
     compute_policy_gradient_loss,
     policy_gradient_step,
 )
-from grpo_ray.config.algorithm import AlgorithmConfig
 
 LOW, HIGH, DUAL = 0.2, 0.5, 2.0
 RATIO_LOSSES = ["unclipped", "grpo_clip", "dual_clip", "gspo", "cispo"]

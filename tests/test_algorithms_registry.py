@@ -10,20 +10,20 @@ import pytest
 import torch
 from builders import changed, gradient, make_batch, relative_difference
 
-from grpo_ray.actors.learner import Learner
-from grpo_ray.algorithms import ADVANTAGES, LOSSES, SELECTIONS, Objective, check_algorithm
-from grpo_ray.algorithms.inputs import parameters_of, uses_ratio
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.losses import LOSS_RECORDS, LossType
-from grpo_ray.models.sequences import sequences_of
+from grpo_ray.core.learner import Learner
+from grpo_ray.learning.sequences import sequences_of
+from grpo_ray.objectives import ADVANTAGES, LOSSES, SELECTIONS, Objective, check_algorithm
+from grpo_ray.objectives.inputs import parameters_of, uses_ratio
 from grpo_ray.run.preflight import WITH_OPTIONS, check_files
 
 MODULE = "my_losses_4711"
 CODE = """
 from typing import Literal
 import torch
-from grpo_ray.algorithms import CorrectionInputs, LossInputs, RatioInputs
+from grpo_ray.objectives import CorrectionInputs, LossInputs, RatioInputs
 
 def spo(inputs: RatioInputs, *, cliprange: float, strength: float = 1.0):
     ratio = inputs.log_ratio.exp()

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_ray.algorithms import SELECTIONS, Objective, check_algorithm, policy_gradient_step
 from grpo_ray.config.algorithm import AlgorithmConfig, TokenSelection
+from grpo_ray.objectives import SELECTIONS, Objective, check_algorithm, policy_gradient_step
 
 LOG_PROBS = np.array([-1.0, -3.0, -1.0, -3.0], np.float32)  # mean -2
 ADVANTAGES = np.array([3.0, 1.0, -1.0, -3.0], np.float32)  # mean 0

@@ -6,7 +6,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from grpo_ray.algorithms import (
+from grpo_ray.objectives import (
     CorrectionInputs,
     Objective,
     get_response_log_probs,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from slow_objectives import slow_loss
 
-from grpo_ray.algorithms import LOSSES, LossType, RatioInputs
-from grpo_ray.algorithms.inputs import arguments_of, parameters_of
 from grpo_ray.config.algorithm import AlgorithmConfig
+from grpo_ray.objectives import LOSSES, LossType, RatioInputs
+from grpo_ray.objectives.inputs import arguments_of, parameters_of
 
 SMALL_DELTA = {"delta": 0.02, "kl_tau": 0.1}
 NAMES = ("dppo_tv", "dppo_kl", "ipo", "sapo", "gmpo", "vespo")

@@ -18,13 +18,13 @@ from small_run import QUICKSTART, SMALL
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
+from grpo_ray.records.evaluation_summary import EvaluationSummary
+from grpo_ray.records.rollout_log import read_rollouts
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.rewards import REWARDS
 from grpo_ray.rewards.base import verdict
 from grpo_ray.run.preflight import check_files, prepare
 from grpo_ray.run.restores import train_through_restores
-from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
-from grpo_ray.telemetry.rollout_log import read_rollouts
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
 
 pytestmark = pytest.mark.slow

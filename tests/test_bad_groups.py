@@ -17,16 +17,16 @@ from report_runs import make_run, metrics_of, write_lines
 
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config.task import EpisodesTaskConfig
-from grpo_ray.run.controller import Controller
+from grpo_ray.core.controller import Controller
+from grpo_ray.records.rollout_log import read_groups, read_rollouts, write_rollouts
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tasks.episode_examples import episode_examples
 from grpo_ray.tasks.examples import Example, ExampleSets
-from grpo_ray.telemetry.batch_metrics import ungraded_in
-from grpo_ray.telemetry.rollout_log import read_groups, read_rollouts, write_rollouts
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
-from grpo_ray.telemetry.run_log import MAX_OWN_NAMES, RunLog
-from grpo_ray.telemetry.run_state import Ending, RunReporter, RunState, _keep_writing, read_state, reported
 from grpo_ray.tools.cli import main
 from grpo_ray.types import ScoredGroup
+from grpo_ray.watch.batch_metrics import ungraded_in
+from grpo_ray.watch.run_log import MAX_OWN_NAMES, RunLog
+from grpo_ray.watch.run_state import Ending, RunReporter, RunState, _keep_writing, read_state, reported
 
 HALF = "\ud83d"  # of a surrogate pair
 PLENTY = 2**30

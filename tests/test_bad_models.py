@@ -13,13 +13,13 @@ import torch
 from builders import make_settings, perturb
 from safetensors.torch import load_file, save_file
 
-from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
 from grpo_ray.config.model import TinyModelConfig
+from grpo_ray.core.learner import Learner
 from grpo_ray.engines.torch_engine import TorchEngine
-from grpo_ray.models.loading import check_finite, load_policy
-from grpo_ray.models.model_files import load_tokenizer
-from grpo_ray.models.tiny import build_model
+from grpo_ray.learning.loading import check_finite, load_policy
+from grpo_ray.learning.model_files import load_tokenizer
+from grpo_ray.learning.tiny import build_model
 from grpo_ray.run.preflight import check_files, prepare
 
 WEIGHTS = "model.safetensors"

@@ -24,14 +24,14 @@ from builders import (
 from episode_groups import random_episode_group
 from slow_advantages import slow_batch
 
-from grpo_ray.actors.batch_advantages import needs_batch, with_batch_advantages
-from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import AlgorithmConfig
-from grpo_ray.episodes.returns import penalties_to_go
-from grpo_ray.models.sequences import TrainSequence, sequences_of
-from grpo_ray.telemetry.metrics_catalog import check_names
+from grpo_ray.core.learner import Learner
+from grpo_ray.learning.batch_advantages import needs_batch, with_batch_advantages
+from grpo_ray.learning.sequences import TrainSequence, sequences_of
+from grpo_ray.objectives.returns import penalties_to_go
 from grpo_ray.types import ScoredGroup, TrainBatch
+from grpo_ray.watch.metrics_catalog import check_names
 
 MAX_TOKENS = 16
 KL = {"reference": "initial", "coefficient": 0.5, "placement": "reward"}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.actors.batch_queue import BatchQueue
+from grpo_ray.core.batch_queue import BatchQueue
 
 # ---- the window ----
 

@@ -171,7 +171,7 @@ def test_impossible_comparisons_and_measurements_are_refused(
 def test_means_of_a_run_leave_out_its_first_steps_and_its_last(bench: ModuleType, tmp_path: Path) -> None:
     from benchmarks.jobs import steady_means
 
-    from grpo_ray.telemetry.run_files import RunDirectory
+    from grpo_ray.records.run_files import RunDirectory
 
     run = RunDirectory(tmp_path)
     seconds = [9.0, 9.0, 9.0, 9.0, 1.0, 2.0, 9.0]
@@ -190,9 +190,9 @@ def test_a_synthetic_run_is_as_training_would_leave_it(bench: ModuleType, tmp_pa
     from benchmarks.synthetic_run import SyntheticRun
 
     from grpo_ray.config.loading import load_config
-    from grpo_ray.telemetry.metrics_catalog import check_names
-    from grpo_ray.telemetry.run_files import read_metrics
+    from grpo_ray.records.run_files import read_metrics
     from grpo_ray.tools.audit.audit import audit
+    from grpo_ray.watch.metrics_catalog import check_names
 
     changes = ["algorithm.num_steps=12", "generator.num_generators=3", "evaluation.every_num_steps=5"]
     config = load_config("configs/quickstart.yaml", [*SMALL, *changes])

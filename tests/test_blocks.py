@@ -10,9 +10,9 @@ import torch
 from builders import ENDS, changed, gradient, make_batch, relative_difference
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config, LearnerConfig
-from grpo_ray.models.sequences import sequences_of
+from grpo_ray.core.learner import Learner
+from grpo_ray.learning.sequences import sequences_of
 
 FAMILIES = ("transformers", "grpo_ray")
 

@@ -12,11 +12,11 @@ from builders import make_completion, make_group, make_item
 from local_runs import make_config, train, until
 
 from grpo_ray.cluster.local import LocalActors
+from grpo_ray.core.controller import Controller
 from grpo_ray.errors import RunError
-from grpo_ray.run.controller import Controller
-from grpo_ray.telemetry.batch_metrics import ungraded_in
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.types import ScoredGroup
+from grpo_ray.watch.batch_metrics import ungraded_in
 
 SAID = {
     "nan": "ValueError: task.reward: broken_rewards:{} returned nan as 'reward'",

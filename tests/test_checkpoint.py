@@ -14,8 +14,8 @@ import pytest
 from safetensors.numpy import save
 
 from grpo_ray.errors import RunError
-from grpo_ray.telemetry.checkpoint import Checkpoint, CheckpointState, CheckpointStore, read_checkpoint
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.records.checkpoint import Checkpoint, CheckpointState, CheckpointStore, read_checkpoint
+from grpo_ray.records.run_files import RunDirectory
 
 WEIGHTS = save({"weights": np.zeros(2, "<f4")})
 
@@ -129,7 +129,7 @@ def test_only_the_bytes_that_were_reported_become_a_checkpoint(
 ) -> None:
     """Another node's file may be hidden or shorter for a while; then the checkpoint waits for it."""
     store = make_store(tmp_path)
-    monkeypatch.setattr("grpo_ray.telemetry.checkpoint.VISIBLE_S", 0.3)
+    monkeypatch.setattr("grpo_ray.records.checkpoint.VISIBLE_S", 0.3)
     for size in (None, 5):
         file = store.begin(1) / "model.safetensors"
         if size is not None:
@@ -138,7 +138,7 @@ def test_only_the_bytes_that_were_reported_become_a_checkpoint(
             store.commit(1, make_state(1), {file.name: 9})
     assert store.latest() is None
 
-    monkeypatch.setattr("grpo_ray.telemetry.checkpoint.VISIBLE_S", 30.0)
+    monkeypatch.setattr("grpo_ray.records.checkpoint.VISIBLE_S", 30.0)
     cut_off = store.begin(1)
     folder = store.begin(1)
     cut_off.mkdir()  # by an actor of the first attempt, which still writes

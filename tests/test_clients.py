@@ -1,17 +1,17 @@
-"""The Protocols of actors/clients.py against the classes behind them."""
+"""The Protocols of core/clients.py against the classes behind them."""
 
 import inspect
 from typing import Any, get_origin, get_type_hints
 
 import pytest
 
-from grpo_ray.actors import clients
-from grpo_ray.actors.generator import Generator
-from grpo_ray.actors.learner import Learner
-from grpo_ray.actors.scorer import Scorer
-from grpo_ray.actors.teacher import Teacher
-from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
-from grpo_ray.actors.weight_sync import WeightSync
+from grpo_ray.core import clients
+from grpo_ray.core.buffer import TrajectoryBuffer
+from grpo_ray.core.generator import Generator
+from grpo_ray.core.learner import Learner
+from grpo_ray.core.scorer import Scorer
+from grpo_ray.core.sync import WeightSync
+from grpo_ray.core.teacher import Teacher
 from grpo_ray.episodes.environment_worker import EnvironmentWorker
 from grpo_ray.types import methods_with_bulk
 

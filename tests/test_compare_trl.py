@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from grpo_ray.config.loading import load_config
-from grpo_ray.models.model_files import load_tokenizer
+from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.rewards.builtin import brevity_reward_fn, exact_match_reward_fn
 
 

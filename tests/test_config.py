@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from grpo_ray.algorithms import Objective
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, find_config, load_config, make_config
 from grpo_ray.config.other_names import OTHER_NAMES
 from grpo_ray.config.schema import _keys, describe, nearest_name, resolve
 from grpo_ray.config.task import OPENING_TAGS, TAGGED
+from grpo_ray.objectives import Objective
+from grpo_ray.records.run_files import dump_config
 from grpo_ray.tasks.prompts import load_template, template_names
-from grpo_ray.telemetry.run_files import dump_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 MINIMAL = "model: {tiny: {}}\ntask: {kind: sorting}\n"

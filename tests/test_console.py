@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from grpo_ray.config.loading import load_config
-from grpo_ray.telemetry.console import RunConsole, banner, step_line
-from grpo_ray.telemetry.metrics_catalog import SYNC
+from grpo_ray.watch.console import RunConsole, banner, step_line
+from grpo_ray.watch.metrics_catalog import SYNC
 
 
 def test_a_log_on_a_full_disk_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,19 +15,19 @@ from any_reward_cli import ParityGrader
 from local_runs import Killed, Recorder, Watcher, kill_after, make_config, train, until
 from safetensors.torch import load_file
 
-from grpo_ray.actors import scorer
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config import Config
+from grpo_ray.core import scorer
+from grpo_ray.core.controller import Controller
+from grpo_ray.core.validation import Validation
 from grpo_ray.errors import ActorDied, RunError
-from grpo_ray.run.controller import Controller
+from grpo_ray.records import json_lines
+from grpo_ray.records.checkpoint import make_store
+from grpo_ray.records.rollout_log import read_rollouts
+from grpo_ray.records.run_files import MetricsLog, RunDirectory, read_metrics, step_name
 from grpo_ray.run.preflight import check_files, prepare
 from grpo_ray.run.restores import train_through_restores
 from grpo_ray.run.signals import Interrupted, run_until_signal
-from grpo_ray.run.validation import Validation
-from grpo_ray.telemetry import json_lines
-from grpo_ray.telemetry.checkpoint import make_store
-from grpo_ray.telemetry.rollout_log import read_rollouts
-from grpo_ray.telemetry.run_files import MetricsLog, RunDirectory, read_metrics, step_name
 from grpo_ray.tools.audit.audit import audit as audit_files
 
 pytestmark = pytest.mark.usefixtures("model_cache", "any_reward")
@@ -400,7 +400,7 @@ def test_a_stall_is_explained_and_ended(tmp_path: Path, victim: str) -> None:
 def test_a_checkpoint_that_cannot_be_written_is_retried_and_shown_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from grpo_ray.actors.learner import Learner
+    from grpo_ray.core.learner import Learner
 
     config = make_config("algorithm.num_steps=12", "checkpoint.every_num_steps=4")
     original = Learner.write_captured
@@ -428,7 +428,7 @@ def test_a_checkpoint_that_cannot_be_written_is_retried_and_shown_every_step(
 def test_updates_that_are_not_finite_are_skipped_and_several_in_a_row_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from grpo_ray.actors.learner import Learner
+    from grpo_ray.core.learner import Learner
 
     original = Learner.accumulate_gradient
     poisoned: set[int] = {2, 5}

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from grpo_ray.policy.device import hold_to_cores
+from grpo_ray.learning.device import hold_to_cores
 
 SCRIPT = """
 import os, threading
-from grpo_ray.policy.device import hold_to_cores
+from grpo_ray.learning.device import hold_to_cores
 
 end, threads = threading.Event(), []
 def start():

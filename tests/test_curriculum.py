@@ -12,9 +12,9 @@ from builders import make_completion, make_group, make_item
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.algorithms import advantages_of
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.task import CurriculumConfig
+from grpo_ray.objectives import advantages_of
 from grpo_ray.tasks.curriculum import CurriculumOrder
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompt_order import EpochOrder

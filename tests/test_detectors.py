@@ -11,10 +11,10 @@ import pytest
 from local_runs import make_config, train
 
 from grpo_ray.config.run import DetectorName
-from grpo_ray.telemetry.detectors import DETECTORS, Setup
-from grpo_ray.telemetry.failure_watch import NUM_CLEAR_STEPS, Detection, FailureWatch, detections
-from grpo_ray.telemetry.metrics_catalog import METRICS
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.records.run_files import RunDirectory, read_metrics
+from grpo_ray.watch.detectors import DETECTORS, Setup
+from grpo_ray.watch.failure_watch import NUM_CLEAR_STEPS, Detection, FailureWatch, detections
+from grpo_ray.watch.metrics_catalog import METRICS
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "tests/recorded_runs"  # the watched metrics of real runs

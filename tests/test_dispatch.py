@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_ray.run.dispatch import Dispatcher
+from grpo_ray.core.dispatch import Dispatcher
 
 NUMBERS = itertools.count()
 

@@ -26,19 +26,19 @@ from builders import (
 from episode_groups import make_episode_group, random_episode
 from small_run import QUICKSTART
 
-from grpo_ray.actors.learner import Learner
-from grpo_ray.algorithms import SELECTIONS, Objective, policy_gradient_step, teacher_term
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, load_config
-from grpo_ray.models.model_files import load_tokenizer
-from grpo_ray.models.sequences import sequences_of
-from grpo_ray.models.teacher import check_teacher
-from grpo_ray.models.tiny_tokenizer import train_tokenizer
-from grpo_ray.policy.microbatch import collate_padded
-from grpo_ray.telemetry.batch_metrics import teacher_metrics
-from grpo_ray.telemetry.rollout_log import read_groups, read_rollouts, write_rollouts
+from grpo_ray.core.learner import Learner
+from grpo_ray.learning.microbatch import collate_padded
+from grpo_ray.learning.model_files import load_tokenizer
+from grpo_ray.learning.sequences import sequences_of
+from grpo_ray.learning.teacher import check_teacher
+from grpo_ray.learning.tiny_tokenizer import train_tokenizer
+from grpo_ray.objectives import SELECTIONS, Objective, policy_gradient_step, teacher_term
+from grpo_ray.records.rollout_log import read_groups, read_rollouts, write_rollouts
 from grpo_ray.tools.audit.teacher import audit_teacher, teacher_kl
 from grpo_ray.types import CONTEXT, ScoredGroup, TrainBatch
+from grpo_ray.watch.batch_metrics import teacher_metrics
 
 
 def taught(group: ScoredGroup, seed: int = 0) -> ScoredGroup:

@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
+from grpo_ray.core.controller import Controller
 from grpo_ray.errors import RunError
-from grpo_ray.run.controller import Controller
+from grpo_ray.records.rollout_log import read_rollouts
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run.preflight import check_files
 from grpo_ray.run.tiny_model import tiny_model_folder
 from grpo_ray.run.training import resume
-from grpo_ray.telemetry.rollout_log import read_rollouts
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
 
 pytestmark = pytest.mark.usefixtures("model_cache")

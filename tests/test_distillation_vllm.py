@@ -11,10 +11,10 @@ from test_run import run_actors
 from transformers import AutoModelForCausalLM
 
 from grpo_ray.config.loading import load_config
-from grpo_ray.telemetry.metrics_catalog import check_names
-from grpo_ray.telemetry.rollout_log import read_rollouts
-from grpo_ray.telemetry.run_files import read_metrics
+from grpo_ray.records.rollout_log import read_rollouts
+from grpo_ray.records.run_files import read_metrics
 from grpo_ray.tools.audit.audit import audit
+from grpo_ray.watch.metrics_catalog import check_names
 
 
 @pytest.mark.ray

@@ -20,16 +20,16 @@ import torch
 from test_layout import ORDER
 
 from examples.course import __main__ as course
-from grpo_ray.algorithms import CorrectionInputs, Objective, check_algorithm, compare_group
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.schema import leaves
 from grpo_ray.config.section import Section
+from grpo_ray.objectives import CorrectionInputs, Objective, check_algorithm, compare_group
 from grpo_ray.rewards import get_reward_fn
 from grpo_ray.rewards.checking import check_reward
 from grpo_ray.tasks import load_examples
-from grpo_ray.telemetry.metrics_catalog import METRICS
 from grpo_ray.tools.cli import parse
+from grpo_ray.watch.metrics_catalog import METRICS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

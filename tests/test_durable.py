@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_ray.telemetry.durable import replacing, sync_tree
+from grpo_ray.records.durable import replacing, sync_tree
 
 
 @pytest.mark.parametrize("fsync", [True, False])

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from grpo_ray.config import Config, GeneratorConfig
 from grpo_ray.engines import engine_seed, make_engine, sampling_batch
 from grpo_ray.engines.torch_engine import TorchEngine
-from grpo_ray.models.loading import load_policy
-from grpo_ray.models.model_files import load_tokenizer
-from grpo_ray.models.transformer_lm import TransformerLM
+from grpo_ray.learning.loading import load_policy
+from grpo_ray.learning.model_files import load_tokenizer
+from grpo_ray.learning.transformer_lm import TransformerLM
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.types import Completion, SamplingSettings

@@ -21,13 +21,13 @@ from grpo_ray.config import Config
 from grpo_ray.config.model import Implementation
 from grpo_ray.engines import make_engine
 from grpo_ray.engines.base import Engine
-from grpo_ray.models.adapters import served_weights
-from grpo_ray.models.hub_format import in_hub_format
-from grpo_ray.models.loading import cast_parameters, load_policy
-from grpo_ray.models.model_files import load_tokenizer
-from grpo_ray.models.output_layer import with_head_dtype
-from grpo_ray.models.policy_model import PolicyModel
-from grpo_ray.models.transformer_lm import TransformerLM
+from grpo_ray.learning.adapters import served_weights
+from grpo_ray.learning.hub_format import in_hub_format
+from grpo_ray.learning.loading import cast_parameters, load_policy
+from grpo_ray.learning.model_files import load_tokenizer
+from grpo_ray.learning.output_layer import with_head_dtype
+from grpo_ray.learning.policy_model import PolicyModel
+from grpo_ray.learning.transformer_lm import TransformerLM
 from grpo_ray.transfer.kept_weights import KeptWeights
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.snapshot import pack_weights

@@ -7,13 +7,13 @@ import pytest
 import torch
 from builders import changed, flat_weights, make_batch, written
 
-from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import AlgorithmConfig
-from grpo_ray.models.sequences import sequences_of
-from grpo_ray.policy.entropy_bonus import EntropyBonus
-from grpo_ray.policy.log_probs import ResponseLogProbs
-from grpo_ray.policy.microbatch import collate_padded
+from grpo_ray.core.learner import Learner
+from grpo_ray.learning.log_probs import ResponseLogProbs
+from grpo_ray.learning.microbatch import collate_padded
+from grpo_ray.learning.sequences import sequences_of
+from grpo_ray.objectives.entropy_bonus import EntropyBonus
 from grpo_ray.types import TrainBatch
 
 ENDS = (0, 17)

@@ -9,11 +9,11 @@ import pytest
 from builders import make_item
 
 from grpo_ray.config import Config
-from grpo_ray.run import environment_pool
-from grpo_ray.run.environment_pool import EnvironmentPool
-from grpo_ray.run.open_calls import OpenCalls
-from grpo_ray.run.restarts import RestartBudget
+from grpo_ray.core import environment_pool
+from grpo_ray.core.environment_pool import EnvironmentPool
 from grpo_ray.types import PlayReport, SamplingSettings
+from grpo_ray.watch.open_calls import OpenCalls
+from grpo_ray.watch.restarts import RestartBudget
 
 SETTINGS = SamplingSettings(num_samples=4, temperature=1.0, top_p=1.0, min_tokens=1, max_tokens=8)
 

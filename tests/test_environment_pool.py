@@ -10,17 +10,17 @@ from builders import make_item, make_settings
 from local_runs import Recorder, make_config
 from turn_clients import until
 
+from grpo_ray.core import environment_pool
+from grpo_ray.core.context import ServingContext
+from grpo_ray.core.dispatch import Incarnation
+from grpo_ray.core.environment_pool import MAX_STUCK, EnvironmentPool
 from grpo_ray.episodes.environment_worker import environment_seed
 from grpo_ray.errors import ActorDied, DataLost
-from grpo_ray.run import environment_pool
-from grpo_ray.run.context import ServingContext
-from grpo_ray.run.dispatch import Incarnation
-from grpo_ray.run.environment_pool import MAX_STUCK, EnvironmentPool
-from grpo_ray.run.open_calls import OpenCalls
-from grpo_ray.run.restarts import RestartBudget
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
-from grpo_ray.telemetry.run_log import RunLog
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.types import GeneratorFailure, PlayReport
+from grpo_ray.watch.open_calls import OpenCalls
+from grpo_ray.watch.restarts import RestartBudget
+from grpo_ray.watch.run_log import RunLog
 
 Behaviour = Callable[[str, int], Any]  # (worker, number of the play over all workers) -> report or error
 

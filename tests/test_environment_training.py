@@ -8,7 +8,7 @@ import pytest
 from local_runs import train
 
 from grpo_ray.config.loading import load_config
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
 
 pytestmark = pytest.mark.usefixtures("model_cache")

@@ -16,9 +16,9 @@ from grpo_ray.config.loading import load_config
 from grpo_ray.episodes import runner, serving_time, threads
 from grpo_ray.episodes.environment_worker import EnvironmentWorker
 from grpo_ray.episodes.session import Session
-from grpo_ray.models.model_files import load_tokenizer
-from grpo_ray.models.plain_chat import give_plain_chat
-from grpo_ray.models.tiny_tokenizer import tiny_tokenizer
+from grpo_ray.learning.model_files import load_tokenizer
+from grpo_ray.learning.plain_chat import give_plain_chat
+from grpo_ray.learning.tiny_tokenizer import tiny_tokenizer
 from grpo_ray.tasks.examples import Example
 from grpo_ray.types import (
     Completion,

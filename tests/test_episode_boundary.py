@@ -24,11 +24,11 @@ from grpo_ray.episodes.outcome import EpisodeResult, Outcome, Status
 from grpo_ray.episodes.runner import EpisodeRunner
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.tool_calls import checked
+from grpo_ray.records.rollout_log import read_rollouts, write_rollouts
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tasks.examples import Example
-from grpo_ray.telemetry.batch_metrics import rollout_metrics
-from grpo_ray.telemetry.rollout_log import read_rollouts, write_rollouts
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
+from grpo_ray.watch.batch_metrics import rollout_metrics
 
 tokenizer = cache(lambda: chat_tokenizer(QWEN25))
 CALL = '<tool_call>\n{"name": %s, "arguments": %s}\n</tool_call>'

@@ -16,12 +16,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, load_config
-from grpo_ray.models.model_files import load_tokenizer
+from grpo_ray.learning.model_files import load_tokenizer
+from grpo_ray.records.rollout_log import read_groups
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run.preflight import check_files
 from grpo_ray.run.tiny_model import tiny_model_folder
-from grpo_ray.telemetry.console import banner
-from grpo_ray.telemetry.rollout_log import read_groups
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.experiments.definitions import EXPERIMENTS
@@ -30,6 +29,7 @@ from grpo_ray.tools.planning.command import PlanOptions
 from grpo_ray.tools.planning.memory_plan import plan_memory
 from grpo_ray.tools.report.run_data import Bounds, run_data
 from grpo_ray.types import Completion, Episode, ScoredGroup
+from grpo_ray.watch.console import banner
 
 __all__ = ["serve_locally"]
 

@@ -12,15 +12,15 @@ from local_runs import make_config as plain_config
 from local_runs import train
 from tiny_games import game_config
 
-from grpo_ray.actors.generator import Generator
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
+from grpo_ray.core.generator import Generator
 from grpo_ray.episodes.session import Session
 from grpo_ray.errors import RunError
+from grpo_ray.records.rollout_log import read_groups
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tasks.examples import Example
-from grpo_ray.telemetry.rollout_log import read_groups
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
 
 pytestmark = pytest.mark.usefixtures("model_cache")

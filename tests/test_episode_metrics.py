@@ -15,15 +15,15 @@ from rich.console import Console
 
 from grpo_ray.episodes.outcome import Status
 from grpo_ray.episodes.segments import Segments
-from grpo_ray.telemetry.batch_metrics import cut_metrics, rollout_metrics
-from grpo_ray.telemetry.episode_metrics import STATUSES
-from grpo_ray.telemetry.evaluation_summary import summarise
-from grpo_ray.telemetry.metrics_catalog import METRICS, check_names
-from grpo_ray.telemetry.readable_rollouts import readable_rollouts
-from grpo_ray.telemetry.validation_files import find_evaluation, summarise_groups, write_evaluation
+from grpo_ray.records.episode_metrics import STATUSES
+from grpo_ray.records.evaluation_summary import summarise
+from grpo_ray.records.readable_rollouts import readable_rollouts
+from grpo_ray.records.validation_files import find_evaluation, summarise_groups, write_evaluation
 from grpo_ray.tools.evaluation.readable import summary_table, write_examples
 from grpo_ray.tools.evaluation.responses import SCHEMA, ResponseFiles, read_outcomes
 from grpo_ray.types import ScoredGroup
+from grpo_ray.watch.batch_metrics import cut_metrics, rollout_metrics
+from grpo_ray.watch.metrics_catalog import METRICS, check_names
 
 
 def two_episodes() -> ScoredGroup:

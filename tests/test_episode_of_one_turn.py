@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 
 from grpo_ray.config.loading import load_config
 from grpo_ray.engines.torch_engine import TorchEngine
+from grpo_ray.records.rollout_log import read_groups
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run.tiny_model import tiny_model_folder
-from grpo_ray.telemetry.rollout_log import read_groups
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
 from grpo_ray.types import Completion, Episode, ScoredGroup
 

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from test_shared_prompts import loop_attention, plain_kernel
 
 from grpo_ray.config import SamplingConfig
-from grpo_ray.models.attention import BlockAttention, VarlenAttention
-from grpo_ray.models.families import families_of, segments_of
-from grpo_ray.models.loading import load_policy
-from grpo_ray.models.segments import SegmentTree
-from grpo_ray.models.sequences import TrainSequence, lengths_of, plan
-from grpo_ray.policy.layout import Layout
-from grpo_ray.policy.log_probs import ResponseLogProbs
-from grpo_ray.policy.microbatch import collate_packed, collate_padded
-from grpo_ray.telemetry.flops import num_pairs, num_tokens
+from grpo_ray.learning.attention import BlockAttention, VarlenAttention
+from grpo_ray.learning.families import families_of, segments_of
+from grpo_ray.learning.layout import Layout
+from grpo_ray.learning.loading import load_policy
+from grpo_ray.learning.log_probs import ResponseLogProbs
+from grpo_ray.learning.microbatch import collate_packed, collate_padded
+from grpo_ray.learning.segments import SegmentTree
+from grpo_ray.learning.sequences import TrainSequence, lengths_of, plan
+from grpo_ray.watch.flops import num_pairs, num_tokens
 
 
 def sequence(prompt: list[int], response: list[int], group: int = 0, number: int = 0) -> TrainSequence:

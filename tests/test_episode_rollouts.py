@@ -10,8 +10,8 @@ from builders import make_completion, make_group, make_item, same_groups, simple
 from episode_groups import branched_episode, make_episode, make_episode_group, play, random_episode_group
 
 from grpo_ray.episodes.segments import Segments
-from grpo_ray.telemetry.episode_columns import NAMES
-from grpo_ray.telemetry.rollout_log import num_groups_in, read_groups, read_rollouts, read_uses, write_rollouts
+from grpo_ray.records.episode_columns import NAMES
+from grpo_ray.records.rollout_log import num_groups_in, read_groups, read_rollouts, read_uses, write_rollouts
 from grpo_ray.types import Episode, ScoredGroup
 
 

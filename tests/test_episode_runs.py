@@ -14,10 +14,10 @@ from tiny_games import game_config
 
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config import Config
+from grpo_ray.core.controller import Controller
 from grpo_ray.episodes.session import Session
-from grpo_ray.run.controller import Controller
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tasks.examples import Example
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
 
 pytestmark = pytest.mark.usefixtures("model_cache")

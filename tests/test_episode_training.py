@@ -23,14 +23,14 @@ from builders import (
 )
 from episode_batches import make_episode, random_batch, slow_gradient
 
-from grpo_ray.actors.learner import Learner
-from grpo_ray.actors.staleness import StaleBatchError, lag_metrics
 from grpo_ray.config import Config
 from grpo_ray.config.losses import Aggregation, LossType
-from grpo_ray.models.loading import load_policy
-from grpo_ray.models.sequences import NEVER, minibatches, samples_of, sequences_of
-from grpo_ray.policy.log_probs import ResponseLogProbs
-from grpo_ray.policy.microbatch import MicroBatch, collate_padded
+from grpo_ray.core.learner import Learner
+from grpo_ray.core.staleness import StaleBatchError, lag_metrics
+from grpo_ray.learning.loading import load_policy
+from grpo_ray.learning.log_probs import ResponseLogProbs
+from grpo_ray.learning.microbatch import MicroBatch, collate_padded
+from grpo_ray.learning.sequences import NEVER, minibatches, samples_of, sequences_of
 from grpo_ray.types import CONTEXT, Completion, ScoredGroup, TrainBatch
 
 LOSSES, AGGREGATIONS = get_args(LossType), get_args(Aggregation)

@@ -10,8 +10,8 @@ from episode_batches import random_batch
 from rank_workers import on_ranks
 from test_ranks import SMOOTH, merged, same, steps
 
-from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
+from grpo_ray.core.learner import Learner
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "branches on both ranks": {"learner": {"micro_batch_tokens": 1}},

@@ -39,7 +39,7 @@ def attempt(code: str, readable: tuple[str, ...] = (), writable: tuple[str, ...]
     script = f"""
         import threading
         from grpo_ray.episodes.confinement import Confinement, make_scratch
-        from grpo_ray.telemetry import memory  # as a worker does
+        from grpo_ray.watch import memory  # as a worker does
         Confinement({readable!r}, {writable!r}, {gib!r}).enter(make_scratch())
         def episode():
             try:
@@ -85,7 +85,7 @@ def test_named_paths_and_a_temporary_folder_are_open(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_workers_own_memory_is_measured() -> None:
-    code = "from grpo_ray.telemetry.memory import resident_bytes; assert resident_bytes(with_children=False)"
+    code = "from grpo_ray.watch.memory import resident_bytes; assert resident_bytes(with_children=False)"
     assert attempt(code) == "done"
 
 

@@ -21,9 +21,9 @@ from grpo_ray.episodes.outcome import EpisodeResult, Status
 from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner, load_episode
 from grpo_ray.episodes.session import EngineSampler, Session
 from grpo_ray.episodes.tool_calls import make_tool_parser
-from grpo_ray.models.model_files import load_tokenizer
-from grpo_ray.models.plain_chat import give_plain_chat
-from grpo_ray.models.tiny_tokenizer import train_tokenizer
+from grpo_ray.learning.model_files import load_tokenizer
+from grpo_ray.learning.plain_chat import give_plain_chat
+from grpo_ray.learning.tiny_tokenizer import train_tokenizer
 from grpo_ray.tasks.examples import Example
 from grpo_ray.types import Completion, SamplingSettings
 

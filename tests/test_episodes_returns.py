@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_ray.config.algorithm import AlgorithmConfig
-from grpo_ray.episodes.returns import discounted_returns, episode_advantages, turn_advantages
 from grpo_ray.episodes.segments import Segments
+from grpo_ray.objectives.returns import discounted_returns, episode_advantages, turn_advantages
 
 REWARDS = st.lists(st.floats(-5, 5), min_size=1, max_size=8)
 

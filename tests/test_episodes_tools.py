@@ -8,7 +8,7 @@ from episode_players import QWEN3, QWEN25, TOOL, Scripted, chat_tokenizer, make_
 
 from grpo_ray.episodes.session import Reply, Session
 from grpo_ray.episodes.tool_calls import ToolParser, make_tool_parser
-from grpo_ray.models.plain_chat import RESPONSE_TEMPLATE, give_plain_chat
+from grpo_ray.learning.plain_chat import RESPONSE_TEMPLATE, give_plain_chat
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"place": "%s"}}\n</tool_call>'
 RESPONSE = {

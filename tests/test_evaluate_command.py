@@ -20,8 +20,8 @@ from local_serving import LocalServing, serve_locally
 from safetensors.torch import load_file, save_file
 
 from grpo_ray.errors import RunError
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.run.signals import Interrupted
-from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.evaluation.console import EvaluationConsole
 from grpo_ray.tools.evaluation.evaluate import evaluate

@@ -11,9 +11,9 @@ import yaml
 from builders import perturb
 from test_evaluate_subject import write_run
 
-from grpo_ray.models.loading import load_policy
-from grpo_ray.models.model_files import load_tokenizer
-from grpo_ray.models.policy_model import PolicyModel
+from grpo_ray.learning.loading import load_policy
+from grpo_ray.learning.model_files import load_tokenizer
+from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.rewards import get_reward_fn
 from grpo_ray.tools.cli import main
 

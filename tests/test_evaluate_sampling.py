@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
-from grpo_ray.models.loading import load_policy
+from grpo_ray.learning.loading import load_policy
 from grpo_ray.types import Completion, SamplingSettings
 
 PROMPT = (40, 41, 42)

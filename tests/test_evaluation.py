@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_ray.run.validation import MAX_UNWRITTEN, Validation
-from grpo_ray.telemetry.metrics_catalog import check_names
-from grpo_ray.telemetry.readable_rollouts import readable_rollouts
-from grpo_ray.telemetry.rollout_log import read_rollouts
-from grpo_ray.telemetry.run_files import read_metrics, step_name
-from grpo_ray.telemetry.validation_files import summarise_groups, write_evaluation
+from grpo_ray.core.validation import MAX_UNWRITTEN, Validation
+from grpo_ray.records.readable_rollouts import readable_rollouts
+from grpo_ray.records.rollout_log import read_rollouts
+from grpo_ray.records.run_files import read_metrics, step_name
+from grpo_ray.records.validation_files import summarise_groups, write_evaluation
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup
+from grpo_ray.watch.metrics_catalog import check_names
 
 
 def make_group(group_id: int, formats: list[float], answers: list[float], num_tokens: int = 3) -> ScoredGroup:
@@ -99,7 +99,7 @@ def test_a_full_disk_fills_no_memory_with_evaluations(tmp_path: Path, monkeypatc
         raise OSError("no space left on device")
 
     with monkeypatch.context() as disk:
-        disk.setattr("grpo_ray.run.validation.write_evaluation", full)
+        disk.setattr("grpo_ray.core.validation.write_evaluation", full)
         for step in steps:
             evaluations._unwritten.append((summarise_groups(step, GROUPS), GROUPS))
             evaluations.write()

@@ -10,7 +10,7 @@ from local_runs import train
 from test_environment_training import SMALL as SMALL_EPISODES
 
 from grpo_ray.config.loading import load_config
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SIZES = "num_steps=2", "prompts_per_step=4", "samples_per_prompt=2"

@@ -8,7 +8,7 @@ from small_run import QUICKSTART
 
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.task import SortingTaskConfig
-from grpo_ray.models.tiny_tokenizer import tiny_tokenizer
+from grpo_ray.learning.tiny_tokenizer import tiny_tokenizer
 from grpo_ray.rewards import get_reward_fn
 from grpo_ray.tasks.prompts import load_template
 from grpo_ray.tasks.sorting import sorting_examples, warmup_pairs

@@ -16,7 +16,7 @@ from small_run import QUICKSTART, SMALL
 
 from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.errors import RunError
-from grpo_ray.telemetry.run_files import read_metrics
+from grpo_ray.records.run_files import read_metrics
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.experiments.definitions import EXPERIMENTS
 from grpo_ray.tools.experiments.experiment import Experiment

@@ -20,19 +20,20 @@ import numpy as np
 import pytest
 from local_runs import Recorder, make_config
 
-from grpo_ray.actors.generator import Generator
-from grpo_ray.actors.learner import STAGES
 from grpo_ray.cluster.local import LocalActors, LocalClient
 from grpo_ray.config import Config
-from grpo_ray.run.controller import Controller
-from grpo_ray.run.preflight import Prepared, check_files, prepare
-from grpo_ray.run.restarts import RestartBudget
-from grpo_ray.telemetry.checkpoint import make_store
-from grpo_ray.telemetry.run_files import RunDirectory
-from grpo_ray.telemetry.run_log import RunLog
-from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
+from grpo_ray.core.context import Prepared
+from grpo_ray.core.controller import Controller
+from grpo_ray.core.generator import Generator
+from grpo_ray.core.learner import STAGES
+from grpo_ray.records.checkpoint import make_store
+from grpo_ray.records.run_files import RunDirectory
+from grpo_ray.run.preflight import check_files, prepare
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import Completion, SamplingSettings, StepReport, TrainBatch
+from grpo_ray.watch.restarts import RestartBudget
+from grpo_ray.watch.run_log import RunLog
+from grpo_ray.watch.stage_clock import ActorStats, StageClock
 
 STEPS = int(os.environ.get("FLAT_MEMORY_STEPS", "200"))
 AROUND = 5
@@ -169,7 +170,7 @@ def container_bytes() -> Sizes:
 def test_memory_does_not_grow_with_the_steps(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpo_ray.telemetry.timeline.MAX_BYTES", 2**16)
+    monkeypatch.setattr("grpo_ray.watch.timeline.MAX_BYTES", 2**16)
     steps = [STEPS // 5, STEPS * 3 // 5, STEPS]
     limits = [
         f"algorithm.num_steps={STEPS + AROUND + 5}",

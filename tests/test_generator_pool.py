@@ -11,15 +11,15 @@ from builders import make_item, make_settings
 from local_runs import Recorder, make_config
 
 from grpo_ray.cluster.placement import scorer_names, teacher_names
+from grpo_ray.core.context import ServingContext
+from grpo_ray.core.pool import GeneratorPool
+from grpo_ray.core.stalls import StallWatch
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled, first_error
-from grpo_ray.run.context import ServingContext
-from grpo_ray.run.generator_pool import GeneratorPool
-from grpo_ray.run.open_calls import OpenCalls
-from grpo_ray.run.restarts import BudgetUsedUp, RestartBudget
-from grpo_ray.run.stalls import StallWatch
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
-from grpo_ray.telemetry.run_log import RunLog
+from grpo_ray.records.run_files import RunDirectory, read_metrics
+from grpo_ray.watch.open_calls import OpenCalls
+from grpo_ray.watch.restarts import BudgetUsedUp, RestartBudget
+from grpo_ray.watch.run_log import RunLog
 
 NUMBERS = itertools.count()  # of processes
 Behaviour = Callable[[str, int], Any]  # (actor, how many times it was called before) -> result, or an error

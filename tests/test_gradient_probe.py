@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from examples.broken import losses
-from grpo_ray.algorithms import Objective, RatioInputs, gradient_sums, loss_denominator, policy_gradient_step
 from grpo_ray.config.losses import Aggregation
-from grpo_ray.telemetry.learner_metrics import add, mean_metrics
+from grpo_ray.objectives import Objective, RatioInputs, gradient_sums, loss_denominator, policy_gradient_step
+from grpo_ray.watch.learner_metrics import add, mean_metrics
 
 BROKEN = "examples.broken.losses"
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.actors.groups import GroupBook, State
-from grpo_ray.actors.staleness import oldest_allowed, version_trained_at
 from grpo_ray.config import Config
+from grpo_ray.core.groups import GroupBook, State
+from grpo_ray.core.staleness import oldest_allowed, version_trained_at
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompt_order import EpochOrder
 from grpo_ray.tasks.prompt_stream import PromptStream

@@ -14,10 +14,10 @@ from conftest import Joining
 from run_process import pid_of
 from small_run import QUICKSTART, SMALL
 
-from grpo_ray.actors.generator import Generator
 from grpo_ray.cluster import session
 from grpo_ray.cluster.hosting import ActorGroup, running
 from grpo_ray.config.loading import load_config
+from grpo_ray.core.generator import Generator
 from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.run.preflight import check_files, prepare
 from grpo_ray.types import TrainBatch

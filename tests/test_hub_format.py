@@ -13,14 +13,14 @@ from builders import ENDS, changed, make_batch, make_settings, perturb, written
 from safetensors.torch import load_file
 from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
 
-from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
+from grpo_ray.core.learner import Learner
 from grpo_ray.engines import make_engine
 from grpo_ray.engines.torch_engine import TorchEngine
-from grpo_ray.models import hub_format
-from grpo_ray.models.adapters import served_weights
-from grpo_ray.models.hub_format import in_hub_format, load_hub_format, model_tensors
-from grpo_ray.models.loading import load_policy
+from grpo_ray.learning import hub_format
+from grpo_ray.learning.adapters import served_weights
+from grpo_ray.learning.hub_format import in_hub_format, load_hub_format, model_tensors
+from grpo_ray.learning.loading import load_policy
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.snapshot import as_tensor, pack_weights, unpack_weights
 from grpo_ray.types import TrainBatch

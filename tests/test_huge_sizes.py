@@ -7,7 +7,7 @@ from local_runs import make_config, train, until
 
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config.loading import ConfigError
-from grpo_ray.run.controller import Controller
+from grpo_ray.core.controller import Controller
 from grpo_ray.run.preflight import check_files
 
 

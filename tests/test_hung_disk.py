@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_ray.telemetry.background import BackgroundThread
+from grpo_ray.watch.background import BackgroundThread
 
 PROGRAM = str(Path(__file__).with_name("hung_disk_cli.py"))
 
@@ -76,7 +76,7 @@ def test_jobs_run_in_order_and_their_errors_are_not_lost() -> None:
 def test_a_job_that_hangs_is_reported_and_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     thread, may_end, done = BackgroundThread("test"), threading.Event(), []
     assert thread.problem() is None
-    monkeypatch.setattr("grpo_ray.telemetry.background.SLOW_S", 0.05)
+    monkeypatch.setattr("grpo_ray.watch.background.SLOW_S", 0.05)
     thread.submit("the line of step 3", lambda: may_end.wait(30))
     thread.submit("the line of step 4", lambda: done.append(4))
     time.sleep(0.1)

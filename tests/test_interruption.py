@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from small_run import QUICKSTART, SMALL
 
 from grpo_ray.config.loading import load_config
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
 from grpo_ray.tools.cli import main
 

@@ -13,7 +13,7 @@ from builders import logprobs_over_kept_cache, make_settings, perturb, plain_log
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
 from grpo_ray.engines.base import Engine
-from grpo_ray.models.loading import load_policy
+from grpo_ray.learning.loading import load_policy
 from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.types import Completion
 

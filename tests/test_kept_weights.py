@@ -14,15 +14,15 @@ from builders import ENDS, changed, make_batch
 from local_runs import Killed, make_config, train, until
 from safetensors.torch import load_file
 
-from grpo_ray.actors.generator import Generator
-from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
 from grpo_ray.config.model import AdapterConfig
+from grpo_ray.core.generator import Generator
+from grpo_ray.core.learner import Learner
 from grpo_ray.engines import make_engine
 from grpo_ray.engines.vllm_adapter import ServedAdapter
-from grpo_ray.telemetry.adapter_files import FILE
-from grpo_ray.telemetry.rollout_log import read_rollouts
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.records.adapter_files import FILE
+from grpo_ray.records.rollout_log import read_rollouts
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
 from grpo_ray.transfer import kept_weights
 from grpo_ray.transfer.delta import fingerprint

@@ -19,7 +19,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.task import KeywordsTaskConfig
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.errors import RunError
-from grpo_ray.models.model_files import load_tokenizer
+from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.tasks import load_examples
 from grpo_ray.tasks.keywords.pairs import KeywordPair
 from grpo_ray.tasks.keywords.word_list import Keywords

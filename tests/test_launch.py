@@ -18,8 +18,8 @@ import pytest
 from ray_nodes import free_port, ray_head, ray_node, token_environment, wait_until
 from small_run import QUICKSTART, SMALL
 
-from grpo_ray.telemetry.rollout_log import read_rollouts
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.records.rollout_log import read_rollouts
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.cli import parse
 
 SECRET = {"EXAMPLE_API_KEY": "for the shell that starts the nodes alone"}

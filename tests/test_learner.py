@@ -31,15 +31,15 @@ from builders import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_ray.actors.learner import Learner
-from grpo_ray.actors.staleness import StaleBatchError
 from grpo_ray.config import Config
-from grpo_ray.models.sequences import sequences_of
-from grpo_ray.telemetry.metrics_catalog import check_names
-from grpo_ray.telemetry.rollout_log import read_groups
+from grpo_ray.core.learner import Learner
+from grpo_ray.core.staleness import StaleBatchError
+from grpo_ray.learning.sequences import sequences_of
+from grpo_ray.records.rollout_log import read_groups
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.snapshot import as_tensor, check_snapshot, unpack_weights
 from grpo_ray.types import ScoredGroup, StepReport, TrainBatch
+from grpo_ray.watch.metrics_catalog import check_names
 
 LOSSES = ("no_baseline", "reinforce_with_baseline", "grpo_clip")
 AGGREGATIONS = ("sequence_mean", "token_mean", "constant")

@@ -29,14 +29,14 @@ from builders import (
 )
 from slow_objectives import slow_kl, slow_loss, slow_product, slow_total
 
-from grpo_ray.actors.learner import Learner
-from grpo_ray.algorithms import group_advantages
 from grpo_ray.config import Config
 from grpo_ray.config.losses import RATIO_LOSSES
 from grpo_ray.config.presets import PRESETS
-from grpo_ray.models.sequences import TrainSequence, sequences_of
-from grpo_ray.telemetry.metrics_catalog import check_names
+from grpo_ray.core.learner import Learner
+from grpo_ray.learning.sequences import TrainSequence, sequences_of
+from grpo_ray.objectives import group_advantages
 from grpo_ray.types import ScoredGroup, TrainBatch
+from grpo_ray.watch.metrics_catalog import check_names
 
 LOSSES = ("no_baseline", "reinforce_with_baseline", *RATIO_LOSSES)
 AGGREGATIONS = ("sequence_mean", "token_mean", "constant", "sequence_sum", "prompt_mean")
@@ -216,7 +216,7 @@ def test_every_update_is_the_formula_at_its_own_weights(
 
 
 LEASH = """
-from grpo_ray.algorithms import RatioInputs
+from grpo_ray.objectives import RatioInputs
 def leash(inputs: RatioInputs):
     return -inputs.log_ratio.exp() * inputs.advantages + inputs.log_ratio.square(), {}
 """

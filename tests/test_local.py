@@ -13,7 +13,7 @@ from small_run import QUICKSTART, SMALL
 from grpo_ray.cluster.local import LocalClient, check_local
 from grpo_ray.config.loading import load_config
 from grpo_ray.errors import ActorDied, RunError
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
 
 # Ray and vLLM cannot be imported in this process.

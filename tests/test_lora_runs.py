@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.models.loading import load_policy
-from grpo_ray.telemetry.run_files import read_metrics
+from grpo_ray.learning.loading import load_policy
+from grpo_ray.records.run_files import read_metrics
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.evaluation.evaluator import _snapshot
 from grpo_ray.tools.evaluation.subject import Weights, find_subject

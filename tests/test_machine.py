@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from grpo_ray.config.loading import load_config, make_config
+from grpo_ray.records.run_files import dump_config
 from grpo_ray.run import machine
 from grpo_ray.run.machine import on_this_machine
-from grpo_ray.telemetry.run_files import dump_config
 from grpo_ray.tools.cli import main
 
 SMALL = {"model": {"tiny": {}}, "task": {"kind": "sorting"}, "sampling": {"max_tokens": 24}}

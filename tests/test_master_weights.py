@@ -11,12 +11,12 @@ import torch
 from builders import ENDS, changed, flat_weights, gradient, make_batch, relative_difference, written
 from safetensors.torch import load_file
 
-from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
+from grpo_ray.core.learner import Learner
 from grpo_ray.engines.torch_engine import TorchEngine
-from grpo_ray.models.loading import load_policy
-from grpo_ray.models.sequences import sequences_of
-from grpo_ray.policy.master_weights import MasterWeights
+from grpo_ray.learning.loading import load_policy
+from grpo_ray.learning.master_weights import MasterWeights
+from grpo_ray.learning.sequences import sequences_of
 from grpo_ray.types import TrainBatch
 
 FAMILIES = ("transformers", "grpo_ray")

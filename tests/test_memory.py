@@ -9,7 +9,7 @@ import pytest
 from run_process import wait_for_step
 from small_run import QUICKSTART, SMALL
 
-from grpo_ray.telemetry.run_files import read_metrics
+from grpo_ray.records.run_files import read_metrics
 
 PROGRAM = str(Path(__file__).with_name("any_reward_cli.py"))
 NUM_STEPS = 150

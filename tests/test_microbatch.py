@@ -10,10 +10,10 @@ from builders import make_completion, make_group, make_item
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_ray.models.attention import BlockAttention
-from grpo_ray.models.segments import SegmentTree
-from grpo_ray.models.sequences import NEVER, TrainSequence, first_switch, minibatches, plan, sequences_of
-from grpo_ray.policy.microbatch import MicroBatch, collate_packed, collate_padded
+from grpo_ray.learning.attention import BlockAttention
+from grpo_ray.learning.microbatch import MicroBatch, collate_packed, collate_padded
+from grpo_ray.learning.segments import SegmentTree
+from grpo_ray.learning.sequences import NEVER, TrainSequence, first_switch, minibatches, plan, sequences_of
 
 
 def make_sequence(prompt: list[int], response: list[int], advantage: float = 0.0) -> TrainSequence:

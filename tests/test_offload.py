@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_ray.policy import offload
-from grpo_ray.policy.master_weights import MasterWeights
-from grpo_ray.policy.offload import Offload
+from grpo_ray.learning import offload
+from grpo_ray.learning.master_weights import MasterWeights
+from grpo_ray.learning.offload import Offload
 
 CPU = torch.device("cpu")
 

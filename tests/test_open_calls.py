@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_ray.run.open_calls import OpenCalls
+from grpo_ray.watch.open_calls import OpenCalls
 
 
 class Clock:

@@ -10,10 +10,10 @@ import torch
 from builders import ENDS, changed, make_batch, relative_difference, written
 from transformers import get_scheduler
 
-from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config, LearnerConfig
-from grpo_ray.policy.offload import Offload
-from grpo_ray.policy.optimizer import check_moments, learning_rate, make_optimizer, move_optimizer
+from grpo_ray.core.learner import Learner
+from grpo_ray.learning.offload import Offload
+from grpo_ray.learning.optimizer import check_moments, learning_rate, make_optimizer, move_optimizer
 from grpo_ray.types import TrainBatch
 
 needs_bitsandbytes = pytest.mark.skipif(

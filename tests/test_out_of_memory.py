@@ -9,12 +9,12 @@ import pytest
 import torch
 from builders import ENDS, changed, flat_weights, make_batch, simple_group
 
-from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
+from grpo_ray.core.learner import Learner
 from grpo_ray.errors import RunError
-from grpo_ray.models.sequences import sequences_of
-from grpo_ray.policy.out_of_memory import SmallerMicroBatches
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.learning.out_of_memory import SmallerMicroBatches
+from grpo_ray.learning.sequences import sequences_of
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.types import TrainBatch
 
 EVERYTHING = {

@@ -13,22 +13,22 @@ from episode_batches import make_episode
 from local_runs import train
 from small_run import QUICKSTART, SMALL
 
-from grpo_ray.actors.batch_advantages import with_batch_advantages
-from grpo_ray.algorithms import ADVANTAGES, AdvantageInputs, advantages_of, check_algorithm
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.loading import load_config
-from grpo_ray.episodes.returns import verdict_on
-from grpo_ray.models.sequences import sequences_of
+from grpo_ray.learning.batch_advantages import with_batch_advantages
+from grpo_ray.learning.sequences import sequences_of
+from grpo_ray.objectives import ADVANTAGES, AdvantageInputs, advantages_of, check_algorithm
+from grpo_ray.objectives.returns import verdict_on
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.run.preflight import check_files
-from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.tools.audit.audit import audit
 
 ROOT = Path(__file__).parents[1]
 MODULE = "my_advantages_4711"
 CODE = """
 import torch
-from grpo_ray.algorithms import AdvantageInputs
+from grpo_ray.objectives import AdvantageInputs
 
 def median(inputs: AdvantageInputs, *, factor: float = 1.0, eps: float):
     middle = inputs.rewards.quantile(0.5, dim=1, keepdim=True)

@@ -15,24 +15,24 @@ import torch
 from builders import ENDS, changed, make_batch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from grpo_ray.actors.learner import Learner
-from grpo_ray.algorithms import chunked, chunked_log_probs
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.model import ModelConfig, TinyModelConfig
-from grpo_ray.models.attention import NAME as ATTENTION
-from grpo_ray.models.attention import BlockAttention, VarlenAttention
-from grpo_ray.models.loading import cast_parameters
-from grpo_ray.models.output_layer import with_head_dtype
-from grpo_ray.models.segments import SegmentTree
-from grpo_ray.models.sequences import TrainSequence
-from grpo_ray.models.tiny import build_model
-from grpo_ray.models.tiny_tokenizer import tiny_tokenizer
-from grpo_ray.models.transformer_lm import TransformerLM
-from grpo_ray.policy import log_probs
-from grpo_ray.policy.forward_backward import ForwardBackward
-from grpo_ray.policy.log_probs import model_inputs
-from grpo_ray.policy.microbatch import MicroBatch, collate_packed, collate_padded
+from grpo_ray.core.learner import Learner
+from grpo_ray.learning import log_probs
+from grpo_ray.learning.attention import NAME as ATTENTION
+from grpo_ray.learning.attention import BlockAttention, VarlenAttention
+from grpo_ray.learning.forward_backward import ForwardBackward
+from grpo_ray.learning.loading import cast_parameters
+from grpo_ray.learning.log_probs import model_inputs
+from grpo_ray.learning.microbatch import MicroBatch, collate_packed, collate_padded
+from grpo_ray.learning.output_layer import with_head_dtype
+from grpo_ray.learning.segments import SegmentTree
+from grpo_ray.learning.sequences import TrainSequence
+from grpo_ray.learning.tiny import build_model
+from grpo_ray.learning.tiny_tokenizer import tiny_tokenizer
+from grpo_ray.learning.transformer_lm import TransformerLM
+from grpo_ray.objectives import chunked, chunked_log_probs
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.planning import learner_memory
 from grpo_ray.tools.planning.command import PlanOptions
@@ -610,7 +610,7 @@ def run(*arguments: str) -> int:
 @pytest.fixture(autouse=True)
 def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attend in bfloat16, as GPUs do, which the plans are for."""
-    monkeypatch.setattr("grpo_ray.models.attention.SHORT", 0)
+    monkeypatch.setattr("grpo_ray.learning.attention.SHORT", 0)
 
 
 @pytest.fixture

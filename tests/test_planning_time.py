@@ -26,9 +26,7 @@ from test_planning import (
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.telemetry.flops import PEAK_TFLOPS, ModelSize
-from grpo_ray.telemetry.metrics_catalog import PAUSED
-from grpo_ray.telemetry.run_files import dump_config
+from grpo_ray.records.run_files import dump_config
 from grpo_ray.tools.planning.collectives import Collectives, collectives, gather_seconds
 from grpo_ray.tools.planning.command import PlanOptions
 from grpo_ray.tools.planning.hardware import GB, GPU_TYPES, Machine
@@ -47,6 +45,8 @@ from grpo_ray.tools.planning.modelled_work import (
 )
 from grpo_ray.tools.planning.splits import Split, best_split, divided, divisions, splits
 from grpo_ray.tools.planning.step_time import StepTime, snapshot_s, step_time, training_s
+from grpo_ray.watch.flops import PEAK_TFLOPS, ModelSize
+from grpo_ray.watch.metrics_catalog import PAUSED
 
 __all__ = ["folder_of"]
 H100 = Machine(GPU_TYPES["H100"])

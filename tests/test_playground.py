@@ -32,7 +32,7 @@ from examples.course.playground.model import SortingModel, response_log_probs, s
 from examples.course.playground.policy_gradient import Point, compute_loss, train_model
 from examples.course.playground.settings import DELTAS, Settings
 from examples.course.playground.task import REWARD_FUNCTIONS, make_task
-from grpo_ray.algorithms import group_advantages
+from grpo_ray.objectives import group_advantages
 
 # A tenth of the lecture's gradient steps, from a less certain initial policy: a run takes 0.1 s.
 QUICK = {"updates": 1, "learning_rate": 0.01, "embedding_std": 0.3}

@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from grpo_ray.actors.learner import Learner
 from grpo_ray.cluster.local import calls_of
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.model import Implementation, TinyModelConfig, WarmupConfig
 from grpo_ray.config.task import FileTaskConfig, SortingTaskConfig
-from grpo_ray.models import model_files
-from grpo_ray.models.loading import load_policy
-from grpo_ray.models.model_files import (
+from grpo_ray.core.learner import Learner
+from grpo_ray.learning import model_files
+from grpo_ray.learning.loading import load_policy
+from grpo_ray.learning.model_files import (
     at_commit,
     check_lengths,
     check_local_model,
@@ -33,9 +33,9 @@ from grpo_ray.models.model_files import (
     load_tokenizer,
     max_positions,
 )
-from grpo_ray.models.tiny import build_model, cache_folder
-from grpo_ray.models.tiny_tokenizer import END_TOKEN, tiny_tokenizer, train_tokenizer
-from grpo_ray.models.transformer_lm import TransformerLM
+from grpo_ray.learning.tiny import build_model, cache_folder
+from grpo_ray.learning.tiny_tokenizer import END_TOKEN, tiny_tokenizer, train_tokenizer
+from grpo_ray.learning.transformer_lm import TransformerLM
 from grpo_ray.run.preflight import check_files
 from grpo_ray.run.supervised import imitate, imitating
 from grpo_ray.run.tiny_model import _recipe, tiny_model_folder

@@ -9,11 +9,11 @@ import pytest
 from local_runs import Killed, make_config, train, until
 
 from grpo_ray.cluster.local import LocalActors
+from grpo_ray.core.controller import Controller
 from grpo_ray.errors import RunError
-from grpo_ray.run.controller import Controller
-from grpo_ray.telemetry import durable
-from grpo_ray.telemetry.checkpoint import make_store
-from grpo_ray.telemetry.run_files import RunDirectory, last_logged_step
+from grpo_ray.records import durable
+from grpo_ray.records.checkpoint import make_store
+from grpo_ray.records.run_files import RunDirectory, last_logged_step
 from grpo_ray.tools.audit.audit import audit
 
 pytestmark = pytest.mark.usefixtures("model_cache", "any_reward")
@@ -34,8 +34,8 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> Synced:
         return size
 
     for module in ("durable", "checkpoint", "run_files"):
-        monkeypatch.setattr(f"grpo_ray.telemetry.{module}.sync", sync)
-    monkeypatch.setattr("grpo_ray.policy.training_state.sync", sync)
+        monkeypatch.setattr(f"grpo_ray.watch.{module}.sync", sync)
+    monkeypatch.setattr("grpo_ray.learning.training_state.sync", sync)
     return sizes
 
 
@@ -89,7 +89,7 @@ def test_a_run_resumes_after_a_power_cut_and_its_audit_is_clean(
 def test_everything_before_a_checkpoint_is_on_disk_before_it_appears(
     tmp_path: Path, synced: Synced, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from grpo_ray.telemetry.checkpoint import CheckpointStore
+    from grpo_ray.records.checkpoint import CheckpointStore
 
     run, seen, commit = RunDirectory(tmp_path / "run"), [], CheckpointStore.commit
 

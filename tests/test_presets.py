@@ -12,8 +12,8 @@ from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.config.losses import LOSS_RECORDS
 from grpo_ray.config.presets import PRESETS, PresetName
 from grpo_ray.errors import RunError
+from grpo_ray.records.run_files import dump_config
 from grpo_ray.run.training import _check_same_prompts
-from grpo_ray.telemetry.run_files import dump_config
 from grpo_ray.tools.evaluation.evaluation_plan import _serving
 
 QUICKSTART = "configs/quickstart.yaml"

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_ray.telemetry.memory import SEARCH_EVERY_S, ProcessFamily, resident_bytes
+from grpo_ray.watch.memory import SEARCH_EVERY_S, ProcessFamily, resident_bytes
 
 
 @contextmanager

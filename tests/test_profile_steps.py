@@ -12,10 +12,10 @@ import local_runs
 import pytest
 from builders import changed, make_batch
 
-from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.core.learner import Learner
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.types import TrainBatch
 
 pytestmark = pytest.mark.usefixtures("model_cache", "any_reward")

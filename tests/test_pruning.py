@@ -9,9 +9,9 @@ import pytest
 import torch
 from builders import ENDS, changed, flat_weights, gradient, make_batch, relative_difference
 
-from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
-from grpo_ray.models.sequences import TrainSequence, sequences_of
+from grpo_ray.core.learner import Learner
+from grpo_ray.learning.sequences import TrainSequence, sequences_of
 from grpo_ray.types import ScoredGroup, TrainBatch
 
 # Of the twelve responses in the four groups of `make_batch`, those with an advantage:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from small_run import QUICKSTART
 
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.experiments.launch import PROGRAM
 
 

@@ -16,11 +16,11 @@ from builders import ENDS, changed, file_size_limit, make_batch
 from rank_workers import meeting, on_ranks
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
-from grpo_ray.models.sharded import local_part, whole
-from grpo_ray.policy import shards
-from grpo_ray.policy.ranks import Ranks, Seat
+from grpo_ray.core.learner import Learner
+from grpo_ray.learning import shards
+from grpo_ray.learning.ranks import Ranks, Seat
+from grpo_ray.learning.sharded import local_part, whole
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 from grpo_ray.types import ScoredGroup, TrainBatch

@@ -7,7 +7,7 @@ import torch
 from run_process import interrupt, resume, start, untimed, wait_for_step
 from safetensors.torch import load_file
 
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
 
 pytestmark = [pytest.mark.ray, pytest.mark.campaign, pytest.mark.usefixtures("model_cache", "any_reward")]

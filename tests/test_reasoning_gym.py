@@ -9,8 +9,8 @@ import pytest
 from small_run import QUICKSTART, SMALL
 
 from grpo_ray.config.task import ReasoningGymTaskConfig
+from grpo_ray.records.run_files import read_metrics
 from grpo_ray.tasks import load_examples
-from grpo_ray.telemetry.run_files import read_metrics
 from grpo_ray.tools.cli import main
 
 pytest.importorskip("reasoning_gym", reason="requirements/reasoning-gym.txt, which takes a C compiler")

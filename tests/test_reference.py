@@ -23,14 +23,14 @@ from builders import (
 )
 from safetensors.torch import load_file
 
-from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import KLConfig
-from grpo_ray.models.loading import load_policy
-from grpo_ray.policy.master_weights import MasterWeights
-from grpo_ray.policy.reference import Reference
-from grpo_ray.telemetry.metrics_catalog import check_names
+from grpo_ray.core.learner import Learner
+from grpo_ray.learning.loading import load_policy
+from grpo_ray.learning.master_weights import MasterWeights
+from grpo_ray.learning.reference import Reference
 from grpo_ray.types import ScoredGroup, TrainBatch
+from grpo_ray.watch.metrics_catalog import check_names
 
 FROZEN = {"reference": "initial"}
 REFRESHED = {"reference": "initial", "refresh_every_num_steps": 2}

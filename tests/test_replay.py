@@ -12,10 +12,10 @@ from builders import make_completion, make_group, make_item, same_groups, simple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.actors.replay import ReplayedGroup, ReplayMemory
 from grpo_ray.config.schedule import ReplayConfig
-from grpo_ray.telemetry.metrics_catalog import check_names
+from grpo_ray.core.replay import ReplayedGroup, ReplayMemory
 from grpo_ray.types import CONTEXT, ScoredGroup
+from grpo_ray.watch.metrics_catalog import check_names
 
 LONG = {"max_age": 1000, "max_uses": 1000}
 

@@ -9,8 +9,8 @@ import pytest
 from builders import make_completion, make_group, make_item
 from matplotlib.image import imread
 
-from grpo_ray.telemetry.rollout_log import write_rollouts
-from grpo_ray.telemetry.run_files import RunDirectory, step_name
+from grpo_ray.records.rollout_log import write_rollouts
+from grpo_ray.records.run_files import RunDirectory, step_name
 from grpo_ray.tools.drawing.reward_curve import plot_reward_curve
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
 from grpo_ray.tools.report.ending import OWN, print_ending

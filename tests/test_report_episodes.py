@@ -16,9 +16,9 @@ from grpo_ray.config import Config
 from grpo_ray.config.model import TinyModelConfig
 from grpo_ray.config.task import SortingTaskConfig
 from grpo_ray.episodes.segments import Segments
-from grpo_ray.models.loading import load_policy
-from grpo_ray.models.model_files import end_token_ids, load_tokenizer
-from grpo_ray.telemetry.rollout_log import read_rollouts, write_rollouts
+from grpo_ray.learning.loading import load_policy
+from grpo_ray.learning.model_files import end_token_ids, load_tokenizer
+from grpo_ray.records.rollout_log import read_rollouts, write_rollouts
 from grpo_ray.tools.report.episode_rows import MAX_EPISODE_TOKENS, shown_episode
 from grpo_ray.tools.report.panels import PANELS, expanded
 from grpo_ray.tools.report.run_data import Bounds, run_data

@@ -15,14 +15,14 @@ from report_runs import HOSTILE, add_checkpoint, group, make_run, metrics_of, wr
 
 from grpo_ray.config import Config
 from grpo_ray.config.schema import leaves
-from grpo_ray.telemetry.run_files import RunDirectory
-from grpo_ray.telemetry.run_state import Ending, LiveStatus, RunState
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.report.page import embedded_json, make_page
 from grpo_ray.tools.report.run_data import Bounds, run_data
 from grpo_ray.tools.report.run_header import about, changed_keys
 from grpo_ray.tools.report.write_report import names_of
 from grpo_ray.tools.top.bottleneck import bottleneck
+from grpo_ray.watch.run_state import Ending, LiveStatus, RunState
 
 ALL = Bounds(max_points=1000, max_rollouts=1000, seed=0)
 

@@ -15,12 +15,12 @@ from report_runs import HOSTILE, add_checkpoint, group, make_run, metrics_of, ra
 from grpo_ray.config import Config
 from grpo_ray.config.model import TinyModelConfig
 from grpo_ray.config.task import SortingTaskConfig
-from grpo_ray.telemetry.metrics_catalog import METRICS
-from grpo_ray.telemetry.rollout_log import write_rollouts
-from grpo_ray.telemetry.run_files import RunDirectory, step_name
+from grpo_ray.records.rollout_log import write_rollouts
+from grpo_ray.records.run_files import RunDirectory, step_name
 from grpo_ray.tools.report.page import make_page
 from grpo_ray.tools.report.run_data import Bounds, run_data
 from grpo_ray.tools.report.write_report import ReportOptions, report
+from grpo_ray.watch.metrics_catalog import METRICS
 
 pytestmark = [
     pytest.mark.slow,

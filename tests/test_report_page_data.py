@@ -16,12 +16,11 @@ from builders import changed, make_completion, make_group, make_item, plain_logp
 from report_runs import add_checkpoint, group, make_run, metrics_of, ranks_of, write_lines
 
 from grpo_ray.config import Config
-from grpo_ray.models.loading import load_policy
-from grpo_ray.models.model_files import load_tokenizer
-from grpo_ray.telemetry.metrics_catalog import check_names
-from grpo_ray.telemetry.readable_rollouts import MAX_CHARACTERS
-from grpo_ray.telemetry.rollout_log import read_rollouts, write_rollouts
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.learning.loading import load_policy
+from grpo_ray.learning.model_files import load_tokenizer
+from grpo_ray.records.readable_rollouts import MAX_CHARACTERS
+from grpo_ray.records.rollout_log import read_rollouts, write_rollouts
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.report import rollout_sample
 from grpo_ray.tools.report.log_ratios import log_ratios
@@ -34,6 +33,7 @@ from grpo_ray.tools.report.run_data import Bounds, run_data
 from grpo_ray.tools.report.series import make_series
 from grpo_ray.tools.report.stage_times import stage_times
 from grpo_ray.tools.report.token_texts import TokenTexts
+from grpo_ray.watch.metrics_catalog import check_names
 
 ALL = Bounds(max_points=1000, max_rollouts=1000, seed=0)
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from grpo_ray.run.restarts import BudgetUsedUp, RestartBudget
+from grpo_ray.watch.restarts import BudgetUsedUp, RestartBudget
 
 
 def pauses(at: list[float], backoff_s: float = 2.0, max_restarts: int = 100) -> list[float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_ray.errors import RunError
-from grpo_ray.telemetry.resumable_folder import Definition, ResumableFolder
+from grpo_ray.records.resumable_folder import Definition, ResumableFolder
 
 DEFINITION = {"seed": 0, "sampling": {"temperature": 1.0, "stop": ["</a>"]}}
 

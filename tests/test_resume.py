@@ -17,22 +17,22 @@ from builders import changed, make_buffer, parts, simple_group
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from grpo_ray.actors.groups import GroupBook
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
+from grpo_ray.core.groups import GroupBook
 from grpo_ray.errors import RunError
-from grpo_ray.models.loading import load_policy
-from grpo_ray.models.model_files import load_tokenizer
+from grpo_ray.learning.loading import load_policy
+from grpo_ray.learning.model_files import load_tokenizer
+from grpo_ray.records import run_files
+from grpo_ray.records.adapter_files import base_digest
+from grpo_ray.records.checkpoint import CheckpointState, CheckpointStore
+from grpo_ray.records.json_lines import lines_from_end
+from grpo_ray.records.run_files import RunDirectory, last_logged_step, read_metrics
 from grpo_ray.run import restores, training
 from grpo_ray.run.preflight import check_files
 from grpo_ray.tasks.input_digests import check_inputs, input_digests, write_digests
 from grpo_ray.tasks.prompt_stream import PromptStream
-from grpo_ray.telemetry import run_files
-from grpo_ray.telemetry.adapter_files import base_digest
-from grpo_ray.telemetry.checkpoint import CheckpointState, CheckpointStore
-from grpo_ray.telemetry.json_lines import lines_from_end
-from grpo_ray.telemetry.run_files import RunDirectory, last_logged_step, read_metrics
-from grpo_ray.telemetry.run_log import RunLog
+from grpo_ray.watch.run_log import RunLog
 
 TEMPLATE = "Sort: {question}\nAnswer:"
 REWARD = "def reward(response, truth):\n    return 1.0\n"

@@ -13,12 +13,13 @@ import pytest
 import torch
 from builders import make_completion, make_item
 
-from grpo_ray.actors.scorer import Scorer
-from grpo_ray.algorithms import advantages_of
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.reward import RewardTerm, named_terms, term_weights
 from grpo_ray.config.task import FileTaskConfig
+from grpo_ray.core.scorer import Scorer
+from grpo_ray.objectives import advantages_of
+from grpo_ray.records.rollout_log import read_groups, write_rollouts
 from grpo_ray.rewards.answer_formats import written
 from grpo_ray.rewards.checking import check_reward
 from grpo_ray.rewards.configured import GroupReward
@@ -28,10 +29,9 @@ from grpo_ray.rewards.trial import try_rewards
 from grpo_ray.rewards.user_function import UserFunction
 from grpo_ray.tasks.dataset import dataset_examples
 from grpo_ray.tasks.prompts import ChatTemplate, Prompter, TextTemplate
-from grpo_ray.telemetry.batch_metrics import rollout_metrics
-from grpo_ray.telemetry.rollout_log import read_groups, write_rollouts
 from grpo_ray.tools.cli import main
 from grpo_ray.types import PromptItem, RolloutGroup, ScoredGroup
+from grpo_ray.watch.batch_metrics import rollout_metrics
 
 ABOUT = {
     "prompt": "Q: 6 * 7? A:",

@@ -14,16 +14,16 @@ from grpo_ray.cluster.hosting import running
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.run.controller import Controller
+from grpo_ray.core.controller import Controller
+from grpo_ray.records.checkpoint import make_store
+from grpo_ray.records.evaluation_summary import EvaluationSummary
+from grpo_ray.records.rollout_log import read_rollouts
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run.preflight import check_files, prepare
-from grpo_ray.run.restarts import RestartBudget
-from grpo_ray.telemetry.checkpoint import make_store
-from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
-from grpo_ray.telemetry.metrics_catalog import check_names
-from grpo_ray.telemetry.rollout_log import read_rollouts
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
-from grpo_ray.telemetry.run_log import RunLog
 from grpo_ray.tools.audit.audit import audit
+from grpo_ray.watch.metrics_catalog import check_names
+from grpo_ray.watch.restarts import RestartBudget
+from grpo_ray.watch.run_log import RunLog
 
 pytestmark = pytest.mark.usefixtures("model_cache")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from grpo_ray.errors import RunError
-from grpo_ray.telemetry import run_lock
-from grpo_ray.telemetry.checkpoint import CheckpointStore
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.records import run_lock
+from grpo_ray.records.checkpoint import CheckpointStore
+from grpo_ray.records.run_files import RunDirectory
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])

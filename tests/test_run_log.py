@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
-from grpo_ray.telemetry.run_log import FAILURES, RunLog
+from grpo_ray.records.evaluation_summary import EvaluationSummary
+from grpo_ray.records.run_files import RunDirectory, read_metrics
+from grpo_ray.watch.run_log import FAILURES, RunLog
 
 
 class Display:
@@ -141,7 +141,7 @@ def test_an_event_that_the_disk_refused_is_retried_after_the_next_step(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("grpo_ray.telemetry.json_lines._write_whole", full)
+        patch.setattr("grpo_ray.records.json_lines._write_whole", full)
         log.event("scorer_back", "scorer", "scores again")
         settle(log)
         log.show_warnings()

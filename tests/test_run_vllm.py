@@ -9,8 +9,8 @@ import pytest
 from run_process import interrupt, num_lines, pid_of, wait_for_step, wait_until
 from small_run import QUICKSTART
 
-from grpo_ray.telemetry.rollout_log import read_rollouts
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.records.rollout_log import read_rollouts
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
 
 PROGRAM = str(Path(__file__).with_name("any_reward_cli.py"))

@@ -9,8 +9,8 @@ import torch
 from local_runs import Killed, kill_after, make_config, train, until
 from safetensors.torch import load_file
 
-from grpo_ray.telemetry.rollout_log import DROPPED, FRESH, read_rollouts
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.records.rollout_log import DROPPED, FRESH, read_rollouts
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("model_cache", "any_reward")]

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from local_runs import make_config
 
-from grpo_ray.actors.scorer import Scorer, scorer_arguments
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.config.reward import secrets_in
 from grpo_ray.config.secrets import values_of
+from grpo_ray.core.scorer import Scorer, scorer_arguments
 from grpo_ray.episodes.checking import check_episodes
+from grpo_ray.records.run_files import dump_config
 from grpo_ray.rewards.checking import check_reward
 from grpo_ray.rewards.isolation.pool import RewardPool
 from grpo_ray.run.preflight import check_files
-from grpo_ray.telemetry.run_files import dump_config
 
 REWARDS = """
 import os

@@ -15,9 +15,9 @@ from spying_task import DRIVERS, LISTED
 from test_episode_combinations import make
 
 from grpo_ray.episodes.confinement import SCRATCH
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.rewards.isolation.landlock import landlock_version
 from grpo_ray.run.tiny_model import tiny_model_folder
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 
 pytestmark = [pytest.mark.ray, pytest.mark.campaign, pytest.mark.usefixtures("model_cache")]
 

@@ -97,11 +97,11 @@ def test_two_snapshots_are_stored_at_a_time_and_read_where_they_lie(tmp_path: Pa
     """The published one, and the one in transit; so the memory of the one before is used again."""
     import ray
 
-    from grpo_ray.actors.generator import Generator
-    from grpo_ray.actors.staleness import Admission
-    from grpo_ray.actors.weight_sync import WeightSync
     from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor
     from grpo_ray.cluster.session import connected
+    from grpo_ray.core.generator import Generator
+    from grpo_ray.core.staleness import Admission
+    from grpo_ray.core.sync import WeightSync
     from grpo_ray.types import methods_with_bulk
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors cannot import it

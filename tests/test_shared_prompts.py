@@ -31,16 +31,16 @@ from transformers import (
 from grpo_ray.config import Config, SamplingConfig
 from grpo_ray.config.learner import Recomputation
 from grpo_ray.config.losses import LossType
-from grpo_ray.models.attention import NAME, BlockAttention, VarlenAttention, tree_obstacle
-from grpo_ray.models.blocks import recompute_in_backward
-from grpo_ray.models.loading import _with_sdpa, cast_parameters, load_policy
-from grpo_ray.models.output_layer import with_head_dtype
-from grpo_ray.models.policy_model import PolicyModel
-from grpo_ray.models.segments import NO_PARENT, SegmentTree
-from grpo_ray.models.sequences import TrainSequence
-from grpo_ray.policy.forward_backward import ForwardBackward
-from grpo_ray.policy.layout import Layout, choose_layout
-from grpo_ray.policy.log_probs import ResponseLogProbs, model_inputs
+from grpo_ray.learning.attention import NAME, BlockAttention, VarlenAttention, tree_obstacle
+from grpo_ray.learning.blocks import recompute_in_backward
+from grpo_ray.learning.forward_backward import ForwardBackward
+from grpo_ray.learning.layout import Layout, choose_layout
+from grpo_ray.learning.loading import _with_sdpa, cast_parameters, load_policy
+from grpo_ray.learning.log_probs import ResponseLogProbs, model_inputs
+from grpo_ray.learning.output_layer import with_head_dtype
+from grpo_ray.learning.policy_model import PolicyModel
+from grpo_ray.learning.segments import NO_PARENT, SegmentTree
+from grpo_ray.learning.sequences import TrainSequence
 
 ENDS = (0, 17)
 VOCAB = 280

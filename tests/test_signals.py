@@ -16,7 +16,7 @@ BEGIN = """
 import asyncio, ctypes, sys, time
 from pathlib import Path
 from grpo_ray.run import signals
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.records.run_files import RunDirectory
 
 run = RunDirectory(sys.argv[1])
 """

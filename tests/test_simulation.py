@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from small_run import QUICKSTART
 
 from grpo_ray.config.loading import load_config
-from grpo_ray.telemetry.json_lines import read_lines
-from grpo_ray.telemetry.metrics_catalog import check_names
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.records.json_lines import read_lines
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.audit.audit import audit
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.simulation.account import Account, Faults
 from grpo_ray.tools.simulation.simulate import Simulated, simulate
 from grpo_ray.tools.simulation.speeds import LognormalLengths, Speeds, read_speeds, recorded_lengths
+from grpo_ray.watch.metrics_catalog import check_names
 
 SMALL = [
     "generator.num_generators=3",

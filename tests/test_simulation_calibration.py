@@ -9,7 +9,7 @@ import pytest
 from small_run import QUICKSTART
 
 from grpo_ray.config.loading import load_config
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.simulation.calibration import calibrate
 from grpo_ray.tools.simulation.cores import SharedCores

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from grpo_ray.telemetry.spilling import ASK_EVERY_S, SpilledBytes
+from grpo_ray.watch.spilling import ASK_EVERY_S, SpilledBytes
 
 
 class Cluster:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_ray.telemetry.stage_clock import MAX_SPANS, StageClock
+from grpo_ray.watch.stage_clock import MAX_SPANS, StageClock
 
 
 class Time:

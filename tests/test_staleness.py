@@ -14,27 +14,27 @@ from builders import make_completion, make_group, parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.actors.groups import Batch, GroupBook, State
-from grpo_ray.actors.staleness import (
+from grpo_ray.config import Config
+from grpo_ray.core.buffer import TrajectoryBuffer
+from grpo_ray.core.context import RunContext
+from grpo_ray.core.groups import Batch, GroupBook, State
+from grpo_ray.core.producer import RolloutProducer
+from grpo_ray.core.staleness import (
     Admission,
     UpdateCounts,
     extra_slots_at,
     oldest_allowed,
     version_trained_at,
 )
-from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
-from grpo_ray.actors.weight_sync import WeightSync
-from grpo_ray.config import Config
-from grpo_ray.run.context import RunContext
-from grpo_ray.run.open_calls import OpenCalls
-from grpo_ray.run.rollout_producer import RolloutProducer
+from grpo_ray.core.sync import WeightSync
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompt_order import EpochOrder
 from grpo_ray.tasks.prompt_stream import PromptStream
 from grpo_ray.tasks.prompts import Prompter, TextTemplate
-from grpo_ray.telemetry.stage_clock import StageClock
 from grpo_ray.transfer.messages import Snapshot
 from grpo_ray.types import NO_VERSION, PromptItem, Ref, RolloutGroup, Verdict
+from grpo_ray.watch.open_calls import OpenCalls
+from grpo_ray.watch.stage_clock import StageClock
 
 
 @pytest.mark.parametrize(("max_lag", "limits"), [(0, [4, 8, 12]), (1, [8, 12, 16]), (3, [16, 20, 24])])

@@ -8,13 +8,13 @@ import pytest
 from local_runs import Recorder, make_config
 from test_generator_pool import FakeActors, FakeClient, Pool
 
+from grpo_ray.core import starting
+from grpo_ray.core.context import ServingContext
+from grpo_ray.core.starting import until_all_ready
 from grpo_ray.errors import Stalled
-from grpo_ray.run import starting
-from grpo_ray.run.context import ServingContext
-from grpo_ray.run.open_calls import OpenCalls
-from grpo_ray.run.starting import until_all_ready
-from grpo_ray.telemetry.run_files import RunDirectory
-from grpo_ray.telemetry.run_log import RunLog
+from grpo_ray.records.run_files import RunDirectory
+from grpo_ray.watch.open_calls import OpenCalls
+from grpo_ray.watch.run_log import RunLog
 
 
 class Statuses(Recorder):

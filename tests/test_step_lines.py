@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_ray.telemetry.run_files import last_of_each_step
-from grpo_ray.telemetry.step_lines import StepLines
+from grpo_ray.records.run_files import last_of_each_step
+from grpo_ray.records.step_lines import StepLines
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,11 @@ from test_wire import CPU, join, make_sender, pack, tensors, transfer
 from torch.distributed import HashStore, TCPStore
 
 from grpo_ray.cluster.local import LocalActors
+from grpo_ray.core.controller import Controller
 from grpo_ray.errors import FORGED, ActorDied, RunError
-from grpo_ray.policy.ranks import Ranks, Seat
-from grpo_ray.policy.rendezvous import NUM_BYTES, SignedStore, open_store, prove
-from grpo_ray.run.controller import Controller
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.learning.ranks import Ranks, Seat
+from grpo_ray.learning.rendezvous import NUM_BYTES, SignedStore, open_store, prove
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.transfer.inbox import Inbox
 from grpo_ray.transfer.meeting import WireError
 from grpo_ray.transfer.nccl_channel import NcclChannel
@@ -161,7 +161,7 @@ def in_anothers_place(seat: Seat, its_rank: int) -> str:
     known = seat.secret if seat.rank != its_rank else bytes(NUM_BYTES)
     with contextlib.ExitStack() as stack:
         stack.enter_context(pytest.MonkeyPatch.context()).setattr(
-            "grpo_ray.policy.ranks.SignedStore", lambda store, secret: store
+            "grpo_ray.learning.ranks.SignedStore", lambda store, secret: store
         )
         try:
             Ranks(Seat(**{**vars(seat), "secret": known}))
@@ -261,7 +261,7 @@ def test_a_stranger_with_a_wires_connection_is_noticed_before_any_weights(
     ends: str, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its store believes everything, as if the stranger had come to the other end's port first."""
-    monkeypatch.setattr("grpo_ray.policy.rendezvous.SignedStore", lambda store, secret: store)
+    monkeypatch.setattr("grpo_ray.learning.rendezvous.SignedStore", lambda store, secret: store)
     sender, inbox = make_sender(timeout_s=20.0), Inbox()
     place = sender.open_wire("a")
     without = replace(place, secret=bytes(NUM_BYTES))

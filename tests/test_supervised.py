@@ -13,18 +13,18 @@ from small_run import QUICKSTART, SMALL
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerBase
 
-from grpo_ray.actors.learner import Learner
 from grpo_ray.cluster.local import calls_of
 from grpo_ray.config import Config
 from grpo_ray.config.sft import SftConfig
-from grpo_ray.models.loading import load_policy
-from grpo_ray.models.model_files import load_tokenizer
-from grpo_ray.models.plain_chat import give_plain_chat
+from grpo_ray.core.learner import Learner
+from grpo_ray.learning.loading import load_policy
+from grpo_ray.learning.model_files import load_tokenizer
+from grpo_ray.learning.plain_chat import give_plain_chat
+from grpo_ray.records.run_files import read_metrics
 from grpo_ray.run import supervised
 from grpo_ray.run.supervised import imitate, imitating
 from grpo_ray.tasks.demonstrations import Demonstration, read_demonstrations
 from grpo_ray.tasks.prompts import ChatTemplate, PromptTemplate, TextTemplate
-from grpo_ray.telemetry.run_files import read_metrics
 from grpo_ray.tools.cli import main
 
 CHAT_ML = (

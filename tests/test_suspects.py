@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 from local_runs import Recorder, make_config
 from turn_clients import FakeGenerator, completion, until_death
 
+from grpo_ray.core.context import ServingContext
+from grpo_ray.core.pool import GeneratorPool
 from grpo_ray.episodes.turn_router import RoutedSampler, TurnRouter
 from grpo_ray.errors import ActorDied, DataLost, RunError, TurnLost, first_error
-from grpo_ray.run.context import ServingContext
-from grpo_ray.run.generator_pool import GeneratorPool
-from grpo_ray.run.open_calls import OpenCalls
-from grpo_ray.run.restarts import BudgetUsedUp, RestartBudget
-from grpo_ray.run.suspects import MAX_LONE, Gate, Suspects
-from grpo_ray.telemetry.clock import simulated_by
-from grpo_ray.telemetry.run_files import RunDirectory
-from grpo_ray.telemetry.run_log import RunLog
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.simulation.virtual_time import VirtualClock
 from grpo_ray.types import GeneratorFailure, PlayReport, PromptItem, SamplingSettings
+from grpo_ray.watch.clock import simulated_by
+from grpo_ray.watch.open_calls import OpenCalls
+from grpo_ray.watch.restarts import BudgetUsedUp, RestartBudget
+from grpo_ray.watch.run_log import RunLog
+from grpo_ray.watch.suspects import MAX_LONE, Gate, Suspects
 
 PLAIN, GAMES = "sums", "games"
 

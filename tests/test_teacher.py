@@ -11,10 +11,10 @@ from builders import ENDS, changed, make_completion, make_item, plain_logprobs
 from episode_groups import random_episode
 from transformers import AutoModelForCausalLM
 
-from grpo_ray.actors.teacher import Teacher
 from grpo_ray.config import Config
+from grpo_ray.core.teacher import Teacher
 from grpo_ray.engines.torch_teacher import TorchTeacher
-from grpo_ray.models.sequences import TrainSequence
+from grpo_ray.learning.sequences import TrainSequence
 from grpo_ray.types import Episode, RolloutGroup
 
 PROMPT = (40, 41, 42)

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.errors import RunError
-from grpo_ray.telemetry.metrics_catalog import METRICS, check_names
-from grpo_ray.telemetry.rollout_log import read_groups, read_rollouts, read_uses, write_rollouts
-from grpo_ray.telemetry.run_files import (
+from grpo_ray.records.rollout_log import read_groups, read_rollouts, read_uses, write_rollouts
+from grpo_ray.records.run_files import (
     JsonLines,
     MetricsLog,
     RunDirectory,
@@ -30,6 +29,7 @@ from grpo_ray.telemetry.run_files import (
     step_name,
 )
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup
+from grpo_ray.watch.metrics_catalog import METRICS, check_names
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)  # a lone surrogate is not valid text
 
@@ -145,7 +145,7 @@ def test_rewind_names_the_line_it_cannot_read(tmp_path: Path) -> None:
 
 HOLD_LOCK = """
 import os, subprocess, sys, time
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.records.run_files import RunDirectory
 with RunDirectory(sys.argv[1]).lock():
     is_forked, tell = os.pipe()
     children = [subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, close_fds=False).pid, os.fork()]
@@ -236,7 +236,7 @@ def test_disk_that_fills_up_loses_no_line(tmp_path: Path) -> None:
     """Use a separate process with files limited to 100 bytes."""
     script = """
 import resource, sys
-from grpo_ray.telemetry.run_files import MetricsLog, read_metrics
+from grpo_ray.records.run_files import MetricsLog, read_metrics
 path = sys.argv[1]
 log = MetricsLog(path)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
@@ -260,9 +260,9 @@ assert log.append(6, {}) is None
 
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full")
 def test_a_full_device_and_the_limit_on_pending_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_ray.telemetry.json_lines.MAX_PENDING", 3)
+    monkeypatch.setattr("grpo_ray.records.json_lines.MAX_PENDING", 3)
     monkeypatch.setattr("os.ftruncate", lambda *_: None)  # a device cannot be truncated
-    monkeypatch.setattr("grpo_ray.telemetry.json_lines.drop_half_line", lambda _: None)  # nor read to its end
+    monkeypatch.setattr("grpo_ray.records.json_lines.drop_half_line", lambda _: None)  # nor read to its end
     log = MetricsLog("/dev/full")
     errors = [log.append(step, {}) for step in range(1, 6)]
     assert errors[0] is not None

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from local_runs import make_config, train
 
-from grpo_ray.actors.generator import Generator
 from grpo_ray.cluster.local import LocalActors
+from grpo_ray.core.controller import Controller
+from grpo_ray.core.generator import Generator
 from grpo_ray.errors import ActorDied
-from grpo_ray.run.controller import Controller
-from grpo_ray.telemetry.activity import Activity, Window
-from grpo_ray.telemetry.metrics_catalog import check_names
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
-from grpo_ray.telemetry.stage_clock import ActorStats, StageClock, StageTimes
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.report.stage_times import stage_times
+from grpo_ray.watch.activity import Activity, Window
+from grpo_ray.watch.metrics_catalog import check_names
+from grpo_ray.watch.stage_clock import ActorStats, StageClock, StageTimes
 
 
 class Actor:
@@ -221,7 +221,7 @@ def test_a_runs_stages_add_up_to_its_time(tmp_path: Path, max_lag: int) -> None:
 @pytest.mark.usefixtures("model_cache")
 def test_a_generator_that_never_answers_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     take = Generator.take_stats
-    monkeypatch.setattr("grpo_ray.run.step_metrics.Activity", partial(Activity, answer_s=0.05))
+    monkeypatch.setattr("grpo_ray.core.step_metrics.Activity", partial(Activity, answer_s=0.05))
 
     async def silent(self: Generator) -> ActorStats:
         if self.name == "generator-1":

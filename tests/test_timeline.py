@@ -11,10 +11,10 @@ import pytest
 from local_runs import make_config, train, until
 
 from grpo_ray.cluster.local import LocalActors
-from grpo_ray.run.controller import Controller
-from grpo_ray.telemetry.run_files import RunDirectory, last_logged_step, read_metrics
-from grpo_ray.telemetry.stage_clock import Span, StageTimes
-from grpo_ray.telemetry.timeline import Timeline, row_of
+from grpo_ray.core.controller import Controller
+from grpo_ray.records.run_files import RunDirectory, last_logged_step, read_metrics
+from grpo_ray.watch.stage_clock import Span, StageTimes
+from grpo_ray.watch.timeline import Timeline, row_of
 
 Event = dict[str, Any]
 

@@ -23,12 +23,10 @@ from rich.console import Console
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.schema import leaves
+from grpo_ray.core.controller import Controller
 from grpo_ray.errors import RunError
-from grpo_ray.run.controller import Controller
-from grpo_ray.telemetry import run_state
-from grpo_ray.telemetry.json_lines import read_last_lines
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
-from grpo_ray.telemetry.run_state import ActorState, Ending, LiveStatus, RunState, read_state, reported
+from grpo_ray.records.json_lines import read_last_lines
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.top.bottleneck import bottleneck, time_shares
 from grpo_ray.tools.top.frame import draw_frame, stage_shares
@@ -39,6 +37,8 @@ from grpo_ray.tools.top.problems import Problems
 from grpo_ray.tools.top.rank_figures import rank_figures, rank_hint, ranks_line
 from grpo_ray.tools.top.run_view import RunView, is_alive, read_view, silence_of
 from grpo_ray.tools.top.watch_run import TopOptions, top
+from grpo_ray.watch import run_state
+from grpo_ray.watch.run_state import ActorState, Ending, LiveStatus, RunState, read_state, reported
 
 NOW = 1_700_000_000.0
 

@@ -20,19 +20,19 @@ from local_runs import make_config, train
 from grpo_ray.cluster import session
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config.loading import ConfigError
+from grpo_ray.core.controller import Controller
 from grpo_ray.errors import RunError
+from grpo_ray.records.rollout_log import read_rollouts, write_rollouts
+from grpo_ray.records.run_files import RunDirectory, read_metrics
+from grpo_ray.records.validation_files import summarise_groups
 from grpo_ray.run import training
-from grpo_ray.run.controller import Controller
-from grpo_ray.telemetry.rollout_log import read_rollouts, write_rollouts
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
-from grpo_ray.telemetry.run_log import RunLog
-from grpo_ray.telemetry.trackers import Trackers, check_trackers, choice, tracking
-from grpo_ray.telemetry.trackers import delivery as delivery_module
-from grpo_ray.telemetry.trackers import trackers as module
-from grpo_ray.telemetry.trackers.delivery import Delivery
-from grpo_ray.telemetry.trackers.tensorboard_tracker import escaped_markdown_table
-from grpo_ray.telemetry.trackers.tracker import End, Row, TrackedRun, Tracker
-from grpo_ray.telemetry.validation_files import summarise_groups
+from grpo_ray.watch.run_log import RunLog
+from grpo_ray.watch.trackers import Trackers, check_trackers, choice, tracking
+from grpo_ray.watch.trackers import delivery as delivery_module
+from grpo_ray.watch.trackers import trackers as module
+from grpo_ray.watch.trackers.delivery import Delivery
+from grpo_ray.watch.trackers.tensorboard_tracker import escaped_markdown_table
+from grpo_ray.watch.trackers.tracker import End, Row, TrackedRun, Tracker
 
 LONG_S = 30.0  # no test waits this long
 
@@ -529,7 +529,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from grpo_ray.telemetry.trackers.tensorboard_tracker import TensorBoardTracker
+    from grpo_ray.watch.trackers.tensorboard_tracker import TensorBoardTracker
 
     run = tracked(tmp_path / "runs" / "my-run")
     assert use(TensorBoardTracker(), run) == f"tensorboard --logdir {tmp_path / 'runs'}"
@@ -609,7 +609,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("offline")
 def test_wandb(tmp_path: Path) -> None:
-    from grpo_ray.telemetry.trackers.wandb_tracker import WandbTracker
+    from grpo_ray.watch.trackers.wandb_tracker import WandbTracker
 
     run = tracked(tmp_path, "tracking.project=sums")
     check_trackers(make_config("tracking.trackers=[wandb]"))  # offline mode needs no key
@@ -678,7 +678,7 @@ def test_settings_that_wandb_refuses_are_refused_before_the_run(monkeypatch: pyt
 def test_mlflow(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
-    from grpo_ray.telemetry.trackers.mlflow_tracker import MlflowTracker
+    from grpo_ray.watch.trackers.mlflow_tracker import MlflowTracker
 
     run = tracked(tmp_path, "tracking.project=sums", f"run.output_dir={tmp_path / 'runs'}")
     place = use(MlflowTracker(), run, "interrupted")
@@ -711,7 +711,7 @@ def test_mlflow_uses_an_experiment_that_another_run_creates_at_the_same_time(
 ) -> None:
     from mlflow import MlflowClient
 
-    from grpo_ray.telemetry.trackers.mlflow_tracker import MlflowTracker
+    from grpo_ray.watch.trackers.mlflow_tracker import MlflowTracker
 
     run = tracked(tmp_path, f"run.output_dir={tmp_path}")
     run.folder.mkdir(parents=True)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from builders import file_size_limit
 
-from grpo_ray.models.loading import load_policy
-from grpo_ray.models.model_files import load_tokenizer
-from grpo_ray.policy.master_weights import MasterWeights
-from grpo_ray.policy.ranks import Ranks
-from grpo_ray.policy.training_state import capture_state, write_state
+from grpo_ray.learning.loading import load_policy
+from grpo_ray.learning.master_weights import MasterWeights
+from grpo_ray.learning.model_files import load_tokenizer
+from grpo_ray.learning.ranks import Ranks
+from grpo_ray.learning.training_state import capture_state, write_state
 
 
 @pytest.mark.parametrize("is_model_written", [False, True], ids=["model", "tokenizer"])

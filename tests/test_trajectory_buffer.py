@@ -20,13 +20,13 @@ from builders import (
     simple_group,
 )
 
-from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
-from grpo_ray.telemetry.batch_metrics import cut_metrics, rollout_metrics
-from grpo_ray.telemetry.metrics_catalog import check_names
-from grpo_ray.telemetry.rollout_log import read_groups, read_rollouts, read_uses, write_rollouts
-from grpo_ray.telemetry.rollout_writer import RolloutWriter
-from grpo_ray.telemetry.stage_clock import StageClock
+from grpo_ray.core.buffer import TrajectoryBuffer
+from grpo_ray.records.rollout_log import read_groups, read_rollouts, read_uses, write_rollouts
 from grpo_ray.types import INT_BYTES, BatchFacts, RolloutGroup, ScoredGroup, TrainBatch
+from grpo_ray.watch.batch_metrics import cut_metrics, rollout_metrics
+from grpo_ray.watch.metrics_catalog import check_names
+from grpo_ray.watch.rollout_writer import RolloutWriter
+from grpo_ray.watch.stage_clock import StageClock
 
 
 async def is_done(*tasks: asyncio.Task) -> list[bool]:
@@ -470,7 +470,7 @@ def test_bug_in_writing_is_said_and_ends_nothing(tmp_path: Path, monkeypatch: py
     def broken(*_: object) -> None:
         raise TypeError("a mistake")
 
-    monkeypatch.setattr("grpo_ray.telemetry.rollout_writer.write_rollouts", broken)
+    monkeypatch.setattr("grpo_ray.watch.rollout_writer.write_rollouts", broken)
 
     async def run() -> None:
         buffer = make_buffer(tmp_path, size=1)
@@ -494,5 +494,5 @@ def _hold_writing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         assert allowed.wait(30)
         write_rollouts(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("grpo_ray.telemetry.rollout_writer.write_rollouts", write)
+    monkeypatch.setattr("grpo_ray.watch.rollout_writer.write_rollouts", write)
     return allowed.set

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
-from grpo_ray.models import loading
-from grpo_ray.models.loading import load_policy
-from grpo_ray.models.transformer_lm import TransformerLM
-from grpo_ray.models.transformer_lm.layers import Context, RMSNorm, rotary_angles, rotate
-from grpo_ray.models.transformer_lm.model import _allowed
+from grpo_ray.core.learner import Learner
+from grpo_ray.learning import loading
+from grpo_ray.learning.loading import load_policy
+from grpo_ray.learning.transformer_lm import TransformerLM
+from grpo_ray.learning.transformer_lm.layers import Context, RMSNorm, rotary_angles, rotate
+from grpo_ray.learning.transformer_lm.model import _allowed
 from grpo_ray.run.preflight import check_files
 from grpo_ray.types import TrainBatch
 

@@ -22,7 +22,7 @@ from test_report_page import script_data
 from grpo_ray.cluster import reaper
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.user_code import import_function
-from grpo_ray.telemetry.run_files import RunDirectory, dump_config
+from grpo_ray.records.run_files import RunDirectory, dump_config
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.trust import BUNDLED, code_in
 

@@ -17,14 +17,14 @@ from rich.table import Table
 from test_top import NOW, make_run, make_state, step
 
 from examples.course.evaluate_vllm import evaluate_vllm
-from grpo_ray.telemetry.console import RunConsole, VisibleConsole
-from grpo_ray.telemetry.evaluation_summary import Outcomes, summarise
-from grpo_ray.telemetry.json_lines import JsonLines
-from grpo_ray.telemetry.run_state import ActorState, Ending, LiveStatus
-from grpo_ray.telemetry.visible_text import UNSEEN, visible
+from grpo_ray.records.evaluation_summary import Outcomes, summarise
+from grpo_ray.records.json_lines import JsonLines
+from grpo_ray.records.visible_text import UNSEEN, visible
 from grpo_ray.tools.audit.audit import AuditReport
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.evaluation.readable import _readable, summary_table
+from grpo_ray.watch.console import RunConsole, VisibleConsole
+from grpo_ray.watch.run_state import ActorState, Ending, LiveStatus
 
 CLIPBOARD = "\x1b]52;c;ZXZpbA==\x07"  # a terminal puts this into the clipboard
 HOSTILE = f"{CLIPBOARD}\x1b[31m \x9b31m \x9d0;t\x9c \x00\r\b\x7f \u202eab\u2066 \u00ad\u200b\ufeff \U000e0041"

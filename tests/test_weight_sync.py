@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.actors.weight_sync import CALLS, PHASES, WeightSync, WeightSyncError
+from grpo_ray.core.sync import CALLS, PHASES, WeightSync, WeightSyncError
 from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.tools.simulation.virtual_time import VirtualClock
 from grpo_ray.transfer.messages import Snapshot

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_weight_sync import FakeGenerator, admit, fakes, publish
 
-from grpo_ray.actors.weight_sync import WeightSync, WeightSyncError
+from grpo_ray.core.sync import WeightSync, WeightSyncError
 from grpo_ray.errors import ActorDied, OutOfDeviceMemory
 from grpo_ray.tools.simulation.virtual_time import VirtualClock
 from grpo_ray.transfer import wires

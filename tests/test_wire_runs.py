@@ -10,7 +10,7 @@ import pytest
 from run_process import EVERY_THIRD, num_lines, pid_of, wait_for_step, wait_until
 from small_run import QUICKSTART, SMALL
 
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
 
 pytestmark = [pytest.mark.ray, pytest.mark.campaign, pytest.mark.usefixtures("model_cache", "any_reward")]

@@ -9,8 +9,8 @@ from local_runs import make_config, train, until
 from test_controller import assert_same_run, audit, events, once
 
 from grpo_ray.cluster.local import LocalActors
-from grpo_ray.run.controller import Controller
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.core.controller import Controller
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 
 pytestmark = pytest.mark.usefixtures("model_cache", "any_reward")
 COLLECTIVE = "weight_sync.transport=collective"

@@ -17,14 +17,14 @@ import torch
 from builders import perturb
 from test_engines_vllm import LONG, PROMPTS, SETTINGS, Groups, _generate, logprob_error
 
-from grpo_ray.actors.generator import Generator
 from grpo_ray.config import Config
 from grpo_ray.config.model import Implementation
+from grpo_ray.core.generator import Generator
 from grpo_ray.engines import make_engine
-from grpo_ray.models.adapters import served_weights
-from grpo_ray.models.hub_format import in_hub_format
-from grpo_ray.models.loading import load_policy
-from grpo_ray.models.policy_model import PolicyModel
+from grpo_ray.learning.adapters import served_weights
+from grpo_ray.learning.hub_format import in_hub_format
+from grpo_ray.learning.loading import load_policy
+from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.sender import Sender
 from grpo_ray.transfer.wire import GlooChannel

@@ -17,7 +17,7 @@ from pydantic_core import PydanticUndefined
 from grpo_ray.config import Config
 from grpo_ray.config.schema import describe, sections_of
 from grpo_ray.config.section import Section
-from grpo_ray.telemetry.metrics_catalog import METRICS
+from grpo_ray.watch.metrics_catalog import METRICS
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

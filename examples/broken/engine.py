@@ -6,7 +6,7 @@ import numpy as np
 
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
-from grpo_ray.models.model_files import load_tokenizer
+from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.types import Completion, SamplingSettings
 
 

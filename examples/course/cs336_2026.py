@@ -1,6 +1,6 @@
 """The GRPO functions of Stanford CS336's assignment 5, spring 2026, under the handout's names and arguments.
 
-The functions of spring 2025 are in `grpo_ray.algorithms`, two under the same names with other arguments.
+The functions of spring 2025 are in `grpo_ray.objectives`, two under the same names with other arguments.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
-from grpo_ray.algorithms import losses
-from grpo_ray.algorithms.advantages import group_advantages
-from grpo_ray.algorithms.aggregation import aggregate_loss, masked_normalize
-from grpo_ray.algorithms.logprobs import check_shape, get_response_log_probs, tokenize_prompt_and_output
 from grpo_ray.config.losses import LossType
+from grpo_ray.objectives import losses
+from grpo_ray.objectives.advantages import group_advantages
+from grpo_ray.objectives.aggregation import aggregate_loss, masked_normalize
+from grpo_ray.objectives.logprobs import check_shape, get_response_log_probs, tokenize_prompt_and_output
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from grpo_ray.records.evaluation_summary import EvaluationSummary, summarise
+from grpo_ray.records.visible_text import visible
 from grpo_ray.rewards.base import RewardFn, verdict
 from grpo_ray.rewards.isolation.worker import describe_error
 from grpo_ray.rewards.user_function import as_reward_fn
-from grpo_ray.telemetry.evaluation_summary import EvaluationSummary, summarise
-from grpo_ray.telemetry.visible_text import visible
 from grpo_ray.tools.evaluation.evaluation_folder import write_results
 from grpo_ray.tools.evaluation.responses import SCHEMA, Row, make_row, table_outcomes
 from grpo_ray.types import PromptItem

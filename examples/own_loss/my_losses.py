@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from grpo_ray.algorithms import CorrectionInputs, RatioInputs
+from grpo_ray.objectives import CorrectionInputs, RatioInputs
 
 
 def spo(inputs: RatioInputs, *, cliprange: float, strength: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:

@@ -12,8 +12,8 @@ import torch
 from grpo_ray.cluster.remote_actor import Answer, Client
 from grpo_ray.config import Config
 from grpo_ray.errors import FORGED, ActorDied, DataLost, OutOfDeviceMemory, RunError
-from grpo_ray.policy.ranks import WRITE_TIMEOUT, Seat
-from grpo_ray.policy.rendezvous import NUM_BYTES, open_store
+from grpo_ray.learning.ranks import WRITE_TIMEOUT, Seat
+from grpo_ray.learning.rendezvous import NUM_BYTES, open_store
 
 GRACE_S = 5.0  # for the other ranks, after the first error; those that wait for the failed one never answer
 

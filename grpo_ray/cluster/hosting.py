@@ -13,22 +13,6 @@ import ray
 from ray.actor import ActorClass, ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from grpo_ray.actors.clients import (
-    ActorClient,
-    BufferClient,
-    EnvironmentClient,
-    GeneratorClient,
-    LearnerClient,
-    ScorerClient,
-    TeacherClient,
-    WeightSyncClient,
-)
-from grpo_ray.actors.generator import Generator
-from grpo_ray.actors.learner import Learner
-from grpo_ray.actors.scorer import Scorer, scorer_arguments
-from grpo_ray.actors.teacher import Teacher
-from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
-from grpo_ray.actors.weight_sync import WeightSync
 from grpo_ray.cluster.crew import Crew, Meeting
 from grpo_ray.cluster.placement import (
     LEARNER,
@@ -44,17 +28,33 @@ from grpo_ray.cluster.remote_actor import DEATHS, NOTHING, Client, Deferred, as_
 from grpo_ray.cluster.session import Placement, address_of_node, is_local
 from grpo_ray.config import Config
 from grpo_ray.config.secrets import values_of
+from grpo_ray.core.buffer import TrajectoryBuffer
+from grpo_ray.core.clients import (
+    ActorClient,
+    BufferClient,
+    EnvironmentClient,
+    GeneratorClient,
+    LearnerClient,
+    ScorerClient,
+    TeacherClient,
+    WeightSyncClient,
+)
+from grpo_ray.core.generator import Generator
+from grpo_ray.core.learner import Learner
+from grpo_ray.core.scorer import Scorer, scorer_arguments
+from grpo_ray.core.sync import WeightSync
+from grpo_ray.core.teacher import Teacher
 from grpo_ray.engines import engine_seed, make_engine, make_teacher_engine
 from grpo_ray.episodes.confinement import Confinement
 from grpo_ray.episodes.environment_worker import EnvironmentWorker
 from grpo_ray.errors import RunError
-from grpo_ray.policy.ranks import Seat
-from grpo_ray.telemetry.checkpoint import Checkpoint
-from grpo_ray.telemetry.ray_metrics import RayMetrics, are_on
-from grpo_ray.telemetry.run_files import RunDirectory
-from grpo_ray.telemetry.spilling import SpilledBytes
+from grpo_ray.learning.ranks import Seat
+from grpo_ray.records.checkpoint import Checkpoint
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.transfer.wires import Wires
 from grpo_ray.types import Ref, StartingModel, methods_with_bulk
+from grpo_ray.watch.ray_metrics import RayMetrics, are_on
+from grpo_ray.watch.spilling import SpilledBytes
 
 T = TypeVar("T")
 

@@ -17,15 +17,15 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.actors.generator import Generator as GeneratorActor
-from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
-from grpo_ray.actors.weight_sync import WeightSync
 from grpo_ray.cluster.placement import environment_names, generator_names, scorer_names, teacher_names
 from grpo_ray.config import Config
+from grpo_ray.core.buffer import TrajectoryBuffer
+from grpo_ray.core.generator import Generator as GeneratorActor
+from grpo_ray.core.sync import WeightSync
 from grpo_ray.engines import engine_seed, make_engine, make_teacher_engine
 from grpo_ray.errors import ActorDied, RunError
-from grpo_ray.telemetry.checkpoint import Checkpoint
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.records.checkpoint import Checkpoint
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.transfer.wires import SendingLearner, Wires
 from grpo_ray.types import StartingModel, methods_with_bulk
 
@@ -205,12 +205,12 @@ class LocalServing:
         return self._client(name, build)
 
     def _new_scorer(self, name: str) -> LocalClient:
-        from grpo_ray.actors.scorer import Scorer, scorer_arguments
+        from grpo_ray.core.scorer import Scorer, scorer_arguments
 
         return self._client(name, lambda: Scorer(*scorer_arguments(self._config)))
 
     def _new_teacher(self, name: str) -> LocalClient:
-        from grpo_ray.actors.teacher import Teacher
+        from grpo_ray.core.teacher import Teacher
 
         return self._client(name, lambda: Teacher(name, make_teacher_engine(self._config, self._start)))
 
@@ -272,7 +272,7 @@ class LocalActors(LocalServing):
         return self._checkpoint.training_path if self._checkpoint else None
 
     def _new_learner(self) -> LocalClient:
-        from grpo_ray.actors.learner import Learner
+        from grpo_ray.core.learner import Learner
 
         start, run = self._start, self._run
         return self._client(
@@ -335,6 +335,6 @@ def calls_of(learner: Any) -> Callable[..., Any]:
 @contextlib.contextmanager
 def learning(config: Config, model: StartingModel, run_dir: Path) -> Iterator[Callable[..., Any]]:
     """Yield the function that calls the methods of a Learner in this process."""
-    from grpo_ray.actors.learner import Learner
+    from grpo_ray.core.learner import Learner
 
     yield calls_of(Learner(model.path, config, model.end_token_ids))

@@ -32,8 +32,8 @@ from ray.exceptions import (
 from grpo_ray.cluster.reaper import process_at
 from grpo_ray.config.user_code import import_from
 from grpo_ray.errors import ActorDied, DataLost
-from grpo_ray.telemetry.actor_log import redirect_output
-from grpo_ray.telemetry.durable import replacing
+from grpo_ray.records.durable import replacing
+from grpo_ray.watch.actor_log import redirect_output
 
 T = TypeVar("T")
 NOTHING: Mapping[str, int] = {}
@@ -52,7 +52,7 @@ DEATHS = (
 
 
 class Client:
-    """The client of one actor, with the calls that the Protocols of actors/clients.py declare.
+    """The client of one actor, with the calls that the Protocols of core/clients.py declare.
 
     Awaiting an answer raises what the method raised, ActorDied if the actor's process is gone or cannot start,
     or DataLost if the value of an argument is gone. Cancelling a task that awaits a call of an async actor

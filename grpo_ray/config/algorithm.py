@@ -1,6 +1,6 @@
 """The algorithm's configuration: the advantage of a reward, and the loss that the policy is trained on.
 
-The names that fields choose among stand here alone; `grpo_ray.algorithms` implements each of them.
+The names that fields choose among stand here alone; `grpo_ray.objectives` implements each of them.
 """
 
 from typing import Annotated, Any, Literal, get_args

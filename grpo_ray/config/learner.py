@@ -69,7 +69,7 @@ class LearnerConfig(Section):
     """Artificial delay per step in seconds, for experiments with schedules."""
     peak_tflops: PositiveFloat | None = None
     """The device's peak in 10^12 FLOP/s in `model.dtype`, for `perf/mfu`; default: the data sheet's, for a GPU
-    that `telemetry/flops.py` lists."""
+    that `watch/flops.py` lists."""
     profile_steps: tuple[PositiveInt, PositiveInt] | None = None
     """First and last step to record with torch's profiler (traces in `profile/`); these steps take longer."""
 

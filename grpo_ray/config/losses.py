@@ -1,6 +1,6 @@
 """The losses by name, one record each: the facts that configuration, library and Learner go by.
 
-The functions are in `grpo_ray.algorithms`; this module needs no torch.
+The functions are in `grpo_ray.objectives`; this module needs no torch.
 """
 
 from dataclasses import dataclass

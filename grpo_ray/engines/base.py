@@ -10,7 +10,7 @@ from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import Completion, SamplingSettings
 
 if TYPE_CHECKING:  # it loads torch
-    from grpo_ray.models.sequences import TrainSequence
+    from grpo_ray.learning.sequences import TrainSequence
 
 
 class EngineDied(RuntimeError):

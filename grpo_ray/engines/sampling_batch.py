@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.engines import derived_seed
-from grpo_ray.models.policy_model import PolicyModel
+from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.types import Completion, SamplingSettings
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 
 from grpo_ray.config import Config
-from grpo_ray.models.loading import cast_parameters, load_policy
-from grpo_ray.models.output_layer import with_head_dtype
-from grpo_ray.models.sequences import TrainSequence
-from grpo_ray.policy.device import hold_to_cores
-from grpo_ray.policy.forward_backward import ForwardBackward
+from grpo_ray.learning.device import hold_to_cores
+from grpo_ray.learning.forward_backward import ForwardBackward
+from grpo_ray.learning.loading import cast_parameters, load_policy
+from grpo_ray.learning.output_layer import with_head_dtype
+from grpo_ray.learning.sequences import TrainSequence
 
 
 class TorchTeacher:

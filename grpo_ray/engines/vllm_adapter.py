@@ -9,7 +9,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from grpo_ray.config.model import AdapterConfig
-from grpo_ray.telemetry.adapter_files import CONFIG, FIELDS, FILE
+from grpo_ray.records.adapter_files import CONFIG, FIELDS, FILE
 from grpo_ray.transfer.kept_weights import KeptWeights
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.snapshot import as_tensor, unpack_weights

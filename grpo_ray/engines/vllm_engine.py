@@ -13,7 +13,7 @@ from grpo_ray.config.model import AdapterConfig, HeadDtype
 from grpo_ray.config.sampling import EngineConfig
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.engines.vllm_adapter import ServedAdapter
-from grpo_ray.models.model_files import located
+from grpo_ray.learning.model_files import located
 from grpo_ray.transfer.meeting import Meeting
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.shared_pages import Pages, SharedBuffer, pages_of

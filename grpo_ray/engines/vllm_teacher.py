@@ -10,8 +10,8 @@ from grpo_ray.config.distillation import DistillationConfig
 from grpo_ray.config.model import HeadDtype
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.engines.vllm_engine import common_arguments
-from grpo_ray.models.model_files import located
-from grpo_ray.models.sequences import TrainSequence
+from grpo_ray.learning.model_files import located
+from grpo_ray.learning.sequences import TrainSequence
 
 
 class VllmTeacher:

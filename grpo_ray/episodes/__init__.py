@@ -7,6 +7,5 @@ recent.py          a bounded cache
 runner.py          many episodes on one event loop; limits.py, outcome.py: how they end
 serving_time.py    the clock of their limits of time
 openai_server.py   the same session over HTTP
-returns.py         from a group's rewards to advantages
-guess_number.py, calculator.py   two environments that a tiny model learns, in the chat of models/plain_chat.py
+guess_number.py, calculator.py   two environments that a tiny model learns, in the chat of plain_chat.py
 """

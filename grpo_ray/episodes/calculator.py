@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_ray.episodes.outcome import Outcome
 from grpo_ray.episodes.session import Reply, Session
-from grpo_ray.models.plain_chat import transcript
+from grpo_ray.learning.plain_chat import transcript
 from grpo_ray.tasks.arithmetic import value
 from grpo_ray.tasks.examples import Example, ExampleSets, Pairs
 

@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.episodes.recent import Recent
-from grpo_ray.telemetry.visible_text import encodable
+from grpo_ray.records.visible_text import encodable
 
 Message = Mapping[str, Any]
 """A message as in OpenAI's chat completions: role, content, tool_calls, tool_call_id."""

@@ -8,7 +8,7 @@ from grpo_ray.config.user_code import import_function
 from grpo_ray.episodes.confinement import check_paths
 from grpo_ray.episodes.renderer_template import check_renderer, make_template
 from grpo_ray.episodes.runner import load_episode
-from grpo_ray.models.model_files import end_token_ids
+from grpo_ray.learning.model_files import end_token_ids
 from grpo_ray.rewards.isolation.messages import LARGEST_REWARD, is_storable
 
 

@@ -25,10 +25,8 @@ from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.threads import EpisodeThread, StoppedThreads
 from grpo_ray.episodes.turn_link import TurnClient
 from grpo_ray.episodes.turn_router import RoutedSampler, TurnRouter
-from grpo_ray.models.model_files import load_tokenizer
+from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.tasks.examples import Example
-from grpo_ray.telemetry.memory import resident_bytes
-from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
 from grpo_ray.types import (
     GeneratorFailure,
     PlayReport,
@@ -38,6 +36,8 @@ from grpo_ray.types import (
     StartingModel,
     bulk_and_facts,
 )
+from grpo_ray.watch.memory import resident_bytes
+from grpo_ray.watch.stage_clock import ActorStats, StageClock
 
 
 class EnvironmentWorker:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from grpo_ray.episodes.outcome import Outcome
 from grpo_ray.episodes.session import Session
-from grpo_ray.models.plain_chat import transcript
+from grpo_ray.learning.plain_chat import transcript
 from grpo_ray.tasks.examples import Example, ExampleSets, Pairs
 
 LOW, HIGH, TRIES = 1, 31, 5

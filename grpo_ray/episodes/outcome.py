@@ -9,8 +9,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from grpo_ray.episodes.segments import Segments
+from grpo_ray.records.visible_text import encodable
 from grpo_ray.rewards.isolation.messages import LARGEST_REWARD
-from grpo_ray.telemetry.visible_text import encodable
 from grpo_ray.types import Episode, EpisodeSequence
 
 MAX_METRICS, LONGEST_NAME = 64, 100  # metrics of an episode, characters of the name of one

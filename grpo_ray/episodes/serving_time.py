@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from grpo_ray.telemetry.clock import monotonic
+from grpo_ray.watch.clock import monotonic
 
 T = TypeVar("T")
 LOOK_S = 1.0  # between two looks at a clock that stands still

@@ -14,7 +14,7 @@ from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.outcome import EpisodeEnded, Status
 from grpo_ray.episodes.segments import Segments
 from grpo_ray.episodes.tool_calls import ToolCall, ToolParser
-from grpo_ray.telemetry.visible_text import encodable
+from grpo_ray.records.visible_text import encodable
 from grpo_ray.types import Completion, SamplingSettings
 
 logger = logging.getLogger(__name__)

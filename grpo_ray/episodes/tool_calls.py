@@ -8,8 +8,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.episodes.chat_template import Tool
-from grpo_ray.telemetry.json_lines import storable_json
-from grpo_ray.telemetry.visible_text import encodable
+from grpo_ray.records.json_lines import storable_json
+from grpo_ray.records.visible_text import encodable
 
 TRANSFORMERS = "transformers"
 

@@ -10,7 +10,7 @@ from grpo_ray.types import Completion, SamplingSettings
 
 
 class TurnClient(Protocol):
-    """The part of a Generator's client that turns need (actors/clients.py)."""
+    """The part of a Generator's client that turns need (core/clients.py)."""
 
     def begin_turns(self, worker: Worker, turns: Turns, cancelled: Sequence[int]) -> Awaitable[None]: ...
     def finished_turns(self, worker: Worker) -> Awaitable[FinishedTurns]: ...

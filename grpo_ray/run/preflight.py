@@ -12,9 +12,10 @@ from grpo_ray.config.losses import RATIO_LOSSES
 from grpo_ray.config.reward import is_own, terms_of
 from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig, PlainTask
 from grpo_ray.config.user_code import import_function
+from grpo_ray.core.context import Prepared, PreparedServing
 from grpo_ray.engines.engine_args import check_engine_args
 from grpo_ray.episodes.checking import check_episodes, check_room, check_template
-from grpo_ray.models.model_files import (
+from grpo_ray.learning.model_files import (
     at_commit,
     check_lengths,
     check_local_model,
@@ -24,8 +25,8 @@ from grpo_ray.models.model_files import (
     load_tokenizer,
     max_positions,
 )
-from grpo_ray.models.teacher import check_teacher
-from grpo_ray.models.tiny_tokenizer import tiny_tokenizer
+from grpo_ray.learning.teacher import check_teacher
+from grpo_ray.learning.tiny_tokenizer import tiny_tokenizer
 from grpo_ray.rewards import needs_isolation
 from grpo_ray.rewards.checking import check_reward
 from grpo_ray.rewards.isolation.protection import protection_here
@@ -77,23 +78,6 @@ class TaskData:
     def part(self, name: str) -> ExampleSets:
         train, validation = ([e for e in some if e.task == name] for some in (self.train, self.validation))
         return ExampleSets(train, validation)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparedServing:
-    """The model that Generators start from, and the prompts that it is evaluated on."""
-
-    model: StartingModel
-    validation: Sequence[PromptItem]
-    longest_prompt: int  # tokens
-    notices: tuple[str, ...] = ()  # the task's, complete now that the tokenizer is loaded
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared(PreparedServing):
-    """Everything that the actors and the controller of a run start from."""
-
-    prompts: PromptStream
 
 
 def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData:
@@ -204,7 +188,7 @@ def _check_algorithm(config: Config) -> tuple[str, ...]:
     has_own = any(":" in name or name in WITH_OPTIONS for name in names) or any(options)
     if not has_own and algorithm.loss in RATIO_LOSSES and not algorithm.corrections:
         return ()
-    from grpo_ray.algorithms import check_algorithm, notices_on_loss
+    from grpo_ray.objectives import check_algorithm, notices_on_loss
 
     check_algorithm(algorithm)
     return notices_on_loss(config)
@@ -212,11 +196,11 @@ def _check_algorithm(config: Config) -> tuple[str, ...]:
 
 def _check_bitsandbytes(config: Config) -> None:
     if config.learner.moments == "8bit":
-        from grpo_ray.policy.optimizer import check_moments
+        from grpo_ray.learning.optimizer import check_moments
 
         check_moments(config.learner)
     if config.model.base_quantization != "none":
-        from grpo_ray.models.quantization import check_quantization
+        from grpo_ray.learning.quantization import check_quantization
 
         check_quantization(config.model)
 
@@ -309,7 +293,7 @@ def _tokenizer_and_positions(config: Config) -> tuple[Tokenizer, int | None]:
     assert config.model.path is not None
     path, trust = config.model.path, config.model.trust_remote_code
     if config.model.implementation == "grpo_ray":
-        from grpo_ray.models.loading import check_llama
+        from grpo_ray.learning.loading import check_llama
 
         check_llama(path)
     positions = max_positions(path, trust)  # reads config.json, without which no tokenizer is found either
@@ -329,9 +313,9 @@ def _tokenizer_and_positions(config: Config) -> tuple[Tokenizer, int | None]:
 def _check_adapter(config: Config, tokenizer: Tokenizer) -> None:
     if config.model.adapter is None:
         return
-    from grpo_ray.models.adapters import check_adapter
-    from grpo_ray.models.loading import skeleton
-    from grpo_ray.models.tiny import tiny_skeleton
+    from grpo_ray.learning.adapters import check_adapter
+    from grpo_ray.learning.loading import skeleton
+    from grpo_ray.learning.tiny import tiny_skeleton
 
     path, model = config.model.path, config.model
     if path is None:

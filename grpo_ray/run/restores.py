@@ -6,19 +6,19 @@ from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import TypeVar
 
-from grpo_ray.actors.clients import RunActors
 from grpo_ray.config import Config
+from grpo_ray.core.clients import RunActors
+from grpo_ray.core.context import Prepared
+from grpo_ray.core.controller import RECOVERABLE, Controller
 from grpo_ray.errors import FORGED, OutOfDeviceMemory, RunError, shown_plainly
-from grpo_ray.run.controller import RECOVERABLE, Controller
-from grpo_ray.run.preflight import Prepared
-from grpo_ray.run.restarts import RestartBudget
-from grpo_ray.telemetry.background import BackgroundThread
-from grpo_ray.telemetry.checkpoint import Checkpoint, CheckpointStore, make_store
-from grpo_ray.telemetry.failure_watch import FailureWatch
-from grpo_ray.telemetry.run_files import RunDirectory
-from grpo_ray.telemetry.run_log import Display, RunLog
-from grpo_ray.telemetry.trackers import NO_TRACKERS, Trackers
+from grpo_ray.records.checkpoint import Checkpoint, CheckpointStore, make_store
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.types import StartingModel
+from grpo_ray.watch.background import BackgroundThread
+from grpo_ray.watch.failure_watch import FailureWatch
+from grpo_ray.watch.restarts import RestartBudget
+from grpo_ray.watch.run_log import Display, RunLog
+from grpo_ray.watch.trackers import NO_TRACKERS, Trackers
 
 T = TypeVar("T")
 RETRY_S = 2.0

@@ -13,11 +13,11 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from grpo_ray.core.controller import RECOVERABLE, Controller
 from grpo_ray.errors import INTERRUPTED
-from grpo_ray.run.controller import RECOVERABLE, Controller
+from grpo_ray.records.run_files import RunDirectory
+from grpo_ray.records.visible_text import visible
 from grpo_ray.run.restores import how_to_resume
-from grpo_ray.telemetry.run_files import RunDirectory
-from grpo_ray.telemetry.visible_text import visible
 
 CLEAN_UP_S = 60.0  # after `run.on_preemption_s`
 ANSWER_S = 5.0  # for the main thread to take notice of the first signal

@@ -20,12 +20,12 @@ from grpo_ray.config.distillation import DistillationConfig
 from grpo_ray.config.schedule import BufferConfig, WeightSyncConfig
 from grpo_ray.config.task import MixtureTaskConfig
 from grpo_ray.errors import shown_plainly
-from grpo_ray.models.model_files import end_token_ids, is_local, load_tokenizer, max_positions
+from grpo_ray.learning.model_files import end_token_ids, is_local, load_tokenizer, max_positions
+from grpo_ray.records.durable import sync_tree
+from grpo_ray.records.json_lines import JsonLines
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tasks.demonstrations import Demonstration, read_demonstrations
 from grpo_ray.tasks.prompts import template_of
-from grpo_ray.telemetry.durable import sync_tree
-from grpo_ray.telemetry.json_lines import JsonLines
-from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup, StartingModel, TrainBatch, Verdict
 
 LOGGED = ("optim/grad_norm", "optim/lr", "throughput/trained_tokens", "timing/train_s")

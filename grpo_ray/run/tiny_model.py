@@ -10,10 +10,10 @@ from typing import Any
 from grpo_ray.cluster import local
 from grpo_ray.config import Config, LearnerConfig
 from grpo_ray.config.task import SortingTaskConfig
-from grpo_ray.models.model_files import load_tokenizer
-from grpo_ray.models.plain_chat import RESPONSE_TEMPLATE, TEMPLATE
-from grpo_ray.models.tiny import build_model, cache_folder
-from grpo_ray.models.tiny_tokenizer import prompt_template, rendered, tiny_tokenizer
+from grpo_ray.learning.model_files import load_tokenizer
+from grpo_ray.learning.plain_chat import RESPONSE_TEMPLATE, TEMPLATE
+from grpo_ray.learning.tiny import build_model, cache_folder
+from grpo_ray.learning.tiny_tokenizer import prompt_template, rendered, tiny_tokenizer
 from grpo_ray.rewards.answer_formats import ENDINGS, answer_place
 from grpo_ray.run.supervised import Progress, imitate, imitating, write_weights
 from grpo_ray.tasks.demonstrations import plain_demonstration

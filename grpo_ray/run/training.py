@@ -13,12 +13,18 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.schema import leaves
 from grpo_ray.config.user_code import import_from
+from grpo_ray.core.context import Prepared
+from grpo_ray.core.controller import Controller
 from grpo_ray.errors import RunError, all_of, ray_needed, shown_plainly
-from grpo_ray.models.model_files import is_local as is_local_model
-from grpo_ray.run.controller import Controller
+from grpo_ray.learning.model_files import is_local as is_local_model
+from grpo_ray.records.checkpoint import Checkpoint, make_store
+from grpo_ray.records.json_lines import JsonLines
+from grpo_ray.records.resumable_folder import changed_values
+from grpo_ray.records.rollout_log import num_groups_in
+from grpo_ray.records.run_files import RunDirectory, dump_config, last_logged_step
+from grpo_ray.records.visible_text import print_visible
 from grpo_ray.run.machine import on_this_machine
 from grpo_ray.run.preflight import (
-    Prepared,
     TaskData,
     at_commits,
     check_files,
@@ -31,16 +37,10 @@ from grpo_ray.run.restores import Host, train_through_restores
 from grpo_ray.run.signals import run_until_signal, signals_answered, sigterm_interrupts
 from grpo_ray.run.supervised import LearnerHost, after_sft
 from grpo_ray.tasks.input_digests import check_inputs, input_digests, write_digests
-from grpo_ray.telemetry.checkpoint import Checkpoint, make_store
-from grpo_ray.telemetry.console import RunConsole, banner
-from grpo_ray.telemetry.json_lines import JsonLines
-from grpo_ray.telemetry.memory import imports_left_alone
-from grpo_ray.telemetry.resumable_folder import changed_values
-from grpo_ray.telemetry.rollout_log import num_groups_in
-from grpo_ray.telemetry.run_files import RunDirectory, dump_config, last_logged_step
-from grpo_ray.telemetry.run_state import reported
-from grpo_ray.telemetry.trackers import check_trackers, tracking
-from grpo_ray.telemetry.visible_text import print_visible
+from grpo_ray.watch.console import RunConsole, banner
+from grpo_ray.watch.memory import imports_left_alone
+from grpo_ray.watch.run_state import reported
+from grpo_ray.watch.trackers import check_trackers, tracking
 
 
 class Follower:

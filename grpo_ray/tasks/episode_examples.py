@@ -4,10 +4,10 @@ from pathlib import Path
 
 from grpo_ray.config.task import EpisodesTaskConfig
 from grpo_ray.config.user_code import import_function
+from grpo_ray.records.visible_text import encodable
 from grpo_ray.tasks.examples import Example, ExampleSets, Pairs
 from grpo_ray.tasks.files import Fields, read_examples
 from grpo_ray.tasks.sources import Source
-from grpo_ray.telemetry.visible_text import encodable
 
 
 def episode_examples(task: EpisodesTaskConfig, seed: int) -> ExampleSets:

@@ -13,12 +13,12 @@ from pathlib import Path
 from grpo_ray.config import Config
 from grpo_ray.config.reward import Reward
 from grpo_ray.errors import RunError
+from grpo_ray.records.adapter_files import base_digest
+from grpo_ray.records.durable import replacing
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompt_stream import examples_digest
 from grpo_ray.tasks.prompts import PromptTemplate, TextTemplate
-from grpo_ray.telemetry.adapter_files import base_digest
-from grpo_ray.telemetry.durable import replacing
-from grpo_ray.telemetry.run_files import RunDirectory
 
 MODEL, TEACHER = "model.path", "distillation.teacher"
 COLUMNS = "the other columns of the questions"

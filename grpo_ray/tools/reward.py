@@ -10,10 +10,10 @@ from typing import Annotated, Any
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config.reward import REWARD_NAMES, RewardTerm
 from grpo_ray.errors import RunError, shown_plainly
+from grpo_ray.records.visible_text import print_visible
 from grpo_ray.rewards.base import Ungradable
 from grpo_ray.rewards.checking import check_reward
 from grpo_ray.rewards.grader import Grader
-from grpo_ray.telemetry.visible_text import print_visible
 from grpo_ray.tools.arguments import Argument, Command, Flag, Option
 from grpo_ray.types import PromptItem
 

@@ -11,7 +11,7 @@ from grpo_ray.cluster.placement import Node, amounts_of, bundles_of, listed, sho
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, find_config, load_config
 from grpo_ray.errors import shown_plainly
-from grpo_ray.telemetry.visible_text import print_visible
+from grpo_ray.records.visible_text import print_visible
 from grpo_ray.tools.arguments import Argument, Command, ConfigFile, Flag, Local, Option, Overrides
 
 
@@ -103,10 +103,10 @@ def _in_this_process(config: str, overrides: Overrides) -> Overrides:
 
 def _check(options: CheckOptions) -> int:
     config = load_config(options.config, options.overrides)
+    from grpo_ray.records.run_files import RunDirectory
     from grpo_ray.run.machine import on_this_machine, shortfalls_here
     from grpo_ray.run.preflight import check_files, with_trial
-    from grpo_ray.telemetry.run_files import RunDirectory
-    from grpo_ray.telemetry.trackers import check_trackers
+    from grpo_ray.watch.trackers import check_trackers
 
     notice = None
     if options.nodes is None:  # otherwise it is about other machines
@@ -134,7 +134,7 @@ def _check(options: CheckOptions) -> int:
 
 def model_lines(config: Config) -> Iterator[str]:
     """Yield what the hub says of a model that is to come from it."""
-    from grpo_ray.models.model_files import at_commit, is_local
+    from grpo_ray.learning.model_files import at_commit, is_local
 
     models = {"model.path": config.model.path, "distillation.teacher": config.distillation.teacher}
     for field, path in models.items():

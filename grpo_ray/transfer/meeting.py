@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from grpo_ray.transfer.chunks import CHUNK_BYTES
 
 if TYPE_CHECKING:
-    from grpo_ray.policy.rendezvous import SignedStore
+    from grpo_ray.learning.rendezvous import SignedStore
 
 Backend = Literal["gloo", "nccl"]
 
@@ -37,7 +37,7 @@ class Meeting:
         """
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-        from grpo_ray.policy.rendezvous import SignedStore
+        from grpo_ray.learning.rendezvous import SignedStore
 
         limit = timedelta(seconds=self.timeout_s)
         try:

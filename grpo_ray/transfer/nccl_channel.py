@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from grpo_ray.policy.rendezvous import NUM_BYTES, prove
+from grpo_ray.learning.rendezvous import NUM_BYTES, prove
 from grpo_ray.transfer.meeting import Meeting, WireError
 from grpo_ray.transfer.wire import SENDER
 

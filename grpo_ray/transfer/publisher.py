@@ -7,11 +7,11 @@ import numpy as np
 import torch
 
 from grpo_ray.config import Config
-from grpo_ray.models.adapters import served_adapter, served_weights
-from grpo_ray.models.hub_format import in_hub_format
-from grpo_ray.models.policy_model import PolicyModel
-from grpo_ray.models.sharded import gathered
-from grpo_ray.policy.ranks import Ranks
+from grpo_ray.learning.adapters import served_adapter, served_weights
+from grpo_ray.learning.hub_format import in_hub_format
+from grpo_ray.learning.policy_model import PolicyModel
+from grpo_ray.learning.ranks import Ranks
+from grpo_ray.learning.sharded import gathered
 from grpo_ray.transfer.channels import join
 from grpo_ray.transfer.kept_weights import KeptWeights
 from grpo_ray.transfer.messages import DeviceHandle, WeightSnapshot

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from grpo_ray.config import Config
-from grpo_ray.policy.rendezvous import NUM_BYTES, open_store
+from grpo_ray.learning.rendezvous import NUM_BYTES, open_store
 from grpo_ray.transfer.chunks import CHUNK_BYTES
 from grpo_ray.transfer.meeting import Backend, Meeting, WireError
 from grpo_ray.transfer.messages import WeightSnapshot

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import ProcessGroupGloo
 
-from grpo_ray.policy.rendezvous import NUM_BYTES, prove
+from grpo_ray.learning.rendezvous import NUM_BYTES, prove
 from grpo_ray.transfer.chunks import Chunk, chunks
 from grpo_ray.transfer.meeting import Meeting, WireError
 from grpo_ray.transfer.messages import WeightSnapshot

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART, make_batch
-from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
 from grpo_ray.config.loading import load_config
+from grpo_ray.core.buffer import TrajectoryBuffer
 from grpo_ray.types import PromptItem, RolloutGroup, ScoredGroup, Verdict
 
 TITLE = "the buffer: a batch of groups in and out, with replay, with rollouts written"

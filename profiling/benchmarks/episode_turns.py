@@ -27,9 +27,9 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.engines import make_engine
 from grpo_ray.episodes.chat_template import ChatTemplate
-from grpo_ray.models.model_files import end_token_ids, load_tokenizer
-from grpo_ray.models.plain_chat import TEMPLATE
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.learning.model_files import end_token_ids, load_tokenizer
+from grpo_ray.learning.plain_chat import TEMPLATE
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.types import PromptItem, SamplingSettings, StartingModel
 
 TITLE = "episodes of k turns through the actors, against AsyncLLM alone with the same turns"

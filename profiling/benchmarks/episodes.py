@@ -29,8 +29,8 @@ from grpo_ray.episodes.outcome import Status
 from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.turn_box import FinishedTurns, Turn, TurnBox, Worker
-from grpo_ray.models.model_files import load_tokenizer
-from grpo_ray.models.plain_chat import TEMPLATE
+from grpo_ray.learning.model_files import load_tokenizer
+from grpo_ray.learning.plain_chat import TEMPLATE
 from grpo_ray.tasks.examples import Example
 from grpo_ray.types import Completion, PromptItem, SamplingSettings, StartingModel
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.results import Options, Row
-from grpo_ray.algorithms import chunked_log_probs, compute_entropy, token_log_probs
+from grpo_ray.objectives import chunked_log_probs, compute_entropy, token_log_probs
 
 TITLE = "the output layer's peak memory beside its weights and input, forward and backward"
 VOCAB, TOKENS, PLAIN_TOKENS = (

@@ -9,11 +9,11 @@ from benchmarks.tiny_learner import QUICKSTART, make_batch, model_folder
 from benchmarks.turns import take_turns
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.models.loading import load_policy
-from grpo_ray.models.policy_model import PolicyModel
-from grpo_ray.models.sequences import TrainSequence, sequences_of
-from grpo_ray.policy.forward_backward import ForwardBackward
-from grpo_ray.telemetry.learner_metrics import Sums
+from grpo_ray.learning.forward_backward import ForwardBackward
+from grpo_ray.learning.loading import load_policy
+from grpo_ray.learning.policy_model import PolicyModel
+from grpo_ray.learning.sequences import TrainSequence, sequences_of
+from grpo_ray.watch.learner_metrics import Sums
 
 TITLE = "the Learner's forward and backward passes with shared prompts (quickstart's model, G = 8, one thread)"
 SHAPES = {(15, 16): 32, (15, 192): 16, (256, 64): 8, (512, 64): 8}  # prompt x response tokens: groups

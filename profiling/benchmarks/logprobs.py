@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.results import Options, Row
 from benchmarks.turns import take_turns
-from grpo_ray.algorithms import token_log_probs
+from grpo_ray.objectives import token_log_probs
 
 TITLE = "token log-probabilities, forward and backward, by size of the vocabulary"
 OBVIOUS = "log_softmax and gather"

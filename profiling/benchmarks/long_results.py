@@ -21,8 +21,8 @@ from grpo_ray.episodes.chat_template import ChatTemplate
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.outcome import EpisodeEnded
 from grpo_ray.episodes.session import Session
-from grpo_ray.models.model_files import load_tokenizer
-from grpo_ray.models.plain_chat import TEMPLATE
+from grpo_ray.learning.model_files import load_tokenizer
+from grpo_ray.learning.plain_chat import TEMPLATE
 from grpo_ray.types import Completion, SamplingSettings
 
 TITLE = "a tool's long result: the longest step of a worker's loop"

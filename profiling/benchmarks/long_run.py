@@ -24,8 +24,8 @@ from benchmarks.synthetic_run import SyntheticRun
 from benchmarks.tiny_learner import QUICKSTART
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.telemetry.console import RunConsole
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.records.run_files import RunDirectory
+from grpo_ray.watch.console import RunConsole
 
 TITLE = "a synthetic run of 100,000 steps: seconds and peak memory of what reads it"
 TAKES_OVERRIDES = True
@@ -105,10 +105,10 @@ def _peak_bytes() -> int:
 
 def _resume(run: RunDirectory) -> Callable[[], None]:
     """Read what `grpo-ray resume` does before it starts the actors."""
+    from grpo_ray.records.checkpoint import make_store
+    from grpo_ray.records.run_files import last_logged_step
     from grpo_ray.run.preflight import check_files, prepare
-    from grpo_ray.telemetry.checkpoint import make_store
-    from grpo_ray.telemetry.run_files import last_logged_step
-    from grpo_ray.telemetry.run_log import RunLog
+    from grpo_ray.watch.run_log import RunLog
 
     config = load_config(run.config_path)
     prompts = prepare(config, check_files(config)).prompts

@@ -8,11 +8,11 @@ import torch
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import model_folder
 from benchmarks.turns import take_turns
-from grpo_ray.models.attention import BlockAttention
-from grpo_ray.models.loading import load_policy
-from grpo_ray.models.sequences import TrainSequence, plan
-from grpo_ray.policy.log_probs import model_inputs
-from grpo_ray.policy.microbatch import MicroBatch, collate_packed, collate_padded
+from grpo_ray.learning.attention import BlockAttention
+from grpo_ray.learning.loading import load_policy
+from grpo_ray.learning.log_probs import model_inputs
+from grpo_ray.learning.microbatch import MicroBatch, collate_packed, collate_padded
+from grpo_ray.learning.sequences import TrainSequence, plan
 
 TITLE = "micro-batches of sequences of different lengths: order, padding, a forward pass"
 OURS, PADDED = "packed, without padding (ours)", "padded, longest first"

@@ -13,9 +13,9 @@ import torch
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import SMALL, make_batch
 from benchmarks.turns import take_turns
-from grpo_ray.actors.learner import Learner
 from grpo_ray.config.loading import load_config
-from grpo_ray.models.model_files import end_token_ids, load_tokenizer
+from grpo_ray.core.learner import Learner
+from grpo_ray.learning.model_files import end_token_ids, load_tokenizer
 
 TITLE = "a Learner's step with SmolLM2-135M (8 prompts x 8 responses, prompts of 39 tokens)"
 TAKES_OVERRIDES = True

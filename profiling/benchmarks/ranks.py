@@ -15,12 +15,12 @@ from benchmarks.adapter_memory import QUICK, SHAPE
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART, SMALL, make_batch, model_folder
 from benchmarks.turns import take_turns
-from grpo_ray.actors.learner import Learner
 from grpo_ray.config.loading import load_config
-from grpo_ray.models.sharded import local_part
-from grpo_ray.policy.ranks import Seat
-from grpo_ray.policy.rendezvous import NUM_BYTES, open_store
-from grpo_ray.telemetry.memory import resident_bytes
+from grpo_ray.core.learner import Learner
+from grpo_ray.learning.ranks import Seat
+from grpo_ray.learning.rendezvous import NUM_BYTES, open_store
+from grpo_ray.learning.sharded import local_part
+from grpo_ray.watch.memory import resident_bytes
 
 TITLE = "a Learner of one and of two ranks: steps, snapshots and memory (gloo)"
 ONE, THREADS, RANKS = "one rank", "one rank, two threads", "two ranks"

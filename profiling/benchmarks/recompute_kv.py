@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.jobs import rows_of, steady_means, train
 from benchmarks.results import Options, Row
-from grpo_ray.telemetry.run_files import read_metrics
+from grpo_ray.records.run_files import read_metrics
 
 TITLE = "whole runs with syncs in flight, keys and values recomputed or kept, seconds per step"
 TAKES_OVERRIDES = True

@@ -21,23 +21,23 @@ import ray
 
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART, model_folder
-from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
 from grpo_ray.cluster.hosting import ServingGroup, serving
 from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor
 from grpo_ray.cluster.session import connected, placed
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
+from grpo_ray.core.buffer import TrajectoryBuffer
+from grpo_ray.core.context import ServingContext
+from grpo_ray.core.pool import GeneratorPool
 from grpo_ray.engines import make_engine
 from grpo_ray.engines.base import Engine
 from grpo_ray.engines.vllm_engine import VllmEngine, _sampling_params
-from grpo_ray.models.model_files import end_token_ids, load_tokenizer
-from grpo_ray.run.context import ServingContext
-from grpo_ray.run.generator_pool import GeneratorPool
-from grpo_ray.run.open_calls import OpenCalls
-from grpo_ray.run.restarts import RestartBudget
-from grpo_ray.telemetry.run_files import RunDirectory
-from grpo_ray.telemetry.run_log import RunLog
+from grpo_ray.learning.model_files import end_token_ids, load_tokenizer
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.types import PromptItem, SamplingSettings, StartingModel, methods_with_bulk
+from grpo_ray.watch.open_calls import OpenCalls
+from grpo_ray.watch.restarts import RestartBudget
+from grpo_ray.watch.run_log import RunLog
 
 TITLE = "sampling through the actors (Learner idle), against AsyncLLM alone with the same requests"
 TAKES_OVERRIDES = True

@@ -14,11 +14,11 @@ from statistics import fmean, median
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART
 from grpo_ray.config.loading import load_config
-from grpo_ray.telemetry.memory import imports_left_alone
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.simulation.cpu_meter import CpuMeter
 from grpo_ray.tools.simulation.simulate import Watch, simulate
 from grpo_ray.tools.simulation.speeds import LognormalLengths, Speeds
+from grpo_ray.watch.memory import imports_left_alone
 
 TITLE = "control at scale: CPU time per group of 8 and per step, with 64, 256 and 1,024 simulated engines"
 SIZES, SMALL_SIZES = (64, 256, 1024), (2, 4, 8)

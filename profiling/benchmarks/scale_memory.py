@@ -1,8 +1,9 @@
 """Memory of a simulated run at four moments: live objects by owner, their bytes, and the whole process.
 
 The simulated actors share the process with the driver. Of the live objects those of a class (or a coroutine) in
-`run/`, `tasks/` or `telemetry/` are the driver's; those in `actors/` and `tools/simulation/` stand for other
-processes. Bytes by file come from tracemalloc, which makes the run several times slower: `trace=true`.
+`run/`, `tasks/`, `records/`, `watch/` or `core/` are the driver's; those of `tools/simulation/` and of the
+actors in `core/` stand for other processes. Bytes by file come from tracemalloc, which makes the run several
+times slower: `trace=true`.
 """
 
 import ctypes
@@ -11,6 +12,7 @@ import gc
 import tempfile
 import tracemalloc
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import CoroutineType
 
@@ -18,10 +20,11 @@ import grpo_ray
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART
 from grpo_ray.config.loading import load_config
-from grpo_ray.telemetry.memory import ProcessFamily
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.core.groups import State
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.simulation.simulate import Watch, simulate
 from grpo_ray.tools.simulation.speeds import LognormalLengths, Speeds
+from grpo_ray.watch.memory import ProcessFamily
 
 TITLE = "memory of a simulated run at four moments: the driver's objects, the simulated actors', the process"
 TAKES_OVERRIDES = True
@@ -42,7 +45,8 @@ TRACE = "trace=true"
 SLOW = Speeds(decode_s=0.2, train_token_s=1e-6)  # sampling is the bottleneck, so requests are queued
 MOMENTS = 4
 PACKAGE = Path(grpo_ray.__file__).parent
-OWNERS = {"driver": ("run", "tasks", "telemetry"), "actors": ("actors", "tools")}
+OWNERS = {"driver": ("run", "tasks", "records", "watch", "core"), "actors": ("actors", "tools")}
+ACTORS = ("generator", "scorer", "teacher", "buffer", "replay", "learner", "sync")  # in core/
 
 
 def run(options: Options) -> list[Row]:
@@ -88,8 +92,13 @@ def _owner(part: str) -> str:
 
 def _folder(file: str) -> str:
     """Return the package's folder in which a file is; empty for a file of another package."""
-    path = Path(file)
-    return path.relative_to(PACKAGE).parts[0] if path.is_relative_to(PACKAGE) else ""
+    path = Path(file).with_suffix("")
+    return _room(path.relative_to(PACKAGE).parts) if path.is_relative_to(PACKAGE) else ""
+
+
+def _room(parts: Sequence[str]) -> str:
+    """Return the folder of a module of the package; `actors` for an actor."""
+    return "actors" if parts[0] == "core" and parts[1] in ACTORS else parts[0]
 
 
 def _objects() -> dict[str, float]:
@@ -101,9 +110,9 @@ def _objects() -> dict[str, float]:
             folder = _folder(each.cr_code.co_filename)
         else:
             parts = f"{kind.__module__}..".split(".")  # of some classes it is no text
-            folder = parts[1] if parts[0] == PACKAGE.name else ""
+            folder = _room(parts[1:]) if parts[0] == PACKAGE.name else ""
         counts[f"{_owner(folder)} objects"] += 1
-        counts["groups in flight"] += kind.__name__ == "_Rollout"
+        counts["groups in flight"] += kind.__name__ == "_Group" and each.state is State.IN_FLIGHT
     return {name: float(number) for name, number in counts.items()}
 
 

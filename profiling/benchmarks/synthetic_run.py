@@ -13,20 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from grpo_ray.actors.groups import GroupBook
-from grpo_ray.actors.learner import Learner
-from grpo_ray.actors.scorer import Scorer
-from grpo_ray.actors.trajectory_buffer import GROUPS, REPLAY
 from grpo_ray.config import Config
-from grpo_ray.models.model_files import load_tokenizer
+from grpo_ray.core.buffer import GROUPS, REPLAY
+from grpo_ray.core.groups import GroupBook
+from grpo_ray.core.learner import Learner
+from grpo_ray.core.scorer import Scorer
+from grpo_ray.learning.model_files import load_tokenizer
+from grpo_ray.records.checkpoint import CheckpointState, make_store
+from grpo_ray.records.rollout_log import write_rollouts
+from grpo_ray.records.run_files import RunDirectory, step_name
+from grpo_ray.records.validation_files import summarise_groups, write_evaluation
 from grpo_ray.run.preflight import check_files, prepare
-from grpo_ray.telemetry.checkpoint import CheckpointState, make_store
-from grpo_ray.telemetry.console import RunConsole
-from grpo_ray.telemetry.rollout_log import write_rollouts
-from grpo_ray.telemetry.run_files import RunDirectory, step_name
-from grpo_ray.telemetry.run_state import reported
-from grpo_ray.telemetry.validation_files import summarise_groups, write_evaluation
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup, TrainBatch
+from grpo_ray.watch.console import RunConsole
+from grpo_ray.watch.run_state import reported
 
 LINE = Path(__file__).with_name("quickstart_line.json")  # of a run of configs/quickstart.yaml
 OF_FIRST_GENERATOR = "/generator-0"

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.models.model_files import end_token_ids, load_tokenizer
-from grpo_ray.models.tiny import build_model
-from grpo_ray.models.tiny_tokenizer import tiny_tokenizer
+from grpo_ray.core.learner import Learner
+from grpo_ray.learning.model_files import end_token_ids, load_tokenizer
+from grpo_ray.learning.tiny import build_model
+from grpo_ray.learning.tiny_tokenizer import tiny_tokenizer
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup, TrainBatch
 
 QUICKSTART = "configs/quickstart.yaml"

@@ -17,15 +17,15 @@ import ray
 import torch
 
 from benchmarks.results import Row
-from grpo_ray.actors.clients import (
-    GeneratorClient,
-)
-from grpo_ray.actors.generator import Generator
-from grpo_ray.actors.weight_sync import PHASES, WeightSync
 from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor
 from grpo_ray.config import Config
+from grpo_ray.core.clients import (
+    GeneratorClient,
+)
+from grpo_ray.core.generator import Generator
+from grpo_ray.core.sync import PHASES, WeightSync
 from grpo_ray.engines import make_engine
-from grpo_ray.models.policy_model import PolicyModel
+from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.transfer.channels import join
 from grpo_ray.transfer.messages import Snapshot, WeightSnapshot
 from grpo_ray.transfer.sender import Sender, make_sender

@@ -15,7 +15,7 @@ from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import SMALL, make_batch, make_learners, model_folder
 from benchmarks.turns import take_turns
 from benchmarks.weight_sync import SIZES
-from grpo_ray.actors.learner import Learner
+from grpo_ray.core.learner import Learner
 from grpo_ray.transfer.delta import apply, encode, fingerprint
 
 TITLE = "lossless deltas of the weights by learning rate, against a copy of all weights in memory"

@@ -16,15 +16,15 @@ import torch
 from benchmarks import two_generators
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART, model_folder
-from grpo_ray.actors.generator import Generator
-from grpo_ray.actors.weight_sync import PHASES, WeightSync
 from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor
 from grpo_ray.cluster.session import connected
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
+from grpo_ray.core.generator import Generator
+from grpo_ray.core.sync import PHASES, WeightSync
 from grpo_ray.engines import make_engine
-from grpo_ray.models.loading import load_policy
-from grpo_ray.models.policy_model import PolicyModel
+from grpo_ray.learning.loading import load_policy
+from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.transfer.messages import Snapshot
 from grpo_ray.transfer.snapshot import ReusedMemory, pack_weights
 from grpo_ray.types import methods_with_bulk

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpu_page.shapes import SHAPES, build_model, make_batch
 from gpu_page.steps import LearnerStep, PlainStep, step_config
-from grpo_ray.models.sequences import TrainSequence
+from grpo_ray.learning.sequences import TrainSequence
 
 CPU = torch.device("cpu")
 LENGTHS = (96, 80, 1, 64, 33, 96, 7, 50, 96, 20, 65, 12)  # three groups of four

@@ -43,7 +43,7 @@ WEIGHTS_NOTE = (
 )
 THROUGHPUT_NOTE = (
     "One step is all forward and backward passes on the batch, and one AdamW update. Tokens per second count a "
-    "prompt once per group; MFU counts the FLOPs that the batch needs (telemetry/flops.py), not what a way "
+    "prompt once per group; MFU counts the FLOPs that the batch needs (watch/flops.py), not what a way "
     "computes besides. Relative: seconds per step relative to the plain way with the same batch."
 )
 

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from grpo_ray.models.attention import NAME as ATTENTION
-from grpo_ray.models.sequences import TrainSequence
+from grpo_ray.learning.attention import NAME as ATTENTION
+from grpo_ray.learning.sequences import TrainSequence
 
 
 @dataclass(frozen=True)

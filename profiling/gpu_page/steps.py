@@ -8,11 +8,11 @@ from transformers import Qwen2ForCausalLM
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import make_config
-from grpo_ray.models.blocks import compile_blocks, recompute_in_backward
-from grpo_ray.models.sequences import TrainSequence
-from grpo_ray.policy.forward_backward import ForwardBackward
-from grpo_ray.policy.master_weights import MasterWeights
-from grpo_ray.policy.optimizer import make_optimizer
+from grpo_ray.learning.blocks import compile_blocks, recompute_in_backward
+from grpo_ray.learning.forward_backward import ForwardBackward
+from grpo_ray.learning.master_weights import MasterWeights
+from grpo_ray.learning.optimizer import make_optimizer
+from grpo_ray.learning.sequences import TrainSequence
 
 BASE = {
     "model": {"tiny": {}, "dtype": "bfloat16"},  # the page builds its own models, of any size
@@ -29,7 +29,7 @@ def step_config(device: torch.device, overrides: Sequence[str] = ()) -> Config:
 
 
 class LearnerStep:
-    """A step as `actors/learner.py` takes it, from the same parts of `grpo_ray.policy`."""
+    """A step as `core/learner.py` takes it, from the same parts of `grpo_ray.learning`."""
 
     def __init__(self, model: Qwen2ForCausalLM, config: Config, device: torch.device) -> None:
         recompute_in_backward(model, config.learner.gradient_checkpointing)

@@ -15,8 +15,8 @@ import torch
 
 from gpu_page.shapes import SHAPES, build_model, make_batch
 from gpu_page.steps import LearnerStep, PlainStep, step_config
-from grpo_ray.models.sequences import lengths_of
-from grpo_ray.telemetry.flops import ModelSize, num_tokens, peak_flops
+from grpo_ray.learning.sequences import lengths_of
+from grpo_ray.watch.flops import ModelSize, num_tokens, peak_flops
 
 GIB = 2**30
 NO_CHECKPOINTING = ("false", "none")
@@ -90,7 +90,7 @@ def measure(case: Case, device: torch.device, peak_tflops: float | None) -> dict
 
     Returns:
         `case` and either `out_of_memory` and the phase it happened in, or the medians in seconds with their
-        rates: `tokens_per_s` counts prompts once per group, and `mfu` model FLOPs alone (telemetry/flops.py).
+        rates: `tokens_per_s` counts prompts once per group, and `mfu` model FLOPs alone (watch/flops.py).
     """
     found: dict[str, Any] = {"case": asdict(case)}
     try:

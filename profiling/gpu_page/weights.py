@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gpu_page.shapes import build_model
-from grpo_ray.policy.device import host_memory
+from grpo_ray.learning.device import host_memory
 from grpo_ray.transfer.chunks import CHUNK_BYTES, chunks
 from grpo_ray.transfer.device_buffer import open_shared
 from grpo_ray.transfer.messages import WeightSnapshot

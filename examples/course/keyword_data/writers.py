@@ -8,10 +8,10 @@ import torch
 
 from grpo_ray.config import Config
 from grpo_ray.config.task import KeywordsTaskConfig
+from grpo_ray.core.pool import training_settings
 from grpo_ray.engines import make_engine
 from grpo_ray.engines.base import Engine
-from grpo_ray.models.model_files import check_local_model, is_local, load_tokenizer
-from grpo_ray.run.generator_pool import training_settings
+from grpo_ray.learning.model_files import check_local_model, is_local, load_tokenizer
 from grpo_ray.run.preflight import TaskData, prepare_serving
 from grpo_ray.tasks.keywords.examples import make_example
 from grpo_ray.tasks.keywords.sentences import sentence

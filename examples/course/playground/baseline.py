@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_ray.algorithms import AdvantageKind, compute_naive_policy_gradient_loss, group_advantages
+from grpo_ray.objectives import AdvantageKind, compute_naive_policy_gradient_loss, group_advantages
 
 REWARDS = torch.tensor([[11.0, 9.0], [0.0, 2.0]])  # [state, action]
 NUM_ESTIMATES = 20_000

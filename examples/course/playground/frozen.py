@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from grpo_ray.algorithms import compute_policy_gradient_loss
-from grpo_ray.algorithms.logprobs import clamped_exp
+from grpo_ray.objectives import compute_policy_gradient_loss
+from grpo_ray.objectives.logprobs import clamped_exp
 
 LECTURE_W = 2.0
 Ratio = Callable[[Tensor, Tensor], Tensor]

@@ -9,7 +9,7 @@ from torch import Tensor
 from examples.course.playground.model import SortingModel, response_log_probs, sample_responses
 from examples.course.playground.settings import DELTAS, Settings
 from examples.course.playground.task import SortingTask
-from grpo_ray.algorithms import LossType, Objective, group_advantages, policy_gradient_step
+from grpo_ray.objectives import LossType, Objective, group_advantages, policy_gradient_step
 
 LOSS_TYPES: dict[str, LossType] = {
     "naive": "reinforce_with_baseline",

@@ -14,8 +14,8 @@ from grpo_ray.episodes.openai_server import ChatServer
 from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.tool_calls import make_tool_parser
-from grpo_ray.models.plain_chat import give_plain_chat
-from grpo_ray.models.tiny_tokenizer import train_tokenizer
+from grpo_ray.learning.plain_chat import give_plain_chat
+from grpo_ray.learning.tiny_tokenizer import train_tokenizer
 from grpo_ray.tasks.examples import Example, Pairs
 from grpo_ray.types import Completion, SamplingSettings
 

@@ -16,8 +16,8 @@ from pyarrow import ArrowInvalid
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.user_code import import_from
-from grpo_ray.telemetry.rollout_log import read_rollouts
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics, step_name
+from grpo_ray.records.rollout_log import read_rollouts
+from grpo_ray.records.run_files import RunDirectory, read_metrics, step_name
 from grpo_ray.tools.audit.checkpoint import CheckpointFacts, audit_checkpoint
 from grpo_ray.tools.audit.epochs import audit_epochs
 from grpo_ray.tools.audit.regrader import Regrader

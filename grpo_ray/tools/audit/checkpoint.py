@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from grpo_ray.telemetry.checkpoint import Checkpoint, CheckpointStore
-from grpo_ray.telemetry.rollout_log import read_groups
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.records.checkpoint import Checkpoint, CheckpointStore
+from grpo_ray.records.rollout_log import read_groups
+from grpo_ray.records.run_files import RunDirectory
 
 UNFINISHED = ("in_flight", "buffered", "waiting")
 LEDGER = (*UNFINISHED, "set_aside", "next_group_id", "num_trained", "num_dropped", "num_examples")

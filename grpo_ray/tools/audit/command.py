@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from grpo_ray.errors import RunError, shown_plainly
-from grpo_ray.telemetry.visible_text import print_visible
+from grpo_ray.records.visible_text import print_visible
 from grpo_ray.tools.arguments import Argument, Command
 from grpo_ray.tools.trust import RunRewardCode, TrustRemoteCode, stay_offline
 
@@ -18,7 +18,7 @@ class AuditOptions:
 
 def _audit(options: AuditOptions) -> int:
     stay_offline()
-    from grpo_ray.telemetry.run_files import RunDirectory
+    from grpo_ray.records.run_files import RunDirectory
     from grpo_ray.tools.audit.audit import audit
 
     run = RunDirectory(options.run)

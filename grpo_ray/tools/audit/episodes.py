@@ -13,7 +13,7 @@ import numpy as np
 
 from grpo_ray.config import Config
 from grpo_ray.episodes.outcome import Status
-from grpo_ray.episodes.returns import episode_advantages, rewards_per_turn, turn_advantages
+from grpo_ray.objectives.returns import episode_advantages, rewards_per_turn, turn_advantages
 from grpo_ray.types import CONTEXT
 
 Row = dict[str, Any]

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from grpo_ray.telemetry.step_lines import StepLines
+from grpo_ray.records.step_lines import StepLines
 from grpo_ray.tools.drawing.figures import GRID, INK, new_figure, save
 
 TRAINING, VALIDATION = "#9bbbd8", "#c0392b"

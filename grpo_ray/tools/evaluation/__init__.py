@@ -1,4 +1,4 @@
 """`grpo-ray evaluate`: a run's actors, without the Learner, sample and grade (evaluate.py).
 
-The summary is the same as that of validation during training: telemetry/evaluation_summary.py.
+The summary is the same as that of validation during training: records/evaluation_summary.py.
 """

@@ -1,9 +1,9 @@
 """Progress of `grpo-ray evaluate`: a bar on a terminal, elsewhere a line per tenth of the prompts."""
 
-from grpo_ray.telemetry.console import RunConsole
-from grpo_ray.telemetry.evaluation_summary import Category
+from grpo_ray.records.evaluation_summary import Category
 from grpo_ray.tools.evaluation.responses import response_rows
 from grpo_ray.types import ScoredGroup
+from grpo_ray.watch.console import RunConsole
 
 
 class EvaluationConsole(RunConsole):

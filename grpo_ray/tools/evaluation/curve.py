@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from grpo_ray.telemetry.durable import replacing
-from grpo_ray.telemetry.evaluation_summary import EvaluationSummary, Interval
+from grpo_ray.records.durable import replacing
+from grpo_ray.records.evaluation_summary import EvaluationSummary, Interval
 from grpo_ray.tools.drawing.figures import COLORS, new_figure, save, tidy
 
 

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from grpo_ray.cluster import local
 from grpo_ray.config import Config
+from grpo_ray.core.context import PreparedServing
 from grpo_ray.errors import RunError, all_of, ray_needed, shown_plainly
-from grpo_ray.models.model_files import is_local as is_local_model
-from grpo_ray.run.preflight import PreparedServing, check_files, prepare_serving
+from grpo_ray.learning.model_files import is_local as is_local_model
+from grpo_ray.records.evaluation_summary import EvaluationSummary
+from grpo_ray.run.preflight import check_files, prepare_serving
 from grpo_ray.run.signals import Interrupted, signals_answered, sigterm_interrupts
 from grpo_ray.tasks import load_validation
 from grpo_ray.tasks.examples import ExampleSets
-from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
 from grpo_ray.tools.evaluation.command import EvaluationOptions
 from grpo_ray.tools.evaluation.console import EvaluationConsole

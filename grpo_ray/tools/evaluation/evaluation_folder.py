@@ -15,10 +15,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.telemetry.durable import replacing
-from grpo_ray.telemetry.evaluation_summary import EvaluationSummary, summarise
-from grpo_ray.telemetry.json_lines import to_json
-from grpo_ray.telemetry.resumable_folder import ResumableFolder
+from grpo_ray.records.durable import replacing
+from grpo_ray.records.evaluation_summary import EvaluationSummary, summarise
+from grpo_ray.records.json_lines import to_json
+from grpo_ray.records.resumable_folder import ResumableFolder
 from grpo_ray.tools.evaluation.readable import write_examples
 from grpo_ray.tools.evaluation.responses import read_outcomes
 

@@ -13,9 +13,9 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import make_config
 from grpo_ray.config.user_code import import_from
 from grpo_ray.errors import RunError, shown_plainly
+from grpo_ray.records.resumable_folder import ResumableFolder
+from grpo_ray.records.run_files import step_name
 from grpo_ray.run.machine import on_this_machine
-from grpo_ray.telemetry.resumable_folder import ResumableFolder
-from grpo_ray.telemetry.run_files import step_name
 from grpo_ray.tools.evaluation.command import EvaluationOptions
 from grpo_ray.tools.evaluation.evaluation_folder import evaluation_folder
 from grpo_ray.tools.evaluation.subject import Subject, Weights, find_subject

@@ -8,25 +8,25 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from grpo_ray.actors.clients import ServingActors
-from grpo_ray.actors.weight_sync import WeightSync
 from grpo_ray.config import Config
+from grpo_ray.core.clients import ServingActors
+from grpo_ray.core.context import ServingContext
+from grpo_ray.core.pool import GeneratorPool
+from grpo_ray.core.stalls import StallWatch
+from grpo_ray.core.sync import WeightSync
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled, first_error
-from grpo_ray.models.adapters import served_weights
-from grpo_ray.models.hub_format import in_hub_format
-from grpo_ray.models.loading import load_policy
-from grpo_ray.run.context import ServingContext
-from grpo_ray.run.generator_pool import GeneratorPool
-from grpo_ray.run.open_calls import OpenCalls
-from grpo_ray.run.restarts import RestartBudget
-from grpo_ray.run.stalls import StallWatch
-from grpo_ray.telemetry.adapter_files import is_adapter
-from grpo_ray.telemetry.run_log import RunLog
+from grpo_ray.learning.adapters import served_weights
+from grpo_ray.learning.hub_format import in_hub_format
+from grpo_ray.learning.loading import load_policy
+from grpo_ray.records.adapter_files import is_adapter
 from grpo_ray.tools.export.merge import base_folder, merged_policy
 from grpo_ray.transfer.messages import Snapshot, WeightSnapshot
 from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.types import PromptItem, Ref, SamplingSettings, ScoredGroup
+from grpo_ray.watch.open_calls import OpenCalls
+from grpo_ray.watch.restarts import RestartBudget
+from grpo_ray.watch.run_log import RunLog
 
 T = TypeVar("T")
 SURPLUS = 1.25  # requests per running sequence of an engine, so that it never waits for the next

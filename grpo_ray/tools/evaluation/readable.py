@@ -6,10 +6,10 @@ from pathlib import Path
 
 from rich.table import Table
 
-from grpo_ray.telemetry.durable import replacing
-from grpo_ray.telemetry.episode_metrics import STATUSES, counted
-from grpo_ray.telemetry.evaluation_summary import Category, EvaluationSummary, Interval
-from grpo_ray.telemetry.visible_text import visible
+from grpo_ray.records.durable import replacing
+from grpo_ray.records.episode_metrics import STATUSES, counted
+from grpo_ray.records.evaluation_summary import Category, EvaluationSummary, Interval
+from grpo_ray.records.visible_text import visible
 from grpo_ray.tools.evaluation.responses import Row, sample_rows
 
 EXAMPLES_OF_EACH = 10

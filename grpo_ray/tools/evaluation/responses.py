@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from grpo_ray.telemetry.durable import replacing
-from grpo_ray.telemetry.episode_metrics import EpisodeFacts
-from grpo_ray.telemetry.evaluation_summary import Category, Outcomes
+from grpo_ray.records.durable import replacing
+from grpo_ray.records.episode_metrics import EpisodeFacts
+from grpo_ray.records.evaluation_summary import Category, Outcomes
 from grpo_ray.types import Completion, Episode, PromptItem, ScoredGroup
 
 EXAMPLES_PER_PART = 64

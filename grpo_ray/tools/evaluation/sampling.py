@@ -6,11 +6,10 @@ from contextlib import closing
 from dataclasses import replace
 
 from grpo_ray.config import Config
+from grpo_ray.core.context import PreparedServing
+from grpo_ray.core.pool import training_settings
 from grpo_ray.errors import RunError
-from grpo_ray.run.generator_pool import training_settings
-from grpo_ray.run.preflight import PreparedServing
-from grpo_ray.telemetry.run_files import RunDirectory
-from grpo_ray.telemetry.run_log import RunLog
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.evaluation.console import EvaluationConsole
 from grpo_ray.tools.evaluation.evaluation_folder import write_results
 from grpo_ray.tools.evaluation.evaluation_plan import EvaluationPlan
@@ -18,6 +17,7 @@ from grpo_ray.tools.evaluation.evaluator import Evaluator, PuttingActors
 from grpo_ray.tools.evaluation.responses import ResponseFiles
 from grpo_ray.tools.evaluation.subject import Weights
 from grpo_ray.types import ScoredGroup
+from grpo_ray.watch.run_log import RunLog
 
 
 async def sample(

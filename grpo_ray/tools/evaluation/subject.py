@@ -8,10 +8,10 @@ from typing import Any
 from grpo_ray.config.loading import make_config, read_config
 from grpo_ray.config.schema import nearest_name
 from grpo_ray.errors import RunError
-from grpo_ray.models.model_files import is_local
-from grpo_ray.telemetry.adapter_files import is_adapter, saved_config
-from grpo_ray.telemetry.checkpoint import LAST, Checkpoint, CheckpointStore
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.learning.model_files import is_local
+from grpo_ray.records.adapter_files import is_adapter, saved_config
+from grpo_ray.records.checkpoint import LAST, Checkpoint, CheckpointStore
+from grpo_ray.records.run_files import RunDirectory
 
 YAML = (".yaml", ".yml")
 RUN_CONFIG = "config.yaml"  # by any way: its folder is a run's, and may be somebody else's

@@ -9,9 +9,9 @@ from statistics import fmean, median
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from grpo_ray.telemetry.metrics_catalog import METRICS
 from grpo_ray.tools.drawing.figures import Points, draw_spread, legend_beside, new_figure, save, tidy
 from grpo_ray.tools.experiments.table import VariantResult
+from grpo_ray.watch.metrics_catalog import METRICS
 
 LEGEND = "line: mean of the seeds\nband: ± sample standard deviation"
 NUM_COLUMNS = 3

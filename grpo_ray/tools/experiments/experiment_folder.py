@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from grpo_ray.config.loading import load_config
-from grpo_ray.telemetry.resumable_folder import Definition, ResumableFolder, changed_values
+from grpo_ray.records.resumable_folder import Definition, ResumableFolder, changed_values
 from grpo_ray.tools.experiments.experiment_plan import ExperimentPlan
 
 

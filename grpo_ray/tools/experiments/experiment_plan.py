@@ -7,7 +7,7 @@ from pathlib import Path
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, load_config
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.experiments.experiment import Experiment, check_overrides
 
 

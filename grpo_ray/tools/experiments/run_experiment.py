@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_ray.errors import INTERRUPTED
-from grpo_ray.telemetry.durable import replacing
-from grpo_ray.telemetry.visible_text import print_visible, visible
+from grpo_ray.records.durable import replacing
+from grpo_ray.records.visible_text import print_visible, visible
 from grpo_ray.tools.experiments.experiment import Experiment
 from grpo_ray.tools.experiments.experiment_folder import definition_of, experiment_folder
 from grpo_ray.tools.experiments.experiment_plan import ExperimentPlan, PlannedRun, plan_experiment

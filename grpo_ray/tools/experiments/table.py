@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
-from grpo_ray.telemetry.durable import replacing
+from grpo_ray.records.durable import replacing
 from grpo_ray.tools.experiments.outcome import Outcome
 
 THRESHOLDS = (0.5, 0.8)

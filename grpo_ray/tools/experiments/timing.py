@@ -6,10 +6,10 @@ from statistics import fmean
 
 from matplotlib.axes import Axes
 
-from grpo_ray.telemetry.metrics_catalog import SYNC
 from grpo_ray.tools.drawing.figures import COLORS, GRID, new_figure, save, tidy
 from grpo_ray.tools.experiments.outcome import Outcome
 from grpo_ray.tools.experiments.table import VariantResult
+from grpo_ray.watch.metrics_catalog import SYNC
 
 Seconds = Callable[[Outcome], float | None]
 BAR = 0.8  # fraction of a variant's height

@@ -8,10 +8,10 @@ from typing import Annotated
 
 from grpo_ray.config.loading import load_config
 from grpo_ray.errors import RunError, shown_plainly
-from grpo_ray.telemetry.checkpoint import LAST, CheckpointStore
-from grpo_ray.telemetry.durable import sync, sync_tree
-from grpo_ray.telemetry.run_files import RunDirectory
-from grpo_ray.telemetry.visible_text import print_visible
+from grpo_ray.records.checkpoint import LAST, CheckpointStore
+from grpo_ray.records.durable import sync, sync_tree
+from grpo_ray.records.run_files import RunDirectory
+from grpo_ray.records.visible_text import print_visible
 from grpo_ray.tools.arguments import Argument, Command, Option
 from grpo_ray.tools.trust import TrustRemoteCode, with_trust
 
@@ -44,7 +44,7 @@ def export_merged(options: ExportOptions) -> Path:
         ValueError: the base or the adapter cannot be used.
         OSError: it could not be written.
     """
-    from grpo_ray.models.model_files import load_tokenizer
+    from grpo_ray.learning.model_files import load_tokenizer
     from grpo_ray.run.signals import sigterm_interrupts
     from grpo_ray.tools.export.merge import base_folder, merged_policy
 

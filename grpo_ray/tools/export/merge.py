@@ -8,11 +8,11 @@ from torch import nn
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import ModelConfig
-from grpo_ray.models.adapters import MergedWeight, has_adapter, load_adapter, load_trained, trained_parameters
-from grpo_ray.models.loading import cast_parameters
-from grpo_ray.models.model_files import check_local_model, is_local
-from grpo_ray.models.policy_model import PolicyModel
-from grpo_ray.models.quantization import is_quantized
+from grpo_ray.learning.adapters import MergedWeight, has_adapter, load_adapter, load_trained, trained_parameters
+from grpo_ray.learning.loading import cast_parameters
+from grpo_ray.learning.model_files import check_local_model, is_local
+from grpo_ray.learning.policy_model import PolicyModel
+from grpo_ray.learning.quantization import is_quantized
 
 
 def base_folder(config: Config) -> str:

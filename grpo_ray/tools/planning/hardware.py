@@ -48,7 +48,7 @@ class GpuType:
         return self.float32_flops if dtype == "float32" else self.bfloat16_flops
 
 
-GPU_TYPES: Mapping[str, GpuType] = {  # the FLOP/s are those of telemetry/flops.py, which imports torch
+GPU_TYPES: Mapping[str, GpuType] = {  # the FLOP/s are those of watch/flops.py, which imports torch
     "A100": GpuType(80, 312e12, 19.5e12, 2039 * GB, 300 * GB),
     "H100": GpuType(80, 989e12, 67e12, 3350 * GB, 450 * GB),
     "H200": GpuType(140, 989e12, 67e12, 4800 * GB, 450 * GB),

@@ -1,6 +1,6 @@
 """The memory of the Learner's device, item by item.
 
-The counts are of the tensors that actors/learner.py and policy/forward_backward.py make; the tests compare them
+The counts are of the tensors that core/learner.py and learning/forward_backward.py make; the tests compare them
 with what torch allocates.
 """
 
@@ -21,7 +21,7 @@ from grpo_ray.tools.planning.model_shape import ModelShape
 from grpo_ray.tools.planning.sharding import num_shards, with_unsharded
 
 CHUNK_BYTES = 2**28
-"""Bytes of float32 logits that algorithms/chunked.py, which imports torch, computes at a time."""
+"""Bytes of float32 logits that objectives/chunked.py, which imports torch, computes at a time."""
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes per weight: 4 bits, an 8-bit scale per 64 weights, and a float32 scale per 256 of those."""
 MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "8bit": 1}
@@ -73,7 +73,7 @@ def state_items(shape: ModelShape, config: Config) -> list[Item]:
         return adapter_items(shape, config, config.model.adapter)
     parameters, width = shape.num_parameters / num_shards(config), served_width(config)
     is_sharded = config.learner.num_ranks > 1  # then a bfloat16 copy exists only of the layers at work
-    copy = 0 if width == FLOAT32 or is_sharded else width * parameters  # as policy/master_weights.py holds it
+    copy = 0 if width == FLOAT32 or is_sharded else width * parameters  # as learning/master_weights.py holds it
     items = [
         Item("weights", FLOAT32 * parameters, "float32 master weights, 4 bytes per parameter"),
         Item("copy of the weights", copy, f"{config.model.dtype}, for the passes"),
@@ -92,7 +92,7 @@ def state_items(shape: ModelShape, config: Config) -> list[Item]:
 
 
 def adapter_items(shape: ModelShape, config: Config, adapter: AdapterConfig) -> list[Item]:
-    """Return the lasting memory of a frozen base and an adapter (models/adapters.py).
+    """Return the lasting memory of a frozen base and an adapter (learning/adapters.py).
 
     A reference is a second set of the adapter's values, which share the base. Ranks shard all but an nf4 base.
     """
@@ -142,7 +142,7 @@ def largest_micro_batch(config: Config, prompt_tokens: int) -> Tokens:
 
 
 def has_varlen_kernel(config: Config) -> bool:
-    """Return whether attention runs in a kernel for segments of any length (models/attention_kernels.py)."""
+    """Return whether attention runs in a kernel for segments of any length (learning/attention_kernels.py)."""
     return (
         bool(config.learner.num_gpus) and config.model.dtype == "bfloat16" and config.model.attention != "sdpa"
     )
@@ -202,7 +202,7 @@ def _kept_selectively(shape: ModelShape, width: int) -> int:
 
 
 def _output_layer(shape: ModelShape, config: Config, tokens: Tokens) -> Item:
-    """Return the peak of algorithms/chunked.py: a chunk's logits, and gradients of weights and inputs."""
+    """Return the peak of objectives/chunked.py: a chunk's logits, and gradients of weights and inputs."""
     served, vocab = served_width(config), shape.vocab_size
     width = FLOAT32 if config.model.head_dtype == "float32" else served
     rows = min(tokens.responses, max(1, CHUNK_BYTES // (FLOAT32 * vocab)))

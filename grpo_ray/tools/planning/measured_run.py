@@ -6,8 +6,8 @@ from statistics import median
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.telemetry.metrics_catalog import PAUSED
-from grpo_ray.telemetry.run_files import RunDirectory, last_of_each_step
+from grpo_ray.records.run_files import RunDirectory, last_of_each_step
+from grpo_ray.watch.metrics_catalog import PAUSED
 
 FIRST_STEPS = 2  # engine and allocator are slower in these
 NEEDED = (  # a step counts where all of them are above 0

@@ -1,6 +1,6 @@
 """A step's seconds on one GPU from data sheets: what the Generators sample, and what the Learner computes.
 
-The operations are counted as in telemetry/flops.py, which imports torch, and with recomputation. The assumed
+The operations are counted as in watch/flops.py, which imports torch, and with recomputation. The assumed
 shares of the peaks are in hardware.py.
 """
 

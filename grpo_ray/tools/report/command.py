@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from grpo_ray.errors import shown_plainly
-from grpo_ray.telemetry.visible_text import print_visible
+from grpo_ray.records.visible_text import print_visible
 from grpo_ray.tools.arguments import Argument, Command, Option, positive
 from grpo_ray.tools.trust import TrustRemoteCode, stay_offline
 

@@ -4,12 +4,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo_ray.telemetry.failure_watch import is_detection
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
-from grpo_ray.telemetry.step_lines import StepLines
+from grpo_ray.records.run_files import RunDirectory, read_metrics
+from grpo_ray.records.step_lines import StepLines
 from grpo_ray.tools.drawing.reward_curve import plot_reward_curve
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
 from grpo_ray.tools.report.run_header import validation_samples
+from grpo_ray.watch.failure_watch import is_detection
 
 OWN = "docs/getting-started.md#your-own-model-and-data"
 

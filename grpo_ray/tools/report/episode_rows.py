@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from grpo_ray.telemetry.readable_rollouts import shortened
+from grpo_ray.records.readable_rollouts import shortened
 from grpo_ray.tools.report.rollout_sample import Row
 from grpo_ray.tools.report.token_texts import TokenTexts
 from grpo_ray.types import CONTEXT

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from grpo_ray.config import Config
-from grpo_ray.models.loading import load_policy
-from grpo_ray.models.model_files import check_local_model, end_token_ids, load_tokenizer
-from grpo_ray.models.output_layer import with_head_dtype
-from grpo_ray.models.sequences import TrainSequence, places_in_turns
-from grpo_ray.policy.forward_backward import ForwardBackward
-from grpo_ray.telemetry.adapter_files import is_adapter
+from grpo_ray.learning.forward_backward import ForwardBackward
+from grpo_ray.learning.loading import load_policy
+from grpo_ray.learning.model_files import check_local_model, end_token_ids, load_tokenizer
+from grpo_ray.learning.output_layer import with_head_dtype
+from grpo_ray.learning.sequences import TrainSequence, places_in_turns
+from grpo_ray.records.adapter_files import is_adapter
 from grpo_ray.tools.export.merge import base_folder, merged_policy
 from grpo_ray.types import CONTEXT
 

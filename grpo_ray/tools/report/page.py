@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-from grpo_ray.telemetry.json_lines import to_json
-from grpo_ray.telemetry.metrics_catalog import METRICS
-from grpo_ray.telemetry.visible_text import visible
+from grpo_ray.records.json_lines import to_json
+from grpo_ray.records.visible_text import visible
 from grpo_ray.tools.report.panels import PANELS, expanded
+from grpo_ray.watch.metrics_catalog import METRICS
 
 WEB = resources.files("grpo_ray.tools.report") / "web"
 SCRIPTS = ("elements.js", "chart.js", "stages.js", "ranks.js", "episodes.js", "rollouts.js", "page.js")

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_ray.telemetry.ranks import COLLECTIVES, SLOWEST, by_number, rank_name
+from grpo_ray.watch.ranks import COLLECTIVES, SLOWEST, by_number, rank_name
 
 Row = Mapping[str, Any]
 MEMORY = re.compile(r"memory/(?P<actor>learner-\d+)_(?P<kind>device_peak_)?bytes")

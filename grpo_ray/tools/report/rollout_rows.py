@@ -9,11 +9,11 @@ import numpy as np
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config, read_config
 from grpo_ray.errors import RunError
-from grpo_ray.models.model_files import is_local, load_tokenizer
-from grpo_ray.telemetry.adapter_files import is_adapter, saved_config
-from grpo_ray.telemetry.checkpoint import LAST, CheckpointStore
-from grpo_ray.telemetry.readable_rollouts import shortened
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.learning.model_files import is_local, load_tokenizer
+from grpo_ray.records.adapter_files import is_adapter, saved_config
+from grpo_ray.records.checkpoint import LAST, CheckpointStore
+from grpo_ray.records.readable_rollouts import shortened
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.report.episode_rows import (
     MAX_EPISODE_TOKENS,
     by_sequence,

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from grpo_ray.telemetry.episode_columns import NAMES as EPISODE_COLUMNS
-from grpo_ray.telemetry.rollout_log import FRESH
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.records.episode_columns import NAMES as EPISODE_COLUMNS
+from grpo_ray.records.rollout_log import FRESH
+from grpo_ray.records.run_files import RunDirectory
 
 FEW = 4  # rollouts per sampled step, if the limit allows it
 MAX_FILES = 500  # opened per run: one takes a millisecond on a local disk, and far more on a network's

@@ -10,13 +10,13 @@ from typing import Any
 from grpo_ray.config import Config
 from grpo_ray.config.schema import leaves
 from grpo_ray.config.section import Section
-from grpo_ray.telemetry.console import settings
-from grpo_ray.telemetry.failure_watch import KIND, is_detection
-from grpo_ray.telemetry.json_lines import parse_line
-from grpo_ray.telemetry.readable_rollouts import ReadableRollout, readable_rollouts, shortened
-from grpo_ray.telemetry.rollout_log import read_groups
-from grpo_ray.telemetry.run_files import RunDirectory, step_name
-from grpo_ray.telemetry.run_state import read_state
+from grpo_ray.records.json_lines import parse_line
+from grpo_ray.records.readable_rollouts import ReadableRollout, readable_rollouts, shortened
+from grpo_ray.records.rollout_log import read_groups
+from grpo_ray.records.run_files import RunDirectory, step_name
+from grpo_ray.watch.console import settings
+from grpo_ray.watch.failure_watch import KIND, is_detection
+from grpo_ray.watch.run_state import read_state
 
 NUM_SAMPLES = 3  # prompts with answers to compare, here and at the end of a run's output
 

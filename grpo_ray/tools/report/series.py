@@ -8,7 +8,7 @@ from itertools import islice
 from statistics import mode
 from typing import Any
 
-from grpo_ray.telemetry.ranks import SLOWEST
+from grpo_ray.watch.ranks import SLOWEST
 
 Row = Mapping[str, Any]
 DIGITS = 5  # significant digits; no chart shows more

@@ -3,8 +3,8 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from grpo_ray.telemetry.metrics_catalog import STAGE
-from grpo_ray.telemetry.ranks import by_number
+from grpo_ray.watch.metrics_catalog import STAGE
+from grpo_ray.watch.ranks import by_number
 
 Stages = dict[str, list[float]]
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_ray.errors import RunError, all_of
-from grpo_ray.telemetry.durable import replacing
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.records.durable import replacing
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.report.command import ReportOptions
 from grpo_ray.tools.report.page import make_page
 from grpo_ray.tools.report.run_data import Bounds, run_data

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from grpo_ray.actors.groups import GroupBook
+from grpo_ray.core.groups import GroupBook
 from grpo_ray.types import ScoredGroup
 
 

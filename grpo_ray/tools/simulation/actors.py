@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.actors.generator import Generator as GeneratorActor
 from grpo_ray.cluster.local import LocalActors, LocalClient
 from grpo_ray.config import Config
-from grpo_ray.telemetry.checkpoint import Checkpoint
+from grpo_ray.core.generator import Generator as GeneratorActor
+from grpo_ray.records.checkpoint import Checkpoint
 from grpo_ray.tools.simulation.account import Account
 from grpo_ray.tools.simulation.cores import Cores, cores_of
 from grpo_ray.tools.simulation.cpu_meter import CpuMeter

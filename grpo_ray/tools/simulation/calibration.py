@@ -13,11 +13,11 @@ from statistics import fmean, median
 
 import numpy as np
 
-from grpo_ray.run.dispatch import SURPLUS
-from grpo_ray.telemetry.run_log import Metrics
+from grpo_ray.core.dispatch import SURPLUS
 from grpo_ray.tools.simulation.records import RecordedRun
 from grpo_ray.tools.simulation.replay import Burst, bursts_of, replayed_ends
 from grpo_ray.tools.simulation.speeds import Speeds
+from grpo_ray.watch.run_log import Metrics
 
 NUM_ITERATIONS = 20
 MAX_HALVINGS = 8

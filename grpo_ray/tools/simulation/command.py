@@ -100,10 +100,10 @@ DEFAULTS = ("run.save_rollouts=false", "evaluation.every_num_steps=1000000")
 
 def _simulate(options: SimulateOptions) -> int:
     config = load_config(options.config, options.changes)
-    from grpo_ray.telemetry.memory import imports_left_alone
-    from grpo_ray.telemetry.run_files import RunDirectory
+    from grpo_ray.records.run_files import RunDirectory
     from grpo_ray.tools.simulation.print_simulated import print_simulated
     from grpo_ray.tools.simulation.simulate import simulate
+    from grpo_ray.watch.memory import imports_left_alone
 
     with shown_plainly(), imports_left_alone(), contextlib.ExitStack() as open_files:
         speeds, lengths = _speeds(options), _lengths(options, config)

@@ -14,7 +14,6 @@ from grpo_ray.config import Config
 from grpo_ray.episodes.outcome import Status
 from grpo_ray.episodes.turn_link import TurnClient
 from grpo_ray.episodes.turn_router import RoutedSampler, TurnRouter
-from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
 from grpo_ray.tools.simulation.speeds import Speeds
 from grpo_ray.types import (
     CONTEXT,
@@ -28,6 +27,7 @@ from grpo_ray.types import (
     SamplingSettings,
     bulk_and_facts,
 )
+from grpo_ray.watch.stage_clock import ActorStats, StageClock
 
 TOKEN = 0
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from statistics import fmean, quantiles
 
-from grpo_ray.telemetry.activity import ALL, GENERATOR
-from grpo_ray.telemetry.metrics_catalog import STAGE
-from grpo_ray.telemetry.run_log import Metrics
 from grpo_ray.tools.simulation.simulate import Simulated
 from grpo_ray.tools.top.bottleneck import bottleneck
+from grpo_ray.watch.activity import ALL, GENERATOR
+from grpo_ray.watch.metrics_catalog import STAGE
+from grpo_ray.watch.run_log import Metrics
 
 FIRST_STEPS = 2  # they fill the pipeline
 MAX_LAGS = 12  # lines of the lag's distribution

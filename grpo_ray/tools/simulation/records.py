@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
-from grpo_ray.telemetry.run_log import Metrics
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.simulation.speeds import lengths_by_group
+from grpo_ray.watch.run_log import Metrics
 
 ROLLOUT = re.compile(r"group (?P<group>\d+), (?P<samples>\d+) samples")  # as in Generator.generate
 FIRST_STEPS = 3  # left out: the first batches of an engine and of a Learner are slow

@@ -14,26 +14,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_ray.actors.groups import GroupBook
 from grpo_ray.config import Config
-from grpo_ray.run.controller import Controller
-from grpo_ray.run.preflight import Prepared
+from grpo_ray.core.context import Prepared
+from grpo_ray.core.controller import Controller
+from grpo_ray.core.groups import GroupBook
+from grpo_ray.records.evaluation_summary import EvaluationSummary
+from grpo_ray.records.run_files import RunDirectory, last_of_each_step
 from grpo_ray.run.restores import train_through_restores
 from grpo_ray.tasks import make_order, parts_of
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompt_stream import PromptStream
 from grpo_ray.tasks.prompts import Prompter, TextTemplate, make_items
-from grpo_ray.telemetry.clock import simulated_by
-from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
-from grpo_ray.telemetry.memory import ProcessFamily
-from grpo_ray.telemetry.run_files import RunDirectory, last_of_each_step
-from grpo_ray.telemetry.run_log import Metrics
 from grpo_ray.tools.simulation.account import Account, Faults
 from grpo_ray.tools.simulation.actors import SimulatedActors, Trace
 from grpo_ray.tools.simulation.cpu_meter import CpuMeter
 from grpo_ray.tools.simulation.speeds import Lengths, Speeds
 from grpo_ray.tools.simulation.virtual_time import VirtualClock
 from grpo_ray.types import StartingModel
+from grpo_ray.watch.clock import simulated_by
+from grpo_ray.watch.memory import ProcessFamily
+from grpo_ray.watch.run_log import Metrics
 
 MAX_EXAMPLES = 4096  # per part; more only take memory
 END_TOKEN = 0

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from grpo_ray.config.section import NonNegativeFloat, Section
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.records.run_files import RunDirectory
 
 MAX_RECORDED = 1_000_000  # lengths; the last steps of a longer run
 

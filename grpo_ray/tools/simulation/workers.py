@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_ray.actors.staleness import lag_metrics
 from grpo_ray.config import Config
-from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
+from grpo_ray.core.staleness import lag_metrics
 from grpo_ray.tools.simulation.account import Account
 from grpo_ray.tools.simulation.cores import Cores
 from grpo_ray.tools.simulation.speeds import Speeds
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import Episode, RolloutGroup, StepReport, TrainBatch, Verdict, bulk_and_facts
+from grpo_ray.watch.stage_clock import ActorStats, StageClock
 
 STAGES = ("train", "optimizer", "logprobs", "snapshot", "capture", "move")
 ANSWER_S = 0.001  # of virtual time, or a whole step could pass in none, and have no rates
@@ -135,7 +135,7 @@ class SimulatedScorer:
                 await self._cores.work(self._speeds.score_s)
         episodes = [each for each in group.completions if isinstance(each, Episode)]
         if episodes:
-            from grpo_ray.episodes.returns import (
+            from grpo_ray.objectives.returns import (
                 verdict_on,  # loads torch, which a plain simulation does without
             )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.secrets import RAY_TOKEN
 from grpo_ray.errors import RunError, ray_needed
-from grpo_ray.telemetry.visible_text import visible
+from grpo_ray.records.visible_text import visible
 from grpo_ray.tools.submit.submission import RUN_KEY, Submission, SubmissionContext
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from grpo_ray.config.loading import load_config
 from grpo_ray.errors import INTERRUPTED, RunError, shown_plainly
-from grpo_ray.telemetry.visible_text import visible
+from grpo_ray.records.visible_text import visible
 from grpo_ray.tools.submit.command import SubmitOptions
 from grpo_ray.tools.submit.job_client import JobClient, check_token, job_address
 from grpo_ray.tools.submit.submission import (

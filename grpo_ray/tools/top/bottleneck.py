@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from grpo_ray.telemetry.activity import GENERATOR, TRAINING
-from grpo_ray.telemetry.metrics_catalog import STAGE, SYNC
+from grpo_ray.watch.activity import GENERATOR, TRAINING
+from grpo_ray.watch.metrics_catalog import STAGE, SYNC
 
 Row = Mapping[str, float | None]
 T = TypeVar("T", bound=Mapping[str, Any])

@@ -11,14 +11,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from grpo_ray.telemetry.metrics_catalog import STAGE, SYNC
-from grpo_ray.telemetry.run_state import ActorState, RunState
-from grpo_ray.telemetry.visible_text import visible
+from grpo_ray.records.visible_text import visible
 from grpo_ray.tools.top.bottleneck import bottleneck, steady
 from grpo_ray.tools.top.learner_figures import learner_figures
 from grpo_ray.tools.top.problems import Problems
 from grpo_ray.tools.top.rank_figures import rank_figures, rank_hint, ranks_line
 from grpo_ray.tools.top.run_view import RunView
+from grpo_ray.watch.metrics_catalog import STAGE, SYNC
+from grpo_ray.watch.run_state import ActorState, RunState
 
 WIDE = 112  # console columns from which everything is shown
 MIN_STEPS, STEPS_WITHOUT_TERMINAL = 3, 10

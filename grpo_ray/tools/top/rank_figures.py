@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from grpo_ray.telemetry.ranks import COLLECTIVES, IMBALANCE, SLOWEST, rank_name
 from grpo_ray.tools.top.bottleneck import BUSY, WAITS
+from grpo_ray.watch.ranks import COLLECTIVES, IMBALANCE, SLOWEST, rank_name
 
 Row = Mapping[str, float | None]
 UNEVEN = 1.2  # a largest share of the batch, over the mean, that explains long waits

@@ -10,9 +10,9 @@ import psutil
 
 from grpo_ray.config.loading import read_config
 from grpo_ray.errors import RunError
-from grpo_ray.telemetry.json_lines import read_last_lines
-from grpo_ray.telemetry.run_files import RunDirectory
-from grpo_ray.telemetry.run_state import RunState, read_state
+from grpo_ray.records.json_lines import read_last_lines
+from grpo_ray.records.run_files import RunDirectory
+from grpo_ray.watch.run_state import RunState, read_state
 
 NUM_STEPS, NUM_EVENTS = 20, 5
 SILENT_S = 10.0  # the state is written twice a second

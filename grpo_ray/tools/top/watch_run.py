@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.live import Live
 
 from grpo_ray.errors import RunError
-from grpo_ray.telemetry.console import VisibleConsole
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.top.command import TopOptions
 from grpo_ray.tools.top.frame import draw_frame, plain_text
 from grpo_ray.tools.top.job import Job, find_job
 from grpo_ray.tools.top.keys import keys
 from grpo_ray.tools.top.run_view import RunView, read_view
+from grpo_ray.watch.console import VisibleConsole
 
 JOB_EVERY_S = 5.0
 JOB_ACTIVE = ("PENDING", "RUNNING")

@@ -47,7 +47,7 @@ function number(value) {
   return String(Number(value.toPrecision(3)));
 }
 
-/** Replace characters that cannot be seen, or that act on the text around them, as telemetry/visible_text.py does. */
+/** Replace characters that cannot be seen, or that act on the text around them, as records/visible_text.py does. */
 const UNSEEN = /[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff0-\ufffb\ud800-\udfff\u{e0000}-\u{e0fff}]/gu;
 
 function visible(text) {

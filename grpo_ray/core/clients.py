@@ -1,0 +1,178 @@
+"""The actors as their callers see them: one Protocol per actor, and every call between processes.
+
+A call returns an awaitable at once. Arguments and bulky results are references (`Ref`), which pass from actor
+to actor without their bytes going through the caller; the receiving actor gets the value itself. The classes
+behind the Protocols are in the files of the same names; `tests/test_clients.py` compares the two.
+
+`cluster/remote_actor.py` makes clients of Ray actors, `cluster/local.py` of objects in the same process.
+"""
+
+from collections.abc import Awaitable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from grpo_ray.episodes.turn_box import FinishedTurns, Turns, Worker
+from grpo_ray.transfer.meeting import Meeting
+from grpo_ray.transfer.messages import Snapshot, WeightSnapshot
+from grpo_ray.types import (
+    BatchFacts,
+    GeneratorFailure,
+    GroupFacts,
+    PlayReport,
+    PromptItem,
+    Ref,
+    RolloutGroup,
+    SamplingSettings,
+    StepReport,
+    SyncReport,
+    TrainBatch,
+    Verdict,
+)
+from grpo_ray.watch.stage_clock import ActorStats
+
+T = TypeVar("T")
+
+
+class ActorClient(Protocol):
+    """Any actor of a run."""
+
+    @property
+    def name(self) -> str: ...
+    def ready(self) -> Awaitable[bool]: ...
+    def take_stats(self) -> Awaitable[ActorStats]: ...
+
+
+class GeneratorClient(ActorClient, Protocol):
+    """The Generator: an engine that samples groups and loads new weights (generator.py)."""
+
+    @property
+    def number(self) -> int:
+        """The number of its process: each one that is started under a name gets another."""
+
+    def generate(
+        self, item: PromptItem, settings: SamplingSettings
+    ) -> tuple[Ref[RolloutGroup], Awaitable[int]]: ...
+    def begin_turns(self, worker: Worker, turns: Turns, cancelled: Sequence[int]) -> Awaitable[None]: ...
+    def finished_turns(self, worker: Worker) -> Awaitable[FinishedTurns]: ...
+    def join(self, meeting: Meeting) -> Awaitable[None]: ...
+    def stage_weights(self, snapshot: Ref[WeightSnapshot]) -> Awaitable[None]: ...
+    def switch(self) -> Awaitable[dict[str, float]]: ...
+    def sleep(self) -> Awaitable[None]: ...
+    def wake(self) -> Awaitable[None]: ...
+
+
+class EnvironmentClient(ActorClient, Protocol):
+    """The EnvironmentWorker: groups of episodes, with their turns from Generators (environment_worker.py)."""
+
+    def serve(self, serving: Mapping[int, GeneratorClient]) -> Awaitable[None]: ...
+    def failures(self, num_known: int) -> Awaitable[list[GeneratorFailure]]: ...
+    def play(
+        self, item: PromptItem, settings: SamplingSettings, seed: int
+    ) -> tuple[Ref[RolloutGroup], Awaitable[PlayReport]]: ...
+
+
+class ScorerClient(ActorClient, Protocol):
+    """The Scorer: verified rewards and group advantages (scorer.py)."""
+
+    def score(self, group: Ref[RolloutGroup]) -> Awaitable[Verdict]: ...
+
+
+class TeacherClient(ActorClient, Protocol):
+    """The Teacher: another model's logprobs of the policy's tokens (teacher.py)."""
+
+    def look_up(self, group: Ref[RolloutGroup]) -> tuple[Ref[np.ndarray], Awaitable[int]]: ...
+    def shutdown(self) -> Awaitable[None]: ...
+
+
+class BufferClient(ActorClient, Protocol):
+    """The buffer: the bytes of scored groups, and of replayed ones (buffer.py)."""
+
+    def begin(self, unfinished: Collection[int]) -> Awaitable[dict[int, GroupFacts]]: ...
+    def put(
+        self, rollout: Ref[RolloutGroup], verdict: Verdict, teacher_logprobs: Ref[np.ndarray] | None = None
+    ) -> Awaitable[None]: ...
+    def drop(self, group_ids: Sequence[int]) -> Awaitable[None]: ...
+    def take(
+        self, step: int, group_ids: Sequence[int], dropped_ids: Sequence[int], oldest_version: int
+    ) -> tuple[Ref[TrainBatch], Awaitable[BatchFacts]]: ...
+    def capture(self, version: int) -> Awaitable[None]: ...
+    def write_captured(self, folder: Path) -> Awaitable[dict[str, int]]: ...
+    def flush(self) -> Awaitable[str | None]: ...
+
+
+class LearnerClient(ActorClient, Protocol):
+    """The Learner: the policy and its optimizer (learner.py)."""
+
+    def train_step(self, batch: Ref[TrainBatch]) -> Awaitable[StepReport]: ...
+    def work_done(self) -> Awaitable[int]: ...
+    def snapshot(self) -> tuple[Ref[WeightSnapshot], Awaitable[int]]: ...
+    def delta(self) -> tuple[Ref[WeightSnapshot | None], Awaitable[float]]: ...
+    def open_wire(self, name: str) -> Awaitable[Meeting]: ...
+    def join_wire(self, name: str) -> Awaitable[None]: ...
+    def send(self, name: str, version: int) -> Awaitable[None]: ...
+    def drop_wire(self, name: str) -> Awaitable[None]: ...
+    def release(self, version: int) -> Awaitable[None]: ...
+    def make_room(self) -> Awaitable[None]: ...
+    def take_room(self) -> Awaitable[None]: ...
+    def capture(self) -> Awaitable[StepReport | None]: ...
+    def write_captured(self, folder: Path) -> Awaitable[dict[str, int]]: ...
+
+
+class WeightSyncClient(ActorClient, Protocol):
+    """WeightSync: the Generators' version, and the transaction that loads the next (sync.py)."""
+
+    def publish(self, version: int, snapshot: Snapshot, is_initial: bool = False) -> Awaitable[SyncReport]: ...
+    def versions(self) -> Awaitable[dict[str, int]]: ...
+    def retire(self, number: int) -> Awaitable[None]: ...
+    def admit(self, generator: GeneratorClient) -> Awaitable[int]: ...
+
+
+class ServingActors(Protocol):
+    """The actors that sample and grade, which is all that an evaluation needs."""
+
+    @property
+    def generators(self) -> Mapping[str, GeneratorClient]: ...
+    @property
+    def scorers(self) -> Mapping[str, ScorerClient]: ...
+    @property
+    def teachers(self) -> Mapping[str, TeacherClient]: ...
+    @property
+    def environments(self) -> Mapping[str, EnvironmentClient]: ...
+    def by_name(self) -> Mapping[str, ActorClient]: ...
+
+    def restart_generator(self, name: str) -> GeneratorClient:
+        """Start a fresh Generator in place of `name`, with the weights that the run began with."""
+
+    def restart_worker(self, name: str) -> ActorClient:
+        """Start a fresh Scorer, Teacher or EnvironmentWorker in place of `name`."""
+
+    async def fetch(self, reference: Ref[T]) -> T:
+        """Bring the value of a reference into this process."""
+
+    def dump_stacks(self) -> None:
+        """Make every actor write its threads' Python stacks into its log, even if it is stuck."""
+
+
+class RunActors(ServingActors, Protocol):
+    """All actors of a training run."""
+
+    @property
+    def learner(self) -> LearnerClient: ...
+    @property
+    def buffer(self) -> BufferClient: ...
+    @property
+    def weight_sync(self) -> WeightSyncClient: ...
+
+    def spilled_bytes(self) -> int:
+        """Return the bytes that object stores have written to disk, because their memory was full.
+
+        Returns at once: the figure may be some seconds old.
+        """
+
+    def show_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Export a step's metrics, for Ray's dashboard."""
+
+    def show_phase(self, phase: str) -> None:
+        """Export the run's current phase, for Ray's dashboard."""

@@ -1,0 +1,129 @@
+"""Scorer: verified rewards and group advantages."""
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from grpo_ray.config import Config, ScorerConfig
+from grpo_ray.config.algorithm import AlgorithmConfig
+from grpo_ray.config.reward import Reward, secrets_in, term_weights
+from grpo_ray.config.secrets import values_of
+from grpo_ray.objectives import advantages_of
+from grpo_ray.objectives.returns import verdict_on
+from grpo_ray.rewards.base import Overrun, Ungradable, verdict
+from grpo_ray.rewards.grader import Grader
+from grpo_ray.rewards.isolation.pool import ScoringError
+from grpo_ray.types import TERM, Episode, RolloutGroup, Verdict
+from grpo_ray.watch.memory import resident_bytes
+from grpo_ray.watch.stage_clock import ActorStats, StageClock
+
+NO_SECRETS: Mapping[str, str] = {}
+UNGRADED = verdict(has_format=False, is_right=False)
+
+
+class Scorer:
+    """The grader of groups; `score` may run in several threads, to keep all workers of the Grader busy."""
+
+    def __init__(
+        self,
+        rewards: Mapping[str, Reward],
+        algorithm: AlgorithmConfig,
+        config: ScorerConfig,
+        max_tokens: int,
+        turn_discount: float = 1.0,
+        secrets: Mapping[str, str] = NO_SECRETS,
+        has_teacher: bool = False,
+    ) -> None:
+        """
+        Args:
+            rewards: one per task, by name (`config.task.rewards`).
+            max_tokens: length of the longest response that may be sampled.
+            turn_discount: of the returns of episodes with rewards per turn.
+            secrets: those that the rewards list, put into this process's environment.
+            has_teacher: a Teacher's logprobs come to the buffer with each group.
+        """
+        os.environ.update(secrets)
+        self._grader = Grader(rewards, config)
+        self._weights = {task: term_weights(reward) for task, reward in rewards.items()}
+        self._algorithm, self._max_tokens, self._turn_discount = algorithm, max_tokens, turn_discount
+        self._has_teacher = has_teacher
+        self._clock = StageClock(("start", "score"), rest="wait_for_groups")
+
+    def __repr__(self) -> str:
+        return f"Scorer({self._clock.current})"
+
+    def ready(self) -> bool:
+        """Start the workers.
+
+        Raises:
+            RunError: they cannot start; the message says why.
+        """
+        with self._clock.stage("start"):
+            self._grader.start()
+        for notice in self._grader.notices:
+            logging.warning("%s", notice)
+        return True
+
+    def score(self, group: RolloutGroup) -> Verdict:
+        """Return the group's rewards and advantages, and the facts by which it is admitted to a batch."""
+        with self._clock.stage("score", f"group {group.item.group_id}"):
+            episodes = [each for each in group.completions if isinstance(each, Episode)]
+            if episodes:
+                verdict = verdict_on(episodes, self._algorithm, self._turn_discount)
+            else:
+                verdict = self._score(group)
+            return verdict.with_facts(group, self._algorithm.dynamic_sampling_metric, self._has_teacher)
+
+    def _score(self, group: RolloutGroup) -> Verdict:
+        item = group.item
+        pairs = [(completion.text, item.ground_truth) for completion in group.completions]
+        scores, errors, ungradable, overruns = [], {}, {}, set()
+        for sample, result in enumerate(self._grader.grade(item.task, pairs, item)):
+            if isinstance(result, ScoringError):
+                errors[sample] = str(result)
+                tail = pairs[sample][0][-200:]
+                logging.warning("group %d: not graded: %s: ...%r", item.group_id, result, tail)
+                scores.append(UNGRADED)
+            elif isinstance(result, Ungradable):
+                ungradable[sample] = str(result)
+                overruns |= {sample} if isinstance(result, Overrun) else set()
+                scores.append(result.scores)
+            else:
+                scores.append(result)
+        rewards, formats, answers = (
+            np.array([score[name] for score in scores], dtype=np.float32)
+            for name in ("reward", "format_reward", "answer_reward")
+        )
+        lengths = np.array([len(completion.token_ids) for completion in group.completions])
+        is_graded = np.array([sample not in errors for sample in range(len(scores))])
+        weights = self._weights[item.task]
+        terms = {
+            name: np.array([score.get(f"{TERM}{name}", np.nan) for score in scores], np.float32)
+            for name in weights
+        }
+        advantages = advantages_of(
+            rewards, lengths, is_graded, self._algorithm, self._max_tokens, formats, answers, terms, weights
+        )
+        return Verdict(
+            rewards, formats, answers, advantages, errors, ungradable, overruns=frozenset(overruns), terms=terms
+        )
+
+    def take_stats(self) -> ActorStats:
+        """Return the stage times since the last call, and the process's memory."""
+        return ActorStats(self._clock.take(), resident_bytes())
+
+    def close(self) -> None:
+        """End the workers, which would also end with this process."""
+        self._grader.close()
+
+
+def scorer_arguments(config: Config) -> tuple[Any, ...]:
+    """Return the arguments of Scorer for a configuration, with the secrets of this process's environment."""
+    rewards, discount = config.task.rewards, config.episodes.turn_discount
+    secrets = values_of(secrets_in(rewards.values()))
+    has_teacher = config.distillation.teacher is not None
+    max_tokens = config.sampling.max_tokens
+    return rewards, config.algorithm, config.scorer, max_tokens, discount, secrets, has_teacher

@@ -1,0 +1,132 @@
+"""Actors of one kind without state: work goes to the least busy, and one that dies is replaced."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Generic, Literal, TypeVar
+
+import numpy as np
+
+from grpo_ray.core.clients import ActorClient, ScorerClient, TeacherClient
+from grpo_ray.core.context import ServingContext
+from grpo_ray.core.starting import until_ready
+from grpo_ray.engines.base import EngineDied
+from grpo_ray.errors import ActorDied
+from grpo_ray.types import PromptItem, Ref, RolloutGroup, Verdict
+from grpo_ray.watch.clock import monotonic
+from grpo_ray.watch.restarts import RestartBudget
+
+ClientT = TypeVar("ClientT", bound=ActorClient)
+T = TypeVar("T")
+
+
+class StatelessActors(Generic[ClientT]):
+    """All Scorers of a run, or all its Teachers, or all its EnvironmentWorkers."""
+
+    def __init__(
+        self,
+        kind: Literal["scorer", "teacher", "environment"],
+        clients: Mapping[str, ClientT],
+        context: ServingContext,
+        budget: RestartBudget,
+    ) -> None:
+        """
+        Args:
+            kind: begins the names of events.
+            clients: the current ones; a restart changes the mapping itself.
+        """
+        self._kind, self._clients = kind, clients
+        self._context, self._budget = context, budget
+        self.replacing: dict[str, asyncio.Task[None]] = {}  # replacements under way, by name
+        self._num_groups: Counter[str] = Counter()  # that each has now
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Run replacements in this task group; one that exceeds the budget ends the run."""
+        self._tasks = tasks
+
+    def cancel(self) -> None:
+        """Abandon the replacements that are under way."""
+        for task in self.replacing.values():
+            task.cancel()
+
+    @contextlib.contextmanager
+    def least_busy(self) -> Iterator[ClientT]:
+        """Give one more group to the least busy actor while the block lasts."""
+        name = min(self._clients, key=lambda name: (not self._is_free(name), self._num_groups[name]))
+        self._num_groups[name] += 1
+        try:
+            yield self._clients[name]
+        finally:
+            self._num_groups[name] -= 1
+
+    def _is_free(self, name: str) -> bool:
+        """Return whether an actor would begin with another group at once."""
+        return name not in self.replacing
+
+    async def ask(self, what: str, is_retry: bool, call: Callable[[ClientT], Awaitable[T]]) -> T:
+        """Return the answer of the least busy actor; if it dies, it is replaced, and another one is asked."""
+        while True:
+            with self.least_busy() as actor:
+                try:
+                    with self._context.calls.call(actor.name, what, is_retry=is_retry):
+                        return await call(actor)
+                except (ActorDied, EngineDied) as error:
+                    await self.replace(actor, str(error))
+
+    async def replace(self, client: ClientT, error: str) -> None:
+        """Replace this actor, unless that has been done already; it goes on if the caller is cancelled."""
+        if self._clients[client.name] is client:
+            self.retire(client.name, error)
+        if (replacement := self.replacing.get(client.name)) is not None:
+            await asyncio.shield(replacement)
+
+    def retire(self, name: str, error: str) -> None:
+        """Begin to replace an actor, unless that has begun already."""
+        if name not in self.replacing:
+            self.replacing[name] = self._tasks.create_task(self._replace(name, error))
+            self.replacing[name].add_done_callback(lambda _: self.replacing.pop(name))
+
+    async def _replace(self, name: str, error: str) -> None:
+        context, started = self._context, monotonic()
+        while True:
+            pause_s = self._budget.spend(name, error)
+            context.log.event(f"{self._kind}_failed", name, f"{error}; it is replaced in {pause_s:g} s")
+            await asyncio.sleep(pause_s)
+            try:
+                await until_ready(context.actors.restart_worker(name), context)
+                break
+            except (ActorDied, TimeoutError) as again:
+                error = str(again)
+        seconds = monotonic() - started
+        context.log.event(f"{self._kind}_back", name, f"works again after {seconds:.1f} s", seconds=seconds)
+
+
+class ScorerPool(StatelessActors[ScorerClient]):
+    """All Scorers of a run as one."""
+
+    def __init__(self, context: ServingContext, budget: RestartBudget) -> None:
+        super().__init__("scorer", context.actors.scorers, context, budget)
+
+    async def score(self, group: Ref[RolloutGroup], item: PromptItem, is_retry: bool) -> Verdict:
+        """Return the group's verdict; raises DataLost if the group is gone."""
+        return await self.ask(f"scores group {item.group_id}", is_retry, lambda scorer: scorer.score(group))
+
+
+class TeacherPool(StatelessActors[TeacherClient]):
+    """All Teachers of a run as one."""
+
+    def __init__(self, context: ServingContext, budget: RestartBudget) -> None:
+        super().__init__("teacher", context.actors.teachers, context, budget)
+        self.num_tokens = 0  # looked up so far
+
+    async def look_up(self, group: Ref[RolloutGroup], item: PromptItem, is_retry: bool) -> Ref[np.ndarray]:
+        """Return a reference to the teacher's logprobs of the group's tokens; raises DataLost as `score`."""
+
+        async def look_up(teacher: TeacherClient) -> tuple[Ref[np.ndarray], int]:
+            logprobs, num_tokens = teacher.look_up(group)
+            return logprobs, await num_tokens
+
+        logprobs, num_tokens = await self.ask(f"looks up group {item.group_id}", is_retry, look_up)
+        self.num_tokens += num_tokens
+        return logprobs

@@ -1,0 +1,52 @@
+"""Teacher: the logprobs that another model assigns to the policy's tokens."""
+
+import numpy as np
+
+from grpo_ray.engines.base import TeacherEngine
+from grpo_ray.learning.sequences import sequences_of
+from grpo_ray.types import RolloutGroup, ScoredGroup, bulk_and_facts
+from grpo_ray.watch.memory import resident_bytes
+from grpo_ray.watch.stage_clock import ActorStats, StageClock
+
+
+class Teacher:
+    """A model that is not trained, as an actor; its engine is ready once it is made."""
+
+    def __init__(self, name: str, engine: TeacherEngine) -> None:
+        self.name = name
+        self._engine = engine
+        self._clock = StageClock(("look_up",), rest="wait_for_groups")
+
+    def __repr__(self) -> str:
+        return f"Teacher({self.name}, {self._clock.current})"
+
+    async def ready(self) -> bool:
+        return True
+
+    @bulk_and_facts
+    async def look_up(self, group: RolloutGroup) -> tuple[np.ndarray, int]:
+        """Return the group's `teacher_logprobs`, as in ScoredGroup, and the number of tokens that have one.
+
+        Every branch of an episode is a sequence of its own, so each token is judged in the context that it was
+        sampled in.
+
+        Raises:
+            ValueError: a logprob is not finite.
+        """
+        no_rewards = np.zeros(len(group.completions), np.float32)
+        sequences = sequences_of([ScoredGroup(group, no_rewards, no_rewards, no_rewards, no_rewards)])
+        with self._clock.stage("look_up", f"group {group.item.group_id}"):
+            found = np.concatenate([np.empty(0), *await self._engine.logprobs(sequences)])
+        if not np.isfinite(found).all():
+            raise ValueError(f"{self.name} has no finite logprob for a token of group {group.item.group_id}")
+        is_sampled = np.concatenate([completion.mask for completion in group.completions])
+        logprobs = np.zeros(len(is_sampled), np.float32)
+        logprobs[is_sampled] = found
+        return logprobs, len(found)
+
+    async def take_stats(self) -> ActorStats:
+        """Return the stage times since the last call, and the process's memory."""
+        return ActorStats(self._clock.take(), resident_bytes())
+
+    async def shutdown(self) -> None:
+        await self._engine.shutdown()

@@ -1,0 +1,107 @@
+"""Sequences that share tokens, by families, and as a tree of segments.
+
+A family is the completions of one prompt, or the episodes of one group. Usually they have one prompt, and share
+it alone: responses to it never share tokens, even if they begin alike. If an episode has branched, there are
+several prompts, and sequences with different ones share all with which they begin.
+"""
+
+from collections.abc import Sequence
+from itertools import chain, pairwise
+from typing import Protocol
+
+import numpy as np
+
+from grpo_ray.learning.segments import NO_PARENT, SegmentTree
+
+
+class GroupSequence(Protocol):
+    """A prompt and a response, such as learning/sequences.py's."""
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def sample(self) -> tuple[int, int] | None:
+        """The places of its group and of its episode in the group; None: it is no episode's."""
+
+    def __len__(self) -> int: ...
+
+    def tokens(self, start: int = ..., end: int = ...) -> np.ndarray:
+        """Return the tokens `[start, end)` of prompt and response together; all by default."""
+
+
+Family = list[tuple[int, int]]
+"""Sequences by their indices, each with its overlap: the number of first tokens shared with the one before it.
+In their order nothing else is shared with any before it, in every run of consecutive sequences too."""
+
+
+def families_of(sequences: Sequence[GroupSequence]) -> list[Family]:
+    """Return the families, in the order of their first sequences."""
+    by_group: dict[object, list[int]] = {}
+    for index, s in enumerate(sequences):
+        by_group.setdefault(s.prompt_token_ids if s.sample is None else s.sample[0], []).append(index)
+    families = []
+    for indices in by_group.values():
+        first = sequences[indices[0]]
+        if first.sample is None or len({sequences[index].prompt_token_ids for index in indices}) == 1:
+            indices.sort(key=lambda index: len(sequences[index]), reverse=True)  # longest first
+            overlaps = [len(first.prompt_token_ids)] * (len(indices) - 1)
+        else:  # as a dictionary orders words
+            indices.sort(key=lambda index: sequences[index].tokens().astype(">i8").tobytes())
+            overlaps = [_overlap(sequences[one], sequences[other]) for one, other in pairwise(indices)]
+        families.append(list(zip(indices, [0, *overlaps], strict=True)))
+    return families
+
+
+def _overlap(one: GroupSequence, other: GroupSequence) -> int:
+    if one.prompt_token_ids == other.prompt_token_ids:
+        return len(one.prompt_token_ids)
+    shorter = min(len(one), len(other))
+    differ = np.flatnonzero(one.tokens(0, shorter) != other.tokens(0, shorter))
+    return int(differ[0]) if len(differ) else shorter
+
+
+def segments_of(sequences: Sequence[GroupSequence]) -> tuple[SegmentTree, list[np.ndarray], list[int]]:
+    """Return the sequences as one tree, each segment's tokens, and the segment in which each sequence ends."""
+    indices, overlaps = zip(*chain(*families_of(sequences)), strict=True)
+    tree, parts, last = grow_tree([len(sequences[index]) for index in indices], overlaps)
+    tokens = [sequences[indices[row]].tokens(start, end) for row, start, end in parts]
+    return tree, tokens, [last[row] for row in np.argsort(indices)]
+
+
+def grow_tree(
+    lengths: Sequence[int], overlaps: Sequence[int]
+) -> tuple[SegmentTree, list[tuple[int, int, int]], list[int]]:
+    """Make a tree of rows of tokens, each of which shares its first tokens with the row before it.
+
+    Args:
+        lengths: of the rows.
+        overlaps: the number of tokens that each row shares with the one before it; 0 begins at a root.
+
+    Returns:
+        The tree; of each segment the row, start and end of its tokens; and each row's last segment.
+    """
+    parts: list[tuple[int, int, int]] = []
+    parents, last = [], []
+    path: list[int] = []  # the latest row's segments
+    for row, start in enumerate(overlaps):
+        while path and parts[path[-1]][2] > start:
+            path.pop()
+        for end in _cuts(lengths[row], overlaps, row):
+            parents.append(path[-1] if path else NO_PARENT)
+            path.append(len(parts))
+            parts.append((row, start, end))
+            start = end
+        last.append(path[-1])
+    return SegmentTree(tuple(end - start for _, start, end in parts), tuple(parents)), parts, last
+
+
+def _cuts(length: int, overlaps: Sequence[int], row: int) -> list[int]:
+    """Return the ends of a row's own segments, where later rows leave it."""
+    ends, start = [length] * (length > overlaps[row]), overlaps[row]
+    for later in range(row + 1, len(overlaps)):
+        if overlaps[later] <= start:
+            break
+        if overlaps[later] < ends[-1]:
+            ends.append(overlaps[later])
+    return ends[::-1]

@@ -1,0 +1,130 @@
+"""Loading a policy with its weights, and checking them."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from grpo_ray.config.model import Implementation
+from grpo_ray.learning.attention import NAME as ATTENTION
+from grpo_ray.learning.attention import tree_obstacle
+from grpo_ray.learning.model_files import WEIGHTS, is_local, listed_shards, located, text_config
+from grpo_ray.learning.policy_model import PolicyModel
+from grpo_ray.learning.transformer_lm import TransformerLM, check_plain, load_transformer_lm
+
+
+def skeleton(path: str, trust_remote_code: bool, implementation: Implementation) -> PolicyModel:
+    """Return the model without memory for its weights, to learn the names and shapes of its layers."""
+    path = located(path)
+    with torch.device("meta"):
+        if implementation == "grpo_ray":
+            return TransformerLM(check_llama(path))
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        model = _with_sdpa(
+            AutoModelForCausalLM.from_config, config, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+    return _with_tree_attention(model)
+
+
+def load_policy(
+    path: str,
+    trust_remote_code: bool = False,
+    implementation: Implementation = "transformers",
+    dtype: torch.dtype = torch.float32,
+) -> PolicyModel:
+    """Load the model in evaluation mode (no dropout, since the sampler has none).
+
+    Args:
+        dtype: of the weights: float32 for those that are trained.
+
+    Raises:
+        ValueError: weights are missing, not finite or of a shape that does not match config.json; or
+            TransformerLM does not support the model.
+    """
+    folder = located(path, weights=True)
+    if implementation == "grpo_ray":
+        model, wrong = _load_transformer_lm(folder)
+        cast_parameters(model.parameters(), dtype)
+    else:
+        model, wrong = _load_transformers(folder, trust_remote_code, dtype)
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(
+            f"model.path: {path!r} lacks tensors, or their shapes do not match its config.json: "
+            f"{', '.join(wrong[:3])}{more}; copy or save the model again"
+        )
+    check_finite(model, path)
+    return model.eval()
+
+
+def _load_transformers(path: str, trust_remote_code: bool, dtype: torch.dtype) -> tuple[PolicyModel, list[str]]:
+    """Load with transformers; also return the tensors that it could not find and filled with random values."""
+    model, found = _with_sdpa(
+        AutoModelForCausalLM.from_pretrained, path, dtype=dtype, trust_remote_code=trust_remote_code,
+        ignore_mismatched_sizes=True, output_loading_info=True, use_safetensors=True,
+    )  # fmt: skip
+    wrong = [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]
+    return _with_tree_attention(model), sorted(wrong)
+
+
+def _with_sdpa(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Make a model with torch's attention, or its own where transformers offers no other, as of Gemma 2."""
+    try:
+        return make(*args, attn_implementation="sdpa", **options)
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        return make(*args, attn_implementation="eager", **options)
+
+
+def _with_tree_attention(model: Any) -> PolicyModel:
+    if tree_obstacle(model) is None:
+        model.set_attn_implementation(ATTENTION)
+    return model  # type: ignore[no-any-return]
+
+
+def _load_transformer_lm(path: str) -> tuple[PolicyModel, list[str]]:
+    config = check_llama(path)
+    folder = Path(path if is_local(path) else snapshot_download(path, allow_patterns=["*.json", WEIGHTS]))
+    return load_transformer_lm(
+        config, folder, listed_shards(folder, "model.path") or [folder / "model.safetensors"]
+    )
+
+
+def check_llama(path: str) -> LlamaConfig:
+    """Return the model's configuration if TransformerLM supports it.
+
+    Raises:
+        ValueError: names every unsupported property.
+    """
+    return check_plain(text_config(path, trust_remote_code=False), path)
+
+
+def check_finite(model: PolicyModel, path: str) -> None:
+    """Refuse a model with values that are NaN or infinite, with which neither sampling nor learning works.
+
+    Raises:
+        ValueError: names the first such tensor.
+    """
+    bad = {name: int((~torch.isfinite(p)).sum()) for name, p in model.named_parameters()}
+    bad = {name: number for name, number in bad.items() if number}
+    if bad:
+        name, number = next(iter(bad.items()))
+        size = model.get_parameter(name).numel()
+        more = f", and some in {len(bad) - 1} of its other tensors" if len(bad) > 1 else ""
+        raise ValueError(
+            f"model.path: {number:,} of {size:,} values of {name!r} in {path!r} are NaN or infinite{more}; "
+            "use a checkpoint from before the model broke"
+        )
+
+
+def cast_parameters(parameters: Iterable[torch.nn.Parameter], dtype: torch.dtype) -> None:
+    """Cast parameters in place; `model.to(dtype)` would also round buffers such as rotary frequencies.
+
+    (With frequencies in bfloat16, the angle at position 1,000 is off by 1.2 rad.)
+    """
+    for parameter in parameters:
+        parameter.data = parameter.data.to(dtype)

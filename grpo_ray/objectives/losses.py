@@ -1,0 +1,337 @@
+"""Per-token policy-gradient losses: `[batch, seq]` log-probabilities in, `[batch, seq]` losses out.
+
+Every loss is the negative of the objective to be maximised, without masking (see aggregation.py).
+All log-probabilities are natural logs.
+
+The ratio losses compare with old log-probabilities, `ratio = pi / pi_old`. They clamp the log ratio to
+[-20, 20] before exp, so that no token can overflow; beyond that the ratio has no gradient. Each returns its
+loss and details without gradient: `clipped` (`[batch, seq]` bool), `clip_fraction` (scalar, the mean of
+`clipped` over all tokens, padding included) and `ratio` (`[batch, seq]`). Advantages are a `[batch, 1]` column,
+or one per token (`[batch, seq]`) if turns have their own. Each raises ValueError if they have another shape, or
+if the shapes of old_log_probs and policy_log_probs differ.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from grpo_ray.config.losses import LossType, clip_epsilons, loss_record
+from grpo_ray.objectives.inputs import (
+    Details,
+    LossFn,
+    LossInputs,
+    RatioInputs,
+    arguments_of,
+    parameters_of,
+    refuse_unknown,
+    row_mean,
+    uses_ratio,
+)
+from grpo_ray.objectives.logprobs import check_shape, clamped_exp
+from grpo_ray.objectives.trust_regions import (
+    details,
+    dppo_kl,
+    dppo_tv,
+    gmpo,
+    ipo,
+    sapo,
+    token_form,
+    vespo,
+)
+
+T = TypeVar("T")
+
+
+def compute_naive_policy_gradient_loss(raw_rewards_or_advantages: Tensor, policy_log_probs: Tensor) -> Tensor:
+    """Compute REINFORCE: `-A * log pi` at every token.
+
+    (Williams 1992; in DeepSeekMath's unified analysis, arXiv:2402.03300, Appendix A.1, the gradient coefficient
+    is then the reward or the advantage.)
+
+    Args:
+        raw_rewards_or_advantages: `[batch, 1]`, one scalar per response; or `[batch, seq]`.
+        policy_log_probs: `[batch, seq]`.
+
+    Returns:
+        `[batch, seq]`.
+
+    Raises:
+        ValueError: the rewards are neither a `[batch, 1]` column nor `[batch, seq]`.
+    """
+    _check_advantages("raw_rewards_or_advantages", raw_rewards_or_advantages, policy_log_probs)
+    return -raw_rewards_or_advantages * policy_log_probs
+
+
+def compute_grpo_clip_loss(
+    advantages: Tensor,
+    policy_log_probs: Tensor,
+    old_log_probs: Tensor,
+    cliprange: float,
+    cliprange_high: float | None = None,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, Details]:
+    """Compute GRPO-Clip; see `grpo_clip`.
+
+    Args:
+        advantages: `[batch, 1]` or `[batch, seq]`.
+        policy_log_probs: `[batch, seq]`, differentiated.
+        old_log_probs: `[batch, seq]`, never differentiated.
+        cliprange, cliprange_high, dual_clip: see `grpo_clip`.
+
+    Returns:
+        The loss `[batch, seq]` and its details (see the module).
+
+    Raises:
+        ValueError: see the module; or dual_clip is not above 1.
+    """
+    return compute_policy_gradient_loss(
+        policy_log_probs, "grpo_clip", None, advantages, old_log_probs, cliprange,
+        cliprange_high=cliprange_high, dual_clip=dual_clip,
+    )  # fmt: skip
+
+
+def compute_policy_gradient_loss(
+    policy_log_probs: Tensor,
+    loss_type: LossType,
+    raw_rewards: Tensor | None = None,
+    advantages: Tensor | None = None,
+    old_log_probs: Tensor | None = None,
+    cliprange: float | None = None,
+    response_mask: Tensor | None = None,
+    cliprange_high: float | None = None,
+    dual_clip: float | None = None,
+    **loss_options: Any,
+) -> tuple[Tensor, Details]:
+    """Compute the per-token loss named by `loss_type` from the arguments that it needs, ignoring the others.
+
+    `no_baseline` needs raw_rewards, every other loss advantages. The ratio losses also need old_log_probs, and
+    those with a ratio per response response_mask.
+
+    Args:
+        policy_log_probs: `[batch, seq]`.
+        loss_type: one of `LossType`.
+        raw_rewards: `[batch, 1]` or `[batch, seq]`.
+        advantages: `[batch, 1]` or `[batch, seq]`.
+        old_log_probs: `[batch, seq]`.
+        cliprange: low, and also high unless `cliprange_high` is given; None: the loss's own, as in a
+            configuration (0.2 for most).
+        response_mask: `[batch, seq]`.
+        cliprange_high: high.
+        dual_clip: see `compute_grpo_clip_loss`.
+        loss_options: further keyword arguments of the loss, such as `delta` of `dppo_tv`.
+
+    Returns:
+        The loss `[batch, seq]` and its details (see the module; empty except for the ratio losses).
+
+    Raises:
+        ValueError: an argument that the loss needs is missing, the loss type is unknown, or it takes no such
+            option.
+    """
+    if loss_type not in LOSSES:
+        raise ValueError(f"unknown loss_type {loss_type!r}; allowed: {', '.join(LOSSES)}")
+    if loss_record(loss_type).is_of_responses:
+        _required("response_mask", response_mask, loss_type)
+    low, high = clip_epsilons(loss_type, cliprange, cliprange_high)
+    if response_mask is None:
+        response_mask = torch.ones_like(policy_log_probs, dtype=torch.bool)
+    return apply_loss(
+        LOSSES[loss_type],
+        loss_type,
+        policy_log_probs,
+        response_mask,
+        raw_rewards if loss_type == "no_baseline" else advantages,
+        old_log_probs,
+        {"cliprange": low, "cliprange_high": high, "dual_clip": dual_clip},
+        loss_options,
+    )
+
+
+def apply_loss(
+    loss_fn: LossFn,
+    name: str,
+    policy_log_probs: Tensor,
+    mask: Tensor,
+    advantages: Tensor | None,
+    old_log_probs: Tensor | None,
+    offered: Mapping[str, Any],
+    options: Mapping[str, Any] | None = None,
+) -> tuple[Tensor, Details]:
+    """Call a loss function with the dataclass that it is annotated with, and its keyword arguments.
+
+    Args:
+        loss_fn: one of `LOSSES`, or the user's own.
+        name: of the function, for errors.
+        policy_log_probs, mask: `[batch, seq]`.
+        advantages: `[batch, 1]` or `[batch, seq]`; the raw rewards for `no_baseline`.
+        old_log_probs: `[batch, seq]`, for the ratio losses.
+        offered: keyword arguments, of which the loss gets those that it takes; None stands for one that is not
+            given.
+        options: keyword arguments that it has to take.
+
+    Raises:
+        ValueError: an argument that the loss needs is missing, a shape differs, or it takes no such option.
+    """
+    refuse_unknown(f"the loss {name}", [loss_fn], options or {})
+    advantages = _required("raw_rewards" if name == "no_baseline" else "advantages", advantages, name)
+    _check_advantages("advantages", advantages, policy_log_probs)
+    check_shape("response_mask", mask, policy_log_probs)
+    inputs = LossInputs(policy_log_probs, advantages, mask.bool())
+    if uses_ratio(loss_fn):
+        old_log_probs = _required("old_log_probs", old_log_probs, name)
+        check_shape("old_log_probs", old_log_probs, policy_log_probs)
+        inputs = RatioInputs(policy_log_probs, advantages, mask.bool(), old_log_probs)
+    given = arguments_of(loss_fn, {**offered, **(options or {})})
+    for parameter in parameters_of(loss_fn).values():
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
+            _required(parameter.name, given.get(parameter.name), name)
+    loss, found = loss_fn(inputs, **given)
+    check_shape(f"the loss of {name}", loss, policy_log_probs)
+    return loss, found
+
+
+# ---- the losses by name, in the form that a loss of the user's own has too ----
+
+
+def reinforce(inputs: LossInputs) -> tuple[Tensor, Details]:
+    """Compute REINFORCE; see `compute_naive_policy_gradient_loss`."""
+    return compute_naive_policy_gradient_loss(inputs.advantages, inputs.policy_log_probs), {}
+
+
+def unclipped(inputs: RatioInputs) -> tuple[Tensor, Details]:
+    """Compute the importance-weighted policy gradient: `-ratio * A` (PPO arXiv:1707.06347, Eq. 6).
+
+    `clipped` is false everywhere.
+    """
+    ratio = clamped_exp(inputs.log_ratio)
+    return -ratio * inputs.advantages, details(torch.zeros_like(inputs.mask), ratio)
+
+
+def grpo_clip(
+    inputs: RatioInputs,
+    *,
+    cliprange: float,
+    cliprange_high: float | None = None,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, Details]:
+    """Compute GRPO-Clip: `-min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)`.
+
+    This is PPO's clipped surrogate (arXiv:1707.06347, Eq. 7) with group advantages: GRPO's objective
+    (arXiv:2402.03300, Eq. 3) at one token, without its KL term. A separate upper bound is DAPO's clip-higher
+    (arXiv:2503.14476, Section 3.1, Eq. 10). The dual clip (Ye et al. arXiv:1912.09729) bounds the objective
+    from below by `dual_clip * A` where A < 0; in PPO it is unbounded there as the ratio grows.
+
+    Args:
+        inputs: see the module.
+        cliprange: low, and also high unless `cliprange_high` is given.
+        cliprange_high: high.
+        dual_clip: above 1; None disables it.
+
+    Returns:
+        The loss and its details; `clipped` is true where a bound takes effect, so that the token has no
+        gradient.
+
+    Raises:
+        ValueError: dual_clip is not above 1.
+    """
+    if dual_clip is not None and not dual_clip > 1.0:
+        raise ValueError(f"dual_clip must be above 1, got {dual_clip}")
+    ratio, advantages = clamped_exp(inputs.log_ratio), inputs.advantages
+    objective, is_clipped = _clipped_surrogate(ratio, advantages, cliprange, cliprange_high)
+    if dual_clip is not None:
+        is_floored = (advantages < 0) & (objective < dual_clip * advantages)
+        objective = torch.where(is_floored, dual_clip * advantages, objective)
+        is_clipped = is_clipped | is_floored
+    return -objective, details(is_clipped, ratio)
+
+
+def gspo(
+    inputs: RatioInputs, *, cliprange: float, cliprange_high: float | None = None
+) -> tuple[Tensor, Details]:
+    """Compute GSPO: GRPO-Clip with one ratio per response, `exp(mean over its tokens of log(pi / pi_old))`.
+
+    Group Sequence Policy Optimization (arXiv:2507.18071, Eq. 5-7): the ratio of the whole response's
+    likelihoods to the power 1 / length. It is in the token form of Section 4.3 (GSPO-token): each token has its
+    response's value and its own gradient, so factors and advantages may differ along the response. With one
+    advantage, `sequence_mean` gives the paper's objective and gradient. Each row has a ratio of its own, also
+    where the branches of one episode are several rows: a branch is sampled in a context of its own. A row
+    without tokens has ratio 1.
+
+    Args:
+        inputs: see the module.
+        cliprange: low, and also high unless `cliprange_high` is given; the paper uses 3e-4 and 4e-4.
+        cliprange_high: high.
+
+    Returns:
+        The loss and its details, constant along each row with one advantage; `clipped` is true at tokens
+        without a gradient, which with one advantage are those of the whole response.
+    """
+    mean = row_mean(inputs.log_ratio.detach(), inputs.mask)  # [batch, 1]
+    ratio = token_form(mean, inputs.policy_log_probs)
+    objective, is_clipped = _clipped_surrogate(ratio, inputs.advantages, cliprange, cliprange_high)
+    return -objective, details(is_clipped, ratio)
+
+
+def cispo(
+    inputs: RatioInputs, *, cliprange: float, cliprange_high: float | None = None
+) -> tuple[Tensor, Details]:
+    """Compute CISPO: `-stopgrad(clip(ratio, 1 - low, 1 + high)) * A * log pi`.
+
+    MiniMax-M1 (arXiv:2506.13585, Eq. 4-5): REINFORCE with a clipped importance weight. The clip bounds a
+    token's weight, and every token keeps its gradient; `clipped` is true where it changed the weight.
+
+    Args:
+        inputs: see the module.
+        cliprange: low, and also high unless `cliprange_high` is given; from 1 on there is no lower bound.
+        cliprange_high: high.
+    """
+    ratio = clamped_exp(inputs.log_ratio.detach())
+    weight = _clip(ratio, cliprange, cliprange_high)
+    return -weight * inputs.advantages * inputs.policy_log_probs, details(weight != ratio, ratio)
+
+
+# LUSPO (arXiv:2602.05261) is GSPO with a sum over each response in place of its mean: `sequence_sum`.
+LOSSES: dict[LossType, LossFn] = {
+    "no_baseline": reinforce,
+    "reinforce_with_baseline": reinforce,
+    "unclipped": unclipped,
+    "grpo_clip": grpo_clip,
+    "gspo": gspo,
+    "cispo": cispo,
+    "luspo": gspo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "ipo": ipo,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "vespo": vespo,
+}
+
+
+def _clip(ratio: Tensor, cliprange: float, cliprange_high: float | None) -> Tensor:
+    return ratio.clamp(1.0 - cliprange, 1.0 + (cliprange if cliprange_high is None else cliprange_high))
+
+
+def _clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, cliprange: float, cliprange_high: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return the objective, and where the clipped branch is strictly the smaller."""
+    unclipped, clipped = ratio * advantages, _clip(ratio, cliprange, cliprange_high) * advantages
+    return torch.minimum(unclipped, clipped), clipped < unclipped
+
+
+def _required(name: str, value: T | None, loss_type: str) -> T:
+    if value is None:
+        raise ValueError(f"loss_type {loss_type!r} needs {name}")
+    return value
+
+
+def _check_advantages(name: str, advantages: Tensor, policy_log_probs: Tensor) -> None:
+    """Refuse a `[batch]` vector: it would broadcast along the wrong axis whenever batch == seq."""
+    batch, seq = policy_log_probs.shape
+    if advantages.shape not in ((batch, 1), (batch, seq)):
+        raise ValueError(
+            f"{name} must be [batch, 1] = [{batch}, 1] or [batch, seq] = [{batch}, {seq}], "
+            f"got {list(advantages.shape)}"
+        )

@@ -1,0 +1,123 @@
+"""The training objective: a policy-gradient loss, its aggregation and the terms added to it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from torch import Tensor
+
+from grpo_ray.config.algorithm import AlgorithmConfig, KLEstimator, TokenSelection
+from grpo_ray.config.losses import LOSS_RECORDS, Aggregation, clip_epsilons, loss_record, refuse_clip_range
+from grpo_ray.objectives.correction import correction_weights
+from grpo_ray.objectives.inputs import CorrectionInputs, Details, arguments_of, refuse_unknown, uses_ratio
+from grpo_ray.objectives.losses import apply_loss
+from grpo_ray.objectives.registry import correction_function, loss_function
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Everything about the loss except the data.
+
+    `Objective(name)` is the objective of a configuration with that loss: its defaults are the same.
+
+    Raises:
+        ValueError: a name is unknown, or a clip range is given to a loss that has none.
+    """
+
+    loss_type: str
+    """One of `LossType`, or the user's own as `module:function`."""
+    aggregation: Aggregation = None  # type: ignore[assignment]  # until __post_init__
+    """None: the loss's own."""
+    cliprange: float | None = None
+    """Epsilon below 1, and also above unless `cliprange_high` is given; None: the loss's own."""
+    cliprange_high: float | None = None
+    dual_clip: float | None = None
+    kl_coefficient: float = 0.0
+    """Weight of `kl_estimator`, in the loss per nat; 0 only measures."""
+    kl_estimator: KLEstimator = "k3"
+    entropy_bonus: float = 0.0
+    """Weight of the entropy, in the objective per nat."""
+    loss_options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the loss function other than the clip ranges."""
+    corrections: tuple[str, ...] = ()
+    """Names of off-policy corrections; their weights are multiplied."""
+    correction_options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments; each goes to the corrections that take it."""
+    selection: TokenSelection = "none"
+    selection_options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_config(cls, config: AlgorithmConfig) -> "Objective":
+        limits: dict[str, Any] = {"cap": config.correction_cap, "band": config.correction_band}
+        return cls(
+            loss_type=config.loss,
+            aggregation=config.loss_aggregation,
+            cliprange=config.cliprange,
+            cliprange_high=config.cliprange_high,
+            dual_clip=config.dual_clip,
+            kl_coefficient=config.kl.loss_coefficient,
+            kl_estimator=config.kl.estimator,
+            entropy_bonus=config.entropy_bonus,
+            loss_options=config.loss_options,
+            corrections=config.corrections,
+            correction_options={**config.correction_options, **(limits if config.corrections else {})},
+            selection=config.token_selection,
+            selection_options=config.selection_options,
+        )
+
+    def __post_init__(self) -> None:
+        own = [self.loss_type] if ":" in self.loss_type else []
+        for what, name, allowed in (
+            ("loss", self.loss_type, (*LOSS_RECORDS, *own)),
+            ("aggregation", self.aggregation, get_args(Aggregation)),
+            ("KL estimator", self.kl_estimator, get_args(KLEstimator)),
+            ("token selection", self.selection, get_args(TokenSelection)),
+        ):
+            if name is not None and name not in allowed:
+                raise ValueError(f"unknown {what} {name!r}; allowed: {', '.join(allowed)}")
+        low, high = clip_epsilons(self.loss_type, self.cliprange, self.cliprange_high)
+        if loss_record(self.loss_type).epsilons is None:
+            refuse_clip_range(self.loss_type, cliprange=self.cliprange, cliprange_high=self.cliprange_high)
+        else:
+            object.__setattr__(self, "cliprange", low)
+            object.__setattr__(self, "cliprange_high", high)
+        if self.dual_clip is not None and self.loss_type not in ("grpo_clip", *own):
+            raise ValueError(f"dual_clip belongs to `grpo_clip`, and the loss is `{self.loss_type}`")
+        if self.aggregation is None:
+            object.__setattr__(self, "aggregation", loss_record(self.loss_type).aggregation)
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        has_ratio_in_kl = bool(self.kl_coefficient) and self.kl_estimator == "unbiased"
+        return uses_ratio(loss_function(self.loss_type)) or has_ratio_in_kl or self.selection == "kl_cov"
+
+    def policy_gradient_loss(
+        self, policy_log_probs: Tensor, mask: Tensor, advantages: Tensor | None, old_log_probs: Tensor | None
+    ) -> tuple[Tensor, Details]:
+        """Compute this objective's loss per token, with its clip ranges and options; see `apply_loss`.
+
+        Args:
+            policy_log_probs: `[batch, seq]`.
+            mask: `[batch, seq]`, bool.
+            advantages: `[batch, 1]` or `[batch, seq]`; the raw rewards for `no_baseline`.
+            old_log_probs: `[batch, seq]`, for the ratio losses.
+        """
+        ranges = {
+            "cliprange": self.cliprange,
+            "cliprange_high": self.cliprange_high,
+            "dual_clip": self.dual_clip,
+        }
+        tensors = policy_log_probs, mask, advantages, old_log_probs
+        function = loss_function(self.loss_type)
+        return apply_loss(function, self.loss_type, *tensors, ranges, self.loss_options)
+
+    def correction_weights(self, inputs: CorrectionInputs) -> tuple[Tensor, Tensor]:
+        """Return the weights of this objective's corrections and where they intervened; see correction.py.
+
+        Raises:
+            ValueError: no correction takes one of `correction_options`.
+        """
+        functions = [correction_function(name) for name in self.corrections]
+        own = {name: value for name, value in self.correction_options.items() if name not in ("cap", "band")}
+        refuse_unknown(f"the corrections ({', '.join(self.corrections)})", functions, own)
+        return correction_weights(inputs, [(f, arguments_of(f, self.correction_options)) for f in functions])

@@ -1,0 +1,333 @@
+"""Checkpoints: folders that appear whole or not at all, and the one reader of them.
+
+    checkpoints/step-000040/           the policy in Hugging Face format: from_pretrained and vLLM load it
+        training/                      separate, because vLLM loads every *.safetensors next to the model's
+            optimizer.safetensors      optimizer, random generators, version
+            groups.parquet             scored groups that were waiting to be trained
+            replay.parquet             trained groups that may be replayed
+            state.json                 the CheckpointState and the size of every other file; written last
+
+Folders with other names: `unfinished-*` is being written, `replaced-*` and `discarded-*` are being deleted.
+"""
+
+import json
+import math
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_ray.config import Config
+from grpo_ray.errors import RunError
+from grpo_ray.records.durable import sync, sync_files
+from grpo_ray.records.json_lines import parse_line, to_json
+from grpo_ray.records.run_files import RunDirectory, step_name
+
+LAST, BEST = "last", "best"
+LEFT_BEHIND = re.compile(r"unfinished-step-\d+(-[0-9a-f]{8})?|discarded-step-\d+")
+VISIBLE_S = 60.0  # a network file system hides another node's file no longer
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    """A run's state after a step, except for the weights, the optimizer and the buffered groups."""
+
+    step: int  # completed steps, which is the policy's version
+    ledger: dict[str, Any]  # GroupBook.state_dict()
+    metrics: dict[str, float]  # the step's metrics as far as they were known
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint on disk."""
+
+    path: Path
+    state: CheckpointState
+
+    @property
+    def model_path(self) -> Path:
+        return self.path
+
+    @property
+    def training_path(self) -> Path:
+        return self.path / "training"
+
+    @property
+    def groups_path(self) -> Path:
+        return self.training_path / "groups.parquet"
+
+    @property
+    def replay_path(self) -> Path:
+        return self.training_path / "replay.parquet"
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Return the checkpoint in a folder.
+
+    Raises:
+        ValueError: the checkpoint is damaged; says how.
+    """
+    try:
+        data = json.loads(_state_path(path).read_text(encoding="utf-8"))
+        state = CheckpointState(**{name: data[name] for name in ("step", "ledger", "metrics")})
+        sizes = {path / name: size for name, size in data["files"].items()}
+        state.metrics.update({name: math.nan for name, value in state.metrics.items() if value is None})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"training/state.json is not readable ({error!r})") from error
+    for file, size in sizes.items():
+        if not file.is_file():
+            raise ValueError(f"{file.relative_to(path)} is missing")
+        if file.stat().st_size != size:
+            raise ValueError(f"{file.relative_to(path)} has {file.stat().st_size} bytes instead of {size}")
+    return Checkpoint(path, state)
+
+
+class CheckpointStore:
+    """The checkpoints of one run.
+
+    Anyone may read: `all`, `best`, `choose`. Writing, and `latest`, which repairs what a crash left, are for
+    the process that holds the run's lock. Checkpoints are written one at a time: `begin`, the writers,
+    `commit`.
+    """
+
+    def __init__(self, run: RunDirectory, keep: int = 1, keep_best: bool = True) -> None:
+        """Open the store; `keep` and `keep_best` are those of the checkpoint configuration."""
+        self._run = run
+        self._folder = run.checkpoints
+        self._keep = keep
+        self._keep_best = keep_best
+        self._unfinished: Path | None = None  # the folder of the current attempt
+        self._in_use: set[int] = set()  # returned by `latest`: engines may load them again
+        self.damaged: list[str] = []  # by the last reading: each damaged checkpoint, and how
+
+    # ---- reading ----
+
+    def all(self) -> list[Checkpoint]:
+        """Return the whole checkpoints, oldest first; the others are in `damaged`."""
+        self.damaged = []
+        checkpoints = [self._read(step, folder) for step, folder in sorted(self._folders("step"))]
+        return [checkpoint for checkpoint in checkpoints if checkpoint is not None]
+
+    def best(self) -> Checkpoint | None:
+        """Return the one with the highest validation reward, the newest of equals; None: none was validated."""
+        return self._best_of(self.all())
+
+    def choose(self, choice: str, option: str, others: Sequence[str] = ()) -> Checkpoint:
+        """Return the checkpoint that a user asked for: `last`, `best` or a name such as `step-000040`.
+
+        Args:
+            option: the command-line option that `choice` was given by, for errors.
+            others: further values of that option, for errors.
+
+        Raises:
+            RunError: there is no such checkpoint; says which there are.
+        """
+        checkpoints = self.all()
+        if not checkpoints:
+            raise RunError(f"{self._run.path} has no checkpoint yet")
+        if choice == LAST:
+            return checkpoints[-1]
+        if choice == BEST:
+            if best := self._best_of(checkpoints):
+                return best
+            raise RunError(f"{option} best: no checkpoint of {self._run.path} was validated; give its name")
+        by_name = {checkpoint.path.name: checkpoint for checkpoint in checkpoints}
+        if choice not in by_name:
+            raise RunError(
+                f"{option}: {self._run.path} has no checkpoint {choice!r}; give "
+                f"{', '.join((LAST, BEST, *others))}, or one of its own: {', '.join(by_name)}"
+            )
+        return by_name[choice]
+
+    def latest(self) -> Checkpoint | None:
+        """Return the newest whole checkpoint, which is never pruned; `damaged` has the newer ones.
+
+        The headers of its weights are read, too: a run that began with damaged ones would end at every resume.
+
+        Only for the process that holds the run's lock.
+        """
+        self._put_back_replaced()
+        self.damaged = []
+        for step, folder in sorted(self._folders("step"), reverse=True):
+            checkpoint = self._read(step, folder, reads_headers=True)
+            if checkpoint is not None:
+                self._in_use.add(step)
+                return checkpoint
+        return None
+
+    def _read(self, step: int, folder: Path, reads_headers: bool = False) -> Checkpoint | None:
+        try:
+            checkpoint = read_checkpoint(folder)
+            if checkpoint.state.step != step:
+                raise ValueError(f"training/state.json is of step {checkpoint.state.step}")
+            for file in sorted(folder.rglob("*.safetensors")) if reads_headers else ():
+                if not _has_header(file):
+                    raise ValueError(f"{file.relative_to(folder)} has a damaged header")
+        except ValueError as error:
+            self.damaged.append(f"{folder}: {error}")
+            return None
+        return checkpoint
+
+    def _best_of(self, checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
+        by_step = {checkpoint.state.step: checkpoint for checkpoint in checkpoints}
+        step = self._best_step(by_step)
+        return None if step is None else by_step[step]
+
+    def _best_step(self, steps: Iterable[int]) -> int | None:
+        path = self._run.evaluations_summary_path
+        if not path.exists():
+            return None
+        with path.open("rb") as lines:  # a damaged line costs only its own evaluation
+            rows = [row for line in lines if (row := parse_line(line)) is not None]
+        rewards = {row.get("step"): row.get("reward") for row in rows}
+        evaluated = [step for step in steps if rewards.get(step) is not None]
+        return max(evaluated, key=lambda step: (rewards[step], step), default=None)
+
+    # ---- writing ----
+
+    def begin(self, step: int) -> Path:
+        """Return a new folder to write to, with `training/` in it; delete what earlier attempts left.
+
+        Each attempt has a name of its own: an actor that a partition cut off may still write to an earlier one.
+
+        Raises:
+            RunError: another process writes to this run.
+        """
+        self._run.check_lock()
+        self.discard_unfinished()
+        self._unfinished = self._folder / f"unfinished-{step_name(step)}-{uuid.uuid4().hex[:8]}"
+        (self._unfinished / "training").mkdir(parents=True)
+        return self._unfinished
+
+    def commit(self, step: int, state: CheckpointState, files: Mapping[str, int]) -> Checkpoint:
+        """Turn the folder from `begin` into a checkpoint, and delete the checkpoints that are not kept.
+
+        Args:
+            files: size of each file in the folder, as reported by the process that wrote it.
+
+        Raises:
+            OSError: it could not be written; the previous checkpoints are unchanged.
+        """
+        assert state.step == step
+        assert self._unfinished is not None, "begin first"
+        unfinished, final = self._unfinished, self._folder / step_name(step)
+        _sync_reported(unfinished, files)
+        text = json.dumps(to_json({**asdict(state), "files": files}), allow_nan=False, indent=1)
+        _state_path(unfinished).write_text(text, encoding="utf-8")
+        sync_files([_state_path(unfinished), unfinished / "training"])
+        replaced = self._renamed("replaced", final)
+        if final.exists():  # `latest` repairs a crash between the two renames
+            _delete(replaced)
+            final.rename(replaced)
+        unfinished.rename(final)
+        sync(self._folder)
+        _delete(replaced)
+        self._prune(newest=step)
+        return Checkpoint(final, state)
+
+    def discard_unfinished(self) -> None:
+        """Delete what an interrupted or failed checkpoint left."""
+        self._put_back_replaced()
+        for folder in self._folder.glob("*-step-*"):
+            if LEFT_BEHIND.fullmatch(folder.name) and folder.is_dir():
+                _delete(folder)
+
+    def _put_back_replaced(self) -> None:
+        for _, folder in self._folders("replaced-step"):
+            original = folder.with_name(folder.name.removeprefix("replaced-"))
+            if original.exists():
+                _delete(folder)
+            else:
+                folder.rename(original)
+
+    def _prune(self, newest: int) -> None:
+        """Delete what is not to be kept. A damaged one newer than `newest` stays: the run will replace it."""
+        whole = {step for step, folder in self._folders("step") if _is_whole(folder)}
+        best = self._best_step(whole) if self._keep_best else None
+        kept = {newest, *sorted(whole)[-self._keep :], *self._in_use, best}
+        for step, folder in self._folders("step"):
+            if step not in kept and (step < newest or step in whole):
+                with suppress(OSError):  # the next checkpoint tries again
+                    self._discard(folder)
+
+    def _discard(self, folder: Path) -> None:
+        """Rename, then delete: an interrupted deletion leaves no partial checkpoint."""
+        discarded = self._renamed("discarded", folder)
+        _delete(discarded)
+        folder.rename(discarded)
+        _delete(discarded)
+
+    def _folders(self, prefix: str) -> Iterator[tuple[int, Path]]:
+        for folder in sorted(self._folder.glob(f"{prefix}-*")):
+            match = re.fullmatch(rf"{prefix}-(\d+)", folder.name)
+            if match and folder.is_dir():
+                yield int(match[1]), folder
+
+    def _renamed(self, prefix: str, folder: Path) -> Path:
+        return folder.with_name(f"{prefix}-{folder.name}")
+
+
+def make_store(config: Config, run: RunDirectory) -> CheckpointStore:
+    """Return the run's store, with its configuration's limits on what is kept."""
+    return CheckpointStore(run, config.checkpoint.keep, config.checkpoint.keep_best)
+
+
+def _state_path(folder: Path) -> Path:
+    return folder / "training" / "state.json"
+
+
+def _has_header(file: Path) -> bool:
+    """Return whether a file of tensors begins with a header that fits its size.
+
+    It is read, not mapped as the library does: an error of the disk would end this process.
+    """
+    size = file.stat().st_size - 8
+    with file.open("rb") as data:
+        length = int.from_bytes(data.read(8), "little")
+        text = data.read(length) if length <= size else b""
+    try:
+        tensors = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+        return size - length == max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return False
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        read_checkpoint(folder)
+    except ValueError:
+        return False
+    return True
+
+
+def _sync_reported(folder: Path, files: Mapping[str, int]) -> None:
+    """Flush the files that the actors report, and check that they are the files that this node sees.
+
+    Raises:
+        OSError: one of them is not there, or has another size.
+    """
+    give_up_at = time.monotonic() + VISIBLE_S
+    for name, size in files.items():
+        while (found := _synced_size(folder / name)) != size:
+            if time.monotonic() > give_up_at:
+                raise OSError(
+                    f"{folder / name}: its writer reports {size} bytes, and {found or 0} are seen here"
+                )
+            time.sleep(0.2)
+
+
+def _synced_size(path: Path) -> int | None:
+    try:
+        return sync(path)
+    except FileNotFoundError:
+        return None
+
+
+def _delete(folder: Path) -> None:
+    """Delete what can be deleted; the rest is retried with the next checkpoint."""
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,242 @@
+"""A run's directory: its layout, claiming it, and rewinding it to a step."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from grpo_ray.config import Config
+from grpo_ray.errors import RunError
+from grpo_ray.records.durable import replacing, sync
+from grpo_ray.records.json_lines import JsonLines, damaged_line, line_number, lines_from_end, parse_line
+from grpo_ray.records.json_lines import read_lines as read_metrics
+from grpo_ray.records.resumable_folder import ResumableFolder
+
+__all__ = [
+    "JsonLines",
+    "MetricsLog",
+    "RunDirectory",
+    "dump_config",
+    "last_logged_step",
+    "last_of_each_step",
+    "last_row",
+    "read_metrics",
+    "step_name",
+]
+
+STEP_FILE = re.compile(r"step-(?P<step>\d+)\.parquet|(?P<unfinished>\.step-\d+\.parquet\.partial)")
+CHECKED_BYTES = 2**20  # of a log, before the line at which a resumed run continues
+
+
+def step_name(step: int) -> str:
+    """Return the name of everything that belongs to a step; names sort as the steps do."""
+    return f"step-{step:06d}"
+
+
+def dump_config(config: Config, path: Path) -> None:
+    """Write the resolved configuration as YAML that `load_config` reads back to the same tree."""
+    with replacing(path) as partial:
+        partial.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+
+
+class RunDirectory:
+    """The directory of one run; the attributes are the paths in it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config_path = self.path / "config.yaml"
+        self.inputs_path = self.path / "inputs.json"  # digests of files that the configuration names
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.events_path = self.path / "events.jsonl"
+        self.timeline_path = self.path / "timeline.json"
+        self.state_path = self.path / "state.json"  # the run's current state
+        self.rollouts = self.path / "rollouts"
+        self.sft = self.path / "sft"  # the model after the supervised steps, or the adapter
+        self.skipped = self.path / "skipped"  # batches of skipped updates; created with the first one
+        self.profile = self.path / "profile"  # traces of learner.profile_steps; created with the first one
+        self.evaluations = self.path / "evaluations"
+        self.evaluations_summary_path = self.evaluations / "summary.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.logs = self.path / "logs"
+        self.trackers = self.path / "trackers"  # created if there are any
+        self.given = self.path / "given"  # a reward and examples that Python gave; written before the run
+        self._folder = ResumableFolder(
+            self.path, self.config_path.name, "run", "give another run.name or run.output_dir"
+        )
+
+    def check_free(self) -> None:
+        """Refuse a path that `create` would refuse; call it before anything expensive.
+
+        Raises:
+            RunError, ValueError: the path is in use or cannot be written.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"{self.path} is a file; give another run.name or run.output_dir")
+        # A run that was killed while it created its folders can be created again.
+        if not self._folder.is_free(skeleton=self._subfolders, ignored=(self.given.name,)):
+            raise ValueError(
+                f"{self.path} exists already and is not empty, and a run never writes into another run's "
+                f"folder; resume it with `grpo-ray resume {self.path}`, give another run.name, or move the "
+                "folder away"
+            )
+        self._folder.check_writable()
+
+    def create(self, config: Config) -> None:
+        """Create the folders and write the resolved configuration; hold the lock if others may do the same.
+
+        Raises:
+            RunError, ValueError: as `check_free`.
+        """
+        self.check_free()
+        for folder in self._subfolders:
+            folder.mkdir(parents=True, exist_ok=True)
+        dump_config(config, self.config_path)
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Return a lock on the directory, which is created if necessary.
+
+        Raises:
+            RunError: another process holds the lock, or a link would make the run write elsewhere; names it.
+        """
+        for path in (*_entries(self.path), *chain(*map(_entries, self._own_folders))):
+            if path.is_symlink() and not path.resolve().is_relative_to(self.path.resolve()):
+                raise RunError(
+                    f"{path} is a link to {path.resolve()}, and a run writes only inside its own folder; "
+                    "put the file or folder itself in its place"
+                )
+        return self._folder.lock()
+
+    def check_lock(self) -> None:
+        """Refuse to write on if another process holds the lock as well; raises RunError, which names it."""
+        self._folder.check_lock()
+
+    def check_records(self, step: int) -> None:
+        """Refuse records that a run cannot resume from at `step`, as `rewind` would; nothing is changed.
+
+        Raises:
+            RunError: names the file and the line, and says what to do.
+        """
+        kept = kept_part(self.metrics_path, step)
+        if kept.last_step < step - 1:  # the line of `step` itself is also in its checkpoint
+            raise RunError(
+                f"{self.metrics_path}, line {kept.num_lines + 1}: the lines of steps {kept.last_step + 1} to "
+                f"{step - 1} are missing or damaged, and {self.checkpoint_path(step)} needs them; put back a "
+                "copy of the file, or remove that checkpoint to resume from an earlier one"
+            )
+        kept_part(self.evaluations_summary_path, step)
+
+    def rewind(self, step: int) -> None:
+        """Delete the records of later steps: a run that resumes from `step` repeats them.
+
+        Raises:
+            RunError: as `check_records`.
+        """
+        self.check_records(step)
+        for log in (self.metrics_path, self.evaluations_summary_path):
+            _truncate(log, kept_part(log, step).num_bytes)
+        for folder in (self.rollouts, self.evaluations, self.skipped):
+            for file in _files_after(folder, step):
+                file.unlink(missing_ok=True)
+
+    def rollouts_path(self, step: int) -> Path:
+        return self.rollouts / f"{step_name(step)}.parquet"
+
+    def checkpoint_path(self, step: int) -> Path:
+        return self.checkpoints / step_name(step)
+
+    @property
+    def _subfolders(self) -> tuple[Path, ...]:
+        return self.rollouts, self.evaluations, self.checkpoints, self.logs
+
+    @property
+    def _own_folders(self) -> tuple[Path, ...]:
+        """All folders but those of trackers, where libraries such as W&B's put links of their own."""
+        return *self._subfolders, self.skipped, self.profile
+
+
+class MetricsLog:
+    """`metrics.jsonl`: one line per step."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._lines = JsonLines(path)
+
+    def append(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """Write the step's line; return why it, or an earlier one, is not on disk yet."""
+        return self._lines.append({"step": step, **metrics})
+
+    def flush(self) -> str | None:
+        """Retry what is pending, as `JsonLines.flush`."""
+        return self._lines.flush()
+
+
+def last_of_each_step(path: str | Path) -> list[dict[str, Any]]:
+    """Return a log's rows by step: a resumed run repeats some steps, and the last row of a step counts."""
+    rows = read_metrics(path) if Path(path).exists() else []
+    return [row for _, row in sorted({row["step"]: row for row in rows}.items())]
+
+
+def last_logged_step(path: str | Path) -> int:
+    """Return the last step with a line in the metrics file; 0 without any."""
+    return int(last_row(path).get("step", 0))
+
+
+def last_row(path: str | Path) -> dict[str, Any]:
+    """Return the last row of a log, read from its end; empty without any."""
+    rows = (parse_line(line) for _, line in lines_from_end(path)) if Path(path).exists() else ()
+    return next((row for row in rows if row is not None), {})
+
+
+class KeptPart(NamedTuple):
+    """The part of a log that a run keeps when it goes back to a step."""
+
+    num_bytes: int
+    last_step: int
+    path: Path
+
+    @property
+    def num_lines(self) -> int:
+        return line_number(self.path, self.num_bytes) - 1
+
+
+def kept_part(path: Path, step: int) -> KeptPart:
+    """Find the end of a log's lines of steps up to `step`, from the file's end.
+
+    Lines that cannot be read are as good as absent behind that end. Before it, as far as the file is read
+    (`CHECKED_BYTES`), they are an error: the run would end with records that no command can read.
+
+    Raises:
+        DamagedLine: a line of a step up to `step` cannot be read.
+    """
+    end, last_step = 0, 0
+    for offset, line in lines_from_end(path) if path.exists() else ():
+        found = (parse_line(line) or {}).get("step")
+        if found is None and end:
+            raise damaged_line(path, line_number(path, offset))
+        if found is not None and found <= step and not end:
+            end, last_step = offset + len(line), found
+        if end and end - offset > CHECKED_BYTES:
+            break
+    return KeptPart(end, last_step, path)
+
+
+def _truncate(path: Path, num_bytes: int) -> None:
+    if path.exists() and path.stat().st_size > num_bytes:
+        os.truncate(path, num_bytes)
+        sync(path)
+
+
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def _files_after(folder: Path, step: int) -> Iterator[Path]:
+    """Yield the files of later steps, and unfinished files of any step."""
+    for name in os.listdir(folder) if folder.exists() else ():
+        match = STEP_FILE.fullmatch(name)
+        if match and (match["unfinished"] or int(match["step"]) > step):
+            yield folder / name

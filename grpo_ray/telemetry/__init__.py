@@ -1,1 +1,0 @@
-"""Everything that a run records: files, checkpoints, metrics, logs, console output and trackers."""

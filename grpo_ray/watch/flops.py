@@ -1,0 +1,173 @@
+"""Model FLOPs: the floating-point operations that training needs, whatever a device computes besides.
+
+The count is that of Chowdhery et al. 2022 (PaLM, appendix B), as Narayanan et al. 2021 (Megatron-LM, appendix)
+have it for recomputation and the output layer: a multiplication and an addition per value of a matrix and token
+in the forward pass, twice that in the backward pass, and the scores and sums of attention over the keys that a
+token really attends to. Not counted are embeddings, norms and other elementwise work, activations that are
+recomputed, padding, and all but the first copy of shared tokens: they cost time, so they lower the utilization.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+Model = Any
+"""A transformers model or a TransformerLM (learning/policy_model.py)."""
+
+Lengths = Sequence[tuple[int, int, int]]
+"""For each sequence its first tokens that are shared with one before it, all of its tokens, and those that
+the policy sampled."""
+
+EXPERT = re.compile(r"\.experts\.(?:(\d+)\.)?")
+
+# Dense peaks in 10^12 FLOP/s from NVIDIA's data sheets: bfloat16 on tensor cores with float32 accumulation, and
+# float32 outside of them, as torch leaves TF32 off. The first name that the device's name contains counts.
+PEAK_TFLOPS: Mapping[str, Mapping[torch.dtype, float]] = {
+    name: {torch.bfloat16: bfloat16, torch.float32: float32}
+    for name, bfloat16, float32 in (
+        ("GB200", 2500, 80), ("B200", 2250, 75), ("GH200", 989, 67), ("H200 NVL", 835, 60), ("H200", 989, 67),
+        ("H100 NVL", 835, 60), ("H100 PCIe", 756, 51), ("H100", 989, 67), ("H20", 148, 44), ("A100", 312, 19.5),
+        ("A10", 125, 31.2), ("L40S", 362, 91.6), ("L40", 181, 90.5), ("L4", 121, 30.3),
+        ("RTX A6000", 155, 38.7), ("RTX 5090", 209.5, 104.8), ("RTX 4090", 165.2, 82.6), ("RTX 3090", 71, 35.6),
+    )
+}  # fmt: skip
+
+
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """Return the dense peak in FLOP/s of a GPU by the name that its driver reports; None if it is not known."""
+    for name, peaks in PEAK_TFLOPS.items():
+        if re.search(rf"\b{name}\b", device_name):
+            return 1e12 * peaks[dtype] if dtype in peaks else None
+    return None
+
+
+def num_tokens(lengths: Lengths) -> int:
+    """Count the tokens, shared ones once."""
+    return sum(length - shared for shared, length, _ in lengths)
+
+
+def num_pairs(lengths: Lengths, window: int | None = None) -> int:
+    """Count the pairs of a token and a key that it attends to: itself, and those before it in its sequence.
+
+    Args:
+        window: number of most recent keys that a token attends to; None: all.
+    """
+
+    def of_first(length: int) -> int:  # the pairs of a sequence's first tokens
+        seen = length if window is None else min(length, window)
+        return seen * (seen + 1) // 2 + (length - seen) * seen
+
+    return sum(of_first(length) - of_first(shared) for shared, length, _ in lengths)
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The sizes of a model that its FLOPs follow from."""
+
+    linear: float
+    """Number of values in the matrices that a token is multiplied with, without the output layer. With experts:
+    those of as many experts as a token takes."""
+    linear_trained: float
+    """Number of these that get a gradient."""
+    output: int
+    """Number of values in the output layer, which computes logits for sampled tokens only."""
+    output_trained: int
+    """Number of these that get a gradient: all or none."""
+    attention_width: Mapping[int | None, float]
+    """Sum over layers of heads x head size, by the window of the layer's attention (None: no window)."""
+
+    @classmethod
+    def of(cls, model: Model) -> "ModelSize":
+        """Read the sizes of a transformers model or a TransformerLM from its parameters and configuration."""
+        config, output = _config(model), model.get_output_embeddings().weight
+        embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        shares = _active_shares(model, config)
+        counted = [
+            (shares.get(name, 1.0) * _num_values(p), p.requires_grad)
+            for name, p in model.named_parameters()
+            if p.ndim > 1 and not name.endswith("bias") and id(p) not in {*embeddings, id(output)}
+        ]
+        return cls(
+            linear=sum(size for size, _ in counted),
+            linear_trained=sum(size for size, is_trained in counted if is_trained),
+            output=output.numel(),
+            output_trained=output.numel() if output.requires_grad else 0,
+            attention_width=_attention_width(config),
+        )
+
+    def forward_flops(self, lengths: Lengths) -> float:
+        """Return the FLOPs of a forward pass: 2 per matrix value and token, 4 per unit of width and pair."""
+        return 2 * self._products(lengths, self.linear, self.output) + 4 * self._attended(lengths)
+
+    def training_flops(self, lengths: Lengths) -> float:
+        """Return the FLOPs of a forward and a backward pass: 6 per matrix value, 4 if it has no gradient."""
+        weights = 2 * self._products(lengths, self.linear_trained, self.output_trained)
+        inputs = 2 * self._products(lengths, self.linear, self.output)
+        return self.forward_flops(lengths) + inputs + weights + 8 * self._attended(lengths)
+
+    def _products(self, lengths: Lengths, linear: float, output: int) -> float:
+        return linear * num_tokens(lengths) + output * sum(sampled for _, _, sampled in lengths)
+
+    def _attended(self, lengths: Lengths) -> float:
+        return sum(width * num_pairs(lengths, window) for window, width in self.attention_width.items())
+
+
+class WorkCount:
+    """The model FLOPs and trained tokens of passes, added up until `reset`."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.flops = 0.0
+        self.trained_tokens = 0
+
+    def add_forward(self, model: Model, lengths: Lengths) -> None:
+        """Count a forward pass on sequences of these lengths."""
+        self.flops += ModelSize.of(model).forward_flops(lengths)
+
+    def add_training(self, model: Model, lengths: Lengths) -> None:
+        """Count a forward and a backward pass on sequences of these lengths."""
+        self.flops += ModelSize.of(model).training_flops(lengths)
+        self.trained_tokens += num_tokens(lengths)
+
+
+def _num_values(parameter: Any) -> int:
+    """Return the number of values in a matrix; one in 4 bits has two of them per byte."""
+    state = getattr(parameter, "quant_state", None)
+    return int(parameter.numel() if state is None else state.shape.numel())
+
+
+def _config(model: Any) -> Any:
+    return model.config.get_text_config()
+
+
+def _active_shares(model: Model, config: Any) -> dict[str, float]:
+    """Return the share of the experts that a token takes, by the name of each matrix of experts."""
+    experts = {name: p for name, p in model.named_parameters() if EXPERT.search(name)}
+    if not experts:
+        return {}
+    taken = getattr(config, "num_experts_per_tok", None) or 1
+    listed = max(int(EXPERT.search(name)[1] or 0) for name in experts) + 1  # type: ignore[index]
+    return {name: taken / (p.shape[0] if p.ndim == 3 else listed) for name, p in experts.items()}
+
+
+def _attention_width(config: Any) -> dict[int | None, float]:
+    """Return `ModelSize.attention_width`; layers of other kinds, such as linear attention, have no pairs."""
+    num_heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    # Keys and values have heads of different sizes in models with latent attention.
+    key_dim, value_dim = (getattr(config, f"{kind}_head_dim", None) or head_dim for kind in ("qk", "v"))
+    window = getattr(config, "sliding_window", None)
+    default = "full_attention" if window is None else "sliding_attention"
+    kinds = Counter(getattr(config, "layer_types", None) or [default] * config.num_hidden_layers)
+    width = num_heads * (key_dim + value_dim) / 2
+    windows: dict[int | None, int] = {None: kinds["full_attention"], window: kinds["sliding_attention"]}
+    if window is None:
+        windows = {None: kinds["full_attention"] + kinds["sliding_attention"]}
+    return {window: width * number for window, number in windows.items() if number}

@@ -1,0 +1,75 @@
+"""The budget of restarts: a limit on how many actors die per hour, and the pause before each restart."""
+
+from collections import deque
+from collections.abc import Callable
+
+from grpo_ray.errors import RunError
+from grpo_ray.watch.clock import monotonic
+
+HOUR_S = 3600.0
+COMMON_CAUSE_S = 30.0  # actors that die within this time of the first share a cause: a node, a network, a sync
+FORGIVEN_AFTER_S = 600.0  # a death this long after the previous one starts a new series
+LONGEST_PAUSE_S = 60.0
+
+
+def pause_s(backoff_s: float, num_before: int) -> float:
+    """Return the seconds to wait before a restart or a retry that follows `num_before` others."""
+    return min(LONGEST_PAUSE_S, backoff_s * 2.0 ** min(num_before, 60))  # 2.0 ** 1024 overflows
+
+
+class BudgetUsedUp(RunError):
+    """More deaths within an hour than the configuration allows; the run ends."""
+
+
+class RestartBudget:
+    """A count of restarts in the last hour; the pause doubles with each restart that soon follows another.
+
+    Different actors that die at about the same time count as one restart, however many they are. An actor that
+    dies again counts again.
+    """
+
+    def __init__(
+        self,
+        setting: str,
+        max_per_hour: int,
+        backoff_s: float,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """
+        Args:
+            setting: the configuration's field that sets the limit, such as `recovery.max_restarts`.
+        """
+        self._setting, self._max_per_hour = setting, max_per_hour
+        self._backoff_s, self._clock = backoff_s, clock
+        self._counted: deque[tuple[float, str]] = deque()  # time and error, of the last hour
+        self._cause_at = self._last_at = -FORGIVEN_AFTER_S
+        self._victims: set[str] = set()  # of the last cause
+        self._in_series = 0
+
+    def spend(self, name: str, error: str) -> float:
+        """Count a restart of actor `name`, and return the seconds to wait before it.
+
+        Raises:
+            BudgetUsedUp: the hour's budget is used up. The message shows the first error, because the others
+                may be its consequences.
+        """
+        now = self._clock()
+        if now - self._cause_at >= COMMON_CAUSE_S or name in self._victims:
+            self._count(now, error)
+        self._victims.add(name)
+        return pause_s(self._backoff_s, self._in_series)
+
+    def _count(self, now: float, error: str) -> None:
+        while self._counted and now - self._counted[0][0] >= HOUR_S:
+            self._counted.popleft()
+        if len(self._counted) >= self._max_per_hour:
+            first_error = self._counted[0][1] if self._counted else error
+            kind = self._setting.rpartition("max_")[2]
+            raise BudgetUsedUp(
+                f"{self._setting}: {self._max_per_hour} {kind} within an hour are used up. "
+                f"The first error was: {first_error}"
+            )
+        self._counted.append((now, error))
+        self._in_series = self._in_series + 1 if now - self._last_at < FORGIVEN_AFTER_S else 0
+        self._cause_at = self._last_at = now
+        self._victims.clear()

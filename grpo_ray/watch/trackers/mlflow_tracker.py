@@ -1,0 +1,116 @@
+"""MLflow: a run of an experiment, on a server or in a folder."""
+
+import csv
+import io
+import os
+import time
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from grpo_ray.config.schema import leaves
+from grpo_ray.records.run_files import step_name
+from grpo_ray.watch.trackers.tracker import End, Row, TrackedRun
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+# MLflow's own limits on parameters per call, and on a parameter's length.
+PARAMS_AT_A_TIME = 100
+PARAM_CHARACTERS = 6000
+STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+
+
+class MlflowTracker:
+    """A tracker on MLflow's client, which has no global active run that other code could change."""
+
+    def __init__(self) -> None:
+        self._client: MlflowClient | None = None
+        self._run_id = ""
+
+    def start(self, run: TrackedRun) -> str:
+        uri = _store(run)
+        if "://" not in uri or uri.startswith("file:"):  # MLflow 3.17 refuses folders otherwise
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        from mlflow import MlflowClient
+
+        self._client = MlflowClient(tracking_uri=uri)
+        known = run.id
+        if known is None:
+            known = self._create(self._client, run)
+        run.keep_id(known)
+        self._client.update_run(known, status="RUNNING")
+        self._run_id = known
+        text = yaml.safe_dump(run.config.model_dump(mode="json"), sort_keys=False)
+        self._client.log_text(known, text, "config.yaml")  # the parameters stay those of the first start
+        return f"{uri}, run {known}"
+
+    def _create(self, client: "MlflowClient", run: TrackedRun) -> str:
+        from mlflow.entities import Param
+
+        experiment_id = _experiment(client, run.config.tracking.project)
+        run_id: str = client.create_run(experiment_id, run_name=run.name).info.run_id
+        params = [
+            Param(path, str(value)[:PARAM_CHARACTERS])
+            for path, value in leaves(run.config.model_dump(mode="json")).items()
+        ]
+        for start in range(0, len(params), PARAMS_AT_A_TIME):
+            client.log_batch(run_id, params=params[start : start + PARAMS_AT_A_TIME])
+        return run_id
+
+    def resume_from(self, step: int) -> None:
+        """Do nothing: MLflow keeps what it already has of later steps, which then have two values."""
+
+    def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        assert self._client is not None
+        now_ms = int(time.time() * 1000)
+        points = [Metric(_flat(name, metrics), value, now_ms, step) for name, value in metrics.items()]
+        self._client.log_batch(self._run_id, metrics=points)
+
+    def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
+        """Log the table as CSV, which MLflow's pages show as a table."""
+        assert self._client is not None
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        self._client.log_text(self._run_id, text.getvalue(), f"{name}/{step_name(step)}.csv")
+
+    def close(self, end: End) -> None:
+        assert self._client is not None
+        self._client.set_terminated(self._run_id, STATUS[end])
+
+
+def _experiment(client: "MlflowClient", name: str) -> str:
+    """Return the id of the experiment of this name, which is created if necessary."""
+    from mlflow.exceptions import MlflowException
+
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        try:
+            made: str = client.create_experiment(name)
+            return made
+        except MlflowException:  # a run that started at the same time may have created it
+            experiment = client.get_experiment_by_name(name)
+            if experiment is None:
+                raise
+    found: str = experiment.experiment_id
+    return found
+
+
+def _flat(name: str, names: Container[str]) -> str:
+    """Return `eval/reward.sorting` for `eval/reward/sorting` if `eval/reward` exists too.
+
+    MLflow's folder store has one file per metric, and a path cannot be both a file and a folder.
+    """
+    parent, _, last = name.rpartition("/")
+    return f"{parent}.{last}" if parent in names else name
+
+
+def _store(run: TrackedRun) -> str:
+    uri = run.config.tracking.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    return uri or str(Path(run.config.run.output_dir).resolve() / "mlruns")

@@ -1,0 +1,62 @@
+"""TensorBoard: event files in the run's directory."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import yaml
+
+from grpo_ray.watch.trackers.tracker import End, Row, TrackedRun
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+FLUSH_S = 10
+PUNCTUATION = re.compile(r"[!-/:-@\[-`{-~]")  # ASCII: everything with a meaning in Markdown or HTML
+
+
+class TensorBoardTracker:
+    def __init__(self) -> None:
+        self._run: TrackedRun | None = None
+        self._writer: SummaryWriter | None = None
+
+    def start(self, run: TrackedRun) -> str:
+        self._run = run
+        return f"tensorboard --logdir {run.folder.parents[2]}"  # the parent folder of all runs
+
+    def resume_from(self, step: int) -> None:
+        """Start a new event file, which replaces what earlier files have of later steps."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        assert self._run is not None
+        if self._writer is not None:
+            self._writer.close()
+
+        self._writer = SummaryWriter(str(self._run.folder), purge_step=step + 1, flush_secs=FLUSH_S)
+        text = yaml.safe_dump(self._run.config.model_dump(mode="json"), sort_keys=False)
+        self._writer.add_text("config", re.sub("^", "    ", text, flags=re.MULTILINE), step)
+
+    def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        assert self._writer is not None
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
+        assert self._writer is not None
+        self._writer.add_text(name, escaped_markdown_table(rows), step)
+
+    def close(self, end: End) -> None:
+        assert self._writer is not None
+        self._writer.close()
+
+
+def escaped_markdown_table(rows: Sequence[Row]) -> str:
+    """Return a Markdown table with escaped cells: a response may contain Markdown or HTML itself."""
+    lines = [list(rows[0]), ["---"] * len(rows[0])]
+    lines += [[_cell(value) for value in row.values()] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: str | float) -> str:
+    text = value if isinstance(value, str) else f"{value:g}"
+    return "<br>".join(PUNCTUATION.sub(lambda sign: f"&#{ord(sign[0])};", line) for line in text.splitlines())
