@@ -123,7 +123,7 @@ def test_bad_arguments_are_refused():
         group_advantages(REWARDS, std="biased")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rewards=reward_lists, shift=st.integers(-16, 16), kind=st.sampled_from(CENTRED))
 def test_a_constant_added_to_a_group_changes_nothing(rewards, shift, kind):
     group = torch.tensor([rewards], dtype=torch.float64)
@@ -132,7 +132,7 @@ def test_a_constant_added_to_a_group_changes_nothing(rewards, shift, kind):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rewards=reward_lists, scale=st.integers(2, 9))
 def test_scale_divides_out_with_the_std_only(rewards, scale):
     group = torch.tensor([rewards], dtype=torch.float64)
@@ -144,7 +144,7 @@ def test_scale_divides_out_with_the_std_only(rewards, scale):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rewards=reward_lists, std=st.sampled_from(["sample", "population"]))
 def test_advantages_are_centred_with_unit_std(rewards, std):
     group = torch.tensor([rewards], dtype=torch.float64)
@@ -155,7 +155,7 @@ def test_advantages_are_centred_with_unit_std(rewards, std):
         assert advantages.square().sum().item() == pytest.approx(num_squares)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rewards=reward_lists)
 def test_leave_one_out_is_the_mean_centred_times_g_over_g_minus_one(rewards):
     group_size = len(rewards)
@@ -191,7 +191,7 @@ def test_max_rl_weighs_prompts_by_the_gradient_of_log_p():
         assert expected == pytest.approx(by_hand), (size, p)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rights=st.lists(st.booleans(), min_size=1, max_size=7), data=st.data())
 def test_pass_at_k_is_the_mean_over_all_subsets(rights, data):
     size, k = len(rights), data.draw(st.integers(1, len(rights)))

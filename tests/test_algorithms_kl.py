@@ -114,7 +114,7 @@ def test_token_gradients_by_hand_and_against_finite_differences(estimator):
     assert torch.autograd.gradcheck(lambda new: kl_estimate(new, fixed, estimator, old), (policy,))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(policy=st.floats(-40, 0, width=32), difference=st.floats(-30, 30, width=32))
 def test_k3_is_never_negative(policy, difference):
     log_probs = torch.tensor([[policy]])

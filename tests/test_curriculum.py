@@ -138,7 +138,7 @@ def test_equal_rewards_settle_a_prompt_at_any_pass_rate() -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(num_steps=st.integers(0, 30), num_lost=st.integers(0, 5))
 def test_a_run_resumed_at_any_step_asks_the_same(num_steps: int, num_lost: int) -> None:
     """Groups that were in flight or buffered at the checkpoint get the same prompts after a resume."""

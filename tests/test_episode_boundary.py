@@ -213,28 +213,28 @@ def check_call(name: Any, arguments: Any) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(end=FUZZED)
 def test_any_ending_can_be_stored(end: Callable[[], Any], folder: Path) -> None:
     check_ending(end, folder)
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(name=st.just("look") | JSON, arguments=JSON)
 def test_any_call_can_be_stored(name: Any, arguments: Any) -> None:
     check_call(name, arguments)
 
 
 @pytest.mark.campaign
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=2000)
 @given(end=FUZZED)
 def test_two_thousand_endings_can_be_stored(end: Callable[[], Any], folder: Path) -> None:
     check_ending(end, folder)
 
 
 @pytest.mark.campaign
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=2000)
 @given(name=st.just("look") | JSON, arguments=JSON)
 def test_two_thousand_calls_can_be_stored(name: Any, arguments: Any) -> None:
     check_call(name, arguments)

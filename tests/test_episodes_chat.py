@@ -55,7 +55,7 @@ async def converse(session: Session, turns: Sequence[Sequence[dict[str, Any]]]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(TEXTS, REPLIES), min_size=1, max_size=4))
 def test_prompts_are_the_templates_own(name: str, turns: list[tuple[str, str]]) -> None:
     replies = iter([reply for _, reply in turns])
@@ -68,7 +68,7 @@ def test_prompts_are_the_templates_own(name: str, turns: list[tuple[str, str]]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(TEXTS, st.lists(st.integers(1, 250), max_size=8)), min_size=2, max_size=4))
 def test_sampled_tokens_stay_whatever_they_are(name: str, turns: list[tuple[str, list[int]]]) -> None:
     """Random tokens are seldom what their text encodes to, and often no valid UTF-8."""

@@ -370,7 +370,7 @@ def test_no_request_is_an_error_of_the_server(num_requests: int) -> None:
         context = serving(limits)
         _, url, http = runner.run(context.__aenter__())
 
-        @settings(max_examples=num_requests, deadline=None, database=None)
+        @settings(max_examples=num_requests, database=None)
         @given(REQUESTS)
         def check(request: tuple[bytes, dict[str, str]]) -> None:
             runner.run(ask(http, url, *request))

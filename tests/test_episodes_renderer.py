@@ -109,7 +109,7 @@ def check_prefixes(session: Session, sampler: Scripted) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.booleans(), st.lists(st.tuples(TEXTS, REPLIES), min_size=1, max_size=4))
 def test_prompts_are_the_chat_templates(thinks: bool, turns: list[tuple[str, str]]) -> None:
     opened, replies = [[user(text)] for text, _ in turns], [reply for _, reply in turns]
@@ -121,7 +121,7 @@ def test_prompts_are_the_chat_templates(thinks: bool, turns: list[tuple[str, str
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(TEXTS, st.lists(st.integers(1, 250), max_size=8)), min_size=2, max_size=4))
 def test_sampled_tokens_stay_whatever_they_are(turns: list[tuple[str, list[int]]]) -> None:
     end = ends_of(tokenizer_of_qwen3())[0]
@@ -137,7 +137,7 @@ def test_sampled_tokens_stay_whatever_they_are(turns: list[tuple[str, list[int]]
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(TEXTS, st.lists(st.tuples(REPLIES, TEXTS, TEXTS), min_size=1, max_size=3))
 def test_thoughts_and_results_continue_the_tokens(question: str, cycles: list[tuple[str, str, str]]) -> None:
     """While only tools answer; with the tools listed and the calls parsed."""

@@ -496,7 +496,7 @@ ACTIONS = [
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     data=st.data(), max_lag=st.integers(0, 2), lookahead=st.integers(1, 4), is_oversampled=st.booleans(),
     dropped_batches=st.integers(0, 2),

@@ -295,7 +295,7 @@ def test_restored_memory_continues_like_the_captured_one() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_no_group_is_too_old_or_used_too_often(data: st.DataObject) -> None:
     bound = {

@@ -85,7 +85,6 @@ def test_an_integer_in_every_spelling(number: int) -> None:
         assert not is_equal(str(wrong), str(number))
 
 
-@settings(deadline=None)
 @given(st.integers(-999, 999), st.integers(1, 999), st.integers(1, 50))
 def test_a_fraction_is_what_it_reduces_to(numerator: int, denominator: int, factor: int) -> None:
     truth = rf"\frac{{{numerator}}}{{{denominator}}}"
@@ -94,7 +93,6 @@ def test_a_fraction_is_what_it_reduces_to(numerator: int, denominator: int, fact
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(st.lists(st.integers(-99, 99), min_size=2, max_size=5, unique=True), st.randoms())
 def test_order_matters_in_tuples_alone(numbers: list[int], random: object) -> None:
     shuffled = list(reversed(numbers))
@@ -106,7 +104,7 @@ def test_order_matters_in_tuples_alone(numbers: list[int], random: object) -> No
     assert not is_equal(f"{given_}, 100", wanted)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(-999, 999), st.integers(1, 999), st.integers(1, 6), st.integers(2, 9))
 def test_the_decimal_after_a_fraction_is_its_rounding(
     numerator: int, denominator: int, places: int, off: int
@@ -124,7 +122,7 @@ def test_the_decimal_after_a_fraction_is_its_rounding(
         assert is_equal(rf"{truth} \approx {written}", truth) == (is_right or is_exact)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(st.integers(-359, 359))
 def test_degrees_are_their_share_of_pi(degrees: int) -> None:
     radians = rf"\frac{{{degrees} \pi}}{{180}}"
@@ -135,7 +133,7 @@ def test_degrees_are_their_share_of_pi(degrees: int) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(st.integers(-99, 98), st.integers(1, 99), st.sampled_from("<≤"), st.sampled_from("<≤"))
 def test_two_bounds_are_their_interval_and_no_other(low: int, size: int, left: str, right: str) -> None:
     high, reversed_left = low + size, {"<": ">", "≤": "≥"}[left]
@@ -147,7 +145,6 @@ def test_two_bounds_are_their_interval_and_no_other(low: int, size: int, left: s
     assert not is_equal(bounds, f"({low}, {high + 1})")
 
 
-@settings(deadline=None)
 @given(st.text(alphabet=r"0123456789xyab .,;:=+-*/^_\{}()[]<>|!&%$#'~", max_size=14))
 def test_random_characters_are_not_right_and_raise_nothing(soup: str) -> None:
     with suppress(Ungradable):  # such as 9^9^9

@@ -108,7 +108,7 @@ SCHEDULES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     seed=st.integers(0, 10**6),
     num_generators=st.integers(1, 5),
@@ -161,7 +161,7 @@ EPISODES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", AGES)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     seed=st.integers(0, 10**6),
     environment_s=st.sampled_from([0.0, 3.0]),

@@ -350,7 +350,7 @@ def configs(draw: st.DrawFn) -> Config:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(config=configs(), pace=paces(), resume_after=st.none() | st.integers(1, 5))
 def test_no_token_is_too_old_and_no_group_is_lost_at_any_speed(
     config: Config, pace: Pace, resume_after: int | None
@@ -406,7 +406,7 @@ def test_sync_that_is_not_in_flight_does_not_wait_for_groups_that_were_cut_off()
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     pace=paces(), other=paces(), max_lag=st.integers(0, 3), prompts=st.integers(1, 3), tries=st.integers(0, 2)
 )

@@ -265,7 +265,7 @@ def check(plan: Plan, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(plans())
 def test_whatever_the_schedule_culprits_are_set_aside_and_all_others_finish(
     tmp_path_factory: pytest.TempPathFactory, plan: Plan
@@ -274,7 +274,7 @@ def test_whatever_the_schedule_culprits_are_set_aside_and_all_others_finish(
 
 
 @pytest.mark.campaign
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(plans())
 def test_thousands_of_schedules(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> None:
     check(plan, tmp_path_factory.mktemp("plan") / "run")

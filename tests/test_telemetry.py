@@ -363,7 +363,7 @@ def scored_groups(draw: st.DrawFn) -> ScoredGroup:
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(scored_groups(), max_size=4))
 def test_groups_come_back_bit_for_bit(groups: list[ScoredGroup]) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -53,7 +53,7 @@ def ids_of(name: str, text: str) -> list[int]:
     return [alphabet[c] for piece, _ in pre_tokenizers.ByteLevel(False).pre_tokenize_str(text) for c in piece]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(texts())
 def test_texts_are_vllms_to_the_byte(case: tuple[str, list[int], list[int]]) -> None:
     pytest.importorskip("vllm")

@@ -410,7 +410,7 @@ class ServingGenerator:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     turns=st.lists(st.integers(0, 5), min_size=1, max_size=12),
     pauses=st.lists(st.integers(0, 30), min_size=4, max_size=4),
