@@ -19,7 +19,9 @@ from grpo_ray.learning.sequences import TrainSequence, plan
 from grpo_ray.objectives import token_log_probs
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
-"""Largest difference of log-probabilities, in nats, that rounding explains."""
+"""Root mean square of the difference of a response's log-probabilities, in nats, that rounding explains."""
+LOGIT = 32.0
+"""Rounding is in proportion to the largest logit, and that grows in training: the tolerance is for this one."""
 
 PLAIN = SamplingConfig(min_tokens=0)
 
@@ -120,8 +122,9 @@ def _difference(model: PolicyModel, layout: Layout, ranks: Ranks, dtype: torch.d
             )
         own = token_log_probs(logits, tokens[:, -len(response) :])[0]
         if reason is None and own.isfinite().all():  # weights that are not finite say nothing about a layout
-            difference = float((found[row, : len(response)] - own).abs().max())
-            if not difference <= TOLERANCE.get(dtype if is_float32 else logits.dtype, 0.3):
+            difference = float((found[row, : len(response)] - own).square().mean().sqrt())
+            tolerance = TOLERANCE.get(dtype if is_float32 else logits.dtype, 0.3)
+            if not difference <= tolerance * max(1.0, float(logits.abs().max()) / LOGIT):
                 reason = f"its log-probabilities would differ there by {difference:.2g}"
     ranks.end_lookup(model)
     return next(filter(None, ranks.gathered(reason)), None)

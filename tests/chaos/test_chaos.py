@@ -28,7 +28,7 @@ def model_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.campaign
 def test_a_run_of_real_actors_survives_faults_with_a_clean_audit(tmp_path: Path) -> None:
     kinds = {"damaged_checkpoint", "fill_disk", "kill_generator", "nan_gradient", "scorer_error", "torn_logs"}
-    # One Generator: tests/test_run_vllm.py kills one of two.
+    # One Generator: tests/runs/test_run_vllm.py kills one of two.
     more = ["generator.num_generators=1", "learner.slowdown_s=0.05"]
     *faults, audited = chaos(tmp_path / "chaos", kinds, *SMALL, *more)
     assert {fault for record in faults for fault in record["faults"]} == kinds

@@ -1,0 +1,579 @@
+"""Loading a configuration: each error names its path, the given value and the allowed ones."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from grpo_ray.config import Config
+from grpo_ray.config.loading import ConfigError, find_config, load_config, make_config
+from grpo_ray.config.other_names import OTHER_NAMES
+from grpo_ray.config.schema import _keys, describe, nearest_name, resolve
+from grpo_ray.config.task import OPENING_TAGS, TAGGED
+from grpo_ray.objectives import Objective
+from grpo_ray.records.run_files import dump_config
+from grpo_ray.tasks.prompts import load_template, template_names
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+MINIMAL = "model: {tiny: {}}\ntask: {kind: sorting}\n"
+
+
+def write(folder: Path, text: str = MINIMAL, name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def error_of(path: str | Path, overrides: tuple[str, ...] = ()) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+def test_defaults_are_the_handouts(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "model: {path: m}\ntask: {kind: gsm8k}"))
+    assert config.algorithm.num_steps == 200
+    assert config.learner.learning_rate == 1e-5
+    assert config.algorithm.advantage_eps == 1e-6
+    assert config.algorithm.samples_per_prompt == 8
+    assert config.rollouts_per_step == 256
+    assert (config.sampling.temperature, config.sampling.top_p) == (1.0, 1.0)
+    assert (config.sampling.min_tokens, config.sampling.max_tokens) == (4, 1024)
+    assert config.sampling.stop == ("</answer>",)
+    assert config.learner.betas == (0.9, 0.95)
+    assert (config.learner.weight_decay, config.learner.max_grad_norm) == (0.0, 1.0)
+    assert config.generator.gpu_memory_utilization == 0.85
+    assert config.algorithm.clip_epsilons == (0.2, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("{kind: gsm8k}", (4, 1024, ("</answer>",))),
+        ("{kind: gsm8k, prompt: chat}", (0, 1024, ())),
+        ("{kind: gsm8k, prompt: question_only}", (0, 1024, ())),
+        ("{kind: sorting, prompt: tagged.prompt}", (4, 1024, ("</answer>",))),
+        ("{kind: sorting, prompt: plain.prompt}", (0, 1024, ())),
+        ("{kind: sorting, prompt: missing.prompt}", (0, 1024, ())),
+        ("{kind: episodes, episode: a:b, examples: c:d}", (0, 1024, ())),
+        (
+            "{kind: mixture, parts: {a: {task: {kind: sorting}}, b: {task: {kind: sorting, prompt: chat}}}}",
+            (0, 1024, ("</answer>",)),
+        ),
+        ("{kind: mixture, parts: {a: {task: {kind: sorting}}}}", (4, 1024, ("</answer>",))),
+    ],
+)
+def test_sampling_follows_the_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, expected: tuple[object, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tagged.prompt").write_text("Example: <answer> 3 </answer>\n{question}\n<answer>\n")
+    Path("plain.prompt").write_text("Give <answer> 3 </answer>.\n{question}\nAnswer:")
+    sampling = load_config(write(tmp_path, f"model: {{path: m}}\ntask: {task}")).sampling
+    assert (sampling.min_tokens, sampling.max_tokens, sampling.stop) == expected
+    given = ["sampling.min_tokens=7", "sampling.max_tokens=9", "sampling.stop=[x]"]
+    sampling = load_config(write(tmp_path, f"model: {{path: m}}\ntask: {task}"), given).sampling
+    assert (sampling.min_tokens, sampling.max_tokens, sampling.stop) == (7, 9, ("x",))
+
+
+def test_the_bundled_templates_that_end_with_a_tag_are_known() -> None:
+    ends = {name: load_template(name).render("").rstrip().endswith(OPENING_TAGS) for name in template_names()}
+    assert {name for name, is_tagged in ends.items() if is_tagged} == set(TAGGED)
+
+
+def test_a_tiny_model_has_short_responses(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path)).sampling.max_tokens == 24
+    sampling = load_config(write(tmp_path), ["sampling.min_tokens=30"]).sampling
+    assert (sampling.min_tokens, sampling.max_tokens) == (30, 30)
+    assert load_config(write(tmp_path), ["sampling.max_tokens=2"]).sampling.min_tokens == 2
+
+
+KL_IN_THE_REWARD = (
+    "algorithm.kl.reference=initial",
+    "algorithm.kl.coefficient=0.1",
+    "algorithm.kl.placement=reward",
+)
+KL_TO_GO = (*KL_IN_THE_REWARD, "algorithm.kl.placement=reward_to_go")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "epsilons"),
+    [
+        (["algorithm.loss=gspo"], (3e-4, 4e-4)),
+        (["algorithm.loss=gspo", "algorithm.cliprange=0.1"], (0.1, 0.1)),
+        (["algorithm.cliprange=0.1"], (0.1, 0.1)),
+        (["algorithm.cliprange_high=0.28"], (0.2, 0.28)),
+        (["algorithm.loss=cispo"], (1.0, 4.0)),  # no floor
+        (["algorithm.loss=cispo", "algorithm.cliprange=0.2"], (0.2, 0.2)),
+        (["algorithm.loss=cispo", "algorithm.cliprange_high=2"], (1.0, 2.0)),
+    ],
+)
+def test_clip_range_by_loss(tmp_path: Path, overrides: list[str], epsilons: tuple[float, float]) -> None:
+    config = load_config(write(tmp_path, "model: {path: m}\ntask: {kind: sorting}"), overrides)
+    assert config.algorithm.clip_epsilons == epsilons
+
+
+@pytest.mark.parametrize(
+    ("overrides", "aggregation"),
+    [
+        ([], "sequence_mean"),
+        (["algorithm.loss=gspo"], "sequence_mean"),
+        (["algorithm.loss=cispo"], "token_mean"),
+        (["algorithm.loss=cispo", "algorithm.aggregation=sequence_mean"], "sequence_mean"),
+        (["algorithm.aggregation=constant"], "constant"),
+    ],
+)
+def test_aggregation_by_loss(tmp_path: Path, overrides: list[str], aggregation: str) -> None:
+    config = load_config(write(tmp_path, "model: {path: m}\ntask: {kind: sorting}"), overrides)
+    assert config.algorithm.loss_aggregation == aggregation
+    assert Objective.from_config(config.algorithm).aggregation == aggregation
+
+
+def test_overrides(tmp_path: Path) -> None:
+    overrides = [
+        "learner.learning_rate=1e-4",  # YAML 1.1 reads this as text; pydantic makes it a number
+        "model.tiny.warmup=null",
+        "run.name=a=b",
+        'sampling.stop=["x", "y"]',
+        "learner.betas=[0.5, 0.6]",
+        "task={kind: file, train_path: a.jsonl, validation_path: b.jsonl}",
+        "task.answer_marker=####",
+    ]
+    config = load_config(write(tmp_path), overrides)
+    assert config.learner.learning_rate == 1e-4
+    assert config.model.tiny is not None
+    assert config.model.tiny.warmup is None
+    assert config.run.name == "a=b"
+    assert config.sampling.stop == ("x", "y")
+    assert config.learner.betas == (0.5, 0.6)
+    assert config.task.kind == "file"
+    assert config.task.answer_marker == "####"
+
+
+def test_override_swaps_the_model(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    assert "model: give exactly one of `path`" in error_of(path, ("model.path=Qwen/Qwen2.5-Math-1.5B",))
+    config = load_config(path, ["model.path=Qwen/Qwen2.5-Math-1.5B", "model.tiny=null"])
+    assert config.model.path == "Qwen/Qwen2.5-Math-1.5B"
+    assert load_config(path, ["model.tiny=null", "model.tiny={}"]) == load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (
+            ["learner.lerning_rate=1"],
+            ["learner.lerning_rate: unknown key; did you mean learner.learning_rate?"],
+        ),
+        (
+            ["lerner.learning_rate=1"],
+            ["lerner: unknown key; did you mean learner?"],
+        ),
+        (["run.zzz=1"], ["run.zzz: unknown key; allowed: name, output_dir"]),
+        (["zzz=1"], ["zzz: unknown key; docs/configuration.md lists every key"]),
+        (["task.num_digit=4"], ["task.num_digit: unknown key; did you mean task.num_digits?"]),
+        (["task.train_path=a"], ["task.train_path: unknown key; allowed: prompt, system_prompt, reward,"]),
+        (
+            ["model.tiny.warmup.steps=4"],
+            ["warmup.steps: unknown key; did you mean model.tiny.warmup.num_steps?"],
+        ),
+        (
+            ["learning_rate=1"],
+            ["  learning_rate: unknown key; did you mean learner.learning_rate or sft.learn"],
+        ),
+        (["learner.num_gpu=1"], ["num_gpu: unknown key; did you mean learner.num_gpus or learner.num_cpus?"]),
+        (["kl.coefficient=1"], ["  kl: unknown key; did you mean algorithm.kl?"]),
+        (
+            ["num_gpus=1"],
+            ["did you mean generator.num_gpus, distillation.num_gpus or learner.num_gpus?"],
+        ),
+        (["algorithm.temperature=1"], ["temperature: unknown key; did you mean sampling.temperature?"]),
+        (
+            ["algorithm.beta=0.04"],
+            ["algorithm.beta: unknown key; TRL's beta is algorithm.kl.coefficient, with"],
+        ),
+        (["learner.lr=1e-4"], ["learner.lr: unknown key; torch's lr is learner.learning_rate"]),
+        (
+            ["learner.learning_rate=fast"],
+            ["learner.learning_rate: 'fast' is not valid; allowed: number >= 0"],
+        ),
+        (["learner.learning_rate=-1"], ["learner.learning_rate: -1 is not valid; allowed: number >= 0"]),
+        (["learner.learning_rate=.nan"], ["learner.learning_rate: nan is not valid; allowed: number >= 0"]),
+        (
+            ["learner.learning_rate.x=3"],
+            ["learner.learning_rate: {'x': 3} is not valid; allowed: number >= 0"],
+        ),
+        (["learner.betas=[0.1, 2]"], ["learner.betas[1]: 2 is not valid; allowed: number >= 0 and < 1"]),
+        (
+            ["learner.betas=[0.1]"],
+            ["learner.betas[1]: required, but not given; allowed: number >= 0 and < 1"],
+        ),
+        (
+            ["learner.betas=0.1"],
+            ["learner.betas: 0.1 is not valid; allowed: a list of 2: number >= 0 and < 1,"],
+        ),
+        (["learner.cpu_cores=[1, -2]"], ["learner.cpu_cores[1]: -2 is not valid; allowed: integer >= 0"]),
+        (["learner.num_gpus=2"], ["learner.num_gpus: 2 is not valid; allowed: integer >= 0 and <= 1"]),
+        (
+            ["generator.max_model_len=0"],
+            ["generator.max_model_len: 0 is not valid; allowed: integer > 0 or null"],
+        ),
+        (
+            ["generator.engine=sglang"],
+            ["generator.engine: 'sglang' is not valid; allowed: vllm, torch, or a function of your own"],
+        ),
+        (
+            ["algorithm.loss=ppo"],
+            ["algorithm.loss: 'ppo' is not valid; allowed: no_baseline, reinforce_with_baseline,"],
+        ),
+        (["algorithm.num_steps=1.5"], ["algorithm.num_steps: 1.5 is not valid; allowed: integer > 0"]),
+        (
+            ["algorithm.mask_truncated=maybe"],
+            ["algorithm.mask_truncated: 'maybe' is not valid; allowed: true or false"],
+        ),
+        (
+            ["algorithm.samples_per_prompt=1"],
+            ["algorithm: samples_per_prompt is 1: a group needs at least 2"],
+        ),
+        (
+            ["algorithm.advantage=leave_one_out", "algorithm.samples_per_prompt=1"],
+            ["algorithm: samples_per_prompt is 1: a group needs at least 2"],
+        ),
+        (["algorithm.train_batch_size=100"], ["algorithm: train_batch_size (100) must divide", "(256)"]),
+        (["algorithm.dual_clip=3", "algorithm.loss=gspo"], ["dual_clip belongs to `grpo_clip`", "`gspo`"]),
+        (
+            ["algorithm.dual_clip=1.05"],
+            ["dual_clip is 1.05, inside the clip range, which ends at 1 + cliprange_high = 1.2; give at least"],
+        ),
+        (
+            ["algorithm.dual_clip=1.2", "algorithm.cliprange_high=0.28"],
+            ["dual_clip is 1.2, inside", "= 1.28"],
+        ),
+        (
+            ["sampling.temperature=0.005"],
+            ["sampling.temperature: 0.005 is not valid; allowed: number >= 0.01"],
+        ),
+        (
+            ["algorithm.off_policy_correction=[veto, tis]"],
+            ["algorithm.off_policy_correction[1]: 'tis' is not valid; allowed: none, truncate_token,"],
+        ),
+        (
+            ["algorithm.off_policy_correction=[veto, none]"],
+            ["off_policy_correction: ['veto', 'none'] is not a"],
+        ),
+        (["algorithm.off_policy_correction=[]"], ["off_policy_correction: [] is not a list of different"]),
+        (["algorithm.off_policy_correction=3"], ["algorithm.off_policy_correction: 3 is not valid; allowed: "]),
+        (
+            ["algorithm.off_policy_correction=[veto, truncate_token]"],
+            ["off_policy_correction weights tokens by proximal"],
+        ),
+        (["algorithm.loss=my.losses"], ["or a function of your own as `module:function`"]),
+        (["algorithm.correction_band=[2, 1]"], ["correction_band is (2, 1): the first must be the smaller"]),
+        (
+            ["algorithm.off_policy_correction=mask_band"],
+            ["off_policy_correction weights tokens by proximal", "set old_log_probs to `proximal`"],
+        ),
+        (["algorithm.kl.coefficient=0.1"], ["algorithm.kl: coefficient needs a reference"]),
+        (
+            ["algorithm.kl.reference=initial", "algorithm.kl.placement=reward"],
+            ["algorithm.kl: placement `reward` needs a coefficient above 0"],
+        ),
+        (
+            [*KL_IN_THE_REWARD, "algorithm.advantage=max_rl"],
+            ["algorithm: kl.placement: `max_rl` is of rewards of 0 and 1", "kl.placement to `loss`"],
+        ),
+        (
+            [*KL_IN_THE_REWARD, "algorithm.advantage=mean", "algorithm.mask_truncated=true"],
+            ["algorithm: kl.placement: `reward` needs the KL of all responses", "mask_truncated to false"],
+        ),
+        (
+            [*KL_TO_GO],
+            ["algorithm: kl.placement: `reward_to_go` is subtracted from", "`mean_std` divides", "raw, mean,"],
+        ),
+        (
+            [*KL_TO_GO, "algorithm.advantage=mean", "algorithm.advantage_scale=batch"],
+            ["algorithm: advantage_scale: kl.placement `reward_to_go`", "to `whiten_tokens` or `group`"],
+        ),
+        (
+            [*KL_IN_THE_REWARD],
+            [
+                "kl.placement: `mean_std` divides by the group's spread",
+                "coefficient would have no effect",
+                "raw, mean",
+            ],
+        ),
+        (
+            [*KL_IN_THE_REWARD, "algorithm.advantage=gdpo"],
+            ["kl.placement: `gdpo` divides by the group's spread"],
+        ),
+        (["algorithm.loss=ipo", "algorithm.cliprange=0.2"], ["cliprange: the loss `ipo` has no clip range"]),
+        (["algorithm.dynamic_sampling_metric=answer"], ["dynamic_sampling_metric: `answer` has no effect"]),
+        (
+            [*KL_TO_GO, "algorithm.advantage=raw", "algorithm.mask_truncated=true"],
+            ["algorithm: kl.placement: `reward_to_go` needs the KL of all responses"],
+        ),
+        (
+            ["algorithm.kl.reference=initial", "algorithm.kl.placement=reward_to_go"],
+            ["algorithm.kl: placement `reward_to_go` needs a coefficient above 0"],
+        ),
+        (
+            ["algorithm.advantage=best"],
+            ["algorithm.advantage: 'best' is not valid; allowed: mean_std,", "`module:function`"],
+        ),
+        (
+            ["algorithm.advantage_scale=batch"],
+            ["algorithm: advantage_scale: `batch` divides", "to `mean` or `leave_one_out` (it is `mean_std`)"],
+        ),
+        (
+            ["algorithm.advantage_scale=whiten_tokens", "algorithm.loss=no_baseline"],
+            ["algorithm: advantage_scale: `no_baseline` takes raw rewards", "`reinforce_with_baseline`"],
+        ),
+        (
+            [
+                "algorithm.advantage_scale=whiten_tokens",
+                "algorithm.advantage=raw",
+                "algorithm.dynamic_sampling_tries=1",
+            ],
+            ["algorithm: dynamic_sampling_tries: it drops groups", "set it to 0, or advantage to `mean`"],
+        ),
+        (
+            ["algorithm.advantage=max_rl", "algorithm.overlong_buffer_tokens=8"],
+            ["algorithm: overlong_buffer_tokens: `max_rl` divides by the mean reward", "set it to 0"],
+        ),
+        (
+            ["algorithm.kl.reference=ema", "algorithm.kl.refresh_every_num_steps=3"],
+            ["algorithm.kl: refresh_every_num_steps needs reference `initial`"],
+        ),
+        (
+            ["algorithm.overlong_buffer_tokens=24"],
+            ["algorithm.overlong_buffer_tokens (24) must be below sampling.max_tokens (24)"],
+        ),
+        (["buffer.replay.frac=0.001"], ["buffer.replay.frac is 0.001: of algorithm.prompts_per_step (32)"]),
+        (
+            ["buffer.replay.frac=0.5", "buffer.replay.max_age=1"],
+            ["buffer.replay.max_age (1) must exceed weight_sync.max_lag (1)"],
+        ),
+        (["buffer.lookahead=34"], ["buffer.lookahead is 34: a group can come 2 steps late", "(1)"]),
+        (
+            ["buffer.lookahead=2", "algorithm.oversample_frac=0.1"],
+            ["buffer.lookahead keeps stragglers", "choose one"],
+        ),
+        (["generator.colocated=true"], ["generator.colocated", "set weight_sync.max_lag to 0 (it is 1)"]),
+        (
+            ["generator.colocated=true", "weight_sync.max_lag=0", "generator.num_generators=2"],
+            [
+                "generator.colocated: each of the 1 ranks of the Learner",
+                "num_generators to the same number (it is 2)",
+            ],
+        ),
+        (
+            ["buffer.replay.frac=0.5", "buffer.replay.max_groups=15"],
+            ["buffer.replay.max_groups (15) must be at least the 16 groups that a batch replays"],
+        ),
+        (["weight_sync.transport=ipc"], ["weight_sync.transport: `ipc`", "use `object_store`"]),
+        (
+            [
+                "weight_sync.transport=ipc",
+                "weight_sync.delta=true",
+                "generator.colocated=true",
+                "generator.num_gpus=1",
+                "learner.num_gpus=1",
+                "weight_sync.max_lag=0",
+            ],
+            ["weight_sync.delta: the bytes never leave the GPUs with transport `ipc`; set it to false"],
+        ),
+        (
+            ["weight_sync.transport=nccl", "learner.num_gpus=0"],
+            [
+                "weight_sync.transport: `nccl`",
+                "the Learner has none (learner.num_gpus is 0)",
+                "use `collective` or `object_store`",
+            ],
+        ),
+        (
+            [
+                "weight_sync.transport=nccl",
+                "learner.num_gpus=1",
+                "generator.num_gpus=1",
+                "generator.colocated=true",
+                "weight_sync.max_lag=0",
+            ],
+            ["colocated actors share one, which NCCL refuses (generator.colocated; take `ipc`)"],
+        ),
+        (
+            [
+                "weight_sync.transport=nccl",
+                "learner.num_gpus=1",
+                "generator.num_gpus=1",
+                "weight_sync.checksum=true",
+            ],
+            [
+                "weight_sync.checksum: the bytes never leave the GPUs with transport `nccl`",
+                "use `object_store`",
+            ],
+        ),
+        (
+            ["weight_sync.recompute_kv=false", "weight_sync.in_flight=false"],
+            [
+                "weight_sync.recompute_kv: false has no effect",
+                "(weight_sync.in_flight is false); set it to true",
+            ],
+        ),
+        (
+            ["weight_sync.recompute_kv=false", "generator.colocated=true", "weight_sync.max_lag=0"],
+            ["no request runs during a sync (generator.colocated is true, weight_sync.max_lag is 0)"],
+        ),
+        (
+            ["sampling.min_tokens=2000", "sampling.max_tokens=24"],
+            ["sampling: min_tokens (2000) must not exceed max_tokens (24)"],
+        ),
+        (
+            ["learner.lr_schedule=linear", "learner.warmup_steps=200"],
+            ["learner.lr_schedule: a warm-up of 200 steps (learner.warmup_steps) leaves none of the 200"],
+        ),
+        (
+            ["learner.min_lr_ratio=0.1"],
+            ["learner.min_lr_ratio: set learner.lr_schedule to"],
+        ),
+        (["sampling.top_p=0.9"], ["sampling: top_p is 0.9"]),
+        (["sampling.stop=x"], ["sampling.stop: 'x' is not valid; allowed: a list, each element text"]),
+        (["run=null"], ["run: None is not valid; allowed: a mapping of name, output_dir"]),
+        (["run=5"], ["run: 5 is not valid; allowed: a mapping of name, output_dir"]),
+        (["run.name=5"], ["run.name: 5 is not valid; allowed: text or null"]),
+        (["model.tiny.hidden_size=130"], ["model.tiny: hidden_size (130) must be a multiple"]),
+        (["model=null"], ["model: None is not valid; allowed: a mapping of path, tiny"]),
+        (["task.num_digits=99"], ["task.num_digits: 99 is not valid; allowed: integer >= 2 and <= 9"]),
+        (
+            ["task.kind=sums"],
+            ["task.kind: 'sums' is not valid; allowed: sorting, arithmetic,", "math, episodes, mixture"],
+        ),
+        (["task={}"], ["task.kind: required, but not given; allowed: sorting, arithmetic,"]),
+        (["task=5"], ["task: 5 is not valid; allowed: a mapping of kind (sorting, arithmetic,"]),
+        (
+            ["task={kind: file}"],
+            ["task.train_path: required, but not given; allowed: text", "task.validation_path: required"],
+        ),
+        (["learner"], ["override `learner`: write it as section.key=value"]),
+        (["=3"], ["override `=3`: write it as section.key=value"]),
+        (["learner..x=3"], ["override `learner..x=3`: write it as section.key=value"]),
+        (["run.seed=[1"], ["override `run.seed=[1`: line 1", "not valid YAML"]),
+        (["task.kind.x=1"], ["override `task.kind.x=1`: `task.kind` is 'sorting', which has no keys"]),
+        (
+            ["run.seed=-1", "run.nam=x", "oops"],
+            ["3 problems", "run.seed: -1", "run.nam: unknown", "override `oops`"],
+        ),
+    ],
+)
+def test_wrong_values(tmp_path: Path, overrides: list[str], parts: list[str]) -> None:
+    message = error_of(write(tmp_path), tuple(overrides))
+    assert all(part in message for part in parts), message
+    assert "sorting.num" not in message  # the union's tag is not part of a path
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "the file is empty; it must be a mapping of run, model, task"),
+        ("- 1\n- 2\n", "the file holds a list; it must be a mapping"),
+        ("just text", "the file holds a str"),
+        ("model: {tiny: {}}\ntask: [1\n", "line 3, column 1: not valid YAML"),
+        ("model:\n\ttiny: {}\n", "line 2, column 1: not valid YAML"),
+        (MINIMAL + "model: {path: x}\n", "line 3: `model` was already given on line 1"),
+        ("run: !!python/object:os.system {}\n", "not valid YAML"),
+        ("task: {kind: sorting}\n", "model: required, but not given; allowed: a mapping of path, tiny"),
+        (MINIMAL + "5: 6\n", "5: unknown key; docs/configuration.md"),
+        (MINIMAL + "[1, 2]: 6\n", "not valid YAML"),
+    ],
+)
+def test_wrong_files(tmp_path: Path, text: str, part: str) -> None:
+    message = error_of(write(tmp_path, text))
+    assert part in message, message
+    assert str(tmp_path / "run.yaml") in message
+
+
+def test_missing_file_names_its_neighbours(tmp_path: Path) -> None:
+    write(tmp_path, name="quickstart.yaml")
+    write(tmp_path, name="gsm8k.yaml")
+    message = error_of(tmp_path / "quickstrat.yaml", ("also wrong",))
+    assert "did you mean quickstart.yaml?" in message
+    assert "gsm8k.yaml, quickstart.yaml" in message
+    assert "2 problems" in message
+    assert "has no .yaml file" in error_of(tmp_path / "nowhere" / "x.yaml")
+    assert "this is a folder" in error_of(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"run: {name: caf\xe9}")
+    assert "byte 15 is not UTF-8" in error_of(tmp_path / "latin.yaml")
+
+
+def test_a_bundled_configuration_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config("qwen2.5-math-1.5b").model.path == "Qwen/Qwen2.5-Math-1.5B"
+    assert find_config("qwen2.5-math-1.5b").samefile(CONFIGS / "qwen2.5-math-1.5b.yaml")
+    message = error_of("quickstrat")
+    assert "did you mean quickstart?" in message
+    assert "bundled, without .yaml: calculator, " in message
+    assert "bundled," not in error_of(tmp_path / "quickstart")
+    Path("quickstart").mkdir()
+    assert find_config("quickstart").stem == "quickstart"
+    Path("keywords").write_text("run: {seed: 7}")  # a file here comes first
+    assert find_config("keywords") == Path("keywords")
+
+
+def test_dump_and_load_round_trip(tmp_path: Path) -> None:
+    config = load_config(
+        write(tmp_path), ["learner.learning_rate=1e-7", "generator.cpu_cores=[0, 1]", "run.name=null"]
+    )
+    dump_config(config, tmp_path / "resolved.yaml")
+    assert load_config(tmp_path / "resolved.yaml") == config
+
+
+def test_every_config_file_loads() -> None:
+    paths = sorted(CONFIGS.glob("*.yaml"))
+    if paths:
+        assert "quickstart.yaml" in [path.name for path in paths]
+    for path in paths:
+        load_config(path)
+
+
+def test_other_libraries_names_are_explained_by_keys_that_exist() -> None:
+    keys = set(_keys(Config))
+    for names in OTHER_NAMES.values():
+        for name, text in names.items():
+            assert set(re.findall(r"\b(?:[a-z_]+\.)+[a-z_]+", text.replace("environments.md", ""))) <= keys, (
+                name
+            )
+
+
+def test_schema_answers() -> None:
+    assert nearest_name("lerning_rate", ["learning_rate", "betas"]) == "learning_rate"
+    assert nearest_name("zzz", ["learning_rate"]) is None
+    assert resolve(("task", "sorting", "num_digits"))[0] == "task.num_digits"
+    assert resolve(("nonsense",)) == ("nonsense", None)
+    assert describe(Config).startswith("a mapping of run, model, task")
+
+
+def test_a_model_path_in_the_home_folder_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    config = load_config("configs/quickstart.yaml", ["model.tiny=null", "model.path=~/models/m"])
+    assert config.model.path == "/home/someone/models/m"
+
+
+def test_corrections_are_none_one_or_several() -> None:
+    def corrections(text: str) -> tuple[str, ...]:
+        overrides = [f"algorithm.off_policy_correction={text}", "algorithm.old_log_probs=proximal"]
+        return load_config("configs/quickstart.yaml", overrides).algorithm.corrections
+
+    assert corrections("none") == ()
+    assert corrections("veto") == ("veto",)
+    assert corrections("[truncate_token, my.module:mask]") == ("truncate_token", "my.module:mask")
+
+
+@pytest.mark.parametrize("band", ["[null, 3]", "[0.5, null]", "null"])
+def test_a_band_may_be_open(band: str) -> None:
+    load_config("configs/quickstart.yaml", [f"algorithm.correction_band={band}"])
+
+
+def test_a_default_made_of_other_fields_is_no_second_problem() -> None:
+    with pytest.raises(ConfigError) as error:
+        make_config({"task": {"kind": "sorting"}}, ["generator.engine=sglang"], "a file")
+    assert "generator.engine" in str(error.value)
+    assert "max_num_seqs" not in str(error.value)

@@ -1,0 +1,286 @@
+"""Checks of all that an episode returns or raises: it can cost that episode, and nothing else."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import bad_endings
+import pytest
+from bad_endings import ENDINGS, GOOD, HALF
+from episode_groups import make_episode_group
+from episode_players import QWEN25, TOOL, Scripted, chat_tokenizer, make_session
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from local_runs import train
+from test_episodes_tools import parser_of
+
+from grpo_ray.config.loading import load_config
+from grpo_ray.episodes.limits import Limits
+from grpo_ray.episodes.outcome import EpisodeResult, Outcome, Status
+from grpo_ray.episodes.runner import EpisodeRunner
+from grpo_ray.episodes.session import Session
+from grpo_ray.episodes.tool_calls import checked
+from grpo_ray.records.rollout_log import read_rollouts, write_rollouts
+from grpo_ray.records.run_files import RunDirectory, read_metrics
+from grpo_ray.tasks.examples import Example
+from grpo_ray.tools.audit.audit import audit
+from grpo_ray.watch.batch_metrics import rollout_metrics
+
+tokenizer = cache(lambda: chat_tokenizer(QWEN25))
+CALL = '<tool_call>\n{"name": %s, "arguments": %s}\n</tool_call>'
+
+
+def play(end: Callable[[], Any], limits: Limits | None = None) -> EpisodeResult:
+    """Play an episode of one turn that ends so."""
+
+    async def episode(session: Session, example: Example) -> Any:
+        await session.chat([{"role": "user", "content": example.question}])
+        return end()
+
+    async def run() -> EpisodeResult:
+        sampler = Scripted(tokenizer(), lambda prompt: "reply", "<|im_end|>")
+        return await EpisodeRunner(episode).run(
+            make_session(sampler, tokenizer(), limits), Example("hello", "")
+        )
+
+    return asyncio.run(run())
+
+
+def check_stored(results: Sequence[EpisodeResult], folder: Path) -> None:
+    """Check that the episodes can be scored, counted and written as they are."""
+    group = make_episode_group(3, [result.episode(tokenizer().decode) for result in results])
+    metrics = rollout_metrics([group])
+    assert json.loads(json.dumps(metrics, allow_nan=False)) == metrics
+    assert write_rollouts(folder / "rollouts.parquet", 1, [group]) is None
+    rows = read_rollouts(folder / "rollouts.parquet")
+    assert [row["episode_error"] for row in rows] == [result.error for result in results]
+    assert [row["episode_reward"] for row in rows] == [result.reward for result in results]
+    assert [dict(row["metrics"]) for row in rows] == [result.metrics for result in results]
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_a_bad_ending_is_an_error_of_its_episode(name: str, tmp_path: Path) -> None:
+    result = play(ENDINGS[name])
+    expected = Status.CANCELLED if name == "a cancellation" else Status.ENVIRONMENT_ERROR
+    assert (result.status, result.reward) == (expected, None)
+    assert len(result.error) < 12_000
+    check_stored([result, play(lambda: 1.0)], tmp_path)
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_numbers_of_other_libraries_become_floats(name: str, tmp_path: Path) -> None:
+    end, reward = GOOD[name]
+    result = play(end)
+    assert (result.status, result.reward, result.error) == (Status.FINISHED, reward, "")
+    assert {type(value) for value in (result.reward, *result.metrics.values())} == {float}
+    check_stored([result, play(lambda: 0.0)], tmp_path)
+
+
+def test_messages_name_the_field() -> None:
+    for name, message in (
+        ("a metric beyond its bound", "as the metric 'm'; return a finite number within +-1e+30"),
+        (
+            "a reward of a turn beyond its bound",
+            "returned -1e+300 as a reward of a turn; return a finite number",
+        ),
+        ("a reward that cannot be shown", "returned a value of type Unknown as its reward"),
+        ("many names", "returned 65 metrics; return at most 64"),
+        ("names that are no text", "a metric named 7; a name is text of 1 to 100 characters"),
+        ("an error that cannot be shown", "Unspeakable: <exception str() failed>"),
+        ("an error with odd attributes", "SyntaxError, of which no traceback can be shown"),
+        ("half a pair in an error", r"ValueError: there is no place \ud83d"),
+        ("Ctrl-C", "the episode raised KeyboardInterrupt"),
+    ):
+        assert message in play(ENDINGS[name]).error
+    assert Outcome(1.0, metrics={HALF: 1}).metrics == {r"\ud83d": 1.0}
+
+
+def test_an_error_earns_what_the_configuration_says(tmp_path: Path) -> None:
+    fails = ENDINGS["half a pair in an error"]
+    result = play(fails, Limits(max_tokens=5000, error_reward=-0.5))
+    assert (result.status, result.reward) == (Status.ENVIRONMENT_ERROR, -0.5)
+    assert "there is no place" in result.error
+    check_stored([result, play(lambda: 0.5)], tmp_path)
+    episodes = [each.episode(tokenizer().decode) for each in (result, play(lambda: 0.5))]
+    group = make_episode_group(3, episodes)
+    assert group.errors == {}
+    assert group.advantages[0] < 0 < group.advantages[1]
+
+
+# ---- a model's text ----
+
+
+def call_of(reply: str) -> tuple[Any, Any]:
+    """Return the calls that an environment sees of a reply, and the prompt after their result."""
+    sampler = Scripted(tokenizer(), lambda prompt: reply, "<|im_end|>")
+    session = make_session(sampler, tokenizer(), parser=parser_of("transformers", tokenizer()))
+
+    async def turns() -> Any:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": f"where {HALF}?"}]
+        first = await session.chat(messages, tools=[TOOL])
+        shown = "".join(f"no {call.name} {call.arguments}" for call in first.tool_calls)
+        messages += [first.message, {"role": "tool", "content": f"{shown} {HALF}"}]
+        await session.chat(messages, tools=[TOOL])
+        return first.tool_calls
+
+    return asyncio.run(turns()), tokenizer().decode(list(sampler.prompts[-1]))
+
+
+def test_half_of_a_pair_in_a_call_ends_no_episode() -> None:
+    (call,), prompt = call_of(CALL % ('"look"', r'{"place": "\ud83d", "in \udc00": [{"a": "\udfff"}]}'))
+    assert (call.name, call.arguments) == ("look", {"place": "?", "in ?": [{"a": "?"}]})
+    assert r"where \ud83d?" in prompt
+    assert r"no look {'place': '?'" in prompt
+
+
+@pytest.mark.parametrize("name", ['["look"]', "7", "null", '{"a": 1}'])
+def test_a_call_without_a_name_is_text(name: str) -> None:
+    calls, _ = call_of(CALL % (name, "{}"))
+    assert calls == ()
+
+
+def test_a_parser_that_fails_leaves_text() -> None:
+    for error in (TypeError("a"), KeyError("b"), AttributeError("c"), RecursionError("d"), IndexError("e")):
+
+        def broken(*_: Any, error: Exception = error) -> Any:
+            raise error
+
+        with pytest.raises(ValueError, match=type(error).__name__):
+            checked(broken)([], [], [])
+
+
+TEXTS = st.text(st.characters(exclude_categories=()), max_size=8)  # lone surrogates, too
+NUMBERS = st.one_of(
+    st.floats(),
+    st.integers(),
+    st.integers(-(10**400), 10**400),
+    st.booleans(),
+    st.none(),
+    TEXTS,
+    st.binary(max_size=3),
+)
+METRICS = st.dictionaries(st.one_of(TEXTS, st.integers(), st.just("x" * 101)), NUMBERS, max_size=4)
+OUTCOMES = st.builds(
+    lambda *fields: lambda: Outcome(*fields), NUMBERS, st.none() | st.lists(NUMBERS, max_size=2), METRICS
+)
+ERRORS = st.builds(
+    lambda kind, text, notes: bad_endings.raises(noted(kind(text), notes)),
+    st.sampled_from([ValueError, KeyError, OSError, bad_endings.Base, SystemExit, SyntaxError, StopIteration]),
+    TEXTS,
+    st.lists(TEXTS, max_size=2),
+)
+FUZZED = st.one_of(OUTCOMES, ERRORS, NUMBERS.map(lambda number: lambda: number))
+
+
+def noted(error: BaseException, notes: Sequence[str]) -> BaseException:
+    for note in notes:
+        error.add_note(note)
+    return error
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fuzz")
+
+
+def check_ending(end: Callable[[], Any], folder: Path) -> None:
+    result = play(end)
+    assert result.status in (Status.FINISHED, Status.ENVIRONMENT_ERROR)
+    assert (result.reward is None) == (result.status is Status.ENVIRONMENT_ERROR)
+    check_stored([result], folder)
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.floats(), st.integers(), TEXTS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def check_call(name: Any, arguments: Any) -> None:
+    """Let a model write a call in ASCII, and the environment answer with what it was asked."""
+    reply = CALL % (json.dumps(name), json.dumps(arguments))
+    assume(len(reply) < 480)  # the sampler's limit of 500 tokens, each a character or more, would cut it off
+    calls, _ = call_of(reply)
+    assert len(calls) == (isinstance(name, str) and isinstance(arguments, dict))
+    for call in calls:
+        f"{call.name} {call.arguments}".encode()
+        json.dumps(call.arguments, ensure_ascii=False).encode()
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(end=FUZZED)
+def test_any_ending_can_be_stored(end: Callable[[], Any], folder: Path) -> None:
+    check_ending(end, folder)
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(name=st.just("look") | JSON, arguments=JSON)
+def test_any_call_can_be_stored(name: Any, arguments: Any) -> None:
+    check_call(name, arguments)
+
+
+@pytest.mark.campaign
+@settings(max_examples=2000)
+@given(end=FUZZED)
+def test_two_thousand_endings_can_be_stored(end: Callable[[], Any], folder: Path) -> None:
+    check_ending(end, folder)
+
+
+@pytest.mark.campaign
+@settings(max_examples=2000)
+@given(name=st.just("look") | JSON, arguments=JSON)
+def test_two_thousand_calls_can_be_stored(name: Any, arguments: Any) -> None:
+    check_call(name, arguments)
+
+
+# ---- whole runs ----
+
+
+def run_of(folder: Path, episode: str, *overrides: str) -> RunDirectory:
+    names = [f"task.episode=bad_endings:{episode}", "task.examples=bad_endings:examples"]
+    warmup = "task.warmup=small_episodes:warmup_pairs"
+    config = load_config(Path(__file__).parents[1] / "small_episodes.yaml", [*names, warmup, *overrides])
+    bad_endings.played.clear()
+    train(config, folder)
+    return RunDirectory(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("model_cache")
+def test_a_run_loses_only_the_episodes_that_end_badly(tmp_path: Path) -> None:
+    sizes = ["algorithm.num_steps=4", f"algorithm.prompts_per_step={len(ENDINGS) // 4}"]
+    run = run_of(tmp_path / "run", "one_bad_ending", *sizes)
+    assert [row["step"] for row in read_metrics(run.metrics_path)] == [1, 2, 3, 4]
+    rows = [row for path in sorted(run.rollouts.iterdir()) for row in read_rollouts(path)]
+    groups = {name: list(rows) for name, rows in groupby(rows, lambda row: row["ground_truth"])}
+    assert groups.keys() == ENDINGS.keys()
+    for name, members in groups.items():
+        found = sorted((row["status"], row["episode_reward"] is None) for row in members)
+        bad = "cancelled" if name == "a cancellation" else "environment_error"
+        assert found == sorted([(bad, True), ("finished", False), ("finished", False)]), name
+    assert (run.checkpoint_path(4) / "training").is_dir()
+    assert audit(run).problems == []
+    assert not run.skipped.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("model_cache")
+def test_a_run_bounds_the_names_of_metrics_and_trains_on_the_largest_rewards(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", "odd_names", "algorithm.num_steps=3", "algorithm.advantage=mean")
+    rows = read_metrics(run.metrics_path)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["optim/skipped_updates"] for row in rows] == [0, 0, 0]
+    assert any(row["optim/grad_norm"] > 1e6 for row in rows)
+    evaluations = read_metrics(run.evaluations_summary_path)
+    own = [name for row in rows for name in row if "episodes/metrics/" in name and not name.startswith("eval/")]
+    own += [name for row in evaluations for name in row["episodes"] if name.startswith("episodes/metrics/")]
+    assert len(set(own)) == 256
+    assert all("episodes/metrics/asked" in row for row in rows)
+    assert [row["kind"] for row in read_metrics(run.events_path)].count("metrics_left_out") == 1

@@ -1,0 +1,319 @@
+"""The `renderers` package in place of the chat template: the same tokens, whole prefixes, branches, calls."""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from episode_players import QWEN3, TOOL, Scripted, chat_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
+
+from grpo_ray.config import Config
+from grpo_ray.config.episodes import EpisodesConfig
+from grpo_ray.episodes.chat_template import ChatTemplate, Template
+from grpo_ray.episodes.checking import check_episodes, check_template
+from grpo_ray.episodes.limits import Limits
+from grpo_ray.episodes.renderer_template import RendererTemplate, check_renderer, make_renderer, make_template
+from grpo_ray.episodes.session import Session
+from grpo_ray.types import SamplingSettings
+
+MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+# Qwen3's own list of tools and its empty thought, which the players' template leaves out.
+TOOLS = (
+    "{% if tools %}{{ '<|im_start|>system\\n# Tools\\n\\nYou may call one or more functions to assist with the "
+    "user query.\\n\\nYou are provided with function signatures within <tools></tools> XML tags:\\n<tools>' }}"
+    "{% for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}"
+    "{{ '\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within "
+    "<tool_call></tool_call> XML tags:\\n<tool_call>\\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}'
+    "\\n</tool_call><|im_end|>\\n' }}{% endif %}"
+)
+NO_THOUGHT = "{% if enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+CALL = '<tool_call>\n{"name": "look", "arguments": {"place": "%s"}}\n</tool_call>'
+TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12)
+# Both formats trim line ends of what they show again.
+REPLIES = TEXTS.map(lambda text: f"a{text}z")
+RESULT = {"role": "tool", "content": "nothing", "tool_call_id": "call00000"}
+
+
+@cache
+def tokenizer_of_qwen3() -> PreTrainedTokenizerBase:
+    tokenizer = chat_tokenizer(TOOLS + QWEN3 + NO_THOUGHT)
+    tokenizer.add_tokens(list(MARKS))
+    tokenizer.unk_token = None  # as Qwen3's; else the package takes <|endoftext|> for an unknown token
+    return tokenizer
+
+
+def ends_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return [tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def configured(**fields: Any) -> Any:
+    tokenizer = tokenizer_of_qwen3()
+    return make_template(EpisodesConfig(**fields), tokenizer, ends_of(tokenizer))
+
+
+@cache
+def renderer_of_qwen3(thinks: bool) -> RendererTemplate:
+    pytest.importorskip("renderers")
+    template, _ = configured(renderer="qwen3", template_arguments={"enable_thinking": thinks})
+    return template
+
+
+def chat_template(thinks: bool) -> ChatTemplate:
+    tokenizer = tokenizer_of_qwen3()
+    return ChatTemplate(tokenizer, ends_of(tokenizer), {"enable_thinking": thinks})
+
+
+def play(
+    template: Template,
+    replies: Sequence[str | Sequence[int]],
+    turns: Sequence[Sequence[dict[str, Any]]],
+    tools: Sequence[dict[str, Any]] = (),
+    parser: Any = None,
+    **changes: Any,
+) -> tuple[Session, Scripted, list[dict[str, Any]]]:
+    """Sample each reply after a turn's messages; `changes` are of the sampling settings."""
+    texts = iter(replies)
+    sampler = Scripted(template.tokenizer, lambda prompt: next(texts), "<|im_end|>")
+    fields = {"num_samples": 1, "temperature": 1.0, "top_p": 1.0, "min_tokens": 0, "max_tokens": 500, **changes}
+    session = Session(sampler, SamplingSettings(**fields), template, Limits(max_tokens=5000), parser)
+
+    async def converse() -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        for new in turns:
+            messages += new
+            messages.append((await session.chat(messages, tools)).message)
+        return messages
+
+    return session, sampler, asyncio.run(converse())
+
+
+def check_prefixes(session: Session, sampler: Scripted) -> None:
+    """Assert that the session is one sequence, in which each prompt continues the one before and its reply."""
+    (sequence,) = session.segments.sequences()
+    for number, (before, after) in enumerate(zip(sampler.prompts, sampler.prompts[1:], strict=False)):
+        reply = tuple(sequence.response_token_ids[sequence.turns == number].tolist())
+        assert after[: len(before) + len(reply)] == before + reply
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(st.booleans(), st.lists(st.tuples(TEXTS, REPLIES), min_size=1, max_size=4))
+def test_prompts_are_the_chat_templates(thinks: bool, turns: list[tuple[str, str]]) -> None:
+    opened, replies = [[user(text)] for text, _ in turns], [reply for _, reply in turns]
+    session, sampler, _ = play(renderer_of_qwen3(thinks), replies, opened)
+    _, expected, _ = play(chat_template(thinks), replies, opened)
+    assert sampler.prompts == expected.prompts
+    if not thinks:  # else a new question shows the replies again, maybe in other tokens
+        check_prefixes(session, sampler)
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(st.lists(st.tuples(TEXTS, st.lists(st.integers(1, 250), max_size=8)), min_size=2, max_size=4))
+def test_sampled_tokens_stay_whatever_they_are(turns: list[tuple[str, list[int]]]) -> None:
+    end = ends_of(tokenizer_of_qwen3())[0]
+    replies = [[*reply, end] for _, reply in turns]
+    opened = [[user(text)] for text, _ in turns]
+    session, sampler, _ = play(renderer_of_qwen3(False), replies, opened)
+    _, expected, _ = play(chat_template(False), replies, opened)
+    assert sampler.prompts == expected.prompts
+    check_prefixes(session, sampler)
+    (sequence,) = session.segments.sequences()
+    for number, reply in enumerate(replies):
+        assert sequence.response_token_ids[sequence.turns == number].tolist() == reply
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(TEXTS, st.lists(st.tuples(REPLIES, TEXTS, TEXTS), min_size=1, max_size=3))
+def test_thoughts_and_results_continue_the_tokens(question: str, cycles: list[tuple[str, str, str]]) -> None:
+    """While only tools answer; with the tools listed and the calls parsed."""
+    pytest.importorskip("renderers")
+    renderer, parser = configured(renderer="qwen3", tool_parser="renderer")
+    turns = [[user(question)], *([{**RESULT, "content": text}] * 2 for _, _, text in cycles)]
+    replies = [
+        *(f"<think>\n{thought}\n</think>\n\nI look.\n{CALL % 'here'}" for thought, _, _ in cycles),
+        "gone",
+    ]
+    session, sampler, messages = play(renderer, replies, turns, [TOOL], parser)
+    _, expected, _ = play(chat_template(True), replies, turns, [TOOL], parser)
+    assert sampler.prompts == expected.prompts
+    check_prefixes(session, sampler)
+    calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    assert calls == [{"name": "look", "arguments": {"place": "here"}}] * len(cycles)
+
+
+def test_dropped_thoughts_open_a_branch() -> None:
+    """A new question ends Qwen3's bridge; the prompt is then the format's own."""
+    replies = ["<think>\nhm\n</think>\n\nyes", "no"]
+    session, sampler, messages = play(renderer_of_qwen3(True), replies, [[user("one")], [user("two")]])
+    _, expected, _ = play(chat_template(True), replies, [[user("one")], [user("two")]])
+    assert sampler.prompts == expected.prompts
+    assert sampler.prompts[1] == renderer_of_qwen3(True).prompt(messages[:3])
+    first, second = session.segments.sequences()
+    assert "hm" in tokenizer_of_qwen3().decode(first.response_token_ids)
+    assert "hm" not in tokenizer_of_qwen3().decode(list(second.prompt_token_ids))
+    assert second.mask.all()
+
+
+def test_a_question_shows_replies_again_in_their_usual_tokens() -> None:
+    """The chat template keeps the sampled ones; Qwen3's renderer, if it thinks, bridges no question."""
+    tokenizer = tokenizer_of_qwen3()
+    spelled = [tokenizer.convert_tokens_to_ids(letter) for letter in "answer"]
+    assert spelled != tokenizer("answer")["input_ids"]
+    replies, turns = [[*spelled, ends_of(tokenizer)[0]], "no"], [[user("one")], [user("two")]]
+    branched, sampler, _ = play(renderer_of_qwen3(True), replies, turns)
+    continued, expected, _ = play(chat_template(True), replies, turns)
+    assert len(branched.segments.sequences()) == 2
+    assert len(continued.segments.sequences()) == 1
+    assert tokenizer.decode(list(sampler.prompts[1])) == tokenizer.decode(list(expected.prompts[1]))
+    for first, second in (branched.segments.sequences(),):
+        assert first.response_token_ids.tolist() == replies[0]
+        assert second.mask.all()
+
+
+@pytest.mark.parametrize(("reply", "added"), [("a long reply", "<|im_end|>"), ("<think>\nhm and hm and", "")])
+def test_a_reply_that_was_cut_off_gets_its_end(reply: str, added: str) -> None:
+    """The renderer also closes a thought, which the chat template leaves open."""
+    turns = [[user("one")], [RESULT]]
+    session, sampler, _ = play(renderer_of_qwen3(True), [reply] * 2, turns, max_tokens=4)
+    _, expected, _ = play(chat_template(True), [reply] * 2, turns, max_tokens=4)
+    tokenizer = tokenizer_of_qwen3()
+    check_prefixes(session, sampler)
+    kept = len(sampler.prompts[0]) + 4
+    shown, plain = (tokenizer.decode(list(s.prompts[1][kept:])) for s in (sampler, expected))
+    assert shown == (plain if added else f"</think>{plain}")
+    assert plain.startswith("<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    "malformed",
+    ['{"name": "look", "arguments": {"place": \n</tool_call>', '{"nam": "look"}\n</tool_call>', "look", "3"],
+)
+def test_a_malformed_call_is_text(malformed: str) -> None:
+    pytest.importorskip("renderers")
+    renderer, parser = configured(renderer="qwen3", tool_parser="renderer")
+    text = f"{CALL % 'here'}\n<tool_call>\n{malformed}"
+    _, _, messages = play(renderer, [text], [[user("one")]], [TOOL], parser)
+    assert messages[1] == {"role": "assistant", "content": text}
+    with pytest.raises(ValueError, match="a call is malformed"):
+        parser(renderer.tokenizer(text)["input_ids"], [], [TOOL])
+
+
+def test_renderers_that_do_not_fit_are_refused() -> None:
+    pytest.importorskip("renderers")
+    plain = chat_tokenizer(QWEN3)  # without the tokens of calls, as Qwen2.5 is without those of results
+    plain.unk_token = None
+    with pytest.raises(ValueError, match=r"episodes.renderer: qwen3 does not fit .*<tool_call>"):
+        make_renderer("qwen3", plain, ends_of(plain))
+    tokenizer = tokenizer_of_qwen3()
+    with pytest.raises(ValueError, match=r"qwen3 ends replies .*<\|im_end\|> \(\d+\); add .*eos_token_id"):
+        make_renderer("qwen3", tokenizer, [tokenizer.eos_token_id])
+    with pytest.raises(ValueError, match=r"episodes.template_arguments: .*'thinking'.*enable_thinking"):
+        configured(renderer="qwen3", template_arguments={"thinking": False})
+    with pytest.raises(ValueError, match=r"episodes\.renderer: auto finds none of its own"):
+        configured(renderer="auto")
+    with pytest.raises(ValueError, match=r"episodes.renderer: .*qwen33.*'qwen3'"):
+        check_renderer("qwen33")
+
+
+def test_auto_is_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("renderers")
+    tokenizer = tokenizer_of_qwen3()
+    monkeypatch.setattr(tokenizer, "name_or_path", "Qwen/Qwen3-0.6B")
+    renderer = make_renderer("auto", tokenizer, ends_of(tokenizer), {"enable_thinking": False})
+    assert (renderer.config.name, renderer.config.enable_thinking) == ("qwen3", False)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "renderers", None)
+    with pytest.raises(ValueError, match=r"episodes\.renderer needs renderers, .*`make environments`"):
+        check_renderer("qwen3")
+
+
+def test_a_run_asks_for_the_renderer_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = yaml.safe_load((Path(__file__).parents[2] / "configs/guess-number.yaml").read_text())
+    tokenizer = tokenizer_of_qwen3()
+
+    def config(**fields: Any) -> Config:
+        return Config.model_validate(data | {"episodes": data.get("episodes", {}) | fields})
+
+    monkeypatch.setitem(sys.modules, "renderers", None)
+    check_episodes(config())
+    check_template(config(), tokenizer)
+    for check in (check_episodes, lambda config: check_template(config, tokenizer)):
+        with pytest.raises(ValueError, match=r"episodes\.renderer needs renderers"):
+            check(config(renderer="qwen3"))
+
+
+def test_a_parser_without_a_renderer_is_refused() -> None:
+    with pytest.raises(ValueError, match="name it in episodes"):
+        EpisodesConfig(tool_parser="renderer")
+    assert isinstance(configured()[0], ChatTemplate)
+
+
+class Letters:
+    """A renderer of letters: each message is its content and a full stop."""
+
+    config = SimpleNamespace(name="letters")
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.bridges: list[Any] = []
+        self.bridged: list[int] | None = None
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text)["input_ids"])
+
+    def get_stop_token_ids(self) -> list[int]:
+        return ends_of(self.tokenizer)[:1]
+
+    def render_ids(self, messages: Any, *, tools: Any, add_generation_prompt: bool) -> list[int]:
+        assert add_generation_prompt
+        if any(message["content"] == "bad" for message in messages):
+            raise KeyError("bad")
+        return self.ids("".join(f"{message['content']}." for message in messages))
+
+    def bridge_to_next_turn(self, prompt: Any, reply: Any, new: Any, *, tools: Any) -> Any:
+        self.bridges.append((prompt, reply, new, tools))
+        return None if self.bridged is None else SimpleNamespace(token_ids=self.bridged)
+
+
+def test_what_a_renderer_is_given_and_what_is_taken_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bridge that changes earlier tokens begins a branch; without the package."""
+    tokenizer = tokenizer_of_qwen3()
+    letters = Letters(tokenizer)
+    fake = SimpleNamespace(
+        config_from_name=lambda name: name, create_renderer=lambda tokenizer, config: letters
+    )
+    monkeypatch.setitem(sys.modules, "renderers", fake)
+    template, parser = configured(renderer="letters")
+    assert parser is None
+    call = {"id": "call00000", "function": {"name": "look", "arguments": {}}}
+    reply = {"role": "assistant", "content": "b", "tool_calls": [call]}
+    conversation = [user("a"), reply, RESULT]
+    assert template.prompt(conversation) == tuple(letters.ids("a.b.nothing."))
+    assert template.continued(conversation, 2, (1, 2), (3,), [TOOL]) is None
+    assert letters.bridges == [([1, 2], [3], [{**RESULT, "name": "look"}], [TOOL])]
+    letters.bridged = [1, 2, 3, 4]
+    assert template.continued(conversation, 2, (1, 2), (3,)) == (1, 2, 3, 4)
+    letters.bridged = [1, 2, 4]
+    assert template.continued(conversation, 2, (1, 2), (3,)) is None
+    with pytest.raises(ValueError, match="refuses the conversation: 'bad'"):
+        template.prompt([user("bad")])
+    session, _, _ = play(template, ["b", "c"], [[user("a")], [user("d")]])
+    # A reply ends with <|im_end|>, and the fake shows a full stop there.
+    assert len(session.segments.sequences()) == 2

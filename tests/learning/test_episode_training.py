@@ -1,0 +1,373 @@
+"""The Learner on episodes: its gradient is that of a loop over turns, however they branch and are packed."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from builders import (
+    ENDS,
+    changed,
+    clip_range,
+    gradient,
+    make_completion,
+    make_group,
+    make_item,
+    perturb,
+    plain_logprobs,
+    relative_difference,
+)
+from episode_batches import make_episode, random_batch, slow_gradient
+
+from grpo_ray.config import Config
+from grpo_ray.config.losses import Aggregation, LossType
+from grpo_ray.core.learner import Learner
+from grpo_ray.core.staleness import StaleBatchError, lag_metrics
+from grpo_ray.learning.loading import load_policy
+from grpo_ray.learning.log_probs import ResponseLogProbs
+from grpo_ray.learning.microbatch import MicroBatch, collate_padded
+from grpo_ray.learning.sequences import NEVER, minibatches, samples_of, sequences_of
+from grpo_ray.types import CONTEXT, Completion, ScoredGroup, TrainBatch
+
+LOSSES, AGGREGATIONS = get_args(LossType), get_args(Aggregation)
+
+
+@pytest.fixture
+def make_learner(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., Learner]:
+    """Return `make_learner(algorithm={...}, ...)` of Learners with clips that take effect."""
+
+    def make(**changes: dict[str, Any]) -> Learner:
+        given = changes.pop("algorithm", {})
+        sizes = {"prompts_per_step": 3, "samples_per_prompt": 3}
+        clip = clip_range(given.get("loss", "grpo_clip"), 0.2)
+        config = changed(tiny_config, algorithm=sizes | clip | given)
+        return Learner(str(tiny_model()), changed(config, **changes), ENDS)
+
+    return make
+
+
+def check(learner: Learner, seed: int, reference: Any = None) -> None:
+    """Compare an update on random episodes with the formulas."""
+    config, passes = learner._config, learner._forward_backward
+    groups, samples = random_batch(seed, learner.model, config)
+    assert any(len({turn.sequence for turn in turns}) > 1 for turns in samples)
+    expected_loss, expected = slow_gradient(learner.model, config, samples, reference)
+    sequences = sequences_of(groups)
+    if reference is not None:
+        sequences = passes.with_reference(reference, sequences)
+    sums = learner.accumulate_gradient(sequences)
+    assert sums["loss"] == pytest.approx(expected_loss, rel=1e-4, abs=1e-6)
+    assert expected.norm() > 1e-3  # otherwise any gradient would pass
+    assert relative_difference(gradient(learner), expected) < 1e-5
+    assert sums["trained_tokens"] == sum(len(turn.reply) for turns in samples for turn in turns)
+
+
+# Each loss with two aggregations. All combinations, without episodes: tests/objectives/test_objective.py.
+OBJECTIVES = [
+    (loss, AGGREGATIONS[(n + k) % len(AGGREGATIONS)]) for n, loss in enumerate(LOSSES) for k in (0, 2)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("loss", "aggregation"), OBJECTIVES)
+def test_gradient_is_that_of_a_loop_over_turns(
+    make_learner: Callable[..., Learner], loss: str, aggregation: str
+) -> None:
+    algorithm = {"loss": loss, "aggregation": aggregation}
+    learner = make_learner(algorithm=algorithm, sampling={"temperature": 0.7, "min_tokens": 2})
+    check(learner, LOSSES.index(loss) + 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"entropy_bonus": 0.05},
+        {"old_log_probs": "proximal", "off_policy_correction": "truncate_token"},
+        {"old_log_probs": "proximal", "off_policy_correction": "truncate_sequence"},
+        {"off_policy_correction": "mask_product", "correction_band": (0.5, 1.5)},
+        {"off_policy_correction": "mask_geometric", "correction_band": (0.9, 1.1)},
+        {"off_policy_correction": "veto", "correction_options": {"threshold": 0.6}},
+        {"off_policy_correction": "opsm", "correction_options": {"delta": 0.0}},
+        {"aggregation": "token_mean", "entropy_bonus": 0.05},
+    ],
+    ids=str,
+)
+def test_added_terms_and_weights(make_learner: Callable[..., Learner], algorithm: dict[str, Any]) -> None:
+    check(make_learner(algorithm=algorithm), 11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", ["k3", "k3+", "unbiased"])
+def test_distance_to_a_reference(
+    make_learner: Callable[..., Learner], tiny_model: Callable[..., Path], estimator: str
+) -> None:
+    reference = load_policy(str(tiny_model()))
+    perturb(reference, 1, 0.05)
+    kl = {"coefficient": 0.1, "reference": "initial", "estimator": estimator}
+    check(make_learner(algorithm={"kl": kl}), 12, reference)
+
+
+def test_a_mean_over_an_episode_is_over_the_tokens_of_all_its_sequences(
+    make_learner: Callable[..., Learner],
+) -> None:
+    """Alone in a batch, the episode's mean is the mean over all tokens."""
+    branched, _ = two_turns_and_a_branch().rollout.completions
+    sequences = sequences_of([make_group(make_item(0, [1, 2]), [branched], [1], [1.0])])
+    assert [s.num_sampled for s in sequences] == [5, 1]
+    losses = []
+    for aggregation in ("token_mean", "sequence_mean"):
+        learner = make_learner(algorithm={"loss": "reinforce_with_baseline", "aggregation": aggregation})
+        losses.append(learner.accumulate_gradient(sequences)["loss"])
+    assert losses[1] == pytest.approx(losses[0])
+
+
+# ---- layouts and micro-batches ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["grpo_clip", "gspo"])
+def test_layouts_and_micro_batches_change_nothing(make_learner: Callable[..., Learner], loss: str) -> None:
+    """With stored logprobs of other policies, which are looked up in the same micro-batches."""
+    terms = {"entropy_bonus": 0.01, "old_log_probs": "proximal", "off_policy_correction": "mask_band"}
+    found = {}
+    for share, tokens in (("auto", 4096), ("auto", 40), ("auto", 1), ("never", 60)):
+        options = {"share_prompts": share, "micro_batch_tokens": tokens}
+        learner = make_learner(algorithm={"loss": loss, **terms}, learner=options)
+        groups, samples = random_batch(5, learner.model, learner._config)
+        sequences = learner._forward_backward.with_proximal(learner.model, sequences_of(groups))
+        sequences = learner._forward_backward.with_reference(learner.model, sequences)
+        for s in sequences:
+            assert s.proximal_logprobs is not None
+            assert len(s.proximal_logprobs) == s.num_sampled
+        sums = learner.accumulate_gradient(sequences)
+        found[share, tokens] = sums, gradient(learner)
+    whole, expected = found["never", 60]
+    num_sampled = sum(len(turn.reply) for turns in samples for turn in turns)
+    for sums, own in found.values():
+        assert relative_difference(own, expected) < 1e-5
+        assert sums["entropy_tokens"] == num_sampled
+        for name in whole.keys() - {"computed_tokens", "prompt_tokens", "padding_tokens"}:
+            assert sums[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-5), name
+        labels = sums["computed_tokens"] - sums["prompt_tokens"] - sums["padding_tokens"]
+        assert labels == num_sampled
+    assert found["auto", 4096][0]["computed_tokens"] < found["auto", 1][0]["computed_tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, 30, 4096])
+@pytest.mark.parametrize("share_prompts", ["auto", "never"])
+def test_each_sampled_token_is_trained_once(
+    make_learner: Callable[..., Learner], share_prompts: str, tokens: int
+) -> None:
+    learner = make_learner(learner={"share_prompts": share_prompts, "micro_batch_tokens": tokens})
+    groups, samples = random_batch(6, learner.model, learner._config)
+    passes, trained = learner._forward_backward, Counter[tuple[int, ...]]()
+    backward = passes._backward
+
+    def counted(model: Any, batch: MicroBatch, denominator: float) -> Any:
+        assert batch.response_mask.sum() == len(batch.labels)
+        positions = torch.arange(batch.input_ids.numel()) if batch.position_ids is None else batch.position_ids
+        for label, source in zip(batch.labels.tolist(), batch.sources.tolist(), strict=True):
+            trained[label, int(positions.flatten()[source]) % batch.input_ids.shape[1]] += 1
+        return backward(model, batch, denominator)
+
+    passes._backward = counted  # type: ignore[method-assign]
+    learner.accumulate_gradient(sequences_of(groups))
+    assert trained == Counter(
+        (token, len(turn.prompt) + place - 1)
+        for turns in samples
+        for turn in turns
+        for place, token in enumerate(turn.reply)
+    )
+
+
+def test_context_has_no_influence_but_as_input(make_learner: Callable[..., Learner]) -> None:
+    learner = make_learner()
+    groups, _ = random_batch(7, learner.model, learner._config)
+    learner.accumulate_gradient(sequences_of(groups))
+    before = gradient(learner)
+    num_context = 0
+    for group in groups:
+        for c in group.rollout.completions:
+            c.logprobs[~c.mask] = np.nan
+            num_context += int((~c.mask).sum())
+    assert num_context > 5
+    learner.accumulate_gradient(sequences_of(groups))
+    assert torch.equal(gradient(learner), before)
+
+
+# ---- one turn ----
+
+
+def as_episode(completion: Completion, prompt: Sequence[int]) -> Completion:
+    episode = make_episode([(prompt, completion.token_ids.tolist())])
+    return replace(episode, logprobs=completion.logprobs, versions=completion.versions)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_an_episode_of_one_turn_is_a_plain_completion_to_the_bit(
+    make_learner: Callable[..., Learner], aggregation: str
+) -> None:
+    learner = make_learner(algorithm={"aggregation": aggregation})
+    found = []
+    (group,) = (g for g in random_batch(8, learner.model, learner._config)[0] if g.group_id == 2)
+    prompt = group.rollout.item.prompt_token_ids
+    episodes = tuple(as_episode(c, prompt) for c in group.rollout.completions)
+    of_episodes = replace(group, rollout=replace(group.rollout, completions=episodes))
+    for groups in ([group], [of_episodes]):
+        sequences = sequences_of(groups)
+        learner.accumulate_gradient(sequences)
+        found.append((sequences, gradient(learner)))
+    (plain, plain_gradient), (own, own_gradient) = found
+    for one, other in zip(plain, own, strict=True):
+        assert vars(one).keys() == vars(other).keys()
+        for name, value in vars(one).items():
+            if name == "sample":
+                continue
+            np.testing.assert_array_equal(getattr(other, name), value, err_msg=name)
+            assert type(getattr(other, name)) is type(value), name
+    assert torch.equal(plain_gradient, own_gradient)
+
+
+# ---- sequences ----
+
+
+def two_turns_and_a_branch() -> ScoredGroup:
+    episode = make_episode(
+        [([1, 2], [30, 31]), ([1, 2, 30, 31, 5, 6], [32, 33, 34]), ([1, 2, 31, 7], [35])], versions=[0, 1, 1]
+    )
+    return make_group(make_item(0, [1, 2]), [episode, make_completion([36, 37])], [1, 0], [0.5, -0.5])
+
+
+def test_places_in_a_turn_count_its_tokens_that_are_left_out() -> None:
+    """Old tokens of a turn that began at version 0 are masked; the next was still the third of its turn."""
+    episode = make_episode([([1, 2], [30, 31, 32]), ([1, 2, 30, 31, 32, 5], [33])], versions=[0, 1])
+    versions = np.array([0, 0, 1, CONTEXT, 1], np.int32)
+    old = replace(episode, versions=versions).masked_before(1)
+    (sequence,) = sequences_of([make_group(make_item(0, [1, 2]), [old], [1.0], [1.0])])
+    assert sequence.mask is not None
+    assert sequence.mask.tolist() == [False, False, True, False, True]
+    assert sequence.turn_places is not None
+    assert sequence.turn_places.tolist() == [2, 0]
+
+
+def test_sequences_of_an_episode_by_hand() -> None:
+    group = replace(two_turns_and_a_branch(), turn_advantages=(np.float32([1, 2, 3]), np.float32([4])))
+    first, second, plain = sequences_of([group])
+    assert first.prompt_token_ids == (1, 2)
+    assert first.response_token_ids.tolist() == [30, 31, 5, 6, 32, 33, 34]
+    assert first.mask is not None
+    assert first.mask.tolist() == [True, True, False, False, True, True, True]
+    assert first.turn_places is not None
+    assert first.turn_places.tolist() == [0, 1, 0, 1, 2]
+    assert np.asarray(first.advantage).tolist() == [1, 1, 2, 2, 2]
+    assert (first.num_sampled, first.switch, len(first)) == (5, 2, 9)
+    assert second.prompt_token_ids == (1, 2, 31, 7)
+    assert (second.mask, second.turn_places, second.switch) == (None, None, NEVER)
+    assert np.asarray(second.advantage).tolist() == [3]
+    assert [s.sample for s in (first, second, plain)] == [(0, 0), (0, 0), None]
+    batch = collate_padded([first, second])
+    assert batch.labels.tolist() == [30, 31, 32, 33, 34, 35]
+    assert batch.sources.tolist() == [1, 2, 5, 6, 7, 9 + 3]
+    assert batch.places.tolist() == [0, 1, 2, 3, 4, 5]
+    assert batch.turn_places.tolist() == [0, 1, 0, 1, 2, 0]
+    assert batch.response_mask.tolist() == [[True] * 5, [True] + [False] * 4]
+    assert batch.advantages.tolist() == [[1, 1, 2, 2, 2], [3, 0, 0, 0, 0]]
+    assert (batch.num_prompt_tokens, batch.num_padding_tokens) == (2 + 2 + 4, 4)
+
+
+def test_an_episode_without_a_reward_has_its_own_advantage_in_place_of_those_of_its_turns() -> None:
+    """The Scorer gives it 0; NaN marks it while a batch is whitened."""
+    for own in (0.0, np.nan):
+        no_turns, other = np.zeros(0, np.float32), np.float32([4])
+        advantages = np.array([own, -0.5], np.float32)
+        group = replace(two_turns_and_a_branch(), advantages=advantages, turn_advantages=(no_turns, other))
+        assert np.array_equal([s.advantage for s in sequences_of([group])[:2]], [own, own], equal_nan=True)
+
+
+def test_truncated_episodes_and_those_without_samples_yield_nothing() -> None:
+    group = two_turns_and_a_branch()
+    episode, _ = group.rollout.completions
+    cut, empty = replace(episode, finish_reason="length"), make_episode([])
+    of_both = replace(group, rollout=replace(group.rollout, completions=(cut, empty)))
+    assert sequences_of([of_both], mask_truncated=True) == []
+    assert len(sequences_of([of_both])) == 2
+    unsampled = replace(episode, versions=np.full_like(episode.versions, -1))
+    assert sequences_of([make_group(make_item(), [unsampled, empty])]) == []
+
+
+def test_minibatches_hold_whole_episodes(make_learner: Callable[..., Learner]) -> None:
+    learner = make_learner()
+    sequences = sequences_of(random_batch(9, learner.model, learner._config)[0])
+    assert len(sequences) > len(samples_of(sequences)) == 9
+    updates = minibatches(sequences, 4, 2, "0")
+    assert [len(samples_of(update)) for update in updates] == [3] * 6
+    for epoch in (updates[:3], updates[3:]):
+        assert sorted(id(s) for update in epoch for s in update) == sorted(map(id, sequences))
+        owners = [{s.sample for s in update if s.sample is not None} for update in epoch]
+        assert sum(map(len, owners)) == len(set.union(*owners)) == 6
+
+
+# ---- min_tokens ----
+
+
+def test_end_tokens_are_impossible_at_the_start_of_every_turn(
+    make_learner: Callable[..., Learner], tiny_model: Callable[..., Path]
+) -> None:
+    model = load_policy(str(tiny_model()))
+    config = make_learner(sampling={"min_tokens": 2})._config
+    end = ENDS[1]
+    turns = [([20, 21], [22, end, end, 23]), ([20, 21, 22, end, end, 23, 24], [end, 25, end])]
+    sequences = sequences_of([make_group(make_item(0, [20, 21]), [make_episode(turns)], [1])])
+    with torch.no_grad():
+        found, _ = ResponseLogProbs(config.sampling, ENDS)(model, collate_padded(sequences))
+    expected = [
+        plain_logprobs(model, prompt, reply, config.sampling.temperature, 2, ENDS) for prompt, reply in turns
+    ]
+    possible = [0, 2, 3, 5, 6]  # of the seven tokens
+    torch.testing.assert_close(found[0, possible], torch.cat(expected)[possible], atol=1e-5, rtol=0)
+    assert (found[0, [1, 4]] < -1e30).all()
+
+
+# ---- steps ----
+
+
+def test_a_step_without_any_sampled_token_changes_nothing(make_learner: Callable[..., Learner]) -> None:
+    for options in ({}, {"train_batch_size": 3, "old_log_probs": "proximal", "epochs_per_batch": 2}):
+        learner = make_learner(algorithm=options)
+        before = learner.masters.parameters[0].detach().clone()
+        group = make_group(make_item(), [make_episode([]), make_episode([])], [1, 0])
+        metrics = learner.train_step(TrainBatch((group,))).metrics
+        assert learner.version == 1
+        assert metrics["throughput/trained_tokens"] == metrics["optim/skipped_updates"] == 0
+        assert torch.equal(learner.masters.parameters[0], before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"train_batch_size": 3, "epochs_per_batch": 2}])
+def test_steps_on_episodes(make_learner: Callable[..., Learner], options: dict[str, Any]) -> None:
+    kl = {"kl": {"coefficient": 0.1, "reference": "ema"}, "old_log_probs": "proximal"}
+    learner = make_learner(algorithm=options | (kl if options else {}))
+    for version in range(2):
+        groups, samples = random_batch(version, learner.model, learner._config, versions=version)
+        metrics = learner.train_step(TrainBatch(tuple(groups))).metrics
+        num_epochs = options.get("epochs_per_batch", 1)
+        sampled = sum(len(turn.reply) for turns in samples for turn in turns)
+        assert metrics["throughput/trained_tokens"] == num_epochs * sampled
+        assert (metrics["lag/mean"], metrics["optim/skipped_updates"]) == (0, 0)
+        assert metrics["optim/num_updates"] == (6 if options else 1)
+
+
+def test_lag_is_that_of_sampled_tokens(tiny_config: Config) -> None:
+    group = two_turns_and_a_branch()
+    config = changed(tiny_config, weight_sync={"max_lag": 1})
+    # Versions 0 twice and 1 four times in the episode, 0 twice in the completion.
+    assert lag_metrics([group], 1, config) == {"lag/mean": 0.5, "lag/max": 1.0}
+    with pytest.raises(StaleBatchError, match="version 0 reached"):
+        lag_metrics([group], 2, config)

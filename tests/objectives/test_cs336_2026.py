@@ -1,0 +1,434 @@
+"""The handout's functions of spring 2026: by hand, as slow loops, and one gradient however a batch is split."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from test_logprobs import LetterTokenizer, tiny_llama
+
+from examples.course.cs336_2026 import (
+    aggregate_loss_across_microbatch,
+    compute_group_normalized_rewards,
+    compute_policy_gradient_loss,
+    compute_rollout_rewards,
+    grpo_train_step,
+)
+from grpo_ray.objectives import tokenize_prompt_and_output
+
+PROMPTS = ["ab", "ab", "abc", "abc", "d", "d"]
+RESPONSES = ["c", "de", "", "fghi", "abc", "b"]  # the third has no tokens
+TRUTHS = ["c", "c", "f", "f", "b", "b"]
+TOKENIZER = LetterTokenizer()
+METHODS = ("none", "noclip", "grpo", "gspo")
+NORMALIZATIONS = (("sequence", None), ("constant", 24))
+
+
+def first_letter_reward(response, ground_truth):
+    answer = float(response[:1] == ground_truth)
+    return {
+        "reward": answer + 0.1 * len(response),
+        "format_reward": float(response != ""),
+        "answer_reward": answer,
+    }
+
+
+# ---- rewards and advantages ----
+
+
+def test_rewards_and_their_metrics_by_hand():
+    rewards, metadata = compute_rollout_rewards(first_letter_reward, ["c", "de", "", "cc"], list("cccc"))
+    torch.testing.assert_close(rewards, torch.tensor([1.1, 0.2, 0.0, 1.2]))
+    assert metadata == pytest.approx(
+        {
+            "reward/mean": 0.625,
+            "reward/std": math.sqrt((0.475**2 + 0.425**2 + 0.625**2 + 0.575**2) / 3),
+            "reward/min": 0.0,
+            "reward/max": 1.2,
+            "reward/format": 0.75,
+            "reward/answer": 0.5,
+        }
+    )
+
+
+def test_integer_rewards_are_numbers_too():
+    rewards, metadata = compute_rollout_rewards(
+        lambda response, truth: {"reward": 1, "format_reward": 1, "answer_reward": 0}, ["a"], ["b"]
+    )
+    assert rewards.tolist() == [1.0]
+    assert (metadata["reward/std"], metadata["reward/format"], metadata["reward/answer"]) == (0.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "normalizer", "expected"),
+    [  # [1, 0, 0]: mean 1/3, sample std sqrt(1/3); [4, 2, 0]: mean 2, sample std 2
+        ("mean", "std", [2 / 3 * 3**0.5, -1 / 3 * 3**0.5, -1 / 3 * 3**0.5, 1, 0, -1]),
+        ("mean", "none", [2 / 3, -1 / 3, -1 / 3, 2, 0, -2]),
+        ("mean", "mean", [2, -1, -1, 1, 0, -1]),
+        ("none", "none", [1, 0, 0, 4, 2, 0]),
+        ("none", "std", [3**0.5, 0, 0, 2, 1, 0]),
+        ("none", "mean", [3, 0, 0, 2, 1, 0]),
+    ],
+)
+def test_advantages_by_hand(baseline, normalizer, expected):
+    rewards = torch.tensor([1.0, 0, 0, 4, 2, 0])
+    advantages, metadata = compute_group_normalized_rewards(rewards, 3, baseline, 0.0, normalizer)
+    torch.testing.assert_close(advantages, torch.tensor(expected, dtype=torch.float32))
+    assert metadata["advantage/max"] == pytest.approx(max(expected))
+    assert metadata["advantage/mean"] == pytest.approx(sum(expected) / 6, abs=1e-6)
+
+
+def test_eps_is_added_to_either_divisor_and_not_to_none():
+    rewards = torch.tensor([1.0, 0.0])
+    for normalizer, divisor in (("std", 0.5**0.5 + 0.5), ("mean", 0.5 + 0.5), ("none", 1.0)):
+        advantages, _ = compute_group_normalized_rewards(rewards, 2, "mean", 0.5, normalizer)
+        assert advantages.tolist() == pytest.approx([0.5 / divisor, -0.5 / divisor])
+
+
+@pytest.mark.parametrize("normalizer", ["std", "mean", "none"])
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3])
+def test_equal_rewards_have_no_advantage_with_a_baseline(normalizer, reward):
+    advantages, _ = compute_group_normalized_rewards(torch.full((6,), reward), 3, "mean", 1e-12, normalizer)
+    assert advantages.tolist() == [0.0] * 6
+
+
+def test_the_defaults_are_those_of_grpo():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 5.0])
+    expected, _ = compute_group_normalized_rewards(rewards, 4, "mean", 1e-6, "std")
+    assert torch.equal(compute_group_normalized_rewards(rewards, 4)[0], expected)
+
+
+# ---- loss ----
+
+
+def log_probs(seed=0, rows=4, columns=5):
+    generator = torch.Generator().manual_seed(seed)
+    old = -3 * torch.rand(rows, columns, generator=generator, dtype=torch.float64)
+    policy = old + 0.4 * torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    return policy, old
+
+
+ADVANTAGES = torch.tensor([1.5, -0.5, 2.0, -1.0], dtype=torch.float64)
+LENGTHS = (5, 3, 0, 1)
+MASK = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
+
+
+def slow_loss(method, policy, old, advantage, length, cliprange):
+    """Return the losses of one response's tokens and their number of clipped ones, in plain floats."""
+    differences = [policy[t] - old[t] for t in range(length)]
+    if method == "gspo" and length:
+        differences = [sum(differences) / length] * length
+    losses, num_clipped = [], 0
+    for t, difference in enumerate(differences):
+        ratio = math.exp(difference)
+        bounded = min(max(ratio, 1 - cliprange), 1 + cliprange)
+        if method == "none":
+            objective = advantage * policy[t]
+        elif method == "noclip":
+            objective = advantage * ratio
+        else:
+            objective = min(advantage * ratio, advantage * bounded)
+            num_clipped += advantage * bounded < advantage * ratio
+        losses.append(-objective)
+    return losses, num_clipped
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("normalization", "constant"), NORMALIZATIONS)
+def test_loss_and_aggregation_against_a_slow_loop(method, normalization, constant):
+    policy, old = log_probs(seed=2)
+    per_token, details = compute_policy_gradient_loss(ADVANTAGES, policy, method, old, 0.05, MASK)
+    loss = aggregate_loss_across_microbatch(per_token, MASK, normalization, constant)
+    expected, num_clipped = 0.0, 0
+    for row, length in enumerate(LENGTHS):
+        losses, clipped = slow_loss(
+            method, policy[row].tolist(), old[row].tolist(), ADVANTAGES[row].item(), length, 0.05
+        )
+        assert per_token[row, :length].tolist() == pytest.approx(losses)
+        num_clipped += clipped
+        if length and normalization == "sequence":
+            expected += sum(losses) / length / 4
+        elif length:
+            expected += sum(losses) / constant
+    assert loss.item() == pytest.approx(expected)
+    if method == "none":
+        assert details == {}
+    else:
+        assert details["clip_fraction"].item() == pytest.approx(num_clipped / sum(LENGTHS))
+    if method in ("grpo", "gspo"):
+        assert num_clipped > 0
+
+
+def test_a_column_and_a_vector_of_advantages_are_the_same():
+    policy, old = log_probs()
+    for method in METHODS:
+        vector, _ = compute_policy_gradient_loss(ADVANTAGES, policy, method, old, 0.2, MASK)
+        column, _ = compute_policy_gradient_loss(ADVANTAGES[:, None], policy, method, old, 0.2, MASK)
+        assert torch.equal(vector, column)
+
+
+def test_without_a_mask_every_token_counts():
+    policy, old = torch.zeros(1, 4), torch.tensor([[0.0, 1.0, -1.0, -2.0]])
+    loss, details = compute_policy_gradient_loss(torch.ones(1), policy, "grpo", old, 0.2)
+    assert loss.tolist()[0] == pytest.approx([-1.0, -math.exp(-1), -1.2, -1.2])
+    assert details["clip_fraction"].item() == 0.5
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("normalization", "constant"), NORMALIZATIONS)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_nan_outside_the_mask_changes_neither_loss_nor_gradient(method, normalization, constant):
+    results = []
+    for padding in (-1.0, math.nan):
+        policy, old = (tensor.masked_fill(~MASK, padding) for tensor in log_probs())
+        policy.requires_grad_()
+        per_token, details = compute_policy_gradient_loss(ADVANTAGES, policy, method, old, 0.2, MASK)
+        loss = aggregate_loss_across_microbatch(per_token, MASK, normalization, constant)
+        with torch.autograd.detect_anomaly():  # raises on any NaN in an intermediate gradient
+            loss.backward()
+        results.append((loss, policy.grad, details.get("clip_fraction", torch.zeros(()))))
+    for clean, poisoned in zip(*results, strict=True):
+        assert poisoned.isfinite().all()
+        assert torch.equal(clean, poisoned)
+    assert results[0][1].any()
+    assert not results[0][1][~MASK].any()
+
+
+def test_nan_at_a_response_token_is_not_hidden():
+    policy, old = log_probs()
+    policy[0, 0] = math.nan
+    per_token, _ = compute_policy_gradient_loss(ADVANTAGES, policy, "grpo", old, 0.2, MASK)
+    assert aggregate_loss_across_microbatch(per_token, MASK).isnan()
+
+
+def test_aggregation_by_hand():
+    losses, mask = torch.tensor([[1.0, 2.0, 6.0], [4.0, 9.0, 9.0], [9.0, 9.0, 9.0]]), torch.zeros(3, 3)
+    mask[0], mask[1, 0] = 1, 1
+    assert aggregate_loss_across_microbatch(losses, mask).item() == pytest.approx((3 + 4 + 0) / 3)
+    assert aggregate_loss_across_microbatch(losses, mask, "constant", 26).item() == 0.5
+
+
+# ---- the step ----
+
+
+def whole_batch(model):
+    """Return the tokenized batch and old log-probabilities that are a little off, NaN outside the responses."""
+    batch = tokenize_prompt_and_output(PROMPTS, RESPONSES, TOKENIZER)
+    with torch.no_grad():
+        logits = model(batch["input_ids"]).logits
+    current = logits.log_softmax(-1).gather(-1, batch["labels"][..., None])[..., 0]
+    noise = torch.randn(current.shape, generator=torch.Generator().manual_seed(1))
+    return batch, (current + 0.3 * noise).masked_fill(~batch["response_mask"], math.nan)
+
+
+def train(num_steps, method="none", normalization=("sequence", None), max_grad_norm=None, **arguments):
+    """Return the step's loss and metadata, and the change of the weights under SGD with rate 1."""
+    model = tiny_llama()
+    _, old = whole_batch(model)
+    before = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    names = ("loss_normalization", "normalization_constant")
+    loss, metadata = grpo_train_step(
+        model, TOKENIZER, torch.optim.SGD(model.parameters(), lr=1.0), num_steps, max_grad_norm,
+        first_letter_reward, PROMPTS, RESPONSES, TRUTHS, 2,
+        importance_reweighting_method=method, old_log_probs=old, cliprange=0.2,
+        **dict(zip(names, normalization, strict=True)), **arguments,
+    )  # fmt: skip
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return loss, metadata, torch.nn.utils.parameters_to_vector(model.parameters()).detach() - before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "normalization"), list(product(METHODS, NORMALIZATIONS)))
+def test_the_gradient_is_the_same_into_however_many_parts_the_batch_is_divided(method, normalization):
+    """Six rows in 1, 2, 4, 5 (which do not divide them), 6 and 9 parts; one row has no response tokens."""
+    loss, metadata, change = train(1, method, normalization)
+    assert change.norm() > 1e-3
+    for num_steps in (2, 4, 5, 6, 9):
+        other_loss, other_metadata, other_change = train(num_steps, method, normalization)
+        torch.testing.assert_close(other_loss, loss, rtol=1e-5, atol=1e-6)
+        assert ((other_change - change).norm() / change.norm()).item() < 1e-5
+        for name in ("grad_norm", "token_entropy", "clip_fraction"):
+            torch.testing.assert_close(other_metadata[name], metadata[name], rtol=1e-5, atol=1e-6)
+    assert (metadata["clip_fraction"] > 0) == (method in ("grpo", "gspo"))
+
+
+@pytest.mark.parametrize(("method", "normalization"), list(product(METHODS, NORMALIZATIONS)))
+def test_the_step_against_autograd_of_the_whole_batch_row_by_row(method, normalization):
+    model = tiny_llama()
+    batch, old = whole_batch(model)
+    rewards = [first_letter_reward(*pair)["reward"] for pair in zip(RESPONSES, TRUTHS, strict=True)]
+    total = torch.zeros(())
+    for row, response in enumerate(RESPONSES):
+        if not response:
+            continue
+        group = torch.tensor(rewards[row // 2 * 2 : row // 2 * 2 + 2])
+        advantage = (rewards[row] - group.mean()) / (group.std() + 1e-6)
+        mask = batch["response_mask"][row]
+        logits = model(batch["input_ids"][row][None]).logits[0]
+        policy = logits.log_softmax(-1).gather(-1, batch["labels"][row][:, None])[:, 0][mask]
+        log_ratio = policy - old[row][mask]
+        log_ratio = log_ratio.mean().expand(len(policy)) if method == "gspo" else log_ratio
+        ratio = log_ratio.exp()
+        objective = {
+            "none": advantage * policy,
+            "noclip": advantage * ratio,
+        }.get(method, torch.minimum(advantage * ratio, advantage * ratio.clamp(0.8, 1.2)))
+        total = total - (objective.mean() / 6 if normalization[0] == "sequence" else objective.sum() / 24)
+    total.backward()
+    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    loss, metadata, change = train(4, method, normalization)
+    assert loss.item() == pytest.approx(total.item(), rel=1e-5, abs=1e-6)
+    assert ((change + gradient).norm() / gradient.norm()).item() < 1e-5
+    assert metadata["grad_norm"].item() == pytest.approx(gradient.norm().item(), rel=1e-5)
+
+
+def test_clipping_by_norm_and_what_the_metadata_holds():
+    _, metadata, change = train(2, max_grad_norm=0.01)
+    assert metadata["grad_norm"] > 0.1  # before clipping
+    assert change.norm().item() == pytest.approx(0.01, rel=1e-3)
+    assert metadata["reward/answer"] == pytest.approx(3 / 6)
+    assert metadata["advantage/mean"] == pytest.approx(0.0, abs=1e-6)
+    model = tiny_llama()
+    batch, _ = whole_batch(model)
+    probabilities = model(batch["input_ids"]).logits.softmax(-1)[batch["response_mask"]]
+    entropy = torch.distributions.Categorical(probs=probabilities).entropy().mean()
+    assert metadata["token_entropy"].item() == pytest.approx(entropy.item(), rel=1e-4)
+
+
+def test_gradients_from_before_are_discarded():
+    model = tiny_llama()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 100.0)
+    _, metadata = grpo_train_step(
+        model, TOKENIZER, torch.optim.SGD(model.parameters(), lr=1.0), 1, None,
+        first_letter_reward, PROMPTS, RESPONSES, TRUTHS, 2,
+    )  # fmt: skip
+    assert metadata["grad_norm"].item() == pytest.approx(train(1)[1]["grad_norm"].item())
+
+
+def test_a_batch_of_equal_rewards_changes_nothing():
+    for baseline, normalizer in (("mean", "std"), ("mean", "none"), ("mean", "mean")):
+        model = tiny_llama()
+        before = [parameter.clone() for parameter in model.parameters()]
+        loss, _ = grpo_train_step(
+            model, TOKENIZER, torch.optim.SGD(model.parameters(), lr=1.0), 2, None,
+            lambda response, truth: dict.fromkeys(("reward", "format_reward", "answer_reward"), 0.0),
+            PROMPTS, RESPONSES, TRUTHS, 2, baseline=baseline, advantage_normalizer=normalizer,
+        )  # fmt: skip
+        assert loss.item() == 0.0
+        assert all(map(torch.equal, model.parameters(), before))
+
+
+# The handout's algorithms as arguments; docs/playground.md has the same table.
+ALGORITHMS = {
+    "GRPO": {},
+    "Dr. GRPO": {
+        "advantage_normalizer": "none",
+        "loss_normalization": "constant",
+        "normalization_constant": 16,
+    },
+    "RFT": {
+        "baseline": "none",
+        "advantage_normalizer": "none",
+        "loss_normalization": "constant",
+        "normalization_constant": 16,
+    },
+    "MaxRL": {"advantage_normalizer": "mean", "loss_normalization": "constant", "normalization_constant": 16},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_of_the_handout_learns_a_letter(name):
+    """Sixteen responses of one letter per step: the right one becomes the most likely within 40 steps."""
+    model, generator = tiny_llama(), torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    prompt = torch.tensor([TOKENIZER.encode("ab", add_special_tokens=False)])
+
+    def probability():
+        with torch.no_grad():
+            return model(prompt).logits[0, -1, 1:9].softmax(-1)  # the letters a to h
+
+    start = probability()[2].item()
+    for _ in range(40):
+        letters = torch.multinomial(probability(), 16, replacement=True, generator=generator)
+        responses = ["abcdefgh"[letter] for letter in letters.tolist()]
+        grpo_train_step(
+            model, TOKENIZER, optimizer, 3, 1.0, first_letter_reward, ["ab"] * 16, responses, ["c"] * 16, 8,
+            **ALGORITHMS[name],
+        )  # fmt: skip
+    assert start < 0.3
+    assert probability()[2].item() > 0.8
+
+
+# ---- bad arguments ----
+
+
+def test_bad_arguments_are_refused_by_name():
+    policy, old = log_probs()
+    rewards = torch.ones(4)
+    cases = [
+        ("2 rollout_responses and 1 repeated_ground_truths", compute_rollout_rewards, (len, ["a", "b"], ["a"])),
+        ("0 rollout_responses", compute_rollout_rewards, (len, [], [])),
+        ("group_size=3", compute_group_normalized_rewards, (rewards, 3)),
+        ("group_size=0", compute_group_normalized_rewards, (rewards, 0)),
+        ("raw_rewards", compute_group_normalized_rewards, (rewards[:, None], 2)),
+        ("raw_rewards", compute_group_normalized_rewards, (rewards[:0], 2)),
+        ("'std'.*group_size of at least 2", compute_group_normalized_rewards, (rewards, 1)),
+        ("'mean'.*at least 0", compute_group_normalized_rewards, (rewards - 1.1, 2, "mean", 1e-6, "mean")),
+        ("unknown baseline 'std'; allowed: mean, none", compute_group_normalized_rewards, (rewards, 2, "std")),
+        (
+            "unknown advantage_normalizer 'max'",
+            compute_group_normalized_rewards,
+            (rewards, 2, "mean", 0, "max"),
+        ),
+        (
+            "unknown importance_reweighting_method 'clip'",
+            compute_policy_gradient_loss,
+            (rewards, policy, "clip"),
+        ),
+        ("'noclip' needs old_log_probs", compute_policy_gradient_loss, (rewards, policy, "noclip")),
+        ("'grpo' needs cliprange", compute_policy_gradient_loss, (rewards, policy, "grpo", old)),
+        ("needs response_mask", compute_policy_gradient_loss, (rewards, policy, "gspo", old, 0.2)),
+        ("shape", compute_policy_gradient_loss, (rewards, policy, "grpo", old[:, :4], 0.2)),
+        (r"\[batch, 1\]", compute_policy_gradient_loss, (rewards[:3], policy)),
+        ("mask has shape", aggregate_loss_across_microbatch, (policy, MASK[:, :1])),
+        ("unknown loss_normalization 'token'", aggregate_loss_across_microbatch, (policy, MASK, "token")),
+        ("normalization_constant", aggregate_loss_across_microbatch, (policy, MASK, "constant")),
+        ("normalization_constant", aggregate_loss_across_microbatch, (policy, MASK, "constant", 0)),
+    ]
+    for message, function, arguments in cases:
+        with pytest.raises(ValueError, match=message):
+            function(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
+        ("gradient_accumulation_steps", {"gradient_accumulation_steps": 0}),
+        ("'grpo' needs old_log_probs", {"importance_reweighting_method": "grpo"}),
+        ("'gspo' needs cliprange", {"importance_reweighting_method": "gspo", "old_log_probs": torch.ones(1)}),
+        (
+            "old_log_probs has shape",
+            {"importance_reweighting_method": "noclip", "old_log_probs": torch.ones(6, 9)},
+        ),
+        ("normalization_constant", {"loss_normalization": "constant"}),
+        ("6 prompts and 5 outputs", {"rollout_responses": RESPONSES[:5]}),
+    ],
+)
+def test_a_step_is_refused_before_anything_is_graded(message, arguments):
+    def graded(response, truth):
+        raise AssertionError("graded before the check")
+
+    model = tiny_llama()
+    given = {
+        "gradient_accumulation_steps": 1,
+        "max_grad_norm": None,
+        "reward_fn": graded,
+        "repeated_prompts": PROMPTS,
+        "rollout_responses": RESPONSES,
+        "repeated_ground_truths": TRUTHS,
+        "group_size": 2,
+    }
+    with pytest.raises(ValueError, match=message):
+        grpo_train_step(model, TOKENIZER, torch.optim.SGD(model.parameters()), **given | arguments)

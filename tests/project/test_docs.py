@@ -1,0 +1,389 @@
+"""The documentation: the site builds without a warning, its tables are complete, and its examples work."""
+
+import ast
+import html
+import importlib.util
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from test_layout import ORDER
+
+from examples.course import __main__ as course
+from grpo_ray.config import Config
+from grpo_ray.config.loading import load_config
+from grpo_ray.config.schema import leaves
+from grpo_ray.config.section import Section
+from grpo_ray.objectives import CorrectionInputs, Objective, check_algorithm, compare_group
+from grpo_ray.rewards import get_reward_fn
+from grpo_ray.rewards.checking import check_reward
+from grpo_ray.tasks import load_examples
+from grpo_ray.tools.cli import parse
+from grpo_ray.watch.metrics_catalog import METRICS
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+BLOCK = re.compile(r"^```(\w+)(?: title=\"(.+?)\")?\n(.*?)^```$", re.M | re.S)
+
+
+def blocks(page: str) -> list[tuple[str, str, str]]:
+    """Return (language, title, text) of the page's fenced blocks."""
+    return BLOCK.findall((DOCS / page).read_text())
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_reference", DOCS / "hooks" / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site; a dead link, or a page missing from the menu, is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+# ---- the site ----
+
+
+@pytest.mark.slow
+def test_the_site_has_every_page_and_fetches_nothing(site: Path) -> None:
+    for page in DOCS.glob("*.md"):
+        name = "index.html" if page.stem == "index" else f"{page.stem}/index.html"
+        assert (site / name).exists(), name
+    assert not (site / "hooks").exists()
+    fetched = re.compile(r"<(?:script|img|link)[^>]+(?:src|href)=[\"']?(?:https?:)?//[^>]+>")
+    for page in site.rglob("*.html"):
+        assert not fetched.findall(page.read_text()), page
+
+
+@pytest.mark.slow
+def test_a_linked_source_file_is_a_page_of_the_site(site: Path) -> None:
+    assert "../source/grpo_ray/types.py/" in (site / "concepts" / "index.html").read_text()
+    assert "class PromptItem" in re.sub(
+        r"<[^>]+>", "", (site / "source/grpo_ray/types.py/index.html").read_text()
+    )
+
+
+@pytest.mark.slow
+def test_the_page_of_one_step_shows_the_whole_file(site: Path) -> None:
+    shown = re.sub(r"<[^>]+>", "", (site / "one-step" / "index.html").read_text())
+    for line in (DOCS / "one_step.py").read_text().splitlines():
+        assert html.escape(line, quote=False) in shown, line
+
+
+def test_links_between_files_of_the_repository_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", BLOCK.sub("", page.read_text())):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+# ---- the reference pages ----
+
+
+def rows(markdown: str) -> dict[str, dict[str, list[str]]]:
+    """Return the cells of each table's rows, by heading and the name in the first cell."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for line in map(str.strip, markdown.splitlines()):
+        if line.startswith("## "):
+            heading = found.setdefault(line.removeprefix("## ").strip("`"), {})
+        elif line.startswith("| `"):
+            cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+            heading[cells[0].strip("`")] = cells[1:]
+    return found
+
+
+def sections(base: type[Section] = Section) -> Iterator[type[Section]]:
+    for section in base.__subclasses__():
+        yield section
+        yield from sections(section)
+
+
+def test_every_field_of_every_section_stands_in_the_reference(reference: ModuleType) -> None:
+    tables = rows(reference.configuration_reference())
+    field_sets = [set(table) for table in tables.values()]
+    for section in sections():
+        is_part_of_config = section.__module__.startswith("grpo_ray.config") and not section.__subclasses__()
+        if is_part_of_config and section is not Config:
+            assert set(section.model_fields) in field_sets, section.__name__
+    for path, value in leaves(load_config(ROOT / "configs/quickstart.yaml").model_dump()).items():
+        heading, _, name = path.rpartition(".")
+        if not heading:  # a section that is null
+            assert path in tables
+            continue
+        if heading.startswith("task"):
+            heading = heading.replace("task", "task (kind: sorting)", 1)
+        assert name in tables[heading], (path, value)
+
+
+def test_every_field_says_what_it_is_for(reference: ModuleType) -> None:
+    tables = rows(reference.configuration_reference())
+    silent = [
+        f"{path}.{name}" for path, table in tables.items() for name, cells in table.items() if not cells[2]
+    ]
+    assert silent == []
+
+
+def test_values_defaults_and_meanings_of_fields(reference: ModuleType) -> None:
+    tables = rows(reference.configuration_reference())
+    assert tables["learner"]["learning_rate"] == ["number >= 0", "`1e-05`", "Peak AdamW learning rate."]
+    assert tables["algorithm"]["advantage_scale"][0] == "group, batch, whiten_responses or whiten_tokens"
+    assert tables["algorithm.kl"]["ema_decay"][:2] == ["number >= 0 and < 1", "`0.99`"]
+    assert tables["task (kind: math)"]["answer_is_boxed"][1] == "`true`"
+    assert tables["task (kind: file)"]["train_path"][1] == "required"
+    assert tables["task.parts.NAME"]["weight"][1] == "`1.0`"
+    assert tables["task.reward[N]"]["reward"][1] == "required"
+    assert tables["model"]["tiny"][0] == "a section, below, or null"
+    assert tables["sampling"]["stop"][1] == "`[]`"
+
+
+def test_the_reference_opens_with_the_basic_keys_and_folds_the_others(reference: ModuleType) -> None:
+    markdown = reference.configuration_reference()
+    basic = rows(markdown)[f"The {len(reference.BASIC)} keys that most runs need"]
+    assert list(basic) == list(reference.BASIC)
+    assert 20 <= len(basic) <= 30
+    assert basic["algorithm.num_steps"][:2] == ["integer > 0", "`200`"]
+    assert [line for line in markdown.partition("\n## `run`")[2].splitlines() if line.startswith("|")] == []
+    assert rows(markdown)["model.adapter (kind: lora)"]["kind"][2].startswith("`lora` adds")
+
+
+@pytest.mark.slow
+def test_the_page_of_the_configuration_folds_its_tables(site: Path) -> None:
+    page = (site / "configuration" / "index.html").read_text()
+    assert page.count("<details") > 25
+    assert not re.search("<details[^>]* open", page)
+    assert "<code>on_preemption_s</code></td>" in page.partition("<details")[2]
+
+
+def test_every_metric_stands_in_the_reference(reference: ModuleType) -> None:
+    tables = rows(reference.metrics_reference())
+    listed = {name: tuple(cells) for table in tables.values() for name, cells in table.items()}
+    assert listed == {name: (unit, meaning.replace("|", "\\|")) for name, (unit, meaning) in METRICS.items()}
+
+
+@pytest.mark.slow
+def test_the_page_of_metrics_has_them_all(site: Path) -> None:
+    page = (site / "metrics" / "index.html").read_text()
+    assert all(f"<code>{name}</code>" in page for name in METRICS)
+
+
+# ---- the architecture page ----
+
+
+def test_the_architecture_page_counts_lines_and_names_entries() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    entries = re.findall(r"^\| \**\[`(.+?)/?`\].*\| ([\d,]+) \|$", text, re.M)
+    assert [entry.removesuffix(".py") for entry, _ in entries] == ORDER
+    heart = 0
+    for entry, stated in entries:
+        path = ROOT / "grpo_ray" / entry
+        files = path.rglob("*.py") if path.is_dir() else [path]
+        counted = sum(len(file.read_text().splitlines()) for file in files)
+        assert abs(int(stated.replace(",", "")) - counted) <= 0.15 * counted + 20, (entry, counted)
+        heart += counted if f"**[`{entry}" in text else 0
+    for page in (text, (ROOT / "README.md").read_text()):
+        said = re.search(r"about\s([\d,]+)\slines", page)
+        assert said is not None
+        assert abs(int(said[1].replace(",", "")) - heart) <= 0.06 * heart, heart
+
+
+def test_functions_and_files_that_the_architecture_page_names_exist() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    package = "\n".join(path.read_text() for path in (ROOT / "grpo_ray").rglob("*.py"))
+    for owner, name in re.findall(r"`([A-Z]\w+)\.(\w+)`", text):
+        assert f"class {owner}" in package, owner
+        assert re.search(rf"def {name}\b", package), f"{owner}.{name}"
+
+
+# ---- what the pages say ----
+
+
+def commands(page: Path, program: str = "grpo-ray") -> Iterator[list[str]]:
+    """Yield the arguments of every `grpo-ray ...` in the page's code blocks."""
+    text = re.sub(r"\\\n\s*", "", page.read_text())
+    for line in re.findall(rf"^(?:    |\t)?\$? ?(?:\.venv/bin/)?{program} (.+)$", text, re.M):
+        yield shlex.split(line, comments=True)
+
+
+@pytest.mark.slow
+def test_every_command_in_the_pages_is_one() -> None:
+    found = [(page.name, arguments) for page in PAGES for arguments in commands(page)]
+    assert len(found) > 15
+    for name, arguments in found:
+        try:
+            _, options = parse(arguments)
+        except SystemExit as error:
+            raise AssertionError(f"{name}: grpo-ray {shlex.join(arguments)}") from error
+        if arguments[0] in ("train", "check") and (ROOT / options.config).exists():
+            load_config(ROOT / options.config, options.overrides)
+
+
+def test_every_command_of_the_course_in_the_pages_is_one() -> None:
+    found = [arguments for page in PAGES for arguments in commands(page, course.PROGRAM)]
+    assert {arguments[0] for arguments in found} == {"data", "playground"}
+    for arguments in found:
+        parse(arguments, course.COMMANDS)
+
+
+def literals() -> str:
+    """Return every string in the package's code, with `…` for each interpolated value."""
+    texts = []
+    for path in (ROOT / "grpo_ray").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                texts.append("".join(map(str, parts)))
+    return "\n".join(texts)
+
+
+@pytest.mark.slow
+def test_the_messages_under_troubleshooting_are_the_programs() -> None:
+    known, page = literals(), (DOCS / "troubleshooting.md").read_text()
+    symptoms = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")]
+    quoted = [
+        part.strip() for cell in symptoms for code in re.findall(r"`(.+?)`", cell) for part in code.split("…")
+    ]
+    assert len(quoted) > 40
+    assert [part for part in quoted if part not in known] == []
+
+
+def test_config_keys_in_the_pages_exist() -> None:
+    """Check that anything on a page that looks like `section.key` is one."""
+    data = load_config(ROOT / "configs/quickstart.yaml").model_dump()
+    known = set(leaves(data))
+    known |= {f"{top}.{key}" for top, section in data.items() if section for key in section}  # also an empty {}
+    tops = "|".join(name for name in Config.model_fields if name not in ("task", "model"))
+    for page in DOCS.glob("*.md"):
+        for path in re.findall(rf"`((?:{tops})\.[a-z_]+(?:\.[a-z_]+)*)(?:[:=][^`]*)?`(?!\])", page.read_text()):
+            is_section = any(name.startswith(f"{path}.") for name in known)
+            assert path in known or is_section, f"{page.name}: {path}"
+
+
+def test_what_the_algorithms_page_says_to_set_is_valid() -> None:
+    table = (DOCS / "objectives.md").read_text().partition("## Where to start")[2].partition("\n## ")[0]
+    settings = [re.findall(r"`([a-z_.]+): (.+?)`", line) for line in table.splitlines()]
+    assert sum(map(bool, settings)) > 5
+    for row in settings:
+        places = [key if key.split(".")[0] in Config.model_fields else f"algorithm.{key}" for key, _ in row]
+        overrides = [f"{place}={value}" for place, (_, value) in zip(places, row, strict=True)]
+        load_config(ROOT / "configs/quickstart.yaml", overrides)
+
+
+# ---- extending ----
+
+
+def write_files(folder: Path) -> None:
+    """Write the page's named files, and those of examples/ that it shows."""
+    for name in re.findall(r"<!-- file (\S+) -->", (DOCS / "extending.md").read_text()):
+        shutil.copy(ROOT / name, folder)
+    for _, title, text in blocks("extending.md"):
+        if title:
+            (folder / title).parent.mkdir(parents=True, exist_ok=True)
+            (folder / title).write_text(text)
+
+
+def test_a_reward_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    config = load_config("my_reward.yaml")
+    check_reward(config.task.rewards[""])
+    reward_fn = get_reward_fn(config.task.rewards[""])
+    by_length = [reward_fn(" word" * n, "3")["reward"] for n in range(7)]
+    assert by_length == [0, 0.5, 1, 1, 1, 0.5, 0]
+    assert reward_fn("one two three four five", "3")["answer_reward"] == 0
+
+
+def test_a_task_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    runpy.run_path("squares.py", run_name="__main__")
+    sets = load_examples(load_config("squares.yaml").task, seed=0)
+    assert (len(sets.train), len(sets.validation)) == (900, 100)
+    every = {example.question: example.ground_truth for example in [*sets.train, *sets.validation]}
+    assert len(every) == 1000
+    assert every["What is 12 squared?"] == "144"
+    reward_fn = get_reward_fn(load_config("squares.yaml").task.rewards[""])
+    assert [reward_fn(answer, "144")["reward"] for answer in ("144", " 145", "about 144")] == [1, 0.1, 0]
+
+
+def test_an_advantage_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    algorithm = load_config("my_advantage.yaml").algorithm
+    check_algorithm(algorithm)
+    rewards, formats = np.array([1, 0, 7], np.float32), np.array([1, 0, 1])
+    found = compare_group(rewards, np.ones(3, bool), algorithm, formats)
+    assert found.tolist() == pytest.approx([0, -1.2, 6])
+
+
+def test_a_loss_and_a_correction_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    algorithm = load_config("my_loss.yaml").algorithm
+    check_algorithm(algorithm)
+    objective = Objective.from_config(algorithm)
+    old = torch.zeros(2, 2)
+    new = torch.log(torch.tensor([[1.2, 1.0], [0.92, 1.05]]))
+    advantages, mask = torch.tensor([[2.0], [-1.0]]), torch.ones(2, 2, dtype=torch.bool)
+    loss, details = objective.policy_gradient_loss(new, mask, advantages, old)
+    by_hand = torch.tensor(
+        [[0.5 * 2 / 0.2 * 0.04 - 2.4, -2.0], [0.5 / 0.2 * 0.0064 + 0.92, 0.5 / 0.2 * 0.0025 + 1.05]]
+    )
+    torch.testing.assert_close(loss, by_hand)
+    assert details["clipped"].tolist() == [[True, False], [False, False]]
+    inputs = CorrectionInputs.of(torch.tensor([[0.0, 2.5], [0.0, 1.5]]), old, mask, advantages)
+    assert objective.correction_weights(inputs)[0].tolist() == [[0, 0], [1, 1]]
+
+
+@pytest.mark.slow
+def test_a_task_a_loss_an_engine_a_transport_and_a_command_of_ones_own(tmp_path: Path) -> None:
+    """Apply the page's diffs to a copy of the package, and use them there (extended_job.py)."""
+    shutil.copytree(ROOT / "grpo_ray", tmp_path / "grpo_ray", ignore=shutil.ignore_patterns("__pycache__"))
+    write_files(tmp_path)
+    changes = "".join(text for language, _, text in blocks("extending.md") if language == "diff")
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
+    applied = subprocess.run(
+        ["git", "apply", "-"], input=changes, cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert applied.returncode == 0, applied.stderr
+    environment |= {
+        "PYTHONPATH": str(tmp_path),
+        "GRPO_RAY_CACHE": str(tmp_path / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
+    job = subprocess.run(
+        [sys.executable, ROOT / "tests/extended_job.py", tmp_path],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert job.returncode == 0, job.stdout + job.stderr
+    command = [sys.executable, "-m", "grpo_ray", "longest", tmp_path / "run"]
+    longest = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert re.match(r"\d+ tokens: ", longest.stdout), longest.stdout + longest.stderr

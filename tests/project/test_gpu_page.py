@@ -1,0 +1,173 @@
+"""profiling/gpu.py: the page runs tiny on a CPU, without Ray, vLLM and pyarrow; no failing case ends it."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+TINY = [
+    "--device",
+    "cpu",
+    "--models",
+    "tiny",
+    "--response-tokens",
+    "16",
+    "--prompt-tokens",
+    "24",
+    "--groups",
+    "2",
+]
+TINY += ["--samples-per-prompt", "4", "--micro-batch-tokens", "256", "--rounds", "1", "--peak-tflops", "0.1"]
+SCRIPT = """
+import sys
+sys.path.insert(0, "profiling")
+import gpu, torch
+torch.set_num_threads(1)
+code = gpu.main(sys.argv[1:])
+heavy = {"ray", "vllm", "pyarrow"} & sys.modules.keys()
+sys.exit(code or (f"imported {heavy}" if heavy else 0))
+"""
+
+
+@pytest.fixture(scope="module")
+def gpu(profiling_script: Callable[[str], ModuleType]) -> ModuleType:
+    return profiling_script("gpu")
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """The page's results and Markdown, made in a process that must not import what may be missing."""
+    out = tmp_path_factory.mktemp("page") / "gpu.json"
+    command = [sys.executable, "-c", SCRIPT, *TINY, "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(out.read_text()), out.with_suffix(".md").read_text()
+
+
+def test_the_learner_is_exact_in_float32_and_near_in_bfloat16(page: tuple[dict[str, Any], str]) -> None:
+    rows = page[0]["exactness"]
+    assert not any(row["error"] for row in rows)
+    assert {row["way"] for row in rows} == {
+        "plain transformers",
+        "Learner, repeated prompts, sdpa",
+        "Learner, shared prompts, sdpa",
+        "Learner, repeated prompts, auto",
+        "Learner, shared prompts, auto",
+    }
+    for row in rows:
+        bound = 1e-5 if row["dtype"] == "float32" else 0.1
+        assert row["logprob_max"] < bound, row
+        assert row["gradient"] < bound, row
+    assert all(row["gradient"] > 1e-4 for row in rows if row["dtype"] == "bfloat16")  # it is really bfloat16
+
+
+def test_the_parts_of_a_weight_sync_are_measured(page: tuple[dict[str, Any], str]) -> None:
+    (row,) = page[0]["weights"]
+    assert (row["model"], row["skipped"]) == ("tiny", "the rest needs a GPU")
+    assert list(row["seconds"]) == ["snapshot: cast into a buffer", "copy of the bytes on the device"]
+    assert all(seconds > 0 for seconds in row["seconds"].values())
+    assert 2 * 64 * 512 < row["num_bytes"] < 1e6  # bfloat16: the embeddings alone, and all of the model
+
+
+def test_every_way_is_measured_on_the_same_batch(page: tuple[dict[str, Any], str]) -> None:
+    rows = {row["case"]["way"]: row for row in page[0]["throughput"]}
+    assert list(rows) == ["plain", "repeated", "shared"]
+    for row in rows.values():
+        assert row["forward_backward_s"] > 0
+        assert row["update_s"] > 0
+        seconds = row["forward_backward_s"] + row["update_s"]
+        assert row["tokens_per_s"] == pytest.approx(2 * (24 + 4 * 16) / seconds)
+        assert row["mfu"] == pytest.approx(row["model_tflops_per_s"] / 0.1)
+    assert rows["repeated"]["computed_tokens"] == 2 * 4 * (24 + 16)
+    assert rows["shared"]["computed_tokens"] == 2 * (24 + 4 * 16)
+    assert rows["shared"]["reason_not_shared"] is None
+
+
+def test_the_markdown_has_a_row_for_each_case(page: tuple[dict[str, Any], str]) -> None:
+    lines = page[1].splitlines()
+    assert sum(line.startswith("| tiny | 24 + 16 |") for line in lines) == 3
+    assert sum(line.startswith("| Learner, ") for line in lines) == 4
+    assert "Skipped: it needs a GPU" in lines
+
+
+def test_the_shapes_are_qwens(gpu: ModuleType) -> None:
+    from gpu_page.shapes import build_model
+
+    sizes = {"0.5B": 494_032_768, "1.5B": 1_543_714_304, "7B": 7_615_616_512}
+    for name, size in sizes.items():
+        model = build_model(name, torch.device("meta"))
+        assert sum(p.numel() for p in model.parameters()) == size
+
+
+def test_running_out_of_memory_is_a_result(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu_page import page
+    from gpu_page.throughput import Case, LearnerStep, run_case
+
+    def update(self: LearnerStep) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(LearnerStep, "update", update)
+    case = Case("tiny", "shared", 4, prompt_tokens=4, samples_per_prompt=2, rounds=1)
+    found = run_case(case, torch.device("cpu"), None, [])
+    assert found["out_of_memory"]
+    assert found["phase"] == "update"
+    assert found["without_optimizer"]["forward_backward_s"] > 0
+    table = page.throughput_table([found])
+    assert "out of memory (update)" in table
+    assert "Learner, a prompt per group, no update" in table
+
+
+def test_any_other_error_is_an_error(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu_page.throughput import Case, LearnerStep, run_case
+
+    def update(self: LearnerStep) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(LearnerStep, "update", update)
+    case = Case("tiny", "shared", 4, prompt_tokens=4, samples_per_prompt=2, rounds=1)
+    with pytest.raises(RuntimeError, match="broken"):
+        run_case(case, torch.device("cpu"), None, [])
+
+
+def test_a_case_that_fails_on_a_gpu_ends_alone(gpu: ModuleType) -> None:
+    from gpu_page.page import throughput_table
+    from gpu_page.throughput import Case, run_case
+
+    command = [sys.executable, "-c", "raise SystemExit('no kernel image is available')"]
+    found = run_case(Case("tiny", "plain", 4), torch.device("cuda"), None, command)
+    assert found["error"] == "no kernel image is available"
+    assert "no kernel image is available" in throughput_table([found])
+
+
+def test_options_are_combined(gpu: ModuleType) -> None:
+    options = gpu._parser().parse_args(
+        ["--models", "1.5B", "7B", "--attention", "sdpa", "varlen", "--micro-batch-tokens", "8192", "32768"]
+    )
+    cases = gpu.cases(options)
+    assert len(cases) == 2 * 2 * (2 + 2 * 4)  # models, lengths; the plain way has no attention to choose
+    assert {case.checkpointing for case in cases if case.model == "7B"} == {"true"}
+    assert {case.num_groups for case in cases if case.response_tokens == 2048} == {4}
+    assert "learner.share_prompts=never" in next(c for c in cases if c.way == "repeated").learner_overrides
+
+
+def test_the_whole_run_is_a_valid_configuration(gpu: ModuleType) -> None:
+    from gpu_page.whole_run import OVERRIDES, summary
+
+    from grpo_ray.config.loading import load_config
+
+    config = load_config("configs/quickstart.yaml", OVERRIDES)
+    assert config.generator.colocated
+    assert config.weight_sync.transport == "ipc"
+    rows = [{"timing/step_s": float(number), "reward/mean": number / 10} for number in range(10)]
+    found = summary(rows)
+    assert found["medians"] == {"timing/step_s": 6.5}
+    assert found["reward_first_and_last"] == [0.0, 0.9]

