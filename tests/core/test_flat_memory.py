@@ -130,7 +130,7 @@ class StubActors(LocalActors):
         self.learner = StubLearner(self)  # type: ignore[assignment]
 
     def _new_generator(self, name: str) -> LocalClient:
-        return LocalClient(name, lambda: Generator(name, StubEngine(len(name)), 0.0, 0))  # type: ignore[arg-type]
+        return self._client(name, lambda: Generator(name, StubEngine(len(name)), 0.0, 0))  # type: ignore[arg-type]
 
     async def at_step(self, step: int) -> None:
         """Measure around each of `steps`; the least has the fewest groups in flight.

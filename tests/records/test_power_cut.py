@@ -34,7 +34,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> Synced:
         return size
 
     for module in ("durable", "checkpoint", "run_files"):
-        monkeypatch.setattr(f"grpo_ray.watch.{module}.sync", sync)
+        monkeypatch.setattr(f"grpo_ray.records.{module}.sync", sync)
     monkeypatch.setattr("grpo_ray.learning.training_state.sync", sync)
     return sizes
 

@@ -4,17 +4,17 @@ import asyncio
 import json
 from pathlib import Path
 
-import local_runs
 import pytest
 from local_runs import train
 from small_run import QUICKSTART, SMALL
 
 from grpo_ray.cluster import session
 from grpo_ray.cluster.hosting import running
-from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
+from grpo_ray.core import groups
 from grpo_ray.core.controller import Controller
+from grpo_ray.core.staleness import Admission
 from grpo_ray.records.checkpoint import make_store
 from grpo_ray.records.evaluation_summary import EvaluationSummary
 from grpo_ray.records.rollout_log import read_rollouts
@@ -126,9 +126,9 @@ def test_no_replayed_group_is_older_than_max_age(tmp_path: Path) -> None:
 def test_a_group_that_slipped_past_admission_is_refused_and_sampled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second guard alone: the actors admit one version behind, the controller asks for lag 0."""
-    strict, lax = (load_config(QUICKSTART, [*SMALL, f"weight_sync.max_lag={lag}"]) for lag in (0, 1))
-    monkeypatch.setattr(local_runs, "LocalActors", lambda _, *others: LocalActors(lax, *others))
+    """The second guard alone: the book asks for lag 0, and admits one version behind."""
+    strict = load_config(QUICKSTART, [*SMALL, "weight_sync.max_lag=0"])
+    monkeypatch.setattr(groups, "Admission", lambda max_lag, *others: Admission(max_lag + 1, *others))
     run = RunDirectory(tmp_path / "run")
     train(strict, run.path)
     metrics = read_metrics(run.metrics_path)
