@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -88,13 +88,13 @@ class ChaosGrader(Grader):
 class ChaosScorer(Scorer):
     def __init__(
         self, rewards: Mapping[str, Any], algorithm: Any, config: Any, max_tokens: int, turn_discount: float,
-        secrets: Mapping[str, str],
+        secrets: Mapping[str, str], has_teacher: bool,
     ) -> None:  # fmt: skip
         _follow_clock()
         if is_requested("hang_scorer_start"):
             time.sleep(FOREVER_S)
         processes.START_TIMEOUT_S = 10  # a fork server that hangs is replaced before the stall watch looks
-        super().__init__({}, algorithm, config, max_tokens, turn_discount, secrets)
+        super().__init__({}, algorithm, config, max_tokens, turn_discount, secrets, has_teacher)
         self._grader = ChaosGrader(rewards, config)
 
     def _score(self, group: RolloutGroup) -> Verdict:
@@ -103,12 +103,24 @@ class ChaosScorer(Scorer):
         return super()._score(group)
 
 
+class PhasedEngine:
+    """An engine that a fault may hit as it begins a phase of a sync."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, method: str) -> Any:
+        if method in ("pause", "load", "finish", "resume"):
+            _in_phase(method)
+        return getattr(self._engine, method)
+
+
 class ChaosGenerator(Generator):
     def __init__(self, name: str, engine: Engine, slowdown_s: float = 0.0, version: int = 0) -> None:
         _follow_clock()
         if is_requested("hang_generator_start"):
             time.sleep(FOREVER_S)
-        super().__init__(name, engine, slowdown_s, version)
+        super().__init__(name, cast(Engine, PhasedEngine(engine)), slowdown_s, version)
 
     @bulk_and_facts
     async def generate(self, item: PromptItem, settings: SamplingSettings) -> tuple[RolloutGroup, int]:
@@ -122,22 +134,6 @@ class ChaosGenerator(Generator):
             # With wires the bytes come later: another checksum is as wrong as other bytes.
             snapshot = replace(snapshot, checksum=(snapshot.checksum or 0) ^ 1)
         await super().stage_weights(snapshot)
-
-    async def pause(self) -> None:
-        _in_phase("pause")
-        await super().pause()
-
-    async def load_weights(self) -> None:
-        _in_phase("load")
-        await super().load_weights()
-
-    async def finish_weights(self) -> None:
-        _in_phase("finish")
-        await super().finish_weights()
-
-    async def resume(self) -> float:
-        _in_phase("resume")
-        return await super().resume()
 
 
 def _in_phase(phase: str) -> None:

@@ -205,11 +205,11 @@ class _Through:
         async def produce(item: PromptItem) -> None:
             scored = await pool.sample(item, SAMPLES, "train")
             assert scored is not None
-            assert (await self.buffer.put(*scored)).is_kept
+            await self.buffer.put(*scored)
 
         items = [PromptItem(first + n, "prompt", prompt, "0") for n, prompt in enumerate(prompts)]
         await asyncio.gather(*map(produce, items))
-        _, facts = self.buffer.take(self._num_waves, 0)
+        _, facts = self.buffer.take(self._num_waves, [item.group_id for item in items], (), 0)
         await facts
         return pool.num_sampled_tokens - before
 
