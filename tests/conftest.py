@@ -199,8 +199,10 @@ def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def profiling_script() -> Iterator[Callable[[str], ModuleType]]:
     """Return a function that imports a script of profiling/, with its folder on the path as when it runs."""
+    profiling = Path(__file__).parents[1] / "profiling"
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[1] / "profiling"))
+        for folder in (profiling, profiling / "chaos", profiling / "scale", profiling / "mutants"):
+            patch.syspath_prepend(str(folder))
         yield importlib.import_module
 
 

@@ -1,4 +1,4 @@
-"""A short form of profiling/chaos.py: real actors, a few faults from a fixed seed, and a clean audit."""
+"""A short form of profiling/chaos/chaos.py: real actors, a few faults from a fixed seed, and a clean audit."""
 
 import json
 import subprocess
@@ -12,7 +12,15 @@ from small_run import QUICKSTART, SMALL
 
 def chaos(folder: Path, kinds: set[str], *overrides: str) -> list[dict[str, Any]]:
     """Run the tool on one scenario, with each kind once; returns its results."""
-    command = [sys.executable, "profiling/chaos.py", QUICKSTART, "--folder", str(folder), "--pause", "0.5"]
+    command = [
+        sys.executable,
+        "profiling/chaos/chaos.py",
+        QUICKSTART,
+        "--folder",
+        str(folder),
+        "--pause",
+        "0.5",
+    ]
     command += ["--kinds", ",".join(sorted(kinds)), "--faults", str(len(kinds)), *overrides]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stdout + result.stderr  # 1 where an outcome is not as it must be
@@ -45,7 +53,15 @@ def test_the_tables_count_what_is_not_as_it_must_be(tmp_path: Path) -> None:
         {**same, "faults": ["delay", "kill_driver"], "outcome": "resumed", "wrong": ["7 was still there"]},
     ]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, "profiling/chaos.py", QUICKSTART, "--folder", str(tmp_path), "--faults", "0"]
+    command = [
+        sys.executable,
+        "profiling/chaos/chaos.py",
+        QUICKSTART,
+        "--folder",
+        str(tmp_path),
+        "--faults",
+        "0",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1, result.stderr
     assert "4 faults of 3 kinds, 2 not as they must be." in result.stdout

@@ -1,4 +1,4 @@
-"""A run on real Ray with logical engines, of which a process and a node are killed (profiling/ray_scale.py)."""
+"""A run on real Ray with logical engines, of which a process and a node are killed (ray_scale.py)."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "profiling" / "ray_scale.py"
+SCRIPT = Path(__file__).parents[2] / "profiling" / "scale" / "ray_scale.py"
 FAST = [
     "sampling.max_tokens=100", "algorithm.samples_per_prompt=2", "algorithm.prompts_per_step=16",
     "recovery.restart_backoff_s=0.1",

@@ -1,4 +1,4 @@
-"""profiling/mutants.py: which changes are made, and which test files are to notice them. No mutant is tried."""
+"""profiling/mutants: which changes are made, and which test files are to notice them; none is tried."""
 
 from collections.abc import Callable
 from pathlib import Path

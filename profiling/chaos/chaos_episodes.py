@@ -1,4 +1,4 @@
-"""The guessing game with faults of an environment, which profiling/chaos.py requests by files.
+"""The guessing game with faults of an environment, which profiling/chaos/chaos.py requests by files.
 
 `raise_in_environment` raises an error, `exit_in_environment` ends the process as a crash in a C library would,
 `leave_environment` calls `sys.exit`, `block_environment` never returns from a call, `fill_environment`

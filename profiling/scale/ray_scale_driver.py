@@ -1,6 +1,6 @@
-"""The driver of one run on real Ray with simulated engines; profiling/ray_scale.py starts it.
+"""The driver of one run on real Ray with simulated engines; profiling/scale/ray_scale.py starts it.
 
-    python profiling/ray_scale_driver.py PLAN RUN
+    python profiling/scale/ray_scale_driver.py PLAN RUN
 
 PLAN is a JSON file (`Plan`), and RUN the run's folder, which receives `measured.json` as the run ends.
 """

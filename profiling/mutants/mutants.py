@@ -1,9 +1,9 @@
 """Break one operator at a time in the heart, episodes and transfer, and see which test notices.
 
-    python profiling/mutants.py map --out map.json -m "not ray and not vllm and not slow and not campaign"
-    python profiling/mutants.py run map.json --seed 0 --count 60 --out result.json
-    python profiling/mutants.py run map.json --sites grpo_ray/types.py:66 --out result.json
-    python profiling/mutants.py run campaign.json --only-survivors result.json --out rest.json
+    python profiling/mutants/mutants.py map --out map.json -m "not ray and not vllm and not campaign"
+    python profiling/mutants/mutants.py run map.json --seed 0 --count 60 --out result.json
+    python profiling/mutants/mutants.py run map.json --sites grpo_ray/types.py:66 --out result.json
+    python profiling/mutants/mutants.py run campaign.json --only-survivors result.json --out rest.json
 
 `map` runs the tests under coverage and writes which test files execute each line, and their seconds. `run`
 tries each mutant in a copy of the repository with temporary files and a model cache of its own. It runs up to

@@ -1,4 +1,4 @@
-"""The faults that profiling/chaos.py injects, and what must follow from each."""
+"""The faults that profiling/chaos/chaos.py injects, and what must follow from each."""
 
 import errno
 import random

@@ -115,7 +115,7 @@ def jump_clock(run: ChaosRun, draw: random.Random) -> str:
 
 
 def trigger(name: str) -> Inject:
-    """Request a fault from inside: see profiling/chaos_driver.py."""
+    """Request a fault from inside: see profiling/chaos/chaos_driver.py."""
 
     def inject(run: ChaosRun, draw: random.Random) -> str:
         (run.triggers / name).touch()

@@ -1,6 +1,6 @@
-"""`grpo-ray` with faults that only the process itself can cause; profiling/chaos.py starts it.
+"""`grpo-ray` with faults that only the process itself can cause; profiling/chaos/chaos.py starts it.
 
-    python profiling/chaos_driver.py train CONFIG [section.key=value ...]    or    resume RUN
+    python profiling/chaos/chaos_driver.py train CONFIG [section.key=value ...]    or    resume RUN
 
 A file in the folder GRPO_RAY_CHAOS_TRIGGERS requests one fault and is removed as the fault happens:
 `poison_reward` (the grading of one response fails), `scorer_error` (the scoring of one group raises),

@@ -1,6 +1,6 @@
 """Real runs on real Ray with hundreds of simulated engines, on nodes that all are this machine.
 
-    python profiling/ray_scale.py --engines 256 --processes 32 --nodes 8 --minutes 3
+    python profiling/scale/ray_scale.py --engines 256 --processes 32 --nodes 8 --minutes 3
 
 The engines, the Learner and the Scorers only wait (grpo_ray/tools/simulation); everything else is the run's
 own. Processes, each with several engines, and whole nodes are killed while it trains. At the end it prints the
@@ -36,7 +36,7 @@ from grpo_ray.watch.loop_lag import LoopLag
 
 HERE = Path(__file__).parent
 DRIVER = HERE / "ray_scale_driver.py"
-QUICKSTART = str(HERE.parent / "configs" / "quickstart.yaml")
+QUICKSTART = str(HERE.parents[1] / "configs" / "quickstart.yaml")
 DEATHS_PER_MINUTE = 0.01  # of each process and of each node
 REJOIN_S = 5.0  # from a node's death to a new one in its place
 SPEEDS: dict[str, float] = {"start_s": 2.0, "stage_s": 1.0, "load_s": 0.2, "snapshot_s": 0.2, "train_s": 2.0}
@@ -136,7 +136,7 @@ def run_on_nodes(
     """
     (folder / "plan.json").write_text(json.dumps(asdict(plan)))
     run = RunDirectory(folder / "run")
-    path = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     nodes = Nodes(num_nodes, {"PYTHONPATH": path})
     with contextlib.closing(nodes) as cluster:
         environment = {**os.environ, **cluster.environment, "PYTHONPATH": path}

@@ -1,6 +1,6 @@
 """Train under faults: inject faults into real runs at random moments, and audit each run at its end.
 
-    python profiling/chaos.py CONFIG [--scenarios torch,replay] [--faults 10] [--seed 0]
+    python profiling/chaos/chaos.py CONFIG [--scenarios torch,replay] [--faults 10] [--seed 0]
         [--kinds kill_learner,delay] [--pause 3] [--folder runs/chaos] [--table docs/chaos.md]
         [--mark chaos] [section.key=value ...]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from coverage import Coverage
 
-PACKAGE = Path(__file__).parents[1] / "grpo_ray"
+PACKAGE = Path(__file__).parents[2] / "grpo_ray"
 FOLDER = Path(os.environ["MUTANT_RECORDS"])
 coverage = Coverage(FOLDER / ".coverage", data_suffix=True, source=[str(PACKAGE)], config_file=False)
 seconds: dict[str, float] = defaultdict(float)
