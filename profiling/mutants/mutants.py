@@ -34,7 +34,7 @@ from typing import Any
 from mutant_copies import ROOT, copied, run_tests
 from mutant_sites import Mutant, mutants_of
 
-ENTRIES = ["types.py", "algorithms", "policy", "engines", "actors", "cluster", "run", "episodes", "transfer"]
+ENTRIES = ["types.py", "objectives", "learning", "engines", "core", "cluster", "run", "episodes", "transfer"]
 MAX_FILES, MAX_S, TIMEOUT_S = 12, 240, 600
 Json = dict[str, Any]
 
