@@ -10,7 +10,7 @@ A *step* trains on one batch and is counted from 1. A *version* is the number of
 completed and published, so the initial weights are version 0, and step n turns version n - 1 into n.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any, Protocol, TypeVar
@@ -154,8 +154,7 @@ PER_TOKEN = frozenset(("token_ids", "logprobs", "versions", "turns"))
 class RolloutGroup:
     """A prompt and its G completions, from one Generator; or its G episodes, from one EnvironmentWorker.
 
-    It travels as one array of each kind, end to end: in a message, an array costs about as much as a thousand
-    tokens. On arrival the completions' arrays are views of these.
+    It travels as one array of each kind, end to end (`pack`).
     """
 
     item: PromptItem
@@ -163,17 +162,7 @@ class RolloutGroup:
     generator: str
 
     def __reduce__(self) -> tuple[Any, ...]:
-        rows = self.completions
-        kind = type(rows[0]) if rows else Completion
-        names = [field.name for field in fields(kind)]
-        bounds = (0, *accumulate(len(c.token_ids) for c in rows))
-        arrays = {
-            name: np.concatenate([getattr(c, name) for c in rows])
-            for name in names
-            if name in PER_TOKEN and rows
-        }
-        others = [{name: getattr(c, name) for name in names if name not in PER_TOKEN} for c in rows]
-        return _unpacked_group, (self.item, self.generator, kind, bounds, arrays, others)
+        return _group_of, (self.item, pack(self.completions), self.generator)
 
     @property
     def sampled_versions(self) -> np.ndarray:
@@ -197,20 +186,32 @@ class RolloutGroup:
         return replace(self, completions=tuple(masked))
 
 
-def _unpacked_group(
-    item: PromptItem,
-    generator: str,
-    kind: type[Completion],
-    bounds: tuple[int, ...],
-    arrays: Mapping[str, np.ndarray],
-    others: list[dict[str, Any]],
-) -> RolloutGroup:
-    """Return the group that `RolloutGroup.__reduce__` packed; each of `arrays` is `[group_tokens]`."""
-    rows = [
+def _group_of(item: PromptItem, packed: "Packed", generator: str) -> RolloutGroup:
+    return RolloutGroup(item, unpack(packed), generator)
+
+
+Packed = tuple[type[Completion], Sequence[int], Mapping[str, np.ndarray], Sequence[Mapping[str, Any]]]
+
+
+def pack(rows: Sequence[Completion]) -> Packed:
+    """Return completions as one array of each kind, `[tokens of all rows]`, and their other fields.
+
+    In a message, an array costs about as much as a thousand tokens.
+    """
+    kind = type(rows[0]) if rows else Completion
+    names = [field.name for field in fields(kind)]
+    arrays = {n: np.concatenate([getattr(row, n) for row in rows]) for n in names if n in PER_TOKEN and rows}
+    others = [{name: getattr(row, name) for name in names if name not in PER_TOKEN} for row in rows]
+    return kind, (0, *accumulate(len(row.token_ids) for row in rows)), arrays, others
+
+
+def unpack(packed: Packed) -> tuple[Completion, ...]:
+    """Return the completions that `pack` was given; their arrays are views."""
+    kind, bounds, arrays, others = packed
+    return tuple(
         kind(**{**other, **{name: array[start:end] for name, array in arrays.items()}})
         for (start, end), other in zip(pairwise(bounds), others, strict=True)
-    ]
-    return RolloutGroup(item, tuple(rows), generator)
+    )
 
 
 @dataclass(frozen=True)

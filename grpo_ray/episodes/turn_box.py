@@ -7,12 +7,9 @@ that came together in one call, and in return waits for any to finish: all that 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
-import numpy as np
-
-from grpo_ray.types import Completion, SamplingSettings
+from grpo_ray.types import Completion, Packed, SamplingSettings, pack, unpack
 
 Turn = tuple[tuple[int, ...], SamplingSettings]
 """The tokens of a turn's prompt, and its settings, which ask for one sample."""
@@ -31,31 +28,11 @@ class FinishedTurns:
     errors: Mapping[int, Exception]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pack the arrays end to end: in a message, an array costs about as much as a thousand tokens."""
-        rows = list(self.completions.values())
-        bounds = (0, *accumulate(len(row.token_ids) for row in rows))
-        arrays = [
-            np.concatenate([getattr(row, name) for row in rows] or [np.empty(0, np.int32)])
-            for name in ("token_ids", "logprobs", "versions")
-        ]
-        facts = [(row.text, row.finish_reason) for row in rows]
-        return _unpacked, (list(self.completions), bounds, arrays, facts, dict(self.errors))
+        return _turns_of, (list(self.completions), pack(list(self.completions.values())), dict(self.errors))
 
 
-def _unpacked(
-    numbers: Sequence[int],
-    bounds: Sequence[int],
-    arrays: Sequence[np.ndarray],
-    facts: Sequence[tuple[str, str]],
-    errors: Mapping[int, Exception],
-) -> FinishedTurns:
-    """Return what `FinishedTurns.__reduce__` packed; each of `arrays` is `[tokens of all turns]`."""
-    token_ids, logprobs, versions = arrays
-    completions = {
-        number: Completion(text, token_ids[start:end], logprobs[start:end], versions[start:end], reason)
-        for number, (text, reason), (start, end) in zip(numbers, facts, pairwise(bounds), strict=True)
-    }
-    return FinishedTurns(completions, errors)
+def _turns_of(numbers: Sequence[int], packed: Packed, errors: Mapping[int, Exception]) -> FinishedTurns:
+    return FinishedTurns(dict(zip(numbers, unpack(packed), strict=True)), errors)
 
 
 class TurnBox:
