@@ -77,6 +77,8 @@ class StallWatch:
         pool, limit = self._pool, f"{self._limit_s:g} s"
         for name in stuck & (pool.serving.keys() | pool.actors.scorers.keys() | pool.actors.teachers.keys()):
             pool.retire(name, f"it has not answered for {limit} (recovery.stall_timeout_s)")
-        if not (stuck or pool.being_replaced) & pool.being_replaced:
+        is_starting = bool(pool.being_replaced)  # which has a limit of its own
+        is_replaced_now = bool(stuck & pool.being_replaced)
+        if not (is_replaced_now if stuck else is_starting):
             causes = ", ".join(sorted(stuck)) or "everything waits for the buffer"
             raise Stalled(f"stuck for {limit}: {causes}")
