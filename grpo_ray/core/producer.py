@@ -6,6 +6,7 @@ in one task per group, cancels what is cut off, and has the buffer discard what 
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -49,6 +50,7 @@ class RolloutProducer:
         self._tasks: asyncio.TaskGroup | None = None
         self._own_tasks: set[asyncio.Task[None]] = set()
         self._sampling: dict[int, asyncio.Task[None]] = {}  # by group, while it can be cut off
+        self._num_losses: Counter[int] = Counter()  # of groups, on their way into the buffer
         self._progress = Changes()  # of any group, or of the published version
         self._room = Changes()  # in the buffer
         self._is_held = False  # nothing is dispatched during a sync that no request may span
@@ -123,8 +125,12 @@ class RolloutProducer:
             await self._room.until(lambda: book.enter(group_id))
             try:
                 await self._actors.buffer.put(group, verdict, logprobs)
+                self._num_losses.pop(group_id, None)
                 makes_room = book.buffered(group_id)
             except DataLost as error:  # with its Generator, before the buffer had fetched it
+                self._num_losses[group_id] += 1
+                if self._num_losses[group_id] > self._config.recovery.max_group_losses:
+                    raise  # the fault is the buffer's
                 book.lost([group_id])
                 makes_room = True
                 self._log.event("group_lost", None, f"group {group_id}: {error}")

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from grpo_ray.core.staleness import (
     version_trained_at,
 )
 from grpo_ray.core.sync import WeightSync
+from grpo_ray.errors import DataLost
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompt_order import EpochOrder
 from grpo_ray.tasks.prompt_stream import PromptStream
@@ -387,6 +389,30 @@ def test_groups_in_flight_at_a_checkpoint_are_sampled_again(in_flight: bool) -> 
     config = make_config(1, 2, weight_sync={"in_flight": in_flight})
     trained, _ = train(config, Pace(token=[3]), resume_after=3)
     assert trained.fresh == [[2 * step, 2 * step + 1] for step in range(6)]
+
+
+@pytest.mark.parametrize("num_losses", [1, 100])
+def test_a_group_that_is_lost_on_its_way_into_the_buffer_is_sampled_again(num_losses: int) -> None:
+    """One that is lost again and again ends the attempt: the fault is not its Generator's."""
+    trained, losses = Trained(), Counter[int]()
+    schedule = Schedule(make_config(1, 2), Pace(token=[1]), trained)
+    put = schedule.buffer.put
+
+    async def lose(rollout: RolloutGroup, *rest: Any) -> None:
+        losses[rollout.item.group_id] += 1
+        if losses[rollout.item.group_id] <= num_losses:
+            raise DataLost("the node is gone")
+        await put(rollout, *rest)
+
+    schedule.buffer.put = lose  # type: ignore[method-assign]
+    run = within_turns(schedule.run(6))
+    if num_losses == 1:
+        asyncio.run(run)
+        assert trained.fresh == [[2 * step, 2 * step + 1] for step in range(6)]
+    else:
+        with pytest.raises(ExceptionGroup, match="TaskGroup"):
+            asyncio.run(run)
+        assert max(losses.values()) == 1 + schedule.config.recovery.max_group_losses
 
 
 def test_one_group_takes_the_place_of_each_that_is_set_aside_or_dropped() -> None:
