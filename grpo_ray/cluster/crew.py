@@ -18,7 +18,7 @@ from grpo_ray.learning.rendezvous import NUM_BYTES, open_store
 GRACE_S = 5.0  # for the other ranks, after the first error; those that wait for the failed one never answer
 
 
-class Meeting:
+class RankMeeting:
     """The place where the ranks find each other: a store in this process, and the secret that they share."""
 
     def __init__(self, config: Config, host: str) -> None:

@@ -13,7 +13,7 @@ import ray
 from ray.actor import ActorClass, ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from grpo_ray.cluster.crew import Crew, Meeting
+from grpo_ray.cluster.crew import Crew, RankMeeting
 from grpo_ray.cluster.placement import (
     LEARNER,
     environment_names,
@@ -265,7 +265,7 @@ class ActorGroup(ServingGroup):
         if len(names) == 1:
             self.ranks = [self._start_rank(LEARNER)]
             return cast(LearnerClient, self.ranks[0])
-        self._meeting = Meeting(self._config, address_of_node(is_local()))  # open as long as the ranks
+        self._meeting = RankMeeting(self._config, address_of_node(is_local()))  # open as long as the ranks
         self.ranks = [self._start_rank(name, self._meeting.seat(rank)) for rank, name in enumerate(names)]
         limit_s = self._config.learner.collective_timeout_s
         return cast(LearnerClient, Crew(LEARNER, self.ranks, self._place_of, limit_s))

@@ -19,8 +19,8 @@ SURPLUS = 2  # sequences given to an engine, per sequence that it runs at a time
 
 
 @dataclass(eq=False)
-class Turn:
-    """One group's turn in an engine."""
+class Slot:
+    """One group's slot in an engine."""
 
     num_sequences: int
     start_clock: Callable[[], None]
@@ -33,18 +33,18 @@ class Incarnation:
 
     client: GeneratorClient
     num_sequences: int = 0  # of the groups that it was given and has not finished
-    turns: list[Turn] = field(default_factory=list)  # in order of arrival
+    slots: list[Slot] = field(default_factory=list)  # in order of arrival
 
     def schedule(self, max_num_seqs: int) -> None:
         """Start the clocks of the groups that the engine must have scheduled by now."""
         num_before = 0
-        for turn in self.turns:
-            num_before += turn.num_sequences
-            if num_before > max_num_seqs and turn is not self.turns[0]:
+        for slot in self.slots:
+            num_before += slot.num_sequences
+            if num_before > max_num_seqs and slot is not self.slots[0]:
                 break
-            if not turn.is_scheduled:
-                turn.is_scheduled = True
-                turn.start_clock()
+            if not slot.is_scheduled:
+                slot.is_scheduled = True
+                slot.start_clock()
 
 
 class Dispatcher:
@@ -93,7 +93,7 @@ class Dispatcher:
             self._release(generator, num_sequences)
 
     @contextlib.asynccontextmanager
-    async def turn(self, generator: Incarnation, num_sequences: int, limit_s: float) -> AsyncIterator[None]:
+    async def slot(self, generator: Incarnation, num_sequences: int, limit_s: float) -> AsyncIterator[None]:
         """Limit the block to `limit_s` from when the engine, in which it has room, has scheduled the group.
 
         Raises:
@@ -101,13 +101,13 @@ class Dispatcher:
         """
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(None) as limit:  # wait_for can swallow a cancellation
-            turn = Turn(num_sequences, lambda: limit.reschedule(loop.time() + limit_s))
-            generator.turns.append(turn)
+            slot = Slot(num_sequences, lambda: limit.reschedule(loop.time() + limit_s))
+            generator.slots.append(slot)
             generator.schedule(self._max_num_seqs)
             try:
                 yield
             finally:
-                generator.turns.remove(turn)
+                generator.slots.remove(slot)
                 generator.schedule(self._max_num_seqs)
 
     async def _room(self, num_sequences: int) -> Incarnation:

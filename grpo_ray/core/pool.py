@@ -220,7 +220,7 @@ class GeneratorPool:
         """
         limit_s, name = self._config.recovery.group_timeout_s, generator.client.name
         try:
-            async with self._dispatcher.turn(generator, settings.num_samples, limit_s):
+            async with self._dispatcher.slot(generator, settings.num_samples, limit_s):
                 await self._fan_out.turn()  # admission of a version wakes a whole batch at once
                 on_dispatch()
                 with self._calls.call(name, f"samples group {item.group_id}", is_retry=is_retry):

@@ -13,9 +13,9 @@ from grpo_ray.types import TERM
 
 T = TypeVar("T")
 
-Outcome = Scores | Exception
+Graded = Scores | Exception
 """The scores of a response, or what its grading raised."""
-GroupFn = Callable[[Sequence[str], Sequence[str], About], list[Outcome]]
+GroupFn = Callable[[Sequence[str], Sequence[str], About], list[Graded]]
 """(responses of a group, ground truths, facts about the prompt) to the outcome of each response."""
 
 
@@ -54,7 +54,7 @@ class GroupReward:
         """True if the responses of a group must be graded together."""
         return any(isinstance(each, UserFunction) and each.needs_group for each in self._functions)
 
-    def __call__(self, responses: Sequence[str], ground_truths: Sequence[str], about: About) -> list[Outcome]:
+    def __call__(self, responses: Sequence[str], ground_truths: Sequence[str], about: About) -> list[Graded]:
         columns = [
             _outcomes(function, term, responses, ground_truths, about)
             for term, function in zip(self._terms, self._functions, strict=True)
@@ -62,7 +62,7 @@ class GroupReward:
         return [weighted_sum(self._terms, row) for row in zip(*columns, strict=True)]
 
 
-def weighted_sum(terms: Sequence[RewardTerm], row: Sequence[Outcome]) -> Outcome:
+def weighted_sum(terms: Sequence[RewardTerm], row: Sequence[Graded]) -> Graded:
     """Return the sum of weight x reward of one response's terms, with the rewards of those that have names.
 
     What one raised is the result. One that does not apply adds nothing. Format and answer are the first's.
@@ -84,7 +84,7 @@ def _outcomes(
     responses: Sequence[str],
     truths: Sequence[str],
     about: About,
-) -> Sequence[Outcome]:
+) -> Sequence[Graded]:
     pairs = zip(responses, truths, strict=True)
     if not isinstance(function, UserFunction):
         return [tried(partial(function, *pair, **term.arguments)) for pair in pairs]
@@ -108,7 +108,7 @@ def tried(call: Callable[[], T]) -> T | Exception:
         return error
 
 
-def for_each(results: list[Scores] | Exception, size: int) -> list[Outcome]:
+def for_each(results: list[Scores] | Exception, size: int) -> list[Graded]:
     """Return the outcome of each response of a group; an exception is that of all."""
     return [results] * size if isinstance(results, Exception) else [*results]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_ray.config.reward import RewardTerm
 from grpo_ray.rewards.base import About, Scores
-from grpo_ray.rewards.configured import Outcome, for_each, tried, weighted_sum
+from grpo_ray.rewards.configured import Graded, for_each, tried, weighted_sum
 from grpo_ray.rewards.user_function import UserFunction
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # between a failed call and the next
@@ -33,14 +33,14 @@ class NetworkReward:
         self._function, self._term, self._num_slots = UserFunction.of(term), term, num_slots
         self._runner: asyncio.Runner | None = None  # one loop for all groups: clients keep their connections
 
-    def __call__(self, responses: Sequence[str], ground_truths: Sequence[str], about: About) -> list[Outcome]:
+    def __call__(self, responses: Sequence[str], ground_truths: Sequence[str], about: About) -> list[Graded]:
         if self._runner is None:
             self._runner = asyncio.Runner()
             self._runner.get_loop().set_default_executor(ThreadPoolExecutor(self._num_slots))
         outcomes = self._runner.run(self._outcomes(responses, ground_truths, about))
         return [weighted_sum([self._term], [outcome]) for outcome in outcomes]
 
-    async def _outcomes(self, responses: Sequence[str], truths: Sequence[str], about: About) -> list[Outcome]:
+    async def _outcomes(self, responses: Sequence[str], truths: Sequence[str], about: About) -> list[Graded]:
         function, slots = self._function, asyncio.Semaphore(self._num_slots)
         if function.takes_group:
             size = len(responses)

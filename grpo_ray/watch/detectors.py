@@ -43,7 +43,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Window:
+class RecentSteps:
     """The first steps of a run and the latest ones, as rows of metrics: up to NUM_STEPS of each."""
 
     setup: Setup
@@ -74,7 +74,7 @@ def _finite(row: Row, metric: str) -> float | None:
     return float(value) if value is not None and math.isfinite(value) else None
 
 
-def _short_outputs(window: Window) -> str | None:
+def _short_outputs(window: RecentSteps) -> str | None:
     """Find responses that became half as long while no more of them are right.
 
     A policy that learns to answer briefly also gets shorter, but more of its answers are right.
@@ -91,7 +91,7 @@ def _short_outputs(window: Window) -> str | None:
     )
 
 
-def _wrong_mask(window: Window) -> str | None:
+def _wrong_mask(window: RecentSteps) -> str | None:
     """Find tokens that should have a gradient and have none. In a right loss only clipped ones have none."""
     share = window.newest(UNTRAINED)
     if share is None or share < 0.02:
@@ -99,7 +99,7 @@ def _wrong_mask(window: Window) -> str | None:
     return f"{share:.1%} of the tokens with an advantage have no gradient ({UNTRAINED}): check the loss's mask"
 
 
-def _mismatched_logprobs(window: Window) -> str | None:
+def _mismatched_logprobs(window: RecentSteps) -> str | None:
     """Find logprobs of the sampler that are not those of the trained tokens, while both have the same weights.
 
     In a good run both differ by rounding alone: 1e-5 nats in float32, a few 1e-3 in bfloat16.
@@ -113,7 +113,7 @@ def _mismatched_logprobs(window: Window) -> str | None:
     )
 
 
-def _wrong_normalizer(window: Window) -> str | None:
+def _wrong_normalizer(window: RecentSteps) -> str | None:
     """Find a gradient of another size than the aggregation gives; clipping and ratios change it by far less."""
     scale, clipped = window.newest(SCALE), window.newest(CLIPPED) or 0.0
     if scale is None or clipped > 0.1 or 0.5 < scale < 2:
@@ -124,7 +124,7 @@ def _wrong_normalizer(window: Window) -> str | None:
     )
 
 
-def _stale_old_logprobs(window: Window) -> str | None:
+def _stale_old_logprobs(window: RecentSteps) -> str | None:
     """Find ratios far from 1 in the only update on a batch, although sampler and policy agree on it.
 
     Good runs clip up to 2% of their tokens there, and with tokens of a lag of 2 up to 6%: such batches are left
@@ -143,7 +143,7 @@ def _stale_old_logprobs(window: Window) -> str | None:
     )
 
 
-def _satisfied_reward(window: Window) -> str | None:
+def _satisfied_reward(window: RecentSteps) -> str | None:
     """Find a reward that nearly every response earned from the first steps on."""
     reward, no_signal = window.at_first(REWARD), window.at_first(NO_SIGNAL)
     if reward is None or no_signal is None or reward < 0.9 or no_signal < 0.9 * window.setup.fresh_groups:
@@ -154,7 +154,7 @@ def _satisfied_reward(window: Window) -> str | None:
     )
 
 
-def _entropy_collapse(window: Window) -> str | None:
+def _entropy_collapse(window: RecentSteps) -> str | None:
     """Find a policy that has stopped exploring without having learned.
 
     Its entropy fell to a fifth and its answers are hardly better; or most groups have come to hold equal
@@ -184,7 +184,7 @@ def _entropy_collapse(window: Window) -> str | None:
     )
 
 
-def _large_lag(window: Window) -> str | None:
+def _large_lag(window: RecentSteps) -> str | None:
     """Find tokens so old that many are clipped, or that half of the batch's weight is lost.
 
     One version behind a good run clips about 1% of its tokens with a range of 0.2, and loses almost no weight.
@@ -201,7 +201,7 @@ def _large_lag(window: Window) -> str | None:
     )
 
 
-def _narrow_clip(window: Window) -> str | None:
+def _narrow_clip(window: RecentSteps) -> str | None:
     """Find a range for ratios of whole responses so narrow that it clips most of them.
 
     The mean log ratio of a response spreads by 1 / sqrt(length), and GSPO's range was published for responses
@@ -217,7 +217,7 @@ def _narrow_clip(window: Window) -> str | None:
     )
 
 
-def _reward_errors(window: Window) -> str | None:
+def _reward_errors(window: RecentSteps) -> str | None:
     """Find a reward function that fails; an answer that is too much to grade now and then is no failure."""
     errors, ungradable = window.newest(ERRORS) or 0.0, window.newest(UNGRADABLE) or 0.0
     if errors:
@@ -231,7 +231,7 @@ def _reward_errors(window: Window) -> str | None:
 class Detector:
     """A detector by its name in `run.silent_detectors`."""
 
-    find: Callable[[Window], str | None]
+    find: Callable[[RecentSteps], str | None]
     metrics: tuple[str, ...]
     """The metrics that it needs."""
     anchor: str

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from grpo_ray.config import Config
 from grpo_ray.config.run import DetectorName
 from grpo_ray.records.json_lines import parse_line
-from grpo_ray.watch.detectors import DETECTORS, NUM_STEPS, Row, Setup, Window
+from grpo_ray.watch.detectors import DETECTORS, NUM_STEPS, RecentSteps, Row, Setup
 
 KIND = "detected_"  # begins the kinds of their events
 NUM_CLEAR_STEPS = 10  # without a finding; then the same detector may warn again
@@ -53,7 +53,7 @@ class FailureWatch:
         """Take a step's metrics; return the warnings that are new. A metric that is missing is skipped."""
         row = {name: metrics[name] for name in self._watched if name in metrics}
         (self._first if len(self._first) < NUM_STEPS else self._latest).append(row)
-        window = Window(self._setup, tuple(self._first), tuple(self._latest))
+        window = RecentSteps(self._setup, tuple(self._first), tuple(self._latest))
         found = []
         for name, detector in self._detectors.items():
             if text := detector.find(window):

@@ -18,7 +18,7 @@ def client(name: str) -> Any:
 
 
 async def hold(dispatcher: Dispatcher, num_sequences: int, done: asyncio.Event, limit_s: float = 60.0) -> str:
-    async with dispatcher.room(num_sequences) as generator, dispatcher.turn(generator, num_sequences, limit_s):
+    async with dispatcher.room(num_sequences) as generator, dispatcher.slot(generator, num_sequences, limit_s):
         await done.wait()
         return generator.client.name
 
@@ -60,7 +60,7 @@ def test_time_in_the_queue_does_not_count_against_the_limit() -> None:
         dispatcher, engine = Dispatcher([client("a")], max_num_seqs=4), asyncio.Lock()
 
         async def sample() -> None:
-            async with dispatcher.room(4) as generator, dispatcher.turn(generator, 4, limit_s=0.4), engine:
+            async with dispatcher.room(4) as generator, dispatcher.slot(generator, 4, limit_s=0.4), engine:
                 await asyncio.sleep(0.1)
 
         await asyncio.gather(*(sample() for _ in range(6)))
@@ -108,7 +108,7 @@ def test_no_room_is_lost_however_groups_end() -> None:
             size, limit_s = chance.choice([1, 4, 9]), chance.choice([0.002, 60.0])
             async with (
                 dispatcher.room(size, is_alone=chance.random() < 0.2) as generator,
-                dispatcher.turn(generator, size, limit_s),
+                dispatcher.slot(generator, size, limit_s),
             ):
                 await asyncio.sleep(chance.choice([0, 0.001, 0.004]))
 

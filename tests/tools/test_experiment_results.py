@@ -12,7 +12,7 @@ from grpo_ray.config.loading import ConfigError
 from grpo_ray.tools.drawing.figures import draw_spread, new_figure
 from grpo_ray.tools.experiments.curves import plot_metrics, plot_validation_reward
 from grpo_ray.tools.experiments.experiment import Experiment
-from grpo_ray.tools.experiments.outcome import Outcome, Status
+from grpo_ray.tools.experiments.outcome import ExperimentOutcome, Status
 from grpo_ray.tools.experiments.summary import write_summary
 from grpo_ray.tools.experiments.sweep import make_sweep, split_values
 from grpo_ray.tools.experiments.table import by_variant, comparison_table, short, write_csv
@@ -28,13 +28,15 @@ def outcome(
     status: Status = "finished",
     num_steps: int = 8,
     **metrics: Any,
-) -> Outcome:
+) -> ExperimentOutcome:
     """Return an outcome with one row per step; a metric is a list or a function of the step. `__` means `/`."""
     rows = [{"step": step} for step in range(1, num_steps + 1)]
     for name, values in metrics.items():
         for row in rows:
             row[name.replace("__", "/")] = values(row["step"]) if callable(values) else values[row["step"] - 1]
-    return Outcome(variant, seed, num_steps, status, "why" if status != "finished" else "", evaluations, rows)
+    return ExperimentOutcome(
+        variant, seed, num_steps, status, "why" if status != "finished" else "", evaluations, rows
+    )
 
 
 # Two seeds of `a`; one result and one failure of `b`.

@@ -17,7 +17,7 @@ from mmap import mmap
 from typing import Any
 
 from grpo_ray.rewards.base import NotGraded, RewardFn, Scores, Ungradable
-from grpo_ray.rewards.configured import GroupFn, Outcome, tried
+from grpo_ray.rewards.configured import Graded, GroupFn, tried
 from grpo_ray.rewards.isolation.confinement import Confinement, MappedMemory
 from grpo_ray.rewards.isolation.messages import LARGEST_REWARD, MAX_BYTES, is_storable, storable
 
@@ -63,7 +63,7 @@ def serve(
             return
 
 
-def _message(outcome: Outcome, num_results: int) -> list[Any]:
+def _message(outcome: Graded, num_results: int) -> list[Any]:
     """Return the message about a response; a group's must not be too long together."""
     result = result_of(outcome)
     if isinstance(result, dict):
@@ -77,7 +77,7 @@ def try_to_grade(reward_fn: RewardFn, response: str, ground_truth: str) -> Score
     return result_of(tried(lambda: reward_fn(response, ground_truth)))
 
 
-def result_of(outcome: Outcome) -> Scores | Ungradable | str:
+def result_of(outcome: Graded) -> Scores | Ungradable | str:
     """Return scores that can be stored, Ungradable for the answer's doing, or the error of the grader."""
     if isinstance(outcome, dict):
         numbers = [value for name, value in outcome.items() if name.startswith("reward")]

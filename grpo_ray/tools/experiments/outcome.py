@@ -18,7 +18,7 @@ COLLAPSED = 0.5  # fraction of the first validation reward
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ExperimentOutcome:
     """A run's status, its metrics by step, and its validations as (step, reward)."""
 
     variant: str
@@ -86,7 +86,7 @@ class Outcome:
         return dict(self.series("timing/step_s"))
 
 
-def read_outcome(run: PlannedRun, error: str | None = None) -> Outcome:
+def read_outcome(run: PlannedRun, error: str | None = None) -> ExperimentOutcome:
     """Return the outcome that a run's files show; `error` is that of its process, if it failed.
 
     Raises:
@@ -98,7 +98,7 @@ def read_outcome(run: PlannedRun, error: str | None = None) -> Outcome:
         return _read(run, error)
 
 
-def _read(run: PlannedRun, error: str | None) -> Outcome:
+def _read(run: PlannedRun, error: str | None) -> ExperimentOutcome:
     directory, num_steps = run.directory, run.config.algorithm.num_steps
     rows = last_of_each_step(directory.metrics_path)
     evaluations = [
@@ -108,7 +108,7 @@ def _read(run: PlannedRun, error: str | None) -> Outcome:
     ]
     status, reason = _status(run, rows, evaluations, error)
     detected = {str(found.name): found.step for found in reversed(detections(run.config, rows))}
-    return Outcome(run.variant, run.seed, num_steps, status, reason, evaluations, rows, detected)
+    return ExperimentOutcome(run.variant, run.seed, num_steps, status, reason, evaluations, rows, detected)
 
 
 def _status(

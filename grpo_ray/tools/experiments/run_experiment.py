@@ -11,7 +11,7 @@ from grpo_ray.tools.experiments.experiment import Experiment
 from grpo_ray.tools.experiments.experiment_folder import definition_of, experiment_folder
 from grpo_ray.tools.experiments.experiment_plan import ExperimentPlan, PlannedRun, plan_experiment
 from grpo_ray.tools.experiments.launch import PROGRAM, Ended, Launcher
-from grpo_ray.tools.experiments.outcome import Outcome, read_outcome
+from grpo_ray.tools.experiments.outcome import ExperimentOutcome, read_outcome
 from grpo_ray.tools.experiments.resources import default_jobs, describe_machine
 from grpo_ray.tools.experiments.summary import write_summary
 from grpo_ray.tools.experiments.table import by_variant, comparison_table, write_csv
@@ -54,7 +54,7 @@ def run_experiment(
     return not failed
 
 
-def _run(plan: ExperimentPlan, jobs: int, program: Sequence[str], command: str) -> list[Outcome]:
+def _run(plan: ExperimentPlan, jobs: int, program: Sequence[str], command: str) -> list[ExperimentOutcome]:
     """Run what is left and return every run's outcome."""
     outcomes = {run.name: read_outcome(run) for run in plan.runs}
     progress = _Progress(plan, outcomes)
@@ -71,7 +71,7 @@ def _run(plan: ExperimentPlan, jobs: int, program: Sequence[str], command: str) 
 class _Progress:
     """Progress on the terminal, one line per event of a run, and `results.json`."""
 
-    def __init__(self, plan: ExperimentPlan, outcomes: dict[str, Outcome]) -> None:
+    def __init__(self, plan: ExperimentPlan, outcomes: dict[str, ExperimentOutcome]) -> None:
         self._path, self._outcomes = plan.folder / "results.json", outcomes
         self._num_done = sum(outcome.is_over for outcome in outcomes.values())
         self._write()
@@ -101,7 +101,7 @@ class _Progress:
             partial.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
-def write_report(plan: ExperimentPlan, outcomes: Sequence[Outcome], command: str, jobs: int) -> None:
+def write_report(plan: ExperimentPlan, outcomes: Sequence[ExperimentOutcome], command: str, jobs: int) -> None:
     """Write the table, the plots and the summary."""
     # Imported here, because nothing before needs matplotlib.
     from grpo_ray.tools.experiments.curves import plot_metrics, plot_validation_reward

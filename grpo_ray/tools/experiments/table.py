@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from grpo_ray.records.durable import replacing
-from grpo_ray.tools.experiments.outcome import Outcome
+from grpo_ray.tools.experiments.outcome import ExperimentOutcome
 
 THRESHOLDS = (0.5, 0.8)
 
@@ -30,16 +30,16 @@ class VariantResult:
     """One variant's runs. Failed ones are counted and left out of every estimate."""
 
     label: str
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[ExperimentOutcome]
 
     @property
-    def results(self) -> list[Outcome]:
+    def results(self) -> list[ExperimentOutcome]:
         return [outcome for outcome in self.outcomes if outcome.is_over]
 
     def count(self, status: str) -> int:
         return sum(outcome.status == status for outcome in self.outcomes)
 
-    def estimate(self, value: Callable[[Outcome], float | None]) -> Estimate | None:
+    def estimate(self, value: Callable[[ExperimentOutcome], float | None]) -> Estimate | None:
         values = [found for outcome in self.results if (found := value(outcome)) is not None]
         if not values:
             return None
@@ -63,7 +63,7 @@ class VariantResult:
         return estimate.high if estimate else None
 
 
-def by_variant(labels: Iterable[str], outcomes: Sequence[Outcome]) -> list[VariantResult]:
+def by_variant(labels: Iterable[str], outcomes: Sequence[ExperimentOutcome]) -> list[VariantResult]:
     return [VariantResult(label, [o for o in outcomes if o.variant == label]) for label in labels]
 
 
@@ -173,7 +173,7 @@ def short(value: float | None) -> str:
     return f"{value:.3g}" if abs(value) < 1e-3 else f"{value:.{2 - math.floor(math.log10(abs(value)))}f}"
 
 
-def _half(outcome: Outcome) -> float | None:
+def _half(outcome: ExperimentOutcome) -> float | None:
     return outcome.reward_at(outcome.num_steps / 2)
 
 

@@ -7,25 +7,25 @@ from statistics import fmean
 from matplotlib.axes import Axes
 
 from grpo_ray.tools.drawing.figures import COLORS, GRID, new_figure, save, tidy
-from grpo_ray.tools.experiments.outcome import Outcome
+from grpo_ray.tools.experiments.outcome import ExperimentOutcome
 from grpo_ray.tools.experiments.table import VariantResult
 from grpo_ray.watch.metrics_catalog import SYNC
 
-Seconds = Callable[[Outcome], float | None]
+Seconds = Callable[[ExperimentOutcome], float | None]
 BAR = 0.8  # fraction of a variant's height
 
 
 def mean_of(name: str) -> Seconds:
-    """Return a metric's mean without the first step, as `Outcome.seconds_per_step`."""
+    """Return a metric's mean without the first step, as `ExperimentOutcome.seconds_per_step`."""
 
-    def value(outcome: Outcome) -> float | None:
+    def value(outcome: ExperimentOutcome) -> float | None:
         values = [value for _, value in outcome.series(name)]
         return fmean(values[1:] or values) if values else None
 
     return value
 
 
-def weight_sync(outcome: Outcome) -> float | None:
+def weight_sync(outcome: ExperimentOutcome) -> float | None:
     """Return the seconds of all phases of a sync."""
     phases = [mean_of(name)(outcome) for name in ("timing/weight_sync/join_s", *SYNC)]
     known = [phase for phase in phases if phase is not None]
