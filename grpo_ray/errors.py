@@ -36,7 +36,7 @@ class OutOfDeviceMemory(ActorDied):
 
 
 class DataLost(RuntimeError):
-    """The loss of a call's arguments together with the node that held them."""
+    """The loss of a call's arguments, or of its answer, with the process or node that held them."""
 
 
 class TurnLost(DataLost):

@@ -85,7 +85,7 @@ class ServingGroup:
         return {**self.generators, **self.scorers, **self.teachers, **self.environments}
 
     def restart_generator(self, name: str) -> GeneratorClient:
-        """Start a fresh Generator in place of `name`, with the weights that the run began with."""
+        """Start a fresh Generator in place of `name`, with the weights that the actors started with."""
         self._kill(name)
         self.generators[name] = self._start_generator(name)
         return self.generators[name]

@@ -31,7 +31,7 @@ class WeightSyncConfig(Section):
     bytes (`weight_sync/sent_frac`). For slow networks, bfloat16 and small learning rates: encoding takes the
     time of several memory copies. The Learner and each Generator keep the weights in host memory."""
     phase_timeout_s: PositiveFloat = 300.0
-    """Seconds per phase of a sync; a Generator that takes longer is named and replaced."""
+    """Seconds for each of a sync's two calls to a Generator; one that takes longer is named and replaced."""
     checksum: bool = False
     """Compare a CRC-32 of the weights before they are loaded; takes about a second per GB."""
 

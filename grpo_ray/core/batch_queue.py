@@ -13,8 +13,8 @@ arXiv:2503.14476, Section 3.2, Eq. 11). In strict order a group is dropped only 
 groups before it neither fill the batch nor use up the limit, so the drops do not depend on the order in which
 groups finish.
 
-The buffer asks for a batch whenever a group finishes, so the window and the due groups are kept until the queue
-changes, and the usual answer, that some group is missing, costs the same for a batch of any size.
+The GroupBook asks for a batch whenever a group finishes, so the window and the due groups are kept until the
+queue changes, and the usual answer, that some group is missing, costs the same for a batch of any size.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping

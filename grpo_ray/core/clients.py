@@ -143,7 +143,7 @@ class ServingActors(Protocol):
     def by_name(self) -> Mapping[str, ActorClient]: ...
 
     def restart_generator(self, name: str) -> GeneratorClient:
-        """Start a fresh Generator in place of `name`, with the weights that the run began with."""
+        """Start a fresh Generator in place of `name`, with the weights that the actors started with."""
 
     def restart_worker(self, name: str) -> ActorClient:
         """Start a fresh Scorer, Teacher or EnvironmentWorker in place of `name`."""

@@ -1,9 +1,9 @@
 """GroupBook: the one owner of every group's state. A plain object in the driver, without awaits.
 
     NEW -> IN_FLIGHT -> SCORED -> ENTERING -> BUFFERED -> IN_BATCH -> trained
-             |   ^        |          |           |  \\        |
-             v   |        v          v           v   v       v
-             |  WAITING <-+----------+-----------+  DROPPED -+-> dropped
+             |   ^                   |           |  |         |
+             v   |                   v           v  v         v
+             |  WAITING <------------+-----------+  DROPPED --+-> dropped
              v
           set aside
 
@@ -158,7 +158,7 @@ class GroupBook:
 
     def lost(self, group_ids: Iterable[int]) -> None:
         """Let groups that were lost on their way into the buffer wait to be dispatched again."""
-        self._move(group_ids, (State.IN_FLIGHT, State.SCORED, State.ENTERING), State.WAITING)
+        self._move(group_ids, (State.ENTERING,), State.WAITING)
 
     def set_aside(self, group_id: int) -> None:
         """Give up a group that could not be finished; another one gets its slot."""

@@ -6,7 +6,7 @@ replay, the batch of step n holds groups `(n - 1) * groups_per_step` to `n * gro
 1. Admission: a group may be dispatched only while fewer than `(published + 1 + max_lag) * groups_per_step`
    groups have been, where `published` is the version that every serving Generator already runs. The batch of
    step n is therefore sampled by versions `n - 1 - max_lag` and later.
-2. Consumption: the buffer hands out no fresh token older than `max_lag`, and the Learner at version v refuses
+2. Consumption: a batch holds no fresh token older than `max_lag`, and the Learner at version v refuses
    one older than `v - max_lag` (with replay, than `v - max_age`).
 
 The first implies the second; the second would catch a mistake in the first. The first stays exact when
