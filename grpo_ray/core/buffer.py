@@ -1,7 +1,7 @@
 """TrajectoryBuffer: the bytes of scored groups until they are trained, and of groups to replay."""
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,10 +72,11 @@ class TrajectoryBuffer:
         """Return the stage times since the last call, and the process's memory."""
         return ActorStats(self._clock.take(), resident_bytes(with_children=False))
 
-    async def begin(self, unfinished: Collection[int]) -> dict[int, GroupFacts]:
-        """Keep only the restored groups that are still to be trained; return the facts about them, by id."""
-        self._memory.forget(unfinished)  # a batch that was taken but not trained
-        await self.drop([group_id for group_id in self._groups if group_id not in unfinished])
+    async def begin(self, group_ids: Sequence[int]) -> dict[int, GroupFacts]:
+        """Keep only those of the restored groups that may still be trained; return their facts, by id."""
+        kept = set(group_ids)
+        self._memory.forget(kept)  # a batch that was taken but not trained
+        await self.drop([group_id for group_id in self._groups if group_id not in kept])
         return {group_id: group.facts(self._sampling_metric) for group_id, group in self._groups.items()}
 
     async def put(
@@ -131,8 +132,6 @@ class TrajectoryBuffer:
             **cut_metrics(fresh),
             **self._memory.take_metrics(),
             **({"lag/masked_tokens": float(num_masked)} if self._masks_old else {}),
-            "buffer/groups": float(len(self._groups)),
-            "buffer/bytes": float(self._num_bytes),
         }
         facts = BatchFacts(metrics, write_error, ungraded_in([*fresh, *dropped]), tuple(self._notes))
         self._notes.clear()

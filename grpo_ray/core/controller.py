@@ -268,6 +268,7 @@ class Controller:
         self._report_rollouts(step, facts)
         metrics = self._log.bounded(facts.metrics)
         metrics |= {"lag/rejected": batch.num_refused, "timing/wait_for_batch_s": duration.seconds}
+        metrics |= {"buffer/groups": batch.num_buffered, "buffer/bytes": batch.num_bytes}
         if self._config.num_oversampled:
             metrics["rollout/cut_groups"] = batch.num_cut
         return groups, metrics

@@ -57,6 +57,7 @@ class Dispatcher:
         """
         self._max_num_seqs = max_num_seqs
         self._serving: dict[str, Incarnation] = {}
+        self._names: dict[int, str] = {}  # of the same, by the number of the process
         self._loads: list[tuple[int, int, Incarnation]] = []  # a heap by sequences; some entries are outdated
         self._waiting: deque[tuple[int, asyncio.Future[Incarnation]]] = deque()
         for client in generators:
@@ -67,15 +68,20 @@ class Dispatcher:
         """The Generators that serve now, by name."""
         return self._serving
 
+    def name_of(self, number: int) -> str | None:
+        """Return the name of the Generator that serves in this process, if one does."""
+        return self._names.get(number)
+
     def add(self, client: GeneratorClient) -> None:
         """Let a Generator serve."""
         generator = self._serving[client.name] = Incarnation(client)
+        self._names[client.number] = client.name
         self._load(generator, 0)
         self._hand_out()
 
     def remove(self, name: str) -> None:
         """Give no more groups to a Generator; those that it has end by themselves, with an error."""
-        del self._serving[name]
+        del self._names[self._serving.pop(name).client.number]
 
     @contextlib.asynccontextmanager
     async def room(self, num_sequences: int, is_alone: bool = False) -> AsyncIterator[Incarnation]:

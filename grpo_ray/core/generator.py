@@ -1,7 +1,8 @@
 """Generator: an engine that samples groups and loads new weights."""
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,6 @@ from grpo_ray.episodes.turn_box import FinishedTurns, TurnBoxes, Turns, Worker
 from grpo_ray.transfer.meeting import Meeting
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings, bulk_and_facts
-from grpo_ray.watch.clock import monotonic
 from grpo_ray.watch.memory import resident_bytes
 from grpo_ray.watch.stage_clock import ActorStats, StageClock
 
@@ -122,33 +122,42 @@ class Generator:
             await self._engine.stage(snapshot)
         self._staged = snapshot.version
 
-    async def switch(self) -> dict[str, float]:
+    async def switch(self, phase_timeout_s: float) -> dict[str, float]:
         """Replace the weights by the staged ones: pause, load, finish, resume; requests in flight are kept.
 
-        A version is set only here, after the weights are complete, so a partial update is never served as it.
+        A version is set only after the weights are complete, so a partial update is never served as it.
 
         Returns:
             Seconds per phase, and those that this Generator stood still, as `paused`.
 
         Raises:
-            ValueError: the weights do not fit the model.
-            WireError: the Learner did not send them.
+            RuntimeError: names the phase that failed, or that took longer than `phase_timeout_s`.
         """
         assert self._staged is not None, "stage_weights first"
-        label, stage = f"version {self._staged}", self._clock.stage
-        with stage("pause") as paused:
-            began = monotonic()
-            await self._engine.pause()
-            pause_s = monotonic() - began
-            with stage("load_weights", label) as load:
-                await self._engine.load()
-            with stage("finish_weights", label) as finish:
-                await self._engine.finish(self._staged)
-            self._version, self._staged = self._staged, None
-            with stage("resume") as resume:
-                await self._engine.resume()
-        phases = {"load": load.seconds, "finish": finish.seconds, "resume": resume.seconds}
-        return {"pause": pause_s, **phases, "paused": paused.seconds}
+        version, engine, seconds = self._staged, self._engine, dict[str, float]()
+
+        @contextlib.asynccontextmanager
+        async def phase(name: str, stage: str) -> AsyncIterator[None]:
+            with self._clock.stage(stage, f"version {version}") as duration:
+                try:
+                    async with asyncio.timeout(phase_timeout_s):
+                        yield
+                except Exception as error:
+                    late = f"not done within {phase_timeout_s:g} s (weight_sync.phase_timeout_s)"
+                    raise RuntimeError(f"phase `{name}`: {str(error) or late}") from error
+            seconds[name] = duration.seconds
+
+        with self._clock.stage("pause") as paused:
+            async with phase("pause", "pause"):
+                await engine.pause()
+            async with phase("load", "load_weights"):
+                await engine.load()
+            async with phase("finish", "finish_weights"):
+                await engine.finish(version)
+            self._version, self._staged = version, None
+            async with phase("resume", "resume"):
+                await engine.resume()
+        return {**seconds, "paused": paused.seconds}
 
     async def sleep(self) -> None:
         """Free the device for the colocated Learner, once no group is running."""

@@ -61,6 +61,8 @@ class Batch:
     late_ids: tuple[int, ...]  # groups in flight that were cut off: cancel their work
     num_refused: int  # groups refused as too old since the batch before
     num_cut: int  # groups cut off since the batch before
+    num_buffered: int  # groups that the buffer holds for later batches
+    num_bytes: int
 
 
 class GroupBook:
@@ -85,12 +87,12 @@ class GroupBook:
         self._masked_tasks = frozenset(config.episode_tasks if masks_old else ())
         self._groups: dict[int, _Group] = {}
         self._by_state: dict[State, dict[int, bool]] = {state: {} for state in State}  # has_signal, by arrival
-        self._next_id = 0
-        self._set_aside: set[int] = set()
-        self._num_trained = self._num_dropped = 0
+        self.next_id = 0  # the first group that was never dispatched
+        self.given_up: set[int] = set()  # the groups that were set aside
+        self.num_trained = self.num_dropped = 0
         self._num_bytes = 0  # of the groups that are ENTERING or BUFFERED
         self._oldest_kept = 0  # groups with a token of an earlier version come too late
-        self._discarded: list[int] = []  # their bytes are still in the buffer
+        self.discarded: list[int] = []  # their bytes are still in the buffer
         self._batch: Batch | None = None  # chosen, and not trained yet
         self._num_refused = self._num_cut = self.num_set_aside = 0  # since the last batch
 
@@ -103,7 +105,7 @@ class GroupBook:
     @property
     def num_admissible(self) -> int:
         """Groups that may be dispatched now."""
-        num_new = max(0, self._admission.limit(self.published_version) - self._next_id)
+        num_new = max(0, self._admission.limit(self.published_version) - self.next_id)
         return num_new + len(self._waiting)
 
     @property
@@ -115,12 +117,12 @@ class GroupBook:
         """Move up to `max_groups` groups into flight, waiting ones first; return their prompts."""
         again = self._waiting[:max_groups]
         self._move(again, (State.WAITING,), State.IN_FLIGHT)
-        num_new = self._admission.limit(self.published_version) - self._next_id
-        new = range(self._next_id, self._next_id + max(0, min(num_new, max_groups - len(again))))
+        num_new = self._admission.limit(self.published_version) - self.next_id
+        new = range(self.next_id, self.next_id + max(0, min(num_new, max_groups - len(again))))
         for group_id in new:
             self._groups[group_id] = _Group(State.IN_FLIGHT)
             self._put_into(State.IN_FLIGHT, group_id)
-        self._next_id += len(new)
+        self.next_id += len(new)
         return [self._prompts.item(group_id, self._groups[group_id].num_cuts) for group_id in (*again, *new)]
 
     # One group
@@ -163,7 +165,7 @@ class GroupBook:
     def set_aside(self, group_id: int) -> None:
         """Give up a group that could not be finished; another one gets its slot."""
         self._leave([group_id], (State.IN_FLIGHT,))
-        self._set_aside.add(group_id)
+        self.given_up.add(group_id)
         self.num_set_aside += 1
         self._queue.leave([group_id])
         self._admission.extra_slots += 1
@@ -190,7 +192,7 @@ class GroupBook:
         self._queue.train(group_ids)
         late_ids = self._cut_late(step + 1) if self._cuts_late else ()
         self._settle()
-        counts = self._num_refused, self._num_cut
+        counts = self._num_refused, self._num_cut, self.num_in(State.BUFFERED), self._num_bytes
         self._num_refused = self._num_cut = self.num_set_aside = 0
         self._batch = Batch(step, group_ids, dropped_ids, oldest, late_ids, *counts)
         return self._batch
@@ -216,17 +218,13 @@ class GroupBook:
         outcomes = {group_id: self._groups[group_id].facts.outcome for group_id in done}
         self._prompts.observe({g: outcome for g, outcome in outcomes.items() if outcome is not None})
         self._leave(done, (State.IN_BATCH,))
-        self._num_trained += len(batch.group_ids)
-        self._num_dropped += len(batch.dropped_ids)
+        self.num_trained += len(batch.group_ids)
+        self.num_dropped += len(batch.dropped_ids)
 
     def take_discarded(self) -> list[int]:
         """Return the groups that the buffer must discard before they may be dispatched again."""
-        discarded, self._discarded = self._discarded, []
+        discarded, self.discarded = self.discarded, []
         return discarded
-
-    @property
-    def has_discarded(self) -> bool:
-        return bool(self._discarded)
 
     # Counts
 
@@ -238,32 +236,13 @@ class GroupBook:
         return tuple(sorted(self._by_state[state]))
 
     @property
-    def next_id(self) -> int:
-        """The first group that was never dispatched."""
-        return self._next_id
-
-    @property
     def unfinished(self) -> frozenset[int]:
         """Groups that were dispatched and are not gone."""
         return frozenset(self._groups)
 
-    @property
-    def given_up(self) -> frozenset[int]:
-        """Groups that were set aside."""
-        return frozenset(self._set_aside)
-
-    @property
-    def num_trained(self) -> int:
-        return self._num_trained
-
-    @property
-    def num_dropped(self) -> int:
-        """Groups that were dropped for lack of signal, up to the last trained batch."""
-        return self._num_dropped
-
     def metrics(self) -> dict[str, float]:
         """Return the step metrics of the stream of prompts, and the number of groups set aside."""
-        return {**self._prompts.metrics(), "rollout/set_aside_groups": float(len(self._set_aside))}
+        return {**self._prompts.metrics(), "rollout/set_aside_groups": float(len(self.given_up))}
 
     # Checkpoints
 
@@ -276,13 +255,13 @@ class GroupBook:
         in_flight = (State.IN_FLIGHT, State.SCORED, State.ENTERING)
         return {
             **self._prompts.state_dict(),
-            "next_group_id": self._next_id,
+            "next_group_id": self.next_id,
             "in_flight": sorted(g for state in in_flight for g in self._by_state[state]),
             "buffered": sorted(g for state in buffered for g in self._by_state[state]),
             "waiting": list(self.ids_in(State.WAITING)),
-            "set_aside": sorted(self._set_aside),
-            "num_trained": self._num_trained,
-            "num_dropped": self._num_dropped,
+            "set_aside": sorted(self.given_up),
+            "num_trained": self.num_trained,
+            "num_dropped": self.num_dropped,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], held: Mapping[int, GroupFacts]) -> None:
@@ -293,14 +272,14 @@ class GroupBook:
         """
         assert not self._groups, "the book is in use"
         unfinished = {*saved["waiting"], *saved["in_flight"], *saved["buffered"]}
-        self._next_id = saved["next_group_id"]
-        self._set_aside = set(saved["set_aside"])
-        self._num_trained, self._num_dropped = saved["num_trained"], saved["num_dropped"]
-        num_left = self._num_dropped + len(self._set_aside)
+        self.next_id = saved["next_group_id"]
+        self.given_up = set(saved["set_aside"])
+        self.num_trained, self.num_dropped = saved["num_trained"], saved["num_dropped"]
+        num_left = self.num_dropped + len(self.given_up)
         self._admission.extra_slots += extra_slots_at(
-            self.published_version, self._num_trained, num_left, 0, self._admission.groups_per_step
+            self.published_version, self.num_trained, num_left, 0, self._admission.groups_per_step
         )
-        self._queue.begin(unfinished, self._next_id)
+        self._queue.begin(unfinished, self.next_id)
         for group_id in sorted(unfinished):
             state = State.BUFFERED if group_id in held else State.WAITING
             self._groups[group_id] = _Group(state, facts=held.get(group_id, UNKNOWN))
@@ -355,12 +334,13 @@ class GroupBook:
         for group_id in group_ids:
             self._groups[group_id].num_cuts += 1
         self._num_cut += len(group_ids)
-        buffered = [g for g in group_ids if self._groups[g].state is State.BUFFERED]
-        self._discard(buffered)
-        self._move([g for g in group_ids if g not in set(buffered)], (State.IN_FLIGHT,), State.WAITING)
+        in_flight = self._by_state[State.IN_FLIGHT]
+        unsampled = [group_id for group_id in group_ids if group_id in in_flight]
+        self._discard([group_id for group_id in group_ids if group_id not in in_flight])
+        self._move(unsampled, (State.IN_FLIGHT,), State.WAITING)
 
     def _discard(self, group_ids: Sequence[int]) -> None:
-        self._discarded += group_ids
+        self.discarded += group_ids
         self._move(group_ids, (State.BUFFERED,), State.WAITING)
 
     def _settle(self) -> bool:
@@ -374,4 +354,4 @@ class GroupBook:
         return self._groups[group_id].facts.oldest_version < oldest_version and not self._keeps_old(group_id)
 
     def _keeps_old(self, group_id: int) -> bool:
-        return bool(self._masked_tasks) and self._prompts.item(group_id).task in self._masked_tasks
+        return bool(self._masked_tasks) and self._prompts.task(group_id) in self._masked_tasks

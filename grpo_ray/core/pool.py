@@ -261,11 +261,9 @@ class GeneratorPool:
 
     def fail(self, number: int, error: str) -> None:
         """Replace the Generator's process of this number, unless that has begun already."""
-        for name, generator in self._dispatcher.serving.items():
-            if generator.client.number == number:
-                self.retire(name, error)
-                return
-        if number in self._admitted:
+        if (name := self._dispatcher.name_of(number)) is not None:
+            self.retire(name, error)
+        elif number in self._admitted:
             self._admitted[number] = error
 
     def retire(self, name: str, error: str) -> None:
@@ -303,6 +301,7 @@ class GeneratorPool:
                 if isinstance(again, ActorDied) and again.name != name:
                     raise
                 failure = str(again)
+                self._admitted.pop(client.number, None)
                 continue
             # A sync that followed at once may have failed it before the answer to `admit` arrived here.
             if (failed := self._admitted.pop(client.number)) is None:

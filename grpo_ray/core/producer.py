@@ -58,8 +58,8 @@ class RolloutProducer:
     async def begin(self, book_state: Mapping[str, Any] | None) -> None:
         """Start from the book as it was at a checkpoint, with the groups that the restored buffer holds."""
         if book_state is not None:
-            unfinished = {g for name in ("in_flight", "buffered", "waiting") for g in book_state[name]}
-            self._book.load_state_dict(book_state, await self._actors.buffer.begin(sorted(unfinished)))
+            held = await self._actors.buffer.begin([*book_state["in_flight"], *book_state["buffered"]])
+            self._book.load_state_dict(book_state, held)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Produce in this task group; an error ends it."""
@@ -79,9 +79,10 @@ class RolloutProducer:
         """
         book = self._book
         while True:
-            await self._progress.until(lambda: book.has_discarded or self._may_dispatch())
+            await self._progress.until(lambda: book.discarded or self._may_dispatch())
             while discarded := book.take_discarded():
-                await self._actors.buffer.drop(discarded)
+                with self._calls.call("buffer", "discards groups that came too late"):
+                    await self._actors.buffer.drop(discarded)
             if self._may_dispatch():
                 self._dispatch(book.admit(SLICE))
                 await asyncio.sleep(0)  # the first ones are sampled, and a signal is answered
@@ -121,19 +122,19 @@ class RolloutProducer:
         assert verdict.facts is not None, "a Scorer states them"
         book.scored(group_id, verdict.facts)
         self._progress.announce()
-        with self._calls.call("buffer", f"takes in group {group_id}", is_waiting=True):
-            await self._room.until(lambda: book.enter(group_id))
-            try:
+        try:
+            with self._calls.call("buffer", f"takes in group {group_id}", is_waiting=True):
+                await self._room.until(lambda: book.enter(group_id))
                 await self._actors.buffer.put(group, verdict, logprobs)
-                self._num_losses.pop(group_id, None)
-                makes_room = book.buffered(group_id)
-            except DataLost as error:  # with its Generator, before the buffer had fetched it
-                self._num_losses[group_id] += 1
-                if self._num_losses[group_id] > self._config.recovery.max_group_losses:
-                    raise  # the fault is the buffer's
-                book.lost([group_id])
-                makes_room = True
-                self._log.event("group_lost", None, f"group {group_id}: {error}")
+            self._num_losses.pop(group_id, None)
+            makes_room = book.buffered(group_id)
+        except DataLost as error:  # with its Generator, before the buffer had fetched it
+            self._num_losses[group_id] += 1
+            if self._num_losses[group_id] > self._config.recovery.max_group_losses:
+                raise  # the fault is the buffer's
+            book.lost([group_id])
+            makes_room = True
+            self._log.event("group_lost", None, f"group {group_id}: {error}")
         self._progress.announce()
         if makes_room:  # else each group would wake all that wait for room
             self._room.announce()
@@ -168,7 +169,7 @@ class RolloutProducer:
 
     def _choose(self, step: int) -> Batch | None:
         batch = self._book.batch(step)
-        if batch is None and self._book.has_discarded:  # groups were refused: `_run` dispatches them again
+        if batch is None and self._book.discarded:  # groups were refused: `_run` dispatches them again
             self._changed()
         return batch
 

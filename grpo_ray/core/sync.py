@@ -17,6 +17,7 @@ from grpo_ray.watch.stage_clock import ActorStats, StageClock
 
 CALLS = ("stage", "switch")
 PHASES = ("stage", "pause", "load", "finish", "resume")  # `switch` is all but the first
+NUM_SWITCH_PHASES = len(PHASES) - 1
 
 
 class WeightSyncError(RuntimeError):
@@ -36,7 +37,7 @@ class WeightSync:
     def __init__(
         self,
         generators: Sequence[GeneratorClient],
-        call_timeout_s: float,
+        phase_timeout_s: float,
         version: int = 0,
         wires: Wires | None = None,
     ) -> None:
@@ -46,7 +47,7 @@ class WeightSync:
             wires: to the Generators, if the transport has any.
         """
         self._generators = {generator.number: generator for generator in generators}
-        self._call_timeout_s = call_timeout_s
+        self._phase_timeout_s = phase_timeout_s
         self._wires = wires
         self._published_version = version
         # The published weights; None while they are the ones that Generators start with.
@@ -144,23 +145,25 @@ class WeightSync:
 
         # A snapshot can be lost while it is staged; until then no Generator has another version.
         await _all(call(g, "stage", partial(g.stage_weights, weights)) for g in generators)
-        await _all(call(g, "switch", g.switch) for g in generators if g.number not in failed)
+        limit_s = self._phase_timeout_s
+        await _all(call(g, "switch", partial(g.switch, limit_s)) for g in generators if g.number not in failed)
         return {f"timing/weight_sync/{name}_s": seconds for name, seconds in slowest.items()}, failed
 
     async def _drop_wire(self, name: str) -> None:
         if self._wires is not None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._call_timeout_s):
+                async with asyncio.timeout(self._phase_timeout_s):
                     await self._wires.drop(name)  # raises ActorDied if the failure was the Learner's death
 
     async def _ask(self, generator: GeneratorClient, what: str, answer: Awaitable[Any]) -> Any:
         try:
-            async with asyncio.timeout(self._call_timeout_s):  # wait_for can swallow a cancellation
+            limit_s = self._phase_timeout_s * (1 if what == "stage" else NUM_SWITCH_PHASES)
+            async with asyncio.timeout(limit_s):  # wait_for can swallow a cancellation
                 return await answer
         except TimeoutError:
             raise WeightSyncError(
                 f"weight sync: {generator.name} did not finish `{what}` within "
-                f"{self._call_timeout_s:g} s (weight_sync.phase_timeout_s)"
+                f"{limit_s:g} s (weight_sync.phase_timeout_s)"
             ) from None
         except DataLost:  # the snapshot is gone, and no Generator is to blame
             raise

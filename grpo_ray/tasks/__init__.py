@@ -5,7 +5,7 @@
     dataset.py         kinds that read them from files (files.py), here or on the hub (sources.py)
     prompts.py         from a question to a prompt: chat templates, and the texts in templates/
     prompt_order.py    which example each group asks, epoch after epoch; curriculum.py skips some
-    prompt_ledger.py   which groups are in flight, buffered, waiting or trained
+    prompt_stream.py   the prompt of every group, by its id
 
 The functions below are the entry: the examples of a configured task, and their order.
 """

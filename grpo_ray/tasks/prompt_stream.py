@@ -34,6 +34,10 @@ class PromptStream:
         item = self._prompters[example.task].item(group_id, example)
         return replace(item, num_cuts=num_cuts) if num_cuts else item
 
+    def task(self, group_id: int) -> str:
+        """Return the part of a mixture that the group's prompt belongs to."""
+        return self._examples[self._order.index(group_id)].task
+
     def observe(self, outcomes: Mapping[int, GroupOutcome]) -> None:
         """Take note of the outcomes of groups that are about to be done; a curriculum follows them."""
         self._order.observe(outcomes)

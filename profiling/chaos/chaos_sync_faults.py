@@ -18,8 +18,10 @@ def in_phase(kind: str, phase: str) -> Inject:
 
     def inject(run: ChaosRun, draw: random.Random) -> str:
         if SAYS[kind]:
-            call = "stage" if phase == "stage" else "switch"
-            run.must_say.append(("generator_failed", rf"^weight sync: generator-\d {SAYS[kind]} `{call}`"))
+            where = "`stage`" if phase == "stage" else "`switch`"
+            if kind == "fail" and phase != "stage":
+                where += f": phase `{phase}`"
+            run.must_say.append(("generator_failed", rf"^weight sync: generator-\d {SAYS[kind]} {where}"))
         return _triggered(run, f"{kind}_sync_{phase}")
 
     return inject

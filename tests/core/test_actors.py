@@ -169,7 +169,7 @@ def snapshot(version: int) -> WeightSnapshot:
 async def update(generator: Generator, weights: WeightSnapshot) -> dict[str, float]:
     """Make both calls of a sync; return the seconds of each phase."""
     await generator.stage_weights(weights)
-    return await generator.switch()
+    return await generator.switch(60.0)
 
 
 def test_weight_update_calls_the_engine_in_order() -> None:
@@ -200,10 +200,25 @@ def test_weight_update_calls_the_engine_in_order() -> None:
 def test_failed_update_keeps_the_version_and_is_never_committed() -> None:
     engine = FakeEngine(fails="load")
     generator = Generator("generator-0", engine)
-    with pytest.raises(RuntimeError, match="device was lost"):
+    with pytest.raises(RuntimeError, match=r"^phase `load`: .*device was lost"):
         asyncio.run(update(generator, snapshot(1)))
     assert engine.calls == ["stage 1", "pause", "load"]
     assert "version=0" in repr(generator)
+
+
+@pytest.mark.parametrize("phase", ["pause", "load", "finish", "resume"])
+def test_phase_that_takes_too_long_is_named(phase: str) -> None:
+    engine = FakeEngine()
+    setattr(engine, phase, lambda *_: asyncio.sleep(60))
+    generator = Generator("generator-0", engine)
+
+    async def run() -> None:
+        await generator.stage_weights(snapshot(1))
+        await generator.switch(0.01)
+
+    with pytest.raises(RuntimeError, match=rf"^phase `{phase}`: not done within 0.01 s"):
+        asyncio.run(run())
+    assert ("version=1" in repr(generator)) == (phase == "resume")
 
 
 def test_generator_continues_from_the_version_it_is_given() -> None:

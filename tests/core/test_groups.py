@@ -137,6 +137,7 @@ def test_a_group_goes_from_admission_to_a_trained_step() -> None:
     batch = book.batch(1)
     assert batch is not None
     assert (batch.step, batch.group_ids, batch.dropped_ids, batch.oldest_version) == (1, (0, 1), (), -1)
+    assert (batch.num_buffered, batch.num_bytes) == (0, 0)
     assert states(book) == {State.IN_FLIGHT: (2, 3), State.IN_BATCH: (0, 1)}
     book.trained(1)
     assert (states(book), book.num_trained) == ({State.IN_FLIGHT: (2, 3)}, 2)
@@ -183,7 +184,7 @@ def test_a_group_with_too_old_a_token_is_refused_and_sampled_again() -> None:
     buffer(book, 6, oldest_version=2)
     buffer(book, 7, oldest_version=3)
     assert book.batch(4) is None
-    assert (book.ids_in(State.WAITING), book.has_discarded, book.take_discarded()) == ((6,), True, [6])
+    assert (book.ids_in(State.WAITING), bool(book.discarded), book.take_discarded()) == ((6,), True, [6])
     assert (admit(book), book.take_discarded()) == ([6], [])
     buffer(book, 6, oldest_version=3)
     batch = book.batch(4)
@@ -340,7 +341,7 @@ def test_restored_book_by_hand() -> None:
     }  # fmt: skip
     book = make_book(max_lag=3)
     book.load_state_dict(state, {3: facts(), 5: facts(), 0: facts(), 99: facts()})
-    # The batch was not trained: the buffer no longer has its groups. It got 5 before it was captured.
+    # The batch was not trained: the buffer no longer has its groups. It had 5 a moment later.
     assert states(book) == {State.BUFFERED: (3, 5), State.WAITING: (1, 2, 4, 6, 7)}
     assert admit(book) == [1, 2, 4, 6, 7, 8]
     assert (book.given_up, book.next_id) == ({0}, 9)

@@ -98,7 +98,7 @@ class VersionedGenerator:
     async def stage_weights(self, weights: object) -> None:
         await turns(1)
 
-    async def switch(self) -> dict[str, float]:
+    async def switch(self, phase_timeout_s: float = 60.0) -> dict[str, float]:
         await turns(1 + next(self._load_turns, 1))
         self.version += 1
         await turns(1)
@@ -200,7 +200,7 @@ class Schedule:
         self.book_state = book_state
         generators = [VersionedGenerator(name, pace.of("load"), version) for name in ("a", "b")]
         serving: list[Any] = list(generators)
-        self.sync = WeightSync(serving, call_timeout_s=5, version=version)
+        self.sync = WeightSync(serving, phase_timeout_s=5, version=version)
         self.buffer = TrajectoryBuffer(config, None, checkpoint)
         self.book = GroupBook(config, make_prompts(), version)
         travel = pace.of("travel")

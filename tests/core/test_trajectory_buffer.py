@@ -64,7 +64,6 @@ def test_batches_hold_the_groups_that_are_asked_for_whatever_the_arrival(arrival
 
     batches = asyncio.run(run())
     assert [ids(batch.groups) for batch, _ in batches] == [[0, 1], [2, 3]]
-    assert [facts.metrics["buffer/groups"] for _, facts in batches] == [2.0, 0.0]
     assert all(check_names(facts.metrics) == [] for _, facts in batches)
 
 

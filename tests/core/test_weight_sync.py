@@ -55,7 +55,7 @@ class FakeGenerator:
         self.loaded.append(snapshot)
         return self._call("stage")
 
-    async def switch(self) -> dict[str, float]:
+    async def switch(self, phase_timeout_s: float = 60.0) -> dict[str, float]:
         await self._call("switch")
         seconds = 0.25 if self.name == "a" else 0.5
         return {"pause": 0.25, "load": seconds, "finish": 0.0, "resume": 0.0, "paused": 2 * seconds}
@@ -174,7 +174,8 @@ def test_changes_are_sent_to_serving_generators_and_the_whole_to_a_replacement()
 
 def reason(name: str, call: str, hangs: bool) -> str:
     if hangs:
-        return f"weight sync: {name} did not finish `{call}` within 0.05 s (weight_sync.phase_timeout_s)"
+        limit_s = 0.05 if call == "stage" else 0.2  # of four phases
+        return f"weight sync: {name} did not finish `{call}` within {limit_s} s (weight_sync.phase_timeout_s)"
     return f"weight sync: {name} failed in `{call}`: out of memory"
 
 
@@ -399,7 +400,7 @@ class ServingGenerator:
         await self._take_turns()
         self._staged = weights
 
-    async def switch(self) -> dict[str, float]:
+    async def switch(self, phase_timeout_s: float = 60.0) -> dict[str, float]:
         assert not self._is_paused, "two transactions at once"
         self._is_paused = True
         await self._take_turns()
@@ -421,7 +422,7 @@ def test_serving_generators_have_the_published_weights_however_deaths_and_publis
     async def run() -> None:
         speeds = itertools.cycle(turns)
         serving = {name: ServingGenerator(name, speeds) for name in "abc"}
-        sync = WeightSync(fakes(serving.values()), call_timeout_s=60)
+        sync = WeightSync(fakes(serving.values()), phase_timeout_s=60)
 
         async def replace(name: str, pause: int) -> None:
             for _ in range(pause):

@@ -70,7 +70,7 @@ class Wired:
         await (stage if self.by_worker else self.with_send(stage, version))
 
     async def switch(self, version: int) -> None:
-        switch = self.generator.switch()
+        switch = self.generator.switch(60.0)
         await (self.with_send(switch, version) if self.by_worker else switch)
 
     async def with_send(self, receiving: Awaitable[Any], version: int) -> None:
@@ -136,7 +136,7 @@ async def _refusal(wired: Wired) -> str:
     wired.sender._kept[6] = wired.sender._kept[5]  # with a header that says 5
     await wired.generator.stage_weights(expected)
     try:
-        await wired.with_send(wired.generator.switch(), 6)
+        await wired.with_send(wired.generator.switch(60.0), 6)
     except Exception as error:
         return str(error)
     pytest.fail("the wrong version was loaded")
