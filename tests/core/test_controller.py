@@ -219,7 +219,7 @@ def test_a_replacement_that_fails_a_sync_before_it_serves_is_replaced_as_well(tm
         sync = actors.weight_sync.actor
         admit, publish, published = sync.admit, sync.publish, asyncio.Event()
 
-        async def does_not_switch() -> None:
+        async def does_not_switch(*_: Any) -> None:
             raise RuntimeError("it does not switch")
 
         async def slow_admit(generator: Any) -> int:
@@ -361,7 +361,7 @@ def test_a_hung_sync_is_named_and_its_generator_replaced_while_the_others_contin
     async def meddle(actors: LocalActors, controller: Controller) -> None:
         await until(lambda: controller._version >= 2)
 
-        async def never() -> None:
+        async def never(*_: Any) -> None:
             await asyncio.sleep(60)
 
         actors.generators["generator-1"].actor.switch = never
@@ -371,7 +371,7 @@ def test_a_hung_sync_is_named_and_its_generator_replaced_while_the_others_contin
     train(config, run.path, meddle)
     audit(run, config)
     (failed,) = events(run, "generator_failed")
-    assert f"generator-1 did not finish `switch` within {LIMIT_S:g} s" in failed["text"]
+    assert f"generator-1 did not finish `switch` within {4 * LIMIT_S:g} s" in failed["text"]
 
 
 @pytest.mark.slow

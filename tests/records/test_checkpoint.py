@@ -387,7 +387,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_the_next_succeeds(tmp_pa
     script = """
 import resource, sys
 from pathlib import Path
-sys.path.insert(0, "tests")
+sys.path[:0] = ["tests", "tests/records"]
 from test_checkpoint import make_store, make_state, names, write
 folder = Path(sys.argv[1])
 store = make_store(folder)
@@ -412,7 +412,7 @@ assert names(folder) == ["step-000020", "step-000060"]
 KILL_EVERYWHERE = """
 import os, shutil, signal, sys
 from pathlib import Path
-sys.path.insert(0, "tests")
+sys.path[:0] = ["tests", "tests/records"]
 from test_checkpoint import WEIGHTS, make_store, names, write
 
 root, first, second = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

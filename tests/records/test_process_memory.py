@@ -28,7 +28,7 @@ def child_of_64_mib() -> Iterator[None]:
 def test_resident_memory_counts_children() -> None:
     """In a process of its own: that of the tests may have other children, such as the Ray that they share."""
     script = f"import {__name__}; {__name__}.check_with_children()"
-    subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[1], check=True)
+    subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent, check=True)
 
 
 def check_with_children() -> None:

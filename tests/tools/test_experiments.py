@@ -234,7 +234,7 @@ def test_exactly_as_many_parallel_runs_as_jobs(fakes: FakeRuns, jobs: int) -> No
 
 PROGRAM = """
 import sys
-sys.path.insert(0, "tests")
+sys.path[:0] = ["tests", "tests/tools"]
 import test_experiments as tests
 from grpo_ray.tools import cli
 from grpo_ray.tools.experiments import definitions, run_experiment
