@@ -3,11 +3,13 @@
 Controller, producer, buffer, WeightSync, placement and recovery are the run's own.
 """
 
+import contextlib
 from pathlib import Path
 from typing import cast
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
 from ray_scale_processes import AccountingLearner, EngineProcess, LogicalHandle, account_path
 
 from grpo_ray.cluster.hosting import ActorGroup, on_this_node
@@ -65,9 +67,11 @@ class ScaleActors(ActorGroup):
 
     def memory_bytes(self) -> list[int]:
         """Return the resident memory of each process of engines."""
-        return cast(
-            "list[int]", ray.get([p.memory_bytes.remote() for p in self.processes.values()], timeout=30)
-        )
+        sizes = []
+        for process in self.processes.values():
+            with contextlib.suppress(RayActorError):  # it was killed just now
+                sizes.append(cast(int, ray.get(process.memory_bytes.remote(), timeout=30)))
+        return sizes
 
     def _place(self, name: str) -> tuple[int, int]:
         """Return the process's number, and the Generator's place in it."""
