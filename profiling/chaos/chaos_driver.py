@@ -94,7 +94,7 @@ class ChaosScorer(Scorer):
         if is_requested("hang_scorer_start"):
             time.sleep(FOREVER_S)
         processes.START_TIMEOUT_S = 10  # a fork server that hangs is replaced before the stall watch looks
-        super().__init__({}, algorithm, config, max_tokens, turn_discount, secrets, has_teacher)
+        super().__init__(rewards, algorithm, config, max_tokens, turn_discount, secrets, has_teacher)
         self._grader = ChaosGrader(rewards, config)
 
     def _score(self, group: RolloutGroup) -> Verdict:
