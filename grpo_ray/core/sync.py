@@ -17,7 +17,7 @@ from grpo_ray.watch.stage_clock import ActorStats, StageClock
 
 CALLS = ("stage", "switch")
 PHASES = ("stage", "pause", "load", "finish", "resume")  # `switch` is all but the first
-NUM_SWITCH_PHASES = len(PHASES) - 1
+SWITCH_LIMITS = 2  # a Generator limits each phase itself; this is for one that cannot, sooner than a stall
 
 
 class WeightSyncError(RuntimeError):
@@ -157,7 +157,7 @@ class WeightSync:
 
     async def _ask(self, generator: GeneratorClient, what: str, answer: Awaitable[Any]) -> Any:
         try:
-            limit_s = self._phase_timeout_s * (1 if what == "stage" else NUM_SWITCH_PHASES)
+            limit_s = self._phase_timeout_s * (1 if what == "stage" else SWITCH_LIMITS)
             async with asyncio.timeout(limit_s):  # wait_for can swallow a cancellation
                 return await answer
         except TimeoutError:

@@ -174,7 +174,7 @@ def test_changes_are_sent_to_serving_generators_and_the_whole_to_a_replacement()
 
 def reason(name: str, call: str, hangs: bool) -> str:
     if hangs:
-        limit_s = 0.05 if call == "stage" else 0.2  # of four phases
+        limit_s = 0.05 if call == "stage" else 0.1
         return f"weight sync: {name} did not finish `{call}` within {limit_s} s (weight_sync.phase_timeout_s)"
     return f"weight sync: {name} failed in `{call}`: out of memory"
 
