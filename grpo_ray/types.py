@@ -186,14 +186,14 @@ class RolloutGroup:
         return replace(self, completions=tuple(masked))
 
 
-def _group_of(item: PromptItem, packed: "Packed", generator: str) -> RolloutGroup:
+def _group_of(item: PromptItem, packed: "PackedRows", generator: str) -> RolloutGroup:
     return RolloutGroup(item, unpack(packed), generator)
 
 
-Packed = tuple[type[Completion], Sequence[int], Mapping[str, np.ndarray], Sequence[Mapping[str, Any]]]
+PackedRows = tuple[type[Completion], Sequence[int], Mapping[str, np.ndarray], Sequence[Mapping[str, Any]]]
 
 
-def pack(rows: Sequence[Completion]) -> Packed:
+def pack(rows: Sequence[Completion]) -> PackedRows:
     """Return completions as one array of each kind, `[tokens of all rows]`, and their other fields.
 
     In a message, an array costs about as much as a thousand tokens.
@@ -205,7 +205,7 @@ def pack(rows: Sequence[Completion]) -> Packed:
     return kind, (0, *accumulate(len(row.token_ids) for row in rows)), arrays, others
 
 
-def unpack(packed: Packed) -> tuple[Completion, ...]:
+def unpack(packed: PackedRows) -> tuple[Completion, ...]:
     """Return the completions that `pack` was given; their arrays are views."""
     kind, bounds, arrays, others = packed
     return tuple(

@@ -50,7 +50,6 @@ class TrajectoryBuffer:
         self._masks_old = config.episodes.over_age == "mask"
         self._sampling_metric = config.algorithm.dynamic_sampling_metric
         self._groups: dict[int, ScoredGroup] = {}  # in the order of their arrival
-        self._num_bytes = 0
         self._captured: tuple[tuple[ScoredGroup, ...], tuple[ReplayedGroup, ...]] = (), ()
         self._clock = StageClock(STAGES, rest="wait_for_groups")
         self._writer = (
@@ -90,12 +89,12 @@ class TrajectoryBuffer:
         group = ScoredGroup.of(rollout, verdict, teacher_logprobs)
         if group.group_id in self._groups:
             raise ValueError(f"group {group.group_id} came twice")
-        self._add(group)
+        self._groups[group.group_id] = group
 
     async def drop(self, group_ids: Sequence[int]) -> None:
         """Discard groups that will be sampled again."""
         for group_id in group_ids:
-            self._remove(group_id)
+            del self._groups[group_id]
 
     @bulk_and_facts
     async def take(
@@ -118,9 +117,9 @@ class TrajectoryBuffer:
     ) -> tuple[TrainBatch, BatchFacts]:
         num_masked = self._mask_older(group_ids, oldest_version)
         replayed = self._memory.draw(version_trained_at(step))  # before the fresh ones are added
-        fresh = tuple(self._remove(group_id) for group_id in group_ids)
+        fresh = tuple(self._groups.pop(group_id) for group_id in group_ids)
         self._memory.add(fresh)
-        dropped = tuple(self._remove(group_id) for group_id in dropped_ids)
+        dropped = tuple(self._groups.pop(group_id) for group_id in dropped_ids)
         write_error = self._writer.error if self._writer is not None else None
         if self._writer is not None:
             uses = [FRESH] * len(fresh) + [r.num_uses for r in replayed] + [DROPPED] * len(dropped)
@@ -147,15 +146,6 @@ class TrajectoryBuffer:
                 num_masked -= sum(c.num_tokens for c in rollout.completions)
                 self._groups[group.group_id] = replace(group, rollout=rollout)
         return num_masked
-
-    def _add(self, group: ScoredGroup) -> None:
-        self._groups[group.group_id] = group
-        self._num_bytes += group.num_bytes
-
-    def _remove(self, group_id: int) -> ScoredGroup:
-        group = self._groups.pop(group_id)
-        self._num_bytes -= group.num_bytes
-        return group
 
     # Checkpoints
 
@@ -185,8 +175,7 @@ class TrajectoryBuffer:
             return {name: (folder / name).stat().st_size for name in (GROUPS, REPLAY)}
 
     def _restore(self, folder: Path) -> None:
-        for group in read_groups(folder / GROUPS):
-            self._add(group)
+        self._groups = {group.group_id: group for group in read_groups(folder / GROUPS)}
         replay = folder / REPLAY
         groups, uses = read_groups(replay), read_uses(replay)
         self._memory.restore(ReplayedGroup(*pair) for pair in zip(groups, uses, strict=True))

@@ -105,20 +105,22 @@ class GroupBook:
     @property
     def num_admissible(self) -> int:
         """Groups that may be dispatched now."""
-        num_new = max(0, self._admission.limit(self.published_version) - self.next_id)
-        return num_new + len(self._waiting)
+        return self._num_new + self._num_again
 
     @property
-    def _waiting(self) -> Sequence[int]:
-        """The groups to dispatch again; none while the published version is too old for the next batch."""
-        return sorted(self._by_state[State.WAITING]) if self.published_version >= self._oldest_kept else ()
+    def _num_new(self) -> int:
+        return max(0, self._admission.limit(self.published_version) - self.next_id)
+
+    @property
+    def _num_again(self) -> int:
+        """Waiting groups, or 0 while the published version is too old for the next batch."""
+        return len(self._by_state[State.WAITING]) if self.published_version >= self._oldest_kept else 0
 
     def admit(self, max_groups: int) -> list[PromptItem]:
         """Move up to `max_groups` groups into flight, waiting ones first; return their prompts."""
-        again = self._waiting[:max_groups]
+        again = sorted(self._by_state[State.WAITING])[: min(self._num_again, max_groups)]
         self._move(again, (State.WAITING,), State.IN_FLIGHT)
-        num_new = self._admission.limit(self.published_version) - self.next_id
-        new = range(self.next_id, self.next_id + max(0, min(num_new, max_groups - len(again))))
+        new = range(self.next_id, self.next_id + min(self._num_new, max_groups - len(again)))
         for group_id in new:
             self._groups[group_id] = _Group(State.IN_FLIGHT)
             self._put_into(State.IN_FLIGHT, group_id)

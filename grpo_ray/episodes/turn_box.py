@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_ray.types import Completion, Packed, SamplingSettings, pack, unpack
+from grpo_ray.types import Completion, PackedRows, SamplingSettings, pack, unpack
 
 Turn = tuple[tuple[int, ...], SamplingSettings]
 """The tokens of a turn's prompt, and its settings, which ask for one sample."""
@@ -31,7 +31,7 @@ class FinishedTurns:
         return _turns_of, (list(self.completions), pack(list(self.completions.values())), dict(self.errors))
 
 
-def _turns_of(numbers: Sequence[int], packed: Packed, errors: Mapping[int, Exception]) -> FinishedTurns:
+def _turns_of(numbers: Sequence[int], packed: PackedRows, errors: Mapping[int, Exception]) -> FinishedTurns:
     return FinishedTurns(dict(zip(numbers, unpack(packed), strict=True)), errors)
 
 
