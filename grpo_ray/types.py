@@ -407,9 +407,7 @@ class StepReport:
 
     version: int  # the Learner's version after the step
     metrics: dict[str, float]
-    profile_error: str | None = None  # the reason that the step's trace could not be written
-    out_of_memory: str | None = None  # how micro-batches were reduced after the GPU's memory ran out
-    unshared_prompts: str | None = None  # the reason for the padded layout, after the Learner's first step
+    events: dict[str, str] = field(default_factory=dict)  # what the run should say, by the event's kind
 
 
 @dataclass(frozen=True)

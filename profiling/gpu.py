@@ -3,20 +3,22 @@
     python profiling/gpu.py --out gpu.json
 
 From a checkout, with torch, transformers, pydantic and numpy: no Ray, no vLLM, no download. The weights are
-random, in the sizes of Qwen2.5. Beside the JSON file it writes the same results as Markdown. Where Ray and vLLM
-are installed, a whole colocated run of the quickstart follows.
+random, in the sizes of Qwen2.5. Beside the JSON file it writes the same results as Markdown, after each case.
+Where Ray and vLLM are installed, two whole colocated runs of the quickstart follow.
 """
 
 import argparse
 import itertools
 import json
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "profiling")]  # a checkout need not be installed
@@ -27,7 +29,7 @@ from gpu_page.page import write_page  # noqa: E402
 from gpu_page.shapes import SHAPES  # noqa: E402
 from gpu_page.throughput import Case, child_command, measure, run_case  # noqa: E402
 from gpu_page.weights import measure_weights  # noqa: E402
-from gpu_page.whole_run import missing, run_quickstart  # noqa: E402
+from gpu_page.whole_run import DTYPES, missing, run_quickstart  # noqa: E402
 
 PARTS = ("exactness", "weights", "throughput", "whole_run")
 PACKAGES = ("torch", "transformers", "pydantic", "flash-attn", "vllm", "ray")
@@ -40,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.one_case:
         return _one_case(json.loads(options.one_case))
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda":
+        device = torch.device("cuda", 0)  # torch.distributed wants a number
     if device.type == "cuda" and not torch.cuda.is_available():
         print("gpu.py: torch sees no GPU; `--device cpu` tries the page with `--models tiny`", file=sys.stderr)
         return 2
@@ -49,9 +53,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "versions": _versions(),
         "arguments": list(sys.argv[1:] if arguments is None else arguments),
     }
+    deadline = time.monotonic() + options.seconds
     for part in options.parts:
-        result[part] = RUN[part](options, device)
-        write(result, options.out)  # after each part: nothing is lost if a later one fails
+        result[part] = []
+        for case in RUN[part](options, device):
+            if time.monotonic() > deadline:
+                result.setdefault("left_out", []).append(f"{part}: {case.name}")
+                continue
+            result[part] += case.measure()
+            write(result, options.out)  # nothing is lost if a later one fails
+    write(result, options.out)
     print(options.out.with_suffix(".md").read_text())
     print(f"written to {options.out} and {options.out.with_suffix('.md')}")
     return 0
@@ -62,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     add("--models", nargs="+", choices=list(SHAPES), default=["0.5B", "1.5B", "7B"])
+    add("--seconds", type=float, default=540.0, metavar="S", help="after which no further case begins")
     add("--response-tokens", nargs="+", type=int, default=[2048, 8192], metavar="N")
     add("--prompt-tokens", type=int, default=512, metavar="N")
     add(
@@ -92,28 +104,43 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _exactness(options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    return compare_all(device, options.attention, "tiny" if options.models == ["tiny"] else "small")
+class Part(NamedTuple):
+    """What is measured at a time, and the rows that it gives."""
+
+    name: str
+    measure: Callable[[], list[dict[str, Any]]]
 
 
-def _weights(options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    found = []
-    for name in options.models:
+def _exactness(options: argparse.Namespace, device: torch.device) -> list[Part]:
+    shape = "tiny" if options.models == ["tiny"] else "small"
+    return [Part("all", lambda: compare_all(device, options.attention, shape))]
+
+
+def _weights(options: argparse.Namespace, device: torch.device) -> list[Part]:
+    def measure(name: str) -> list[dict[str, Any]]:
         try:
-            found.append(measure_weights(name, device))
+            return [measure_weights(name, device)]
         except Exception as error:  # the other parts go on
-            found.append({"model": name, "error": f"{type(error).__name__}: {error}"})
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return found
+            return [{"model": name, "error": f"{type(error).__name__}: {error}"}]
+        finally:
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    return [Part(name, partial(measure, name)) for name in options.models]
 
 
-def _throughput(options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    found = []
-    for case in cases(options):
-        found.append(run_case(case, device, options.peak_tflops, child_command(Path(__file__))))
-        print(f"{case.model}, {case.response_tokens} tokens, {case.way}: {_short(found[-1])}", flush=True)
-    return found
+def _throughput(options: argparse.Namespace, device: torch.device) -> list[Part]:
+    def measure(case: Case) -> list[dict[str, Any]]:
+        command = child_command(Path(__file__))
+        found = run_case(case, device, options.peak_tflops, command, describe(device)["memory_gib"] * 2**30)
+        print(f"{case.model}, {case.response_tokens} tokens, {case.way}: {_short(found)}", flush=True)
+        return [found]
+
+    names = "model", "response_tokens", "way", "attention", "compile", "checkpointing", "micro_batch_tokens"
+    return [
+        Part(", ".join(str(getattr(case, name)) for name in names), partial(measure, case))
+        for case in cases(options)
+    ]
 
 
 def cases(options: argparse.Namespace) -> list[Case]:
@@ -146,13 +173,17 @@ def _short(found: dict[str, Any]) -> str:
     return f"{found['forward_backward_s'] + found['update_s']:.3g} s per step"
 
 
-def _whole_run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    if device.type == "cpu":
-        return {"skipped": "it needs a GPU"}
+def _whole_run(options: argparse.Namespace, device: torch.device) -> list[Part]:
+    def measure(dtype: str) -> list[dict[str, Any]]:
+        with tempfile.TemporaryDirectory() as folder:
+            return [run_quickstart(Path(folder), dtype)]
+
+    obstacle = "it needs a GPU" if device.type == "cpu" else None
     if lacking := missing():
-        return {"skipped": f"{' and '.join(lacking)} cannot be imported"}
-    with tempfile.TemporaryDirectory() as folder:
-        return run_quickstart(Path(folder))
+        obstacle = obstacle or f"{' and '.join(lacking)} cannot be imported"
+    if obstacle is not None:
+        return [Part("skipped", lambda: [{"skipped": obstacle}])]
+    return [Part(dtype, partial(measure, dtype)) for dtype in DTYPES]
 
 
 RUN = {"exactness": _exactness, "weights": _weights, "throughput": _throughput, "whole_run": _whole_run}
@@ -166,7 +197,7 @@ def _one_case(request: dict[str, Any]) -> int:
 
 def describe(device: torch.device) -> dict[str, Any]:
     if device.type == "cpu":
-        return {"name": "CPU", "memory_gib": 0.0}
+        return {"name": "CPU", "memory_gib": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30}
     properties = torch.cuda.get_device_properties(device)
     return {"name": properties.name, "memory_gib": properties.total_memory / 2**30, "cuda": torch.version.cuda}
 

@@ -288,13 +288,8 @@ class Controller:
         with self._clock.stage("train", f"step {step}"), self._calls.call("learner", f"trains step {step}"):
             report = await self._actors.learner.train_step(batch)
         self._settle_step(report)
-        for kind, text in (
-            ("profile_failed", report.profile_error),
-            ("learner_out_of_memory", report.out_of_memory),
-            ("prompts_not_shared", report.unshared_prompts),
-        ):
-            if text is not None:
-                self._log.event(kind, "learner", text)
+        for kind, text in report.events.items():
+            self._log.event(kind, "learner", text)
         return report
 
     def _settle_step(self, report: StepReport) -> None:

@@ -192,11 +192,13 @@ class Learner:
                 torch.cuda.current_stream().synchronize()  # or the step is reported before it is done
         metrics["timing/train_s"] = duration.seconds
         metrics |= self._performance.take(self._forward_backward.work, duration.seconds)
+        if self._device.type == "cuda":
+            metrics["perf/flash_attention"] = float(self._forward_backward.attention_kernel != "sdpa")
         metrics |= self._metrics_of_ranks(metrics)
-        self._last_report = StepReport(
-            self.version, metrics, self._write_profile(), self._memory.take_report(),
-            self._forward_backward.take_obstacle(),
-        )  # fmt: skip
+        found = {"profile_failed": self._write_profile(), "learner_out_of_memory": self._memory.take_report()}
+        events = {kind: text for kind, text in found.items() if text is not None}
+        events |= self._forward_backward.take_layout_notes()
+        self._last_report = StepReport(self.version, metrics, events)
         return self._last_report
 
     def _metrics_of_ranks(self, own: Mapping[str, float]) -> dict[str, float]:

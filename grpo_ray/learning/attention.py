@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -52,9 +52,10 @@ class Block:
         )  # fmt: skip
         return mixed.transpose(1, 2).flatten(0, 1).to(dtype)
 
-    def to(self, device: torch.device) -> Self:
-        is_allowed = None if self.is_allowed is None else self.is_allowed.to(device)
-        return type(self)(self.queries.to(device), self.keys.to(device), is_allowed)
+    def each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        is_allowed = None if self.is_allowed is None else change(self.is_allowed)
+        queries = change(self.queries)
+        return type(self)(queries, queries if self.keys is self.queries else change(self.keys), is_allowed)
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,8 @@ class BlockAttention:
         mixed = [block.attend(queries, keys, values, scale) for block in self.blocks]
         return torch.cat(mixed).index_select(0, self.places)
 
-    def to(self, device: torch.device) -> Self:
-        return type(self)(tuple(block.to(device) for block in self.blocks), self.places.to(device))
+    def each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        return type(self)(tuple(block.each(change) for block in self.blocks), change(self.places))
 
 
 def _split(tree: SegmentTree, segments: list[int]) -> list[list[int]]:
@@ -158,11 +159,11 @@ class VarlenAttention:
             scale,
         )
 
-    def to(self, device: torch.device) -> Self:
-        path_tokens, query_ends, key_ends = (
-            tensor.to(device) for tensor in (self.path_tokens, self.query_ends, self.key_ends)
-        )
-        return type(self)(self.kernel, path_tokens, query_ends, key_ends, self.longest_query, self.longest_path)
+    def each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        return replace(
+            self, path_tokens=change(self.path_tokens), query_ends=change(self.query_ends),
+            key_ends=change(self.key_ends),
+        )  # fmt: skip
 
 
 def _ends(lengths: list[int]) -> Tensor:

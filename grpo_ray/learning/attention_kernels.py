@@ -1,8 +1,10 @@
 """Kernels of FlashAttention for segments of any length, by the name in `model.attention`."""
 
 import importlib
+import inspect
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +20,8 @@ PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_
 
 def make_varlen(
     attention: Attention, dtype: str, device: torch.device
-) -> Callable[[SegmentTree], TreeAttention] | None:
-    """Return the maker of a packed row's attention by a kernel; None to use scaled_dot_product_attention.
+) -> tuple[str, Callable[[SegmentTree], TreeAttention]] | None:
+    """Return a kernel's name and the maker of a packed row's attention by it; None to use `sdpa`.
 
     The kernels run on GPUs, in bfloat16. `auto` takes torch's own there.
 
@@ -29,8 +31,9 @@ def make_varlen(
     has_kernels = device.type == "cuda" and dtype == "bfloat16"
     if attention == "sdpa" or not has_kernels:
         return None
-    kernel = _torch_kernel if attention in ("auto", "varlen") else load_kernel(attention)
-    return partial(VarlenAttention.of, kernel=kernel)
+    name = "varlen" if attention == "auto" else attention
+    kernel = _torch_kernel if name == "varlen" else load_kernel(name)
+    return name, partial(VarlenAttention.of, kernel=kernel)
 
 
 def load_kernel(attention: str) -> Kernel:
@@ -68,9 +71,12 @@ def _torch_kernel(
 ) -> Tensor:  # fmt: skip
     from torch.nn.attention.varlen import varlen_attn  # imports CUDA's libraries
 
+    # torch 2.11 has no such argument, and takes fewer key heads than query heads without it.
+    has_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"enable_gqa": queries.shape[1] != keys.shape[1]} if has_gqa else {}
     mixed = varlen_attn(
         queries, keys, values, query_ends, key_ends, longest_query, longest_path, scale=scale,
-        window_size=(-1, 0), enable_gqa=queries.shape[1] != keys.shape[1],
+        window_size=(-1, 0), **options,
     )  # fmt: skip
     assert isinstance(mixed, Tensor)
     return mixed

@@ -57,7 +57,7 @@ class ForwardBackward:
         self._objective = Objective.from_config(config.algorithm)
         self.entropy_bonus = EntropyBonus(config.algorithm)
         self._layout: Layout | None = None  # chosen in the first pass, when the model is on the device
-        self._obstacle: str | None = None
+        self._layout_notes: dict[str, str] = {}
         self.micro_batch_tokens = config.learner.micro_batch_tokens
         self.in_progress = (0, 0)  # the sequences and tokens of the latest micro-batch
         self.num_micro_batches = 0  # computed so far
@@ -76,10 +76,15 @@ class ForwardBackward:
         # Not before the first backward pass: commands that only look log-probabilities up run no user's loss.
         return acts_without_advantage(self._objective)
 
-    def take_obstacle(self) -> str | None:
-        """Return once why the model cannot share prompts; None if it can or need not."""
-        obstacle, self._obstacle = self._obstacle, None
-        return obstacle
+    @property
+    def attention_kernel(self) -> str | None:
+        """The name of the kernel that computes attention; None before the first pass."""
+        return None if self._layout is None else self._layout.kernel
+
+    def take_layout_notes(self) -> dict[str, str]:
+        """Return once what `choose_layout` says of the layout."""
+        notes, self._layout_notes = self._layout_notes, {}
+        return notes
 
     def with_proximal(self, model: PolicyModel, sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
         """Add the model's current log-probabilities to the sequences, and its entropies for a selection."""
@@ -281,8 +286,9 @@ class ForwardBackward:
         Each is made while the one before it runs. Every rank yields as many.
         """
         if self._layout is None:
-            self._layout, self._obstacle = choose_layout(model, self._config, self._end_token_ids, self._ranks)
-        assert self._layout is not None
+            self._layout, self._layout_notes = choose_layout(
+                model, self._config, self._end_token_ids, self._ranks
+            )
         layout, on_gpu = self._layout, self._device.type == "cuda"
 
         def make(planned: Pass) -> MicroBatch:

@@ -31,9 +31,11 @@ MakeAttention = Callable[[SegmentTree], TreeAttention]
 class Layout:
     """One way to lay out micro-batches and to compute their log-probabilities."""
 
-    def __init__(self, log_probs: ResponseLogProbs, make_attention: MakeAttention | None) -> None:
-        """`make_attention` makes the attention of the packed layout; None for the padded one."""
-        self.log_probs, self._make_attention = log_probs, make_attention
+    def __init__(
+        self, log_probs: ResponseLogProbs, make_attention: MakeAttention | None, kernel: str = "sdpa"
+    ) -> None:
+        """`make_attention` makes the attention of the packed layout, by `kernel`; None for the padded one."""
+        self.log_probs, self._make_attention, self.kernel = log_probs, make_attention, kernel
 
     @property
     def shares_prompts(self) -> bool:
@@ -52,13 +54,15 @@ class Layout:
 
 def choose_layout(
     model: PolicyModel, config: Config, end_token_ids: tuple[int, ...], ranks: Ranks | None = None
-) -> tuple[Layout, str | None]:
+) -> tuple[Layout, dict[str, str]]:
     """Return the best layout that gives the model's own log-probabilities, tried on a few tokens.
 
-    Also return the reason that it does not share prompts, unless the configuration says so.
+    Also return what the run's events should say of it, by their kind: the reason that it does not share
+    prompts, unless the configuration says so, and on a GPU the kernel that computes attention.
 
     Raises:
-        ValueError: none does, on every rank; or the model computes no float32 logits with `model.head_dtype`.
+        ValueError: none does, on every rank; or the model computes no float32 logits with `model.head_dtype`;
+            or the kernel that `model.attention` names does not compute them.
     """
     sampling, ranks = config.sampling, ranks or Ranks()
     dtype = getattr(torch, config.model.dtype)
@@ -72,19 +76,24 @@ def choose_layout(
         raise ValueError(
             f"model.path: {_name(model)} cannot be trained in padded rows: {reason}; use another model"
         )
+    notes = {"attention_kernel": "sdpa computes attention"} if model.device.type == "cuda" else {}
     if config.learner.share_prompts == "never":
-        return padded, None
+        return padded, notes
     reason = tree_obstacle(model)
     if reason is not None:
-        return padded, reason
-    varlen = make_varlen(config.model.attention, config.model.dtype, model.device)
-    for make_attention in (varlen, BlockAttention.of):
-        if make_attention is not None:
-            layout = Layout(padded.log_probs, make_attention)
-            reason = _difference(model, layout, ranks, dtype)
-            if reason is None:
-                return layout, None
-    return padded, reason
+        return padded, notes | {"prompts_not_shared": reason}
+    if varlen := make_varlen(config.model.attention, config.model.dtype, model.device):
+        kernel, make_attention = varlen
+        layout = Layout(padded.log_probs, make_attention, kernel)
+        reason = _difference(model, layout, ranks, dtype)
+        if reason is None:
+            return layout, {"attention_kernel": f"{kernel} computes attention"}
+        if config.model.attention != "auto":
+            raise ValueError(f"model.attention: {kernel} cannot be used: {reason}; use `auto` or `sdpa`")
+        notes = {"attention_kernel": f"sdpa computes attention, as {kernel} cannot be used: {reason}"}
+    layout = Layout(padded.log_probs, BlockAttention.of)
+    reason = _difference(model, layout, ranks, dtype)
+    return (layout, notes) if reason is None else (padded, notes | {"prompts_not_shared": reason})
 
 
 @torch.no_grad()

@@ -58,8 +58,10 @@ class ResponseLogProbs:
         if self._sampling.temperature != 1.0:
             logits = logits / self._sampling.temperature
         if too_early is not None:
-            ends = list(self._end_token_ids)
-            logits[:, ends] = logits[:, ends].masked_fill(too_early[:, None], RULED_OUT)
+            is_end = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
+            for token in self._end_token_ids:
+                is_end[token] = True
+            logits = logits.masked_fill(too_early[:, None] & is_end, RULED_OUT)
         return token_log_probs(logits[None], batch.labels[None])[0], compute_entropy(logits)
 
 

@@ -76,15 +76,14 @@ class MicroBatch:
         return self._each(torch.Tensor.pin_memory)
 
     def to(self, device: torch.device) -> Self:
-        moved = self._each(lambda tensor: tensor.to(device, non_blocking=True))
-        return replace(moved, attention=self.attention and self.attention.to(device))
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
                 values[name] = change(value)
-        return replace(self, **values)
+        return replace(self, **{**values, "attention": self.attention and self.attention.each(change)})
 
 
 def collate_packed(

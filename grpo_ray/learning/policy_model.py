@@ -25,7 +25,9 @@ class TreeAttention(Protocol):
         """
         ...
 
-    def to(self, device: torch.device) -> Self: ...
+    def each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return a copy with every tensor changed: moved, or in page-locked memory."""
+        ...
 
 
 class PolicyOutput(Protocol):

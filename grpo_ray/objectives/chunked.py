@@ -64,7 +64,7 @@ class _OutputLayer:
     def __init__(
         self, vocab: int, temperature: float, ruled_out: tuple[int, ...], chunk_bytes: int, in_float32: bool
     ) -> None:
-        self._temperature, self._ruled_out, self._in_float32 = temperature, list(ruled_out), in_float32
+        self._temperature, self._ruled_out, self._in_float32 = temperature, ruled_out, in_float32
         self._rows = max(1, chunk_bytes // (4 * vocab))
 
     def chunks(self, num_tokens: int) -> list[slice]:
@@ -79,9 +79,9 @@ class _OutputLayer:
         logits = linear(hidden.to(weight.dtype), weight).float()
         if self._temperature != 1.0:
             logits /= self._temperature
-        if is_ruled_out is not None and self._ruled_out:
-            of_ends = logits[:, self._ruled_out].masked_fill(is_ruled_out[:, None], RULED_OUT)
-            logits[:, self._ruled_out] = of_ends
+        if is_ruled_out is not None:
+            for token in self._ruled_out:  # an index of several would be copied to the GPU, which waits for it
+                logits[:, token].masked_fill_(is_ruled_out, RULED_OUT)
         return logits
 
     def scale_gradient(self, logits_grad: Tensor) -> Tensor:

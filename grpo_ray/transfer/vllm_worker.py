@@ -33,7 +33,7 @@ WORKER = f"{__name__}.LoadingWorker"
 
 
 def register() -> None:
-    """Register the transport; every vLLM process calls this through the entry point `vllm.general_plugins`."""
+    """Register the transport; every vLLM process calls this, through the entry point `vllm.general_plugins`."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, "SharedMemoryTransferEngine")
     # vLLM 0.32 computes attention in bfloat16 with AMX where there is one, and does not ask Linux to allow it.
@@ -183,3 +183,6 @@ def update_info(pages: Pages, snapshot: WeightSnapshot) -> dict[str, Any]:
         "version": snapshot.version,
         "by_wire": snapshot.wire_bytes > 0,
     }
+
+
+register()  # a checkout that is not installed has no entry points, and vLLM imports `WORKER` before it asks

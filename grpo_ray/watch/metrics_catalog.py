@@ -225,6 +225,10 @@ METRICS: dict[str, tuple[str, str]] = {
         "tokens with a forward and a backward pass per second of timing/train_s: those of responses, and of "
         "each prompt once per update",
     ),
+    "perf/flash_attention": (
+        "",
+        "1 if a kernel of FlashAttention computes the Learner's attention, 0 if sdpa does; on GPUs alone",
+    ),
     "perf/prompt_frac": ("share", "prompt tokens, repeated ones too, of the tokens computed for the gradient"),
     "perf/padding_frac": ("share", "padding of the tokens computed for the gradient"),
     "perf/loop_lag_s": (

@@ -25,6 +25,7 @@ class Exactness:
     logprob_max: float = 0.0  # largest difference, nats
     logprob_mean: float = 0.0  # mean absolute difference, nats
     gradient: float = 0.0  # norm of the difference relative to the norm
+    kernel: str = ""  # that computed the Learner's attention
     error: str = ""
 
 
@@ -82,4 +83,5 @@ def _distance(
     assert squared.keys() == gradients.keys()
     norm = sum(float(gradient.square().sum()) for gradient in gradients.values()) ** 0.5
     relative = float(sum(squared.values())) ** 0.5 / norm
-    return Exactness(way, dtype, float(differences.max()), float(differences.mean()), relative)
+    kernel = (step.kernel if isinstance(step, LearnerStep) else None) or ""
+    return Exactness(way, dtype, float(differences.max()), float(differences.mean()), relative, kernel)

@@ -29,7 +29,9 @@ def write_page(result: Mapping[str, Any]) -> str:
     if result.get("throughput"):
         parts += ["## Steps", THROUGHPUT_NOTE, throughput_table(result["throughput"])]
     if result.get("whole_run"):
-        parts += ["## The quickstart, colocated", whole_run_text(result["whole_run"])]
+        parts += ["## The quickstart, colocated", *map(whole_run_text, result["whole_run"])]
+    if result.get("left_out"):
+        parts += ["## Left out, as the time was up", "\n".join(f"- {name}" for name in result["left_out"])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -54,8 +56,8 @@ def exactness_table(rows: Sequence[Mapping[str, Any]]) -> str:
         figures = [row["error"], "", ""]
         if not row["error"]:
             figures = [f"{row[name]:.2g}" for name in ("logprob_max", "logprob_mean", "gradient")]
-        lines.append([row["way"], row["dtype"], *figures])
-    return _table(["way", "dtype", "logprob, max", "logprob, mean", "gradient"], lines, num_texts=2)
+        lines.append([row["way"], row["dtype"], row["kernel"], *figures])
+    return _table(["way", "dtype", "kernel", "logprob, max", "logprob, mean", "gradient"], lines, num_texts=3)
 
 
 def weights_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -63,6 +65,9 @@ def weights_table(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         if "error" in row:
             lines.append([row["model"], row["error"], "", "", ""])
+        for part, error in row.get("errors", {}).items():
+            lines.append([row["model"], f"{part}: {error}", "", "", ""])
+        if COPY not in row.get("seconds", {}):
             continue
         gib = row["num_bytes"] / 2**30
         for part, seconds in row["seconds"].items():
@@ -124,7 +129,8 @@ def _options(row: Mapping[str, Any]) -> str:
     case = row["case"]
     found = [case["dtype"], f"{case['micro_batch_tokens']:,} per micro-batch"]
     if case["way"] != "plain":
-        found += [case["attention"]] + (["compiled"] if case["compile"] != "false" else [])
+        found += [row.get("kernel") or case["attention"]]
+        found += ["compiled"] if case["compile"] != "false" else []
     if case["checkpointing"] not in NO_CHECKPOINTING:
         found.append(
             "checkpointing" if case["checkpointing"] == "true" else f"{case['checkpointing']} checkpointing"
@@ -137,7 +143,8 @@ def whole_run_text(found: Mapping[str, Any]) -> str:
         return f"Skipped: {found['skipped']}"
     text = f"`{found['command']}`"
     if "error" in found:
-        return f"{text} failed:\n\n```\n{found['error']}\n```"
+        logs = "".join(f"\n\n{name}:\n\n```\n{end}\n```" for name, end in found.get("logs", {}).items())
+        return f"{text} failed:\n\n```\n{found['error']}\n```{logs}"
     lines = [[name, f"{value:.4g}"] for name, value in found["medians"].items()]
     first, last = found["reward_first_and_last"]
     lines.append(["reward/mean, first and last step", f"{first} {last}"])

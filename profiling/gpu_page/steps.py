@@ -39,7 +39,8 @@ class LearnerStep:
         self.masters = MasterWeights(model, getattr(torch, config.model.dtype))
         self._optimizer = make_optimizer(self.masters.parameters, config.learner)
         self._forward_backward = ForwardBackward(config, (), device)
-        self.reason_not_shared: str | None = None
+        self.notes: dict[str, str] = {}  # of the layout, as a run's events have them
+        self.kernel: str | None = None  # that computed attention
         self.sums: dict[str, float] = {}
 
     def log_probs(self, sequences: Sequence[TrainSequence]) -> list[Tensor]:
@@ -51,7 +52,8 @@ class LearnerStep:
         """Compute the gradient of one update."""
         self._optimizer.zero_grad()
         self.sums = dict(self._forward_backward.backward(self._model, sequences))
-        self.reason_not_shared = self._forward_backward.take_obstacle() or self.reason_not_shared
+        self.notes |= self._forward_backward.take_layout_notes()
+        self.kernel = self._forward_backward.attention_kernel
 
     def update(self) -> None:
         """Clip the gradient and update the weights."""

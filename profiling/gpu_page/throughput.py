@@ -2,12 +2,13 @@
 
 import gc
 import json
+import math
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from grpo_ray.watch.flops import ModelSize, num_tokens, peak_flops
 
 GIB = 2**30
 NO_CHECKPOINTING = ("false", "none")
-TIMEOUT_S = 1800
+TIMEOUT_S = 300
+BYTES_PER_PARAMETER = {True: 18, False: 10}
+"""Weights in float32 and bfloat16 and their gradients in float32; with an update AdamW's two moments, too."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +60,29 @@ class Case:
         return [f"{name}={value}" for name, value in values.items()] + list(self.overrides)
 
 
-def run_case(case: Case, device: torch.device, peak_tflops: float | None, command: list[str]) -> dict[str, Any]:
+def run_case(
+    case: Case, device: torch.device, peak_tflops: float | None, command: list[str],
+    memory_bytes: float = math.inf,
+) -> dict[str, Any]:  # fmt: skip
     """Measure a case; one that does not fit is measured again without the optimizer's update and state.
 
     On a GPU each case has a process of its own (`command` and the case), so that none inherits memory, and
-    a failing kernel ends one case alone.
+    a failing kernel ends one case alone. What cannot fit is not tried.
     """
-    found = _run(case, device, peak_tflops, command)
+    if too_large(case, memory_bytes):
+        found = {"case": asdict(case), "out_of_memory": True, "phase": "not tried: its state alone is larger"}
+    else:
+        found = _run(case, device, peak_tflops, command)
     if found.get("out_of_memory") and case.has_optimizer:
-        smaller = Case(**{**asdict(case), "has_optimizer": False})
-        found["without_optimizer"] = _run(smaller, device, peak_tflops, command)
+        smaller = replace(case, has_optimizer=False)
+        found["without_optimizer"] = run_case(smaller, device, peak_tflops, command, memory_bytes)
     return found
+
+
+def too_large(case: Case, memory_bytes: float) -> bool:
+    """Return whether weights, gradients and optimizer state alone exceed the memory."""
+    parameters = build_model(case.model, torch.device("meta")).num_parameters()
+    return parameters * BYTES_PER_PARAMETER[case.has_optimizer] > memory_bytes
 
 
 def _run(case: Case, device: torch.device, peak_tflops: float | None, command: list[str]) -> dict[str, Any]:
@@ -152,7 +167,7 @@ def _timed(
         "peak_gib": torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else None,
     }
     if isinstance(step, LearnerStep):
-        result |= {"computed_tokens": step.sums["computed_tokens"], "reason_not_shared": step.reason_not_shared}
+        result |= {"computed_tokens": step.sums["computed_tokens"], "kernel": step.kernel, "notes": step.notes}
     return result
 
 

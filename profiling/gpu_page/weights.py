@@ -19,7 +19,11 @@ COPY = "copy of the bytes on the device"
 
 
 def measure_weights(name: str, device: torch.device) -> dict[str, Any]:
-    """Measure each part for a model's weights in bfloat16: seconds per part, the median of some rounds."""
+    """Measure each part for a model's weights in bfloat16: seconds per part, the median of some rounds.
+
+    Returns:
+        `seconds` per part, and `errors` of the parts that failed.
+    """
     model = build_model(name, device, is_plain=True)
     named = [(key, weight.detach()) for key, weight in model.named_parameters()]
     found: dict[str, Any] = {"model": name}
@@ -32,9 +36,17 @@ def measure_weights(name: str, device: torch.device) -> dict[str, Any]:
     seconds[COPY] = _median(lambda: target.copy_(buffer), device)
     if device.type == "cpu":
         return found | {"skipped": "the rest needs a GPU"}
-    seconds |= _host(buffer, target, device)
-    seconds["NCCL, from this rank to itself"] = _nccl(buffer, target, device)
-    seconds["ipc: another process loads every tensor in place"] = _ipc(snapshot, device)
+    parts: dict[str, Callable[[], float]] = {
+        **_host(buffer, target, device),
+        "ipc: another process loads every tensor in place": lambda: _ipc(snapshot, device),
+        "NCCL, from this rank to itself": lambda: _nccl(buffer, target, device),
+    }
+    errors = found["errors"] = {}
+    for part, measure in parts.items():
+        try:
+            seconds[part] = measure()
+        except Exception as error:  # the other parts go on
+            errors[part] = f"{type(error).__name__}: {error}"
     return found
 
 
@@ -47,14 +59,14 @@ def _pack(
     return snapshot, [torch.from_numpy(snapshot.data)]
 
 
-def _host(buffer: torch.Tensor, target: torch.Tensor, device: torch.device) -> dict[str, float]:
+def _host(buffer: torch.Tensor, target: torch.Tensor, device: torch.device) -> dict[str, Callable[[], float]]:
     locked, pageable = host_memory(buffer), torch.empty(buffer.shape, dtype=buffer.dtype)
     pageable.fill_(0)  # touches its pages
     return {
-        "to page-locked memory": _median(lambda: locked.copy_(buffer, non_blocking=True), device),
-        "to pageable memory": _median(lambda: pageable.copy_(buffer), device),
-        "from page-locked memory": _median(lambda: target.copy_(locked, non_blocking=True), device),
-        "from pageable memory": _median(lambda: target.copy_(pageable), device),
+        "to page-locked memory": lambda: _median(lambda: locked.copy_(buffer, non_blocking=True), device),
+        "to pageable memory": lambda: _median(lambda: pageable.copy_(buffer), device),
+        "from page-locked memory": lambda: _median(lambda: target.copy_(locked, non_blocking=True), device),
+        "from pageable memory": lambda: _median(lambda: target.copy_(pageable), device),
     }
 
 

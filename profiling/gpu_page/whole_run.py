@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 SKIPPED_STEPS = 4
+DTYPES = ("bfloat16", "float32")  # the kernels of GPUs; exactness
 OVERRIDES = [
     "generator.num_gpus=1",
     "learner.num_gpus=1",
@@ -33,7 +34,8 @@ METRICS = (
     "mismatch/kl",
     "perf/mfu",
 )
-TIMEOUT_S = 1800
+TIMEOUT_S = 300
+LOG_CHARACTERS = 4000
 
 
 def missing() -> list[str]:
@@ -41,20 +43,27 @@ def missing() -> list[str]:
     return [name for name in ("ray", "vllm") if importlib.util.find_spec(name) is None]
 
 
-def run_quickstart(folder: Path) -> dict[str, Any]:
-    """Train the quickstart on the GPU; return medians of its metrics and its first and last reward."""
-    name = "gpu-page"
+def run_quickstart(folder: Path, dtype: str) -> dict[str, Any]:
+    """Train the quickstart on the GPU; return medians of its metrics and its first and last reward.
+
+    If it fails, return its error and the ends of its actors' logs, which have the cause.
+    """
+    name = f"gpu-page-{dtype}"
     command = [sys.executable, "-m", "grpo_ray", "train", "configs/quickstart.yaml", *OVERRIDES]
-    command += [f"run.output_dir={folder}", f"run.name={name}"]
+    command += [f"model.dtype={dtype}", f"run.output_dir={folder}", f"run.name={name}"]
     result: dict[str, Any] = {"command": " ".join(["grpo-ray", *command[3:]])}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return result | {"error": f"not done after {TIMEOUT_S} s"}
+        return result | {"error": f"not done after {TIMEOUT_S} s", "logs": _logs(folder / name)}
     if done.returncode:
-        return result | {"error": (done.stdout + done.stderr)[-2000:]}
+        return result | {"error": (done.stdout + done.stderr)[-2000:], "logs": _logs(folder / name)}
     lines = (folder / name / "metrics.jsonl").read_text().splitlines()
     return result | summary([json.loads(line) for line in lines])
+
+
+def _logs(run: Path) -> dict[str, str]:
+    return {path.name: path.read_text(errors="replace")[-LOG_CHARACTERS:] for path in run.glob("logs/*.log")}
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -227,7 +227,7 @@ def test_attention_along_random_trees(seed: int) -> None:
     queries, keys, values = (torch.randn(tree.num_tokens, heads, 8) for heads in (4, 2, 2))
     expected = loop_attention(tree, queries, keys, values)
     blocks, varlen = BlockAttention.of(tree), VarlenAttention.of(tree, plain_kernel)
-    for attention in (blocks, blocks.to(CPU), varlen, varlen.to(CPU)):
+    for attention in (blocks, blocks.each(torch.clone), varlen, varlen.each(torch.clone)):
         torch.testing.assert_close(attention(queries, keys, values), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -274,9 +274,9 @@ PADDED = [
 ]
 
 
-def logprobs_of_layout(model: Any, config: Config) -> tuple[Layout, str | None]:
-    """Check the chosen layout's log-probabilities against the model's own; return the layout and its reason."""
-    layout, reason = choose_layout(model, config, ENDS)
+def logprobs_of_layout(model: Any, config: Config) -> tuple[Layout, dict[str, str]]:
+    """Check the chosen layout's log-probabilities against the model's own; return the layout and its notes."""
+    layout, notes = choose_layout(model, config, ENDS)
     sequences = random_sequences(3, SHAPES[:3])
     with torch.no_grad():
         found, _ = layout.log_probs(model, layout.collate(sequences))
@@ -285,7 +285,7 @@ def logprobs_of_layout(model: Any, config: Config) -> tuple[Layout, str | None]:
             logits = model(input_ids=tokens, use_cache=False).logits[0, len(s.prompt_token_ids) - 1 : -1]
             expected = logits.log_softmax(-1).gather(-1, tokens[0, len(s.prompt_token_ids) :, None])[:, 0]
             torch.testing.assert_close(row[: len(expected)], expected, atol=2e-5, rtol=0)
-    return layout, reason
+    return layout, notes
 
 
 def random_model(config: PreTrainedConfig) -> Any:
@@ -319,8 +319,8 @@ def test_a_model_without_torchs_attention_has_its_own(message: str) -> None:
 @pytest.mark.parametrize("architecture", SHARING, ids=lambda config: config.model_type)
 def test_architectures_that_share_prompts(architecture: PreTrainedConfig, tiny_config: Config) -> None:
     config = changed(tiny_config, sampling={"min_tokens": 0, "temperature": 1.0})
-    layout, reason = logprobs_of_layout(random_model(architecture), config)
-    assert reason is None
+    layout, notes = logprobs_of_layout(random_model(architecture), config)
+    assert notes == {}
     assert layout.shares_prompts
     assert layout.log_probs.is_chunked == (
         architecture.model_type not in ("cohere", "granite")
@@ -330,9 +330,9 @@ def test_architectures_that_share_prompts(architecture: PreTrainedConfig, tiny_c
 @pytest.mark.parametrize(("architecture", "reason"), PADDED, ids=lambda case: getattr(case, "model_type", case))
 def test_architectures_that_do_not(architecture: PreTrainedConfig, reason: str, tiny_config: Config) -> None:
     config = changed(tiny_config, sampling={"min_tokens": 0, "temperature": 1.0})
-    layout, found = logprobs_of_layout(random_model(architecture), config)
+    layout, notes = logprobs_of_layout(random_model(architecture), config)
     assert not layout.shares_prompts
-    assert reason in str(found)
+    assert reason in notes["prompts_not_shared"]
 
 
 def test_an_attention_that_ignores_the_tree_is_noticed(tiny_config: Config, policy: Any) -> None:
@@ -343,9 +343,9 @@ def test_an_attention_that_ignores_the_tree_is_noticed(tiny_config: Config, poli
         return forward(*args, **kwargs)
 
     broken = _Wrapped(policy, forgetful)
-    layout, reason = choose_layout(broken, tiny_config, ENDS)  # type: ignore[arg-type]
+    layout, notes = choose_layout(broken, tiny_config, ENDS)  # type: ignore[arg-type]
     assert not layout.shares_prompts
-    assert "would differ there by" in str(reason)
+    assert "would differ there by" in notes["prompts_not_shared"]
 
 
 CAPPED = Gemma2Config(
@@ -418,8 +418,8 @@ def test_a_policy_that_has_become_sure_of_itself_can_be_resumed(scale: float, ti
     with torch.no_grad():
         head.mul_(scale / logits.abs().max())
     config = changed(tiny_config, model={"dtype": "bfloat16"}, sampling={"min_tokens": 0, "temperature": 1.0})
-    layout, reason = choose_layout(model, config, ENDS)
-    assert (layout.shares_prompts, reason) == (True, None)
+    layout, notes = choose_layout(model, config, ENDS)
+    assert (layout.shares_prompts, notes) == (True, {})
 
 
 @pytest.mark.parametrize(("option", "value"), [("softcap", 50.0), ("s_aux", torch.zeros(4)), ("softcap", None)])
@@ -433,10 +433,10 @@ def test_an_option_of_attention_that_a_tree_would_ignore(
         options = {option: value} if "tree" in kwargs else {}  # which transformers hands on to attention
         return forward(*args, **kwargs, **options)
 
-    layout, reason = choose_layout(_Wrapped(policy, with_option), tiny_config, ENDS)  # type: ignore[arg-type]
+    layout, notes = choose_layout(_Wrapped(policy, with_option), tiny_config, ENDS)  # type: ignore[arg-type]
     assert layout.shares_prompts == (value is None)
     if value is not None:
-        assert f"ValueError: attention over a tree has no {option}" in str(reason)
+        assert f"ValueError: attention over a tree has no {option}" in notes["prompts_not_shared"]
 
 
 # ---- the output layer in float32 ----
@@ -510,10 +510,10 @@ class _Wrapped:
 def test_the_reason_is_told_once(tiny_config: Config) -> None:
     model = random_model(MistralConfig(**SIZES, sliding_window=8))
     passes = ForwardBackward(tiny_config, ENDS, CPU)
-    assert passes.take_obstacle() is None
+    assert passes.take_layout_notes() == {}
     passes.backward(model, random_sequences(4, SHAPES[:2]))
-    assert passes.take_obstacle() == "its attention has a sliding window"
-    assert passes.take_obstacle() is None
+    assert passes.take_layout_notes() == {"prompts_not_shared": "its attention has a sliding window"}
+    assert passes.take_layout_notes() == {}
 
 
 @pytest.mark.slow

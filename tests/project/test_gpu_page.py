@@ -89,7 +89,7 @@ def test_every_way_is_measured_on_the_same_batch(page: tuple[dict[str, Any], str
         assert row["mfu"] == pytest.approx(row["model_tflops_per_s"] / 0.1)
     assert rows["repeated"]["computed_tokens"] == 2 * 4 * (24 + 16)
     assert rows["shared"]["computed_tokens"] == 2 * (24 + 4 * 16)
-    assert rows["shared"]["reason_not_shared"] is None
+    assert (rows["shared"]["kernel"], rows["shared"]["notes"]) == ("sdpa", {})
 
 
 def test_the_markdown_has_a_row_for_each_case(page: tuple[dict[str, Any], str]) -> None:
