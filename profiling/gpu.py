@@ -14,9 +14,11 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "profiling")]  # a checkout need not be installed
 
 import torch  # noqa: E402
+from gpu_page.engine import STAGES, EngineCase, measure_engine, run_engine  # noqa: E402
 from gpu_page.exactness import compare_all  # noqa: E402
 from gpu_page.page import write_page  # noqa: E402
 from gpu_page.shapes import SHAPES  # noqa: E402
@@ -31,7 +34,7 @@ from gpu_page.throughput import Case, child_command, measure, run_case  # noqa: 
 from gpu_page.weights import measure_weights  # noqa: E402
 from gpu_page.whole_run import DTYPES, missing, run_quickstart  # noqa: E402
 
-PARTS = ("exactness", "weights", "throughput", "whole_run")
+PARTS = ("exactness", "weights", "throughput", "engine", "whole_run")
 PACKAGES = ("torch", "transformers", "pydantic", "flash-attn", "vllm", "ray")
 TOKENS_PER_STEP = 65_536  # response tokens of the default batch: enough groups of 8 to hold them
 BIG = ("7B",)  # with gradient checkpointing unless `--checkpointing` says otherwise
@@ -41,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.one_case:
         return _one_case(json.loads(options.one_case))
+    if options.one_engine:
+        return _one_engine(json.loads(options.one_engine))
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda":
         device = torch.device("cuda", 0)  # torch.distributed wants a number
@@ -53,15 +58,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "versions": _versions(),
         "arguments": list(sys.argv[1:] if arguments is None else arguments),
     }
+    if options.resume and options.out.exists():
+        result |= json.loads(options.out.read_text())
     deadline = time.monotonic() + options.seconds
+    done, result["left_out"] = result.setdefault("done", []), []
     for part in options.parts:
-        result[part] = []
+        rows = result.setdefault(part, [])
         for case in RUN[part](options, device):
-            if time.monotonic() > deadline:
-                result.setdefault("left_out", []).append(f"{part}: {case.name}")
+            name = f"{part}: {case.name}"
+            if name in done:
                 continue
-            result[part] += case.measure()
-            write(result, options.out)  # nothing is lost if a later one fails
+            if time.monotonic() > deadline:
+                result["left_out"].append(name)
+                continue
+            for row in case.measure():
+                rows.append(row)
+                write(result, options.out)  # nothing is lost if a later one fails
+            done.append(name)
     write(result, options.out)
     print(options.out.with_suffix(".md").read_text())
     print(f"written to {options.out} and {options.out.with_suffix('.md')}")
@@ -100,7 +113,14 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--out", type=Path, default=Path("gpu.json"), metavar="FILE", help="JSON; the Markdown stands beside it"
     )
+    add("--resume", action="store_true", help="go on with the results in --out: only what is not there yet")
+    add("--stages", nargs="+", choices=STAGES, default=STAGES, help="of the part `engine`; default: all")
+    add("--running", nargs="+", type=int, default=[256, 512], metavar="N", help="sequences that vLLM runs")
+    add("--engine-tokens", type=int, default=512, metavar="N", help="response tokens of the part `engine`")
+    add("--engine-args", default="{}", metavar="JSON", help="generator.engine_args of the part `engine`")
+    add("--eager", action="store_true", help="vLLM without CUDA graphs")
     add("--one-case", metavar="JSON", help=argparse.SUPPRESS)  # how the page measures a case in a new process
+    add("--one-engine", metavar="JSON", help=argparse.SUPPRESS)
     return parser
 
 
@@ -108,7 +128,7 @@ class Part(NamedTuple):
     """What is measured at a time, and the rows that it gives."""
 
     name: str
-    measure: Callable[[], list[dict[str, Any]]]
+    measure: Callable[[], Iterable[dict[str, Any]]]
 
 
 def _exactness(options: argparse.Namespace, device: torch.device) -> list[Part]:
@@ -173,6 +193,25 @@ def _short(found: dict[str, Any]) -> str:
     return f"{found['forward_backward_s'] + found['update_s']:.3g} s per step"
 
 
+def _engine(options: argparse.Namespace, device: torch.device) -> list[Part]:
+    def measure(case: EngineCase) -> Iterator[dict[str, Any]]:
+        request = json.dumps({"case": asdict(case), "device": str(device)})
+        for found in run_engine(case, [sys.executable, __file__, "--one-engine", request]):
+            print(f"{case.model}, vLLM: {json.dumps(found)[:300]}", flush=True)
+            yield {"case": asdict(case), **found}
+
+    if find_spec("vllm") is None:
+        return [Part("skipped", lambda: [{"stage": "start", "error": "vllm cannot be imported"}])]
+    made = [
+        EngineCase(
+            model, options.dtype, tuple(options.running), options.engine_tokens, options.engine_args,
+            options.eager, tuple(options.stages),
+        )
+        for model in options.models
+    ]  # fmt: skip
+    return [Part(f"{c.model}, {c.engine_args}, {'eager' * c.enforce_eager}", partial(measure, c)) for c in made]
+
+
 def _whole_run(options: argparse.Namespace, device: torch.device) -> list[Part]:
     def measure(dtype: str) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
@@ -186,13 +225,24 @@ def _whole_run(options: argparse.Namespace, device: torch.device) -> list[Part]:
     return [Part(dtype, partial(measure, dtype)) for dtype in DTYPES]
 
 
-RUN = {"exactness": _exactness, "weights": _weights, "throughput": _throughput, "whole_run": _whole_run}
+RUN = {
+    "exactness": _exactness,
+    "weights": _weights,
+    "throughput": _throughput,
+    "engine": _engine,
+    "whole_run": _whole_run,
+}
 
 
 def _one_case(request: dict[str, Any]) -> int:
     case = Case(**{**request["case"], "overrides": tuple(request["case"]["overrides"])})
     print(json.dumps(measure(case, torch.device("cuda"), request["peak_tflops"])))
     return 0
+
+
+def _one_engine(request: dict[str, Any]) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        return measure_engine(EngineCase(**request["case"]), torch.device(request["device"]), Path(folder))
 
 
 def describe(device: torch.device) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Builders of messages and Learners, and a slow reference for logprobs."""
 
+import os
 import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,10 @@ from grpo_ray.config.losses import loss_record
 from grpo_ray.core.buffer import TrajectoryBuffer
 from grpo_ray.core.learner import Learner
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings, ScoredGroup, Verdict
+
+GPUS = int(os.environ.get("GRPO_RAY_TEST_GPUS", "0"))
+TEST_ENGINE = {"num_gpus": GPUS, "kv_cache_gib": 0.05 if GPUS == 0 else 0.5, "gpu_memory_utilization": 0.2}
+"""The `generator` section of tests with vLLM: on a CPU, or with GRPO_RAY_TEST_GPUS=1 on a GPU."""
 
 
 def make_completion(

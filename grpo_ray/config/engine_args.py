@@ -16,7 +16,7 @@ DECIDED: Mapping[str, str] = {
     "max_model_len": "generator.max_model_len",
     "max_num_seqs": "generator.max_num_seqs",
     "gpu_memory_utilization": "generator.gpu_memory_utilization",
-    "kv_cache_memory_bytes": "generator.gpu_memory_utilization, or generator.kv_cache_gib on a CPU",
+    "kv_cache_memory_bytes": "generator.kv_cache_gib",
     "enforce_eager": "generator.enforce_eager",
     "enable_sleep_mode": "generator.colocated",
     "weight_transfer_config": "weight_sync.transport",

@@ -57,8 +57,11 @@ class EngineConfig(Section):
     """Sequences that the engine runs at the same time; default: 512 on GPUs, 256 on a CPU."""
     enforce_eager: bool = False
     """Skip graph capture and compilation: faster startup, slower sampling."""
-    kv_cache_gib: PositiveFloat = 0.5
-    """Size of the KV cache on a CPU, in GiB."""
+    kv_cache_gib: PositiveFloat | None = Field(
+        default_factory=lambda given: None if given.get("num_gpus") else 0.5
+    )
+    """Size of the KV cache in GiB; default: 0.5 on a CPU, and on GPUs what `gpu_memory_utilization` leaves. Set
+    it where other processes use the GPU while vLLM starts, which would count their memory as its own."""
     num_threads: PositiveInt = 1
     """CPU threads per engine (CPU only)."""
     cpu_cores: tuple[NonNegativeInt, ...] | None = None

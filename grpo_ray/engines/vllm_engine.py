@@ -173,7 +173,7 @@ def common_arguments(config: EngineConfig, dtype: str, head_dtype: HeadDtype) ->
         **({"hf_overrides": {"head_dtype": head_dtype}} if head_dtype != "model" else {}),
         "max_num_seqs": config.max_num_seqs,
         "gpu_memory_utilization": config.gpu_memory_utilization,
-        "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30) if on_cpu else None,
+        "kv_cache_memory_bytes": None if config.kv_cache_gib is None else int(config.kv_cache_gib * 2**30),
         "tensor_parallel_size": max(1, config.num_gpus),
         # Saves a process. Given by its class, because on a CPU vLLM reads the name "uni" as "mp".
         "distributed_executor_backend": UniProcExecutor if config.num_gpus <= 1 else "mp",

@@ -20,22 +20,34 @@ def hold_to_cores(cores: Sequence[int] | None) -> None:
 
 
 def host_memory(like: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialised tensor in host memory, page-locked if `like` is on a GPU.
-
-    It is registered with CUDA after its allocation, because torch's own page-locked allocations are rounded up
-    to a power of two. Where the system allows no more locked memory, it stays pageable; so do small tensors:
-    pages are locked as a whole, and none may be locked twice.
-    """
-    if not like.is_cuda or like.nbytes < MIN_LOCKED_BYTES:
+    """Return an uninitialised tensor in host memory, page-locked if `like` is on a GPU; see `lock_pages`."""
+    if not like.is_cuda:
         return torch.empty(like.shape, dtype=like.dtype)
-    num_bytes = -(-like.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = torch.empty(num_bytes + mmap.PAGESIZE, dtype=torch.uint8)
-    memory = memory[-memory.data_ptr() % mmap.PAGESIZE :][:num_bytes]
-    result = memory[: like.nbytes].view(like.dtype).view(like.shape)
-    cuda, address = torch.cuda.cudart(), memory.data_ptr()
-    if int(cuda.cudaHostRegister(address, num_bytes, 0)) == 0:
-        weakref.finalize(result, cuda.cudaHostUnregister, address)
+    return lock_pages(whole_pages(like.nbytes).view(like.dtype).view(like.shape))
+
+
+def whole_pages(num_bytes: int) -> torch.Tensor:
+    """Return uninitialised bytes, uint8, that begin a page of memory and share none with other data."""
+    memory = torch.empty(_rounded(num_bytes) + mmap.PAGESIZE, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % mmap.PAGESIZE :][:num_bytes]
+
+
+def lock_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """Page-lock a tensor of `whole_pages` for as long as this object lives, and return it.
+
+    torch's own page-locked allocations are rounded up to a power of two. Where the system allows no more locked
+    memory, it stays pageable; so do small tensors.
+    """
+    if tensor.nbytes < MIN_LOCKED_BYTES:
+        return tensor
+    cuda, address = torch.cuda.cudart(), tensor.data_ptr()
+    if int(cuda.cudaHostRegister(address, _rounded(tensor.nbytes), 0)) == 0:
+        weakref.finalize(tensor, cuda.cudaHostUnregister, address)
     else:
         with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device=like.device)  # raises CUDA's last error, which would come up elsewhere
-    return result
+            torch.zeros(1, device="cuda")  # raises CUDA's last error, which would come up elsewhere
+    return tensor
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

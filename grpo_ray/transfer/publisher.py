@@ -67,6 +67,7 @@ class Publisher:
         sync, dtype = self._sync, self._dtype
         if sync.transport == "ipc":
             self.forget_shared()
+            torch.cuda.empty_cache()  # a buffer cut from a larger cached block would keep all of it from vLLM
             snapshot, self._shared = pack_on_device(weights, version, dtype, self._device)
             # It is kept until the next one: a replacement Generator loads it as well.
             found = chain(*self._ranks.gathered([asdict(handle) for handle in snapshot.on_device]))

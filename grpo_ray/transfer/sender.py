@@ -15,7 +15,7 @@ from grpo_ray.learning.rendezvous import NUM_BYTES, open_store
 from grpo_ray.transfer.chunks import CHUNK_BYTES
 from grpo_ray.transfer.meeting import Backend, Meeting, WireError
 from grpo_ray.transfer.messages import WeightSnapshot
-from grpo_ray.transfer.snapshot import NamedWeights, pack
+from grpo_ray.transfer.snapshot import NamedWeights, host_zeros, pack
 from grpo_ray.transfer.wire import SENDER, Channel, send
 
 
@@ -82,7 +82,9 @@ class Sender:
             spare, self._spare = self._spare, None
         if spare is not None and spare.numel() == num_bytes:
             return spare
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device, pin_memory=self._is_pinned)
+        if self._device.type == "cpu":
+            return host_zeros(num_bytes, self._is_pinned)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
     def release(self, version: int) -> None:
         """Forget the versions before this one: no Generator will be sent them any more."""

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from grpo_ray.learning.device import lock_pages, whole_pages
 from grpo_ray.transfer.chunks import CHUNK_BYTES, chunks
 from grpo_ray.transfer.device_buffer import share
 from grpo_ray.transfer.messages import TensorSpec, WeightSnapshot
@@ -92,11 +93,17 @@ class ReusedMemory:
         is_free = self._taken is None or self._taken() is None
         if self._memory is None or self._memory.numel() != num_bytes or not is_free:
             self._memory = None  # before the next one is made
-            # Zeros between tensors, too: they would count as changes in a delta.
-            self._memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+            self._memory = host_zeros(num_bytes, self._is_pinned)
         array: np.ndarray = self._memory.numpy()
         self._taken = weakref.ref(array)
         return array
+
+
+def host_zeros(num_bytes: int, is_pinned: bool) -> torch.Tensor:
+    """Return memory for a snapshot, uint8; what stays between tensors would count as changes in a delta."""
+    return (
+        lock_pages(whole_pages(num_bytes).zero_()) if is_pinned else torch.zeros(num_bytes, dtype=torch.uint8)
+    )
 
 
 def pack(

@@ -1,5 +1,6 @@
 """The results of gpu.py as Markdown."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ def write_page(result: Mapping[str, Any]) -> str:
         parts += ["## Weight sync", WEIGHTS_NOTE, weights_table(result["weights"])]
     if result.get("throughput"):
         parts += ["## Steps", THROUGHPUT_NOTE, throughput_table(result["throughput"])]
+    if result.get("engine"):
+        parts += ["## vLLM", ENGINE_NOTE, engine_table(result["engine"])]
     if result.get("whole_run"):
         parts += ["## The quickstart, colocated", *map(whole_run_text, result["whole_run"])]
     if result.get("left_out"):
@@ -48,6 +51,21 @@ THROUGHPUT_NOTE = (
     "prompt once per group; MFU counts the FLOPs that the batch needs (watch/flops.py), not what a way "
     "computes besides. Relative: seconds per step relative to the plain way with the same batch."
 )
+
+
+ENGINE_NOTE = (
+    "vLLM without Ray: tokens per second alone and through the engine's methods, log-probabilities "
+    "against the Learner's, and syncs after which greedy tokens must change and come back."
+)
+
+
+def engine_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = []
+    for row in rows:
+        found = {name: value for name, value in row.items() if name not in ("case", "stage", "seconds")}
+        model = row["case"]["model"] if "case" in row else ""
+        lines.append([model, row["stage"], json.dumps(found), f"{row.get('seconds', 0):.1f}"])
+    return _table(["model", "stage", "found", "s"], lines, num_texts=3)
 
 
 def exactness_table(rows: Sequence[Mapping[str, Any]]) -> str:

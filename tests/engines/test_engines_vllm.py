@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import make_settings, perturb, plain_logprobs, plain_rows
+from builders import TEST_ENGINE, make_settings, perturb, plain_logprobs, plain_rows
 from transformers import LlamaForCausalLM
 
 from grpo_ray.config import Config
@@ -86,7 +86,7 @@ def record(request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tiny
         {
             "model": {"tiny": {}, "dtype": "float32"},
             "task": {"kind": "sorting"},
-            "generator": {"num_gpus": 0, "kv_cache_gib": 0.05, "gpu_memory_utilization": 0.2},
+            "generator": TEST_ENGINE,
         }
     )
     return asyncio.run(_record(config, path, models))
@@ -309,7 +309,7 @@ def test_a_float32_head_over_bfloat16_before_and_after_a_sync(
         {
             "model": {"tiny": {}, "dtype": "bfloat16", "head_dtype": "float32"},
             "task": {"kind": "sorting"},
-            "generator": {"num_gpus": 0, "kv_cache_gib": 0.05, "gpu_memory_utilization": 0.2},
+            "generator": TEST_ENGINE,
         }
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import logprobs_over_kept_cache, make_settings, perturb, plain_logprobs
+from builders import TEST_ENGINE, logprobs_over_kept_cache, make_settings, perturb, plain_logprobs
 
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
@@ -43,11 +43,15 @@ def served(tiny_model: Callable[..., Path]) -> tuple[list[Any], Groups, Groups, 
         {
             "model": {"tiny": {}, "dtype": "float32"},
             "task": {"kind": "sorting"},
-            "generator": {"num_gpus": 0, "kv_cache_gib": 0.05, "gpu_memory_utilization": 0.2},
+            "generator": TEST_ENGINE,
             "weight_sync": {"recompute_kv": False},
         }
     )
-    return models, *asyncio.run(_record(config, path, models))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(
+            "VLLM_PLUGINS", ""
+        )  # as from a checkout that is not installed, whose entry points are unknown
+        return models, *asyncio.run(_record(config, path, models))
 
 
 async def _record(config: Config, path: str, models: list[Any]) -> tuple[Groups, Groups, Groups]:

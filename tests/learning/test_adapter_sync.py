@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import make_settings, perturb, plain_logprobs
+from builders import TEST_ENGINE, make_settings, perturb, plain_logprobs
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import AdapterConfig, ModelConfig
@@ -32,7 +32,7 @@ def config_of(**sections: dict[str, object]) -> Config:
     data = {
         "model": {"tiny": {}, "dtype": "float32", "adapter": {"rank": 4}},
         "task": {"kind": "sorting"},
-        "generator": {"num_gpus": 0, "kv_cache_gib": 0.05, "gpu_memory_utilization": 0.2},
+        "generator": TEST_ENGINE,
         "weight_sync": {"send": "adapter"},
     }
     return Config.model_validate({name: {**data.get(name, {}), **sections.get(name, {})} for name in data})

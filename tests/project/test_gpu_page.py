@@ -126,6 +126,55 @@ def test_running_out_of_memory_is_a_result(gpu: ModuleType, monkeypatch: pytest.
     assert "Learner, a prompt per group, no update" in table
 
 
+def test_what_cannot_fit_is_not_tried(gpu: ModuleType) -> None:
+    from gpu_page import page
+    from gpu_page.throughput import Case, run_case
+
+    def never(seconds: float) -> dict[str, Any]:
+        case = Case("7B", "shared", 4, rounds=1)
+        return run_case(case, torch.device("cpu"), None, ["false"], memory_bytes=seconds)
+
+    found = never(70 * 2**30)
+    assert found["out_of_memory"]
+    assert found["without_optimizer"]["phase"] == "not tried: its state alone is larger"
+    assert page.throughput_table([found]).count("not tried") == 2
+
+
+def test_a_page_goes_on_where_its_time_ended(gpu: ModuleType, tmp_path: Path) -> None:
+    """No case begins after the time is up; the rest is named, and done by the next call."""
+    measured: list[str] = []
+
+    def parts(options: Any, device: torch.device) -> list[Any]:
+        def measure(name: str) -> list[dict[str, Any]]:
+            measured.append(name)
+            return [{"model": name, "error": "none"}]
+
+        return [gpu.Part(name, lambda name=name: measure(name)) for name in ("a", "b")]
+
+    out = tmp_path / "gpu.json"
+    arguments = ["--device", "cpu", "--parts", "weights", "--out", str(out), "--resume"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(gpu.RUN, "weights", parts)
+        assert gpu.main([*arguments, "--seconds", "-1"]) == 0
+        assert json.loads(out.read_text())["left_out"] == ["weights: a", "weights: b"]
+        assert gpu.main(arguments) == gpu.main(arguments) == 0
+    found = json.loads(out.read_text())
+    assert measured == ["a", "b"]
+    assert [row["model"] for row in found["weights"]] == ["a", "b"]
+    assert found["left_out"] == []
+
+
+def test_a_stage_that_hangs_or_dies_ends_its_case_alone(gpu: ModuleType) -> None:
+    from gpu_page.engine import EngineCase, run_engine
+
+    line = '{"stage": "start", "seconds": 1.0}'
+    script = f"import sys; print('log'); print({line!r}); sys.exit('no kernel image is available')"
+    found = list(run_engine(EngineCase("tiny"), [sys.executable, "-c", script]))
+    assert found[0] == {"stage": "start", "seconds": 1.0}
+    assert found[1]["stage"] == "process"
+    assert "no kernel image is available" in found[1]["error"]
+
+
 def test_any_other_error_is_an_error(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpu_page.throughput import Case, LearnerStep, run_case
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import perturb
+from builders import TEST_ENGINE, perturb
 from test_engines_vllm import LONG, PROMPTS, SETTINGS, Groups, _generate, logprob_error
 
 from grpo_ray.config import Config
@@ -96,7 +96,7 @@ def config_of_vllm() -> Config:
         {
             "model": {"tiny": {}, "dtype": "float32"},
             "task": {"kind": "sorting"},
-            "generator": {"num_gpus": 0, "kv_cache_gib": 0.05, "gpu_memory_utilization": 0.2},
+            "generator": TEST_ENGINE,
         }
     )
 
