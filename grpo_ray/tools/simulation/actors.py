@@ -1,7 +1,7 @@
 """The actors of a simulated run, as objects of this process that are called like Ray actors."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,28 +9,20 @@ from grpo_ray.cluster.local import LocalActors, LocalClient
 from grpo_ray.config import Config
 from grpo_ray.core.generator import Generator as GeneratorActor
 from grpo_ray.records.checkpoint import Checkpoint
-from grpo_ray.tools.simulation.account import Account
-from grpo_ray.tools.simulation.cores import Cores, cores_of
+from grpo_ray.tools.simulation.cores import cores_of
 from grpo_ray.tools.simulation.cpu_meter import CpuMeter
 from grpo_ray.tools.simulation.engine import SimulatedEngine
 from grpo_ray.tools.simulation.environments import SimulatedEnvironmentWorker
 from grpo_ray.tools.simulation.speeds import Lengths, Speeds
-from grpo_ray.tools.simulation.workers import SimulatedLearner, SimulatedScorer, SimulatedTeacher
+from grpo_ray.tools.simulation.workers import (
+    Account,
+    SimulatedLearner,
+    SimulatedScorer,
+    SimulatedTeacher,
+)
 from grpo_ray.types import StartingModel
 
 Trace = Callable[[str], object]
-
-
-class Dispatch:
-    """The driver's own work for each group that it gives to a Generator, one after another."""
-
-    def __init__(self, cores: Cores, work_s: float) -> None:
-        self._cores, self._work_s = cores, work_s
-        self._turn = asyncio.Lock()
-
-    async def __call__(self) -> None:
-        async with self._turn:
-            await self._cores.work(self._work_s)
 
 
 class SimulatedClient(LocalClient):
@@ -42,7 +34,7 @@ class SimulatedClient(LocalClient):
         build: Callable[[], Any],
         trace: Trace | None = None,
         meter: CpuMeter | None = None,
-        dispatch: Dispatch | None = None,
+        dispatch: Callable[[], Awaitable[None]] | None = None,
         number: int = 0,
     ) -> None:
         """
@@ -102,15 +94,17 @@ class SimulatedActors(LocalActors):
         self._speeds, self._lengths, self._account = speeds, lengths, account
         self._trace, self._meter = trace, meter
         self._cores = cores_of(speeds.cores)
-        self._dispatch = Dispatch(self._cores, speeds.dispatch_s) if speeds.dispatch_s else None
+        self._dispatching = asyncio.Lock()
         super().__init__(config, start, run_dir, checkpoint)
-        for client in self.by_name().values():
-            assert (
-                client.actor is not None
-            )  # built before the first call: simulated time stands still meanwhile
+
+    async def _dispatch(self) -> None:
+        """Do the driver's own work for a group that it gives to a Generator, one after another."""
+        async with self._dispatching:
+            await self._cores.work(self._speeds.dispatch_s)
 
     def _client(self, name: str, build: Callable[[], Any]) -> SimulatedClient:
-        return SimulatedClient(name, build, self._trace, self._meter, self._dispatch, next(self._numbers))
+        dispatch = self._dispatch if self._speeds.dispatch_s else None
+        return SimulatedClient(name, build, self._trace, self._meter, dispatch, next(self._numbers))
 
     def _new_generator(self, name: str) -> SimulatedClient:
         seed = self._seed_of(name)
