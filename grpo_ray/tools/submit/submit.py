@@ -13,11 +13,11 @@ from grpo_ray.tools.submit.job_client import JobClient, check_token, job_address
 from grpo_ray.tools.submit.submission import (
     Submission,
     SubmissionContext,
+    check_upload,
     missing_here,
     resumption_job,
     training_job,
 )
-from grpo_ray.tools.submit.upload import check_upload
 
 
 def submit(options: SubmitOptions) -> int:
