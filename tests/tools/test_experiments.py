@@ -171,19 +171,6 @@ def test_another_definition_is_refused_and_says_what_differs(fakes: FakeRuns) ->
     assert fakes.launched() == []
 
 
-def test_a_folder_of_something_else_is_refused(fakes: FakeRuns) -> None:
-    folder = fakes.out / "rates"
-    folder.mkdir(parents=True)
-    (folder / "notes.txt").write_text("mine")
-    with pytest.raises(RunError, match="is not empty and holds no experiment"):
-        fakes.run()
-    (folder / "notes.txt").unlink()
-    (folder / "experiment.json").write_text("{}")
-    with pytest.raises(RunError, match=r"experiment\.json is not readable"):
-        fakes.run()
-    assert fakes.launched() == []
-
-
 def test_failure_and_divergence_are_named_and_only_the_failure_is_retried(
     fakes: FakeRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:

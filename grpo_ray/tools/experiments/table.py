@@ -86,7 +86,7 @@ def _csv_row(result: VariantResult, metrics: Sequence[str]) -> dict[str, Any]:
         "half_reward_mean": result.mean(lambda outcome: outcome.reward_at(outcome.num_steps / 2)),
     }
     for threshold in THRESHOLDS:
-        reached = result.estimate(lambda outcome, reward=threshold: outcome.steps_to(reward))
+        reached = _steps_to(result, threshold)
         row[f"steps_to_{threshold}_mean"] = reached.mean if reached else None
         row[f"steps_to_{threshold}_runs"] = reached.num_runs if reached else 0
     lag = result.estimate(lambda outcome: outcome.largest("lag/max"))
@@ -101,6 +101,10 @@ def _csv_row(result: VariantResult, metrics: Sequence[str]) -> dict[str, Any]:
         "diverged": sum(outcome.status == "diverged" for outcome in result.outcomes),
         "failed": len(result.outcomes) - len(result.results),
     }
+
+
+def _steps_to(result: VariantResult, threshold: float) -> Estimate | None:
+    return result.estimate(lambda outcome: outcome.steps_to(threshold))
 
 
 # ---- Markdown: for reading ----

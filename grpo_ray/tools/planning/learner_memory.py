@@ -116,9 +116,9 @@ def responses_per_prompt(config: Config) -> float:
     """Return the number of responses that a prompt is computed once for: a group's with shared prompts."""
     if config.learner.share_prompts == "never":
         return 1.0
-    algorithm = config.algorithm  # minibatches deal a group's responses out
-    dealt = (algorithm.train_batch_size or config.rollouts_per_step) / config.rollouts_per_step
-    return max(1.0, algorithm.samples_per_prompt * dealt)
+    num_sequences = config.algorithm.train_batch_size or config.rollouts_per_step
+    dealt = config.algorithm.samples_per_prompt * num_sequences / config.rollouts_per_step
+    return max(1.0, dealt)  # minibatches deal a group's responses out
 
 
 def has_varlen_kernel(config: Config) -> bool:
@@ -208,15 +208,6 @@ def num_shards(config: Config) -> int:
     return config.learner.num_ranks // config.learner.replicas
 
 
-def root_parameters(shape: ModelShape) -> int:
-    """Return the number of values in the group outside of the blocks: embeddings, norm and output layer."""
-    return shape.embedding * (1 if shape.is_tied else 2) + shape.hidden_size
-
-
-def block_parameters(shape: ModelShape) -> int:
-    return (shape.num_parameters - root_parameters(shape)) // shape.num_layers
-
-
 def trained_parameters(shape: ModelShape, config: Config) -> int:
     """Return the number of values with a gradient."""
     adapter = config.model.adapter
@@ -244,8 +235,8 @@ def with_unsharded(working: list[Item], shape: ModelShape, config: Config) -> li
     width, shards = served_width(config), num_shards(config)
     of_adapter = shape.adapter_parameters(config.model.adapter) // shape.num_layers
     is_frozen, is_whole = config.model.adapter is not None, config.model.base_quantization == "nf4"
-    root = 0 if is_whole else root_parameters(shape)
-    block = of_adapter + (0 if is_whole else block_parameters(shape))
+    root = 0 if is_whole else shape.root_parameters
+    block = of_adapter + (0 if is_whole else shape.block_parameters)
     trained, output = (of_adapter, 0) if is_frozen else (block, shape.embedding)
     reduced = width + FLOAT32 + FLOAT32 / shards  # bytes per value: the gradient, its copy, its shard
     of_root = width * root * (1 + 1 / shards)

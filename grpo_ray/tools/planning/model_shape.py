@@ -60,13 +60,22 @@ class ModelShape:
         return self.vocab_size * self.hidden_size
 
     @property
-    def num_parameters(self) -> int:
+    def block_parameters(self) -> int:
+        """Number of values in one layer: matrices, biases and norms."""
         biases = self.has_qkv_bias * (self.query_width + 2 * self.kv_width)
         biases += self.has_output_bias * self.hidden_size
         biases += self.has_mlp_bias * (2 * self.intermediate_size + self.hidden_size)
         norms = 2 * self.hidden_size + self.has_qk_norm * 2 * self.head_dim
-        outside = self.embedding * (1 if self.is_tied else 2) + self.hidden_size
-        return self.num_layers * (self.layer_matrices + biases + norms) + outside
+        return self.layer_matrices + biases + norms
+
+    @property
+    def root_parameters(self) -> int:
+        """Number of values outside of the layers: embeddings, norm and output layer."""
+        return self.embedding * (1 if self.is_tied else 2) + self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        return self.num_layers * self.block_parameters + self.root_parameters
 
     def adapter_parameters(self, adapter: AdapterConfig | None) -> int:
         """Return the number of values in an adapter of the linear layers; 0 without one."""

@@ -35,11 +35,9 @@ from grpo_ray.tools.planning.hardware import (
 )
 from grpo_ray.tools.planning.learner_memory import (
     MOMENT_BYTES,
-    block_parameters,
     gathered_parameters,
     num_shards,
     responses_per_prompt,
-    root_parameters,
     trained_parameters,
 )
 from grpo_ray.tools.planning.measured_run import MeasuredRun
@@ -298,8 +296,8 @@ def collectives(shape: ModelShape, config: Config, machine: Machine) -> Collecti
     gather_s = gather_seconds(served_width(config) * gathered, config, machine)
     reduced_bytes = FLOAT32 * reduced
     reduce_s = gather_seconds(reduced_bytes, config, machine) + _replicas_s(reduced_bytes, config, machine)
-    root = root_parameters(shape)
-    first = min(1.0, (root + block_parameters(shape)) / gathered)
+    root = shape.root_parameters
+    first = min(1.0, (root + shape.block_parameters) / gathered)
     last = min(1.0, root / reduced) if config.model.adapter is None else 0.0
     return Collectives(gather_s, reduce_s, first * gather_s + last * reduce_s)
 

@@ -114,19 +114,20 @@ class JobClient:
         with _explained(self.address):
             return dict(self._client.get_job_info(job_id).metadata or {})
 
-    def stop(self, job_id: str) -> None:
+    def stop(self, job_id: str) -> bool:
         """Ask the job to end and wait until it has; its run finishes the step and writes a checkpoint."""
         with _explained(self.address):
             run = (self._client.get_job_info(job_id).metadata or {}).get(RUN_KEY)
             if not self._client.stop_job(job_id):
                 self._report_end(job_id)
-                return
+                return True
             print(f"job {job_id} is stopping, with a checkpoint after its current step", flush=True)
             while not self._client.get_job_status(job_id).is_terminal():
                 time.sleep(POLL_S)
             self._report_end(job_id)
             if run is not None:
                 print(visible(f"resume it with: grpo-ray submit --resume {run}"))
+            return True
 
     async def _print_output(self, job_id: str) -> None:
         async for lines in self._client.tail_job_logs(job_id):

@@ -130,7 +130,9 @@ def _job(
 ) -> Submission:
     listed = [name for name in config.secrets if name in os.environ]  # preflight refuses the others
     variables, warnings = _variables([*dict.fromkeys([*context.env, *listed])], os.environ)
-    excludes = [*EXCLUDED, *_excluded_output(run.parent, context.folder)]
+    folder, excludes = context.folder.resolve(), list(EXCLUDED)
+    if run.parent != folder and run.parent.is_relative_to(folder):
+        excludes.append(f"/{run.parent.relative_to(folder)}/")
     left_out = find_credentials(context.folder, excludes)
     if left_out:
         warnings.append(_left_out(left_out))
@@ -188,12 +190,6 @@ def _path_on_cluster(path: str, context: SubmissionContext) -> str:
         f"{path}: only the working directory {context.folder} is sent to {context.address}, and this file is "
         "not in it; submit from the folder that holds it"
     )
-
-
-def _excluded_output(output_dir: Path, folder: Path) -> list[str]:
-    folder = folder.resolve()
-    is_inside = output_dir != folder and output_dir.is_relative_to(folder)
-    return [f"/{output_dir.relative_to(folder)}/"] if is_inside else []
 
 
 def _left_out(files: Sequence[Path]) -> str:
