@@ -17,11 +17,10 @@ from ray.actor import ActorHandle
 
 from grpo_ray.config import Config
 from grpo_ray.core.generator import Generator
-from grpo_ray.tools.simulation.account import Account
 from grpo_ray.tools.simulation.cores import cores_of
 from grpo_ray.tools.simulation.engine import SimulatedEngine
 from grpo_ray.tools.simulation.speeds import Lengths, Speeds
-from grpo_ray.tools.simulation.workers import SimulatedLearner
+from grpo_ray.tools.simulation.workers import Account, SimulatedLearner
 from grpo_ray.types import StepReport, TrainBatch
 from grpo_ray.watch.memory import resident_bytes
 

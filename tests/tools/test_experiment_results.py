@@ -10,13 +10,12 @@ from matplotlib.image import imread
 
 from grpo_ray.config.loading import ConfigError
 from grpo_ray.tools.drawing.figures import draw_spread, new_figure
-from grpo_ray.tools.experiments.curves import plot_metrics, plot_validation_reward
+from grpo_ray.tools.experiments.curves import plot_metrics, plot_timing, plot_validation_reward, weight_sync
 from grpo_ray.tools.experiments.experiment import Experiment
 from grpo_ray.tools.experiments.outcome import ExperimentOutcome, Status
 from grpo_ray.tools.experiments.summary import write_summary
 from grpo_ray.tools.experiments.sweep import make_sweep, split_values
 from grpo_ray.tools.experiments.table import by_variant, comparison_table, short, write_csv
-from grpo_ray.tools.experiments.timing import plot_timing, weight_sync
 
 Evaluations = list[tuple[int, float]]
 
@@ -88,21 +87,8 @@ def test_comparison_table_by_hand() -> None:
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:5]]
     assert cells[0][:4] == ["variant", "final validation reward", "best", "at half the steps"]
     assert cells[0][-4:] == ["lag/max", "warnings", "diverged", "failed"]
-    assert cells[2] == [
-        "a",
-        "0.800 ± 0.141",
-        "0.800",
-        "0.367",
-        "7",
-        "8 (1 of 2)",
-        "20.5",
-        "2",
-        "3",
-        "2",
-        "none",
-        "0",
-        "0",
-    ]
+    rewards, steps, others = ["0.800 ± 0.141", "0.800", "0.367"], ["7", "8 (1 of 2)"], ["20.5", "2", "3", "2"]
+    assert cells[2] == ["a", *rewards, *steps, *others, "none", "0", "0"]
     assert cells[3] == ["b", "0.300", "0.300", "0.300", "never", "never", "48", "6", "7", "–", "none", "1", "1"]
     assert cells[4][1:] == ["–"] * 9 + ["none", "0", "0"]
 
@@ -149,9 +135,7 @@ def test_summary_says_within_the_spread_only_where_it_is() -> None:
     assert line_of(summary, "b").endswith("; +0.150, within the spread (0.255), against a")
     assert line_of(summary, "c").endswith("; +0.310, more than the spread (0.142), against a")
     assert line_of(summary, "d").endswith("; +0.300 (one run: the spread is unknown) against a")
-    assert line_of(summary, "e").endswith(
-        "; +0.250, more than the spread (0.200), against a"
-    )  # not 0.141 + 0.141
+    assert line_of(summary, "e").endswith("; +0.250, more than the spread (0.200), against a")  # not 2 x 0.141
     assert "within the spread" not in line_of(summary, "c") + line_of(summary, "d")
     assert line_of(summary, "b", 1) == "- **b**: 2 s per step, 2 times a's"
     assert "- 2 parallel runs shared the machine" in summary

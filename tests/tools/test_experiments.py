@@ -21,7 +21,6 @@ from grpo_ray.tools.cli import main
 from grpo_ray.tools.experiments.definitions import EXPERIMENTS
 from grpo_ray.tools.experiments.experiment import Experiment
 from grpo_ray.tools.experiments.experiment_plan import plan_experiment
-from grpo_ray.tools.experiments.launch import Launcher
 from grpo_ray.tools.experiments.resources import GpuPool, cores_of, default_jobs, gpus_of
 from grpo_ray.tools.experiments.run_experiment import run_experiment
 
@@ -90,21 +89,16 @@ def test_every_variant_of_every_experiment_is_a_valid_configuration(name: str, t
 def test_group_sizes_have_equal_samples_and_the_label_four_updates_is_true(tmp_path: Path) -> None:
     sizes = plan_experiment(EXPERIMENTS["group-size"], QUICKSTART, [], 1, str(tmp_path)).runs
     assert [run.config.rollouts_per_step for run in sizes] == [256] * 5
-    algorithm = (
-        plan_experiment(EXPERIMENTS["colocate"], QUICKSTART, [], 1, str(tmp_path)).runs[1].config.algorithm
-    )
-    assert algorithm.train_batch_size is not None
-    assert algorithm.epochs_per_batch * 256 // algorithm.train_batch_size == 4
+    colocated = plan_experiment(EXPERIMENTS["colocate"], QUICKSTART, [], 1, str(tmp_path)).runs
+    assert [run.config.num_updates for run in colocated[:2]] == [1, 4]
 
 
 @pytest.mark.parametrize("config", [QUICKSTART, "configs/cs336-2026.yaml"])
 def test_off_policy_variants_of_cs336_make_32_updates_per_batch(config: str, tmp_path: Path) -> None:
     runs = plan_experiment(EXPERIMENTS["cs336-2026"], config, [], 1, str(tmp_path)).runs
     for run in runs:
-        algorithm, num_rollouts = run.config.algorithm, run.config.rollouts_per_step
-        num_updates = num_rollouts // (algorithm.train_batch_size or num_rollouts)
-        assert num_updates == (32 if run.variant.endswith("-32") else 1)
-        assert (algorithm.epochs_per_batch, run.config.weight_sync.max_lag) == (1, 0)
+        assert run.config.num_updates == (32 if run.variant.endswith("-32") else 1)
+        assert (run.config.algorithm.epochs_per_batch, run.config.weight_sync.max_lag) == (1, 0)
 
 
 def test_all_problems_are_reported_before_anything_starts(fakes: FakeRuns) -> None:
@@ -177,19 +171,6 @@ def test_another_definition_is_refused_and_says_what_differs(fakes: FakeRuns) ->
     assert fakes.launched() == []
 
 
-def test_a_folder_of_something_else_is_refused(fakes: FakeRuns) -> None:
-    folder = fakes.out / "rates"
-    folder.mkdir(parents=True)
-    (folder / "notes.txt").write_text("mine")
-    with pytest.raises(RunError, match="is not empty and holds no experiment"):
-        fakes.run()
-    (folder / "notes.txt").unlink()
-    (folder / "experiment.json").write_text("{}")
-    with pytest.raises(RunError, match=r"experiment\.json is not readable"):
-        fakes.run()
-    assert fakes.launched() == []
-
-
 def test_failure_and_divergence_are_named_and_only_the_failure_is_retried(
     fakes: FakeRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,14 +201,12 @@ def test_failure_and_divergence_are_named_and_only_the_failure_is_retried(
     assert "failed: " not in fakes.text("summary.md")
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_exactly_as_many_parallel_runs_as_jobs(fakes: FakeRuns, jobs: int) -> None:
-    meet = {"meets": jobs}  # a run ends once `jobs` runs are active
+def test_exactly_as_many_parallel_runs_as_jobs(fakes: FakeRuns) -> None:
+    meet = {"meets": 2}  # a run ends once two runs are active
     fakes.script(low_seed0=meet, high_seed0=meet, low_seed1=meet, high_seed1=meet)
-    assert fakes.run(seeds=2, jobs=jobs)
+    assert fakes.run(seeds=2, jobs=2)
     counts = (fakes.folder / "met.txt").read_text().split()
-    assert len(counts) == 4
-    assert max(map(int, counts)) == jobs
+    assert (len(counts), max(map(int, counts))) == (4, 2)
 
 
 # ---- Ctrl-C ----
@@ -353,8 +332,6 @@ def test_planning_imports_no_torch() -> None:
         (["experiment", "kl-drif"], "'kl-drif' is not an experiment; did you mean kl-drift?"),
         (["experiment"], "give the name of an experiment: learning-rate, "),
         (["experiment", "async", "--config", "nowhere.yaml"], "nowhere.yaml: 1 problem"),
-        (["sweep", QUICKSTART, "a.b=1", "--seeds", "0"], "--seeds 0: give at least 1"),
-        (["sweep", QUICKSTART], "a sweep needs at least one"),
         (["sweep", QUICKSTART, "--seeds", "2", "a.b"], "'a.b': write it as section.key=value"),
     ],
 )
@@ -363,11 +340,10 @@ def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("jobs", ["0", "-1", "two"])
-def test_jobs_is_at_least_one(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_jobs_is_at_least_one(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["experiment", "async", f"--jobs={jobs}"])
-    assert f"'{jobs}' is not a number of at least 1" in capsys.readouterr().err
+        main(["experiment", "async", "--jobs=0"])
+    assert "'0' is not a number of at least 1" in capsys.readouterr().err
 
 
 def test_overrides_before_and_after_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,9 +356,8 @@ def test_overrides_before_and_after_options(monkeypatch: pytest.MonkeyPatch) -> 
     first, second = calls
     assert (first[0].name, first[2:6]) == ("async", (("a.b=1", "c.d=2"), 2, "experiments", 3))
     assert first[6] == "grpo-ray experiment async a.b=1 --seeds 2 c.d=2 --jobs 3"
-    assert (second[0].name, list(second[0].variants), second[3]) == (
-        "mine", ["b=1,d=3", "b=1,d=4", "b=2,d=3", "b=2,d=4"], 1,
-    )  # fmt: skip
+    assert (second[0].name, second[3]) == ("mine", 1)
+    assert list(second[0].variants) == ["b=1,d=3", "b=1,d=4", "b=2,d=3", "b=2,d=4"]
     with pytest.raises(SystemExit):
         main(["experiment", "async", "--sedes", "2"])
 
@@ -410,13 +385,4 @@ def test_a_real_run(tmp_path: Path) -> None:
     assert cells["policy/entropy_last_quarter_mean"]
     for name in ("validation_reward", "metrics", "timing"):
         assert imread(folder / f"{name}.png").std() > 0.01
-    launches: list[str] = []
-
-    def refuse(self: Launcher, runs: Any) -> bool:
-        launches.extend(run.name for run in runs)
-        return True
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Launcher, "run_all", refuse)
-        assert run_experiment(*arguments)
-    assert launches == []
+    assert run_experiment(*arguments, ("no-such-program",))  # nothing is left to start

@@ -15,9 +15,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_ray.tools.planning.learner_memory import state_items
+from grpo_ray.tools.planning.learner_memory import state_items, with_unsharded
 from grpo_ray.tools.planning.model_shape import shape_of
-from grpo_ray.tools.planning.sharding import with_unsharded
 
 SIZES: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
@@ -92,7 +91,7 @@ def test_a_rank_holds_what_is_planned(num_ranks: int, vocab_size: int, tmp_path:
     planned_state = [item.num_bytes for item in state_items(shape, config)]
     uneven = 0.005 if num_ranks == 3 else 0.0  # the first of three ranks has a row more of some matrices
     assert state == pytest.approx(planned_state, rel=uneven)
-    items = with_unsharded([], shape, config, 0)
+    items = with_unsharded([], shape, config)
     planned = sum(item.num_bytes for item in items)
     if vocab_size == 32768:
         assert "after the backward pass" in items[-1].note

@@ -27,24 +27,29 @@ from test_planning import (
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.records.run_files import dump_config
-from grpo_ray.tools.planning.collectives import Collectives, collectives, gather_seconds
 from grpo_ray.tools.planning.command import PlanOptions
 from grpo_ray.tools.planning.hardware import GB, GPU_TYPES, Machine
 from grpo_ray.tools.planning.measured_run import MeasuredRun, measure
 from grpo_ray.tools.planning.memory_plan import plan_memory
 from grpo_ray.tools.planning.model_shape import ModelShape
-from grpo_ray.tools.planning.modelled_work import (
+from grpo_ray.tools.planning.splits import Split, best_split, divided, divisions, splits
+from grpo_ray.tools.planning.step_time import (
+    Collectives,
     Passes,
+    StepTime,
     Workload,
+    collectives,
     decoding,
     forward_flops,
+    gather_seconds,
     num_lookups,
     num_micro_batches,
     passes_on,
     sampling_s,
+    snapshot_s,
+    step_time,
+    training_s,
 )
-from grpo_ray.tools.planning.splits import Split, best_split, divided, divisions, splits
-from grpo_ray.tools.planning.step_time import StepTime, snapshot_s, step_time, training_s
 from grpo_ray.watch.flops import PEAK_TFLOPS, ModelSize
 from grpo_ray.watch.metrics_catalog import PAUSED
 
@@ -223,6 +228,7 @@ def test_a_snapshot_is_gathered_copied_and_stored() -> None:
         (4, 8, 1, [(1, 1, 3), (2, 1, 2), (3, 1, 1)]),
         (8, 4, 2, [(1, 1, 3), (2, 1, 3), (3, 1, 2), (4, 1, 2)]),
         (8, 4, 1, [(1, 1, 7), (2, 1, 6), (3, 1, 5), (4, 1, 4), (6, 2, 2)]),
+        (6, 4, 1, [(1, 1, 5), (2, 1, 4), (3, 1, 3), (4, 1, 2)]),  # the second node has two
         (16, 8, 4, [*((n, 1, 3) for n in (1, 2, 3, 4)), *((n, 1, 2) for n in (5, 6, 7, 8))]),
         (2, 8, 2, []),
     ],
@@ -232,11 +238,6 @@ def test_divisions(
 ) -> None:
     """(Ranks, nodes that they are on, Generators); a Generator's GPUs are on one node."""
     assert list(divisions(num_gpus, gpus_per_node, of_generator)) == found
-
-
-def test_ranks_on_two_nodes_are_as_many_on_each() -> None:
-    assert [one[0] for one in divisions(16, 8, 1)] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14]
-    assert [one[0] for one in divisions(12, 8, 1)] == [1, 2, 3, 4, 5, 6, 7, 8]  # the second node has four
 
 
 def split_with(step_s: float, num_ranks: int, fits: bool = True) -> Split:
@@ -435,23 +436,6 @@ def test_measured_rates_are_those_of_the_runs_ranks() -> None:
     )
 
 
-def test_the_splits_at_measured_rates_are_those_that_keep_both_sides_busy() -> None:
-    fast, config = Machine(replace(H100.gpu, link=1e30)), plan_config(generator={"num_gpus": 2})
-
-    def best(rates: MeasuredRun, config: Config = config) -> tuple[int, int]:
-        split = best_split(splits(config, work(), fast, 8, rates))
-        assert split is not None
-        return split.config.generator.num_generators, split.config.learner.num_ranks
-
-    # Three Generators of two GPUs sample for 8.53 s. One rank would train for 10.24 s, two for 5.63.
-    assert best(measured(1000, 2500)) == (3, 2)
-    # One rank would take 256 s: six take 46.9 s.
-    assert best(measured(1000, 100)) == (1, 6)
-    # In turns: 25.6 + 46.9 s, with two Generators and four ranks 12.8 + 70.4 s.
-    assert best(measured(1000, 100), changed(config, weight_sync={"max_lag": 0})) == (1, 6)
-    assert best(measured(100, 1000), changed(config, weight_sync={"max_lag": 0})) == (3, 2)
-
-
 def test_the_splits_are_printed_with_the_slower_side(
     tmp_path: Path, folder_of: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -468,14 +452,11 @@ def test_the_splits_are_printed_with_the_slower_side(
     run_folder = write_run(tmp_path / "run", config, [{**ROW, **rates, **busy, **tokens, **no_sync}])
     assert run(QWEN, folder, "--gpus", "8", "--from", str(run_folder)) == 0
     printed = capsys.readouterr().out
-    assert (
-        "       7      1         1    27.9 GiB    1.22 s    8.53 s    8.53 s  Learner; Generators idle 86%"
-        in printed
-    )
-    assert (
-        "*           4      4         1     9.5 GiB    2.13 s    2.38 s    2.38 s  Learner; Generators idle 10%"
-        in printed
-    )
+    for line in (
+        "       7      1         1    27.9 GiB    1.22 s    8.53 s    8.53 s  Learner; Generators idle 86%",
+        "*           4      4         1     9.5 GiB    2.13 s    2.38 s    2.38 s  Learner; Generators idle 10",
+    ):
+        assert line in printed
     assert "best: generator.num_generators=4 learner.num_ranks=4\n" in printed
 
 
@@ -496,10 +477,8 @@ def test_a_split_of_a_large_model_leaves_out_what_does_not_fit(
 def test_a_gpu_without_a_data_sheet_is_refused(folder_of: Folder, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_of(QWEN_1_5B)
     assert run(QWEN, folder, "--gpu-type", "voodoo2") == 2
-    assert (
-        "--gpu-type voodoo2: no data sheet; known are A100, H100, H200, B200, L40S" in capsys.readouterr().err
-    )
-    assert plan_memory(PlanOptions(QWEN, (folder,), gpu_type="h200")).machine.gpu.memory_gib == 140
-    assert (
-        plan_memory(PlanOptions(QWEN, (folder,), gpu_type="h200", gpu_memory=90)).machine.gpu.memory_gib == 90
-    )
+    message = "--gpu-type voodoo2: no data sheet; known are A100, H100, H200, B200, L40S"
+    assert message in capsys.readouterr().err
+    h200 = PlanOptions(QWEN, (folder,), gpu_type="h200")
+    found = [plan_memory(options).machine.gpu.memory_gib for options in (h200, replace(h200, gpu_memory=90))]
+    assert found == [140, 90]

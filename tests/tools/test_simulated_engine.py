@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,79 +55,60 @@ async def update(engine: Engine, version: int) -> None:
     await engine.resume()
 
 
-def test_one_sequence_takes_its_prompt_and_its_tokens() -> None:
-    async def main(engine: SimulatedEngine, now: Callable[[], float]) -> tuple[float, Completion]:
-        (completion,) = await engine.generate(PROMPT, settings(1))
-        return now(), completion
-
-    seconds, completion = run(GivenLengths(6), main)
-    assert seconds == 4 * 0.5 + 6 * 1.5
-    assert completion.versions.tolist() == [5] * 6
-    assert (len(completion.token_ids), len(completion.logprobs)) == (6, 6)
-    assert not completion.is_truncated
-
-
-def test_two_sequences_slow_each_other_down_while_both_run() -> None:
-    """Two tokens together at 2 s each, then two of the longer one at 1.5 s; the prompt is computed once."""
-
-    async def main(engine: SimulatedEngine, now: Callable[[], float]) -> float:
-        await engine.generate(PROMPT, settings(2))
-        return now()
-
-    assert run(GivenLengths(2, 4), main) == 2 + 2 * 2.0 + 2 * 1.5
-
-
-def test_a_group_that_comes_later_makes_the_first_wait_for_its_prompt() -> None:
+@pytest.mark.parametrize(
+    ("lengths", "groups", "max_num_seqs", "ends"),
+    [
+        ([6], [(0.0, PROMPT, 1)], 8, [4 * 0.5 + 6 * 1.5]),
+        # Two tokens together at 2 s each, then two of the longer one at 1.5 s; the prompt is computed once.
+        ([2, 4], [(0.0, PROMPT, 2)], 8, [2 + 2 * 2.0 + 2 * 1.5]),
+        # At 5 s the first has two of its three tokens. Both wait 2 s; then one token together, and two alone.
+        ([3, 3], [(0.0, PROMPT, 1), (5.0, PROMPT, 1)], 8, [5 + 2 + 2.0, 5 + 2 + 2.0 + 2 * 1.5]),
+        ([2, 4], [(0.0, (), 2)], 1, [2 * 1.5 + 4 * 1.5]),  # sequences beyond the batch wait for a place
+    ],
+)
+def test_groups_take_their_prompts_and_tokens_and_slow_each_other_down(
+    lengths: list[int], groups: list[tuple[float, tuple[int, ...], int]], max_num_seqs: int, ends: list[float]
+) -> None:
     async def main(engine: SimulatedEngine, now: Callable[[], float]) -> list[float]:
-        async def sample(after_s: float) -> float:
+        async def sample(after_s: float, prompt: tuple[int, ...], num_samples: int) -> float:
             await asyncio.sleep(after_s)
-            await engine.generate(PROMPT, settings(1))
+            for completion in await engine.generate(prompt, settings(num_samples)):
+                assert completion.versions.tolist() == [5] * len(completion.token_ids)
+                assert len(completion.logprobs) == len(completion.token_ids)
             return now()
 
-        return list(await asyncio.gather(sample(0.0), sample(5.0)))
+        return list(await asyncio.gather(*(sample(*group) for group in groups)))
 
-    # At 5 s the first has two of its three tokens. Both wait 2 s; then one token together, and two alone.
-    assert run(GivenLengths(3, 3), main) == [5 + 2 + 2.0, 5 + 2 + 2.0 + 2 * 1.5]
+    assert run(GivenLengths(*lengths), main, max_num_seqs=max_num_seqs) == ends
 
 
-def test_sequences_beyond_the_batch_wait_for_a_place() -> None:
-    async def main(engine: SimulatedEngine, now: Callable[[], float]) -> float:
-        await engine.generate((), settings(2))
-        return now()
+async def sampled_beside_sync(
+    engine: SimulatedEngine, now: Callable[[], float], sample_at: float, sync_at: float
+) -> tuple[float, list[int]]:
+    """Return the end of a response, and its tokens' versions."""
 
-    assert run(GivenLengths(2, 4), main, max_num_seqs=1) == 2 * 1.5 + 4 * 1.5
+    async def sync() -> None:
+        await asyncio.sleep(sync_at)
+        await update(engine, 6)
+
+    async def sample() -> tuple[float, list[int]]:
+        await asyncio.sleep(sample_at)
+        (completion,) = await engine.generate((), settings(1))
+        return now(), completion.versions.tolist()
+
+    return (await asyncio.gather(sample(), sync()))[0]
 
 
 def test_a_sync_splits_a_response_and_keeps_its_tokens() -> None:
     """Paused at 4.5 s with three tokens, for 1.5 s (a token) and 7 s; keys are computed anew after it."""
-
-    async def main(engine: SimulatedEngine, now: Callable[[], float]) -> tuple[float, list[int]]:
-        async def sync() -> None:
-            await asyncio.sleep(1.5)
-            await update(engine, 6)
-
-        (completion,), _ = await asyncio.gather(engine.generate((), settings(1)), sync())
-        return now(), completion.versions.tolist()
-
-    versions = [5, 5, 5, 6, 6]
+    main, versions = partial(sampled_beside_sync, sample_at=0.0, sync_at=1.5), [5, 5, 5, 6, 6]
     assert run(GivenLengths(5), main) == (5 * 1.5 + 1.5 + 7 + 3 * 0.5, versions)
     assert run(GivenLengths(5), main, recompute_kv=False) == (5 * 1.5 + 1.5 + 7, versions)
 
 
-def test_a_response_that_begins_just_before_a_sync_is_all_of_the_new_version() -> None:
-    async def main(engine: SimulatedEngine, now: Callable[[], float]) -> list[int]:
-        async def sync() -> None:
-            await asyncio.sleep(1.0)
-            await update(engine, 6)
-
-        async def sample() -> list[int]:
-            await asyncio.sleep(4.0)  # the moment of the pause
-            (completion,) = await engine.generate((), settings(1))
-            return completion.versions.tolist()
-
-        return (await asyncio.gather(sample(), sync()))[0]
-
-    assert run(GivenLengths(3), main) == [6, 6, 6]
+def test_a_response_that_begins_as_a_sync_pauses_is_all_of_the_new_version() -> None:
+    main = partial(sampled_beside_sync, sample_at=4.0, sync_at=1.0)
+    assert run(GivenLengths(3), main)[1] == [6, 6, 6]
 
 
 def test_lengths_end_at_the_limit() -> None:

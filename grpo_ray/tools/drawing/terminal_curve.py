@@ -40,14 +40,10 @@ def terminal_curve(
         label = labels.get(line, "")
         lines.append(f"{label:>{margin}} {'┤' if label else '│'}{blocks}".rstrip())
     lines.append(f"{labels[height]:>{margin}} └{'─' * width}")
-    lines.append(f"{'':>{margin}}  {_step_labels(points[0][0], points[-1][0], width)}")
+    first, last = str(points[0][0]), str(points[-1][0])
+    ends = first if first == last else f"{first} {last.rjust(width - len(first) - 1)}"
+    lines.append(f"{'':>{margin}}  {ends}")
     return "\n".join([*heading, *lines])
-
-
-def _step_labels(first: int, last: int, width: int) -> str:
-    """Write the first and the last step below the ends of the axis."""
-    gap = " " * max(1, width - len(f"{first}{last}"))
-    return f"{first}{gap}{last}" if first != last else f"{first}"
 
 
 def _columns(points: Sequence[tuple[int, float]], width: int) -> np.ndarray:

@@ -1,7 +1,8 @@
 """The commands `grpo-ray experiment` and `grpo-ray sweep`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from grpo_ray.errors import shown_plainly
 from grpo_ray.tools.arguments import (
@@ -14,6 +15,9 @@ from grpo_ray.tools.arguments import (
     TypedCommand,
     positive,
 )
+
+if TYPE_CHECKING:
+    from grpo_ray.tools.experiments.experiment import Experiment
 
 Seeds = Annotated[int, Option("N", "runs per variant (default: %(default)s)")]
 Output = Annotated[str, Option("FOLDER", "folder for the results (default: %(default)s)")]
@@ -50,7 +54,6 @@ class SweepOptions:
 def _experiment(options: ExperimentOptions) -> int:
     from grpo_ray.tools.experiments.definitions import EXPERIMENTS
     from grpo_ray.tools.experiments.experiment import find
-    from grpo_ray.tools.experiments.run_experiment import run_experiment
 
     if options.list:
         width = max(map(len, EXPERIMENTS))
@@ -59,22 +62,20 @@ def _experiment(options: ExperimentOptions) -> int:
         return 0
     with shown_plainly():
         experiment = find(options.name or "", EXPERIMENTS)
-    is_good = run_experiment(
-        experiment, options.config, options.overrides, options.seeds, options.output,
-        options.jobs, options.typed,
-    )  # fmt: skip
-    return 0 if is_good else 1
+    return _run(experiment, options, options.overrides)
 
 
 def _sweep(options: SweepOptions) -> int:
-    from grpo_ray.tools.experiments.run_experiment import run_experiment
     from grpo_ray.tools.experiments.sweep import make_sweep
 
-    sweep = make_sweep(options.config, options.overrides, options.name)
-    is_good = run_experiment(
-        sweep, options.config, [], options.seeds, options.output, options.jobs, options.typed
-    )
-    return 0 if is_good else 1
+    return _run(make_sweep(options.config, options.overrides, options.name), options, ())
+
+
+def _run(experiment: "Experiment", chosen: ExperimentOptions | SweepOptions, overrides: Sequence[str]) -> int:
+    from grpo_ray.tools.experiments.run_experiment import run_experiment
+
+    given = (chosen.config, overrides, chosen.seeds, chosen.output, chosen.jobs, chosen.typed)
+    return 0 if run_experiment(experiment, *given) else 1
 
 
 EXPERIMENT = Command(

@@ -1,10 +1,10 @@
 """The bundled experiments: those of the course handout, and comparisons of schedules, losses and group sizes.
 
 Their sizes suit `configs/quickstart.yaml` (32 prompts x 8 responses per step); for another configuration,
-overrides change what all variants have in common.
+overrides change what all variants have in common. Stanford CS336's assignment 5, spring 2026, is `cs336-2026`;
+`docs/experiments.md` maps its comparisons to the variants.
 """
 
-from grpo_ray.tools.experiments.cs336_definitions import CS336_2026
 from grpo_ray.tools.experiments.experiment import Experiment
 
 SYNCHRONOUS = "weight_sync.max_lag=0"
@@ -14,6 +14,11 @@ COLOCATED = ("generator.colocated=true", SYNCHRONOUS)
 TWO_UPDATES = "algorithm.train_batch_size=128"
 REPLAY = (ONE_BEHIND, "buffer.replay.frac=0.5")
 INITIAL = "algorithm.kl.reference=initial"
+CONSTANT = "algorithm.aggregation=constant"
+# On policy, the handout's loss without importance weights.
+ON_POLICY = "algorithm.loss=reinforce_with_baseline"
+# 32 updates per batch of 256 responses move the policy further than one: hence the lower rate.
+OFF_POLICY = ("algorithm.train_batch_size=8", "learner.learning_rate=5e-5")
 
 _ALL = (
     Experiment(
@@ -173,6 +178,31 @@ _ALL = (
         },
         ("lag/mean", "utilization/learner", "utilization/generators", "rollout/zero_variance_groups"),
     ),
+    Experiment(
+        "cs336-2026",
+        "Baselines and normalizations on policy, 32 updates per batch off policy, and a few-shot prompt",
+        {
+            "grpo": (ON_POLICY,),
+            "grpo-constant": (ON_POLICY, CONSTANT),
+            "dr-grpo": (ON_POLICY, CONSTANT, "algorithm.advantage=mean"),
+            "max-rl": (ON_POLICY, CONSTANT, "algorithm.advantage=max_rl"),
+            # Rewards of 0 and 1 as they are: wrong responses have advantage 0, so right ones alone are trained.
+            "rft": (ON_POLICY, CONSTANT, "algorithm.advantage=raw"),
+            "few-shot": (ON_POLICY, "task.prompt=few_shot_sorting"),
+            "noclip-32": ("algorithm.loss=unclipped", *OFF_POLICY),
+            "clip-32": ("algorithm.loss=grpo_clip", *OFF_POLICY),
+            "gspo-32": ("algorithm.loss=gspo", *OFF_POLICY),
+        },
+        (
+            "policy/entropy",
+            "loss/clip_frac",
+            "optim/grad_norm",
+            "rollout/response_tokens/mean",
+            "rollout/zero_variance_groups",
+            "throughput/trained_tokens",
+        ),
+        common=("weight_sync.max_lag=0",),
+    ),
 )
 
-EXPERIMENTS = {experiment.name: experiment for experiment in (*_ALL, CS336_2026)}
+EXPERIMENTS = {experiment.name: experiment for experiment in _ALL}

@@ -1,12 +1,15 @@
-"""The plan of an experiment: every run's configuration, checked together."""
+"""The plan of an experiment: every run's configuration, checked together, and what must stay to resume it."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, load_config
+from grpo_ray.records.resumable_folder import Definition, changed_values
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.experiments.experiment import Experiment, check_overrides
 
@@ -95,3 +98,29 @@ def _message(experiment: Experiment, found: Mapping[str, Sequence[str]]) -> str:
         names = ", ".join(dict.fromkeys(filter(None, variants)))
         lines.append((f"variant {names}: {problem}" if names else problem).replace("\n", "\n  "))
     return "\n  ".join(lines)
+
+
+def definition_of(plan: ExperimentPlan) -> dict[str, Any]:
+    """Return the contents of `experiment.json`."""
+    base = load_config(plan.base).model_dump(mode="json")
+    return {
+        "name": plan.experiment.name,
+        "base": plan.base,
+        "base_sha256": hashlib.sha256(json.dumps(base, sort_keys=True).encode()).hexdigest(),
+        "seeds": plan.num_seeds,
+        "common": list(plan.experiment.common),
+        "overrides": list(plan.overrides),
+        "variants": {label: list(overrides) for label, overrides in plan.experiment.variants.items()},
+        "base_config": base,
+    }
+
+
+def differences(before: Definition, now: Definition) -> list[str]:
+    """Compare what the runs depend on; seeds may be added, and the name and path of the base may change."""
+    lines = changed_values(before["base_config"], now["base_config"], "base configuration: ")
+    for key in ("common", "overrides"):
+        lines += changed_values({key: before[key]}, {key: now[key]})
+    lines += changed_values(before["variants"], now["variants"], "variant ")
+    if now["seeds"] < before["seeds"]:
+        lines.append(f"seeds: was {before['seeds']}, is {now['seeds']}; seeds can be added, not removed")
+    return lines

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
@@ -92,21 +93,15 @@ def read_outcome(run: PlannedRun, error: str | None = None) -> ExperimentOutcome
     Raises:
         RunError: another process is writing the files.
     """
-    if not run.directory.path.exists():
-        return _read(run, error)
-    with run.directory.lock():
-        return _read(run, error)
-
-
-def _read(run: PlannedRun, error: str | None) -> ExperimentOutcome:
     directory, num_steps = run.directory, run.config.algorithm.num_steps
-    rows = last_of_each_step(directory.metrics_path)
-    evaluations = [
-        (row["step"], float(row["reward"]))
-        for row in last_of_each_step(directory.evaluations_summary_path)
-        if row["reward"] is not None
-    ]
-    status, reason = _status(run, rows, evaluations, error)
+    with directory.lock() if directory.path.exists() else nullcontext():
+        rows = last_of_each_step(directory.metrics_path)
+        evaluations = [
+            (row["step"], float(row["reward"]))
+            for row in last_of_each_step(directory.evaluations_summary_path)
+            if row["reward"] is not None
+        ]
+        status, reason = _status(run, rows, evaluations, error)
     detected = {str(found.name): found.step for found in reversed(detections(run.config, rows))}
     return ExperimentOutcome(run.variant, run.seed, num_steps, status, reason, evaluations, rows, detected)
 

@@ -6,10 +6,16 @@ from pathlib import Path
 
 from grpo_ray.errors import INTERRUPTED
 from grpo_ray.records.durable import replacing
+from grpo_ray.records.resumable_folder import ResumableFolder
 from grpo_ray.records.visible_text import print_visible, visible
 from grpo_ray.tools.experiments.experiment import Experiment
-from grpo_ray.tools.experiments.experiment_folder import definition_of, experiment_folder
-from grpo_ray.tools.experiments.experiment_plan import ExperimentPlan, PlannedRun, plan_experiment
+from grpo_ray.tools.experiments.experiment_plan import (
+    ExperimentPlan,
+    PlannedRun,
+    definition_of,
+    differences,
+    plan_experiment,
+)
 from grpo_ray.tools.experiments.launch import PROGRAM, Ended, Launcher
 from grpo_ray.tools.experiments.outcome import ExperimentOutcome, read_outcome
 from grpo_ray.tools.experiments.resources import default_jobs, describe_machine
@@ -38,7 +44,8 @@ def run_experiment(
         KeyboardInterrupt: a signal came; all runs have ended.
     """
     plan = plan_experiment(experiment, base, overrides, num_seeds, output)
-    folder = experiment_folder(plan)
+    remedy = "give another --output or --name"
+    folder = ResumableFolder(plan.folder, "experiment.json", "experiment", remedy, differences)
     folder.check(definition_of(plan))
     with folder.lock():
         folder.claim(definition_of(plan))
@@ -104,8 +111,7 @@ class _Progress:
 def write_report(plan: ExperimentPlan, outcomes: Sequence[ExperimentOutcome], command: str, jobs: int) -> None:
     """Write the table, the plots and the summary."""
     # Imported here, because nothing before needs matplotlib.
-    from grpo_ray.tools.experiments.curves import plot_metrics, plot_validation_reward
-    from grpo_ray.tools.experiments.timing import plot_timing
+    from grpo_ray.tools.experiments.curves import plot_metrics, plot_timing, plot_validation_reward
 
     experiment, folder = plan.experiment, plan.folder
     results = by_variant(experiment.variants, outcomes)

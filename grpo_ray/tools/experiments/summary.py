@@ -52,14 +52,8 @@ def difference_in_words(first: Estimate, other: Estimate) -> str:
     if first.sd is None or other.sd is None:
         return f"{difference:+.3f} (one run: the spread is unknown) against"
     allowed = math.hypot(first.sd, other.sd)
-    relation = "within" if is_within_spread(first, other) else "more than"
+    relation = "within" if abs(difference) <= allowed else "more than"
     return f"{difference:+.3f}, {relation} the spread ({allowed:.3f}), against"
-
-
-def is_within_spread(first: Estimate, other: Estimate) -> bool:
-    assert first.sd is not None
-    assert other.sd is not None
-    return abs(other.mean - first.mean) <= math.hypot(first.sd, other.sd)
 
 
 def _seconds(results: Sequence[VariantResult], jobs: int) -> Iterator[str]:

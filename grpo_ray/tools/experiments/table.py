@@ -3,10 +3,11 @@
 import csv
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 from grpo_ray.records.durable import replacing
 from grpo_ray.tools.experiments.outcome import ExperimentOutcome
@@ -36,15 +37,16 @@ class VariantResult:
     def results(self) -> list[ExperimentOutcome]:
         return [outcome for outcome in self.outcomes if outcome.is_over]
 
-    def count(self, status: str) -> int:
-        return sum(outcome.status == status for outcome in self.outcomes)
-
     def estimate(self, value: Callable[[ExperimentOutcome], float | None]) -> Estimate | None:
         values = [found for outcome in self.results if (found := value(outcome)) is not None]
         if not values:
             return None
         sd = stdev(values) if len(values) > 1 else None
         return Estimate(fmean(values), sd, len(values), min(values), max(values))
+
+    def mean(self, value: Callable[[ExperimentOutcome], float | None]) -> float | None:
+        estimate = self.estimate(value)
+        return estimate.mean if estimate else None
 
     @property
     def final(self) -> Estimate | None:
@@ -56,11 +58,6 @@ class VariantResult:
 
     def last_quarter(self, metric: str) -> Estimate | None:
         return self.estimate(lambda outcome: outcome.last_quarter(metric))
-
-    @property
-    def largest_lag(self) -> float | None:
-        estimate = self.estimate(lambda outcome: outcome.largest("lag/max"))
-        return estimate.high if estimate else None
 
 
 def by_variant(labels: Iterable[str], outcomes: Sequence[ExperimentOutcome]) -> list[VariantResult]:
@@ -78,26 +75,36 @@ def write_csv(path: Path, results: Sequence[VariantResult], metrics: Sequence[st
         writer.writerows(rows)
 
 
-def _csv_row(result: VariantResult, metrics: Sequence[str]) -> dict[str, str | float | int | None]:
+def _csv_row(result: VariantResult, metrics: Sequence[str]) -> dict[str, Any]:
     final = result.final
-    row: dict[str, str | float | int | None] = {
+    row: dict[str, Any] = {
         "variant": result.label,
         "runs": len(result.results),
         "final_reward_mean": final.mean if final else None,
         "final_reward_sd": final.sd if final else None,
-        "best_reward_mean": _mean(result.estimate(lambda outcome: outcome.best)),
-        "half_reward_mean": _mean(result.estimate(_half)),
+        "best_reward_mean": result.mean(lambda outcome: outcome.best),
+        "half_reward_mean": result.mean(lambda outcome: outcome.reward_at(outcome.num_steps / 2)),
     }
     for threshold in THRESHOLDS:
         reached = _steps_to(result, threshold)
-        row[f"steps_to_{threshold}_mean"] = _mean(reached)
+        row[f"steps_to_{threshold}_mean"] = reached.mean if reached else None
         row[f"steps_to_{threshold}_runs"] = reached.num_runs if reached else 0
-    row["seconds_total_mean"] = _mean(result.estimate(lambda outcome: outcome.seconds))
-    row["seconds_per_step_mean"] = _mean(result.seconds_per_step)
-    row["lag_max"] = result.largest_lag
-    row |= {f"{metric}_last_quarter_mean": _mean(result.last_quarter(metric)) for metric in metrics}
+    lag = result.estimate(lambda outcome: outcome.largest("lag/max"))
+    row["seconds_total_mean"] = result.mean(lambda outcome: outcome.seconds)
+    row["seconds_per_step_mean"] = result.mean(lambda outcome: outcome.seconds_per_step)
+    row["lag_max"] = lag.high if lag else None
+    for metric in metrics:
+        last = result.last_quarter(metric)
+        row[f"{metric}_last_quarter_mean"] = last.mean if last else None
     row["warnings"] = _warnings(result)
-    return row | {"diverged": result.count("diverged"), "failed": _num_failed(result)}
+    return row | {
+        "diverged": sum(outcome.status == "diverged" for outcome in result.outcomes),
+        "failed": len(result.outcomes) - len(result.results),
+    }
+
+
+def _steps_to(result: VariantResult, threshold: float) -> Estimate | None:
+    return result.estimate(lambda outcome: outcome.steps_to(threshold))
 
 
 # ---- Markdown: for reading ----
@@ -121,14 +128,15 @@ def comparison_table(results: Sequence[VariantResult], metrics: Sequence[str]) -
 
 
 def _markdown_row(result: VariantResult, metrics: Sequence[str]) -> list[str]:
+    row = _csv_row(result, metrics)
     cells = [result.label, spread(result.final)]
-    cells += [_reward(_mean(result.estimate(value))) for value in (lambda o: o.best, _half)]
-    cells += [_steps_cell(result, threshold) for threshold in THRESHOLDS]
-    cells += [short(_mean(result.estimate(lambda o: o.seconds))), short(_mean(result.seconds_per_step))]
-    lag = short(result.largest_lag)
-    cells += [lag if metric == "lag/max" else short(_mean(result.last_quarter(metric))) for metric in metrics]
+    cells += [_reward(row[name]) for name in ("best_reward_mean", "half_reward_mean")]
+    cells += [_steps_cell(row, threshold) for threshold in THRESHOLDS]
+    cells += [short(row["seconds_total_mean"]), short(row["seconds_per_step_mean"])]
+    lag = short(row["lag_max"])
+    cells += [lag if metric == "lag/max" else short(row[f"{metric}_last_quarter_mean"]) for metric in metrics]
     cells += [lag] * ("lag/max" not in metrics)
-    return [*cells, _warnings(result), str(result.count("diverged")), str(_num_failed(result))]
+    return [*cells, *(str(row[name]) for name in ("warnings", "diverged", "failed"))]
 
 
 def _warnings(result: VariantResult) -> str:
@@ -145,12 +153,11 @@ def _warnings(result: VariantResult) -> str:
     return "; ".join(found) or "none"
 
 
-def _steps_cell(result: VariantResult, threshold: float) -> str:
-    reached, num_runs = _steps_to(result, threshold), len(result.results)
-    if reached is None:
-        return "never" if num_runs else "–"
-    share = "" if reached.num_runs == num_runs else f" ({reached.num_runs} of {num_runs})"
-    return f"{short(reached.mean)}{share}"
+def _steps_cell(row: Mapping[str, Any], threshold: float) -> str:
+    mean, num_reached = row[f"steps_to_{threshold}_mean"], row[f"steps_to_{threshold}_runs"]
+    if mean is None:
+        return "never" if row["runs"] else "–"
+    return short(mean) + ("" if num_reached == row["runs"] else f" ({num_reached} of {row['runs']})")
 
 
 def _reward(value: float | None) -> str:
@@ -171,19 +178,3 @@ def short(value: float | None) -> str:
     if value == round(value) or abs(value) >= 100:
         return f"{value:.0f}" if abs(value) < 1e6 else f"{value:.3g}"
     return f"{value:.3g}" if abs(value) < 1e-3 else f"{value:.{2 - math.floor(math.log10(abs(value)))}f}"
-
-
-def _half(outcome: ExperimentOutcome) -> float | None:
-    return outcome.reward_at(outcome.num_steps / 2)
-
-
-def _steps_to(result: VariantResult, threshold: float) -> Estimate | None:
-    return result.estimate(lambda outcome: outcome.steps_to(threshold))
-
-
-def _num_failed(result: VariantResult) -> int:
-    return len(result.outcomes) - len(result.results)
-
-
-def _mean(estimate: Estimate | None) -> float | None:
-    return estimate.mean if estimate else None

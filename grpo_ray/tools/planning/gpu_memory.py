@@ -57,19 +57,17 @@ def served_width(config: Config) -> int:
     return FLOAT32 if config.model.dtype == "float32" else 2
 
 
-def snapshot_in_place(shape: ModelShape, config: Config) -> list[Item]:
-    """Return the copy of the weights that a colocated Generator reads on the GPU, with the transport `ipc`."""
-    if config.weight_sync.transport != "ipc":
-        return []
-    return [Item("snapshot", served_width(config) * shape.num_parameters, "weight_sync.transport: ipc")]
+def snapshots(shape: ModelShape, config: Config) -> list[Item]:
+    """Return the copies of the weights on the Learner's GPU: with `nccl` the current and the next ones.
 
-
-def snapshots_sent(shape: ModelShape, config: Config) -> list[Item]:
-    """Return the copies of the weights on the Learner's GPU with `nccl`: the current and the next ones."""
-    if config.weight_sync.wire_backend != "nccl":
-        return []
-    num_bytes = 2 * served_width(config) * shape.num_parameters
-    return [Item("snapshots", num_bytes, "2 copies, weight_sync.transport: nccl")]
+    With `ipc` it is one, which the colocated Generator reads there.
+    """
+    sync, num_bytes = config.weight_sync, served_width(config) * shape.num_parameters
+    if sync.transport == "ipc":
+        return [Item("snapshot", num_bytes, "weight_sync.transport: ipc")]
+    if sync.wire_backend == "nccl":
+        return [Item("snapshots", 2 * num_bytes, "2 copies, weight_sync.transport: nccl")]
+    return []
 
 
 def generator_budget(shape: ModelShape, config: Config, prompt_tokens: int, gpu_bytes: float) -> Budget:
@@ -88,8 +86,8 @@ def generator_budget(shape: ModelShape, config: Config, prompt_tokens: int, gpu_
     if generator.engine == "vllm":
         share = generator.gpu_memory_utilization
         device += f" (generator.gpu_memory_utilization {share:g})"
-    snapshot = sum(item.num_bytes for item in snapshot_in_place(shape, config))
-    allowed = min(share * gpu_bytes, gpu_bytes - snapshot)
+    beside = served_width(config) * shape.num_parameters if config.weight_sync.transport == "ipc" else 0
+    allowed = min(share * gpu_bytes, gpu_bytes - beside)
     left = allowed - weights_bytes
     note = f"{sequence / length / 1024:.0f} KiB per token, sequences of {length:,}"
     cache_bytes = max(sequence, min(left, wanted * sequence))  # vLLM makes do with what is left

@@ -8,22 +8,14 @@ from dataclasses import dataclass
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import AdapterConfig
-from grpo_ray.tools.planning.gpu_memory import (
-    FLOAT32,
-    Budget,
-    Item,
-    gib,
-    served_width,
-    snapshot_in_place,
-    snapshots_sent,
-)
+from grpo_ray.tools.planning.gpu_memory import FLOAT32, Budget, Item, gib, served_width, snapshots
 from grpo_ray.tools.planning.model_shape import ModelShape
-from grpo_ray.tools.planning.sharding import num_shards, with_unsharded
 
 CHUNK_BYTES = 2**28
 """Bytes of float32 logits that objectives/chunked.py, which imports torch, computes at a time."""
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes per weight: 4 bits, an 8-bit scale per 64 weights, and a float32 scale per 256 of those."""
+GATHERED_BLOCKS = 3  # the one at work, the next one, and the buffer that the next one is gathered into
 MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "8bit": 1}
 
 
@@ -40,23 +32,16 @@ class Tokens:
 
 def learner_budget(shape: ModelShape, config: Config, prompt_tokens: int, gpu_bytes: float) -> Budget:
     """Return the budget of a rank's GPU at the peak of a micro-batch; AdamW's step takes nothing more."""
-    working = working_items(shape, config, prompt_tokens)
-    working = with_unsharded(working, shape, config, adapter_parameters(shape, config.model.adapter))
-    items = [*state_items(shape, config), *working, *snapshot_in_place(shape, config)]
-    items += snapshots_sent(shape, config)
-    num_ranks, remark = config.learner.num_ranks, host_remark(shape, config)
-    if not config.learner.num_gpus:
-        device = (
-            "the Learner, on a CPU" if num_ranks == 1 else f"each of the Learner's {num_ranks} ranks, on a CPU"
-        )
-        return Budget(device, items, None, remark)
-    if config.generator.colocated:
-        device = "the GPU, in the Learner's turn" if num_ranks == 1 else "each GPU, in the Learner's turn"
+    working = with_unsharded(working_items(shape, config, prompt_tokens), shape, config)
+    items = [*state_items(shape, config), *working, *snapshots(shape, config)]
+    num_ranks, capacity_bytes = config.learner.num_ranks, gpu_bytes if config.learner.num_gpus else None
+    if capacity_bytes is None:
+        one, several = "the Learner, on a CPU", f"each of the Learner's {num_ranks} ranks, on a CPU"
+    elif config.generator.colocated:
+        one, several = "the GPU, in the Learner's turn", "each GPU, in the Learner's turn"
     else:
-        device = (
-            "the Learner's GPU" if num_ranks == 1 else f"the GPU of each of the Learner's {num_ranks} ranks"
-        )
-    return Budget(device, items, gpu_bytes, remark)
+        one, several = "the Learner's GPU", f"the GPU of each of the Learner's {num_ranks} ranks"
+    return Budget(one if num_ranks == 1 else several, items, capacity_bytes, host_remark(shape, config))
 
 
 def host_remark(shape: ModelShape, config: Config) -> str:
@@ -97,7 +82,7 @@ def adapter_items(shape: ModelShape, config: Config, adapter: AdapterConfig) -> 
     A reference is a second set of the adapter's values, which share the base. Ranks shard all but an nf4 base.
     """
     width, matrices = served_width(config), shape.num_layers * shape.layer_matrices
-    trained = adapter_parameters(shape, adapter) / (shards := num_shards(config))
+    num_trained, shards = shape.adapter_parameters(adapter), num_shards(config)
     if config.model.base_quantization == "nf4":
         others = width * (shape.num_parameters - matrices)
         note = f"frozen; linear layers in nf4, the rest in {config.model.dtype}"
@@ -106,8 +91,8 @@ def adapter_items(shape: ModelShape, config: Config, adapter: AdapterConfig) -> 
         base = Item("base", width * shape.num_parameters / shards, f"frozen, {config.model.dtype}")
     copy = 0 if width == FLOAT32 or config.learner.num_ranks > 1 else width
     moments = 2 * MOMENT_BYTES[config.learner.moments]
-    values = f"{adapter_parameters(shape, adapter):,} parameters"
-    note = f"rank {adapter.rank}, {values}: weights, gradients and AdamW's moments"
+    note = f"rank {adapter.rank}, {num_trained:,} parameters: weights, gradients and AdamW's moments"
+    trained = num_trained / shards
     items = [base, Item("adapter", (2 * FLOAT32 + copy + moments) * trained, note)]
     if (reference := config.algorithm.kl.reference) != "none":
         own = width if reference == "initial" else FLOAT32 + copy
@@ -115,30 +100,25 @@ def adapter_items(shape: ModelShape, config: Config, adapter: AdapterConfig) -> 
     return items
 
 
-def adapter_parameters(shape: ModelShape, adapter: AdapterConfig | None) -> int:
-    """Return the number of values in an adapter of the plan's linear layers; 0 without one."""
-    if adapter is None:
-        return 0
-    sizes = shape.linear_sizes
-    named = {target.rpartition(".")[2] for target in adapter.target_modules or sizes}
-    found = [size for name, size in sizes.items() if name in named]
-    dora = sum(outputs for _, outputs in found) if adapter.dora else 0
-    return shape.num_layers * (adapter.rank * sum(map(sum, found)) + dora)
-
-
 def largest_micro_batch(config: Config, prompt_tokens: int) -> Tokens:
     """Return the largest micro-batch of responses of full length: with shared prompts one prompt per group."""
-    algorithm, longest = config.algorithm, prompt_tokens + config.sampling.max_tokens
-    num_sequences = algorithm.train_batch_size or config.rollouts_per_step
-    per_prompt = 1.0
-    if config.learner.share_prompts == "auto":  # minibatches deal a group's responses out
-        per_prompt = max(1.0, algorithm.samples_per_prompt * num_sequences / config.rollouts_per_step)
+    longest, per_prompt = prompt_tokens + config.sampling.max_tokens, responses_per_prompt(config)
+    num_sequences = config.algorithm.train_batch_size or config.rollouts_per_step
     of_group = prompt_tokens + per_prompt * config.sampling.max_tokens
     most = min(max(config.learner.micro_batch_tokens, longest), round(num_sequences * of_group / per_prompt))
     num_groups = max(1.0, most / of_group)  # a group that is too large is split, and keeps one prompt
     responses = most - round(num_groups * prompt_tokens)
     again = responses / config.sampling.max_tokens if config.learner.share_prompts == "auto" else 0
     return Tokens(most, responses, most + round(again * prompt_tokens) if again else most)
+
+
+def responses_per_prompt(config: Config) -> float:
+    """Return the number of responses that a prompt is computed once for: a group's with shared prompts."""
+    if config.learner.share_prompts == "never":
+        return 1.0
+    num_sequences = config.algorithm.train_batch_size or config.rollouts_per_step
+    dealt = config.algorithm.samples_per_prompt * num_sequences / config.rollouts_per_step
+    return max(1.0, dealt)  # minibatches deal a group's responses out
 
 
 def has_varlen_kernel(config: Config) -> bool:
@@ -166,10 +146,8 @@ def kept_per_token(shape: ModelShape, config: Config, tokens: Tokens) -> float:
         attention = width * (3 * q + 2 * keys * (q if config.learner.num_gpus else kv))
     else:
         attention = width * (5 * q if is_own else 2 * q + 2 * kv)
-    if is_shared and is_own:
-        attention += (
-            2 * FLOAT32 * shape.head_dim
-        )  # the rotation, which transformers computes once for all layers
+    if is_shared and is_own:  # the rotation, which transformers computes once for all layers
+        attention += 2 * FLOAT32 * shape.head_dim
     if shape.has_qk_norm:
         attention += (FLOAT32 + width) * (q + kv)
     statistics = FLOAT32 * (2 + shape.num_heads)
@@ -183,9 +161,8 @@ def working_items(shape: ModelShape, config: Config, prompt_tokens: int) -> list
     last = tokens.all * (FLOAT32 + width) * shape.hidden_size  # the last norm
     gradients = 2 * width * tokens.all * shape.intermediate_size  # of gate and up
     again = Item("one layer recomputed", layer + gradients, "with its gradients")
-    if (
-        which := config.learner.gradient_checkpointing
-    ) == "full":  # the layers' inputs alone are kept (Chen et al. 2016)
+    which = config.learner.gradient_checkpointing
+    if which == "full":  # the layers' inputs alone are kept (Chen et al. 2016)
         kept, note = width * shape.hidden_size * tokens.all, "the inputs of"
     elif which == "selective":
         kept, note = _kept_selectively(shape, width) * tokens.all, "inputs, matrix products and attention of"
@@ -221,3 +198,60 @@ def _output_layer(shape: ModelShape, config: Config, tokens: Tokens) -> Item:
         peak += width * (shape.embedding + rows * shape.hidden_size)
     note = f"a chunk of {rows:,} x {vocab:,} logits{'' if is_frozen else ', and the gradient of its weights'}"
     return Item("output layer", peak + states, note)
+
+
+# The sharding over ranks (FSDP2)
+
+
+def num_shards(config: Config) -> int:
+    """Return the number of ranks that hold one copy of the weights between them."""
+    return config.learner.num_ranks // config.learner.replicas
+
+
+def trained_parameters(shape: ModelShape, config: Config) -> int:
+    """Return the number of values with a gradient."""
+    adapter = config.model.adapter
+    return shape.num_parameters if adapter is None else shape.adapter_parameters(adapter)
+
+
+def gathered_parameters(shape: ModelShape, config: Config) -> int:
+    """Return the number of values that ranks gather: all but an nf4 base, which is whole everywhere."""
+    num_trained = trained_parameters(shape, config)
+    is_frozen = config.model.adapter is not None and config.model.base_quantization != "nf4"
+    return num_trained + (shape.num_parameters if is_frozen else 0)
+
+
+def with_unsharded(working: list[Item], shape: ModelShape, config: Config) -> list[Item]:
+    """Return the working memory of a pass with what a rank holds whole: gathered weights, unreduced gradients.
+
+    The root's weights stay gathered during a pass, beside the shard that was cast for it, and the gradient of
+    the output layer until the embeddings have theirs; a block is resharded after its forward and its backward
+    pass. A gradient in `model.dtype` is reduced from a float32 copy into a float32 shard, while the copy of the
+    block before it is not freed yet. Where the reduction of the root's gradient takes more than all that came
+    before it, the peak is there, after the activations are gone. tests/tools/test_planning_ranks.py compares.
+    """
+    if config.learner.num_ranks == 1:
+        return working
+    width, shards = served_width(config), num_shards(config)
+    of_adapter = shape.adapter_parameters(config.model.adapter) // shape.num_layers
+    is_frozen, is_whole = config.model.adapter is not None, config.model.base_quantization == "nf4"
+    root = 0 if is_whole else shape.root_parameters
+    block = of_adapter + (0 if is_whole else shape.block_parameters)
+    trained, output = (of_adapter, 0) if is_frozen else (block, shape.embedding)
+    reduced = width + FLOAT32 + FLOAT32 / shards  # bytes per value: the gradient, its copy, its shard
+    of_root = width * root * (1 + 1 / shards)
+    gathered, unreduced = "gathered weights", "unreduced gradients"
+    note = f"{config.model.dtype}: embeddings, norm and output layer"
+    layers = "the blocks being reduced" if is_frozen else "the output layer and of the blocks being reduced"
+    in_pass = [
+        Item(gathered, of_root + GATHERED_BLOCKS * width * block, f"{note}, the block at work and the next"),
+        Item(unreduced, width * output + (reduced + FLOAT32) * trained, f"of {layers}"),
+        *working,
+    ]
+    if is_frozen:
+        return in_pass
+    at_end = [
+        Item(gathered, of_root, note),
+        Item(unreduced, reduced * root + FLOAT32 * block, "of the same, after the backward pass"),
+    ]
+    return max(in_pass, at_end, key=lambda items: sum(item.num_bytes for item in items))

@@ -11,11 +11,9 @@ from grpo_ray.tools.planning.gpu_memory import GIB, Budget, generator_budget
 from grpo_ray.tools.planning.hardware import GB, GPU_TYPES, Machine
 from grpo_ray.tools.planning.learner_memory import learner_budget
 from grpo_ray.tools.planning.measured_run import MeasuredRun, measure
-from grpo_ray.tools.planning.model_shape import ModelShape, find_shape
-from grpo_ray.tools.planning.modelled_work import Workload
-from grpo_ray.tools.planning.remedy import remedy_of
-from grpo_ray.tools.planning.splits import Split, splits
-from grpo_ray.tools.planning.step_time import StepTime, step_time
+from grpo_ray.tools.planning.model_shape import find_shape
+from grpo_ray.tools.planning.splits import Split, remedy_of, splits
+from grpo_ray.tools.planning.step_time import StepTime, Workload, step_time
 
 DEFAULT_PROMPT_TOKENS = 256
 
@@ -37,18 +35,6 @@ class MemoryPlan:
     splits: Sequence[Split]
     remedy: str
     """Changes with which the Learner would fit; empty if it does."""
-
-    @property
-    def shape(self) -> ModelShape:
-        return self.work.shape
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self.work.prompt_tokens
-
-    @property
-    def response_tokens(self) -> float:
-        return self.work.response_tokens
 
     @property
     def has_enough_gpus(self) -> bool:

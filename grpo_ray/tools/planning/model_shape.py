@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.config.model import ModelConfig
+from grpo_ray.config.model import AdapterConfig, ModelConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")  # every weight of these is counted
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -43,8 +43,7 @@ class ModelShape:
     @property
     def layer_matrices(self) -> int:
         """Number of values in one layer's matrices: q, k, v and o; gate, up and down."""
-        attention = 2 * self.hidden_size * (self.query_width + self.kv_width)
-        return attention + 3 * self.hidden_size * self.intermediate_size
+        return sum(inputs * outputs for inputs, outputs in self.linear_sizes.values())
 
     @property
     def linear_sizes(self) -> dict[str, tuple[int, int]]:
@@ -61,18 +60,32 @@ class ModelShape:
         return self.vocab_size * self.hidden_size
 
     @property
-    def linear_parameters(self) -> int:
-        """Number of values in linear layers, biases included, except an output layer that is the embeddings."""
+    def block_parameters(self) -> int:
+        """Number of values in one layer: matrices, biases and norms."""
         biases = self.has_qkv_bias * (self.query_width + 2 * self.kv_width)
         biases += self.has_output_bias * self.hidden_size
         biases += self.has_mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        output = 0 if self.is_tied else self.embedding
-        return self.num_layers * (self.layer_matrices + biases) + output
+        norms = 2 * self.hidden_size + self.has_qk_norm * 2 * self.head_dim
+        return self.layer_matrices + biases + norms
+
+    @property
+    def root_parameters(self) -> int:
+        """Number of values outside of the layers: embeddings, norm and output layer."""
+        return self.embedding * (1 if self.is_tied else 2) + self.hidden_size
 
     @property
     def num_parameters(self) -> int:
-        norms = self.num_layers * (2 * self.hidden_size + self.has_qk_norm * 2 * self.head_dim)
-        return self.linear_parameters + norms + self.embedding + self.hidden_size
+        return self.num_layers * self.block_parameters + self.root_parameters
+
+    def adapter_parameters(self, adapter: AdapterConfig | None) -> int:
+        """Return the number of values in an adapter of the linear layers; 0 without one."""
+        if adapter is None:
+            return 0
+        sizes = self.linear_sizes
+        named = {target.rpartition(".")[2] for target in adapter.target_modules or sizes}
+        found = [size for name, size in sizes.items() if name in named]
+        dora = sum(outputs for _, outputs in found) if adapter.dora else 0
+        return self.num_layers * (adapter.rank * sum(map(sum, found)) + dora)
 
 
 def find_shape(model: ModelConfig) -> ModelShape:

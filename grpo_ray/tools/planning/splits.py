@@ -1,15 +1,17 @@
-"""The division of a number of GPUs between Generators and the Learner's ranks, and the best one."""
+"""The divisions of the GPUs between Generators and the Learner's ranks, and what makes a Learner fit."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from grpo_ray.config import Config
-from grpo_ray.tools.planning.gpu_memory import GIB, generator_budget
+from grpo_ray.tools.planning.gpu_memory import GIB, generator_budget, gib
 from grpo_ray.tools.planning.hardware import Machine
 from grpo_ray.tools.planning.learner_memory import learner_budget
 from grpo_ray.tools.planning.measured_run import MeasuredRun
-from grpo_ray.tools.planning.modelled_work import Workload
-from grpo_ray.tools.planning.step_time import StepTime, step_time
+from grpo_ray.tools.planning.model_shape import ModelShape
+from grpo_ray.tools.planning.step_time import StepTime, Workload, step_time
+
+MOST_RANKS = 64
 
 
 @dataclass(frozen=True)
@@ -96,3 +98,21 @@ def _split(config: Config, work: Workload, machine: Machine, run: MeasuredRun | 
     of_generator = generator_budget(work.shape, config, work.prompt_tokens, gpu_bytes)
     time = step_time(config, work, machine, run)
     return Split(config, time, of_rank.needed_bytes, of_rank.fits and of_generator.fits)
+
+
+def remedy_of(shape: ModelShape, config: Config, prompt_tokens: int, gpu_bytes: float) -> str:
+    """Return what makes the Learner fit: the fewest ranks that do, or else less work at a time.
+
+    Without a sharded form (8-bit moments), and where ranks do not help, only the second is left.
+    """
+    smaller = "a lower learner.micro_batch_tokens or sampling.max_tokens, learner.gradient_checkpointing=full"
+    if config.learner.moments == "8bit":
+        return f"it may fit with {smaller}"
+    all_of_a_node, whole_nodes = range(2, 9), range(16, MOST_RANKS + 1, 8)
+    for num_ranks in (n for n in (*all_of_a_node, *whole_nodes) if n > config.learner.num_ranks):
+        of_ranks = divided(config, config.generator.num_generators, num_ranks, 1, min(num_ranks, 8))
+        budget = learner_budget(shape, of_ranks, prompt_tokens, gpu_bytes)
+        if budget.fits:
+            pairs = f" generator.num_generators={num_ranks}" if config.generator.colocated else ""
+            return f"it fits with learner.num_ranks={num_ranks}{pairs}: {gib(budget.needed_bytes)} per rank"
+    return f"more ranks (learner.num_ranks) are not enough; use {smaller} or model.adapter"

@@ -1,24 +1,73 @@
-"""The time of a step, at rates that a run measured or that the data sheet of a GPU suggests."""
+"""The time of a step, at rates that a run measured or that the data sheet of a GPU suggests.
+
+Operations are counted as in watch/flops.py, which imports torch, and with recomputation. Communication is the
+bytes of ring collectives over the bandwidth of the slowest link: a ring of n ranks passes (n - 1) / n of the
+bytes through every rank in an all-gather or a reduce-scatter, and twice that in an all-reduce (Patarasu and
+Yuan 2009). Across nodes the rings share the nodes' adapters, so all ranks of a node together pass those bytes
+once. The assumed shares of peaks and bandwidths are in hardware.py.
+"""
 
 from dataclasses import dataclass
+from math import ceil
 
 from grpo_ray.config import Config
-from grpo_ray.tools.planning.collectives import collectives, gather_seconds
-from grpo_ray.tools.planning.gpu_memory import served_width
-from grpo_ray.tools.planning.hardware import COPY_TO_HOST, COPY_TO_STORE, IMBALANCE, LOAD_FROM_HOST, Machine
-from grpo_ray.tools.planning.learner_memory import adapter_parameters
+from grpo_ray.tools.planning.gpu_memory import (
+    FLOAT32,
+    GIB,
+    concurrent_sequences,
+    generator_budget,
+    kv_bytes_per_token,
+    served_width,
+)
+from grpo_ray.tools.planning.hardware import (
+    ALL_REDUCE_S,
+    COPY_TO_HOST,
+    COPY_TO_STORE,
+    ENGINE_STEP_S,
+    IMBALANCE,
+    LINK_UTILIZATION,
+    LOAD_FROM_HOST,
+    MEMORY_UTILIZATION,
+    SAMPLING_UTILIZATION,
+    TRAINING_UTILIZATION,
+    GpuType,
+    Machine,
+)
+from grpo_ray.tools.planning.learner_memory import (
+    MOMENT_BYTES,
+    gathered_parameters,
+    num_shards,
+    responses_per_prompt,
+    trained_parameters,
+)
 from grpo_ray.tools.planning.measured_run import MeasuredRun
 from grpo_ray.tools.planning.model_shape import ModelShape
-from grpo_ray.tools.planning.modelled_work import (
-    Passes,
-    Workload,
-    num_lookups,
-    num_micro_batches,
-    optimizer_s,
-    passes_on,
-    sampling_s,
-)
-from grpo_ray.tools.planning.sharding import sharded_parameters
+
+UPDATE_VALUES = 5
+"""Float32 values per parameter that an update reads and writes besides the moments: the gradient for its norm,
+again for the update, and when it is cleared; the weight twice."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The model, and the lengths of its sequences."""
+
+    shape: ModelShape
+    prompt_tokens: int
+    """Length of the longest prompt, which the estimate takes for all."""
+    response_tokens: float
+    """Mean length of a response."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of a step's passes on one GPU, without communication."""
+
+    forward_s: float
+    backward_s: float
+    """With the recomputed activations."""
+    lookup_s: float = 0.0
+    """Forward passes alone: of a reference, or of the policy before the first of several updates."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +160,7 @@ def training_s(config: Config, work: Workload, machine: Machine, passes: Passes)
 def sent_bytes(shape: ModelShape, config: Config) -> float:
     """Return the bytes of a snapshot."""
     if config.model.adapter is not None and config.weight_sync.send == "adapter":
-        return served_width(config) * adapter_parameters(shape, config.model.adapter)
+        return served_width(config) * shape.adapter_parameters(config.model.adapter)
     return served_width(config) * shape.num_parameters
 
 
@@ -128,5 +177,143 @@ def snapshot_s(shape: ModelShape, config: Config, machine: Machine) -> float:
 
 def gathering_s(shape: ModelShape, config: Config, machine: Machine) -> float:
     """Return the seconds in which the ranks gather a snapshot's sharded tensors, in `model.dtype`."""
-    sharded, _ = sharded_parameters(shape, config, adapter_parameters(shape, config.model.adapter))
-    return gather_seconds(min(sent_bytes(shape, config), served_width(config) * sharded), config, machine)
+    sharded_bytes = served_width(config) * gathered_parameters(shape, config)
+    return gather_seconds(min(sent_bytes(shape, config), sharded_bytes), config, machine)
+
+
+# What one GPU computes
+
+
+def passes_on(gpu: GpuType, config: Config, work: Workload) -> Passes:
+    """Return the seconds of a step's passes on one GPU; every response is taken to have a gradient."""
+    blocks, output = forward_flops(config, work)
+    epochs, rate = config.algorithm.epochs_per_batch, TRAINING_UTILIZATION * gpu.flops(config.model.dtype)
+    times = 1 if config.model.adapter is not None else 2  # frozen weights pass a gradient on and have none
+    again = blocks if config.learner.gradient_checkpointing == "full" else 0.0
+    return Passes(
+        forward_s=epochs * (blocks + output) / rate,
+        backward_s=epochs * (times * (blocks + output) + again) / rate,
+        lookup_s=num_lookups(config) * (blocks + output) / rate,
+    )
+
+
+def num_lookups(config: Config) -> int:
+    """Return how often a step passes its batch forward only, to look log-probabilities up."""
+    algorithm = config.algorithm
+    is_proximal = algorithm.old_log_probs == "proximal" or bool(algorithm.corrections)
+    looks_up = algorithm.token_selection != "none" or (is_proximal and config.num_updates > 1)
+    return looks_up + (algorithm.kl.reference != "none")
+
+
+def forward_flops(config: Config, work: Workload) -> tuple[float, float]:
+    """Return the operations of a forward pass over a step's batch: in the blocks, and in the output layer."""
+    shape, prompt, response = work.shape, work.prompt_tokens, work.response_tokens
+    rollouts, prompts = config.rollouts_per_step, 1 / responses_per_prompt(config)
+    pairs = prompts * prompt**2 / 2 + prompt * response + response**2 / 2
+    tokens = rollouts * (prompts * prompt + response)
+    matrices = shape.num_layers * shape.layer_matrices
+    attention = 4 * shape.num_layers * shape.query_width * pairs * rollouts
+    return 2 * matrices * tokens + attention, 2 * shape.embedding * rollouts * response
+
+
+def num_micro_batches(config: Config, work: Workload) -> int:
+    """Return the number of micro-batches per update that one rank computes: as many as every other rank."""
+    num_sequences = config.algorithm.train_batch_size or config.rollouts_per_step
+    of_sequence = work.prompt_tokens / responses_per_prompt(config) + work.response_tokens
+    in_micro_batch = max(1.0, config.learner.micro_batch_tokens / of_sequence)  # lengths differ, and fill it
+    return ceil(num_sequences / (in_micro_batch * config.learner.num_ranks))
+
+
+def optimizer_s(gpu: GpuType, config: Config, shape: ModelShape) -> float:
+    """Return the seconds of one update of AdamW, which the memory's bandwidth limits."""
+    trained = trained_parameters(shape, config) / num_shards(config)
+    num_bytes = FLOAT32 * UPDATE_VALUES + 4 * MOMENT_BYTES[config.learner.moments]  # two moments, twice each
+    return trained * num_bytes / (MEMORY_UTILIZATION * gpu.bandwidth)
+
+
+def sampling_s(gpu: GpuType, config: Config, work: Workload) -> float:
+    """Return the seconds in which all Generators together sample a step's fresh responses.
+
+    An engine's step reads its weights and the cached keys and values of its sequences, and computes one token
+    of each; a prompt is computed once per group. Sequences are on average half done.
+    """
+    generator, samples = config.generator, config.algorithm.samples_per_prompt
+    groups = config.fresh_per_step / generator.num_generators
+    prefill_s = groups * 2 * work.shape.num_parameters * work.prompt_tokens / _engine_flops(gpu, config)
+    running, step_s = decoding(gpu, config, work)
+    return prefill_s + groups * samples * work.response_tokens * step_s / running
+
+
+def decoding(gpu: GpuType, config: Config, work: Workload) -> tuple[int, float]:
+    """Return the number of sequences that an engine decodes at a time, and the seconds of one of its steps."""
+    shape, num_gpus = work.shape, max(1, config.generator.num_gpus)
+    context = work.prompt_tokens + work.response_tokens / 2
+    cached = context * kv_bytes_per_token(shape, config)
+    weights = served_width(config) * shape.num_parameters / num_gpus
+    budget = generator_budget(shape, config, work.prompt_tokens, gpu.memory_gib * GIB)
+    room = max(0.0, (budget.capacity_bytes or 0.0) - weights)
+    running = int(max(1, min(concurrent_sequences(config), room // cached)))
+    read_s = (weights + running * cached) / (MEMORY_UTILIZATION * gpu.bandwidth)
+    compute_s = running * 2 * shape.num_parameters / _engine_flops(gpu, config)
+    latency_s = 2 * shape.num_layers * ALL_REDUCE_S if num_gpus > 1 else 0.0
+    return running, max(read_s, compute_s) + latency_s + ENGINE_STEP_S
+
+
+def _engine_flops(gpu: GpuType, config: Config) -> float:
+    return SAMPLING_UTILIZATION * gpu.flops(config.model.dtype) * max(1, config.generator.num_gpus)
+
+
+# What ranks pass to one another
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Seconds of communication in the passes of one micro-batch; zeros for a single rank."""
+
+    gather_s: float = 0.0
+    """An all-gather of all weights in `model.dtype`: one in the forward and one in the backward pass."""
+    reduce_s: float = 0.0
+    """The reduce-scatter of all gradients in float32, and their all-reduce over replicas."""
+    exposed_s: float = 0.0
+    """The part that nothing can hide: the root and the first block are gathered before the first product, and
+    the root's gradient is reduced after the last."""
+
+    def forward_s(self, compute_s: float) -> float:
+        """Return the time of a forward pass that computes for `compute_s`; blocks are gathered meanwhile."""
+        return max(compute_s, self.gather_s)
+
+    def backward_s(self, compute_s: float) -> float:
+        """Return the time of a backward pass that computes for `compute_s`."""
+        return max(compute_s, self.gather_s + self.reduce_s) + self.exposed_s
+
+
+def collectives(shape: ModelShape, config: Config, machine: Machine) -> Collectives:
+    """Return the communication of one micro-batch, from GPU to GPU."""
+    learner = config.learner
+    if learner.num_ranks == 1 or not learner.num_gpus:
+        return Collectives()
+    gathered, reduced = gathered_parameters(shape, config), trained_parameters(shape, config)
+    gather_s = gather_seconds(served_width(config) * gathered, config, machine)
+    reduced_bytes = FLOAT32 * reduced
+    reduce_s = gather_seconds(reduced_bytes, config, machine) + _replicas_s(reduced_bytes, config, machine)
+    root = shape.root_parameters
+    first = min(1.0, (root + shape.block_parameters) / gathered)
+    last = min(1.0, root / reduced) if config.model.adapter is None else 0.0
+    return Collectives(gather_s, reduce_s, first * gather_s + last * reduce_s)
+
+
+def gather_seconds(num_bytes: float, config: Config, machine: Machine) -> float:
+    """Return the time of an all-gather or reduce-scatter of `num_bytes` among the ranks of a replica."""
+    shards = num_shards(config)
+    bandwidth = machine.gpu.link
+    if shards > config.learner.num_ranks_per_node:
+        bandwidth = min(bandwidth, machine.network)
+    return num_bytes * (shards - 1) / shards / (LINK_UTILIZATION * bandwidth)
+
+
+def _replicas_s(num_bytes: float, config: Config, machine: Machine) -> float:
+    """Return the time of an all-reduce over replicas on different nodes; each rank reduces its shard."""
+    replicas, shards = config.learner.replicas, num_shards(config)
+    of_node = num_bytes * min(shards, config.learner.num_ranks_per_node) / shards
+    by_rank = num_bytes / shards / machine.gpu.link
+    return 2 * (replicas - 1) / replicas * max(by_rank, of_node / machine.network) / LINK_UTILIZATION

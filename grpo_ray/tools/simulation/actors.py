@@ -9,50 +9,24 @@ from grpo_ray.cluster.local import LocalActors, LocalClient
 from grpo_ray.config import Config
 from grpo_ray.core.generator import Generator as GeneratorActor
 from grpo_ray.records.checkpoint import Checkpoint
-from grpo_ray.tools.simulation.account import Account
-from grpo_ray.tools.simulation.cores import Cores, cores_of
+from grpo_ray.tools.simulation.cores import cores_of
 from grpo_ray.tools.simulation.cpu_meter import CpuMeter
 from grpo_ray.tools.simulation.engine import SimulatedEngine
 from grpo_ray.tools.simulation.environments import SimulatedEnvironmentWorker
 from grpo_ray.tools.simulation.speeds import Lengths, Speeds
-from grpo_ray.tools.simulation.workers import SimulatedLearner, SimulatedScorer, SimulatedTeacher
+from grpo_ray.tools.simulation.workers import Account, SimulatedLearner, SimulatedScorer, SimulatedTeacher
 from grpo_ray.types import StartingModel
 
 Trace = Callable[[str], object]
 
 
-class Dispatch:
-    """The driver's own work for each group that it gives to a Generator, one after another."""
-
-    def __init__(self, cores: Cores, work_s: float) -> None:
-        self._cores, self._work_s = cores, work_s
-        self._turn = asyncio.Lock()
-
-    async def __call__(self) -> None:
-        async with self._turn:
-            await self._cores.work(self._work_s)
-
-
 class SimulatedClient(LocalClient):
     """A client of an asynchronous actor that traces and meters its calls."""
 
-    def __init__(
-        self,
-        name: str,
-        build: Callable[[], Any],
-        trace: Trace | None = None,
-        meter: CpuMeter | None = None,
-        dispatch: Dispatch | None = None,
-        number: int = 0,
-    ) -> None:
-        """
-        Args:
-            trace: receives a line per call and per death.
-            dispatch: what a call of `generate` waits for; default: nothing.
-        """
+    def __init__(self, name: str, build: Callable[[], Any], number: int, host: "SimulatedActors") -> None:
         actor = build()  # now, so that no metered call builds it
         super().__init__(name, lambda: actor, number)
-        self._trace, self._meter, self._dispatch = trace, meter, dispatch
+        self._host, self._meter = host, host.meter
 
     def die(self, reason: str = "it was ended") -> None:
         self._note("died")
@@ -73,14 +47,14 @@ class SimulatedClient(LocalClient):
         return await (work if self._meter is None else self._meter.metered("client", work))
 
     async def _serve(self, method: str, args: Sequence[Any]) -> Any:
-        if self._dispatch is not None and method == "generate":
-            await self._dispatch()
+        if method == "generate":
+            await self._host.dispatch()
         work = getattr(self.actor, method)(*args)
         return await (work if self._meter is None else self._meter.metered(self.name, work))
 
     def _note(self, what: str) -> None:
-        if self._trace is not None:
-            self._trace(f"{asyncio.get_running_loop().time():.6f} {self.name} {what}\n")
+        if self._host.trace is not None:
+            self._host.trace(f"{asyncio.get_running_loop().time():.6f} {self.name} {what}\n")
 
 
 class SimulatedActors(LocalActors):
@@ -99,25 +73,31 @@ class SimulatedActors(LocalActors):
         trace: Trace | None = None,
         meter: CpuMeter | None = None,
     ) -> None:
+        """
+        Args:
+            trace: receives a line per call and per death.
+        """
         self._speeds, self._lengths, self._account = speeds, lengths, account
-        self._trace, self._meter = trace, meter
+        self.trace, self.meter = trace, meter
         self._cores = cores_of(speeds.cores)
-        self._dispatch = Dispatch(self._cores, speeds.dispatch_s) if speeds.dispatch_s else None
+        self._dispatching = asyncio.Lock()
         super().__init__(config, start, run_dir, checkpoint)
-        for client in self.by_name().values():
-            assert (
-                client.actor is not None
-            )  # built before the first call: simulated time stands still meanwhile
+
+    async def dispatch(self) -> None:
+        """Do the driver's own work for a group that it gives to a Generator, one after another."""
+        if self._speeds.dispatch_s:
+            async with self._dispatching:
+                await self._cores.work(self._speeds.dispatch_s)
 
     def _client(self, name: str, build: Callable[[], Any]) -> SimulatedClient:
-        return SimulatedClient(name, build, self._trace, self._meter, self._dispatch, next(self._numbers))
+        return SimulatedClient(name, build, next(self._numbers), self)
 
     def _new_generator(self, name: str) -> SimulatedClient:
         seed = self._seed_of(name)
         recompute_kv, max_num_seqs = self._config.weight_sync.recompute_kv, self._config.generator.max_num_seqs
         engine = SimulatedEngine(self._speeds, self._lengths, max_num_seqs, seed, recompute_kv, self._cores)
-        if self._meter is not None:
-            engine.on_timer = self._meter.timer(name, engine.on_timer)
+        if self.meter is not None:
+            engine.on_timer = self.meter.timer(name, engine.on_timer)
         slowdown_s = self._config.generator.slowdown_s
         return self._client(name, lambda: GeneratorActor(name, engine, slowdown_s, self._version))
 

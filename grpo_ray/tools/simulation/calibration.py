@@ -6,19 +6,25 @@ finite differences). The Learner: least squares over its steps. Everything else 
 the first run.
 """
 
+import asyncio
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
 import numpy as np
 
 from grpo_ray.core.dispatch import SURPLUS
+from grpo_ray.tools.simulation.engine import SimulatedEngine
 from grpo_ray.tools.simulation.records import RecordedRun
-from grpo_ray.tools.simulation.replay import Burst, bursts_of, replayed_ends
 from grpo_ray.tools.simulation.speeds import Speeds
+from grpo_ray.tools.simulation.virtual_time import VirtualClock
+from grpo_ray.types import SamplingSettings
 from grpo_ray.watch.run_log import Metrics
 
+NO_LIMIT = 2**31 - 1  # of a response's tokens
 NUM_ITERATIONS = 20
 MAX_HALVINGS = 8
 TOLERANCE = 1e-6  # relative
@@ -41,6 +47,17 @@ class Calibration:
     training_error: float
     """Median relative error of the Learner's time for a step."""
     warnings: list[str]
+
+
+@dataclass(frozen=True)
+class Burst:
+    """The groups of one step that one engine sampled, in seconds since the epoch."""
+
+    step: int
+    group_ids: Sequence[int]
+    arrivals: Sequence[float]
+    end: float
+    """The time at which its last group ended."""
 
 
 def lines_of(calibration: Calibration) -> Iterator[str]:
@@ -181,6 +198,73 @@ def _is_open(slopes: np.ndarray) -> bool:
     known = slopes[:, sizes > CUTOFF * sizes.max()]  # the others are too small to matter
     known = known / np.linalg.norm(known, axis=0)
     return bool(np.linalg.svd(known, compute_uv=False).min() < CUTOFF)
+
+
+# A recorded run's requests, given again to simulated engines at the times at which they came
+
+
+def bursts_of(run: RecordedRun) -> list[list[Burst]]:
+    """Return the bursts of each Generator, in the order of steps."""
+    bursts: dict[str, list[Burst]] = defaultdict(list)
+    for step in sorted(run.groups):
+        of_generator = defaultdict(list)
+        for rollout in run.groups[step]:
+            of_generator[rollout.generator].append(rollout)
+        for name, rollouts in of_generator.items():
+            ids, arrivals = [r.group_id for r in rollouts], [r.begin for r in rollouts]
+            bursts[name].append(Burst(step, ids, arrivals, max(r.end for r in rollouts)))
+    return list(bursts.values())
+
+
+def replayed_ends(run: RecordedRun, bursts: Sequence[Burst], speeds: Speeds) -> np.ndarray:
+    """Return the end of each burst on a simulated engine, float64 `[bursts]`, in seconds since the epoch.
+
+    A fresh engine samples each series of bursts that follow one another without a gap.
+    """
+    return np.concatenate([_ends(run, series, speeds) for series in _series(bursts)])
+
+
+def _series(bursts: Sequence[Burst]) -> list[list[Burst]]:
+    """Split at each gap in which the engine had nothing to sample."""
+    series: list[list[Burst]] = []
+    end = -math.inf
+    for burst in bursts:
+        if min(burst.arrivals) >= end:
+            series.append([])
+        series[-1].append(burst)
+        end = max(end, burst.end)
+    return series
+
+
+def _ends(run: RecordedRun, bursts: Sequence[Burst], speeds: Speeds) -> np.ndarray:
+    first = min(arrival for burst in bursts for arrival in burst.arrivals)
+    lengths = _NextLengths(run.lengths)
+    engine = SimulatedEngine(speeds, lengths, run.config.generator.max_num_seqs, seed=0)
+
+    async def sample(group_id: int, arrival: float) -> float:
+        await asyncio.sleep(arrival - first)
+        lengths.group_id = group_id
+        prompt, num_samples = (0,) * run.prompts[group_id], len(run.lengths[group_id])
+        await engine.generate(prompt, SamplingSettings(num_samples, 1.0, 1.0, 1, NO_LIMIT))
+        return asyncio.get_running_loop().time() + first
+
+    async def whole(burst: Burst) -> float:
+        return max(await asyncio.gather(*map(sample, burst.group_ids, burst.arrivals)))
+
+    async def main() -> list[float]:
+        return list(await asyncio.gather(*map(whole, bursts)))
+
+    return np.array(VirtualClock().run(main()))
+
+
+class _NextLengths:
+    """The lengths of the group that is sampled next."""
+
+    def __init__(self, lengths: Mapping[int, np.ndarray]) -> None:
+        self._lengths, self.group_id = lengths, 0
+
+    def draw(self, rng: np.random.Generator, num_samples: int) -> np.ndarray:
+        return self._lengths[self.group_id]
 
 
 # The Learner

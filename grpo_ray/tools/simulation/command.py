@@ -101,8 +101,7 @@ DEFAULTS = ("run.save_rollouts=false", "evaluation.every_num_steps=1000000")
 def _simulate(options: SimulateOptions) -> int:
     config = load_config(options.config, options.changes)
     from grpo_ray.records.run_files import RunDirectory
-    from grpo_ray.tools.simulation.print_simulated import print_simulated
-    from grpo_ray.tools.simulation.simulate import simulate
+    from grpo_ray.tools.simulation.simulate import lines_of, simulate
     from grpo_ray.watch.memory import imports_left_alone
 
     with shown_plainly(), imports_left_alone(), contextlib.ExitStack() as open_files:
@@ -110,7 +109,7 @@ def _simulate(options: SimulateOptions) -> int:
         trace = open_files.enter_context(Path(options.trace).open("w")) if options.trace else None
         folder = options.out or f"{open_files.enter_context(tempfile.TemporaryDirectory())}/run"
         simulated = simulate(config, RunDirectory(folder), speeds, lengths, trace.write if trace else None)
-    print_simulated(simulated)
+    print(*lines_of(simulated), sep="\n")
     return 0 if simulated.faults.is_none else 1
 
 
@@ -128,8 +127,7 @@ def _speeds(options: SimulateOptions) -> "Speeds":
     if options.speeds is not None:
         raise ValueError("--speeds and --calibrate both give the speeds; leave one of them out")
     found = calibrate([read_run(run) for run in options.calibrate], options.cores)
-    for line in lines_of(found):
-        print(line)
+    print(*lines_of(found), sep="\n")
     if options.save_speeds is not None:
         Path(options.save_speeds).write_text(json.dumps(found.speeds, indent=2) + "\n")
     return Speeds.model_validate(found.speeds)

@@ -20,34 +20,22 @@ class Timer(Protocol):
     def cancel(self) -> None: ...
 
 
-class Cores(Protocol):
-    """The rate at which simulated actors work."""
+class Cores:
+    """Cores on which a second of work takes a second: each actor has all that it uses, as on a cluster."""
 
     def work_time(self) -> float:
         """Return the seconds of work that an actor has been given that was busy ever since."""
+        return asyncio.get_running_loop().time()
 
     def call_later(self, work_s: float, callback: Callable[[], None]) -> Timer:
         """Call back after `work_s` seconds of a busy actor's work."""
+        return asyncio.get_running_loop().call_later(work_s, callback)
 
     def change_busy(self, change: float) -> None:
         """Account for cores that an actor keeps busy from now on; for fewer, if negative."""
 
     async def work(self, work_s: float) -> None:
         """Work on one core until `work_s` seconds are done."""
-
-
-class OwnCores:
-    """Actors that have all the cores they use, as on a cluster: a second of work takes a second."""
-
-    def work_time(self) -> float:
-        return asyncio.get_running_loop().time()
-
-    def call_later(self, work_s: float, callback: Callable[[], None]) -> Timer:
-        return asyncio.get_running_loop().call_later(work_s, callback)
-
-    def change_busy(self, change: float) -> None: ...
-
-    async def work(self, work_s: float) -> None:
         await asyncio.sleep(work_s)
 
 
@@ -60,7 +48,7 @@ class _SharedTimer:
         self.is_cancelled = True
 
 
-class SharedCores:
+class SharedCores(Cores):
     """Cores of which busy actors get equal parts, none more than it uses."""
 
     def __init__(self, num_cores: float) -> None:
@@ -125,4 +113,4 @@ class SharedCores:
 
 
 def cores_of(num_cores: float | None) -> Cores:
-    return OwnCores() if num_cores is None else SharedCores(num_cores)
+    return Cores() if num_cores is None else SharedCores(num_cores)

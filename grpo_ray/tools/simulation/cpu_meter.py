@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+import types
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import Context, ContextVar
@@ -31,9 +32,28 @@ class CpuMeter:
         self.seconds[kind] += spent - (self._counted - begun[1])
         self._counted = begun[1] + spent
 
-    def metered(self, name: str, work: Awaitable[Any]) -> "_Metered":
-        """Return an actor's work, of which the time counts while it runs, not while it waits."""
-        return _Metered(self, name.partition("-")[0], work)
+    async def metered(self, name: str, work: Awaitable[Any]) -> Any:
+        """Do an actor's work, of which the time counts while it runs, not while it waits."""
+        return await self._steps(name.partition("-")[0], work)
+
+    @types.coroutine
+    def _steps(self, kind: str, work: Awaitable[Any]) -> Generator[Any, Any, Any]:
+        _actor.set(kind)
+        steps: Any = work.__await__()
+        resume, value = steps.send, None
+        while True:
+            begun = self.begin()
+            try:
+                waits_for = resume(value)
+            except StopIteration as end:
+                return end.value
+            finally:
+                self.end(kind, begun)
+            try:
+                value = yield waits_for
+                resume = steps.send
+            except BaseException as error:
+                resume, value = steps.throw, error
 
     def make_task(
         self,
@@ -44,7 +64,7 @@ class CpuMeter:
         """Make a task, as the loop's task factory; the time of one that an actor creates is the actor's."""
         kind = _actor.get() if context is None else context.get(_actor)
         assert asyncio.iscoroutine(work)
-        counted = work if kind is None else _awaited(_Metered(self, kind, work))
+        counted = work if kind is None else self.metered(kind, work)
         return asyncio.Task(counted, loop=loop, context=context)
 
     def timer(self, name: str, callback: Callable[[], None]) -> Callable[[], None]:
@@ -57,30 +77,3 @@ class CpuMeter:
             self.end(kind, begun)
 
         return run
-
-
-class _Metered:
-    def __init__(self, meter: CpuMeter, kind: str, work: Awaitable[Any]) -> None:
-        self._meter, self._kind, self._work = meter, kind, work
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        _actor.set(self._kind)
-        steps: Any = self._work.__await__()
-        resume, value = steps.send, None
-        while True:
-            begun = self._meter.begin()
-            try:
-                waits_for = resume(value)
-            except StopIteration as end:
-                return end.value
-            finally:
-                self._meter.end(self._kind, begun)
-            try:
-                value = yield waits_for
-                resume = steps.send
-            except BaseException as error:
-                resume, value = steps.throw, error
-
-
-async def _awaited(work: Awaitable[Any]) -> Any:
-    return await work

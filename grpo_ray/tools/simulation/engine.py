@@ -9,14 +9,13 @@ import asyncio
 import heapq
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
 from grpo_ray.engines.base import EngineDied
-from grpo_ray.tools.simulation.cores import Cores, OwnCores, Timer
+from grpo_ray.tools.simulation.cores import Cores, Timer
 from grpo_ray.tools.simulation.speeds import Lengths, Speeds
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import Completion, SamplingSettings
@@ -71,7 +70,7 @@ class SimulatedEngine:
         """
         self._speeds, self._lengths, self._max_num_seqs = speeds, lengths, max_num_seqs
         self._recompute_kv = recompute_kv
-        self._cores = cores or OwnCores()
+        self._cores = cores or Cores()
         self._is_busy = False
         self._rng = np.random.default_rng(seed)
         self._position, self._at = 0.0, 0.0  # and the work time at which it was the position
@@ -155,8 +154,7 @@ class SimulatedEngine:
     async def sleep(self) -> None:
         await asyncio.sleep(self._speeds.move_s)
 
-    async def wake(self) -> None:
-        await asyncio.sleep(self._speeds.move_s)
+    wake = sleep
 
     async def shutdown(self) -> None:
         self._die()
@@ -241,15 +239,12 @@ class SimulatedEngine:
         for timer in (self._timer, self._death):
             if timer is not None:
                 timer.cancel()
-        for request in _requests([*(s for _, _, s in self._running), *self._waiting]):
+        sequences = [*(sequence for _, _, sequence in self._running), *self._waiting]
+        for request in dict.fromkeys(sequence.request for sequence in sequences):
             if not request.done.done():
                 request.done.set_exception(EngineDied("the simulated engine has died"))
         self._running, self._waiting = [], deque()
         self._set_busy(False)
-
-
-def _requests(sequences: Sequence[_Sequence]) -> list[_Request]:
-    return list(dict.fromkeys(sequence.request for sequence in sequences))
 
 
 def _completion(sequence: _Sequence, is_cut: bool) -> Completion:

@@ -17,7 +17,6 @@ from grpo_ray.episodes.turn_router import RoutedSampler, TurnRouter
 from grpo_ray.tools.simulation.speeds import Speeds
 from grpo_ray.types import (
     CONTEXT,
-    Completion,
     Episode,
     EpisodeSequence,
     GeneratorFailure,
@@ -37,27 +36,19 @@ class _Tokens:
 
     def __init__(self) -> None:
         self.num_turns = 0
-        self._versions: list[np.ndarray] = []
-        self._turns: list[np.ndarray] = []
+        self._versions = [np.empty(0, np.int32)]
+        self._turns = [np.empty(0, np.int32)]
 
     def __len__(self) -> int:
         return sum(map(len, self._versions))
 
-    def add_reply(self, reply: Completion) -> None:
-        self._add(reply.versions, self.num_turns)
-        self.num_turns += 1
-
-    def add_answer(self, num_tokens: int) -> None:
-        self._add(np.full(num_tokens, CONTEXT, np.int32), CONTEXT)
-
-    def _add(self, versions: np.ndarray, turn: int) -> None:
+    def add(self, versions: np.ndarray, turn: int) -> None:
         self._versions.append(versions)
         self._turns.append(np.full(len(versions), turn, np.int32))
 
     def episode(self, prompt: tuple[int, ...], status: Status, reward: float | None, seconds: float) -> Episode:
         """Return the episode, of one sequence; a reward of None leaves it out of its group's baseline."""
-        versions = np.concatenate(self._versions or [np.empty(0, np.int32)])
-        turns = np.concatenate(self._turns or [np.empty(0, np.int32)])
+        versions, turns = np.concatenate(self._versions), np.concatenate(self._turns)
         shape = versions.shape
         tokens, logprobs = np.broadcast_to(np.int32(TOKEN), shape), np.broadcast_to(np.float32(-1), shape)
         sequences = (EpisodeSequence(prompt, 0, len(versions)),) if len(versions) else ()
@@ -149,8 +140,10 @@ class SimulatedEnvironmentWorker:
             limits = SamplingSettings(
                 **{**vars(settings), "num_samples": 1, "max_tokens": min(room, settings.max_tokens)}
             )
-            tokens.add_reply(await sampler.sample(prompt + (TOKEN,) * len(tokens), limits))
+            reply = await sampler.sample(prompt + (TOKEN,) * len(tokens), limits)
+            tokens.add(reply.versions, tokens.num_turns)
+            tokens.num_turns += 1
             if tokens.num_turns < num_turns:
                 await asyncio.sleep(rng.expovariate(1) * speeds.environment_s)
-                tokens.add_answer(speeds.answer_tokens)
+                tokens.add(np.full(speeds.answer_tokens, CONTEXT, np.int32), CONTEXT)
         return Status.FINISHED

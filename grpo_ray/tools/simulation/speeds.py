@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -177,17 +177,9 @@ def recorded_lengths(path: str) -> RecordedLengths:
         ValueError: the folder holds no rollouts.
     """
     found: list[np.ndarray] = []
-    for lengths in _newest_first(RunDirectory(path)):
-        found.append(lengths)
-        if sum(map(len, found)) >= MAX_RECORDED:
-            break
-    if not found:
+    for file in sorted(RunDirectory(path).rollouts.glob("step-*.parquet"), reverse=True):
+        if sum(map(len, found)) < MAX_RECORDED:
+            found.append(pq.read_table(file, columns=["num_tokens"])["num_tokens"].to_numpy().astype(np.int64))
+    if not any(map(len, found)):
         raise ValueError(f"--recorded {path}: there are no rollouts in it; give a run with run.save_rollouts")
     return RecordedLengths(np.maximum(1, np.concatenate(found)[:MAX_RECORDED]))
-
-
-def _newest_first(run: RunDirectory) -> Iterator[np.ndarray]:
-    for file in sorted(run.rollouts.glob("step-*.parquet"), reverse=True):
-        lengths = pq.read_table(file, columns=["num_tokens"])["num_tokens"].to_numpy().astype(np.int64)
-        if len(lengths):
-            yield lengths

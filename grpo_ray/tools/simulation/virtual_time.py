@@ -23,12 +23,10 @@ class VirtualClock:
         self.now = 0.0
 
     def monotonic(self) -> float:
-        """Return the virtual seconds so far."""
+        """Return the virtual seconds so far; the wall time is the same, as if they had begun with the epoch."""
         return self.now
 
-    def wall_time(self) -> float:
-        """Return the virtual seconds so far, as if the simulation had begun with the epoch."""
-        return self.now
+    wall_time = monotonic
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         """Run `main` on a new event loop that follows this clock, as `asyncio.run` would."""

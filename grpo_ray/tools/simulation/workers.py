@@ -1,24 +1,84 @@
-"""Learner, Scorer and Teacher of a simulation: they take time, and give answers that a run can work with."""
+"""Learner, Scorer and Teacher of a simulation: they take time, and give answers that a run can work with.
+
+The Learner keeps the run's account, which is independent of the run's own GroupBook.
+"""
 
 import asyncio
 import json
 import random
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from grpo_ray.config import Config
+from grpo_ray.core.groups import GroupBook
 from grpo_ray.core.staleness import lag_metrics
-from grpo_ray.tools.simulation.account import Account
 from grpo_ray.tools.simulation.cores import Cores
 from grpo_ray.tools.simulation.speeds import Speeds
 from grpo_ray.transfer.messages import WeightSnapshot
-from grpo_ray.types import Episode, RolloutGroup, StepReport, TrainBatch, Verdict, bulk_and_facts
+from grpo_ray.types import Episode, RolloutGroup, ScoredGroup, StepReport, TrainBatch, Verdict, bulk_and_facts
 from grpo_ray.watch.stage_clock import ActorStats, StageClock
 
 STAGES = ("train", "optimizer", "logprobs", "snapshot", "capture", "move")
 ANSWER_S = 0.001  # of virtual time, or a whole step could pass in none, and have no rates
 NO_BYTES = np.empty(0, np.uint8)
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Mistakes that a run must never make, as counts of groups."""
+
+    num_stale: int  # trained with a token older than the schedule allows
+    num_repeated: int  # trained twice as fresh groups, or trained and given up
+    num_lost: int  # taken from the order of prompts, and neither trained, given up nor waiting
+
+    @property
+    def is_none(self) -> bool:
+        return not (self.num_stale or self.num_repeated or self.num_lost)
+
+
+@dataclass
+class Account:
+    """The groups that the Learner trained, and the lag of their tokens; a restored run forgets later steps."""
+
+    max_age: int
+    """Largest allowed lag, in versions."""
+    trained: list["array[int]"] = field(default_factory=list)
+    """Ids of the fresh groups, by step."""
+    lags: list[Counter[int]] = field(default_factory=list)
+    """Number of tokens by lag, by step."""
+    num_stale: int = 0
+
+    def rewind(self, version: int) -> None:
+        """Forget the steps after `version`."""
+        del self.trained[version:], self.lags[version:]
+
+    def note(self, version: int, fresh: Sequence[ScoredGroup], replayed: Sequence[ScoredGroup]) -> None:
+        """Note the batch that the Learner trains on at `version`."""
+        lags: Counter[int] = Counter()
+        for group in (*fresh, *replayed):
+            found, counts = np.unique(version - group.rollout.sampled_versions, return_counts=True)
+            lags.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+            self.num_stale += bool(found.max(initial=0) > self.max_age)
+        self.trained.append(array("q", (group.group_id for group in fresh)))
+        self.lags.append(lags)
+
+    def faults(self, book: GroupBook) -> Faults:
+        """Compare with the book at the end of the run."""
+        times = Counter(group_id for step in self.trained for group_id in step)
+        others = book.unfinished | book.given_up
+        num_repeated = sum(count - 1 for count in times.values()) + len(others & times.keys())
+        num_lost = book.next_id - len(times.keys() | others) - book.num_dropped
+        return Faults(self.num_stale, num_repeated, abs(num_lost))
+
+    def lag_shares(self) -> dict[int, float]:
+        """Return the share of the trained tokens by lag, over all steps."""
+        total: Counter[int] = sum(self.lags, Counter())
+        return {lag: count / total.total() for lag, count in sorted(total.items())}
 
 
 class SimulatedLearner:
@@ -55,7 +115,7 @@ class SimulatedLearner:
             StaleBatchError: a token is older than the schedule allows.
         """
         async with self._turn:
-            num_fresh = len(batch.groups) - self._num_replayed(batch)
+            num_fresh = min(len(batch.groups), self._config.fresh_per_step)
             try:
                 lags = lag_metrics(batch.groups, self.version, self._config)
             finally:
@@ -77,9 +137,6 @@ class SimulatedLearner:
             self._report = StepReport(self.version, metrics)
             return self._report
 
-    def _num_replayed(self, batch: TrainBatch) -> int:
-        return max(0, len(batch.groups) - self._config.fresh_per_step)
-
     @bulk_and_facts
     async def snapshot(self) -> tuple[WeightSnapshot, int]:
         async with self._turn:
@@ -92,15 +149,11 @@ class SimulatedLearner:
         return None, 1.0
 
     async def make_room(self) -> None:
-        await self._move()
-
-    async def take_room(self) -> None:
-        await self._move()
-
-    async def _move(self) -> None:
         async with self._turn:
             with self._clock.stage("move"):
                 await self._cores.work(self._speeds.move_s)
+
+    take_room = make_room
 
     async def capture(self) -> StepReport | None:
         async with self._turn:
@@ -133,24 +186,19 @@ class SimulatedScorer:
         async with self._workers:
             with self._clock.stage("score"):
                 await self._cores.work(self._speeds.score_s)
+        algorithm = self._config.algorithm
         episodes = [each for each in group.completions if isinstance(each, Episode)]
         if episodes:
-            from grpo_ray.objectives.returns import (
-                verdict_on,  # loads torch, which a plain simulation does without
-            )
+            from grpo_ray.objectives.returns import verdict_on  # loads torch, unlike a plain simulation
 
-            verdict = verdict_on(episodes, self._config.algorithm, self._config.episodes.turn_discount)
-            return self._with_facts(group, verdict)
-        rng = random.Random(f"{self._config.run.seed}/{group.item.group_id}/{group.item.num_cuts}")
-        pass_rate = rng.random()
-        draws = [float(rng.random() < pass_rate) for _ in group.completions]
-        rewards = np.array(draws, np.float32)
-        verdict = Verdict(rewards, np.ones_like(rewards), rewards, rewards - rewards.mean())
-        return self._with_facts(group, verdict)
-
-    def _with_facts(self, group: RolloutGroup, verdict: Verdict) -> Verdict:
-        metric, teacher = self._config.algorithm.dynamic_sampling_metric, self._config.distillation.teacher
-        return verdict.with_facts(group, metric, teacher is not None)
+            verdict = verdict_on(episodes, algorithm, self._config.episodes.turn_discount)
+        else:
+            rng = random.Random(f"{self._config.run.seed}/{group.item.group_id}/{group.item.num_cuts}")
+            pass_rate = rng.random()
+            rewards = np.array([rng.random() < pass_rate for _ in group.completions], np.float32)
+            verdict = Verdict(rewards, np.ones_like(rewards), rewards, rewards - rewards.mean())
+        teacher = self._config.distillation.teacher
+        return verdict.with_facts(group, algorithm.dynamic_sampling_metric, teacher is not None)
 
 
 class SimulatedTeacher:

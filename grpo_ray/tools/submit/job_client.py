@@ -48,7 +48,8 @@ def check_token(context: SubmissionContext) -> None:
     Raises:
         RunError: the cluster is another machine, there is no token, and RAY_AUTH_MODE is not `disabled`.
     """
-    has_token = bool(os.environ.get(RAY_TOKEN[0])) or _has_content(_token_file())
+    file = Path(os.environ.get(RAY_TOKEN[1]) or Path.home() / ".ray" / "auth_token")
+    has_token = bool(os.environ.get(RAY_TOKEN[0])) or (file.is_file() and file.stat().st_size > 0)
     if has_token:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     if not (context.is_here or has_token or os.environ.get("RAY_AUTH_MODE") == "disabled"):
@@ -56,14 +57,6 @@ def check_token(context: SubmissionContext) -> None:
             f"no token for {context.address}; set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's, or "
             "RAY_AUTH_MODE=disabled if it has none and anyone with access may run anything on it"
         )
-
-
-def _token_file() -> Path:
-    return Path(os.environ.get(RAY_TOKEN[1]) or Path.home() / ".ray" / "auth_token")
-
-
-def _has_content(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size > 0
 
 
 class JobClient:
@@ -121,19 +114,20 @@ class JobClient:
         with _explained(self.address):
             return dict(self._client.get_job_info(job_id).metadata or {})
 
-    def stop(self, job_id: str) -> None:
+    def stop(self, job_id: str) -> bool:
         """Ask the job to end and wait until it has; its run finishes the step and writes a checkpoint."""
         with _explained(self.address):
             run = (self._client.get_job_info(job_id).metadata or {}).get(RUN_KEY)
             if not self._client.stop_job(job_id):
                 self._report_end(job_id)
-                return
+                return True
             print(f"job {job_id} is stopping, with a checkpoint after its current step", flush=True)
             while not self._client.get_job_status(job_id).is_terminal():
                 time.sleep(POLL_S)
             self._report_end(job_id)
             if run is not None:
                 print(visible(f"resume it with: grpo-ray submit --resume {run}"))
+            return True
 
     async def _print_output(self, job_id: str) -> None:
         async for lines in self._client.tail_job_logs(job_id):

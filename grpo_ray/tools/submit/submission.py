@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from grpo_ray.config.loading import find_config, load_config
 from grpo_ray.config.schema import leaves
 from grpo_ray.config.secrets import is_secret
 from grpo_ray.errors import RunError
-from grpo_ray.tools.submit.credential_files import CREDENTIALS, exact_pattern, find_credentials
+from grpo_ray.tools.submit.uploaded_files import CREDENTIALS, exact_pattern, find_credentials, uploaded_files
 
 # Ray uploads the working directory, and everyone with the cluster's token can read it. Without these patterns
 # (and those in .gitignore) it would hold gigabytes of environment and other runs; a .git may hold a token, too.
@@ -36,6 +37,7 @@ SENT_ALONG = (
 # The fields of `model` and `task` that may name a file.
 FILE_FIELDS = ("path", "train_path", "validation_path", "keywords_path", "prompt", "teacher")
 
+LIMIT_BYTES = 100 * 2**20  # a head node's dashboard refuses larger requests
 SHOWN = 10  # names of files that are left out
 
 RUN_KEY = "run"  # in a job's metadata: its run's directory
@@ -128,7 +130,9 @@ def _job(
 ) -> Submission:
     listed = [name for name in config.secrets if name in os.environ]  # preflight refuses the others
     variables, warnings = _variables([*dict.fromkeys([*context.env, *listed])], os.environ)
-    excludes = [*EXCLUDED, *_excluded_output(run.parent, context.folder)]
+    folder, excludes = context.folder.resolve(), list(EXCLUDED)
+    if run.parent != folder and run.parent.is_relative_to(folder):
+        excludes.append(f"/{run.parent.relative_to(folder)}/")
     left_out = find_credentials(context.folder, excludes)
     if left_out:
         warnings.append(_left_out(left_out))
@@ -188,12 +192,6 @@ def _path_on_cluster(path: str, context: SubmissionContext) -> str:
     )
 
 
-def _excluded_output(output_dir: Path, folder: Path) -> list[str]:
-    folder = folder.resolve()
-    is_inside = output_dir != folder and output_dir.is_relative_to(folder)
-    return [f"/{output_dir.relative_to(folder)}/"] if is_inside else []
-
-
 def _left_out(files: Sequence[Path]) -> str:
     """Name the files that are not uploaded, as far as a line has room."""
     more = f" and {len(files) - SHOWN} more" if len(files) > SHOWN else ""
@@ -218,3 +216,38 @@ def _variables(named: Sequence[str], environment: Mapping[str, str]) -> tuple[di
         if is_secret(name, environment[name])
     ]
     return sent, warnings
+
+
+def check_upload(job: Submission) -> None:
+    """Compare the files that Ray will upload with those that the job reads, and with Ray's limit.
+
+    Raises:
+        RunError: a file would not arrive, or the upload is too large.
+    """
+    folder = Path(job.runtime_env["working_dir"])
+    sent = uploaded_files(folder, job.runtime_env["excludes"])
+    for key, name in job.relative_files.items():
+        path = Path(os.path.normpath(folder / name))
+        read = [file for file in path.iterdir() if file.name[0] != "."] if path.is_dir() else [path]
+        left = [file for file in read if file.is_file() and file not in sent]
+        if left:
+            raise RunError(
+                f"{key}: {os.path.relpath(left[0], folder)} is not uploaded with the working directory: "
+                "it is outside of it, or excluded by .gitignore, .rayignore or submit itself "
+                "(docs/cluster.md); move it, or give an absolute path that the cluster sees"
+            )
+    total = sum(sent.values())
+    if total > LIMIT_BYTES:
+        sizes: Counter[str] = Counter()
+        for file, size in sent.items():
+            sizes[file.relative_to(folder).parts[0]] += size
+        largest = ", ".join(f"{name} ({_mib(size)})" for name, size in sizes.most_common(3))
+        raise RunError(
+            f"{folder}: {_mib(total)} would be uploaded, and Ray takes {_mib(LIMIT_BYTES)}; the largest: "
+            f"{largest}. List in a .rayignore what is to stay here, and name what the run reads of it by an "
+            "absolute path that the cluster sees"
+        )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.0f} MiB"

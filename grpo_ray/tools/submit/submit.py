@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +14,11 @@ from grpo_ray.tools.submit.job_client import JobClient, check_token, job_address
 from grpo_ray.tools.submit.submission import (
     Submission,
     SubmissionContext,
+    check_upload,
     missing_here,
     resumption_job,
     training_job,
 )
-from grpo_ray.tools.submit.upload import check_upload
 
 
 def submit(options: SubmitOptions) -> int:
@@ -37,13 +38,16 @@ def submit(options: SubmitOptions) -> int:
         check_upload(job)
     client = JobClient(context.address)
     if options.stop:
-        return _stop(client, options.stop)
-    if job is None:
-        assert options.follow is not None
-        return _follow(client, options.follow)
-    job_id = client.submit(job)
-    _print_submitted(job_id, job, options.address)
-    return 0 if options.no_wait else _follow(client, job_id)
+        words = "no longer waiting; a job that was asked to stop does so by itself"
+        return _unless_interrupted(client.stop, options.stop, words)
+    job_id = options.follow
+    if job is not None:
+        job_id = client.submit(job)
+        _print_submitted(job_id, job, options.address)
+        if options.no_wait:
+            return 0
+    assert job_id is not None
+    return _unless_interrupted(client.follow, job_id, "no longer following; the job keeps running")
 
 
 def _checked_job(options: SubmitOptions, context: SubmissionContext) -> Submission:
@@ -65,20 +69,12 @@ def _checked_job(options: SubmitOptions, context: SubmissionContext) -> Submissi
     return job
 
 
-def _stop(client: JobClient, job_id: str) -> int:
+def _unless_interrupted(call: Callable[[str], bool], job_id: str, words: str) -> int:
+    """Return the exit status of the call; Ctrl-C ends the waiting alone, which `words` say."""
     try:
-        client.stop(job_id)
+        return 0 if call(job_id) else 1
     except KeyboardInterrupt:
-        print("\nno longer waiting; a job that was asked to stop does so by itself", file=sys.stderr)
-        return INTERRUPTED
-    return 0
-
-
-def _follow(client: JobClient, job_id: str) -> int:
-    try:
-        return 0 if client.follow(job_id) else 1
-    except KeyboardInterrupt:
-        print("\nno longer following; the job keeps running", file=sys.stderr)
+        print(f"\n{words}", file=sys.stderr)
         return INTERRUPTED
 
 

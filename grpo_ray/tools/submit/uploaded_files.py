@@ -1,12 +1,11 @@
-"""Credentials in a working directory, recognised by name or by content: they are not uploaded."""
+"""The files that Ray takes from a working directory, and credentials among them, which are not uploaded."""
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from pathspec import GitIgnoreSpec
-
-from grpo_ray.tools.submit.ignore_list import uploaded_files
 
 # As in a .gitignore, and in lower case; capitals are recognised, too.
 CREDENTIALS = (
@@ -26,6 +25,32 @@ HEAD_BYTES = 64 * 2**10
 PRIVATE_KEY = re.compile(rb"-----BEGIN [A-Z0-9 ]*PRIVATE KEY|^PuTTY-User-Key-File-|^AGE-SECRET-KEY-1", re.M)
 CLOUD_ACCOUNT = re.compile(rb'"type"\s*:\s*"(?:service_account|authorized_user)"')
 ITS_SECRET = re.compile(rb'"(?:private_key|refresh_token)"\s*:')
+
+
+def uploaded_files(folder: Path, excludes: Sequence[str]) -> dict[Path, int]:
+    """Return the files that Ray uploads from the folder, with their sizes; it does not compress them.
+
+    What stays is in `excludes`, and in each folder's .gitignore and .rayignore.
+    """
+    names = [".gitignore", ".rayignore"]
+    if os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE") == "1":  # as Ray's client decides
+        names.remove(".gitignore")
+    sizes: dict[Path, int] = {}
+
+    def walk(inner: Path, lists: list[tuple[Path, GitIgnoreSpec]]) -> None:
+        found = [inner / name for name in names if (inner / name).is_file()]
+        texts = [path.read_text("utf-8", "replace") for path in found]
+        lists = [*lists, *((inner, GitIgnoreSpec.from_lines(text.splitlines())) for text in texts)]
+        for path in inner.iterdir():
+            if any(spec.match_file(path.relative_to(root).as_posix()) for root, spec in lists):
+                continue
+            if path.is_dir():
+                walk(path, lists)
+            elif path.is_file():
+                sizes[path] = path.stat().st_size
+
+    walk(folder, [(folder, GitIgnoreSpec.from_lines(excludes))])
+    return sizes
 
 
 def find_credentials(folder: Path, excludes: Sequence[str]) -> list[Path]:
