@@ -453,8 +453,8 @@ def test_the_splits_are_printed_with_the_slower_side(
     assert run(QWEN, folder, "--gpus", "8", "--from", str(run_folder)) == 0
     printed = capsys.readouterr().out
     for line in (
-        "       7      1         1    27.9 GiB    1.22 s    8.53 s    8.53 s  Learner; Generators idle 86%",
-        "*           4      4         1     9.5 GiB    2.13 s    2.38 s    2.38 s  Learner; Generators idle 10",
+        "       7      1         1    28.9 GiB    1.22 s    8.53 s    8.53 s  Learner; Generators idle 86%",
+        "*           4      4         1    10.5 GiB    2.13 s    2.38 s    2.38 s  Learner; Generators idle 10",
     ):
         assert line in printed
     assert "best: generator.num_generators=4 learner.num_ranks=4\n" in printed
@@ -470,7 +470,7 @@ def test_a_split_of_a_large_model_leaves_out_what_does_not_fit(
     ]
     assert [row[:2] for row in rows if row[-3:] == ["does", "not", "fit"]] == [["7", "1"]]
     assert len(rows) == 7
-    assert "! the Learner does not fit; it fits with learner.num_ranks=2: 69.0 GiB per rank\n" in printed
+    assert "! the Learner does not fit; it fits with learner.num_ranks=2: 70.0 GiB per rank\n" in printed
     assert "best: generator.num_generators=" in printed
 
 

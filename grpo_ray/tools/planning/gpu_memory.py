@@ -1,13 +1,17 @@
 """A device's memory item by item against what there is, and the budget of a Generator's GPU."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpo_ray.config import Config
 from grpo_ray.tools.planning.model_shape import ModelShape
 
 GIB = 2**30
 FLOAT32 = 4
+ENGINE_BYTES, CONTEXT_BYTES = 2 * GIB, 1 * GIB
+"""What vLLM holds beside weights and cache (CUDA's context and graphs, a prefill, float32 logits), also asleep,
+and what a Learner holds beside its tensors. Both are estimates: none was measured."""
 
 
 @dataclass(frozen=True)
@@ -78,21 +82,36 @@ def generator_budget(shape: ModelShape, config: Config, prompt_tokens: int, gpu_
     weights_bytes = served_width(config) * shape.num_parameters / max(1, generator.num_gpus)
     weights = Item("weights", weights_bytes, config.model.dtype)
     if not generator.num_gpus and generator.engine == "vllm":
+        assert generator.kv_cache_gib is not None, "it has a default on a CPU"
         size, one = generator.kv_cache_gib * GIB, Item("one sequence", sequence, f"of {length:,} tokens")
         return Budget("the Generator's KV cache, on a CPU", [one], size, _room(size, sequence, wanted))
     if not generator.num_gpus:
         return Budget("the Generator, on a CPU", [weights, Item("KV cache", wanted * sequence)], None)
     share, device = 1.0, "the GPU, in the Generator's turn" if generator.colocated else "a Generator's GPU"
+    items, note = [weights], f"{sequence / length / 1024:.0f} KiB per token, sequences of {length:,}"
     if generator.engine == "vllm":
         share = generator.gpu_memory_utilization
         device += f" (generator.gpu_memory_utilization {share:g})"
-    beside = served_width(config) * shape.num_parameters if config.weight_sync.transport == "ipc" else 0
-    allowed = min(share * gpu_bytes, gpu_bytes - beside)
-    left = allowed - weights_bytes
-    note = f"{sequence / length / 1024:.0f} KiB per token, sequences of {length:,}"
-    cache_bytes = max(sequence, min(left, wanted * sequence))  # vLLM makes do with what is left
-    items = [weights, Item("KV cache", cache_bytes, note)]
-    return Budget(device, items, allowed, _room(left, sequence, wanted))
+        items.append(Item("vLLM's own", ENGINE_BYTES, "estimated: CUDA graphs, activations, logits"))
+    left = share * gpu_bytes - sum(item.num_bytes for item in items)
+    if generator.kv_cache_gib is not None:
+        left = min(left, generator.kv_cache_gib * GIB)
+    if not generator.colocated or generator.engine != "vllm":
+        cache_bytes = max(sequence, min(left, wanted * sequence))  # it makes do with what is left
+        cache = Item("KV cache", cache_bytes, note)
+        return Budget(device, [*items, cache], share * gpu_bytes, _room(left, sequence, wanted))
+    items.append(Item("KV cache", max(sequence, left), f"{note}; all that its share leaves"))
+    items += [*snapshots(shape, config), Item("the Learner's context", CONTEXT_BYTES, "estimated")]
+    budget = Budget(device, items, gpu_bytes, _room(left, sequence, wanted))
+    if budget.fits:
+        return budget
+    largest = math.floor(100 * (share - budget.missing_bytes / gpu_bytes)) / 100
+    advice = (
+        f"generator.gpu_memory_utilization: {largest:.2f}"
+        if largest * gpu_bytes > weights_bytes
+        else "no share"
+    )
+    return replace(budget, remark=f"{budget.remark}; {advice} leaves room for the rest")
 
 
 def kv_bytes_per_token(shape: ModelShape, config: Config) -> float:

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import AdapterConfig
-from grpo_ray.tools.planning.gpu_memory import FLOAT32, Budget, Item, gib, served_width, snapshots
+from grpo_ray.tools.planning.gpu_memory import (
+    CONTEXT_BYTES,
+    ENGINE_BYTES,
+    FLOAT32,
+    Budget,
+    Item,
+    gib,
+    served_width,
+    snapshots,
+)
 from grpo_ray.tools.planning.model_shape import ModelShape
 
 CHUNK_BYTES = 2**28
@@ -34,6 +43,10 @@ def learner_budget(shape: ModelShape, config: Config, prompt_tokens: int, gpu_by
     """Return the budget of a rank's GPU at the peak of a micro-batch; AdamW's step takes nothing more."""
     working = with_unsharded(working_items(shape, config, prompt_tokens), shape, config)
     items = [*state_items(shape, config), *working, *snapshots(shape, config)]
+    if config.learner.num_gpus:
+        items.append(Item("CUDA's context", CONTEXT_BYTES, "estimated"))
+        if config.generator.colocated and config.generator.engine == "vllm":
+            items.append(Item("the sleeping vLLM", ENGINE_BYTES, "estimated"))
     num_ranks, capacity_bytes = config.learner.num_ranks, gpu_bytes if config.learner.num_gpus else None
     if capacity_bytes is None:
         one, several = "the Learner, on a CPU", f"each of the Learner's {num_ranks} ranks, on a CPU"

@@ -186,6 +186,6 @@ def _conclusion(plan: MemoryPlan) -> Iterator[str]:
     if failed:
         yield f"does not fit: {', '.join(failed)}"
     elif gpus_of(plan.config):
-        yield "fits; not counted are CUDA contexts, vLLM's workspace and fragmentation: leave some GiB for them"
+        yield "fits; contexts and vLLM's own memory are estimates; fragmentation is not counted: leave a GiB"
     else:
         yield "fits; the run uses no GPU"
