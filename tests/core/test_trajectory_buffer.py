@@ -22,7 +22,7 @@ from builders import (
 
 from grpo_ray.core.buffer import TrajectoryBuffer
 from grpo_ray.records.rollout_log import read_groups, read_rollouts, read_uses, write_rollouts
-from grpo_ray.types import INT_BYTES, BatchFacts, RolloutGroup, ScoredGroup, TrainBatch
+from grpo_ray.types import INT_BYTES, BatchFacts, ScoredGroup, TrainBatch
 from grpo_ray.watch.batch_metrics import cut_metrics, rollout_metrics
 from grpo_ray.watch.metrics_catalog import check_names
 from grpo_ray.watch.rollout_writer import RolloutWriter
@@ -110,27 +110,14 @@ def test_oldest_version_is_over_all_completions() -> None:
 
 
 def two_groups() -> list[ScoredGroup]:
-    first = ScoredGroup(
-        RolloutGroup(
-            make_item(0),
-            (make_completion([1] * 4), make_completion([1] * 10, finish_reason="length")),
-            "generator-0",
-        ),
-        rewards=np.array([1, 0], np.float32),
-        format_rewards=np.array([1, 1], np.float32),
-        answer_rewards=np.array([1, 0], np.float32),
-        advantages=np.array([0.7, -0.7], np.float32),
-        errors={0: "too long", 1: "too large"},
-    )
-    second = ScoredGroup(
-        RolloutGroup(make_item(1), (make_completion([1] * 3), make_completion([1] * 3)), "generator-1"),
-        rewards=np.array([0, 0], np.float32),
-        format_rewards=np.array([1, 0], np.float32),
-        answer_rewards=np.array([0, 0], np.float32),
-        advantages=np.zeros(2, np.float32),
-        errors={1: "too long"},
-    )
-    return [first, second]
+    completions = [make_completion([1] * 4), make_completion([1] * 10, finish_reason="length")]
+    first = make_group(make_item(0), completions, [1, 0], [0.7, -0.7])
+    second = make_group(make_item(1), [make_completion([1] * 3)] * 2, [0, 0])
+    formats = np.array([[1, 1], [1, 0]], np.float32)
+    return [
+        replace(first, format_rewards=formats[0], errors={0: "too long", 1: "too large"}),
+        replace(second, format_rewards=formats[1], errors={1: "too long"}),
+    ]
 
 
 def test_rollout_metrics_by_hand() -> None:
