@@ -22,7 +22,7 @@ from typing import Any
 
 from grpo_ray.config import Config
 from grpo_ray.core.batch_queue import BatchQueue
-from grpo_ray.core.staleness import Admission, extra_slots_at, oldest_allowed, version_trained_at
+from grpo_ray.core.staleness import Admission, oldest_allowed, version_trained_at
 from grpo_ray.tasks.prompt_stream import PromptStream
 from grpo_ray.types import NO_VERSION, GroupFacts, PromptItem
 
@@ -277,10 +277,8 @@ class GroupBook:
         self.next_id = saved["next_group_id"]
         self.given_up = set(saved["set_aside"])
         self.num_trained, self.num_dropped = saved["num_trained"], saved["num_dropped"]
-        num_left = self.num_dropped + len(self.given_up)
-        self._admission.extra_slots += extra_slots_at(
-            self.published_version, self.num_trained, num_left, 0, self._admission.groups_per_step
-        )
+        num_gone = self.num_trained + self.num_dropped + len(self.given_up)
+        self._admission.extra_slots += num_gone - self.published_version * self._admission.groups_per_step
         self._queue.begin(unfinished, self.next_id)
         for group_id in sorted(unfinished):
             state = State.BUFFERED if group_id in held else State.WAITING

@@ -23,7 +23,6 @@ from grpo_ray.core.producer import RolloutProducer
 from grpo_ray.core.staleness import (
     Admission,
     UpdateCounts,
-    extra_slots_at,
     oldest_allowed,
     version_trained_at,
 )
@@ -50,12 +49,6 @@ def test_admission_limit_by_hand(max_lag: int, limits: list[int]) -> None:
 def test_nothing_is_admitted_for_steps_after_the_last() -> None:
     admission = Admission(max_lag=2, groups_per_step=4, num_steps=5, extra_slots=1)
     assert [admission.limit(version) for version in (1, 2, 3, 9)] == [17, 21, 21, 21]
-
-
-def test_extra_slots_by_hand() -> None:
-    """At version 3 of batches of 4 a run has trained 12; discarded and oversampled groups need extra slots."""
-    assert extra_slots_at(3, num_trained=12, num_left=0, num_oversampled=0, groups_per_step=4) == 0
-    assert extra_slots_at(3, num_trained=12, num_left=5, num_oversampled=2, groups_per_step=4) == 7
 
 
 @given(version=st.integers(0, 100), max_lag=st.integers(0, 10), groups_per_step=st.integers(1, 50))
