@@ -26,7 +26,7 @@ class StepMetrics:
         await self._activity.read(self._serving)
         self._loop_lag.start()
         self._num_reported_tokens = self._pool.num_sampled_tokens
-        self._num_looked_up = self._pool.teachers.num_tokens
+        self._num_looked_up = self._pool.num_looked_up_tokens
 
     async def take(self, num_trained_tokens: float) -> Metrics:
         """Close the current window, draw it in the timeline, and return its metrics."""
@@ -59,7 +59,7 @@ class StepMetrics:
         }
 
     def _of_teachers(self, seconds: float) -> Metrics:
-        before, self._num_looked_up = self._num_looked_up, self._pool.teachers.num_tokens
+        before, self._num_looked_up = self._num_looked_up, self._pool.num_looked_up_tokens
         if not self._context.actors.teachers:
             return {}
         return {"throughput/teacher_tokens_per_s": (self._num_looked_up - before) / seconds}

@@ -201,22 +201,6 @@ def test_other_queues_drop_groups_without_signal_as_they_arrive(options: dict) -
     assert queue.drop({4: False}) == (4,)
 
 
-def test_next_batch_has_its_own_limit_of_drops() -> None:
-    queue = BatchQueue(1, max_dropped=1)
-    assert queue.drop({0: False, 1: False}) == (0,)
-    assert queue.batch([1]) == (1,)  # despite its lack of signal, because no more may be dropped
-    queue.train([1])
-    assert queue.drop({2: False, 3: False}) == (2,)
-
-
-def test_next_group_in_the_queue_replaces_a_dropped_one() -> None:
-    queue = BatchQueue(2, max_dropped=2)
-    queue.drop({0: False, 1: True})
-    assert queue.window() == [1, 2]
-    assert queue.batch([1]) is None
-    assert queue.batch([2, 1]) == (1, 2)
-
-
 # ---- whole schedules ----
 
 Step = tuple[tuple[int, ...], tuple[int, ...]]  # a batch, and the groups dropped for it

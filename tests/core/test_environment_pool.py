@@ -117,6 +117,9 @@ def good(worker: str, number: int) -> PlayReport:
     return PlayReport(12, 0)
 
 
+PLACES = ("episodes.max_concurrent=8", "algorithm.samples_per_prompt=4", "evaluation.samples_per_prompt=4")
+
+
 class Client:
     def __init__(self, name: str, number: int = 0) -> None:
         self.name, self.number = name, number
@@ -223,8 +226,13 @@ def test_many_groups_of_one_dead_worker_replace_it_once(tmp_path: Path) -> None:
 def test_a_worker_that_does_not_end_its_episodes_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = Pool(tmp_path, lambda worker, number: good("", 0) if number else asyncio.sleep(60))
-    monkeypatch.setattr(pool.pool, "_limit_s", lambda name: 0.1)
+    monkeypatch.setattr(environment_pool, "GRACE_S", 0.05)
+    pool = Pool(
+        tmp_path,
+        lambda worker, number: good("", 0) if number else asyncio.sleep(60),
+        *PLACES,
+        "episodes.max_seconds=0.05",
+    )
 
     async def work() -> Any:
         with pytest.raises(TimeoutError, match=r"environment-0 did not end the episodes within 0\.1 s"):
@@ -233,6 +241,23 @@ def test_a_worker_that_does_not_end_its_episodes_is_replaced(
 
     assert asyncio.run(pool.during(work)) == ("group 7", 12)
     assert pool.actors.starts == {"environment-0": 2}
+
+
+@pytest.mark.slow
+def test_groups_that_wait_for_a_place_are_not_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker has places for two groups of four; each takes 0.2 s, so the last ones begin after 0.4 s."""
+    monkeypatch.setattr(environment_pool, "GRACE_S", 0.1)
+    places = asyncio.Semaphore(2)
+
+    async def after_its_turn() -> PlayReport:
+        async with places:
+            await asyncio.sleep(0.2)
+        return good("", 0)
+
+    pool = Pool(tmp_path, lambda worker, number: after_its_turn(), *PLACES, "episodes.max_seconds=0.25")
+    played = asyncio.run(pool.during(lambda: asyncio.gather(*(pool.play(n) for n in range(6)))))
+    assert played == [(f"group {n}", 12) for n in range(6)]
+    assert pool.actors.starts == {"environment-0": 1}
 
 
 @pytest.mark.parametrize(("num_stuck", "num_starts"), [(MAX_STUCK, 1), (MAX_STUCK + 1, 2)])

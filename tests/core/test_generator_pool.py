@@ -225,7 +225,7 @@ def test_an_actor_that_starts_for_long_is_no_stall(tmp_path: Path, kind: str) ->
     pool.actors.starts[name] = 1
 
     async def work() -> None:
-        kinds = {"scorer": pool.pool._scorers, "teacher": pool.pool.teachers}
+        kinds = {"scorer": pool.pool._scorers, "teacher": pool.pool._teachers}
         kinds.get(kind, pool.pool._environments).retire(name, "killed")
         await asyncio.wait_for(StallWatch(pool.calls, pool.pool, pool.log, 0.3).run(), 1.0)
 
@@ -353,7 +353,7 @@ TAUGHT = ("distillation.teacher=/some/where", "distillation.engine=torch")
 def test_only_groups_to_train_on_are_looked_up(tmp_path: Path) -> None:
     pool = Pool(tmp_path, lambda asked, number: 3, *TAUGHT)
     assert pool.sample() == ("group", 3, "logprobs")
-    assert pool.pool.teachers.num_tokens == 3
+    assert pool.pool.num_looked_up_tokens == 3
     assert asyncio.run(pool.during(lambda: pool.pool.sample(make_item(7), 2, "validation"))) == (
         "group",
         3,
@@ -371,7 +371,7 @@ def test_tokens_of_concurrent_groups_are_all_counted(tmp_path: Path) -> None:
     asyncio.run(
         pool.during(lambda: asyncio.gather(*(pool.pool.sample(make_item(n), 2, "train") for n in range(5))))
     )
-    assert pool.pool.teachers.num_tokens == 15
+    assert pool.pool.num_looked_up_tokens == 15
 
 
 def test_a_group_is_looked_up_while_it_is_scored(tmp_path: Path) -> None:

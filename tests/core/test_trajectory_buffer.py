@@ -227,7 +227,7 @@ def test_dynamic_sampling_looks_for_the_configured_signal(metric: str, varies: l
         replace(simple_group(1), rewards=np.float32([1, 0.9]), answer_rewards=np.float32([1, 1])),
         replace(simple_group(2), rewards=np.float32([1, 0]), answer_rewards=np.float32([1, 0])),
     ]
-    assert [group.facts(metric).has_signal for group in groups] == varies
+    assert [group.facts_for(metric).has_signal for group in groups] == varies
 
 
 def test_a_response_that_was_not_graded_gives_no_signal() -> None:
@@ -286,7 +286,7 @@ def test_captured_groups_are_restored(tmp_path: Path) -> None:
     async def read() -> None:
         buffer = make_buffer(checkpoint=tmp_path)
         facts = await buffer.begin((2, 3, 4, 5, 8))  # 6 was trained after all; 8 was in flight
-        assert facts == {g: groups[g].facts("advantage") for g in (2, 3, 4, 5)}
+        assert facts == {g: groups[g].facts_for("advantage") for g in (2, 3, 4, 5)}
         batch, _ = await take(buffer, 2, 2, 3)
         assert same_groups(batch.groups, (groups[2], groups[3]))
         held_bytes = sum(group.num_bytes for group in buffer._groups.values())
@@ -343,27 +343,6 @@ def test_a_batch_that_was_taken_but_not_trained_is_not_replayed(tmp_path: Path) 
     asyncio.run(run())
 
 
-def test_empty_buffer_can_be_captured(tmp_path: Path) -> None:
-    async def run() -> None:
-        buffer = make_buffer()
-        await buffer.capture(99)
-        await buffer.write_captured(tmp_path)
-        assert await make_buffer(checkpoint=tmp_path).begin(()) == {}
-
-    asyncio.run(run())
-
-
-def test_captured_groups_that_cannot_be_written_raise_an_oserror(tmp_path: Path) -> None:
-    async def run() -> None:
-        buffer = make_buffer()
-        await buffer.put(*parts(simple_group(0)))
-        await buffer.capture(99)
-        with pytest.raises(OSError, match="missing"):
-            await buffer.write_captured(tmp_path / "missing")
-
-    asyncio.run(run())
-
-
 # ---- files ----
 
 
@@ -414,24 +393,6 @@ def test_batches_beyond_the_memory_are_dropped_oldest_first(tmp_path: Path) -> N
 
     asyncio.run(run())
     assert sorted(os.listdir(folder)) == ["step-000004.parquet", "step-000005.parquet"]
-
-
-def test_take_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_write = _hold_writing(monkeypatch)
-
-    async def run() -> None:
-        buffer = make_buffer(tmp_path, size=1)
-        for step in (1, 2, 3):
-            await buffer.put(*parts(simple_group(step - 1)))
-            await take(buffer, step, step - 1)
-        flushed = asyncio.create_task(buffer.flush())
-        assert await is_done(flushed) == [False]
-        assert os.listdir(tmp_path) == []
-        may_write()
-        assert await asyncio.wait_for(flushed, 120) is None
-        assert len(os.listdir(tmp_path)) == 3
-
-    asyncio.run(run())
 
 
 def test_take_waits_for_a_slow_disk_once_too_much_is_unwritten(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.messages import Snapshot, WeightSnapshot
 from grpo_ray.transfer.shared_pages import Pages, SharedBuffer, map_pages, pages_of
 from grpo_ray.transfer.snapshot import pack_weights
 
@@ -100,7 +100,6 @@ def test_two_snapshots_are_stored_at_a_time_and_read_where_they_lie(tmp_path: Pa
     from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor
     from grpo_ray.cluster.session import connected
     from grpo_ray.core.generator import Generator
-    from grpo_ray.core.staleness import Admission
     from grpo_ray.core.sync import WeightSync
     from grpo_ray.types import methods_with_bulk
 
@@ -117,11 +116,11 @@ def test_two_snapshots_are_stored_at_a_time_and_read_where_they_lie(tmp_path: Pa
             )
             for name in names
         ]  # fmt: skip
-        sync = WeightSync(clients, Admission(max_lag=1, groups_per_step=1, num_steps=10), phase_timeout_s=30)
+        sync = WeightSync(clients, phase_timeout_s=30)
         for version in range(1, 8):
             weights = [("w", torch.full((4_000_000,), float(version)))]
             reference = ray.put(pack_weights(weights, version, torch.float32))
-            report = await sync.publish(version, (reference,))
+            report = await sync.publish(version, Snapshot(reference))
             assert not report.failed
             del reference
             await asyncio.sleep(1.0)  # Ray frees an object soon after its last reference has gone

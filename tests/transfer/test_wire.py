@@ -20,10 +20,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from grpo_ray.config.model import AdapterConfig
-from grpo_ray.engines.vllm_adapter import ServedAdapter
 from grpo_ray.transfer.channels import NcclChannel
 from grpo_ray.transfer.chunks import chunks
 from grpo_ray.transfer.inbox import Inbox
@@ -105,19 +102,6 @@ def test_chunks_by_hand(sizes: tuple[int, ...], limit: int, expected: list[tuple
     assert [spec for chunk in found for spec in chunk.specs] == specs
 
 
-def test_a_chunk_is_read_without_the_rest() -> None:
-    snapshot = pack_weights(tensors(1), 1, torch.bfloat16)
-    found = list(chunks(snapshot.specs, snapshot.num_bytes, limit=1000))
-    assert len(found) > 2
-    read: dict[str, torch.Tensor] = {}
-    for chunk in found:
-        part = torch.from_numpy(snapshot.data[chunk.start : chunk.end].copy())
-        read |= unpack_weights(chunk.rebased(), part)
-    assert list(read) == [name for name, _ in tensors(1)]
-    for name, tensor in tensors(1):
-        assert torch.equal(read[name], tensor.bfloat16())
-
-
 # ---- transfers ----
 
 
@@ -166,17 +150,6 @@ def test_something_else_than_expected_is_refused_and_the_sender_told(
     with pytest.raises(WireError, match=f"version {expected.version}, and version 7 came"):
         inbox.received(expected)
     assert isinstance(error_of(sending), WireError)
-
-
-def test_an_adapter_alone_is_written_as_it_was_sent(threads: ThreadPoolExecutor) -> None:
-    sender = make_sender()
-    inbox, adapter = join(threads, sender), ServedAdapter(AdapterConfig(rank=4))
-    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    weight = torch.arange(8.0).view(4, 2)
-    adapter.stage(transfer(threads, sender, inbox, sender.pack([(name, weight)], 1, torch.bfloat16, True)))
-    (file,) = adapter._folder.glob("*.safetensors")
-    assert torch.equal(load_file(file)[name], weight.bfloat16())
-    adapter.close()
 
 
 def test_two_generators_are_sent_to_at_once(threads: ThreadPoolExecutor) -> None:
