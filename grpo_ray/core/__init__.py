@@ -3,7 +3,7 @@
 Begin with controller.py: its docstring is the loop. groups.py (with batch_queue.py) owns the state of every
 group, and staleness.py is the rule that bounds the age of a token. producer.py has each admitted group sampled
 and scored by the actors that pool.py keeps alive (dispatch.py, stateless_actors.py, environment_pool.py,
-starting.py, changes.py).
+starting.py).
 
 The five actors are generator.py, scorer.py, buffer.py (with replay.py), learner.py and sync.py; with
 distillation there is teacher.py as well. clients.py declares every call to one. checkpointing.py,

@@ -53,7 +53,8 @@ class Checkpointing:
         if state is None:
             return {}
         self._writing = asyncio.create_task(self._write(state, duration))
-        self._writing.add_done_callback(_retrieve_error)
+        # Or asyncio reports the death of an actor; the next call to that actor ends the run anyway.
+        self._writing.add_done_callback(lambda done: done.cancelled() or done.exception())
         return {"timing/checkpoint/capture_s": duration.seconds}
 
     async def _capture(self, metrics: Metrics, unwritten: str | None) -> CheckpointState | None:
@@ -119,9 +120,3 @@ class Checkpointing:
             )
             self._log.event("slow_checkpoint", None, text)
         self._is_measured = True
-
-
-def _retrieve_error(writing: "asyncio.Task[None]") -> None:
-    """Keep asyncio from reporting the death of an actor; the next call to that actor ends the run anyway."""
-    if not writing.cancelled():
-        writing.exception()

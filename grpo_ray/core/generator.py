@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from grpo_ray.core.changes import Changes
 from grpo_ray.engines.base import Engine, ReceivingEngine
 from grpo_ray.episodes.turn_box import FinishedTurns, TurnBoxes, Turns, Worker
 from grpo_ray.transfer.meeting import Meeting
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings, bulk_and_facts
+from grpo_ray.watch.changes import Changes
 from grpo_ray.watch.memory import resident_bytes
 from grpo_ray.watch.stage_clock import ActorStats, StageClock
 

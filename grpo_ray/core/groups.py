@@ -217,8 +217,7 @@ class GroupBook:
         assert batch is not None, "no batch was taken"
         assert batch.step == step, f"step {batch.step} is in training"
         done = [*batch.group_ids, *batch.dropped_ids]
-        outcomes = {group_id: self._groups[group_id].facts.outcome for group_id in done}
-        self._prompts.observe({g: outcome for g, outcome in outcomes.items() if outcome is not None})
+        self._prompts.observe({g: outcome for g in done if (outcome := self._groups[g].facts.outcome)})
         self._leave(done, (State.IN_BATCH,))
         self.num_trained += len(batch.group_ids)
         self.num_dropped += len(batch.dropped_ids)

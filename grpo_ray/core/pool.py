@@ -20,7 +20,7 @@ from grpo_ray.core.clients import GeneratorClient, ServingActors, TeacherClient,
 from grpo_ray.core.context import ServingContext
 from grpo_ray.core.dispatch import Dispatcher, Incarnation
 from grpo_ray.core.environment_pool import EnvironmentPool
-from grpo_ray.core.starting import turns_of, until_ready
+from grpo_ray.core.starting import until_ready
 from grpo_ray.core.stateless_actors import StatelessActors
 from grpo_ray.core.sync import WeightSyncError
 from grpo_ray.engines.base import EngineDied
@@ -68,7 +68,7 @@ class GeneratorPool:
         self._environments = EnvironmentPool(context, budget, self.fail)
         self._others: tuple[StatelessActors[Any], ...] = self._scorers, self._teachers, self._environments
         self._environments.serve(self._dispatcher.serving)
-        self._starts, self._fan_out = turns_of(context), FanOut()
+        self._starts, self._fan_out = asyncio.Semaphore(context.config.generator.max_starting), FanOut()
         self._suspects, self._gate = Suspects(), Gate()
         self._device_is_ours = asyncio.Event()  # cleared while a colocated Learner has the device
         self._device_is_ours.set()

@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
-from grpo_ray.core.changes import Changes
 from grpo_ray.core.context import RunContext
 from grpo_ray.core.groups import Batch, GroupBook, State
 from grpo_ray.core.pool import GeneratorPool
 from grpo_ray.errors import DataLost, RunError
 from grpo_ray.types import PromptItem
+from grpo_ray.watch.changes import Changes
 from grpo_ray.watch.run_log import Metrics
 
 SLICE = 1000  # groups dispatched at a time
