@@ -291,26 +291,6 @@ def test_no_group_is_later_than_the_look_ahead_allows(
     assert max(late.values(), default=0) <= allowed
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("lookahead", [2, 3, 4, 5])
-@pytest.mark.parametrize("slow", range(4))
-def test_one_straggler_is_as_late_as_allowed_and_no_later(size: int, lookahead: int, slow: int) -> None:
-    """All other groups have finished; the straggler finishes only when no batch is possible without it."""
-    queue, finished = BatchQueue(size, lookahead), set(range(60)) - {slow}
-    for num_taken in itertools.count():
-        batch = queue.batch(sorted(finished))
-        if batch is None:
-            break
-        finished -= set(batch)
-        queue.train(batch)
-        assert num_taken < 20
-    last = queue.batch(sorted(finished | {slow}))
-    assert last is not None
-    assert slow in last
-    late = num_taken - slow // size
-    assert 1 <= late <= math.ceil((lookahead - 1) / size)
-
-
 @pytest.mark.slow
 @settings(max_examples=400)
 @given(

@@ -7,20 +7,15 @@ from typing import Any
 
 import pytest
 from builders import make_item, make_settings
-from local_runs import Recorder, make_config
+from local_runs import FakeServing, make_config
 from turn_clients import until
 
 from grpo_ray.core import environment_pool
-from grpo_ray.core.context import ServingContext
 from grpo_ray.core.dispatch import Incarnation
 from grpo_ray.core.environment_pool import MAX_STUCK, EnvironmentPool
 from grpo_ray.episodes.environment_worker import environment_seed
 from grpo_ray.errors import ActorDied, DataLost
-from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.types import GeneratorFailure, PlayReport
-from grpo_ray.watch.open_calls import OpenCalls
-from grpo_ray.watch.restarts import RestartBudget
-from grpo_ray.watch.run_log import RunLog
 
 Behaviour = Callable[[str, int], Any]  # (worker, number of the play over all workers) -> report or error
 
@@ -84,17 +79,12 @@ class FakeActors:
         return self.environments[name]
 
 
-class Pool:
+class Pool(FakeServing):
     def __init__(self, folder: Path, answer: Behaviour, *overrides: str, num_workers: int = 1) -> None:
-        self.actors = FakeActors(answer, num_workers)
-        self.failed: list[tuple[int, str]] = []
         config = make_config("recovery.restart_backoff_s=0.001", *overrides)
-        self.run = RunDirectory(folder)
-        self.run.create(config)
-        self.log = RunLog(self.run, Recorder())
-        context = ServingContext(config, self.actors, OpenCalls(), self.log)  # type: ignore[arg-type]
-        budget = RestartBudget("recovery.max_restarts", 5, 0.0)
-        self.pool = EnvironmentPool(context, budget, lambda *failure: self.failed.append(failure))
+        super().__init__(folder, config, FakeActors(answer, num_workers))
+        self.failed: list[tuple[int, str]] = []
+        self.pool = EnvironmentPool(self.context, self.budget, lambda *failure: self.failed.append(failure))
 
     async def during(self, work: Callable[[], Awaitable[Any]]) -> Any:
         async with asyncio.TaskGroup() as tasks:
@@ -107,10 +97,6 @@ class Pool:
     async def play(self, group_id: int = 7, purpose: str = "train", is_alone: bool = False) -> Any:
         async with self.pool.room(is_alone) as worker:
             return await self.pool.play(worker, make_item(group_id), make_settings(), purpose)
-
-    def events(self, kind: str) -> list[str]:
-        assert self.log.writer.wait(20)
-        return [e["text"] for e in read_metrics(self.run.events_path) if e["kind"] == kind]
 
 
 def good(worker: str, number: int) -> PlayReport:

@@ -8,18 +8,14 @@ from typing import Any
 
 import pytest
 from builders import make_item, make_settings
-from local_runs import Recorder, make_config
+from local_runs import FakeServing, make_config
 
 from grpo_ray.cluster.placement import scorer_names, teacher_names
-from grpo_ray.core.context import ServingContext
 from grpo_ray.core.pool import GeneratorPool
 from grpo_ray.core.stalls import StallWatch
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled, first_error
-from grpo_ray.records.run_files import RunDirectory, read_metrics
-from grpo_ray.watch.open_calls import OpenCalls
-from grpo_ray.watch.restarts import BudgetUsedUp, RestartBudget
-from grpo_ray.watch.run_log import RunLog
+from grpo_ray.watch.restarts import BudgetUsedUp
 
 NUMBERS = itertools.count()  # of processes
 Behaviour = Callable[[str, int], Any]  # (actor, how many times it was called before) -> result, or an error
@@ -102,19 +98,16 @@ class FakeWeightSync:
         return 5
 
 
-class Pool:
-    """A GeneratorPool over fake actors, with what the run would give it."""
+class Pool(FakeServing):
+    """A GeneratorPool over fake actors."""
 
     def __init__(self, folder: Path, answer: Behaviour, *overrides: str, max_restarts: int = 5) -> None:
-        self.config = make_config("recovery.restart_backoff_s=0.001", *overrides)
-        names = scorer_names(self.config), teacher_names(self.config)
-        self.actors = FakeActors(answer, self.config.generator.num_generators, *names)
-        self.run = RunDirectory(folder)
-        self.run.create(self.config)
-        self.calls, self.log = OpenCalls(), RunLog(self.run, Recorder())
-        context = ServingContext(self.config, self.actors, self.calls, self.log)  # type: ignore[arg-type]
-        budget = RestartBudget("recovery.max_restarts", max_restarts, 0.0)
-        self.pool = GeneratorPool(context, FakeWeightSync(), make_settings(), budget)  # type: ignore[arg-type]
+        config = make_config("recovery.restart_backoff_s=0.001", *overrides)
+        names = scorer_names(config), teacher_names(config)
+        actors = FakeActors(answer, config.generator.num_generators, *names)
+        super().__init__(folder, config, actors, max_restarts)
+        sync: Any = FakeWeightSync()
+        self.pool = GeneratorPool(self.context, sync, make_settings(), self.budget)
 
     async def during(self, work: Callable[[], Any]) -> Any:
         try:
@@ -128,10 +121,6 @@ class Pool:
 
     def sample(self) -> Any:
         return asyncio.run(self.during(lambda: self.pool.sample(make_item(7), 2, "train")))
-
-    def events(self, kind: str) -> list[str]:
-        assert self.log.writer.wait(20)
-        return [e["text"] for e in read_metrics(self.run.events_path) if e["kind"] == kind]
 
 
 def fails(what: str, error: Callable[[], BaseException], times: int = 10**9) -> Behaviour:

@@ -163,24 +163,6 @@ def test_lag_by_hand(make_learner: Callable[..., Learner]) -> None:
 # ---- metrics ----
 
 
-def test_mismatch_and_clipping_by_hand(make_learner: Callable[..., Learner]) -> None:
-    learner = make_learner()
-    response = [21, 22, 23, 24]
-    with torch.no_grad():
-        own = own_logprobs(learner, [1, 2], response).numpy()
-    # Learner minus behaviour: ratios 1, e^0.5, e^-0.5, 1. Clipped where the ratio is above 1.2 and A > 0,
-    # or below 0.8 and A < 0.
-    log_ratio = np.array([0.0, 0.5, -0.5, 0.0])
-    completion = make_completion(response, (own - log_ratio).tolist())
-    group = make_group(make_item(0, [1, 2]), [completion, completion], [1, 0], [1.0, -1.0])
-    metrics = learner.train_step(TrainBatch((group,))).metrics
-    assert metrics["loss/clip_frac"] == pytest.approx(2 / 8)
-    k3 = np.exp(log_ratio) - 1 - log_ratio
-    assert metrics["mismatch/kl"] == pytest.approx(k3.mean(), rel=1e-4)
-    assert metrics["mismatch/logprob_diff/max"] == pytest.approx(0.5, abs=1e-5)
-    assert metrics["throughput/trained_tokens"] == 8
-
-
 @pytest.mark.parametrize("share_prompts", ["auto", "never"])
 def test_mismatch_after_a_switch_of_versions_by_hand(
     make_learner: Callable[..., Learner], share_prompts: str

@@ -418,12 +418,6 @@ def test_one_group_takes_the_place_of_each_that_is_set_aside_or_dropped() -> Non
     assert (schedule.book.given_up, schedule.book.next_id) == ({0}, 15)
 
 
-def test_sync_that_is_not_in_flight_does_not_wait_for_groups_that_were_cut_off() -> None:
-    config = make_config(1, 3, algorithm={"oversample_frac": 1.0}, weight_sync={"in_flight": False})
-    trained, _ = train(config, Pace(token=[0, 3], slow={4: 600}))
-    assert len(trained.fresh) == 6
-
-
 @pytest.mark.slow
 @settings(max_examples=60)
 @given(
