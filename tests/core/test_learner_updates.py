@@ -554,7 +554,7 @@ def test_every_aggregation_over_minibatches_of_parts_of_groups(
     groups = cut_off(all_with_signal(make_batch(learner)), {(0, 0), (0, 2), (3, 1)})
     groups[1].rollout.completions[0].logprobs[0] = np.nan
     updates, _ = updates_of(learner, groups)
-    assert [len(update.sequences) for update in updates] == [4, 4, 1]  # three of twelve were cut off
+    assert [len(update.sequences) for update in updates] == [3, 3, 3]  # three of twelve were cut off
     for update in updates:
         update.check()
 
