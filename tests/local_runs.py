@@ -77,7 +77,7 @@ def train(config: Config, folder: Path, meddle: Watcher | None = None) -> Record
 
 
 class FakeServing:
-    """What a run gives a pool of actors: fake actors here, and real records in `folder`."""
+    """The surroundings of a pool of actors: the given fakes, and real records in `folder`."""
 
     def __init__(self, folder: Path, config: Config, actors: Any, max_restarts: int = 5) -> None:
         self.config, self.actors, self.run, self.calls = config, actors, RunDirectory(folder), OpenCalls()

@@ -84,11 +84,8 @@ KEPT: dict[str, tuple[str, ...]] = {
     "test_report_page_browser.py::test_ranks_have_curves_and_a_table": ("size0-light",),
     "test_schedules.py::test_a_synchronous_run_that_is_interrupted_is_the_same_run": ("dynamic", "reference"),
     "test_schedules.py::test_every_schedule_trains_each_prompt_once_on_recent_tokens": (
-        "synchronous-False",
         "colocated-False",
-        "dynamic-False",
         "replay-advantage-False",
-        "lookahead-True",
         "oversampled-async-True",
         "everything-True",
     ),

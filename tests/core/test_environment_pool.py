@@ -111,11 +111,6 @@ class Client:
         self.name, self.number = name, number
 
 
-def test_a_group_and_its_tokens(tmp_path: Path) -> None:
-    pool = Pool(tmp_path, good)
-    assert asyncio.run(pool.during(pool.play)) == ("group 7", 12)
-
-
 def test_a_worker_that_dies_is_replaced_and_the_group_has_the_same_seed_again(tmp_path: Path) -> None:
     pool = Pool(tmp_path, lambda worker, number: good("", 0) if number else ActorDied(worker, "killed"))
     first = pool.actors.environments["environment-0"]

@@ -184,25 +184,29 @@ def test_a_replacement_that_does_not_start_is_replaced_as_well(tmp_path: Path, w
 
 
 @pytest.mark.slow
-def test_the_stall_watch_does_not_wait_for_the_scorer_that_it_replaces(tmp_path: Path) -> None:
-    """The Scorer hangs, and so does its successor: the watch looks on, and the third one scores."""
+@pytest.mark.parametrize(("what", "name"), [("score", "scorer"), ("look_up", "teacher-0")])
+def test_the_stall_watch_does_not_wait_for_an_actor_that_it_replaces(
+    tmp_path: Path, what: str, name: str
+) -> None:
+    """A Scorer or Teacher hangs, and so does its successor: the watch looks on, and the third one works."""
 
     def answer(asked: str, number: int) -> Any:
-        return asyncio.sleep(60) if asked in ("score", "scorer ready") and number == 0 else 3
+        return asyncio.sleep(60) if asked in (what, f"{name} ready") and number == 0 else 3
 
-    pool = Pool(tmp_path, answer, "recovery.start_timeout_s=1.2")
+    pool = Pool(tmp_path, answer, "recovery.start_timeout_s=1.2", *TAUGHT)
 
     async def work() -> Any:
         watch = StallWatch(pool.calls, pool.pool, pool.log, 0.4)
         watching = asyncio.create_task(watch.run())
         sampling = asyncio.create_task(pool.pool.sample(make_item(7), 2, "train"))
-        while pool.actors.starts["scorer"] < 3:
+        while pool.actors.starts[name] < 3:
             await asyncio.sleep(0.01)
         assert pool.actors.num_stack_dumps >= 2  # it kept watching while the first replacement hung
         watching.cancel()
         sampling.cancel()
 
     asyncio.run(pool.during(work))
+    assert "recovery.stall_timeout_s" in pool.events(f"{name.partition('-')[0]}_failed")[0]
 
 
 @pytest.mark.slow
@@ -392,21 +396,3 @@ def test_a_group_whose_look_up_fails_is_sampled_again_and_then_given_up(tmp_path
     tries = pool.config.recovery.max_group_retries + 1
     assert pool.actors.num_calls["generate"] == pool.actors.num_calls["look_up"] == tries
     assert all("no finite logprob" in text for text in pool.events("group_failed"))
-
-
-@pytest.mark.slow
-def test_a_teacher_that_hangs_is_replaced_by_the_stall_watch(tmp_path: Path) -> None:
-    pool = Pool(
-        tmp_path, lambda asked, number: asyncio.sleep(60) if (asked, number) == ("look_up", 0) else 3, *TAUGHT
-    )
-
-    async def work() -> Any:
-        watching = asyncio.create_task(StallWatch(pool.calls, pool.pool, pool.log, 0.4).run())
-        sampling = asyncio.create_task(pool.pool.sample(make_item(7), 2, "train"))
-        while pool.actors.starts["teacher-0"] < 2:
-            await asyncio.sleep(0.01)
-        watching.cancel()
-        sampling.cancel()
-
-    asyncio.run(pool.during(work))
-    assert "recovery.stall_timeout_s" in pool.events("teacher_failed")[0]
