@@ -250,6 +250,24 @@ def test_restores_are_bounded_and_the_first_error_is_shown(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+def test_restarts_are_bounded_and_the_run_ends_with_a_checkpoint(tmp_path: Path) -> None:
+    config = make_config("recovery.max_restarts=2", "algorithm.num_steps=500", "checkpoint.every_num_steps=400")
+
+    async def meddle(actors: LocalActors, controller: Controller) -> None:
+        await until(lambda: controller._version >= 3)
+        while True:
+            actors.generators["generator-0"].die()
+            await until(lambda: not controller._pool.serving)
+            await until(lambda: bool(controller._pool.serving))
+
+    run = RunDirectory(tmp_path / "run")
+    used_up = r"recovery.max_restarts: 2 restarts within .* used up. The first error was: .*generator-0"
+    with pytest.raises(RunError, match=used_up):
+        train(config, run.path, meddle)
+    assert make_store(config, run).latest() is not None
+
+
+@pytest.mark.slow
 def test_a_group_that_never_finishes_is_retried_and_then_set_aside(tmp_path: Path) -> None:
     config = make_config(f"recovery.group_timeout_s={LIMIT_S}", "recovery.max_group_retries=2")
     stuck = []
