@@ -1,8 +1,8 @@
 """Changes of a state that several tasks wait for."""
 
 import asyncio
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -17,9 +17,9 @@ class Changes:
         self._next.set()
         self._next = asyncio.Event()
 
-    async def next(self) -> None:
-        """Wait for the next change."""
-        await self._next.wait()
+    def next(self) -> Coroutine[Any, Any, object]:
+        """Return the wait for the next change after this call, however late the wait begins."""
+        return self._next.wait()
 
     async def until(self, condition: Callable[[], T | None]) -> T:
         """Wait until the condition is true, and return its value; it is checked again after each change."""
