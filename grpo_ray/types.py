@@ -64,6 +64,8 @@ class PromptItem:
 
     `group_id` is the prompt's position in the order of the whole run (epoch after epoch), which is also the
     order of batches (core/batch_queue.py).
+
+    Example: `PromptItem(7, "Sort: 31245", (83, 111, 114), "12345")`
     """
 
     group_id: int
@@ -83,6 +85,8 @@ class Completion:
 
     `logprobs` are the behaviour logprobs (natural log, at the sampling temperature, as the sampler assigned
     them), and `versions` the weight version that sampled each token, or CONTEXT.
+
+    Example: `"12345"` of the token ids [17, 2] with the logprobs [-0.3, -0.01], sampled by [4, 5]; "stop"
     """
 
     text: str
@@ -239,6 +243,8 @@ class Verdict:
     A response that the grader failed on is listed in `errors`, with reward 0 and advantage 0. The group's mean
     and standard deviation exclude it, so it contributes nothing to the gradient. A response that made its own
     grading impossible is listed in `ungradable`; it has the reward of a wrong one, and takes part.
+
+    Example: with a G of 2, rewards [1, 0], format rewards [1, 1], answer rewards [1, 0], advantages [0.7, -0.7]
     """
 
     rewards: np.ndarray
