@@ -107,16 +107,11 @@ def test_two_snapshots_are_stored_at_a_time_and_read_where_they_lie(tmp_path: Pa
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors cannot import it
 
     async def publish_all() -> Any:
-        names = ("generator-0", "generator-1")
-        clients = [
-            Client(
-                name,
-                as_actor(Generator, name, tmp_path).options(num_cpus=0, max_concurrency=10)
-                .remote(name, Deferred(PlaceEngine), 0.0, 0),
-                methods_with_bulk(Generator),
-            )
-            for name in names
-        ]  # fmt: skip
+        clients = []
+        for number, name in enumerate(("generator-0", "generator-1")):
+            actor = as_actor(Generator, name, tmp_path).options(num_cpus=0, max_concurrency=10)
+            handle = actor.remote(name, Deferred(PlaceEngine), 0.0, 0)
+            clients.append(Client(name, handle, methods_with_bulk(Generator), number))
         sync = WeightSync(clients, phase_timeout_s=30)
         for version in range(1, 8):
             weights = [("w", torch.full((4_000_000,), float(version)))]
