@@ -16,11 +16,11 @@ class ActorDied(RuntimeError):
     """The end of an actor's process, or of its node."""
 
     def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"{name} died: {reason}")
+        super().__init__(name, reason)  # which a pickle keeps: an actor may report another's death
         self.name, self.reason = name, reason
 
-    def __reduce__(self) -> tuple[Any, ...]:  # an actor may report another's death
-        return type(self), (self.name, self.reason)
+    def __str__(self) -> str:
+        return f"{self.name} died: {self.reason}"
 
 
 class OutOfDeviceMemory(ActorDied):
@@ -29,10 +29,7 @@ class OutOfDeviceMemory(ActorDied):
     def __init__(self, name: str, reason: str, num_tokens: int) -> None:
         """`num_tokens`: of the micro-batch that did not fit."""
         super().__init__(name, reason)
-        self.num_tokens = num_tokens
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.name, self.reason, self.num_tokens)
+        self.args, self.num_tokens = (name, reason, num_tokens), num_tokens
 
 
 class DataLost(RuntimeError):

@@ -64,6 +64,8 @@ class PromptItem:
 
     `group_id` is the prompt's position in the order of the whole run (epoch after epoch), which is also the
     order of batches (core/batch_queue.py).
+
+    Example: `PromptItem(7, "Sort: 31245", (83, 111, 114), "12345")`
     """
 
     group_id: int
@@ -83,6 +85,8 @@ class Completion:
 
     `logprobs` are the behaviour logprobs (natural log, at the sampling temperature, as the sampler assigned
     them), and `versions` the weight version that sampled each token, or CONTEXT.
+
+    Example: `"12345"` of the token ids [17, 2] with the logprobs [-0.3, -0.01], sampled by [4, 5]; "stop"
     """
 
     text: str
@@ -239,6 +243,8 @@ class Verdict:
     A response that the grader failed on is listed in `errors`, with reward 0 and advantage 0. The group's mean
     and standard deviation exclude it, so it contributes nothing to the gradient. A response that made its own
     grading impossible is listed in `ungradable`; it has the reward of a wrong one, and takes part.
+
+    Example: with a G of 2, rewards [1, 0], format rewards [1, 1], answer rewards [1, 0], advantages [0.7, -0.7]
     """
 
     rewards: np.ndarray
@@ -261,33 +267,29 @@ class Verdict:
         """
         num_tokens = sum(len(completion.token_ids) for completion in rollout.completions)
         logprobs = np.zeros(num_tokens, np.float32) if has_teacher else None
-        return replace(self, facts=ScoredGroup.of(rollout, self, logprobs).facts(metric))
+        return replace(self, facts=ScoredGroup.of(rollout, self, logprobs).facts_for(metric))
+
+    @property
+    def is_graded(self) -> np.ndarray:
+        """The responses that the grader did not fail on, bool `[G]`."""
+        return np.array([sample not in self.errors for sample in range(len(self.rewards))], bool)
 
 
-@dataclass(frozen=True)
-class ScoredGroup:
-    """A group with the fields of its verdict, and the logprobs of a Teacher if there is one."""
+@dataclass(frozen=True, kw_only=True)
+class ScoredGroup(Verdict):
+    """A verdict with its group, and the logprobs of a Teacher if there is one."""
 
     rollout: RolloutGroup
-    rewards: np.ndarray
-    format_rewards: np.ndarray
-    answer_rewards: np.ndarray
-    advantages: np.ndarray
-    errors: Mapping[int, str] = field(default_factory=dict)
-    ungradable: Mapping[int, str] = field(default_factory=dict)
-    turn_advantages: tuple[np.ndarray, ...] = ()
     teacher_logprobs: np.ndarray | None = None  # float32 [group_tokens], completions end to end; context: 0
-    overruns: frozenset[int] = frozenset()
-    terms: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls, rollout: RolloutGroup, verdict: Verdict, teacher_logprobs: np.ndarray | None = None
     ) -> "ScoredGroup":
-        scores = {name: value for name, value in vars(verdict).items() if name != "facts"}
-        return cls(rollout, **scores, teacher_logprobs=teacher_logprobs)
+        scores = {**vars(verdict), "facts": None}  # of use only on the way to the buffer
+        return cls(**scores, rollout=rollout, teacher_logprobs=teacher_logprobs)
 
-    def facts(self, metric: str) -> GroupFacts:
+    def facts_for(self, metric: str) -> GroupFacts:
         """Return the facts about the group, for a run with this `algorithm.dynamic_sampling_metric`."""
         return GroupFacts(self.rollout.oldest_version, self.varies_in(metric), self.num_bytes, self.outcome)
 
@@ -296,14 +298,10 @@ class ScoredGroup:
         return self.rollout.item.group_id
 
     @property
-    def num_errors(self) -> int:
-        return len(self.errors)
-
-    @property
     def outcome(self) -> GroupOutcome | None:
         """The group's outcome; None if no response was graded."""
-        graded = [right for sample, right in enumerate(self.answer_rewards) if sample not in self.errors]
-        return GroupOutcome(float(np.mean(np.array(graded) > 0)), self.has_signal) if graded else None
+        graded = self.answer_rewards[self.is_graded]
+        return GroupOutcome(float(np.mean(graded > 0)), self.has_signal) if len(graded) else None
 
     @property
     def has_signal(self) -> bool:
@@ -316,7 +314,7 @@ class ScoredGroup:
         if metric == "advantage":
             return self.has_signal
         values = self.rewards if metric == "reward" else self.answer_rewards
-        return len({value for sample, value in enumerate(values.tolist()) if sample not in self.errors}) > 1
+        return len(set(values[self.is_graded].tolist())) > 1
 
     @property
     def teacher_rows(self) -> list[np.ndarray | None]:

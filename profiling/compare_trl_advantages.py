@@ -175,7 +175,7 @@ def scored_groups(
         )  # fmt: skip
         rollout = RolloutGroup(PromptItem(place, "", (5,), ""), tuple(completions), "generator-0")
         errors = {number: "failed" for number in range(SIZE) if not is_graded[number]}
-        groups.append(ScoredGroup(rollout, weighed, format_rewards, format_rewards, advantages, errors))
+        groups.append(ScoredGroup(weighed, format_rewards, format_rewards, advantages, errors, rollout=rollout))
     return groups
 
 

@@ -62,7 +62,7 @@ def make_group(
     """Make a scored group; rewards default to 0, and advantages to the rewards."""
     r = np.array([0.0] * len(completions) if rewards is None else rewards, dtype=np.float32)
     a = r if advantages is None else np.array(advantages, dtype=np.float32)
-    return ScoredGroup(RolloutGroup(item, tuple(completions), "generator-0"), r, 0 * r, r, a)
+    return ScoredGroup(r, 0 * r, r, a, rollout=RolloutGroup(item, tuple(completions), "generator-0"))
 
 
 def simple_group(group_id: int, versions: int | list[int] = 0, has_signal: bool = True) -> ScoredGroup:
@@ -74,7 +74,7 @@ def simple_group(group_id: int, versions: int | list[int] = 0, has_signal: bool 
 def parts(group: ScoredGroup, metric: str = "advantage") -> tuple[RolloutGroup, Verdict]:
     """Take a scored group apart, for `TrajectoryBuffer.put`."""
     of_verdict = {field.name: getattr(group, field.name) for field in fields(Verdict) if field.name != "facts"}
-    return group.rollout, Verdict(**of_verdict, facts=group.facts(metric))
+    return group.rollout, Verdict(**of_verdict, facts=group.facts_for(metric))
 
 
 def make_buffer(

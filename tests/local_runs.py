@@ -11,11 +11,15 @@ from small_run import QUICKSTART, SMALL
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
+from grpo_ray.core.context import ServingContext
 from grpo_ray.core.controller import Controller
 from grpo_ray.records.evaluation_summary import EvaluationSummary
-from grpo_ray.records.run_files import RunDirectory
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run.preflight import check_files, prepare
 from grpo_ray.run.restores import train_through_restores
+from grpo_ray.watch.open_calls import OpenCalls
+from grpo_ray.watch.restarts import RestartBudget
+from grpo_ray.watch.run_log import RunLog
 from grpo_ray.watch.trackers import tracking
 
 Watcher = Callable[[LocalActors, Controller], Any]  # a coroutine function that interferes with a run
@@ -70,6 +74,21 @@ def train(config: Config, folder: Path, meddle: Watcher | None = None) -> Record
     with tracking(config, run, recorder.announced.append, recorder.warning) as trackers:
         train_through_restores(config, prepared, run, recorder, host, drive, trackers)
     return recorder
+
+
+class FakeServing:
+    """The surroundings of a pool of actors: the given fakes, and real records in `folder`."""
+
+    def __init__(self, folder: Path, config: Config, actors: Any, max_restarts: int = 5) -> None:
+        self.config, self.actors, self.run, self.calls = config, actors, RunDirectory(folder), OpenCalls()
+        self.run.create(config)
+        self.log = RunLog(self.run, Recorder())
+        self.context = ServingContext(config, actors, self.calls, self.log)
+        self.budget = RestartBudget("recovery.max_restarts", max_restarts, 0.0)
+
+    def events(self, kind: str) -> list[str]:
+        assert self.log.writer.wait(20)
+        return [e["text"] for e in read_metrics(self.run.events_path) if e["kind"] == kind]
 
 
 class Killed(BaseException):

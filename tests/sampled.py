@@ -23,12 +23,7 @@ KEPT: dict[str, tuple[str, ...]] = {
         "hangs",
     ),
     "test_broken_rewards.py::test_a_reward_that_sometimes_fails_is_said_once_in_the_first_step": ("raises",),
-    "test_controller.py::test_a_stall_is_explained_and_ended": ("learner",),
-    "test_controller.py::test_a_hung_sync_is_named_and_its_generator_replaced_while_the_others_continue": (
-        "True",
-    ),
-    "test_controller.py::test_a_synchronous_run_that_is_interrupted_is_the_same_run": ("stop-2", "kill-1"),
-    "test_controller.py::test_no_prompt_is_skipped_or_trained_twice_over_ten_kills": ("1",),
+    "test_controller.py::test_a_stall_is_explained_and_ended": ("scorer", "learner"),
     "test_distillation_runs.py::test_a_teacher_that_dies_is_replaced_and_looks_up_again": ("2",),
     "test_distillation_runs.py::test_combinations": ("overrides2", "overrides3"),
     "test_environment_training.py::test_the_pages_environments_are_trained": (
@@ -89,11 +84,8 @@ KEPT: dict[str, tuple[str, ...]] = {
     "test_report_page_browser.py::test_ranks_have_curves_and_a_table": ("size0-light",),
     "test_schedules.py::test_a_synchronous_run_that_is_interrupted_is_the_same_run": ("dynamic", "reference"),
     "test_schedules.py::test_every_schedule_trains_each_prompt_once_on_recent_tokens": (
-        "synchronous-False",
         "colocated-False",
-        "dynamic-False",
         "replay-advantage-False",
-        "lookahead-True",
         "oversampled-async-True",
         "everything-True",
     ),

@@ -76,7 +76,7 @@ class TrajectoryBuffer:
         kept = set(group_ids)
         self._memory.forget(kept)  # a batch that was taken but not trained
         await self.drop([group_id for group_id in self._groups if group_id not in kept])
-        return {group_id: group.facts(self._sampling_metric) for group_id, group in self._groups.items()}
+        return {group_id: group.facts_for(self._sampling_metric) for group_id, group in self._groups.items()}
 
     async def put(
         self, rollout: RolloutGroup, verdict: Verdict, teacher_logprobs: np.ndarray | None = None

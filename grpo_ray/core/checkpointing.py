@@ -53,7 +53,8 @@ class Checkpointing:
         if state is None:
             return {}
         self._writing = asyncio.create_task(self._write(state, duration))
-        self._writing.add_done_callback(_retrieve_error)
+        # Or asyncio reports the death of an actor; the next call to that actor ends the run anyway.
+        self._writing.add_done_callback(lambda done: done.cancelled() or done.exception())
         return {"timing/checkpoint/capture_s": duration.seconds}
 
     async def _capture(self, metrics: Metrics, unwritten: str | None) -> CheckpointState | None:
@@ -83,17 +84,19 @@ class Checkpointing:
     async def _write(self, state: CheckpointState, captured: Duration) -> None:
         try:
             with self._clock.span("write checkpoint", f"step {state.step}") as duration:
-                await self._write_files(state)
+                self.problem = await self._write_files(state)
         except OSError as error:
             self.problem = f"the checkpoint of step {state.step} could not be written: {error}"
-        except _RecordsMissing as missing:
-            self.problem = WAITS + str(missing)
-        else:
-            self.problem, self._last_saved, self._write_s = None, state.step, duration.seconds
+        if self.problem is None:
+            self._last_saved, self._write_s = state.step, duration.seconds
             self._compare_with_preemption(captured.seconds + duration.seconds)
 
-    async def _write_files(self, state: CheckpointState) -> None:
-        """Write the actors' files, and flush all records that the checkpoint vouches for before it appears."""
+    async def _write_files(self, state: CheckpointState) -> str | None:
+        """Write the actors' files, and flush all records that the checkpoint vouches for before it appears.
+
+        Returns:
+            The reason that it does not appear, if records are missing.
+        """
         disk = self._log.writer
         folder = await disk.run("a new checkpoint", partial(self._store.begin, state.step))
         with self._calls.call("learner", f"writes the checkpoint of step {state.step}"):
@@ -103,8 +106,9 @@ class Checkpointing:
             )
         files = {**files, **{f"training/{name}": size for name, size in groups.items()}}
         if error := await self._actors.buffer.flush() or await self._log.on_disk():
-            raise _RecordsMissing(error)
+            return WAITS + error
         await disk.run("a checkpoint", partial(self._store.commit, state.step, state, files))
+        return None
 
     def _compare_with_preemption(self, seconds: float) -> None:
         """Say once, at the first checkpoint, if a preemption would not leave the time for one."""
@@ -116,13 +120,3 @@ class Checkpointing:
             )
             self._log.event("slow_checkpoint", None, text)
         self._is_measured = True
-
-
-class _RecordsMissing(Exception):
-    """The reason that records before the checkpoint are not on disk."""
-
-
-def _retrieve_error(writing: "asyncio.Task[None]") -> None:
-    """Keep asyncio from reporting the death of an actor; the next call to that actor ends the run anyway."""
-    if not writing.cancelled():
-        writing.exception()

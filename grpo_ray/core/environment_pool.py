@@ -15,6 +15,7 @@ from grpo_ray.episodes.environment_worker import environment_seed
 from grpo_ray.episodes.serving_time import ServingTime
 from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.types import PromptItem, Ref, RolloutGroup, SamplingSettings
+from grpo_ray.watch.changes import Changes
 from grpo_ray.watch.restarts import RestartBudget
 from grpo_ray.watch.suspects import Gate
 
@@ -43,7 +44,7 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
         self._answer_s = min(ANSWER_S, context.config.recovery.stall_timeout_s / 2)
         self._serving: Mapping[int, GeneratorClient] = {}
         self._served = ServingTime()
-        self._changed = asyncio.Event()
+        self._changes = Changes()  # of the Generators that serve
         self._keeping: list[asyncio.Task[None]] = []
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -60,8 +61,7 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
         """Send turns to these Generators from now on."""
         self._serving = {generator.client.number: generator.client for generator in serving.values()}
         self._served.set(bool(self._serving))
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changes.announce()
 
     @contextlib.asynccontextmanager
     async def room(self, is_alone: bool) -> AsyncIterator[EnvironmentClient]:
@@ -118,7 +118,7 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
             limit_s = self._context.config.recovery.start_timeout_s  # its first answer waits for its start
             try:
                 while not watching.done():
-                    changed = asyncio.ensure_future(self._changed.wait())
+                    changed = asyncio.ensure_future(self._changes.next())
                     async with asyncio.timeout(limit_s):
                         await worker.serve(self._serving)
                     limit_s = self._answer_s

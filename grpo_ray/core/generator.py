@@ -11,6 +11,7 @@ from grpo_ray.episodes.turn_box import FinishedTurns, TurnBoxes, Turns, Worker
 from grpo_ray.transfer.meeting import Meeting
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings, bulk_and_facts
+from grpo_ray.watch.changes import Changes
 from grpo_ray.watch.memory import resident_bytes
 from grpo_ray.watch.stage_clock import ActorStats, StageClock
 
@@ -39,8 +40,7 @@ class Generator:
         self._inbox: Inbox | None = None  # while weights come by a wire to this process
         self._boxes = TurnBoxes(self._sample_turn)
         self._num_running = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._endings = Changes()
         self._clock = StageClock(STAGES, rest="wait_for_prompts")
         self._asleep = ExitStack()  # a stage that lasts from one call to another
 
@@ -80,7 +80,7 @@ class Generator:
 
     async def _sample(self, token_ids: tuple[int, ...], settings: SamplingSettings) -> tuple[Completion, ...]:
         """Sample with the engine, which must not sleep meanwhile."""
-        self._enter()
+        self._num_running += 1
         try:
             with self._clock.stage("generate"):
                 completions = await self._engine.generate(token_ids, settings)
@@ -88,7 +88,8 @@ class Generator:
                     await asyncio.sleep(self._slowdown_s)
             return completions
         finally:
-            self._leave()
+            self._num_running -= 1
+            self._endings.announce()
 
     async def join(self, meeting: Meeting) -> None:
         """Join the wire on which weights will come from the Learner, in place of an earlier one.
@@ -161,7 +162,7 @@ class Generator:
 
     async def sleep(self) -> None:
         """Free the device for the colocated Learner, once no group is running."""
-        await self._idle.wait()
+        await self._endings.until(lambda: self._num_running == 0)
         self._asleep.enter_context(self._clock.stage("sleep"))
         await self._engine.sleep()
 
@@ -176,12 +177,3 @@ class Generator:
 
     async def shutdown(self) -> None:
         await self._engine.shutdown()
-
-    def _enter(self) -> None:
-        self._num_running += 1
-        self._idle.clear()
-
-    def _leave(self) -> None:
-        self._num_running -= 1
-        if self._num_running == 0:
-            self._idle.set()

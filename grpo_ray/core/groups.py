@@ -22,7 +22,7 @@ from typing import Any
 
 from grpo_ray.config import Config
 from grpo_ray.core.batch_queue import BatchQueue
-from grpo_ray.core.staleness import Admission, extra_slots_at, oldest_allowed, version_trained_at
+from grpo_ray.core.staleness import Admission, oldest_allowed, version_trained_at
 from grpo_ray.tasks.prompt_stream import PromptStream
 from grpo_ray.types import NO_VERSION, GroupFacts, PromptItem
 
@@ -217,8 +217,7 @@ class GroupBook:
         assert batch is not None, "no batch was taken"
         assert batch.step == step, f"step {batch.step} is in training"
         done = [*batch.group_ids, *batch.dropped_ids]
-        outcomes = {group_id: self._groups[group_id].facts.outcome for group_id in done}
-        self._prompts.observe({g: outcome for g, outcome in outcomes.items() if outcome is not None})
+        self._prompts.observe({g: outcome for g in done if (outcome := self._groups[g].facts.outcome)})
         self._leave(done, (State.IN_BATCH,))
         self.num_trained += len(batch.group_ids)
         self.num_dropped += len(batch.dropped_ids)
@@ -277,10 +276,8 @@ class GroupBook:
         self.next_id = saved["next_group_id"]
         self.given_up = set(saved["set_aside"])
         self.num_trained, self.num_dropped = saved["num_trained"], saved["num_dropped"]
-        num_left = self.num_dropped + len(self.given_up)
-        self._admission.extra_slots += extra_slots_at(
-            self.published_version, self.num_trained, num_left, 0, self._admission.groups_per_step
-        )
+        num_gone = self.num_trained + self.num_dropped + len(self.given_up)
+        self._admission.extra_slots += num_gone - self.published_version * self._admission.groups_per_step
         self._queue.begin(unfinished, self.next_id)
         for group_id in sorted(unfinished):
             state = State.BUFFERED if group_id in held else State.WAITING

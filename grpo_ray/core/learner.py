@@ -15,11 +15,7 @@ from torch.profiler import record_function
 
 from grpo_ray.config import Config
 from grpo_ray.core.staleness import UpdateCounts, lag_metrics
-from grpo_ray.learning.adapters import (
-    load_adapter,
-    load_trained,
-    trained_parameters,
-)
+from grpo_ray.learning.adapters import load_adapter, load_trained, trained_parameters
 from grpo_ray.learning.batch_advantages import needs_batch, with_batch_advantages
 from grpo_ray.learning.blocks import compile_blocks, recompute_in_backward
 from grpo_ray.learning.device import hold_to_cores

@@ -11,16 +11,17 @@ import contextlib
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from grpo_ray.config import SamplingConfig
-from grpo_ray.core.clients import GeneratorClient, ServingActors, WeightSyncClient
+from grpo_ray.core.clients import GeneratorClient, ServingActors, TeacherClient, WeightSyncClient
 from grpo_ray.core.context import ServingContext
 from grpo_ray.core.dispatch import Dispatcher, Incarnation
 from grpo_ray.core.environment_pool import EnvironmentPool
-from grpo_ray.core.starting import turns_of, until_ready
-from grpo_ray.core.stateless_actors import ScorerPool, TeacherPool
+from grpo_ray.core.starting import until_ready
+from grpo_ray.core.stateless_actors import StatelessActors
 from grpo_ray.core.sync import WeightSyncError
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.errors import ActorDied, DataLost, first_error
@@ -62,31 +63,30 @@ class GeneratorPool:
         self._settings, self._budget = settings, budget
         self._dispatcher = Dispatcher(context.actors.generators.values(), context.config.generator.max_num_seqs)
         self._admitted: dict[int, str | None] = {}  # by process that does not serve yet: its error in a sync
-        self._scorers = ScorerPool(context, budget)
-        self.teachers = TeacherPool(context, budget)
+        self._scorers = StatelessActors("scorer", context.actors.scorers, context, budget)
+        self._teachers = StatelessActors("teacher", context.actors.teachers, context, budget)
         self._environments = EnvironmentPool(context, budget, self.fail)
+        self._others: tuple[StatelessActors[Any], ...] = self._scorers, self._teachers, self._environments
         self._environments.serve(self._dispatcher.serving)
-        self._starts, self._fan_out = turns_of(context), FanOut()
+        self._starts, self._fan_out = asyncio.Semaphore(context.config.generator.max_starting), FanOut()
         self._suspects, self._gate = Suspects(), Gate()
         self._device_is_ours = asyncio.Event()  # cleared while a colocated Learner has the device
         self._device_is_ours.set()
         self._tasks: asyncio.TaskGroup | None = None
         self._replacing: dict[asyncio.Task[None], str] = {}  # the actor's name
         self.num_retried = 0
-        self.num_sampled_tokens = 0  # since the pool was made
+        self.num_sampled_tokens = self.num_looked_up_tokens = 0  # since the pool was made; by Teachers
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Run replacements in this task group; a replacement that exceeds the budget ends the run."""
         self._tasks = tasks
-        self._scorers.start(tasks)
-        self.teachers.start(tasks)
-        self._environments.start(tasks)
+        for actors in self._others:
+            actors.start(tasks)
 
     def cancel(self) -> None:
         """Abandon the replacements that are under way."""
-        self._scorers.cancel()
-        self.teachers.cancel()
-        self._environments.cancel()
+        for actors in self._others:
+            actors.cancel()
         for task in self._replacing:
             task.cancel()
 
@@ -101,8 +101,7 @@ class GeneratorPool:
 
     @property
     def being_replaced(self) -> frozenset[str]:
-        others = (self._scorers, self.teachers, self._environments)
-        return frozenset(self._replacing.values()).union(*(pool.replacing for pool in others))
+        return frozenset(self._replacing.values()).union(*(actors.replacing for actors in self._others))
 
     # Sampling
 
@@ -182,15 +181,27 @@ class GeneratorPool:
 
     async def _judge(self, group: Ref[RolloutGroup], item: PromptItem, is_retry: bool, purpose: str) -> Scored:
         """Have the group scored and, in training, looked up by a Teacher at the same time."""
+        scoring = self._scorers.ask(f"scores group {item.group_id}", is_retry, lambda each: each.score(group))
         if purpose != "train" or not self._actors.teachers:
-            return group, await self._scorers.score(group, item, is_retry), None
+            return group, await scoring, None
         try:
             async with asyncio.TaskGroup() as tasks:
-                verdict = tasks.create_task(self._scorers.score(group, item, is_retry))
-                logprobs = tasks.create_task(self.teachers.look_up(group, item, is_retry))
+                verdict = tasks.create_task(scoring)
+                logprobs = tasks.create_task(self._look_up(group, item, is_retry))
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
         return group, verdict.result(), logprobs.result()
+
+    async def _look_up(self, group: Ref[RolloutGroup], item: PromptItem, is_retry: bool) -> Ref[np.ndarray]:
+        """Return a reference to a teacher's logprobs of the group's tokens."""
+
+        async def look_up(teacher: TeacherClient) -> tuple[Ref[np.ndarray], int]:
+            logprobs, num_tokens = teacher.look_up(group)
+            return logprobs, await num_tokens
+
+        logprobs, num_tokens = await self._teachers.ask(f"looks up group {item.group_id}", is_retry, look_up)
+        self.num_looked_up_tokens += num_tokens
+        return logprobs
 
     def _request(self, num_samples: int, request: str) -> SamplingSettings:
         """Return the parameters of one request, with a seed for every engine but vLLM.
@@ -271,7 +282,7 @@ class GeneratorPool:
         if name in self._actors.scorers:
             self._scorers.retire(name, error)
         elif name in self._actors.teachers:
-            self.teachers.retire(name, error)
+            self._teachers.retire(name, error)
         elif (generator := self._dispatcher.serving.get(name)) is not None:
             self._dispatcher.remove(name)
             self._environments.serve(self._dispatcher.serving)

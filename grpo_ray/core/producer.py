@@ -7,35 +7,18 @@ in one task per group, cancels what is cut off, and has the buffer discard what 
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import Any
 
 from grpo_ray.core.context import RunContext
 from grpo_ray.core.groups import Batch, GroupBook, State
 from grpo_ray.core.pool import GeneratorPool
 from grpo_ray.errors import DataLost, RunError
 from grpo_ray.types import PromptItem
+from grpo_ray.watch.changes import Changes
 from grpo_ray.watch.run_log import Metrics
 
-T = TypeVar("T")
 SLICE = 1000  # groups dispatched at a time
-
-
-class Changes:
-    """Changes of a state that several tasks wait for."""
-
-    def __init__(self) -> None:
-        self._next = asyncio.Event()
-
-    def announce(self) -> None:
-        self._next.set()
-        self._next = asyncio.Event()
-
-    async def until(self, condition: Callable[[], T | None]) -> T:
-        """Wait until the condition is true, and return its value; it is checked again after each change."""
-        while not (value := condition()):
-            await self._next.wait()
-        return value
 
 
 class RolloutProducer:

@@ -49,13 +49,6 @@ class Admission:
         return last_step * self.groups_per_step + self.extra_slots
 
 
-def extra_slots_at(
-    version: int, num_trained: int, num_left: int, num_oversampled: int, groups_per_step: int
-) -> int:
-    """Return `Admission.extra_slots` of a run at `version`, from its count of trained and discarded groups."""
-    return num_trained - version * groups_per_step + num_left + num_oversampled
-
-
 def version_trained_at(step: int) -> int:
     """Return the Learner's version while it trains on the batch of `step`, which turns version n - 1 into n."""
     return step - 1

@@ -13,11 +13,6 @@ NOTICE_S = 60.0  # without an actor that comes up, before the run names those th
 REPORT_S = 10.0  # between two reports of the number of actors that are up
 
 
-def turns_of(context: ServingContext) -> asyncio.Semaphore:
-    """Return the turns of Generators that start at the same time."""
-    return asyncio.Semaphore(context.config.generator.max_starting)
-
-
 async def until_all_ready(context: ServingContext, ready: Callable[[ActorClient], Awaitable[None]]) -> None:
     """Wait for every actor, report how many are up, and after `NOTICE_S` which ones are not.
 
@@ -29,7 +24,8 @@ async def until_all_ready(context: ServingContext, ready: Callable[[ActorClient]
     Raises:
         Stalled: an actor did not start within `recovery.start_timeout_s`.
     """
-    log, limit_s, turns = context.log, context.config.recovery.start_timeout_s, turns_of(context)
+    log, limit_s = context.log, context.config.recovery.start_timeout_s
+    turns = asyncio.Semaphore(context.config.generator.max_starting)
     began: dict[str, float] = {}  # seconds on the clock, by actor
 
     async def start(actor: ActorClient) -> None:

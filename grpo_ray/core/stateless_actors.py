@@ -6,14 +6,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Generic, Literal, TypeVar
 
-import numpy as np
-
-from grpo_ray.core.clients import ActorClient, ScorerClient, TeacherClient
+from grpo_ray.core.clients import ActorClient
 from grpo_ray.core.context import ServingContext
 from grpo_ray.core.starting import until_ready
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.errors import ActorDied
-from grpo_ray.types import PromptItem, Ref, RolloutGroup, Verdict
 from grpo_ray.watch.clock import monotonic
 from grpo_ray.watch.restarts import RestartBudget
 
@@ -100,33 +97,3 @@ class StatelessActors(Generic[ClientT]):
                 error = str(again)
         seconds = monotonic() - started
         context.log.event(f"{self._kind}_back", name, f"works again after {seconds:.1f} s", seconds=seconds)
-
-
-class ScorerPool(StatelessActors[ScorerClient]):
-    """All Scorers of a run as one."""
-
-    def __init__(self, context: ServingContext, budget: RestartBudget) -> None:
-        super().__init__("scorer", context.actors.scorers, context, budget)
-
-    async def score(self, group: Ref[RolloutGroup], item: PromptItem, is_retry: bool) -> Verdict:
-        """Return the group's verdict; raises DataLost if the group is gone."""
-        return await self.ask(f"scores group {item.group_id}", is_retry, lambda scorer: scorer.score(group))
-
-
-class TeacherPool(StatelessActors[TeacherClient]):
-    """All Teachers of a run as one."""
-
-    def __init__(self, context: ServingContext, budget: RestartBudget) -> None:
-        super().__init__("teacher", context.actors.teachers, context, budget)
-        self.num_tokens = 0  # looked up so far
-
-    async def look_up(self, group: Ref[RolloutGroup], item: PromptItem, is_retry: bool) -> Ref[np.ndarray]:
-        """Return a reference to the teacher's logprobs of the group's tokens; raises DataLost as `score`."""
-
-        async def look_up(teacher: TeacherClient) -> tuple[Ref[np.ndarray], int]:
-            logprobs, num_tokens = teacher.look_up(group)
-            return logprobs, await num_tokens
-
-        logprobs, num_tokens = await self.ask(f"looks up group {item.group_id}", is_retry, look_up)
-        self.num_tokens += num_tokens
-        return logprobs

@@ -19,21 +19,21 @@ class StepMetrics:
         self._context, self._pool = context, pool
         self._activity, self._loop_lag = Activity(context.clock), LoopLag()
         self._timeline = Timeline(context.log.run.timeline_path, context.log.run.path.name)
-        self._num_reported_tokens = self._num_looked_up = 0  # before the current window
+        self._num_before = (0, 0)  # tokens before the current window: sampled, and looked up by Teachers
 
     async def begin(self) -> None:
         """Open the window of the first step."""
         await self._activity.read(self._serving)
         self._loop_lag.start()
-        self._num_reported_tokens = self._pool.num_sampled_tokens
-        self._num_looked_up = self._pool.teachers.num_tokens
+        self._num_before = self._pool.num_sampled_tokens, self._pool.num_looked_up_tokens
 
     async def take(self, num_trained_tokens: float) -> Metrics:
         """Close the current window, draw it in the timeline, and return its metrics."""
-        log, actors = self._context.log, self._context.actors
+        log, actors, pool = self._context.log, self._context.actors, self._pool
         window = await self._activity.read(self._serving)
-        num_tokens = self._pool.num_sampled_tokens
-        num_sampled, self._num_reported_tokens = num_tokens - self._num_reported_tokens, num_tokens
+        before, self._num_before = self._num_before, (pool.num_sampled_tokens, pool.num_looked_up_tokens)
+        num_sampled, num_looked_up = (now - then for now, then in zip(self._num_before, before, strict=True))
+        of_teachers = {"throughput/teacher_tokens_per_s": num_looked_up / window.seconds}
         spilled_bytes = actors.spilled_bytes()
         log.warning("spilling", _spilling(spilled_bytes))
         draw = partial(self._timeline.append, window.drawn)
@@ -43,7 +43,7 @@ class StepMetrics:
             **self._loop_lag.take(),
             "timing/step_s": window.seconds,
             "throughput/sampled_tokens_per_s": num_sampled / window.seconds,
-            **self._of_teachers(window.seconds),
+            **(of_teachers if actors.teachers else {}),
             "throughput/trained_tokens_per_s": num_trained_tokens / window.seconds,
             "memory/object_store_spilled_bytes": spilled_bytes,
         }
@@ -57,12 +57,6 @@ class StepMetrics:
             "recovery/restarts": log.num_events(*FAILURES),
             "recovery/restores": log.num_events("restored"),
         }
-
-    def _of_teachers(self, seconds: float) -> Metrics:
-        before, self._num_looked_up = self._num_looked_up, self._pool.teachers.num_tokens
-        if not self._context.actors.teachers:
-            return {}
-        return {"throughput/teacher_tokens_per_s": (self._num_looked_up - before) / seconds}
 
     @property
     def _serving(self) -> Mapping[str, ActorClient]:

@@ -33,8 +33,8 @@ class Teacher:
         Raises:
             ValueError: a logprob is not finite.
         """
-        no_rewards = np.zeros(len(group.completions), np.float32)
-        sequences = sequences_of([ScoredGroup(group, no_rewards, no_rewards, no_rewards, no_rewards)])
+        none = np.zeros(len(group.completions), np.float32)
+        sequences = sequences_of([ScoredGroup(none, none, none, none, rollout=group)])
         with self._clock.stage("look_up", f"group {group.item.group_id}"):
             found = np.concatenate([np.empty(0), *await self._engine.logprobs(sequences)])
         if not np.isfinite(found).all():

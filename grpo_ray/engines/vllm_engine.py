@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import os
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any
 
@@ -71,25 +72,19 @@ class VllmEngine:
     async def generate(
         self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings
     ) -> tuple[Completion, ...]:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         from grpo_ray.engines.vllm_texts import decode
 
         params = _sampling_params(settings)
         await self._resumed.wait()  # so that the prompt is computed by the version of its salt
         prompt = {"prompt_token_ids": list(prompt_token_ids), "cache_salt": str(self._num_pauses)}
         lora = None if self._adapter is None else self._adapter.request()
-        outputs = self._llm.generate(prompt, params, str(next(self._request_ids)), lora_request=lora)
-        try:
-            async for output in outputs:  # FINAL_ONLY: one output, when every sample has finished
-                if not params.detokenize:
-                    tokenizer = self._llm.get_tokenizer()
-                    for sample in output.outputs:
-                        sample.text = decode(tokenizer, prompt_token_ids, sample.token_ids, params)
-                return tuple(map(_completion, output.outputs))
-        except EngineDeadError as error:
-            raise EngineDied(f"vLLM's engine died: {error}") from error
-        raise RuntimeError("vLLM ended a request without an output")
+        request = self._llm.generate(prompt, params, str(next(self._request_ids)), lora_request=lora)
+        output = await only_output(request)
+        if not params.detokenize:
+            tokenizer = self._llm.get_tokenizer()
+            for sample in output.outputs:
+                sample.text = decode(tokenizer, prompt_token_ids, sample.token_ids, params)
+        return tuple(map(_completion, output.outputs))
 
     async def start(self, version: int) -> None:
         await self._llm.update_weight_version(str(version))
@@ -158,6 +153,18 @@ class VllmEngine:
         self._buffer.close()
         if self._adapter is not None:
             self._adapter.close()
+
+
+async def only_output(request: AsyncIterator[Any]) -> Any:
+    """Return the one output of a request that is FINAL_ONLY, when every sample has finished."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        async for output in request:
+            return output
+    except EngineDeadError as error:
+        raise EngineDied(f"vLLM's engine died: {error}") from error
+    raise RuntimeError("vLLM ended a request without an output")
 
 
 def common_arguments(config: EngineConfig, dtype: str, head_dtype: HeadDtype) -> dict[str, Any]:

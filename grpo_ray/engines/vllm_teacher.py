@@ -8,8 +8,7 @@ import numpy as np
 
 from grpo_ray.config.distillation import DistillationConfig
 from grpo_ray.config.model import HeadDtype
-from grpo_ray.engines.base import EngineDied
-from grpo_ray.engines.vllm_engine import common_arguments
+from grpo_ray.engines.vllm_engine import common_arguments, only_output
 from grpo_ray.learning.model_files import located
 from grpo_ray.learning.sequences import TrainSequence
 
@@ -48,7 +47,6 @@ class VllmTeacher:
     async def _of_one(self, sequence: TrainSequence) -> np.ndarray:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.exceptions import EngineDeadError
 
         params = SamplingParams(
             max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False,
@@ -56,15 +54,9 @@ class VllmTeacher:
         )  # fmt: skip
         tokens = sequence.tokens().tolist()
         request = self._llm.generate({"prompt_token_ids": tokens}, params, str(next(self._request_ids)))
-        try:
-            async for output in request:  # FINAL_ONLY: one output
-                found = output.prompt_logprobs
-                assert found.token_ids == tokens[1:]
-                of_response = np.asarray(found.logprobs, np.float32)[len(sequence.prompt_token_ids) - 1 :]
-                return sequence.sampled(of_response)
-        except EngineDeadError as error:
-            raise EngineDied(f"vLLM's engine died: {error}") from error
-        raise RuntimeError("vLLM ended a request without an output")
+        found = (await only_output(request)).prompt_logprobs
+        assert found.token_ids == tokens[1:]
+        return sequence.sampled(np.asarray(found.logprobs, np.float32)[len(sequence.prompt_token_ids) - 1 :])
 
     async def shutdown(self) -> None:
         await asyncio.to_thread(self._llm.shutdown)

@@ -1,6 +1,5 @@
 """The way of an episode's turns to the Generators: to the one with the prefix, while it is not overloaded."""
 
-import asyncio
 import uuid
 from collections.abc import Mapping
 
@@ -9,6 +8,7 @@ from grpo_ray.episodes.serving_time import ServingTime
 from grpo_ray.episodes.turn_link import TurnClient, TurnLink
 from grpo_ray.errors import ActorDied, TurnLost
 from grpo_ray.types import Completion, GeneratorFailure, SamplingSettings
+from grpo_ray.watch.changes import Changes
 
 SLACK = 8  # turns by which the Generator with the prefix may be busier than the least busy one
 
@@ -26,25 +26,23 @@ class TurnRouter:
         self.served = ServingTime(is_serving=False)
         self._serving: dict[int, TurnLink] = {}  # by number: a replacement has another one
         self._failures: list[GeneratorFailure] = []
-        self._changed = asyncio.Condition()
+        self._changes = Changes()  # of the two above
 
     async def serve(self, serving: Mapping[int, TurnClient]) -> None:
         """Send turns to these Generators from now on."""
-        async with self._changed:
-            known = {failure.number for failure in self._failures}
-            self._serving = {
-                number: self._serving.get(number) or TurnLink(client, self._worker, self._silence_s)
-                for number, client in serving.items()
-                if number not in known
-            }
-            self.served.set(bool(self._serving))
-            self._changed.notify_all()
+        known = {failure.number for failure in self._failures}
+        self._serving = {
+            number: self._serving.get(number) or TurnLink(client, self._worker, self._silence_s)
+            for number, client in serving.items()
+            if number not in known
+        }
+        self.served.set(bool(self._serving))
+        self._changes.announce()
 
     async def failures(self, num_known: int) -> list[GeneratorFailure]:
         """Wait until more than `num_known` Generators have failed; return the others."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: len(self._failures) > num_known)
-            return self._failures[num_known:]
+        await self._changes.until(lambda: len(self._failures) > num_known)
+        return self._failures[num_known:]
 
     async def sample(
         self, token_ids: tuple[int, ...], settings: SamplingSettings, preferred: int | None
@@ -65,28 +63,25 @@ class TurnRouter:
             try:
                 return await link.sample(token_ids, settings), number
             except (ActorDied, EngineDied, TimeoutError) as error:
-                await self._fail(number, str(error))
+                self._fail(number, str(error))
                 num_lost += link.num_answers > num_before  # or else it was dead before it had the turn
                 if num_lost == 2:
                     raise TurnLost(f"two Generators failed with one turn; the second: {error}") from error
 
     async def _choose(self, preferred: int | None) -> int:
-        if not self._serving:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._serving)
+        await self._changes.until(lambda: self._serving)
         least = min(self._serving, key=lambda number: self._serving[number].num_turns)
         if preferred is None or preferred not in self._serving:
             return least
         busier = self._serving[preferred].num_turns - self._serving[least].num_turns
         return preferred if busier <= SLACK else least
 
-    async def _fail(self, number: int, error: str) -> None:
-        async with self._changed:
-            if number in self._serving:
-                self._serving = {other: link for other, link in self._serving.items() if other != number}
-                self.served.set(bool(self._serving))
-                self._failures.append(GeneratorFailure(number, error))
-                self._changed.notify_all()
+    def _fail(self, number: int, error: str) -> None:
+        if number in self._serving:
+            self._serving = {other: link for other, link in self._serving.items() if other != number}
+            self.served.set(bool(self._serving))
+            self._failures.append(GeneratorFailure(number, error))
+            self._changes.announce()
 
 
 class RoutedSampler:

@@ -55,7 +55,7 @@ def with_batch_advantages(
         groups = [_changed(group, whiten) for group in groups]
     is_by_token = placement == "reward_to_go" or scale == "whiten_tokens"
     if is_by_token:  # NaN marks what was not graded until every token has its advantage
-        groups = [replace(g, advantages=np.where(_is_graded(g), g.advantages, np.nan)) for g in groups]
+        groups = [replace(g, advantages=np.where(g.is_graded, g.advantages, np.nan)) for g in groups]
     final = [
         replace(
             new,
@@ -136,7 +136,7 @@ def _penalized(group: ScoredGroup, penalties: Sequence[np.ndarray], config: Conf
             group,
             rewards=rewards,
             advantages=advantages_of(
-                rewards, _lengths(completions), _is_graded(group), algorithm, config.sampling.max_tokens, *parts
+                rewards, _lengths(completions), group.is_graded, algorithm, config.sampling.max_tokens, *parts
             ),
         )
     pairs = zip(completions, penalties, strict=True)
@@ -170,7 +170,7 @@ def _compared(group: ScoredGroup, config: Config) -> Iterator[np.ndarray]:
     else:
         lengths = _lengths(completions)
         shaped = shaped_rewards(group.rewards, lengths, algorithm, config.sampling.max_tokens)
-        yield shaped[_is_graded(group)]
+        yield shaped[group.is_graded]
 
 
 def _whitening(
@@ -221,14 +221,10 @@ def _changed(group: ScoredGroup, change: Callable[[np.ndarray], np.ndarray]) -> 
 
     return replace(
         group,
-        advantages=np.where(_is_graded(group), changed(group.advantages), np.float32(0)),
+        advantages=np.where(group.is_graded, changed(group.advantages), np.float32(0)),
         turn_advantages=tuple(map(changed, group.turn_advantages)),
     )
 
 
 def _lengths(completions: Sequence[Completion]) -> np.ndarray:
     return np.array([len(completion.token_ids) for completion in completions])
-
-
-def _is_graded(group: ScoredGroup) -> np.ndarray:
-    return np.array([number not in group.errors for number in range(len(group.rewards))])

@@ -26,7 +26,7 @@ from grpo_ray.records.episode_columns import (
     run_lengths,
 )
 from grpo_ray.records.visible_text import encodable, visible
-from grpo_ray.types import TERM, Completion, Episode, PromptItem, RolloutGroup, ScoredGroup
+from grpo_ray.types import TERM, Completion, Episode, PromptItem, RolloutGroup, ScoredGroup, Verdict
 
 SCHEMA_VERSION = "1"  # increased when a column changes its meaning; new columns leave it
 DROPPED, FRESH = 0, 1  # values of `use`: sampled for the step but left out, or trained for the first time
@@ -142,9 +142,8 @@ class _Columns:
         taught = np.concatenate(self._teacher[start:end]) if self._teacher else None
         terms = {name: column[start:end] for name, column in self._terms}
         of_task = {n: c.to_numpy().copy() for n, c in terms.items() if c.null_count < len(c)}
-        return ScoredGroup(
-            rollout, rewards, formats, answers, advantages, errors, ungradable, per_turn, taught, terms=of_task
-        )
+        scores = Verdict(rewards, formats, answers, advantages, errors, ungradable, per_turn, terms=of_task)
+        return ScoredGroup.of(rollout, scores, taught)
 
     def _completion(self, row: int) -> Completion:
         fields = {

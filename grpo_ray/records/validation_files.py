@@ -25,7 +25,7 @@ def outcomes_of(groups: Sequence[ScoredGroup]) -> Outcomes:
         rewards=stacked(lambda group: group.rewards, np.float64),
         format_rewards=stacked(lambda group: group.format_rewards, np.float64),
         answer_rewards=stacked(lambda group: group.answer_rewards, np.float64),
-        is_error=stacked(lambda group: [i in group.errors for i in range(len(group.rewards))], np.bool_),
+        is_error=stacked(lambda group: ~group.is_graded, np.bool_),
         num_tokens=stacked(lambda group: [c.num_tokens for c in group.rollout.completions], np.int64),
         is_truncated=stacked(lambda group: [c.is_truncated for c in group.rollout.completions], np.bool_),
         tasks=np.array([group.rollout.item.task for group in groups]),

@@ -26,7 +26,7 @@ from grpo_ray.records.json_lines import JsonLines
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tasks.demonstrations import Demonstration, read_demonstrations
 from grpo_ray.tasks.prompts import template_of
-from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup, StartingModel, TrainBatch, Verdict
+from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup, StartingModel, TrainBatch
 
 LOGGED = ("optim/grad_norm", "optim/lr", "throughput/trained_tokens", "timing/train_s")
 Progress = Callable[[int, int, float], None]
@@ -102,7 +102,7 @@ def _batch_of(rows: Sequence[Demonstration], version: int) -> TrainBatch:
         zeros, versions = np.zeros(len(tokens), np.float32), np.full(len(tokens), version, np.int32)
         sample = Completion("", tokens, zeros, versions, "stop")
         rollout = RolloutGroup(PromptItem(number, "", prompt, ""), (sample,), "sft")
-        groups.append(ScoredGroup.of(rollout, Verdict(one, one, one, one)))
+        groups.append(ScoredGroup(one, one, one, one, rollout=rollout))
     return TrainBatch(tuple(groups))
 
 

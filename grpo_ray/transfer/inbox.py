@@ -41,8 +41,9 @@ class Inbox:
         """
         if self._channel is None or self._meeting is None:
             raise WireError("join a wire first")
-        data = self._room(snapshot.wire_bytes)
-        buffer = torch.from_numpy(data)
+        if self._data.nbytes != snapshot.wire_bytes:
+            self._data = shared_memory(self._fd, snapshot.wire_bytes)
+        buffer = torch.from_numpy(self._data)
         try:
             for _ in receive(
                 self._channel, self._meeting, snapshot, lambda chunk: buffer[chunk.start : chunk.end]
@@ -51,12 +52,7 @@ class Inbox:
         except WireError:
             self._channel = None
             raise
-        return replace(snapshot, data=data, wire_bytes=0)
-
-    def _room(self, num_bytes: int) -> np.ndarray:
-        if self._data.nbytes != num_bytes:
-            self._data = shared_memory(self._fd, num_bytes)
-        return self._data
+        return replace(snapshot, data=self._data, wire_bytes=0)
 
     def close(self) -> None:
         self._channel = None

@@ -24,7 +24,9 @@ class ReceivingGenerator(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def number(self) -> int: ...
+    def number(self) -> int:
+        """The number of its process: each one that is started under a name gets another."""
+
     def join(self, meeting: Meeting) -> Awaitable[None]: ...
 
 

@@ -29,7 +29,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup], num_dropped: int = 0) -> dict
         "reward/format": float(np.mean([group.format_rewards.mean() for group in groups])),
         "reward/answer": float(np.mean([group.answer_rewards.mean() for group in groups])),
         **term_metrics(groups),
-        "reward/errors": float(sum(group.num_errors for group in groups)),
+        "reward/errors": float(sum(len(group.errors) for group in groups)),
         "reward/ungradable": float(sum(len(group.ungradable) for group in groups)),
         "reward/baseline_variance": float(np.mean([baseline_variance(group.rewards) for group in groups])),
         "rollout/response_tokens/mean": float(lengths.mean()),
@@ -46,9 +46,8 @@ def term_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return the mean reward of each named term, unweighted, over the graded responses that it applies to."""
     values: dict[str, list[np.ndarray]] = defaultdict(list)
     for group in groups:
-        is_graded = np.array([sample not in group.errors for sample in range(len(group.rewards))])
         for name, term in group.terms.items():
-            values[name].append(term[is_graded & ~np.isnan(term)])
+            values[name].append(term[group.is_graded & ~np.isnan(term)])
     joined = {name: np.concatenate(parts) for name, parts in values.items()}
     return {f"reward/{name}/mean": float(each.mean()) for name, each in joined.items() if len(each)}
 

@@ -3,6 +3,7 @@
 import asyncio
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.results import Options, Row
@@ -60,4 +61,4 @@ def _verdict(group: ScoredGroup) -> Verdict:
 def _with_id(group: ScoredGroup, group_id: int) -> ScoredGroup:
     item = PromptItem(group_id, "", group.rollout.item.prompt_token_ids, "")
     rollout = RolloutGroup(item, group.rollout.completions, group.rollout.generator)
-    return ScoredGroup(rollout, group.rewards, group.format_rewards, group.answer_rewards, group.advantages)
+    return replace(group, rollout=rollout)

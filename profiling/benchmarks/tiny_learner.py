@@ -58,7 +58,6 @@ def make_batch(config: Config, version: int, num_tokens: int = 16, prompt_tokens
         ]
         advantages = rng.normal(size=len(completions)).astype(np.float32)
         ones = np.ones_like(advantages)
-        groups.append(
-            ScoredGroup(RolloutGroup(item, tuple(completions), "generator-0"), ones, ones, ones, advantages)
-        )
+        rollout = RolloutGroup(item, tuple(completions), "generator-0")
+        groups.append(ScoredGroup(ones, ones, ones, advantages, rollout=rollout))
     return TrainBatch(tuple(groups))

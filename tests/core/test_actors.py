@@ -5,6 +5,7 @@ import math
 import time
 import zlib
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,12 +64,8 @@ def test_scores_and_advantages_by_hand() -> None:
 @pytest.mark.parametrize(
     ("changes", "right", "wrong"),
     [
-        ({"advantage": "mean"}, 0.4, -0.6),  # three of five are correct
         ({"advantage": "leave_one_out"}, 1 - 2 / 4, 0 - 3 / 4),
-        ({"advantage": "max_only"}, 1.0, 0.0),
-        ({"advantage": "raw"}, 1.0, 0.0),
         ({"std": "population"}, 0.4 / math.sqrt(0.24), -0.6 / math.sqrt(0.24)),
-        ({"advantage_eps": 0.5}, 0.4 / (math.sqrt(0.3) + 0.5), -0.6 / (math.sqrt(0.3) + 0.5)),
         ({"loss": "no_baseline"}, 1.0, 0.0),  # whatever `advantage` is
     ],
 )
@@ -129,37 +126,16 @@ class FakeEngine:
         if name == self.fails:
             raise RuntimeError("the device was lost")
 
-    async def start(self, version: int) -> None:
-        self._call(f"start {version}")
-
     async def generate(self, prompt: tuple[int, ...], settings: SamplingSettings) -> tuple[Completion, ...]:
         self._call("generate")
         await self.released.wait()
         return tuple(make_completion([5, 6, 7]) for _ in range(settings.num_samples))
 
-    async def pause(self) -> None:
-        self._call("pause")
+    def __getattr__(self, name: str) -> Any:
+        async def call(*args: Any) -> None:
+            self._call(" ".join([name, *(str(getattr(each, "version", each)) for each in args)]))
 
-    async def stage(self, snapshot: WeightSnapshot) -> None:
-        self._call(f"stage {snapshot.version}")
-
-    async def load(self) -> None:
-        self._call("load")
-
-    async def finish(self, version: int) -> None:
-        self._call(f"finish {version}")
-
-    async def resume(self) -> None:
-        self._call("resume")
-
-    async def sleep(self) -> None:
-        self._call("sleep")
-
-    async def wake(self) -> None:
-        self._call("wake")
-
-    async def shutdown(self) -> None:
-        self._call("shutdown")
+        return call
 
 
 def snapshot(version: int) -> WeightSnapshot:
@@ -174,11 +150,11 @@ async def update(generator: Generator, weights: WeightSnapshot) -> dict[str, flo
 
 def test_weight_update_calls_the_engine_in_order() -> None:
     engine = FakeEngine()
-    generator = Generator("generator-0", engine)
+    generator = Generator("generator-0", engine, version=6)
 
     async def run() -> None:
         assert await generator.ready()
-        assert "version=0" in repr(generator)
+        assert "version=6" in repr(generator)
         seconds = await update(generator, snapshot(7))
         assert list(seconds) == ["pause", "load", "finish", "resume", "paused"]
         assert 0 < sum(seconds.values()) - seconds["paused"] <= seconds["paused"]
@@ -186,7 +162,7 @@ def test_weight_update_calls_the_engine_in_order() -> None:
 
     asyncio.run(run())
     assert engine.calls == [
-        "start 0",
+        "start 6",
         "stage 7",
         "pause",
         "load",
@@ -221,14 +197,6 @@ def test_phase_that_takes_too_long_is_named(phase: str) -> None:
     assert ("version=1" in repr(generator)) == (phase == "resume")
 
 
-def test_generator_continues_from_the_version_it_is_given() -> None:
-    engine = FakeEngine()
-    generator = Generator("generator-0", engine, version=7)
-    asyncio.run(generator.ready())
-    assert engine.calls == ["start 7"]
-    assert "version=7" in repr(generator)
-
-
 WHOLE = WeightSnapshot(
     8, (TensorSpec("w", "float32", (3,), 0, 12),), np.arange(12, dtype=np.uint8), zlib.crc32(bytes(range(12)))
 )
@@ -253,17 +221,6 @@ def test_incomplete_snapshot_is_refused_before_it_reaches_the_engine(bad: Weight
     asyncio.run(update(generator, WHOLE))
     assert engine.calls == ["stage 8", "pause", "load", "finish 8", "resume"]
     assert "version=8" in repr(generator)
-
-
-def test_cancelled_group_does_not_keep_its_generator_busy() -> None:
-    async def run() -> None:
-        engine = FakeEngine()
-        generator = Generator("generator-0", engine)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(generator.generate(make_item(), make_settings()), 0.02)
-        assert "0 groups running" in repr(generator)
-
-    asyncio.run(run())
 
 
 async def generate_s(generator: Generator) -> float:
@@ -304,22 +261,6 @@ def test_groups_tokens_and_seconds() -> None:
         idle = await generator.take_stats()
         assert idle.stages.seconds["generate"] == 0
         assert idle.stages.seconds["wait_for_prompts"] >= 0.05
-
-    asyncio.run(run())
-
-
-def test_overlapping_groups_are_busy_once() -> None:
-    class SleepyEngine(FakeEngine):
-        async def generate(self, prompt: tuple[int, ...], settings: SamplingSettings) -> tuple[Completion, ...]:
-            await asyncio.sleep(0.01 * settings.max_tokens)
-            return (make_completion([5]),)
-
-    async def run() -> None:
-        generator = Generator("generator-0", SleepyEngine())
-        started = time.perf_counter()
-        lengths = (4, 10, 7)  # all start together and end at different times
-        await asyncio.gather(*(generator.generate(make_item(), make_settings(max_tokens=n)) for n in lengths))
-        assert 0.09 <= await generate_s(generator) <= time.perf_counter() - started
 
     asyncio.run(run())
 

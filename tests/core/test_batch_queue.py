@@ -201,22 +201,6 @@ def test_other_queues_drop_groups_without_signal_as_they_arrive(options: dict) -
     assert queue.drop({4: False}) == (4,)
 
 
-def test_next_batch_has_its_own_limit_of_drops() -> None:
-    queue = BatchQueue(1, max_dropped=1)
-    assert queue.drop({0: False, 1: False}) == (0,)
-    assert queue.batch([1]) == (1,)  # despite its lack of signal, because no more may be dropped
-    queue.train([1])
-    assert queue.drop({2: False, 3: False}) == (2,)
-
-
-def test_next_group_in_the_queue_replaces_a_dropped_one() -> None:
-    queue = BatchQueue(2, max_dropped=2)
-    queue.drop({0: False, 1: True})
-    assert queue.window() == [1, 2]
-    assert queue.batch([1]) is None
-    assert queue.batch([2, 1]) == (1, 2)
-
-
 # ---- whole schedules ----
 
 Step = tuple[tuple[int, ...], tuple[int, ...]]  # a batch, and the groups dropped for it
@@ -305,26 +289,6 @@ def test_no_group_is_later_than_the_look_ahead_allows(
     num_due = max(0, NUM // size - allowed) * size
     late = {g: where.get(g, NUM) - g // size for g in range(num_due)}
     assert max(late.values(), default=0) <= allowed
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("lookahead", [2, 3, 4, 5])
-@pytest.mark.parametrize("slow", range(4))
-def test_one_straggler_is_as_late_as_allowed_and_no_later(size: int, lookahead: int, slow: int) -> None:
-    """All other groups have finished; the straggler finishes only when no batch is possible without it."""
-    queue, finished = BatchQueue(size, lookahead), set(range(60)) - {slow}
-    for num_taken in itertools.count():
-        batch = queue.batch(sorted(finished))
-        if batch is None:
-            break
-        finished -= set(batch)
-        queue.train(batch)
-        assert num_taken < 20
-    last = queue.batch(sorted(finished | {slow}))
-    assert last is not None
-    assert slow in last
-    late = num_taken - slow // size
-    assert 1 <= late <= math.ceil((lookahead - 1) / size)
 
 
 @pytest.mark.slow

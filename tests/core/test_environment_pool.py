@@ -7,20 +7,15 @@ from typing import Any
 
 import pytest
 from builders import make_item, make_settings
-from local_runs import Recorder, make_config
+from local_runs import FakeServing, make_config
 from turn_clients import until
 
 from grpo_ray.core import environment_pool
-from grpo_ray.core.context import ServingContext
 from grpo_ray.core.dispatch import Incarnation
 from grpo_ray.core.environment_pool import MAX_STUCK, EnvironmentPool
 from grpo_ray.episodes.environment_worker import environment_seed
 from grpo_ray.errors import ActorDied, DataLost
-from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.types import GeneratorFailure, PlayReport
-from grpo_ray.watch.open_calls import OpenCalls
-from grpo_ray.watch.restarts import RestartBudget
-from grpo_ray.watch.run_log import RunLog
 
 Behaviour = Callable[[str, int], Any]  # (worker, number of the play over all workers) -> report or error
 
@@ -84,17 +79,12 @@ class FakeActors:
         return self.environments[name]
 
 
-class Pool:
+class Pool(FakeServing):
     def __init__(self, folder: Path, answer: Behaviour, *overrides: str, num_workers: int = 1) -> None:
-        self.actors = FakeActors(answer, num_workers)
-        self.failed: list[tuple[int, str]] = []
         config = make_config("recovery.restart_backoff_s=0.001", *overrides)
-        self.run = RunDirectory(folder)
-        self.run.create(config)
-        self.log = RunLog(self.run, Recorder())
-        context = ServingContext(config, self.actors, OpenCalls(), self.log)  # type: ignore[arg-type]
-        budget = RestartBudget("recovery.max_restarts", 5, 0.0)
-        self.pool = EnvironmentPool(context, budget, lambda *failure: self.failed.append(failure))
+        super().__init__(folder, config, FakeActors(answer, num_workers))
+        self.failed: list[tuple[int, str]] = []
+        self.pool = EnvironmentPool(self.context, self.budget, lambda *failure: self.failed.append(failure))
 
     async def during(self, work: Callable[[], Awaitable[Any]]) -> Any:
         async with asyncio.TaskGroup() as tasks:
@@ -108,23 +98,17 @@ class Pool:
         async with self.pool.room(is_alone) as worker:
             return await self.pool.play(worker, make_item(group_id), make_settings(), purpose)
 
-    def events(self, kind: str) -> list[str]:
-        assert self.log.writer.wait(20)
-        return [e["text"] for e in read_metrics(self.run.events_path) if e["kind"] == kind]
-
 
 def good(worker: str, number: int) -> PlayReport:
     return PlayReport(12, 0)
 
 
+PLACES = ("episodes.max_concurrent=8", "algorithm.samples_per_prompt=4", "evaluation.samples_per_prompt=4")
+
+
 class Client:
     def __init__(self, name: str, number: int = 0) -> None:
         self.name, self.number = name, number
-
-
-def test_a_group_and_its_tokens(tmp_path: Path) -> None:
-    pool = Pool(tmp_path, good)
-    assert asyncio.run(pool.during(pool.play)) == ("group 7", 12)
 
 
 def test_a_worker_that_dies_is_replaced_and_the_group_has_the_same_seed_again(tmp_path: Path) -> None:
@@ -223,8 +207,13 @@ def test_many_groups_of_one_dead_worker_replace_it_once(tmp_path: Path) -> None:
 def test_a_worker_that_does_not_end_its_episodes_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = Pool(tmp_path, lambda worker, number: good("", 0) if number else asyncio.sleep(60))
-    monkeypatch.setattr(pool.pool, "_limit_s", lambda name: 0.1)
+    monkeypatch.setattr(environment_pool, "GRACE_S", 0.05)
+    pool = Pool(
+        tmp_path,
+        lambda worker, number: good("", 0) if number else asyncio.sleep(60),
+        *PLACES,
+        "episodes.max_seconds=0.05",
+    )
 
     async def work() -> Any:
         with pytest.raises(TimeoutError, match=r"environment-0 did not end the episodes within 0\.1 s"):
@@ -233,6 +222,23 @@ def test_a_worker_that_does_not_end_its_episodes_is_replaced(
 
     assert asyncio.run(pool.during(work)) == ("group 7", 12)
     assert pool.actors.starts == {"environment-0": 2}
+
+
+@pytest.mark.slow
+def test_groups_that_wait_for_a_place_are_not_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker has places for two groups of four; each takes 0.2 s, so the last ones begin after 0.4 s."""
+    monkeypatch.setattr(environment_pool, "GRACE_S", 0.1)
+    places = asyncio.Semaphore(2)
+
+    async def after_its_turn() -> PlayReport:
+        async with places:
+            await asyncio.sleep(0.2)
+        return good("", 0)
+
+    pool = Pool(tmp_path, lambda worker, number: after_its_turn(), *PLACES, "episodes.max_seconds=0.25")
+    played = asyncio.run(pool.during(lambda: asyncio.gather(*(pool.play(n) for n in range(6)))))
+    assert played == [(f"group {n}", 12) for n in range(6)]
+    assert pool.actors.starts == {"environment-0": 1}
 
 
 @pytest.mark.parametrize(("num_stuck", "num_starts"), [(MAX_STUCK, 1), (MAX_STUCK + 1, 2)])

@@ -8,18 +8,14 @@ from typing import Any
 
 import pytest
 from builders import make_item, make_settings
-from local_runs import Recorder, make_config
+from local_runs import FakeServing, make_config
 
 from grpo_ray.cluster.placement import scorer_names, teacher_names
-from grpo_ray.core.context import ServingContext
 from grpo_ray.core.pool import GeneratorPool
 from grpo_ray.core.stalls import StallWatch
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled, first_error
-from grpo_ray.records.run_files import RunDirectory, read_metrics
-from grpo_ray.watch.open_calls import OpenCalls
-from grpo_ray.watch.restarts import BudgetUsedUp, RestartBudget
-from grpo_ray.watch.run_log import RunLog
+from grpo_ray.watch.restarts import BudgetUsedUp
 
 NUMBERS = itertools.count()  # of processes
 Behaviour = Callable[[str, int], Any]  # (actor, how many times it was called before) -> result, or an error
@@ -102,19 +98,16 @@ class FakeWeightSync:
         return 5
 
 
-class Pool:
-    """A GeneratorPool over fake actors, with what the run would give it."""
+class Pool(FakeServing):
+    """A GeneratorPool over fake actors."""
 
     def __init__(self, folder: Path, answer: Behaviour, *overrides: str, max_restarts: int = 5) -> None:
-        self.config = make_config("recovery.restart_backoff_s=0.001", *overrides)
-        names = scorer_names(self.config), teacher_names(self.config)
-        self.actors = FakeActors(answer, self.config.generator.num_generators, *names)
-        self.run = RunDirectory(folder)
-        self.run.create(self.config)
-        self.calls, self.log = OpenCalls(), RunLog(self.run, Recorder())
-        context = ServingContext(self.config, self.actors, self.calls, self.log)  # type: ignore[arg-type]
-        budget = RestartBudget("recovery.max_restarts", max_restarts, 0.0)
-        self.pool = GeneratorPool(context, FakeWeightSync(), make_settings(), budget)  # type: ignore[arg-type]
+        config = make_config("recovery.restart_backoff_s=0.001", *overrides)
+        names = scorer_names(config), teacher_names(config)
+        actors = FakeActors(answer, config.generator.num_generators, *names)
+        super().__init__(folder, config, actors, max_restarts)
+        sync: Any = FakeWeightSync()
+        self.pool = GeneratorPool(self.context, sync, make_settings(), self.budget)
 
     async def during(self, work: Callable[[], Any]) -> Any:
         try:
@@ -128,10 +121,6 @@ class Pool:
 
     def sample(self) -> Any:
         return asyncio.run(self.during(lambda: self.pool.sample(make_item(7), 2, "train")))
-
-    def events(self, kind: str) -> list[str]:
-        assert self.log.writer.wait(20)
-        return [e["text"] for e in read_metrics(self.run.events_path) if e["kind"] == kind]
 
 
 def fails(what: str, error: Callable[[], BaseException], times: int = 10**9) -> Behaviour:
@@ -195,25 +184,29 @@ def test_a_replacement_that_does_not_start_is_replaced_as_well(tmp_path: Path, w
 
 
 @pytest.mark.slow
-def test_the_stall_watch_does_not_wait_for_the_scorer_that_it_replaces(tmp_path: Path) -> None:
-    """The Scorer hangs, and so does its successor: the watch looks on, and the third one scores."""
+@pytest.mark.parametrize(("what", "name"), [("score", "scorer"), ("look_up", "teacher-0")])
+def test_the_stall_watch_does_not_wait_for_an_actor_that_it_replaces(
+    tmp_path: Path, what: str, name: str
+) -> None:
+    """A Scorer or Teacher hangs, and so does its successor: the watch looks on, and the third one works."""
 
     def answer(asked: str, number: int) -> Any:
-        return asyncio.sleep(60) if asked in ("score", "scorer ready") and number == 0 else 3
+        return asyncio.sleep(60) if asked in (what, f"{name} ready") and number == 0 else 3
 
-    pool = Pool(tmp_path, answer, "recovery.start_timeout_s=1.2")
+    pool = Pool(tmp_path, answer, "recovery.start_timeout_s=1.2", *TAUGHT)
 
     async def work() -> Any:
         watch = StallWatch(pool.calls, pool.pool, pool.log, 0.4)
         watching = asyncio.create_task(watch.run())
         sampling = asyncio.create_task(pool.pool.sample(make_item(7), 2, "train"))
-        while pool.actors.starts["scorer"] < 3:
+        while pool.actors.starts[name] < 3:
             await asyncio.sleep(0.01)
         assert pool.actors.num_stack_dumps >= 2  # it kept watching while the first replacement hung
         watching.cancel()
         sampling.cancel()
 
     asyncio.run(pool.during(work))
+    assert "recovery.stall_timeout_s" in pool.events(f"{name.partition('-')[0]}_failed")[0]
 
 
 @pytest.mark.slow
@@ -225,7 +218,7 @@ def test_an_actor_that_starts_for_long_is_no_stall(tmp_path: Path, kind: str) ->
     pool.actors.starts[name] = 1
 
     async def work() -> None:
-        kinds = {"scorer": pool.pool._scorers, "teacher": pool.pool.teachers}
+        kinds = {"scorer": pool.pool._scorers, "teacher": pool.pool._teachers}
         kinds.get(kind, pool.pool._environments).retire(name, "killed")
         await asyncio.wait_for(StallWatch(pool.calls, pool.pool, pool.log, 0.3).run(), 1.0)
 
@@ -353,7 +346,7 @@ TAUGHT = ("distillation.teacher=/some/where", "distillation.engine=torch")
 def test_only_groups_to_train_on_are_looked_up(tmp_path: Path) -> None:
     pool = Pool(tmp_path, lambda asked, number: 3, *TAUGHT)
     assert pool.sample() == ("group", 3, "logprobs")
-    assert pool.pool.teachers.num_tokens == 3
+    assert pool.pool.num_looked_up_tokens == 3
     assert asyncio.run(pool.during(lambda: pool.pool.sample(make_item(7), 2, "validation"))) == (
         "group",
         3,
@@ -371,7 +364,7 @@ def test_tokens_of_concurrent_groups_are_all_counted(tmp_path: Path) -> None:
     asyncio.run(
         pool.during(lambda: asyncio.gather(*(pool.pool.sample(make_item(n), 2, "train") for n in range(5))))
     )
-    assert pool.pool.teachers.num_tokens == 15
+    assert pool.pool.num_looked_up_tokens == 15
 
 
 def test_a_group_is_looked_up_while_it_is_scored(tmp_path: Path) -> None:
@@ -403,21 +396,3 @@ def test_a_group_whose_look_up_fails_is_sampled_again_and_then_given_up(tmp_path
     tries = pool.config.recovery.max_group_retries + 1
     assert pool.actors.num_calls["generate"] == pool.actors.num_calls["look_up"] == tries
     assert all("no finite logprob" in text for text in pool.events("group_failed"))
-
-
-@pytest.mark.slow
-def test_a_teacher_that_hangs_is_replaced_by_the_stall_watch(tmp_path: Path) -> None:
-    pool = Pool(
-        tmp_path, lambda asked, number: asyncio.sleep(60) if (asked, number) == ("look_up", 0) else 3, *TAUGHT
-    )
-
-    async def work() -> Any:
-        watching = asyncio.create_task(StallWatch(pool.calls, pool.pool, pool.log, 0.4).run())
-        sampling = asyncio.create_task(pool.pool.sample(make_item(7), 2, "train"))
-        while pool.actors.starts["teacher-0"] < 2:
-            await asyncio.sleep(0.01)
-        watching.cancel()
-        sampling.cancel()
-
-    asyncio.run(pool.during(work))
-    assert "recovery.stall_timeout_s" in pool.events("teacher_failed")[0]

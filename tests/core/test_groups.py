@@ -108,11 +108,6 @@ def test_state_of_another_run_is_refused() -> None:
         PromptStream(examples, PROMPTERS, EpochOrder(5, seed=0)).load_state_dict(state)
 
 
-def test_no_examples_is_refused() -> None:
-    with pytest.raises(ValueError, match="no training examples"):
-        make_prompts(num_examples=0)
-
-
 def test_make_items_keeps_the_order() -> None:
     items = make_items([Example("b", "1"), Example("a", "2")], PROMPTERS)
     assert [(item.group_id, item.prompt) for item in items] == [(0, "Q b:"), (1, "Q a:")]

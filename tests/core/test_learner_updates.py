@@ -299,49 +299,23 @@ def test_only_update_has_ratio_1_whatever_the_sampler_assigned(
     assert metrics["mismatch/logprob_diff/max"] > 0.5  # still measured
 
 
-def test_tokens_are_clipped_once_the_policy_has_moved(make_learner: Callable[..., Learner]) -> None:
-    clip_fracs = []
-    for epochs in (1, 2):
-        learner = make_learner(algorithm={"epochs_per_batch": epochs})
-        clip_fracs.append(step(learner, make_batch(learner, noise=0.0))["loss/clip_frac"])
-    assert clip_fracs[0] == 0.0
-    assert clip_fracs[1] > 0.05
-
-
-@pytest.mark.slow
-def test_training_with_several_updates_resumes_from_a_checkpoint_bit_for_bit(
-    make_learner: Callable[..., Learner], tmp_path: Path
-) -> None:
-    options = {"epochs_per_batch": 2, "train_batch_size": 4, "old_log_probs": "proximal"}
-
-    def train(learner: Learner, seeds: Sequence[int]) -> list[dict[str, float]]:
-        all_metrics = []
-        for seed in seeds:
-            metrics = step(learner, make_batch(learner, seed=seed, versions=learner.version))
-            all_metrics.append(
-                {n: v for n, v in metrics.items() if not n.startswith(("timing/", "memory/", "perf/"))}
-            )
-        return all_metrics
-
-    straight, first = make_learner(algorithm=options), make_learner(algorithm=options)
-    expected = train(straight, range(4))
-    assert train(first, range(2)) == expected[:2]
-    folder = written(first, tmp_path / "step")
-    second = Learner(str(folder), first._config, ENDS, folder / "training")
-    assert train(second, range(2, 4)) == expected[2:]
-    assert torch.equal(flat_weights(second.model), flat_weights(straight.model))
-    other = make_learner(algorithm=options, run={"seed": 1})
-    assert train(other, range(1)) != expected[:1]  # another seed, other minibatches
-
-
 @pytest.mark.slow
 def test_every_step_shuffles_anew(make_learner: Callable[..., Learner]) -> None:
-    learner = make_learner(algorithm={"train_batch_size": 4}, learner={"learning_rate": 0.0})
-    groups, dealt = make_batch(learner), []
-    for _ in range(2):
-        updates, _ = updates_of(learner, all_with_signal(groups))
-        dealt.append([tokens_of(update.sequences) for update in updates])
+    """In another order with another seed."""
+    dealt = []
+    for seed in (0, 1):
+        options = {
+            "algorithm": {"train_batch_size": 4},
+            "learner": {"learning_rate": 0.0},
+            "run": {"seed": seed},
+        }
+        learner = make_learner(**options)
+        groups = all_with_signal(make_batch(learner))
+        for _ in range(2):
+            updates, _ = updates_of(learner, groups)
+            dealt.append([tokens_of(update.sequences) for update in updates])
     assert dealt[0] != dealt[1]
+    assert dealt[0] != dealt[2]
 
 
 def test_skipped_update_leaves_the_others_of_its_batch(make_learner: Callable[..., Learner]) -> None:
@@ -362,13 +336,37 @@ def test_skipped_update_leaves_the_others_of_its_batch(make_learner: Callable[..
 def test_minibatches_without_any_signal_are_updates_of_zero(
     make_learner: Callable[..., Learner], epochs: int, size: int | None
 ) -> None:
+    """Gradients of zero would still be steps of Adam, which move the weights by its momentum."""
     learner = make_learner(algorithm={"epochs_per_batch": epochs, "train_batch_size": size})
     groups = make_batch(learner)
+    step(learner, groups)
     before = flat_weights(learner.model)
+    learner.version = 0  # of which the tokens are
     metrics = step(learner, [groups[1], groups[3], groups[1], groups[3]])
     assert metrics["optim/num_updates"] == epochs * 12 / (size or 12)
     assert metrics["loss/policy"] == metrics["optim/grad_norm"] == metrics["throughput/trained_tokens"] == 0.0
     assert torch.equal(flat_weights(learner.model), before)
+
+
+def test_a_penalty_on_a_token_is_a_signal() -> None:
+    """KL-Cov holds tokens back that need not have an advantage of their own."""
+    zeros = np.zeros(2, np.float32)
+    sequence = TrainSequence((1,), np.array([5, 6]), zeros, 0.0, token_penalties=zeros)
+    assert not sequence.has_signal
+    assert replace(sequence, token_penalties=np.array([0, 1], np.float32)).has_signal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["grpo_clip", "no_baseline"])
+def test_only_responses_with_an_advantage_are_computed(make_learner: Callable[..., Learner], loss: str) -> None:
+    """With raw rewards that is every right response, whatever its group."""
+    learner = make_learner(algorithm={"loss": loss})
+    groups = make_batch(learner)
+    which = {(0, 0), (1, 0), (1, 1), (1, 2), (2, 1), (2, 2)} if loss == "no_baseline" else {
+        (place, number) for place in (0, 2) for number in range(3)
+    }  # fmt: skip
+    expected = sum(len(groups[place].rollout.completions[number].token_ids) for place, number in which)
+    assert step(learner, groups)["throughput/trained_tokens"] == expected
 
 
 # ---- every loss ----
@@ -376,9 +374,9 @@ def test_minibatches_without_any_signal_are_updates_of_zero(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("loss", ["unclipped", "gspo", "cispo"])
+@pytest.mark.parametrize("loss", ["no_baseline", "grpo_clip", "gspo", "cispo"])
 def test_gradient_of_each_loss(make_learner: Callable[..., Learner], loss: str, aggregation: str) -> None:
-    """Tokens without a finite behaviour logprob are excluded from sum, count and GSPO's mean."""
+    """Tokens without a finite behaviour logprob are excluded from a ratio's sum, count and GSPO's mean."""
     learner = make_learner(algorithm={"loss": loss, "aggregation": aggregation}, sampling={"temperature": 0.7})
     groups = make_batch(learner)
     max(groups[0].rollout.completions, key=lambda c: len(c.token_ids)).logprobs[1] = -np.inf
@@ -391,15 +389,30 @@ def test_gradient_of_each_loss(make_learner: Callable[..., Learner], loss: str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["unclipped", "gspo", "cispo"])
-def test_micro_batches_do_not_change_a_loss(make_learner: Callable[..., Learner], loss: str) -> None:
-    gradients = []
+@pytest.mark.parametrize(
+    ("loss", "aggregation"),
+    [
+        ("no_baseline", "token_mean"),
+        ("grpo_clip", "sequence_mean"),
+        ("gspo", "constant"),
+        ("cispo", "prompt_mean"),
+    ],
+)
+def test_micro_batches_change_neither_gradient_nor_metrics(
+    make_learner: Callable[..., Learner], loss: str, aggregation: str
+) -> None:
+    gradients, metrics = [], []
     for tokens in (1, 40, 100_000):
-        learner = make_learner(algorithm={"loss": loss}, learner={"micro_batch_tokens": tokens})
-        learner.accumulate_gradient(sequences_of(make_batch(learner)))
+        options = {"algorithm": {"loss": loss, "aggregation": aggregation}}
+        learner = make_learner(**options, learner={"micro_batch_tokens": tokens})
+        sums = learner.accumulate_gradient(sequences_of(make_batch(learner)))
+        sizes = ("computed_tokens", "prompt_tokens", "padding_tokens")  # of the micro-batches themselves
+        metrics.append({name: value for name, value in sums.items() if name not in sizes})
         gradients.append(gradient(learner))
-    assert relative_difference(gradients[1], gradients[0]) < 1e-6
-    assert relative_difference(gradients[2], gradients[0]) < 1e-6
+    assert gradients[0].abs().max() > 1e-3
+    for other in (1, 2):
+        assert relative_difference(gradients[other], gradients[0]) < 1e-6
+        assert metrics[other] == pytest.approx(metrics[0], rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.slow
@@ -541,7 +554,7 @@ def test_every_aggregation_over_minibatches_of_parts_of_groups(
     groups = cut_off(all_with_signal(make_batch(learner)), {(0, 0), (0, 2), (3, 1)})
     groups[1].rollout.completions[0].logprobs[0] = np.nan
     updates, _ = updates_of(learner, groups)
-    assert len(updates) == 3
+    assert [len(update.sequences) for update in updates] == [3, 3, 3]  # three of twelve were cut off
     for update in updates:
         update.check()
 
@@ -560,7 +573,7 @@ def test_batch_that_the_band_rejects_leaves_the_weights(make_learner: Callable[.
     assert torch.equal(flat_weights(learner.model), before)
 
 
-def test_mismatch_and_effective_samples_by_hand(make_learner: Callable[..., Learner]) -> None:
+def test_mismatch_clipping_and_effective_samples_by_hand(make_learner: Callable[..., Learner]) -> None:
     learner = make_learner()
     log_ratios = np.array([0.0, 0.5, -0.5, 1.0])
     group = by_log_ratios(learner, log_ratios)
@@ -571,6 +584,9 @@ def test_mismatch_and_effective_samples_by_hand(make_learner: Callable[..., Lear
     )
     assert metrics["mismatch/kl"] == pytest.approx((weights - 1 - log_ratios).mean(), rel=1e-4)
     assert metrics["mismatch/logprob_diff/max"] == pytest.approx(1.0, abs=1e-5)
+    # Above 1.2 with an advantage above 0 are e^0.5 and e^1; below 0.8 with one below 0 is e^-0.5.
+    assert metrics["loss/clip_frac"] == pytest.approx(3 / 8)
+    assert metrics["throughput/trained_tokens"] == 8
 
 
 def by_log_ratios(learner: Learner, log_ratios: np.ndarray) -> ScoredGroup:
@@ -641,7 +657,7 @@ def test_mismatch_is_of_the_same_tokens_in_every_configuration(
     make_learner: Callable[..., Learner], options: dict
 ) -> None:
     """Groups 1 and 3 have no signal: some configurations compute them, and their mismatch is another."""
-    learner = make_learner(algorithm=options, learner={"learning_rate": 0.0})
+    learner = make_learner(algorithm=options, learner={"learning_rate": 0.0}, sampling={"temperature": 0.7})
     groups = make_batch(learner)
     for completion in groups[1].rollout.completions:
         completion.logprobs[:] -= 2.0
@@ -761,25 +777,6 @@ def cut_off(groups: Sequence[ScoredGroup], which: set[tuple[int, int]]) -> list[
     ]  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_truncated_responses_are_left_out_of_sum_and_count(
-    make_learner: Callable[..., Learner], aggregation: str
-) -> None:
-    options = {"aggregation": aggregation, "mask_truncated": True}
-    learner = make_learner(algorithm=options)
-    which = {(0, 0), (0, 2), (3, 1)}
-    groups = cut_off(make_batch(learner), which)
-    (update,), metrics = updates_of(learner, groups)
-    update.check()
-    assert len(update.sequences) == 12 - len(which)
-    kept = [
-        c for i, g in enumerate(groups) if g.has_signal
-        for j, c in enumerate(g.rollout.completions) if (i, j) not in which
-    ]  # fmt: skip
-    assert metrics["throughput/trained_tokens"] == sum(len(c.token_ids) for c in kept)
-
-
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_batch_of_truncated_responses_alone_leaves_the_weights(
     make_learner: Callable[..., Learner], epochs: int
@@ -845,14 +842,6 @@ def test_groups_without_signal_have_the_added_terms(make_learner: Callable[..., 
     (update,), metrics = updates_of(learner, [groups[1], groups[3]])
     update.check()
     assert metrics["throughput/trained_tokens"] > 0
-
-
-def test_entropy_bonus_raises_the_entropy(make_learner: Callable[..., Learner]) -> None:
-    learner = make_learner(algorithm={"entropy_bonus": 1.0}, learner={"learning_rate": 3e-4})
-    batch = [make_batch(learner)[place] for place in (1, 3)]  # nothing else to learn
-    before = mean_entropy(learner, batch)
-    step(learner, batch)
-    assert mean_entropy(learner, batch) > before + 1e-3
 
 
 def mean_entropy(learner: Learner, groups: Sequence[ScoredGroup]) -> float:

@@ -6,14 +6,13 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
-from builders import make_completion, make_group, make_item, same_groups, simple_group
+from builders import make_completion, make_group, make_item, simple_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_ray.config.schedule import ReplayConfig
-from grpo_ray.core.replay import ReplayedGroup, ReplayMemory
+from grpo_ray.core.replay import ReplayMemory
 from grpo_ray.types import CONTEXT, ScoredGroup
 from grpo_ray.watch.metrics_catalog import check_names
 
@@ -216,12 +215,6 @@ BY_WEIGHT = [
 
 
 @pytest.mark.slow
-def test_by_advantage_draws_one_in_proportion() -> None:
-    expected: Frequencies = {(group_id,): weight / sum(WEIGHTS) for group_id, weight in enumerate(WEIGHTS)}
-    check_frequencies(frequencies(BY_WEIGHT, 1, "advantage"), expected)
-
-
-@pytest.mark.slow
 def test_by_advantage_draws_several_one_after_another() -> None:
     """Draws are without replacement: the second is in proportion among the remaining groups."""
     expected: Frequencies = defaultdict(float)
@@ -268,29 +261,6 @@ def test_draw_does_not_depend_on_earlier_draws() -> None:
     assert [g for g, _ in drawn(one, 3)] == [g for g, _ in drawn(other, 3)]
 
 
-def test_restored_memory_continues_like_the_captured_one() -> None:
-    options = {"sampling": "advantage", "max_uses": 4, "max_age": 6, "max_groups": 9}
-
-    def train(memory: ReplayMemory, versions: Sequence[int]) -> list[list[tuple[int, int]]]:
-        draws = []
-        for version in versions:
-            draws.append(drawn(memory, version))
-            new = range(4 * version, 4 * version + 4)
-            memory.add([simple_group(g, versions=version, has_signal=g % 3 > 0) for g in new])
-        return draws
-
-    memory = make_memory(3, seed=5, **options)
-    train(memory, range(5))
-    memory.take_metrics()
-    restored = make_memory(3, seed=5, **options)
-    restored.restore(memory.contents(99))
-    assert held(restored) == held(memory)
-    assert same_groups([r.group for r in restored.contents(99)], [r.group for r in memory.contents(99)])
-    assert train(restored, range(5, 12)) == train(memory, range(5, 12))
-    assert restored.take_metrics() == memory.take_metrics()
-    assert held(restored) == held(memory)
-
-
 # ---- the bounds ----
 
 
@@ -330,11 +300,3 @@ def test_no_group_is_too_old_or_used_too_often(data: st.DataObject) -> None:
         assert metrics["replay/bytes"] == sum(r.group.num_bytes for r in memory.contents(99))
         num_evicted += int(sum(value for name, value in metrics.items() if "evicted" in name))
         assert len(memory) == num_added - num_evicted  # every eviction is counted
-
-
-def test_drawn_groups_are_those_that_were_added() -> None:
-    memory = make_memory(1)
-    group = simple_group(2, versions=[1, 2, 2])
-    memory.add([group])
-    assert memory.draw(3) == (ReplayedGroup(group, 2),)
-    assert np.array_equal(group.advantages, [1, -1])

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from local_runs import Killed, kill_after, make_config, train, until
-from safetensors.torch import load_file
+from test_controller import assert_same_run
 
 from grpo_ray.records.rollout_log import DROPPED, FRESH, read_rollouts
 from grpo_ray.records.run_files import RunDirectory, read_metrics
@@ -37,17 +36,15 @@ SCHEDULES: dict[str, list[str]] = {
 @pytest.mark.parametrize(
     ("name", "in_flight"),
     [
-        *(
-            (name, False) for name in SCHEDULES
-        ),  # a sync waits for running requests, where a schedule could hang
+        *((name, False) for name in SCHEDULES),  # a sync waits for running requests: a schedule could hang
         *((name, True) for name in ("lookahead", "oversampled-async", "dynamic-async", "everything")),
     ],
 )
 def test_every_schedule_trains_each_prompt_once_on_recent_tokens(
     tmp_path: Path, name: str, in_flight: bool
 ) -> None:
-    slow = ["generator.num_generators=2", "generator.slowdown_s=0.01", f"weight_sync.in_flight={in_flight}"]
-    config = make_config(*SCHEDULES[name], *slow)
+    slow = ["generator.slowdown_s=0.01", "learner.slowdown_s=0.01", f"weight_sync.in_flight={in_flight}"]
+    config = make_config(*SCHEDULES[name], *slow, "generator.num_generators=2")
     run = RunDirectory(tmp_path / "run")
     train(config, run.path)
     report = audit(run)
@@ -83,16 +80,7 @@ def test_a_synchronous_run_that_is_interrupted_is_the_same_run(tmp_path: Path, n
     with pytest.raises(Killed):
         train(config, parts.path, kill_at_step_5)
     train(config, parts.path)
-    for one, other in zip(read_metrics(whole.metrics_path), read_metrics(parts.metrics_path), strict=True):
-        timed = ("timing/", "throughput/", "utilization/", "memory/", "perf/", "recovery/", "buffer/", "time")
-        assert {k: v for k, v in one.items() if not k.startswith(timed)} == {
-            k: v for k, v in other.items() if not k.startswith(timed)
-        }
-    newest = sorted(path.name for path in whole.checkpoints.iterdir())[-1]
-    for file in ("model.safetensors", "training/optimizer.safetensors"):
-        one, other = (load_file(run.checkpoints / newest / file) for run in (whole, parts))
-        assert one.keys() == other.keys()
-        assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    assert_same_run(whole, parts)
 
 
 @pytest.mark.parametrize("name", ["lookahead", "oversampled-async", "dynamic-async", "everything"])

@@ -23,7 +23,6 @@ from grpo_ray.core.producer import RolloutProducer
 from grpo_ray.core.staleness import (
     Admission,
     UpdateCounts,
-    extra_slots_at,
     oldest_allowed,
     version_trained_at,
 )
@@ -50,12 +49,6 @@ def test_admission_limit_by_hand(max_lag: int, limits: list[int]) -> None:
 def test_nothing_is_admitted_for_steps_after_the_last() -> None:
     admission = Admission(max_lag=2, groups_per_step=4, num_steps=5, extra_slots=1)
     assert [admission.limit(version) for version in (1, 2, 3, 9)] == [17, 21, 21, 21]
-
-
-def test_extra_slots_by_hand() -> None:
-    """At version 3 of batches of 4 a run has trained 12; discarded and oversampled groups need extra slots."""
-    assert extra_slots_at(3, num_trained=12, num_left=0, num_oversampled=0, groups_per_step=4) == 0
-    assert extra_slots_at(3, num_trained=12, num_left=5, num_oversampled=2, groups_per_step=4) == 7
 
 
 @given(version=st.integers(0, 100), max_lag=st.integers(0, 10), groups_per_step=st.integers(1, 50))
@@ -423,12 +416,6 @@ def test_one_group_takes_the_place_of_each_that_is_set_aside_or_dropped() -> Non
     assert trained.fresh == [[2 * step + 3, 2 * step + 4] for step in range(6)]
     assert trained.dropped == [[1, 2], [], [], [], [], []]
     assert (schedule.book.given_up, schedule.book.next_id) == ({0}, 15)
-
-
-def test_sync_that_is_not_in_flight_does_not_wait_for_groups_that_were_cut_off() -> None:
-    config = make_config(1, 3, algorithm={"oversample_frac": 1.0}, weight_sync={"in_flight": False})
-    trained, _ = train(config, Pace(token=[0, 3], slow={4: 600}))
-    assert len(trained.fresh) == 6
 
 
 @pytest.mark.slow

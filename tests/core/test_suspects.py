@@ -7,26 +7,22 @@ from collections import Counter
 from collections.abc import Awaitable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from builders import make_item, make_settings
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_runs import Recorder, make_config
+from local_runs import FakeServing, make_config
 from turn_clients import FakeGenerator, completion, until_death
 
-from grpo_ray.core.context import ServingContext
 from grpo_ray.core.pool import GeneratorPool
 from grpo_ray.episodes.turn_router import RoutedSampler, TurnRouter
 from grpo_ray.errors import ActorDied, DataLost, RunError, TurnLost, first_error
-from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.simulation.virtual_time import VirtualClock
 from grpo_ray.types import GeneratorFailure, PlayReport, PromptItem, SamplingSettings
 from grpo_ray.watch.clock import simulated_by
-from grpo_ray.watch.open_calls import OpenCalls
-from grpo_ray.watch.restarts import BudgetUsedUp, RestartBudget
-from grpo_ray.watch.run_log import RunLog
+from grpo_ray.watch.restarts import BudgetUsedUp
 from grpo_ray.watch.suspects import MAX_LONE, Gate, Suspects
 
 PLAIN, GAMES = "sums", "games"
@@ -189,8 +185,6 @@ def config_of(plan: Plan) -> Any:
 def play(plan: Plan, folder: Path, max_restarts: int = 1000) -> tuple[set[int], World]:
     """Sample the plan's groups in virtual time; return those that were set aside."""
     clock, draw, config = VirtualClock(), random.Random(plan.seed), config_of(plan)
-    run = RunDirectory(folder)
-    run.create(config)
 
     async def sample(pool: GeneratorPool, group: int) -> Any:
         item = replace(make_item(group), task=GAMES if group in plan.episodes else PLAIN)
@@ -204,9 +198,8 @@ def play(plan: Plan, folder: Path, max_restarts: int = 1000) -> tuple[set[int], 
 
     async def main() -> tuple[set[int], World]:
         world = World(plan, config, draw)
-        context = ServingContext(config, world, OpenCalls(), RunLog(run, Recorder()))  # type: ignore[arg-type]
-        budget = RestartBudget("recovery.max_restarts", max_restarts, 0.0)
-        pool = GeneratorPool(context, WeightSync(), make_settings(), budget)  # type: ignore[arg-type]
+        given, sync = FakeServing(folder, config, world, max_restarts), cast(Any, WeightSync())
+        pool = GeneratorPool(given.context, sync, make_settings(), given.budget)
         async with asyncio.TaskGroup() as tasks:
             pool.start(tasks)
             sampling = [tasks.create_task(sample(pool, group)) for group in range(plan.num_groups)]

@@ -22,7 +22,7 @@ from builders import (
 
 from grpo_ray.core.buffer import TrajectoryBuffer
 from grpo_ray.records.rollout_log import read_groups, read_rollouts, read_uses, write_rollouts
-from grpo_ray.types import INT_BYTES, BatchFacts, RolloutGroup, ScoredGroup, TrainBatch
+from grpo_ray.types import INT_BYTES, BatchFacts, ScoredGroup, TrainBatch
 from grpo_ray.watch.batch_metrics import cut_metrics, rollout_metrics
 from grpo_ray.watch.metrics_catalog import check_names
 from grpo_ray.watch.rollout_writer import RolloutWriter
@@ -110,27 +110,14 @@ def test_oldest_version_is_over_all_completions() -> None:
 
 
 def two_groups() -> list[ScoredGroup]:
-    first = ScoredGroup(
-        RolloutGroup(
-            make_item(0),
-            (make_completion([1] * 4), make_completion([1] * 10, finish_reason="length")),
-            "generator-0",
-        ),
-        rewards=np.array([1, 0], np.float32),
-        format_rewards=np.array([1, 1], np.float32),
-        answer_rewards=np.array([1, 0], np.float32),
-        advantages=np.array([0.7, -0.7], np.float32),
-        errors={0: "too long", 1: "too large"},
-    )
-    second = ScoredGroup(
-        RolloutGroup(make_item(1), (make_completion([1] * 3), make_completion([1] * 3)), "generator-1"),
-        rewards=np.array([0, 0], np.float32),
-        format_rewards=np.array([1, 0], np.float32),
-        answer_rewards=np.array([0, 0], np.float32),
-        advantages=np.zeros(2, np.float32),
-        errors={1: "too long"},
-    )
-    return [first, second]
+    completions = [make_completion([1] * 4), make_completion([1] * 10, finish_reason="length")]
+    first = make_group(make_item(0), completions, [1, 0], [0.7, -0.7])
+    second = make_group(make_item(1), [make_completion([1] * 3)] * 2, [0, 0])
+    formats = np.array([[1, 1], [1, 0]], np.float32)
+    return [
+        replace(first, format_rewards=formats[0], errors={0: "too long", 1: "too large"}),
+        replace(second, format_rewards=formats[1], errors={1: "too long"}),
+    ]
 
 
 def test_rollout_metrics_by_hand() -> None:
@@ -240,7 +227,7 @@ def test_dynamic_sampling_looks_for_the_configured_signal(metric: str, varies: l
         replace(simple_group(1), rewards=np.float32([1, 0.9]), answer_rewards=np.float32([1, 1])),
         replace(simple_group(2), rewards=np.float32([1, 0]), answer_rewards=np.float32([1, 0])),
     ]
-    assert [group.facts(metric).has_signal for group in groups] == varies
+    assert [group.facts_for(metric).has_signal for group in groups] == varies
 
 
 def test_a_response_that_was_not_graded_gives_no_signal() -> None:
@@ -299,7 +286,7 @@ def test_captured_groups_are_restored(tmp_path: Path) -> None:
     async def read() -> None:
         buffer = make_buffer(checkpoint=tmp_path)
         facts = await buffer.begin((2, 3, 4, 5, 8))  # 6 was trained after all; 8 was in flight
-        assert facts == {g: groups[g].facts("advantage") for g in (2, 3, 4, 5)}
+        assert facts == {g: groups[g].facts_for("advantage") for g in (2, 3, 4, 5)}
         batch, _ = await take(buffer, 2, 2, 3)
         assert same_groups(batch.groups, (groups[2], groups[3]))
         held_bytes = sum(group.num_bytes for group in buffer._groups.values())
@@ -356,27 +343,6 @@ def test_a_batch_that_was_taken_but_not_trained_is_not_replayed(tmp_path: Path) 
     asyncio.run(run())
 
 
-def test_empty_buffer_can_be_captured(tmp_path: Path) -> None:
-    async def run() -> None:
-        buffer = make_buffer()
-        await buffer.capture(99)
-        await buffer.write_captured(tmp_path)
-        assert await make_buffer(checkpoint=tmp_path).begin(()) == {}
-
-    asyncio.run(run())
-
-
-def test_captured_groups_that_cannot_be_written_raise_an_oserror(tmp_path: Path) -> None:
-    async def run() -> None:
-        buffer = make_buffer()
-        await buffer.put(*parts(simple_group(0)))
-        await buffer.capture(99)
-        with pytest.raises(OSError, match="missing"):
-            await buffer.write_captured(tmp_path / "missing")
-
-    asyncio.run(run())
-
-
 # ---- files ----
 
 
@@ -427,24 +393,6 @@ def test_batches_beyond_the_memory_are_dropped_oldest_first(tmp_path: Path) -> N
 
     asyncio.run(run())
     assert sorted(os.listdir(folder)) == ["step-000004.parquet", "step-000005.parquet"]
-
-
-def test_take_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_write = _hold_writing(monkeypatch)
-
-    async def run() -> None:
-        buffer = make_buffer(tmp_path, size=1)
-        for step in (1, 2, 3):
-            await buffer.put(*parts(simple_group(step - 1)))
-            await take(buffer, step, step - 1)
-        flushed = asyncio.create_task(buffer.flush())
-        assert await is_done(flushed) == [False]
-        assert os.listdir(tmp_path) == []
-        may_write()
-        assert await asyncio.wait_for(flushed, 120) is None
-        assert len(os.listdir(tmp_path)) == 3
-
-    asyncio.run(run())
 
 
 def test_take_waits_for_a_slow_disk_once_too_much_is_unwritten(

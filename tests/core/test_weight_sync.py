@@ -139,21 +139,6 @@ def test_other_weights_than_the_generators_started_with_are_sent_as_the_same_ver
     VirtualClock().run(run())
 
 
-def test_publish_answers_when_every_generator_runs_the_version() -> None:
-    """Its answer is what opens admission."""
-
-    async def run() -> None:
-        slow = FakeGenerator("slow")
-        slow.gates["switch"] = asyncio.Event()
-        publishing = asyncio.create_task(publish(make_sync(FakeGenerator("a"), slow), 1))
-        await asyncio.sleep(0.05)
-        assert not publishing.done()
-        slow.gates["switch"].set()
-        assert (await publishing).version == 1
-
-    VirtualClock().run(run())
-
-
 def test_changes_are_sent_to_serving_generators_and_the_whole_to_a_replacement() -> None:
     async def run() -> None:
         generator, fresh = FakeGenerator("a"), FakeGenerator("b")
@@ -340,46 +325,6 @@ def test_snapshot_lost_while_admitting_is_raised_and_the_generator_stays_exclude
         with pytest.raises(DataLost):
             await admit(sync, FakeGenerator("b", fails="stage", error=DataLost("gone")))
         assert await sync.versions() == {"a": 1}
-
-    VirtualClock().run(run())
-
-
-def test_admission_of_a_generator_waits_for_the_current_publish() -> None:
-    async def run() -> None:
-        good, fresh = FakeGenerator("a"), FakeGenerator("b")
-        sync = make_sync(good, FakeGenerator("b", fails="switch"))
-        await publish(sync, 1)
-        good.gates["switch"] = asyncio.Event()
-        publishing = asyncio.create_task(publish(sync, 2))
-        await until(lambda: good.loaded == ["weights 1", "weights 2"])
-        admitting = asyncio.create_task(admit(sync, fresh))
-        await asyncio.sleep(0.02)
-        assert fresh.log == []
-        good.gates["switch"].set()
-        assert await admitting == 2
-        await publishing
-        assert fresh.loaded == ["weights 2"]
-        assert await sync.versions() == {"a": 2, "b": 2}
-
-    VirtualClock().run(run())
-
-
-def test_publish_waits_for_the_admission_of_a_generator_and_includes_it() -> None:
-    async def run() -> None:
-        good, fresh = FakeGenerator("a"), FakeGenerator("b")
-        sync = make_sync(good, FakeGenerator("b", fails="switch"))
-        await publish(sync, 1)
-        fresh.gates["switch"] = asyncio.Event()
-        admitting = asyncio.create_task(admit(sync, fresh))
-        await until(lambda: fresh.loaded == ["weights 1"])
-        publishing = asyncio.create_task(publish(sync, 2))
-        await asyncio.sleep(0.02)
-        assert good.loaded == ["weights 1"]
-        fresh.gates["switch"].set()
-        assert await admitting == 1
-        assert (await publishing).failed == {}
-        assert fresh.loaded == ["weights 1", "weights 2"]
-        assert await sync.versions() == {"a": 2, "b": 2}
 
     VirtualClock().run(run())
 

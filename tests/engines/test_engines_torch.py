@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,6 @@ from grpo_ray.engines.torch_engine import TorchEngine
 from grpo_ray.learning.loading import load_policy
 from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.learning.transformer_lm import TransformerLM
-from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.types import Completion, SamplingSettings
 
@@ -231,12 +231,6 @@ def test_engines_and_requests_have_their_own_seeds(
 # ---- how a response ends ----
 
 
-def test_length_ends_a_response(make_torch_engine: Callable[..., TorchEngine]) -> None:
-    (group,) = generate(make_torch_engine(), make_settings(num_samples=4, max_tokens=5), PROMPTS[:1])
-    assert [len(c.token_ids) for c in group] == [5] * 4
-    assert all(c.finish_reason == "length" and c.is_truncated for c in group)
-
-
 def test_end_token_ends_a_response_from_min_tokens_on(
     make_torch_engine: Callable[..., TorchEngine],
 ) -> None:
@@ -395,19 +389,6 @@ def test_nothing_is_sampled_while_paused(make_torch_engine: Callable[..., TorchE
     asyncio.run(run())
 
 
-def test_version_is_served_only_once_finished(
-    make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path]
-) -> None:
-    engine = make_torch_engine()
-    asyncio.run(sync(engine, load_policy(str(tiny_model())), version=1))
-
-    async def run() -> list[int]:
-        (completion,) = await engine.generate(PROMPTS[0], make_settings(max_tokens=4))
-        return completion.versions.tolist()
-
-    assert asyncio.run(run()) == [1, 1, 1, 1]
-
-
 def test_tokens_carry_the_version_the_engine_is_started_with(
     make_torch_engine: Callable[..., TorchEngine],
 ) -> None:
@@ -421,70 +402,34 @@ def test_tokens_carry_the_version_the_engine_is_started_with(
     assert asyncio.run(run()) == [7, 7, 7]
 
 
-def weights_of(engine: TorchEngine) -> dict[str, torch.Tensor]:
-    return {name: weight.detach().clone() for name, weight in engine._model.named_parameters()}
-
-
-def refuses(engine: TorchEngine, snapshot: WeightSnapshot, match: str) -> None:
-    """Check that the engine refuses the snapshot and keeps every weight as it was."""
-    before = weights_of(engine)
-    with pytest.raises(ValueError, match=match):
-        asyncio.run(engine.stage(snapshot))
-    after = weights_of(engine)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+UP = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize(
-    ("tied", "name"),
+    ("tied", "left_out", "problem"),
     [
-        (True, "model.embed_tokens.weight"),
-        (True, "model.layers.1.mlp.up_proj.weight"),
-        (False, "model.embed_tokens.weight"),
-        (False, "lm_head.weight"),
+        (True, "model.embed_tokens.weight", "missing {}, unexpected [], of another shape []"),
+        (True, UP, "missing {}, unexpected [], of another shape []"),
+        (False, "lm_head.weight", "missing {}, unexpected [], of another shape []"),
+        (True, "stranger", "missing [], unexpected {}, of another shape []"),
+        (True, f"{UP}.T", f"missing [], unexpected [], of another shape {[UP]}"),
     ],
 )
-def test_snapshot_without_a_tensor_is_refused_whole(
-    make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path], tied: bool, name: str
-) -> None:
+def test_snapshot_that_does_not_fit_is_refused_whole(
+    make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path], tied: bool, left_out: str,
+    problem: str,
+) -> None:  # fmt: skip
+    """A tensor is missing, or is one too many (`stranger`), or has another shape (`.T`)."""
     engine, model = make_torch_engine(tied), load_policy(str(tiny_model(tied)))
+    before = {name: weight.detach().clone() for name, weight in engine._model.named_parameters()}
     perturb(model, seed=1, scale=0.1)
-    snapshot = pack_weights(model.named_parameters(), 1, torch.float32)
-    without = replace(snapshot, specs=tuple(spec for spec in snapshot.specs if spec.name != name))
-    assert len(without.specs) == len(snapshot.specs) - 1
-    refuses(engine, without, rf"does not fit the model: missing \['{name}'\], unexpected \[\]")
-
-
-def test_snapshot_of_another_model_is_refused_whole(
-    make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path]
-) -> None:
-    model = load_policy(str(tiny_model()))
-    perturb(model, seed=1, scale=0.1)
-    tensors = [*model.named_parameters(), ("stranger", torch.zeros(1))]
-    refuses(make_torch_engine(), pack_weights(tensors, 1, torch.float32), r"unexpected \['stranger'\]")
-
-
-def test_snapshot_with_a_tensor_of_another_shape_is_refused_whole(
-    make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path]
-) -> None:
-    model = load_policy(str(tiny_model()))
-    perturb(model, seed=1, scale=0.1)
-    name = "model.layers.1.mlp.up_proj.weight"
-    tensors = [(n, weight.T if n == name else weight) for n, weight in model.named_parameters()]
-    refuses(
-        make_torch_engine(), pack_weights(tensors, 1, torch.float32),
-        rf"missing \[\], unexpected \[\], of another shape \['{name}'\]",
-    )  # fmt: skip
-
-
-def test_snapshot_that_fits_changes_every_weight(
-    make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path]
-) -> None:
-    engine, model = make_torch_engine(), load_policy(str(tiny_model()))
-    perturb(model, seed=1, scale=0.1)
-    asyncio.run(sync(engine, model, version=1))
-    new = dict(model.named_parameters())
-    assert all(torch.equal(weight, new[name]) for name, weight in weights_of(engine).items())
+    tensors = {name: weight for name, weight in model.named_parameters() if name != left_out}
+    tensors |= {"stranger": torch.zeros(1)} if left_out == "stranger" else {}
+    tensors |= {UP: tensors[UP].T} if left_out == f"{UP}.T" else {}
+    message = f"does not fit the model: {problem.format([left_out])}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        asyncio.run(engine.stage(pack_weights(tensors.items(), 1, torch.float32)))
+    assert all(torch.equal(weight, before[name]) for name, weight in engine._model.named_parameters())
 
 
 def test_a_replaced_engine_draws_other_noise() -> None:

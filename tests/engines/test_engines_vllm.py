@@ -82,14 +82,18 @@ def record(request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tiny
     for version in range(1, 6):
         perturb(models[version], seed=version, scale=0.1)
     _change_little(models[2], models[1])
-    config = Config.model_validate(
+    return asyncio.run(_record(config_of_vllm(), path, models))
+
+
+def config_of_vllm(model: dict[str, str] | None = None, **sections: dict[str, Any]) -> Config:
+    return Config.model_validate(
         {
-            "model": {"tiny": {}, "dtype": "float32"},
+            "model": {"tiny": {}, **(model or {"dtype": "float32"})},
             "task": {"kind": "sorting"},
             "generator": TEST_ENGINE,
+            **sections,
         }
     )
-    return asyncio.run(_record(config, path, models))
 
 
 async def _record(config: Config, path: Path, models: list[PolicyModel]) -> Record:
@@ -305,13 +309,7 @@ def test_a_float32_head_over_bfloat16_before_and_after_a_sync(
     perturb(models[1], seed=1, scale=0.1)
     for model in models:
         cast_parameters(model.parameters(), torch.bfloat16)
-    config = Config.model_validate(
-        {
-            "model": {"tiny": {}, "dtype": "bfloat16", "head_dtype": "float32"},
-            "task": {"kind": "sorting"},
-            "generator": TEST_ENGINE,
-        }
-    )
+    config = config_of_vllm(model={"dtype": "bfloat16", "head_dtype": "float32"})
 
     async def record() -> list[Groups]:
         engine = make_engine(config, str(path), max_model_len=384, seed=0)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import TEST_ENGINE, logprobs_over_kept_cache, make_settings, perturb, plain_logprobs
+from builders import logprobs_over_kept_cache, make_settings, perturb
+from test_engines_vllm import ENDS, LONG, Groups, config_of_vllm, logprob_error
 
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
@@ -19,13 +20,9 @@ from grpo_ray.types import Completion
 
 pytestmark = pytest.mark.vllm
 
-ENDS = (0, 17)
 # The longer one fills a block of vLLM's prefix cache (128 tokens on a CPU).
 PROMPTS = [tuple(range(40, 240)), (60, 61, 62)]
 SHORT = make_settings(num_samples=2, temperature=0.7, max_tokens=12, end_token_ids=ENDS)
-LONG = make_settings(num_samples=4, temperature=0.7, min_tokens=150, max_tokens=150, end_token_ids=ENDS)
-
-Groups = list[tuple[Completion, ...]]
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +36,9 @@ def served(tiny_model: Callable[..., Path]) -> tuple[list[Any], Groups, Groups, 
     models = [load_policy(path) for _ in range(5)]
     for version in range(1, 5):
         perturb(models[version], seed=version, scale=0.1)
-    config = Config.model_validate(
-        {
-            "model": {"tiny": {}, "dtype": "float32"},
-            "task": {"kind": "sorting"},
-            "generator": TEST_ENGINE,
-            "weight_sync": {"recompute_kv": False},
-        }
-    )
+    config = config_of_vllm(weight_sync={"recompute_kv": False})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(
-            "VLLM_PLUGINS", ""
-        )  # as from a checkout that is not installed, whose entry points are unknown
+        patch.setenv("VLLM_PLUGINS", "")  # as in a checkout that is not installed, which has no entry points
         return models, *asyncio.run(_record(config, path, models))
 
 
@@ -95,14 +83,7 @@ def assert_all_of(groups: Groups, version: int, models: list[Any]) -> None:
     for prompt, group in zip(PROMPTS, groups, strict=True):
         for completion in group:
             assert (completion.versions == version).all()
-            assert error_of(models[version], prompt, completion) < 1e-4
-
-
-def error_of(model: Any, prompt: tuple[int, ...], completion: Completion) -> float:
-    """Return the largest difference from what the model computes of all tokens at once, in nats."""
-    with torch.no_grad():
-        expected = plain_logprobs(model, prompt, completion.token_ids, SHORT.temperature, 0, ENDS)
-    return float(np.abs(expected.numpy() - completion.logprobs).max())
+            assert logprob_error(models[version], prompt, completion, SHORT).max() < 1e-4
 
 
 def test_new_requests_use_no_prefix_of_another_version(
@@ -132,7 +113,5 @@ def test_running_requests_continue_on_the_keys_and_values_that_they_have(
             assert new == old + 1
             expected = logprobs_over_kept_cache(models, prompt, completion, LONG)
             assert np.abs(expected - completion.logprobs).max() < 1e-4
-            with torch.no_grad():
-                anew = plain_logprobs(models[new], prompt, completion.token_ids, 0.7, LONG.min_tokens, ENDS)
-            later = completion.versions == new
-            assert np.abs(anew.numpy() - completion.logprobs)[later].max() > 1e-3
+            anew = logprob_error(models[new], prompt, completion, LONG)
+            assert anew[completion.versions == new].max() > 1e-3

@@ -32,7 +32,7 @@ def make_group(group_id: int, formats: list[float], answers: list[float], num_to
     item = PromptItem(group_id, f"prompt {group_id}", (1,), f"truth {group_id}")
     rewards = np.array(answers, np.float32)
     rollout = RolloutGroup(item, completions, "generator-0")
-    return ScoredGroup(rollout, rewards, np.array(formats, np.float32), rewards, 0 * rewards)
+    return ScoredGroup(rewards, np.array(formats, np.float32), rewards, 0 * rewards, rollout=rollout)
 
 
 GROUPS = [

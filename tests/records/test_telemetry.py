@@ -50,7 +50,8 @@ def make_group(group_id: int, versions: list[list[int]]) -> ScoredGroup:
     item = PromptItem(group_id, f"prompt {group_id}", (1, 2), f"truth {group_id}")
     ones = np.ones(len(versions), dtype=np.float32)
     advantages = np.linspace(-1, 1, len(versions), dtype=np.float32)
-    return ScoredGroup(RolloutGroup(item, completions, "generator-0"), 0.5 * ones, ones, 0 * ones, advantages)
+    rollout = RolloutGroup(item, completions, "generator-0")
+    return ScoredGroup(0.5 * ones, ones, 0 * ones, advantages, rollout=rollout)
 
 
 # ---- run folders ----
@@ -359,7 +360,7 @@ def scored_groups(draw: st.DrawFn) -> ScoredGroup:
     rollout = RolloutGroup(item, tuple(completion(size) for size in sizes), draw(TEXT))
     scores = [array(floats, len(sizes), np.float32) for _ in range(4)]
     reasons = st.dictionaries(st.integers(0, len(sizes) - 1), TEXT)
-    return ScoredGroup(rollout, *scores, errors=draw(reasons), ungradable=draw(reasons))
+    return ScoredGroup(*scores, rollout=rollout, errors=draw(reasons), ungradable=draw(reasons))
 
 
 @pytest.mark.slow

@@ -152,6 +152,12 @@ def test_a_run_of_an_earlier_release_has_no_digests_of_its_model(
     assert check_inputs(run, now) == f"{run.inputs_path} has no digests of model.path"
 
 
+@contextlib.contextmanager
+def free(*_: object) -> Iterator[Any]:
+    """Stand in for `_hosted`, on a machine with all that the run needs."""
+    yield Silent(), None, None
+
+
 COMMITS = ("a" * 40, "b" * 40)
 
 
@@ -175,10 +181,6 @@ def test_a_resumed_run_loads_the_commit_that_it_began_with(
         run={"output_dir": str(tmp_path), "name": "run", "if_exists": "resume"},
     )
     started: list[tuple[str, str]] = []
-
-    @contextlib.contextmanager
-    def free(*_: object) -> Iterator[Any]:
-        yield Silent(), None, None
 
     def to_the_end(config: Config, prepared: Any, *_: Any) -> None:
         started.append((str(config.model.path), prepared.model.path))
@@ -263,10 +265,6 @@ def test_a_refused_resume_changes_nothing_and_a_granted_one_keeps_the_earlier_va
         training.resume(str(run.path), ["learner.learning_rate=9"])
     assert contents(run) == before
 
-    @contextlib.contextmanager
-    def free(*_: object) -> Iterator[Any]:
-        yield Silent(), None, None
-
     trained: list[float] = []
     monkeypatch.setattr(training, "_hosted", free)
     monkeypatch.setattr(training, "_run_to_the_end", lambda c, *_: trained.append(c.learner.learning_rate))
@@ -291,10 +289,6 @@ def test_a_ledger_of_other_questions_is_refused_before_anything_changes(
     write_checkpoint(run, 2, 0, ledger)
     before = contents(run)
 
-    @contextlib.contextmanager
-    def free(*_: object) -> Iterator[Any]:
-        yield Silent(), None, None
-
     monkeypatch.setattr(training, "_hosted", free)
     with pytest.raises(RunError, match="prompt order has examples_sha256 of others"):
         training.resume(str(run.path), ["learner.learning_rate=9"])
@@ -308,10 +302,6 @@ def test_a_resumed_run_that_loses_its_last_checkpoint_begins_again_with_its_firs
     run = RunDirectory(tmp_path / "run")
     run.create(make())
     streams: list[PromptStream] = []
-
-    @contextlib.contextmanager
-    def free(*_: object) -> Iterator[Any]:
-        yield Silent(), None, None
 
     monkeypatch.setattr(training, "_hosted", free)
     monkeypatch.setattr(training, "_run_to_the_end", lambda _, prepared, *__: streams.append(prepared.prompts))
@@ -340,10 +330,6 @@ def test_of_two_trains_at_once_one_runs_and_the_folder_has_its_configuration(
     )
     run, trained, kept = RunDirectory(tmp_path / "run"), [], []
     is_fast_through, is_slow_through = threading.Event(), threading.Event()
-
-    @contextlib.contextmanager
-    def free(*_: object) -> Iterator[Any]:
-        yield Silent(), None, None
 
     def to_the_end(config: Config, *_: Any) -> None:
         trained.append(config.learner.learning_rate)

@@ -132,17 +132,6 @@ def test_a_first_signal_interrupts_the_main_thread(number: int, folder: Path) ->
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_the_process_and_says_how_to_resume(folder: Path) -> None:
-    process = started(SWALLOWS, folder)
-    process.send_signal(signal.SIGINT)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "first\n"
-    process.send_signal(signal.SIGINT)
-    status, _, errors = ending(process)
-    assert (status, errors) == (130, ended_at_once(folder))
-
-
-@pytest.mark.slow
 def test_a_run_that_has_no_folder_yet_is_not_said_to_resume(folder: Path) -> None:
     process = started(SWALLOWS, folder / "none")
     os.kill(process.pid, signal.SIGINT)

@@ -133,16 +133,6 @@ def test_applied_delta_is_exact(block: int, versions: tuple[np.ndarray, np.ndarr
     assert np.array_equal(restored(old, payload), new)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64])
-def test_weights_of_any_dtype(dtype: torch.dtype) -> None:
-    values = torch.arange(3000).to(dtype) / 8 if dtype.is_floating_point else torch.arange(3000)
-    old, new = values.view(torch.uint8).numpy(), values.clone()
-    new[::97] *= 3
-    payload = encode(old, new.view(torch.uint8).numpy())
-    assert payload is not None
-    assert np.array_equal(restored(old, payload), new.view(torch.uint8).numpy())
-
-
 def test_large_buffers_on_several_threads() -> None:
     random = np.random.default_rng(0)
     old = random.integers(0, 2**16, 3 * delta.BLOCK + 11).astype(np.uint16)

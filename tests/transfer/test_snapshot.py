@@ -52,6 +52,7 @@ def test_layout_by_hand() -> None:
 @pytest.mark.parametrize("with_checksum", [True, False])
 def test_packed_tensors_are_unpacked_unchanged(with_checksum: bool) -> None:
     snapshot = packed(with_checksum=with_checksum)
+    snapshot.data.flags.writeable = False  # as Ray's object store returns it
     check_snapshot(snapshot)
     unpacked = dict(unpack_weights(snapshot.specs, as_tensor(snapshot.data)))
     assert list(unpacked) == [name for name, _ in TENSORS]
@@ -96,15 +97,6 @@ def test_flipped_bit_is_refused_by_the_checksum_alone(place: int) -> None:
     check_snapshot(replace(packed(), data=data))  # unnoticed without a checksum
     with pytest.raises(ValueError, match="version 3 did not arrive complete: its CRC-32 differs"):
         check_snapshot(replace(packed(with_checksum=True), data=data))
-
-
-def test_read_only_data_is_checked_and_read() -> None:
-    """Ray's object store returns read-only arrays."""
-    snapshot = packed(with_checksum=True)
-    snapshot.data.flags.writeable = False
-    check_snapshot(snapshot)
-    names = [name for name, _ in unpack_weights(snapshot.specs, as_tensor(snapshot.data))]
-    assert names == ["first", "steps", "empty", "last"]
 
 
 # ---- on a GPU that two processes share: torch's own functions stand in for the device ----

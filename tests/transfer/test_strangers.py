@@ -32,9 +32,9 @@ from grpo_ray.errors import FORGED, ActorDied, RunError
 from grpo_ray.learning.ranks import Ranks, Seat
 from grpo_ray.learning.rendezvous import NUM_BYTES, SignedStore, open_store, prove
 from grpo_ray.records.run_files import RunDirectory, read_metrics
+from grpo_ray.transfer.channels import NcclChannel
 from grpo_ray.transfer.inbox import Inbox
 from grpo_ray.transfer.meeting import WireError
-from grpo_ray.transfer.nccl_channel import NcclChannel
 from grpo_ray.transfer.snapshot import unpack_weights
 
 LIMIT = timedelta(minutes=2)

@@ -20,15 +20,12 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from grpo_ray.config.model import AdapterConfig
-from grpo_ray.engines.vllm_adapter import ServedAdapter
+from grpo_ray.transfer.channels import NcclChannel
 from grpo_ray.transfer.chunks import chunks
 from grpo_ray.transfer.inbox import Inbox
 from grpo_ray.transfer.meeting import Meeting, WireError
 from grpo_ray.transfer.messages import TensorSpec, WeightSnapshot
-from grpo_ray.transfer.nccl_channel import NcclChannel
 from grpo_ray.transfer.sender import Sender
 from grpo_ray.transfer.shared_pages import map_pages, pages_of
 from grpo_ray.transfer.snapshot import check_snapshot, pack_weights, unpack_weights
@@ -105,19 +102,6 @@ def test_chunks_by_hand(sizes: tuple[int, ...], limit: int, expected: list[tuple
     assert [spec for chunk in found for spec in chunk.specs] == specs
 
 
-def test_a_chunk_is_read_without_the_rest() -> None:
-    snapshot = pack_weights(tensors(1), 1, torch.bfloat16)
-    found = list(chunks(snapshot.specs, snapshot.num_bytes, limit=1000))
-    assert len(found) > 2
-    read: dict[str, torch.Tensor] = {}
-    for chunk in found:
-        part = torch.from_numpy(snapshot.data[chunk.start : chunk.end].copy())
-        read |= unpack_weights(chunk.rebased(), part)
-    assert list(read) == [name for name, _ in tensors(1)]
-    for name, tensor in tensors(1):
-        assert torch.equal(read[name], tensor.bfloat16())
-
-
 # ---- transfers ----
 
 
@@ -142,16 +126,6 @@ def test_versions_arrive_whole_in_the_same_pages(threads: ThreadPoolExecutor) ->
         assert map_pages(pages).numpy().tobytes() == received.data.tobytes()
 
 
-def test_a_checksum_tells_of_bytes_that_changed(threads: ThreadPoolExecutor) -> None:
-    sender = make_sender()
-    inbox = join(threads, sender)
-    snapshot = pack(sender, 1, with_checksum=True)
-    _, buffer = sender._kept[1]
-    buffer[5] ^= 1
-    with pytest.raises(ValueError, match="CRC-32 differs"):
-        check_snapshot(transfer(threads, sender, inbox, snapshot))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("lie", ["version", "layout"])
 def test_something_else_than_expected_is_refused_and_the_sender_told(
@@ -166,17 +140,6 @@ def test_something_else_than_expected_is_refused_and_the_sender_told(
     with pytest.raises(WireError, match=f"version {expected.version}, and version 7 came"):
         inbox.received(expected)
     assert isinstance(error_of(sending), WireError)
-
-
-def test_an_adapter_alone_is_written_as_it_was_sent(threads: ThreadPoolExecutor) -> None:
-    sender = make_sender()
-    inbox, adapter = join(threads, sender), ServedAdapter(AdapterConfig(rank=4))
-    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    weight = torch.arange(8.0).view(4, 2)
-    adapter.stage(transfer(threads, sender, inbox, sender.pack([(name, weight)], 1, torch.bfloat16, True)))
-    (file,) = adapter._folder.glob("*.safetensors")
-    assert torch.equal(load_file(file)[name], weight.bfloat16())
-    adapter.close()
 
 
 def test_two_generators_are_sent_to_at_once(threads: ThreadPoolExecutor) -> None:

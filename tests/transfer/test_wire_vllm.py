@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import TEST_ENGINE, perturb
-from test_engines_vllm import LONG, PROMPTS, SETTINGS, Groups, _generate, logprob_error
+from builders import perturb
+from test_engines_vllm import LONG, PROMPTS, SETTINGS, Groups, _generate, config_of_vllm, logprob_error
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import Implementation
@@ -89,16 +89,6 @@ def record(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> A
     for version in range(1, 7):
         perturb(models[version], seed=version, scale=0.1)
     return asyncio.run(_record(config_of_vllm(), path, models))
-
-
-def config_of_vllm() -> Config:
-    return Config.model_validate(
-        {
-            "model": {"tiny": {}, "dtype": "float32"},
-            "task": {"kind": "sorting"},
-            "generator": TEST_ENGINE,
-        }
-    )
 
 
 async def _record(config: Config, path: Path, models: list[PolicyModel]) -> Record:
