@@ -132,9 +132,9 @@ def _stale_old_logprobs(window: RecentSteps) -> str | None:
     """
     clipped, ess = window.now(CLIPPED), window.now(ESS)  # one batch of a few tokens may clip many of them
     updates, lag = window.now(NUM_UPDATES), window.now(MAX_LAG)
-    if clipped is None or ess is None or lag is None or window.setup.clip_epsilon < 0.1:
+    if clipped is None or ess is None or lag is None or updates != 1 or window.setup.clip_epsilon < 0.1:
         return None
-    if updates != 1 or lag > 1 or clipped < 0.05 or ess < 0.9:
+    if lag > 1 or clipped < 0.05 or ess < 0.9:
         return None
     return (
         f"{clipped:.0%} of the tokens are clipped ({CLIPPED}) in the only update on their batch, although "
@@ -190,10 +190,8 @@ def _large_lag(window: RecentSteps) -> str | None:
     One version behind a good run clips about 1% of its tokens with a range of 0.2, and loses almost no weight.
     """
     ess, lag, clipped = window.now(ESS), window.now(MEAN_LAG), window.now(CLIPPED) or 0.0
-    if ess is None or lag is None or lag < 1.5:
-        return None
     clips_many = clipped >= 0.05 and window.setup.clip_epsilon >= 0.1
-    if ess > 0.5 and not clips_many:
+    if ess is None or lag is None or lag < 1.5 or (ess > 0.5 and not clips_many):
         return None
     return (
         f"tokens are {lag:.1f} versions old ({MEAN_LAG}), {clipped:.0%} of them are clipped ({CLIPPED}), and a "
@@ -232,8 +230,6 @@ class Detector:
     """A detector by its name in `run.silent_detectors`."""
 
     find: Callable[[RecentSteps], str | None]
-    metrics: tuple[str, ...]
-    """The metrics that it needs."""
     anchor: str
     """The section of docs/failures.md."""
 
@@ -243,16 +239,14 @@ class Detector:
 
 
 DETECTORS: Mapping[DetectorName, Detector] = {
-    "short_outputs": Detector(_short_outputs, (LENGTH, ANSWER), "short-outputs"),
-    "wrong_mask": Detector(_wrong_mask, (UNTRAINED,), "a-wrong-mask"),
-    "mismatched_logprobs": Detector(_mismatched_logprobs, (KL, MAX_LAG), "re-tokenized-logprobs"),
-    "wrong_normalizer": Detector(_wrong_normalizer, (SCALE, CLIPPED), "a-wrong-normalizer"),
-    "stale_old_logprobs": Detector(
-        _stale_old_logprobs, (CLIPPED, ESS, NUM_UPDATES, MAX_LAG), "stale-old-logprobs"
-    ),
-    "satisfied_reward": Detector(_satisfied_reward, (REWARD, NO_SIGNAL), "a-reward-that-the-prompt-satisfies"),
-    "entropy_collapse": Detector(_entropy_collapse, (ENTROPY, ANSWER, NO_SIGNAL), "entropy-collapse"),
-    "narrow_clip": Detector(_narrow_clip, (CLIPPED,), "a-clip-range-narrower-than-the-noise"),
-    "reward_errors": Detector(_reward_errors, (ERRORS, UNGRADABLE), "a-reward-that-fails"),
-    "large_lag": Detector(_large_lag, (ESS, MEAN_LAG, CLIPPED), "too-large-a-lag"),
+    "short_outputs": Detector(_short_outputs, "short-outputs"),
+    "wrong_mask": Detector(_wrong_mask, "a-wrong-mask"),
+    "mismatched_logprobs": Detector(_mismatched_logprobs, "re-tokenized-logprobs"),
+    "wrong_normalizer": Detector(_wrong_normalizer, "a-wrong-normalizer"),
+    "stale_old_logprobs": Detector(_stale_old_logprobs, "stale-old-logprobs"),
+    "satisfied_reward": Detector(_satisfied_reward, "a-reward-that-the-prompt-satisfies"),
+    "entropy_collapse": Detector(_entropy_collapse, "entropy-collapse"),
+    "narrow_clip": Detector(_narrow_clip, "a-clip-range-narrower-than-the-noise"),
+    "reward_errors": Detector(_reward_errors, "a-reward-that-fails"),
+    "large_lag": Detector(_large_lag, "too-large-a-lag"),
 }
