@@ -9,7 +9,7 @@ from typing import Protocol
 from grpo_ray.records.durable import replacing, sync_files
 from grpo_ray.records.evaluation_summary import EvaluationSummary
 from grpo_ray.records.json_lines import drop_half_line, parse_line
-from grpo_ray.records.run_files import JsonLines, MetricsLog, RunDirectory, last_row
+from grpo_ray.records.run_files import JsonLines, RunDirectory, last_row
 from grpo_ray.types import ScoredGroup, Ungraded
 from grpo_ray.watch.background import background_thread
 from grpo_ray.watch.clock import wall_time
@@ -49,7 +49,7 @@ class RunLog:
         self.run, self.display, self._trackers, self._failures = run, display, trackers, failures
         self.writer = background_thread("records")
         self._num_events, num_damaged = _count_kinds(run.events_path)
-        self._metrics = MetricsLog(run.metrics_path)
+        self._metrics = JsonLines(run.metrics_path)
         self._events = JsonLines(run.events_path)
         self._warnings: dict[str, str | None] = {}
         self.step = 0  # the last trained step
@@ -64,7 +64,7 @@ class RunLog:
         """Write the step's line, and report the failures that detectors see in it."""
 
         def write() -> None:
-            self.warning("metrics", self._metrics.append(step, metrics))
+            self.warning("metrics", self._metrics.append({"step": step, **metrics}))
             self._trackers.step(step, metrics)
 
         self.writer.submit(f"the line of step {step}", write)

@@ -102,20 +102,6 @@ def test_lost_data_and_a_dead_actor_are_different_errors(actors: ActorGroup, fol
     asyncio.run(run())
 
 
-def test_a_stopped_process_is_killed_all_the_same(actors: ActorGroup, folder: Path) -> None:
-    pid = pid_of(folder, "scorer")
-    os.kill(pid, signal.SIGSTOP)
-    actors.restart_worker("scorer")
-    wait_for(
-        lambda: not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
-    )
-
-    async def run() -> bool:
-        return bool(await actors.scorers["scorer"].ready())
-
-    assert asyncio.run(run())
-
-
 def test_stuck_processes_write_their_stacks(actors: ActorGroup, folder: Path) -> None:
     actors.dump_stacks()
     for name in actors.by_name():

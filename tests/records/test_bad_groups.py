@@ -26,7 +26,7 @@ from grpo_ray.tools.cli import main
 from grpo_ray.types import ScoredGroup
 from grpo_ray.watch.batch_metrics import ungraded_in
 from grpo_ray.watch.run_log import MAX_OWN_NAMES, RunLog
-from grpo_ray.watch.run_state import Ending, RunReporter, RunState, _keep_writing, read_state, reported
+from grpo_ray.watch.run_state import Ending, LiveStatus, RunState, read_state, reported
 
 HALF = "\ud83d"  # of a surrogate pair
 PLENTY = 2**30
@@ -197,27 +197,20 @@ def test_a_state_with_half_a_pair_is_written_and_read(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_any_failure_of_the_thread_of_the_state_is_said(tmp_path: Path) -> None:
-    recorder, ended, tries = Recorder(), threading.Event(), []
+    recorder, run, has_failed = Recorder(), RunDirectory(tmp_path), threading.Event()
 
-    class Failing(RunReporter):
-        def state(self, ending: Ending | None = None) -> RunState:
-            tries.append(1)
-            if len(tries) == 1:
-                raise RuntimeError("dictionary changed size during iteration")
-            return super().state(ending)
+    def fail_once() -> LiveStatus:
+        if has_failed.is_set():
+            return LiveStatus()
+        has_failed.set()
+        raise RuntimeError("dictionary changed size during iteration")
 
-    path = tmp_path / "state.json"
-    arguments = path, Failing(recorder, 3), ended, [Ending(kind="finished")]
-    thread = threading.Thread(target=_keep_writing, args=arguments)
-    thread.start()
-    while not tries:
-        ended.wait(0.01)
-    ended.set()
-    thread.join(60)
-    assert len(tries) == 2
+    with reported(run, 3, recorder) as reporter:
+        reporter.follow(fail_once)
+        assert has_failed.wait(60)
     reason = "dictionary changed size during iteration"
-    assert recorder.warnings == [f"{path}: {reason}; `grpo-ray top` shows a stale state"]
-    assert (read_state(RunDirectory(tmp_path)) or RunState).ending == Ending(kind="finished")
+    assert recorder.warnings == [f"{run.state_path}: {reason}; `grpo-ray top` shows a stale state"]
+    assert (read_state(run) or RunState).ending == Ending(kind="finished")
 
 
 def test_a_report_shows_half_a_pair_escaped(tmp_path: Path) -> None:

@@ -72,10 +72,6 @@ def test_groups_without_a_sampled_token_have_metrics() -> None:
     assert readable_rollouts([group], 1)[0].response == "(0 turns, generator_error: died)"
 
 
-def test_a_step_without_episodes_has_no_metrics_of_them() -> None:
-    assert not [name for name in rollout_metrics([simple_group(0)]) if name.startswith("episodes/")]
-
-
 def test_context_counts_nowhere() -> None:
     """A context token's logprob of 0 and version of -1 are in no mean."""
     segments = Segments()

@@ -9,7 +9,7 @@ import pytest
 from grpo_ray.records.statistics import bootstrap_intervals, pass_at_k, powers_of_two, standard_error
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("n", [1, 3, 8])
 def test_pass_at_k_is_the_share_of_subsets_with_a_correct_response(n: int) -> None:
     for k in range(1, n + 1):
         subsets = list(combinations(range(n), k))
@@ -19,10 +19,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_response(n: int) -> No
         ]
         estimates = pass_at_k(n, np.arange(n + 1), k)
         assert estimates == pytest.approx([float(share) for share in expected], abs=1e-12)
-
-
-def test_pass_at_1_is_the_share_of_correct_responses() -> None:
-    assert pass_at_k(7, np.array([0, 3, 7]), 1) == pytest.approx([0, 3 / 7, 1])
 
 
 def test_pass_at_k_of_many_samples_does_not_overflow() -> None:

@@ -1,18 +1,13 @@
 """The actors' clocks in a step's metrics: every second is counted once, and no metric is wrong."""
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from local_runs import make_config, train
 
-from grpo_ray.cluster.local import LocalActors
-from grpo_ray.core.controller import Controller
-from grpo_ray.core.generator import Generator
 from grpo_ray.errors import ActorDied
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.report.stage_times import stage_times
@@ -186,10 +181,9 @@ def test_many_generators_share_their_mean_and_the_slowest() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("model_cache")
-@pytest.mark.parametrize("max_lag", [0, 1])
-def test_a_runs_stages_add_up_to_its_time(tmp_path: Path, max_lag: int) -> None:
+def test_a_runs_stages_add_up_to_its_time(tmp_path: Path) -> None:
     """Check each actor between the first and last line, and in the report; test_run.py does so on Ray."""
-    train(make_config(f"weight_sync.max_lag={max_lag}", "generator.num_generators=2"), tmp_path / "run")
+    train(make_config("weight_sync.max_lag=1", "generator.num_generators=2"), tmp_path / "run")
     lines = read_metrics(RunDirectory(tmp_path / "run").metrics_path)
     assert check_names({name for line in lines for name in line} - {"step"}) == []
     whole = sum(line["timing/step_s"] for line in lines)
@@ -215,48 +209,3 @@ def test_a_runs_stages_add_up_to_its_time(tmp_path: Path, max_lag: int) -> None:
     trained = sum(line["timing/train_s"] for line in lines)
     in_turns = sum(sum(actors["learner"][stage]) for stage in ("train", "optimizer", "logprobs"))
     assert in_turns == pytest.approx(trained, rel=0.02, abs=0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("model_cache")
-def test_a_generator_that_never_answers_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    take = Generator.take_stats
-    monkeypatch.setattr("grpo_ray.core.step_metrics.Activity", partial(Activity, answer_s=0.05))
-
-    async def silent(self: Generator) -> ActorStats:
-        if self.name == "generator-1":
-            await asyncio.Event().wait()
-        return await take(self)
-
-    monkeypatch.setattr(Generator, "take_stats", silent)
-    train(make_config("generator.num_generators=2"), tmp_path / "run")
-    lines = read_metrics(RunDirectory(tmp_path / "run").metrics_path)
-    assert [line["step"] for line in lines] == list(range(1, 9))
-    named: dict[str, int] = defaultdict(int)
-    for line in lines:
-        for name in line:
-            named[name.rpartition("/")[0]] += name.startswith("time/")
-    assert named["time/generator-0"] > 0
-    assert named["time/generator-1"] == 0
-    assert not any("utilization/generators" in line for line in lines)
-    sampled = sum(line["throughput/sampled_tokens_per_s"] * line["timing/step_s"] for line in lines)
-    trained = sum(line["rollout/response_tokens/mean"] * 4 * 2 for line in lines)
-    assert sampled > trained  # both Generators' tokens, and those of the evaluation at step 4
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("model_cache")
-def test_actors_report_what_they_are_doing(tmp_path: Path) -> None:
-    seen: set[str] = set()
-
-    async def look(actors: LocalActors, controller: Controller) -> None:
-        while controller._version < 8:
-            seen.update(repr(client.actor) for client in actors.by_name().values() if controller.has_begun)
-            await asyncio.sleep(0)
-
-    train(make_config(), tmp_path / "run", look)
-    assert "Learner(version=1, wait_for_batch)" in seen
-    assert "Scorer(wait_for_groups)" in seen
-    assert any(text.startswith("Generator(generator-0, version=0, generate, ") for text in seen)
-    assert any(text.startswith("WeightSync(published=") and "wait_for_version" in text for text in seen)
-    assert any(text.startswith("TrajectoryBuffer(") and "wait_for_groups" in text for text in seen)
