@@ -5,18 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_ray.types import Completion, Episode, ScoredGroup
-
-STATUSES = (
-    "finished",
-    "truncated_turns",
-    "truncated_tokens",
-    "truncated_time",
-    "environment_error",
-    "generator_error",
-    "cancelled",
-)
-"""The ways in which an episode can end: those of episodes/outcome.py, which this module may not import."""
+from grpo_ray.types import Completion, Episode, ScoredGroup, Status
 
 
 @dataclass(frozen=True)
@@ -62,7 +51,7 @@ def episode_metrics(episodes: Sequence[EpisodeFacts]) -> dict[str, float]:
         "episodes/context_tokens/mean": float(np.mean([episode.num_context_tokens for episode in episodes])),
         "episodes/seconds/mean": float(np.mean(seconds)),
         "episodes/seconds/max": float(max(seconds)),
-        **{f"episodes/status/{name}": share(episodes, name) for name in STATUSES},
+        **{f"episodes/status/{name}": share(episodes, name) for name in Status},
         **{f"episodes/metrics/{name}": float(np.mean(values)) for name, values in sorted(own.items())},
     }
 

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -155,13 +154,11 @@ def _kind(line: bytes) -> str:
 
 def _count_kinds(path: Path) -> tuple[Counter[str], int]:
     """Count the events of each kind; remove damaged lines, on which nothing depends, and count those."""
-    kinds: Counter[str] = Counter()
     drop_half_line(path)
-    with path.open("rb") if path.exists() else nullcontext(()) as lines:
-        for line in lines:
-            kinds[_kind(line)] += 1
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    kinds = Counter(map(_kind, lines))
     num_damaged = kinds.pop("", 0)
     if num_damaged:
-        with replacing(path) as partial, path.open("rb") as lines, partial.open("wb") as kept:
-            kept.writelines(line for line in lines if _kind(line))
+        with replacing(path) as partial:
+            partial.write_bytes(b"".join(line for line in lines if _kind(line)))
     return kinds, num_damaged

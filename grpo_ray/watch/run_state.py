@@ -129,6 +129,7 @@ class RunReporter:
 
     def state(self, ending: Ending | None = None) -> RunState:
         now = self._live_status()
+        phase = "evaluating the policy" if now.is_evaluating else self._phase
         return RunState(
             time=time.time(),
             host=socket.gethostname(),
@@ -136,16 +137,11 @@ class RunReporter:
             process_started=self._process_started,
             began=self._began,
             num_steps=self._num_steps,
-            phase=self._phase_at(now),
+            phase="stopping after this step" if now.is_stopping else phase,
             now=now,
             warnings=tuple(self._warnings),
             ending=ending,
         )
-
-    def _phase_at(self, now: LiveStatus) -> str:
-        if now.is_stopping:
-            return "stopping after this step"
-        return "evaluating the policy" if now.is_evaluating else self._phase
 
     def status(self, text: str) -> None:
         self._phase = text

@@ -119,31 +119,25 @@ def ended(*values: object, method: str = "train_step") -> str:
     return str(error).removeprefix("learner died: ")
 
 
-def test_the_answer_is_the_first_ranks_once_all_have_answered() -> None:
-    async def main() -> None:
-        ranks = Ranks(3)
-        call = asyncio.ensure_future(ranks.crew.train_step())
-        await asyncio.sleep(0)
-        for number in (0, 2):
-            ranks[number].answer("train_step", number)
-        await asyncio.sleep(LIMIT_S / 4)
-        assert not call.done()
-        ranks[1].answer("train_step", 1)
-        assert await call == 0
-        assert not ranks.are_killed
-
-    asyncio.run(main())
+async def test_the_answer_is_the_first_ranks_once_all_have_answered() -> None:
+    ranks = Ranks(3)
+    call = asyncio.ensure_future(ranks.crew.train_step())
+    await asyncio.sleep(0)
+    for number in (0, 2):
+        ranks[number].answer("train_step", number)
+    await asyncio.sleep(LIMIT_S / 4)
+    assert not call.done()
+    ranks[1].answer("train_step", 1)
+    assert await call == 0
+    assert not ranks.are_killed
 
 
-def test_the_bulk_is_the_first_ranks() -> None:
-    async def main() -> None:
-        ranks = Ranks(2)
-        bulk, copied = ranks.crew.snapshot()
-        ranks.answer("snapshot", 5, 5)
-        assert bulk == "the weights of learner-0"
-        assert await copied == 5
-
-    asyncio.run(main())
+async def test_the_bulk_is_the_first_ranks() -> None:
+    ranks = Ranks(2)
+    bulk, copied = ranks.crew.snapshot()
+    ranks.answer("snapshot", 5, 5)
+    assert bulk == "the weights of learner-0"
+    assert await copied == 5
 
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
@@ -195,18 +189,15 @@ def test_a_rank_that_hangs_outside_of_collectives_has_a_limit() -> None:
 
 
 @pytest.mark.slow
-def test_a_write_may_take_the_first_rank_long() -> None:
-    async def main() -> None:
-        ranks = Ranks(2)
-        call = asyncio.ensure_future(ranks.crew.write_captured(Path()))
-        await asyncio.sleep(0)
-        ranks[1].answer("write_captured", {})
-        await asyncio.sleep(2 * LIMIT_S)
-        assert not call.done()
-        ranks[0].answer("write_captured", {"model": 3})
-        assert await call == {"model": 3}
-
-    asyncio.run(main())
+async def test_a_write_may_take_the_first_rank_long() -> None:
+    ranks = Ranks(2)
+    call = asyncio.ensure_future(ranks.crew.write_captured(Path()))
+    await asyncio.sleep(0)
+    ranks[1].answer("write_captured", {})
+    await asyncio.sleep(2 * LIMIT_S)
+    assert not call.done()
+    ranks[0].answer("write_captured", {"model": 3})
+    assert await call == {"model": 3}
 
 
 @pytest.mark.parametrize("error", [ValueError("no groups"), RunError("a single sequence does not fit")])
@@ -222,19 +213,16 @@ def test_a_full_disk_of_one_rank_is_raised_as_it_is() -> None:
     assert not are_killed
 
 
-def test_an_error_of_some_calls_does_not_count_for_later_ones() -> None:
-    async def main() -> None:
-        ranks = Ranks(2)
-        call = ranks.crew.write_captured(Path())
-        ranks.answer("write_captured", OSError(28, "full"), {})
-        with pytest.raises(OSError, match="full"):
-            await call
-        call = ranks.crew.train_step()
-        ranks.answer("train_step", SILENT, died(1))
-        with pytest.raises(ActorDied, match=r"learner-1 on 10\.0\.0\.1: its worker process has died"):
-            await call
-
-    asyncio.run(main())
+async def test_an_error_of_some_calls_does_not_count_for_later_ones() -> None:
+    ranks = Ranks(2)
+    call = ranks.crew.write_captured(Path())
+    ranks.answer("write_captured", OSError(28, "full"), {})
+    with pytest.raises(OSError, match="full"):
+        await call
+    call = ranks.crew.train_step()
+    ranks.answer("train_step", SILENT, died(1))
+    with pytest.raises(ActorDied, match=r"learner-1 on 10\.0\.0\.1: its worker process has died"):
+        await call
 
 
 def test_out_of_memory_keeps_the_micro_batch_that_did_not_fit() -> None:
@@ -245,18 +233,15 @@ def test_out_of_memory_keeps_the_micro_batch_that_did_not_fit() -> None:
     assert str(error) == "learner died: learner-1 on 10.0.0.1: CUDA out of memory"
 
 
-def test_a_rank_whose_collective_fails_first_is_not_the_cause() -> None:
-    async def main() -> None:
-        ranks = Ranks(2)
-        call = asyncio.ensure_future(ranks.crew.train_step())
-        await asyncio.sleep(0)
-        ranks[0].answer("train_step", CLOSED)
-        await asyncio.sleep(0.03)
-        ranks[1].answer("train_step", died(1))
-        with pytest.raises(ActorDied, match=r"^learner died: learner-1 on 10\.0\.0\.1: its worker process"):
-            await call
-
-    asyncio.run(main())
+async def test_a_rank_whose_collective_fails_first_is_not_the_cause() -> None:
+    ranks = Ranks(2)
+    call = asyncio.ensure_future(ranks.crew.train_step())
+    await asyncio.sleep(0)
+    ranks[0].answer("train_step", CLOSED)
+    await asyncio.sleep(0.03)
+    ranks[1].answer("train_step", died(1))
+    with pytest.raises(ActorDied, match=r"^learner died: learner-1 on 10\.0\.0\.1: its worker process"):
+        await call
 
 
 def test_an_error_for_the_user_stays_one() -> None:
@@ -265,55 +250,43 @@ def test_an_error_for_the_user_stays_one() -> None:
     assert are_killed
 
 
-def test_every_open_and_later_call_raises_the_error_that_ended_the_ranks() -> None:
+async def test_every_open_and_later_call_raises_the_error_that_ended_the_ranks() -> None:
     """The step that is open while a checkpoint's write fails would only say that its ranks were killed."""
-
-    async def main() -> None:
-        ranks = Ranks(2)
-        step, write = ranks.crew.train_step(), ranks.crew.write_captured(Path())
-        step = asyncio.ensure_future(step)
-        ranks.answer("write_captured", SILENT, torch.OutOfMemoryError("CUDA out of memory"))
-        with pytest.raises(ActorDied) as of_write:
-            await write
-        with pytest.raises(ActorDied) as of_step:
-            await step
-        with pytest.raises(ActorDied) as later:
-            await ranks.crew.capture()
-        reason = "learner died: learner-1 on 10.0.0.1: OutOfMemoryError: CUDA out of memory"
-        assert str(of_write.value) == str(of_step.value) == str(later.value) == reason
-
-    asyncio.run(main())
+    ranks = Ranks(2)
+    step, write = ranks.crew.train_step(), ranks.crew.write_captured(Path())
+    step = asyncio.ensure_future(step)
+    ranks.answer("write_captured", SILENT, torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(ActorDied) as of_write:
+        await write
+    with pytest.raises(ActorDied) as of_step:
+        await step
+    with pytest.raises(ActorDied) as later:
+        await ranks.crew.capture()
+    reason = "learner died: learner-1 on 10.0.0.1: OutOfMemoryError: CUDA out of memory"
+    assert str(of_write.value) == str(of_step.value) == str(later.value) == reason
 
 
-def test_a_later_calls_consequence_does_not_hide_an_earlier_calls_cause() -> None:
+async def test_a_later_calls_consequence_does_not_hide_an_earlier_calls_cause() -> None:
     """A rank that failed goes on with its next call, where the other's collective is not the one it expects."""
-
-    async def main() -> None:
-        ranks = Ranks(2)
-        _, copied = ranks.crew.snapshot()
-        copied = asyncio.ensure_future(copied)
-        step = asyncio.ensure_future(ranks.crew.train_step())
-        ranks.answer("snapshot", SILENT, torch.OutOfMemoryError("CUDA out of memory"))
-        await asyncio.sleep(0.03)
-        ranks.answer("train_step", CLOSED, CLOSED)
-        for call in (step, copied):
-            with pytest.raises(ActorDied, match=r"learner-1 on 10\.0\.0\.1: OutOfMemoryError"):
-                await call
-
-    asyncio.run(main())
+    ranks = Ranks(2)
+    _, copied = ranks.crew.snapshot()
+    copied = asyncio.ensure_future(copied)
+    step = asyncio.ensure_future(ranks.crew.train_step())
+    ranks.answer("snapshot", SILENT, torch.OutOfMemoryError("CUDA out of memory"))
+    await asyncio.sleep(0.03)
+    ranks.answer("train_step", CLOSED, CLOSED)
+    for call in (step, copied):
+        with pytest.raises(ActorDied, match=r"learner-1 on 10\.0\.0\.1: OutOfMemoryError"):
+            await call
 
 
-def test_a_call_that_is_given_up_goes_on_in_every_rank() -> None:
+async def test_a_call_that_is_given_up_goes_on_in_every_rank() -> None:
     """One rank that has begun it would wait for another where it was cancelled in time."""
-
-    async def main() -> None:
-        ranks = Ranks(2)
-        call = asyncio.ensure_future(ranks.crew.train_step())
-        await asyncio.sleep(0.01)
-        call.cancel()
-        await asyncio.sleep(0.01)
-        assert call.cancelled()
-        assert not any(rank.open["train_step"].cancelled() for rank in ranks)
-        ranks.answer("train_step", 1, 1)
-
-    asyncio.run(main())
+    ranks = Ranks(2)
+    call = asyncio.ensure_future(ranks.crew.train_step())
+    await asyncio.sleep(0.01)
+    call.cancel()
+    await asyncio.sleep(0.01)
+    assert call.cancelled()
+    assert not any(rank.open["train_step"].cancelled() for rank in ranks)
+    ranks.answer("train_step", 1, 1)

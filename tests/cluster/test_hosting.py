@@ -69,37 +69,30 @@ def test_an_actors_own_error_arrives_as_it_is(actors: ActorGroup) -> None:
         asyncio.run(run())
 
 
-def test_an_abandoned_call_is_cancelled_in_the_actor(actors: ActorGroup) -> None:
-    async def run() -> None:
-        generator = actors.generators["generator-0"]
-        _, sampled = generator.generate(make_item(0), make_settings())
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.ensure_future(sampled), 1.0)
-        async with asyncio.timeout(120):
-            while "0 groups running" not in await generator.handle.__ray_call__.remote(Generator.__repr__):
-                await asyncio.sleep(0.05)
-
-    asyncio.run(run())
+async def test_an_abandoned_call_is_cancelled_in_the_actor(actors: ActorGroup) -> None:
+    generator = actors.generators["generator-0"]
+    _, sampled = generator.generate(make_item(0), make_settings())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.ensure_future(sampled), 1.0)
+    async with asyncio.timeout(120):
+        while "0 groups running" not in await generator.handle.__ray_call__.remote(Generator.__repr__):
+            await asyncio.sleep(0.05)
 
 
-def test_lost_data_and_a_dead_actor_are_different_errors(actors: ActorGroup, folder: Path) -> None:
+async def test_lost_data_and_a_dead_actor_are_different_errors(actors: ActorGroup, folder: Path) -> None:
     """A Generator that dies before its group is sampled is named; the Scorer that gets the reference is not."""
+    group, sampled = actors.generators["generator-1"].generate(make_item(0), make_settings())
+    os.kill(pid_of(folder, "generator-1"), signal.SIGKILL)
+    with pytest.raises(ActorDied, match="generator-1 died: ") as died:
+        await sampled
+    assert died.value.name == "generator-1"
+    with pytest.raises(DataLost, match="scorer: "):
+        await actors.scorers["scorer"].score(group)
+    assert await actors.scorers["scorer"].ready()
 
-    async def run() -> None:
-        group, sampled = actors.generators["generator-1"].generate(make_item(0), make_settings())
-        os.kill(pid_of(folder, "generator-1"), signal.SIGKILL)
-        with pytest.raises(ActorDied, match="generator-1 died: ") as died:
-            await sampled
-        assert died.value.name == "generator-1"
-        with pytest.raises(DataLost, match="scorer: "):
-            await actors.scorers["scorer"].score(group)
-        assert await actors.scorers["scorer"].ready()
-
-        fresh = actors.restart_generator("generator-1")
-        assert await fresh.ready()
-        assert actors.generators["generator-1"] is fresh
-
-    asyncio.run(run())
+    fresh = actors.restart_generator("generator-1")
+    assert await fresh.ready()
+    assert actors.generators["generator-1"] is fresh
 
 
 def test_stuck_processes_write_their_stacks(actors: ActorGroup, folder: Path) -> None:

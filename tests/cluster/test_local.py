@@ -70,40 +70,31 @@ class Worker:
         await asyncio.Event().wait()
 
 
-def test_synchronous_calls_run_one_at_a_time_beside_asynchronous_ones() -> None:
-    async def main() -> None:
-        client = LocalClient("worker", Worker)
-        held, after = client.held(), client.next()
-        while not client.actor.began.is_set():
-            await asyncio.sleep(0.001)
-        assert await client.asynchronous(1) == 1
-        assert await client.work_done() == 0  # `next` waits for `held`, this does not
-        client.actor.may_end.set()
-        await held
-        await after
-        assert client.actor.order == ["held", "next"]
-
-    asyncio.run(main())
+async def test_synchronous_calls_run_one_at_a_time_beside_asynchronous_ones() -> None:
+    client = LocalClient("worker", Worker)
+    held, after = client.held(), client.next()
+    while not client.actor.began.is_set():
+        await asyncio.sleep(0.001)
+    assert await client.asynchronous(1) == 1
+    assert await client.work_done() == 0  # `next` waits for `held`, this does not
+    client.actor.may_end.set()
+    await held
+    await after
+    assert client.actor.order == ["held", "next"]
 
 
-def test_a_reference_arrives_as_its_value_but_not_in_a_box() -> None:
-    async def main() -> None:
-        client = LocalClient("worker", Worker)
-        reference = client.asynchronous(7)
-        assert await client.asynchronous(reference) == 7
-        assert await client.asynchronous((reference, 8)) == (reference, 8)
-
-    asyncio.run(main())
+async def test_a_reference_arrives_as_its_value_but_not_in_a_box() -> None:
+    client = LocalClient("worker", Worker)
+    reference = client.asynchronous(7)
+    assert await client.asynchronous(reference) == 7
+    assert await client.asynchronous((reference, 8)) == (reference, 8)
 
 
-def test_the_death_of_an_actor_ends_its_open_calls_and_refuses_later_ones() -> None:
-    async def main() -> None:
-        client = LocalClient("worker", Worker)
-        never = client.never()
-        await asyncio.sleep(0)
-        client.die("killed")
-        for answer in (never, client.asynchronous(1)):
-            with pytest.raises(ActorDied, match="worker died: killed"):
-                await answer
-
-    asyncio.run(main())
+async def test_the_death_of_an_actor_ends_its_open_calls_and_refuses_later_ones() -> None:
+    client = LocalClient("worker", Worker)
+    never = client.never()
+    await asyncio.sleep(0)
+    client.die("killed")
+    for answer in (never, client.asynchronous(1)):
+        with pytest.raises(ActorDied, match="worker died: killed"):
+            await answer

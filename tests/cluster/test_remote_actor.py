@@ -50,15 +50,12 @@ class PlainHandle(Handle):
         return Reference()
 
 
-def test_an_answer_can_be_awaited_gathered_and_given_a_time_limit() -> None:
-    async def run() -> None:
-        _, copied = Client("learner", Handle(), ["snapshot"]).snapshot()
-        assert await copied == 7
-        actor = Client("scorer", PlainHandle())
-        assert await asyncio.gather(actor.score(1), actor.score(2)) == [7, 7]
-        assert await asyncio.wait_for(actor.ready(), 120) == 7
-
-    asyncio.run(run())
+async def test_an_answer_can_be_awaited_gathered_and_given_a_time_limit() -> None:
+    _, copied = Client("learner", Handle(), ["snapshot"]).snapshot()
+    assert await copied == 7
+    actor = Client("scorer", PlainHandle())
+    assert await asyncio.gather(actor.score(1), actor.score(2)) == [7, 7]
+    assert await asyncio.wait_for(actor.ready(), 120) == 7
 
 
 class Failing:

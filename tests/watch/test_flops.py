@@ -16,9 +16,8 @@ from grpo_ray.core.learner import Learner
 from grpo_ray.learning.sequences import TrainSequence, lengths_of, sequences_of
 from grpo_ray.learning.transformer_lm import TransformerLM
 from grpo_ray.types import TrainBatch
-from grpo_ray.watch.flops import ModelSize, WorkCount, num_pairs, num_tokens, peak_flops
+from grpo_ray.watch.flops import ModelSize, Performance, WorkCount, num_pairs, num_tokens, peak_flops
 from grpo_ray.watch.learner_metrics import mean_metrics
-from grpo_ray.watch.performance import Performance
 
 # A Llama: q and o 8 x 8, k and v 4 x 8, gate, up and down 8 x 20; the output layer 8 x 50.
 SHAPE = {

@@ -43,72 +43,63 @@ class Time:
         return self.seconds
 
 
-def test_all_have_the_same_window() -> None:
-    async def run() -> None:
-        time = Time()
-        actors = {"generator-0": Actor(time), "generator-1": Actor(time)}
-        activity = Activity(StageClock((), "idle", time))
-        time.seconds = 3
-        first = await activity.read(actors)
-        assert first.stats.keys() == {"driver"}  # first reading: the actors' windows began at arbitrary times
-        time.seconds = 10
-        second = await activity.read(actors)
-        assert (second.seconds, second.is_complete) == (7, True)
-        assert {name: times.wall_s for name, times in second.stages.items()} == {
-            "driver": 7, "generator-0": 7, "generator-1": 7,
-        }  # fmt: skip
-
-    asyncio.run(run())
+async def test_all_have_the_same_window() -> None:
+    time = Time()
+    actors = {"generator-0": Actor(time), "generator-1": Actor(time)}
+    activity = Activity(StageClock((), "idle", time))
+    time.seconds = 3
+    first = await activity.read(actors)
+    assert first.stats.keys() == {"driver"}  # first reading: the actors' windows began at arbitrary times
+    time.seconds = 10
+    second = await activity.read(actors)
+    assert (second.seconds, second.is_complete) == (7, True)
+    assert {name: times.wall_s for name, times in second.stages.items()} == {
+        "driver": 7, "generator-0": 7, "generator-1": 7,
+    }  # fmt: skip
 
 
-def test_a_dead_or_replaced_actor_has_no_metrics() -> None:
-    async def run() -> None:
-        time = Time()
-        activity = Activity(StageClock((), "idle", time))
-        clients: dict[str, Any] = {"learner": Actor(time), "scorer": Actor(time)}
-        told = []
-        for changed in ({}, {"learner": Dead()}, {"learner": Actor(time)}, {}):
-            clients |= changed
-            time.seconds += 1
-            window = await activity.read(clients)
-            told.append((sorted(window.stats), window.is_complete))
-        assert told == [
-            (["driver"], False),
-            (["driver", "scorer"], False),
-            (["driver", "scorer"], False),  # the new actor's window began in the middle of this one
-            (["driver", "learner", "scorer"], True),
-        ]
-
-    asyncio.run(run())
+async def test_a_dead_or_replaced_actor_has_no_metrics() -> None:
+    time = Time()
+    activity = Activity(StageClock((), "idle", time))
+    clients: dict[str, Any] = {"learner": Actor(time), "scorer": Actor(time)}
+    told = []
+    for changed in ({}, {"learner": Dead()}, {"learner": Actor(time)}, {}):
+        clients |= changed
+        time.seconds += 1
+        window = await activity.read(clients)
+        told.append((sorted(window.stats), window.is_complete))
+    assert told == [
+        (["driver"], False),
+        (["driver", "scorer"], False),
+        (["driver", "scorer"], False),  # the new actor's window began in the middle of this one
+        (["driver", "learner", "scorer"], True),
+    ]
 
 
-def test_a_silent_actor_is_waited_for_once_and_its_late_answer_is_not_used() -> None:
-    async def run() -> None:
-        time, slow_s = Time(), 0.05
-        activity = Activity(StageClock((), "idle", time), answer_s=slow_s)
-        silent, other = Actor(time), Actor(time)
-        clients = {"learner": silent, "scorer": other}
-        await activity.read(clients)
-        silent.answers.clear()
-        loop = asyncio.get_running_loop()
-        waited = []
-        for _ in range(3):
-            time.seconds += 1
-            started = loop.time()
-            assert (await activity.read(clients)).stages.keys() == {"driver", "scorer"}
-            waited.append(loop.time() - started)
-        assert waited[0] >= slow_s > max(waited[1:])
-        assert silent.num_asked == 2  # not asked again while it owes an answer
-        silent.answers.set()
-        await asyncio.sleep(0)
-        windows = []
-        for _ in range(2):
-            time.seconds += 1
-            windows.append(await activity.read(clients))
-        assert [window.is_complete for window in windows] == [False, True]
-        assert windows[1].stages["learner"].wall_s == 1
-
-    asyncio.run(run())
+async def test_a_silent_actor_is_waited_for_once_and_its_late_answer_is_not_used() -> None:
+    time, slow_s = Time(), 0.05
+    activity = Activity(StageClock((), "idle", time), answer_s=slow_s)
+    silent, other = Actor(time), Actor(time)
+    clients = {"learner": silent, "scorer": other}
+    await activity.read(clients)
+    silent.answers.clear()
+    loop = asyncio.get_running_loop()
+    waited = []
+    for _ in range(3):
+        time.seconds += 1
+        started = loop.time()
+        assert (await activity.read(clients)).stages.keys() == {"driver", "scorer"}
+        waited.append(loop.time() - started)
+    assert waited[0] >= slow_s > max(waited[1:])
+    assert silent.num_asked == 2  # not asked again while it owes an answer
+    silent.answers.set()
+    await asyncio.sleep(0)
+    windows = []
+    for _ in range(2):
+        time.seconds += 1
+        windows.append(await activity.read(clients))
+    assert [window.is_complete for window in windows] == [False, True]
+    assert windows[1].stages["learner"].wall_s == 1
 
 
 def window(**seconds: dict[str, float]) -> Window:
