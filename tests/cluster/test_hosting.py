@@ -3,15 +3,14 @@
 import asyncio
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray.util
 from builders import make_item, make_settings
 from conftest import Joining
-from run_process import pid_of
+from run_process import pid_of, until
 from small_run import QUICKSTART, SMALL
 
 from grpo_ray.cluster import session
@@ -48,13 +47,6 @@ async def all_ready(group: ActorGroup) -> None:
     await asyncio.gather(*(client.ready() for client in group.by_name().values()))
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 600.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_rays_dashboard_has_the_actors_names(actors: ActorGroup) -> None:
     """A name that an earlier group of this process used is followed by a number."""
     shown = [name.partition(" (")[0] for name in ray.util.list_named_actors()]
@@ -73,7 +65,7 @@ async def test_an_abandoned_call_is_cancelled_in_the_actor(actors: ActorGroup) -
     generator = actors.generators["generator-0"]
     _, sampled = generator.generate(make_item(0), make_settings())
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(asyncio.ensure_future(sampled), 1.0)
+        await asyncio.until(asyncio.ensure_future(sampled), 1.0)
     async with asyncio.timeout(120):
         while "0 groups running" not in await generator.handle.__ray_call__.remote(Generator.__repr__):
             await asyncio.sleep(0.05)
@@ -99,7 +91,7 @@ def test_stuck_processes_write_their_stacks(actors: ActorGroup, folder: Path) ->
     actors.dump_stacks()
     for name in actors.by_name():
         log = folder / "logs" / f"{name}.log"
-        wait_for(lambda log=log: "most recent call first" in log.read_text())  # type: ignore[misc]
+        until(lambda log=log: "most recent call first" in log.read_text())  # type: ignore[misc]
 
 
 def test_spilling_is_seen(actors: ActorGroup) -> None:

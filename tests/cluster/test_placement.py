@@ -67,23 +67,6 @@ def on_gpus(*overrides: str) -> Config:
     return load_config(EIGHT_GPUS, [*one_rank, *overrides])
 
 
-def test_every_actor_that_reserves_something_has_a_bundle() -> None:
-    two = quickstart("generator.num_generators=2")
-    assert bundles_of(two) == (
-        Bundle(("generator-0",), {"CPU": 0.5}),
-        Bundle(("generator-1",), {"CPU": 0.5}),
-        Bundle(("learner",), {"CPU": 0.5}),
-    )
-
-
-def test_an_engine_of_several_gpus_is_one_bundle() -> None:
-    config = on_gpus("generator.num_generators=2", "generator.num_gpus=4")
-    assert [bundle.resources for bundle in bundles_of(config)] == [
-        {"GPU": 4, "CPU": 1}, {"GPU": 4, "CPU": 1}, {"GPU": 1, "CPU": 1},
-    ]  # fmt: skip
-    assert gpus_of(config) == 9
-
-
 def test_colocated_actors_share_one_gpu(on: Callable[["FakeRay"], "FakeRay"]) -> None:
     turns = ("generator.num_generators=1", "generator.colocated=true", "weight_sync.max_lag=0")
     config = on_gpus(*turns, "scorer.num_cpus=1")

@@ -230,13 +230,3 @@ def test_a_run_warns_on_the_console_and_in_its_events_and_once_when_resumed(tmp_
     resumed = train(make_config(WRONG_MASK, VARIED, "algorithm.num_steps=6"), tmp_path / "run")
     assert resumed.steps == [5, 6]
     assert events(tmp_path / "run") == [event]
-
-
-@pytest.mark.slow
-def test_the_right_loss_gives_no_event(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run")
-    train(make_config(VARIED, "algorithm.num_steps=3"), run.path)
-    assert events(run.path) == []
-    lines = read_metrics(run.metrics_path)
-    assert lines[0]["loss/gradient_scale"] == pytest.approx(1, abs=1e-3)
-    assert lines[0]["loss/untrained_frac"] == 0
