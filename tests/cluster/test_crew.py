@@ -225,12 +225,21 @@ async def test_an_error_of_some_calls_does_not_count_for_later_ones() -> None:
         await call
 
 
-def test_out_of_memory_keeps_the_micro_batch_that_did_not_fit() -> None:
-    error, are_killed = outcome(SILENT, OutOfDeviceMemory("learner", "CUDA out of memory", 4096))
-    assert isinstance(error, OutOfDeviceMemory)
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            OutOfDeviceMemory("learner", "CUDA out of memory", 4096),
+            "learner died: learner-1 on 10.0.0.1: CUDA out of memory",
+        ),
+        (RunError("learner: give it a larger GPU"), "learner: give it a larger GPU"),
+    ],
+)
+def test_an_error_that_says_what_to_do_keeps_its_kind(error: Exception, text: str) -> None:
+    found, are_killed = outcome(SILENT, error)
+    assert (type(found), str(found)) == (type(error), text)
+    assert getattr(found, "num_tokens", None) == getattr(error, "num_tokens", None)
     assert are_killed
-    assert (error.name, error.num_tokens) == ("learner", 4096)
-    assert str(error) == "learner died: learner-1 on 10.0.0.1: CUDA out of memory"
 
 
 async def test_a_rank_whose_collective_fails_first_is_not_the_cause() -> None:
@@ -242,12 +251,6 @@ async def test_a_rank_whose_collective_fails_first_is_not_the_cause() -> None:
     ranks[1].answer("train_step", died(1))
     with pytest.raises(ActorDied, match=r"^learner died: learner-1 on 10\.0\.0\.1: its worker process"):
         await call
-
-
-def test_an_error_for_the_user_stays_one() -> None:
-    error, are_killed = outcome(SILENT, RunError("learner: give it a larger GPU"))
-    assert str(error) == "learner: give it a larger GPU"
-    assert are_killed
 
 
 async def test_every_open_and_later_call_raises_the_error_that_ended_the_ranks() -> None:

@@ -115,9 +115,6 @@ LARGE, SMALL = Node("10.0.0.1", {"GPU": 8, "CPU": 96}), Node("10.0.0.2", {"GPU":
         (("scorer.num_cpus=100",), (LARGE, SMALL), [
             "CPU: 100 for scorer must be on one node, where 96 are there",
         ]),
-        (("generator.num_generators=1", "generator.num_gpus=4"), (SMALL, SMALL, SMALL), [
-            "GPU: 4 for generator-0 must be on one node, where 2 are there",
-        ]),
         (("placement.strategy=strict_spread",), (LARGE, LARGE), [
             "nodes: 8 needed (placement.strategy: strict_spread), 2 there",
         ]),
@@ -125,8 +122,6 @@ LARGE, SMALL = Node("10.0.0.1", {"GPU": 8, "CPU": 96}), Node("10.0.0.2", {"GPU":
          (SMALL, Node("10.0.0.3", {"CPU": 64})), [
             "2 GPU, 21 CPU for generator-0 and learner are not there on one node",
         ]),
-        (RANKS, (LARGE,), []),
-        (RANKS, (SMALL,), ["GPU: 8 needed (2 x 1 for Generators, 6 x 1 for the Learner's ranks), 2 there"]),
         (RANKS, (SMALL, SMALL, SMALL, SMALL), [
             "GPU: 6 for learner-0 to learner-5 must be on one node, where 2 are there; a lower "
             "learner.ranks_per_node divides them over nodes",
@@ -135,10 +130,6 @@ LARGE, SMALL = Node("10.0.0.1", {"GPU": 8, "CPU": 96}), Node("10.0.0.2", {"GPU":
         ((*RANKS, "learner.ranks_per_node=3"), (Node("a", {"GPU": 4, "CPU": 9}), SMALL, SMALL), [
             "3 GPU, 3 CPU must be on one node each for learner-0 to learner-2 and for learner-3 to learner-5; "
             "room for 1 of these 2 is there",
-        ]),
-        ((*RANKS, "placement.strategy=colocate"), (SMALL, SMALL, SMALL, SMALL), [
-            "GPU: 8 for generator-0, generator-1 and learner-0 to learner-5 must be on one node, where 2 are "
-            "there",
         ]),
     ],
 )  # fmt: skip

@@ -181,18 +181,12 @@ def test_half_written_line_is_left_out_and_dropped_on_resume(tmp_path: Path) -> 
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "reward/me')
     assert read_metrics(path) == [{"step": 1}]
+    assert (last_logged_step(path), last_logged_step(tmp_path / "none")) == (1, 0)
     JsonLines(path).append({"step": 2, "lag/max": 0.0})
     assert read_metrics(path) == [{"step": 1}, {"step": 2, "lag/max": 0.0}]
     path.write_text('{"step": 1\n{"step": 2}\n')
     with pytest.raises(ValueError, match=r"line 1: not valid JSON"):
         read_metrics(path)
-
-
-def test_last_logged_step(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    assert last_logged_step(path) == 0
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3')
-    assert last_logged_step(path) == 2
 
 
 def test_disk_that_fills_up_loses_no_line(tmp_path: Path) -> None:

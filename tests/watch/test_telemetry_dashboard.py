@@ -167,22 +167,14 @@ def test_nothing_is_exported_if_rays_metrics_are_off(
 
 @pytest.mark.parametrize(
     ("scored", "scraped", "expected"),
-    [(1.0, 1.0, True), (0.97, 1.0, True), (0.95, 1.0, False), (1.0, 0.9, False)],
-    ids=["all is well", "within 2%", "does not add up", "the accounts differ"],
+    [(0.97, 1.0, True), (0.95, 1.0, False), (1.0, 0.9, False)],
+    ids=["within 2%", "does not add up", "the accounts differ"],
 )
 def test_accounts_are_compared(scored: float, scraped: float, expected: bool) -> None:
-    rows = [
-        {
-            "step": step,
-            "timing/step_s": 2.0,
-            "time/scorer/score_s": scored,
-            "time/scorer/wait_for_groups_s": 1.0,
-        }
-        for step in (1, 2)
-    ]
+    row = {"timing/step_s": 2.0, "time/scorer/score_s": scored, "time/scorer/wait_for_groups_s": 1.0}
     same = {("scorer", "score"): 2 * scored, ("scorer", "wait_for_groups"): 2.0}
     others = {"timeline": same, "Prometheus": {**same, ("scorer", "score"): 2 * scored * scraped}}
-    assert script().compare(rows, others) is expected
+    assert script().compare([{"step": step, **row} for step in (1, 2)], others) is expected
 
 
 @pytest.mark.ray
