@@ -74,28 +74,20 @@ def test_the_page_knows_the_same_characters() -> None:
 # ---- the ways to a terminal ----
 
 
-def use(console: RunConsole) -> None:
-    with console:
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_runs_console(
+    is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    if is_terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    with RunConsole(num_steps=2) as console:
         console.status(HOSTILE)
         console.warning(HOSTILE)
         console.print(HOSTILE)
-
-
-def test_a_runs_console_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
-    use(RunConsole(num_steps=2))
     printed = capsys.readouterr().out
-    check(printed)
-    assert printed.count(SHOWN) == 3
-    assert printed.count("[red]:smile:") == 3
-
-
-def test_a_runs_console_on_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "300")
-    use(RunConsole(num_steps=2))
-    check_terminal(capsys.readouterr().out)
+    (check_terminal if is_terminal else check)(printed)
+    assert is_terminal or printed.count(SHOWN) == printed.count("[red]:smile:") == 3
 
 
 @pytest.mark.parametrize(("is_terminal", "has_ended"), [(False, True), (True, False)])

@@ -2,13 +2,11 @@
 
 import asyncio
 import csv
-import json
 import re
 import shutil
-import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -501,37 +499,6 @@ def test_tensorboard_shows_a_response_literally() -> None:
     assert cells == ["2 + 2 =", NASTY, "0.5", "?", "", "1"]
 
 
-def wandb_records(path: Path) -> Iterator[Any]:
-    """Yield the records of W&B's offline file: a LevelDB log in blocks of 32 KiB, with 7-byte headers."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, place, whole = path.read_bytes(), 7, b""
-    while place + 7 <= len(data):
-        if (left := 32768 - place % 32768) < 7:
-            place += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, place)
-        if place + 7 + length > len(data):
-            return  # still being written
-        whole += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # a whole one, or the last piece of one
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(whole)
-            yield record
-            whole = b""
-
-
-def wandb_points(path: Path) -> list[dict[str, Any]]:
-    """Return what was logged, once W&B's process has written the end, for which `finish` does not wait."""
-    until(lambda: any(record.WhichOneof("record_type") == "exit" for record in wandb_records(path)))
-    return [
-        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
-        for record in wandb_records(path)
-        if record.WhichOneof("record_type") == "history"
-    ]
-
-
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Isolate W&B and MLflow from the network and from this machine's settings."""
@@ -549,31 +516,38 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("offline")
-def test_wandb(tmp_path: Path) -> None:
+def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
     from grpo_ray.watch.trackers.wandb_tracker import WandbTracker
 
+    logged: list[dict[str, Any]] = []
+    ended: list[tuple[Any, ...]] = []
+    log, finish = wandb.Run.log, wandb.Run.finish
+
+    def log_too(run: Any, row: dict[str, Any]) -> None:
+        logged.append(row)
+        log(run, row)
+
+    def finish_too(run: Any, exit_code: int | None = None) -> None:
+        ended.append((run.id, run.project, run.name, run.config["algorithm"]["num_steps"], exit_code))
+        finish(run, exit_code)
+
+    monkeypatch.setattr(wandb.Run, "log", log_too)
+    monkeypatch.setattr(wandb.Run, "finish", finish_too)
     run = tracked(tmp_path, "tracking.project=sums")
     check_trackers(make_config("tracking.trackers=[wandb]"))  # offline mode needs no key
     assert use(WandbTracker(), run, "failed").startswith("offline; upload with: wandb sync")
-    (first,) = run.folder.glob("wandb/offline-run-*/run-*.wandb")
-    points = wandb_points(first)
-    assert [(point["step"], point.get("reward/mean")) for point in points] == [
-        (1, 0.25), (1, None), (2, 0.5), (2, 0.75)
-    ]  # fmt: skip
-    assert points[1]["rollouts/nrows"] == 2
-    table = json.loads((first.parent / "files" / points[1]["rollouts/path"]).read_text())
-    assert table["columns"] == ["prompt", "response", "reward"]
-    assert table["data"] == [["2 + 2 =", NASTY, 0.5], ["?", "", 1]]
-    (record,) = (r.run for r in wandb_records(first) if r.WhichOneof("record_type") == "run")
-    assert (record.run_id, record.project, record.display_name) == (run.id, "sums", "my-run")
-    config = {item.key: json.loads(item.value_json) for item in record.config.update}
-    assert config["algorithm"]["num_steps"] == 8
-    (exit_code,) = (r.exit.exit_code for r in wandb_records(first) if r.WhichOneof("record_type") == "exit")
-    assert exit_code == 1
+    points = [(row["step"], row.get("reward/mean")) for row in logged]
+    assert points == [(1, 0.25), (1, None), (2, 0.5), (2, 0.75)]
+    table = logged[1]["rollouts"]
+    assert table.columns == ["prompt", "response", "reward"]
+    assert table.data == [["2 + 2 =", NASTY, 0.5], ["?", "", 1]]
     go_on(WandbTracker(), run)
-    (second,) = {*run.folder.glob("wandb/offline-run-*/run-*.wandb")} - {first}
-    assert second.name == first.name == f"run-{run.id}.wandb"
-    assert [(point["step"], point["reward/mean"]) for point in wandb_points(second)] == [(3, 1.0)]
+    assert logged[-1] == {"step": 3, "reward/mean": 1.0}
+    assert ended == [(run.id, "sums", "my-run", 8, 1), (run.id, "sums", "my-run", 8, 0)]
+    files = list(run.folder.glob("wandb/offline-run-*/run-*.wandb"))
+    assert [file.name for file in files] == [f"run-{run.id}.wandb"] * 2
 
 
 @pytest.mark.slow
