@@ -53,12 +53,9 @@ def test_rays_dashboard_has_the_actors_names(actors: ActorGroup) -> None:
     assert sorted(shown) == sorted(actors.by_name())
 
 
-def test_an_actors_own_error_arrives_as_it_is(actors: ActorGroup) -> None:
-    async def run() -> None:
-        await actors.learner.train_step(TrainBatch(()))
-
+async def test_an_actors_own_error_arrives_as_it_is(actors: ActorGroup) -> None:
     with pytest.raises(ValueError, match="has no groups to train on"):
-        asyncio.run(run())
+        await actors.learner.train_step(TrainBatch(()))
 
 
 async def test_an_abandoned_call_is_cancelled_in_the_actor(actors: ActorGroup) -> None:

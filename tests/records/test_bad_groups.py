@@ -81,24 +81,21 @@ def test_what_can_be_kept_of_an_episode_is_kept(tmp_path: Path) -> None:
     assert dict(row["metrics"]) == {"7": 1.0, r"\ud83d": 2.0}
 
 
-def test_a_buffer_writes_its_rollouts_and_its_part_of_a_checkpoint(tmp_path: Path) -> None:
-    async def run() -> tuple[str, ...]:
-        buffer = make_buffer(tmp_path, size=1)
-        for group_id in range(3):
-            group = BAD["an error"](group_id) if group_id != 1 else simple_group(1)
-            await buffer.put(*parts(group))
-        await buffer.take(1, [0], (), 0)
-        await buffer.capture(0)
-        sizes = await buffer.write_captured(tmp_path)
-        assert sizes.keys() == {"groups.parquet", "replay.parquet"}
-        assert await buffer.flush() is None
-        _, facts = await buffer.take(2, [1], (), 0)
-        assert await buffer.flush() is None
-        _, later = await buffer.take(3, [2], (), 0)
-        assert later.notes == ()
-        return facts.notes
-
-    first, second = sorted(asyncio.run(run()))
+async def test_a_buffer_writes_its_rollouts_and_its_part_of_a_checkpoint(tmp_path: Path) -> None:
+    buffer = make_buffer(tmp_path, size=1)
+    for group_id in range(3):
+        group = BAD["an error"](group_id) if group_id != 1 else simple_group(1)
+        await buffer.put(*parts(group))
+    await buffer.take(1, [0], (), 0)
+    await buffer.capture(0)
+    sizes = await buffer.write_captured(tmp_path)
+    assert sizes.keys() == {"groups.parquet", "replay.parquet"}
+    assert await buffer.flush() is None
+    _, facts = await buffer.take(2, [1], (), 0)
+    assert await buffer.flush() is None
+    _, later = await buffer.take(3, [2], (), 0)
+    assert later.notes == ()
+    first, second = sorted(facts.notes)
     assert "groups.parquet: not written as they were: group 2 (" in first
     assert "step-000001.parquet: not written as they were: group 0 (" in second
     assert [group.group_id for group in read_groups(tmp_path / "groups.parquet")] == [1, 2]
@@ -143,10 +140,8 @@ def test_all_episodes_that_fail_end_the_run_with_a_reward_too() -> None:
     failed = replace(branched_episode(reward=-1.0), status="environment_error", error="gone")
     group = make_episode_group(0, [failed, failed])
     assert group.errors == {}
-    every, some = (
-        ungraded_in([group]),
-        ungraded_in([group, make_episode_group(1, [failed, branched_episode()])]),
-    )
+    every = ungraded_in([group])
+    some = ungraded_in([group, make_episode_group(1, [failed, branched_episode()])])
     assert every is not None
     assert (every.is_all, every.reason) == (True, "gone")
     assert some is not None

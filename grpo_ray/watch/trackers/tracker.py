@@ -15,6 +15,7 @@ Row = Mapping[str, str | float]
 End = Literal["finished", "interrupted", "failed"]
 
 LIBRARIES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
+ID, PLACE = "run_id", "folder"  # files in a tracker's folder
 DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 
 
@@ -29,7 +30,7 @@ class TrackedRun:
     @property
     def id(self) -> str | None:
         """The id that the tracker gave this run on an earlier start; None: this is the first, or a copy."""
-        return None if self.original is not None else _text(self._id_path)
+        return None if self.original is not None else _text(self.folder / ID)
 
     @property
     def original(self) -> Path | None:
@@ -38,25 +39,17 @@ class TrackedRun:
         A copy would continue the same run in the tracker as its original. One that does not see the original,
         as on another machine, is taken for the run itself.
         """
-        place = _text(self._place_path)
+        place = _text(self.folder / PLACE)
         if place is None or not Path(place).is_dir() or Path(place).samefile(self.folder):
             return None
-        is_same = _text(Path(place) / self._id_path.name) == _text(self._id_path)
+        is_same = _text(Path(place) / ID) == _text(self.folder / ID)
         return Path(place).parents[1] if is_same else None
 
     def keep_id(self, run_id: str) -> None:
         """Store the id for later starts of the run, and the folder that it belongs to."""
-        for path, text in ((self._id_path, run_id), (self._place_path, str(self.folder.resolve()))):
-            with replacing(path) as partial:
+        for name, text in ((ID, run_id), (PLACE, str(self.folder.resolve()))):
+            with replacing(self.folder / name) as partial:
                 partial.write_text(text, encoding="utf-8")
-
-    @property
-    def _id_path(self) -> Path:
-        return self.folder / "run_id"
-
-    @property
-    def _place_path(self) -> Path:
-        return self.folder / "folder"
 
 
 def _text(path: Path) -> str | None:
