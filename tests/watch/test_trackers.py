@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -20,6 +20,7 @@ from run_process import until
 from grpo_ray.cluster import session
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config.loading import ConfigError
+from grpo_ray.config.tracking import TrackerName
 from grpo_ray.core.controller import Controller
 from grpo_ray.errors import RunError
 from grpo_ray.records.rollout_log import read_rollouts, write_rollouts
@@ -380,6 +381,11 @@ def test_a_run_given_as_a_dot_has_its_name(tmp_path: Path, monkeypatch: pytest.M
 
 
 # ---- before a run ----
+
+
+def test_each_name_has_its_tracker() -> None:
+    made = [type(choice.make_tracker(name)).__name__ for name in get_args(TrackerName)]
+    assert made == ["TensorBoardTracker", "WandbTracker", "MlflowTracker"]
 
 
 def test_a_library_that_is_missing_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
