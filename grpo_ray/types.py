@@ -12,7 +12,6 @@ completed and published, so the initial weights are version 0, and step n turns 
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from enum import StrEnum
 from itertools import accumulate, pairwise
 from typing import Any, Protocol, TypeVar
 
@@ -106,18 +105,6 @@ class Completion:
     def num_tokens(self) -> int:
         """Number of sampled tokens."""
         return int(np.count_nonzero(self.versions != CONTEXT))
-
-
-class Status(StrEnum):
-    """The reasons for which an episode can end."""
-
-    FINISHED = "finished"
-    TRUNCATED_TURNS = "truncated_turns"
-    TRUNCATED_TOKENS = "truncated_tokens"
-    TRUNCATED_TIME = "truncated_time"
-    ENVIRONMENT_ERROR = "environment_error"
-    GENERATOR_ERROR = "generator_error"
-    CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True)

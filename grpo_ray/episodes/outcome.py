@@ -8,10 +8,10 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from grpo_ray.episodes.segments import Segments
+from grpo_ray.records.episode_metrics import Status as Status
 from grpo_ray.records.visible_text import encodable
 from grpo_ray.rewards.isolation.messages import LARGEST_REWARD
 from grpo_ray.types import Episode, EpisodeSequence
-from grpo_ray.types import Status as Status
 
 MAX_METRICS, LONGEST_NAME = 64, 100  # metrics of an episode, characters of the name of one
 LARGEST_METRIC = 1e30  # a sum of as many as a step has stays finite

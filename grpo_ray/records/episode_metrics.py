@@ -2,10 +2,23 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 
-from grpo_ray.types import Completion, Episode, ScoredGroup, Status
+from grpo_ray.types import Completion, Episode, ScoredGroup
+
+
+class Status(StrEnum):
+    """The reasons for which an episode can end."""
+
+    FINISHED = "finished"
+    TRUNCATED_TURNS = "truncated_turns"
+    TRUNCATED_TOKENS = "truncated_tokens"
+    TRUNCATED_TIME = "truncated_time"
+    ENVIRONMENT_ERROR = "environment_error"
+    GENERATOR_ERROR = "generator_error"
+    CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from grpo_ray.records.episode_metrics import episode_metrics, episodes_in
-from grpo_ray.types import CONTEXT, Episode, ScoredGroup, Status, Ungraded
+from grpo_ray.records.episode_metrics import Status, episode_metrics, episodes_in
+from grpo_ray.types import CONTEXT, Episode, ScoredGroup, Ungraded
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup], num_dropped: int = 0) -> dict[str, float]:

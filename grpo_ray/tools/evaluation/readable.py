@@ -7,11 +7,10 @@ from pathlib import Path
 from rich.table import Table
 
 from grpo_ray.records.durable import replacing
-from grpo_ray.records.episode_metrics import counted
+from grpo_ray.records.episode_metrics import Status, counted
 from grpo_ray.records.evaluation_summary import Category, EvaluationSummary, Interval
 from grpo_ray.records.visible_text import visible
 from grpo_ray.tools.evaluation.responses import Row, sample_rows
-from grpo_ray.types import Status
 
 EXAMPLES_OF_EACH = 10
 OWN = "episodes/metrics/"
