@@ -62,7 +62,7 @@ async def test_an_abandoned_call_is_cancelled_in_the_actor(actors: ActorGroup) -
     generator = actors.generators["generator-0"]
     _, sampled = generator.generate(make_item(0), make_settings())
     with pytest.raises(TimeoutError):
-        await asyncio.until(asyncio.ensure_future(sampled), 1.0)
+        await asyncio.wait_for(asyncio.ensure_future(sampled), 1.0)
     async with asyncio.timeout(120):
         while "0 groups running" not in await generator.handle.__ray_call__.remote(Generator.__repr__):
             await asyncio.sleep(0.05)
