@@ -3,9 +3,11 @@
 Imports nothing heavy: the process that only hands out tests to the workers loads this module, too.
 """
 
+import asyncio
 import contextlib
 import functools
 import importlib
+import inspect
 import os
 import re
 import shutil
@@ -54,6 +56,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for file in files
     }
     items.sort(key=lambda item: places[item.path])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function in an event loop of its own."""
+    test, values = pyfuncitem.obj, pyfuncitem.funcargs
+    if not inspect.iscoroutinefunction(test):
+        return None
+    asyncio.run(test(**{name: values[name] for name in inspect.signature(test).parameters}))
+    return True
 
 
 class ByFile(LoadFileScheduling):

@@ -40,6 +40,11 @@ class Recorder:
     def warning(self, text: str) -> None:
         self.warnings.append(text)
 
+    def take(self) -> list[str]:
+        """Return the warnings since the last call."""
+        taken, self.warnings = self.warnings, []
+        return taken
+
 
 def make_config(*overrides: str) -> Config:
     fast = ["recovery.restart_backoff_s=0.01", "checkpoint.every_num_steps=2", "learner.learning_rate=1e-2"]

@@ -17,6 +17,14 @@ PROGRAM = str(Path(__file__).with_name("any_reward_cli.py"))
 EVERY_THIRD = "checkpoint.every_num_steps=3"
 
 
+def until(condition: Callable[[], bool], limit_s: float = 600) -> None:
+    """Wait for what another thread or process does."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def wait_until(process: subprocess.Popen[str], condition: Callable[[], bool], timeout_s: float = 600) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -45,7 +45,7 @@ def _main(driver: int) -> None:
     strangers: set[Path] = set()
     semaphores: set[Path] = set()
     while not (word := select.select([sys.stdin], [], [], LOOK_S)[0]) and process_at(driver):
-        new = _semaphores() - semaphores - strangers
+        new = {*SHARED_MEMORY.glob(f"{SEMAPHORE}*")} - semaphores - strangers
         ours = _alive(ours) | _descendants([driver])
         semaphores |= _mapped(new, ours)
         strangers |= new - semaphores
@@ -64,10 +64,6 @@ def _end(ours: set[Process]) -> None:
             os.kill(pid, signal.SIGKILL)
     while _alive(ours) and time.monotonic() < deadline + GRACE_S:
         time.sleep(0.05)
-
-
-def _semaphores() -> set[Path]:
-    return set(SHARED_MEMORY.glob(f"{SEMAPHORE}*"))
 
 
 def _mapped(semaphores: set[Path], processes: set[Process]) -> set[Path]:

@@ -39,9 +39,9 @@ from grpo_ray.transfer.meeting import Meeting
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.publisher import Publisher
 from grpo_ray.types import NO_VERSION, ScoredGroup, StepReport, TrainBatch, bulk_and_facts
+from grpo_ray.watch.flops import DEVICE_PEAK, Performance
 from grpo_ray.watch.learner_metrics import Sums, add, mean_metrics
 from grpo_ray.watch.memory import resident_bytes
-from grpo_ray.watch.performance import DEVICE_PEAK, Performance
 from grpo_ray.watch.ranks import IMBALANCE, SLOWEST, collectives_of, rank_name
 from grpo_ray.watch.stage_clock import ActorStats, StageClock
 from grpo_ray.watch.step_profile import StepProfiler

@@ -3,30 +3,18 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import accumulate, pairwise
 
 import numpy as np
 
 from grpo_ray.episodes.segments import Segments
+from grpo_ray.records.episode_metrics import Status as Status
 from grpo_ray.records.visible_text import encodable
 from grpo_ray.rewards.isolation.messages import LARGEST_REWARD
 from grpo_ray.types import Episode, EpisodeSequence
 
 MAX_METRICS, LONGEST_NAME = 64, 100  # metrics of an episode, characters of the name of one
 LARGEST_METRIC = 1e30  # a sum of as many as a step has stays finite
-
-
-class Status(StrEnum):
-    """The reasons for which an episode can end."""
-
-    FINISHED = "finished"
-    TRUNCATED_TURNS = "truncated_turns"
-    TRUNCATED_TOKENS = "truncated_tokens"
-    TRUNCATED_TIME = "truncated_time"
-    ENVIRONMENT_ERROR = "environment_error"
-    GENERATOR_ERROR = "generator_error"
-    CANCELLED = "cancelled"
 
 
 class EpisodeEnded(Exception):

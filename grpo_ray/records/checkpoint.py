@@ -247,7 +247,7 @@ class CheckpointStore:
 
     def _prune(self, newest: int) -> None:
         """Delete what is not to be kept. A damaged one newer than `newest` stays: the run will replace it."""
-        whole = {step for step, folder in self._folders("step") if _is_whole(folder)}
+        whole = {checkpoint.state.step for checkpoint in self.all()}
         best = self._best_step(whole) if self._keep_best else None
         kept = {newest, *sorted(whole)[-self._keep :], *self._in_use, best}
         for step, folder in self._folders("step"):
@@ -295,14 +295,6 @@ def _has_header(file: Path) -> bool:
         return size - length == max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
     except (ValueError, LookupError, TypeError, AttributeError):
         return False
-
-
-def _is_whole(folder: Path) -> bool:
-    try:
-        read_checkpoint(folder)
-    except ValueError:
-        return False
-    return True
 
 
 def _sync_reported(folder: Path, files: Mapping[str, int]) -> None:

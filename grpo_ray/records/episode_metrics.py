@@ -2,21 +2,23 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 
 from grpo_ray.types import Completion, Episode, ScoredGroup
 
-STATUSES = (
-    "finished",
-    "truncated_turns",
-    "truncated_tokens",
-    "truncated_time",
-    "environment_error",
-    "generator_error",
-    "cancelled",
-)
-"""The ways in which an episode can end: those of episodes/outcome.py, which this module may not import."""
+
+class Status(StrEnum):
+    """The reasons for which an episode can end."""
+
+    FINISHED = "finished"
+    TRUNCATED_TURNS = "truncated_turns"
+    TRUNCATED_TOKENS = "truncated_tokens"
+    TRUNCATED_TIME = "truncated_time"
+    ENVIRONMENT_ERROR = "environment_error"
+    GENERATOR_ERROR = "generator_error"
+    CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def episode_metrics(episodes: Sequence[EpisodeFacts]) -> dict[str, float]:
         "episodes/context_tokens/mean": float(np.mean([episode.num_context_tokens for episode in episodes])),
         "episodes/seconds/mean": float(np.mean(seconds)),
         "episodes/seconds/max": float(max(seconds)),
-        **{f"episodes/status/{name}": share(episodes, name) for name in STATUSES},
+        **{f"episodes/status/{name}": share(episodes, name) for name in Status},
         **{f"episodes/metrics/{name}": float(np.mean(values)) for name, values in sorted(own.items())},
     }
 

@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from io import BytesIO
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -137,28 +138,22 @@ def lines_from_end(path: str | Path, block: int = 2**16) -> Iterator[tuple[int, 
 def line_number(path: str | Path, offset: int) -> int:
     """Return the number of the line that begins at an offset."""
     number = 1
-    if not offset:
-        return number
-    with Path(path).open("rb") as file:
-        while offset and (data := file.read(min(2**20, offset))):
-            number += data.count(b"\n")
-            offset -= len(data)
+    if offset:
+        with Path(path).open("rb") as file:
+            while file.tell() < offset and file.readline():
+                number += 1
     return number
 
 
-def read_last_lines(path: str | Path, num_lines: int, max_bytes: int = 2**18) -> list[dict[str, Any]]:
-    """Return the last lines as dicts, reading no more than the file's last `max_bytes`.
+def read_last_lines(path: str | Path, num_lines: int) -> list[dict[str, Any]]:
+    """Return the last whole lines as dicts, reading no more of the file than they take.
 
     Raises:
         ValueError: one of them is not valid JSON.
     """
-    with Path(path).open("rb") as file:
-        start = max(0, file.seek(0, os.SEEK_END) - max_bytes)
-        file.seek(start)
-        whole, _, _ = file.read(max_bytes).rpartition(b"\n")
-    lines = whole.split(b"\n")[1 if start else 0 :]  # the first may be truncated
+    whole = (line for _, line in lines_from_end(path) if line.endswith(b"\n"))
     try:
-        return [json.loads(line) for line in lines[-num_lines:] if line]
+        return [json.loads(line) for line in islice(whole, num_lines)][::-1]
     except ValueError as error:
         raise ValueError(f"{path}: one of its last {num_lines} lines is not valid JSON ({error})") from None
 

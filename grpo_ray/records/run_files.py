@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,6 @@ from grpo_ray.records.resumable_folder import ResumableFolder
 
 __all__ = [
     "JsonLines",
-    "MetricsLog",
     "RunDirectory",
     "dump_config",
     "last_logged_step",
@@ -157,21 +156,6 @@ class RunDirectory:
     def _own_folders(self) -> tuple[Path, ...]:
         """All folders but those of trackers, where libraries such as W&B's put links of their own."""
         return *self._subfolders, self.skipped, self.profile
-
-
-class MetricsLog:
-    """`metrics.jsonl`: one line per step."""
-
-    def __init__(self, path: str | Path) -> None:
-        self._lines = JsonLines(path)
-
-    def append(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Write the step's line; return why it, or an earlier one, is not on disk yet."""
-        return self._lines.append({"step": step, **metrics})
-
-    def flush(self) -> str | None:
-        """Retry what is pending, as `JsonLines.flush`."""
-        return self._lines.flush()
 
 
 def last_of_each_step(path: str | Path) -> list[dict[str, Any]]:

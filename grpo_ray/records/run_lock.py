@@ -45,7 +45,11 @@ def locked(path: Path, what: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _refusal(_holder(path), what) from None
+            holder = {"pid": "unknown", "host": "unknown", **_holder(path)}
+            raise RunError(
+                f"another process (pid {holder['pid']} on host {holder['host']}) writes to {what}; "
+                "wait until it has ended, or end it, and try again"
+            ) from None
         except OSError as error:
             remedy = "give another folder"
             if error.errno in NO_LOCKS:  # Lustre, some of FUSE
@@ -78,21 +82,9 @@ def _release(descriptor: int) -> None:
 
 def _identity() -> dict[str, Any]:
     """Return what distinguishes this process from every other one that runs, on any machine."""
-    return {"pid": os.getpid(), "host": socket.gethostname(), "machine": _machine()}
-
-
-def _machine() -> str:
-    """Return the boot of this machine, and the namespace that its pids are of."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-
-
-def _refusal(holder: dict[str, Any], what: Path) -> RunError:
-    pid, host = holder.get("pid", "unknown"), holder.get("host", "unknown")
-    return RunError(
-        f"another process (pid {pid} on host {host}) writes to {what}; "
-        "wait until it has ended, or end it, and try again"
-    )
+    machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"  # and the namespace that its pids are of
+    return {"pid": os.getpid(), "host": socket.gethostname(), "machine": machine}
 
 
 def _holder(path: Path) -> dict[str, Any]:

@@ -36,6 +36,12 @@ class BackgroundThread:
         """Number of jobs that have not begun."""
         return self._jobs.qsize()
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds for which the current job has been running; 0 without one."""
+        running = self._running
+        return 0.0 if running is None else time.monotonic() - running[1]
+
     def submit(self, what: str, job: Callable[[], object]) -> None:
         """Queue a job, and return at once; it handles its own errors. One that it does not is a `problem`."""
         self._jobs.put((what, job))
@@ -67,12 +73,11 @@ class BackgroundThread:
 
     def problem(self) -> str | None:
         """Return a warning while one job takes long, and after one has failed."""
-        running = self._running
-        if running is None or time.monotonic() - running[1] < SLOW_S:
+        running, seconds = self._running, self.busy_s
+        if running is None or seconds < SLOW_S:
             return self._error
-        what, since = running
         return (
-            f"{what} has not been written for {time.monotonic() - since:.0f} s: the disk is slow, or hangs; "
+            f"{running[0]} has not been written for {seconds:.0f} s: the disk is slow, or hangs; "
             f"{self.num_waiting} more records wait in memory"
         )
 

@@ -5,10 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from grpo_ray.records.episode_metrics import episode_metrics, episodes_in
+from grpo_ray.records.episode_metrics import Status, episode_metrics, episodes_in
 from grpo_ray.types import CONTEXT, Episode, ScoredGroup, Ungraded
-
-FAILED, LATE = "environment_error", "truncated_time"  # in episodes/outcome.py, which is not imported here
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup], num_dropped: int = 0) -> dict[str, float]:
@@ -68,7 +66,7 @@ def ungraded_in(groups: Sequence[ScoredGroup], with_late: bool = True) -> Ungrad
         (group.rollout, sample, reason)
         for group in groups
         for sample, reason in _failures_in(group)
-        if with_late or getattr(group.rollout.completions[sample], "status", None) != LATE
+        if with_late or getattr(group.rollout.completions[sample], "status", None) != Status.TRUNCATED_TIME
     ]
     if not failed:
         return None
@@ -83,7 +81,7 @@ def _failures_in(group: ScoredGroup) -> list[tuple[int, str]]:
     """Return (sample, reason) of each answer or episode that failed."""
     failed = {sample: group.errors.get(sample) or group.ungradable[sample] for sample in group.overruns}
     for sample, episode in enumerate(group.rollout.completions):
-        if isinstance(episode, Episode) and episode.status == FAILED:
+        if isinstance(episode, Episode) and episode.status == Status.ENVIRONMENT_ERROR:
             failed[sample] = episode.error or episode.status
     return sorted({**failed, **group.errors}.items())
 

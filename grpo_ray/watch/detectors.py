@@ -1,8 +1,9 @@
 """Detectors of failures that show in a run's metrics; docs/failures.md has a section on each.
 
 A detector is a pure function of the first steps of a run and of the latest ones. It returns None if it sees
-nothing, or if a metric that it needs was not measured. Its thresholds lie well outside of what good runs show,
-so it misses mild cases: a warning that is often wrong is one that is not read.
+nothing, also if a metric that it needs was not measured: that is nan, for which no comparison holds. Its
+thresholds lie well outside of what good runs show, so it misses mild cases: a warning that is often wrong is
+one that is not read.
 """
 
 import math
@@ -50,28 +51,27 @@ class RecentSteps:
     first: Sequence[Row]
     latest: Sequence[Row]
 
-    def at_first(self, metric: str) -> float | None:
-        """Return the median over the first steps; None unless each has a finite value."""
+    def at_first(self, metric: str) -> float:
+        """Return the median over the first steps; nan unless each has a finite value."""
         return _median(self.first, metric)
 
-    def now(self, metric: str) -> float | None:
-        """Return the median over the latest steps; None unless each has a finite value."""
-        return _median(self.latest, metric)
+    def now(self, metric: str, default: float = math.nan) -> float:
+        """Return the median over the latest steps; the default unless each has a finite value."""
+        return _median(self.latest, metric, default)
 
-    def newest(self, metric: str) -> float | None:
-        """Return the value at the newest step; None unless it is finite."""
-        rows = self.latest or self.first
-        return _finite(rows[-1], metric) if rows else None
-
-
-def _median(rows: Sequence[Row], metric: str) -> float | None:
-    values = [value for row in rows if (value := _finite(row, metric)) is not None]
-    return median(values) if len(values) == NUM_STEPS else None
+    def newest(self, metric: str, default: float = math.nan) -> float:
+        """Return the value at the newest step; the default unless it is finite."""
+        return _finite((self.latest or self.first)[-1], metric, default)
 
 
-def _finite(row: Row, metric: str) -> float | None:
+def _median(rows: Sequence[Row], metric: str, default: float = math.nan) -> float:
+    values = [_finite(row, metric, math.nan) for row in rows]
+    return median(values) if len(values) == NUM_STEPS and not math.isnan(sum(values)) else default
+
+
+def _finite(row: Row, metric: str, default: float) -> float:
     value = row.get(metric)  # null in a file stands for nan and infinities
-    return float(value) if value is not None and math.isfinite(value) else None
+    return float(value) if value is not None and math.isfinite(value) else default
 
 
 def _short_outputs(window: RecentSteps) -> str | None:
@@ -81,9 +81,7 @@ def _short_outputs(window: RecentSteps) -> str | None:
     """
     before, now = window.at_first(LENGTH), window.now(LENGTH)
     right_before, right_now = window.at_first(ANSWER), window.now(ANSWER)
-    if before is None or now is None or right_before is None or right_now is None:
-        return None
-    if now > 0.5 * before or right_now > right_before + 0.05:
+    if not (now <= 0.5 * before and right_now <= right_before + 0.05):
         return None
     return (
         f"responses shrank from {before:.1f} to {now:.1f} tokens ({LENGTH}) and {right_now:.0%} are right, "
@@ -94,7 +92,7 @@ def _short_outputs(window: RecentSteps) -> str | None:
 def _wrong_mask(window: RecentSteps) -> str | None:
     """Find tokens that should have a gradient and have none. In a right loss only clipped ones have none."""
     share = window.newest(UNTRAINED)
-    if share is None or share < 0.02:
+    if not share >= 0.02:
         return None
     return f"{share:.1%} of the tokens with an advantage have no gradient ({UNTRAINED}): check the loss's mask"
 
@@ -105,7 +103,7 @@ def _mismatched_logprobs(window: RecentSteps) -> str | None:
     In a good run both differ by rounding alone: 1e-5 nats in float32, a few 1e-3 in bfloat16.
     """
     kl, lag = window.newest(KL), window.newest(MAX_LAG)
-    if kl is None or lag != 0 or abs(kl) < 0.05:
+    if not (lag == 0 and abs(kl) >= 0.05):
         return None
     return (
         f"sampler and Learner have the same weights and differ by {kl:.2f} nats per token ({KL}): the logprobs "
@@ -115,8 +113,8 @@ def _mismatched_logprobs(window: RecentSteps) -> str | None:
 
 def _wrong_normalizer(window: RecentSteps) -> str | None:
     """Find a gradient of another size than the aggregation gives; clipping and ratios change it by far less."""
-    scale, clipped = window.newest(SCALE), window.newest(CLIPPED) or 0.0
-    if scale is None or clipped > 0.1 or 0.5 < scale < 2:
+    scale, clipped = window.newest(SCALE), window.newest(CLIPPED, 0.0)
+    if not (scale <= 0.5 or scale >= 2) or clipped > 0.1:
         return None
     return (
         f"the loss's gradient is {scale:.2g} times that of its aggregation over the whole batch ({SCALE}): "
@@ -132,9 +130,7 @@ def _stale_old_logprobs(window: RecentSteps) -> str | None:
     """
     clipped, ess = window.now(CLIPPED), window.now(ESS)  # one batch of a few tokens may clip many of them
     updates, lag = window.now(NUM_UPDATES), window.now(MAX_LAG)
-    if clipped is None or ess is None or lag is None or window.setup.clip_epsilon < 0.1:
-        return None
-    if updates != 1 or lag > 1 or clipped < 0.05 or ess < 0.9:
+    if window.setup.clip_epsilon < 0.1 or not (updates == 1 and lag <= 1 and clipped >= 0.05 and ess >= 0.9):
         return None
     return (
         f"{clipped:.0%} of the tokens are clipped ({CLIPPED}) in the only update on their batch, although "
@@ -146,7 +142,7 @@ def _stale_old_logprobs(window: RecentSteps) -> str | None:
 def _satisfied_reward(window: RecentSteps) -> str | None:
     """Find a reward that nearly every response earned from the first steps on."""
     reward, no_signal = window.at_first(REWARD), window.at_first(NO_SIGNAL)
-    if reward is None or no_signal is None or reward < 0.9 or no_signal < 0.9 * window.setup.fresh_groups:
+    if not (reward >= 0.9 and no_signal >= 0.9 * window.setup.fresh_groups):
         return None
     return (
         f"the first steps' reward was {reward:.2f}, and {no_signal:.0f} of {window.setup.fresh_groups} groups "
@@ -162,21 +158,15 @@ def _entropy_collapse(window: RecentSteps) -> str | None:
     """
     before, now = window.at_first(ENTROPY), window.now(ENTROPY)
     right_before, right_now = window.at_first(ANSWER), window.now(ANSWER)
-    if before is None or now is None or right_before is None or right_now is None:
-        return None
     equal_before, equal_now = window.at_first(NO_SIGNAL), window.now(NO_SIGNAL)
     groups = window.setup.fresh_groups
     has_fallen = now <= 0.2 * before and right_now <= right_before + 0.1
-    become_equal = (
-        equal_before is not None
-        and equal_now is not None
-        and equal_before <= 0.4 * groups
-        and equal_now >= 0.6 * groups
-        and right_now <= right_before
-    )
-    if not has_fallen and not become_equal:
+    are_equal = equal_before <= 0.4 * groups and equal_now >= 0.6 * groups and right_now <= right_before
+    if math.isnan(before + now) or not (has_fallen or are_equal):
         return None
-    equal = "" if equal_now is None else f", {equal_now:.0f} of {groups} groups give no signal ({NO_SIGNAL})"
+    equal = (
+        "" if math.isnan(equal_now) else f", {equal_now:.0f} of {groups} groups give no signal ({NO_SIGNAL})"
+    )
     return (
         f"the entropy went from {before:.3g} to {now:.3g} nats per token ({ENTROPY}){equal}, and "
         f"{right_now:.0%} of the responses are right, {right_before:.0%} at the start: the policy no longer "
@@ -189,11 +179,9 @@ def _large_lag(window: RecentSteps) -> str | None:
 
     One version behind a good run clips about 1% of its tokens with a range of 0.2, and loses almost no weight.
     """
-    ess, lag, clipped = window.now(ESS), window.now(MEAN_LAG), window.now(CLIPPED) or 0.0
-    if ess is None or lag is None or lag < 1.5:
-        return None
+    ess, lag, clipped = window.now(ESS), window.now(MEAN_LAG), window.now(CLIPPED, 0.0)
     clips_many = clipped >= 0.05 and window.setup.clip_epsilon >= 0.1
-    if ess > 0.5 and not clips_many:
+    if math.isnan(ess) or not (lag >= 1.5 and (ess <= 0.5 or clips_many)):
         return None
     return (
         f"tokens are {lag:.1f} versions old ({MEAN_LAG}), {clipped:.0%} of them are clipped ({CLIPPED}), and a "
@@ -208,7 +196,7 @@ def _narrow_clip(window: RecentSteps) -> str | None:
     of thousands of tokens: on short ones the noise between two engines alone is outside of it.
     """
     clipped = window.now(CLIPPED)
-    if clipped is None or clipped <= 0.5 or window.setup.clip_epsilon >= 0.1:
+    if not clipped > 0.5 or window.setup.clip_epsilon >= 0.1:
         return None
     return (
         f"{clipped:.0%} of the tokens are clipped ({CLIPPED}) by a range of {window.setup.clip_epsilon:g}: "
@@ -219,7 +207,7 @@ def _narrow_clip(window: RecentSteps) -> str | None:
 
 def _reward_errors(window: RecentSteps) -> str | None:
     """Find a reward function that fails; an answer that is too much to grade now and then is no failure."""
-    errors, ungradable = window.newest(ERRORS) or 0.0, window.newest(UNGRADABLE) or 0.0
+    errors, ungradable = window.newest(ERRORS, 0.0), window.newest(UNGRADABLE, 0.0)
     if errors:
         return f"{errors:.0f} responses could not be graded ({ERRORS}): the reward fails on them"
     if ungradable < 0.1 * window.setup.fresh_groups * window.setup.samples_per_prompt or not ungradable:
@@ -232,8 +220,6 @@ class Detector:
     """A detector by its name in `run.silent_detectors`."""
 
     find: Callable[[RecentSteps], str | None]
-    metrics: tuple[str, ...]
-    """The metrics that it needs."""
     anchor: str
     """The section of docs/failures.md."""
 
@@ -243,16 +229,14 @@ class Detector:
 
 
 DETECTORS: Mapping[DetectorName, Detector] = {
-    "short_outputs": Detector(_short_outputs, (LENGTH, ANSWER), "short-outputs"),
-    "wrong_mask": Detector(_wrong_mask, (UNTRAINED,), "a-wrong-mask"),
-    "mismatched_logprobs": Detector(_mismatched_logprobs, (KL, MAX_LAG), "re-tokenized-logprobs"),
-    "wrong_normalizer": Detector(_wrong_normalizer, (SCALE, CLIPPED), "a-wrong-normalizer"),
-    "stale_old_logprobs": Detector(
-        _stale_old_logprobs, (CLIPPED, ESS, NUM_UPDATES, MAX_LAG), "stale-old-logprobs"
-    ),
-    "satisfied_reward": Detector(_satisfied_reward, (REWARD, NO_SIGNAL), "a-reward-that-the-prompt-satisfies"),
-    "entropy_collapse": Detector(_entropy_collapse, (ENTROPY, ANSWER, NO_SIGNAL), "entropy-collapse"),
-    "narrow_clip": Detector(_narrow_clip, (CLIPPED,), "a-clip-range-narrower-than-the-noise"),
-    "reward_errors": Detector(_reward_errors, (ERRORS, UNGRADABLE), "a-reward-that-fails"),
-    "large_lag": Detector(_large_lag, (ESS, MEAN_LAG, CLIPPED), "too-large-a-lag"),
+    "short_outputs": Detector(_short_outputs, "short-outputs"),
+    "wrong_mask": Detector(_wrong_mask, "a-wrong-mask"),
+    "mismatched_logprobs": Detector(_mismatched_logprobs, "re-tokenized-logprobs"),
+    "wrong_normalizer": Detector(_wrong_normalizer, "a-wrong-normalizer"),
+    "stale_old_logprobs": Detector(_stale_old_logprobs, "stale-old-logprobs"),
+    "satisfied_reward": Detector(_satisfied_reward, "a-reward-that-the-prompt-satisfies"),
+    "entropy_collapse": Detector(_entropy_collapse, "entropy-collapse"),
+    "narrow_clip": Detector(_narrow_clip, "a-clip-range-narrower-than-the-noise"),
+    "reward_errors": Detector(_reward_errors, "a-reward-that-fails"),
+    "large_lag": Detector(_large_lag, "too-large-a-lag"),
 }

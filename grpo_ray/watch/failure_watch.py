@@ -34,8 +34,6 @@ class FailureWatch:
     def __init__(self, setup: Setup, silent: Iterable[DetectorName] = ()) -> None:
         self._setup = setup
         self._detectors = {name: d for name, d in DETECTORS.items() if name not in set(silent)}
-        watched = {metric for detector in self._detectors.values() for metric in detector.metrics}
-        self._watched = tuple(sorted(watched))
         self._first: list[Row] = []
         self._latest: deque[Row] = deque(maxlen=NUM_STEPS)
         self._last_found: dict[DetectorName, int] = {}  # the newest step of each finding
@@ -51,8 +49,7 @@ class FailureWatch:
 
     def step(self, step: int, metrics: Row) -> list[Detection]:
         """Take a step's metrics; return the warnings that are new. A metric that is missing is skipped."""
-        row = {name: metrics[name] for name in self._watched if name in metrics}
-        (self._first if len(self._first) < NUM_STEPS else self._latest).append(row)
+        (self._first if len(self._first) < NUM_STEPS else self._latest).append(dict(metrics))
         window = RecentSteps(self._setup, tuple(self._first), tuple(self._latest))
         found = []
         for name, detector in self._detectors.items():

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from grpo_ray.config import Config
+
 Model = Any
 """A transformers model or a TransformerLM (learning/policy_model.py)."""
 
@@ -23,6 +25,7 @@ Lengths = Sequence[tuple[int, int, int]]
 """For each sequence its first tokens that are shared with one before it, all of its tokens, and those that
 the policy sampled."""
 
+DEVICE_PEAK = "memory/learner_device_peak_bytes"
 EXPERT = re.compile(r"\.experts\.(?:(\d+)\.)?")
 
 # Dense peaks in 10^12 FLOP/s from NVIDIA's data sheets: bfloat16 on tensor cores with float32 accumulation, and
@@ -135,6 +138,38 @@ class WorkCount:
         """Count a forward and a backward pass on sequences of these lengths."""
         self.flops += ModelSize.of(model).training_flops(lengths)
         self.trained_tokens += num_tokens(lengths)
+
+
+class Performance:
+    """The figures of one step after another, per device."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self._num_devices = config.learner.num_ranks
+        self._device, self._peak_flops = device, _peak_flops(config, device)
+
+    def take(self, work: WorkCount, seconds: float) -> dict[str, float]:
+        """Return the figures of the step that did `work` in `seconds` on all devices; begin those of the next.
+
+        Those that cannot be known are absent: the utilization without a known peak, the memory on a CPU.
+        """
+        seconds *= self._num_devices
+        metrics = {"perf/tokens_per_s_per_device": work.trained_tokens / seconds}
+        if self._peak_flops is not None:
+            metrics["perf/mfu"] = work.flops / seconds / self._peak_flops
+        if self._device.type == "cuda":
+            metrics[DEVICE_PEAK] = float(torch.cuda.max_memory_allocated(self._device))
+            torch.cuda.reset_peak_memory_stats(self._device)
+        work.reset()
+        return metrics
+
+
+def _peak_flops(config: Config, device: torch.device) -> float | None:
+    """Return the device's peak in FLOP/s in `model.dtype`; None if no data sheet and no user gives it."""
+    if config.learner.peak_tflops is not None:
+        return 1e12 * config.learner.peak_tflops
+    if device.type != "cuda":
+        return None
+    return peak_flops(torch.cuda.get_device_name(device), getattr(torch, config.model.dtype))
 
 
 def _num_values(parameter: Any) -> int:

@@ -26,16 +26,12 @@ class ProcessFamily:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._own, self._clock = psutil.Process(), clock
+        self.pid = os.getpid()
         # Stays open: an EnvironmentWorker may open nothing of its own in /proc.
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         weakref.finalize(self, os.close, self._statm)
         self._children: list[psutil.Process] = []
         self._searched_at = -math.inf
-
-    @property
-    def pid(self) -> int:
-        pid: int = self._own.pid
-        return pid
 
     def resident_bytes(self, with_children: bool) -> int:
         """Return the memory of this process, and of the children that it had at the last search."""

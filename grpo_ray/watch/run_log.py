@@ -2,14 +2,13 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol
 
 from grpo_ray.records.durable import replacing, sync_files
 from grpo_ray.records.evaluation_summary import EvaluationSummary
 from grpo_ray.records.json_lines import drop_half_line, parse_line
-from grpo_ray.records.run_files import JsonLines, MetricsLog, RunDirectory, last_row
+from grpo_ray.records.run_files import JsonLines, RunDirectory, last_row
 from grpo_ray.types import ScoredGroup, Ungraded
 from grpo_ray.watch.background import background_thread
 from grpo_ray.watch.clock import wall_time
@@ -49,7 +48,7 @@ class RunLog:
         self.run, self.display, self._trackers, self._failures = run, display, trackers, failures
         self.writer = background_thread("records")
         self._num_events, num_damaged = _count_kinds(run.events_path)
-        self._metrics = MetricsLog(run.metrics_path)
+        self._metrics = JsonLines(run.metrics_path)
         self._events = JsonLines(run.events_path)
         self._warnings: dict[str, str | None] = {}
         self.step = 0  # the last trained step
@@ -64,7 +63,7 @@ class RunLog:
         """Write the step's line, and report the failures that detectors see in it."""
 
         def write() -> None:
-            self.warning("metrics", self._metrics.append(step, metrics))
+            self.warning("metrics", self._metrics.append({"step": step, **metrics}))
             self._trackers.step(step, metrics)
 
         self.writer.submit(f"the line of step {step}", write)
@@ -155,13 +154,11 @@ def _kind(line: bytes) -> str:
 
 def _count_kinds(path: Path) -> tuple[Counter[str], int]:
     """Count the events of each kind; remove damaged lines, on which nothing depends, and count those."""
-    kinds: Counter[str] = Counter()
     drop_half_line(path)
-    with path.open("rb") if path.exists() else nullcontext(()) as lines:
-        for line in lines:
-            kinds[_kind(line)] += 1
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    kinds = Counter(map(_kind, lines))
     num_damaged = kinds.pop("", 0)
     if num_damaged:
-        with replacing(path) as partial, path.open("rb") as lines, partial.open("wb") as kept:
-            kept.writelines(line for line in lines if _kind(line))
+        with replacing(path) as partial:
+            partial.write_bytes(b"".join(line for line in lines if _kind(line)))
     return kinds, num_damaged

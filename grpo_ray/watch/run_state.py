@@ -7,8 +7,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 from pydantic import BaseModel, ConfigDict
@@ -108,10 +109,13 @@ def read_state(run: RunDirectory) -> RunState | None:
 
 
 class RunReporter:
-    """A display that forwards everything to another one, and keeps the run's current state."""
+    """A display that forwards everything to another one, and keeps the run's current state.
 
-    def __init__(self, display: Display, num_steps: int) -> None:
-        self._display, self._num_steps = display, num_steps
+    All calls return at once: the other display's output may go to a file on a disk that hangs.
+    """
+
+    def __init__(self, display: Display, output: BackgroundThread, num_steps: int) -> None:
+        self._display, self._output, self._num_steps = display, output, num_steps
         self._phase = "starting"
         self._began = time.time()
         self._process_started = psutil.Process().create_time()
@@ -125,6 +129,7 @@ class RunReporter:
 
     def state(self, ending: Ending | None = None) -> RunState:
         now = self._live_status()
+        phase = "evaluating the policy" if now.is_evaluating else self._phase
         return RunState(
             time=time.time(),
             host=socket.gethostname(),
@@ -132,58 +137,33 @@ class RunReporter:
             process_started=self._process_started,
             began=self._began,
             num_steps=self._num_steps,
-            phase=self._phase_at(now),
+            phase="stopping after this step" if now.is_stopping else phase,
             now=now,
             warnings=tuple(self._warnings),
             ending=ending,
         )
 
-    def _phase_at(self, now: LiveStatus) -> str:
-        if now.is_stopping:
-            return "stopping after this step"
-        return "evaluating the policy" if now.is_evaluating else self._phase
-
     def status(self, text: str) -> None:
         self._phase = text
-        self._display.status(text)
+        self._show(self._display.status, text)
 
     def step(self, step: int, metrics: Metrics) -> None:
         self._warnings, self._phase = [], "training"
-        self._display.step(step, metrics)
+        self._show(self._display.step, step, dict(metrics))
         if self.on_step is not None:
             self.on_step(step, metrics)
 
     def evaluation(self, summary: EvaluationSummary) -> None:
-        self._display.evaluation(summary)
+        self._show(self._display.evaluation, summary)
 
     def warning(self, text: str) -> None:
         if text not in self._warnings:
             self._warnings = [*self._warnings, text][-MAX_WARNINGS:]
-        self._display.warning(text)
+        self._show(self._display.warning, text)
 
-
-class _QueuedDisplay:
-    """A display with calls that return at once: its output may go to a file on a disk that hangs."""
-
-    def __init__(self, display: Display, thread: BackgroundThread) -> None:
-        self._display, self._thread = display, thread
-
-    def status(self, text: str) -> None:
-        self._submit(lambda: self._display.status(text))
-
-    def step(self, step: int, metrics: Metrics) -> None:
-        metrics = dict(metrics)
-        self._submit(lambda: self._display.step(step, metrics))
-
-    def evaluation(self, summary: EvaluationSummary) -> None:
-        self._submit(lambda: self._display.evaluation(summary))
-
-    def warning(self, text: str) -> None:
-        self._submit(lambda: self._display.warning(text))
-
-    def _submit(self, show: Callable[[], None]) -> None:
-        if self._thread.num_waiting < MAX_UNSHOWN:
-            self._thread.submit("output", show)
+    def _show(self, show: Callable[..., None], *what: Any) -> None:
+        if self._output.num_waiting < MAX_UNSHOWN:
+            self._output.submit("output", partial(show, *what))
 
 
 @contextlib.contextmanager
@@ -193,7 +173,7 @@ def reported(run: RunDirectory, num_steps: int, display: Display) -> Iterator[Ru
     Training never waits for it: on a full or slow disk the file only becomes stale.
     """
     output = BackgroundThread("output")
-    reporter, ended = RunReporter(_QueuedDisplay(display, output), num_steps), threading.Event()
+    reporter, ended = RunReporter(display, output, num_steps), threading.Event()
     endings: list[Ending] = []
     writer = threading.Thread(
         target=_keep_writing, args=(run.state_path, reporter, ended, endings), name="run-state", daemon=True

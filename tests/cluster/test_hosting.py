@@ -3,15 +3,14 @@
 import asyncio
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray.util
 from builders import make_item, make_settings
 from conftest import Joining
-from run_process import pid_of
+from run_process import pid_of, until
 from small_run import QUICKSTART, SMALL
 
 from grpo_ray.cluster import session
@@ -48,79 +47,48 @@ async def all_ready(group: ActorGroup) -> None:
     await asyncio.gather(*(client.ready() for client in group.by_name().values()))
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 600.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_rays_dashboard_has_the_actors_names(actors: ActorGroup) -> None:
     """A name that an earlier group of this process used is followed by a number."""
     shown = [name.partition(" (")[0] for name in ray.util.list_named_actors()]
     assert sorted(shown) == sorted(actors.by_name())
 
 
-def test_an_actors_own_error_arrives_as_it_is(actors: ActorGroup) -> None:
-    async def run() -> None:
+async def test_an_actors_own_error_arrives_as_it_is(actors: ActorGroup) -> None:
+    with pytest.raises(ValueError, match="has no groups to train on"):
         await actors.learner.train_step(TrainBatch(()))
 
-    with pytest.raises(ValueError, match="has no groups to train on"):
-        asyncio.run(run())
+
+async def test_an_abandoned_call_is_cancelled_in_the_actor(actors: ActorGroup) -> None:
+    generator = actors.generators["generator-0"]
+    _, sampled = generator.generate(make_item(0), make_settings())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.ensure_future(sampled), 1.0)
+    async with asyncio.timeout(120):
+        while "0 groups running" not in await generator.handle.__ray_call__.remote(Generator.__repr__):
+            await asyncio.sleep(0.05)
 
 
-def test_an_abandoned_call_is_cancelled_in_the_actor(actors: ActorGroup) -> None:
-    async def run() -> None:
-        generator = actors.generators["generator-0"]
-        _, sampled = generator.generate(make_item(0), make_settings())
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.ensure_future(sampled), 1.0)
-        async with asyncio.timeout(120):
-            while "0 groups running" not in await generator.handle.__ray_call__.remote(Generator.__repr__):
-                await asyncio.sleep(0.05)
-
-    asyncio.run(run())
-
-
-def test_lost_data_and_a_dead_actor_are_different_errors(actors: ActorGroup, folder: Path) -> None:
+async def test_lost_data_and_a_dead_actor_are_different_errors(actors: ActorGroup, folder: Path) -> None:
     """A Generator that dies before its group is sampled is named; the Scorer that gets the reference is not."""
+    group, sampled = actors.generators["generator-1"].generate(make_item(0), make_settings())
+    os.kill(pid_of(folder, "generator-1"), signal.SIGKILL)
+    with pytest.raises(ActorDied, match="generator-1 died: ") as died:
+        await sampled
+    assert died.value.name == "generator-1"
+    with pytest.raises(DataLost, match="scorer: "):
+        await actors.scorers["scorer"].score(group)
+    assert await actors.scorers["scorer"].ready()
 
-    async def run() -> None:
-        group, sampled = actors.generators["generator-1"].generate(make_item(0), make_settings())
-        os.kill(pid_of(folder, "generator-1"), signal.SIGKILL)
-        with pytest.raises(ActorDied, match="generator-1 died: ") as died:
-            await sampled
-        assert died.value.name == "generator-1"
-        with pytest.raises(DataLost, match="scorer: "):
-            await actors.scorers["scorer"].score(group)
-        assert await actors.scorers["scorer"].ready()
-
-        fresh = actors.restart_generator("generator-1")
-        assert await fresh.ready()
-        assert actors.generators["generator-1"] is fresh
-
-    asyncio.run(run())
-
-
-def test_a_stopped_process_is_killed_all_the_same(actors: ActorGroup, folder: Path) -> None:
-    pid = pid_of(folder, "scorer")
-    os.kill(pid, signal.SIGSTOP)
-    actors.restart_worker("scorer")
-    wait_for(
-        lambda: not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
-    )
-
-    async def run() -> bool:
-        return bool(await actors.scorers["scorer"].ready())
-
-    assert asyncio.run(run())
+    fresh = actors.restart_generator("generator-1")
+    assert await fresh.ready()
+    assert actors.generators["generator-1"] is fresh
 
 
 def test_stuck_processes_write_their_stacks(actors: ActorGroup, folder: Path) -> None:
     actors.dump_stacks()
     for name in actors.by_name():
         log = folder / "logs" / f"{name}.log"
-        wait_for(lambda log=log: "most recent call first" in log.read_text())  # type: ignore[misc]
+        until(lambda log=log: "most recent call first" in log.read_text())  # type: ignore[misc]
 
 
 def test_spilling_is_seen(actors: ActorGroup) -> None:

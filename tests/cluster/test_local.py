@@ -4,7 +4,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,38 +12,6 @@ from small_run import QUICKSTART, SMALL
 from grpo_ray.cluster.local import LocalClient, check_local
 from grpo_ray.config.loading import load_config
 from grpo_ray.errors import ActorDied, RunError
-from grpo_ray.records.run_files import RunDirectory, read_metrics
-from grpo_ray.tools.audit.audit import audit
-
-# Ray and vLLM cannot be imported in this process.
-BARE = """
-import sys
-sys.modules["ray"] = sys.modules["vllm"] = None
-from grpo_ray.tools.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", BARE, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("model_cache")
-def test_a_run_and_its_continuation_need_neither_ray_nor_vllm(tmp_path: Path) -> None:
-    """The configuration asks for vLLM; the sampler is torch, as the run's own file says."""
-    small = [each for each in SMALL if not each.startswith("generator.engine")]
-    folder = [f"run.output_dir={tmp_path}", "run.name=run", "algorithm.num_steps=3", "weight_sync.max_lag=1"]
-    trained = run("train", QUICKSTART, "--local", *small, *folder)
-    assert trained.returncode == 0, trained.stdout + trained.stderr
-    resumed = run("resume", str(tmp_path / "run"), "--local", "algorithm.num_steps=5")
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    made = RunDirectory(tmp_path / "run")
-    assert load_config(made.config_path).generator.engine == "torch"
-    assert [row["step"] for row in read_metrics(made.metrics_path)] == [1, 2, 3, 4, 5]
-    assert audit(made).problems == []
-
 
 CHECK = """
 import sys
@@ -103,40 +70,31 @@ class Worker:
         await asyncio.Event().wait()
 
 
-def test_synchronous_calls_run_one_at_a_time_beside_asynchronous_ones() -> None:
-    async def main() -> None:
-        client = LocalClient("worker", Worker)
-        held, after = client.held(), client.next()
-        while not client.actor.began.is_set():
-            await asyncio.sleep(0.001)
-        assert await client.asynchronous(1) == 1
-        assert await client.work_done() == 0  # `next` waits for `held`, this does not
-        client.actor.may_end.set()
-        await held
-        await after
-        assert client.actor.order == ["held", "next"]
-
-    asyncio.run(main())
+async def test_synchronous_calls_run_one_at_a_time_beside_asynchronous_ones() -> None:
+    client = LocalClient("worker", Worker)
+    held, after = client.held(), client.next()
+    while not client.actor.began.is_set():
+        await asyncio.sleep(0.001)
+    assert await client.asynchronous(1) == 1
+    assert await client.work_done() == 0  # `next` waits for `held`, this does not
+    client.actor.may_end.set()
+    await held
+    await after
+    assert client.actor.order == ["held", "next"]
 
 
-def test_a_reference_arrives_as_its_value_but_not_in_a_box() -> None:
-    async def main() -> None:
-        client = LocalClient("worker", Worker)
-        reference = client.asynchronous(7)
-        assert await client.asynchronous(reference) == 7
-        assert await client.asynchronous((reference, 8)) == (reference, 8)
-
-    asyncio.run(main())
+async def test_a_reference_arrives_as_its_value_but_not_in_a_box() -> None:
+    client = LocalClient("worker", Worker)
+    reference = client.asynchronous(7)
+    assert await client.asynchronous(reference) == 7
+    assert await client.asynchronous((reference, 8)) == (reference, 8)
 
 
-def test_the_death_of_an_actor_ends_its_open_calls_and_refuses_later_ones() -> None:
-    async def main() -> None:
-        client = LocalClient("worker", Worker)
-        never = client.never()
-        await asyncio.sleep(0)
-        client.die("killed")
-        for answer in (never, client.asynchronous(1)):
-            with pytest.raises(ActorDied, match="worker died: killed"):
-                await answer
-
-    asyncio.run(main())
+async def test_the_death_of_an_actor_ends_its_open_calls_and_refuses_later_ones() -> None:
+    client = LocalClient("worker", Worker)
+    never = client.never()
+    await asyncio.sleep(0)
+    client.die("killed")
+    for answer in (never, client.asynchronous(1)):
+        with pytest.raises(ActorDied, match="worker died: killed"):
+            await answer

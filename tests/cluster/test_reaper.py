@@ -158,27 +158,6 @@ def test_a_driver_that_is_killed_while_ray_starts_leaves_no_agent(started: list[
     assert within(60, lambda: not is_alive(agent))
 
 
-def test_closing_its_stdin_ends_a_reaper_that_has_nothing_to_do(started: list[int]) -> None:
-    watcher = start_reaper()
-    started.append(watcher.pid)
-    time.sleep(0.3)
-    assert watcher.poll() is None
-    assert watcher.stdin is not None
-    watcher.stdin.close()
-    assert watcher.wait(timeout=600) == 0
-
-
-def test_a_dismissed_reaper_kills_nothing(started: list[int]) -> None:
-    watcher = start_reaper()
-    with subprocess.Popen(SLEEP) as child:
-        started += [watcher.pid, child.pid]
-        time.sleep(LOOK_S + 0.5)
-        reaper.dismiss(watcher)
-        assert watcher.returncode == 0
-        assert child.poll() is None
-        child.terminate()
-
-
 GENTLE_DRIVER = """
 import subprocess, sys, time
 from grpo_ray.cluster.reaper import LOOK_S, start_reaper
@@ -205,23 +184,18 @@ def test_descendants_are_those_at_any_depth(started: list[int]) -> None:
         assert middle.stdout is not None
         below = int(middle.stdout.readline())
         started += [middle.pid, below]
-        found = {pid for pid, _ in reaper._descendants([os.getpid()])}
-        assert {middle.pid, below} <= found
-        assert not found & {os.getpid(), os.getppid()}
+        assert {middle.pid, below} <= {pid for pid, _ in reaper._descendants([os.getpid()])}
         assert {pid for pid, _ in reaper._descendants([middle.pid])} == {below}
         middle.kill()
 
 
-def test_a_pid_that_was_reused_is_not_alive() -> None:
+def test_a_process_that_has_ended_is_not_alive_nor_one_that_has_its_pid() -> None:
     _, own = reaper._stat(str(os.getpid())) or (0, (0, ""))
     assert own[0] == os.getpid()
     assert reaper._alive({own}) == {own}
     assert reaper._alive({(own[0], str(int(own[1]) - 1))}) == set()
-
-
-def test_a_process_that_has_ended_is_not_alive() -> None:
     with subprocess.Popen([sys.executable, "-S", "-c", "pass"]) as child:
-        assert within(10, lambda: reaper._stat(str(child.pid)) is None)  # not waited for: a zombie
+        assert within(60, lambda: reaper._stat(str(child.pid)) is None)  # not waited for: a zombie
     assert reaper._stat(str(child.pid)) is None
 
 
@@ -252,6 +226,8 @@ def test_a_killed_process_loses_its_semaphore_and_a_living_one_keeps_it(started:
         paths = [reaper.SHARED_MEMORY / f"sem.{name.removeprefix('/')}" for name in (left, kept)]
         assert [path.exists() for path in paths] == [True, True]
         reaper.dismiss(watcher)
+        assert watcher.returncode == 0
         assert [path.exists() for path in paths] == [False, True]
+        assert living.poll() is None  # a reaper that is dismissed kills nothing
         living.terminate()
     assert within(10, lambda: not paths[1].exists())  # its own tracker's work

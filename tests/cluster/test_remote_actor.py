@@ -50,15 +50,12 @@ class PlainHandle(Handle):
         return Reference()
 
 
-def test_an_answer_can_be_awaited_gathered_and_given_a_time_limit() -> None:
-    async def run() -> None:
-        _, copied = Client("learner", Handle(), ["snapshot"]).snapshot()
-        assert await copied == 7
-        actor = Client("scorer", PlainHandle())
-        assert await asyncio.gather(actor.score(1), actor.score(2)) == [7, 7]
-        assert await asyncio.wait_for(actor.ready(), 120) == 7
-
-    asyncio.run(run())
+async def test_an_answer_can_be_awaited_gathered_and_given_a_time_limit() -> None:
+    _, copied = Client("learner", Handle(), ["snapshot"]).snapshot()
+    assert await copied == 7
+    actor = Client("scorer", PlainHandle())
+    assert await asyncio.gather(actor.score(1), actor.score(2)) == [7, 7]
+    assert await asyncio.wait_for(actor.ready(), 120) == 7
 
 
 class Failing:
@@ -84,26 +81,19 @@ class Failing:
         ActorUnavailableError("the connection is gone", b"0" * 16),
     ],
 )
-def test_every_end_of_an_actor_is_its_death(error: RayError) -> None:
+async def test_every_end_of_an_actor_is_its_death(error: RayError) -> None:
     """Only some of Ray's errors for it are a RayActorError; a kill for memory is none."""
-
-    async def run() -> None:
-        await result_of("scorer", Failing(error))
-
     with pytest.raises(ActorDied, match="scorer died: ") as caught:
-        asyncio.run(run())
+        await result_of("scorer", Failing(error))
     assert caught.value.name == "scorer"
 
 
 @pytest.mark.parametrize(
     "error", [OutOfMemoryError("of the Generator that made it"), ObjectLostError("0" * 56, None, "")]
 )
-def test_an_argument_that_died_with_its_owner_is_no_death_of_the_actor(error: RayError) -> None:
-    async def run() -> None:
-        await result_of("scorer", Failing(RayTaskError("score", "traceback", error)))
-
+async def test_an_argument_that_died_with_its_owner_is_no_death_of_the_actor(error: RayError) -> None:
     with pytest.raises(DataLost, match="scorer: "):
-        asyncio.run(run())
+        await result_of("scorer", Failing(RayTaskError("score", "traceback", error)))
 
 
 @pytest.mark.slow

@@ -38,26 +38,18 @@ def process() -> Iterator["subprocess.Popen[str]"]:
     started.communicate()
 
 
-def heard(process: "subprocess.Popen[str]") -> bool:
-    """Return whether the process has got a signal; it ends with that."""
-    time.sleep(0.3)
-    out, _ = process.communicate("")
-    return out == "signalled\n"
-
-
 @pytest.mark.slow
-def test_the_process_is_signalled(process: "subprocess.Popen[str]") -> None:
+def test_the_process_is_signalled_and_no_other_that_has_its_pid(process: "subprocess.Popen[str]") -> None:
+    """SIGUSR1 ends a process that does not expect it; a pid may be reused after its actor has died."""
     found = process_at(process.pid)
     assert found is not None
+    assert process.stdout is not None
+    for _ in range(2):
+        send_stack_signal((process.pid, "12345"))
+        time.sleep(0.2)
     send_stack_signal(found)
-    assert heard(process)
-
-
-@pytest.mark.slow
-def test_another_process_with_the_same_pid_is_not(process: "subprocess.Popen[str]") -> None:
-    """SIGUSR1 ends a process that does not expect it; a pid may be reused after its actor has died."""
-    send_stack_signal((process.pid, "12345"))
-    assert not heard(process)
+    assert process.stdout.readline() == "signalled\n"
+    assert process.communicate("")[0] == ""  # once
 
 
 def test_a_process_that_is_gone_or_another_users_is_left_alone() -> None:
@@ -129,7 +121,7 @@ def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return actors
 
 
-@pytest.mark.parametrize("damage", ["", "n1", "n1 pid 5", "n1 12 5 6"])
+@pytest.mark.parametrize("damage", ["", "n1 pid 5"])
 def test_a_damaged_pid_file_hinders_no_other_actor(group: Any, tmp_path: Path, damage: str) -> None:
     """A full disk leaves an empty one."""
     (tmp_path / "a.pid").write_text(damage)
@@ -147,10 +139,7 @@ def test_a_process_on_another_node_is_signalled_there_or_not_at_all(group: Any, 
     assert group.sent == []
 
 
-@pytest.mark.parametrize("num_hung", [0, 1, 3])
-def test_generators_that_are_up_shut_down_whatever_the_others_do(
-    monkeypatch: pytest.MonkeyPatch, num_hung: int
-) -> None:
+def test_generators_that_are_up_shut_down_whatever_the_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Generator that is being replaced must not cost the others' engines their clean end."""
     names = [f"generator-{i}" for i in range(4)]
     shut_down, killed = [], []
@@ -166,8 +155,8 @@ def test_generators_that_are_up_shut_down_whatever_the_others_do(
         generators=dict.fromkeys(names), teachers={}, environments={}, _clients=clients, _ending=[]
     )
     group._kill = killed.append
-    up = names[num_hung:]
-    monkeypatch.setattr(ray, "wait", lambda probes, **_: (up, names[:num_hung]))
+    hung, up = names[:1], names[1:]
+    monkeypatch.setattr(ray, "wait", lambda probes, **_: (up, hung))
     monkeypatch.setattr(ray, "get", lambda *_, **__: None)
     ServingGroup.stop(group)  # type: ignore[arg-type]
     assert (shut_down, killed) == (up, names)

@@ -10,6 +10,7 @@ from small_run import QUICKSTART, SMALL
 from grpo_ray.cluster import session
 from grpo_ray.config.loading import load_config
 from grpo_ray.errors import RunError, ray_needed
+from grpo_ray.records.run_files import read_metrics
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,8 +28,9 @@ def commands(*lines: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("model_cache")
-def test_a_run_in_one_process_and_all_that_reads_it(tmp_path: Path) -> None:
+def test_a_run_in_one_process_all_that_reads_it_and_the_refusal_of_what_needs_ray(tmp_path: Path) -> None:
     run, small = tmp_path / "run", " ".join([*SMALL[1:], "algorithm.num_steps=1"])
+    elsewhere = f"generator.engine=torch model.tiny.warmup=null run.output_dir={tmp_path} run.name=other"
     output = commands(
         f"check {QUICKSTART}",
         f"train {QUICKSTART} --local {small} run.output_dir={tmp_path} run.name=run",
@@ -38,27 +40,20 @@ def test_a_run_in_one_process_and_all_that_reads_it(tmp_path: Path) -> None:
         f"report {run}",
         f"top {run} --once",
         f"plan {QUICKSTART}",
-    )
-    assert output.count("status 0") == 8, output
-    assert (run / "checkpoints/step-000002/model.safetensors").exists()
-    assert (tmp_path / "evaluation/summary.json").exists()
-    assert (run / "report.html").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("model_cache")
-def test_what_needs_ray_says_so(tmp_path: Path) -> None:
-    small = f"generator.engine=torch model.tiny.warmup=null run.output_dir={tmp_path}"
-    output = commands(
-        f"train {QUICKSTART} {small}",
-        f"evaluate {QUICKSTART} {small} --output {tmp_path / 'evaluation'}",
+        f"train {QUICKSTART} {elsewhere}",
+        f"evaluate {QUICKSTART} {elsewhere} --output {tmp_path / 'other'}",
         f"submit {QUICKSTART} --address http://127.0.0.1:1",
     )
-    assert output.count("status 2") == 3, output
+    assert (output.count("status 0"), output.count("status 2")) == (8, 3), output
     needed = "grpo-ray: this needs Ray: pip install 'grpo_ray[cluster]'"
     assert output.count(f"{needed}, or add --local") == 2, output
     assert output.count(needed) == 3, output
-    assert list(tmp_path.iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["evaluation", "run"]  # the others left nothing
+    assert (run / "checkpoints/step-000002/model.safetensors").exists()
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [1, 2]
+    assert load_config(run / "config.yaml").generator.engine == "torch"  # although the quickstart has vLLM
+    assert (tmp_path / "evaluation/summary.json").exists()
+    assert (run / "report.html").exists()
 
 
 def test_only_the_lack_of_ray_is_explained() -> None:

@@ -23,7 +23,7 @@ from grpo_ray.errors import ActorDied, RunError
 from grpo_ray.records import json_lines
 from grpo_ray.records.checkpoint import make_store
 from grpo_ray.records.rollout_log import read_rollouts
-from grpo_ray.records.run_files import MetricsLog, RunDirectory, read_metrics, step_name
+from grpo_ray.records.run_files import JsonLines, RunDirectory, read_metrics, step_name
 from grpo_ray.run.preflight import check_files, prepare
 from grpo_ray.run.restores import train_through_restores
 from grpo_ray.run.signals import Interrupted, run_until_signal
@@ -462,12 +462,13 @@ def test_a_last_checkpoint_is_written_when_the_disk_has_room_again(
 def fill_the_disk(monkeypatch: pytest.MonkeyPatch, steps: range, has_room_at_the_end: bool = False) -> None:
     """Refuse every write to metrics.jsonl and events.jsonl while the last logged step is one of `steps`."""
     is_full = False
-    append, write, save = MetricsLog.append, json_lines._write_whole, Controller._save
+    append, write, save = JsonLines.append, json_lines._write_whole, Controller._save
 
-    def append_at(self: MetricsLog, step: int, metrics: Any) -> str | None:
+    def append_at(self: JsonLines, row: Any) -> str | None:
         nonlocal is_full
-        is_full = step in steps
-        return append(self, step, metrics)
+        if self._path.name == "metrics.jsonl":
+            is_full = row["step"] in steps
+        return append(self, row)
 
     def write_if_there_is_room(descriptor: int, line: bytes) -> None:
         if is_full:
@@ -480,7 +481,7 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch, steps: range, has_room_at_the
         is_full = is_full and not has_room_at_the_end
         await save(self)
 
-    monkeypatch.setattr(MetricsLog, "append", append_at)
+    monkeypatch.setattr(JsonLines, "append", append_at)
     monkeypatch.setattr(json_lines, "_write_whole", write_if_there_is_room)
     monkeypatch.setattr(Controller, "_save", make_room_and_save)
 

@@ -26,7 +26,7 @@ from grpo_ray.tools.cli import main
 from grpo_ray.types import ScoredGroup
 from grpo_ray.watch.batch_metrics import ungraded_in
 from grpo_ray.watch.run_log import MAX_OWN_NAMES, RunLog
-from grpo_ray.watch.run_state import Ending, RunReporter, RunState, _keep_writing, read_state, reported
+from grpo_ray.watch.run_state import Ending, LiveStatus, RunState, read_state, reported
 
 HALF = "\ud83d"  # of a surrogate pair
 PLENTY = 2**30
@@ -81,24 +81,21 @@ def test_what_can_be_kept_of_an_episode_is_kept(tmp_path: Path) -> None:
     assert dict(row["metrics"]) == {"7": 1.0, r"\ud83d": 2.0}
 
 
-def test_a_buffer_writes_its_rollouts_and_its_part_of_a_checkpoint(tmp_path: Path) -> None:
-    async def run() -> tuple[str, ...]:
-        buffer = make_buffer(tmp_path, size=1)
-        for group_id in range(3):
-            group = BAD["an error"](group_id) if group_id != 1 else simple_group(1)
-            await buffer.put(*parts(group))
-        await buffer.take(1, [0], (), 0)
-        await buffer.capture(0)
-        sizes = await buffer.write_captured(tmp_path)
-        assert sizes.keys() == {"groups.parquet", "replay.parquet"}
-        assert await buffer.flush() is None
-        _, facts = await buffer.take(2, [1], (), 0)
-        assert await buffer.flush() is None
-        _, later = await buffer.take(3, [2], (), 0)
-        assert later.notes == ()
-        return facts.notes
-
-    first, second = sorted(asyncio.run(run()))
+async def test_a_buffer_writes_its_rollouts_and_its_part_of_a_checkpoint(tmp_path: Path) -> None:
+    buffer = make_buffer(tmp_path, size=1)
+    for group_id in range(3):
+        group = BAD["an error"](group_id) if group_id != 1 else simple_group(1)
+        await buffer.put(*parts(group))
+    await buffer.take(1, [0], (), 0)
+    await buffer.capture(0)
+    sizes = await buffer.write_captured(tmp_path)
+    assert sizes.keys() == {"groups.parquet", "replay.parquet"}
+    assert await buffer.flush() is None
+    _, facts = await buffer.take(2, [1], (), 0)
+    assert await buffer.flush() is None
+    _, later = await buffer.take(3, [2], (), 0)
+    assert later.notes == ()
+    first, second = sorted(facts.notes)
     assert "groups.parquet: not written as they were: group 2 (" in first
     assert "step-000001.parquet: not written as they were: group 0 (" in second
     assert [group.group_id for group in read_groups(tmp_path / "groups.parquet")] == [1, 2]
@@ -143,10 +140,8 @@ def test_all_episodes_that_fail_end_the_run_with_a_reward_too() -> None:
     failed = replace(branched_episode(reward=-1.0), status="environment_error", error="gone")
     group = make_episode_group(0, [failed, failed])
     assert group.errors == {}
-    every, some = (
-        ungraded_in([group]),
-        ungraded_in([group, make_episode_group(1, [failed, branched_episode()])]),
-    )
+    every = ungraded_in([group])
+    some = ungraded_in([group, make_episode_group(1, [failed, branched_episode()])])
     assert every is not None
     assert (every.is_all, every.reason) == (True, "gone")
     assert some is not None
@@ -197,27 +192,20 @@ def test_a_state_with_half_a_pair_is_written_and_read(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_any_failure_of_the_thread_of_the_state_is_said(tmp_path: Path) -> None:
-    recorder, ended, tries = Recorder(), threading.Event(), []
+    recorder, run, has_failed = Recorder(), RunDirectory(tmp_path), threading.Event()
 
-    class Failing(RunReporter):
-        def state(self, ending: Ending | None = None) -> RunState:
-            tries.append(1)
-            if len(tries) == 1:
-                raise RuntimeError("dictionary changed size during iteration")
-            return super().state(ending)
+    def fail_once() -> LiveStatus:
+        if has_failed.is_set():
+            return LiveStatus()
+        has_failed.set()
+        raise RuntimeError("dictionary changed size during iteration")
 
-    path = tmp_path / "state.json"
-    arguments = path, Failing(recorder, 3), ended, [Ending(kind="finished")]
-    thread = threading.Thread(target=_keep_writing, args=arguments)
-    thread.start()
-    while not tries:
-        ended.wait(0.01)
-    ended.set()
-    thread.join(60)
-    assert len(tries) == 2
+    with reported(run, 3, recorder) as reporter:
+        reporter.follow(fail_once)
+        assert has_failed.wait(60)
     reason = "dictionary changed size during iteration"
-    assert recorder.warnings == [f"{path}: {reason}; `grpo-ray top` shows a stale state"]
-    assert (read_state(RunDirectory(tmp_path)) or RunState).ending == Ending(kind="finished")
+    assert recorder.warnings == [f"{run.state_path}: {reason}; `grpo-ray top` shows a stale state"]
+    assert (read_state(run) or RunState).ending == Ending(kind="finished")
 
 
 def test_a_report_shows_half_a_pair_escaped(tmp_path: Path) -> None:

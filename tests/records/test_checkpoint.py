@@ -51,24 +51,16 @@ def names(folder: Path) -> list[str]:
 
 
 def evaluated(folder: Path, rewards: dict[int, float]) -> None:
-    rows = [json.dumps({"step": step, "reward": reward}) + "\n" for step, reward in rewards.items()]
-    write_summary(folder, "".join(rows))
+    write_summary(folder, *(json.dumps({"step": step, "reward": reward}) for step, reward in rewards.items()))
 
 
-def write_summary(folder: Path, text: str) -> None:
+def write_summary(folder: Path, *lines: str) -> None:
     path = RunDirectory(folder).evaluations_summary_path
     path.parent.mkdir(exist_ok=True)
-    path.write_text(text)
+    path.write_text("".join(f"{line}\n" for line in lines))
 
 
 # ---- writing and reading ----
-
-
-def test_an_empty_store(tmp_path: Path) -> None:
-    store = make_store(tmp_path)
-    store.discard_unfinished()
-    assert store.latest() is None
-    assert store.damaged == []
 
 
 def test_committed_checkpoint_is_found(tmp_path: Path) -> None:
@@ -183,49 +175,43 @@ def test_damaged_checkpoints_are_skipped_and_named(tmp_path: Path) -> None:
     assert len(store.damaged) == 6  # not accumulated
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "training/optimizer.safetensors"])
 @pytest.mark.parametrize(
-    "begin",
+    ("name", "begin"),
     [
-        b"\xff" * 6,
-        b"\x09",
-        bytes(8),
-        b"",
-        save({"w": np.zeros(1, "<f4")}),
-        (10).to_bytes(8, "little") + b"[1, 2, 33]",
+        ("model.safetensors", b"\xff" * 6),  # no length that fits
+        ("training/optimizer.safetensors", b"\x09"),
+        ("model.safetensors", bytes(8)),
+        ("training/optimizer.safetensors", save({"w": np.zeros(1, "<f4")})),  # of other tensors
+        ("model.safetensors", (10).to_bytes(8, "little") + b"[1, 2, 33]"),
     ],
-    ids=["length", "short", "empty", "nothing", "other", "list"],
 )
 def test_weights_whose_header_is_damaged_are_not_resumed(tmp_path: Path, name: str, begin: bytes) -> None:
     """The size is right; every resume would end with an actor that cannot load them."""
     store = make_store(tmp_path, keep=9)
-    for step in (1, 2):
-        write(store, step)
-    file = tmp_path / "checkpoints" / "step-000002" / name
-    whole = file.read_bytes()
-    file.write_bytes((begin + whole[len(begin) :]) if begin else whole)
-    found = store.latest()
-    assert found is not None
-    assert found.state.step == (1 if begin else 2)
-    assert store.damaged == ([f"{file.parents[name.count('/')]}: {name} has a damaged header"] if begin else [])
+    written = [write(store, step) for step in (1, 2)]
+    assert store.latest() == written[1]
+    file = written[1].path / name
+    file.write_bytes(begin + file.read_bytes()[len(begin) :])
+    assert store.latest() == written[0]
+    assert store.damaged == [f"{written[1].path}: {name} has a damaged header"]
 
 
-@pytest.mark.parametrize("text", ["[]", "null", '{"step": 1}', '{"step": 1, "metrics": null}', "\0\0\0"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "null",
+        '{"step": 1}',
+        '{"step": 1, "ledger": {}, "metrics": null, "files": {}}',
+        '{"step": 1, "ledger": {}, "metrics": {}, "files": null}',
+        "\0\0\0",
+    ],
+)
 def test_an_invalid_state_is_a_value_error(tmp_path: Path, text: str) -> None:
     folder = write(make_store(tmp_path), 1).path
     (folder / "training" / "state.json").write_text(text)
     with pytest.raises(ValueError, match=r"state\.json is not readable"):
         read_checkpoint(folder)
-
-
-def test_a_state_with_wrong_types(tmp_path: Path) -> None:
-    folder = write(make_store(tmp_path), 1).path
-    path = folder / "training" / "state.json"
-    state = json.loads(path.read_text())
-    for name in ("metrics", "files"):
-        path.write_text(json.dumps({**state, name: None}))
-        with pytest.raises(ValueError, match=r"state\.json is not readable"):
-            read_checkpoint(folder)
 
 
 # ---- finding one ----
@@ -299,11 +285,11 @@ def test_the_best_is_only_kept_on_request(tmp_path: Path) -> None:
 def test_a_damaged_evaluation_costs_only_itself(tmp_path: Path) -> None:
     """Pruning goes on, and the best of the evaluations that can be read is kept."""
     store = make_store(tmp_path, keep=1)
-    write_summary(tmp_path, '{"step": 5, "reward": 0.5}\n{"step": 10, "rew\n{"step": 20, "reward": 0.2}\n')
+    write_summary(tmp_path, '{"step": 5, "reward": 0.5}', '{"step": 10, "rew', '{"step": 20, "reward": 0.2}')
     for step in (5, 10, 20, 30):
         write(store, step)
     assert names(tmp_path) == ["step-000005", "step-000030"]
-    write_summary(tmp_path, '{"step": 10}\n{"step": 20, "reward": null}\n')
+    write_summary(tmp_path, '{"step": 10}', '{"step": 20, "reward": null}')
     write(store, 30)  # without a reward there is no best one
     assert names(tmp_path) == ["step-000030"]
 
@@ -347,16 +333,6 @@ def test_other_folders_are_left_alone(tmp_path: Path) -> None:
     assert names(tmp_path) == ["best", "step-000005", "step-000010-mine", "step-000020", "unfinished-thoughts"]
 
 
-def test_a_step_written_again_replaces_its_checkpoint(tmp_path: Path) -> None:
-    store = make_store(tmp_path)
-    write(store, 40, mark=1)
-    write(store, 40, mark=2)
-    found = store.latest()
-    assert found is not None
-    assert found.state.metrics["mark"] == 2
-    assert names(tmp_path) == ["step-000040"]
-
-
 # ---- faults ----
 
 
@@ -382,31 +358,17 @@ def test_a_failed_deletion_is_retried(tmp_path: Path, monkeypatch: pytest.Monkey
     assert names(tmp_path) == ["step-000040"]
 
 
-@pytest.mark.slow
 def test_a_full_disk_leaves_the_previous_checkpoint_and_the_next_succeeds(tmp_path: Path) -> None:
-    script = """
-import resource, sys
-from pathlib import Path
-sys.path[:0] = ["tests", "tests/records"]
-from test_checkpoint import make_store, make_state, names, write
-folder = Path(sys.argv[1])
-store = make_store(folder)
-write(store, 20)
-store.begin(40)
-resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))
-try:
-    store.commit(40, make_state(40), {})
-except OSError as error:
-    print(error.strerror)
-assert store.latest().state.step == 20 and not store.damaged
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-write(store, 60)
-assert names(folder) == ["step-000020", "step-000060"]
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=600
-    )
-    assert (result.returncode, result.stdout) == (0, "File too large\n"), result.stderr
+    from builders import file_size_limit  # which imports torch: other processes here import this file
+
+    store = make_store(tmp_path)
+    written = write(store, 20)
+    store.begin(40)
+    with file_size_limit(30), pytest.raises(OSError, match="File too large"):
+        store.commit(40, make_state(40), {})
+    assert (store.latest(), store.damaged) == (written, [])
+    write(store, 60)
+    assert names(tmp_path) == ["step-000020", "step-000060"]
 
 
 KILL_EVERYWHERE = """
@@ -458,7 +420,7 @@ def test_killed_before_any_file_operation(tmp_path: Path, second: int) -> None:
         [sys.executable, "-c", KILL_EVERYWHERE, str(tmp_path), "20", str(second)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )
     assert result.returncode == 0, result.stderr
     rows = [line.split() for line in result.stdout.splitlines()]

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from grpo_ray.episodes.outcome import Status
 from grpo_ray.episodes.segments import Segments
-from grpo_ray.records.episode_metrics import STATUSES
 from grpo_ray.records.evaluation_summary import summarise
 from grpo_ray.records.readable_rollouts import readable_rollouts
 from grpo_ray.records.validation_files import find_evaluation, summarise_groups, write_evaluation
@@ -39,7 +38,6 @@ def two_episodes() -> ScoredGroup:
 
 
 def test_the_statuses_are_those_of_episodes() -> None:
-    assert tuple(Status) == STATUSES
     assert {f"episodes/status/{name}" for name in Status} == {n for n in METRICS if "/status/" in n}
 
 
@@ -70,10 +68,6 @@ def test_groups_without_a_sampled_token_have_metrics() -> None:
     assert cut_metrics([group]) == {}
     assert summarise_groups(3, [group]).version == 0
     assert readable_rollouts([group], 1)[0].response == "(0 turns, generator_error: died)"
-
-
-def test_a_step_without_episodes_has_no_metrics_of_them() -> None:
-    assert not [name for name in rollout_metrics([simple_group(0)]) if name.startswith("episodes/")]
 
 
 def test_context_counts_nowhere() -> None:

@@ -9,7 +9,7 @@ import pytest
 from grpo_ray.records.statistics import bootstrap_intervals, pass_at_k, powers_of_two, standard_error
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("n", [1, 3, 8])
 def test_pass_at_k_is_the_share_of_subsets_with_a_correct_response(n: int) -> None:
     for k in range(1, n + 1):
         subsets = list(combinations(range(n), k))
@@ -21,22 +21,11 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_response(n: int) -> No
         assert estimates == pytest.approx([float(share) for share in expected], abs=1e-12)
 
 
-def test_pass_at_1_is_the_share_of_correct_responses() -> None:
-    assert pass_at_k(7, np.array([0, 3, 7]), 1) == pytest.approx([0, 3 / 7, 1])
-
-
 def test_pass_at_k_of_many_samples_does_not_overflow() -> None:
     # C(10000, 100) has 242 digits: not an exact float64, and near the end of its range.
     value = pass_at_k(10_000, np.array([0, 1, 9_950]), 100)
     assert value == pytest.approx([0.0, 100 / 10_000, 1.0])
     assert pass_at_k(100_000, np.array([50_000]), 50_000)[0] == 1.0
-
-
-def test_pass_at_k_is_unbiased() -> None:
-    """The mean of the estimate is 1 - (1 - p)^k if each response is correct with probability p."""
-    correct = np.random.default_rng(0).binomial(8, 0.2, size=200_000)
-    assert pass_at_k(8, correct, 4).mean() == pytest.approx(1 - 0.8**4, abs=0.003)
-    assert (1 - (1 - correct / 8) ** 4).mean() < 1 - 0.8**4 - 0.05  # unlike the plug-in estimate
 
 
 @pytest.mark.parametrize(("n", "ks"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])

@@ -55,15 +55,15 @@ def test_a_driver_ends_in_time_although_a_write_hangs(tmp_path: Path, overrides:
     assert time.monotonic() - began < 500  # the write hangs for 1000 s
 
 
-def test_jobs_run_in_order_and_their_errors_are_not_lost() -> None:
+async def test_jobs_run_in_order_and_their_errors_are_not_lost() -> None:
     thread, done = BackgroundThread("test"), []
     for number in range(5):
         thread.submit("a job", lambda number=number: done.append(number))
     assert thread.wait(5)
     assert done == [0, 1, 2, 3, 4]
-    assert asyncio.run(thread.run("a job", lambda: 7)) == 7
+    assert await thread.run("a job", lambda: 7) == 7
     with pytest.raises(OSError, match="full"):
-        asyncio.run(thread.run("a job", _full))
+        await thread.run("a job", _full)
     assert thread.problem() is None
     thread.submit("a bug", lambda: done[99])
     thread.submit("a job", lambda: done.append(5))
@@ -90,16 +90,12 @@ def test_a_job_that_hangs_is_reported_and_left_behind(monkeypatch: pytest.Monkey
     assert done == []  # the run may have been restored since
 
 
-def test_a_job_whose_caller_was_cancelled_does_not_run() -> None:
+async def test_a_job_whose_caller_was_cancelled_does_not_run() -> None:
     thread, may_end, done = BackgroundThread("test"), threading.Event(), []
-
-    async def main() -> None:
-        thread.submit("hangs", lambda: may_end.wait(30))
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await thread.run("a checkpoint", lambda: done.append(1))
-
-    asyncio.run(main())
+    thread.submit("hangs", lambda: may_end.wait(30))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await thread.run("a checkpoint", lambda: done.append(1))
     may_end.set()
     assert thread.wait(5)
     assert done == []

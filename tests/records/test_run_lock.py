@@ -13,26 +13,20 @@ from grpo_ray.records.checkpoint import CheckpointStore
 from grpo_ray.records.run_files import RunDirectory
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+@pytest.mark.parametrize(
+    ("number", "cure"),
+    [(errno.ENOLCK, r"; .* no locks: mount it with `-o flock`"), (errno.EIO, "; give another folder")],
+)
 def test_a_file_system_without_locks_is_refused_with_the_cure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, cure: str
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    message = rf"{tmp_path / 'run'} cannot be locked \(.*\); .* no locks: mount it with `-o flock`"
+    message = rf"{tmp_path / 'run'} cannot be locked \({os.strerror(number)}\){cure}"
     with pytest.raises(RunError, match=message), RunDirectory(tmp_path / "run").lock():
         pass
-
-
-def test_another_error_of_the_lock_is_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr("fcntl.flock", refuse)
-    with pytest.raises(RunError, match=r"cannot be locked \(Input/output error\)"):
-        RunDirectory(tmp_path / "run").lock().__enter__()
 
 
 def test_a_second_writer_on_another_machine_is_noticed_at_the_next_checkpoint(tmp_path: Path) -> None:
@@ -59,18 +53,7 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path: P
     assert mine.read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        ".lock",
-        "metrics.jsonl",
-        "timeline.json",
-        "rollouts",
-        "checkpoints",
-        "logs/learner.log",
-        "logs/learner.pid",
-    ],
-)
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "checkpoints", "logs/learner.log"])
 def test_a_run_with_a_link_to_elsewhere_is_refused_by_name(tmp_path: Path, name: str) -> None:
     run = RunDirectory(tmp_path / "run")
     (tmp_path / "mine").mkdir()

@@ -1,6 +1,5 @@
 """Texts with escape sequences, control, direction and invisible characters, on every way to a terminal."""
 
-import io
 import re
 import subprocess
 import sys
@@ -12,8 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
-from rich.table import Table
 from test_top import NOW, make_run, make_state, step
 
 from examples.course.evaluate_vllm import evaluate_vllm
@@ -23,7 +20,7 @@ from grpo_ray.records.visible_text import UNSEEN, visible
 from grpo_ray.tools.audit.audit import AuditReport
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.evaluation.readable import _readable, summary_table
-from grpo_ray.watch.console import RunConsole, VisibleConsole
+from grpo_ray.watch.console import RunConsole
 from grpo_ray.watch.run_state import ActorState, Ending, LiveStatus
 
 CLIPBOARD = "\x1b]52;c;ZXZpbA==\x07"  # a terminal puts this into the clipboard
@@ -58,12 +55,9 @@ def test_every_control_format_and_tag_character_is_written_out() -> None:
     harmless = "two\nlines\tand a tab, é, e\u0301, שלום, 你好, 👍\ufe0f, ⟨x⟩, \\x1b"
     assert visible(harmless) == harmless
     assert visible("\ud800") == r"\ud800"
+    once_missed = "\u061c\u00ad\u2060\u2064\u2028\u2029\u180e\U000e007f"
+    assert not set(once_missed) & set(visible(once_missed))
     assert visible(visible(HOSTILE)) == visible(HOSTILE)
-
-
-@pytest.mark.parametrize("mark", list("\u061c\u00ad\u2060\u2064\u2028\u2029\u180e\U000e007f"))
-def test_the_marks_that_the_page_once_missed(mark: str) -> None:
-    assert mark not in visible(mark)
 
 
 @pytest.mark.slow
@@ -80,42 +74,23 @@ def test_the_page_knows_the_same_characters() -> None:
 # ---- the ways to a terminal ----
 
 
-def use(console: RunConsole) -> None:
-    with console:
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_runs_console(
+    is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    if is_terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    with RunConsole(num_steps=2) as console:
         console.status(HOSTILE)
         console.warning(HOSTILE)
         console.print(HOSTILE)
-
-
-def test_a_runs_console_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
-    use(RunConsole(num_steps=2))
     printed = capsys.readouterr().out
-    check(printed)
-    assert printed.count(SHOWN) == 3
-    assert printed.count("[red]:smile:") == 3
+    (check_terminal if is_terminal else check)(printed)
+    assert is_terminal or printed.count(SHOWN) == printed.count("[red]:smile:") == 3
 
 
-def test_a_runs_console_on_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "300")
-    use(RunConsole(num_steps=2))
-    check_terminal(capsys.readouterr().out)
-
-
-def test_rich_alone_would_send_it() -> None:
-    """The reason for VisibleConsole: rich discards a few of the characters and sends the others."""
-    for kind, is_sent in ((Console, True), (VisibleConsole, False)):
-        table = Table.grid()
-        table.add_row(HOSTILE)
-        console = kind(file=io.StringIO(), width=300)
-        console.print(table)
-        assert ("\x9b31m" in console.file.getvalue()) == is_sent  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("is_terminal", [False, True])
-@pytest.mark.parametrize("has_ended", [False, True])
+@pytest.mark.parametrize(("is_terminal", "has_ended"), [(False, True), (True, False)])
 def test_a_frame_of_top(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -1,9 +1,9 @@
 """The bytes that object stores have spilled: asked for in parallel, and never waited for."""
 
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
+
+from run_process import until
 
 from grpo_ray.watch.spilling import ASK_EVERY_S, SpilledBytes
 
@@ -36,13 +36,6 @@ class Cluster:
         """Return the total when it is time to ask again."""
         self.now += ASK_EVERY_S
         return spilled.total()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_a_node_that_hangs_delays_neither_the_step_nor_the_other_nodes() -> None:

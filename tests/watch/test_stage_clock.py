@@ -4,15 +4,14 @@ import threading
 from contextlib import ExitStack
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_ray.watch.stage_clock import MAX_SPANS, StageClock
 
 
 class Time:
-    def __init__(self) -> None:
-        self.seconds = 100.0
+    seconds = 100.0
 
     def __call__(self) -> float:
         return self.seconds
@@ -26,36 +25,21 @@ def make(*stages: str) -> tuple[StageClock, Time]:
     return StageClock(stages, "wait", time), time
 
 
-def test_one_stage_after_another() -> None:
-    clock, time = make("train", "copy")
-    time.pass_by(1)
-    with clock.stage("train"):
-        time.pass_by(2)
-    with clock.stage("copy"):
-        time.pass_by(4)
-    time.pass_by(8)
-    times = clock.take()
-    assert times.seconds == {"train": 2, "copy": 4, "wait": 9}
-    assert times.wall_s == 15
-
-
-def test_overlapping_stages_count_for_the_first_in_the_list() -> None:
+def test_overlapping_stages_count_for_the_first_in_the_list_up_to_each_reading() -> None:
     clock, time = make("load", "generate")
+    time.pass_by(8)
     with clock.stage("generate"):
         time.pass_by(1)
         with clock.stage("generate"), clock.stage("load"):
             time.pass_by(2)
         time.pass_by(4)
-    assert clock.take().seconds == {"load": 2, "generate": 5, "wait": 0}
-
-
-def test_a_running_stage_is_counted_up_to_each_reading() -> None:
-    clock, time = make("train")
-    with clock.stage("train"):
-        time.pass_by(3)
-        assert clock.take().seconds == {"train": 3, "wait": 0}
-        time.pass_by(5)
-    assert clock.take().seconds == {"train": 5, "wait": 0}
+        times = clock.take()
+        assert (times.seconds, times.wall_s) == ({"load": 2, "generate": 5, "wait": 8}, 15)
+        time.pass_by(16)
+    with pytest.raises(ZeroDivisionError), clock.stage("load"):
+        time.pass_by(1 // 0)
+    time.pass_by(32)
+    assert clock.take().seconds == {"load": 0, "generate": 16, "wait": 32}
 
 
 def test_turns_are_consecutive_and_have_labels() -> None:
@@ -122,20 +106,7 @@ def test_unread_records_do_not_grow() -> None:
     assert times.seconds["a"] == MAX_SPANS + 5
 
 
-def test_a_stage_that_fails_ends() -> None:
-    clock, time = make("train")
-    with pytest.raises(ZeroDivisionError), clock.stage("train"):
-        time.pass_by(1 // 0)
-    time.pass_by(2)
-    assert clock.take().seconds == {"train": 0, "wait": 2}
-
-
-def test_an_undeclared_stage_is_an_error() -> None:
-    clock, _ = make("train")
-    with pytest.raises(AssertionError, match="trian"), clock.stage("trian"):
-        pass
-
-
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from(["a", "b", "c", "end", "take"]), st.floats(0, 10)), max_size=40))
 def test_stages_add_up_to_the_wall_time_whatever_overlaps(events: list[tuple[str, float]]) -> None:
     clock, time = make("a", "b", "c")

@@ -2,24 +2,25 @@
 
 import asyncio
 import csv
-import json
 import re
 import shutil
-import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 import yaml
 from builders import make_completion, make_group, make_item
-from local_runs import make_config, train
+from local_runs import Recorder, make_config, train
+from run_process import until
 
 from grpo_ray.cluster import session
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config.loading import ConfigError
+from grpo_ray.config.tracking import TrackerName
 from grpo_ray.core.controller import Controller
 from grpo_ray.errors import RunError
 from grpo_ray.records.rollout_log import read_rollouts, write_rollouts
@@ -27,8 +28,9 @@ from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.records.validation_files import summarise_groups
 from grpo_ray.run import training
 from grpo_ray.watch.run_log import RunLog
-from grpo_ray.watch.trackers import Trackers, check_trackers, choice, tracking
+from grpo_ray.watch.trackers import Trackers, check_trackers, tracking
 from grpo_ray.watch.trackers import delivery as delivery_module
+from grpo_ray.watch.trackers import tracker as choice
 from grpo_ray.watch.trackers import trackers as module
 from grpo_ray.watch.trackers.delivery import Delivery
 from grpo_ray.watch.trackers.tensorboard_tracker import escaped_markdown_table
@@ -71,19 +73,14 @@ class Remembering:
         self._tell("close", end)
 
 
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def tracked(tmp_path: Path, *overrides: str) -> TrackedRun:
     return TrackedRun(make_config(*overrides), "my-run", tmp_path / "trackers" / "a")
 
 
 def deliver(tmp_path: Path, tracker: Tracker, max_waiting: int = 100) -> Delivery:
-    return Delivery("a", tracker, tracked(tmp_path), lambda text: None, max_waiting)
+    delivery = Delivery("a", tracker, tracked(tmp_path), lambda text: None, max_waiting)
+    until(lambda: delivery._thread.num_waiting == 0)  # the start is no message
+    return delivery
 
 
 def close(delivery: Delivery, end: End = "finished", timeout_s: float = LONG_S) -> str | None:
@@ -95,41 +92,31 @@ def close(delivery: Delivery, end: End = "finished", timeout_s: float = LONG_S) 
 
 
 def test_a_copy_of_a_runs_folder_is_another_run_in_the_tracker(tmp_path: Path) -> None:
-    original = tracked(tmp_path / "run")
+    class Named(Remembering):
+        def start(self, run: TrackedRun) -> str:
+            run.keep_id(run.id or "new")
+            return "there"
+
+    original, announced = tracked(tmp_path / "run"), list[str]()
     original.folder.mkdir(parents=True)
     assert original.id is None
     original.keep_id("abc")
     assert (original.id, original.original) == ("abc", None)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     (tmp_path / "link").symlink_to(tmp_path / "run")
-    assert tracked(tmp_path / "link").id == "abc"
     copy = tracked(tmp_path / "copy")
     assert (copy.id, copy.original) == (None, tmp_path / "run")
-    copy.keep_id("def")
-    assert (copy.id, copy.original, original.id) == ("def", None, "abc")
+    for folder in ("run", "link", "copy", "copy"):
+        close(Delivery("a", Named(), tracked(tmp_path / folder), announced.append, 100))
+    new = f"a: there (a new run there, as this folder is a copy of {tmp_path / 'run'})"
+    assert announced == ["a: there", "a: there", new, "a: there"]
+    assert (copy.id, copy.original, original.id) == ("new", None, "abc")
     (tmp_path / "run").rename(tmp_path / "moved")
     assert tracked(tmp_path / "moved").id == "abc"
     shutil.copytree(tmp_path / "moved", tmp_path / "run")  # before the moved one was resumed
     assert tracked(tmp_path / "run").id == "abc"
     (tmp_path / "moved" / "trackers" / "a" / "folder").unlink()  # of a run of an earlier release
     assert tracked(tmp_path / "moved").id == "abc"
-
-
-def test_a_copy_is_announced(tmp_path: Path) -> None:
-    class Named(Remembering):
-        def start(self, run: TrackedRun) -> str:
-            run.keep_id(run.id or "new")
-            return "there"
-
-    original = tracked(tmp_path / "run")
-    original.folder.mkdir(parents=True)
-    original.keep_id("abc")
-    shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    announced: list[str] = []
-    for folder in ("run", "copy", "copy"):
-        close(Delivery("a", Named(), tracked(tmp_path / folder), announced.append, 100))
-    new = f"a: there (a new run there, as this folder is a copy of {tmp_path / 'run'})"
-    assert announced == ["a: there", new, "a: there"]
 
 
 # ---- delivery ----
@@ -169,12 +156,12 @@ def test_a_tracker_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: py
     delivery = deliver(tmp_path, tracker)
     for _ in range(3):
         delivery.send(lambda t: t.resume_from(0))
-    until(lambda: delivery._waiting.qsize() == 2)
+    until(lambda: delivery._thread.num_waiting == 2)
     assert delivery.problem() is None
     monkeypatch.setattr(delivery_module, "SLOW_S", 0.0)
     assert re.fullmatch("a has not answered for [0-9]+ s; 2 messages are queued", delivery.problem() or "")
     tracker.released.set()
-    until(lambda: delivery._busy_since is None and len(tracker.told) == 4)
+    until(lambda: delivery._thread.busy_s == 0 and len(tracker.told) == 4)
     assert delivery.problem() is None
 
 
@@ -185,31 +172,24 @@ def test_a_servers_password_is_not_shown(tmp_path: Path) -> None:
     assert told == "a: OSError: https://host/api gave 503; the run goes on without it"
 
 
-@pytest.mark.parametrize("full", [True, False])
-def test_the_end_does_not_wait_for_a_hanging_tracker(tmp_path: Path, full: bool) -> None:
+def test_the_end_does_not_wait_for_a_hanging_tracker_but_one_that_wakes_is_closed(tmp_path: Path) -> None:
     tracker = Remembering(hang_at="resume_from")
     delivery = deliver(tmp_path, tracker, max_waiting=2)
-    for _ in range(10 if full else 1):
+    for _ in range(10):
         delivery.send(lambda t: t.resume_from(0))
-    began = time.monotonic()
-    text = close(delivery, timeout_s=0.05)
-    assert text == "a: not everything could be sent in tracking.close_timeout_s"
-    assert time.monotonic() - began < 60
-    tracker.released.set()
-
-
-def test_a_slow_tracker_with_a_full_queue_is_still_closed(tmp_path: Path) -> None:
-    tracker = Remembering(hang_at="start")
-    delivery = deliver(tmp_path, tracker, max_waiting=1)
-    delivery.send(lambda t: t.resume_from(0))
     delivery.begin_to_close("failed")  # there is no room for another message
+    assert delivery.close(0.0) == "a: not everything could be sent in tracking.close_timeout_s"
     tracker.released.set()
-    until(lambda: tracker.told == [("start", "my-run"), ("resume_from", 0), ("close", "failed")])
-    assert delivery.close(time.monotonic() + LONG_S) is None
 
 
-@pytest.mark.parametrize("place", ["start", "metrics", "close"])
-@pytest.mark.parametrize("error", [OSError("no route\n to host"), SystemExit("no route to host")])
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("start", SystemExit("no route to host")),
+        ("metrics", OSError("no route\n to host")),
+        ("close", OSError("no route to host")),
+    ],
+)
 def test_an_error_turns_a_tracker_off_and_is_reported_once(
     tmp_path: Path, place: str, error: BaseException
 ) -> None:
@@ -287,37 +267,23 @@ def test_rollouts_are_sent_once_their_file_exists(run: RunDirectory) -> None:
     assert told(other, "table") == tables
 
 
-def test_a_restored_run_drops_the_rollouts_it_was_waiting_for(run: RunDirectory) -> None:
-    tracker = Remembering()
-    trackers = make_trackers(run, tracker, rollouts_every_num_steps=1)
+@pytest.mark.parametrize(("every", "sent"), [(1, [1, 2]), (0, [])])
+def test_a_restored_run_drops_the_rollouts_it_was_waiting_for(
+    run: RunDirectory, every: int, sent: list[int]
+) -> None:
+    tracker = Remembering(hang_at="start")
+    trackers = make_trackers(run, tracker, rollouts_every_num_steps=every)
     for step in (1, 2, 3):
         trackers.step(step, {})
     trackers.resume_from(2)
     for step in (1, 2, 3):  # 3: from the first time, as its metrics are not logged yet
         write_rollouts(run.rollouts_path(step), step, groups_of(step))
-    trackers.close("finished")
-    assert [step for _, step, _ in told(tracker, "table")] == [1, 2]
-
-
-def test_a_file_that_has_been_deleted_is_skipped(run: RunDirectory) -> None:
-    tracker = Remembering(hang_at="start")
-    trackers = make_trackers(run, tracker, rollouts_every_num_steps=1)
-    write_rollouts(run.rollouts_path(1), 1, groups_of(1))
-    trackers.step(1, {})
-    run.rollouts_path(1).unlink()
+    write_rollouts(run.rollouts_path(4), 4, groups_of(4))
+    trackers.step(4, {})
+    run.rollouts_path(4).unlink()  # a file that is gone when its turn comes is skipped
     tracker.released.set()
     assert trackers.close("finished") == []
-    assert told(tracker, "table") == []
-    assert told(tracker, "close") == [("finished",)]
-
-
-def test_rollout_tables_can_be_turned_off(run: RunDirectory) -> None:
-    tracker = Remembering()
-    trackers = make_trackers(run, tracker, rollouts_every_num_steps=0)
-    write_rollouts(run.rollouts_path(1), 1, groups_of(1))
-    trackers.step(1, {})
-    trackers.close("finished")
-    assert told(tracker, "table") == []
+    assert [step for _, step, _ in told(tracker, "table")] == sent
 
 
 def test_a_validation_sends_metrics_and_a_table_of_responses(run: RunDirectory) -> None:
@@ -345,50 +311,29 @@ def test_long_texts_are_cut(run: RunDirectory) -> None:
     assert row["response"] == "ab" * 2000 + "… (2,000 more characters)"
 
 
-class Display:
-    def __init__(self) -> None:
-        self.warnings: list[str] = []
-
-    def status(self, text: str) -> None: ...
-    def step(self, step: int, metrics: dict[str, float]) -> None: ...
-    def evaluation(self, summary: Any) -> None: ...
-
-    def warning(self, text: str) -> None:
-        self.warnings.append(text)
-
-
-def test_a_broken_tracker_is_an_event_and_is_shown_once(run: RunDirectory) -> None:
-    broken, good, display = Remembering(break_at="metrics"), Remembering(), Display()
-    trackers = make_trackers(run, broken, good)
+def test_a_broken_tracker_is_shown_once_and_a_slow_one_until_it_keeps_up(run: RunDirectory) -> None:
+    broken, good, slow = Remembering(break_at="metrics"), Remembering(), Remembering(hang_at="start")
+    deliveries = [deliver(run.path, tracker, limit) for tracker, limit in ((broken, 9), (good, 9), (slow, 1))]
+    trackers, display = Trackers(make_config().tracking, run, deliveries), Recorder()
     log = RunLog(run, display, trackers)
     log.line(1, {"reward/mean": 0.5})
-    until(lambda: trackers._deliveries[0]._failure is not None)
+    until(lambda: deliveries[0]._failure is not None)
     for step in (2, 3):
         log.show_warnings()
         log.line(step, {"reward/mean": 0.5})
-    assert log.writer.wait(5)
-    line = "a: OSError: no route to host; the run goes on without it"
-    assert display.warnings == [line]
-    assert [(event["kind"], event["text"]) for event in read_metrics(run.events_path)] == [
-        ("tracker_off", line)
-    ]
-    assert trackers.close("finished") == []
-    assert [step for step, _ in told(good, "metrics")] == [1, 2, 3]
-
-
-def test_a_tracker_that_does_not_keep_up_is_a_warning_until_it_does(run: RunDirectory) -> None:
-    tracker, display = Remembering(hang_at="start"), Display()
-    trackers = Trackers(make_config().tracking, run, [deliver(run.path, tracker, max_waiting=1)])
-    log = RunLog(run, display, trackers)
-    for step in (1, 2, 3):
-        log.line(step, {})
-        assert log.writer.wait(5)
-        log.show_warnings()
-    assert display.warnings == [f"a does not keep up: {n} messages were dropped" for n in (1, 2)]
-    tracker.released.set()
-    until(lambda: len(tracker.told) == 2)
+        assert log.writer.wait(60)
     log.show_warnings()
-    assert len(display.warnings) == 2
+    off = "a: OSError: no route to host; the run goes on without it"
+    dropped = [f"a does not keep up: {n} messages were dropped" for n in (1, 2)]
+    assert display.take() == [off, *dropped]
+    slow.released.set()
+    until(lambda: len(slow.told) == 2)
+    log.show_warnings()
+    assert display.take() == []
+    assert log.writer.wait(60)
+    assert [(event["kind"], event["text"]) for event in read_metrics(run.events_path)] == [("tracker_off", off)]
+    assert trackers.close("finished") == ["a: 2 messages were dropped"]
+    assert [step for step, _ in told(good, "metrics")] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -438,6 +383,11 @@ def test_a_run_given_as_a_dot_has_its_name(tmp_path: Path, monkeypatch: pytest.M
 # ---- before a run ----
 
 
+def test_each_name_has_its_tracker() -> None:
+    made = [type(choice.make_tracker(name)).__name__ for name in get_args(TrackerName)]
+    assert made == ["TensorBoardTracker", "WandbTracker", "MlflowTracker"]
+
+
 def test_a_library_that_is_missing_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config("tracking.trackers=[tensorboard,mlflow]")
     monkeypatch.setattr(choice, "find_spec", lambda name: None if name == "mlflow" else pytest.__spec__)
@@ -482,7 +432,6 @@ def test_a_database_requires_all_of_mlflow(monkeypatch: pytest.MonkeyPatch) -> N
     ("overrides", "message"),
     [
         (["tracking.trackers=[wandb,wandb]"], "tracking.trackers: wandb, wandb: name each tracker once"),
-        (["tracking.trackers=[comet]"], "tracking.trackers"),
         (["tracking.project=''"], "tracking.project: give the project a name"),
         (["tracking.mlflow_uri=https://me:secret@host/"], "tracking.mlflow_uri: the address holds a password"),
         (["tracking.trackers=[wandb]", "run.save_rollouts=false"], "tracking.rollouts_every_num_steps: tables"),
@@ -556,37 +505,6 @@ def test_tensorboard_shows_a_response_literally() -> None:
     assert cells == ["2 + 2 =", NASTY, "0.5", "?", "", "1"]
 
 
-def wandb_records(path: Path) -> Iterator[Any]:
-    """Yield the records of W&B's offline file: a LevelDB log in blocks of 32 KiB, with 7-byte headers."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, place, whole = path.read_bytes(), 7, b""
-    while place + 7 <= len(data):
-        if (left := 32768 - place % 32768) < 7:
-            place += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, place)
-        if place + 7 + length > len(data):
-            return  # still being written
-        whole += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # a whole one, or the last piece of one
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(whole)
-            yield record
-            whole = b""
-
-
-def wandb_points(path: Path) -> list[dict[str, Any]]:
-    """Return what was logged, once W&B's process has written the end, for which `finish` does not wait."""
-    until(lambda: any(record.WhichOneof("record_type") == "exit" for record in wandb_records(path)))
-    return [
-        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
-        for record in wandb_records(path)
-        if record.WhichOneof("record_type") == "history"
-    ]
-
-
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Isolate W&B and MLflow from the network and from this machine's settings."""
@@ -596,80 +514,68 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "false")  # so that the tracker's own setting is undone
-    for name in (
-        "WANDB_API_KEY",
-        "WANDB_PROJECT",
-        "WANDB_DIR",
-        "MLFLOW_TRACKING_URI",
-        "MLFLOW_ALLOW_FILE_STORE",
-    ):
+    for name in ("WANDB_API_KEY", "WANDB_PROJECT", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("offline")
-def test_wandb(tmp_path: Path) -> None:
+def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
     from grpo_ray.watch.trackers.wandb_tracker import WandbTracker
 
+    logged: list[dict[str, Any]] = []
+    ended: list[tuple[Any, ...]] = []
+    log, finish = wandb.Run.log, wandb.Run.finish
+
+    def log_too(run: Any, row: dict[str, Any]) -> None:
+        logged.append(row)
+        log(run, row)
+
+    def finish_too(run: Any, exit_code: int | None = None) -> None:
+        ended.append((run.id, run.project, run.name, run.config["algorithm"]["num_steps"], exit_code))
+        finish(run, exit_code)
+
+    monkeypatch.setattr(wandb.Run, "log", log_too)
+    monkeypatch.setattr(wandb.Run, "finish", finish_too)
     run = tracked(tmp_path, "tracking.project=sums")
     check_trackers(make_config("tracking.trackers=[wandb]"))  # offline mode needs no key
     assert use(WandbTracker(), run, "failed").startswith("offline; upload with: wandb sync")
-    (first,) = run.folder.glob("wandb/offline-run-*/run-*.wandb")
-    points = wandb_points(first)
-    assert [(point["step"], point.get("reward/mean")) for point in points] == [
-        (1, 0.25), (1, None), (2, 0.5), (2, 0.75)
-    ]  # fmt: skip
-    assert points[1]["rollouts/nrows"] == 2
-    table = json.loads((first.parent / "files" / points[1]["rollouts/path"]).read_text())
-    assert table["columns"] == ["prompt", "response", "reward"]
-    assert table["data"] == [["2 + 2 =", NASTY, 0.5], ["?", "", 1]]
-    (record,) = (r.run for r in wandb_records(first) if r.WhichOneof("record_type") == "run")
-    assert (record.run_id, record.project, record.display_name) == (run.id, "sums", "my-run")
-    config = {item.key: json.loads(item.value_json) for item in record.config.update}
-    assert config["algorithm"]["num_steps"] == 8
-    (exit_code,) = (r.exit.exit_code for r in wandb_records(first) if r.WhichOneof("record_type") == "exit")
-    assert exit_code == 1
+    points = [(row["step"], row.get("reward/mean")) for row in logged]
+    assert points == [(1, 0.25), (1, None), (2, 0.5), (2, 0.75)]
+    table = logged[1]["rollouts"]
+    assert table.columns == ["prompt", "response", "reward"]
+    assert table.data == [["2 + 2 =", NASTY, 0.5], ["?", "", 1]]
     go_on(WandbTracker(), run)
-    (second,) = {*run.folder.glob("wandb/offline-run-*/run-*.wandb")} - {first}
-    assert second.name == first.name == f"run-{run.id}.wandb"
-    assert [(point["step"], point["reward/mean"]) for point in wandb_points(second)] == [(3, 1.0)]
-
-
-@pytest.mark.slow
-def test_wandb_without_a_key_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = pytest.importorskip("wandb")
-
-    class Online:
-        class settings:
-            mode = "online"
-
-    asked: list[dict[str, bool]] = []
-    monkeypatch.setattr(wandb, "setup", lambda settings: Online)
-    monkeypatch.setattr(wandb, "login", lambda **how: asked.append(how))
-    with pytest.raises(
-        ValueError, match=r"wandb has no API key; run wandb login, or set WANDB_API_KEY, or WANDB_MODE"
-    ):
-        check_trackers(make_config("tracking.trackers=[wandb]"))
-    assert asked == [{"prompt": False, "verify": False}]
+    assert logged[-1] == {"step": 3, "reward/mean": 1.0}
+    assert ended == [(run.id, "sums", "my-run", 8, 1), (run.id, "sums", "my-run", 8, 0)]
+    files = list(run.folder.glob("wandb/offline-run-*/run-*.wandb"))
+    assert [file.name for file in files] == [f"run-{run.id}.wandb"] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("offline")
-def test_settings_that_wandb_refuses_are_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_or_project_that_wandb_refuses_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
     with pytest.raises(ValueError, match="wandb: Invalid project name 'a/b'"):
         check_trackers(make_config("tracking.trackers=[wandb]", "tracking.project=a/b"))
 
-    class Online:
-        class settings:
-            mode = "online"
+    asked: list[dict[str, bool]] = []
+    online = SimpleNamespace(settings=SimpleNamespace(mode="online"))
+    monkeypatch.setattr(wandb, "setup", lambda settings: online)
+    monkeypatch.setattr(wandb, "login", lambda **how: asked.append(how))
+    with pytest.raises(ValueError, match=r"no API key; run wandb login, or set WANDB_API_KEY, or WANDB_MODE"):
+        check_trackers(make_config("tracking.trackers=[wandb]"))
+    assert asked == [{"prompt": False, "verify": False}]
 
-    def login(**how: bool) -> bool:
+    def refuse(**how: bool) -> None:
         raise wandb.errors.AuthenticationError("API key must have 40+ characters, has 6.")
 
-    monkeypatch.setattr(wandb, "setup", lambda settings: Online)
-    monkeypatch.setattr(wandb, "login", login)
+    monkeypatch.setattr(wandb, "login", refuse)
     with pytest.raises(ValueError, match=r"wandb: API key must have 40\+ characters, has 6"):
         check_trackers(make_config("tracking.trackers=[wandb]"))
 
@@ -733,39 +639,29 @@ def test_mlflow_uses_an_experiment_that_another_run_creates_at_the_same_time(
 # ---- whole runs ----
 
 
-async def until_version(controller: Controller, version: int) -> None:
-    while controller._version < version:
-        await asyncio.sleep(0.001)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("offline", "model_cache")
-def test_a_resumed_and_restored_run_is_one_run_in_every_tracker(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("model_cache")
+def test_a_resumed_and_restored_run_is_one_run_in_a_tracker(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    from mlflow import MlflowClient
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = tmp_path / "my-run"
-    overrides = ["tracking.trackers=[tensorboard,wandb,mlflow]", "tracking.rollouts_every_num_steps=4"]
-    overrides.append(f"run.output_dir={tmp_path}")
+    overrides = ["tracking.trackers=[tensorboard]", "tracking.rollouts_every_num_steps=4"]
     first = train(make_config("algorithm.num_steps=4", *overrides), folder)
-    ids = {path.parent.name: path.read_text() for path in folder.glob("trackers/*/run_id")}
-    assert ids.keys() == {"wandb", "mlflow"}
     assert first.warnings == []
-    assert sorted(text.partition(":")[0] for text in first.announced) == ["mlflow", "tensorboard", "wandb"]
+    assert [text.partition(":")[0] for text in first.announced] == ["tensorboard"]
 
     async def kill_learner(actors: LocalActors, controller: Controller) -> None:
         if not (folder / "events.jsonl").exists():  # the first time
-            await until_version(controller, 7)
+            while controller._version < 7:
+                await asyncio.sleep(0.001)
             actors.learner.die()
         await asyncio.sleep(LONG_S)
 
     train(make_config(*overrides), folder, kill_learner)
-    assert {path.parent.name: path.read_text() for path in folder.glob("trackers/*/run_id")} == ids
     rows = read_metrics(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [event["kind"] for event in read_metrics(folder / "events.jsonl")] == ["run_failed", "restored"]
-
     seen = EventAccumulator(str(folder / "trackers" / "tensorboard"))
     seen.Reload()
     seconds = [(event.step, event.value) for event in seen.Scalars("timing/step_s")]
@@ -775,18 +671,3 @@ def test_a_resumed_and_restored_run_is_one_run_in_every_tracker(tmp_path: Path) 
     assert rewards == [(row["step"], pytest.approx(row["reward"])) for row in evaluated]
     assert [event.step for event in seen.Tensors("rollouts/text_summary")] == [4, 8]
     assert [event.step for event in seen.Tensors("validation/text_summary")] == [0, 4, 8]
-
-    client = MlflowClient(tracking_uri=str(tmp_path / "mlruns"))
-    assert client.get_run(ids["mlflow"]).info.status == "FINISHED"
-    history = client.get_metric_history(ids["mlflow"], "timing/step_s")
-    last = {point.step: point.value for point in history}
-    assert last == {row["step"]: pytest.approx(row["timing/step_s"]) for row in rows}
-    for name in ("rollouts", "validation"):
-        assert client.list_artifacts(ids["mlflow"], name)
-
-    files = sorted(folder.glob(f"trackers/wandb/wandb/offline-run-*/run-{ids['wandb']}.wandb"))
-    assert len(files) == 2
-    points = [point for file in files for point in wandb_points(file)]
-    for row in rows:
-        assert any(p["step"] == row["step"] and p.get("timing/step_s") == row["timing/step_s"] for p in points)
-    assert sum("rollouts/nrows" in point for point in points) == 2

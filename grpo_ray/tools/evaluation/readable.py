@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.table import Table
 
 from grpo_ray.records.durable import replacing
-from grpo_ray.records.episode_metrics import STATUSES, counted
+from grpo_ray.records.episode_metrics import Status, counted
 from grpo_ray.records.evaluation_summary import Category, EvaluationSummary, Interval
 from grpo_ray.records.visible_text import visible
 from grpo_ray.tools.evaluation.responses import Row, sample_rows
@@ -63,7 +63,7 @@ def _episode_rows(metrics: Mapping[str, float]) -> list[tuple[str, str, str]]:
         return []
     turns, seconds = ([metrics[f"episodes/{name}/{stat}"] for stat in ("mean", "max")]
                       for name in ("turns", "seconds"))  # fmt: skip
-    ends = [(name, metrics.get(f"episodes/status/{name}", 0.0)) for name in STATUSES]
+    ends = [(name, metrics.get(f"episodes/status/{name}", 0.0)) for name in Status]
     own = {name.removeprefix(OWN): value for name, value in metrics.items() if name.startswith(OWN)}
     return [
         ("turns", f"mean {turns[0]:.1f}, most {turns[1]:g}", ""),

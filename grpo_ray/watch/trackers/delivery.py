@@ -2,10 +2,10 @@
 
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
-from threading import Thread
+from functools import partial
 
 from grpo_ray.config.secrets import SECRET_VALUE
+from grpo_ray.watch.background import BackgroundThread
 from grpo_ray.watch.trackers.tracker import End, TrackedRun, Tracker
 
 Message = Callable[[Tracker], None]
@@ -32,13 +32,10 @@ class Delivery:
         self.num_dropped = 0
         self._tracker, self._run, self._announce = tracker, run, announce
         self._max_waiting = max_waiting
-        self._waiting: SimpleQueue[Message | None] = SimpleQueue()  # None ends the thread
-        self._end: End = "failed"
-        self._busy_since: float | None = time.monotonic()  # None: waiting for a message
         self._failure: str | None = None
         self._is_failure_taken = False
-        self._thread = Thread(target=self._work, name=f"tracker-{name}", daemon=True)
-        self._thread.start()
+        self._thread = BackgroundThread(f"tracker-{name}")
+        self._submit(self._start)
 
     def send(self, message: Message) -> None:
         """Queue the message, or drop it if the queue is full; return at once."""
@@ -47,7 +44,7 @@ class Delivery:
         if self._is_full():
             self.num_dropped += 1
         else:
-            self._waiting.put(message)
+            self._submit(message)
 
     def take_failure(self) -> str | None:
         """Return, once, why the tracker was turned off."""
@@ -62,16 +59,14 @@ class Delivery:
             return None
         if self.num_dropped and self._is_full():
             return f"{self.name} does not keep up: {self._dropped()}"
-        since = self._busy_since
-        if since is None or time.monotonic() - since < SLOW_S:
+        seconds, waiting = self._thread.busy_s, self._thread.num_waiting
+        if not seconds or seconds < SLOW_S:
             return None
-        seconds = time.monotonic() - since
-        return f"{self.name} has not answered for {seconds:.0f} s; {self._waiting.qsize()} messages are queued"
+        return f"{self.name} has not answered for {seconds:.0f} s; {waiting} messages are queued"
 
     def begin_to_close(self, end: End) -> None:
-        """Let the thread end after the queued messages."""
-        self._end = end
-        self._waiting.put(None)
+        """Close the tracker after the queued messages."""
+        self._submit(lambda tracker: tracker.close(end))
 
     def close(self, deadline: float) -> str | None:
         """Wait until everything is sent, after `begin_to_close`; return what went wrong.
@@ -79,36 +74,32 @@ class Delivery:
         Args:
             deadline: of `time.monotonic`.
         """
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive():  # it lives until the process ends
+        if not self._thread.close(max(0.0, deadline - time.monotonic())):  # it lives until the process ends
             return f"{self.name}: not everything could be sent in tracking.close_timeout_s"
         return self.take_failure() or (f"{self.name}: {self._dropped()}" if self.num_dropped else None)
 
     def _is_full(self) -> bool:
-        return self._waiting.qsize() >= self._max_waiting
+        return self._thread.num_waiting >= self._max_waiting
 
     def _dropped(self) -> str:
         return f"{self.num_dropped} messages were dropped"
 
-    def _work(self) -> None:
+    def _start(self, tracker: Tracker) -> None:
+        self._run.folder.mkdir(parents=True, exist_ok=True)
+        original = self._run.original
+        more = f" (a new run there, as this folder is a copy of {original})" if original else ""
+        self._announce(f"{self.name}: {_without_password(tracker.start(self._run))}{more}")
+
+    def _submit(self, message: Message) -> None:
+        self._thread.submit(self.name, partial(self._deliver, message))
+
+    def _deliver(self, message: Message) -> None:
+        if self._failure is not None:  # the tracker is off
+            return
         try:
-            self._run.folder.mkdir(parents=True, exist_ok=True)
-            original = self._run.original
-            more = f" (a new run there, as this folder is a copy of {original})" if original else ""
-            self._announce(f"{self.name}: {_without_password(self._tracker.start(self._run))}{more}")
-            while (message := self._next()) is not None:
-                message(self._tracker)
-            self._tracker.close(self._end)
+            message(self._tracker)
         except BaseException as error:  # SystemExit too, which nothing else would report
             self._failure = _without_password(" ".join(f"{type(error).__name__}: {error}".split()))
-            while not self._waiting.empty():
-                self._waiting.get_nowait()
-
-    def _next(self) -> Message | None:
-        self._busy_since = None
-        message = self._waiting.get()
-        self._busy_since = time.monotonic()
-        return message
 
 
 def _without_password(text: str) -> str:

@@ -6,16 +6,13 @@ import os
 import time
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import yaml
 
 from grpo_ray.config.schema import leaves
 from grpo_ray.records.run_files import step_name
 from grpo_ray.watch.trackers.tracker import End, Row, TrackedRun
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
 
 # MLflow's own limits on parameters per call, and on a parameter's length.
 PARAMS_AT_A_TIME = 100
@@ -27,7 +24,7 @@ class MlflowTracker:
     """A tracker on MLflow's client, which has no global active run that other code could change."""
 
     def __init__(self) -> None:
-        self._client: MlflowClient | None = None
+        self._client: Any = None
         self._run_id = ""
 
     def start(self, run: TrackedRun) -> str:
@@ -37,27 +34,24 @@ class MlflowTracker:
         from mlflow import MlflowClient
 
         self._client = MlflowClient(tracking_uri=uri)
-        known = run.id
-        if known is None:
-            known = self._create(self._client, run)
-        run.keep_id(known)
-        self._client.update_run(known, status="RUNNING")
-        self._run_id = known
+        self._run_id = run.id or self._create(run)
+        run.keep_id(self._run_id)
+        self._client.update_run(self._run_id, status="RUNNING")
         text = yaml.safe_dump(run.config.model_dump(mode="json"), sort_keys=False)
-        self._client.log_text(known, text, "config.yaml")  # the parameters stay those of the first start
-        return f"{uri}, run {known}"
+        self._client.log_text(self._run_id, text, "config.yaml")  # parameters stay those of the first start
+        return f"{uri}, run {self._run_id}"
 
-    def _create(self, client: "MlflowClient", run: TrackedRun) -> str:
+    def _create(self, run: TrackedRun) -> str:
         from mlflow.entities import Param
 
-        experiment_id = _experiment(client, run.config.tracking.project)
-        run_id: str = client.create_run(experiment_id, run_name=run.name).info.run_id
+        experiment_id = _experiment(self._client, run.config.tracking.project)
+        run_id: str = self._client.create_run(experiment_id, run_name=run.name).info.run_id
         params = [
             Param(path, str(value)[:PARAM_CHARACTERS])
             for path, value in leaves(run.config.model_dump(mode="json")).items()
         ]
         for start in range(0, len(params), PARAMS_AT_A_TIME):
-            client.log_batch(run_id, params=params[start : start + PARAMS_AT_A_TIME])
+            self._client.log_batch(run_id, params=params[start : start + PARAMS_AT_A_TIME])
         return run_id
 
     def resume_from(self, step: int) -> None:
@@ -66,14 +60,12 @@ class MlflowTracker:
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
-        assert self._client is not None
         now_ms = int(time.time() * 1000)
         points = [Metric(_flat(name, metrics), value, now_ms, step) for name, value in metrics.items()]
         self._client.log_batch(self._run_id, metrics=points)
 
     def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
         """Log the table as CSV, which MLflow's pages show as a table."""
-        assert self._client is not None
         text = io.StringIO()
         writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
         writer.writeheader()
@@ -81,25 +73,22 @@ class MlflowTracker:
         self._client.log_text(self._run_id, text.getvalue(), f"{name}/{step_name(step)}.csv")
 
     def close(self, end: End) -> None:
-        assert self._client is not None
         self._client.set_terminated(self._run_id, STATUS[end])
 
 
-def _experiment(client: "MlflowClient", name: str) -> str:
+def _experiment(client: Any, name: str) -> str:
     """Return the id of the experiment of this name, which is created if necessary."""
     from mlflow.exceptions import MlflowException
 
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
         try:
-            made: str = client.create_experiment(name)
-            return made
+            return str(client.create_experiment(name))
         except MlflowException:  # a run that started at the same time may have created it
             experiment = client.get_experiment_by_name(name)
             if experiment is None:
                 raise
-    found: str = experiment.experiment_id
-    return found
+    return str(experiment.experiment_id)
 
 
 def _flat(name: str, names: Container[str]) -> str:

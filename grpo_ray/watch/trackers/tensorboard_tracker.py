@@ -2,14 +2,11 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import yaml
 
 from grpo_ray.watch.trackers.tracker import End, Row, TrackedRun
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 FLUSH_S = 10
 PUNCTUATION = re.compile(r"[!-/:-@\[-`{-~]")  # ASCII: everything with a meaning in Markdown or HTML
@@ -17,8 +14,8 @@ PUNCTUATION = re.compile(r"[!-/:-@\[-`{-~]")  # ASCII: everything with a meaning
 
 class TensorBoardTracker:
     def __init__(self) -> None:
-        self._run: TrackedRun | None = None
-        self._writer: SummaryWriter | None = None
+        self._run: Any = None
+        self._writer: Any = None
 
     def start(self, run: TrackedRun) -> str:
         self._run = run
@@ -28,25 +25,20 @@ class TensorBoardTracker:
         """Start a new event file, which replaces what earlier files have of later steps."""
         from torch.utils.tensorboard import SummaryWriter
 
-        assert self._run is not None
         if self._writer is not None:
             self._writer.close()
-
         self._writer = SummaryWriter(str(self._run.folder), purge_step=step + 1, flush_secs=FLUSH_S)
         text = yaml.safe_dump(self._run.config.model_dump(mode="json"), sort_keys=False)
         self._writer.add_text("config", re.sub("^", "    ", text, flags=re.MULTILINE), step)
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        assert self._writer is not None
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
-        assert self._writer is not None
         self._writer.add_text(name, escaped_markdown_table(rows), step)
 
     def close(self, end: End) -> None:
-        assert self._writer is not None
         self._writer.close()
 
 

@@ -1,15 +1,22 @@
-"""The interface of a tracker, and its view of the run."""
+"""The interface of a tracker and its view of the run; which trackers there are, and whether one can be used."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Protocol
 
 from grpo_ray.config import Config
+from grpo_ray.config.tracking import TrackerName
 from grpo_ray.records.durable import replacing
 
 Row = Mapping[str, str | float]
 End = Literal["finished", "interrupted", "failed"]
+
+LIBRARIES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
+ID, PLACE = "run_id", "folder"  # files in a tracker's folder
+DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 
 
 @dataclass(frozen=True)
@@ -23,7 +30,7 @@ class TrackedRun:
     @property
     def id(self) -> str | None:
         """The id that the tracker gave this run on an earlier start; None: this is the first, or a copy."""
-        return None if self.original is not None else _text(self._id_path)
+        return None if self.original is not None else _text(self.folder / ID)
 
     @property
     def original(self) -> Path | None:
@@ -32,25 +39,17 @@ class TrackedRun:
         A copy would continue the same run in the tracker as its original. One that does not see the original,
         as on another machine, is taken for the run itself.
         """
-        place = _text(self._place_path)
+        place = _text(self.folder / PLACE)
         if place is None or not Path(place).is_dir() or Path(place).samefile(self.folder):
             return None
-        is_same = _text(Path(place) / self._id_path.name) == _text(self._id_path)
+        is_same = _text(Path(place) / ID) == _text(self.folder / ID)
         return Path(place).parents[1] if is_same else None
 
     def keep_id(self, run_id: str) -> None:
         """Store the id for later starts of the run, and the folder that it belongs to."""
-        for path, text in ((self._id_path, run_id), (self._place_path, str(self.folder.resolve()))):
-            with replacing(path) as partial:
+        for name, text in ((ID, run_id), (PLACE, str(self.folder.resolve()))):
+            with replacing(self.folder / name) as partial:
                 partial.write_text(text, encoding="utf-8")
-
-    @property
-    def _id_path(self) -> Path:
-        return self.folder / "run_id"
-
-    @property
-    def _place_path(self) -> Path:
-        return self.folder / "folder"
 
 
 def _text(path: Path) -> str | None:
@@ -76,3 +75,67 @@ class Tracker(Protocol):
 
     def close(self, end: End) -> None:
         """Send what is left; no other call follows."""
+
+
+def make_tracker(name: TrackerName) -> Tracker:
+    """Return the tracker; its library is imported when it starts, in its own thread."""
+    if name == "tensorboard":
+        from grpo_ray.watch.trackers.tensorboard_tracker import TensorBoardTracker
+
+        return TensorBoardTracker()
+    if name == "wandb":
+        from grpo_ray.watch.trackers.wandb_tracker import WandbTracker
+
+        return WandbTracker()
+    from grpo_ray.watch.trackers.mlflow_tracker import MlflowTracker
+
+    return MlflowTracker()
+
+
+def check_trackers(config: Config) -> None:
+    """Refuse trackers that could not start: a missing library or key, or an invalid project name.
+
+    Raises:
+        ValueError: names the tracker and what to do.
+    """
+    for name in config.tracking.trackers:
+        if not _is_installed(name):
+            raise ValueError(
+                f"tracking.trackers: {name} is not installed; run pip install {LIBRARIES[name]} "
+                f"(grpo_ray's extra {name}), or leave it out"
+            )
+        if name == "wandb":
+            _check_wandb(config.tracking.project)
+        if name == "mlflow":
+            _check_store(config.tracking.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI", ""))
+
+
+def _is_installed(name: str) -> bool:
+    spec = find_spec(name)
+    return spec is not None and spec.origin is not None  # a folder named `wandb`, as W&B creates, has none
+
+
+def _check_wandb(project: str) -> None:
+    """Refuse a missing key now: W&B would ask for it in the middle of the run."""
+    import wandb
+
+    try:
+        wandb.Settings(project=project)
+        settings = wandb.setup(wandb.Settings(silent=True)).settings
+        is_online = settings.mode not in ("offline", "dryrun", "disabled")
+        has_key = not is_online or wandb.login(prompt=False, verify=False)
+    except wandb.Error as error:  # an invalid name or key
+        raise ValueError(f"tracking.trackers: wandb: {error}") from None
+    if not has_key:
+        raise ValueError(
+            "tracking.trackers: wandb has no API key; run wandb login, or set WANDB_API_KEY, "
+            "or WANDB_MODE=offline (upload later with wandb sync)"
+        )
+
+
+def _check_store(uri: str) -> None:
+    if uri.startswith(DATABASES) and not _is_installed("sqlalchemy"):
+        raise ValueError(
+            f"tracking.mlflow_uri: {uri.partition(':')[0]} requires MLflow's server libraries: pip install "
+            "mlflow; or give a server's address or a folder"
+        )

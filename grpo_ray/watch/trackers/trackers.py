@@ -16,9 +16,8 @@ from grpo_ray.records.evaluation_summary import EvaluationSummary
 from grpo_ray.records.readable_rollouts import readable_rollouts, shortened
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.types import ScoredGroup
-from grpo_ray.watch.trackers.choice import make_tracker
 from grpo_ray.watch.trackers.delivery import Delivery, Message
-from grpo_ray.watch.trackers.tracker import End, Row, TrackedRun, Tracker
+from grpo_ray.watch.trackers.tracker import End, Row, TrackedRun, Tracker, make_tracker
 
 COLUMNS = ["group_id", "prompt", "response", "ground_truth", "reward", "advantage", "num_tokens"]
 EPISODE_COLUMNS = ["status", "num_turns"]  # not in files without episodes
@@ -79,7 +78,7 @@ class Trackers:
         written = [step for step in self._without_table if os.path.exists(self._run.rollouts_path(step))]
         for step in written:
             self._without_table.remove(step)
-            self._send(_RolloutsTable(self._run.rollouts_path(step), step, self._config.rollouts_per_table))
+            self._send(_rollouts_table(self._run.rollouts_path(step), step, self._config.rollouts_per_table))
 
 
 NO_TRACKERS = Trackers(TrackingConfig(), RunDirectory("."), ())
@@ -118,21 +117,20 @@ def _table(name: str, step: int, rows: Sequence[Row]) -> Message:
     return lambda tracker: tracker.table(name, step, rows)
 
 
-class _RolloutsTable:
-    """Rows of a step's file, read in the tracker's thread; the same random rows for all trackers."""
+def _rollouts_table(path: Path, step: int, num_rows: int) -> Message:
+    """Return a message of rows of a step's file, read in the tracker's thread; all get the same random rows."""
 
-    def __init__(self, path: Path, step: int, num_rows: int) -> None:
-        self._path, self._step, self._num_rows = path, step, num_rows
-
-    def __call__(self, tracker: Tracker) -> None:
+    def send(tracker: Tracker) -> None:
         try:
-            table = pq.ParquetFile(self._path).read([*COLUMNS, *EPISODE_COLUMNS])
+            table = pq.ParquetFile(path).read([*COLUMNS, *EPISODE_COLUMNS])
         except FileNotFoundError:  # the run has been restored from a checkpoint since
             return
-        draw = random.Random(self._step).sample(range(table.num_rows), min(self._num_rows, table.num_rows))
+        draw = random.Random(step).sample(range(table.num_rows), min(num_rows, table.num_rows))
         rows = [_cells(row) for row in table.take(sorted(draw)).to_pylist()]
         if rows:
-            tracker.table("rollouts", self._step, rows)
+            tracker.table("rollouts", step, rows)
+
+    return send
 
 
 def _cells(row: Mapping[str, str | float | None]) -> Row:
