@@ -3,9 +3,11 @@
 Imports nothing heavy: the process that only hands out tests to the workers loads this module, too.
 """
 
+import asyncio
 import contextlib
 import functools
 import importlib
+import inspect
 import os
 import re
 import shutil
@@ -54,6 +56,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for file in files
     }
     items.sort(key=lambda item: places[item.path])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is an `async def` on an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 class ByFile(LoadFileScheduling):

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,9 @@ from slow_objectives import slow_kl, slow_loss, slow_product, slow_total
 
 from grpo_ray.config import Config
 from grpo_ray.config.losses import RATIO_LOSSES
+from grpo_ray.episodes.outcome import EpisodeResult, Status
 from grpo_ray.episodes.segments import Segments
-from grpo_ray.types import Completion, Episode, EpisodeSequence, ScoredGroup
+from grpo_ray.types import Completion, Episode, ScoredGroup
 
 VOCAB = 280
 
@@ -32,30 +32,8 @@ class Turn:
     teacher: list[float] | None = None  # the teacher's logprobs
 
 
-def to_episode(segments: Segments, finish_reason: str = "stop", reward: float | None = 0.0) -> Episode:
-    """Return the episode of these segments, its sequences end to end."""
-    parts = segments.sequences()
-    ends = (0, *accumulate(len(part.response_token_ids) for part in parts))
-    empty = np.zeros(0, np.int32)
-
-    def joined(name: str) -> np.ndarray:
-        return np.concatenate([empty, *(getattr(part, name) for part in parts)])
-
-    return Episode(
-        text="",
-        token_ids=joined("response_token_ids").astype(np.int32),
-        logprobs=joined("logprobs").astype(np.float32),
-        versions=joined("versions").astype(np.int32),
-        finish_reason=finish_reason,
-        turns=joined("turns").astype(np.int32),
-        sequences=tuple(
-            EpisodeSequence(part.prompt_token_ids, start, end)
-            for part, (start, end) in zip(parts, pairwise(ends), strict=True)
-        ),
-        status="finished",
-        reward=reward,
-        seconds=0.0,
-    )
+def to_episode(segments: Segments) -> Episode:
+    return EpisodeResult(Status.FINISHED, 0.0, segments, seconds=0.0).episode(lambda token_ids: "")
 
 
 def make_episode(
