@@ -79,7 +79,8 @@ def read_examples(source: Source, fields: Fields, limit: int | None = None) -> t
         )
     if not examples:
         raise ValueError(f"{source.name}: holds no examples; give a file with at least one")
-    return examples, [_left_out(source, fields, without)] if without else []
+    left_out = f"{source.name}: {counted(len(without), 'row')} without a ground truth left out"
+    return examples, [f"{left_out}: no {fields.missing_part}, first in {without[0]}"] if without else []
 
 
 def facts_of(row: Mapping[str, Any], names: Sequence[str]) -> str:
@@ -99,13 +100,6 @@ def _boxed(solution: str) -> str | None:
         return None
     text = rest[1:end] if end else re.split(r"[$\n]", rest)[0]
     return text.strip() or None
-
-
-def _left_out(source: Source, fields: Fields, without: Sequence[str]) -> str:
-    return (
-        f"{source.name}: {counted(len(without), 'row')} without a ground truth left out: no "
-        f"{fields.missing_part}, first in {without[0]}"
-    )
 
 
 def read_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:

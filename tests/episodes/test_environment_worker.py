@@ -178,14 +178,6 @@ async def test_an_episode_that_blocks_its_thread_stops_no_other_group(model: Sta
         assert (await play(worker, 8))[1].num_stuck == 0
 
 
-async def test_threads_end_with_their_groups(model: StartingModel) -> None:
-    async with working(model, "plain") as (worker, _):
-        await play(worker)
-        before = threading.active_count()
-        await asyncio.gather(*(play(worker, number, num_samples=1) for number in range(40)))
-        await until(lambda: threading.active_count() <= before)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("episode", "answer"), [("plain", never), ("blocking", None)])
 async def test_cancelling_a_play_cancels_its_episodes(

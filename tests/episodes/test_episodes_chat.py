@@ -272,7 +272,6 @@ def counted_session(limits: Limits) -> tuple[Session, Scripted, Counting]:
 @pytest.mark.parametrize("is_first", [True, False])
 async def test_a_result_that_cannot_fit_is_neither_rendered_nor_made_tokens(is_first: bool) -> None:
     session, sampler, counting = counted_session(Limits(max_tokens=4096))
-
     messages: list[dict[str, Any]] = (
         [] if is_first else [user("one"), (await session.chat([user("one")])).message]
     )
@@ -294,7 +293,6 @@ def test_white_space_that_a_template_drops_is_no_reason_to_end() -> None:
 
 async def test_only_a_long_conversation_becomes_tokens_in_a_thread() -> None:
     session, sampler, counting = counted_session(Limits(max_tokens=10**6))
-
     messages = [user("one")]
     messages.append((await session.chat(messages)).message)
     messages.append(user("word " * (SHORT_CHARS // 5)))
@@ -311,7 +309,6 @@ async def test_calls_get_their_seeds_in_order_also_beside_a_long_one() -> None:
     """Else a resumed run would sample other replies than the first."""
     texts = ["a " * SHORT_CHARS, "b", "c " * SHORT_CHARS, "d"]
     session, sampler, _ = counted_session(Limits(max_tokens=10**6))
-
     await asyncio.gather(*(session.chat([user(text)]) for text in texts))
     decode = tokenizer_of("qwen2.5").decode
     assert [decode(list(prompt)).split("user\n")[1][0] for prompt in sampler.prompts] == ["a", "b", "c", "d"]
@@ -321,7 +318,6 @@ async def test_a_prompt_of_tokens_that_the_model_does_not_have_is_refused() -> N
     """The engine would fail on it, with all that it samples at the same time."""
     session, sampler = session_of("qwen2.5", lambda prompt: [5, size + 7])
     size = len(tokenizer_of("qwen2.5"))
-
     for unknown in (-1, size, 10**6, 2**40):
         with pytest.raises(ValueError, match=rf"the token {unknown}; the model's are 0 to {size - 1}"):
             await session.sample([1, unknown])

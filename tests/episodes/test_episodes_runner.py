@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from episode_players import make_session, play, session_of, tokenizer_of
+from episode_players import HELLO, make_session, play, session_of, tokenizer_of
 
 from grpo_ray.config import Config
 from grpo_ray.episodes import runner as runner_module
@@ -19,15 +19,13 @@ from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner, load_episode
 from grpo_ray.episodes.session import Session, turn_seed
 from grpo_ray.tasks.examples import Example
 
-EXAMPLE = Example("hello", "reply")
-
 
 def new_session(limits: Limits | None = None) -> Session:
     return session_of("qwen2.5", lambda prompt: "reply", limits)[0]
 
 
 def run(episode: EpisodeFn, limits: Limits | None = None) -> EpisodeResult:
-    return play(episode, new_session(limits), EXAMPLE)
+    return play(episode, new_session(limits))
 
 
 async def one_turn(session: Session, example: Example) -> float:
@@ -93,7 +91,7 @@ def test_an_episode_may_answer_its_limit_with_a_reward() -> None:
 
 
 @pytest.mark.slow
-def test_an_episode_that_ignores_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_episode_that_ignores_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "GRACE_S", 0.1)
     late: list[BaseException] = []
 
@@ -108,12 +106,8 @@ def test_an_episode_that_ignores_its_cancellation_is_left_behind(monkeypatch: py
                 late.append(end)
         return 1.0
 
-    async def play() -> EpisodeResult:
-        result = await EpisodeRunner(episode).run(new_session(Limits(max_seconds=0.1)), EXAMPLE)
-        await asyncio.sleep(0.8)
-        return result
-
-    result = asyncio.run(play())
+    result = await EpisodeRunner(episode).run(new_session(Limits(max_seconds=0.1)), HELLO)
+    await asyncio.sleep(0.8)
     assert result.status is Status.TRUNCATED_TIME
     assert "ignored its cancellation" in result.error
     assert late  # its session samples no more
@@ -145,7 +139,7 @@ def test_what_an_episode_held_when_it_failed_is_freed_at_once() -> None:
         return 1.0
 
     async def play() -> bool:
-        result = await EpisodeRunner(takes_all).run(new_session(), EXAMPLE)
+        result = await EpisodeRunner(takes_all).run(new_session(), HELLO)
         assert "no room for the message either" in result.error
         return held[0]() is None
 

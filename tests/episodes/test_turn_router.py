@@ -222,30 +222,25 @@ async def test_a_turn_that_waits_for_others_does_not_fail_its_generator() -> Non
     assert not router._failures
 
 
-@pytest.mark.slow
-async def test_time_without_turns_is_no_silence() -> None:
-    ends: list[asyncio.Future[Completion]] = [asyncio.Future(), asyncio.Future()]
-    link = TurnLink(FakeGenerator("generator-0", lambda ids, _: ends[ids[0]]), WORKER, 0.3)
-    first = asyncio.ensure_future(link.sample((0,), SETTINGS))
-    await asyncio.sleep(0.05)
-    first.cancel()
-    await asyncio.sleep(0.2)  # the call for news is still open, and nothing is expected
-    second = asyncio.ensure_future(link.sample((1,), SETTINGS))
-    await asyncio.sleep(0.15)  # 0.4 s after the first turn began; 0.2 s of them with a turn
-    ends[1].set_result(completion(5))
-    assert (await second).token_ids.tolist() == [5]
-
-
-async def test_a_turn_that_gives_up_stops_the_clock_only_if_it_is_the_last() -> None:
-    link = TurnLink(FakeGenerator("generator-0", never), WORKER, 60.0)
+async def test_a_turn_that_gives_up_stops_the_clock_of_silence_if_it_is_the_last_and_a_new_one_starts_it() -> (
+    None
+):
+    """Also while the call for news is still open."""
+    generator = FakeGenerator("generator-0", never)
+    link = TurnLink(generator, WORKER, 60.0)
     turns = [asyncio.ensure_future(link.sample((n,), SETTINGS)) for n in range(2)]
-    await asyncio.sleep(0)
+    await until(lambda: generator.num_running == 2)
     is_running = []
     for turn in turns:
         turn.cancel()
         await asyncio.wait({turn})
         is_running.append(link._clock._since is not None)
-    assert is_running == [True, False]
+    assert link._receiving is not None
+    last = asyncio.ensure_future(link.sample((2,), SETTINGS))
+    await asyncio.sleep(0)
+    is_running.append(link._clock._since is not None)
+    last.cancel()
+    assert is_running == [True, False, True]
 
 
 @pytest.mark.slow

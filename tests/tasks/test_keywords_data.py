@@ -32,6 +32,10 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def pairs_of(folder: Path) -> list[dict[str, Any]]:
+    return read(folder / "train.jsonl") + read(folder / "validation.jsonl")
+
+
 def wanted_of(row: dict[str, Any]) -> frozenset[str]:
     return frozenset(row["keywords"])
 
@@ -66,15 +70,6 @@ def test_the_seed_determines_the_dataset_and_its_files_are_a_task(tmp_path: Path
     assert [example.question for example in sets.train] == [row["prompt"] for row in rows]
     assert [example.ground_truth.split(", ") for example in sets.train] == [row["keywords"] for row in rows]
     assert (len(sets.validation), sets.notices) == (2, ())
-
-
-def test_the_users_own_list_is_used(tmp_path: Path) -> None:
-    (tmp_path / "list.txt").write_text("red\ngreen\nblue\nblack\n")
-    options = ("--keywords", str(tmp_path / "list.txt"), "--num-keywords", "2")
-    make(tmp_path / "set", "--num-pairs", "6", *options)
-    rows = read(tmp_path / "set" / "train.jsonl") + read(tmp_path / "set" / "validation.jsonl")
-    assert len({wanted_of(row) for row in rows}) == 6  # all sets that four words make
-    assert {word for row in rows for word in row["keywords"]} == {"red", "green", "blue", "black"}
 
 
 # ---- refusals ----
@@ -208,7 +203,7 @@ def test_answers_of_a_model_are_kept_retried_or_dropped(
     assert len(tries) == 15
     for keywords, num_tries in tries.items():
         assert num_tries == (3 if keywords & {"red", "green"} else 1)
-    rows = read(tmp_path / "set" / "train.jsonl") + read(tmp_path / "set" / "validation.jsonl")
+    rows = pairs_of(tmp_path / "set")
     assert {wanted_of(row) for row in rows} == {keywords for keywords in tries if "red" not in keywords}
     assert all(
         row["answer"] == f"I like {row['keywords'][0].upper()}, and {row['keywords'][1]}!" for row in rows
@@ -252,7 +247,7 @@ def test_an_interruption_loses_nothing(
     assert make(tmp_path / "set", *options) == 0
     assert f"resuming with {len(kept)} pairs of" in capsys.readouterr().out
     assert sum(engine.prompts.values()) == 300 - len(kept)
-    rows = read(tmp_path / "set" / "train.jsonl") + read(tmp_path / "set" / "validation.jsonl")
+    rows = pairs_of(tmp_path / "set")
     assert len({wanted_of(row) for row in rows}) == 300
     assert not (tmp_path / "set.unfinished").exists()
 
@@ -290,10 +285,8 @@ def test_a_model_that_knows_no_answers(
     options = ("--model", str(tiny_model()), "--engine", "torch", "--max-tokens", "4", "--max-attempts", "2")
     assert make(tmp_path / "set", "--num-pairs", "6", *options) == 2
     assert (tmp_path / "set.unfinished").exists()
-    assert (
-        "only 0 of 6 prompts got an answer with all of the keywords, and 5 are needed"
-        in capsys.readouterr().err
-    )
+    message = "only 0 of 6 prompts got an answer with all of the keywords, and 5 are needed"
+    assert message in capsys.readouterr().err
     assert make(tmp_path / "set", "--num-pairs", "6", *options) == 2
 
 
