@@ -11,7 +11,6 @@ import os
 import resource
 import shutil
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_ray.config.episodes import EpisodesConfig
@@ -88,12 +87,8 @@ def check_paths(config: EpisodesConfig) -> None:
     Raises:
         ValueError: names the field and the path.
     """
-    fields: dict[str, Sequence[str]] = {
-        "readable_paths": config.readable_paths,
-        "writable_paths": config.writable_paths,
-    }
-    for field, paths in fields.items():
-        for path in paths:
+    for field in ("readable_paths", "writable_paths"):
+        for path in getattr(config, field):
             if not Path(path).exists():
                 raise ValueError(f"episodes.{field}: there is no {path!r}; give files and folders that exist")
 

@@ -29,8 +29,7 @@ class TurnLink:
     """One Generator's turns. An error of a call, such as the Generator's death, fails all of them.
 
     So does a Generator that has turns and finishes none for long; the clock of that time stands still while it
-    has none. A single turn has no limit of its own, since
-    it also waits for other turns and for weight syncs.
+    has none. A single turn has no limit of its own, since it also waits for other turns and for weight syncs.
     """
 
     def __init__(self, client: TurnClient, worker: Worker, silence_s: float) -> None:
@@ -196,7 +195,7 @@ class TurnRouter:
     async def _fail(self, number: int, error: str) -> None:
         async with self._changed:
             if number in self._serving:
-                self._serving = {other: link for other, link in self._serving.items() if other != number}
+                del self._serving[number]
                 self.served.set(bool(self._serving))
                 self._failures.append(GeneratorFailure(number, error))
                 self._changed.notify_all()
