@@ -111,7 +111,9 @@ class ChatTemplate:
         self._arguments = dict(arguments or {})
         # From the shapes of conversations to the stand-in that works for them.
         self._shapes = Recent[tuple[Any, ...], int](NUM_SHAPES)
-        self._texts = Recent[str, tuple[int, ...]](ENCODED_BYTES, _encoded_bytes)
+        self._texts = Recent[str, tuple[int, ...]](
+            ENCODED_BYTES, lambda text, token_ids: len(text) + TOKEN_BYTES * len(token_ids)
+        )
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> tuple[int, ...]:
         """See `Template.prompt`."""
@@ -283,10 +285,6 @@ def _normalized_call(call: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(function["arguments"], str):
         function["arguments"] = json.loads(function["arguments"] or "{}")
     return {**call, "function": function}
-
-
-def _encoded_bytes(text: str, token_ids: tuple[int, ...]) -> int:
-    return len(text) + TOKEN_BYTES * len(token_ids)
 
 
 def _squeezed(text: str) -> str:
