@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -32,18 +31,15 @@ async def _later() -> float:
     return 1.0
 
 
-def test_a_task_that_calls_exit_leaves_the_thread_to_the_other_episodes() -> None:
-    async def play() -> list[object]:
-        thread = EpisodeThread("group")
-        assert thread.loop  # which starts it
-        running = [RunningEpisode(episode(), thread) for episode in (_begins_a_task_that_exits, _later)]
-        try:
-            async with asyncio.timeout(120):
-                return await asyncio.gather(*(each.done for each in running), return_exceptions=True)
-        finally:
-            thread.stop()
-
-    first, second = asyncio.run(play())
+async def test_a_task_that_calls_exit_leaves_the_thread_to_the_other_episodes() -> None:
+    thread = EpisodeThread("group")
+    assert thread.loop  # which starts it
+    running = [RunningEpisode(episode(), thread) for episode in (_begins_a_task_that_exits, _later)]
+    try:
+        async with asyncio.timeout(120):
+            first, second = await asyncio.gather(*(each.done for each in running), return_exceptions=True)
+    finally:
+        thread.stop()
     assert isinstance(first, RuntimeError)
     assert second == 1.0
 
@@ -89,7 +85,9 @@ def test_threads_that_wind_down_together_are_not_stuck() -> None:
 
 
 @pytest.mark.slow
-def test_a_call_of_to_thread_that_hangs_is_stuck_until_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_of_to_thread_that_hangs_is_stuck_until_it_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The episode itself ends when it is cancelled; only the call that it began in another thread goes on."""
     monkeypatch.setattr(threads, "WIND_DOWN_S", 0.0)
     stopped, thread, release = StoppedThreads(), EpisodeThread("group"), threading.Event()
@@ -100,17 +98,14 @@ def test_a_call_of_to_thread_that_hangs_is_stuck_until_it_returns(monkeypatch: p
         await asyncio.to_thread(release.wait, 30)
         return 1.0
 
-    async def play() -> None:
-        running = RunningEpisode(hangs(), thread)
-        await asyncio.to_thread(begun.wait, 5)
-        running.cancel()
+    running = RunningEpisode(hangs(), thread)
+    await asyncio.to_thread(begun.wait, 5)
+    running.cancel()
+    try:
         await asyncio.wait({running.done}, timeout=5)
         assert running.done.cancelled()
-
-    try:
-        asyncio.run(play())
         stopped.stop(thread)
-        time.sleep(0.2)  # the thread has had its time to end
+        await asyncio.sleep(0.2)  # the thread has had its time to end
         assert stopped.num_stuck() == 1
     finally:
         release.set()

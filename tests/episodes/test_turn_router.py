@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -157,10 +158,15 @@ async def test_an_error_of_a_call_fails_the_turns_that_wait_for_it_and_no_later_
 # The router
 
 
+async def serving(generators: Mapping[int, FakeGenerator], silence_s: float = 30.0) -> TurnRouter:
+    router = TurnRouter("environment-0", silence_s)
+    await router.serve(generators)
+    return router
+
+
 async def test_a_generator_that_dies_in_the_middle_of_turns_costs_the_turns_only() -> None:
     dying, other = FakeGenerator("generator-0", never), FakeGenerator("generator-1", at_once)
-    router = TurnRouter("environment-0", 30.0)
-    await router.serve({0: dying})
+    router = await serving({0: dying})
     turns = asyncio.gather(*(router.sample((n,), SETTINGS, None) for n in range(20)))
     await until(lambda: dying.num_running == 20)
     failures = asyncio.ensure_future(router.failures(0))
@@ -197,8 +203,7 @@ class Stopped(FakeGenerator):
 async def test_a_generator_that_fails_its_turns_is_reported_and_another_one_gets_them(
     generator: FakeGenerator, silence_s: float, error: str
 ) -> None:
-    router = TurnRouter("environment-0", silence_s)
-    await router.serve({4: generator, 7: FakeGenerator("generator-1", at_once)})
+    router = await serving({4: generator, 7: FakeGenerator("generator-1", at_once)}, silence_s=silence_s)
     ends = await asyncio.gather(*(router.sample((n,), SETTINGS, 4) for n in range(5)))
     assert [number for _, number in ends] == [7] * 5
     (failure,) = await router.failures(0)
@@ -215,8 +220,7 @@ async def test_a_turn_that_waits_for_others_does_not_fail_its_generator() -> Non
             await asyncio.sleep(0.05)
         return completion(*token_ids)
 
-    router = TurnRouter("environment-0", 0.3)
-    await router.serve({0: FakeGenerator("generator-0", one_by_one)})
+    router = await serving({0: FakeGenerator("generator-0", one_by_one)}, silence_s=0.3)
     ends = await asyncio.gather(*(router.sample((n,), SETTINGS, 0) for n in range(12)))  # 0.6 s in all
     assert [end.token_ids.tolist() for end, _ in ends] == [[n] for n in range(12)]
     assert not router._failures
@@ -258,8 +262,7 @@ async def test_a_generator_that_hangs_is_found_by_turns_that_give_up_sooner() ->
 
 
 async def test_an_error_that_is_no_death_is_the_turns_own() -> None:
-    router = TurnRouter("environment-0", 30.0)
-    await router.serve({0: FakeGenerator("generator-0", failing(ValueError("the prompt is too long")))})
+    router = await serving({0: FakeGenerator("generator-0", failing(ValueError("the prompt is too long")))})
     with pytest.raises(ValueError, match="too long"):
         await router.sample((1,), SETTINGS, None)
     assert not router._failures
@@ -267,8 +270,7 @@ async def test_an_error_that_is_no_death_is_the_turns_own() -> None:
 
 async def test_the_generator_with_the_prefix_is_preferred_unless_it_is_overloaded() -> None:
     generators = [FakeGenerator(f"generator-{n}", never) for n in range(2)]
-    router = TurnRouter("environment-0", 30.0)
-    await router.serve(dict(enumerate(generators)))
+    router = await serving(dict(enumerate(generators)))
     turns = []
     for _ in range(SLACK + 4):
         turns.append(asyncio.ensure_future(router.sample((1,), SETTINGS, 1)))
@@ -286,8 +288,7 @@ async def test_turns_without_a_prefix_are_spread_evenly_and_a_session_stays_wher
         return completion(*token_ids)
 
     generators = [FakeGenerator(f"generator-{n}", slow) for n in range(2)]
-    router = TurnRouter("environment-0", 30.0)
-    await router.serve(dict(enumerate(generators)))
+    router = await serving(dict(enumerate(generators)))
     samplers = [RoutedSampler(router) for _ in range(8)]
     for _ in range(3):
         await asyncio.gather(*(sampler.sample((1,), SETTINGS) for sampler in samplers))
@@ -299,8 +300,7 @@ async def test_a_generator_that_no_longer_serves_finishes_its_turns() -> None:
     end: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
     first = FakeGenerator("generator-0", lambda *_: end)
     second = FakeGenerator("generator-1", at_once)
-    router = TurnRouter("environment-0", 30.0)
-    await router.serve({0: first})
+    router = await serving({0: first})
     turn = asyncio.ensure_future(router.sample((1,), SETTINGS, None))
     await until(lambda: first.num_running == 1)
     await router.serve({1: second})

@@ -38,10 +38,8 @@ def test_the_few_shot_prompt_is_the_short_one_after_right_examples() -> None:
     examples = few_shot.removesuffix(short)
     assert examples != few_shot
     found = re.findall(r"User: Sort (\d+)\nAssistant: <think>(.*)\n", examples)
-    assert (
-        "".join(f"User: Sort {digits}\nAssistant: <think>{response}\n" for digits, response in found)
-        == examples
-    )
+    turns = [f"User: Sort {digits}\nAssistant: <think>{response}\n" for digits, response in found]
+    assert "".join(turns) == examples
     right = {"format_reward": 1.0, "answer_reward": 1.0, "reward": 1.0}
     for digits, response in found:
         assert get_reward_fn("exact_match")(response, "".join(sorted(digits))) == right
