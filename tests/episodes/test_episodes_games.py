@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.learning.plain_chat import give_plain_chat
 from grpo_ray.learning.tiny_tokenizer import train_tokenizer
 from grpo_ray.tasks.examples import Example
-from grpo_ray.types import Completion, SamplingSettings
+from grpo_ray.types import SamplingSettings
 
 END = "<|endoftext|>"
 
@@ -166,27 +167,21 @@ def settings(seed: int | None, max_tokens: int = 12) -> SamplingSettings:
     return SamplingSettings(1, 1.0, 1.0, 2, max_tokens, end_token_ids=(0,), seed=seed)
 
 
-def test_a_single_turn_is_what_the_engine_samples(tiny_model: Callable[..., Path]) -> None:
+async def test_a_single_turn_is_what_the_engine_samples(tiny_model: Callable[..., Path]) -> None:
     """The same tokens, logprobs and versions, to the last bit, as `Engine.generate` with the seed."""
     folder = tiny_model()
     model_tokenizer = load_tokenizer(str(folder))
-    prompts = [f"Sort {digits}:" for digits in ("51423", "98", "7")]
 
     async def single(session: Session, example: Example) -> float:
         reply = await session.sample(session.encode(example.question))
         return float(len(reply.token_ids))
 
-    async def run() -> list[tuple[EpisodeResult, Completion]]:
-        found = []
-        for seed, prompt in enumerate(prompts):
-            engine = make_engine(folder)
-            ids = tuple(model_tokenizer(prompt, add_special_tokens=False)["input_ids"])
-            (completion,) = await engine.generate(ids, settings(seed))
-            session = make_session(EngineSampler(engine), model_tokenizer, ends=(0,), **vars(settings(seed)))
-            found.append((await EpisodeRunner(single).run(session, Example(prompt, "")), completion))
-        return found
-
-    for (result, completion), prompt in zip(asyncio.run(run()), prompts, strict=True):
+    for seed, prompt in enumerate(("Sort 51423:", "Sort 98:", "Sort 7:")):
+        engine = make_engine(folder)
+        ids = tuple(model_tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        (completion,) = await engine.generate(ids, settings(seed))
+        session = make_session(EngineSampler(engine), model_tokenizer, ends=(0,), **vars(settings(seed)))
+        result = await EpisodeRunner(single).run(session, Example(prompt, ""))
         (sequence,) = result.segments.sequences()
         assert model_tokenizer.decode(list(sequence.prompt_token_ids)) == prompt
         for name in ("response_token_ids", "logprobs", "versions"):
@@ -195,34 +190,29 @@ def test_a_single_turn_is_what_the_engine_samples(tiny_model: Callable[..., Path
         assert sequence.mask.all()
 
 
-@pytest.mark.parametrize("name", ["guess_number", "calculator"])
-def test_an_engine_plays(name: str, tiny_model: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("game", [guess_number, calculator])
+async def test_an_engine_plays(game: Any, tiny_model: Callable[..., Path]) -> None:
     """Every prompt of a random model's games begins with the prompt before it and its reply."""
     folder = tiny_model()
     model_tokenizer = load_tokenizer(str(folder))
     give_plain_chat(model_tokenizer)
-    game = guess_number if name == "guess_number" else calculator
-    episode = load_episode(f"grpo_ray.episodes.{name}:episode")
-
-    async def run() -> list[EpisodeResult]:
-        runner, sampler = EpisodeRunner(episode), EngineSampler(make_engine(folder))
-        parser = make_tool_parser("transformers", model_tokenizer)
-        limits = Limits(max_tokens=400)
-        runs = []
-        for seed, example in enumerate(game.examples(seed=0, num_train=6).train):
-            session = make_session(
-                sampler, model_tokenizer, limits, parser, ends=(0,), **vars(settings(seed, 8))
-            )
-            runs.append(runner.run(session, example))
-        return await asyncio.gather(*runs)
-
-    results = asyncio.run(run())
+    runner, sampler = (
+        EpisodeRunner(load_episode(f"{game.__name__}:episode")),
+        EngineSampler(make_engine(folder)),
+    )
+    parser, limits = make_tool_parser("transformers", model_tokenizer), Limits(max_tokens=400)
+    runs = []
+    for seed, example in enumerate(game.examples(seed=0, num_train=6).train):
+        own = vars(settings(seed, 8))
+        session = make_session(sampler, model_tokenizer, limits, parser, ends=(0,), **own)
+        runs.append(runner.run(session, example))
+    results = await asyncio.gather(*runs)
     assert [result.status for result in results] == [Status.FINISHED] * len(results)
     for result in results:
         (sequence,) = result.segments.sequences()
-        assert sequence.mask.sum() == sum(result.segments[i].is_sampled * len(result.segments[i].token_ids)
-                                          for i in range(len(result.segments)))  # fmt: skip
+        segments = [result.segments[index] for index in range(len(result.segments))]
+        assert sequence.mask.sum() == sum(len(each.token_ids) for each in segments if each.is_sampled)
         assert (sequence.versions[sequence.mask] == 0).all()
         assert (sequence.logprobs[sequence.mask] < 0).all()
-    if name == "guess_number":
+    if game is guess_number:
         assert all(result.segments.num_turns == guess_number.TRIES for result in results if result.reward == 0)
