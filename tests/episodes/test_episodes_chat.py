@@ -327,6 +327,17 @@ async def test_a_prompt_of_tokens_that_the_model_does_not_have_is_refused() -> N
     assert session.ended is None
 
 
+async def test_a_turn_that_was_in_flight_when_the_session_ended_is_not_kept() -> None:
+    def late(prompt: str) -> str:
+        session.end(Status.CANCELLED, "enough")
+        return "late"
+
+    session, _ = session_of("qwen2.5", late)
+    with pytest.raises(EpisodeEnded, match="enough"):
+        await session.chat([user("one")])
+    assert session.segments.num_turns == 0
+
+
 # What a worker remembers
 
 
