@@ -3,18 +3,19 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from builders import ENDS, make_completion, make_group, make_item, plain_logprobs, plain_rows
+from episode_groups import make_episode as played
+from episode_groups import play
 from slow_objectives import slow_kl, slow_loss, slow_product, slow_total
 
 from grpo_ray.config import Config
 from grpo_ray.config.losses import RATIO_LOSSES
 from grpo_ray.episodes.segments import Segments
-from grpo_ray.types import Completion, Episode, EpisodeSequence, ScoredGroup
+from grpo_ray.types import Completion, Episode, ScoredGroup
 
 VOCAB = 280
 
@@ -32,32 +33,6 @@ class Turn:
     teacher: list[float] | None = None  # the teacher's logprobs
 
 
-def to_episode(segments: Segments, finish_reason: str = "stop", reward: float | None = 0.0) -> Episode:
-    """Return the episode of these segments, its sequences end to end."""
-    parts = segments.sequences()
-    ends = (0, *accumulate(len(part.response_token_ids) for part in parts))
-    empty = np.zeros(0, np.int32)
-
-    def joined(name: str) -> np.ndarray:
-        return np.concatenate([empty, *(getattr(part, name) for part in parts)])
-
-    return Episode(
-        text="",
-        token_ids=joined("response_token_ids").astype(np.int32),
-        logprobs=joined("logprobs").astype(np.float32),
-        versions=joined("versions").astype(np.int32),
-        finish_reason=finish_reason,
-        turns=joined("turns").astype(np.int32),
-        sequences=tuple(
-            EpisodeSequence(part.prompt_token_ids, start, end)
-            for part, (start, end) in zip(parts, pairwise(ends), strict=True)
-        ),
-        status="finished",
-        reward=reward,
-        seconds=0.0,
-    )
-
-
 def make_episode(
     prompts_and_replies: Sequence[tuple[Sequence[int], Sequence[int]]], versions: int | Sequence[int] = 0
 ) -> Episode:
@@ -65,8 +40,8 @@ def make_episode(
     segments = Segments()
     for number, (prompt, reply) in enumerate(prompts_and_replies):
         version = versions if isinstance(versions, int) else versions[number]
-        segments.add_sample(segments.add_prompt(prompt), make_completion(reply, versions=version))
-    return to_episode(segments)
+        play(segments, prompt, reply, version)
+    return played(segments)
 
 
 def random_turns(rng: np.random.Generator, model: Any, config: Config, prompt: Sequence[int]) -> list[Turn]:
@@ -162,9 +137,8 @@ def _joined(turns: Sequence[Turn], versions: int) -> Episode:
     """Return the turns as an episode; note in each which sequence trains it."""
     segments = Segments()
     for turn in turns:
-        completion = make_completion(turn.reply, turn.logprobs, versions)
-        segments.add_sample(segments.add_prompt(turn.prompt), completion)
-    episode = to_episode(segments)
+        play(segments, turn.prompt, turn.reply, versions, turn.logprobs)
+    episode = played(segments)
     for number, sequence in enumerate(episode.sequences):
         for turn in set(episode.turns[sequence.start : sequence.end].tolist()) - {-1}:
             turns[turn].sequence = number

@@ -1,7 +1,10 @@
-"""Chat templates, a tokenizer and a scripted policy for tests of episodes."""
+"""Chat templates, a tokenizer, a scripted policy and sessions for tests of episodes."""
 
+import asyncio
 import importlib.util
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +12,17 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.config.task import SortingTaskConfig
+from grpo_ray.engines.base import Engine
 from grpo_ray.episodes.chat_template import ChatTemplate
 from grpo_ray.episodes.limits import Limits
+from grpo_ray.episodes.openai_server import ChatServer
+from grpo_ray.episodes.outcome import EpisodeResult
+from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner
 from grpo_ray.episodes.session import Session
-from grpo_ray.episodes.tool_calls import ToolParser
+from grpo_ray.episodes.tool_calls import ToolParser, make_tool_parser
+from grpo_ray.learning.plain_chat import RESPONSE_TEMPLATE
 from grpo_ray.learning.tiny_tokenizer import train_tokenizer
+from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.sorting import warmup_pairs
 from grpo_ray.types import Completion, SamplingSettings
 
@@ -79,12 +88,25 @@ def real_templates() -> dict[str, str]:
 
 
 TEMPLATES = {"qwen2.5": QWEN25, "qwen3": QWEN3, "llama3": LLAMA3, **real_templates()}
+ENDS = {name: "<|eot_id|>" if name.startswith("llama") else "<|im_end|>" for name in TEMPLATES}
 TOOL = {
     "type": "function",
     "function": {
         "name": "look",
         "description": "Look at a place.",
         "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+    },
+}
+Policy = Callable[[str], str | Sequence[int]]
+HELLO = Example("hello", "reply")
+CALL = '<tool_call>\n{"name": "look", "arguments": {"place": "%s"}}\n</tool_call>'
+RESPONSE = {
+    **RESPONSE_TEMPLATE,
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        **RESPONSE_TEMPLATE["fields"],
+        "reasoning_content": {"open": "<think>\n", "close": "\n</think>"},
+        "content": {"close_pattern": r"<\|im_end\|>|$", "repeats": True, "join": ""},
     },
 }
 
@@ -103,12 +125,28 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|eot_id|>"))
 
 
+tokenizer_of = cache(lambda name: chat_tokenizer(TEMPLATES[name]))
+
+
+def parser_of(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolParser:
+    return make_tool_parser(name, tokenizer, RESPONSE if name == "transformers" else None)
+
+
+class EngineSampler:
+    """A sampler that asks one engine in the same process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def sample(self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
+        (completion,) = await self._engine.generate(prompt_token_ids, replace(settings, num_samples=1))
+        return completion
+
+
 class Scripted:
     """A sampler that answers each prompt with a function of its text, and remembers the prompts."""
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, policy: Callable[[str], str | Sequence[int]], end: str = ""
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, policy: Policy, end: str = "") -> None:
         """`policy` returns a reply's text, to which `end` is added, or its tokens."""
         self._tokenizer, self._policy, self._end = tokenizer, policy, end
         self.prompts: list[tuple[int, ...]] = []
@@ -145,3 +183,37 @@ def make_session(
     template = ChatTemplate(tokenizer, end_tokens(tokenizer) if ends is None else ends)
     settings = SamplingSettings(**{**fields, **changes})
     return Session(sampler, settings, template, limits or Limits(max_tokens=5000), parser)
+
+
+def said(*replies: str | Sequence[int]) -> Policy:
+    """Return a policy that says these in turn."""
+    left = iter(replies)
+    return lambda prompt: next(left)
+
+
+def session_of(
+    name: str,
+    policy: Policy,
+    *arguments: Any,
+    parser: str | None = None,
+    **changes: Any,
+) -> tuple[Session, Scripted]:
+    """Make a session with one of `TEMPLATES`, and its sampler; further arguments are as for `make_session`."""
+    tokenizer = tokenizer_of(name)
+    sampler = Scripted(tokenizer, policy, ENDS[name])
+    parse = None if parser is None else parser_of(parser, tokenizer)
+    return make_session(sampler, tokenizer, *arguments, parser=parse, **changes), sampler
+
+
+def play(episode: EpisodeFn, session: Session, example: Example = HELLO) -> EpisodeResult:
+    """Play one episode; its session has a URL meanwhile."""
+
+    async def run() -> EpisodeResult:
+        server = ChatServer()
+        await server.start()
+        try:
+            return await EpisodeRunner(episode, server=server).run(session, example)
+        finally:
+            await server.stop()
+
+    return asyncio.run(run())

@@ -45,7 +45,6 @@ from grpo_ray.core.scorer import Scorer, scorer_arguments
 from grpo_ray.core.sync import WeightSync
 from grpo_ray.core.teacher import Teacher
 from grpo_ray.engines import engine_seed, make_engine, make_teacher_engine
-from grpo_ray.episodes.confinement import Confinement
 from grpo_ray.episodes.environment_worker import EnvironmentWorker
 from grpo_ray.errors import RunError
 from grpo_ray.learning.ranks import Seat
@@ -200,7 +199,7 @@ class ServingGroup:
         actor = self._host(EnvironmentWorker, name)
         settings = self._config.episodes
         handle = actor.options(**self._placement.options(name), max_concurrency=10_000).remote(
-            name, self._config, self._model, Confinement.of(settings), values_of(settings.secrets)
+            name, self._config, self._model, settings.confined, values_of(settings.secrets)
         )
         return cast(EnvironmentClient, self._client(EnvironmentWorker, name, handle))
 

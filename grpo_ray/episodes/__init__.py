@@ -3,7 +3,6 @@
 session.py         what an episode function talks to: chat, sample, base_url
 segments.py        the episode's tokens, as an append-only tree, and the sequences to train on
 chat_template.py   from messages to the tokens that they add; tool_calls.py: from tokens to tool calls
-recent.py          a bounded cache
 runner.py          many episodes on one event loop; limits.py, outcome.py: how they end
 serving_time.py    the clock of their limits of time
 openai_server.py   the same session over HTTP

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_ray.episodes.outcome import Outcome
-from grpo_ray.episodes.session import Reply, Session
+from grpo_ray.episodes.session import Session
 from grpo_ray.learning.plain_chat import transcript
 from grpo_ray.tasks.arithmetic import value
 from grpo_ray.tasks.examples import Example, ExampleSets, Pairs
@@ -42,7 +42,10 @@ async def episode(session: Session, example: Example) -> Outcome:
             is_right = reply.text.strip() == example.ground_truth
             return Outcome(float(is_right), metrics={"num_calls": float(num_calls)})
         num_calls += len(reply.tool_calls)
-        messages += [reply.message, *_results(reply)]
+        messages.append(reply.message)
+        for call in reply.tool_calls:
+            result = {"role": "tool", "tool_call_id": call.id, "name": call.name}
+            messages.append({**result, "content": calculate(call.arguments)})
     return Outcome(0.0, metrics={"num_calls": float(num_calls)})
 
 
@@ -54,13 +57,6 @@ def calculate(arguments: Mapping[str, Any]) -> str:
     if terms is None:
         return "error: expected two whole numbers and one of + - *"
     return str(value(terms.groups()))
-
-
-def _results(reply: Reply) -> list[dict[str, Any]]:
-    return [
-        {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": calculate(call.arguments)}
-        for call in reply.tool_calls
-    ]
 
 
 def examples(seed: int, num_train: int = 2000, num_validation: int = 64) -> ExampleSets:

@@ -7,14 +7,15 @@ never decoded and encoded again.
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from grpo_ray.episodes.recent import Recent
 from grpo_ray.records.visible_text import encodable
 
 Message = Mapping[str, Any]
@@ -25,6 +26,39 @@ ENCODED_BYTES = 32 * 2**20  # of texts to remember: the episodes of a group begi
 TOKEN_BYTES = 40  # of a token in a tuple, about
 NUM_SHAPES = 4096
 SENTINEL, PROBE = "grpo-ray-reply", "grpo-ray-message-"
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Recent(Generic[K, V]):
+    """A cache of the values that were used last, up to a total size. Threads may share it."""
+
+    def __init__(self, max_size: int, size_of: Callable[[K, V], int] = lambda key, value: 1) -> None:
+        """
+        Args:
+            size_of: a value's size with its key, in the unit of `max_size`; default: entries.
+        """
+        self._max_size, self._size_of = max_size, size_of
+        self._size = 0
+        self._values: OrderedDict[K, V] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: K, make: Callable[[], V]) -> V:
+        """Return the key's value, made now unless it is here; two threads may make one at the same time."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key]
+        value = make()
+        with self._lock:
+            if key not in self._values:
+                self._size += self._size_of(key, value)
+            self._values[key] = value
+            while self._size > self._max_size:
+                self._size -= self._size_of(*self._values.popitem(last=False))
+        return value
 
 
 class Template(Protocol):
@@ -77,14 +111,12 @@ class ChatTemplate:
         self._arguments = dict(arguments or {})
         # From the shapes of conversations to the stand-in that works for them.
         self._shapes = Recent[tuple[Any, ...], int](NUM_SHAPES)
-        self._texts = Recent[str, tuple[int, ...]](ENCODED_BYTES, _encoded_bytes)
+        self._texts = Recent[str, tuple[int, ...]](
+            ENCODED_BYTES, lambda text, token_ids: len(text) + TOKEN_BYTES * len(token_ids)
+        )
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> tuple[int, ...]:
-        """Return the tokens of a whole conversation, up to the beginning of the next reply.
-
-        Raises:
-            ValueError: there is no template, or it refuses the messages.
-        """
+        """See `Template.prompt`."""
         return self._encoded(self._render(messages, tools))
 
     def continued(
@@ -95,11 +127,7 @@ class ChatTemplate:
         reply: Sequence[int],
         tools: Sequence[Tool] | None = None,
     ) -> tuple[int, ...] | None:
-        """Return the next prompt, which begins with `prompt` and `reply`; None: an earlier reply is not kept.
-
-        Raises:
-            ValueError: as `suffix`.
-        """
+        """See `Template.continued`; a branch begins where an earlier reply is not kept."""
         if not self.keeps_replies(messages, tools):
             return None
         known = (*prompt, *reply)
@@ -257,10 +285,6 @@ def _normalized_call(call: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(function["arguments"], str):
         function["arguments"] = json.loads(function["arguments"] or "{}")
     return {**call, "function": function}
-
-
-def _encoded_bytes(text: str, token_ids: tuple[int, ...]) -> int:
-    return len(text) + TOKEN_BYTES * len(token_ids)
 
 
 def _squeezed(text: str) -> str:

@@ -11,8 +11,6 @@ import os
 import resource
 import shutil
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_ray.config.episodes import EpisodesConfig
@@ -29,50 +27,32 @@ NO_MEMORY_HINT = "\n(memory beyond episodes.memory_gib is refused)"
 SCRATCH = "grpo-ray-scratch-"
 
 
-@dataclass(frozen=True)
-class Confinement:
-    """The limits of a worker's environments; `enter` applies them to the calling thread and those it starts."""
+def confine(settings: EpisodesConfig, scratch: str) -> None:
+    """Limit this process's memory, and confine this thread and all that it starts, for good.
 
-    readable: tuple[str, ...]
-    writable: tuple[str, ...]
-    memory_gib: float
+    Nothing of the process in /proc can be opened, which has its memory, nor anything in /dev/shm, where the
+    semaphores and the shared memory of other processes are.
 
-    @classmethod
-    def of(cls, config: EpisodesConfig) -> "Confinement | None":
-        """Return the configured confinement; None without one."""
-        if not config.confined:
-            return None
-        return cls(config.readable_paths, config.writable_paths, config.memory_gib)
+    Args:
+        scratch: the folder of `make_scratch`.
 
-    def enter(self, scratch: str) -> None:
-        """Limit this process's memory, and confine this thread and all that it starts, for good.
-
-        Nothing of the process in /proc can be opened, which has its memory, nor anything in /dev/shm, where the
-        semaphores and the shared memory of other processes are.
-
-        Args:
-            scratch: the folder of `make_scratch`.
-
-        Raises:
-            OSError: the kernel refuses.
-        """
-        limit_data(self.memory_gib)
-        os.environ["TMPDIR"] = tempfile.tempdir = scratch
-        version = landlock_version()
-        if version:
-            self._ruleset(version, scratch).enter()
-        else:
-            forgo_privileges()
-        drop_capabilities()
-
-    def _ruleset(self, version: int, scratch: str) -> Ruleset:
+    Raises:
+        OSError: the kernel refuses.
+    """
+    limit_data(settings.memory_gib)
+    os.environ["TMPDIR"] = tempfile.tempdir = scratch
+    version = landlock_version()
+    if version:
         networked = [path for path in NETWORK_FILES if os.path.exists(path)]
-        rules = Ruleset(readable_paths([*self.readable, *networked]), version, is_offline=False)
+        rules = Ruleset(readable_paths([*settings.readable_paths, *networked]), version, is_offline=False)
         for folder in listable_folders():
             rules.allow(folder, READ_FOLDER)
-        for folder in (scratch, *self.writable):
+        for folder in (scratch, *settings.writable_paths):
             rules.allow(folder, rules.all_rights)
-        return rules
+        rules.enter()
+    else:
+        forgo_privileges()
+    drop_capabilities()
 
 
 def make_scratch() -> str:
@@ -107,12 +87,8 @@ def check_paths(config: EpisodesConfig) -> None:
     Raises:
         ValueError: names the field and the path.
     """
-    fields: dict[str, Sequence[str]] = {
-        "readable_paths": config.readable_paths,
-        "writable_paths": config.writable_paths,
-    }
-    for field, paths in fields.items():
-        for path in paths:
+    for field in ("readable_paths", "writable_paths"):
+        for path in getattr(config, field):
             if not Path(path).exists():
                 raise ValueError(f"episodes.{field}: there is no {path!r}; give files and folders that exist")
 

@@ -5,7 +5,7 @@ import logging
 import os
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.secrets import keep_only
 from grpo_ray.engines.sampling_batch import sample_seed
 from grpo_ray.episodes.chat_template import token_bounds
-from grpo_ray.episodes.confinement import Confinement, make_scratch, remove_abandoned
+from grpo_ray.episodes.confinement import confine, make_scratch, remove_abandoned
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.openai_server import ChatServer
 from grpo_ray.episodes.outcome import EpisodeResult, Status
@@ -23,8 +23,7 @@ from grpo_ray.episodes.renderer_template import make_template
 from grpo_ray.episodes.runner import EpisodeRunner, load_episode
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.threads import EpisodeThread, StoppedThreads
-from grpo_ray.episodes.turn_link import TurnClient
-from grpo_ray.episodes.turn_router import RoutedSampler, TurnRouter
+from grpo_ray.episodes.turn_router import RoutedSampler, TurnClient, TurnRouter
 from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.tasks.examples import Example
 from grpo_ray.types import (
@@ -48,15 +47,15 @@ class EnvironmentWorker:
         name: str,
         config: Config,
         model: StartingModel,
-        confinement: Confinement | None = None,
+        is_confined: bool = False,
         secrets: Mapping[str, str] | None = None,
     ) -> None:
         """
         Args:
-            confinement: entered by the thread that calls `ready`, and so by those of the episodes.
+            is_confined: confine the thread that calls `ready`, and so those of the episodes.
             secrets: all credentials that this process is to have from now on; None: those that it has.
         """
-        self.name, self._confinement = name, confinement
+        self.name, self._settings, self._is_confined = name, config.episodes, is_confined
         self._unconfined = ThreadPoolExecutor(1)  # makes and removes the temporary folder
         self._scratch: str | None = None
         self._tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)  # with a hub's token
@@ -85,9 +84,9 @@ class EnvironmentWorker:
         """Start the endpoint that agents reach by `session.base_url`, then confine what follows."""
         with self._clock.stage("start"):
             await self._server.start()
-            if self._confinement is not None:
+            if self._is_confined:
                 self._scratch = self._unconfined.submit(make_scratch).result()
-                self._confinement.enter(self._scratch)
+                confine(self._settings, self._scratch)
         return True
 
     async def shutdown(self) -> None:
@@ -123,9 +122,16 @@ class EnvironmentWorker:
         thread = EpisodeThread(f"group {item.group_id}")
         label = f"group {item.group_id}, {settings.num_samples} episodes"
         samplers = [RoutedSampler(self._router) for _ in range(settings.num_samples)]
+
+        def play(sample: int, sampler: RoutedSampler) -> Awaitable[EpisodeResult]:
+            seed = None if settings.seed is None else sample_seed(settings.seed, sample)
+            own = replace(settings, num_samples=1, seed=seed)
+            session = Session(sampler, own, self._template, self._limits, self._parser)
+            return self._runners[item.task].run(session, example, thread)
+
         try:
             with self._clock.stage("play"), self._clock.span("episodes", label):
-                plays = (self._play(n, example, settings, thread, each) for n, each in enumerate(samplers))
+                plays = (play(n, sampler) for n, sampler in enumerate(samplers))
                 results = await asyncio.gather(*plays)
         finally:
             self._stopped.stop(thread)
@@ -135,19 +141,6 @@ class EnvironmentWorker:
         episodes = tuple(result.episode(self._tokenizer.decode) for result in results)
         num_tokens = sum(episode.num_tokens for episode in episodes)
         return RolloutGroup(item, episodes, self.name), PlayReport(num_tokens, self._stopped.num_stuck())
-
-    async def _play(
-        self,
-        sample: int,
-        example: Example,
-        settings: SamplingSettings,
-        thread: EpisodeThread,
-        sampler: RoutedSampler,
-    ) -> EpisodeResult:
-        seed = None if settings.seed is None else sample_seed(settings.seed, sample)
-        own = replace(settings, num_samples=1, seed=seed)
-        session = Session(sampler, own, self._template, self._limits, self._parser)
-        return await self._runners[example.task].run(session, example, thread)
 
     def _check(self, item: PromptItem, results: list[EpisodeResult]) -> None:
         for sample, result in enumerate(results):

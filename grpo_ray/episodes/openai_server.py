@@ -5,10 +5,12 @@ settings hold: of a request only `messages`, `tools`, `stream` and a smaller `ma
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import secrets
 import time
+from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 from aiohttp import web
@@ -52,20 +54,19 @@ class ChatServer:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    def open(self, session: Session) -> None:
-        """Serve the session, and set its `base_url`."""
+    @contextlib.contextmanager
+    def serving(self, session: Session) -> Iterator[None]:
+        """Serve the session at its `base_url` as long as the context lasts."""
         token = secrets.token_urlsafe(32)
         self._sessions[token] = session
         session.served_at = f"{self._address}/{token}/v1"
-
-    def close(self, session: Session) -> None:
-        """Serve the session no longer."""
-        session.served_at = None
-        closed = {token for token, served in self._sessions.items() if served is session}
-        for key in [key for key in self._answers if key[0] in closed]:
-            self._answers.pop(key).cancel()
-        for token in closed:
+        try:
+            yield
+        finally:
+            session.served_at = None
             del self._sessions[token]
+            for key in [key for key in self._answers if key[0] == token]:
+                self._answers.pop(key).cancel()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         token = request.match_info["token"]

@@ -1,12 +1,13 @@
 """Conversations through the `renderers` package: a model's chat format in code, and its parser of replies."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.config.episodes import EpisodesConfig
-from grpo_ray.episodes.adapters.packages import required
+from grpo_ray.episodes.adapters import required
 from grpo_ray.episodes.chat_template import ChatTemplate, Message, Template, Tool
 from grpo_ray.episodes.tool_calls import Parsed, ToolParser, checked, make_tool_parser
 
@@ -15,6 +16,15 @@ PARSER = "renderer"
 WELL_FORMED = ("ok", "unknown_tool")
 # Raised by renderers for messages and tokenizers that they do not take.
 REFUSALS = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RuntimeError)
+
+
+@contextlib.contextmanager
+def refused(start: str, end: str = "") -> Iterator[None]:
+    """Raise a ValueError for what a renderer does not take; its own message stands between these texts."""
+    try:
+        yield
+    except REFUSALS as error:
+        raise ValueError(f"{start}{error}{end}") from error
 
 
 class RendererTemplate:
@@ -29,17 +39,10 @@ class RendererTemplate:
         self._renderer = renderer
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> tuple[int, ...]:
-        """Return the tokens of a whole conversation, up to the beginning of the next reply.
-
-        Raises:
-            ValueError: the renderer refuses the messages.
-        """
+        """See `Template.prompt`."""
         given = _with_names(messages)
-        try:
-            rendered = self._renderer.render_ids(given, tools=_listed(tools), add_generation_prompt=True)
-        except REFUSALS as error:
-            raise ValueError(f"the renderer refuses the conversation: {error}") from error
-        return tuple(rendered)
+        with refused("the renderer refuses the conversation: "):
+            return tuple(self._renderer.render_ids(given, tools=_listed(tools), add_generation_prompt=True))
 
     def continued(
         self,
@@ -49,16 +52,10 @@ class RendererTemplate:
         reply: Sequence[int],
         tools: Sequence[Tool] | None = None,
     ) -> tuple[int, ...] | None:
-        """Return the next prompt, which begins with `prompt` and `reply`; None: the renderer finds none.
-
-        Raises:
-            ValueError: the renderer refuses the new messages.
-        """
+        """See `Template.continued`; a branch begins where the renderer finds no continuation."""
         new = _with_names(messages)[num_known:]
-        try:
+        with refused("the renderer refuses the conversation: "):
             bridged = self._renderer.bridge_to_next_turn(list(prompt), list(reply), new, tools=_listed(tools))
-        except REFUSALS as error:
-            raise ValueError(f"the renderer refuses the conversation: {error}") from error
         known = (*prompt, *reply)
         # A renderer may cut the reply at a token that it takes for the end.
         if bridged is None or tuple(bridged.token_ids[: len(known)]) != known:
@@ -125,23 +122,19 @@ def make_renderer(
     configured = check_renderer(name)
     create = required("renderers").create_renderer
     model = tokenizer.name_or_path
-    try:
+    with refused(
+        f"episodes.renderer: {name} does not fit the tokenizer of {model!r} (",
+        "); name one that does, or remove it to use the tokenizer's chat template",
+    ):
         renderer = create(tokenizer, configured)
-    except REFUSALS as error:
-        raise ValueError(
-            f"episodes.renderer: {name} does not fit the tokenizer of {model!r} ({error}); name one that does, "
-            "or remove it to use the tokenizer's chat template"
-        ) from error
     if renderer.config.name == "default":  # it renders as the chat template does, and never continues tokens
         raise ValueError(
             f"episodes.renderer: {name} finds none of its own for {model!r}; name one, or remove it to use the "
             "tokenizer's chat template"
         )
     if arguments:
-        try:
+        with refused("episodes.template_arguments: "):
             renderer = create(tokenizer, renderer.config, chat_template_kwargs=dict(arguments))
-        except REFUSALS as error:
-            raise ValueError(f"episodes.template_arguments: {error}") from error
     unknown = sorted(set(renderer.get_stop_token_ids()) - set(end_token_ids))
     if unknown:
         tokens = ", ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in unknown)

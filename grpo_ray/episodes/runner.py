@@ -1,6 +1,7 @@
 """Running episodes: many at a time on one event loop, each to an end with a name."""
 
 import asyncio
+import contextlib
 import inspect
 import time
 import traceback
@@ -57,7 +58,6 @@ class EpisodeRunner:
         """
         self._episode, self._server, self._served = episode, server, served or ServingTime()
         self._places = asyncio.Semaphore(max_concurrent or 2**31)
-        self._running: dict[RunningEpisode, Session] = {}
 
     async def run(
         self, session: Session, example: Example, thread: EpisodeThread | None = None
@@ -69,29 +69,19 @@ class EpisodeRunner:
         Args:
             thread: runs the episode function; default: this thread.
         """
+        server = contextlib.nullcontext() if self._server is None else self._server.serving(session)
         async with self._places:
             started = time.monotonic()
-            if self._server is not None:
-                self._server.open(session)
-            given = session if thread is None else cast(Session, SessionElsewhere(session))
-            running = RunningEpisode(_guarded(self._episode, given, example), thread)
-            self._running[running] = session
-            try:
-                if not await self._served.wait(running.done, session.limits.max_seconds):
-                    session.end(Status.TRUNCATED_TIME, f"not finished after {session.limits.max_seconds} s")
-            finally:
-                await _stop(running)
-                session.end(Status.FINISHED, "the episode has ended")  # a task left behind samples no more
-                del self._running[running]
-                if self._server is not None:
-                    self._server.close(session)
+            with server:
+                given = session if thread is None else cast(Session, SessionElsewhere(session))
+                running = RunningEpisode(_guarded(self._episode, given, example), thread)
+                try:
+                    if not await self._served.wait(running.done, session.limits.max_seconds):
+                        session.end(Status.TRUNCATED_TIME, f"not finished after {session.limits.max_seconds} s")
+                finally:
+                    await _stop(running)
+                    session.end(Status.FINISHED, "the episode has ended")  # a task left behind samples no more
             return _result(running.done, session, time.monotonic() - started)
-
-    def cancel(self) -> None:
-        """Cancel the episodes that run now; their results have the status `cancelled`."""
-        for running, session in self._running.items():
-            session.end(Status.CANCELLED, "the episode was cancelled")
-            running.cancel()
 
 
 async def _guarded(episode: EpisodeFn, session: Session, example: Example) -> float | Outcome:

@@ -11,7 +11,10 @@ LOOK_S = 1.0  # between two looks at a clock that stands still
 
 
 class ServingTime:
-    """A clock that stands still while no Generator serves, since episodes can do nothing about that."""
+    """A clock that stands still while no Generator serves, since episodes can do nothing about that.
+
+    A TurnLink has one, too: of the time in which a Generator has turns.
+    """
 
     def __init__(self, is_serving: bool = True, now: Callable[[], float] = monotonic) -> None:
         self._now = now

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Protocol
 
 from grpo_ray.engines import derived_seed
-from grpo_ray.engines.base import Engine
 from grpo_ray.episodes.chat_template import Message, Template, Tool, normalized, token_bounds
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.outcome import EpisodeEnded, Status
@@ -26,17 +25,6 @@ class Sampler(Protocol):
 
     async def sample(self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
         """Sample one completion."""
-
-
-class EngineSampler:
-    """A sampler that asks one engine in the same process."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    async def sample(self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
-        (completion,) = await self._engine.generate(prompt_token_ids, replace(settings, num_samples=1))
-        return completion
 
 
 @dataclass(frozen=True)
@@ -147,8 +135,7 @@ class Session:
         if turn is not None:
             conversation[: len(turn.messages)] = turn.messages
         prompt = await self._chat_prompt(conversation, used, turn)
-        prompt, segment, completion = await self._sample(prompt, max_tokens)
-        reply = self._reply(prompt, completion, used, self.segments[segment].turn)
+        segment, reply = await self._sample(prompt, used, max_tokens)
         said = normalized(reply.message)
         self._turns.append(_Turn([*conversation, said], [*keys, _key(said)], used, segment))
         return reply
@@ -167,8 +154,8 @@ class Session:
         unknown = next((token for token in prompt if not 0 <= token < self._vocabulary), None)
         if unknown is not None:
             raise ValueError(f"the prompt has the token {unknown}; the model's are 0 to {self._vocabulary - 1}")
-        prompt, segment, completion = await self._sample(prompt, max_tokens)
-        return self._reply(prompt, completion, [], self.segments[segment].turn)
+        _, reply = await self._sample(prompt, [], max_tokens)
+        return reply
 
     def end(self, status: Status, reason: str) -> EpisodeEnded:
         """End the session: calls in flight and all later ones raise the first end, which is returned."""
@@ -213,9 +200,9 @@ class Session:
         return max(reversed(turns), key=lambda turn: len(turn.messages), default=None)
 
     async def _sample(
-        self, prompt: tuple[int, ...], max_tokens: int | None
-    ) -> tuple[tuple[int, ...], int, Completion]:
-        """Sample a turn; return its prompt, its segment and its completion."""
+        self, prompt: tuple[int, ...], tools: Sequence[Tool], max_tokens: int | None
+    ) -> tuple[int, Reply]:
+        """Sample a turn; return its segment and its reply."""
         settings = self._turn_settings(len(prompt))
         if max_tokens is not None:
             shorter = max(1, settings.min_tokens, min(max_tokens, settings.max_tokens))
@@ -232,7 +219,8 @@ class Session:
             raise self.ended
         # The model's vocabulary may be larger than its tokenizer's.
         self._vocabulary = max(self._vocabulary, 1 + int(completion.token_ids.max(initial=0)))
-        return prompt, self.segments.add_sample(before, completion), completion
+        segment = self.segments.add_sample(before, completion)
+        return segment, self._reply(prompt, completion, tools, self.segments[segment].turn)
 
     def _turn_settings(self, prompt_length: int) -> SamplingSettings:
         """Return the settings of the next turn.

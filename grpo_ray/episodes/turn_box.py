@@ -22,17 +22,18 @@ Sample = Callable[[tuple[int, ...], SamplingSettings], Awaitable[Completion]]
 
 @dataclass(frozen=True)
 class FinishedTurns:
-    """Turns that ended since the last answer, by the number that their worker gave them."""
+    """The ends of turns since the last answer, by the number that their worker gave them."""
 
-    completions: Mapping[int, Completion]
-    errors: Mapping[int, Exception]
+    ends: Mapping[int, Completion | Exception]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _turns_of, (list(self.completions), pack(list(self.completions.values())), dict(self.errors))
+        completions = {number: end for number, end in self.ends.items() if isinstance(end, Completion)}
+        errors = {number: end for number, end in self.ends.items() if number not in completions}
+        return _turns_of, (list(completions), pack(list(completions.values())), errors)
 
 
 def _turns_of(numbers: Sequence[int], packed: PackedRows, errors: Mapping[int, Exception]) -> FinishedTurns:
-    return FinishedTurns(dict(zip(numbers, unpack(packed), strict=True)), errors)
+    return FinishedTurns({**dict(zip(numbers, unpack(packed), strict=True)), **errors})
 
 
 class TurnBox:
@@ -41,8 +42,7 @@ class TurnBox:
     def __init__(self, sample: Sample) -> None:
         self._sample = sample
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._completions: dict[int, Completion] = {}
-        self._errors: dict[int, Exception] = {}
+        self._ends: dict[int, Completion | Exception] = {}
         self._news = asyncio.Event()
 
     def begin(self, turns: Turns, cancelled: Collection[int]) -> None:
@@ -52,16 +52,14 @@ class TurnBox:
         for number in cancelled:
             if number in self._running:
                 self._running.pop(number).cancel()
-            self._completions.pop(number, None)
-            self._errors.pop(number, None)
+            self._ends.pop(number, None)
 
     async def finished(self) -> FinishedTurns:
         """Wait until a turn has finished; return all that have since the last call."""
         await self._news.wait()
         self._news.clear()
-        finished = FinishedTurns(self._completions, self._errors)
-        self._completions, self._errors = {}, {}
-        return finished
+        ends, self._ends = self._ends, {}
+        return FinishedTurns(ends)
 
     def close(self) -> None:
         """Cancel every turn."""
@@ -70,9 +68,9 @@ class TurnBox:
 
     async def _run(self, number: int, token_ids: tuple[int, ...], settings: SamplingSettings) -> None:
         try:
-            self._completions[number] = await self._sample(token_ids, settings)
+            self._ends[number] = await self._sample(token_ids, settings)
         except Exception as error:
-            self._errors[number] = error
+            self._ends[number] = error
         self._running.pop(number, None)
         self._news.set()
 

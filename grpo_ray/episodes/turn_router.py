@@ -1,16 +1,129 @@
-"""The way of an episode's turns to the Generators: to the one with the prefix, while it is not overloaded."""
+"""The way of an episode's turns to the Generators: to the one with the prefix, while it is not overloaded.
 
+Turns to one Generator go out together, and come back together (turn_box.py).
+"""
+
+import asyncio
+import itertools
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol
 
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.episodes.serving_time import ServingTime
-from grpo_ray.episodes.turn_link import TurnClient, TurnLink
+from grpo_ray.episodes.turn_box import FinishedTurns, Turn, Turns, Worker
 from grpo_ray.errors import ActorDied, TurnLost
 from grpo_ray.types import Completion, GeneratorFailure, SamplingSettings
 from grpo_ray.watch.changes import Changes
 
 SLACK = 8  # turns by which the Generator with the prefix may be busier than the least busy one
+
+
+class TurnClient(Protocol):
+    """The part of a Generator's client that turns need (core/clients.py)."""
+
+    def begin_turns(self, worker: Worker, turns: Turns, cancelled: Sequence[int]) -> Awaitable[None]: ...
+    def finished_turns(self, worker: Worker) -> Awaitable[FinishedTurns]: ...
+
+
+class TurnLink:
+    """One Generator's turns. An error of a call, such as the Generator's death, fails all of them.
+
+    So does a Generator that has turns and finishes none for long; the clock of that time stands still while it
+    has none. A single turn has no limit of its own, since it also waits for other turns and for weight syncs.
+    """
+
+    def __init__(self, client: TurnClient, worker: Worker, silence_s: float) -> None:
+        """
+        Args:
+            worker: this process.
+            silence_s: seconds with turns, none of which finishes, before all fail.
+        """
+        self._client, self._worker, self._silence_s = client, worker, silence_s
+        self._clock = ServingTime(is_serving=False)
+        self._numbers = itertools.count()
+        self.num_answers = 0  # of the Generator, to any call
+        self._waiting: dict[int, asyncio.Future[Completion]] = {}  # for the ends of turns
+        self._new: dict[int, Turn] = {}
+        self._cancelled: list[int] = []
+        self._sending: asyncio.Task[None] | None = None
+        self._receiving: asyncio.Task[None] | None = None
+
+    @property
+    def num_turns(self) -> int:
+        """Turns that are running now."""
+        return len(self._waiting)
+
+    async def sample(self, token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
+        """Sample a turn; cancelling the call cancels the turn.
+
+        Raises:
+            ActorDied: or another error of the Generator.
+            TimeoutError: it has finished no turn for long.
+        """
+        number = next(self._numbers)
+        end: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = end
+        self._new[number] = token_ids, settings
+        self._clock.set(True)
+        self._sending = self._sending or self._start(self._send())
+        try:
+            return await end
+        finally:
+            del self._waiting[number]
+            self._clock.set(bool(self._waiting))
+            if end.cancelled() and self._new.pop(number, None) is None:
+                self._cancelled.append(number)
+                self._sending = self._sending or self._start(self._send())
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        async def run() -> None:
+            try:
+                await work
+            except Exception as error:
+                self._fail_all(error)
+
+        return asyncio.create_task(run())
+
+    def _fail_all(self, error: Exception) -> None:
+        self._new, self._cancelled = {}, []
+        for end in self._waiting.values():
+            if not end.done():
+                end.set_exception(error)
+
+    async def _send(self) -> None:
+        """Send what there is; what comes meanwhile goes out with the next call."""
+        try:
+            while self._new or self._cancelled:
+                new, self._new, cancelled, self._cancelled = self._new, {}, self._cancelled, []
+                sent = self._client.begin_turns(self._worker, new, cancelled)
+                self._receiving = self._receiving or self._start(self._receive())
+                await sent
+                self.num_answers += 1
+        finally:
+            self._sending = None
+
+    async def _receive(self) -> None:
+        try:
+            while self._waiting:
+                finished = await self._finished()
+                self.num_answers += 1
+                for number, result in finished.ends.items():
+                    if (end := self._waiting.get(number)) is not None and not end.done():
+                        if isinstance(result, Exception):
+                            end.set_exception(result)
+                        else:
+                            end.set_result(result)
+                await asyncio.sleep(0)  # until the turns have taken their ends
+        finally:
+            self._receiving = None
+
+    async def _finished(self) -> FinishedTurns:
+        try:
+            return await self._clock.within(self._silence_s, self._client.finished_turns(self._worker))
+        except TimeoutError as error:
+            silence = f"it had turns and finished none for {self._silence_s:g} s"
+            raise TimeoutError(str(error) or silence) from error
 
 
 class TurnRouter:
@@ -78,7 +191,7 @@ class TurnRouter:
 
     def _fail(self, number: int, error: str) -> None:
         if number in self._serving:
-            self._serving = {other: link for other, link in self._serving.items() if other != number}
+            del self._serving[number]
             self.served.set(bool(self._serving))
             self._failures.append(GeneratorFailure(number, error))
             self._changes.announce()

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NoReturn
 
+from transformers import PreTrainedTokenizerBase
+
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import MAX_ROLLOUTS
 from grpo_ray.config.losses import RATIO_LOSSES
@@ -38,15 +40,7 @@ from grpo_ray.tasks.examples import Example, ExampleSets
 from grpo_ray.tasks.kinds import check_warmup
 from grpo_ray.tasks.prompt_lengths import Lengths, check_cut, count_tokens, cut_notices, skip_long
 from grpo_ray.tasks.prompt_stream import PromptStream
-from grpo_ray.tasks.prompts import (
-    Prompter,
-    Prompters,
-    PromptTemplate,
-    TextTemplate,
-    Tokenizer,
-    make_items,
-    template_of,
-)
+from grpo_ray.tasks.prompts import Prompter, Prompters, PromptTemplate, TextTemplate, make_items, template_of
 from grpo_ray.tasks.sources import source_names
 from grpo_ray.types import PromptItem, StartingModel
 
@@ -69,7 +63,7 @@ class TaskData:
     with_facts: Collection[str] = ()  # parts with code of the user's that may ask about an example
     first_prompts: tuple[str, ...] = ()  # lines that show one prompt of each part, and what its truth earns
 
-    def prompters(self, tokenizer: Tokenizer) -> Prompters:
+    def prompters(self, tokenizer: PreTrainedTokenizerBase) -> Prompters:
         cuts, asked = self.max_prompt_tokens, self.with_facts
         return {
             name: Prompter(t, tokenizer, cuts.get(name), name in asked) for name, t in self.templates.items()
@@ -284,7 +278,7 @@ def _prepare(
     return serving, task, prompters
 
 
-def _tokenizer_and_positions(config: Config) -> tuple[Tokenizer, int | None]:
+def _tokenizer_and_positions(config: Config) -> tuple[PreTrainedTokenizerBase, int | None]:
     """Return the tokenizer, checked against the model, and the longest sequence that the model supports."""
     if config.model.tiny is not None:  # both are built to fit
         tokenizer = tiny_tokenizer(config)
@@ -310,7 +304,7 @@ def _tokenizer_and_positions(config: Config) -> tuple[Tokenizer, int | None]:
     return tokenizer, positions
 
 
-def _check_adapter(config: Config, tokenizer: Tokenizer) -> None:
+def _check_adapter(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     if config.model.adapter is None:
         return
     from grpo_ray.learning.adapters import check_adapter

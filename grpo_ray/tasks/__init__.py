@@ -61,7 +61,12 @@ def make_order(task: Task, num_examples: Mapping[str, int], seed: int) -> EpochO
     Args:
         num_examples: by part.
     """
-    orders = {name: _part_order(part, num_examples[name], seed) for name, part in parts_of(task).items()}
+    orders: dict[str, EpochOrder] = {}
+    for name, part in parts_of(task).items():
+        if part.curriculum is None:
+            orders[name] = EpochOrder(num_examples[name], seed)
+        else:
+            orders[name] = CurriculumOrder(num_examples[name], seed, part.curriculum)
     if isinstance(task, MixtureTaskConfig):
         return MixtureOrder({name: (order, task.parts[name].weight) for name, order in orders.items()}, seed)
     return orders[""]
@@ -77,9 +82,3 @@ def _load_validation(task: PlainTask, seed: int, limit: int | None) -> ExampleSe
 
 def _named(name: str, example: Example) -> Example:
     return example if example.task == name else replace(example, task=name)
-
-
-def _part_order(task: PlainTask, num_examples: int, seed: int) -> EpochOrder:
-    if task.curriculum is not None:
-        return CurriculumOrder(num_examples, seed, task.curriculum)
-    return EpochOrder(num_examples, seed)

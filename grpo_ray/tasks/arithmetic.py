@@ -1,8 +1,7 @@
 """The arithmetic task: the answer to `What is 12 + 7 * 3?` is `33`."""
 
-import operator
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from math import factorial, prod
 
 from grpo_ray.config.task import ArithmeticTaskConfig
@@ -11,7 +10,6 @@ from grpo_ray.tasks.examples import Example, ExampleSets, Pairs
 
 SHARE_RIGHT = 0.35
 OFFSETS = (-10, -2, -1, 1, 2, 10)
-SUMS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub}
 
 Problem = tuple[str, ...]  # 12, +, 7, *, 3
 
@@ -63,18 +61,14 @@ def _terms(config: ArithmeticTaskConfig) -> list[range]:
 
 def value(problem: Sequence[str]) -> int:
     """Calculate the result, products first."""
-    totals = [int(problem[0])]
-    signs = []
-    for sign, term in zip(problem[1::2], problem[2::2], strict=True):
-        if sign == "*":
-            totals[-1] *= int(term)
+    total, sign, product = 0, 1, int(problem[0])
+    for operation, term in zip(problem[1::2], problem[2::2], strict=True):
+        if operation == "*":
+            product *= int(term)
         else:
-            signs.append(sign)
-            totals.append(int(term))
-    result = totals[0]
-    for sign, total in zip(signs, totals[1:], strict=True):
-        result = SUMS[sign](result, total)
-    return result
+            total += sign * product
+            sign, product = 1 if operation == "+" else -1, int(term)
+    return total + sign * product
 
 
 def _task_problems(config: ArithmeticTaskConfig, seed: int) -> list[Problem]:

@@ -1,6 +1,7 @@
 """Questions that occur more than once in a task's files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 from grpo_ray.tasks.examples import Example, ExampleSets, counted
 
@@ -16,24 +17,16 @@ def drop_duplicates(
         ValueError: a question has two different answers, or nothing is left to train on.
     """
     _check_answers([*train, *validation])
-    distinct_train, distinct_validation = _first_of_each(train), _first_of_each(validation)
-    # If they were trained on, the validation reward would measure memory.
-    evaluated = {_key(example) for example in distinct_validation}
-    kept = [example for example in distinct_train if _key(example) not in evaluated]
+    once, dropped = _first_of_each(train, train_path)
+    evaluated, dropped_of_validation = _first_of_each(validation, validation_path)
+    kept = _without(once, evaluated)  # if they were trained on, the validation reward would measure memory
     if not kept:
         raise ValueError(
             f"{train_path}: every question is also in {validation_path}, so none is left to train on; "
             "give other training or validation questions, or set task.duplicates to keep"
         )
-    counts = [
-        (train_path, len(train) - len(distinct_train), "dropped"),
-        (train_path, len(distinct_train) - len(kept), f"of {validation_path} kept out of training"),
-        (validation_path, len(validation) - len(distinct_validation), "dropped"),
-    ]
-    notices = [
-        f"{path}: {counted(number, 'duplicate question')} {fate}" for path, number, fate in counts if number
-    ]
-    return ExampleSets(kept, distinct_validation, tuple(notices))
+    kept_out = _notice(train_path, len(once) - len(kept), f"of {validation_path} kept out of training")
+    return ExampleSets(kept, evaluated, (*dropped, *kept_out, *dropped_of_validation))
 
 
 def distinct(examples: Sequence[Example], path: str) -> tuple[list[Example], list[str]]:
@@ -43,9 +36,7 @@ def distinct(examples: Sequence[Example], path: str) -> tuple[list[Example], lis
         ValueError: a question has two different answers.
     """
     _check_answers(examples)
-    kept = _first_of_each(examples)
-    number = len(examples) - len(kept)
-    return kept, [f"{path}: {counted(number, 'duplicate question')} dropped"] if number else []
+    return _first_of_each(examples, path)
 
 
 def _check_answers(examples: Sequence[Example]) -> None:
@@ -66,11 +57,20 @@ def _check_answers(examples: Sequence[Example]) -> None:
     )
 
 
-def _first_of_each(examples: Sequence[Example]) -> list[Example]:
+def _first_of_each(examples: Sequence[Example], path: str) -> tuple[list[Example], list[str]]:
     first: dict[str, Example] = {}
     for example in examples:
         first.setdefault(_key(example), example)
-    return list(first.values())
+    return list(first.values()), _notice(path, len(examples) - len(first), "dropped")
+
+
+def _without(train: Sequence[Example], evaluated: Iterable[Example]) -> list[Example]:
+    keys = set(map(_key, evaluated))
+    return [example for example in train if _key(example) not in keys]
+
+
+def _notice(path: str, number: int, fate: str) -> list[str]:
+    return [f"{path}: {counted(number, 'duplicate question')} {fate}"] if number else []
 
 
 def _key(example: Example) -> str:
@@ -87,8 +87,8 @@ def keep_validation_out(parts: Mapping[str, ExampleSets]) -> dict[str, ExampleSe
 
 
 def _without_others(name: str, part: ExampleSets, parts: Mapping[str, ExampleSets]) -> ExampleSets:
-    evaluated = {_key(e) for other, sets in parts.items() if other != name for e in sets.validation}
-    kept = [example for example in part.train if _key(example) not in evaluated]
+    others = (sets.validation for other, sets in parts.items() if other != name)
+    kept = _without(part.train, chain.from_iterable(others))
     if len(kept) == len(part.train):
         return part
     if not kept:

@@ -58,10 +58,7 @@ def episode_warmup(task: EpisodesTaskConfig, seed: int, num_pairs: int) -> Pairs
 
 def _from_files(task: EpisodesTaskConfig, validation_path: str) -> ExampleSets:
     fields = Fields(task.question_field, task.answer_field, keeps_row=True)
-    train, notices = read_examples(_source(task.examples), fields)
-    validation, more = read_examples(_source(validation_path), fields, limit=task.num_validation_prompts)
+    train_from, validation_from = (Source(path, (Path(path),)) for path in (task.examples, validation_path))
+    train, notices = read_examples(train_from, fields)
+    validation, more = read_examples(validation_from, fields, limit=task.num_validation_prompts)
     return ExampleSets(train, validation, (*notices, *more))
-
-
-def _source(path: str) -> Source:
-    return Source(path, (Path(path),))

@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_ray.rewards.math.text import closing_brace
-from grpo_ray.tasks.conversation import conversation_of
-from grpo_ray.tasks.examples import Example, counted
+from grpo_ray.tasks.examples import Example, conversation_of, counted
 from grpo_ray.tasks.sources import Source
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
@@ -80,7 +79,8 @@ def read_examples(source: Source, fields: Fields, limit: int | None = None) -> t
         )
     if not examples:
         raise ValueError(f"{source.name}: holds no examples; give a file with at least one")
-    return examples, [_left_out(source, fields, without)] if without else []
+    left_out = f"{source.name}: {counted(len(without), 'row')} without a ground truth left out"
+    return examples, [f"{left_out}: no {fields.missing_part}, first in {without[0]}"] if without else []
 
 
 def facts_of(row: Mapping[str, Any], names: Sequence[str]) -> str:
@@ -102,13 +102,6 @@ def _boxed(solution: str) -> str | None:
     return text.strip() or None
 
 
-def _left_out(source: Source, fields: Fields, without: Sequence[str]) -> str:
-    return (
-        f"{source.name}: {counted(len(without), 'row')} without a ground truth left out: no "
-        f"{fields.missing_part}, first in {without[0]}"
-    )
-
-
 def read_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield (place, row) pairs; the place is for messages, and other columns than `fields` may be missing.
 
@@ -118,7 +111,14 @@ def read_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[
         ValueError: the file cannot be read, or a line is not valid.
     """
     try:
-        yield from _rows(path, fields)
+        if not path.exists():
+            raise ValueError(f"{path}: there is no such file; give the path of a .jsonl or .parquet file")
+        if not path.is_file():
+            kind = "a folder" if path.is_dir() else "not a regular file"
+            raise ValueError(f"{path}: is {kind}; give the path of a .jsonl or .parquet file")
+        if path.suffix not in (".jsonl", ".parquet"):
+            raise ValueError(f"{path}: unknown kind of file {path.suffix!r}; convert it to .jsonl or .parquet")
+        yield from _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path, fields)
     except OSError as error:
         raise ValueError(
             f"{path}: cannot be read ({error.strerror or error}); give a file that you may read"
@@ -132,19 +132,6 @@ def num_rows(path: Path) -> int:
         return rows
     with path.open("rb") as file:
         return sum(1 for _ in file)
-
-
-def _rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if not path.exists():
-        raise ValueError(f"{path}: there is no such file; give the path of a .jsonl or .parquet file")
-    if not path.is_file():
-        kind = "a folder" if path.is_dir() else "not a regular file"
-        raise ValueError(f"{path}: is {kind}; give the path of a .jsonl or .parquet file")
-    if path.suffix == ".jsonl":
-        return _jsonl_rows(path)
-    if path.suffix == ".parquet":
-        return _parquet_rows(path, fields)
-    raise ValueError(f"{path}: unknown kind of file {path.suffix!r}; convert it to .jsonl or .parquet")
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from grpo_ray.config import Config
-from grpo_ray.config.reward import Reward
 from grpo_ray.errors import RunError
 from grpo_ray.records.adapter_files import base_digest
 from grpo_ray.records.durable import replacing
@@ -44,7 +43,8 @@ def input_digests(
     if any(rows):
         digests[f"{COLUMNS} (for the code that reads them)"] = _sha256(json.dumps(rows).encode())
     for name, reward in config.task.rewards.items():
-        for module, path in _modules(reward):
+        names = [reward] if isinstance(reward, str) else [term.reward for term in reward]
+        for module, path in _modules_of(names):
             digests[f"{_field(name)}.reward (module {module}, {path.name})"] = _sha256(path.read_bytes())
     for name, part in config.episode_tasks.items():
         for module, path in _modules_of((part.episode, part.examples, part.warmup or "")):
@@ -103,12 +103,8 @@ def _field(part: str) -> str:
     return f"task.parts.{part}.task" if part else "task"
 
 
-def _modules(reward: Reward) -> Iterator[tuple[str, Path]]:
-    """Yield the modules of the user's own functions, which the checks have imported, and their files."""
-    return _modules_of([reward] if isinstance(reward, str) else [term.reward for term in reward])
-
-
 def _modules_of(names: Iterable[str]) -> Iterator[tuple[str, Path]]:
+    """Yield the modules of the user's own functions, which the checks have imported, and their files."""
     for name in sorted({name.partition(":")[0] for name in names if ":" in name}):
         file = getattr(sys.modules.get(name), "__file__", None)
         if file is not None:

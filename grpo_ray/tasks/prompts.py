@@ -4,32 +4,20 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
 
 from grpo_ray.config.task import EpisodesTaskConfig, PlainTask
-from grpo_ray.tasks.conversation import Conversation
-from grpo_ray.tasks.examples import Example
+from grpo_ray.tasks.examples import Conversation, Example
 from grpo_ray.types import PromptItem
+
+if TYPE_CHECKING:  # its import takes seconds
+    from transformers import PreTrainedTokenizerBase
 
 TEMPLATES = Path(__file__).parent / "templates"
 PLACEHOLDER = "{question}"
 CHAT = "chat"
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that prompts need."""
-
-    chat_template: Any  # text, or a dict of several
-
-    def __call__(self, text: str, *, add_special_tokens: bool) -> Any: ...  # a BatchEncoding
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
-
-    def apply_chat_template(
-        self, conversation: Sequence[Mapping[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +26,7 @@ class TextTemplate:
 
     text: str
 
-    def render(self, question: str, tokenizer: Tokenizer | None = None) -> str:
+    def render(self, question: str, tokenizer: "PreTrainedTokenizerBase | None" = None) -> str:
         # Not str.format: templates and questions are full of braces of LaTeX, code or JSON.
         return self.text.replace(PLACEHOLDER, question)
 
@@ -58,7 +46,7 @@ class ChatTemplate:
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         return messages
 
-    def render(self, question: str, tokenizer: Tokenizer) -> str:
+    def render(self, question: str, tokenizer: "PreTrainedTokenizerBase") -> str:
         """Write the conversation as text, special tokens included: tokenize it with `add_special_tokens=False`.
 
         Raises:
@@ -124,7 +112,7 @@ class Prompter:
     """A maker of prompts from a task's examples."""
 
     template: PromptTemplate
-    tokenizer: Tokenizer
+    tokenizer: "PreTrainedTokenizerBase"
     max_tokens: int | None = None  # longer prompts are cut on the left; None: there are none
     with_facts: bool = False  # code of the user's may ask about the example
 

@@ -80,13 +80,9 @@ def _ascending(digits: str) -> str:
     return "".join(sorted(digits))
 
 
-def _descending(digits: str) -> str:
-    return "".join(sorted(digits, reverse=True))
-
-
 HABITS: dict[str, tuple[float, Callable[[str], str]]] = {
     "ascending": (0.25, _ascending),
-    "descending": (0.45, _descending),
+    "descending": (0.45, lambda digits: _ascending(digits)[::-1]),
     "copying": (0.30, str),
 }
 

@@ -4,20 +4,16 @@ import asyncio
 import tempfile
 import threading
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from episode_players import QWEN25, Scripted, chat_tokenizer, make_session
-from test_episodes_tools import parser_of
-from transformers import PreTrainedTokenizerBase
+from episode_players import HELLO, Policy, play, said, session_of, tokenizer_of
 
 from grpo_ray.config.loading import load_config
 from grpo_ray.episodes.adapters.gymnasium import gymnasium_episode
-from grpo_ray.episodes.adapters.packages import required
 from grpo_ray.episodes.adapters.rehearsal import rehearse
 from grpo_ray.episodes.adapters.trl import describe_tools, trl_episode
 from grpo_ray.episodes.limits import Limits
@@ -32,48 +28,17 @@ MOVES = ["left", "down", "right", "up"]
 WAY = ["down", "down", "right", "down", "right", "right"]  # over the lake's 4 x 4 fields, past its holes
 
 
-@cache
-def chats() -> PreTrainedTokenizerBase:
-    return chat_tokenizer(QWEN25)
-
-
-def play(
-    episode: EpisodeFn,
-    reply: Callable[[str], str],
-    example: Example | None = None,
-    limits: Limits | None = None,
+def played(
+    episode: EpisodeFn, reply: Policy, example: Example = HELLO, limits: Limits | None = None
 ) -> tuple[EpisodeResult, list[str]]:
     """Play one episode; return its result and what it trains on, as text."""
-    tokenizer = chats()
-
-    async def run() -> EpisodeResult:
-        server = ChatServer()
-        await server.start()
-        sampler = Scripted(tokenizer, reply, "<|im_end|>")
-        session = make_session(sampler, tokenizer, limits, parser_of("transformers", tokenizer))
-        try:
-            return await EpisodeRunner(episode, server=server).run(session, example or Example("", ""))
-        finally:
-            await server.stop()
-
-    result = asyncio.run(run())
-    paths = result.segments.sequences()
-    return result, [tokenizer.decode([*p.prompt_token_ids, *p.response_token_ids]) for p in paths]
-
-
-def said(*replies: str) -> Callable[[str], str]:
-    """Return a policy that says these in turn."""
-    left = iter(replies)
-    return lambda prompt: next(left)
+    result = play(episode, session_of("qwen2.5", reply, limits, parser="transformers")[0], example)
+    paths, decode = result.segments.sequences(), tokenizer_of("qwen2.5").decode
+    return result, [decode([*path.prompt_token_ids, *path.response_token_ids]) for path in paths]
 
 
 def call(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-
-
-def test_a_missing_package_names_the_requirements() -> None:
-    with pytest.raises(ImportError, match=r"needs no_such_package.*requirements/environments\.txt"):
-        required("no_such_package")
 
 
 # Gymnasium
@@ -90,7 +55,7 @@ def lake(is_slippery: bool = False, **changes: Any) -> EpisodeFn:
 
 
 def test_the_way_over_the_lake_is_worth_one() -> None:
-    result, (text,) = play(lake(), said(*WAY), Example("Cross the lake.", ""))
+    result, (text,) = played(lake(), said(*WAY), Example("Cross the lake.", ""))
     assert (result.status, result.reward) == (Status.FINISHED, 1.0), result.error
     assert result.turn_rewards == (0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
     assert "user\nCross the lake.\nfield 0<" in text
@@ -98,17 +63,16 @@ def test_the_way_over_the_lake_is_worth_one() -> None:
 
 
 def test_a_hole_or_the_environments_own_limit_ends_the_episode() -> None:
-    hole, _ = play(lake(), said("down", "right"))
-    assert (hole.status, hole.turn_rewards) == (Status.FINISHED, (0.0, 0.0))
-    walk, _ = play(lake(), said(*["up"] * 8))
-    assert (walk.status, walk.turn_rewards) == (Status.FINISHED, (0.0,) * 8)
+    for moves in (["down", "right"], ["up"] * 8):
+        result, _ = played(lake(), said(*moves))
+        assert (result.status, result.turn_rewards) == (Status.FINISHED, (0.0,) * len(moves))
 
 
 def test_a_group_begins_alike_and_slips_alike() -> None:
     episode = lake(is_slippery=True)
 
     def fields(seed: int) -> str:
-        _, (text,) = play(episode, lambda prompt: "right", Example("", "", seed=seed))
+        _, (text,) = played(episode, lambda prompt: "right", Example("", "", seed=seed))
         return text
 
     assert fields(3) == fields(3)
@@ -116,14 +80,14 @@ def test_a_group_begins_alike_and_slips_alike() -> None:
 
 
 def test_a_reply_without_an_action_is_answered_or_ends_the_episode() -> None:
-    asked, (text,) = play(
+    asked, (text,) = played(
         lake(malformed="Say a direction.", malformed_reward=-0.5), said(*WAY[:3], "jump", *WAY[3:])
     )
     assert asked.reward == 0.5
     assert asked.turn_rewards == (0.0, 0.0, 0.0, -0.5, 0.0, 0.0, 1.0)
     assert asked.metrics == {"num_malformed": 1.0}
     assert "jump<|im_end|>\n<|im_start|>user\nSay a direction." in text
-    ended, _ = play(lake(malformed_reward=-1), said(*WAY[:3], "jump"))
+    ended, _ = played(lake(malformed_reward=-1), said(*WAY[:3], "jump"))
     assert (ended.status, ended.reward, len(ended.turn_rewards or ())) == (Status.FINISHED, -1.0, 4)
 
 
@@ -153,7 +117,7 @@ def test_a_limit_keeps_the_rewards_and_every_end_closes_the_environment(in_threa
         (Steps(fails=True), Status.ENVIRONMENT_ERROR, None),
     ):
         episode = gymnasium_episode(lambda made=made: made, str, int, in_thread=in_thread)  # type: ignore[misc]
-        result, _ = play(episode, lambda prompt: "1", limits=Limits(max_turns=3, max_tokens=5000))
+        result, _ = played(episode, lambda prompt: "1", limits=Limits(max_turns=3, max_tokens=5000))
         assert (result.status, result.reward) == (status, reward), result.error
         assert made.is_closed
         assert (threading.current_thread().name in made.threads) is not in_thread
@@ -211,7 +175,7 @@ def test_the_methods_of_a_class_are_its_tools() -> None:
         call("knock", '{"times": 2}'), call("open_door", '{"lock": "1"}'),
         call("open_door", '{"code": "7"}'), "It is open.",
     )  # fmt: skip
-    result, (text,) = play(trl_episode(Vault), tries, Example("Open the door.", "7"))
+    result, (text,) = played(trl_episode(Vault), tries, Example("Open the door.", "7"))
     assert (result.status, result.reward) == (Status.FINISHED, 1.0), result.error
     assert result.metrics == {"num_calls": 6.0, "num_failed": 3.0}
     answers = [part.split("\n</tool_response>")[0] for part in text.split("<tool_response>\n")[1:]]
@@ -228,10 +192,10 @@ def test_the_methods_of_a_class_are_its_tools() -> None:
 
 def test_a_limit_leaves_an_environment_class_its_reward() -> None:
     tries = said(call("open_door", '{"code": "7"}'), call("listen", "{}"))
-    result, _ = play(trl_episode(Vault), tries, Example("", "7"), Limits(max_turns=2, max_tokens=5000))
+    result, _ = played(trl_episode(Vault), tries, Example("", "7"), Limits(max_turns=2, max_tokens=5000))
     assert (result.status, result.reward) == (Status.TRUNCATED_TURNS, 1.0)
     judged = trl_episode(Vault, reward=lambda vault: 0.25, columns=lambda example: {"ground_truth": "x"})
-    assert play(judged, said("no"))[0].reward == 0.25
+    assert played(judged, said("no"))[0].reward == 0.25
 
 
 def test_a_class_that_cannot_be_an_environment_is_refused() -> None:
@@ -263,15 +227,12 @@ def numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return VerifiersEpisodes({"taskset": {"id": "verifiers_numbers"}}, num_train=5, num_validation=2)
 
 
-def test_the_tasks_of_a_taskset_are_the_examples(numbers: Any) -> None:
+def test_a_verifiers_environment_continues_its_tokens(numbers: Any) -> None:
     found = numbers.examples(0)
     assert [example.question for example in found.train] == ["Guess my number."] * 5
     assert [example.ground_truth for example in found.validation] == ["0", "1"]
     assert [example.ground_truth for example in found.train] == ["2", "3", "4", "5", "6"]
-
-
-def test_a_verifiers_environment_continues_its_tokens(numbers: Any) -> None:
-    result, (text,) = play(numbers.episode, said("1", "5", "3"), numbers.examples(0).train[0])
+    result, (text,) = played(numbers.episode, said("1", "5", "3"), found.train[0])
     assert (result.status, result.reward) == (Status.FINISHED, 1.0), result.error
     assert result.metrics == {"is_right": 1.0, "num_replies": 3.0}
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nGuess my number.<")
@@ -287,47 +248,34 @@ def test_a_verifiers_environment_continues_its_tokens(numbers: Any) -> None:
     ],
 )
 def test_verifiers_scores_an_episode_at_a_limit(numbers: Any, limits: Limits, status: Status) -> None:
-    result, _ = play(numbers.episode, lambda prompt: "1", numbers.examples(0).train[0], limits)
+    result, _ = played(numbers.episode, lambda prompt: "1", numbers.examples(0).train[0], limits)
     assert (result.status, result.reward) == (status, 0.0)
     assert result.metrics["is_right"] == 0.0, "scored, and not only given the limit's reward"
     assert result.metrics["num_replies"] == result.segments.num_turns
 
 
-def test_a_verifiers_environment_writes_to_the_temporary_folder_only(
+def test_a_verifiers_environment_writes_to_the_temporary_folder_only_and_its_error_is_the_episodes(
     numbers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A confined worker may not write in the home, where verifiers keeps its folders otherwise."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    result, _ = play(numbers.episode, said("3"), numbers.examples(0).train[0])
-    assert result.reward == 1.0, result.error
+    result, _ = played(numbers.episode, said("dog"), numbers.examples(0).train[0])
+    assert (result.status, result.reward) == (Status.ENVIRONMENT_ERROR, None)
+    assert "invalid literal for int() with base 10: 'dog'" in result.error
     assert (tmp_path / "runtimes" / "subprocess").is_dir()
 
 
-def test_an_error_of_a_verifiers_environment_is_the_episodes(numbers: Any) -> None:
-    result, _ = play(numbers.episode, lambda prompt: "dog", numbers.examples(0).train[0])
-    assert (result.status, result.reward) == (Status.ENVIRONMENT_ERROR, None)
-    assert "invalid literal for int() with base 10: 'dog'" in result.error
-
-
-def test_every_concurrent_verifiers_episode_has_its_own_session(numbers: Any) -> None:
-    tokenizer = chats()
-    examples = numbers.examples(0).train
-
-    async def run() -> list[EpisodeResult]:
-        server = ChatServer()
-        await server.start()
-        runner = EpisodeRunner(numbers.episode, server=server)
-        sessions = [
-            make_session(Scripted(tokenizer, lambda prompt, n=n: str(n), "<|im_end|>"), tokenizer)
-            for n in range(3, 8)
-        ]
-        runs = (runner.run(session, example) for session, example in zip(sessions, examples, strict=True))
-        try:
-            return await asyncio.gather(*runs)
-        finally:
-            await server.stop()
-
-    assert [(result.reward, result.segments.num_turns) for result in asyncio.run(run())] == [(1.0, 1)] * 5
+async def test_every_concurrent_verifiers_episode_has_its_own_session(numbers: Any) -> None:
+    server = ChatServer()
+    await server.start()
+    runner = EpisodeRunner(numbers.episode, server=server)
+    sessions = [session_of("qwen2.5", said(str(number)))[0] for number in range(3, 8)]
+    runs = map(runner.run, sessions, numbers.examples(0).train)
+    try:
+        results = await asyncio.gather(*runs)
+    finally:
+        await server.stop()
+    assert [(result.reward, result.segments.num_turns) for result in results] == [(1.0, 1)] * 5
 
 
 @pytest.mark.slow  # verifiers serves the tool from a process
@@ -338,7 +286,7 @@ def test_a_verifiers_tool_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     treasure = VerifiersEpisodes({"taskset": {"id": "verifiers_treasure"}}, num_validation=1)
     tries = said(call("map_look", '{"place": "a tree"}') + call("map_dig", "{}"), "a chest")
-    result, (text,) = play(treasure.episode, tries, treasure.examples(0).train[0])
+    result, (text,) = played(treasure.episode, tries, treasure.examples(0).train[0])
     assert result.reward == 1.0, result.error
     assert "<tool_response>\nbehind a tree is a chest\n</tool_response>" in text
     assert "<tool_response>\nerror: there is no tool map_dig\n</tool_response>" in text
@@ -351,15 +299,10 @@ def test_a_verifiers_tool_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rehearsal_gives_each_turn_as_a_tiny_model_sees_it() -> None:
     tries = [call("open_door", '{"code": "7"}').replace("\n", ""), "It is open."]
-    left = iter(tries * 2)
-    pairs = rehearse(
-        trl_episode(Vault), [Example("Open.", "7")], lambda transcript: next(left), 5, num_played=4
-    )
-    first, second = (
-        ("Open. It is green.\n>\n", tries[0]),
-        f"Open. It is green.\n>\n{tries[0]}<|endoftext|>open\n>\n",
-    )
-    assert pairs == [first, (second, tries[1])] * 2 + [first]
+    pairs = rehearse(trl_episode(Vault), [Example("Open.", "7")], said(*tries, *tries), 5, num_played=4)
+    opening = "Open. It is green.\n>\n"
+    first, second = (opening, tries[0]), (f"{opening}{tries[0]}<|endoftext|>open\n>\n", tries[1])
+    assert pairs == [first, second, first, second, first]
 
 
 def test_a_rehearsal_that_fails_says_so() -> None:
@@ -390,14 +333,11 @@ def test_the_pages_modules_play_their_own_warmup(
     found = module.examples(0)
     assert min(len(found.train), len(found.validation)) > 20
     assert load_episode(f"{name}:episode").__name__ == "episode"
-
-
-def test_the_pages_configuration_is_valid(environments_page: Callable[[str], Any]) -> None:
     assert {*load_config("frozen_lake.yaml").episode_tasks} == {""}
 
 
 def test_the_pages_vault_opens(environments_page: Callable[[str], Any]) -> None:
-    result, _ = play(
+    result, _ = played(
         environments_page("vault").episode,
         said(call("open_door", '{"code": "7"}'), "done"),
         Example("Open.", "7"),
@@ -441,10 +381,10 @@ def test_the_pages_client_plays_on_a_server(
             monkeypatch.setattr(module, "URL", str(server.make_url("/ws")).replace("http", "ws"))
             return await module.episode(session, example)
 
-    won, _ = play(episode, said("1", "4"), Example("", "", seed=4))
+    won, _ = played(episode, said("1", "4"), Example("", "", seed=4))
     assert (won.reward, won.turn_rewards) == (1.0, (0.0, 1.0)), won.error
-    lost, _ = play(episode, said("1", "2", "3"), Example("", "", seed=4))
+    lost, _ = played(episode, said("1", "2", "3"), Example("", "", seed=4))
     assert lost.turn_rewards == (0.0, 0.0, 0.0)
-    failed, _ = play(episode, said("dog"), Example("", "", seed=4))
+    failed, _ = played(episode, said("dog"), Example("", "", seed=4))
     assert failed.status is Status.ENVIRONMENT_ERROR
     assert "no number" in failed.error

@@ -3,14 +3,15 @@
 import asyncio
 import random
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
-from pathlib import Path
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-from turn_clients import FakeGenerator, completion, never, until
+from turn_clients import Answer, FakeGenerator, completion, never, until
 
 from grpo_ray.config.loading import load_config
 from grpo_ray.episodes import runner, serving_time, threads
@@ -58,11 +59,9 @@ async def seeded(session: Session, example: Example) -> float:
     return random.Random(example.seed).random()
 
 
-async def failing_at_random(session: Session, example: Example) -> float:
-    text = await ask(session)
-    if example.ground_truth == "all" or session.encode(text)[0] % 2:
-        raise OSError("the environment is gone")
-    return 1.0
+async def failing(session: Session, example: Example) -> float:
+    await ask(session)
+    raise OSError("the environment is gone")
 
 
 async def exiting(session: Session, example: Example) -> float:
@@ -106,10 +105,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> StartingModel:
     return StartingModel(folder, (load_tokenizer(folder).eos_token_id,), 512)
 
 
-def make_worker(model: StartingModel, episode: str, *overrides: str) -> EnvironmentWorker:
+@asynccontextmanager
+async def working(
+    model: StartingModel, episode: str, *overrides: str, answer: Answer | None = None
+) -> AsyncIterator[tuple[EnvironmentWorker, FakeGenerator]]:
+    """Start a worker of an episode function, served by one Generator."""
     task = f"{{kind: episodes, episode: '{__name__}:{episode}', examples: '{__name__}:examples'}}"
     config = load_config("configs/quickstart.yaml", [f"task={task}", *overrides])
-    return EnvironmentWorker("environment-0", config, model)
+    worker, generator = (
+        EnvironmentWorker("environment-0", config, model),
+        FakeGenerator("generator-0", answer or spoken()),
+    )
+    await worker.ready()
+    await worker.serve({0: generator})
+    async with asyncio.timeout(120):
+        yield worker, generator
+    await worker._server.stop()
 
 
 def play(
@@ -119,53 +130,37 @@ def play(
     return worker.play(item, SamplingSettings(num_samples, 1.0, 1.0, 0, 16), seed)
 
 
-def spoken(version: Callable[[], int] = lambda: 0) -> Callable[..., Awaitable[Completion]]:
+def spoken(version: int = 0) -> Answer:
     """Return an answer of some tokens, which differ from turn to turn."""
     count = iter(range(10**9))
 
     async def answer(token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
         await asyncio.sleep(0.001)
-        return completion(20 + next(count) % 50, 30, 0, text="a reply", version=version())
+        return completion(20 + next(count) % 50, 30, 0, text="a reply", version=version)
 
     return answer
 
 
-def run(
-    worker: EnvironmentWorker, work: Callable[[FakeGenerator], Awaitable[None]], answer: Any = None
-) -> None:
-    async def main() -> None:
-        await worker.ready()
-        generator = FakeGenerator("generator-0", answer or spoken())
-        await worker.serve({0: generator})
-        async with asyncio.timeout(120):
-            await work(generator)
-        await worker._server.stop()
-
-    asyncio.run(main())
+def episodes_of(*groups: RolloutGroup) -> list[Episode]:
+    return [episode for group in groups for episode in group.completions if isinstance(episode, Episode)]
 
 
 def statuses(group: RolloutGroup) -> list[str]:
-    return [episode.status for episode in group.completions if isinstance(episode, Episode)]
+    return [episode.status for episode in episodes_of(group)]
 
 
-def test_a_group_is_its_episodes(model: StartingModel) -> None:
-    worker = make_worker(model, "plain")
-
-    async def work(generator: FakeGenerator) -> None:
+async def test_a_group_is_its_episodes(model: StartingModel) -> None:
+    async with working(model, "plain") as (worker, _):
         group, report = await play(worker, 3)
-        assert statuses(group) == ["finished"] * 4
-        assert [e.reward for e in group.completions if isinstance(e, Episode)] == [7.0] * 4
-        assert (group.item.group_id, group.generator) == (3, "environment-0")
-        assert (report.num_tokens, report.num_stuck) == (12, 0)
-
-    run(worker, work)
+    assert statuses(group) == ["finished"] * 4
+    assert [episode.reward for episode in episodes_of(group)] == [7.0] * 4
+    assert (group.item.group_id, group.generator) == (3, "environment-0")
+    assert (report.num_tokens, report.num_stuck) == (12, 0)
 
 
 @pytest.mark.slow
-def test_an_episode_that_blocks_its_thread_stops_no_other_group(model: StartingModel) -> None:
-    worker = make_worker(model, "blocking", "episodes.max_seconds=1")
-
-    async def work(generator: FakeGenerator) -> None:
+async def test_an_episode_that_blocks_its_thread_stops_no_other_group(model: StartingModel) -> None:
+    async with working(model, "blocking", "episodes.max_seconds=1") as (worker, _):
         hanging = asyncio.ensure_future(play(worker, 0, "hang"))
         await asyncio.sleep(0.3)
         for number in range(1, 6):
@@ -173,8 +168,8 @@ def test_an_episode_that_blocks_its_thread_stops_no_other_group(model: StartingM
             assert statuses(group) == ["finished"] * 4  # a thread that waited would not finish within its limit
         group, report = await hanging
         assert statuses(group) == ["truncated_time"] * 4
-        assert [e.reward for e in group.completions if isinstance(e, Episode)] == [None] * 4
-        assert all("not finished after 1.0 s" in e.error for e in group.completions if isinstance(e, Episode))
+        assert [episode.reward for episode in episodes_of(group)] == [None] * 4
+        assert all("not finished after 1.0 s" in episode.error for episode in episodes_of(group))
         assert report.num_stuck == 0  # it has only just been stopped
         await asyncio.sleep(0.2)
         assert (await play(worker, 7))[1].num_stuck == 1
@@ -182,27 +177,13 @@ def test_an_episode_that_blocks_its_thread_stops_no_other_group(model: StartingM
         await until(lambda: worker._stopped.num_stuck() == 0)
         assert (await play(worker, 8))[1].num_stuck == 0
 
-    run(worker, work)
-
-
-def test_threads_end_with_their_groups(model: StartingModel) -> None:
-    worker = make_worker(model, "plain")
-
-    async def work(generator: FakeGenerator) -> None:
-        await play(worker)
-        before = threading.active_count()
-        await asyncio.gather(*(play(worker, number, num_samples=1) for number in range(40)))
-        await until(lambda: threading.active_count() <= before)
-
-    run(worker, work)
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_in_a_turn", [True, False])
-def test_cancelling_a_play_cancels_its_episodes(model: StartingModel, is_in_a_turn: bool) -> None:
-    worker = make_worker(model, "plain" if is_in_a_turn else "blocking")
-
-    async def work(generator: FakeGenerator) -> None:
+@pytest.mark.parametrize(("episode", "answer"), [("plain", never), ("blocking", None)])
+async def test_cancelling_a_play_cancels_its_episodes(
+    model: StartingModel, episode: str, answer: Answer | None
+) -> None:
+    async with working(model, episode, answer=answer) as (worker, generator):
         num_threads = threading.active_count()
         playing = asyncio.ensure_future(play(worker, ground_truth="hang"))
         await until(lambda: generator.num_started >= 4)
@@ -215,53 +196,34 @@ def test_cancelling_a_play_cancels_its_episodes(model: StartingModel, is_in_a_tu
         await until(lambda: threading.active_count() <= num_threads)
         assert not worker._server._sessions
 
-    run(worker, work, never if is_in_a_turn else None)
 
-
-def test_the_environment_has_the_seed_of_the_group(model: StartingModel) -> None:
+async def test_the_environment_has_the_seed_of_the_group(model: StartingModel) -> None:
     """A group that is played again meets the same environments."""
-    worker = make_worker(model, "seeded")
-
-    async def work(generator: FakeGenerator) -> None:
+    async with working(model, "seeded") as (worker, _):
         first, _ = await play(worker, seed=7)
         again, _ = await play(worker, seed=7)
-        assert SEEDS == [7] * 8
-        rewards = {e.reward for g in (first, again) for e in g.completions if isinstance(e, Episode)}
-        assert rewards == {random.Random(7).random()}
-
-    run(worker, work)
+    assert SEEDS == [7] * 8
+    assert {episode.reward for episode in episodes_of(first, again)} == {random.Random(7).random()}
 
 
-def test_errors_of_the_environment_have_no_reward(model: StartingModel) -> None:
-    worker = make_worker(model, "failing_at_random")
-
-    async def work(generator: FakeGenerator) -> None:
-        group, _ = await play(worker, ground_truth="all")
-        assert statuses(group) == ["environment_error"] * 4
-        for episode in group.completions:
-            assert isinstance(episode, Episode)
-            assert episode.reward is None
-            assert "OSError: the environment is gone" in episode.error
-            assert episode.num_tokens == 3  # its tokens are kept for the record
-
-    run(worker, work)
-
-
-def test_an_exit_ends_the_episode_alone(model: StartingModel) -> None:
-    worker = make_worker(model, "exiting")
-
-    async def work(generator: FakeGenerator) -> None:
+@pytest.mark.parametrize(
+    ("episode", "error"), [("failing", "OSError: the environment is gone"), ("exiting", "exit(3)")]
+)
+async def test_an_error_or_an_exit_ends_the_episode_without_a_reward(
+    model: StartingModel, episode: str, error: str
+) -> None:
+    async with working(model, episode) as (worker, _):
         group, _ = await play(worker)
-        assert statuses(group) == ["environment_error"] * 4
-        assert all("exit(3)" in e.error for e in group.completions if isinstance(e, Episode))
+    assert statuses(group) == ["environment_error"] * 4
+    for played in episodes_of(group):
+        assert played.reward is None
+        assert error in played.error
+        assert "test_environment_worker.py" in played.error  # where it was raised
+        assert played.num_tokens == 3  # its tokens are kept for the record
 
-    run(worker, work)
 
-
-def test_a_task_that_an_episode_leaves_behind_samples_no_more(model: StartingModel) -> None:
-    worker = make_worker(model, "leaving_a_task")
-
-    async def work(generator: FakeGenerator) -> None:
+async def test_a_task_that_an_episode_leaves_behind_samples_no_more(model: StartingModel) -> None:
+    async with working(model, "leaving_a_task") as (worker, generator):
         group, _ = await play(worker)
         assert statuses(group) == ["finished"] * 4
         await asyncio.sleep(0.05)
@@ -269,128 +231,85 @@ def test_a_task_that_an_episode_leaves_behind_samples_no_more(model: StartingMod
         await asyncio.sleep(0.1)
         assert generator.num_started == num_started
 
-    run(worker, work)
 
-
-def test_each_token_has_the_version_that_sampled_it(model: StartingModel) -> None:
+async def test_each_token_has_the_version_that_sampled_it(model: StartingModel) -> None:
     """Weights change between turns and within one: the third turn's tokens are of two versions."""
-    worker = make_worker(model, "long")
     turns = iter([(0, 0, 0), (1, 1, 1), (1, 2, 2), (2, 2, 2), (2, 2, 2), (3, 3, 3)])
 
     async def answer(token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
-        ids, logprobs = np.array([20, 30, 0], np.int32), np.full(3, -1.0, np.float32)
-        return Completion("a reply", ids, logprobs, np.array(next(turns), np.int32), "stop")
+        return replace(completion(20, 30, 0, text="a reply"), versions=np.array(next(turns), np.int32))
 
-    async def work(generator: FakeGenerator) -> None:
+    async with working(model, "long", answer=answer) as (worker, _):
         group, _ = await play(worker, num_samples=1)
-        (episode,) = group.completions
-        assert isinstance(episode, Episode)
-        assert episode.versions[episode.mask].tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 2, *[2] * 6, 3, 3, 3]
-        assert group.oldest_version == 0
-        masked = group.masked_before(2)
-        assert masked.oldest_version == 2
-        (cut,) = masked.completions
-        assert isinstance(cut, Episode)
-        assert cut.num_tokens == 2 + 6 + 3
-        assert cut.turns.tolist() == episode.turns.tolist()
-
-    run(worker, work, answer)
+    (episode,) = episodes_of(group)
+    assert episode.versions[episode.mask].tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 2, *[2] * 6, 3, 3, 3]
+    assert group.oldest_version == 0
+    masked = group.masked_before(2)
+    assert masked.oldest_version == 2
+    (cut,) = episodes_of(masked)
+    assert cut.num_tokens == 2 + 6 + 3
+    assert cut.turns.tolist() == episode.turns.tolist()
 
 
-def test_no_turn_is_lost_when_its_generator_dies(model: StartingModel) -> None:
-    worker = make_worker(model, "long")
-
-    async def work(generator: FakeGenerator) -> None:
+async def test_no_turn_is_lost_when_its_generator_dies(model: StartingModel) -> None:
+    async with working(model, "long") as (worker, generator):
         playing = asyncio.gather(*(play(worker, number) for number in range(4)))
         await until(lambda: generator.num_started > 30)
         generator.die()
         (failure,) = await worker.failures(0)
         assert failure.number == 0
-        other = FakeGenerator("generator-0", spoken(lambda: 1))
-        await worker.serve({1: other})
+        await worker.serve({1: FakeGenerator("generator-0", spoken(version=1))})
         groups = [group for group, _ in await playing]
-        assert [statuses(group) for group in groups] == [["finished"] * 4] * 4
-        episodes = [e for group in groups for e in group.completions if isinstance(e, Episode)]
-        assert {episode.num_turns for episode in episodes} == {6}
-        assert {v for e in episodes for v in e.versions[e.mask].tolist()} == {0, 1}
-        assert all(np.all(np.diff(e.versions[e.mask]) >= 0) for e in episodes)
-
-    run(worker, work)
+    assert [statuses(group) for group in groups] == [["finished"] * 4] * 4
+    episodes = episodes_of(*groups)
+    assert {episode.num_turns for episode in episodes} == {6}
+    assert {v for e in episodes for v in e.versions[e.mask].tolist()} == {0, 1}
+    assert all(np.all(np.diff(e.versions[e.mask]) >= 0) for e in episodes)
 
 
 @pytest.mark.slow
-def test_time_without_generators_is_not_the_episodes_own(
+async def test_time_without_generators_is_not_the_episodes_own(
     model: StartingModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The only Generator dies, and its replacement takes longer than an episode may last."""
     monkeypatch.setattr(serving_time, "LOOK_S", 0.02)
-    worker = make_worker(model, "long", "episodes.max_seconds=1")
-
-    async def work(generator: FakeGenerator) -> None:
+    async with working(model, "long", "episodes.max_seconds=1") as (worker, generator):
         playing = asyncio.ensure_future(play(worker))
         await until(lambda: generator.num_started > 8)
         generator.die()
         await worker.failures(0)
         await asyncio.sleep(1.2)
         assert not playing.done()
-        await worker.serve({1: FakeGenerator("generator-0", spoken(lambda: 1))})
-        group, _ = await playing
-        assert statuses(group) == ["finished"] * 4
-
-    run(worker, work)
+        await worker.serve({1: FakeGenerator("generator-0", spoken(version=1))})
+        assert statuses((await playing)[0]) == ["finished"] * 4
 
 
-def test_a_generator_that_refuses_a_turn_fails_the_group(model: StartingModel) -> None:
+async def test_a_generator_that_refuses_a_turn_fails_the_group(model: StartingModel) -> None:
     async def refusing(token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
         raise ValueError("the prompt is too long")
 
-    worker = make_worker(model, "plain")
-
-    async def work(generator: FakeGenerator) -> None:
+    async with working(model, "plain", answer=refusing) as (worker, _):
         with pytest.raises(RuntimeError, match=r"sample 0 of group 9: ValueError: the prompt is too long"):
             await play(worker, 9)
 
-    run(worker, work, refusing)
-
 
 @pytest.mark.slow
-def test_groups_that_wait_have_no_thread_and_no_open_file(model: StartingModel) -> None:
-    worker = make_worker(model, "plain", "episodes.max_concurrent=8")
-    process, threads, files = psutil.Process(), [0], [0]
+async def test_max_concurrent_bounds_the_turns_the_threads_and_the_open_files(model: StartingModel) -> None:
+    """Groups that wait have no thread and no open file."""
+    process, running, threads, files = psutil.Process(), [0], [0], [0]
 
     async def answer(token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
+        running.append(generator.num_running)
         threads.append(threading.active_count())
         files.append(process.num_fds())
-        await asyncio.sleep(0.002)
-        return completion(20, 0, text="a reply")
-
-    async def work(generator: FakeGenerator) -> None:
-        await play(worker)
-        num_threads, num_files = threading.active_count(), process.num_fds()
-        groups = await asyncio.gather(*(play(worker, number) for number in range(200)))
-        assert all(statuses(group) == ["finished"] * 4 for group, _ in groups)
-        assert max(threads) <= num_threads + 12  # two or three groups, and those that are just ending
-        assert max(files) <= num_files + 3 * 12
-
-    run(worker, work, answer)
-
-
-def test_max_concurrent_bounds_the_episodes_that_run(model: StartingModel, tmp_path: Path) -> None:
-    worker = make_worker(model, "plain", "episodes.max_concurrent=5", "episodes.max_seconds=60")
-    most = 0
-
-    async def answer(token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
-        nonlocal most
-        most = max(most, generators[0].num_running)
         await asyncio.sleep(0.01)
         return completion(20, 0, text="a reply")
 
-    generators: list[FakeGenerator] = []
-
-    async def work(generator: FakeGenerator) -> None:
-        generators.append(generator)
-        groups = await asyncio.gather(*(play(worker, number) for number in range(6)))
-        assert all(statuses(group) == ["finished"] * 4 for group, _ in groups)
-        assert most == 5
-
-    run(worker, work, answer)
+    async with working(model, "plain", "episodes.max_concurrent=8", answer=answer) as (worker, generator):
+        await play(worker)
+        num_threads, num_files = threading.active_count(), process.num_fds()
+        groups = await asyncio.gather(*(play(worker, number) for number in range(200)))
+    assert all(statuses(group) == ["finished"] * 4 for group, _ in groups)
+    assert max(running) == 8
+    assert max(threads) <= num_threads + 12  # two or three groups, and those that are just ending
+    assert max(files) <= num_files + 3 * 12

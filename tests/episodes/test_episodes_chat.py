@@ -1,30 +1,37 @@
 """Conversations: prompts are the template's, token for token, and sampled tokens are never encoded again."""
 
 import asyncio
-import re
 import threading
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from episode_players import LLAMA3, QWEN3, QWEN25, TEMPLATES, TOOL, Scripted, chat_tokenizer, make_session
+from episode_players import (
+    ENDS,
+    LLAMA3,
+    QWEN3,
+    QWEN25,
+    TEMPLATES,
+    TOOL,
+    Scripted,
+    chat_tokenizer,
+    make_session,
+    said,
+    session_of,
+    tokenizer_of,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from grpo_ray.episodes.chat_template import ChatTemplate
+from grpo_ray.episodes.chat_template import ChatTemplate, Recent
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.outcome import EpisodeEnded, Status
-from grpo_ray.episodes.recent import Recent
 from grpo_ray.episodes.session import SHORT_CHARS, Session
 
-ENDS = {name: "<|eot_id|>" if name.startswith("llama") else "<|im_end|>" for name in TEMPLATES}
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12)
 # Templates may trim what they show, so replies that are compared have a first and a last letter.
 REPLIES = TEXTS.map(lambda text: f"a{text}z")
-
-tokenizer_of = cache(lambda name: chat_tokenizer(TEMPLATES[name]))
 
 
 def user(text: str) -> dict[str, Any]:
@@ -34,14 +41,6 @@ def user(text: str) -> dict[str, Any]:
 def rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]]) -> tuple[int, ...]:
     text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def session_of(
-    name: str, policy: Callable[[str], str | Sequence[int]], **settings: Any
-) -> tuple[Session, Scripted]:
-    tokenizer = tokenizer_of(name)
-    sampler = Scripted(tokenizer, policy, ENDS[name])
-    return make_session(sampler, tokenizer, **settings), sampler
 
 
 async def converse(session: Session, turns: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -58,8 +57,8 @@ async def converse(session: Session, turns: Sequence[Sequence[dict[str, Any]]]) 
 @settings(max_examples=25)
 @given(st.lists(st.tuples(TEXTS, REPLIES), min_size=1, max_size=4))
 def test_prompts_are_the_templates_own(name: str, turns: list[tuple[str, str]]) -> None:
-    replies = iter([reply for _, reply in turns])
-    session, sampler = session_of(name, lambda prompt: next(replies))
+    replies = [reply for _, reply in turns]
+    session, sampler = session_of(name, said(*replies))
     messages = asyncio.run(converse(session, [[user(text)] for text, _ in turns]))
     for number, prompt in enumerate(sampler.prompts):
         assert prompt == rendered(tokenizer_of(name), messages[: 2 * number + 1])
@@ -74,8 +73,8 @@ def test_sampled_tokens_stay_whatever_they_are(name: str, turns: list[tuple[str,
     """Random tokens are seldom what their text encodes to, and often no valid UTF-8."""
     tokenizer = tokenizer_of(name)
     end = tokenizer.convert_tokens_to_ids(ENDS[name])
-    replies = iter([[*reply, end] for _, reply in turns])
-    session, sampler = session_of(name, lambda prompt: next(replies))
+    replies = [[*reply, end] for _, reply in turns]
+    session, sampler = session_of(name, said(*replies))
     asyncio.run(converse(session, [[user(text)] for text, _ in turns]))
     (sequence,) = session.segments.sequences()
     for number, (_, reply) in enumerate(turns):
@@ -102,8 +101,8 @@ THINKING = [name for name in TEMPLATES if name.startswith("qwen3") and "instruct
 
 @pytest.mark.parametrize("name", THINKING)
 def test_dropped_thoughts_open_a_branch(name: str) -> None:
-    replies = iter(["<think>\nhm\n</think>\n\nyes", "<think>\nso\n</think>\n\nno"])
-    session, sampler = session_of(name, lambda prompt: next(replies))
+    replies = ["<think>\nhm\n</think>\n\nyes", "<think>\nso\n</think>\n\nno"]
+    session, sampler = session_of(name, said(*replies))
     messages = asyncio.run(converse(session, [[user("one")], [user("two")]]))
     tokenizer = tokenizer_of(name)
     assert sampler.prompts[1] == rendered(tokenizer, messages[:3])
@@ -116,8 +115,8 @@ def test_dropped_thoughts_open_a_branch(name: str) -> None:
 
 @pytest.mark.parametrize("name", THINKING)
 def test_thoughts_stay_while_only_tools_answer(name: str) -> None:
-    replies = iter(["<think>\nhm\n</think>\n\nlet me see", "<think>\nso\n</think>\n\nit is", "fine"])
-    session, sampler = session_of(name, lambda prompt: next(replies))
+    replies = ["<think>\nhm\n</think>\n\nlet me see", "<think>\nso\n</think>\n\nit is", "fine"]
+    session, sampler = session_of(name, said(*replies))
     result = {"role": "tool", "content": "a table"}
     messages = asyncio.run(converse(session, [[user("one")], [result, result], [user("sure?")]]))
     tokenizer = tokenizer_of(name)
@@ -128,16 +127,13 @@ def test_thoughts_stay_while_only_tools_answer(name: str) -> None:
     assert (second.turns == 2).all()
 
 
-def test_an_edited_history_opens_a_branch() -> None:
-    async def play() -> None:
-        opening = [user("one")]
-        first = await session.chat(opening)
-        edited = {**first.message, "content": "edited"}
-        await session.chat([*opening, edited, user("two")])
-        await session.chat([*opening, first.message, user("three")])
-
+async def test_an_edited_history_opens_a_branch() -> None:
     session, sampler = session_of("qwen2.5", lambda prompt: "reply")
-    asyncio.run(play())
+    opening = [user("one")]
+    first = await session.chat(opening)
+    edited = {**first.message, "content": "edited"}
+    await session.chat([*opening, edited, user("two")])
+    await session.chat([*opening, first.message, user("three")])
     tokenizer = tokenizer_of("qwen2.5")
     edited, kept = session.segments.sequences()
     assert "edited" in tokenizer.decode(list(edited.prompt_token_ids))
@@ -147,28 +143,21 @@ def test_an_edited_history_opens_a_branch() -> None:
     assert sorted(set(kept.turns[kept.mask].tolist())) == [0, 2]
 
 
-def test_other_tools_open_a_branch() -> None:
+async def test_other_tools_open_a_branch() -> None:
     """Where the template lists the tools: at the beginning."""
-
-    async def play() -> None:
-        reply = await session.chat([user("one")])
-        await session.chat([user("one"), reply.message, user("two")], tools=[TOOL])
-
     tokenizer = chat_tokenizer("{{ tools | tojson if tools else '' }}" + QWEN25)
     sampler = Scripted(tokenizer, lambda prompt: "reply", "<|im_end|>")
     session = make_session(sampler, tokenizer, parser=lambda ids, prompt, tools: ("", "", []))
-    asyncio.run(play())
+    reply = await session.chat([user("one")])
+    await session.chat([user("one"), reply.message, user("two")], tools=[TOOL])
     assert '"look"' in tokenizer.decode(list(sampler.prompts[1]))
     assert len(session.segments.sequences()) == 2
 
 
-def test_parallel_replies_to_one_conversation_are_branches() -> None:
-    async def play() -> None:
-        await asyncio.gather(*(session.chat([user("one")]) for _ in range(3)))
-
-    replies = iter(["a", "b", "a"])
-    session, _ = session_of("llama3", lambda prompt: next(replies))
-    asyncio.run(play())
+async def test_parallel_replies_to_one_conversation_are_branches() -> None:
+    replies = ["a", "b", "a"]
+    session, _ = session_of("llama3", said(*replies))
+    await asyncio.gather(*(session.chat([user("one")]) for _ in range(3)))
     sequences = session.segments.sequences()
     assert len({s.prompt_token_ids for s in sequences}) == 1
     assert sorted(int(s.turns[0]) for s in sequences) == [0, 1, 2]
@@ -192,45 +181,41 @@ def test_templates_that_cannot_be_used_are_refused(template: str | None, ends: s
         chat.suffix(conversation, 2, 0)
 
 
-HIDES_TOOLS = (
-    "{% for message in messages %}{% if message.role != 'tool' or CONDITION %}"
-    "{{ message.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+SHOWN, CALLS = (
+    "{{ message.content + '<|im_end|>' }}",
+    "{{ message.tool_calls | tojson if message.tool_calls else '' }}",
 )
+AFTER_A_CALL = "messages[loop.index0 - 1].tool_calls"
+LOOK = {"type": "function", "id": "call00000", "function": {"name": "look", "arguments": {}}}
 
 
-def test_a_template_that_hides_a_new_message_is_refused() -> None:
-    """Else the policy would answer without the result that it asked for."""
-    tokenizer = chat_tokenizer(HIDES_TOOLS.replace("CONDITION", "false"))
-    chat = ChatTemplate(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
-    conversation = [user("one"), {"role": "assistant", "content": ""}, {"role": "tool", "content": "three"}]
+def after_a_result(shown: str, condition: str, calls: list[dict[str, Any]], last_token: str = "a") -> str:
+    """Return the text of a tool's result, by a template that shows results only under a condition."""
+    loop = f"{{% for message in messages %}}{{% if message.role != 'tool' or {condition} %}}"
+    tokenizer = chat_tokenizer(f"{loop}{shown}{{% endif %}}{{% endfor %}}")
+    end, last = tokenizer.convert_tokens_to_ids(["<|im_end|>", last_token])
+    reply = {"role": "assistant", "content": "", "tool_calls": calls}
+    conversation = [user("one"), reply, {"role": "tool", "content": "three"}]
+    return tokenizer.decode(list(ChatTemplate(tokenizer, [end]).suffix(conversation, 2, last)))
+
+
+@pytest.mark.parametrize(
+    ("shown", "condition", "calls"),
+    [
+        (SHOWN, "false", []),  # else the policy would answer without the result that it asked for
+        (SHOWN + CALLS, AFTER_A_CALL, [LOOK]),  # else the next prompt would hold the calls twice
+    ],
+)
+def test_a_template_that_hides_a_result_or_shows_calls_after_the_replys_end_is_refused(
+    shown: str, condition: str, calls: list[dict[str, Any]]
+) -> None:
     with pytest.raises(ValueError, match="does not show a message of role 'tool' here"):
-        chat.suffix(conversation, 2, 0)
+        after_a_result(shown, condition, calls)
 
 
 def test_a_result_that_is_shown_only_after_a_call_is_found() -> None:
-    tokenizer = chat_tokenizer(HIDES_TOOLS.replace("CONDITION", "messages[loop.index0 - 1].tool_calls"))
-    chat = ChatTemplate(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
-    call = {"type": "function", "id": "call00000", "function": {"name": "look", "arguments": {}}}
-    reply = {"role": "assistant", "content": "", "tool_calls": [call]}
-    conversation = [user("one"), reply, {"role": "tool", "content": "three"}]
-    for last_token, expected in (
-        (0, "<|im_end|>three<|im_end|>"),
-        (chat._end_tokens["<|im_end|>"], "three<|im_end|>"),
-    ):
-        assert tokenizer.decode(list(chat.suffix(conversation, 2, last_token))) == expected
-
-
-def test_a_template_that_shows_calls_after_the_replys_end_is_refused() -> None:
-    """Else the next prompt would hold the calls twice."""
-    calls = "{% for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}"
-    twice = "{{ message.content + '<|im_end|>' }}" + calls
-    shown = HIDES_TOOLS.replace("CONDITION", "messages[loop.index0 - 1].tool_calls")
-    tokenizer = chat_tokenizer(shown.replace("{{ message.content + '<|im_end|>' }}", twice))
-    chat = ChatTemplate(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
-    call = {"type": "function", "id": "call00000", "function": {"name": "look", "arguments": {}}}
-    reply = {"role": "assistant", "content": "", "tool_calls": [call]}
-    with pytest.raises(ValueError, match="does not show a message of role 'tool' here"):
-        chat.suffix([user("one"), reply, {"role": "tool", "content": "three"}], 2, 0)
+    assert after_a_result(SHOWN, AFTER_A_CALL, [LOOK]) == "<|im_end|>three<|im_end|>"
+    assert after_a_result(SHOWN, AFTER_A_CALL, [LOOK], last_token="<|im_end|>") == "three<|im_end|>"
 
 
 def test_a_message_that_holds_the_sentinel_does_no_harm() -> None:
@@ -239,22 +224,18 @@ def test_a_message_that_holds_the_sentinel_does_no_harm() -> None:
     assert sampler.prompts[1] == rendered(tokenizer_of("qwen2.5"), messages[:3])
 
 
-def test_messages_are_read_as_clients_write_them() -> None:
+async def test_messages_are_read_as_clients_write_them() -> None:
     """Parts of text, fields without a value, and nothing that is not text."""
-
-    async def play() -> None:
-        first = await session.chat([{"role": "user", "content": [{"type": "text", "text": "one"}]}])
-        echoed = {**first.message, "refusal": None, "tool_calls": []}
-        await session.chat([user("one"), echoed, user("two")])
-        with pytest.raises(ValueError, match="only text is supported"):
-            await session.chat([{"role": "user", "content": [{"type": "image_url"}]}])
-        with pytest.raises(ValueError, match="a message has no role"):
-            await session.chat([{"content": "hello"}])
-        with pytest.raises(ValueError, match="set a tool_parser"):
-            await session.chat([user("one")], tools=[TOOL])
-
     session, _ = session_of("qwen2.5", lambda prompt: "reply")
-    asyncio.run(play())
+    first = await session.chat([{"role": "user", "content": [{"type": "text", "text": "one"}]}])
+    echoed = {**first.message, "refusal": None, "tool_calls": []}
+    await session.chat([user("one"), echoed, user("two")])
+    with pytest.raises(ValueError, match="only text is supported"):
+        await session.chat([{"role": "user", "content": [{"type": "image_url"}]}])
+    with pytest.raises(ValueError, match="a message has no role"):
+        await session.chat([{"content": "hello"}])
+    with pytest.raises(ValueError, match="set a tool_parser"):
+        await session.chat([user("one")], tools=[TOOL])
     assert len(session.segments.sequences()) == 1
 
 
@@ -289,82 +270,72 @@ def counted_session(limits: Limits) -> tuple[Session, Scripted, Counting]:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_result_that_cannot_fit_is_neither_rendered_nor_made_tokens(is_first: bool) -> None:
+async def test_a_result_that_cannot_fit_is_neither_rendered_nor_made_tokens(is_first: bool) -> None:
     session, sampler, counting = counted_session(Limits(max_tokens=4096))
-
-    async def play() -> None:
-        messages: list[dict[str, Any]] = (
-            [] if is_first else [user("one"), (await session.chat([user("one")])).message]
-        )
-        before = counting.num_rendered, len(counting.encoded)
-        for _ in range(2):
-            with pytest.raises(
-                EpisodeEnded, match=r"messages of 104858\d characters leave no room .* 4096 tokens"
-            ):
-                await session.chat([*messages, {"role": "tool", "content": "x" * 10 + " data" * 209_715}])
-        assert (counting.num_rendered, len(counting.encoded)) == before
-
-    asyncio.run(play())
+    messages: list[dict[str, Any]] = (
+        [] if is_first else [user("one"), (await session.chat([user("one")])).message]
+    )
+    before = counting.num_rendered, len(counting.encoded)
+    for _ in range(2):
+        with pytest.raises(EpisodeEnded, match=r"messages of 104858\d characters leave no room .* 4096 tokens"):
+            await session.chat([*messages, {"role": "tool", "content": "x" * 10 + " data" * 209_715}])
+    assert (counting.num_rendered, len(counting.encoded)) == before
     assert session.ended is not None
     assert session.ended.status is Status.TRUNCATED_TOKENS
     assert len(sampler.prompts) == (0 if is_first else 1)
 
 
 def test_white_space_that_a_template_drops_is_no_reason_to_end() -> None:
-    tokenizer = tokenizer_of("llama3")
-    session = make_session(
-        Scripted(tokenizer, lambda prompt: "reply", "<|eot_id|>"), tokenizer, Limits(max_tokens=64)
-    )
+    session, _ = session_of("llama3", said("reply"), Limits(max_tokens=64))
     text = "one" + " " * (session.max_chars + 1)
     assert asyncio.run(session.chat([user(text)])).text == "reply"
 
 
-def test_only_a_long_conversation_becomes_tokens_in_a_thread() -> None:
+async def test_only_a_long_conversation_becomes_tokens_in_a_thread() -> None:
     session, sampler, counting = counted_session(Limits(max_tokens=10**6))
-
-    async def play() -> None:
-        messages = [user("one")]
-        messages.append((await session.chat(messages)).message)
-        messages.append(user("word " * (SHORT_CHARS // 5)))
-        messages.append((await session.chat(messages)).message)
-        messages.append(user("two"))  # the conversation is still long
-        await session.chat(messages)
-
-    asyncio.run(play())
+    messages = [user("one")]
+    messages.append((await session.chat(messages)).message)
+    messages.append(user("word " * (SHORT_CHARS // 5)))
+    messages.append((await session.chat(messages)).message)
+    messages.append(user("two"))  # the conversation is still long
+    await session.chat(messages)
     assert [is_here for _, is_here in counting.encoded] == [True, False, False]
     assert counting.encoded[1][0] > SHORT_CHARS - 5 > counting.encoded[2][0]
     assert sampler.prompts[2] == rendered(tokenizer_of("qwen2.5"), session._turns[-1].messages[:-1])
 
 
 @pytest.mark.slow
-def test_calls_get_their_seeds_in_order_also_beside_a_long_one() -> None:
+async def test_calls_get_their_seeds_in_order_also_beside_a_long_one() -> None:
     """Else a resumed run would sample other replies than the first."""
     texts = ["a " * SHORT_CHARS, "b", "c " * SHORT_CHARS, "d"]
     session, sampler, _ = counted_session(Limits(max_tokens=10**6))
-
-    async def play() -> None:
-        await asyncio.gather(*(session.chat([user(text)]) for text in texts))
-
-    asyncio.run(play())
+    await asyncio.gather(*(session.chat([user(text)]) for text in texts))
     decode = tokenizer_of("qwen2.5").decode
     assert [decode(list(prompt)).split("user\n")[1][0] for prompt in sampler.prompts] == ["a", "b", "c", "d"]
 
 
-def test_a_prompt_of_tokens_that_the_model_does_not_have_is_refused() -> None:
+async def test_a_prompt_of_tokens_that_the_model_does_not_have_is_refused() -> None:
     """The engine would fail on it, with all that it samples at the same time."""
     session, sampler = session_of("qwen2.5", lambda prompt: [5, size + 7])
     size = len(tokenizer_of("qwen2.5"))
-
-    async def play() -> None:
-        for unknown in (-1, size, 10**6, 2**40):
-            with pytest.raises(ValueError, match=rf"the token {unknown}; the model's are 0 to {size - 1}"):
-                await session.sample([1, unknown])
-        reply = await session.sample([1, size - 1])
-        await session.sample([1, size - 1, *reply.token_ids, 2])  # what the model sampled is its own
-
-    asyncio.run(play())
+    for unknown in (-1, size, 10**6, 2**40):
+        with pytest.raises(ValueError, match=rf"the token {unknown}; the model's are 0 to {size - 1}"):
+            await session.sample([1, unknown])
+    reply = await session.sample([1, size - 1])
+    await session.sample([1, size - 1, *reply.token_ids, 2])  # what the model sampled is its own
     assert len(sampler.prompts) == 2
     assert session.ended is None
+
+
+async def test_a_turn_that_was_in_flight_when_the_session_ended_is_not_kept() -> None:
+    def late(prompt: str) -> str:
+        session.end(Status.CANCELLED, "enough")
+        return "late"
+
+    session, _ = session_of("qwen2.5", late)
+    with pytest.raises(EpisodeEnded, match="enough"):
+        await session.chat([user("one")])
+    assert session.segments.num_turns == 0
 
 
 # What a worker remembers
@@ -398,18 +369,3 @@ def test_a_workers_memory_does_not_grow_with_its_conversations(monkeypatch: pyte
     assert len(chat._shapes._values) == 16
     assert chat._texts._size <= 4096
     assert 0 < len(chat._texts._values) < 40
-
-
-def test_a_sentinel_is_no_text_that_a_reply_can_know() -> None:
-    """One that was lengthened until no message held it took a pass over the conversation for each letter."""
-    tokenizer = tokenizer_of("qwen2.5")
-    counting: Any = Counting(tokenizer)
-    chat = ChatTemplate(counting, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
-    shown: list[str] = []
-    render = chat._render
-    chat._render = lambda messages, tools: shown.append(render(messages, tools)) or shown[-1]  # type: ignore
-    conversation = [user("one"), {"role": "assistant", "content": "grpo-ray-reply+++"}, user("two")]
-    for _ in range(2):
-        chat.suffix(conversation, 2, 0)
-    sentinels = re.findall(r"grpo-ray-reply-[0-9a-f]{32}", "".join(shown))
-    assert len(set(sentinels)) == 2

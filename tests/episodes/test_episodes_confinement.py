@@ -17,7 +17,6 @@ from grpo_ray.episodes.confinement import (
     HINT,
     NO_MEMORY_HINT,
     SCRATCH,
-    Confinement,
     check_paths,
     hint_for,
     make_scratch,
@@ -34,73 +33,72 @@ def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
 
 
-def attempt(code: str, readable: tuple[str, ...] = (), writable: tuple[str, ...] = (), gib: float = 1) -> str:
-    """Run code in a thread that a confined thread starts, as episodes are; return its output."""
+def attempts(
+    *codes: str, readable: tuple[str, ...] = (), writable: tuple[str, ...] = (), gib: float = 1
+) -> list[str]:
+    """Run each code in a thread that a confined thread starts, as episodes are; return its end."""
     script = f"""
         import threading
-        from grpo_ray.episodes.confinement import Confinement, make_scratch
+        from grpo_ray.config.episodes import EpisodesConfig
+        from grpo_ray.episodes.confinement import confine, make_scratch
         from grpo_ray.watch import memory  # as a worker does
-        Confinement({readable!r}, {writable!r}, {gib!r}).enter(make_scratch())
-        def episode():
+        settings = EpisodesConfig(readable_paths={readable!r}, writable_paths={writable!r}, memory_gib={gib!r})
+        confine(settings, make_scratch())
+        def episode(code):
             try:
-                exec({textwrap.dedent(code)!r}, {{}})
+                exec(code, {{}})
                 print("done")
             except (OSError, MemoryError) as error:
                 print(type(error).__name__)
-        thread = threading.Thread(target=episode)
-        thread.start()
-        thread.join()
+        for code in {[textwrap.dedent(code) for code in codes]!r}:
+            thread = threading.Thread(target=episode, args=(code,))
+            thread.start()
+            thread.join()
     """
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=600
     )
     assert ended.returncode == 0, ended.stderr
-    return ended.stdout.strip()
+    return ended.stdout.split()
+
+
+def ways_in(path: Path) -> list[str]:
+    return [f"open('{path}').read()", f"open('{path}', 'w')", f"import os; os.remove('{path}')"]
 
 
 @pytest.mark.slow
 @needs_landlock
-def test_other_files_are_neither_read_nor_written(tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
+def test_only_named_paths_and_a_temporary_folder_are_open(tmp_path: Path) -> None:
+    secret, data, out = (tmp_path / name for name in ("secret", "data", "out"))
     secret.write_text("key")
-    assert attempt(f"open({str(secret)!r}).read()") == "PermissionError"
-    assert attempt(f"open({str(secret)!r}, 'w')") == "PermissionError"
-    assert attempt(f"import os; os.remove({str(secret)!r})") == "PermissionError"
-    assert secret.read_text() == "key"
-
-
-@pytest.mark.slow
-@needs_landlock
-def test_named_paths_and_a_temporary_folder_are_open(tmp_path: Path) -> None:
-    data, out = tmp_path / "data", tmp_path / "out"
     data.mkdir()
     out.mkdir()
     (data / "file").write_text("text")
-    assert attempt(f"open({str(data / 'file')!r}).read()", readable=(str(data),)) == "done"
-    assert attempt(f"open({str(data / 'file')!r}, 'w')", readable=(str(data),)) == "PermissionError"
-    assert attempt(f"open({str(out / 'new')!r}, 'w').write('x')", writable=(str(out),)) == "done"
-    assert (out / "new").read_text() == "x"
-    assert attempt("import tempfile; tempfile.TemporaryFile().write(b'x')") == "done"
+    ends = attempts(
+        *ways_in(secret), *ways_in(data / "file"), f"open('{out}/new', 'w').write('x')",
+        "import tempfile; tempfile.TemporaryFile().write(b'x')",
+        readable=(str(data),), writable=(str(out),),
+    )  # fmt: skip
+    denied = ["PermissionError"] * 2
+    assert ends == ["PermissionError", *denied, "done", *denied, "done", "done"]
+    assert (secret.read_text(), (out / "new").read_text()) == ("key", "x")
 
 
 @pytest.mark.slow
-def test_the_workers_own_memory_is_measured() -> None:
-    code = "from grpo_ray.watch.memory import resident_bytes; assert resident_bytes(with_children=False)"
-    assert attempt(code) == "done"
-
-
-@pytest.mark.slow
-def test_modules_are_imported_and_the_network_stays(tmp_path: Path) -> None:
+def test_modules_the_network_and_the_workers_own_memory_stay() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert attempt(f"import socket; socket.create_connection(('127.0.0.1', {port}))") == "done"
-    assert attempt("import xml.dom.minidom, sqlite3, jinja2.sandbox") == "done"
+        connected = f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}))"
+        measured = (
+            "from grpo_ray.watch.memory import resident_bytes; assert resident_bytes(with_children=False)"
+        )
+        imported = "import xml.dom.minidom, sqlite3, jinja2.sandbox"
+        assert attempts(connected, measured, imported) == ["done"] * 3
 
 
 @pytest.mark.slow
 def test_memory_is_limited() -> None:
-    assert attempt("x = bytearray(2 * 2**30)", gib=0.5) == "MemoryError"
-    assert attempt("x = bytearray(2**28)", gib=0.5) == "done"
+    codes = ("x = bytearray(2 * 2**30)", "x = bytearray(2**28)")
+    assert attempts(*codes, gib=0.5) == ["MemoryError", "done"]
 
 
 def test_errors_name_the_remedy() -> None:
@@ -113,54 +111,9 @@ def test_paths_must_exist(tmp_path: Path) -> None:
     check_paths(EpisodesConfig(readable_paths=(str(tmp_path),)))
     with pytest.raises(ValueError, match=r"episodes\.writable_paths: there is no '/absent'"):
         check_paths(EpisodesConfig(writable_paths=("/absent",)))
-    assert Confinement.of(EpisodesConfig(confined=False)) is None
 
 
-@pytest.mark.slow
-@needs_landlock
-@pytest.mark.parametrize(
-    "code",
-    [
-        "open('/proc/self/environ')",
-        "open('/proc/thread-self/environ')",
-        "import os; open(f'/proc/{os.getpid()}/environ')",
-        "open('/proc/self/mem', 'rb')",
-        "open('/proc/self/cmdline')",
-        "import os; os.listdir('/proc/self')",
-        "import os; os.listdir('/proc/self/fd')",
-        "import os; os.listdir('/dev/shm')",
-        "open('/dev/shm/grpo-ray-test-of-another', 'w')",
-    ],
-)
-def test_the_processes_own_files_and_shared_memory_are_out_of_reach(code: str) -> None:
-    assert attempt(code) == "PermissionError"
-
-
-@pytest.fixture
-def shared_file() -> Iterator[Path]:
-    descriptor, name = tempfile.mkstemp(dir="/dev/shm")
-    os.write(descriptor, b"of another process")
-    os.close(descriptor)
-    yield Path(name)
-    Path(name).unlink(missing_ok=True)
-
-
-@pytest.mark.slow
-@needs_landlock
-@pytest.mark.parametrize("code", ["open({!r}).read()", "open({!r}, 'w')", "import os; os.remove({!r})"])
-def test_shared_memory_of_others_is_neither_read_nor_removed(code: str, shared_file: Path) -> None:
-    assert attempt(code.format(str(shared_file))) == "PermissionError"
-    assert shared_file.read_text() == "of another process"
-
-
-@pytest.mark.slow
-@needs_landlock
-def test_semaphores_need_a_path_of_their_own() -> None:
-    code = "import multiprocessing; multiprocessing.get_context('fork').Lock()"
-    assert attempt(code) == "PermissionError"
-    assert attempt(code, writable=("/dev/shm",)) == "done"
-
-
+FORKED_LOCK = "import multiprocessing; multiprocessing.get_context('fork').Lock()"
 IN_A_CHILD = """
     import os, subprocess, sys
     pid = os.fork()
@@ -175,10 +128,30 @@ IN_A_CHILD = """
 """
 
 
+@pytest.fixture
+def shared_file() -> Iterator[Path]:
+    descriptor, name = tempfile.mkstemp(dir="/dev/shm")
+    os.write(descriptor, b"of another process")
+    os.close(descriptor)
+    yield Path(name)
+    Path(name).unlink(missing_ok=True)
+
+
 @pytest.mark.slow
 @needs_landlock
-def test_a_child_process_is_confined_as_well() -> None:
-    assert attempt(IN_A_CHILD) == "PermissionError"  # of the last line
+def test_the_processes_own_files_and_shared_memory_are_out_of_reach(shared_file: Path) -> None:
+    codes = [
+        *("open('/proc/self/environ')", "open('/proc/thread-self/environ')", "open('/proc/self/cmdline')"),
+        *("import os; open(f'/proc/{os.getpid()}/environ')", "open('/proc/self/mem', 'rb')"),
+        *(f"import os; os.listdir('{folder}')" for folder in ("/proc/self", "/proc/self/fd", "/dev/shm")),
+        "open('/dev/shm/grpo-ray-test-of-another', 'w')",
+        *ways_in(shared_file),
+        FORKED_LOCK,
+        IN_A_CHILD,  # of its last line
+    ]
+    assert dict(zip(codes, attempts(*codes), strict=True)) == dict.fromkeys(codes, "PermissionError")
+    assert shared_file.read_text() == "of another process"
+    assert attempts(FORKED_LOCK, writable=("/dev/shm",)) == ["done"]  # semaphores need a path of their own
 
 
 def test_temporary_folders_without_a_process_are_removed(

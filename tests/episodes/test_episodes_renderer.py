@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-from episode_players import QWEN3, TOOL, Scripted, chat_tokenizer
-from hypothesis import given, settings
+from episode_players import CALL, QWEN3, TOOL, Scripted, chat_tokenizer, said
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
@@ -36,7 +36,6 @@ TOOLS = (
     "\\n</tool_call><|im_end|>\\n' }}{% endif %}"
 )
 NO_THOUGHT = "{% if enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
-CALL = '<tool_call>\n{"name": "look", "arguments": {"place": "%s"}}\n</tool_call>'
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12)
 # Both formats trim line ends of what they show again.
 REPLIES = TEXTS.map(lambda text: f"a{text}z")
@@ -85,8 +84,7 @@ def play(
     **changes: Any,
 ) -> tuple[Session, Scripted, list[dict[str, Any]]]:
     """Sample each reply after a turn's messages; `changes` are of the sampling settings."""
-    texts = iter(replies)
-    sampler = Scripted(template.tokenizer, lambda prompt: next(texts), "<|im_end|>")
+    sampler = Scripted(template.tokenizer, said(*replies), "<|im_end|>")
     fields = {"num_samples": 1, "temperature": 1.0, "top_p": 1.0, "min_tokens": 0, "max_tokens": 500, **changes}
     session = Session(sampler, SamplingSettings(**fields), template, Limits(max_tokens=5000), parser)
 
@@ -108,32 +106,30 @@ def check_prefixes(session: Session, sampler: Scripted) -> None:
         assert after[: len(before) + len(reply)] == before + reply
 
 
+IDS = st.lists(st.integers(1, 250), max_size=8)  # seldom what their text encodes to
+
+
 @pytest.mark.slow
-@settings(max_examples=40)
-@given(st.booleans(), st.lists(st.tuples(TEXTS, REPLIES), min_size=1, max_size=4))
-def test_prompts_are_the_chat_templates(thinks: bool, turns: list[tuple[str, str]]) -> None:
-    opened, replies = [[user(text)] for text, _ in turns], [reply for _, reply in turns]
+@settings(max_examples=60)
+@given(st.booleans(), st.lists(st.tuples(TEXTS, REPLIES | IDS), min_size=1, max_size=4))
+def test_prompts_are_the_chat_templates_and_sampled_tokens_stay(
+    thinks: bool, turns: list[tuple[str, str | list[int]]]
+) -> None:
+    end = ends_of(tokenizer_of_qwen3())[0]
+    opened = [[user(text)] for text, _ in turns]
+    replies = [reply if isinstance(reply, str) else [*reply, end] for _, reply in turns]
+    assume(not thinks or all(isinstance(reply, str) for reply in replies))
     session, sampler, _ = play(renderer_of_qwen3(thinks), replies, opened)
     _, expected, _ = play(chat_template(thinks), replies, opened)
     assert sampler.prompts == expected.prompts
     if not thinks:  # else a new question shows the replies again, maybe in other tokens
         check_prefixes(session, sampler)
-
-
-@pytest.mark.slow
-@settings(max_examples=40)
-@given(st.lists(st.tuples(TEXTS, st.lists(st.integers(1, 250), max_size=8)), min_size=2, max_size=4))
-def test_sampled_tokens_stay_whatever_they_are(turns: list[tuple[str, list[int]]]) -> None:
-    end = ends_of(tokenizer_of_qwen3())[0]
-    replies = [[*reply, end] for _, reply in turns]
-    opened = [[user(text)] for text, _ in turns]
-    session, sampler, _ = play(renderer_of_qwen3(False), replies, opened)
-    _, expected, _ = play(chat_template(False), replies, opened)
-    assert sampler.prompts == expected.prompts
-    check_prefixes(session, sampler)
-    (sequence,) = session.segments.sequences()
-    for number, reply in enumerate(replies):
-        assert sequence.response_token_ids[sequence.turns == number].tolist() == reply
+        (sequence,) = session.segments.sequences()
+        for number, reply in enumerate(replies):
+            assert (
+                isinstance(reply, str)
+                or sequence.response_token_ids[sequence.turns == number].tolist() == reply
+            )
 
 
 @pytest.mark.slow
@@ -169,22 +165,6 @@ def test_dropped_thoughts_open_a_branch() -> None:
     assert second.mask.all()
 
 
-def test_a_question_shows_replies_again_in_their_usual_tokens() -> None:
-    """The chat template keeps the sampled ones; Qwen3's renderer, if it thinks, bridges no question."""
-    tokenizer = tokenizer_of_qwen3()
-    spelled = [tokenizer.convert_tokens_to_ids(letter) for letter in "answer"]
-    assert spelled != tokenizer("answer")["input_ids"]
-    replies, turns = [[*spelled, ends_of(tokenizer)[0]], "no"], [[user("one")], [user("two")]]
-    branched, sampler, _ = play(renderer_of_qwen3(True), replies, turns)
-    continued, expected, _ = play(chat_template(True), replies, turns)
-    assert len(branched.segments.sequences()) == 2
-    assert len(continued.segments.sequences()) == 1
-    assert tokenizer.decode(list(sampler.prompts[1])) == tokenizer.decode(list(expected.prompts[1]))
-    for first, second in (branched.segments.sequences(),):
-        assert first.response_token_ids.tolist() == replies[0]
-        assert second.mask.all()
-
-
 @pytest.mark.parametrize(("reply", "added"), [("a long reply", "<|im_end|>"), ("<think>\nhm and hm and", "")])
 def test_a_reply_that_was_cut_off_gets_its_end(reply: str, added: str) -> None:
     """The renderer also closes a thought, which the chat template leaves open."""
@@ -201,7 +181,7 @@ def test_a_reply_that_was_cut_off_gets_its_end(reply: str, added: str) -> None:
 
 @pytest.mark.parametrize(
     "malformed",
-    ['{"name": "look", "arguments": {"place": \n</tool_call>', '{"nam": "look"}\n</tool_call>', "look", "3"],
+    ['{"name": "look", "arguments": {"place": \n</tool_call>', '{"nam": "look"}\n</tool_call>', "look"],
 )
 def test_a_malformed_call_is_text(malformed: str) -> None:
     pytest.importorskip("renderers")
@@ -238,12 +218,6 @@ def test_auto_is_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (renderer.config.name, renderer.config.enable_thinking) == ("qwen3", False)
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "renderers", None)
-    with pytest.raises(ValueError, match=r"episodes\.renderer needs renderers, .*`make environments`"):
-        check_renderer("qwen3")
-
-
 def test_a_run_asks_for_the_renderer_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     data = yaml.safe_load((Path(__file__).parents[2] / "configs/guess-number.yaml").read_text())
     tokenizer = tokenizer_of_qwen3()
@@ -255,7 +229,7 @@ def test_a_run_asks_for_the_renderer_before_it_starts(monkeypatch: pytest.Monkey
     check_episodes(config())
     check_template(config(), tokenizer)
     for check in (check_episodes, lambda config: check_template(config, tokenizer)):
-        with pytest.raises(ValueError, match=r"episodes\.renderer needs renderers"):
+        with pytest.raises(ValueError, match=r"episodes\.renderer needs renderers, .*`make environments`"):
             check(config(renderer="qwen3"))
 
 

@@ -2,11 +2,10 @@
 
 import asyncio
 import threading
-import time
 from typing import Any
 
 import pytest
-from episode_players import QWEN25, chat_tokenizer, make_session
+from episode_players import said, session_of
 
 from grpo_ray.episodes import threads
 from grpo_ray.episodes.openai_server import ChatServer
@@ -32,24 +31,21 @@ async def _later() -> float:
     return 1.0
 
 
-def test_a_task_that_calls_exit_leaves_the_thread_to_the_other_episodes() -> None:
-    async def play() -> list[object]:
-        thread = EpisodeThread("group")
-        assert thread.loop  # which starts it
-        running = [RunningEpisode(episode(), thread) for episode in (_begins_a_task_that_exits, _later)]
-        try:
-            async with asyncio.timeout(120):
-                return await asyncio.gather(*(each.done for each in running), return_exceptions=True)
-        finally:
-            thread.stop()
-
-    first, second = asyncio.run(play())
+async def test_a_task_that_calls_exit_leaves_the_thread_to_the_other_episodes() -> None:
+    thread = EpisodeThread("group")
+    assert thread.loop  # which starts it
+    running = [RunningEpisode(episode(), thread) for episode in (_begins_a_task_that_exits, _later)]
+    try:
+        async with asyncio.timeout(120):
+            first, second = await asyncio.gather(*(each.done for each in running), return_exceptions=True)
+    finally:
+        thread.stop()
     assert isinstance(first, RuntimeError)
     assert second == 1.0
 
 
 @pytest.mark.parametrize("num_failures", [1, 4])
-def test_a_thread_that_cannot_start_costs_its_episodes_and_no_place(
+async def test_a_thread_that_cannot_start_costs_its_episodes_and_no_place(
     num_failures: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, failures, loops = threading.Thread.start, iter(range(num_failures)), list[Any]()
@@ -60,26 +56,22 @@ def test_a_thread_that_cannot_start_costs_its_episodes_and_no_place(
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    async def play() -> None:
-        monkeypatch.setattr(threading.Thread, "start", limited)
-        monkeypatch.setattr(asyncio, "new_event_loop", lambda: loops.append(new_loop()) or loops[-1])
-        tokenizer = chat_tokenizer(QWEN25)
-        server = ChatServer()
-        runner = EpisodeRunner(lambda session, example: _later(), max_concurrent=4, server=server)
-        for name, num_failed in (("group 1", num_failures), ("group 2", 0)):
-            thread = EpisodeThread(name)
-            sessions = [make_session(None, tokenizer) for _ in range(4)]
-            runs = (runner.run(session, Example("", ""), thread) for session in sessions)
-            async with asyncio.timeout(60):  # of 600 s that a lost place would be held
-                results = await asyncio.gather(*runs)
-            thread.stop()
-            failed = [result for result in results if result.status is Status.ENVIRONMENT_ERROR]
-            assert len(failed) == num_failed
-            assert all("could not start (can't start new thread): raise" in result.error for result in failed)
-            assert all(result.reward == 1.0 for result in results if result not in failed)
-        assert server._sessions == {}
-
-    asyncio.run(play())
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    monkeypatch.setattr(asyncio, "new_event_loop", lambda: loops.append(new_loop()) or loops[-1])
+    server = ChatServer()
+    runner = EpisodeRunner(lambda session, example: _later(), max_concurrent=4, server=server)
+    for name, num_failed in (("group 1", num_failures), ("group 2", 0)):
+        thread = EpisodeThread(name)
+        sessions = [session_of("qwen2.5", said())[0] for _ in range(4)]
+        runs = (runner.run(session, Example("", ""), thread) for session in sessions)
+        async with asyncio.timeout(60):  # of 600 s that a lost place would be held
+            results = await asyncio.gather(*runs)
+        thread.stop()
+        failed = [result for result in results if result.status is Status.ENVIRONMENT_ERROR]
+        assert len(failed) == num_failed
+        assert all("could not start (can't start new thread): raise" in result.error for result in failed)
+        assert all(result.reward == 1.0 for result in results if result not in failed)
+    assert server._sessions == {}
     assert all(loop.is_closed() for loop in loops[:num_failures])
 
 
@@ -92,21 +84,10 @@ def test_threads_that_wind_down_together_are_not_stuck() -> None:
         assert stopped.num_stuck() == 0
 
 
-def test_a_thread_that_does_not_come_back_is_stuck_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "WIND_DOWN_S", 0.0)
-    stopped, thread, release = StoppedThreads(), EpisodeThread("group"), threading.Event()
-    assert thread.loop  # which starts it
-    thread.loop.call_soon_threadsafe(release.wait)
-    stopped.stop(thread)
-    assert stopped.num_stuck() == 1
-    release.set()
-    assert thread._thread is not None
-    thread._thread.join(5)
-    assert stopped.num_stuck() == 0
-
-
 @pytest.mark.slow
-def test_a_call_of_to_thread_that_hangs_is_stuck_until_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_of_to_thread_that_hangs_is_stuck_until_it_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The episode itself ends when it is cancelled; only the call that it began in another thread goes on."""
     monkeypatch.setattr(threads, "WIND_DOWN_S", 0.0)
     stopped, thread, release = StoppedThreads(), EpisodeThread("group"), threading.Event()
@@ -117,17 +98,14 @@ def test_a_call_of_to_thread_that_hangs_is_stuck_until_it_returns(monkeypatch: p
         await asyncio.to_thread(release.wait, 30)
         return 1.0
 
-    async def play() -> None:
-        running = RunningEpisode(hangs(), thread)
-        await asyncio.to_thread(begun.wait, 5)
-        running.cancel()
+    running = RunningEpisode(hangs(), thread)
+    await asyncio.to_thread(begun.wait, 5)
+    running.cancel()
+    try:
         await asyncio.wait({running.done}, timeout=5)
         assert running.done.cancelled()
-
-    try:
-        asyncio.run(play())
         stopped.stop(thread)
-        time.sleep(0.2)  # the thread has had its time to end
+        await asyncio.sleep(0.2)  # the thread has had its time to end
         assert stopped.num_stuck() == 1
     finally:
         release.set()

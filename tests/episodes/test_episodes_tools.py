@@ -4,37 +4,18 @@ import asyncio
 from typing import Any
 
 import pytest
-from episode_players import QWEN3, QWEN25, TOOL, Scripted, chat_tokenizer, make_session
+from episode_players import CALL, QWEN25, TOOL, Scripted, chat_tokenizer, said, session_of, tokenizer_of
 
 from grpo_ray.episodes.session import Reply, Session
-from grpo_ray.episodes.tool_calls import ToolParser, make_tool_parser
-from grpo_ray.learning.plain_chat import RESPONSE_TEMPLATE, give_plain_chat
-
-CALL = '<tool_call>\n{"name": "look", "arguments": {"place": "%s"}}\n</tool_call>'
-RESPONSE = {
-    **RESPONSE_TEMPLATE,
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        **RESPONSE_TEMPLATE["fields"],
-        "reasoning_content": {"open": "<think>\n", "close": "\n</think>"},
-        "content": {"close_pattern": r"<\|im_end\|>|$", "repeats": True, "join": ""},
-    },
-}
-
-
-def parser_of(name: str, tokenizer: Any) -> ToolParser:
-    return make_tool_parser(name, tokenizer, RESPONSE if name == "transformers" else None)
-
+from grpo_ray.episodes.tool_calls import make_tool_parser
+from grpo_ray.learning.plain_chat import give_plain_chat
 
 PARSERS = ["transformers", pytest.param("hermes", marks=pytest.mark.vllm)]
 
 
 def play(parser_name: str, *replies: str) -> tuple[list[Reply], Session, Scripted]:
     """Let each reply be answered by a result of the tool; return the replies."""
-    tokenizer = chat_tokenizer(QWEN25)
-    texts = iter(replies)
-    sampler = Scripted(tokenizer, lambda prompt: next(texts), "<|im_end|>")
-    session = make_session(sampler, tokenizer, parser=parser_of(parser_name, tokenizer))
+    session, sampler = session_of("qwen2.5", said(*replies), parser=parser_name)
 
     async def turns() -> list[Reply]:
         messages: list[dict[str, Any]] = [{"role": "user", "content": "where?"}]
@@ -64,25 +45,20 @@ def test_calls_are_found_and_their_tokens_stay(parser: str) -> None:
     assert sampler.prompts[1][: len(sampler.prompts[0])] == sampler.prompts[0]
     (sequence,) = session.segments.sequences()
     trained = sequence.response_token_ids[sequence.turns == 0]
-    assert chat_tokenizer(QWEN25).decode(trained) == f"{first}<|im_end|>"
+    assert tokenizer_of("qwen2.5").decode(trained) == f"{first}<|im_end|>"
 
 
-def test_thoughts_that_a_parser_tells_apart_stay_while_the_template_shows_them() -> None:
+async def test_thoughts_that_a_parser_tells_apart_stay_while_the_template_shows_them() -> None:
     """Also if an agent gives the history back without them, as clients of OpenAI's endpoint do."""
-    tokenizer = chat_tokenizer(QWEN3)
-    texts = iter([f"<think>\nhm\n</think>\n\n{CALL % 'here'}", "gone", "sure"])
-    sampler = Scripted(tokenizer, lambda prompt: next(texts), "<|im_end|>")
-    session = make_session(sampler, tokenizer, parser=parser_of("transformers", tokenizer))
+    thinking = f"<think>\nhm\n</think>\n\n{CALL % 'here'}"
+    session, sampler = session_of("qwen3", said(thinking, "gone", "sure"), parser="transformers")
 
-    async def turns() -> None:
-        messages: list[dict[str, Any]] = [{"role": "user", "content": "where?"}]
-        for new in ({"role": "tool", "content": "nothing"}, {"role": "user", "content": "sure?"}, None):
-            reply = await session.chat(messages, tools=[TOOL])
-            assert reply.reasoning == ("hm" if reply.tool_calls else "")
-            messages += [{**reply.message, "reasoning_content": None}, new or {}]
-
-    asyncio.run(turns())
-    first, second, third = (tokenizer.decode(list(prompt)) for prompt in sampler.prompts)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "where?"}]
+    for new in ({"role": "tool", "content": "nothing"}, {"role": "user", "content": "sure?"}, None):
+        reply = await session.chat(messages, tools=[TOOL])
+        assert reply.reasoning == ("hm" if reply.tool_calls else "")
+        messages += [{**reply.message, "reasoning_content": None}, new or {}]
+    first, second, third = (tokenizer_of("qwen3").decode(list(prompt)) for prompt in sampler.prompts)
     assert second.startswith(f"{first}<think>\nhm\n</think>")
     assert "hm" not in third
     assert [sorted(set(s.turns[s.mask].tolist())) for s in session.segments.sequences()] == [[0, 1], [2]]
@@ -94,7 +70,6 @@ def test_thoughts_that_a_parser_tells_apart_stay_while_the_template_shows_them()
     [
         '<tool_call>\n{"name": "look", "arguments": {"place": \n</tool_call>',
         '<tool_call>\n{"nam": "look"}\n</tool_call>',
-        '<tool_call>\n{"name": ["look"], "arguments": {}}\n</tool_call>',
         '<tool_call>\n{"name": "look", "arguments": 3}\n</tool_call>',
         "<tool_call>\nlook\n</tool_call>",
     ],
@@ -105,9 +80,7 @@ def test_a_malformed_call_is_text(parser: str, malformed: str) -> None:
 
 
 def test_without_tools_nothing_is_parsed() -> None:
-    tokenizer = chat_tokenizer(QWEN3)
-    sampler = Scripted(tokenizer, lambda prompt: CALL % "here", "<|im_end|>")
-    session = make_session(sampler, tokenizer, parser=parser_of("transformers", tokenizer))
+    session, _ = session_of("qwen3", said(CALL % "here"), parser="transformers")
     reply = asyncio.run(session.chat([{"role": "user", "content": "where?"}]))
     assert (reply.text, reply.tool_calls) == (CALL % "here", ())
 

@@ -5,7 +5,6 @@ import asyncio
 import pytest
 from turn_clients import SETTINGS, FakeGenerator, at_once, never
 
-from grpo_ray.episodes import serving_time
 from grpo_ray.episodes.serving_time import ServingTime
 from grpo_ray.episodes.turn_router import TurnRouter
 
@@ -28,22 +27,6 @@ def test_only_the_time_of_serving_counts() -> None:
     assert seconds == [1.0, 1.0, 1.0, 3.0, 7.0]
 
 
-@pytest.mark.slow
-def test_a_limit_ends_later_by_the_time_without_generators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving_time, "LOOK_S", 0.02)
-
-    async def run() -> tuple[bool, float]:
-        served, loop = ServingTime(), asyncio.get_running_loop()
-        began = loop.time()
-        loop.call_later(0.05, served.set, False)
-        loop.call_later(0.35, served.set, True)
-        return await served.wait(loop.create_future(), 0.2), loop.time() - began
-
-    is_done, seconds = asyncio.run(run())
-    assert not is_done
-    assert seconds >= 0.5 - 0.01
-
-
 def test_work_that_ends_while_no_generator_serves_is_done_at_once() -> None:
     async def run() -> bool:
         served, loop = ServingTime(is_serving=False), asyncio.get_running_loop()
@@ -56,18 +39,15 @@ def test_work_that_ends_while_no_generator_serves_is_done_at_once() -> None:
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False])
-def test_work_beyond_its_limit_is_cancelled_and_so_is_that_of_a_caller(is_cancelled: bool) -> None:
-    async def run() -> None:
-        work: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        waiting = asyncio.ensure_future(ServingTime().within(9.0 if is_cancelled else 0.05, work))
-        await asyncio.sleep(0.01)
-        if is_cancelled:
-            waiting.cancel()
-        (error,) = await asyncio.gather(waiting, return_exceptions=True)
-        assert isinstance(error, asyncio.CancelledError if is_cancelled else TimeoutError)
-        assert work.cancelled()
-
-    asyncio.run(run())
+async def test_work_beyond_its_limit_is_cancelled_and_so_is_that_of_a_caller(is_cancelled: bool) -> None:
+    work: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    waiting = asyncio.ensure_future(ServingTime().within(9.0 if is_cancelled else 0.05, work))
+    await asyncio.sleep(0.01)
+    if is_cancelled:
+        waiting.cancel()
+    (error,) = await asyncio.gather(waiting, return_exceptions=True)
+    assert isinstance(error, asyncio.CancelledError if is_cancelled else TimeoutError)
+    assert work.cancelled()
 
 
 def test_the_clock_of_a_router_runs_while_it_has_generators() -> None:

@@ -115,7 +115,9 @@ def test_a_bad_line_is_named(tmp_path: Path, bad: bytes, message: str) -> None:
 
 def test_a_long_value_is_shortened(tmp_path: Path) -> None:
     bad = json.dumps({"question": ["x"] * 100_000, "answer": "1"}).encode()
-    assert len(refusal(write_task(tmp_path, bad))) < 300 + len(str(tmp_path))
+    message = refusal(write_task(tmp_path, bad))
+    assert "line 1: 'question' is ['x', 'x'" in message
+    assert len(message) < 300 + len(str(tmp_path))
 
 
 def test_valid_files_of_every_kind(tmp_path: Path) -> None:
@@ -165,33 +167,30 @@ def test_bad_parquet_is_named(tmp_path: Path) -> None:
         assert f"{task.train_path}, row 1: 'answer' is {bad!r}; it must be text or a number" in refusal(task)
 
 
-@pytest.mark.parametrize("keep", [0, 10, 2000, -1])
-def test_a_truncated_parquet_file_is_refused(tmp_path: Path, keep: int) -> None:
-    task = parquet(tmp_path, question=[f"{i}?" for i in range(5000)], answer=list(range(5000)))
-    whole = Path(task.train_path).read_bytes()
-    Path(task.train_path).write_bytes(whole[:keep])
-    assert f"{task.train_path}: not readable as Parquet" in refusal(task)
-    assert "write the file again" in refusal(task)
-
-
-def test_damaged_parquet_pages_are_refused(tmp_path: Path) -> None:
+def test_a_truncated_or_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
     task = parquet(tmp_path, question=[f"{i} " * 20 for i in range(3000)], answer=list(range(3000)))
-    damaged = bytearray(Path(task.train_path).read_bytes())
-    damaged[200:900] = bytes(700)
-    Path(task.train_path).write_bytes(damaged)
-    assert f"{task.train_path}: not readable as Parquet" in refusal(task)
+    whole = Path(task.train_path).read_bytes()
+    for bad in (b"", whole[:2000], whole[:-1], whole[:200] + bytes(700) + whole[900:]):
+        Path(task.train_path).write_bytes(bad)
+        message = refusal(task)
+        assert f"{task.train_path}: not readable as Parquet" in message
+        assert "write the file again" in message
 
 
 def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = write_task(tmp_path, line("a?"))
-    for name in ("data.jsonl", "data.parquet"):
-        (tmp_path / name).mkdir()
-        changed = task.model_copy(update={"validation_path": str(tmp_path / name)})
-        assert f"{changed.validation_path}: is a folder; give the path of a .jsonl" in refusal(changed)
-    missing = task.model_copy(update={"train_path": str(tmp_path / "none.parquet")})
-    assert f"{missing.train_path}: there is no such file" in refusal(missing)
-    device = task.model_copy(update={"train_path": "/dev/null"})
-    assert "/dev/null: is not a regular file" in refusal(device)
+    (tmp_path / "folder.parquet").mkdir()
+    (tmp_path / "data.csv").write_text("question,answer\n1,2\n")
+    (tmp_path / "empty.jsonl").touch()
+    for path, problem in (
+        (tmp_path / "folder.parquet", "is a folder; give the path of a .jsonl"),
+        (tmp_path / "none.parquet", "there is no such file"),
+        (tmp_path / "data.csv", "unknown kind of file '.csv'; convert it"),
+        (tmp_path / "empty.jsonl", "holds no examples; give a file with at least one"),
+        (Path("/dev/null"), "is not a regular file"),
+    ):
+        for field in ("train_path", "validation_path"):
+            assert f"{path}: {problem}" in refusal(task.model_copy(update={field: str(path)}))
 
     def denied(*_: object, **__: object) -> None:  # root may read everything, so mode bits would not help
         raise PermissionError(13, "Permission denied")
@@ -312,22 +311,11 @@ def write_config(folder: Path, task: FileTaskConfig, model: Path) -> str:
     return str(folder / "run.yaml")
 
 
-def test_check_prints_a_refusal_without_a_traceback(
-    tmp_path: Path, tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    task = write_task(tmp_path, line("a?") + line("a?", "3"))
-    assert main(["check", write_config(tmp_path, task, tiny_model())]) == 2
-    error = capsys.readouterr().err
-    assert f"grpo-ray: {task.train_path}, line 2: the question 'a?' has the answer '3'" in error
-    assert "Traceback" not in error
-
-
 @pytest.mark.parametrize(
     ("fields", "code", "message"),
     [
         ({}, 2, f"do not fit the model's positions (512); {CHOICES}"),
         ({"long_prompts": "skip"}, 0, "good; 1 training and 1 validation prompts"),
-        ({"train_path": "none.jsonl"}, 2, "grpo-ray: none.jsonl: there is no such file"),
         ({"prompt": "r2_zero"}, 2, "grpo-ray: task.prompt: cannot read 'r2_zero'"),
     ],
 )
@@ -339,3 +327,4 @@ def test_check_by_its_exit_status(
     assert main(["check", write_config(tmp_path, task, tiny_model())]) == code
     output = capsys.readouterr()
     assert message in output.out + output.err
+    assert "Traceback" not in output.err

@@ -61,8 +61,7 @@ class Run:
 def step(run: Run, size: int = 5) -> list[str]:
     """Run one synchronous step: take prompts, and train all of their groups."""
     items = run.take(size)
-    run.prompts.observe({item.group_id: outcome(RATES[item.prompt]) for item in items})
-    run.prompts.forget(item.group_id for item in items)
+    run.finish(items)
     return [item.prompt for item in items]
 
 

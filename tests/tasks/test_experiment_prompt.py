@@ -32,30 +32,14 @@ def test_warmed_up_habits_are_in_the_format_and_a_quarter_is_right(reward: Any) 
     assert 0.23 < sum(verdict["answer_reward"] for verdict in verdicts) / len(verdicts) < 0.33
 
 
-def test_boxed_habits_differ_only_in_their_ending() -> None:
-    tagged = warmup_pairs(SortingTaskConfig(), seed=1, num_pairs=50)
-    boxed = warmup_pairs(SortingTaskConfig(reward="question_only"), seed=1, num_pairs=50)
-    expected = [
-        (question, response.replace(" </think> <answer> ", r" \boxed{").replace(" </answer>", "}"))
-        for question, response in tagged
-    ]
-    assert boxed == expected
-
-
-def test_the_question_only_prompt_is_the_question() -> None:
-    assert load_template("question_only").render("What is {x}?") == "What is {x}?"
-
-
 def test_the_few_shot_prompt_is_the_short_one_after_right_examples() -> None:
     few_shot = load_template("few_shot_sorting").render("Sort 51280")
     short = load_template("short").render("Sort 51280")
     examples = few_shot.removesuffix(short)
     assert examples != few_shot
     found = re.findall(r"User: Sort (\d+)\nAssistant: <think>(.*)\n", examples)
-    assert (
-        "".join(f"User: Sort {digits}\nAssistant: <think>{response}\n" for digits, response in found)
-        == examples
-    )
+    turns = [f"User: Sort {digits}\nAssistant: <think>{response}\n" for digits, response in found]
+    assert "".join(turns) == examples
     right = {"format_reward": 1.0, "answer_reward": 1.0, "reward": 1.0}
     for digits, response in found:
         assert get_reward_fn("exact_match")(response, "".join(sorted(digits))) == right

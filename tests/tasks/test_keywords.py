@@ -8,8 +8,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
@@ -51,16 +49,12 @@ def test_the_users_own_list(tmp_path: Path) -> None:
     [
         (b"tree\nice cream\n", r"words.txt, line 2: 'ice cream' is not a word; write one word per line"),
         (b"tree, boat\n", r"line 1: 'tree, boat' is not a word"),
-        (b"tree\n-\n", r"line 2: '-' is not a word"),
         (b"tr\xffee\n", r"words.txt: byte 2 is not UTF-8; save the list as UTF-8 text"),
     ],
 )
-def test_wrong_lists_are_refused(tmp_path: Path, text: bytes, message: str) -> None:
+def test_wrong_and_missing_lists_are_refused(tmp_path: Path, text: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_words(write_list(tmp_path, text))
-
-
-def test_a_missing_list_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none.txt: cannot be read \(No such file or directory\)"):
         read_words(tmp_path / "none.txt")
 
@@ -106,7 +100,6 @@ def test_examples_are_seeded_and_disjoint_in_any_order(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"num_keywords": (3, 2)}, r"num_keywords is \[3, 2\]: give the minimum, then the maximum"),
-        ({"num_keywords": (0, 2)}, "greater than 0"),
         ({"train_path": "a.jsonl"}, "give both of train_path and validation_path, or neither"),
         ({"validation_path": "a.jsonl"}, "give both of train_path and validation_path, or neither"),
         (
@@ -123,7 +116,7 @@ def test_wrong_fields_are_refused(fields: dict[str, Any], message: str) -> None:
 # ---- the grammar ----
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 6])
+@pytest.mark.parametrize("count", [1, 2, 6])
 def test_sentences_have_their_nouns_in_order(count: int) -> None:
     rng = random.Random(count)
     nouns = [f"noun{'abcdef'[index]}" for index in range(count)]
@@ -169,16 +162,6 @@ def test_warmup_of_single_words_is_not_always_right() -> None:
     assert right / 200 == pytest.approx(0.35, abs=0.1)
 
 
-def test_warmup_refuses_a_list_that_is_too_short(tmp_path: Path) -> None:
-    path = write_list(tmp_path, "a\nb\nc\nd\n")
-    config = KeywordsTaskConfig(
-        keywords_path=path, num_keywords=(2, 2), num_train_prompts=4, num_validation_prompts=1
-    )
-    assert len(warmup_pairs(config, seed=0, num_pairs=1)) == 1
-    with pytest.raises(ValueError, match=r"words.txt: its 4 words make 6 sets of 2 to 2, but 7 are needed"):
-        warmup_pairs(config, seed=0, num_pairs=2)
-
-
 # ---- files of pairs ----
 
 BOAT = {"prompt": "Use boat and tree.", "answer": "The boat hid the tree.", "keywords": ["boat", "tree"]}
@@ -209,13 +192,6 @@ def test_training_on_pairs(tmp_path: Path) -> None:
     assert warmup_pairs(config, seed=0, num_pairs=1)[0] in pairs
 
 
-def test_pairs_from_parquet(tmp_path: Path) -> None:
-    path = tmp_path / "train.parquet"
-    pq.write_table(pa.Table.from_pylist([BOAT, BIRD]), path)
-    sets = load_examples(config_of(str(path), write_pairs(tmp_path, "b", FISH)), seed=0)
-    assert [example.ground_truth for example in sets.train] == ["boat, tree", "bird"]
-
-
 def test_keywords_of_validation_are_kept_out_of_training(tmp_path: Path) -> None:
     turned = {**BOAT, "prompt": "Tree and boat, please.", "keywords": ["Tree", "boat"]}
     train, validation = write_pairs(tmp_path, "a", turned, BIRD), write_pairs(tmp_path, "b", BOAT, BIRD)
@@ -237,7 +213,6 @@ def test_keywords_of_validation_are_kept_out_of_training(tmp_path: Path) -> None
         ({**BIRD, "keywords": []}, r"line 2: 'keywords' is \[\]"),
         ({**BIRD, "keywords": ["a, b"]}, "line 2: 'keywords' is"),
         ({**BIRD, "keywords": [1]}, r"line 2: 'keywords' is \[1\]"),
-        ({**BIRD, "answer": " "}, "line 2: 'answer' is empty"),
     ],
 )
 def test_wrong_pairs_are_named(tmp_path: Path, row: Any, message: str) -> None:
@@ -247,7 +222,6 @@ def test_wrong_pairs_are_named(tmp_path: Path, row: Any, message: str) -> None:
 
 
 def test_a_file_without_pairs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"a.jsonl: holds no pairs; make some with `python -m examples.course data"
-    ):
+    message = r"a.jsonl: holds no pairs; make some with `python -m examples.course data"
+    with pytest.raises(ValueError, match=message):
         load_examples(config_of(write_pairs(tmp_path, "a"), write_pairs(tmp_path, "b", FISH)), seed=0)

@@ -14,15 +14,13 @@ from builders import make_completion
 
 from examples.course.__main__ import run
 from examples.course.keyword_data import writers
-from examples.course.keyword_data.keyword_dataset import KeywordDataset, has_keywords
+from examples.course.keyword_data.keyword_dataset import KeywordDataset
 from grpo_ray.config import Config
 from grpo_ray.config.task import KeywordsTaskConfig
 from grpo_ray.engines.base import EngineDied
-from grpo_ray.errors import RunError
 from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.tasks import load_examples
 from grpo_ray.tasks.keywords.pairs import KeywordPair
-from grpo_ray.tasks.keywords.word_list import Keywords
 from grpo_ray.types import Completion, SamplingSettings
 
 
@@ -32,6 +30,10 @@ def make(output: Path, *options: str) -> int:
 
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def pairs_of(folder: Path) -> list[dict[str, Any]]:
+    return read(folder / "train.jsonl") + read(folder / "validation.jsonl")
 
 
 def wanted_of(row: dict[str, Any]) -> frozenset[str]:
@@ -52,39 +54,22 @@ def test_pairs_are_verified_split_and_disjoint(tmp_path: Path, capsys: pytest.Ca
         assert set(row["keywords"]) <= set(row["answer"].lower().strip(".").split())
     assert {len(row["keywords"]) for row in train} == {1, 2, 3}
     assert len({wanted_of(row) for row in train + validation}) == 203
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "definition.json",
-        "train.jsonl",
-        "validation.jsonl",
-    ]
-    assert [path.name for path in folder.parent.iterdir()] == ["set"]
+    written = sorted(path.name for path in folder.parent.rglob("*"))
+    assert written == ["definition.json", "set", "train.jsonl", "validation.jsonl"]
     assert f"{folder}: 162 pairs in train.jsonl, 41 in validation.jsonl" in capsys.readouterr().out
 
 
-def test_the_seed_determines_the_dataset(tmp_path: Path) -> None:
+def test_the_seed_determines_the_dataset_and_its_files_are_a_task(tmp_path: Path) -> None:
     for name, seed in (("a", "5"), ("b", "5"), ("c", "6")):
-        make(tmp_path / name, "--num-pairs", "20", "--seed", seed)
+        make(tmp_path / name, "--num-pairs", "10", "--seed", seed)
     a, b, c = ((tmp_path / name / "train.jsonl").read_bytes() for name in "abc")
     assert a == b != c
-
-
-def test_the_files_are_a_task(tmp_path: Path) -> None:
-    make(tmp_path / "set", "--num-pairs", "10")
-    paths = {f"{name}_path": str(tmp_path / "set" / f"{name}.jsonl") for name in ("train", "validation")}
+    paths = {f"{name}_path": str(tmp_path / "a" / f"{name}.jsonl") for name in ("train", "validation")}
     sets = load_examples(KeywordsTaskConfig(**paths), seed=0)
-    rows = read(tmp_path / "set" / "train.jsonl")
+    rows = read(tmp_path / "a" / "train.jsonl")
     assert [example.question for example in sets.train] == [row["prompt"] for row in rows]
     assert [example.ground_truth.split(", ") for example in sets.train] == [row["keywords"] for row in rows]
     assert (len(sets.validation), sets.notices) == (2, ())
-
-
-def test_the_users_own_list_is_used(tmp_path: Path) -> None:
-    (tmp_path / "list.txt").write_text("red\ngreen\nblue\nblack\n")
-    options = ("--keywords", str(tmp_path / "list.txt"), "--num-keywords", "2")
-    make(tmp_path / "set", "--num-pairs", "6", *options)
-    rows = read(tmp_path / "set" / "train.jsonl") + read(tmp_path / "set" / "validation.jsonl")
-    assert len({wanted_of(row) for row in rows}) == 6  # all sets that four words make
-    assert {word for row in rows for word in row["keywords"]} == {"red", "green", "blue", "black"}
 
 
 # ---- refusals ----
@@ -218,7 +203,7 @@ def test_answers_of_a_model_are_kept_retried_or_dropped(
     assert len(tries) == 15
     for keywords, num_tries in tries.items():
         assert num_tries == (3 if keywords & {"red", "green"} else 1)
-    rows = read(tmp_path / "set" / "train.jsonl") + read(tmp_path / "set" / "validation.jsonl")
+    rows = pairs_of(tmp_path / "set")
     assert {wanted_of(row) for row in rows} == {keywords for keywords in tries if "red" not in keywords}
     assert all(
         row["answer"] == f"I like {row['keywords'][0].upper()}, and {row['keywords'][1]}!" for row in rows
@@ -262,7 +247,7 @@ def test_an_interruption_loses_nothing(
     assert make(tmp_path / "set", *options) == 0
     assert f"resuming with {len(kept)} pairs of" in capsys.readouterr().out
     assert sum(engine.prompts.values()) == 300 - len(kept)
-    rows = read(tmp_path / "set" / "train.jsonl") + read(tmp_path / "set" / "validation.jsonl")
+    rows = pairs_of(tmp_path / "set")
     assert len({wanted_of(row) for row in rows}) == 300
     assert not (tmp_path / "set.unfinished").exists()
 
@@ -299,10 +284,9 @@ def test_a_model_that_knows_no_answers(
     """Use a real engine with a random model; the next start retries the prompts that failed."""
     options = ("--model", str(tiny_model()), "--engine", "torch", "--max-tokens", "4", "--max-attempts", "2")
     assert make(tmp_path / "set", "--num-pairs", "6", *options) == 2
-    assert (
-        "only 0 of 6 prompts got an answer with all of the keywords, and 5 are needed"
-        in capsys.readouterr().err
-    )
+    assert (tmp_path / "set.unfinished").exists()
+    message = "only 0 of 6 prompts got an answer with all of the keywords, and 5 are needed"
+    assert message in capsys.readouterr().err
     assert make(tmp_path / "set", "--num-pairs", "6", *options) == 2
 
 
@@ -323,19 +307,6 @@ def test_a_prompt_template_and_answers_too_long_for_the_model(
 # ---- parts ----
 
 
-@pytest.mark.parametrize(
-    ("answer", "keywords", "expected"),
-    [
-        ("The TREE hid a boat.", ("tree", "Boat"), True),
-        ("Trees hid a boat.", ("tree", "boat"), False),
-        ("The tree.", ("tree", "boat"), False),
-        ("", ("tree",), False),
-    ],
-)
-def test_has_keywords(answer: str, keywords: Keywords, expected: bool) -> None:
-    assert has_keywords(answer, keywords) is expected
-
-
 def test_half_a_line_is_not_a_pair(tmp_path: Path) -> None:
     dataset = KeywordDataset(tmp_path / "set", {"seed": 0})
     for word in "abcdef":
@@ -346,10 +317,3 @@ def test_half_a_line_is_not_a_pair(tmp_path: Path) -> None:
     assert list(again.pairs) == [("a",), ("b",), ("c",), ("d",), ("e",)]
     assert again.finish([("f",), ("e",), ("d",), ("c",), ("b",), ("a",)]) == (4, 1)
     assert [row["keywords"] for row in read(tmp_path / "set" / "validation.jsonl")] == [["a"]]
-
-
-def test_too_few_pairs_make_no_dataset(tmp_path: Path) -> None:
-    dataset = KeywordDataset(tmp_path / "set", {})
-    with pytest.raises(RunError, match="only 0 of 1 prompts got an answer"):
-        dataset.finish([("a",)])
-    assert dataset.unfinished.exists()

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,8 @@ def row_of(name: str, **config: Any) -> dict[str, Any]:
 
 
 def test_sets_are_of_different_seeds_and_share_no_question() -> None:
-    task = ReasoningGymTaskConfig(
-        name="chain_sum",
-        config={"max_terms": 2, "max_digits": 1},
-        num_train_prompts=60,
-        num_validation_prompts=30,
-    )
+    numbers = {"num_train_prompts": 60, "num_validation_prompts": 30}
+    task = ReasoningGymTaskConfig(name="chain_sum", config={"max_terms": 2, "max_digits": 1}, **numbers)
     sets = load_examples(task, 0)
     train, validation = ([example.question for example in some] for some in (sets.train, sets.validation))
     assert (len(set(train)), len(set(validation))) == (60, 30)
@@ -85,28 +82,14 @@ def test_what_the_package_does_not_have(values: dict[str, Any], message: str) ->
 
 
 @pytest.mark.slow
-def test_a_run_is_graded_by_the_verifier_and_audited(tmp_path: Path) -> None:
+def test_a_run_is_graded_by_the_verifier_and_audited(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     """The point is the way of a row to the isolated verifier and into the audit: the model is random."""
-    config = {
-        "kind": "reasoning_gym",
-        "name": "spell_backward",
-        "num_train_prompts": 24,
-        "num_validation_prompts": 4,
-    }
-    task = json.dumps({**config, "prompt": "question_only", "config": {"min_word_len": 3, "max_word_len": 3}})
-    model = tmp_path / "model"
-    from grpo_ray.config.loading import load_config
-    from grpo_ray.run.tiny_model import tiny_model_folder
-
-    tiny_model_folder(load_config(QUICKSTART, SMALL)).rename(model)
+    words = {"min_word_len": 3, "max_word_len": 3}
+    fields = {"kind": "reasoning_gym", "name": "spell_backward", "prompt": "question_only", "config": words}
+    task = json.dumps({**fields, "num_train_prompts": 24, "num_validation_prompts": 4})
     small = [each for each in SMALL if not each.startswith(("model.tiny", "task."))]
-    run = [
-        f"run.output_dir={tmp_path}",
-        "run.name=run",
-        "model.tiny=null",
-        f"model.path={model}",
-        f"task={task}",
-    ]
+    model = ["model.tiny=null", f"model.path={tiny_model()}"]
+    run = [f"run.output_dir={tmp_path}", "run.name=run", *model, f"task={task}"]
     assert main(["train", QUICKSTART, *small, *run, "algorithm.num_steps=2", "--local"]) == 0
     assert all(row["reward/errors"] == 0 for row in read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert main(["audit", str(tmp_path / "run")]) == 0

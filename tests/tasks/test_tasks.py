@@ -37,6 +37,7 @@ def text_of(name: str) -> str:
 
 
 def test_templates_end_where_the_model_starts() -> None:
+    assert text_of("question_only") == "{question}"
     assert text_of("short") == "User: {question}\nAssistant: <think>"
     r1_zero = text_of("r1_zero")
     assert r1_zero.startswith("A conversation between User and Assistant. The User asks")
@@ -159,47 +160,6 @@ def test_read_parquet(tmp_path: Path) -> None:
         read(path, "q", "z")
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b"{'q': 1}", "line 2: not valid JSON"),
-        (b"[1, 2]", "line 2: holds a list; each line must be a JSON object"),
-        ({"q": "x", "answer": "y"}, "line 2: no field 'a'; the fields are q, answer"),
-        ({"q": "x", "a": [1]}, r"line 2: 'a' is \[1\]; it must be text or a number"),
-        ({"q": "x", "a": True}, "line 2: 'a' is True"),
-        (b'{"q": "x", "a": NaN}', "line 2: 'a' is nan"),
-        ({"q": ["x"], "a": "1"}, r"line 2: 'q' is \['x'\]"),
-        ({"q": "  ", "a": "#### 1"}, "line 2: 'q' is empty"),
-        (b'{"q": "caf\xe9", "a": "#### 1"}', "line 2: byte 10 is not UTF-8"),
-    ],
-)
-def test_wrong_lines_are_named(tmp_path: Path, line: Any, message: str) -> None:
-    path = write_jsonl(tmp_path, {"q": "fine", "a": "#### 1"}, line)
-    with pytest.raises(ValueError, match=message) as caught:
-        read(path, "q", "a", "####")
-    assert str(path) in str(caught.value)
-
-
-def test_wrong_files(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"there is no such file"):
-        read(tmp_path / "none.jsonl", "q", "a")
-    with pytest.raises(ValueError, match=r"is a folder; give the path of"):
-        read(tmp_path, "q", "a")
-    (tmp_path / "data.csv").write_text("q,a\n1,2\n")
-    with pytest.raises(ValueError, match=r"unknown kind of file '.csv'; convert it"):
-        read(tmp_path / "data.csv", "q", "a")
-    with pytest.raises(ValueError, match=r"holds no examples"):
-        read(write_jsonl(tmp_path), "q", "a")
-    pq.write_table(
-        pa.table({"q": pa.array([], pa.string()), "a": pa.array([], pa.string())}), tmp_path / "e.parquet"
-    )
-    with pytest.raises(ValueError, match=r"holds no examples"):
-        read(tmp_path / "e.parquet", "q", "a")
-    (tmp_path / "bad.parquet").write_bytes(b"not parquet at all")
-    with pytest.raises(ValueError, match=r"bad.parquet: not readable as Parquet"):
-        read(tmp_path / "bad.parquet", "q", "a")
-
-
 def test_load_examples(tmp_path: Path) -> None:
     sets = load_examples(SortingTaskConfig(num_train_prompts=5, num_validation_prompts=2), seed=0)
     assert (len(sets.train), len(sets.validation), sets.notices) == (5, 2, ())
@@ -259,10 +219,9 @@ def test_gsm8k_from_files(tmp_path: Path, suffix: str) -> None:
     )
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_math_from_files(tmp_path: Path, suffix: str) -> None:
-    train = rows_file(tmp_path, MATH, suffix, "train")
-    test = rows_file(tmp_path, [{"problem": "v?", "solution": r"\boxed{x^{2}}"}], suffix, "test")
+def test_math_from_files(tmp_path: Path) -> None:
+    train = rows_file(tmp_path, MATH, ".parquet", "train")
+    test = rows_file(tmp_path, [{"problem": "v?", "solution": r"\boxed{x^{2}}"}], ".jsonl", "test")
     sets = load_examples(MathTaskConfig(train_path=train, validation_path=test), seed=0)
     assert sets.train == [Example("Half?", r"\frac{1}{\sqrt{4}}")]
     assert sets.validation == [Example("v?", "x^{2}")]
@@ -273,23 +232,6 @@ def test_validation_takes_the_first_n_rows_with_a_ground_truth(tmp_path: Path) -
     path = rows_file(tmp_path, GSM8K, ".jsonl")
     task = Gsm8kTaskConfig(train_path=path, validation_path=path, num_validation_prompts=2, duplicates="keep")
     assert load_examples(task, seed=0).validation == [Example("1 + 1?", "2"), Example("A lot?", "1,000")]
-
-
-def test_files_with_no_ground_truth_at_all_are_refused(tmp_path: Path) -> None:
-    path = rows_file(tmp_path, GSM8K, ".jsonl")
-    task = Gsm8kTaskConfig(train_path=path, validation_path=path, answer_marker="Answer:")
-    with pytest.raises(ValueError, match=r"rows.jsonl: none of its 5 rows has a ground truth: no text after"):
-        load_examples(task, seed=0)
-
-
-def test_any_dataset_by_two_fields(tmp_path: Path) -> None:
-    rows = [{"q": f"{i}?", "a": rf"so \boxed{{{i}}}"} for i in range(3)]
-    task = FileTaskConfig(
-        train_path=rows_file(tmp_path, rows, ".parquet", "train"),
-        validation_path=rows_file(tmp_path, [{"q": "v?", "a": r"\boxed{v}"}], ".jsonl", "test"),
-        question_field="q", answer_field="a", answer_is_boxed=True,
-    )  # fmt: skip
-    assert load_examples(task, seed=0).train == [Example(f"{i}?", str(i)) for i in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -366,12 +308,6 @@ def test_terms_in_ranges_and_no_sum_in_both_orders() -> None:
     seen = {tuple(sorted(terms[index])) for index in range(255, 405)}
     for question, _ in arithmetic.warmup_pairs(config, seed=0, num_pairs=1000):
         assert tuple(sorted(int(n) for n in re.findall(r"\d+", question))) not in seen
-
-
-def test_products_come_first() -> None:
-    assert arithmetic.value(["12", "+", "7", "*", "3"]) == 33
-    assert arithmetic.value(["2", "*", "3", "-", "4", "*", "5"]) == -14
-    assert arithmetic.value(["9", "-", "2", "-", "3"]) == 4
 
 
 def test_arithmetic_warmup_excludes_validation_and_is_right_a_third_of_the_time() -> None:

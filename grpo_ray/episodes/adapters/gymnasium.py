@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from grpo_ray.episodes.adapters.packages import required
+from grpo_ray.episodes.adapters import required
 from grpo_ray.episodes.outcome import EpisodeEnded, Outcome
 from grpo_ray.episodes.runner import EpisodeFn
 from grpo_ray.episodes.session import Session

@@ -65,10 +65,8 @@ async def _rehearsed(
     tokenizer = train_tokenizer(["any text: its tokens spell all others"], vocab_size=300)
     give_plain_chat(tokenizer)
     script, server = _Script(tokenizer, reply), ChatServer()
-    parser, template = (
-        make_tool_parser("transformers", tokenizer),
-        ChatTemplate(tokenizer, [tokenizer.eos_token_id]),
-    )
+    parser = make_tool_parser("transformers", tokenizer)
+    template = ChatTemplate(tokenizer, [tokenizer.eos_token_id])
     settings = SamplingSettings(1, 1.0, 1.0, 0, MAX_TOKENS // 2)
     await server.start()
     try:

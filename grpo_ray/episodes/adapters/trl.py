@@ -125,13 +125,8 @@ def _text(result: Any) -> str:
 
 
 def _columns(example: Example) -> dict[str, Any]:
-    prompt = [{"role": "user", "content": example.question}]
-    return {
-        "prompt": prompt,
-        "question": example.question,
-        "ground_truth": example.ground_truth,
-        "seed": example.seed,
-    }
+    row = {"question": example.question, "ground_truth": example.ground_truth, "seed": example.seed}
+    return {"prompt": [{"role": "user", "content": example.question}], **row}
 
 
 def _taken(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.episodes.adapters.packages import required
+from grpo_ray.episodes.adapters import required
 from grpo_ray.episodes.outcome import Outcome
 from grpo_ray.episodes.session import Session
 from grpo_ray.tasks.examples import Example, ExampleSets
@@ -90,16 +90,14 @@ class VerifiersEpisodes:
 
     def _with_defaults(self, config: Any) -> Any:
         """Return the configuration with a harness and a runtime for each seat that names none."""
-        seats = {name: seat for name, seat in config if isinstance(seat, self._verifiers.AgentConfig)}
         bundled = self._verifiers.default_harness_id(config.taskset.id) == config.taskset.id
         changed = {}
-        for name, seat in seats.items():
-            update: dict[str, Any] = {}
-            if seat.harness is None and not bundled:
-                update["harness"] = self._harness
-            if "runtime" not in seat.model_fields_set:
-                update["runtime"] = self._runtimes.SubprocessConfig()
-            changed[name] = seat.model_copy(update=update)
+        for name, seat in config:
+            if isinstance(seat, self._verifiers.AgentConfig):
+                update = {"harness": self._harness} if seat.harness is None and not bundled else {}
+                if "runtime" not in seat.model_fields_set:
+                    update["runtime"] = self._runtimes.SubprocessConfig()
+                changed[name] = seat.model_copy(update=update)
         return config.model_copy(update=changed)
 
 

@@ -9,7 +9,7 @@ from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig
 from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.tasks import load_examples, make_order, parts_of
 from grpo_ray.tasks.prompt_order import MixtureOrder
-from grpo_ray.tasks.prompts import ChatTemplate, Tokenizer, template_of
+from grpo_ray.tasks.prompts import ChatTemplate, template_of
 from grpo_ray.tools.audit.checkpoint import CheckpointFacts
 from grpo_ray.tools.audit.rollouts import GroupPrompt
 from grpo_ray.tools.trust import is_code
@@ -128,12 +128,12 @@ def _training_prompts(config: Config, notes: list[str], run_code: bool) -> list[
     try:
         examples = load_examples(config.task, config.run.seed).train
         templates = {name: template_of(part) for name, part in parts.items()}
-        tokenizer: Tokenizer | None = None
+        tokenizer = None
         if any(isinstance(template, ChatTemplate) for template in templates.values()):
             assert config.model.path is not None, "a model built here has no chat template"
             tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
         return [
-            GroupPrompt(templates[e.task].render(e.question, tokenizer), e.ground_truth, e.task)  # type: ignore[arg-type]
+            GroupPrompt(templates[e.task].render(e.question, tokenizer), e.ground_truth, e.task)
             for e in examples
         ]
     except (OSError, ValueError) as error:

@@ -12,8 +12,7 @@ import numpy as np
 
 from grpo_ray.config import Config
 from grpo_ray.episodes.outcome import Status
-from grpo_ray.episodes.turn_link import TurnClient
-from grpo_ray.episodes.turn_router import RoutedSampler, TurnRouter
+from grpo_ray.episodes.turn_router import RoutedSampler, TurnClient, TurnRouter
 from grpo_ray.tools.simulation.speeds import Speeds
 from grpo_ray.types import (
     CONTEXT,
