@@ -1,9 +1,9 @@
 """The configuration of sampling: the distribution of responses, and the Generators that draw them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from grpo_ray.config.engine_args import refuse_decided
 from grpo_ray.config.section import Fraction, NonNegativeFloat, NonNegativeInt, Section, refuse_no_cores
@@ -27,16 +27,14 @@ class SamplingConfig(Section):
     """Strings that end a response; kept in the output. Unless given, `</answer>` if a prompt of the task ends
     with `<think>` or `<answer>`, as `r1_zero` and `short` do, and none for `chat` or `question_only`."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "SamplingConfig":
+    def _conflicts(self) -> Iterator[str]:
         if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+            yield f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
         if self.top_p != 1.0:
-            raise ValueError(
+            yield (
                 f"top_p is {self.top_p}: rollouts must be sampled from the whole distribution (top_p 1.0), "
                 "because the Learner cannot reproduce the logprobs of a truncated one"
             )
-        return self
 
 
 class EngineConfig(Section):
@@ -75,13 +73,9 @@ class EngineConfig(Section):
         refuse_decided(arguments, cls._other_fields)
         return arguments
 
-    @model_validator(mode="after")
-    def _arguments_have_an_engine(self) -> "EngineConfig":
+    def _conflicts(self) -> Iterator[str]:
         if self.engine_args and self.engine != "vllm":
-            raise ValueError(
-                f"engine_args are vLLM's, and engine is `{self.engine}`: remove them, or use `vllm`"
-            )
-        return self
+            yield f"engine_args are vLLM's, and engine is `{self.engine}`: remove them, or use `vllm`"
 
 
 class GeneratorConfig(EngineConfig):

@@ -1,8 +1,9 @@
 """The base class of every section of the configuration, and the types that their fields share."""
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
@@ -16,6 +17,16 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
     )
+
+    def _conflicts(self) -> Iterator[str]:
+        """Yield what is wrong with values that are valid one by one; the first is reported, and ends it."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _refuse_conflicts(self) -> Self:
+        for conflict in self._conflicts():
+            raise ValueError(conflict)
+        return self
 
 
 def refuse_no_cores(cores: tuple[int, ...] | None) -> tuple[int, ...] | None:

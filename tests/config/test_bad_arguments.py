@@ -52,7 +52,7 @@ def task_with(path: str) -> str:
 
 
 def is_text(annotation: Any) -> bool:
-    return str in (annotation, *get_args(annotation))
+    return annotation is str or any(map(is_text, get_args(annotation)))
 
 
 @pytest.mark.parametrize(("path", "annotation"), LEAVES, ids=[path for path, _ in LEAVES])
