@@ -24,8 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.rewards.isolation.confinement import Confinement, die_with_parent
-from grpo_ray.rewards.isolation.protection import Protection, protection_here
+from grpo_ray.rewards.isolation.confinement import Confinement, Protection, die_with_parent, protection_here
 
 NOBODY = 65534
 MEMORY_GIB = 0.5

@@ -14,9 +14,8 @@ from grpo_ray.config.distillation import DistillationConfig
 from grpo_ray.config.episodes import GRACE_S, EpisodesConfig
 from grpo_ray.config.learner import LearnerConfig
 from grpo_ray.config.model import ModelConfig
-from grpo_ray.config.placement import PlacementConfig
 from grpo_ray.config.reward import ScorerConfig, secrets_in
-from grpo_ray.config.run import CheckpointConfig, EvaluationConfig, RecoveryConfig, RunConfig
+from grpo_ray.config.run import CheckpointConfig, EvaluationConfig, PlacementConfig, RecoveryConfig, RunConfig
 from grpo_ray.config.sampling import GeneratorConfig, SamplingConfig
 from grpo_ray.config.schedule import BufferConfig, WeightSyncConfig
 from grpo_ray.config.section import Section

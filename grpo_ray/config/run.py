@@ -1,4 +1,4 @@
-"""The configuration of a run as a whole: its directory, validation, checkpoints and recovery."""
+"""The configuration of a run as a whole: its directory, validation, checkpoints, recovery and nodes."""
 
 from typing import Literal
 
@@ -10,6 +10,7 @@ DetectorName = Literal[
     "short_outputs", "wrong_mask", "mismatched_logprobs", "wrong_normalizer", "stale_old_logprobs",
     "satisfied_reward", "entropy_collapse", "large_lag", "narrow_clip", "reward_errors",
 ]  # fmt: skip
+Strategy = Literal["pack", "spread", "strict_spread", "colocate"]
 
 
 class RunConfig(Section):
@@ -74,3 +75,12 @@ class RecoveryConfig(Section):
     Learner that works through its micro-batches makes progress; a group that is retried does not."""
     max_skipped_updates: PositiveInt = 3
     """Consecutive steps without a finite update that end the run with a checkpoint of the last good weights."""
+
+
+class PlacementConfig(Section):
+    """Nodes of the Generators, Learner and Scorer; one placement group holds all that they reserve."""
+
+    strategy: Strategy = "pack"
+    """`pack`: on few nodes. `spread`: on many. `strict_spread`: each on its own. `colocate`: all on one."""
+    wait_s: NonNegativeFloat = 0.0
+    """Seconds to wait for missing resources, such as for an autoscaler or another job; 0 refuses at once."""

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config.reward import Reward, RewardTerm, is_own, named_terms
-from grpo_ray.rewards.base import NOTHING, About, RewardFn, Scores, Ungradable
+from grpo_ray.rewards.base import NOTHING, About, Result, RewardFn, Scores, ScoringError, Ungradable
 from grpo_ray.rewards.configured import get_reward_fn, get_wrong_fn, needs_isolation
-from grpo_ray.rewards.isolation.pool import Result, RewardPool, ScoringError
-from grpo_ray.rewards.isolation.protection import protection_here
+from grpo_ray.rewards.isolation.confinement import protection_here
+from grpo_ray.rewards.isolation.pool import RewardPool
 from grpo_ray.rewards.isolation.worker import try_to_grade
 from grpo_ray.types import TERM, PromptItem
 
@@ -73,7 +73,7 @@ class Grader:
         """
         reward_fn = self._reward_fns.get(task)
         if reward_fn is not None:
-            results = [_in_process(reward_fn, *pair) for pair in pairs]
+            results = [try_to_grade(reward_fn, *pair) for pair in pairs]
         else:
             results = self._grade_isolated(task, pairs, item)
         return [
@@ -97,8 +97,8 @@ class Grader:
         wrong_fn = self._wrong_fns[task]
         if wrong_fn is None:
             return ScoringError("scorer.ungradable_reward is null")
-        scores = try_to_grade(wrong_fn, response, ground_truth)
-        return ScoringError(str(scores)) if isinstance(scores, str | Ungradable) else scores
+        result = try_to_grade(wrong_fn, response, ground_truth)
+        return ScoringError(str(result)) if isinstance(result, Ungradable) else result
 
     def _as_wrong(self, task: str, pair: tuple[str, str], cause: Ungradable) -> Ungradable | ScoringError:
         scores = self.wrong_scores(task, *pair)
@@ -144,8 +144,3 @@ def _sum_of(parts: Sequence[Result]) -> Result:
 def about_of(item: PromptItem) -> About:
     """Return the facts about a prompt that functions of the user's may ask for."""
     return {"prompt": item.prompt, **(json.loads(item.about) if item.about else {})}
-
-
-def _in_process(reward_fn: RewardFn, response: str, ground_truth: str) -> Result:
-    result = try_to_grade(reward_fn, response, ground_truth)
-    return ScoringError(result) if isinstance(result, str) else result

@@ -21,10 +21,9 @@ from grpo_ray.core.scorer import Scorer
 from grpo_ray.objectives import advantages_of
 from grpo_ray.records.rollout_log import read_groups, write_rollouts
 from grpo_ray.rewards.answer_formats import written
-from grpo_ray.rewards.checking import check_reward
-from grpo_ray.rewards.configured import GroupReward
+from grpo_ray.rewards.base import ScoringError
+from grpo_ray.rewards.configured import GroupReward, check_reward
 from grpo_ray.rewards.grader import Grader
-from grpo_ray.rewards.isolation.pool import ScoringError
 from grpo_ray.rewards.trial import try_rewards
 from grpo_ray.rewards.user_function import UserFunction
 from grpo_ray.tasks.dataset import dataset_examples

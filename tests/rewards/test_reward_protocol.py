@@ -17,9 +17,10 @@ import pytest
 from hostile_rewards import FORGERIES
 
 from grpo_ray.errors import RunError
+from grpo_ray.rewards.base import Result, ScoringError
 from grpo_ray.rewards.isolation import processes
 from grpo_ray.rewards.isolation.messages import Garbage, read_message
-from grpo_ray.rewards.isolation.pool import Result, RewardPool, ScoringError
+from grpo_ray.rewards.isolation.pool import RewardPool
 from grpo_ray.rewards.isolation.processes import WorkerProcess
 
 NOBODY = 65534

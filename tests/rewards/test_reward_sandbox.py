@@ -12,7 +12,7 @@ import pytest
 from sandbox_attempts import CASES, GAPS
 
 from grpo_ray.config import Config
-from grpo_ray.rewards.isolation.protection import Protection, protection_here
+from grpo_ray.rewards.isolation.confinement import Protection, protection_here
 from grpo_ray.rewards.isolation.readable import readable_paths
 from grpo_ray.run import preflight
 

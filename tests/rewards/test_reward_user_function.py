@@ -10,7 +10,7 @@ from examples.rewards import json_object, numeric_tolerance, regex_format, shuff
 from grpo_ray.config import Config
 from grpo_ray.config.reward import RewardTerm
 from grpo_ray.rewards import get_reward_fn
-from grpo_ray.rewards.checking import check_reward
+from grpo_ray.rewards.configured import check_reward
 from grpo_ray.rewards.user_function import as_reward_fn
 from grpo_ray.run.preflight import check_files
 

@@ -18,12 +18,12 @@ from hostile_rewards import DEADLY, ENDLESS, HARMLESS, RAISING, UNGRADABLE
 
 from grpo_ray.config import ScorerConfig
 from grpo_ray.errors import RunError
-from grpo_ray.rewards.base import Overrun, Ungradable, verdict
+from grpo_ray.rewards.base import Overrun, Result, ScoringError, Ungradable, verdict
 from grpo_ray.rewards.builtin import r1_zero_reward_fn
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.isolation import processes
-from grpo_ray.rewards.isolation.pool import Result, RewardPool, ScoringError
-from grpo_ray.rewards.isolation.protection import protection_here
+from grpo_ray.rewards.isolation.confinement import protection_here
+from grpo_ray.rewards.isolation.pool import RewardPool
 from grpo_ray.rewards.isolation.worker import try_to_grade
 
 pytestmark = pytest.mark.slow  # workers are started, killed and waited for

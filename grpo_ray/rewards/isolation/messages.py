@@ -4,9 +4,10 @@ A worker may have been taken over by an answer, so a message can be anything.
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
-from grpo_ray.rewards.base import Scores
+from grpo_ray.rewards.base import Result, Scores, ScoringError, Ungradable
 from grpo_ray.types import TERM
 
 FACTS = ("format_reward", "answer_reward")
@@ -24,7 +25,8 @@ FORMS: dict[str, tuple[type, ...]] = {
     "group": (list,),
     "ended": (str, bool, int),
 }
-RESULTS = ("scores", "ungradable", "error")
+RESULTS: dict[str, Callable[[Any], Result]] = {"scores": dict, "ungradable": Ungradable, "error": ScoringError}
+"""By kind of a message about one answer: the type of the result."""
 
 
 class Garbage(ValueError):

@@ -29,7 +29,7 @@ MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 INSTRUCTION_BYTES = 8
 Instruction = tuple[int, int, int, int]  # operation, instructions to skip if true, and if false, operand
 Program = list[Instruction]
-"""Of a condition: denies the call unless it holds, and else goes on after the last instruction."""
+"""Instructions that deny the call unless a condition holds, and else go on after the last one."""
 
 
 def one_of(argument: int, values: tuple[int, ...]) -> Program:
