@@ -10,18 +10,22 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationInfo, field_validator
 
 from grpo_ray.config.algorithm import AlgorithmConfig
-from grpo_ray.config.distillation import DistillationConfig
 from grpo_ray.config.episodes import GRACE_S, EpisodesConfig
-from grpo_ray.config.learner import LearnerConfig
+from grpo_ray.config.learner import LearnerConfig, SftConfig
 from grpo_ray.config.model import ModelConfig
 from grpo_ray.config.reward import ScorerConfig, secrets_in
-from grpo_ray.config.run import CheckpointConfig, EvaluationConfig, PlacementConfig, RecoveryConfig, RunConfig
-from grpo_ray.config.sampling import GeneratorConfig, SamplingConfig
+from grpo_ray.config.run import (
+    CheckpointConfig,
+    EvaluationConfig,
+    PlacementConfig,
+    RecoveryConfig,
+    RunConfig,
+    TrackingConfig,
+)
+from grpo_ray.config.sampling import DistillationConfig, GeneratorConfig, SamplingConfig
 from grpo_ray.config.schedule import BufferConfig, WeightSyncConfig
 from grpo_ray.config.section import Section
-from grpo_ray.config.sft import SftConfig
 from grpo_ray.config.task import EpisodesTaskConfig, MixtureTaskConfig, PlainTask, Task, opens_tag
-from grpo_ray.config.tracking import TrackingConfig
 
 
 class Config(Section):

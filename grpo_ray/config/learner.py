@@ -1,4 +1,4 @@
-"""The configuration of the Learner: the optimizer, micro-batches, devices and the profiler."""
+"""The configuration of the Learner: the optimizer, micro-batches, devices, profiler, supervised steps."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -133,3 +133,22 @@ class LearnerConfig(Section):
                 f"{MAX_PROFILED_STEPS} of them, such as [10, 12]; each trace may be hundreds of megabytes"
             )
         return steps
+
+
+class SftConfig(Section):
+    """Supervised steps on demonstrations, before the first step of GRPO."""
+
+    path: str
+    """`.jsonl` or `.parquet` file of demonstrations. A row has `messages`, the last one the assistant's; or a
+    question, which `task.prompt` turns into a prompt, and a response."""
+    prompt_field: str = "prompt"
+    """Field of a row that holds the question."""
+    response_field: str = "response"
+    """Field of a row that holds the response to imitate."""
+    num_steps: PositiveInt = 100
+    """Supervised steps."""
+    batch_size: PositiveInt = 32
+    """Demonstrations per step, shuffled in every epoch."""
+    learning_rate: PositiveFloat = 2e-5
+    """Peak learning rate, after a linear ramp over a tenth of the steps; then linear decay to 0. The section
+    `learner` has the optimizer's other values."""

@@ -1,4 +1,4 @@
-"""The configuration of sampling: the distribution of responses, and the Generators that draw them."""
+"""The configuration of engines: the distribution of responses, the Generators that draw them, and Teachers."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar
@@ -136,3 +136,34 @@ class GeneratorConfig(EngineConfig):
     """Generators and Learner share the devices and take turns (synchronous runs only)."""
     slowdown_s: NonNegativeFloat = 0.0
     """Artificial delay per group in seconds, for experiments with schedules."""
+
+
+class DistillationConfig(EngineConfig):
+    """On-policy distillation: a teacher judges every token of the policy's responses.
+
+    Used if `teacher` is given. With `engine: torch` the micro-batches are `learner.micro_batch_tokens`.
+    """
+
+    _other_fields: ClassVar[Mapping[str, str]] = {
+        "generator.": "distillation.",
+        "model.path": "distillation.teacher",
+    }
+
+    teacher: str | None = None
+    """Teacher model: a folder in Hugging Face format, such as a checkpoint of a run, or a hub name. It must
+    have the policy's vocabulary; code beside it is never run."""
+    coefficient: PositiveFloat = 1.0
+    """Factor of log(teacher / policy), which is added to each token's advantage."""
+    max_gap: PositiveFloat = 10.0
+    """Largest |log(teacher / policy)| of a token, in nats."""
+    use_reward: bool = True
+    """Train on the rewards' advantages as well; if false, rewards are only measured."""
+    num_teachers: PositiveInt = 1
+    """Teacher actors, each with its own engine."""
+
+    @field_validator("engine")
+    @classmethod
+    def _engine_has_teachers(cls, engine: str) -> str:
+        if ":" in engine:
+            raise ValueError(f"{engine!r} is not valid; allowed: vllm, torch")
+        return engine

@@ -4,7 +4,7 @@ import os
 from importlib.util import find_spec
 
 from grpo_ray.config import Config
-from grpo_ray.config.tracking import TrackerName
+from grpo_ray.config.run import TrackerName
 from grpo_ray.watch.trackers.tracker import Tracker
 
 LIBRARIES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
