@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from grpo_ray.config.section import Decay, NonNegativeFloat, NonNegativeInt, Section, refuse_no_cores
+from grpo_ray.config.section import Cores, Decay, NonNegativeFloat, NonNegativeInt, Section
 
 MAX_PROFILED_STEPS = 20
 LARGEST_BETA_IN_BFLOAT16 = 0.99
@@ -64,7 +64,7 @@ class LearnerConfig(Section):
     """CPUs that each rank reserves in Ray."""
     num_threads: PositiveInt = 1
     """CPU threads of each rank (CPU only)."""
-    cpu_cores: tuple[NonNegativeInt, ...] | None = None
+    cpu_cores: Cores = None
     """Cores that the Learner's process is pinned to (CPU only), dealt out to the ranks; default: any."""
     slowdown_s: NonNegativeFloat = 0.0
     """Artificial delay per step in seconds, for experiments with schedules."""
@@ -121,8 +121,6 @@ class LearnerConfig(Section):
     def cores_of(self, rank: int) -> tuple[int, ...] | None:
         """Return the cores that a rank is pinned to."""
         return self.cpu_cores and self.cpu_cores[rank :: self.num_ranks]
-
-    _check_cores = field_validator("cpu_cores")(refuse_no_cores)
 
     @field_validator("profile_steps")
     @classmethod

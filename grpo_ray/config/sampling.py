@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from grpo_ray.config.section import Fraction, NonNegativeFloat, NonNegativeInt, Section, refuse_no_cores
+from grpo_ray.config.section import Cores, Fraction, NonNegativeFloat, NonNegativeInt, Section
 from grpo_ray.config.user_code import one_of_or_own
 
 EngineName = Annotated[str, one_of_or_own(("vllm", "torch"))]
@@ -95,13 +95,11 @@ class EngineConfig(Section):
     """Size of the KV cache on a CPU, in GiB."""
     num_threads: PositiveInt = 1
     """CPU threads per engine (CPU only)."""
-    cpu_cores: tuple[NonNegativeInt, ...] | None = None
+    cpu_cores: Cores = None
     """Cores that the engines' processes are pinned to (CPU only); default: any."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's AsyncEngineArgs, such as `{quantization: fp8, enable_expert_parallel: true}`.
     What the run decides (the model, its dtype, the seed, the distribution of responses) is refused here."""
-
-    _check_cores = field_validator("cpu_cores")(refuse_no_cores)
 
     @field_validator("engine_args")
     @classmethod

@@ -3,12 +3,22 @@
 from collections.abc import Iterator
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _some_cores(cores: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    if cores == ():
+        raise ValueError("an empty list leaves no core to run on; name at least one, or give null for any")
+    return cores
+
+
+Cores = Annotated[tuple[NonNegativeInt, ...] | None, AfterValidator(_some_cores)]
+"""Processor cores by their numbers; null means any."""
 
 
 class Section(BaseModel):
@@ -27,10 +37,3 @@ class Section(BaseModel):
         for conflict in self._conflicts():
             raise ValueError(conflict)
         return self
-
-
-def refuse_no_cores(cores: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Validate a field `cpu_cores`: an empty list is refused, null means any core."""
-    if cores == ():
-        raise ValueError("an empty list leaves no core to run on; name at least one, or give null for any")
-    return cores
