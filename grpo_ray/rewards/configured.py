@@ -12,7 +12,7 @@ from grpo_ray.config.secrets import check_set
 from grpo_ray.config.user_code import check_arguments, keyword_parameters
 from grpo_ray.rewards.base import NOTHING, About, RewardFn, Scores, scores
 from grpo_ray.rewards.builtin import ALGEBRAIC, REWARDS
-from grpo_ray.rewards.math.answer import NO_TRUTH
+from grpo_ray.rewards.math.equality import NO_TRUTH
 from grpo_ray.rewards.user_function import UserFunction
 from grpo_ray.types import TERM
 
