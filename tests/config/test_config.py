@@ -2,10 +2,11 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from grpo_ray.config import Config
+from grpo_ray.config import AlgorithmConfig, Config
 from grpo_ray.config.loading import ConfigError, find_config, load_config, make_config
 from grpo_ray.config.other_names import OTHER_NAMES
 from grpo_ray.config.schema import _keys, describe, nearest_name, resolve
@@ -89,36 +90,23 @@ def test_a_tiny_model_has_short_responses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "epsilons"),
+    ("fields", "epsilons", "aggregation"),
     [
-        (["algorithm.loss=gspo"], (3e-4, 4e-4)),
-        (["algorithm.loss=gspo", "algorithm.cliprange=0.1"], (0.1, 0.1)),
-        (["algorithm.cliprange=0.1"], (0.1, 0.1)),
-        (["algorithm.cliprange_high=0.28"], (0.2, 0.28)),
-        (["algorithm.loss=cispo"], (1.0, 4.0)),  # no floor
-        (["algorithm.loss=cispo", "algorithm.cliprange=0.2"], (0.2, 0.2)),
-        (["algorithm.loss=cispo", "algorithm.cliprange_high=2"], (1.0, 2.0)),
+        ({}, (0.2, 0.2), "sequence_mean"),
+        ({"loss": "gspo"}, (3e-4, 4e-4), "sequence_mean"),
+        ({"loss": "gspo", "cliprange": 0.1}, (0.1, 0.1), "sequence_mean"),
+        ({"cliprange_high": 0.28, "aggregation": "constant"}, (0.2, 0.28), "constant"),
+        ({"loss": "cispo"}, (1.0, 4.0), "token_mean"),  # no floor
+        ({"loss": "cispo", "cliprange": 0.2, "aggregation": "sequence_mean"}, (0.2, 0.2), "sequence_mean"),
+        ({"loss": "cispo", "cliprange_high": 2}, (1.0, 2.0), "token_mean"),
     ],
 )
-def test_clip_range_by_loss(tmp_path: Path, overrides: list[str], epsilons: tuple[float, float]) -> None:
-    config = load_config(write(tmp_path, "model: {path: m}\ntask: {kind: sorting}"), overrides)
-    assert config.algorithm.clip_epsilons == epsilons
-
-
-@pytest.mark.parametrize(
-    ("overrides", "aggregation"),
-    [
-        ([], "sequence_mean"),
-        (["algorithm.loss=gspo"], "sequence_mean"),
-        (["algorithm.loss=cispo"], "token_mean"),
-        (["algorithm.loss=cispo", "algorithm.aggregation=sequence_mean"], "sequence_mean"),
-        (["algorithm.aggregation=constant"], "constant"),
-    ],
-)
-def test_aggregation_by_loss(tmp_path: Path, overrides: list[str], aggregation: str) -> None:
-    config = load_config(write(tmp_path, "model: {path: m}\ntask: {kind: sorting}"), overrides)
-    assert config.algorithm.loss_aggregation == aggregation
-    assert Objective.from_config(config.algorithm).aggregation == aggregation
+def test_clip_range_and_aggregation_by_loss(
+    fields: dict[str, Any], epsilons: tuple[float, float], aggregation: str
+) -> None:
+    algorithm = AlgorithmConfig(**fields)
+    assert algorithm.clip_epsilons == epsilons
+    assert algorithm.loss_aggregation == Objective.from_config(algorithm).aggregation == aggregation
 
 
 def test_overrides(tmp_path: Path) -> None:

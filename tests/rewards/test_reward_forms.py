@@ -392,18 +392,17 @@ def test_terms_are_graded_logged_and_read_again(tmp_path: Path) -> None:
 # ---- a try before a run ----
 
 
-def trial_of(reward: Any, truth: str) -> tuple[Any, list[str]]:
+def trials_of(truth: str, *rewards: Any) -> tuple[list[Any], list[str]]:
     item = PromptItem(
         0, "Q: 6 * 7?\nA:", (), truth, about=json.dumps({"question": "6 * 7?", "row": {"level": 3}})
     )
-    (trial,), notices = try_rewards(
-        {"": reward}, {"": (item, "data.jsonl, line 1")}, ScorerConfig(num_workers=1)
-    )
-    return trial, notices
+    names = ["", *map(str, range(1, len(rewards)))]
+    items = dict.fromkeys(names, (item, "data.jsonl, line 1"))
+    return try_rewards(dict(zip(names, rewards, strict=True)), items, ScorerConfig(num_workers=1))
 
 
 def test_a_built_in_reward_gets_the_truth_in_its_own_format() -> None:
-    trial, notices = trial_of("exact_match", "42")
+    (trial,), notices = trials_of("42", "exact_match")
     assert [*trial.lines] == [
         "first prompt (data.jsonl, line 1), as the model sees it:",
         "  | Q: 6 * 7?",
@@ -413,25 +412,22 @@ def test_a_built_in_reward_gets_the_truth_in_its_own_format() -> None:
     assert notices == []
     assert written((RewardTerm(reward="brevity"), RewardTerm(reward="r1_zero")), "7") == "7"
     assert written("question_only", "7") == r" \boxed{7}"
-    _, notices = trial_of("exact_match", "<answer>")
-    assert notices[0].startswith(
+    _, (notice,) = trials_of("<answer>", "exact_match")
+    assert notice.startswith(
         "task.reward: exact_match does not take the first example (data.jsonl, line 1)'s own"
     )
 
 
 @pytest.mark.slow
 def test_ones_own_reward_gets_the_bare_truth_and_is_refused_if_it_fails() -> None:
-    trial, notices = trial_of("forms_4711:legacy", "42")
+    (trial, _), (notice,) = trials_of("42", "forms_4711:legacy", "forms_4711:half_broken")
     assert [*trial.lines][-1] == "its ground truth: '42'; its reward: 1 for '42', 0 for an empty response"
-    assert notices == []
+    place = "it fails on the first example (data.jsonl, line 1) with"
+    assert notice.startswith(f"task.parts.1.task.reward: {place} an empty")
     with pytest.raises(
-        ValueError, match=r"task\.reward: it fails on the first example \(data\.jsonl, line 1\), with its"
+        ValueError, match=r"task\.reward: it fails on the first example \(data\.jsonl, line 1\), with"
     ):
-        trial_of((own("too_few", batched=True),), "42")
-    _, notices = trial_of("forms_4711:half_broken", "42")
-    assert notices[0].startswith(
-        "task.reward: it fails on the first example (data.jsonl, line 1) with an empty"
-    )
+        trials_of("42", (own("too_few", batched=True),))
 
 
 def test_the_command_grades_one_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
