@@ -13,7 +13,7 @@ from sympy import Matrix, latex, sqrt
 from grpo_ray.rewards.answer_formats import read_boxed
 from grpo_ray.rewards.base import NotGraded, Ungradable
 from grpo_ray.rewards.builtin import r1_zero_reward_fn
-from grpo_ray.rewards.math.algebra import is_equal_latex
+from grpo_ray.rewards.math.algebra import is_equal_latex, real_value
 from grpo_ray.rewards.math.equality import is_equal
 
 
@@ -167,6 +167,11 @@ def test_an_answer_that_cannot_be_read_is_the_answers_fault(form: str, truth: st
     for unreadable in (r"\pi ^^ _", r"\frac{\pi}{", "2^3^4", r"\pi)", r"\pi" + "+x" * 200):
         with suppress(Ungradable):
             assert not is_equal(form.replace("{}", unreadable), truth)
+
+
+def test_the_value_of_an_expression_is_that_of_one_real_number() -> None:
+    assert str(real_value(r"\sqrt{2}")).startswith("1414213562373095")
+    assert [real_value(text) for text in ("x", "i", "2^3^4", "east", "9^{9^9}", r"\frac{")] == [None] * 6
 
 
 def test_algebra_is_asked_once_for_the_same_pair() -> None:
