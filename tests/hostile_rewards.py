@@ -65,13 +65,6 @@ def _channel() -> socket.socket:
     raise AssertionError("the worker has no channel")
 
 
-def _drip() -> None:
-    channel = _channel()
-    while True:
-        channel.send(b"x")
-        time.sleep(0.1)
-
-
 def _flood() -> None:
     channel = _channel()
     while True:
@@ -170,7 +163,6 @@ HARMLESS = {
     "handle": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
 }
 TAKEN_OVER = {
-    "drip": _drip,
     "flood": _flood,
     "fill": _fill,
     "fill-later": lambda: _later(_fill),

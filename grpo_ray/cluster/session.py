@@ -17,7 +17,7 @@ from grpo_ray.cluster.placement import Node, bundles_of, describe, reservations,
 from grpo_ray.cluster.ray_internals import bootstrap_address, free_resources_by_node
 from grpo_ray.cluster.reaper import dismiss, start_reaper
 from grpo_ray.config import Config
-from grpo_ray.config.placement import Strategy
+from grpo_ray.config.run import Strategy
 from grpo_ray.config.secrets import HUB_ACCESS
 from grpo_ray.errors import RunError
 

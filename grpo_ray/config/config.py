@@ -4,24 +4,28 @@ The defaults are the course handout's, for real models; `configs/` holds one YAM
 """
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from grpo_ray.config.algorithm import AlgorithmConfig
-from grpo_ray.config.distillation import DistillationConfig
 from grpo_ray.config.episodes import GRACE_S, EpisodesConfig
-from grpo_ray.config.learner import LearnerConfig
+from grpo_ray.config.learner import LearnerConfig, SftConfig
 from grpo_ray.config.model import ModelConfig
-from grpo_ray.config.placement import PlacementConfig
 from grpo_ray.config.reward import ScorerConfig, secrets_in
-from grpo_ray.config.run import CheckpointConfig, EvaluationConfig, RecoveryConfig, RunConfig
-from grpo_ray.config.sampling import GeneratorConfig, SamplingConfig
+from grpo_ray.config.run import (
+    CheckpointConfig,
+    EvaluationConfig,
+    PlacementConfig,
+    RecoveryConfig,
+    RunConfig,
+    TrackingConfig,
+)
+from grpo_ray.config.sampling import DistillationConfig, GeneratorConfig, SamplingConfig
 from grpo_ray.config.schedule import BufferConfig, WeightSyncConfig
 from grpo_ray.config.section import Section
-from grpo_ray.config.sft import SftConfig
 from grpo_ray.config.task import EpisodesTaskConfig, MixtureTaskConfig, PlainTask, Task, opens_tag
-from grpo_ray.config.tracking import TrackingConfig
 
 
 class Config(Section):
@@ -148,278 +152,219 @@ class Config(Section):
 
     # ---- combinations ----
 
-    @model_validator(mode="after")
-    def _profiled_steps_exist(self) -> "Config":
-        profiled, num_steps = self.learner.profile_steps, self.algorithm.num_steps
+    def _conflicts(self) -> Iterator[str]:
+        yield from self._conflicts_of_learning()
+        yield from self._conflicts_of_weight_syncs()
+        yield from self._conflicts_of_colocation()
+        yield from self._conflicts_of_batches()
+        if self.episode_tasks:
+            yield from self._conflicts_of_episodes()
+        if self.distillation.teacher is not None:
+            yield from self._conflicts_of_distillation()
+
+    def _conflicts_of_learning(self) -> Iterator[str]:
+        learner, model, num_steps = self.learner, self.model, self.algorithm.num_steps
+        profiled, tracking, engine = learner.profile_steps, self.tracking, self.generator.engine
+        buffer_tokens, max_tokens = self.algorithm.overlong_buffer_tokens, self.sampling.max_tokens
         if profiled is not None and profiled[0] > num_steps:
-            raise ValueError(
+            yield (
                 f"learner.profile_steps begins with step {profiled[0]}, and the run ends with step {num_steps} "
                 "(algorithm.num_steps); profile an earlier one"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _decay_is_possible(self) -> "Config":
-        learner, num_steps = self.learner, self.algorithm.num_steps
         if learner.lr_schedule == "constant" and learner.min_lr_ratio:
-            raise ValueError(
-                "learner.min_lr_ratio: set learner.lr_schedule to linear or cosine; now it is constant"
-            )
+            yield "learner.min_lr_ratio: set learner.lr_schedule to linear or cosine; now it is constant"
         if learner.lr_schedule != "constant" and learner.warmup_steps >= num_steps:
-            raise ValueError(
+            yield (
                 f"learner.lr_schedule: a warm-up of {learner.warmup_steps} steps (learner.warmup_steps) leaves "
                 f"none of the {num_steps} (algorithm.num_steps) to decay in; shorten it, or set constant"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _attention_is_possible(self) -> "Config":
-        attention = self.model.attention
-        if attention not in ("auto", "sdpa") and not (self.learner.num_gpus and self.model.dtype == "bfloat16"):
-            raise ValueError(
-                f"model.attention: `{attention}` runs on GPUs in bfloat16 (learner.num_gpus is "
-                f"{self.learner.num_gpus}, model.dtype {self.model.dtype}); use `auto`"
+        if model.attention not in ("auto", "sdpa") and not (learner.num_gpus and model.dtype == "bfloat16"):
+            yield (
+                f"model.attention: `{model.attention}` runs on GPUs in bfloat16 (learner.num_gpus is "
+                f"{learner.num_gpus}, model.dtype {model.dtype}); use `auto`"
             )
-        return self
+        if model.head_dtype != "model" and model.dtype != model.head_dtype and ":" in engine:
+            yield (
+                f"model.head_dtype: `{model.head_dtype}` is set in vLLM and in the reference engine, and "
+                f"generator.engine is `{engine}`, which may compute other logits; set it to `model`"
+            )
+        if tracking.trackers and tracking.rollouts_every_num_steps and not self.run.save_rollouts:
+            yield (
+                "tracking.rollouts_every_num_steps: tables of rollouts are read from the run's files; set "
+                "run.save_rollouts to true, or tracking.rollouts_every_num_steps to 0"
+            )
+        if buffer_tokens >= max_tokens:
+            yield (
+                f"algorithm.overlong_buffer_tokens ({buffer_tokens}) must be below "
+                f"sampling.max_tokens ({max_tokens})"
+            )
 
-    @model_validator(mode="after")
-    def _ipc_is_possible(self) -> "Config":
-        if self.weight_sync.transport != "ipc":
-            return self
-        generator = self.generator
-        if not (generator.colocated and generator.num_gpus and generator.engine == "vllm"):
-            raise ValueError(
+    def _conflicts_of_weight_syncs(self) -> Iterator[str]:
+        sync, generator, learner, adapter = self.weight_sync, self.generator, self.learner, self.model.adapter
+        is_vllm = generator.engine == "vllm"
+        if sync.transport == "ipc" and not (generator.colocated and generator.num_gpus and is_vllm):
+            yield (
                 "weight_sync.transport: `ipc` shares weights between Learner and vLLM on one GPU: it needs "
                 "generator.colocated, generator.engine `vllm` and a GPU; use `object_store`"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _nccl_is_possible(self) -> "Config":
-        if self.weight_sync.transport != "nccl":
-            return self
-        generator, learner = self.generator, self.learner
         obstacles = {
             f"a Generator has none (generator.num_gpus is {generator.num_gpus})": not generator.num_gpus,
             f"the Learner has none (learner.num_gpus is {learner.num_gpus})": not learner.num_gpus,
-            "the reference engine does not receive on one (generator.engine is torch)": (
-                generator.engine != "vllm"
-            ),
+            "the reference engine does not receive on one (generator.engine is torch)": not is_vllm,
             "colocated actors share one, which NCCL refuses (generator.colocated; take `ipc`)": (
                 generator.colocated
             ),
         }
-        if found := [obstacle for obstacle, is_present in obstacles.items() if is_present]:
-            raise ValueError(
+        if sync.transport == "nccl" and any(obstacles.values()):
+            yield (
                 "weight_sync.transport: `nccl` sends weights from the Learner's GPU to a Generator's: "
-                f"{'; '.join(found)}; use `collective` or `object_store`"
+                f"{'; '.join(_true_of(obstacles))}; use `collective` or `object_store`"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _bytes_are_in_host_memory(self) -> "Config":
-        sync = self.weight_sync
         on_gpus = sync.transport == "ipc" or sync.wire_backend == "nccl"
         for name, is_on in {"checksum": sync.checksum, "delta": sync.delta}.items():
             if is_on and on_gpus:
-                raise ValueError(
+                yield (
                     f"weight_sync.{name}: the bytes never leave the GPUs with transport `{sync.transport}`; "
                     "set it to false, or use `object_store`"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _kept_keys_and_values_have_requests(self) -> "Config":
-        sync = self.weight_sync
         reasons = {
             "weight_sync.in_flight is false": not sync.in_flight,
-            "generator.colocated is true": self.generator.colocated,
+            "generator.colocated is true": generator.colocated,
             "weight_sync.max_lag is 0": sync.max_lag == 0,
         }
         if not sync.recompute_kv and any(reasons.values()):
-            found = ", ".join(reason for reason, is_so in reasons.items() if is_so)
-            raise ValueError(
+            yield (
                 f"weight_sync.recompute_kv: false has no effect here, because no request runs during a sync "
-                f"({found}); set it to true"
+                f"({', '.join(_true_of(reasons))}); set it to true"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _adapter_can_be_sent(self) -> "Config":
-        if self.weight_sync.send == "merged":
-            return self
-        adapter, generator = self.model.adapter, self.generator
+        if sync.send == "merged":
+            return
         if adapter is None:
-            raise ValueError(
-                "weight_sync.send: there is no adapter to send; add model.adapter, or set it to merged"
-            )
+            yield "weight_sync.send: there is no adapter to send; add model.adapter, or set it to merged"
+            return
         obstacles = {
             "vLLM has no DoRA (model.adapter.dora)": adapter.dora,
             "Generators would sample from the base before its quantization (model.base_quantization)": (
                 self.model.base_quantization != "none"
             ),
-            "the reference engine has no LoRA layers (generator.engine)": generator.engine != "vllm",
+            "the reference engine has no LoRA layers (generator.engine)": not is_vllm,
             "a sleeping vLLM gives up its adapter (generator.colocated)": generator.colocated,
             "vLLM's ranks end at 512 (model.adapter.rank)": adapter.rank > 512,
         }
-        if found := [obstacle for obstacle, is_present in obstacles.items() if is_present]:
-            raise ValueError(
-                f"weight_sync.send: `adapter` is not possible here: {'; '.join(found)}; use `merged`"
+        if any(obstacles.values()):
+            yield (
+                f"weight_sync.send: `adapter` is not possible here: {'; '.join(_true_of(obstacles))}; "
+                "use `merged`"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _colocation_is_possible(self) -> "Config":
+    def _conflicts_of_colocation(self) -> Iterator[str]:
         generator, learner, max_lag = self.generator, self.learner, self.weight_sync.max_lag
+        shares = generator.num_gpus, learner.num_gpus
         if not generator.colocated:
-            return self
+            return
         if max_lag:
-            raise ValueError(
+            yield (
                 "generator.colocated: actors that take turns on a device run synchronously; "
                 f"set weight_sync.max_lag to 0 (it is {max_lag})"
             )
-        shares = generator.num_gpus, learner.num_gpus
         if any(shares) and shares != (1, 1):
-            raise ValueError(
+            yield (
                 "generator.colocated: each Generator shares one GPU with a rank of the Learner; set "
                 f"generator.num_gpus and learner.num_gpus to 1 (they are {shares[0]} and {shares[1]}), or "
                 "both to 0 for the CPU"
             )
         if any(shares) and generator.num_generators != learner.num_ranks:
-            raise ValueError(
+            yield (
                 f"generator.colocated: each of the {learner.num_ranks} ranks of the Learner "
                 "(learner.num_ranks) shares its GPU with one Generator; set generator.num_generators to the "
                 f"same number (it is {generator.num_generators})"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _tables_have_rollouts(self) -> "Config":
-        tracking = self.tracking
-        if tracking.trackers and tracking.rollouts_every_num_steps and not self.run.save_rollouts:
-            raise ValueError(
-                "tracking.rollouts_every_num_steps: tables of rollouts are read from the run's files; set "
-                "run.save_rollouts to true, or tracking.rollouts_every_num_steps to 0"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _replay_is_possible(self) -> "Config":
-        replay, max_lag = self.buffer.replay, self.weight_sync.max_lag
-        if not replay.frac:
-            return self
-        if not 0 < self.replayed_per_step < self.algorithm.prompts_per_step:
-            raise ValueError(
+    def _conflicts_of_batches(self) -> Iterator[str]:
+        buffer, algorithm, max_lag = self.buffer, self.algorithm, self.weight_sync.max_lag
+        replay = buffer.replay
+        if replay.frac and not 0 < self.replayed_per_step < algorithm.prompts_per_step:
+            yield (
                 f"buffer.replay.frac is {replay.frac:g}: of algorithm.prompts_per_step "
-                f"({self.algorithm.prompts_per_step}) at least one group must be replayed and one fresh"
+                f"({algorithm.prompts_per_step}) at least one group must be replayed and one fresh"
             )
-        if replay.max_groups < self.replayed_per_step:
-            raise ValueError(
+        if replay.frac and replay.max_groups < self.replayed_per_step:
+            yield (
                 f"buffer.replay.max_groups ({replay.max_groups}) must be at least the {self.replayed_per_step} "
                 "groups that a batch replays (buffer.replay.frac)"
             )
-        if replay.max_age <= max_lag:
-            raise ValueError(
+        if replay.frac and replay.max_age <= max_lag:
+            yield (
                 f"buffer.replay.max_age ({replay.max_age}) must exceed weight_sync.max_lag ({max_lag}): "
                 "a group is at least one version older when it is replayed"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _lookahead_is_possible(self) -> "Config":
-        lookahead, max_lag = self.buffer.lookahead, self.weight_sync.max_lag
         if self.steps_overtaken > max_lag:
-            raise ValueError(
-                f"buffer.lookahead is {lookahead}: a group can come {self.steps_overtaken} steps late; "
+            yield (
+                f"buffer.lookahead is {buffer.lookahead}: a group can come {self.steps_overtaken} steps late; "
                 f"weight_sync.max_lag ({max_lag}) must be at least that"
             )
-        if lookahead > 1 and self.algorithm.oversample_frac:
-            raise ValueError(
+        if buffer.lookahead > 1 and algorithm.oversample_frac:
+            yield (
                 "buffer.lookahead keeps stragglers for the next step, algorithm.oversample_frac cuts them off; "
                 "choose one"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _episodes_are_possible(self) -> "Config":
-        if not self.episode_tasks:
-            return self
+    def _conflicts_of_episodes(self) -> Iterator[str]:
         episodes, stall_s = self.episodes, self.recovery.stall_timeout_s
         if episodes.max_tokens <= self.sampling.max_tokens:
-            raise ValueError(
+            yield (
                 f"episodes.max_tokens ({episodes.max_tokens}) is the length of a turn, prompt and reply; it "
                 f"must exceed sampling.max_tokens ({self.sampling.max_tokens}), which is the reply's alone"
             )
         # Nothing else may move while a group is played, or played again after the death of its worker.
         play_s = episodes.num_rounds(self.largest_group) * (episodes.max_seconds + GRACE_S)
         if stall_s <= 2 * play_s:
-            raise ValueError(
+            yield (
                 f"recovery.stall_timeout_s ({stall_s:g}) must exceed twice the {play_s:g} s that a group of "
                 f"episodes may take, or a long one looks like a stalled run: raise it above {2 * play_s:g}, "
                 f"lower episodes.max_seconds ({episodes.max_seconds:g}), or raise episodes.max_concurrent "
                 f"({episodes.max_concurrent}) if a group's {self.largest_group} episodes do not run together"
             )
         if (episodes.over_age == "wait") == bool(self.algorithm.oversample_frac):
-            raise ValueError(
+            yield (
                 f"episodes.over_age: `{episodes.over_age}` does not fit algorithm.oversample_frac "
                 f"{self.algorithm.oversample_frac:g}: with oversampling no batch waits for old episodes, so "
                 "`drop` them or `mask` their old tokens; without it every batch waits (`wait`)"
             )
         if self.algorithm.overlong_buffer_tokens:
-            raise ValueError(
+            yield (
                 "algorithm.overlong_buffer_tokens: it penalizes long responses of one turn; let the episode "
                 "function subtract from its reward instead"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _distillation_is_possible(self) -> "Config":
-        distillation, algorithm, sampling = self.distillation, self.algorithm, self.sampling
-        if distillation.teacher is None:
-            return self
-        if algorithm.dynamic_sampling_tries:
-            raise ValueError(
+    def _conflicts_of_distillation(self) -> Iterator[str]:
+        is_vllm, sampling = self.distillation.engine == "vllm", self.sampling
+        if self.algorithm.dynamic_sampling_tries:
+            yield (
                 "algorithm.dynamic_sampling_tries: it replaces groups without signal, and with "
                 "distillation.teacher every group has one; set it to 0"
             )
         if any(each.curriculum is not None for each in _parts(self.task)):
-            raise ValueError(
+            yield (
                 "task.curriculum: it skips prompts whose groups had no signal, and with distillation.teacher "
                 "every group has one; remove it"
             )
-        if distillation.engine == "vllm" and sampling.temperature != 1.0:
-            raise ValueError(
+        if is_vllm and sampling.temperature != 1.0:
+            yield (
                 f"sampling.temperature is {sampling.temperature:g}, and vLLM gives the logprobs of given "
                 "tokens at 1 only; set it to 1, or distillation.engine to `torch`"
             )
-        if distillation.engine == "vllm" and sampling.min_tokens:
-            raise ValueError(
+        if is_vllm and sampling.min_tokens:
+            yield (
                 f"sampling.min_tokens is {sampling.min_tokens}: the sampler rules out end tokens before it, "
                 "and vLLM's logprobs of given tokens rule out nothing; set it to 0, or distillation.engine to "
                 "`torch`"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _overlong_buffer_fits(self) -> "Config":
-        buffer_tokens, max_tokens = self.algorithm.overlong_buffer_tokens, self.sampling.max_tokens
-        if buffer_tokens >= max_tokens:
-            raise ValueError(
-                f"algorithm.overlong_buffer_tokens ({buffer_tokens}) must be below "
-                f"sampling.max_tokens ({max_tokens})"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _own_engine_has_no_head_dtype(self) -> "Config":
-        model, engine = self.model, self.generator.engine
-        if model.head_dtype != "model" and model.dtype != model.head_dtype and ":" in engine:
-            raise ValueError(
-                f"model.head_dtype: `{model.head_dtype}` is set in vLLM and in the reference engine, and "
-                f"generator.engine is `{engine}`, which may compute other logits; set it to `model`"
-            )
-        return self
 
 
 def _parts(task: Task) -> list[PlainTask]:
     return [part.task for part in task.parts.values()] if isinstance(task, MixtureTaskConfig) else [task]
+
+
+def _true_of(facts: Mapping[str, bool]) -> list[str]:
+    return [text for text, is_true in facts.items() if is_true]

@@ -1,10 +1,11 @@
-"""The configuration of the Learner: the optimizer, micro-batches, devices and the profiler."""
+"""The configuration of the Learner: the optimizer, micro-batches, devices, profiler, supervised steps."""
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from grpo_ray.config.section import Decay, NonNegativeFloat, NonNegativeInt, Section, refuse_no_cores
+from grpo_ray.config.section import Cores, Decay, NonNegativeFloat, NonNegativeInt, Section
 
 MAX_PROFILED_STEPS = 20
 LARGEST_BETA_IN_BFLOAT16 = 0.99
@@ -63,7 +64,7 @@ class LearnerConfig(Section):
     """CPUs that each rank reserves in Ray."""
     num_threads: PositiveInt = 1
     """CPU threads of each rank (CPU only)."""
-    cpu_cores: tuple[NonNegativeInt, ...] | None = None
+    cpu_cores: Cores = None
     """Cores that the Learner's process is pinned to (CPU only), dealt out to the ranks; default: any."""
     slowdown_s: NonNegativeFloat = 0.0
     """Artificial delay per step in seconds, for experiments with schedules."""
@@ -78,39 +79,37 @@ class LearnerConfig(Section):
     def _accept_booleans(cls, value: object) -> object:
         return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
-    @model_validator(mode="after")
-    def _recomputation_is_possible(self) -> Self:
+    def _conflicts(self) -> Iterator[str]:
         if self.compile and self.gradient_checkpointing == "selective":
-            raise ValueError(
+            yield (
                 "gradient_checkpointing: a compiled block hides its operations from `selective`, and "
                 "recomputes the cheap ones by itself; with learner.compile choose none or full"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _ranks_are_possible(self) -> Self:
         if self.num_ranks % self.replicas:
-            raise ValueError(
+            yield (
                 f"replicas: {self.num_ranks} ranks (learner.num_ranks) cannot be divided into {self.replicas} "
                 "replicas of one size"
             )
         if self.num_ranks % self.num_ranks_per_node:
-            raise ValueError(
+            yield (
                 f"ranks_per_node: {self.num_ranks} ranks (learner.num_ranks) cannot be divided into nodes of "
                 f"{self.num_ranks_per_node}; set learner.ranks_per_node to a divisor of learner.num_ranks"
             )
-        if self.num_ranks == 1:
-            return self
-        if self.moments == "8bit":
-            raise ValueError(
+        if self.num_ranks > 1 and self.moments == "8bit":
+            yield (
                 "moments: 8bit has no sharded form, so it needs learner.num_ranks of 1; use bfloat16 with ranks"
             )
-        if self.cpu_cores is not None and len(self.cpu_cores) < self.num_ranks:
-            raise ValueError(
+        if self.num_ranks > 1 and self.cpu_cores is not None and len(self.cpu_cores) < self.num_ranks:
+            yield (
                 f"cpu_cores: {len(self.cpu_cores)} cores cannot be dealt to {self.num_ranks} ranks "
                 "(learner.num_ranks); name at least one per rank, or none"
             )
-        return self
+        if self.moments == "bfloat16" and max(self.betas) > LARGEST_BETA_IN_BFLOAT16:
+            yield (
+                f"moments: a bfloat16 moment rounds away changes of less than 1 in 128, as with betas "
+                f"{list(self.betas)}; set learner.betas to at most {LARGEST_BETA_IN_BFLOAT16}, or moments to "
+                "float32"
+            )
 
     @property
     def num_ranks_per_node(self) -> int:
@@ -123,18 +122,6 @@ class LearnerConfig(Section):
         """Return the cores that a rank is pinned to."""
         return self.cpu_cores and self.cpu_cores[rank :: self.num_ranks]
 
-    @model_validator(mode="after")
-    def _moments_are_possible(self) -> Self:
-        if self.moments == "bfloat16" and max(self.betas) > LARGEST_BETA_IN_BFLOAT16:
-            raise ValueError(
-                f"moments: a bfloat16 moment rounds away changes of less than 1 in 128, as with betas "
-                f"{list(self.betas)}; set learner.betas to at most {LARGEST_BETA_IN_BFLOAT16}, or moments to "
-                "float32"
-            )
-        return self
-
-    _check_cores = field_validator("cpu_cores")(refuse_no_cores)
-
     @field_validator("profile_steps")
     @classmethod
     def _check_profile(cls, steps: tuple[int, int] | None) -> tuple[int, int] | None:
@@ -144,3 +131,22 @@ class LearnerConfig(Section):
                 f"{MAX_PROFILED_STEPS} of them, such as [10, 12]; each trace may be hundreds of megabytes"
             )
         return steps
+
+
+class SftConfig(Section):
+    """Supervised steps on demonstrations, before the first step of GRPO."""
+
+    path: str
+    """`.jsonl` or `.parquet` file of demonstrations. A row has `messages`, the last one the assistant's; or a
+    question, which `task.prompt` turns into a prompt, and a response."""
+    prompt_field: str = "prompt"
+    """Field of a row that holds the question."""
+    response_field: str = "response"
+    """Field of a row that holds the response to imitate."""
+    num_steps: PositiveInt = 100
+    """Supervised steps."""
+    batch_size: PositiveInt = 32
+    """Demonstrations per step, shuffled in every epoch."""
+    learning_rate: PositiveFloat = 2e-5
+    """Peak learning rate, after a linear ramp over a tenth of the steps; then linear decay to 0. The section
+    `learner` has the optimizer's other values."""

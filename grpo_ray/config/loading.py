@@ -15,6 +15,7 @@ from grpo_ray.config.schema import (
     describe,
     either,
     field_names,
+    kind_of,
     nearest_keys,
     nearest_name,
     resolve,
@@ -182,7 +183,7 @@ def _explain(detail: Mapping[str, Any]) -> str:
     if kind == "value_error":
         return f"{path or 'configuration'}: {detail['ctx']['error']}"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        kinds = ", ".join(section.model_fields["kind"].default for section in sections_of(annotation))
+        kinds = ", ".join(map(kind_of, sections_of(annotation)))
         given = f"{value['kind']!r} is not valid" if kind == "union_tag_invalid" else "required, but not given"
         return f"{path}.kind: {given}; allowed: {kinds}"
     if kind == "missing":

@@ -1,15 +1,20 @@
 """The configuration of the model: loaded from a folder or hub, or built tiny."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, field_validator
 
 from grpo_ray.config.section import Section
 
 Attention = Literal["auto", "sdpa", "varlen", "flash_attention_2", "flash_attention_3"]
 Implementation = Literal["transformers", "grpo_ray"]
 HeadDtype = Literal["model", "float32"]
+HomePath = Annotated[
+    str, AfterValidator(lambda path: str(Path(path).expanduser()) if path[:1] == "~" else path)
+]
+"""A path, or another name; `~` is written out."""
 
 
 class WarmupConfig(Section):
@@ -52,17 +57,11 @@ class TinyModelConfig(Section):
     warmup: WarmupConfig | None = WarmupConfig()
     """`null` leaves the weights at their random initial values."""
 
-    @model_validator(mode="after")
-    def _heads_divide(self) -> "TinyModelConfig":
+    def _conflicts(self) -> Iterator[str]:
         if self.hidden_size % (2 * self.num_heads):
-            raise ValueError(
-                f"hidden_size ({self.hidden_size}) must be a multiple of 2 * num_heads ({self.num_heads})"
-            )
+            yield f"hidden_size ({self.hidden_size}) must be a multiple of 2 * num_heads ({self.num_heads})"
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
-            )
-        return self
+            yield f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
 
 
 class AdapterConfig(Section):
@@ -80,7 +79,7 @@ class AdapterConfig(Section):
     """Scale by the square root of the rank (Kalajdzievski 2023)."""
     dora: bool = False
     """Also train the length of each of the matrix's rows (DoRA, Liu et al. 2024)."""
-    path: str | None = None
+    path: HomePath | None = None
     """A folder in PEFT's format to start from, such as a run's checkpoint. `null`: a new adapter, which changes
     nothing at first."""
 
@@ -91,14 +90,9 @@ class AdapterConfig(Section):
             raise ValueError("an empty list adapts nothing; name linear layers, or give null for all")
         return names
 
-    @field_validator("path")
-    @classmethod
-    def _home_folder(cls, path: str | None) -> str | None:
-        return str(Path(path).expanduser()) if path is not None and path.startswith("~") else path
-
 
 class ModelConfig(Section):
-    path: str | None = None
+    path: HomePath | None = None
     """A folder in Hugging Face format, or a hub name such as `Qwen/Qwen2.5-Math-1.5B`, which `@` and a
     branch, tag or commit may follow. A run keeps the commit that it began with."""
     tiny: TinyModelConfig | None = None
@@ -123,22 +117,11 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """Run Python code shipped with the model."""
 
-    @field_validator("path")
-    @classmethod
-    def _home_folder(cls, path: str | None) -> str | None:
-        return str(Path(path).expanduser()) if path is not None and path.startswith("~") else path
-
-    @model_validator(mode="after")
-    def _one_source(self) -> "ModelConfig":
+    def _conflicts(self) -> Iterator[str]:
         if (self.path is None) == (self.tiny is None):
-            raise ValueError("give exactly one of `path` (a folder or hub name) and `tiny` (build one)")
-        return self
-
-    @model_validator(mode="after")
-    def _quantization_is_possible(self) -> "ModelConfig":
+            yield "give exactly one of `path` (a folder or hub name) and `tiny` (build one)"
         if self.base_quantization != "none" and self.adapter is None:
-            raise ValueError(
+            yield (
                 f"base_quantization: {self.base_quantization} weights cannot be trained; add model.adapter to "
                 "train an adapter on them, or set base_quantization to none"
             )
-        return self

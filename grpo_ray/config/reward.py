@@ -1,7 +1,7 @@
 """The configuration of rewards (by name, a function of the user's, or a weighted sum) and of the Scorer."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, count
 from math import isfinite
 from typing import Annotated, Any
@@ -17,12 +17,11 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     Tag,
-    model_validator,
 )
 
 from grpo_ray.config.secrets import SecretName
 from grpo_ray.config.section import NonNegativeFloat, Section
-from grpo_ray.config.user_code import is_function_name
+from grpo_ray.config.user_code import one_of_or_own
 
 REWARD_NAMES = (
     "brevity",
@@ -38,16 +37,7 @@ REWARD_NAMES = (
 )
 
 
-def _known(name: str) -> str:
-    if name not in REWARD_NAMES and not is_function_name(name):
-        raise ValueError(
-            f"{name!r} is not valid; allowed: {', '.join(REWARD_NAMES)}, or a function of your own as "
-            "`module:function`"
-        )
-    return name
-
-
-RewardName = Annotated[str, AfterValidator(_known)]
+RewardName = Annotated[str, one_of_or_own(REWARD_NAMES)]
 
 
 def _scalar(value: Any) -> Any:
@@ -94,19 +84,17 @@ class RewardTerm(Section):
     concurrency: PositiveInt = 32
     """Calls at the same time, per Scorer (`network` only)."""
 
-    @model_validator(mode="after")
-    def _of_its_kind(self) -> "RewardTerm":
+    def _conflicts(self) -> Iterator[str]:
         for field in ("batched", "network"):
             if getattr(self, field) and ":" not in self.reward:
-                raise ValueError(f"{field}: {self.reward} is built in; only a function of your own may be")
+                yield f"{field}: {self.reward} is built in; only a function of your own may be"
         for field in ("timeout_s", "retries", "concurrency"):
             default = type(self).model_fields[field].default  # a run's config.yaml has every field
             if getattr(self, field) != default and not self.network:
-                raise ValueError(
+                yield (
                     f"{field}: is for a reward with `network: true`; the others have scorer.timeout_s and "
                     "scorer.num_workers. Omit it, or set network"
                 )
-        return self
 
 
 def _some_terms(terms: tuple[RewardTerm, ...]) -> tuple[RewardTerm, ...]:

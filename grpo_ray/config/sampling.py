@@ -1,15 +1,51 @@
-"""The configuration of sampling: the distribution of responses, and the Generators that draw them."""
+"""The configuration of engines: the distribution of responses, the Generators that draw them, and Teachers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from grpo_ray.config.engine_args import refuse_decided
-from grpo_ray.config.section import Fraction, NonNegativeFloat, NonNegativeInt, Section, refuse_no_cores
+from grpo_ray.config.section import Cores, Fraction, NonNegativeFloat, NonNegativeInt, Section
 from grpo_ray.config.user_code import one_of_or_own
 
 EngineName = Annotated[str, one_of_or_own(("vllm", "torch"))]
+
+_ONE_ENGINE = "generator.num_gpus and generator.num_generators"
+_DISTRIBUTION = "only the fields of sampling may shape the distribution, which the Learner reproduces"
+_ONE_MODEL = "the Learner and the engine read the same model.path"
+
+# vLLM's arguments that a run decides itself: the field to set instead, or the reason that there is none.
+DECIDED: Mapping[str, str] = {
+    **dict.fromkeys(("model", "model_weights", "tokenizer", "hf_config_path"), "model.path"),
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "hf_overrides": f"model.head_dtype for its head_dtype, and nothing for others: {_ONE_MODEL}",
+    "seed": "run.seed",
+    "max_model_len": "generator.max_model_len",
+    "max_num_seqs": "generator.max_num_seqs",
+    "gpu_memory_utilization": "generator.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "generator.kv_cache_gib",
+    "enforce_eager": "generator.enforce_eager",
+    "enable_sleep_mode": "generator.colocated",
+    "weight_transfer_config": "weight_sync.transport",
+    "worker_extension_cls": "nothing: the workers' methods for weight syncs are there",
+    "hf_token": "the environment variable HF_TOKEN",
+    "tensor_parallel_size": "generator.num_gpus",
+    **dict.fromkeys(("pipeline_parallel_size", "prefill_context_parallel_size", "nnodes"), _ONE_ENGINE),
+    **dict.fromkeys(("data_parallel_size", "data_parallel_size_local"), "generator.num_generators"),
+    "device_ids": "nothing: Ray assigns the GPUs",
+    "distributed_executor_backend": "nothing: one GPU runs in the engine's process, several in one each",
+    "load_format": "nothing: weights are read from safetensors, never from a pickle",
+    "skip_tokenizer_init": "nothing: stop strings need the tokenizer",
+    "disable_log_stats": "nothing: the run reports its own metrics",
+    **dict.fromkeys(("revision", "code_revision", "tokenizer_revision"), f"nothing: {_ONE_MODEL}"),
+    **dict.fromkeys(
+        ("generation_config", "override_generation_config", "logits_processors", "watermark_config"),
+        f"nothing: {_DISTRIBUTION}",
+    ),
+    "logprobs_mode": "nothing: behaviour logprobs are taken at the sampling temperature",
+    "enable_lora": "nothing: the engine serves the whole policy, without adapters",
+}
 
 
 class SamplingConfig(Section):
@@ -27,22 +63,20 @@ class SamplingConfig(Section):
     """Strings that end a response; kept in the output. Unless given, `</answer>` if a prompt of the task ends
     with `<think>` or `<answer>`, as `r1_zero` and `short` do, and none for `chat` or `question_only`."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "SamplingConfig":
+    def _conflicts(self) -> Iterator[str]:
         if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+            yield f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
         if self.top_p != 1.0:
-            raise ValueError(
+            yield (
                 f"top_p is {self.top_p}: rollouts must be sampled from the whole distribution (top_p 1.0), "
                 "because the Learner cannot reproduce the logprobs of a truncated one"
             )
-        return self
 
 
 class EngineConfig(Section):
     """An inference engine: its kind, devices and memory."""
 
-    _other_fields: ClassVar[Mapping[str, str]] = {}
+    _other_fields: ClassVar[Mapping[str, str]] = {}  # in the place of these parts of DECIDED's fields
 
     engine: EngineName = "vllm"
     """`vllm` for real runs; `torch` is a plain reference implementation. For Generators also one of your own:
@@ -64,27 +98,28 @@ class EngineConfig(Section):
     it where other processes use the GPU while vLLM starts, which would count their memory as its own."""
     num_threads: PositiveInt = 1
     """CPU threads per engine (CPU only)."""
-    cpu_cores: tuple[NonNegativeInt, ...] | None = None
+    cpu_cores: Cores = None
     """Cores that the engines' processes are pinned to (CPU only); default: any."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's AsyncEngineArgs, such as `{quantization: fp8, enable_expert_parallel: true}`.
     What the run decides (the model, its dtype, the seed, the distribution of responses) is refused here."""
 
-    _check_cores = field_validator("cpu_cores")(refuse_no_cores)
-
     @field_validator("engine_args")
     @classmethod
     def _leave_what_the_run_decides(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        refuse_decided(arguments, cls._other_fields)
+        decided = [
+            f"{name} is decided by the run; set {DECIDED[name]}" for name in arguments if name in DECIDED
+        ]
+        text = "; ".join(decided)
+        for field, other in cls._other_fields.items():
+            text = text.replace(field, other)
+        if text:
+            raise ValueError(text)
         return arguments
 
-    @model_validator(mode="after")
-    def _arguments_have_an_engine(self) -> "EngineConfig":
+    def _conflicts(self) -> Iterator[str]:
         if self.engine_args and self.engine != "vllm":
-            raise ValueError(
-                f"engine_args are vLLM's, and engine is `{self.engine}`: remove them, or use `vllm`"
-            )
-        return self
+            yield f"engine_args are vLLM's, and engine is `{self.engine}`: remove them, or use `vllm`"
 
 
 class GeneratorConfig(EngineConfig):
@@ -102,3 +137,34 @@ class GeneratorConfig(EngineConfig):
     """Generators and Learner share the devices and take turns (synchronous runs only)."""
     slowdown_s: NonNegativeFloat = 0.0
     """Artificial delay per group in seconds, for experiments with schedules."""
+
+
+class DistillationConfig(EngineConfig):
+    """On-policy distillation: a teacher judges every token of the policy's responses.
+
+    Used if `teacher` is given. With `engine: torch` the micro-batches are `learner.micro_batch_tokens`.
+    """
+
+    _other_fields: ClassVar[Mapping[str, str]] = {
+        "generator.": "distillation.",
+        "model.path": "distillation.teacher",
+    }
+
+    teacher: str | None = None
+    """Teacher model: a folder in Hugging Face format, such as a checkpoint of a run, or a hub name. It must
+    have the policy's vocabulary; code beside it is never run."""
+    coefficient: PositiveFloat = 1.0
+    """Factor of log(teacher / policy), which is added to each token's advantage."""
+    max_gap: PositiveFloat = 10.0
+    """Largest |log(teacher / policy)| of a token, in nats."""
+    use_reward: bool = True
+    """Train on the rewards' advantages as well; if false, rewards are only measured."""
+    num_teachers: PositiveInt = 1
+    """Teacher actors, each with its own engine."""
+
+    @field_validator("engine")
+    @classmethod
+    def _engine_has_teachers(cls, engine: str) -> str:
+        if ":" in engine:
+            raise ValueError(f"{engine!r} is not valid; allowed: vllm, torch")
+        return engine

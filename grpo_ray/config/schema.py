@@ -17,6 +17,7 @@ from grpo_ray.config.other_names import other_name
 from grpo_ray.config.section import Section
 
 BOUND_SIGNS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
+UNIONS = (Union, UnionType)
 TYPE_NAMES = {
     float: "number",
     int: "integer",
@@ -85,14 +86,11 @@ def resolve(location: Sequence[int | str]) -> tuple[str, Any]:
     path = ""
     annotation: Any = Config
     for part in location:
-        chosen = _section_with_tag(annotation, part) or _alternative_with_tag(annotation, part)
-        if chosen is not None:
+        if (chosen := _tagged(annotation, part)) is not None:
             annotation = chosen
             continue
-        if isinstance(part, int):
-            path, annotation = f"{path}[{part}]", _element(annotation, part)
-        else:
-            path, annotation = f"{path}.{part}" if path else part, _field(annotation, part)
+        annotation = _part(annotation, part)
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     return path, annotation
 
 
@@ -100,18 +98,17 @@ def describe(annotation: Any) -> str:
     """Describe the values that an annotation allows: `number >= 0`, `sequence_mean, token_mean or constant`."""
     if annotation in TYPE_NAMES:
         return TYPE_NAMES[annotation]
-    if (sections := sections_of(annotation)) and not _allows_null(annotation):
-        if len(sections) > 1:
-            kinds = ", ".join(section.model_fields["kind"].default for section in sections)
-            return f"a mapping of kind ({kinds}) and the fields of that kind"
-        return f"a mapping of {', '.join(field_names(sections[0]))}"
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if (sections := sections_of(annotation)) and NoneType not in arguments:
+        if len(sections) > 1:
+            return f"a mapping of kind ({', '.join(map(kind_of, sections))}) and the fields of that kind"
+        return f"a mapping of {', '.join(field_names(sections[0]))}"
     if origin is Annotated:
         bounds = _bounds(arguments[1:])
         return f"{describe(arguments[0])} {' and '.join(bounds)}" if bounds else describe(arguments[0])
     if origin is Literal:
         return either([str(value) for value in arguments])
-    if origin in (Union, UnionType):
+    if origin in UNIONS:
         return either([describe(argument) for argument in arguments])
     if origin is dict:
         return f"a mapping of names, each to {describe(arguments[1])}"
@@ -122,52 +119,53 @@ def describe(annotation: Any) -> str:
     return str(annotation)
 
 
+def alternatives(annotation: Any) -> tuple[Any, ...]:
+    """Return the members of a union, also of one that is annotated or in another; or the annotation alone."""
+    inner = _bare(annotation)
+    if get_origin(inner) not in UNIONS:
+        return (annotation,)
+    return tuple(each for one in get_args(inner) for each in alternatives(one))
+
+
 def sections_of(annotation: Any) -> tuple[type[Section], ...]:
     """Return the sections among an annotation's alternatives."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return (annotation,)
-    if get_origin(annotation) is Annotated:
-        return sections_of(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        return tuple(section for argument in get_args(annotation) for section in sections_of(argument))
-    return ()
+    found = map(_bare, alternatives(annotation))
+    return tuple(one for one in found if isinstance(one, type) and issubclass(one, Section))
 
 
-def _section_with_tag(annotation: Any, tag: int | str) -> type[Section] | None:
+def kind_of(section: type[Section]) -> str:
+    """Return the kind that tells this section from the others of its union."""
+    kind: str = section.model_fields["kind"].default
+    return kind
+
+
+def _bare(annotation: Any) -> Any:
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def _tagged(annotation: Any, tag: int | str) -> Any:
+    """Return the alternative that pydantic's tag in a location stands for; None if the part is no tag.
+
+    A single section has no tag: the part is one of its keys.
+    """
     sections = sections_of(annotation)
-    if len(sections) < 2:
-        return None  # a single section has no tag: the part is one of its keys
-    return next((section for section in sections if section.model_fields["kind"].default == tag), None)
+    if len(sections) > 1:
+        return next((section for section in sections if kind_of(section) == tag), None)
+    tagged = (one for one in alternatives(annotation) if Tag(str(tag)) in getattr(one, "__metadata__", ()))
+    return next(tagged, None)
 
 
-def _alternative_with_tag(annotation: Any, tag: int | str) -> Any:
-    """Return the alternative with this `Tag`, in a union of tagged alternatives."""
-    if get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
-    alternatives = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
-    return next((one for one in alternatives if Tag(str(tag)) in getattr(one, "__metadata__", ())), None)
-
-
-def _field(annotation: Any, name: str) -> Any:
-    """Return the annotation of a section's field, including the constraints that pydantic stores separately."""
-    if get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
-    if get_origin(annotation) is dict:  # all names of a mapping share one annotation
-        return get_args(annotation)[1]
-    for section in sections_of(annotation):
-        field: FieldInfo | None = section.model_fields.get(name)
-        if field is not None:
+def _part(annotation: Any, part: int | str) -> Any:
+    """Return the annotation of an element, a section's field with its constraints, or a mapping's value."""
+    for one in map(_bare, alternatives(annotation)):
+        origin, arguments = get_origin(one), get_args(one)
+        if origin is dict:  # all names of a mapping share one annotation
+            return arguments[1]
+        if origin is tuple and isinstance(part, int):
+            return arguments[0] if arguments[-1] is Ellipsis else arguments[min(part, len(arguments) - 1)]
+        field = one.model_fields.get(part) if one in sections_of(one) else None
+        if field is not None:  # pydantic stores its constraints separately
             return Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
-    return None
-
-
-def _element(annotation: Any, index: int) -> Any:
-    arguments = get_args(annotation)
-    alternatives = [annotation, *arguments]  # `tuple[int, ...] | None` holds its tuple one level down
-    for alternative in alternatives:
-        if get_origin(alternative) is tuple:
-            elements = get_args(alternative)
-            return elements[0] if elements[-1] is Ellipsis else elements[min(index, len(elements) - 1)]
     return None
 
 
@@ -181,10 +179,6 @@ def _bounds(metadata: Sequence[Any]) -> list[str]:
             sign, attribute = BOUND_SIGNS[type(item)]
             bounds.append(f"{sign} {getattr(item, attribute)}")
     return bounds
-
-
-def _allows_null(annotation: Any) -> bool:
-    return NoneType in get_args(annotation)
 
 
 def either(words: Sequence[str]) -> str:

@@ -1,13 +1,24 @@
 """The base class of every section of the configuration, and the types that their fields share."""
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _some_cores(cores: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    if cores == ():
+        raise ValueError("an empty list leaves no core to run on; name at least one, or give null for any")
+    return cores
+
+
+Cores = Annotated[tuple[NonNegativeInt, ...] | None, AfterValidator(_some_cores)]
+"""Processor cores by their numbers; null means any."""
 
 
 class Section(BaseModel):
@@ -17,9 +28,12 @@ class Section(BaseModel):
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
     )
 
+    def _conflicts(self) -> Iterator[str]:
+        """Yield what is wrong with values that are valid one by one; the first is reported, and ends it."""
+        yield from ()
 
-def refuse_no_cores(cores: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Validate a field `cpu_cores`: an empty list is refused, null means any core."""
-    if cores == ():
-        raise ValueError("an empty list leaves no core to run on; name at least one, or give null for any")
-    return cores
+    @model_validator(mode="after")
+    def _refuse_conflicts(self) -> Self:
+        for conflict in self._conflicts():
+            raise ValueError(conflict)
+        return self

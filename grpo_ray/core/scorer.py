@@ -13,9 +13,8 @@ from grpo_ray.config.reward import Reward, secrets_in, term_weights
 from grpo_ray.config.secrets import values_of
 from grpo_ray.objectives import advantages_of
 from grpo_ray.objectives.returns import verdict_on
-from grpo_ray.rewards.base import Overrun, Ungradable, verdict
+from grpo_ray.rewards.base import Overrun, ScoringError, Ungradable, verdict
 from grpo_ray.rewards.grader import Grader
-from grpo_ray.rewards.isolation.pool import ScoringError
 from grpo_ray.types import TERM, Episode, RolloutGroup, Verdict
 from grpo_ray.watch.memory import resident_bytes
 from grpo_ray.watch.stage_clock import ActorStats, StageClock

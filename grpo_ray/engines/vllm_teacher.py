@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from grpo_ray.config.distillation import DistillationConfig
 from grpo_ray.config.model import HeadDtype
+from grpo_ray.config.sampling import DistillationConfig
 from grpo_ray.engines.vllm_engine import common_arguments, only_output
 from grpo_ray.learning.model_files import located
 from grpo_ray.learning.sequences import TrainSequence

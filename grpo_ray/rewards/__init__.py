@@ -5,7 +5,6 @@
     configured.py      from `task.reward` (a name, `module:function`, or a weighted sum) to one function
     user_function.py   a function of the user's own, and networked.py, one that asks a server
     trial.py           a try of a reward on one example before a run
-    checking.py        the check of `task.reward` before a run starts
     answer_formats.py  where in a response its answer is
     math/              when two answers are equal to a mathematician
     grader.py          the Grader of a run, and isolation/, the processes that grade for it

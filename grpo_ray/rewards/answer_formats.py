@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from grpo_ray.config.reward import Reward
-from grpo_ray.rewards.math.text import matching_braces
+from grpo_ray.rewards.math.text import brace_pairs
 
 AnswerIn = Literal["tags", "boxed"]
 
@@ -71,13 +71,13 @@ def read_boxes(response: str) -> list[str]:
     It takes linear time, however deeply boxes are nested.
     """
     contents: list[str] = []
+    closing = brace_pairs(response)
     start = response.find(OPENING_BOX)
     while start >= 0:
         start += len(OPENING_BOX)
-        closing = matching_braces(response, start)
-        if not closing:
+        end = closing.get(start - 1)
+        if end is None:
             return [*contents, ""]
-        end = closing[start - 1]
         contents.append(_without_boxes(response, start, end, closing))
         start = response.find(OPENING_BOX, end)
     return contents

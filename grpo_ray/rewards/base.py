@@ -42,6 +42,13 @@ class Overrun(Ungradable):
     """
 
 
+class ScoringError(RuntimeError):
+    """The answer could not be graded: the reward function raised, or something else ended its worker."""
+
+
+Result = Scores | Ungradable | ScoringError
+
+
 def verdict(has_format: bool, is_right: bool) -> Scores:
     """Return scores in which a right answer counts only in the right format."""
     return scores(has_format and is_right, has_format, has_format and is_right)

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt
 
 from grpo_ray.rewards.answer_formats import AnswerIn, read_answer, read_answer_in, read_boxed, read_boxes
 from grpo_ray.rewards.base import RewardFn, Scores, Ungradable, scores, verdict
-from grpo_ray.rewards.math.answer import grade, is_right
+from grpo_ray.rewards.math.equality import grade, is_right
 from grpo_ray.rewards.sorting import sort_distance_reward_fn, sort_inclusion_ordering_reward_fn
 
 MAX_BOXES = 16  # with different contents; each is compared with the truth

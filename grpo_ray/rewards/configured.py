@@ -1,13 +1,18 @@
-"""A configured reward as one function: a built-in by its name, a function of the user's, or a weighted sum."""
+"""A configured reward as one function: a built-in by its name, a function of the user's, or a weighted sum.
 
-from collections.abc import Callable, Sequence
+`check_reward` finds out before a run that it exists, and that its arguments fit.
+"""
+
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TypeVar
 
 from grpo_ray.config.reward import Reward, RewardTerm, is_own, named_terms, terms_of
+from grpo_ray.config.secrets import check_set
+from grpo_ray.config.user_code import check_arguments, keyword_parameters
 from grpo_ray.rewards.base import NOTHING, About, RewardFn, Scores, scores
 from grpo_ray.rewards.builtin import ALGEBRAIC, REWARDS
-from grpo_ray.rewards.math.answer import NO_TRUTH
+from grpo_ray.rewards.math.equality import NO_TRUTH
 from grpo_ray.rewards.user_function import UserFunction
 from grpo_ray.types import TERM
 
@@ -89,10 +94,7 @@ def _outcomes(
     if not isinstance(function, UserFunction):
         return [tried(partial(function, *pair, **term.arguments)) for pair in pairs]
     if function.takes_group:
-        size = len(responses)
-        return for_each(
-            tried(lambda: function.read_group(function.call_group(responses, truths, about), size)), size
-        )
+        return for_each(tried(lambda: function.graded_group(responses, truths, about)), len(responses))
     if function.needs_group:
         about = {**about, "completions": list(responses)}
     return [tried(partial(function.graded, *pair, about)) for pair in pairs]
@@ -162,3 +164,46 @@ def needs_isolation(reward: Reward) -> bool:
 def uses_algebra(reward: Reward) -> bool:
     """Return True if a term of the reward compares answers by computer algebra."""
     return any(term.reward in ALGEBRAIC for term in terms_of(reward))
+
+
+# ---- the check before anything expensive starts ----
+
+
+def check_reward(
+    reward: Reward,
+    field: str = "task.reward",
+    columns: Collection[str] | None = (),
+    fields: Collection[str] = (),
+) -> None:
+    """Import the user's own functions, compare the arguments with the signatures, and look for the secrets.
+
+    Args:
+        columns: of the data, which functions may ask for by name; None: not known yet.
+        fields: the names of the columns with the question and the answer.
+
+    Raises:
+        ValueError: names the field, what is wrong with it, and how to fix it.
+    """
+    for index, term in enumerate(terms_of(reward)):
+        place = field if isinstance(reward, str) else f"{field}[{index}]"
+        if term.secrets and ":" not in term.reward:
+            raise ValueError(f"{place}: secrets: {term.reward} is built in and reads none; omit them")
+        check_set(term.secrets, f"{field}: secrets")  # first: a module may read them as it is imported
+        _check(term, place, columns, fields)
+
+
+def _check(term: RewardTerm, field: str, columns: Collection[str] | None, fields: Collection[str]) -> None:
+    if ":" in term.reward:
+        function = UserFunction.of(term, field)
+        if function.is_async and not term.network:
+            raise ValueError(
+                f"{field}: {term.reward} is an `async def`, which is for judges over the network, and its term "
+                f"does not allow it; give [{{reward: {term.reward}, network: true}}], or write a `def`"
+            )
+        function.check(field, columns, fields)
+        return
+    what = f"{field}: {term.reward}"
+    parameters = keyword_parameters(REWARDS[term.reward], "response, ground_truth", what)
+    if parameters is not None:
+        remedy = f"give `arguments` in a list: [{{reward: {term.reward}, arguments: {{{{}}: ...}}}}]"
+        check_arguments(parameters, term.arguments, what, remedy)

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from grpo_ray.config import ScorerConfig
-from grpo_ray.config.reward import Reward, RewardTerm, is_own, named_terms
-from grpo_ray.rewards.base import NOTHING, About, RewardFn, Scores, Ungradable
+from grpo_ray.config.reward import Reward, is_own, named_terms
+from grpo_ray.rewards.base import NOTHING, About, Result, RewardFn, Scores, ScoringError, Ungradable
 from grpo_ray.rewards.configured import get_reward_fn, get_wrong_fn, needs_isolation
-from grpo_ray.rewards.isolation.pool import Result, RewardPool, ScoringError
-from grpo_ray.rewards.isolation.protection import protection_here
+from grpo_ray.rewards.isolation.confinement import protection_here
+from grpo_ray.rewards.isolation.pool import RewardPool
 from grpo_ray.rewards.isolation.worker import try_to_grade
 from grpo_ray.types import TERM, PromptItem
 
@@ -33,16 +33,17 @@ class Grader:
         offline = {task: tuple(term for term in own if not term.network) for task, own in terms.items()}
         limits = config.timeout_s, config.memory_gib, config.readable_paths
         # One pool for all terms without the network, and one for each with it, as only that has its secrets.
-        self._pools: dict[str, list[RewardPool]] = {task: [] for task in terms}
-        if offline := {task: own for task, own in offline.items() if own}:
-            shared = RewardPool(offline, config.num_workers, *limits)
-            self._pools |= {task: [shared] for task in offline}
+        offline = {task: own for task, own in offline.items() if own}
+        shared = RewardPool(offline, config.num_workers, *limits) if offline else None
+        self._pools: dict[str, list[RewardPool]] = {}  # in the order of their first terms
         for task, own in terms.items():
-            networked = (term for term in own if term.network)
-            self._pools[task] += [
-                RewardPool({task: (term,)}, config.num_workers, *limits, term) for term in networked
-            ]
-        self._order = {task: _order(own) for task, own in terms.items()}
+            pools: list[RewardPool] = []
+            for term in own:
+                if term.network:
+                    pools.append(RewardPool({task: (term,)}, config.num_workers, *limits, term))
+                elif shared is not None and shared not in pools:
+                    pools.append(shared)
+            self._pools[task] = pools
 
     def start(self) -> None:
         """Wait until answers can be graded.
@@ -73,7 +74,7 @@ class Grader:
         """
         reward_fn = self._reward_fns.get(task)
         if reward_fn is not None:
-            results = [_in_process(reward_fn, *pair) for pair in pairs]
+            results = [try_to_grade(reward_fn, *pair) for pair in pairs]
         else:
             results = self._grade_isolated(task, pairs, item)
         return [
@@ -86,19 +87,17 @@ class Grader:
     ) -> list[Result]:
         about: About = about_of(item) if task in self._asks_about and item is not None else NOTHING
         pools = self._pools[task]
-        if len(pools) == 1:
-            return [_sum_of([result]) for result in pools[0].grade(task, pairs, about)]
         with ThreadPoolExecutor(len(pools)) as threads:
             parts = [*threads.map(lambda pool: pool.grade(task, pairs, about), pools)]
-        return [_sum_of([parts[i][n] for i in self._order[task]]) for n in range(len(pairs))]
+        return [_sum_of(part) for part in zip(*parts, strict=True)]
 
     def wrong_scores(self, task: str, response: str, ground_truth: str) -> Scores | ScoringError:
         """Return what the response earns if no term that may run away judges it right."""
         wrong_fn = self._wrong_fns[task]
         if wrong_fn is None:
             return ScoringError("scorer.ungradable_reward is null")
-        scores = try_to_grade(wrong_fn, response, ground_truth)
-        return ScoringError(str(scores)) if isinstance(scores, str | Ungradable) else scores
+        result = try_to_grade(wrong_fn, response, ground_truth)
+        return ScoringError(str(result)) if isinstance(result, Ungradable) else result
 
     def _as_wrong(self, task: str, pair: tuple[str, str], cause: Ungradable) -> Ungradable | ScoringError:
         scores = self.wrong_scores(task, *pair)
@@ -112,16 +111,6 @@ class Grader:
     @property
     def _all_pools(self) -> list[RewardPool]:
         return list(dict.fromkeys(pool for pools in self._pools.values() for pool in pools))
-
-
-def _order(terms: Sequence[RewardTerm]) -> list[int]:
-    """Return the order of a reward's pools, of which the one with the first term comes first.
-
-    The first pool has the terms without the network, if there are any.
-    """
-    num_pools = sum(term.network for term in terms) + any(not term.network for term in terms)
-    first = 1 if terms[0].network and not all(term.network for term in terms) else 0
-    return [first, *(i for i in range(num_pools) if i != first)]
 
 
 def _sum_of(parts: Sequence[Result]) -> Result:
@@ -144,8 +133,3 @@ def _sum_of(parts: Sequence[Result]) -> Result:
 def about_of(item: PromptItem) -> About:
     """Return the facts about a prompt that functions of the user's may ask for."""
     return {"prompt": item.prompt, **(json.loads(item.about) if item.about else {})}
-
-
-def _in_process(reward_fn: RewardFn, response: str, ground_truth: str) -> Result:
-    result = try_to_grade(reward_fn, response, ground_truth)
-    return ScoringError(result) if isinstance(result, str) else result

@@ -12,8 +12,8 @@ from math import ceil
 from typing import Any
 
 from grpo_ray.config.reward import RewardTerm
-from grpo_ray.rewards.base import About, Scores
-from grpo_ray.rewards.configured import Graded, for_each, tried, weighted_sum
+from grpo_ray.rewards.base import About
+from grpo_ray.rewards.configured import Graded, T, for_each, tried, weighted_sum
 from grpo_ray.rewards.user_function import UserFunction
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # between a failed call and the next
@@ -45,14 +45,11 @@ class NetworkReward:
         if function.takes_group:
             size = len(responses)
             result = await self._until_it_succeeds(slots, lambda: function.call_group(responses, truths, about))
-            return for_each(tried(lambda: function.read_group(value_of(result), size)), size)
+            return for_each(_read(result, lambda values: function.read_group(values, size)), size)
         about = {**about, "completions": list(responses)}
         pairs = zip(responses, truths, strict=True)
         calls = [self._until_it_succeeds(slots, partial(function.call, *pair, about)) for pair in pairs]
-        return [tried(partial(self._read, result)) for result in await asyncio.gather(*calls)]
-
-    def _read(self, result: Any) -> Scores:
-        return self._function.read(value_of(result))
+        return [_read(result, function.read) for result in await asyncio.gather(*calls)]
 
     async def _until_it_succeeds(self, slots: asyncio.Semaphore, call: Callable[[], Any]) -> Any:
         """Return what the call does, or, after all retries, the last exception."""
@@ -79,8 +76,6 @@ def longest_s(term: RewardTerm, num_slots: int, num_responses: int) -> float:
     return waves * (term.retries + 1) * (term.timeout_s + LONGEST_PAUSE_S) + LONGEST_PAUSE_S
 
 
-def value_of(result: Any) -> Any:
-    """Return the result of a call, or raise it if it is an exception."""
-    if isinstance(result, Exception):
-        raise result
-    return result
+def _read(result: Any, read: Callable[[Any], T]) -> T | Exception:
+    """Return what `read` makes of a call's result, or the exception that one of them ended with."""
+    return result if isinstance(result, Exception) else tried(partial(read, result))

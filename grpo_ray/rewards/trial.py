@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config.reward import Reward, terms_of
 from grpo_ray.rewards.answer_formats import written
-from grpo_ray.rewards.base import Scores, Ungradable
+from grpo_ray.rewards.base import Result, Scores, ScoringError, Ungradable
 from grpo_ray.rewards.grader import Grader
-from grpo_ray.rewards.isolation.pool import Result, ScoringError
 from grpo_ray.types import PromptItem
 
 LONGEST = 300  # characters shown of a prompt's beginning, and of its end

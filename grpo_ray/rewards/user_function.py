@@ -119,8 +119,25 @@ class UserFunction:
         return self.read_group(self.call_group(responses, ground_truths, about), len(responses))
 
     def read(self, result: Any) -> Scores:
-        """Check the result of `call`; raises ValueError as `read_result`."""
-        return read_result(result, self.where)
+        """Return the result as scores; a number counts as in the format, and as right if it is at least 1.
+
+        Raises:
+            ValueError: the result is neither a finite number nor a dict of finite numbers.
+        """
+        said = f"task.reward: {self.where} returned"
+        given = result if isinstance(result, dict) else {"reward": result}
+        if "reward" not in given or not given.keys() <= {"reward", *FACTS}:
+            raise ValueError(
+                f"{said} a dict of {', '.join(map(repr, given)) or 'nothing'}; it needs 'reward', and may have "
+                "'format_reward' and 'answer_reward'"
+            )
+        for key, value in given.items():
+            if not isinstance(value, Real) or not math.isfinite(value):
+                raise ValueError(f"{said} {value!r} as {key!r}; it must be a finite number")
+            if key in FACTS and value not in (0, 1):
+                raise ValueError(f"{said} {value!r} as {key!r}; it must be 0 or 1")
+        reward = float(given["reward"])
+        return scores(reward, given.get("format_reward", 1) == 1, given.get("answer_reward", reward >= 1) == 1)
 
     def read_group(self, result: Any, size: int) -> list[Scores]:
         """Check the result of `call_group`; what is None in it does not apply, and has no scores.
@@ -190,24 +207,3 @@ def _as_in_trl(responses: Sequence[str], about: About) -> dict[str, Any]:
 
 def _drop(*_: Any, **__: Any) -> None:
     """Take what a function of TRL's wants to log."""
-
-
-def read_result(result: Any, name: str) -> Scores:
-    """Return the result as scores; a number counts as in the format, and as right if it is at least 1.
-
-    Raises:
-        ValueError: the result is neither a finite number nor a dict of finite numbers.
-    """
-    given = result if isinstance(result, dict) else {"reward": result}
-    if "reward" not in given or not given.keys() <= {"reward", *FACTS}:
-        raise ValueError(
-            f"task.reward: {name} returned a dict of {', '.join(map(repr, given)) or 'nothing'}; it needs "
-            "'reward', and may have 'format_reward' and 'answer_reward'"
-        )
-    for key, value in given.items():
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise ValueError(f"task.reward: {name} returned {value!r} as {key!r}; it must be a finite number")
-        if key in FACTS and value not in (0, 1):
-            raise ValueError(f"task.reward: {name} returned {value!r} as {key!r}; it must be 0 or 1")
-    reward = float(given["reward"])
-    return scores(reward, given.get("format_reward", 1) == 1, given.get("answer_reward", reward >= 1) == 1)

@@ -30,8 +30,8 @@ from grpo_ray.learning.model_files import (
 from grpo_ray.learning.teacher import check_teacher
 from grpo_ray.learning.tiny_tokenizer import tiny_tokenizer
 from grpo_ray.rewards import needs_isolation
-from grpo_ray.rewards.checking import check_reward
-from grpo_ray.rewards.isolation.protection import protection_here
+from grpo_ray.rewards.configured import check_reward
+from grpo_ray.rewards.isolation.confinement import protection_here
 from grpo_ray.rewards.trial import try_rewards
 from grpo_ray.rewards.user_function import UserFunction
 from grpo_ray.run.supervised import check_sft

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from grpo_ray.config import AlgorithmConfig, Config, LearnerConfig, SamplingConfig
-from grpo_ray.config.distillation import DistillationConfig
+from grpo_ray.config.sampling import DistillationConfig
 from grpo_ray.config.schedule import BufferConfig, WeightSyncConfig
 from grpo_ray.config.task import MixtureTaskConfig
 from grpo_ray.errors import shown_plainly

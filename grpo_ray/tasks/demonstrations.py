@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_ray.config.sft import SftConfig
+from grpo_ray.config.learner import SftConfig
 from grpo_ray.tasks.examples import Conversation, conversation_of
 from grpo_ray.tasks.files import read_rows, text_of
 from grpo_ray.tasks.prompts import ChatTemplate, PromptTemplate

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo_ray.rewards.math.text import closing_brace
+from grpo_ray.rewards.math.text import brace_pairs
 from grpo_ray.tasks.examples import Example, conversation_of, counted
 from grpo_ray.tasks.sources import Source
 
@@ -95,7 +95,7 @@ def _boxed(solution: str) -> str | None:
     if box is None:
         return None
     rest = solution[box.end() :]
-    end = closing_brace(rest, 1) if rest.startswith("{") else 0
+    end = brace_pairs(rest).get(0) if rest.startswith("{") else 0
     if end is None:
         return None
     text = rest[1:end] if end else re.split(r"[$\n]", rest)[0]

@@ -12,7 +12,7 @@ from grpo_ray.config.reward import REWARD_NAMES, RewardTerm
 from grpo_ray.errors import RunError, shown_plainly
 from grpo_ray.records.visible_text import print_visible
 from grpo_ray.rewards.base import Ungradable
-from grpo_ray.rewards.checking import check_reward
+from grpo_ray.rewards.configured import check_reward
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.tools.arguments import Argument, Command, Flag, Option
 from grpo_ray.types import PromptItem

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from benchmarks.results import Options, Row
 from benchmarks.turns import take_turns
 from grpo_ray.rewards import get_reward_fn
-from grpo_ray.rewards.isolation.pool import RewardPool, ScoringError
+from grpo_ray.rewards.base import ScoringError
+from grpo_ray.rewards.isolation.pool import RewardPool
 
 TITLE = "grading in this process against pools of workers, and a worker that is killed"
 GROUP = 8

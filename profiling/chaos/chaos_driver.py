@@ -34,9 +34,9 @@ from grpo_ray.core.scorer import Scorer
 from grpo_ray.engines.base import Engine
 from grpo_ray.learning import training_state
 from grpo_ray.learning.sequences import TrainSequence
+from grpo_ray.rewards.base import ScoringError
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.isolation import processes
-from grpo_ray.rewards.isolation.pool import ScoringError
 from grpo_ray.tools.cli import main
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import PromptItem, RolloutGroup, SamplingSettings, StepReport, Verdict, bulk_and_facts

@@ -12,7 +12,7 @@ from grpo_ray.cluster.placement import Bundle, Node, bundles_of, listed, shortfa
 from grpo_ray.cluster.session import ResourceError
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.config.placement import PlacementConfig
+from grpo_ray.config.run import PlacementConfig
 from grpo_ray.errors import RunError
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.experiments.resources import gpus_of

@@ -10,8 +10,8 @@ import pytest
 from small_run import QUICKSTART
 
 from grpo_ray.config import Config
-from grpo_ray.config.engine_args import DECIDED
 from grpo_ray.config.loading import ConfigError, load_config
+from grpo_ray.config.sampling import DECIDED
 from grpo_ray.engines import engine_args
 from grpo_ray.engines.engine_args import check_engine_args
 from grpo_ray.run.preflight import check_files

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.cluster.local import calls_of
 from grpo_ray.config import Config
-from grpo_ray.config.sft import SftConfig
+from grpo_ray.config.learner import SftConfig
 from grpo_ray.core.learner import Learner
 from grpo_ray.learning.loading import load_policy
 from grpo_ray.learning.model_files import load_tokenizer

@@ -26,7 +26,7 @@ from grpo_ray.config.schema import leaves
 from grpo_ray.config.section import Section
 from grpo_ray.objectives import CorrectionInputs, Objective, check_algorithm, compare_group
 from grpo_ray.rewards import get_reward_fn
-from grpo_ray.rewards.checking import check_reward
+from grpo_ray.rewards.configured import check_reward
 from grpo_ray.tasks import load_examples
 from grpo_ray.tools.cli import parse
 from grpo_ray.watch.metrics_catalog import METRICS

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_ray.rewards import REWARDS
 from grpo_ray.rewards.base import NotGraded, Ungradable
-from grpo_ray.rewards.builtin import format_reward_fn, graded_reward_fn, keyword_inclusion_reward_fn
+from grpo_ray.rewards.builtin import keyword_inclusion_reward_fn
 
 N = 100_000
 MARKS = "\u0f73\u0316\u0301"  # sorted by class when composed, which takes quadratic time in a row
@@ -34,12 +34,9 @@ HOSTILE: dict[str, Callable[[int], str]] = {
     "brackets": lambda n: "(" * n,
     "one line": lambda n: "\ud800\u2028" * (n // 2),
 }
-TRUTHS = {"keyword_inclusion": "cat, new york", "sort_distance": "3 1 2", "sort_inclusion_ordering": "312"}
-FUNCTIONS = {
-    **{name: [function] for name, function in REWARDS.items()},
-    "format": [format_reward_fn, lambda r, t: format_reward_fn(r, t, answer_in="boxed")],
-    "graded": [graded_reward_fn, lambda r, t: graded_reward_fn(r, t, answer_in="boxed")],
-}
+TRUTHS = {"keyword_inclusion": "cat, new york", "sort_distance": "3 1 2"}
+# The others read an answer in the same way, and judge what is short.
+SCANNING = ("exact_match", "keyword_inclusion", "last_number", "question_only", "sort_distance")
 
 
 def seconds_of(function: Callable[[str, str], object], response: str, truth: str) -> float:
@@ -54,14 +51,14 @@ def seconds_of(function: Callable[[str, str], object], response: str, truth: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REWARDS)
+@pytest.mark.parametrize("name", SCANNING)
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_time_grows_with_the_length_alone(name: str, kind: str) -> None:
     truth = TRUTHS.get(name, "72")
-    for function in FUNCTIONS[name]:
-        for wrap in ("{}", "so </think> <answer> {} </answer>"):
-            small, large = (seconds_of(function, wrap.format(HOSTILE[kind](n)), truth) for n in (N, 4 * N))
-            assert large < 9 * small + 0.02  # quadratic: 16 times
+    for wrap in ("{}", "so </think> <answer> {} </answer>"):
+        texts = (wrap.format(HOSTILE[kind](n)) for n in (N, 4 * N))
+        small, large = (seconds_of(REWARDS[name], text, truth) for text in texts)
+        assert large < 9 * small + 0.02  # quadratic: 16 times
 
 
 def test_marks_in_a_row_are_the_same_word_as_before() -> None:

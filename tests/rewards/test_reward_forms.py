@@ -21,10 +21,9 @@ from grpo_ray.core.scorer import Scorer
 from grpo_ray.objectives import advantages_of
 from grpo_ray.records.rollout_log import read_groups, write_rollouts
 from grpo_ray.rewards.answer_formats import written
-from grpo_ray.rewards.checking import check_reward
-from grpo_ray.rewards.configured import GroupReward
+from grpo_ray.rewards.base import ScoringError
+from grpo_ray.rewards.configured import GroupReward, check_reward
 from grpo_ray.rewards.grader import Grader
-from grpo_ray.rewards.isolation.pool import ScoringError
 from grpo_ray.rewards.trial import try_rewards
 from grpo_ray.rewards.user_function import UserFunction
 from grpo_ray.tasks.dataset import dataset_examples
@@ -120,10 +119,7 @@ def rewards_of(term: RewardTerm, responses: Sequence[str], about: Any = ABOUT) -
         ("unit_tests", [1, 0]),  # the column `tests`, not the truth
         ("shadowed", [1, 1]),  # the answer's own column is the truth, so a second parameter stays the truth
         ("optional", [1, 1]),
-        (
-            "everything",
-            [3 + 6, 3 + 6],
-        ),  # level, tests, question, answer, prompt, row
+        ("everything", [3 + 6] * 2),  # level, tests, question, answer, prompt, row
         ("relative", [0, 1]),
     ],
 )
@@ -155,14 +151,8 @@ def test_a_row_without_the_column_is_an_error_of_that_answer() -> None:
         (own("batched", batched=True), [], "needs level; give `arguments`"),
         (own("batched", batched=True), None, None),
         (own("batched", batched=True), ["level"], None),
-        (own("by_name"), [], None),
         (own("length"), [], None),
-        (own("undecided"), [], None),
-        (
-            own("sleeper"),
-            [],
-            "is an `async def`, which is for judges over the network, and its term does not allow",
-        ),
+        (own("sleeper"), [], "is an `async def`, which is for judges over the network, and its term does not"),
         (own("sleeper", network=True), [], None),
         (own("legacy", arguments={"margin": 1}), [], "has no argument 'margin'"),
     ],
@@ -274,9 +264,7 @@ def test_a_judge_is_asked_at_the_same_time_and_again(url: str, function: str) ->
     results = grader.grade("", [(text, "") for text in texts], item)
     assert [r["reward/judge"] for r in results if isinstance(r, dict)] == [len(text) for text in texts]
     assert [r["reward"] for r in results if isinstance(r, dict)] == [len(text) / 2 for text in texts]
-    assert all(
-        isinstance(r, dict) and r["format_reward"] == 0 for r in results
-    )  # of exact_match, the first term
+    assert all(isinstance(r, dict) and r["format_reward"] == 0 for r in results)  # exact_match's, the first
     (again,) = grader.grade("", [(f"flaky {function}", "")], item)
     assert isinstance(again, dict)
     assert Judge.seen[f"flaky {function}"] == 2
@@ -305,7 +293,6 @@ def test_a_judge_that_refuses_or_hangs_is_an_error_with_its_reason(url: str) -> 
         ({"reward": "r1_zero", "network": True}, "network: r1_zero is built in"),
         ({"reward": "r1_zero", "batched": True}, "batched: r1_zero is built in"),
         ({"reward": "m:f", "timeout_s": 3}, "timeout_s: is for a reward with `network: true`"),
-        ({"reward": "m:f", "concurrency": 3}, "concurrency: is for"),
         ({"reward": "m:f", "name": "a b"}, "'a b' is not valid; give letters"),
     ],
 )
@@ -405,18 +392,17 @@ def test_terms_are_graded_logged_and_read_again(tmp_path: Path) -> None:
 # ---- a try before a run ----
 
 
-def trial_of(reward: Any, truth: str) -> tuple[Any, list[str]]:
+def trials_of(truth: str, *rewards: Any) -> tuple[list[Any], list[str]]:
     item = PromptItem(
         0, "Q: 6 * 7?\nA:", (), truth, about=json.dumps({"question": "6 * 7?", "row": {"level": 3}})
     )
-    (trial,), notices = try_rewards(
-        {"": reward}, {"": (item, "data.jsonl, line 1")}, ScorerConfig(num_workers=1)
-    )
-    return trial, notices
+    names = ["", *map(str, range(1, len(rewards)))]
+    items = dict.fromkeys(names, (item, "data.jsonl, line 1"))
+    return try_rewards(dict(zip(names, rewards, strict=True)), items, ScorerConfig(num_workers=1))
 
 
 def test_a_built_in_reward_gets_the_truth_in_its_own_format() -> None:
-    trial, notices = trial_of("exact_match", "42")
+    (trial,), notices = trials_of("42", "exact_match")
     assert [*trial.lines] == [
         "first prompt (data.jsonl, line 1), as the model sees it:",
         "  | Q: 6 * 7?",
@@ -426,33 +412,28 @@ def test_a_built_in_reward_gets_the_truth_in_its_own_format() -> None:
     assert notices == []
     assert written((RewardTerm(reward="brevity"), RewardTerm(reward="r1_zero")), "7") == "7"
     assert written("question_only", "7") == r" \boxed{7}"
-    _, notices = trial_of("exact_match", "<answer>")
-    assert notices[0].startswith(
+    _, (notice,) = trials_of("<answer>", "exact_match")
+    assert notice.startswith(
         "task.reward: exact_match does not take the first example (data.jsonl, line 1)'s own"
     )
 
 
 @pytest.mark.slow
 def test_ones_own_reward_gets_the_bare_truth_and_is_refused_if_it_fails() -> None:
-    trial, notices = trial_of("forms_4711:legacy", "42")
+    (trial, _), (notice,) = trials_of("42", "forms_4711:legacy", "forms_4711:half_broken")
     assert [*trial.lines][-1] == "its ground truth: '42'; its reward: 1 for '42', 0 for an empty response"
-    assert notices == []
+    place = "it fails on the first example (data.jsonl, line 1) with"
+    assert notice.startswith(f"task.parts.1.task.reward: {place} an empty")
     with pytest.raises(
-        ValueError, match=r"task\.reward: it fails on the first example \(data\.jsonl, line 1\), with its"
+        ValueError, match=r"task\.reward: it fails on the first example \(data\.jsonl, line 1\), with"
     ):
-        trial_of((own("too_few", batched=True),), "42")
-    _, notices = trial_of("forms_4711:half_broken", "42")
-    assert notices[0].startswith(
-        "task.reward: it fails on the first example (data.jsonl, line 1) with an empty"
-    )
+        trials_of("42", (own("too_few", batched=True),))
 
 
 def test_the_command_grades_one_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = f"{tmp_path}/forms_4711.py"
-    assert (
-        main(["reward", "exact_match", "--response", "</think> <answer> 4 </answer>", "--ground-truth", "4"])
-        == 0
-    )
+    answer = ["--response", "</think> <answer> 4 </answer>", "--ground-truth", "4"]
+    assert main(["reward", "exact_match", *answer]) == 0
     assert json.loads(capsys.readouterr().out) == {"reward": 1, "format_reward": 1, "answer_reward": 1}
     assert main(["reward", f"{file}:unit_tests", "--response", "x", "--row", "[1]"]) == 2
     assert "--row: give a JSON object" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Workers that were taken over by an answer, and systems that refuse a process: neither ends a run."""
 
+import errno
 import json
 import os
 import signal
@@ -8,8 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -17,9 +17,10 @@ import pytest
 from hostile_rewards import FORGERIES
 
 from grpo_ray.errors import RunError
+from grpo_ray.rewards.base import Result, ScoringError
 from grpo_ray.rewards.isolation import processes
 from grpo_ray.rewards.isolation.messages import Garbage, read_message
-from grpo_ray.rewards.isolation.pool import Result, RewardPool, ScoringError
+from grpo_ray.rewards.isolation.pool import RewardPool
 from grpo_ray.rewards.isolation.processes import WorkerProcess
 
 NOBODY = 65534
@@ -36,45 +37,21 @@ def pool() -> Iterator[RewardPool]:
     pool.close()
 
 
-def grade(pool: RewardPool, *responses: str, within_s: float = 30.0) -> list[Result]:
-    """Grade in a thread, because an answer that is waited for for ever would hang the test as well."""
-    results: list[list[Result]] = []
-    thread = threading.Thread(
-        target=lambda: results.append(pool.grade("own", [(response, "72") for response in responses])),
-        daemon=True,
-    )
-    thread.start()
-    thread.join(within_s)
-    assert results, f"no result after {within_s} s"
-    return results[0]
+def grade(pool: RewardPool, *responses: str) -> list[Result]:
+    return pool.grade("own", [(response, "72") for response in responses])
 
 
 def are_right(results: list[Result]) -> bool:
     return all(isinstance(result, dict) and result["reward"] == 1 for result in results)
 
 
-def wait_until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 # ---- what a worker sends ----
 
 
 @slow
-def test_a_worker_that_drips_is_ended_in_time(pool: RewardPool) -> None:
-    started = time.monotonic()
-    dripping, *others = grade(pool, "drip 72", *RIGHT)
-    assert isinstance(dripping, ScoringError)
-    assert str(dripping).startswith("longer than 1 s (scorer.timeout_s), of which its worker ran for 0.")
-    assert are_right(others)
-    assert time.monotonic() - started < 60
-
-
-@slow
-@pytest.mark.parametrize("word", ["flood", "fill", *(f"forge-{name}" for name in FORGERIES)])
+@pytest.mark.parametrize(
+    "word", ["flood", "fill", "forge-no-json", "forge-ended-short", "forge-ready", "forge-failed"]
+)
 def test_garbage_is_an_error_of_its_answer_alone(pool: RewardPool, word: str) -> None:
     garbage, *others = grade(pool, f"{word} 72", *RIGHT)
     assert isinstance(garbage, ScoringError)
@@ -96,7 +73,7 @@ def test_a_worker_that_fills_its_channel_and_ends_later_blocks_nothing(pool: Rew
     assert are_right(grade(pool, "fill-later 72"))
     process = pool._fork_server._process
     assert process is not None
-    wait_until(lambda: not psutil.Process(process.pid).children())
+    assert psutil.wait_procs(psutil.Process(process.pid).children(), timeout=600)[1] == []
     assert are_right(grade(pool, *RIGHT))
 
 
@@ -117,7 +94,7 @@ def test_a_second_verdict_is_not_the_next_answers(pool: RewardPool) -> None:
 def test_a_worker_that_takes_no_more_answers_is_ended_in_time(pool: RewardPool) -> None:
     assert are_right(grade(pool, "deaf-later 72"))
     time.sleep(1.5)
-    (result,) = grade(pool, "72" + " " * 2_000_000, within_s=10)  # more than the socket holds
+    (result,) = grade(pool, "72" + " " * 2_000_000)  # more than the socket holds
     assert str(result) == "longer than 1 s (scorer.timeout_s)"
     assert are_right(grade(pool, *RIGHT))
 
@@ -156,7 +133,7 @@ def test_a_message_is_read_as_sent() -> None:
     assert read_message(b'["ended", "SIGKILL", false, 3]') == ["ended", "SIGKILL", False, 3]
 
 
-@pytest.mark.slow
+@slow
 def test_waiting_for_a_message_has_a_deadline_and_a_limit_of_bytes() -> None:
     ours, theirs = socket.socketpair()
     worker, stop = WorkerProcess(ours), threading.Event()
@@ -167,10 +144,8 @@ def test_waiting_for_a_message_has_a_deadline_and_a_limit_of_bytes() -> None:
 
     thread = threading.Thread(target=drip)
     thread.start()
-    started = time.monotonic()
     with pytest.raises(TimeoutError):
         worker.receive(0.4)
-    assert time.monotonic() - started < 60
     stop.set()
     thread.join()
     theirs.sendall(b"x" * 2**16)
@@ -225,59 +200,29 @@ def test_a_fork_that_the_system_refuses_is_told_and_succeeds_later() -> None:
     assert fork_server.wait(30) == 0
 
 
-FILES = """
-import os, resource, sys, threading, time
-sys.path.insert(0, {folder!r})
-from grpo_ray.rewards.isolation.pool import RewardPool
-pool = RewardPool({{"own": "hostile_rewards:obey"}}, 1, timeout_s=30, memory_gib=0.25)
-print(pool.grade("own", [("exit 72", "72")]))  # so that the next answer needs another worker
-before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-file = os.open("/dev/null", os.O_RDONLY)
-os.close(file)
-resource.setrlimit(resource.RLIMIT_NOFILE, (file, most))
-results = []
-thread = threading.Thread(target=lambda: results.append(pool.grade("own", [("72", "72")])))
-thread.start()
-time.sleep(0.5)
-print(results)
-resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
-thread.join()
-print(results[0][0]["reward"])
-pool.close()
-"""
-
-
 @slow
-def test_too_many_open_files_are_waited_for() -> None:
-    script = FILES.format(folder=str(Path(__file__).parents[1]))
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=600
-    )
-    assert result.stdout.splitlines() == ["[ScoringError('exit status 0')]", "[]", "1.0"], result.stderr
-
-
-@pytest.mark.slow
 def test_a_refusal_that_lasts_is_an_error_in_plain_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "PAUSES_S", (0.01, 0.02))
     pool = RewardPool({"own": "hostile_rewards:obey"}, num_workers=1, timeout_s=1.0, memory_gib=0.25)
+    pool.start()
     asked = []
 
-    def refuse() -> socket.socket:
+    def refuse() -> tuple[socket.socket, socket.socket]:
         asked.append(1)
-        raise BlockingIOError(11, "Resource temporarily unavailable")
+        raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(pool._fork_server, "_adopt", refuse)
-    with pytest.raises(
-        RunError, match=r"the system has refused another process or file \(.*Resource temporarily"
-    ):
-        pool.grade("own", [("72", "72")])
+    with monkeypatch.context() as patch:
+        patch.setattr(processes.socket, "socketpair", refuse)
+        with pytest.raises(
+            RunError, match=r"the system has refused another process or file \(.*Too many open files"
+        ):
+            grade(pool, "72")
     assert len(asked) == 3
-    monkeypatch.undo()
-    assert are_right(pool.grade("own", [("72", "72")]))
+    assert are_right(grade(pool, "72"))
     pool.close()
 
 
-@pytest.mark.slow
+@slow
 def test_a_fork_server_that_cannot_be_started_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
     tries = []
     start = processes.subprocess.Popen

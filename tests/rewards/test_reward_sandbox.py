@@ -12,64 +12,12 @@ import pytest
 from sandbox_attempts import CASES, GAPS
 
 from grpo_ray.config import Config
-from grpo_ray.rewards.isolation.protection import Protection, protection_here
+from grpo_ray.rewards.isolation.confinement import Protection, protection_here
 from grpo_ray.rewards.isolation.readable import readable_paths
 from grpo_ray.run import preflight
 
-Outcomes = dict[str, dict[str, str]]
+Outcomes = dict[str, dict[str, dict[str, str]]]
 REFUSALS = {"EPERM", "EACCES", "EMFILE", "MemoryError", "ValueError", "RuntimeError"}
-
-# Phrases of docs/threats.md, and the attempts that they deny.
-PROMISES = {
-    "write, truncate, remove, rename or make a file": (
-        "write a file", "append", "write in place", "make an empty file", "make a file without a name",
-        "make a file with creat", "write with openat2", "truncate", "truncate on opening",
-        "truncate an open file", "allocate an open file", "remove", "rename", "make a folder", "make a link",
-        "make a symbolic link", "make a pipe",
-    ),
-    "change a file's mode, owner, times or attributes": (
-        "chmod", "fchmod", "fchmodat2", "chown", "fchown", "utime", "setxattr", "removexattr",
-        "change attributes",
-    ),
-    "lock a file": ("flock", "lock a range", "take a lease"),
-    "read a file outside of Python, its libraries and the folders of modules": (
-        "read a credential", "list a home", "read the system's users",
-    ),
-    "read another process's environment or memory": (
-        "read an environment", "read another process's memory", "read with process_vm_readv", "ptrace",
-    ),
-    "execute a program": ("execute", "start a program", "spawn"),
-    "start a process or a thread": ("fork", "fork by number", "clone3", "start a thread"),
-    "signal a process or change its limits, priority or CPUs": (
-        "signal", "signal its group", "signal with tgkill", "signal with a value", "signal by descriptor",
-        "have it signalled", "limit another process", "read another's limits", "slow another process",
-        "move another process", "schedule another process",
-    ),
-    "outlive its parent": ("outlive its parent",),
-    "open a socket (TCP, MPTCP, UDP, unix, netlink, raw or any other)": (
-        "connect by TCP", "connect by MPTCP", "send by UDP", "listen", "connect to a unix socket",
-        "connect to an abstract socket", "send to a unix socket", "send from a pair of sockets",
-        "ask the kernel by netlink", "use the kernel's ciphers", "open a raw socket", "open a packet socket",
-        "pass a file to the pool",
-    ),
-    "make shared memory, queues or semaphores": (
-        "make shared memory", "make a message queue", "make semaphores", "make a POSIX queue",
-        "make memory with a name", "make secret memory",
-    ),
-    "raise its limits": (
-        "raise its limit", "allocate too much", "open many files", "enlarge a pipe", "become another user",
-    ),
-    "io_uring, userfaultfd, keyctl, bpf, perf, mount, unshare": (
-        "set up io_uring", "catch page faults", "add a key", "request a key", "use keyctl", "load BPF",
-        "open a performance counter", "mount", "mount anew", "unshare", "enter a namespace", "chroot",
-        "load a module", "load a kernel", "reboot", "read the kernel's log", "watch files", "watch all files",
-        "open by handle", "set the clock", "raise its I/O privilege", "change its personality",
-        "filter calls", "use Landlock",
-    ),
-    "a system call of another ABI or of a later kernel": (
-        "call by x32", "call by i386", "use a call of a later kernel",
-    ),
-}  # fmt: skip
 
 full = pytest.mark.skipif(
     protection_here().landlock < 6
@@ -95,26 +43,19 @@ def outcomes() -> Outcomes:
 @full
 @pytest.mark.slow
 @pytest.mark.parametrize("user", ["root", "nobody"])
-@pytest.mark.parametrize("promise", PROMISES)
-def test_a_worker_cannot(outcomes: Outcomes, promise: str, user: str) -> None:
-    results = {name: outcomes[user][name] for name in PROMISES[promise]}
-    assert set(results.values()) <= REFUSALS, results
-    assert outcomes[user]["victim"] == "alive"
+def test_a_worker_cannot_do_what_the_page_on_threats_denies(outcomes: Outcomes, user: str) -> None:
+    text = " ".join(Path("docs/threats.md").read_text().split())
+    for promise, results in outcomes[user].items():
+        assert promise in text
+        assert set(results.values()) <= REFUSALS, results
 
 
 @full
 @pytest.mark.slow
 def test_each_attempt_is_possible_without_the_sandbox(outcomes: Outcomes) -> None:
-    named = [name for names in PROMISES.values() for name in names]
-    assert sorted([*named, "victim"]) == sorted(outcomes["root"]) == sorted(outcomes["free"])
-    assert {name: result for name, result in outcomes["free"].items() if result != "done"} == {
-        "victim": "alive"
-    }
-
-
-def test_the_page_on_threats_has_the_promises_that_are_tried() -> None:
-    text = " ".join(Path("docs/threats.md").read_text().split())
-    assert [promise for promise in PROMISES if promise not in text] == []
+    for promise, results in outcomes["free"].items():
+        assert set(results.values()) == {"done"}, results
+        assert results.keys() == outcomes["root"][promise].keys() == outcomes["nobody"][promise].keys()
 
 
 # ---- kernels that offer less ----
@@ -127,8 +68,9 @@ def test_the_gaps_that_are_stated_are_those_that_there_are(outcomes: Outcomes, c
     _, level = CASES[case]
     assert level is not None
     stated = "; ".join(level.gaps)
+    found = {name: result for results in outcomes[case].values() for name, result in results.items()}
     for gap, names in GAPS.items():
-        let_through = [outcomes[case][name] == "done" for name in names]
+        let_through = [found[name] == "done" for name in names]
         assert let_through == [gap in stated] * len(names), (gap, stated)
 
 

@@ -17,13 +17,14 @@ import pytest
 from hostile_rewards import DEADLY, ENDLESS, HARMLESS, RAISING, UNGRADABLE
 
 from grpo_ray.config import ScorerConfig
+from grpo_ray.config.secrets import reward_environment
 from grpo_ray.errors import RunError
-from grpo_ray.rewards.base import Overrun, Ungradable, verdict
+from grpo_ray.rewards.base import Overrun, Result, ScoringError, Ungradable, verdict
 from grpo_ray.rewards.builtin import r1_zero_reward_fn
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.isolation import processes
-from grpo_ray.rewards.isolation.pool import Result, RewardPool, ScoringError
-from grpo_ray.rewards.isolation.protection import protection_here
+from grpo_ray.rewards.isolation.confinement import protection_here
+from grpo_ray.rewards.isolation.pool import RewardPool
 from grpo_ray.rewards.isolation.worker import try_to_grade
 
 pytestmark = pytest.mark.slow  # workers are started, killed and waited for
@@ -86,53 +87,38 @@ def test_verdicts_are_those_of_the_function_itself(pool: RewardPool) -> None:
     assert plain[0] == plain[1]
 
 
-def test_no_answers_give_no_results(pool: RewardPool) -> None:
-    assert pool.grade("maths", []) == []
-
-
 def test_results_keep_their_order_at_any_length(pool: RewardPool) -> None:
     answers = [str(index) + "x" * (index * 7919 % 50_000) for index in range(200)]
     results = pool.grade("own", [(answer, answer) for answer in answers])
     assert [result["reward"] for result in results if not isinstance(result, ScoringError)] == [1.0] * 200
-    assert obeyed(pool, "72", "71", "print 72", "print 71") == [1, 0, 1, 0]
+    assert pool.grade("own", []) == []
 
 
 # Answers that cannot be graded
 
 
-UNGRADABLE_WHY = [
-    ("binomial", "longer than 1 s (scorer.timeout_s)"),
-    ("segfault", "SIGSEGV"),
-    ("abort", "SIGABRT"),
-    ("allocate", "too much memory (scorer.memory_gib)"),
-    ("grow", "too much memory (scorer.memory_gib)"),
-]
+REASONS = {  # the kind of each word's result, and how its reason begins
+    "binomial": ("ungradable", "longer than 1 s (scorer.timeout_s)"),
+    "loop": ("ungradable", "longer than 1 s (scorer.timeout_s)"),
+    "segfault": ("ungradable", "SIGSEGV"),
+    "abort": ("ungradable", "SIGABRT"),
+    "allocate": ("ungradable", "too much memory (scorer.memory_gib)"),
+    # Stuck, but not because it computes.
+    "sleep": ("error", "longer than 1 s (scorer.timeout_s), of which its worker ran for 0.0 s"),
+    "exit": ("error", "exit status 0"),
+    "exit-3": ("error", "exit status 3"),
+    "kill": ("error", "SIGKILL"),
+    "missing": ("error", "KeyError: 'no such key' (hostile_rewards.py:"),
+    "raise": ("error", "ValueError: a line\nand ? (hostile_rewards.py:"),
+    "recurse": ("error", "RecursionError: "),
+}
 
 
-@pytest.mark.parametrize(("word", "why"), UNGRADABLE_WHY)
-def test_an_answer_that_runs_away_is_ungradable(pool: RewardPool, word: str, why: str) -> None:
+@pytest.mark.parametrize("word", REASONS)
+def test_an_answer_without_a_grade_has_its_reason_and_costs_no_other(pool: RewardPool, word: str) -> None:
     first, bad, last = pool.grade("own", [("72", "72"), (f"{word} 72", "72"), ("72", "72")])
-    assert (kind_of(first), kind_of(bad), kind_of(last)) == ("graded", "ungradable", "graded")
-    assert str(bad) == why
-
-
-@pytest.mark.parametrize(
-    ("word", "why"),
-    [
-        ("exit", "exit status 0"),
-        ("exit-3", "exit status 3"),
-        ("kill", "SIGKILL"),
-        ("missing", "KeyError: 'no such key' (hostile_rewards.py:"),
-        ("raise", "ValueError: a line\nand ? (hostile_rewards.py:"),
-        ("recurse", "RecursionError: "),
-    ],
-)
-def test_a_function_that_raises_or_a_worker_that_is_killed_is_an_error_with_its_cause(
-    pool: RewardPool, word: str, why: str
-) -> None:
-    first, bad, last = pool.grade("own", [("72", "72"), (f"{word} 72", "72"), ("72", "72")])
-    assert (kind_of(first), kind_of(bad), kind_of(last)) == ("graded", "error", "graded")
-    assert str(bad).startswith(why)
+    assert (kind_of(first), kind_of(bad), kind_of(last)) == ("graded", REASONS[word][0], "graded")
+    assert str(bad).startswith(REASONS[word][1])
 
 
 def test_a_reward_that_raises_keeps_its_worker(pool: RewardPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,92 +134,59 @@ def test_memory_that_an_answer_leaves_behind_fails_no_other(pool: RewardPool) ->
     assert obeyed(pool, *["keep 72"] * 10) == [1] * 10  # 150 MiB each, of 256
 
 
-UNGRADABLE_MATHS = [
-    "10**10**10",
-    r"\binom{1000000000}{500000000}",
-    "9" * 100_000,
-    "{" * 100_000,
-    "(" * 200 + "5" + ")" * 200,
-    r"\frac{" * 500 + "1" + "}{2}" * 500,
-    r"\sqrt{" * 500 + "2" + "}" * 500,
-    r"\sqrt" * 20_000,
-    "1+" * 50_000 + "1",
-    "\ud800" * 1000,
-    r"\begin{pmatrix}" + r" \\ ".join([" & ".join(["1"] * 200)] * 200) + r"\end{pmatrix}",
-]
-WRONG = [
-    "7\x002",
-    r"\begin{pmatrix}" + r" \\ ".join([" & ".join(["x"] * 12)] * 12) + r"\end{pmatrix}^{9999}",
-]
-# True: ungradable. sympy parses these first; the integral takes until its worker is killed.
-SLOW_MATHS = {
-    "9^{9^{9^9}}": True,
-    r"((10^{999})^{999})^{999}": True,
-    r"\binom{10^9}{5*10^8}": True,
-    "((((5!)!)!)!)!": True,
-    "99999999!": True,
-    r"\int_0^{\infty} \sin(x^x)^{x^x} dx": True,
-    r"\sum_{n=1}^{10^{12}} \frac{1}{n^n}": False,
+MATHS = {  # sympy parses those with powers first; the integral takes until its worker is killed
+    "10**10**10": "ungradable",
+    r"((10^{999})^{999})^{999}": "ungradable",
+    "99999999!": "ungradable",
+    r"\int_0^{\infty} \sin(x^x)^{x^x} dx": "ungradable",
+    "9" * 100_000: "ungradable",
+    "(" * 200 + "5" + ")" * 200: "ungradable",
+    r"\sqrt" * 20_000: "ungradable",
+    "\ud800" * 1000: "ungradable",
+    r"\sum_{n=1}^{10^{12}} \frac{1}{n^n}": 0,
+    "7\x002": 0,
+    r"\begin{pmatrix}" + r" \\ ".join([" & ".join(["x"] * 12)] * 12) + r"\end{pmatrix}^{9999}": 0,
+    r"\frac{144}{2}": 1,
+    "73": 0,
 }
-MATHS = {**dict.fromkeys(UNGRADABLE_MATHS, True), **dict.fromkeys(WRONG, False)}
 
 
-@pytest.mark.slow
-def test_the_pool_survives_a_thousand_hostile_inputs_with_the_right_counts(pool: RewardPool) -> None:
-    words = {
-        **dict.fromkeys([*DEADLY, *RAISING, *HARMLESS, "segfault", "abort", "allocate"], 20),
-        **dict.fromkeys([*ENDLESS, "grow", "nap", "doze"], 1),  # these take long
-    }
-    own = [f"{word} 72" for word, n in words.items() for _ in range(n)]
-    maths = [*SLOW_MATHS, *(answer for _ in range(50) for answer in MATHS)][: 1000 - len(own)]
-    tasks = [("own", response, "72") for response in own]
-    tasks += [("maths", respond(answer), "72") for answer in maths]
-    assert len(tasks) == 1000
-    tasks += [("own", "72", "72"), ("own", "71", "72")] * 100
-    tasks += [("maths", respond(r"\frac{144}{2}"), "72"), ("maths", respond("73"), "72")] * 100
-    expected_kinds = {
-        **{f"{word} 72": "error" for word in {**DEADLY, **RAISING}},
-        **{f"{word} 72": "ungradable" for word in UNGRADABLE},
-        "sleep 72": "error",  # it is stuck, but not because it computes
-        **{respond(answer): "ungradable" for answer, value in {**SLOW_MATHS, **MATHS}.items() if value},
-    }
-    is_right = {"72", respond(r"\frac{144}{2}"), *(f"{word} 72" for word in HARMLESS)}
+def test_four_threads_of_hostile_inputs_get_the_right_results(pool: RewardPool) -> None:
+    errors = {**dict.fromkeys([*DEADLY, *RAISING, "sleep"], "error")}
+    kinds = {**dict.fromkeys(UNGRADABLE, "ungradable"), **errors, **dict.fromkeys(HARMLESS, 1)}
+    expected: dict[tuple[str, str], Any] = {("own", "72"): 1, ("own", "71"): 0}
+    expected |= {("own", f"{word} 72"): kind for word, kind in kinds.items()}
+    expected |= {("maths", respond(answer)): kind for answer, kind in MATHS.items()}
+    slow = {*(f"{word} 72" for word in (*ENDLESS, "grow")), *(respond(answer) for answer in [*MATHS][:4])}
+    tasks = [task for task in expected for _ in range(1 if task[1] in slow else 8)]
     random.Random(0).shuffle(tasks)
-    results: dict[tuple[str, str, str], list[Any]] = {task: [] for task in tasks}
 
-    def grade(part: list[tuple[str, str, str]]) -> None:
+    def grade(part: list[tuple[str, str]]) -> list[Any]:
+        results: list[Any] = []
         for start in range(0, len(part), 20):
             for name in ("own", "maths"):
                 chosen = [task for task in part[start : start + 20] if task[0] == name]
-                for task, result in zip(chosen, pool.grade(name, [t[1:] for t in chosen]), strict=True):
-                    results[task].append(result["reward"] if isinstance(result, dict) else kind_of(result))
+                graded = pool.grade(name, [(response, "72") for _, response in chosen])
+                values = [one["reward"] if isinstance(one, dict) else kind_of(one) for one in graded]
+                results += zip(chosen, values, strict=True)
+        return results
 
-    threads = [threading.Thread(target=grade, args=(tasks[index::4],)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert sum(map(len, results.values())) == 1400
-    for (_, response, _), outcomes in results.items():
-        expected = expected_kinds.get(response, float(response in is_right))
-        assert set(outcomes) == {expected}, response[:100]
+    with ThreadPoolExecutor(4) as threads:
+        results = [result for part in threads.map(grade, [tasks[i::4] for i in range(4)]) for result in part]
+    assert len(results) == len(tasks)
+    assert [(task, found) for task, found in results if found != expected[task]] == []
 
 
-def test_an_ungradable_answer_costs_no_worker(pool: RewardPool) -> None:
+def test_an_ungradable_answer_and_an_unreadable_truth_cost_no_worker(pool: RewardPool) -> None:
     before = {worker.pid for worker in workers_of(pool)}
     answers = ["72", "(" * 200 + "72" + ")" * 200, "71"]
     right, ungradable, wrong = pool.grade("maths", [(respond(answer), "72") for answer in answers])
     assert (right, wrong) == (verdict(True, True), verdict(True, False))
     assert isinstance(ungradable, Ungradable)
     assert str(ungradable) == "brackets nested more than 7 deep"
+    (unread,) = pool.grade("maths", [(respond("72"), r"\frac{7}{")])
+    assert (kind_of(unread), "ground truth" in str(unread)) == ("error", True)
     assert {worker.pid for worker in workers_of(pool)} == before
-
-
-def test_a_truth_that_cannot_be_read_is_an_error(pool: RewardPool) -> None:
-    (result,) = pool.grade("maths", [(respond("72"), r"\frac{7}{")])
-    assert isinstance(result, ScoringError)
-    assert "ground truth" in str(result)
 
 
 # Processes
@@ -324,13 +277,6 @@ def test_a_worker_that_takes_too_long_is_ended(pool: RewardPool) -> None:
     assert psutil.wait_procs(workers, timeout=600)[1] == []
 
 
-def test_time_that_a_worker_did_not_run_is_not_its_answers_doing(pool: RewardPool) -> None:
-    """An endless computation is a wrong answer; a worker that was stopped, or starved, says nothing of it."""
-    computing, stopped = (pool.grade("own", [(order, "72")])[0] for order in ("loop 72", "sleep 72"))
-    assert (kind_of(computing), kind_of(stopped)) == ("ungradable", "error")
-    assert str(stopped) == "longer than 1 s (scorer.timeout_s), of which its worker ran for 0.0 s"
-
-
 def test_close_leaves_no_process() -> None:
     pool = RewardPool({"own": OWN}, num_workers=2, timeout_s=60, memory_gib=0.25)
     processes = [*workers_of(pool), fork_server_of(pool)]
@@ -401,15 +347,11 @@ def test_a_module_that_hangs_on_import_raises_an_error_that_says_so(tmp_path, mo
     (tmp_path / "slow_rewards.py").write_text("import time\ntime.sleep(1000)")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(processes, "START_TIMEOUT_S", 1)
-    pools = [RewardPool({"": "slow_rewards:reward_fn"}, 1, timeout_s=5, memory_gib=0.25) for _ in range(2)]
-    said = r"task\.reward.*: importing took longer than 1 s"
-    with pytest.raises(RunError, match=said):  # from the pool, which has waited since the start
-        pools[0].start()
-    assert pools[1]._fork_server._process.wait() == -signal.SIGALRM
-    with pytest.raises(RunError, match=said):  # from the fork server's own limit
-        pools[1].start()
-    for pool in pools:
-        pool.close()
+    pool = RewardPool({"": "slow_rewards:reward_fn"}, 1, timeout_s=5, memory_gib=0.25)
+    assert pool._fork_server._process.wait() == -signal.SIGALRM  # its own limit; the pool's is tested above
+    with pytest.raises(RunError, match=r"task\.reward.*: importing took longer than 1 s"):
+        pool.start()
+    pool.close()
 
 
 def test_a_worker_whose_limits_are_refused_raises_an_error_with_the_cause() -> None:
@@ -433,18 +375,12 @@ def test_the_grader_keeps_simple_rewards_in_this_process() -> None:
 # Confinement
 
 
-def test_a_worker_inherits_no_secret(monkeypatch) -> None:
-    monkeypatch.setenv("EXAMPLE_TOKEN", "for the Scorer alone")
-    monkeypatch.setenv("SOMETHING", "else")
-    monkeypatch.setenv("LC_ALL", "C.UTF-8")
-    pool = RewardPool({"own": OWN}, num_workers=1, timeout_s=5, memory_gib=0.25)
-    environments = [process.environ() for process in (*workers_of(pool), fork_server_of(pool))]
-    pool.close()
-    assert len(environments) == 2
-    for environment in environments:
-        assert environment["LC_ALL"] == "C.UTF-8"
-        assert environment["PATH"] == os.environ["PATH"]
-        assert not {"EXAMPLE_TOKEN", "SOMETHING"} & environment.keys()
+def test_a_worker_inherits_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("EXAMPLE_TOKEN", "SOMETHING", "LC_ALL"):
+        monkeypatch.setenv(name, "C.UTF-8")
+    assert {"EXAMPLE_TOKEN", "SOMETHING"} & reward_environment().keys() == set()
+    assert {"LC_ALL", "PATH"} <= reward_environment().keys()
+    assert reward_environment(["SOMETHING"])["SOMETHING"] == "C.UTF-8"
 
 
 def test_a_worker_confines_itself(pool: RewardPool) -> None:

@@ -17,7 +17,7 @@ from grpo_ray.config.secrets import values_of
 from grpo_ray.core.scorer import Scorer, scorer_arguments
 from grpo_ray.episodes.checking import check_episodes
 from grpo_ray.records.run_files import dump_config
-from grpo_ray.rewards.checking import check_reward
+from grpo_ray.rewards.configured import check_reward
 from grpo_ray.rewards.isolation.pool import RewardPool
 from grpo_ray.run.preflight import check_files
 

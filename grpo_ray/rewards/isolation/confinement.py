@@ -2,7 +2,7 @@
 
 Four layers: limits of memory, files and processes; root's capabilities; Landlock, for the files it may read
 (landlock.py, readable.py); and a filter of system calls (seccomp.py). Linux only, as Ray's GPU nodes are.
-protection.py says what is not held where a kernel has only some of them.
+Protection says what is not held where a kernel has only some of them.
 """
 
 import ctypes
@@ -12,18 +12,65 @@ import resource
 import signal
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
 
 from grpo_ray.rewards.isolation.kernel import call
-from grpo_ray.rewards.isolation.landlock import READ_FOLDER, Ruleset
-from grpo_ray.rewards.isolation.protection import Protection, protection_here
+from grpo_ray.rewards.isolation.landlock import READ_FOLDER, Ruleset, landlock_version
 from grpo_ray.rewards.isolation.readable import listable_folders, readable_paths
-from grpo_ray.rewards.isolation.seccomp import CallFilter
+from grpo_ray.rewards.isolation.seccomp import CallFilter, is_filter_available
 
 PR_SET_PDEATHSIG = 1
 CAPABILITY_VERSION = 0x20080522
 CAP_DAC_READ_SEARCH = 1 << 2
 NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/host.conf")
 MAX_FILES = 256  # open at once: pipes and sockets hold memory that no limit of memory counts
+TRUNCATES, CONNECTS, SIGNALS = 3, 4, 6  # versions of Landlock from which it denies them
+
+
+@dataclass(frozen=True)
+class Protection:
+    """The kernel's parts that the sandbox uses: a version of Landlock (0: none), filters of system calls."""
+
+    landlock: int
+    has_filter: bool
+
+    @property
+    def gaps(self) -> tuple[str, ...]:
+        """Abilities that code in a worker has although docs/threats.md denies them."""
+        gaps = []
+        if not self.landlock:
+            gaps.append("read every file, and the memory and environment of processes, of this user")
+        if self.has_filter:
+            return tuple(gaps)
+        if not self.landlock:
+            gaps.append("remove and make files, execute programs")
+        if self.landlock < TRUNCATES:
+            gaps.append("truncate files")
+        if self.landlock < CONNECTS:
+            gaps.append("open TCP connections")
+        if self.landlock < SIGNALS:
+            gaps.append("signal processes")
+        gaps.append("use sockets of other kinds, lock files, change their modes and other processes' limits")
+        return tuple(gaps)
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """One line that states the gaps; none if there are none."""
+        if not self.gaps:
+            return ()
+        landlock = f"Landlock {self.landlock}" if self.landlock else "no Landlock"
+        calls = "a filter of system calls" if self.has_filter else "no filter of system calls"
+        return (
+            f"grading is less isolated on this machine ({landlock}, {calls}): code that an answer gets run in "
+            f"a grading process could {'; '.join(self.gaps)} (docs/threats.md)",
+        )
+
+
+@lru_cache
+def protection_here() -> Protection:
+    """Return this machine's level."""
+    return Protection(landlock_version(), is_filter_available())
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:

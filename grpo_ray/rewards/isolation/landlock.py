@@ -75,6 +75,3 @@ class Ruleset:
         forgo_privileges()
         call("syscall", RESTRICT_SELF, self._fd, 0)
         os.close(self._fd)
-
-    def close(self) -> None:
-        os.close(self._fd)

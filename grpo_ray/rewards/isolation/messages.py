@@ -4,9 +4,10 @@ A worker may have been taken over by an answer, so a message can be anything.
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
-from grpo_ray.rewards.base import Scores
+from grpo_ray.rewards.base import Result, Scores, ScoringError, Ungradable
 from grpo_ray.types import TERM
 
 FACTS = ("format_reward", "answer_reward")
@@ -24,7 +25,8 @@ FORMS: dict[str, tuple[type, ...]] = {
     "group": (list,),
     "ended": (str, bool, int),
 }
-RESULTS = ("scores", "ungradable", "error")
+RESULTS: dict[str, Callable[[Any], Result]] = {"scores": dict, "ungradable": Ungradable, "error": ScoringError}
+"""By kind of a message about one answer: the type of the result."""
 
 
 class Garbage(ValueError):
@@ -37,22 +39,21 @@ def read_message(line: bytes) -> list[Any]:
     Raises:
         Garbage: it is none.
     """
+    garbage = Garbage(f"no message: {storable(repr(line[:100]))}")
     try:
         message = json.loads(line)
-    except (ValueError, RecursionError):
-        message = None
-    if not isinstance(message, list) or not message or not isinstance(message[0], str):
-        raise Garbage(f"no message: {storable(repr(line[:100]))}")
-    kind, *values = message
-    form = FORMS.get(kind)
-    if form is None or tuple(map(type, values)) != form:
-        raise Garbage(f"no message: {storable(repr(line[:100]))}")
+        kind, *values = message
+        is_exact = isinstance(message, list) and tuple(map(type, values)) == FORMS[kind]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        is_exact = False
+    if not is_exact:
+        raise garbage
     if kind == "scores":
         return [kind, _scores(values[0])]
     if kind == "group":
         members = [read_message(json.dumps(member).encode()) for member in values[0]]
         if any(member[0] not in RESULTS for member in members):
-            raise Garbage(f"no message: {storable(repr(line[:100]))}")
+            raise garbage
         return [kind, members]
     return [kind, *(storable(value) if isinstance(value, str) else value for value in values)]
 
@@ -62,9 +63,8 @@ def _scores(values: dict[str, Any]) -> Scores:
     facts = {name: numbers.pop(name) for name in FACTS if name in numbers}
     is_whole = len(facts) == 2 and "reward" in numbers and all(fact in (0, 1) for fact in facts.values())
     are_terms = all(name == "reward" or name.startswith(TERM) for name in numbers)
-    if len(numbers) + len(facts) != len(values) or not are_terms or not all(map(is_storable, numbers.values())):
-        raise Garbage(f"no scores: {storable(repr(values)[:100])}")
-    if values and not is_whole:
+    are_numbers = len(numbers) + len(facts) == len(values) and all(map(is_storable, numbers.values()))
+    if not are_numbers or not are_terms or (values and not is_whole):
         raise Garbage(f"no scores: {storable(repr(values)[:100])}")
     return {name: float(value) for name, value in values.items()}
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from grpo_ray.config.reward import Reward, RewardTerm, is_own
 from grpo_ray.errors import RunError
-from grpo_ray.rewards.base import NOTHING, About, Overrun, Scores, Ungradable
-from grpo_ray.rewards.isolation.messages import Garbage
+from grpo_ray.rewards.base import NOTHING, About, Overrun, Result, ScoringError
+from grpo_ray.rewards.isolation.messages import RESULTS, Garbage
 from grpo_ray.rewards.isolation.processes import ForkServer, WorkerProcess
 from grpo_ray.rewards.networked import longest_s
 
@@ -35,15 +35,8 @@ MAX_FRUITLESS = 3  # workers in a row that ended without having begun an answer
 CLOSED = "no answer can be graded: the pool is closed"
 
 
-class ScoringError(RuntimeError):
-    """The answer could not be graded: the reward function raised, or something else ended its worker."""
-
-
 class Starved(TimeoutError):
     """An answer took too long while its worker hardly ran: asleep, stopped, or on a busy machine."""
-
-
-Result = Scores | Ungradable | ScoringError
 
 
 @dataclass
@@ -298,9 +291,7 @@ def _result(kind: str, value: Any, size: int | None) -> Result | list[Result]:
 
 
 def _result_of(kind: str, value: Any) -> Result:
-    if kind == "scores":
-        scores: Scores = value
-        return scores
-    if kind not in ("ungradable", "error"):
+    if kind not in RESULTS:
         raise Garbage(f"{kind!r} instead of a result")
-    return Ungradable(value) if kind == "ungradable" else ScoringError(value)
+    result: Result = RESULTS[kind](value)
+    return result

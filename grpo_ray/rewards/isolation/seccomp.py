@@ -14,8 +14,6 @@ import platform
 import socket
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Protocol
 
 from grpo_ray.rewards.isolation.kernel import call, forgo_privileges
 from grpo_ray.rewards.isolation.system_calls import NUMBERS
@@ -30,49 +28,34 @@ MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 
 INSTRUCTION_BYTES = 8
 Instruction = tuple[int, int, int, int]  # operation, instructions to skip if true, and if false, operand
+Program = list[Instruction]
+"""Instructions that deny the call unless a condition holds, and else go on after the last one."""
 
 
-class Condition(Protocol):
-    """A condition on one argument of a call."""
-
-    def program(self) -> list[Instruction]:
-        """Return instructions that deny the call unless the condition holds, and else go on after the last."""
-        ...
+def one_of(argument: int, values: tuple[int, ...]) -> Program:
+    """Return the condition that the argument, a 32-bit number, is one of these."""
+    tests = [(EQUAL, len(values) - index, 0, value) for index, value in enumerate(values)]
+    return [_load(argument), *tests, _verdict(DENY)]
 
 
-@dataclass(frozen=True)
-class OneOf:
-    """The argument, a 32-bit number, is one of these."""
-
-    argument: int
-    values: tuple[int, ...]
-
-    def program(self) -> list[Instruction]:
-        num_values = len(self.values)
-        tests = [(EQUAL, num_values - index, 0, value) for index, value in enumerate(self.values)]
-        return [_load(self.argument), *tests, _verdict(DENY)]
+def without(argument: int, bits: int) -> Program:
+    """Return the condition that the argument, a 32-bit number, has none of these bits."""
+    return [_load(argument), (ANY_BIT, 0, 1, bits), _verdict(DENY)]
 
 
-@dataclass(frozen=True)
-class Without:
-    """The argument, a 32-bit number, has none of these bits."""
-
-    argument: int
-    bits: int
-
-    def program(self) -> list[Instruction]:
-        return [_load(self.argument), (ANY_BIT, 0, 1, self.bits), _verdict(DENY)]
+def null(argument: int) -> Program:
+    """Return the condition that the argument is a null pointer."""
+    words = (_load(argument, word) for word in (0, 1))
+    return [step for load in words for step in (load, (EQUAL, 1, 0, 0), _verdict(DENY))]
 
 
-@dataclass(frozen=True)
-class Null:
-    """The argument is a null pointer."""
+def _load(argument: int, word: int = 0) -> Instruction:
+    """Load half of an argument, the lower one by default; both machines have the lower one first."""
+    return (LOAD, 0, 0, ARGUMENTS + 8 * argument + 4 * word)
 
-    argument: int
 
-    def program(self) -> list[Instruction]:
-        words = (_load(self.argument, word) for word in (0, 1))
-        return [step for load in words for step in (load, (EQUAL, 1, 0, 0), _verdict(DENY))]
+def _verdict(action: int) -> Instruction:
+    return (RETURN, 0, 0, action)
 
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | (os.O_TMPFILE & ~os.O_DIRECTORY)
@@ -84,13 +67,13 @@ STREAMS = tuple(
 
 
 COMMANDS = (fcntl.F_DUPFD, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_SETFL, fcntl.F_DUPFD_CLOEXEC)
-CONDITIONS: dict[str, tuple[Condition, ...]] = {
-    "open": (Without(1, WRITING),),
-    "openat": (Without(2, WRITING),),
-    "fcntl": (OneOf(1, COMMANDS),),  # no locks, no leases, no signals, no larger pipes
-    "ioctl": (OneOf(1, (TERMINAL_ATTRIBUTES, NON_BLOCKING, CLOSE_ON_EXEC, KEEP_ON_EXEC)),),
-    "sendto": (Null(4),),  # only to the other end of a connected socket
-    "socketpair": (OneOf(0, (socket.AF_UNIX,)), OneOf(1, STREAMS)),  # for asyncio; it reaches no other process
+CONDITIONS: dict[str, Program] = {
+    "open": without(1, WRITING),
+    "openat": without(2, WRITING),
+    "fcntl": one_of(1, COMMANDS),  # no locks, no leases, no signals, no larger pipes
+    "ioctl": one_of(1, (TERMINAL_ATTRIBUTES, NON_BLOCKING, CLOSE_ON_EXEC, KEEP_ON_EXEC)),
+    "sendto": null(4),  # only to the other end of a connected socket
+    "socketpair": one_of(0, (socket.AF_UNIX,)) + one_of(1, STREAMS),  # for asyncio; it reaches no other process
 }
 ON_PROCESSES = {"kill": 0, "tkill": 0, "tgkill": 0, "prlimit64": 0}  # the argument that is a process
 
@@ -119,13 +102,13 @@ class CallFilter:
             _verdict(DENY),  # a call of another ABI: its numbers mean something else
             (LOAD, 0, 0, NUMBER),
         ]
-        common = {name: CONDITIONS.get(name, ()) for name in self._numbers if name not in ON_PROCESSES}
+        common = {name: CONDITIONS.get(name, []) for name in self._numbers if name not in ON_PROCESSES}
         self._common = encoded([*checks, *self._cases(common)])
 
     def code(self, pid: int) -> bytes:
         """Return the whole filter for the process `pid`, which may signal and limit itself alone."""
         itself = {
-            name: (OneOf(argument, (0, pid) if name == "prlimit64" else (pid,)),)
+            name: one_of(argument, (0, pid) if name == "prlimit64" else (pid,))
             for name, argument in ON_PROCESSES.items()
         }
         return self._common + encoded([*self._cases(itself), _verdict(DENY)])
@@ -141,9 +124,9 @@ class CallFilter:
         program = _Program(len(code) // INSTRUCTION_BYTES, code)
         call("prctl", PR_SET_SECCOMP, MODE_FILTER, ctypes.byref(program), 0, 0)
 
-    def _cases(self, conditions: Mapping[str, Iterable[Condition]]) -> Iterator[Instruction]:
-        for name, checks in conditions.items():
-            body = [*(step for check in checks for step in check.program()), _verdict(ALLOW)]
+    def _cases(self, conditions: Mapping[str, Program]) -> Iterator[Instruction]:
+        for name, condition in conditions.items():
+            body = [*condition, _verdict(ALLOW)]
             yield from [(EQUAL, 0, len(body), self._numbers[name]), *body]
 
 
@@ -156,12 +139,3 @@ class _Program(ctypes.Structure):
 def encoded(program: Iterable[Instruction]) -> bytes:
     """Return the instructions as struct sock_filter."""
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
-
-
-def _load(argument: int, word: int = 0) -> Instruction:
-    """Load half of an argument, the lower one by default; both machines have the lower one first."""
-    return (LOAD, 0, 0, ARGUMENTS + 8 * argument + 4 * word)
-
-
-def _verdict(action: int) -> Instruction:
-    return (RETURN, 0, 0, action)

@@ -16,7 +16,7 @@ from itertools import dropwhile
 from mmap import mmap
 from typing import Any
 
-from grpo_ray.rewards.base import NotGraded, RewardFn, Scores, Ungradable
+from grpo_ray.rewards.base import NotGraded, Result, RewardFn, ScoringError, Ungradable
 from grpo_ray.rewards.configured import Graded, GroupFn, tried
 from grpo_ray.rewards.isolation.confinement import Confinement, MappedMemory
 from grpo_ray.rewards.isolation.messages import LARGEST_REWARD, MAX_BYTES, is_storable, storable
@@ -72,23 +72,25 @@ def _message(outcome: Graded, num_results: int) -> list[Any]:
     return [kind, str(result)[: MAX_BYTES // (8 * num_results)] if num_results > 1 else str(result)]
 
 
-def try_to_grade(reward_fn: RewardFn, response: str, ground_truth: str) -> Scores | Ungradable | str:
+def try_to_grade(reward_fn: RewardFn, response: str, ground_truth: str) -> Result:
     """Return the reward's scores, or Ungradable for the answer's doing, or the error of the grader."""
     return result_of(tried(lambda: reward_fn(response, ground_truth)))
 
 
-def result_of(outcome: Graded) -> Scores | Ungradable | str:
+def result_of(outcome: Graded) -> Result:
     """Return scores that can be stored, Ungradable for the answer's doing, or the error of the grader."""
     if isinstance(outcome, dict):
         numbers = [value for name, value in outcome.items() if name.startswith("reward")]
-        bad = next((value for value in numbers if not is_storable(value)), None)
-        return outcome if bad is None else f"the reward is {bad:g}; it must be within +-{LARGEST_REWARD:g}"
+        for value in numbers:
+            if not is_storable(value):
+                return ScoringError(f"the reward is {value:g}; it must be within +-{LARGEST_REWARD:g}")
+        return outcome
     if isinstance(outcome, Ungradable):
         return Ungradable(storable(str(outcome)))
     if isinstance(outcome, NotGraded):
-        return storable(str(outcome))
+        return ScoringError(storable(str(outcome)))
     # Whatever a user's function raises is this answer's error alone.
-    return describe_error(outcome, SANDBOX if isinstance(outcome, PermissionError) else "")
+    return ScoringError(describe_error(outcome, SANDBOX if isinstance(outcome, PermissionError) else ""))
 
 
 SANDBOX = (

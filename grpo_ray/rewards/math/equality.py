@@ -1,10 +1,10 @@
-"""Equality of an answer and a ground truth to a mathematician; docs/rewards.md states the rules."""
+"""Grades of answers: their equality to a ground truth, to a mathematician; docs/rewards.md states the rules."""
 
 import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-from grpo_ray.rewards.base import NotGraded, Ungradable
+from grpo_ray.rewards.base import NotGraded, Scores, Ungradable, verdict
 from grpo_ray.rewards.math.algebra import is_equal_latex
 from grpo_ray.rewards.math.approximation import APPROXIMATELY, is_rounded, read_approximation
 from grpo_ray.rewards.math.numbers import is_ratio_of, read_number
@@ -27,6 +27,8 @@ from grpo_ray.rewards.math.structure import (
 from grpo_ray.rewards.math.text import ANOTHER_NUMBER, VARIABLES, normalize, plain
 from grpo_ray.rewards.math.units import PERCENT, Quantity, as_radians, read_quantities
 
+MAX_ANSWER_CHARACTERS = 1000  # parsing a longer one would take long
+NO_TRUTH = ""  # no answer equals it, which takes no time to find out
 SIMPLE_NUMBER = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
 MAX_DEPTH = 7  # of nested brackets: parsing time is exponential in it
 CHOICE = re.compile(r"\(?([A-J])\)?")
@@ -41,6 +43,41 @@ MEMBER = re.compile(r"[A-Za-z] ?\\in(?![A-Za-z]) ?")
 
 PROSE = r"[A-Za-z:,.!'\s$\\]*"
 NUMBER_IN_PROSE = re.compile(rf"{PROSE}(?<![\w.,])([+-]?\d[\d,]*(?:\.\d+)?%?)(?![\w^*/+-]){PROSE}", re.ASCII)
+
+
+def grade(answer: str | None, ground_truth: str, fast: bool = True) -> Scores:
+    """Grade an answer as right if `is_equal` finds it equal to the truth.
+
+    The whole answer must be the expression: `71 or 72` is not 72.
+
+    Args:
+        answer: None for a response that is not in the format.
+        fast: False also accepts words around a single number (`She has 72 eggs`), for evaluating models that
+            add them.
+
+    Raises:
+        NotGraded: the truth is too long, too deeply nested, too large a number or unreadable.
+        Ungradable: the truth is well, but the answer is one of these; it counts as wrong.
+    """
+    return verdict(
+        has_format=answer is not None, is_right=answer is not None and is_right(answer, ground_truth, fast)
+    )
+
+
+def is_right(answer: str, ground_truth: str, fast: bool = True) -> bool:
+    """Return True if the answer equals the truth; arguments and errors as for `grade`."""
+    truth = ground_truth.strip()
+    if truth == NO_TRUTH:
+        return False
+    if max(len(answer), len(truth)) > MAX_ANSWER_CHARACTERS:
+        if answer == truth:
+            return True
+        blame = NotGraded if len(truth) > MAX_ANSWER_CHARACTERS else Ungradable
+        raise blame(f"longer than {MAX_ANSWER_CHARACTERS} characters, and not the truth itself")
+    if is_equal(answer, truth):
+        return True
+    number = None if fast else number_in_prose(answer)
+    return number is not None and is_equal(number, truth)
 
 
 def is_equal(answer: str, truth: str) -> bool:
@@ -92,9 +129,9 @@ def _is_equal(answer: str, truth: str) -> bool:
         _compare_brackets,
         _compare_quantities,
     ):
-        verdict = compare(answer, truth)
-        if verdict is not None:
-            return verdict
+        is_same = compare(answer, truth)
+        if is_same is not None:
+            return is_same
     return is_equal_latex(plain(answer), plain(truth))
 
 

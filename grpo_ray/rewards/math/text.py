@@ -85,12 +85,7 @@ def _without_double_braces(text: str) -> str:
     """Replace `{{x}}` by `{x}`."""
     if "{{" not in text:
         return text
-    opened, closed = [], {}
-    for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):
-        if match[0] == "{":
-            opened.append(match.start())
-        elif match[0] == "}" and opened:
-            closed[opened.pop()] = match.start()
+    closed = brace_pairs(text)
     doubled = {start for start, end in closed.items() if closed.get(start + 1) == end - 1}
     doubled |= {closed[start] for start in doubled}
     return "".join(character for index, character in enumerate(text) if index not in doubled)
@@ -105,39 +100,28 @@ def unwrap(text: str) -> str:
             match = wrapper.fullmatch(text)
             text = match[1] if match else text
         for command in COMMANDS_AROUND:
-            if text.startswith(command) and closing_brace(text, len(command)) == len(text) - 1:
+            if text.startswith(command) and _ends_with_the_brace_at(len(command) - 1, text):
                 text = text[len(command) : -1]
-        if text.startswith("{") and closing_brace(text, 1) == len(text) - 1:
+        if text.startswith("{") and _ends_with_the_brace_at(0, text):
             text = rf"\{{{text[1:-1]}\}}" if LIST_COMMA.search(text) else text[1:-1]  # `{1, 2}` is a set
         if text == before:
             break
     return text
 
 
-def matching_braces(text: str, start: int) -> dict[int, int]:
-    r"""Return the closing brace of each from just before `start` on, up to its own; {} without its own."""
-    opened, closing = [start - 1], {}
-    for match in BRACE.finditer(text, start):
+def _ends_with_the_brace_at(start: int, text: str) -> bool:
+    return brace_pairs(text).get(start) == len(text) - 1
+
+
+def brace_pairs(text: str) -> dict[int, int]:
+    r"""Return the place of each closed brace's other end; `\{` and `\}` are signs, not braces."""
+    opened, closed = [], {}
+    for match in BRACE.finditer(text):
         if match[0] == "{":
             opened.append(match.start())
-        elif match[0] == "}":
-            closing[opened.pop()] = match.start()
-            if not opened:
-                return closing
-    return {}
-
-
-def closing_brace(text: str, start: int) -> int | None:
-    r"""Find the brace that closes the one just before `start`; `\{` and `\}` are signs, not braces."""
-    depth, is_escaped = 1, False
-    for index in range(start, len(text)):
-        character = text[index]
-        if not is_escaped and character in "{}":
-            depth += 1 if character == "{" else -1
-        if depth == 0:
-            return index
-        is_escaped = character == "\\" and not is_escaped
-    return None
+        elif match[0] == "}" and opened:
+            closed[opened.pop()] = match.start()
+    return closed
 
 
 def plain(text: str) -> str:

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from grpo_ray.config import Config
 from grpo_ray.config.reward import terms_of
 from grpo_ray.config.user_code import is_function_name
-from grpo_ray.rewards.base import Scores
+from grpo_ray.rewards.base import Result, Scores, ScoringError
 from grpo_ray.rewards.grader import Grader
-from grpo_ray.rewards.isolation.pool import Result, ScoringError
 from grpo_ray.tools.trust import code_of
 from grpo_ray.types import PromptItem
 

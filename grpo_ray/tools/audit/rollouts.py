@@ -14,8 +14,7 @@ from grpo_ray.core.scorer import UNGRADED
 from grpo_ray.core.staleness import version_trained_at
 from grpo_ray.objectives import advantages_of
 from grpo_ray.records.rollout_log import DROPPED, FRESH
-from grpo_ray.rewards.base import Ungradable
-from grpo_ray.rewards.isolation.pool import Result, ScoringError
+from grpo_ray.rewards.base import Result, ScoringError, Ungradable
 from grpo_ray.tools.audit.episodes import audit_comparison, audit_episode, is_episode, num_masked, num_unrelated
 from grpo_ray.tools.audit.regrader import Regrader
 from grpo_ray.tools.audit.teacher import audit_teacher, teacher_kl

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from grpo_ray.config import Config
-from grpo_ray.config.tracking import TrackerName
+from grpo_ray.config.run import TrackerName
 from grpo_ray.records.durable import replacing
 
 Row = Mapping[str, str | float]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from grpo_ray.config import Config
-from grpo_ray.config.tracking import TrackingConfig
+from grpo_ray.config.run import TrackingConfig
 from grpo_ray.records.evaluation_summary import EvaluationSummary
 from grpo_ray.records.readable_rollouts import readable_rollouts, shortened
 from grpo_ray.records.run_files import RunDirectory
