@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from builders import changed, make_completion, make_group, make_item, plain_logprobs
-from report_runs import add_checkpoint, group, make_run, metrics_of, ranks_of, write_lines
+from report_runs import ALL, add_checkpoint, group, make_run, metrics_of, ranks_of, write_lines
 
 from grpo_ray.config import Config
 from grpo_ray.learning.loading import load_policy
@@ -35,9 +35,6 @@ from grpo_ray.tools.report.stage_times import stage_times
 from grpo_ray.tools.report.token_texts import TokenTexts
 from grpo_ray.watch.metrics_catalog import check_names
 
-ALL = Bounds(max_points=1000, max_rollouts=1000, seed=0)
-
-
 # ---- series ----
 
 
@@ -58,7 +55,7 @@ def test_bins_have_means_largest_values_and_the_errors_of_means() -> None:
     assert series.standard_errors == {"a": [2.5, None, None]}  # sqrt(9 + 16) / 2; steps 4 and 5 have none
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, 99, 100, 101, 12_345])
+@pytest.mark.parametrize("num_steps", [0, 100, 101, 12_345])
 def test_points_are_bounded(num_steps: int) -> None:
     rows = [{"step": step, "a": 1.0} for step in range(num_steps)]
     series = make_series(rows, len(rows), {}, max_points=100)
@@ -67,16 +64,17 @@ def test_points_are_bounded(num_steps: int) -> None:
     assert all(len(column) == len(series.steps) for column in series.columns.values())
 
 
-def test_stages_of_every_actor() -> None:
+def test_stages_of_every_actor_in_the_order_of_their_numbers() -> None:
     columns = {"time/learner/train_s": [1.0, None], "time/learner/wait_for_batch_s": [0.5, 1.0],
-               "time/generator-0/generate_s": [2.0, 2.0], "timing/step_s": [1.5, 1.0]}  # fmt: skip
-    assert stage_times(columns) == {
-        "generator-0": {"generate": [2.0, 2.0]},
+               "time/generator-10/generate_s": [2.0, 2.0], "time/generator-9/generate_s": [1.0, 1.0],
+               "timing/step_s": [1.5, 1.0]}  # fmt: skip
+    found = stage_times(columns)
+    assert found == {
+        "generator-9": {"generate": [1.0, 1.0]},
+        "generator-10": {"generate": [2.0, 2.0]},
         "learner": {"train": [1.0, 0.0], "wait_for_batch": [0.5, 1.0]},
     }
-
-
-def test_a_run_without_stage_times_has_none() -> None:
+    assert list(found) == ["generator-9", "generator-10", "learner"]
     assert stage_times({"timing/step_s": [1.0], "reward/mean": [1.0]}) == {}
 
 
@@ -103,12 +101,6 @@ def test_a_bin_has_the_rank_that_was_the_slowest_most_often() -> None:
     rows = [{"step": step, "ranks/slowest": slowest} for step, slowest in enumerate((3.0, 0.0, 3.0, 1.0), 1)]
     assert make_series(rows, 4, {}, max_points=2).columns == {"ranks/slowest": [3.0, 3.0]}
     assert make_series(rows, 4, {}, max_points=1).columns == {"ranks/slowest": [3.0]}
-
-
-def test_actors_are_in_the_order_of_their_numbers() -> None:
-    names = ["learner-10", "weight_sync", "learner-2", "generator-1", "scorer", "generator-0"]
-    found = stage_times({f"time/{name}/train_s": [1.0] for name in names})
-    assert list(found) == ["generator-0", "generator-1", "learner-2", "learner-10", "scorer", "weight_sync"]
 
 
 def test_ranks_over_all_steps() -> None:
@@ -237,16 +229,8 @@ def many_steps(folder: Path, config: Config, num_steps: int, size: int) -> RunDi
     return make_run(folder, config, num_steps, steps)
 
 
-def test_a_small_run_is_shown_completely(tmp_path: Path, tiny_config: Config) -> None:
-    run = many_steps(tmp_path / "run", tiny_config, num_steps=6, size=3)
-    sample = sample_rollouts(step_files(run), limit=18, seed=0)
-    texts = [f"{step}-{place}" for step in range(6) for place in range(3)]
-    assert [row["response"] for row in sample.rows] == texts
-    assert (sample.num_rollouts, sample.num_steps, sample.num_sampled_steps) == (18, 6, 6)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", [1, 3, 8, 17, 40])
+@pytest.mark.parametrize("limit", [1, 8, 40])
 def test_a_sample_is_bounded_seeded_and_spread_over_the_run(
     tmp_path: Path, tiny_config: Config, limit: int
 ) -> None:
@@ -263,11 +247,13 @@ def test_a_sample_is_bounded_seeded_and_spread_over_the_run(
     assert limit > 39 or sample.rows != sample_rollouts(files, limit, seed=4).rows
 
 
-def test_rows_are_the_files_rows(tmp_path: Path, tiny_config: Config) -> None:
-    run = many_steps(tmp_path / "run", tiny_config, num_steps=1, size=600)  # several batches of rows
-    sample = sample_rollouts(step_files(run), 50, 1)
-    whole = {row["sample"]: row for row in read_rollouts(run.rollouts_path(1))}
-    assert all(row == whole[row["sample"]] for row in sample.rows)
+def test_a_small_run_is_shown_completely_with_the_files_rows(tmp_path: Path, tiny_config: Config) -> None:
+    run = many_steps(tmp_path / "run", tiny_config, num_steps=2, size=300)  # several batches of rows
+    sample = sample_rollouts(step_files(run), limit=600, seed=0)
+    assert sample.rows == [row for step in (1, 2) for row in read_rollouts(run.rollouts_path(step))]
+    assert (sample.num_rollouts, sample.num_steps, sample.num_sampled_steps) == (600, 2, 2)
+    few = sample_rollouts(step_files(run), limit=50, seed=1)
+    assert all(row in sample.rows for row in few.rows)
 
 
 def test_steps_outside_the_sample_are_read_by_small_columns_only(
