@@ -23,10 +23,10 @@ from grpo_ray.errors import RunError
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.run.signals import Interrupted
 from grpo_ray.tools.cli import main
-from grpo_ray.tools.evaluation.console import EvaluationConsole
 from grpo_ray.tools.evaluation.evaluate import evaluate
 from grpo_ray.tools.evaluation.evaluation_plan import EvaluationOptions
 from grpo_ray.tools.evaluation.responses import Row
+from grpo_ray.tools.evaluation.sampling import EvaluationConsole
 from grpo_ray.tools.evaluation.task_choice import TaskChoice
 from grpo_ray.types import SamplingSettings
 

@@ -15,10 +15,9 @@ from report_runs import ALL, HOSTILE, add_checkpoint, group, make_run, metrics_o
 from grpo_ray.config import Config
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.cli import main
-from grpo_ray.tools.report.page import embedded_json, make_page
 from grpo_ray.tools.report.run_data import Bounds, run_data
 from grpo_ray.tools.report.run_header import about
-from grpo_ray.tools.report.write_report import names_of
+from grpo_ray.tools.report.write_report import embedded_json, make_page, names_of
 from grpo_ray.tools.top.bottleneck import bottleneck
 from grpo_ray.watch.run_state import Ending, LiveStatus, RunState
 

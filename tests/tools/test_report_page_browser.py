@@ -23,9 +23,8 @@ from report_runs import (
 
 from grpo_ray.records.rollout_log import write_rollouts
 from grpo_ray.records.run_files import RunDirectory, step_name
-from grpo_ray.tools.report.page import make_page
 from grpo_ray.tools.report.run_data import Bounds, run_data
-from grpo_ray.tools.report.write_report import ReportOptions, report
+from grpo_ray.tools.report.write_report import ReportOptions, make_page, report
 from grpo_ray.watch.metrics_catalog import METRICS
 
 __all__ = ["browser"]

@@ -24,15 +24,12 @@ from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.report import rollout_sample
 from grpo_ray.tools.report.log_ratios import log_ratios
-from grpo_ray.tools.report.page import make_page
 from grpo_ray.tools.report.panels import RANKS, Panel, charted, expanded
-from grpo_ray.tools.report.rank_totals import RankTotals
-from grpo_ray.tools.report.rollout_rows import MAX_TOKENS, show_rollouts
+from grpo_ray.tools.report.rollout_rows import MAX_TOKENS, TokenTexts, show_rollouts
 from grpo_ray.tools.report.rollout_sample import sample_rollouts, standard_error_of, step_files
 from grpo_ray.tools.report.run_data import Bounds, run_data
-from grpo_ray.tools.report.series import make_series
-from grpo_ray.tools.report.stage_times import stage_times
-from grpo_ray.tools.report.token_texts import TokenTexts
+from grpo_ray.tools.report.series import RankTotals, make_series, stage_times
+from grpo_ray.tools.report.write_report import make_page
 from grpo_ray.watch.metrics_catalog import check_names
 
 # ---- series ----

@@ -29,15 +29,11 @@ from grpo_ray.errors import RunError
 from grpo_ray.records.json_lines import read_last_lines
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.cli import main
-from grpo_ray.tools.top.bottleneck import bottleneck, time_shares
+from grpo_ray.tools.top.bottleneck import Problems, bottleneck, time_shares
 from grpo_ray.tools.top.frame import draw_frame, stage_shares
-from grpo_ray.tools.top.job import job_of
-from grpo_ray.tools.top.keys import keys
-from grpo_ray.tools.top.learner_figures import learner_figures
-from grpo_ray.tools.top.problems import Problems
-from grpo_ray.tools.top.rank_figures import rank_figures, rank_hint, ranks_line
+from grpo_ray.tools.top.learner_figures import learner_figures, rank_figures, rank_hint, ranks_line
 from grpo_ray.tools.top.run_view import RunView, is_alive, read_view, silence_of
-from grpo_ray.tools.top.watch_run import TopOptions, top
+from grpo_ray.tools.top.watch_run import TopOptions, job_of, keys, top
 from grpo_ray.watch import run_state
 from grpo_ray.watch.run_state import ActorState, Ending, LiveStatus, RunState, read_state, reported
 

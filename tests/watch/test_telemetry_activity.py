@@ -15,7 +15,7 @@ from grpo_ray.core.controller import Controller
 from grpo_ray.core.generator import Generator
 from grpo_ray.errors import ActorDied
 from grpo_ray.records.run_files import RunDirectory, read_metrics
-from grpo_ray.tools.report.stage_times import stage_times
+from grpo_ray.tools.report.series import stage_times
 from grpo_ray.watch.activity import Activity, Window
 from grpo_ray.watch.metrics_catalog import check_names
 from grpo_ray.watch.stage_clock import ActorStats, StageClock, StageTimes

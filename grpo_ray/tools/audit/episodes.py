@@ -20,11 +20,6 @@ Row = dict[str, Any]
 WITH_REWARD = (Status.FINISHED, Status.TRUNCATED_TURNS, Status.TRUNCATED_TOKENS)
 
 
-def is_episode(row: Row) -> bool:
-    """Return True if the row is an episode; files without any lack the column."""
-    return row.get("status") is not None
-
-
 def audit_episode(row: Row, may_be_masked: bool = False) -> Iterator[str]:
     """Yield the problems of one row.
 

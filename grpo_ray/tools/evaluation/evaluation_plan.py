@@ -17,7 +17,7 @@ from grpo_ray.records.resumable_folder import ResumableFolder
 from grpo_ray.records.run_files import step_name
 from grpo_ray.run.machine import on_this_machine
 from grpo_ray.tools.evaluation.command import EvaluationOptions
-from grpo_ray.tools.evaluation.evaluation_folder import evaluation_folder
+from grpo_ray.tools.evaluation.results import evaluation_folder
 from grpo_ray.tools.evaluation.subject import Subject, Weights, find_subject
 from grpo_ray.tools.evaluation.task_choice import choose_task
 from grpo_ray.tools.trust import IGNORED, code_in, is_ignored
@@ -96,9 +96,7 @@ def plan_evaluation(options: EvaluationOptions) -> EvaluationPlan:
         import_from(Path(options.target) / "given")  # of a run that Python began
     if not (subject.is_own or options.run_reward_code):
         _refuse_code(code_in(config), options)
-        if any(
-            weights.folder is None for weights in subject.weights
-        ):  # a tiny model's are built, by its own task
+        if any(weights.folder is None for weights in subject.weights):  # a tiny model is built by its own task
             _refuse_code([named for named in code_in(model_config) if named[0] == "task.warmup"], options)
     sampling = config.sampling
     temperature = sampling.temperature if options.temperature is None else options.temperature

@@ -72,9 +72,7 @@ def find_subject(target: str, checkpoint: str | None = None) -> Subject:
     if (path.parent.parent / RUN_CONFIG).is_file() and path.parent.name == "checkpoints" and path.is_dir():
         _refuse_checkpoint(target, "a checkpoint", checkpoint)
         return _run_subject(RunDirectory(path.parent.parent), path.name)
-    if (
-        "/" in target and not path.exists() and path.parent.is_dir()
-    ):  # otherwise it would be looked up on the hub
+    if "/" in target and not path.exists() and path.parent.is_dir():  # or else it would be sought on the hub
         nearest = nearest_name(path.name, sorted(entry.name for entry in path.parent.iterdir()))
         hint = f"; did you mean {path.parent / nearest}?" if nearest else ""
         raise RunError(f"{target}: no such run or model folder in {path.parent}{hint}")

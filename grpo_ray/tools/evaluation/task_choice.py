@@ -15,16 +15,8 @@ from grpo_ray.tools.evaluation.command import TaskChoice
 
 ALL_ROWS = 2**31
 FILE_SUFFIXES = (".jsonl", ".parquet")
-OTHER_SUFFIXES = (
-    ".json",
-    ".csv",
-    ".tsv",
-    ".txt",
-    ".arrow",
-    ".gz",
-    ".zst",
-    ".zip",
-)  # no hub dataset has such a name
+# No dataset on the hub has a name that ends so.
+OTHER_SUFFIXES = (".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".zip")
 # The mathematics reward that reads the format each prompt asks for.
 REWARD_OF_PROMPT = {"r1_zero": "r1_zero", "question_only": "question_only", "chat": "question_only"}
 

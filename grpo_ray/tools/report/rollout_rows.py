@@ -1,10 +1,13 @@
-"""Sampled rollouts as the web page shows them: shortened texts and tokens, with logprobs and log-ratios."""
+"""Sampled rollouts as the web page shows them: shortened texts, tokens, log-ratios, and turns of episodes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config, read_config
@@ -12,25 +15,149 @@ from grpo_ray.errors import RunError
 from grpo_ray.learning.model_files import is_local, load_tokenizer
 from grpo_ray.records.adapter_files import is_adapter, saved_config
 from grpo_ray.records.checkpoint import LAST, CheckpointStore
+from grpo_ray.records.episode_columns import is_episode
 from grpo_ray.records.readable_rollouts import shortened
 from grpo_ray.records.run_files import RunDirectory
-from grpo_ray.tools.report.episode_rows import (
-    MAX_EPISODE_TOKENS,
-    by_sequence,
-    is_episode,
-    joined,
-    shown_episode,
-)
 from grpo_ray.tools.report.log_ratios import log_ratios
 from grpo_ray.tools.report.rollout_sample import RolloutSample, Row
-from grpo_ray.tools.report.token_texts import TokenTexts
 from grpo_ray.tools.trust import IGNORED, is_ignored, with_trust
+from grpo_ray.types import CONTEXT
+
+LONGEST_CHARACTER = 4  # bytes in UTF-8, and so tokens that one character may span
+NOT_TEXT = "\N{REPLACEMENT CHARACTER}"
+SPACE = "▁"  # SentencePiece's mark for a token's leading space, which decode() drops
+
+
+class TokenTexts:
+    """The texts of tokens, by one tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer: Any = tokenizer
+        self._of_one = lru_cache(maxsize=100_000)(self._decode_one)
+
+    def of(self, token_ids: Sequence[int]) -> list[str]:
+        """Return one text per token; of the tokens that one character spans, all but the first are empty."""
+        texts: list[str] = []
+        while len(texts) < len(token_ids):
+            texts += self._next_character(token_ids[len(texts) :][:LONGEST_CHARACTER])
+        return texts
+
+    def _next_character(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text of the first token, or of as many tokens as make a whole character."""
+        first = self._of_one(token_ids[0])
+        if NOT_TEXT in first:
+            for number in range(2, len(token_ids) + 1):
+                text = self._decode(token_ids[:number])
+                if NOT_TEXT not in text:
+                    return [text, *[""] * (number - 1)]
+        return [first]
+
+    def _decode_one(self, token_id: int) -> str:
+        text = self._decode([token_id])
+        piece = self._tokenizer.convert_ids_to_tokens(token_id)
+        return f" {text}" if piece and piece.startswith(SPACE) and not text.startswith(" ") else text
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+MAX_EPISODE_TOKENS = 1000
+MAX_PROMPT_TOKENS = 400  # of each sequence, its last ones
+EPISODE_FIELDS = (
+    "status", "num_turns", "num_branches", "num_context_tokens", "seconds", "turn_rewards", "turn_advantages",
+)  # fmt: skip
+
+
+def by_sequence(row: Row) -> list[Row]:
+    """Return each sequence of an episode as a row of its own, up to the episode's last token that is shown."""
+    bounds = [(each["prompt_token_ids"], each["start"], each["end"]) for each in row["sequences"]]
+    turns = [span["turn"] for span in row["turns"] for _ in range(span["start"], span["end"])]
+    values = {"token_ids": row["token_ids"], "logprobs": row["logprobs"], "turns": turns}
+    return [
+        {"prompt_token_ids": prompt, **{name: each[start:end] for name, each in values.items()}}
+        for prompt, start, end in bounds
+        if start < MAX_EPISODE_TOKENS
+    ]
+
+
+def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the values of an episode's tokens from those of its sequences."""
+    return np.concatenate([np.empty(0, np.float32), *arrays])
+
+
+def shown_episode(row: Row, texts: TokenTexts | None) -> Row:
+    """Return what the page shows of an episode beside its tokens.
+
+    The prompt of a branch shares its first `num_shared` tokens with the path of an earlier sequence, `parent`.
+    `turn` is the last turn that they hold whole, and the branch's text and number of tokens are those after it.
+    """
+    sequences = []
+    for number, sequence in enumerate(row["sequences"]):
+        parent = _parent(row, number)
+        rest = sequence["prompt_token_ids"][parent.end_of_turn :]
+        cut = "… " if len(rest) > MAX_PROMPT_TOKENS else ""
+        sequences.append({
+            "start": sequence["start"], "end": sequence["end"], "parent": parent.sequence,
+            "num_shared": parent.num_shared, "turn": parent.turn, "num_prompt_tokens": len(rest),
+            "prompt": None if texts is None else cut + "".join(texts.of(rest[-MAX_PROMPT_TOKENS:])),
+        })  # fmt: skip
+    return {
+        **{name: row[name] for name in EPISODE_FIELDS},
+        "reward": row["episode_reward"],
+        "metrics": dict(row["metrics"]),
+        "error": shortened(row["episode_error"] or ""),
+        "turns": [[span["turn"], span["start"]] for span in row["turns"]],
+        "sequences": sequences,
+        "num_tokens": len(row["token_ids"]),
+    }
+
+
+class _Parent(NamedTuple):
+    """The earlier sequence that shares most tokens with a prompt."""
+
+    sequence: int | None = None
+    num_shared: int = 0
+    turn: int | None = None  # the last one that is shared whole
+    end_of_turn: int = 0  # number of the prompt's tokens up to it
+
+
+def _parent(row: Row, number: int) -> _Parent:
+    prompt = row["sequences"][number]["prompt_token_ids"]
+    best = _Parent()
+    for earlier, other in enumerate(row["sequences"][:number]):
+        path = [*other["prompt_token_ids"], *row["token_ids"][other["start"] : other["end"]]]
+        num_shared = _num_shared(prompt, path)
+        if num_shared > best.num_shared:
+            best = _Parent(earlier, num_shared, *_last_turn(row, other, num_shared))
+    return best
+
+
+def _num_shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the length of the longest common beginning."""
+    length = min(len(first), len(second))
+    differs = np.flatnonzero(np.array(first[:length]) != np.array(second[:length]))
+    return int(differs[0]) if len(differs) else length
+
+
+def _last_turn(row: Row, sequence: Row, num_shared: int) -> tuple[int | None, int]:
+    """Return the last whole turn among the first tokens of a sequence's path, and its end there."""
+    before = len(sequence["prompt_token_ids"]) - sequence["start"]
+    whole = [
+        (int(span["turn"]), int(span["end"]) + before)
+        for span in row["turns"]
+        if span["turn"] != CONTEXT and span["start"] >= sequence["start"] and span["end"] + before <= num_shared
+    ]
+    return whole[-1] if whole else (None, 0)
+
 
 MAX_TOKENS = 400  # of a response
 
 SMALL_WEIGHTS_BYTES = 500_000_000  # up to this size log-ratios take seconds, and are computed by default
 NO_RATIOS = "none"
-PLAIN = (
+FIELDS = (
     "step", "group_id", "sample", "task", "reward", "format_reward", "answer_reward", "advantage",
     "num_tokens", "error", "ungradable", "finish_reason", "min_version", "max_version", "generator", "use",
 )  # fmt: skip
@@ -123,7 +250,7 @@ def _token_texts(
 def _shown(row: Row, texts: TokenTexts | None, ratios: np.ndarray | None) -> Row:
     most = MAX_EPISODE_TOKENS if is_episode(row) else MAX_TOKENS
     token_ids = row["token_ids"][:most]
-    shown = {name: row.get(name) for name in PLAIN}
+    shown = {name: row.get(name) for name in FIELDS}
     shown |= {name: shortened(row[name] or "") for name in ("prompt", "response", "ground_truth")}
     if is_episode(row):
         shown["episode"] = shown_episode(row, texts)

@@ -11,16 +11,20 @@ from grpo_ray.config.schema import leaves
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.records.step_lines import StepLines
 from grpo_ray.tools.report.panels import REWARD, VALIDATION
-from grpo_ray.tools.report.rank_totals import RankTotals
 from grpo_ray.tools.report.rollout_rows import show_rollouts
 from grpo_ray.tools.report.rollout_sample import sample_rollouts, step_files
-from grpo_ray.tools.report.run_facts import RunTotals, run_facts
-from grpo_ray.tools.report.run_header import about, changed_keys, not_validated, shown_samples, warnings_in
-from grpo_ray.tools.report.series import make_series
-from grpo_ray.tools.report.stage_times import stage_times
-from grpo_ray.tools.top.bottleneck import bottleneck, steady
-from grpo_ray.tools.top.problems import Problems
-from grpo_ray.tools.top.rank_figures import rank_figures, rank_hint
+from grpo_ray.tools.report.run_header import (
+    RunTotals,
+    about,
+    changed_keys,
+    not_validated,
+    run_facts,
+    shown_samples,
+    warnings_in,
+)
+from grpo_ray.tools.report.series import RankTotals, make_series, stage_times
+from grpo_ray.tools.top.bottleneck import Problems, bottleneck, steady
+from grpo_ray.tools.top.learner_figures import rank_figures, rank_hint
 
 
 @dataclass(frozen=True)

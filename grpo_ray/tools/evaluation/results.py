@@ -1,0 +1,211 @@
+"""The results of an evaluation: the printed table, and the files of its folder.
+
+    evaluation.json     the definition: another evaluation is refused here, the same one is resumed
+    examples.parquet    every response (responses.py)
+    summary.json        the results
+    examples.md         ten responses of each category
+    logs/               the actors' output
+
+With several checkpoints each has its own examples and results in a folder of its name, such as `step-000040/`,
+and the folder has their accuracy by step: `curve.csv` and `accuracy.png`.
+"""
+
+import csv
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import MaxNLocator
+from rich.table import Table
+
+from grpo_ray.records.durable import replacing
+from grpo_ray.records.episode_metrics import STATUSES, counted
+from grpo_ray.records.evaluation_summary import Category, EvaluationSummary, Interval, summarise
+from grpo_ray.records.json_lines import to_json
+from grpo_ray.records.resumable_folder import ResumableFolder
+from grpo_ray.records.visible_text import visible
+from grpo_ray.tools.drawing.figures import COLORS, new_figure, save, tidy
+from grpo_ray.tools.evaluation.responses import Row, read_outcomes, sample_rows
+
+EXAMPLES_OF_EACH = 10
+OWN = "episodes/metrics/"
+
+TITLES = {
+    Category.CORRECT: "format 1, answer 1",
+    Category.WRONG_ANSWER: "format 1, answer 0",
+    Category.NO_FORMAT: "format 0",
+    Category.NOT_GRADED: "not graded",
+}
+
+
+def counts(summary: EvaluationSummary) -> dict[Category, int]:
+    return {
+        Category.CORRECT: summary.num_correct,
+        Category.WRONG_ANSWER: summary.num_wrong_answer,
+        Category.NO_FORMAT: summary.num_no_format,
+        Category.NOT_GRADED: summary.num_errors,
+    }
+
+
+def summary_table(summary: EvaluationSummary) -> Table:
+    """Return the results with their 95% intervals over prompts."""
+    table = Table.grid(padding=(0, 2))
+    examples = f"{summary.num_examples:,} prompts x {summary.num_samples}"
+    rows = [("accuracy", _with_interval(summary.accuracy, summary.accuracy_interval), examples)]
+    for k, value in summary.pass_at_k.items():
+        if k != "1":  # pass@1 is the accuracy
+            rows.append((f"pass@{k}", _with_interval(value, summary.pass_at_k_intervals[k]), ""))
+    rows.append(("format", _with_interval(summary.format_reward, summary.format_interval), ""))
+    rows.append(("mean reward", f"{summary.reward:.4f} ± {summary.reward_standard_error:.4f}", ""))
+    for task, accuracy in summary.accuracy_by_task.items():
+        rows.append((f"accuracy {task}", f"{accuracy:.4f}", ""))
+    for category, number in counts(summary).items():
+        if number or category != Category.NOT_GRADED:
+            share = f"{number / summary.num_responses:.1%} of responses"
+            rows.append((TITLES[category], f"{number:,}", share))
+    tokens = f"mean {summary.mean_response_tokens:.1f}, median {summary.median_response_tokens:g}"
+    rows.append(("response tokens", f"{tokens}, longest {summary.max_response_tokens}", ""))
+    rows.append(("truncated", f"{summary.truncated_frac:.1%}", ""))
+    rows += _episode_rows(summary.episodes)
+    for row in rows:
+        table.add_row(f"  {row[0]}", *row[1:])
+    return table
+
+
+def _episode_rows(metrics: Mapping[str, float]) -> list[tuple[str, str, str]]:
+    """Return the rows about episodes, by their metrics; none without."""
+    if not metrics:
+        return []
+    turns, seconds = ([metrics[f"episodes/{name}/{stat}"] for stat in ("mean", "max")]
+                      for name in ("turns", "seconds"))  # fmt: skip
+    ends = [(name, metrics.get(f"episodes/status/{name}", 0.0)) for name in STATUSES]
+    own = {name.removeprefix(OWN): value for name, value in metrics.items() if name.startswith(OWN)}
+    return [
+        ("turns", f"mean {turns[0]:.1f}, most {turns[1]:g}", ""),
+        *((name, f"{share:.1%} of episodes", "") for name, share in ends if share),
+        ("seconds", f"mean {seconds[0]:.1f}, longest {seconds[1]:.1f}", ""),
+        *((f"mean {name}", f"{value:g}", "") for name, value in own.items()),
+    ]
+
+
+def _with_interval(value: float, interval: Interval) -> str:
+    return f"{value:.4f} [{interval[0]:.4f}, {interval[1]:.4f}]"
+
+
+def write_examples(examples_path: Path, summary: EvaluationSummary, path: Path) -> None:
+    """Write `examples.md`: ten responses of each category, drawn with a fixed seed."""
+    sections = ["# Sampled examples"]
+    for category, number in counts(summary).items():
+        if not number and category == Category.NOT_GRADED:
+            continue
+        rows = sample_rows(examples_path, category, EXAMPLES_OF_EACH)
+        sections.append(f"## {TITLES[category]}: {number:,} of {summary.num_responses:,} responses")
+        sections += [_readable(row) for row in rows] or ["None."]
+    with replacing(path, fsync=False) as partial:
+        partial.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+
+
+def _readable(row: Row) -> str:
+    part = f" of {row['task']}" if row["task"] else ""
+    facts = f"reward {row['reward']:g}, {row['num_tokens']} tokens, ended by {row['finish_reason']}"
+    if row.get("status") is not None:
+        branches = counted(row["num_branches"], "branch", "branches")
+        facts += f", {counted(row['num_turns'], 'turn')}, {branches}, {row['status']}"
+    lines = [f"### Example {row['example_id']}{part}, sample {row['sample']}", facts]
+    if row["error"]:
+        lines.append(f"Not graded: {_fenced(row['error'])}")
+    texts = {"Prompt": row["prompt"], "Response": row["response"], "Ground truth": row["ground_truth"]}
+    lines += [f"{title}:\n\n{_fenced(text)}" for title, text in texts.items()]
+    return "\n\n".join(lines)
+
+
+def _fenced(text: str) -> str:
+    """Return the text as a code block, whatever Markdown it contains."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{visible(text)}\n{fence}"
+
+
+def evaluation_folder(path: Path) -> ResumableFolder:
+    """Return the folder at a path, for an evaluation to claim."""
+    return ResumableFolder(path, "evaluation.json", "evaluation", "give another --output")
+
+
+def read_summary(folder: Path) -> EvaluationSummary | None:
+    """Return the summary of a completed evaluation; None: it is not complete."""
+    path = folder / "summary.json"
+    if not path.exists():
+        return None
+    return EvaluationSummary(**json.loads(path.read_text(encoding="utf-8"))["summary"])
+
+
+def write_results(folder: Path, examples: Path, step: int, facts: Mapping[str, Any]) -> EvaluationSummary:
+    """Write `summary.json` and `examples.md` from the responses in the file `examples`.
+
+    Args:
+        facts: further entries of summary.json, which precede the summary.
+    """
+    summary = summarise(read_outcomes(examples), step, version=step)
+    write_examples(examples, summary, folder / "examples.md")
+    data = {**facts, "summary": asdict(summary)}
+    with replacing(folder / "summary.json") as partial:  # last: it marks the evaluation as complete
+        partial.write_text(json.dumps(to_json(data), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return summary
+
+
+def plot_curve(summaries: Sequence[EvaluationSummary], title: str, path: Path) -> None:
+    """Draw `accuracy.png`, 1200x800: accuracy, pass@n and format rate by step, with 95% bands."""
+    figure = new_figure(12, 8)
+    axis = figure.subplots()
+    k = str(summaries[0].num_samples)
+    steps = [s.step for s in summaries]
+    _draw(axis, COLORS[2], "--", "format", steps, [(s.format_reward, s.format_interval) for s in summaries])
+    if k != "1":
+        passes = [(s.pass_at_k[k], s.pass_at_k_intervals[k]) for s in summaries]
+        _draw(axis, COLORS[1], ":", f"pass@{k}", steps, passes)
+    _draw(axis, COLORS[0], "-", "accuracy", steps, [(s.accuracy, s.accuracy_interval) for s in summaries])
+    for s in summaries:
+        axis.annotate(
+            f"{s.accuracy:.2f}", (s.step, s.accuracy), textcoords="offset points", xytext=(0, -20),
+            ha="center", color=COLORS[0], fontsize=12, fontweight="bold",
+            path_effects=[withStroke(linewidth=4, foreground="white")],
+        )  # fmt: skip
+    axis.set_ylim(-0.06, 1.02)
+    tidy(axis, "step", f"share ({summaries[0].num_examples:,} prompts x {k})")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.margins(x=0.04)
+    axis.legend(loc="best", framealpha=0.85, edgecolor="none", fontsize=12, title="with 95% bands")
+    axis.set_title(title, fontsize=14)
+    save(figure, path)
+
+
+def _draw(
+    axis: Axes, color: str, dash: str, label: str, steps: list[int], points: list[tuple[float, Interval]]
+) -> None:
+    lows, highs = zip(*(interval for _, interval in points), strict=True)
+    axis.fill_between(steps, lows, highs, color=color, alpha=0.15, linewidth=0)
+    values = [value for value, _ in points]
+    axis.plot(steps, values, dash, color=color, linewidth=2.2, marker="o", markersize=6, label=label)
+
+
+COLUMNS = (
+    "step", "accuracy", "accuracy_low", "accuracy_high", "format", "reward", "mean_response_tokens",
+    "truncated_frac", "num_errors",
+)  # fmt: skip
+
+
+def write_curve(summaries: Sequence[EvaluationSummary], path: Path) -> None:
+    """Write `curve.csv`: one row per checkpoint, with pass@k for each k."""
+    ks = list(summaries[0].pass_at_k)
+    with replacing(path, fsync=False) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow([*COLUMNS, *(f"pass@{k}" for k in ks)])
+        for s in summaries:
+            values = (s.step, s.accuracy, *s.accuracy_interval, s.format_reward, s.reward)
+            more = (s.mean_response_tokens, s.truncated_frac, s.num_errors)
+            writer.writerow([*values, *more, *(s.pass_at_k[k] for k in ks)])
