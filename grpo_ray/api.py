@@ -174,20 +174,17 @@ def evaluate(target: str | Path | Run, *overrides: str, **options: Any) -> "Eval
     Raises:
         ConfigError, RunError: as the command.
     """
-    from dataclasses import fields
-
-    from grpo_ray.tools.evaluation.command import EvaluationOptions, TaskChoice
     from grpo_ray.tools.evaluation.evaluate import evaluate as run_evaluation
     from grpo_ray.tools.evaluation.results import read_summary
+    from grpo_ray.tools.look import EvaluationOptions
 
     if options.get("checkpoint") == "all":
         raise ValueError(
             "checkpoint: `all` has several summaries; call it for each, or use `grpo-ray evaluate`"
         )
-    chosen = {field.name: options.pop(field.name) for field in fields(TaskChoice) if field.name in options}
     path = str(target.path if isinstance(target, Run) else target)
     command = f"the same call of grpo_ray.evaluate({path!r}, ...)"
-    asked = EvaluationOptions(path, TaskChoice(**chosen), overrides=overrides, command=command, **options)
+    asked = EvaluationOptions(path, overrides=overrides, command=command, **options)
     summary = read_summary(_in_own_thread(lambda stop: run_evaluation(asked)))
     assert summary is not None
     return summary

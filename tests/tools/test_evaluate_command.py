@@ -24,10 +24,9 @@ from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.run.signals import Interrupted
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.evaluation.evaluate import evaluate
-from grpo_ray.tools.evaluation.evaluation_plan import EvaluationOptions
 from grpo_ray.tools.evaluation.responses import Row
 from grpo_ray.tools.evaluation.sampling import EvaluationConsole
-from grpo_ray.tools.evaluation.task_choice import TaskChoice
+from grpo_ray.tools.look import EvaluationOptions
 from grpo_ray.types import SamplingSettings
 
 __all__ = ["serve_locally"]
@@ -63,12 +62,10 @@ def gsm8k_answers(prompt: str, settings: SamplingSettings) -> Sequence[str]:
 
 def options(target: Path, output: Path, *overrides: str, **changes: Any) -> EvaluationOptions:
     """Grade `exact_match` in this process, which is faster than in a worker."""
-    task, prompt, reward, limit = (changes.pop(name, None) for name in ("task", "prompt", "reward", "limit"))
-    if task is not None:
-        prompt, reward = prompt or "question_only", reward or "exact_match"
+    if changes.get("task") is not None:
+        changes = {"prompt": "question_only", "reward": "exact_match", **changes, "task": str(changes["task"])}
     return EvaluationOptions(
         str(target),
-        TaskChoice(task=str(task) if task else None, prompt=prompt, reward=reward, limit=limit),
         max_tokens=16,
         output=str(output),
         overrides=("generator.engine=torch", "recovery.restart_backoff_s=0.01", *overrides),
@@ -129,8 +126,8 @@ def test_known_answers_to_a_math_file(tmp_path: Path, tiny_model: Model, serve_l
         return [rf"\boxed{{{answer}}}"]
 
     serve_locally(answers)
-    choice = TaskChoice(str(tmp_path / "math.parquet"), prompt="question_only")  # and therefore its reward
-    folder = evaluate(replace(options(tiny_model(), tmp_path / "e"), choice=choice))
+    given = options(tiny_model(), tmp_path / "e", task=tmp_path / "math.parquet")
+    folder = evaluate(replace(given, reward=None))  # that of the prompt
     data, found = read(folder)
     assert data["task"]["kind"] == "math"
     assert [row["ground_truth"] for row in found] == [r"\frac{1}{2}", "2", "[1, 2)"]

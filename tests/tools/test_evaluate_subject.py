@@ -13,13 +13,18 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError
 from grpo_ray.errors import RunError
 from grpo_ray.tasks import load_examples, load_validation
-from grpo_ray.tools.evaluation.evaluation_plan import EvaluationOptions, plan_evaluation
+from grpo_ray.tools.evaluation.evaluation_plan import plan_evaluation
 from grpo_ray.tools.evaluation.subject import Weights, find_subject
-from grpo_ray.tools.evaluation.task_choice import ALL_ROWS, TaskChoice, choose_task
+from grpo_ray.tools.evaluation.task_choice import ALL_ROWS, choose_task
+from grpo_ray.tools.look import EvaluationOptions
 
 CONFIG = "model: {tiny: {}}\ntask: {kind: sorting}\ngenerator: {colocated: true, num_gpus: 1}\n" + (
     "learner: {num_gpus: 1}\nweight_sync: {max_lag: 0, transport: ipc}\n"
 )
+
+
+def asked(**options: Any) -> EvaluationOptions:
+    return EvaluationOptions("owner/name", **options)
 
 
 def write_run(folder: Path, rewards: dict[int, float], damaged: int | None = None) -> Path:
@@ -59,13 +64,12 @@ def test_a_machine_without_a_gpu_gets_defaults_that_work(
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    choice = TaskChoice(task="sorting")
-    plan = plan_evaluation(EvaluationOptions(str(tiny_model()), choice))
+    plan = plan_evaluation(EvaluationOptions(str(tiny_model()), task="sorting"))
     assert [line[:13] for line in plan.subject.notices] == ["no GPU here: "]
     assert (plan.config.generator.num_gpus, plan.config.model.dtype) == (0, "float32")
     monkeypatch.setattr("grpo_ray.run.machine.GPU_DEVICES", ["/dev/null"])
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    config = plan_evaluation(EvaluationOptions(str(tiny_model()), choice)).config
+    config = plan_evaluation(EvaluationOptions(str(tiny_model()), task="sorting")).config
     assert (config.generator.num_gpus, config.model.dtype, config.generator.engine) == (1, "bfloat16", "vllm")
 
 
@@ -135,7 +139,7 @@ def test_an_evaluation_has_no_learner_and_no_teacher_and_shares_no_device(tmp_pa
 # ---- the task ----
 
 
-def task_of(choice: TaskChoice, task: Any = None) -> dict[str, Any]:
+def task_of(choice: EvaluationOptions, task: Any = None) -> dict[str, Any]:
     data = {"model": {}} if task is None else {"task": task}
     chosen: dict[str, Any] = choose_task(data, choice)["task"]
     return chosen
@@ -162,33 +166,33 @@ def test_files_are_recognised(tmp_path: Path) -> None:
     }
     for name, (row, expected) in files.items():
         path = write_rows(tmp_path / (f"{name}.parquet" if name == "math" else f"{name}.jsonl"), **row)
-        task = task_of(TaskChoice(task=path))
+        task = task_of(asked(task=path))
         assert task.items() >= {**expected, "train_path": path, "validation_path": path}.items()
-    named = TaskChoice(task=path, question_field="a", answer_field="b")
+    named = asked(task=path, question_field="a", answer_field="b")
     assert task_of(named).items() >= {"kind": "file", "question_field": "a", "answer_field": "b"}.items()
 
 
 def test_a_kind_keeps_the_configurations_own_settings() -> None:
     task = {"kind": "sorting", "num_digits": 3}
-    assert task_of(TaskChoice(), task) == task_of(TaskChoice(task="sorting"), task) == task
-    assert task_of(TaskChoice(task="arithmetic", limit=5), task) == {
+    assert task_of(asked(), task) == task_of(asked(task="sorting"), task) == task
+    assert task_of(asked(task="arithmetic", limit=5), task) == {
         "kind": "arithmetic", "num_validation_prompts": 5,
     }  # fmt: skip
 
 
 def test_the_configurations_own_kind_uses_all_rows_of_its_files() -> None:
     own = {"kind": "math", "validation_path": "mine.jsonl", "num_validation_prompts": 9}
-    assert task_of(TaskChoice(task="math"), own) == {**own, "num_validation_prompts": ALL_ROWS}
-    assert task_of(TaskChoice(), own) == own
-    assert task_of(TaskChoice(task="math", limit=500), own)["num_validation_prompts"] == 500
+    assert task_of(asked(task="math"), own) == {**own, "num_validation_prompts": ALL_ROWS}
+    assert task_of(asked(), own) == own
+    assert task_of(asked(task="math", limit=500), own)["num_validation_prompts"] == 500
     generated = {"kind": "keywords", "num_validation_prompts": 9}
-    assert task_of(TaskChoice(task="keywords"), generated) == generated
+    assert task_of(asked(task="keywords"), generated) == generated
 
 
 def test_a_keywords_file_is_graded_as_such(tmp_path: Path) -> None:
     row = {"prompt": "Write of trees.", "answer": "A tree.", "keywords": ["tree", "leaf"]}
     path = write_rows(tmp_path / "v.jsonl", **row)
-    task = plan_evaluation(EvaluationOptions("owner/name", TaskChoice(task=path))).config.task
+    task = plan_evaluation(asked(task=path)).config.task
     assert task.rewards == {"": "keyword_inclusion"}
     (example,) = load_validation(task, 0).validation
     assert (example.question, example.ground_truth) == ("Write of trees.", "tree, leaf")
@@ -197,24 +201,24 @@ def test_a_keywords_file_is_graded_as_such(tmp_path: Path) -> None:
 def test_only_the_validation_set_of_another_task_is_read() -> None:
     expected = {"num_validation_prompts": 7, "train_path": "openai/gsm8k", "validation_path": "openai/gsm8k",
                 "train_split": "test", "validation_split": "test"}  # fmt: skip
-    assert task_of(TaskChoice(task="gsm8k", limit=7)).items() >= expected.items()
+    assert task_of(asked(task="gsm8k", limit=7)).items() >= expected.items()
     # a dot in a dataset's name is no suffix of a file
-    assert task_of(TaskChoice(task="owner/name-v1.5"))["validation_path"] == "owner/name-v1.5"
+    assert task_of(asked(task="owner/name-v1.5"))["validation_path"] == "owner/name-v1.5"
 
 
 @pytest.mark.parametrize(
     ("choice", "before", "after"),
     [
-        (TaskChoice(prompt="question_only"), {"kind": "math"}, "question_only"),
-        (TaskChoice(prompt="chat"), {"kind": "math", "reward": "r1_zero"}, "question_only"),
-        (TaskChoice(prompt="r1_zero"), {"kind": "math", "reward": "question_only"}, "r1_zero"),
-        (TaskChoice(prompt="question_only", reward="exact_match"), {"kind": "math"}, "exact_match"),
-        (TaskChoice(prompt="question_only"), {"kind": "sorting"}, None),  # exact_match stays
-        (TaskChoice(prompt="mine.txt"), {"kind": "math"}, None),
+        (asked(prompt="question_only"), {"kind": "math"}, "question_only"),
+        (asked(prompt="chat"), {"kind": "math", "reward": "r1_zero"}, "question_only"),
+        (asked(prompt="r1_zero"), {"kind": "math", "reward": "question_only"}, "r1_zero"),
+        (asked(prompt="question_only", reward="exact_match"), {"kind": "math"}, "exact_match"),
+        (asked(prompt="question_only"), {"kind": "sorting"}, None),  # exact_match stays
+        (asked(prompt="mine.txt"), {"kind": "math"}, None),
     ],
 )
 def test_the_reward_matches_the_format_of_the_prompt(
-    choice: TaskChoice, before: dict[str, Any], after: str | None
+    choice: EvaluationOptions, before: dict[str, Any], after: str | None
 ) -> None:
     assert task_of(choice, before).get("reward") == after
 
@@ -222,17 +226,17 @@ def test_the_reward_matches_the_format_of_the_prompt(
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (TaskChoice(), "--task: a model alone has no questions"),
-        (TaskChoice(task="gsm9k"), r"'gsm9k' is not a task kind \(sorting, "),
-        (TaskChoice(task="mixture"), "--task mixture: name the file"),
-        (TaskChoice(task="data/test.json"), "'data/test.json' is not a .jsonl or .parquet file; convert"),
-        (TaskChoice(task="x.JSONL", answer_field="b"), "is not a .jsonl or .parquet file"),
-        (TaskChoice(task="./squad"), "is not a .jsonl or .parquet file; .* correct the path"),
-        (TaskChoice(task="gsm8k", answer_field="b"), "--task gsm8k is not a file"),
-        (TaskChoice(question_field="a"), "they need a file; give it with --task"),
+        (asked(), "--task: a model alone has no questions"),
+        (asked(task="gsm9k"), r"'gsm9k' is not a task kind \(sorting, "),
+        (asked(task="mixture"), "--task mixture: name the file"),
+        (asked(task="data/test.json"), "'data/test.json' is not a .jsonl or .parquet file; convert"),
+        (asked(task="x.JSONL", answer_field="b"), "is not a .jsonl or .parquet file"),
+        (asked(task="./squad"), "is not a .jsonl or .parquet file; .* correct the path"),
+        (asked(task="gsm8k", answer_field="b"), "--task gsm8k is not a file"),
+        (asked(question_field="a"), "they need a file; give it with --task"),
     ],
 )
-def test_contradictory_options_are_refused(choice: TaskChoice, message: str) -> None:
+def test_contradictory_options_are_refused(choice: EvaluationOptions, message: str) -> None:
     with pytest.raises(RunError, match=message):
         task_of(choice)
 
@@ -240,22 +244,21 @@ def test_contradictory_options_are_refused(choice: TaskChoice, message: str) -> 
 def test_a_mixture_has_no_prompt_of_its_own() -> None:
     mixture = {"kind": "mixture", "parts": {"easy": {"task": {"kind": "sorting"}}}}
     with pytest.raises(RunError, match=r"--prompt: .* task.parts.NAME.task.prompt=... for NAME easy"):
-        task_of(TaskChoice(prompt="r1_zero"), mixture)
+        task_of(asked(prompt="r1_zero"), mixture)
 
 
 def test_unknown_fields_are_named(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "odd.jsonl", ask="1+1?", reply="2")
     with pytest.raises(RunError, match="its fields are ask, reply; name those of"):
-        task_of(TaskChoice(task=path))
+        task_of(asked(task=path))
     with pytest.raises(ValueError, match="there is no such file"):
-        task_of(TaskChoice(task=str(tmp_path / "absent.jsonl")))
+        task_of(asked(task=str(tmp_path / "absent.jsonl")))
 
 
 def test_overrides_win_and_a_tiny_model_keeps_its_own_task(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(CONFIG)
     overrides = ("task.num_digits=1", "sampling.max_tokens=9")
-    choice = TaskChoice(task="arithmetic")
-    plan = plan_evaluation(EvaluationOptions(str(tmp_path / "job.yaml"), choice, overrides=overrides))
+    plan = plan_evaluation(EvaluationOptions(str(tmp_path / "job.yaml"), "arithmetic", overrides=overrides))
     assert (plan.config.task.kind, plan.config.task.num_digits) == ("arithmetic", 1)
     assert plan.config.sampling.max_tokens == 9
     # The override belongs to the other task.

@@ -27,7 +27,6 @@ from grpo_ray.records.durable import replacing
 from grpo_ray.records.episode_metrics import STATUSES, counted
 from grpo_ray.records.evaluation_summary import Category, EvaluationSummary, Interval, summarise
 from grpo_ray.records.json_lines import to_json
-from grpo_ray.records.resumable_folder import ResumableFolder
 from grpo_ray.records.visible_text import visible
 from grpo_ray.tools.drawing.figures import COLORS, new_figure, save, tidy
 from grpo_ray.tools.evaluation.responses import Row, read_outcomes, sample_rows
@@ -131,11 +130,6 @@ def _fenced(text: str) -> str:
     return f"{fence}text\n{visible(text)}\n{fence}"
 
 
-def evaluation_folder(path: Path) -> ResumableFolder:
-    """Return the folder at a path, for an evaluation to claim."""
-    return ResumableFolder(path, "evaluation.json", "evaluation", "give another --output")
-
-
 def read_summary(folder: Path) -> EvaluationSummary | None:
     """Return the summary of a completed evaluation; None: it is not complete."""
     path = folder / "summary.json"
@@ -193,19 +187,18 @@ def _draw(
     axis.plot(steps, values, dash, color=color, linewidth=2.2, marker="o", markersize=6, label=label)
 
 
-COLUMNS = (
-    "step", "accuracy", "accuracy_low", "accuracy_high", "format", "reward", "mean_response_tokens",
-    "truncated_frac", "num_errors",
-)  # fmt: skip
-
-
 def write_curve(summaries: Sequence[EvaluationSummary], path: Path) -> None:
     """Write `curve.csv`: one row per checkpoint, with pass@k for each k."""
-    ks = list(summaries[0].pass_at_k)
+    rows = [
+        {
+            "step": s.step, "accuracy": s.accuracy, "accuracy_low": s.accuracy_interval[0],
+            "accuracy_high": s.accuracy_interval[1], "format": s.format_reward, "reward": s.reward,
+            "mean_response_tokens": s.mean_response_tokens, "truncated_frac": s.truncated_frac,
+            "num_errors": s.num_errors, **{f"pass@{k}": value for k, value in s.pass_at_k.items()},
+        }
+        for s in summaries
+    ]  # fmt: skip
     with replacing(path, fsync=False) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow([*COLUMNS, *(f"pass@{k}" for k in ks)])
-        for s in summaries:
-            values = (s.step, s.accuracy, *s.accuracy_interval, s.format_reward, s.reward)
-            more = (s.mean_response_tokens, s.truncated_frac, s.num_errors)
-            writer.writerow([*values, *more, *(s.pass_at_k[k] for k in ks)])
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)

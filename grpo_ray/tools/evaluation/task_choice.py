@@ -11,7 +11,7 @@ from grpo_ray.config.task import ExamplesTaskConfig
 from grpo_ray.errors import RunError
 from grpo_ray.tasks.files import read_rows
 from grpo_ray.tasks.keywords.pairs import FIELDS as PAIR_FIELDS
-from grpo_ray.tools.evaluation.command import TaskChoice
+from grpo_ray.tools.look import EvaluationOptions
 
 ALL_ROWS = 2**31
 FILE_SUFFIXES = (".jsonl", ".parquet")
@@ -21,7 +21,7 @@ OTHER_SUFFIXES = (".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".zi
 REWARD_OF_PROMPT = {"r1_zero": "r1_zero", "question_only": "question_only", "chat": "question_only"}
 
 
-def choose_task(data: Mapping[str, Any], choice: TaskChoice) -> dict[str, Any]:
+def choose_task(data: Mapping[str, Any], options: EvaluationOptions) -> dict[str, Any]:
     """Return the configuration's mapping with the chosen task, not yet validated.
 
     Raises:
@@ -29,27 +29,27 @@ def choose_task(data: Mapping[str, Any], choice: TaskChoice) -> dict[str, Any]:
         ValueError: a file cannot be read.
     """
     task = data.get("task")
-    if choice.task is not None:
-        task = _replaced(task, choice)
-    elif choice.question_field or choice.answer_field:
+    if options.task is not None:
+        task = _replaced(task, options)
+    elif options.question_field or options.answer_field:
         raise RunError("--question-field, --answer-field: they need a file; give it with --task")
     if not isinstance(task, Mapping):
         raise RunError("--task: a model alone has no questions; give a task kind or a file")
     task = dict(task)
-    _refuse_for_mixture(task, choice)
-    if choice.prompt is not None:
-        task["prompt"] = choice.prompt
-    if choice.reward is not None:
-        task["reward"] = choice.reward
-    elif choice.prompt in REWARD_OF_PROMPT and _reward(task) in REWARD_OF_PROMPT.values():
-        task["reward"] = REWARD_OF_PROMPT[choice.prompt]
-    if choice.limit is not None and _is_of_files(task):
-        task["num_validation_prompts"] = choice.limit
+    _refuse_for_mixture(task, options)
+    if options.prompt is not None:
+        task["prompt"] = options.prompt
+    if options.reward is not None:
+        task["reward"] = options.reward
+    elif options.prompt in REWARD_OF_PROMPT and _reward(task) in REWARD_OF_PROMPT.values():
+        task["reward"] = REWARD_OF_PROMPT[options.prompt]
+    if options.limit is not None and _is_of_files(task):
+        task["num_validation_prompts"] = options.limit
     return {**data, "task": task}
 
 
-def _refuse_for_mixture(task: Mapping[str, Any], choice: TaskChoice) -> None:
-    given = [name for name in ("prompt", "reward") if getattr(choice, name) is not None]
+def _refuse_for_mixture(task: Mapping[str, Any], options: EvaluationOptions) -> None:
+    given = [name for name in ("prompt", "reward") if getattr(options, name) is not None]
     if task.get("kind") == "mixture" and given:
         parts = task.get("parts")
         names = " or ".join(map(str, parts)) if isinstance(parts, Mapping) and parts else "NAME"
@@ -78,29 +78,29 @@ def _reward(task: Mapping[str, Any]) -> Any:
     return task.get("reward", default)
 
 
-def _replaced(task: Any, choice: TaskChoice) -> dict[str, Any]:
-    name = choice.task
+def _replaced(task: Any, options: EvaluationOptions) -> dict[str, Any]:
+    name = options.task
     assert name is not None
     section = _kinds().get(name)
     if section is None:
-        return _of_file(name, choice)
-    if choice.question_field or choice.answer_field:
+        return _of_file(name, options)
+    if options.question_field or options.answer_field:
         raise RunError(f"--question-field, --answer-field: they need a file, and --task {name} is not a file")
     if isinstance(task, Mapping) and task.get("kind") == name:
         return {**task, "num_validation_prompts": ALL_ROWS} if _is_of_files(task) else dict(task)
     if name in ("file", "mixture"):
         raise RunError(f"--task {name}: name the file, such as --task questions.jsonl, or give a configuration")
     if not issubclass(section, ExamplesTaskConfig):
-        return {"kind": name, **({"num_validation_prompts": choice.limit} if choice.limit else {})}
+        return {"kind": name, **({"num_validation_prompts": options.limit} if options.limit else {})}
     fields = section.model_fields
     return {"kind": name, **_one_set(fields["validation_path"].default, fields["validation_split"].default)}
 
 
-def _of_file(path: str, choice: TaskChoice) -> dict[str, Any]:
+def _of_file(path: str, options: EvaluationOptions) -> dict[str, Any]:
     """Return the task of a local file or hub dataset, with the given or recognised fields."""
     _refuse_other_files(path)
-    if choice.question_field or choice.answer_field:
-        names = {"question_field": choice.question_field, "answer_field": choice.answer_field}
+    if options.question_field or options.answer_field:
+        names = {"question_field": options.question_field, "answer_field": options.answer_field}
         return {"kind": "file", **{key: name for key, name in names.items() if name}, **_one_set(path)}
     if Path(path).suffix not in FILE_SUFFIXES:
         return {"kind": "file", **_one_set(path)}

@@ -16,8 +16,8 @@ from rich.live import Live
 
 from grpo_ray.errors import RunError
 from grpo_ray.records.run_files import RunDirectory
+from grpo_ray.tools.look import TopOptions
 from grpo_ray.tools.submit.submission import RUN_KEY, SubmissionContext
-from grpo_ray.tools.top.command import TopOptions
 from grpo_ray.tools.top.frame import draw_frame, plain_text
 from grpo_ray.tools.top.run_view import RunView, read_view
 from grpo_ray.watch.console import VisibleConsole
