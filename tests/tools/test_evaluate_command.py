@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -107,32 +106,6 @@ def test_known_answers_to_a_gsm8k_file(tmp_path: Path, tiny_model: Model, serve_
     assert "## format 1, answer 1: 6 of 20 responses" in readable
     assert readable.count("### Example") == 20
     assert f"```text\n{rows[0]['response']}\n```" in readable
-
-
-MATH = {
-    r"What is $\frac{2}{4}$?": (r"Half: $\boxed{\frac{1}{2}}$.", "0.5", "correct"),
-    r"Solve $x^2 = 4$ for $x > 0$.": (r"First \boxed{9}, no: \boxed{2}", "2", "correct"),
-    r"Give an interval.": (r"It is $\boxed{[1, 2)}$.", "(1, 2)", "wrong_answer"),
-}
-
-
-@pytest.mark.slow
-def test_known_answers_to_a_math_file(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
-    rows = [{"problem": problem, "solution": solution} for problem, (solution, _, _) in MATH.items()]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "math.parquet")
-
-    def answers(prompt: str, settings: SamplingSettings) -> Sequence[str]:
-        answer = next(answer for problem, (_, answer, _) in MATH.items() if problem in prompt)
-        return [rf"\boxed{{{answer}}}"]
-
-    serve_locally(answers)
-    given = options(tiny_model(), tmp_path / "e", task=tmp_path / "math.parquet")
-    folder = evaluate(replace(given, reward=None))  # that of the prompt
-    data, found = read(folder)
-    assert data["task"]["kind"] == "math"
-    assert [row["ground_truth"] for row in found] == [r"\frac{1}{2}", "2", "[1, 2)"]
-    assert [row["category"] for row in found] == [category for _, _, category in MATH.values()]
-    assert data["summary"]["accuracy"] == pytest.approx(2 / 3)
 
 
 def test_the_prompts_are_shared_and_limited(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
@@ -360,15 +333,14 @@ def test_a_checkpoint_that_cannot_be_used_is_skipped(
 def test_greedy(run: RunDirectory, tmp_path: Path, serve_locally: Serve) -> None:
     serve_locally()
 
-    def responses(name: str, temperature: float, num_generators: int) -> list[str]:
-        many = f"generator.num_generators={num_generators}"
-        given = options(run.path, tmp_path / name, many, temperature=temperature, limit=3)
+    def responses(name: str, temperature: float, *overrides: str) -> list[str]:
+        given = options(run.path, tmp_path / name, *overrides, temperature=temperature, limit=3)
         return [row["response"] for row in read(evaluate(given))[1]]
 
-    greedy = responses("one", 0.0, 1)
-    assert len(greedy) == 3  # two of the task's four prompts
-    assert responses("two", 0.0, 2) == greedy
-    assert responses("hot", 1.0, 1) != greedy
+    greedy = responses("one", 0.0)
+    assert len(greedy) == 3  # of the task's four prompts
+    assert responses("two", 0.0, "generator.num_generators=2") == greedy
+    assert responses("hot", 1.0) != greedy
     with pytest.raises(RunError, match="--n: greedy sampling"):
         evaluate(options(run.path, tmp_path / "c", temperature=0.0, num_samples=2))
 

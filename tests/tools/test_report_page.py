@@ -5,17 +5,16 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from report_runs import ALL, HOSTILE, add_checkpoint, group, make_run, metrics_of, write_lines
+from report_runs import ALL, HOSTILE, group, make_run, metrics_of, write_lines
 
 from grpo_ray.config import Config
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.cli import main
-from grpo_ray.tools.report.run_data import Bounds, run_data
+from grpo_ray.tools.report.run_data import run_data
 from grpo_ray.tools.report.run_header import about
 from grpo_ray.tools.report.write_report import embedded_json, make_page, names_of
 from grpo_ray.tools.top.bottleneck import bottleneck
@@ -150,18 +149,6 @@ def test_the_pages_policy_allows_its_own_script_and_style_only(tmp_path: Path, t
         assert f"{kind} 'sha256-{digest}'" in page
     assert "default-src 'none'" in page
     assert "unsafe" not in page.partition("</head>")[0].partition("<style>")[0]
-
-
-@pytest.mark.slow
-def test_a_long_runs_page_is_a_few_megabytes(
-    tmp_path: Path, tiny_config: Config, tiny_model: Callable[..., Path]
-) -> None:
-    text = "a response of many words " * 400
-    steps = [[group(step, [text] * 4, size=2000)] for step in range(30)]
-    run = make_run(tmp_path / "run", tiny_config, num_steps=20_000, steps=steps)
-    add_checkpoint(run, 30, tiny_model())
-    page = make_page([run_data(run, "run", Bounds(1000, 100, 0), "none")])
-    assert 500_000 < len(page.encode()) < 4_000_000
 
 
 def test_links_planted_in_a_runs_folder_are_not_followed(tmp_path: Path, tiny_config: Config) -> None:

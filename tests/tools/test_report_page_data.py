@@ -199,26 +199,23 @@ def test_metrics_are_read_as_a_stream(tmp_path: Path, tiny_config: Config) -> No
     """One bin of rows is in memory at a time: the whole file of a long run would take gigabytes."""
     run = make_run(tmp_path / "run", tiny_config, num_steps=1)
     with run.metrics_path.open("w") as file:
-        for step in range(1, 4001):
+        for step in range(1, 2001):
             values = {f"time/generator-{index}/generate_s": step / 7 for index in range(60)}
-            file.write(
-                json.dumps({"step": step, "timing/step_s": 0.5, "reward/mean": step / 4000, **values}) + "\n"
-            )
+            row = {"step": step, "timing/step_s": 1.0, "reward/mean": step / 2000, **values}
+            file.write(json.dumps(row) + "\n")
+    bounds = Bounds(max_points=40, max_rollouts=1, seed=0)
+    run_data(run, "run", bounds, "none")  # imports what is needed
     tracemalloc.start()
-    data = run_data(run, "run", Bounds(max_points=40, max_rollouts=1, seed=0), "none")
+    data = run_data(run, "run", bounds, "none")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 8 * 2**20
-    assert run.metrics_path.stat().st_size > 8 * 2**20
+    assert peak < run.metrics_path.stat().st_size / 2  # 5 MB
     series = data["series"][0]
-    assert (len(series["steps"]), series["bin_size"]) == (40, 100)
-    assert series["columns"]["reward/mean"][:2] == [
-        pytest.approx(50.5 / 4000, rel=1e-4),
-        pytest.approx(0.037625),
-    ]
+    assert (len(series["steps"]), series["bin_size"]) == (40, 50)
+    assert series["columns"]["reward/mean"][:2] == pytest.approx([25.5 / 2000, 75.5 / 2000], rel=1e-4)
     assert data["facts"]["training reward"] == "0.000 → 1.000"
     assert data["facts"]["time in steps"] == "33 min 20 s"
-    assert data["facts"]["steps"] == "4,000"
+    assert data["facts"]["steps"] == "2,000"
 
 
 def many_steps(folder: Path, config: Config, num_steps: int, size: int) -> RunDirectory:
@@ -270,14 +267,6 @@ def test_steps_outside_the_sample_are_read_by_small_columns_only(
     monkeypatch.setattr(rollout_sample.pq, "ParquetFile", Spy)
     assert len(sample_rollouts(files, limit=12, seed=0).rows) == 12
     assert len(read) == 3
-
-
-@pytest.mark.slow
-def test_all_rows_are_drawn_equally_often(tmp_path: Path, tiny_config: Config) -> None:
-    run = many_steps(tmp_path / "run", tiny_config, num_steps=1, size=5)
-    files = step_files(run)
-    drawn = [sample_rollouts(files, 1, seed).rows[0]["sample"] for seed in range(200)]
-    assert np.bincount(drawn, minlength=5).min() > 20  # 40 expected, 3.5 standard deviations
 
 
 # ---- tokens ----
@@ -371,22 +360,6 @@ def test_without_a_checkpoint_a_notice_explains_the_missing_tokens(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_requested_checkpoint_must_exist(
-    tmp_path: Path, tiny_config: Config, tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = make_run(tmp_path / "run", tiny_config)
-    add_checkpoint(run, 5, tiny_model())
-    choices = "give last, best, none, or one of its own: step-000005"
-    for choice, message in {
-        "step-000004": f"--log-ratio: {run.path} has no checkpoint 'step-000004'; {choices}",
-        "initial": f"--log-ratio: {run.path} has no checkpoint 'initial'; {choices}",
-        "best": f"--log-ratio best: no checkpoint of {run.path} was validated",
-    }.items():
-        assert main(["report", str(run.path), "--log-ratio", choice]) == 2
-        assert message in capsys.readouterr().err
-
-
-@pytest.mark.slow
 def test_an_obstacle_to_log_ratios_is_a_notice_and_the_rest_is_shown(
     tmp_path: Path, tiny_config: Config, tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -398,8 +371,10 @@ def test_an_obstacle_to_log_ratios_is_a_notice_and_the_rest_is_shown(
     assert "key_of_an_old_version: unknown key" in data["notices"][0]
     assert data["rollouts"][0]["tokens"]
     assert "algorithm.key_of_an_old_version" in data["config"]
-    assert main(["report", str(run.path), "--log-ratio", "last"]) == 2
-    assert "key_of_an_old_version: unknown key" in capsys.readouterr().err
+    unknown = f"--log-ratio: {run.path} has no checkpoint 'initial'; give last, best, none, or one of its own"
+    for choice, message in {"last": "key_of_an_old_version: unknown key", "initial": unknown}.items():
+        assert main(["report", str(run.path), "--log-ratio", choice]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_large_weights_are_loaded_only_on_request(

@@ -1,4 +1,4 @@
-"""What slows a run down or goes wrong in it, in sentences: the table of docs/tuning.md as a function.
+"""The bottleneck of a run and its problems, in sentences: the table of docs/tuning.md as a function.
 
 All figures are shares of the time of the last steps. Shares of an actor's stages come from its own clock
 (`time/<actor>/<stage>_s`), the others from the Controller's (`timing/*`).
