@@ -159,42 +159,33 @@ def _dashed(field: Field[Any]) -> str:
     return f"--{field.name.replace('_', '-')}"
 
 
-def positive(text: str) -> int:
-    """Convert a whole number of at least 1."""
-    return _whole(text, 1)
+def _whole(least: int) -> Callable[[str], int]:
+    """Return a converter of whole numbers of at least `least`."""
+
+    def convert(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least}")
+        return int(text)
+
+    return convert
 
 
-def natural(text: str) -> int:
-    """Convert a whole number of at least 0."""
-    return _whole(text, 0)
+def _number(is_good: Callable[[float], bool], words: str) -> Callable[[str], float]:
+    """Return a converter of numbers that are `words`."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not is_good(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number {words}")
+        return value
+
+    return convert
 
 
-def non_negative(text: str) -> float:
-    """Convert a finite number of at least 0."""
-    return _number(text, lambda value: 0 <= value < math.inf, "of at least 0")
-
-
-def above_zero(text: str) -> float:
-    """Convert a finite number above 0."""
-    return _number(text, lambda value: 0 < value < math.inf, "above 0")
-
-
-def fraction(text: str) -> float:
-    """Convert a number above 0 and at most 1."""
-    return _number(text, lambda value: 0 < value <= 1, "above 0 and at most 1")
-
-
-def _whole(text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least}")
-    return int(text)
-
-
-def _number(text: str, is_good: Callable[[float], bool], words: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not is_good(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number {words}")
-    return value
+positive, natural = _whole(1), _whole(0)
+non_negative = _number(lambda value: 0 <= value < math.inf, "of at least 0")
+above_zero = _number(lambda value: 0 < value < math.inf, "above 0")
+fraction = _number(lambda value: 0 < value <= 1, "above 0 and at most 1")

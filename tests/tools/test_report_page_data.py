@@ -231,23 +231,22 @@ def test_a_sample_is_bounded_seeded_and_spread_over_the_run(
     run = many_steps(tmp_path / "run", tiny_config, num_steps=9, size=7)
     files = step_files(run)
     sample = sample_rollouts(files, limit, seed=3)
-    assert len(sample.rows) == limit
-    assert len({(row["step"], row["sample"]) for row in sample.rows}) == limit
-    assert all(row["response"] == f"{row['step'] - 1}-{row['sample']}" for row in sample.rows)
-    steps = sorted({row["step"] for row in sample.rows})
+    assert len(sample) == limit
+    assert len({(row["step"], row["sample"]) for row in sample}) == limit
+    assert all(row["response"] == f"{row['step'] - 1}-{row['sample']}" for row in sample)
+    steps = sorted({row["step"] for row in sample})
     assert steps[-1] == 9
     assert limit < 8 or steps[0] == 1
     assert sample == sample_rollouts(files, limit, seed=3)
-    assert limit > 39 or sample.rows != sample_rollouts(files, limit, seed=4).rows
+    assert limit > 39 or sample != sample_rollouts(files, limit, seed=4)
 
 
 def test_a_small_run_is_shown_completely_with_the_files_rows(tmp_path: Path, tiny_config: Config) -> None:
     run = many_steps(tmp_path / "run", tiny_config, num_steps=2, size=300)  # several batches of rows
     sample = sample_rollouts(step_files(run), limit=600, seed=0)
-    assert sample.rows == [row for step in (1, 2) for row in read_rollouts(run.rollouts_path(step))]
-    assert (sample.num_rollouts, sample.num_steps, sample.num_sampled_steps) == (600, 2, 2)
+    assert sample == [row for step in (1, 2) for row in read_rollouts(run.rollouts_path(step))]
     few = sample_rollouts(step_files(run), limit=50, seed=1)
-    assert all(row in sample.rows for row in few.rows)
+    assert all(row in sample for row in few)
 
 
 def test_steps_outside_the_sample_are_read_by_small_columns_only(
@@ -265,7 +264,7 @@ def test_steps_outside_the_sample_are_read_by_small_columns_only(
             raise AssertionError("a whole file")
 
     monkeypatch.setattr(rollout_sample.pq, "ParquetFile", Spy)
-    assert len(sample_rollouts(files, limit=12, seed=0).rows) == 12
+    assert len(sample_rollouts(files, limit=12, seed=0)) == 12
     assert len(read) == 3
 
 
@@ -330,7 +329,7 @@ def test_rows_have_tokens_ratios_and_version_spans(
     assert [shown.checkpoint for shown in by_choice.values()] == [
         "step-000003", "step-000003", "step-000002", "step-000002",
     ]  # fmt: skip
-    expected = log_ratios(tiny_config, tiny_model(), sample.rows, 400)
+    expected = log_ratios(tiny_config, tiny_model(), sample, 400)
     for row, ratio in zip(by_choice["step-000002"].rows, expected, strict=True):
         assert row["ratios"] == pytest.approx(ratio.tolist(), abs=1e-3)
     row = by_choice["last"].rows[-1]

@@ -541,7 +541,7 @@ def test_every_remedy_is_in_the_tuning_guide_and_in_the_configuration() -> None:
     known = set(leaves(load_config("configs/quickstart.yaml").model_dump()))
     guide = Path("docs/tuning.md").read_text()
     source = Path("grpo_ray/tools/top/bottleneck.py").read_text().partition("def _from_outside")[2]
-    source += Path("grpo_ray/tools/top/rank_figures.py").read_text().partition("def rank_hint")[2]
+    source += Path("grpo_ray/tools/top/learner_figures.py").read_text().partition("def rank_hint")[2]
     named = {word for word in re.findall(r"\b[a-z_]+\.[a-z_]+\b", source) if word in known}
     assert len(named) >= 13
     assert [name for name in sorted(named) if name not in guide] == []
@@ -749,7 +749,7 @@ def test_a_job_that_resumes_a_run_is_watched_despite_its_earlier_ending(
     assert statuses == ["SUCCEEDED"]
 
 
-@pytest.mark.parametrize("part", ["_read", "_find", "draw_frame"])
+@pytest.mark.parametrize("part", ["_read", "find_job", "draw_frame"])
 def test_ctrl_c_ends_only_the_watching(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -758,7 +758,7 @@ def test_ctrl_c_ends_only_the_watching(
 
     run = make_run(tmp_path / "run", make_state(), [step(1)])
     monkeypatch.setattr(f"grpo_ray.tools.top.watch_run.{part}", interrupted)
-    assert main(["top", "raysubmit_1" if part == "_find" else str(run.path)]) == 0
+    assert main(["top", "raysubmit_1" if part == "find_job" else str(run.path)]) == 0
     assert "have been ended" not in capsys.readouterr().err
 
 

@@ -63,8 +63,7 @@ def _ratios(sequence: TrainSequence) -> np.ndarray:
 
 
 def _sequence(row: dict[str, Any], max_tokens: int) -> TrainSequence:
-    values = [np.nan if value is None else value for value in row["logprobs"][:max_tokens]]
-    logprobs = np.array(values, dtype=np.float32)
+    logprobs = np.array(row["logprobs"][:max_tokens], dtype=np.float32)  # nan for None
     mask = places = None
     if row.get("turns") is not None:  # null in plain rows of a file with episodes
         turns = np.array(row["turns"][:max_tokens], dtype=np.int32)

@@ -19,7 +19,7 @@ from grpo_ray.records.episode_columns import is_episode
 from grpo_ray.records.readable_rollouts import shortened
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.report.log_ratios import log_ratios
-from grpo_ray.tools.report.rollout_sample import RolloutSample, Row
+from grpo_ray.tools.report.rollout_sample import Row
 from grpo_ray.tools.trust import IGNORED, is_ignored, with_trust
 from grpo_ray.types import CONTEXT
 
@@ -173,7 +173,7 @@ class ShownRollouts:
 
 
 def show_rollouts(
-    run: RunDirectory, sample: RolloutSample, log_ratio: str | None, trust_remote_code: bool = False
+    run: RunDirectory, sampled: Sequence[Row], log_ratio: str | None, trust_remote_code: bool = False
 ) -> ShownRollouts:
     """Add the tokens' texts to the sample, and their log-ratios to a checkpoint's policy.
 
@@ -186,7 +186,7 @@ def show_rollouts(
         RunError: there is no such checkpoint.
         ValueError: the checkpoint or the run's configuration cannot be loaded.
     """
-    if not sample.rows:
+    if not sampled:
         return ShownRollouts([], None, [])
     checkpoint, ratios = None, None
     model = read_config(run.config_path).get("model")
@@ -195,7 +195,7 @@ def show_rollouts(
         try:
             checkpoint = _find_checkpoint(run, log_ratio)
             config = with_trust(load_config(run.config_path), trust_remote_code)
-            ratios = _ratios(config, checkpoint, sample.rows)
+            ratios = _ratios(config, checkpoint, sampled)
         except (RunError, ValueError) as error:
             if log_ratio is not None:
                 raise
@@ -203,8 +203,7 @@ def show_rollouts(
             notices.append(f"no log-ratios: {error}")
     texts = _token_texts(run, model, trust_remote_code, notices)
     rows = [
-        _shown(row, texts, ratios[place] if ratios is not None else None)
-        for place, row in enumerate(sample.rows)
+        _shown(row, texts, ratios[place] if ratios is not None else None) for place, row in enumerate(sampled)
     ]
     return ShownRollouts(rows, checkpoint.name if checkpoint is not None else None, notices)
 
@@ -219,7 +218,7 @@ def _find_checkpoint(run: RunDirectory, log_ratio: str | None) -> Path:
     return folder
 
 
-def _ratios(config: Config, checkpoint: Path, rows: list[Row]) -> list[np.ndarray]:
+def _ratios(config: Config, checkpoint: Path, rows: Sequence[Row]) -> list[np.ndarray]:
     """Return the log-ratios of each row's first tokens; those of context are NaN."""
     parts = [by_sequence(row) if is_episode(row) else [_beginning(row)] for row in rows]
     found = iter(log_ratios(config, checkpoint, [part for row in parts for part in row], MAX_EPISODE_TOKENS))

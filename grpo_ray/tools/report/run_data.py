@@ -64,8 +64,8 @@ def run_data(
                       if row.get("reward_standard_error") is not None}},
         bounds.max_points,
     )  # fmt: skip
-    sample = sample_rollouts(files, bounds.max_rollouts, bounds.seed)
-    shown = show_rollouts(run, sample, log_ratio, trust_remote_code)
+    sampled = sample_rollouts(files, bounds.max_rollouts, bounds.seed)
+    shown = show_rollouts(run, sampled, log_ratio, trust_remote_code)
     head = about(run, config)
     failure = [head.pop("state")] if head["state"].startswith("failed") else []
     return {
@@ -80,11 +80,11 @@ def run_data(
         "ranks": ranks.rows(),
         "rollouts": shown.rows,
         "sample": {
-            "num_rollouts": sample.num_rollouts,
-            "num_steps": sample.num_steps,
-            "num_sampled_steps": sample.num_sampled_steps,
+            "num_rollouts": files.num_rollouts,
+            "num_steps": len(files.steps),
+            "num_sampled_steps": len({row["step"] for row in sampled}),
             "num_inspected_steps": len(files.inspected),
-            "seed": sample.seed,
+            "seed": bounds.seed,
         },
         "checkpoint": shown.checkpoint,
         "notices": [*notices, *shown.notices],

@@ -83,6 +83,8 @@ def find_job(name: str, address: str | None) -> Job:
     Raises:
         RunError: no cluster answers, it has no such job, or the job does not name its run's folder.
     """
+    if "/" in name or name.startswith("."):
+        raise RunError(f"{name}: no such folder; give a run's folder, or the name of a submitted job")
     from grpo_ray.tools.submit.job_client import JobClient, check_token, job_address
 
     try:
@@ -116,19 +118,13 @@ def top(options: TopOptions, console: Console | None = None) -> None:
         RunError: there is no such run or job, or its folder cannot be read here.
     """
     console = console or VisibleConsole()
-    job = None if Path(options.target).is_dir() else _find(options)
+    job = None if Path(options.target).is_dir() else find_job(options.target, options.address)
     run = RunDirectory(Path(options.target) if job is None else job.run)
     if options.once or not console.is_terminal:
         view, note = _read(run, job)
         console.print(plain_text(note or "") if view is None else draw_frame(view, console, note))
         return
     _follow(run, job, console, options.every_s)
-
-
-def _find(options: TopOptions) -> Job:
-    if "/" in options.target or options.target.startswith("."):
-        raise RunError(f"{options.target}: no such folder; give a run's folder, or the name of a submitted job")
-    return find_job(options.target, options.address)
 
 
 def _read(run: RunDirectory, job: Job | None) -> tuple[RunView | None, str | None]:
