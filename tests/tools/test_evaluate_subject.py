@@ -14,8 +14,7 @@ from grpo_ray.config.loading import ConfigError
 from grpo_ray.errors import RunError
 from grpo_ray.tasks import load_examples, load_validation
 from grpo_ray.tools.evaluation.evaluation_plan import plan_evaluation
-from grpo_ray.tools.evaluation.subject import Weights, find_subject
-from grpo_ray.tools.evaluation.task_choice import ALL_ROWS, choose_task
+from grpo_ray.tools.evaluation.subject import ALL_ROWS, Weights, choose_task, find_subject
 from grpo_ray.tools.look import EvaluationOptions
 
 CONFIG = "model: {tiny: {}}\ntask: {kind: sorting}\ngenerator: {colocated: true, num_gpus: 1}\n" + (

@@ -16,8 +16,7 @@ from grpo_ray.errors import RunError, shown_plainly
 from grpo_ray.records.resumable_folder import ResumableFolder
 from grpo_ray.records.run_files import step_name
 from grpo_ray.run.machine import on_this_machine
-from grpo_ray.tools.evaluation.subject import Subject, Weights, find_subject
-from grpo_ray.tools.evaluation.task_choice import choose_task
+from grpo_ray.tools.evaluation.subject import Subject, Weights, choose_task, find_subject
 from grpo_ray.tools.look import EvaluationOptions
 from grpo_ray.tools.trust import IGNORED, code_in, is_ignored
 from grpo_ray.types import PromptItem

@@ -2,5 +2,5 @@
 
 write_report.py starts it, and puts what run_data.py collects and the scripts of web/ into one HTML file: the
 head (run_header.py), charts, stage times and ranks (series.py, panels.py) and sampled rollouts
-(rollout_sample.py, rollout_rows.py, log_ratios.py). ending.py is printed after a run.
+(rollout_sample.py, rollout_rows.py). ending.py is printed after a run.
 """
