@@ -486,7 +486,6 @@ def break_checkpoint(run: RunDirectory, how: str) -> None:
     ("how", "message"),
     [
         ("nan", "is not finite"),
-        ("torn", "bytes instead of"),
         ("garbled", "model.safetensors does not load"),
         ("older", "it is not of the last step, 8"),
         ("none", "there is no checkpoint"),

@@ -95,6 +95,8 @@ def shown(browser: Browser) -> str:
 def test_it_loads_without_errors_and_requests_nothing_else(opened: Browser, page: Path) -> None:
     assert opened.errors() == []
     assert opened.requests() == [page.as_uri()]
+    assert opened.run("document.getElementById('ranks')") is None  # there is one
+    assert "Ranks" not in opened.run("document.getElementById('nav').textContent")
 
 
 def test_hostile_texts_are_text(opened: Browser) -> None:
@@ -180,7 +182,7 @@ def sort_by(browser: Browser, text: str) -> None:
     browser.run(f"{buttons}.find(button => button.textContent === {text!r}).click()")
 
 
-def test_sorting_of_rollouts(opened: Browser) -> None:
+def test_sorting_and_pages_of_rollouts(opened: Browser) -> None:
     sort_by(opened, "Reward")
     rewards = [float(text) for text in rows(opened, 4)]
     assert rewards == sorted(rewards)
@@ -188,9 +190,6 @@ def test_sorting_of_rollouts(opened: Browser) -> None:
     assert float(rows(opened, 4)[0]) == 1
     sorted_by = "document.querySelector('th[aria-sort]').getAttribute('aria-sort')"
     assert opened.run(sorted_by) == "descending"
-
-
-def test_pages_of_rollouts(opened: Browser) -> None:
     pager = "document.querySelectorAll('.pager button')"
     assert opened.run(f"{pager}[0].disabled") is True
     first = rows(opened, 1)
@@ -297,22 +296,28 @@ def test_stacked_bars_add_up_to_the_step(opened: Browser) -> None:
     )
 
 
-def test_stages_of_an_actor_have_colours_of_their_own(browser: Browser, tmp_path: Path) -> None:
+def test_stages_have_colours_of_their_own_and_the_largest_is_first(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", NEAR_DEFAULT, num_steps=2)
     stages = ["train", "sync", "pause", "load_weights", "write", "wait_for_batch", "snapshot"]
     times = {f"time/learner/{stage}_s": 1.0 for stage in stages} | {"time/scorer/wait_for_groups_s": 7.0}
     times |= {"time/weight_sync/wait_for_version_s": 3.0, "time/weight_sync/wait_for_learner_s": 4.0}
+    of_generator = {"generate": 9.0, "pause": 0.01, "wait_for_prompts": 20.0}
+    times |= {f"time/generator-0/{stage}_s": seconds for stage, seconds in of_generator.items()}
     write_lines(run.metrics_path, [metrics_of(step) | times for step in (1, 2)])
     open_runs(browser, tmp_path, run)
     bars = "[...document.querySelectorAll('.actor .shares')]"
     colors = browser.run(f"{bars}.map(bar => [...bar.children].map(part => part.style.backgroundColor))")
-    assert len(set(colors[0])) == len(stages)
-    waiting = colors[1]
-    assert waiting == ["var(--wait)"]
-    assert colors[0].count(waiting[0]) == 1
-    assert len(set(colors[2])) == 2  # two kinds of waiting, one of them paler
-    assert "var(--wait)" in colors[2][1]
+    generator, learner, (waiting,), weight_sync = colors
+    assert len(set(learner)) == len(stages)
+    assert waiting == "var(--wait)"
+    assert learner.count(waiting) == 1
+    assert len(set(weight_sync)) == 2  # two kinds of waiting, one of them paler
+    assert waiting in weight_sync[1]
     assert browser.run("document.querySelector('#time select').value") == "learner"
+    first = "document.querySelector('.actor')"
+    assert browser.texts(".legend > span", first) == ["wait for prompts 69%", "generate 31%"]
+    swatches = browser.run(f"[...{first}.querySelectorAll('.swatch')].map(swatch => swatch.style.cssText)")
+    assert swatches == [f"--color: {color};" for color in generator]
 
 
 # ---- ranks ----
@@ -369,11 +374,6 @@ def test_a_run_with_ranks_is_compared_with_one_without(browser: Browser, tmp_pat
     assert "GPU" not in browser.run("document.querySelector('#ranks table').textContent")
     legend = f"{figure('Time in collectives')}.querySelector('.legend').textContent"
     assert browser.run(legend) == "two, learner-0two, learner-1"
-
-
-def test_one_rank_has_no_section_of_ranks(opened: Browser) -> None:
-    assert opened.run("document.getElementById('ranks')") is None
-    assert "Ranks" not in opened.run("document.getElementById('nav').textContent")
 
 
 def test_any_metric_can_be_drawn(opened: Browser) -> None:
@@ -443,23 +443,6 @@ def test_the_same_prompts_are_shown_before_and_after(browser: Browser, tmp_path:
         [*HOSTILE[1].split(), "at", "2", "reward", "1"],
     ]
     assert browser.run("window.hacked") is None
-
-
-def test_bars_and_their_legends_have_the_largest_stage_first(browser: Browser, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", NEAR_DEFAULT, num_steps=2)
-    times = {
-        "time/learner/train_s": 9.0,
-        "time/learner/snapshot_s": 0.01,
-        "time/learner/wait_for_batch_s": 20.0,
-    }
-    write_lines(run.metrics_path, [metrics_of(step) | times for step in (1, 2)])
-    open_runs(browser, tmp_path, run)
-    assert browser.texts(".actor .legend > span") == ["wait for batch 69%", "train 31%"]
-    colors = browser.run(
-        "[...document.querySelector('.shares').children].map(part => part.style.backgroundColor)"
-    )
-    swatches = browser.run("[...document.querySelectorAll('.actor .swatch')].map(s => s.style.cssText)")
-    assert swatches == [f"--color: {color};" for color in colors]
 
 
 # ---- it is readable ----
