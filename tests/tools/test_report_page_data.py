@@ -212,7 +212,7 @@ def test_metrics_are_read_as_a_stream(tmp_path: Path, tiny_config: Config) -> No
     series = data["series"][0]
     assert (len(series["steps"]), series["bin_size"]) == (40, 50)
     assert series["columns"]["reward/mean"][:2] == pytest.approx([25.5 / 2000, 75.5 / 2000], rel=1e-4)
-    assert data["facts"]["training reward"] == "0.000 → 1.000"
+    assert data["facts"]["training reward"] == "0.001 → 1.000"
     assert data["facts"]["time in steps"] == "33 min 20 s"
     assert data["facts"]["steps"] == "2,000"
 

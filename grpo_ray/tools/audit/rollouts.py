@@ -21,6 +21,9 @@ from grpo_ray.tools.audit.episodes import audit_comparison, audit_episode, num_m
 from grpo_ray.tools.audit.regrader import Regrader
 from grpo_ray.types import CONTEXT, TERM, PromptItem
 
+Row = dict[str, Any]
+REWARDS = ("reward", "format_reward", "answer_reward")
+
 
 def audit_teacher(row: dict[str, Any], has_teacher: bool) -> Iterator[str]:
     """Yield the problems of one completion of a step."""
@@ -53,10 +56,6 @@ def teacher_kl(rows: list[dict[str, Any]]) -> float | None:
     values = np.concatenate(gaps or [np.empty(0)])
     finite = values[np.isfinite(values)]
     return float(finite.mean()) if len(finite) else None
-
-
-Row = dict[str, Any]
-REWARDS = ("reward", "format_reward", "answer_reward")
 
 
 class RolloutRows:

@@ -38,6 +38,9 @@ from grpo_ray.watch.open_calls import OpenCalls
 from grpo_ray.watch.restarts import RestartBudget
 from grpo_ray.watch.run_log import RunLog
 
+T = TypeVar("T")
+SURPLUS = 1.25  # requests per running sequence of an engine, so that it never waits for the next
+
 
 class EvaluationConsole(RunConsole):
     """The console of `grpo-ray evaluate`."""
@@ -65,10 +68,6 @@ class EvaluationConsole(RunConsole):
             self._progress.update(self._bar, completed=self._num_done, details=accuracy)
         elif self._num_done % max(1, self._total // 10) == 0 or self._num_done == self._total:
             self.print(f"{self._num_done:>6}/{self._total} prompts  {accuracy} so far")
-
-
-T = TypeVar("T")
-SURPLUS = 1.25  # requests per running sequence of an engine, so that it never waits for the next
 
 
 class PuttingActors(ServingActors, Protocol):

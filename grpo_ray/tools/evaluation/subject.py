@@ -26,6 +26,12 @@ from grpo_ray.tools.look import EvaluationOptions
 YAML = (".yaml", ".yml")
 RUN_CONFIG = "config.yaml"  # by any way: its folder is a run's, and may be somebody else's
 ALL, INITIAL = "all", "initial"  # choices of --checkpoint beyond those of one checkpoint
+ALL_ROWS = 2**31
+FILE_SUFFIXES = (".jsonl", ".parquet")
+# No dataset on the hub has a name that ends so.
+OTHER_SUFFIXES = (".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".zip")
+# The mathematics reward that reads the format each prompt asks for.
+REWARD_OF_PROMPT = {"r1_zero": "r1_zero", "question_only": "question_only", "chat": "question_only"}
 
 
 @dataclass(frozen=True)
@@ -167,14 +173,6 @@ def _choose(
         first = [] if checkpoints[0].state.step == 0 else [initial]
         return (*first, *map(Weights.of, checkpoints))
     return (Weights.of(store.choose(choice, "--checkpoint", (ALL, INITIAL))),)
-
-
-ALL_ROWS = 2**31
-FILE_SUFFIXES = (".jsonl", ".parquet")
-# No dataset on the hub has a name that ends so.
-OTHER_SUFFIXES = (".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".zip")
-# The mathematics reward that reads the format each prompt asks for.
-REWARD_OF_PROMPT = {"r1_zero": "r1_zero", "question_only": "question_only", "chat": "question_only"}
 
 
 def choose_task(data: Mapping[str, Any], options: EvaluationOptions) -> dict[str, Any]:

@@ -31,6 +31,18 @@ from grpo_ray.types import CONTEXT
 LONGEST_CHARACTER = 4  # bytes in UTF-8, and so tokens that one character may span
 NOT_TEXT = "\N{REPLACEMENT CHARACTER}"
 SPACE = "▁"  # SentencePiece's mark for a token's leading space, which decode() drops
+MAX_EPISODE_TOKENS = 1000
+MAX_PROMPT_TOKENS = 400  # of each sequence, its last ones
+EPISODE_FIELDS = (
+    "status", "num_turns", "num_branches", "num_context_tokens", "seconds", "turn_rewards", "turn_advantages",
+)  # fmt: skip
+MAX_TOKENS = 400  # of a response
+SMALL_WEIGHTS_BYTES = 500_000_000  # up to this size log-ratios take seconds, and are computed by default
+NO_RATIOS = "none"
+FIELDS = (
+    "step", "group_id", "sample", "task", "reward", "format_reward", "answer_reward", "advantage",
+    "num_tokens", "error", "ungradable", "finish_reason", "min_version", "max_version", "generator", "use",
+)  # fmt: skip
 
 
 class TokenTexts:
@@ -67,13 +79,6 @@ class TokenTexts:
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
-
-
-MAX_EPISODE_TOKENS = 1000
-MAX_PROMPT_TOKENS = 400  # of each sequence, its last ones
-EPISODE_FIELDS = (
-    "status", "num_turns", "num_branches", "num_context_tokens", "seconds", "turn_rewards", "turn_advantages",
-)  # fmt: skip
 
 
 def by_sequence(row: Row) -> list[Row]:
@@ -156,16 +161,6 @@ def _last_turn(row: Row, sequence: Row, num_shared: int) -> tuple[int | None, in
         if span["turn"] != CONTEXT and span["start"] >= sequence["start"] and span["end"] + before <= num_shared
     ]
     return whole[-1] if whole else (None, 0)
-
-
-MAX_TOKENS = 400  # of a response
-
-SMALL_WEIGHTS_BYTES = 500_000_000  # up to this size log-ratios take seconds, and are computed by default
-NO_RATIOS = "none"
-FIELDS = (
-    "step", "group_id", "sample", "task", "reward", "format_reward", "answer_reward", "advantage",
-    "num_tokens", "error", "ungradable", "finish_reason", "min_version", "max_version", "generator", "use",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)

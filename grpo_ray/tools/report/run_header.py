@@ -25,6 +25,7 @@ from grpo_ray.watch.run_state import read_state
 NUM_SAMPLES = 3  # prompts with answers to compare, here and at the end of a run's output
 
 Row = Mapping[str, Any]
+LAG, AGE = "lag/max", "lag/updates/max"
 
 
 def about(run: RunDirectory, config: Config | None) -> dict[str, str]:
@@ -89,9 +90,6 @@ def changed_keys(section: Section, prefix: str = "") -> Iterator[str]:
             yield from changed_keys(value, f"{prefix}{name}.")
         elif value != field.get_default(call_default_factory=True, validated_data=dict(section)):
             yield from leaves(section.model_dump(mode="json", include={name}), prefix)
-
-
-LAG, AGE = "lag/max", "lag/updates/max"
 
 
 class RunTotals:

@@ -14,6 +14,8 @@ from grpo_ray.watch.ranks import COLLECTIVES, SLOWEST, by_number, rank_name
 
 Row = Mapping[str, Any]
 DIGITS = 5  # significant digits; no chart shows more
+Stages = dict[str, list[float]]
+MEMORY = re.compile(r"memory/(?P<actor>learner-\d+)_(?P<kind>device_peak_)?bytes")
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,6 @@ def _standard_error(errors: Mapping[int, float], rows: Sequence[Row]) -> float |
     return rounded(math.hypot(*known) / len(known)) if len(known) == len(rows) else None
 
 
-Stages = dict[str, list[float]]
-
-
 def stage_times(columns: Mapping[str, Sequence[float | None]]) -> dict[str, Stages]:
     """Return seconds per step, by actor and stage; an actor's stages add up to its time, 0 where unknown."""
     actors: dict[str, Stages] = defaultdict(dict)
@@ -106,9 +105,6 @@ def stage_times(columns: Mapping[str, Sequence[float | None]]) -> dict[str, Stag
         if match := STAGE.fullmatch(name):
             actors[match["actor"]][match["stage"]] = [value or 0.0 for value in column]
     return dict(sorted(actors.items(), key=lambda item: by_number(item[0])))
-
-
-MEMORY = re.compile(r"memory/(?P<actor>learner-\d+)_(?P<kind>device_peak_)?bytes")
 
 
 class RankTotals:

@@ -27,6 +27,8 @@ MOST_NAMES = 4  # in the page's title
 # In JSON these occur only in strings. Escaped, no text of a run can end the script element that contains it, or
 # be one that UTF-8 cannot encode.
 UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
+POINTS = 3000  # per metric, over all runs
+FEWEST_POINTS = 200
 
 
 def make_page(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -71,10 +73,6 @@ def _source(name: str) -> str:
 def _hash(source: str) -> str:
     """Return the hash by which a Content-Security-Policy allows an inline element."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"
-
-
-POINTS = 3000  # per metric, over all runs
-FEWEST_POINTS = 200
 
 
 def report(options: ReportOptions) -> Path:

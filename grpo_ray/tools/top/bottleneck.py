@@ -19,6 +19,13 @@ WAITS = 0.25  # the smallest share of the time that is worth a sentence
 BUSY = 0.8
 WELL_BUSY = 0.9
 OVERLAP = "weight_sync.max_lag: 1 (and generator.colocated: false)"
+COUNTED = {
+    "reward/ungradable": "{:,.0f} responses were too much to grade, and count as wrong",
+    "optim/skipped_updates": "{:,.0f} updates were skipped as not finite: lower learner.learning_rate",
+    "lag/rejected": "{:,.0f} groups exceeded weight_sync.max_lag, and were refused and sampled again",
+}
+ERRORS, CUT_OFF, DROPPED = "reward/errors", "rollout/truncated_frac", "rollout/dropped_groups"
+STEPS = "steps"
 
 
 @dataclass(frozen=True)
@@ -153,15 +160,6 @@ def _from_training(shares: Shares) -> str:
 
 def _total(rows: Sequence[Row], name: str) -> float:
     return sum(row.get(name) or 0.0 for row in rows)
-
-
-COUNTED = {
-    "reward/ungradable": "{:,.0f} responses were too much to grade, and count as wrong",
-    "optim/skipped_updates": "{:,.0f} updates were skipped as not finite: lower learner.learning_rate",
-    "lag/rejected": "{:,.0f} groups exceeded weight_sync.max_lag, and were refused and sampled again",
-}
-ERRORS, CUT_OFF, DROPPED = "reward/errors", "rollout/truncated_frac", "rollout/dropped_groups"
-STEPS = "steps"
 
 
 class Problems:

@@ -16,6 +16,7 @@ FIGURES = (
     ("perf/prompt_frac", fmean, "{:.0%} of the computed tokens are prompts"),
     ("perf/padding_frac", fmean, "{:.0%} are padding"),
 )
+UNEVEN = 1.2  # a largest share of the batch, over the mean, that explains long waits
 
 
 def learner_figures(rows: Sequence[Row]) -> str:
@@ -25,9 +26,6 @@ def learner_figures(rows: Sequence[Row]) -> str:
         if known := [value for row in rows if (value := row.get(name)) is not None]:
             texts.append(form.format(combined(known)))
     return f"Learner: {', '.join(texts)}" if texts else ""
-
-
-UNEVEN = 1.2  # a largest share of the batch, over the mean, that explains long waits
 
 
 @dataclass(frozen=True)
