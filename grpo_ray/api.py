@@ -8,15 +8,15 @@ import json
 import os
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
-from grpo_ray.config.loading import make_config, read_config
+from grpo_ray.config.loading import make_config, read_config, with_torch
 from grpo_ray.config.user_code import import_from
 from grpo_ray.errors import RunError
 from grpo_ray.records.json_lines import read_lines
@@ -115,7 +115,7 @@ class Run:
         from grpo_ray.run import training
 
         if local:
-            overrides = (*_with_torch(read_config(self._run.config_path)), *overrides)
+            overrides = with_torch(read_config(self._run.config_path), overrides)
         return _finished(
             lambda stop: training.resume(str(self.path), overrides, local, _following(on_step, stop))
         )
@@ -151,7 +151,7 @@ def train(
     source = Path(config) if is_file else Path("config")  # type: ignore[arg-type]
     data = read_config(source) if is_file else json.loads(json.dumps(config))
     if local:
-        overrides = (*_with_torch(data), *overrides)
+        overrides = with_torch(data, overrides)
     given = _Given(data, overrides, source.stem)
     try:
         given.add_examples(examples, validation)
@@ -174,20 +174,17 @@ def evaluate(target: str | Path | Run, *overrides: str, **options: Any) -> "Eval
     Raises:
         ConfigError, RunError: as the command.
     """
-    from dataclasses import fields
-
-    from grpo_ray.tools.evaluation.command import EvaluationOptions, TaskChoice
     from grpo_ray.tools.evaluation.evaluate import evaluate as run_evaluation
-    from grpo_ray.tools.evaluation.evaluation_folder import read_summary
+    from grpo_ray.tools.evaluation.results import read_summary
+    from grpo_ray.tools.look import EvaluationOptions
 
     if options.get("checkpoint") == "all":
         raise ValueError(
             "checkpoint: `all` has several summaries; call it for each, or use `grpo-ray evaluate`"
         )
-    chosen = {field.name: options.pop(field.name) for field in fields(TaskChoice) if field.name in options}
     path = str(target.path if isinstance(target, Run) else target)
     command = f"the same call of grpo_ray.evaluate({path!r}, ...)"
-    asked = EvaluationOptions(path, TaskChoice(**chosen), overrides=overrides, command=command, **options)
+    asked = EvaluationOptions(path, overrides=overrides, command=command, **options)
     summary = read_summary(_in_own_thread(lambda stop: run_evaluation(asked)))
     assert summary is not None
     return summary
@@ -293,12 +290,6 @@ def _imported_name(function: Callable[..., Any]) -> str | None:
     return f"{module}:{name}" if found is function and is_file and module != "__main__" else None
 
 
-def _with_torch(data: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return overrides that put the torch engine in vLLM's place."""
-    engines = {name: (data.get(name) or {}).get("engine", "vllm") for name in ("generator", "distillation")}
-    return tuple(f"{name}.engine=torch" for name, engine in engines.items() if engine == "vllm")
-
-
 # ---- threads ----
 
 
@@ -348,25 +339,14 @@ def _in_own_thread(work: Callable[[_Stop], T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return work(stop)
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(work(stop))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="grpo_ray")
-    thread.start()
+    thread = ThreadPoolExecutor(1, "grpo_ray")
+    future = thread.submit(work, stop)
+    thread.shutdown(wait=False)
     try:
-        thread.join()
+        return future.result()
     except KeyboardInterrupt:
         stop()
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+        return future.result()
 
 
 def _table(path: Path) -> pa.Table:

@@ -30,8 +30,7 @@ import psutil
 import yaml
 
 from grpo_ray.records.run_files import read_metrics
-from grpo_ray.tools.report.series import make_series
-from grpo_ray.tools.report.stage_times import stage_times
+from grpo_ray.tools.report.series import make_series, stage_times
 from grpo_ray.watch.ranks import SLOWEST
 
 HERE = Path(__file__).parent

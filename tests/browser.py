@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from websockets.sync.client import ClientConnection, connect
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -66,6 +67,11 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
+    def texts(self, selector: str, within: str = "document", kind: str = "textContent") -> list[str]:
+        """Return the texts of all elements that match, in the element that the expression `within` gives."""
+        found: list[str] = self.run(f"[...{within}.querySelectorAll({selector!r})].map(node => node.{kind})")
+        return found
+
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key)
@@ -113,6 +119,12 @@ def browsing() -> Iterator[Browser]:
         finally:
             process.terminate()
             process.wait(timeout=600)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with browsing() as opened:
+        yield opened
 
 
 def _port(process: "subprocess.Popen[bytes]", file: Path) -> int:

@@ -80,7 +80,10 @@ KEPT: dict[str, tuple[str, ...]] = {
         "1-kl1-False",
         "3-kl2-False",
     ),
-    "test_report_page_browser.py::test_every_text_has_enough_contrast": ("size0-light", "size3-dark"),
+    "test_report_page_browser.py::test_every_text_has_enough_contrast_and_nothing_is_wider_than_the_window": (
+        "size0-light",
+        "size3-dark",
+    ),
     "test_report_page_browser.py::test_ranks_have_curves_and_a_table": ("size0-light",),
     "test_schedules.py::test_a_synchronous_run_that_is_interrupted_is_the_same_run": ("dynamic", "reference"),
     "test_schedules.py::test_every_schedule_trains_each_prompt_once_on_recent_tokens": (

@@ -14,8 +14,8 @@ from grpo_ray.records.visible_text import visible
 from grpo_ray.rewards.base import RewardFn, verdict
 from grpo_ray.rewards.isolation.worker import describe_error
 from grpo_ray.rewards.user_function import as_reward_fn
-from grpo_ray.tools.evaluation.evaluation_folder import write_results
 from grpo_ray.tools.evaluation.responses import SCHEMA, Row, make_row, table_outcomes
+from grpo_ray.tools.evaluation.results import write_results
 from grpo_ray.types import PromptItem
 
 if TYPE_CHECKING:

@@ -75,6 +75,13 @@ def make_config(data: Mapping[str, Any], overrides: Sequence[str], source: str |
     return config
 
 
+def with_torch(data: Mapping[str, Any], overrides: Sequence[str]) -> tuple[str, ...]:
+    """Put the torch engine in place of vLLM, unless an override names the engine."""
+    sections = {name: data.get(name) for name in ("generator", "distillation")}
+    engines = {k: v.get("engine", "vllm") if isinstance(v, dict) else "vllm" for k, v in sections.items()}
+    return *(f"{name}.engine=torch" for name, engine in engines.items() if engine == "vllm"), *overrides
+
+
 def _message(path: str | Path, problems: Sequence[str]) -> str:
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     return "\n  ".join([f"{path}: {count} in the configuration", *problems])

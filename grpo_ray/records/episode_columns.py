@@ -25,6 +25,11 @@ PLAIN: Mapping[str, pa.DataType] = {
 NAMES = (*PLAIN, "turns", "sequences")
 
 
+def is_episode(row: Mapping[str, Any]) -> bool:
+    """Return True if a row of a file is an episode; files without any lack the column."""
+    return row.get("status") is not None
+
+
 def episode_columns(groups: Sequence[ScoredGroup]) -> dict[str, pa.Array]:
     """Return the columns by name, with one row per completion; none if no group has an episode."""
     rows = [completion for group in groups for completion in group.rollout.completions]

@@ -12,13 +12,13 @@ A new command is a module like the following, and an entry in `cli.COMMANDS`:
 
 The field's name is the option's (`--log-ratio` for `log_ratio`), its type converts the text, and without a
 default the option is required. A `tuple[T, ...]` takes any number of values; annotated with a tuple of
-options, it takes the values of all of them. A field that holds a dataclass adds that dataclass's options.
+options, it takes the values of all of them.
 """
 
 import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 Options = TypeVar("Options")
@@ -129,9 +129,7 @@ def make_options(options: type[Options], parsed: argparse.Namespace, typed: str)
     """Return the dataclass with the parsed values; `typed` is the whole command."""
     values: dict[str, Any] = {}
     for name, hint in get_type_hints(options, include_extras=True).items():
-        if is_dataclass(hint):
-            values[name] = make_options(hint, parsed, typed)  # type: ignore[arg-type]
-        elif TypedCommand in get_args(hint):
+        if TypedCommand in get_args(hint):
             values[name] = typed
         else:
             value = getattr(parsed, name)
@@ -140,13 +138,11 @@ def make_options(options: type[Options], parsed: argparse.Namespace, typed: str)
 
 
 def _declarations(options: type) -> Iterator[tuple[Field[Any], Any, Argument | Option | Flag]]:
-    """Yield (field, type, declaration) per argument, those of nested dataclasses included."""
+    """Yield (field, type, declaration) per argument."""
     hints = get_type_hints(options, include_extras=True)
     for field in fields(options):
         hint = hints[field.name]
-        if is_dataclass(hint):
-            yield from _declarations(hint)  # type: ignore[arg-type]
-        elif TypedCommand not in get_args(hint):
+        if TypedCommand not in get_args(hint):
             kind, declared = get_args(hint)
             for one in declared if isinstance(declared, tuple) else (declared,):
                 yield field, kind, one
@@ -163,42 +159,33 @@ def _dashed(field: Field[Any]) -> str:
     return f"--{field.name.replace('_', '-')}"
 
 
-def positive(text: str) -> int:
-    """Convert a whole number of at least 1."""
-    return _whole(text, 1)
+def _whole(least: int) -> Callable[[str], int]:
+    """Return a converter of whole numbers of at least `least`."""
+
+    def convert(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least}")
+        return int(text)
+
+    return convert
 
 
-def natural(text: str) -> int:
-    """Convert a whole number of at least 0."""
-    return _whole(text, 0)
+def _number(is_good: Callable[[float], bool], words: str) -> Callable[[str], float]:
+    """Return a converter of numbers that are `words`."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not is_good(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number {words}")
+        return value
+
+    return convert
 
 
-def non_negative(text: str) -> float:
-    """Convert a finite number of at least 0."""
-    return _number(text, lambda value: 0 <= value < math.inf, "of at least 0")
-
-
-def above_zero(text: str) -> float:
-    """Convert a finite number above 0."""
-    return _number(text, lambda value: 0 < value < math.inf, "above 0")
-
-
-def fraction(text: str) -> float:
-    """Convert a number above 0 and at most 1."""
-    return _number(text, lambda value: 0 < value <= 1, "above 0 and at most 1")
-
-
-def _whole(text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least}")
-    return int(text)
-
-
-def _number(text: str, is_good: Callable[[float], bool], words: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not is_good(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number {words}")
-    return value
+positive, natural = _whole(1), _whole(0)
+non_negative = _number(lambda value: 0 <= value < math.inf, "of at least 0")
+above_zero = _number(lambda value: 0 < value < math.inf, "above 0")
+fraction = _number(lambda value: 0 < value <= 1, "above 0 and at most 1")

@@ -18,17 +18,14 @@ from grpo_ray.config.schema import key_meant, nearest_name
 from grpo_ray.errors import INTERRUPTED, RunError
 from grpo_ray.records.visible_text import visible
 from grpo_ray.tools.arguments import Command, add_commands, make_options
-from grpo_ray.tools.audit.command import AUDIT
 from grpo_ray.tools.data import DATA
-from grpo_ray.tools.evaluation.command import EVALUATE
 from grpo_ray.tools.experiments.command import EXPERIMENT, SWEEP
 from grpo_ray.tools.export.command import EXPORT
+from grpo_ray.tools.look import AUDIT, EVALUATE, REPORT, TOP
 from grpo_ray.tools.planning.command import PLAN
-from grpo_ray.tools.report.command import REPORT
 from grpo_ray.tools.reward import REWARD
 from grpo_ray.tools.simulation.command import SIMULATE
 from grpo_ray.tools.submit.command import SUBMIT
-from grpo_ray.tools.top.command import TOP
 from grpo_ray.tools.train import CHECK, RESUME, SFT, TRAIN
 
 COMMANDS: tuple[Command[Any], ...] = (

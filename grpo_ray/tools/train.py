@@ -9,7 +9,7 @@ from typing import Annotated
 
 from grpo_ray.cluster.placement import Node, amounts_of, bundles_of, listed, shortfalls
 from grpo_ray.config import Config
-from grpo_ray.config.loading import ConfigError, find_config, load_config
+from grpo_ray.config.loading import ConfigError, find_config, load_config, make_config, read_config, with_torch
 from grpo_ray.errors import shown_plainly
 from grpo_ray.records.visible_text import print_visible
 from grpo_ray.tools.arguments import Argument, Command, ConfigFile, Flag, Local, Option, Overrides
@@ -59,9 +59,16 @@ class ResumeOptions:
     local: Local = False
 
 
+def _loaded(options: TrainOptions) -> Config:
+    config = load_config(options.config, options.overrides)
+    if not options.local:
+        return config
+    data = read_config(source := find_config(options.config))
+    return make_config(data, with_torch(data, options.overrides), source)
+
+
 def _train(options: TrainOptions) -> int:
-    overrides = _in_this_process(options.config, options.overrides) if options.local else options.overrides
-    config = load_config(options.config, overrides)  # refuses a mistake before Ray and torch are imported
+    config = _loaded(options)  # refuses a mistake before Ray and torch are imported
     from grpo_ray.run.training import train
     from grpo_ray.tools.report.ending import print_ending
 
@@ -70,8 +77,7 @@ def _train(options: TrainOptions) -> int:
 
 
 def _sft(options: TrainOptions) -> int:
-    overrides = _in_this_process(options.config, options.overrides) if options.local else options.overrides
-    config = load_config(options.config, overrides)
+    config = _loaded(options)
     if config.sft is None:
         raise ConfigError(f"{options.config}: has no section `sft`; name the demonstrations in sft.path")
     from grpo_ray.run.training import train
@@ -86,19 +92,11 @@ def _resume(options: ResumeOptions) -> int:
     from grpo_ray.run.training import resume
     from grpo_ray.tools.report.ending import print_ending
 
-    saved, overrides = str(Path(options.run) / "config.yaml"), options.overrides
-    if options.local and Path(saved).exists():
-        overrides = _in_this_process(saved, overrides)
+    saved, overrides = Path(options.run) / "config.yaml", options.overrides
+    if options.local and saved.exists():
+        overrides = with_torch(read_config(saved), overrides)
     print_ending(print_visible, resume(options.run, overrides, options.local))
     return 0
-
-
-def _in_this_process(config: str, overrides: Overrides) -> Overrides:
-    """Put the torch engine in place of vLLM, unless an override names the engine."""
-    loaded = load_config(config, overrides)
-    sections = {"generator": loaded.generator.engine, "distillation": loaded.distillation.engine}
-    torch = tuple(f"{section}.engine=torch" for section, engine in sections.items() if engine == "vllm")
-    return (*torch, *overrides)
 
 
 def _check(options: CheckOptions) -> int:

@@ -128,7 +128,7 @@ def _resume(run: RunDirectory) -> Callable[[], None]:
 
 
 def _report(run: RunDirectory) -> Callable[[], None]:
-    from grpo_ray.tools.report.command import ReportOptions
+    from grpo_ray.tools.look import ReportOptions
     from grpo_ray.tools.report.write_report import report
 
     return lambda: print(report(ReportOptions((str(run.path),))))
@@ -141,7 +141,7 @@ def _ending(run: RunDirectory) -> Callable[[], None]:
 
 
 def _top(run: RunDirectory) -> Callable[[], None]:
-    from grpo_ray.tools.top.command import TopOptions
+    from grpo_ray.tools.look import TopOptions
     from grpo_ray.tools.top.watch_run import top
 
     return lambda: top(TopOptions(str(run.path), once=True))

@@ -14,7 +14,7 @@ from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.config.schema import sections_of
 from grpo_ray.config.section import Section
 from grpo_ray.tools.cli import main, parse
-from grpo_ray.tools.evaluation.command import EvaluationOptions, TaskChoice
+from grpo_ray.tools.look import EvaluationOptions
 from grpo_ray.tools.submit.command import SubmitOptions
 
 # ---- the configuration ----
@@ -124,7 +124,7 @@ def test_options_arrive_as_their_dataclasses() -> None:
     assert submitted == SubmitOptions("a.yaml", ("k=1", "k=2"), no_wait=True, env=("A", "B"))
     _, evaluated = parse(["evaluate", "m", "--limit", "3", "--n", "2", "--temperature", "0"])
     assert evaluated == EvaluationOptions(
-        "m", TaskChoice(limit=3), num_samples=2, temperature=0.0,
+        "m", limit=3, num_samples=2, temperature=0.0,
         command="grpo-ray evaluate m --limit 3 --n 2 --temperature 0",
     )  # fmt: skip
     _, sorting = parse(["playground", "sorting", "--kl", "1", "--steps", "9", "--kl", "2"], course.COMMANDS)

@@ -36,7 +36,7 @@ from grpo_ray.learning.teacher import check_teacher
 from grpo_ray.learning.tiny_tokenizer import train_tokenizer
 from grpo_ray.objectives import SELECTIONS, Objective, policy_gradient_step, teacher_term
 from grpo_ray.records.rollout_log import read_groups, read_rollouts, write_rollouts
-from grpo_ray.tools.audit.teacher import audit_teacher, teacher_kl
+from grpo_ray.tools.audit.rollouts import audit_teacher, teacher_kl
 from grpo_ray.types import CONTEXT, ScoredGroup, TrainBatch
 from grpo_ray.watch.batch_metrics import teacher_metrics
 

@@ -19,7 +19,7 @@ from grpo_ray.records.json_lines import JsonLines
 from grpo_ray.records.visible_text import UNSEEN, visible
 from grpo_ray.tools.audit.audit import AuditReport
 from grpo_ray.tools.cli import main
-from grpo_ray.tools.evaluation.readable import _readable, summary_table
+from grpo_ray.tools.evaluation.results import _readable, summary_table
 from grpo_ray.watch.console import RunConsole
 from grpo_ray.watch.run_state import ActorState, Ending, LiveStatus
 

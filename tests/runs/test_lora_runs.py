@@ -18,10 +18,10 @@ from grpo_ray.config.loading import load_config
 from grpo_ray.learning.loading import load_policy
 from grpo_ray.records.run_files import read_metrics
 from grpo_ray.tools.cli import main
-from grpo_ray.tools.evaluation.evaluator import _snapshot
+from grpo_ray.tools.evaluation.sampling import _snapshot
 from grpo_ray.tools.evaluation.subject import Weights, find_subject
 from grpo_ray.tools.export.merge import base_folder, merged_policy
-from grpo_ray.tools.report.log_ratios import log_ratios
+from grpo_ray.tools.report.rollout_rows import log_ratios
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -23,11 +22,10 @@ from grpo_ray.errors import RunError
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.run.signals import Interrupted
 from grpo_ray.tools.cli import main
-from grpo_ray.tools.evaluation.console import EvaluationConsole
 from grpo_ray.tools.evaluation.evaluate import evaluate
-from grpo_ray.tools.evaluation.evaluation_plan import EvaluationOptions
 from grpo_ray.tools.evaluation.responses import Row
-from grpo_ray.tools.evaluation.task_choice import TaskChoice
+from grpo_ray.tools.evaluation.sampling import EvaluationConsole
+from grpo_ray.tools.look import EvaluationOptions
 from grpo_ray.types import SamplingSettings
 
 __all__ = ["serve_locally"]
@@ -63,12 +61,10 @@ def gsm8k_answers(prompt: str, settings: SamplingSettings) -> Sequence[str]:
 
 def options(target: Path, output: Path, *overrides: str, **changes: Any) -> EvaluationOptions:
     """Grade `exact_match` in this process, which is faster than in a worker."""
-    task, prompt, reward, limit = (changes.pop(name, None) for name in ("task", "prompt", "reward", "limit"))
-    if task is not None:
-        prompt, reward = prompt or "question_only", reward or "exact_match"
+    if changes.get("task") is not None:
+        changes = {"prompt": "question_only", "reward": "exact_match", **changes, "task": str(changes["task"])}
     return EvaluationOptions(
         str(target),
-        TaskChoice(task=str(task) if task else None, prompt=prompt, reward=reward, limit=limit),
         max_tokens=16,
         output=str(output),
         overrides=("generator.engine=torch", "recovery.restart_backoff_s=0.01", *overrides),
@@ -110,32 +106,6 @@ def test_known_answers_to_a_gsm8k_file(tmp_path: Path, tiny_model: Model, serve_
     assert "## format 1, answer 1: 6 of 20 responses" in readable
     assert readable.count("### Example") == 20
     assert f"```text\n{rows[0]['response']}\n```" in readable
-
-
-MATH = {
-    r"What is $\frac{2}{4}$?": (r"Half: $\boxed{\frac{1}{2}}$.", "0.5", "correct"),
-    r"Solve $x^2 = 4$ for $x > 0$.": (r"First \boxed{9}, no: \boxed{2}", "2", "correct"),
-    r"Give an interval.": (r"It is $\boxed{[1, 2)}$.", "(1, 2)", "wrong_answer"),
-}
-
-
-@pytest.mark.slow
-def test_known_answers_to_a_math_file(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
-    rows = [{"problem": problem, "solution": solution} for problem, (solution, _, _) in MATH.items()]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "math.parquet")
-
-    def answers(prompt: str, settings: SamplingSettings) -> Sequence[str]:
-        answer = next(answer for problem, (_, answer, _) in MATH.items() if problem in prompt)
-        return [rf"\boxed{{{answer}}}"]
-
-    serve_locally(answers)
-    choice = TaskChoice(str(tmp_path / "math.parquet"), prompt="question_only")  # and therefore its reward
-    folder = evaluate(replace(options(tiny_model(), tmp_path / "e"), choice=choice))
-    data, found = read(folder)
-    assert data["task"]["kind"] == "math"
-    assert [row["ground_truth"] for row in found] == [r"\frac{1}{2}", "2", "[1, 2)"]
-    assert [row["category"] for row in found] == [category for _, _, category in MATH.values()]
-    assert data["summary"]["accuracy"] == pytest.approx(2 / 3)
 
 
 def test_the_prompts_are_shared_and_limited(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
@@ -195,18 +165,6 @@ def test_an_interrupted_evaluation_is_resumed(tmp_path: Path, tiny_model: Model,
         evaluate(replace(given, temperature=0.5))
 
 
-def test_a_full_disk_says_how_to_resume(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
-    serve_locally(gsm8k_answers)
-    given = options(tiny_model(), tmp_path / "e", task=gsm8k_file(tmp_path), command="grpo-ray evaluate M")
-    full = OSError(errno.ENOSPC, "No space left on device")
-    with (
-        interrupted_after(2, full),
-        pytest.raises(RunError, match=r"No space left on device\n.*resume with: grpo"),
-    ):
-        evaluate(given)
-    assert read(evaluate(given))[0]["summary"]["num_examples"] == 5
-
-
 def test_other_questions_or_weights_of_the_same_name_are_refused(
     tmp_path: Path, tiny_model: Model, serve_locally: Serve
 ) -> None:
@@ -214,8 +172,9 @@ def test_other_questions_or_weights_of_the_same_name_are_refused(
     model = shutil.copytree(tiny_model(), tmp_path / "model")
     path, template = gsm8k_file(tmp_path), tmp_path / "mine.prompt"
     template.write_text("Q: {question}\n")
-    given = options(model, tmp_path / "e", task=path, prompt=str(template))
-    with interrupted_after(2, OSError("full")), pytest.raises(RunError, match="full"):
+    given = options(model, tmp_path / "e", task=path, prompt=str(template), command="grpo-ray evaluate M")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with interrupted_after(2, full), pytest.raises(RunError, match=r"No space left.*\n.*resume with: grpo"):
         evaluate(given)
     rows = path.read_text()
     path.write_text("".join(reversed(rows.splitlines(keepends=True))))
@@ -363,15 +322,14 @@ def test_a_checkpoint_that_cannot_be_used_is_skipped(
 def test_greedy(run: RunDirectory, tmp_path: Path, serve_locally: Serve) -> None:
     serve_locally()
 
-    def responses(name: str, temperature: float, num_generators: int) -> list[str]:
-        many = f"generator.num_generators={num_generators}"
-        given = options(run.path, tmp_path / name, many, temperature=temperature, limit=3)
+    def responses(name: str, temperature: float, *overrides: str) -> list[str]:
+        given = options(run.path, tmp_path / name, *overrides, temperature=temperature, limit=3)
         return [row["response"] for row in read(evaluate(given))[1]]
 
-    greedy = responses("one", 0.0, 1)
-    assert len(greedy) == 3  # two of the task's four prompts
-    assert responses("two", 0.0, 2) == greedy
-    assert responses("hot", 1.0, 1) != greedy
+    greedy = responses("one", 0.0)
+    assert len(greedy) == 3  # of the task's four prompts
+    assert responses("two", 0.0, "generator.num_generators=2") == greedy
+    assert responses("hot", 1.0) != greedy
     with pytest.raises(RunError, match="--n: greedy sampling"):
         evaluate(options(run.path, tmp_path / "c", temperature=0.0, num_samples=2))
 

@@ -13,13 +13,17 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError
 from grpo_ray.errors import RunError
 from grpo_ray.tasks import load_examples, load_validation
-from grpo_ray.tools.evaluation.evaluation_plan import EvaluationOptions, plan_evaluation
-from grpo_ray.tools.evaluation.subject import Weights, find_subject
-from grpo_ray.tools.evaluation.task_choice import ALL_ROWS, TaskChoice, choose_task
+from grpo_ray.tools.evaluation.evaluation_plan import plan_evaluation
+from grpo_ray.tools.evaluation.subject import ALL_ROWS, Weights, choose_task, find_subject
+from grpo_ray.tools.look import EvaluationOptions
 
 CONFIG = "model: {tiny: {}}\ntask: {kind: sorting}\ngenerator: {colocated: true, num_gpus: 1}\n" + (
     "learner: {num_gpus: 1}\nweight_sync: {max_lag: 0, transport: ipc}\n"
 )
+
+
+def asked(**options: Any) -> EvaluationOptions:
+    return EvaluationOptions("owner/name", **options)
 
 
 def write_run(folder: Path, rewards: dict[int, float], damaged: int | None = None) -> Path:
@@ -59,13 +63,12 @@ def test_a_machine_without_a_gpu_gets_defaults_that_work(
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    choice = TaskChoice(task="sorting")
-    plan = plan_evaluation(EvaluationOptions(str(tiny_model()), choice))
+    plan = plan_evaluation(EvaluationOptions(str(tiny_model()), task="sorting"))
     assert [line[:13] for line in plan.subject.notices] == ["no GPU here: "]
     assert (plan.config.generator.num_gpus, plan.config.model.dtype) == (0, "float32")
     monkeypatch.setattr("grpo_ray.run.machine.GPU_DEVICES", ["/dev/null"])
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    config = plan_evaluation(EvaluationOptions(str(tiny_model()), choice)).config
+    config = plan_evaluation(EvaluationOptions(str(tiny_model()), task="sorting")).config
     assert (config.generator.num_gpus, config.model.dtype, config.generator.engine) == (1, "bfloat16", "vllm")
 
 
@@ -96,14 +99,9 @@ def test_a_curve_that_lacks_checkpoints_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "checkpoint", "message"),
     [
-        (
-            "runs/quick-2026",
-            None,
-            "runs/quick-2026: no such run or model folder in runs; did you mean runs/quick-2025",
-        ),
+        ("runs/quick-2026", None, "no such run or model folder in runs; did you mean runs/quick-2025"),
         ("run/checkpoints/step-000003", None, "no such run or model folder in run/checkpoints"),
-        ("nowhere", None, "nothing to evaluate; give a configuration"),
-        ("no/such/folder", None, "nothing to evaluate"),
+        ("no/such/folder", None, "nothing to evaluate; give a configuration"),
         ("empty", None, "nothing to evaluate"),
         ("run", "step-000003", "'step-000003'; give last, best, all, initial, or one of its own: step-000002"),
         ("fresh", None, "has no checkpoint yet"),
@@ -125,11 +123,8 @@ def test_a_wrong_target_or_checkpoint_is_refused(
     (tmp_path / "unvalidated" / "evaluations" / "summary.jsonl").write_text("")
     with pytest.raises(RunError, match=message):
         find_subject(target, checkpoint)
-
-
-def test_a_missing_yaml_file_is_a_configuration_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such file"):
-        find_subject(str(tmp_path / "job.yaml"))
+        find_subject("absent.yaml")
 
 
 def test_an_evaluation_has_no_learner_and_no_teacher_and_shares_no_device(tmp_path: Path) -> None:
@@ -143,7 +138,7 @@ def test_an_evaluation_has_no_learner_and_no_teacher_and_shares_no_device(tmp_pa
 # ---- the task ----
 
 
-def task_of(choice: TaskChoice, task: Any = None) -> dict[str, Any]:
+def task_of(choice: EvaluationOptions, task: Any = None) -> dict[str, Any]:
     data = {"model": {}} if task is None else {"task": task}
     chosen: dict[str, Any] = choose_task(data, choice)["task"]
     return chosen
@@ -157,8 +152,7 @@ def write_rows(path: Path, **row: Any) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_files_are_recognised(tmp_path: Path, suffix: str) -> None:
+def test_files_are_recognised(tmp_path: Path) -> None:
     files = {
         "gsm8k": ({"question": "1+1?", "answer": "2 it is\n#### 2"}, {"kind": "gsm8k"}),
         "math": ({"problem": "1+1?", "level": 1, "solution": r"\boxed{2}"}, {"kind": "math"}),
@@ -170,64 +164,60 @@ def test_files_are_recognised(tmp_path: Path, suffix: str) -> None:
         "aime": ({"problem": "1+1?", "answer": 2}, {"kind": "file", "question_field": "problem"}),
     }
     for name, (row, expected) in files.items():
-        path = write_rows(tmp_path / f"{name}{suffix}", **row)
-        task = task_of(TaskChoice(task=path))
+        path = write_rows(tmp_path / (f"{name}.parquet" if name == "math" else f"{name}.jsonl"), **row)
+        task = task_of(asked(task=path))
         assert task.items() >= {**expected, "train_path": path, "validation_path": path}.items()
-    named = TaskChoice(task=path, question_field="a", answer_field="b")
+    named = asked(task=path, question_field="a", answer_field="b")
     assert task_of(named).items() >= {"kind": "file", "question_field": "a", "answer_field": "b"}.items()
 
 
 def test_a_kind_keeps_the_configurations_own_settings() -> None:
     task = {"kind": "sorting", "num_digits": 3}
-    assert task_of(TaskChoice(), task) == task_of(TaskChoice(task="sorting"), task) == task
-    assert task_of(TaskChoice(task="arithmetic", limit=5), task) == {
+    assert task_of(asked(), task) == task_of(asked(task="sorting"), task) == task
+    assert task_of(asked(task="arithmetic", limit=5), task) == {
         "kind": "arithmetic", "num_validation_prompts": 5,
     }  # fmt: skip
 
 
 def test_the_configurations_own_kind_uses_all_rows_of_its_files() -> None:
-    own = {
-        "kind": "math",
-        "validation_path": "mine.jsonl",
-        "train_path": "t.jsonl",
-        "num_validation_prompts": 9,
-    }
-    assert task_of(TaskChoice(task="math"), own) == {**own, "num_validation_prompts": ALL_ROWS}
-    assert task_of(TaskChoice(), own) == own
-    assert task_of(TaskChoice(task="math", limit=500), own)["num_validation_prompts"] == 500
+    own = {"kind": "math", "validation_path": "mine.jsonl", "num_validation_prompts": 9}
+    assert task_of(asked(task="math"), own) == {**own, "num_validation_prompts": ALL_ROWS}
+    assert task_of(asked(), own) == own
+    assert task_of(asked(task="math", limit=500), own)["num_validation_prompts"] == 500
     generated = {"kind": "keywords", "num_validation_prompts": 9}
-    assert task_of(TaskChoice(task="keywords"), generated) == generated
+    assert task_of(asked(task="keywords"), generated) == generated
 
 
 def test_a_keywords_file_is_graded_as_such(tmp_path: Path) -> None:
     row = {"prompt": "Write of trees.", "answer": "A tree.", "keywords": ["tree", "leaf"]}
     path = write_rows(tmp_path / "v.jsonl", **row)
-    task = plan_evaluation(EvaluationOptions("owner/name", TaskChoice(task=path))).config.task
+    task = plan_evaluation(asked(task=path)).config.task
     assert task.rewards == {"": "keyword_inclusion"}
     (example,) = load_validation(task, 0).validation
     assert (example.question, example.ground_truth) == ("Write of trees.", "tree, leaf")
 
 
 def test_only_the_validation_set_of_another_task_is_read() -> None:
-    task = task_of(TaskChoice(task="gsm8k", limit=7))
-    assert task["train_path"] == task["validation_path"] == "openai/gsm8k"
-    assert task["train_split"] == task["validation_split"] == "test"
-    assert task["num_validation_prompts"] == 7
+    expected = {"num_validation_prompts": 7, "train_path": "openai/gsm8k", "validation_path": "openai/gsm8k",
+                "train_split": "test", "validation_split": "test"}  # fmt: skip
+    assert task_of(asked(task="gsm8k", limit=7)).items() >= expected.items()
+    # a dot in a dataset's name is no suffix of a file
+    assert task_of(asked(task="owner/name-v1.5"))["validation_path"] == "owner/name-v1.5"
 
 
 @pytest.mark.parametrize(
     ("choice", "before", "after"),
     [
-        (TaskChoice(prompt="question_only"), {"kind": "math"}, "question_only"),
-        (TaskChoice(prompt="chat"), {"kind": "math", "reward": "r1_zero"}, "question_only"),
-        (TaskChoice(prompt="r1_zero"), {"kind": "math", "reward": "question_only"}, "r1_zero"),
-        (TaskChoice(prompt="question_only", reward="exact_match"), {"kind": "math"}, "exact_match"),
-        (TaskChoice(prompt="question_only"), {"kind": "sorting"}, None),  # exact_match stays
-        (TaskChoice(prompt="mine.txt"), {"kind": "math"}, None),
+        (asked(prompt="question_only"), {"kind": "math"}, "question_only"),
+        (asked(prompt="chat"), {"kind": "math", "reward": "r1_zero"}, "question_only"),
+        (asked(prompt="r1_zero"), {"kind": "math", "reward": "question_only"}, "r1_zero"),
+        (asked(prompt="question_only", reward="exact_match"), {"kind": "math"}, "exact_match"),
+        (asked(prompt="question_only"), {"kind": "sorting"}, None),  # exact_match stays
+        (asked(prompt="mine.txt"), {"kind": "math"}, None),
     ],
 )
 def test_the_reward_matches_the_format_of_the_prompt(
-    choice: TaskChoice, before: dict[str, Any], after: str | None
+    choice: EvaluationOptions, before: dict[str, Any], after: str | None
 ) -> None:
     assert task_of(choice, before).get("reward") == after
 
@@ -235,54 +225,43 @@ def test_the_reward_matches_the_format_of_the_prompt(
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (TaskChoice(), "--task: a model alone has no questions"),
-        (TaskChoice(task="gsm9k"), r"'gsm9k' is not a task kind \(sorting, "),
-        (TaskChoice(task="mixture"), "--task mixture: name the file"),
-        (
-            TaskChoice(task="data/test.json"),
-            "'data/test.json' is not a .jsonl or .parquet file; convert or rename",
-        ),
-        (TaskChoice(task="x.JSONL"), "is not a .jsonl or .parquet file"),
-        (TaskChoice(task="far/x.csv", answer_field="b"), "is not a .jsonl or .parquet file"),
-        (TaskChoice(task="./squad"), "is not a .jsonl or .parquet file; .* correct the path"),
-        (TaskChoice(task="gsm8k", answer_field="b"), "--task gsm8k is not a file"),
-        (TaskChoice(question_field="a"), "they need a file; give it with --task"),
+        (asked(), "--task: a model alone has no questions"),
+        (asked(task="gsm9k"), r"'gsm9k' is not a task kind \(sorting, "),
+        (asked(task="mixture"), "--task mixture: name the file"),
+        (asked(task="data/test.json"), "'data/test.json' is not a .jsonl or .parquet file; convert"),
+        (asked(task="x.JSONL", answer_field="b"), "is not a .jsonl or .parquet file"),
+        (asked(task="./squad"), "is not a .jsonl or .parquet file; .* correct the path"),
+        (asked(task="gsm8k", answer_field="b"), "--task gsm8k is not a file"),
+        (asked(question_field="a"), "they need a file; give it with --task"),
     ],
 )
-def test_contradictory_options_are_refused(choice: TaskChoice, message: str) -> None:
+def test_contradictory_options_are_refused(choice: EvaluationOptions, message: str) -> None:
     with pytest.raises(RunError, match=message):
         task_of(choice)
 
 
-@pytest.mark.parametrize("option", ["prompt", "reward"])
-def test_a_mixture_has_no_prompt_or_reward_of_its_own(option: str) -> None:
+def test_a_mixture_has_no_prompt_of_its_own() -> None:
     mixture = {"kind": "mixture", "parts": {"easy": {"task": {"kind": "sorting"}}}}
-    with pytest.raises(RunError, match=rf"--{option}: .* task.parts.NAME.task.{option}=... for NAME easy"):
-        task_of(TaskChoice(**{option: "r1_zero"}), mixture)
-
-
-def test_a_dataset_on_the_hub_may_have_a_dot_in_its_name() -> None:
-    assert task_of(TaskChoice(task="owner/name-v1.5"))["validation_path"] == "owner/name-v1.5"
+    with pytest.raises(RunError, match=r"--prompt: .* task.parts.NAME.task.prompt=... for NAME easy"):
+        task_of(asked(prompt="r1_zero"), mixture)
 
 
 def test_unknown_fields_are_named(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "odd.jsonl", ask="1+1?", reply="2")
     with pytest.raises(RunError, match="its fields are ask, reply; name those of"):
-        task_of(TaskChoice(task=path))
+        task_of(asked(task=path))
     with pytest.raises(ValueError, match="there is no such file"):
-        task_of(TaskChoice(task=str(tmp_path / "absent.jsonl")))
+        task_of(asked(task=str(tmp_path / "absent.jsonl")))
 
 
 def test_overrides_win_and_a_tiny_model_keeps_its_own_task(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(CONFIG)
     overrides = ("task.num_digits=1", "sampling.max_tokens=9")
-    choice = TaskChoice(task="arithmetic")
-    plan = plan_evaluation(EvaluationOptions(str(tmp_path / "job.yaml"), choice, overrides=overrides))
-    assert plan.config.task.kind == "arithmetic"
-    assert plan.config.task.num_digits == 1
+    plan = plan_evaluation(EvaluationOptions(str(tmp_path / "job.yaml"), "arithmetic", overrides=overrides))
+    assert (plan.config.task.kind, plan.config.task.num_digits) == ("arithmetic", 1)
     assert plan.config.sampling.max_tokens == 9
-    assert plan.model_config.task.kind == "sorting"
-    assert plan.model_config.task.num_digits == 5  # the override belongs to the other task
+    # The override belongs to the other task.
+    assert (plan.model_config.task.kind, plan.model_config.task.num_digits) == ("sorting", 5)
 
 
 def test_a_runs_tiny_model_is_its_initial_one(tmp_path: Path) -> None:
@@ -296,10 +275,10 @@ def test_a_runs_tiny_model_is_its_initial_one(tmp_path: Path) -> None:
     assert (plan.model_config.task.num_validation_prompts, plan.model_config.run.seed) == (500, 1)
 
 
-@pytest.mark.parametrize("kind", ["sorting", "arithmetic", "keywords", "gsm8k", "file"])
+@pytest.mark.parametrize("kind", ["sorting", "keywords", "file"])
 def test_the_prompts_are_those_of_a_runs_validation(tmp_path: Path, kind: str) -> None:
     part: dict[str, Any] = {"kind": kind, "num_validation_prompts": 8}
-    if kind in ("gsm8k", "file"):
+    if kind == "file":
         for name, questions in (("train", range(20, 30)), ("validation", [0, 1, 2, 2, 3, 4, 5, 6, 7, 8])):
             rows = [{"question": f"{i}?", "answer": f"#### {i}"} for i in questions]
             (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -312,7 +291,7 @@ def test_the_prompts_are_those_of_a_runs_validation(tmp_path: Path, kind: str) -
         assert not alone.train
         first = [e for name in ("", "one", "two") for e in [v for v in wanted if v.task == name][:2]]
         assert load_validation(task, seed=3, limit=2).validation == first
-    if kind in ("gsm8k", "file"):
+    if kind == "file":
         (tmp_path / "train.jsonl").unlink()
         assert load_validation(task, seed=3).validation == wanted
         assert load_validation(task, seed=3).notices == (

@@ -1,43 +1,35 @@
 """Episodes on a run's web page: the data of turns and branches, and the page in a browser."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from browser import CHROMIUM, DESKTOP, PHONE, Browser, browsing
+from browser import CHROMIUM, DESKTOP, PHONE, Browser, browser
 from builders import changed, plain_logprobs, simple_group
 from episode_groups import branched_episode, make_episode, make_episode_group, play, spoken_episode
-from report_runs import HOSTILE, add_checkpoint, make_run
+from report_runs import ALL, HOSTILE, NEAR_DEFAULT, add_checkpoint, make_run
 
-from grpo_ray.config import Config
-from grpo_ray.config.model import TinyModelConfig
-from grpo_ray.config.task import SortingTaskConfig
 from grpo_ray.episodes.segments import Segments
 from grpo_ray.learning.loading import load_policy
 from grpo_ray.learning.model_files import end_token_ids, load_tokenizer
 from grpo_ray.records.rollout_log import read_rollouts, write_rollouts
-from grpo_ray.tools.report.episode_rows import MAX_EPISODE_TOKENS, shown_episode
 from grpo_ray.tools.report.panels import PANELS, expanded
-from grpo_ray.tools.report.run_data import Bounds, run_data
+from grpo_ray.tools.report.rollout_rows import MAX_EPISODE_TOKENS, shown_episode
+from grpo_ray.tools.report.run_data import run_data
 from grpo_ray.tools.report.write_report import ReportOptions, report
 from grpo_ray.types import Episode, ScoredGroup
-
-ALL = Bounds(max_points=1000, max_rollouts=1000, seed=0)
-
-
-@pytest.fixture(scope="module")
-def config() -> Config:
-    model = {"tiny": TinyModelConfig(), "dtype": "float32"}
-    return Config.model_validate({"model": model, "task": SortingTaskConfig(), "generator": {"num_gpus": 0}})
 
 
 def row_of(path: Path, *episodes: Episode) -> dict[str, Any]:
     """Return the last episode as a row of a file."""
     write_rollouts(path / "rollouts.parquet", 1, [make_episode_group(0, episodes)])
     return read_rollouts(path / "rollouts.parquet")[-1]
+
+
+__all__ = ["browser"]
 
 
 # ---- data ----
@@ -65,13 +57,11 @@ def test_a_turn_shared_in_part_does_not_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rows_of_episodes_have_texts_and_log_ratios(
-    tmp_path: Path, config: Config, tiny_model: Callable[..., Path]
-) -> None:
+def test_rows_of_episodes_have_texts_and_log_ratios(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     tokenizer = load_tokenizer(str(tiny_model()))
     episode = spoken_episode(np.random.default_rng(0), lambda text: tokenizer(text)["input_ids"])
     group = make_episode_group(0, [episode, make_episode(Segments(), None, status="truncated_time")])
-    config = changed(config, sampling={"min_tokens": 2})
+    config = changed(NEAR_DEFAULT, sampling={"min_tokens": 2})
     ends = end_token_ids(str(tiny_model()), tokenizer)
     run = make_run(tmp_path / "run", config, 1, [[group]])
     add_checkpoint(run, 1, tiny_model())
@@ -95,12 +85,12 @@ def test_rows_of_episodes_have_texts_and_log_ratios(
         assert np.isnan(found[~episode.mask[own]]).all()
 
 
-def test_long_episodes_are_cut(tmp_path: Path, config: Config, tiny_model: Callable[..., Path]) -> None:
+def test_long_episodes_are_cut(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     segments = Segments()
     play(segments, [1], [5] * (MAX_EPISODE_TOKENS - 10))
     play(segments, [1, 2], [6] * 20)
     play(segments, [1, 3], [7])
-    run = make_run(tmp_path / "run", config, 1, [[make_episode_group(0, [make_episode(segments)] * 2)]])
+    run = make_run(tmp_path / "run", NEAR_DEFAULT, 1, [[make_episode_group(0, [make_episode(segments)] * 2)]])
     add_checkpoint(run, 1, tiny_model())
     row = run_data(run, "run", ALL, "none")["rollouts"][0]
     assert len(row["tokens"]) == len(row["logprobs"]) == MAX_EPISODE_TOKENS
@@ -118,13 +108,9 @@ def test_every_metric_of_the_episodes_has_a_line() -> None:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with browsing() as opened:
-        yield opened
-
-
-def make_page(folder: Path, config: Config, model: Path, num_steps: int, size: int) -> Path:
-    """Write the page of a run with `size` episodes in each step."""
+def page(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Path:
+    """Write the page of a run of two steps with four episodes each."""
+    model = tiny_model()
     tokenizer = load_tokenizer(str(model))
 
     def encode(text: str) -> list[int]:
@@ -133,25 +119,19 @@ def make_page(folder: Path, config: Config, model: Path, num_steps: int, size: i
 
     def group(step: int) -> ScoredGroup:
         rng = np.random.default_rng(step)
-        episodes = [spoken_episode(rng, encode, step) for _ in range(size)]
-        if size > 2:
-            error = f"Traceback (most recent call last):\nRuntimeError: {HOSTILE[1]}"
-            episodes[1] = make_episode(Segments(), None, status="environment_error", error=error)
-            segments = Segments()
-            play(segments, encode(f"{HOSTILE[0]}\n>\n"), encode(HOSTILE[2]), step)
-            episodes[2] = make_episode(
-                segments, 0.5, status="truncated_turns", error="1 turn", turn_rewards=[0.5]
-            )
+        episodes = [spoken_episode(rng, encode, step) for _ in range(4)]
+        error = f"Traceback (most recent call last):\nRuntimeError: {HOSTILE[1]}"
+        episodes[1] = make_episode(Segments(), None, status="environment_error", error=error)
+        segments = Segments()
+        play(segments, encode(f"{HOSTILE[0]}\n>\n"), encode(HOSTILE[2]), step)
+        episodes[2] = make_episode(segments, 0.5, status="truncated_turns", error="1 turn", turn_rewards=[0.5])
         return make_episode_group(step, episodes, discount=0.9)
 
-    run = make_run(folder, config, num_steps, [[group(step)] for step in range(num_steps)])
-    add_checkpoint(run, num_steps, model)
+    run = make_run(
+        tmp_path_factory.mktemp("runs") / "run", NEAR_DEFAULT, 2, [[group(step)] for step in range(2)]
+    )
+    add_checkpoint(run, 2, model)
     return report(ReportOptions((str(run.path),)))
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory, config: Config, tiny_model: Callable[..., Path]) -> Path:
-    return make_page(tmp_path_factory.mktemp("runs") / "run", config, tiny_model(), 2, 4)
 
 
 pages = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
@@ -166,27 +146,22 @@ def opened(browser: Browser, page: Path) -> Browser:
     return browser
 
 
-def texts(browser: Browser, selector: str) -> list[str]:
-    found: list[str] = browser.run(f"[...document.querySelectorAll({selector!r})].map(node => node.innerText)")
-    return found
-
-
 @pages
 @pytest.mark.slow
 def test_turns_calls_and_branches_are_shown(opened: Browser, page: Path) -> None:
     assert opened.errors() == []
     assert opened.requests() == [page.as_uri()]
-    names = texts(opened, ".turn-name")
+    names = opened.texts(".turn-name", kind="innerText")
     firsts = [name.split("\n")[0] for name in names]
     assert firsts[:2] == ["turn 0", "context"]
     assert sorted(name for name in firsts if name != "context") == ["turn 0", "turn 1", "turn 2", "turn 3"]
     assert any('calls calculator(expression: "' in name for name in names)
     assert all("advantage" in name for name in names if name.startswith("turn"))
-    assert texts(opened, ".sequence h5")[0] == "Conversation"
-    assert texts(opened, ".sequence.branch h5")[0].startswith(
+    assert opened.texts(".sequence h5", kind="innerText")[0] == "Conversation"
+    assert opened.texts(".sequence.branch h5", kind="innerText")[0].startswith(
         "Branch 1: leaves the conversation after turn 0 ("
     )
-    assert "finished" in texts(opened, ".episode-facts")[0]
+    assert "finished" in opened.texts(".episode-facts", kind="innerText")[0]
 
 
 @pages
@@ -232,13 +207,13 @@ def test_context_has_no_colour(opened: Browser) -> None:
 def test_arrow_keys_walk_through_the_whole_episode(opened: Browser) -> None:
     opened.run("document.querySelector('.episode').focus()")
     opened.press("End")
-    (last,) = texts(opened, ".episode + .readout")
+    (last,) = opened.texts(".episode + .readout", kind="innerText")
     assert "logprob" in last
     places = opened.run("document.querySelectorAll('.episode .turn .token').length")
     assert last.startswith(f"token {places} ")
     walked = set()
     for _ in range(places):
-        walked.add(texts(opened, ".episode + .readout")[0])
+        walked.add(opened.texts(".episode + .readout", kind="innerText")[0])
         opened.press("ArrowLeft")
     assert len(walked) == places
     assert any("context, not sampled" in line for line in walked)
@@ -250,12 +225,12 @@ def test_ends_are_outcomes_to_choose_from(opened: Browser) -> None:
     options = opened.run("""[...document.querySelectorAll('#rollouts label.field')]
       .find(label => label.innerText.startsWith('Outcome')).querySelector('select').innerText""")
     assert options.split("\n") == ["all outcomes", "environment error", "finished", "truncated turns"]
-    assert len(texts(opened, ".rollouts th")) == 8
+    assert len(opened.texts(".rollouts th", kind="innerText")) == 8
     for place in range(1, 4):
         opened.run(f"document.querySelectorAll('.rollouts .open')[{place}].click()")
     assert opened.run("window.hacked") is None
     assert opened.run("document.querySelectorAll('#rollouts img, #rollouts script').length") == 0
-    assert any("RuntimeError: <img src=x" in text for text in texts(opened, "pre.notice"))
+    assert any("RuntimeError: <img src=x" in text for text in opened.texts("pre.notice", kind="innerText"))
     assert opened.errors() == []
 
 
@@ -270,23 +245,9 @@ def test_nothing_is_wider_than_the_screen(opened: Browser, size: tuple[int, int]
 
 @pages
 @pytest.mark.slow
-def test_three_hundred_episodes_are_as_readable(
-    browser: Browser, tmp_path: Path, config: Config, tiny_model: Callable[..., Path]
-) -> None:
-    page = make_page(tmp_path / "run", config, tiny_model(), 10, 30)
-    assert page.stat().st_size < 6_000_000
-    browser.look(DESKTOP)
-    browser.open(page)
-    assert "300 of 300 rollouts" in texts(browser, "#rollouts .count")[0]
-    assert len(texts(browser, ".rollouts tbody tr")) == 25
-    assert browser.errors() == []
-
-
-@pages
-@pytest.mark.slow
-def test_a_page_without_episodes_has_no_trace_of_them(browser: Browser, tmp_path: Path, config: Config) -> None:
-    run = make_run(tmp_path / "run", config, 2, [[simple_group(0)], [simple_group(1)]])
+def test_a_page_without_episodes_has_no_trace_of_them(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", NEAR_DEFAULT, 2, [[simple_group(0)], [simple_group(1)]])
     browser.open(report(ReportOptions((str(run.path),))))
-    assert len(texts(browser, ".rollouts th")) == 7
+    assert len(browser.texts(".rollouts th", kind="innerText")) == 7
     assert browser.run("document.getElementById('episodes')") is None
     assert "better" not in browser.run("document.querySelector('#rollouts .filters').innerText")

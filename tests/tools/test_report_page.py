@@ -5,27 +5,20 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import changed
-from report_runs import HOSTILE, add_checkpoint, group, make_run, metrics_of, write_lines
+from report_runs import ALL, HOSTILE, group, make_run, metrics_of, write_lines
 
 from grpo_ray.config import Config
-from grpo_ray.config.schema import leaves
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.cli import main
-from grpo_ray.tools.report.page import embedded_json, make_page
-from grpo_ray.tools.report.run_data import Bounds, run_data
-from grpo_ray.tools.report.run_header import about, changed_keys
-from grpo_ray.tools.report.write_report import names_of
+from grpo_ray.tools.report.run_data import run_data
+from grpo_ray.tools.report.run_header import about
+from grpo_ray.tools.report.write_report import embedded_json, make_page, names_of
 from grpo_ray.tools.top.bottleneck import bottleneck
 from grpo_ray.watch.run_state import Ending, LiveStatus, RunState
-
-ALL = Bounds(max_points=1000, max_rollouts=1000, seed=0)
-
 
 # ---- one run's data ----
 
@@ -49,6 +42,8 @@ def test_data_of_a_run(tmp_path: Path, tiny_config: Config) -> None:
     assert data["config"]["algorithm.loss"] == "grpo_clip"
     assert data["config"]["model.tiny.tie_embeddings"] in ("true", "false")
     assert data["config"]["algorithm.cliprange"] == "null"
+    assert {"generator.engine", "sampling.max_tokens"} <= set(data["changed"]) <= data["config"].keys()
+    assert "algorithm.loss" not in data["changed"]
 
 
 def test_a_runs_settings_and_ending(tmp_path: Path, tiny_config: Config) -> None:
@@ -84,14 +79,6 @@ def test_problems_and_the_bottleneck_are_those_of_top(tmp_path: Path, tiny_confi
     assert data["errors"][1] == "3 of 8 responses of the validation at step 6 could not be graded"
     assert data["hints"][0].startswith("50% of the responses are cut off")
     assert data["hints"][1] == bottleneck(rows)
-
-
-def test_keys_that_are_not_the_defaults(tiny_config: Config) -> None:
-    config = changed(tiny_config, learner={"learning_rate": 3e-4, "warmup_steps": 0})
-    found = set(changed_keys(config))
-    assert "learner.learning_rate" in found
-    assert "learner.warmup_steps" not in found
-    assert found <= leaves(config.model_dump(mode="json")).keys()
 
 
 def test_a_configuration_of_another_release_leaves_only_the_settings_out(
@@ -162,18 +149,6 @@ def test_the_pages_policy_allows_its_own_script_and_style_only(tmp_path: Path, t
         assert f"{kind} 'sha256-{digest}'" in page
     assert "default-src 'none'" in page
     assert "unsafe" not in page.partition("</head>")[0].partition("<style>")[0]
-
-
-@pytest.mark.slow
-def test_a_long_runs_page_is_a_few_megabytes(
-    tmp_path: Path, tiny_config: Config, tiny_model: Callable[..., Path]
-) -> None:
-    text = "a response of many words " * 400
-    steps = [[group(step, [text] * 4, size=2000)] for step in range(30)]
-    run = make_run(tmp_path / "run", tiny_config, num_steps=20_000, steps=steps)
-    add_checkpoint(run, 30, tiny_model())
-    page = make_page([run_data(run, "run", Bounds(1000, 100, 0), "none")])
-    assert 500_000 < len(page.encode()) < 4_000_000
 
 
 def test_links_planted_in_a_runs_folder_are_not_followed(tmp_path: Path, tiny_config: Config) -> None:

@@ -1,26 +1,33 @@
 """The run's web page in a browser: it loads, its filters work, and it is readable on every screen."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from browser import CHROMIUM, DESKTOP, PHONE, Browser, browsing
+from browser import CHROMIUM, DESKTOP, PHONE, Browser, browser
 from builders import changed, make_completion, make_group, make_item
 from matplotlib.image import imread
-from report_runs import HOSTILE, add_checkpoint, group, make_run, metrics_of, ranks_of, write_lines
+from report_runs import (
+    HOSTILE,
+    NEAR_DEFAULT,
+    add_checkpoint,
+    group,
+    make_run,
+    metrics_of,
+    ranks_of,
+    write_lines,
+)
 
-from grpo_ray.config import Config
-from grpo_ray.config.model import TinyModelConfig
-from grpo_ray.config.task import SortingTaskConfig
 from grpo_ray.records.rollout_log import write_rollouts
 from grpo_ray.records.run_files import RunDirectory, step_name
-from grpo_ray.tools.report.page import make_page
 from grpo_ray.tools.report.run_data import Bounds, run_data
-from grpo_ray.tools.report.write_report import ReportOptions, report
+from grpo_ray.tools.report.write_report import ReportOptions, make_page, report
 from grpo_ray.watch.metrics_catalog import METRICS
+
+__all__ = ["browser"]
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,25 +37,13 @@ SCREENS = [(size, scheme) for size in (PHONE, DESKTOP) for scheme in ("light", "
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with browsing() as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def config() -> Config:
-    model = {"tiny": TinyModelConfig(), "dtype": "float32"}
-    return Config.model_validate({"model": model, "task": SortingTaskConfig(), "generator": {"num_gpus": 0}})
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory, config: Config, tiny_model: Callable[..., Path]) -> Path:
+def page(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Path:
     """Make a page of two runs: 6 steps with hostile texts, and 4 steps with another rate and no such texts."""
     folder = tmp_path_factory.mktemp("runs")
     steps = [[group(step), group(step, [*HOSTILE, "long"], group_id=100 + step)] for step in range(6)]
-    first = make_run(folder / "first", config, 6, steps)
+    first = make_run(folder / "first", NEAR_DEFAULT, 6, steps)
     add_checkpoint(first, 6, tiny_model())
-    second = make_run(folder / "second", changed(config, learner={"learning_rate": 3e-4}), 4)
+    second = make_run(folder / "second", changed(NEAR_DEFAULT, learner={"learning_rate": 3e-4}), 4)
     return report(ReportOptions((str(first.path), str(second.path))))
 
 
@@ -59,11 +54,18 @@ def opened(browser: Browser, page: Path) -> Browser:
     return browser
 
 
+def open_runs(browser: Browser, folder: Path, *runs: RunDirectory) -> None:
+    """Write the page of the runs, and open it without errors."""
+    data = [run_data(run, run.path.name, Bounds(3000, 400, 0), None) for run in runs]
+    (folder / "page.html").write_text(make_page(data), encoding="utf-8")
+    browser.look(DESKTOP)
+    browser.open(folder / "page.html")
+    assert browser.errors() == []
+
+
 def rows(browser: Browser, column: int) -> list[str]:
     """Return the texts of a column of the table of rollouts."""
-    cell = f".rollouts tbody tr:not(.detail) td:nth-child({column})"
-    texts: list[str] = browser.run(f"[...document.querySelectorAll({cell!r})].map(cell => cell.innerText)")
-    return texts
+    return browser.texts(f".rollouts tbody tr:not(.detail) td:nth-child({column})", kind="innerText")
 
 
 def field(label: str) -> str:
@@ -93,6 +95,8 @@ def shown(browser: Browser) -> str:
 def test_it_loads_without_errors_and_requests_nothing_else(opened: Browser, page: Path) -> None:
     assert opened.errors() == []
     assert opened.requests() == [page.as_uri()]
+    assert opened.run("document.getElementById('ranks')") is None  # there is one
+    assert "Ranks" not in opened.run("document.getElementById('nav').textContent")
 
 
 def test_hostile_texts_are_text(opened: Browser) -> None:
@@ -123,18 +127,12 @@ def test_no_script_but_the_pages_own_can_run(opened: Browser) -> None:
     assert any("Content Security Policy" in str(error) for error in opened.errors())
 
 
-def test_a_run_that_has_only_begun_and_one_of_a_single_step(
-    browser: Browser, tmp_path: Path, config: Config
-) -> None:
+def test_a_run_that_has_only_begun_and_one_of_a_single_step(browser: Browser, tmp_path: Path) -> None:
     begun = RunDirectory(tmp_path / "begun")
-    begun.create(config)
-    single = make_run(tmp_path / "single", config, num_steps=1)
+    begun.create(NEAR_DEFAULT)
+    single = make_run(tmp_path / "single", NEAR_DEFAULT, num_steps=1)
     for runs in ([begun], [single], [begun, single]):
-        data = [run_data(run, run.path.name, Bounds(100, 100, 0), None) for run in runs]
-        (tmp_path / "page.html").write_text(make_page(data), encoding="utf-8")
-        browser.look(PHONE)
-        browser.open(tmp_path / "page.html")
-        assert browser.errors() == []
+        open_runs(browser, tmp_path, *runs)
         colors = browser.run(f"[...{field('Colour tokens by')}.options].map(option => option.value)")
         assert colors == ["none"]  # no tokenizer, so no tokens
         assert browser.run("document.querySelector('#rollouts .legend').textContent") == ""
@@ -146,20 +144,15 @@ def test_a_run_that_has_only_begun_and_one_of_a_single_step(
 @pytest.mark.parametrize(
     ("filters", "number"),
     [  # 6 steps of 2 + 5 rollouts, and 4 of 2
-        ({}, 50),
         ({"Run": "0"}, 42),
-        ({"Run": "1"}, 8),
-        ({"Step": "6"}, 7),
         ({"Step": "3"}, 9),
         ({"Run": "1", "Step": "6"}, 0),
         ({"Reward from": "0.5"}, 16),
         ({"to": "0.5"}, 34),
-        ({"Reward from": "0", "to": "1"}, 50),
         ({"Outcome": "truncated"}, 6),
         ({"Outcome": "error"}, 0),
-        ({"Search": "WRONG"}, 10),
         ({"Search": "prompt 3"}, 4),
-        ({"Search": "wrong", "Step": "2", "Run": "1"}, 1),
+        ({"Search": "WRONG", "Step": "2", "Run": "1"}, 1),
     ],
 )
 def test_filters_of_rollouts(opened: Browser, filters: dict[str, str], number: int) -> None:
@@ -169,11 +162,9 @@ def test_filters_of_rollouts(opened: Browser, filters: dict[str, str], number: i
     assert len(rows(opened, 1)) == min(25, number)
 
 
-def test_the_shared_start_of_prompts_is_left_out_of_the_table(
-    browser: Browser, tmp_path: Path, config: Config
-) -> None:
+def test_the_shared_start_of_prompts_is_left_out_of_the_table(browser: Browser, tmp_path: Path) -> None:
     lead = "Think first, and then answer in tags, as in an example.\n"
-    run = make_run(tmp_path / "run", config, num_steps=2)
+    run = make_run(tmp_path / "run", NEAR_DEFAULT, num_steps=2)
     data = run_data(run, "run", Bounds(100, 100, 0), None)
     for row in data["rollouts"]:
         row["prompt"] = f"{lead}Sort {row['step']}{row['sample']}"
@@ -191,7 +182,7 @@ def sort_by(browser: Browser, text: str) -> None:
     browser.run(f"{buttons}.find(button => button.textContent === {text!r}).click()")
 
 
-def test_sorting_of_rollouts(opened: Browser) -> None:
+def test_sorting_and_pages_of_rollouts(opened: Browser) -> None:
     sort_by(opened, "Reward")
     rewards = [float(text) for text in rows(opened, 4)]
     assert rewards == sorted(rewards)
@@ -199,9 +190,6 @@ def test_sorting_of_rollouts(opened: Browser) -> None:
     assert float(rows(opened, 4)[0]) == 1
     sorted_by = "document.querySelector('th[aria-sort]').getAttribute('aria-sort')"
     assert opened.run(sorted_by) == "descending"
-
-
-def test_pages_of_rollouts(opened: Browser) -> None:
     pager = "document.querySelectorAll('.pager button')"
     assert opened.run(f"{pager}[0].disabled") is True
     first = rows(opened, 1)
@@ -230,7 +218,7 @@ def test_a_rollouts_tokens_are_coloured_by_their_log_ratio(opened: Browser, page
     assert opened.run(painted) == [""] * 3
     choose(opened, "Colour tokens by", "logprob")
     assert all("var(--more) 8%" in color for color in opened.run(painted))  # logprobs of -0.5, of 4 nats
-    assert opened.run("[...document.querySelectorAll('.tokens sup')].map(mark => mark.textContent)") == [
+    assert opened.texts(".tokens sup") == [
         "v4",
         "v5",
     ]
@@ -308,46 +296,42 @@ def test_stacked_bars_add_up_to_the_step(opened: Browser) -> None:
     )
 
 
-def test_stages_of_an_actor_have_colours_of_their_own(browser: Browser, tmp_path: Path, config: Config) -> None:
-    run = make_run(tmp_path / "run", config, num_steps=2)
+def test_stages_have_colours_of_their_own_and_the_largest_is_first(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", NEAR_DEFAULT, num_steps=2)
     stages = ["train", "sync", "pause", "load_weights", "write", "wait_for_batch", "snapshot"]
     times = {f"time/learner/{stage}_s": 1.0 for stage in stages} | {"time/scorer/wait_for_groups_s": 7.0}
     times |= {"time/weight_sync/wait_for_version_s": 3.0, "time/weight_sync/wait_for_learner_s": 4.0}
+    of_generator = {"generate": 9.0, "pause": 0.01, "wait_for_prompts": 20.0}
+    times |= {f"time/generator-0/{stage}_s": seconds for stage, seconds in of_generator.items()}
     write_lines(run.metrics_path, [metrics_of(step) | times for step in (1, 2)])
-    page = tmp_path / "page.html"
-    page.write_text(make_page([run_data(run, "run", Bounds(100, 100, 0), None)]), encoding="utf-8")
-    browser.look(DESKTOP)
-    browser.open(page)
+    open_runs(browser, tmp_path, run)
     bars = "[...document.querySelectorAll('.actor .shares')]"
     colors = browser.run(f"{bars}.map(bar => [...bar.children].map(part => part.style.backgroundColor))")
-    assert len(set(colors[0])) == len(stages)
-    waiting = colors[1]
-    assert waiting == ["var(--wait)"]
-    assert colors[0].count(waiting[0]) == 1
-    assert len(set(colors[2])) == 2  # two kinds of waiting, one of them paler
-    assert "var(--wait)" in colors[2][1]
+    generator, learner, (waiting,), weight_sync = colors
+    assert len(set(learner)) == len(stages)
+    assert waiting == "var(--wait)"
+    assert learner.count(waiting) == 1
+    assert len(set(weight_sync)) == 2  # two kinds of waiting, one of them paler
+    assert waiting in weight_sync[1]
     assert browser.run("document.querySelector('#time select').value") == "learner"
+    first = "document.querySelector('.actor')"
+    assert browser.texts(".legend > span", first) == ["wait for prompts 69%", "generate 31%"]
+    swatches = browser.run(f"[...{first}.querySelectorAll('.swatch')].map(swatch => swatch.style.cssText)")
+    assert swatches == [f"--color: {color};" for color in generator]
 
 
 # ---- ranks ----
 
 
-def page_of(folder: Path, *runs: RunDirectory) -> Path:
-    page = folder / "page.html"
-    data = [run_data(run, run.path.name, Bounds(100, 100, 0), None) for run in runs]
-    page.write_text(make_page(data), encoding="utf-8")
-    return page
-
-
 @pytest.mark.parametrize(("size", "scheme"), SCREENS)
 def test_ranks_have_curves_and_a_table(
-    browser: Browser, tmp_path: Path, config: Config, size: tuple[int, int], scheme: str
+    browser: Browser, tmp_path: Path, size: tuple[int, int], scheme: str
 ) -> None:
-    run = make_run(tmp_path / "ranks", config)
+    run = make_run(tmp_path / "ranks", NEAR_DEFAULT)
     write_lines(run.metrics_path, [ranks_of(step) for step in range(1, 7)])
+    open_runs(browser, tmp_path, run)
     browser.look(size, scheme)
-    browser.open(page_of(tmp_path, run))
-    assert browser.errors() == []
+    browser.settle()
     assert browser.run(f"{figure('Time in collectives')}.querySelectorAll('polyline').length") == 2
     slowest = figure("Slowest rank")
     assert browser.run(f"{slowest}.querySelectorAll('polyline').length") == 0
@@ -355,7 +339,7 @@ def test_ranks_have_curves_and_a_table(
     assert len(heights) == 6
     assert len(set(heights)) == 2
     assert heights[0::2] == heights[:1] * 3
-    ticks = browser.run(f"[...{slowest}.querySelectorAll('.tick')].map(tick => tick.textContent)")
+    ticks = browser.texts(".tick", slowest)
     assert ticks[:2] == ["0", "1"]  # no rank 0.5
     rows = browser.run(
         "[...document.querySelectorAll('#ranks tr')]"
@@ -370,23 +354,19 @@ def test_ranks_have_curves_and_a_table(
         ["learner-1", "0.255 s", "12.8%", "50%", "2.75 GiB", "11 GiB"],
     ]  # fmt: skip
     memory = figure("Memory of each rank's process")
-    ticks = browser.run(f"[...{memory}.querySelectorAll('.tick')].map(tick => tick.textContent)")
+    ticks = browser.texts(".tick", memory)
     assert ticks[:4] == ["0", "1", "2", "3"]  # GiB
     assert browser.run("document.documentElement.scrollWidth") == size[0]
     contrasts: dict[str, Any] = browser.run(CONTRASTS)
     assert {name: value for name, value in contrasts.items() if value < 4.5} == {}
 
 
-def test_a_run_with_ranks_is_compared_with_one_without(
-    browser: Browser, tmp_path: Path, config: Config
-) -> None:
-    one, two = (make_run(tmp_path / name, config) for name in ("one", "two"))
+def test_a_run_with_ranks_is_compared_with_one_without(browser: Browser, tmp_path: Path) -> None:
+    one, two = (make_run(tmp_path / name, NEAR_DEFAULT) for name in ("one", "two"))
     rows = [ranks_of(step) for step in range(1, 7)]
     on_a_cpu = [{name: value for name, value in row.items() if "device_peak" not in name} for row in rows]
     write_lines(two.metrics_path, on_a_cpu)
-    browser.look(DESKTOP)
-    browser.open(page_of(tmp_path, one, two))
-    assert browser.errors() == []
+    open_runs(browser, tmp_path, one, two)
     names = browser.run("[...document.querySelectorAll('#ranks h3')].map(heading => heading.firstChild.data)")
     assert names[-1] == "two"
     assert "Peak memory of each rank's GPU" not in names
@@ -396,19 +376,13 @@ def test_a_run_with_ranks_is_compared_with_one_without(
     assert browser.run(legend) == "two, learner-0two, learner-1"
 
 
-def test_one_rank_has_no_section_of_ranks(opened: Browser) -> None:
-    assert opened.run("document.getElementById('ranks')") is None
-    assert "Ranks" not in opened.run("document.getElementById('nav').textContent")
-
-
 def test_any_metric_can_be_drawn(opened: Browser) -> None:
     opened.run("(() => { const box = document.querySelector('#any-metric select'); "
                "box.value = 'policy/entropy'; box.dispatchEvent(new Event('change')) })()")  # fmt: skip
     opened.settle()
     unit, meaning = METRICS["policy/entropy"]
     assert opened.run("document.querySelector('#any-metric h3').textContent") == "policy/entropy"
-    titles = "[...document.querySelectorAll('#any-metric svg text')].map(text => text.textContent)"
-    assert opened.run(titles)[-2:] == ["step", unit]
+    assert opened.texts("#any-metric svg text")[-2:] == ["step", unit]
     assert opened.run("document.querySelectorAll('#any-metric polyline').length") == 2
     assert meaning in opened.run("document.querySelector('#any-metric .meaning').textContent")
 
@@ -424,8 +398,7 @@ def test_the_configurations_differences_come_first_then_changed_keys_then_the_re
     followed = [f"sampling.{key}" for key in ("max_tokens", "min_tokens", "stop")]  # from prompts and model
     assert changed_keys == ["generator.num_gpus", "model.dtype", *followed]
     assert len(others) > 100
-    cells = f"[...{tables}[0].querySelectorAll('td')].map(cell => cell.textContent)"
-    assert opened.run(cells) == ["1e-05", "0.0003"]
+    assert opened.texts("td", f"{tables}[0]") == ["1e-05", "0.0003"]
     is_whole = "table => table.scrollHeight === table.clientHeight"
     assert opened.run(f"{tables}.slice(0, 2).every({is_whole})")  # no changed key is hidden below the edge
     assert opened.run(f"{tables}[2].checkVisibility()") is False
@@ -439,31 +412,28 @@ def test_the_configurations_differences_come_first_then_changed_keys_then_the_re
 # ---- what a run is, and what went wrong ----
 
 
-def test_errors_stand_at_the_top_and_are_text(browser: Browser, tmp_path: Path, config: Config) -> None:
-    run = make_run(tmp_path / "run", config, num_steps=2)
-    num_answers = config.rollouts_per_step
+def test_errors_stand_at_the_top_and_are_text(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", NEAR_DEFAULT, num_steps=2)
+    num_answers = NEAR_DEFAULT.rollouts_per_step
     write_lines(run.metrics_path, [metrics_of(step) | {"reward/errors": num_answers} for step in (1, 2)])
     event = {"time": 1.0, "kind": "detected_reward_errors", "step": 1, "text": f"failed\n on {HOSTILE[0]}"}
     write_lines(run.events_path, [event])
-    browser.look(DESKTOP)
-    browser.open(page_of(tmp_path, run))
-    texts = browser.run("[...document.querySelectorAll('.notice.error')].map(text => text.textContent)")
+    open_runs(browser, tmp_path, run)
+    texts = browser.texts(".notice.error")
     assert texts[0].startswith(f"None of the {2 * num_answers:,} responses could be graded")
     assert texts[1] == event["text"]
     first = browser.run("document.querySelector('main article').firstElementChild.className")
     assert first == "notice error"
-    assert browser.errors() == []
 
 
-def test_the_same_prompts_are_shown_before_and_after(browser: Browser, tmp_path: Path, config: Config) -> None:
-    run = make_run(tmp_path / "run", config, num_steps=2)
+def test_the_same_prompts_are_shown_before_and_after(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", NEAR_DEFAULT, num_steps=2)
     for step in (0, 2):
         groups = [make_group(make_item(0), [make_completion([5], text=f"{HOSTILE[1]} at {step}")], [step / 2])]
         if step == 0:
             groups[0].errors[0] = "ValueError: no number"
         write_rollouts(run.evaluations / f"{step_name(step)}.parquet", step, groups)
-    browser.look(DESKTOP)
-    browser.open(page_of(tmp_path, run))
+    open_runs(browser, tmp_path, run)
     rows = "[...document.querySelectorAll('.samples tr')].map(row => [...row.children].map(c => c.innerText))"
     head, row = browser.run(rows)
     assert head == ["Prompt", "Ground truth", "Step 0", "Step 2"]
@@ -473,27 +443,6 @@ def test_the_same_prompts_are_shown_before_and_after(browser: Browser, tmp_path:
         [*HOSTILE[1].split(), "at", "2", "reward", "1"],
     ]
     assert browser.run("window.hacked") is None
-
-
-def test_bars_and_their_legends_have_the_largest_stage_first(
-    browser: Browser, tmp_path: Path, config: Config
-) -> None:
-    run = make_run(tmp_path / "run", config, num_steps=2)
-    times = {
-        "time/learner/train_s": 9.0,
-        "time/learner/snapshot_s": 0.01,
-        "time/learner/wait_for_batch_s": 20.0,
-    }
-    write_lines(run.metrics_path, [metrics_of(step) | times for step in (1, 2)])
-    browser.look(DESKTOP)
-    browser.open(page_of(tmp_path, run))
-    legend = "[...document.querySelectorAll('.actor .legend > span')].map(part => part.textContent)"
-    assert browser.run(legend) == ["wait for batch 69%", "train 31%"]
-    colors = browser.run(
-        "[...document.querySelector('.shares').children].map(part => part.style.backgroundColor)"
-    )
-    swatches = browser.run("[...document.querySelectorAll('.actor .swatch')].map(s => s.style.cssText)")
-    assert swatches == [f"--color: {color};" for color in colors]
 
 
 # ---- it is readable ----
@@ -527,8 +476,8 @@ CONTRASTS = """(() => {
 
 
 @pytest.mark.parametrize(("size", "scheme"), SCREENS)
-def test_every_text_has_enough_contrast(
-    browser: Browser, page: Path, size: tuple[int, int], scheme: str
+def test_every_text_has_enough_contrast_and_nothing_is_wider_than_the_window(
+    browser: Browser, page: Path, size: tuple[int, int], scheme: str, tmp_path: Path
 ) -> None:
     """All text meets WCAG 2.2, success criterion 1.4.3: a contrast of 4.5 to 1."""
     browser.look(size, scheme)
@@ -537,15 +486,6 @@ def test_every_text_has_enough_contrast(
     contrasts: dict[str, Any] = browser.run(CONTRASTS)
     assert len(contrasts) > 20
     assert {name: value for name, value in contrasts.items() if value < 4.5} == {}
-
-
-@pytest.mark.parametrize(("size", "scheme"), SCREENS)
-def test_nothing_is_wider_than_the_window(
-    browser: Browser, page: Path, size: tuple[int, int], scheme: str, tmp_path: Path
-) -> None:
-    browser.look(size, scheme)
-    browser.open(page)
-    open_first(browser, "prompt 105")
     assert browser.run("document.documentElement.scrollWidth") == size[0]
     box = "(plot => { const box = plot.getBoundingClientRect(); return [box.left, box.right] })"
     plots = browser.run(f"[...document.querySelectorAll('.plot svg')].map{box}")
@@ -568,14 +508,12 @@ def test_every_control_and_figure_has_a_name(opened: Browser) -> None:
     assert all(after - before <= 1 for before, after in pairwise(levels))
 
 
-def test_a_long_runs_page_is_quick(browser: Browser, tmp_path: Path, config: Config) -> None:
-    run = make_run(tmp_path / "long", config, num_steps=20_000, steps=[[group(0, ["text"] * 500)]])
-    page = tmp_path / "long.html"
-    page.write_text(make_page([run_data(run, "long", Bounds(3000, 400, 0), None)]), encoding="utf-8")
-    browser.look(DESKTOP)
-    browser.open(page)
-    assert browser.errors() == []
+def test_a_long_runs_page_is_quick_and_a_few_megabytes(browser: Browser, tmp_path: Path) -> None:
+    steps = [[group(0, ["a response of many words " * 400] * 500, size=2000)]]
+    run = make_run(tmp_path / "long", NEAR_DEFAULT, num_steps=20_000, steps=steps)
+    open_runs(browser, tmp_path, run)
     assert browser.run("performance.now()") < 10_000
+    assert 500_000 < (tmp_path / "page.html").stat().st_size < 5_000_000
     assert "each point is the mean of 7 steps" in browser.run("document.querySelector('.cards').textContent")
     assert "a random sample, 400 of 500 rollouts" in browser.run(
         "document.querySelector('#rollouts').textContent"

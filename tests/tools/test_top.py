@@ -18,6 +18,7 @@ import local_runs
 import psutil
 import pytest
 import yaml
+from local_runs import Recorder
 from rich.console import Console
 
 from grpo_ray.cluster.local import LocalActors
@@ -28,15 +29,17 @@ from grpo_ray.errors import RunError
 from grpo_ray.records.json_lines import read_last_lines
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.cli import main
-from grpo_ray.tools.top.bottleneck import bottleneck, time_shares
+from grpo_ray.tools.top.bottleneck import Problems, Shares, bottleneck, time_shares
 from grpo_ray.tools.top.frame import draw_frame, stage_shares
-from grpo_ray.tools.top.job import job_of
-from grpo_ray.tools.top.keys import keys
-from grpo_ray.tools.top.learner_figures import learner_figures
-from grpo_ray.tools.top.problems import Problems
-from grpo_ray.tools.top.rank_figures import rank_figures, rank_hint, ranks_line
+from grpo_ray.tools.top.learner_figures import (
+    RankFigures,
+    learner_figures,
+    rank_figures,
+    rank_hint,
+    ranks_line,
+)
 from grpo_ray.tools.top.run_view import RunView, is_alive, read_view, silence_of
-from grpo_ray.tools.top.watch_run import TopOptions, top
+from grpo_ray.tools.top.watch_run import TopOptions, job_of, keys, top
 from grpo_ray.watch import run_state
 from grpo_ray.watch.run_state import ActorState, Ending, LiveStatus, RunState, read_state, reported
 
@@ -95,13 +98,6 @@ def drawn(view: RunView, width: int = 80, job: str | None = None) -> str:
 # ---- state.json ----
 
 
-class Silent:
-    def status(self, text: str) -> None: ...
-    def step(self, step: int, metrics: dict[str, float]) -> None: ...
-    def evaluation(self, summary: Any) -> None: ...
-    def warning(self, text: str) -> None: ...
-
-
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_state, "EVERY_S", 0.01)
@@ -121,7 +117,7 @@ def written(run: RunDirectory, condition: Any) -> RunState:
 @pytest.mark.usefixtures("quick")
 def test_a_run_writes_its_phase_and_its_ending(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    with reported(run, 8, Silent()) as reporter:
+    with reported(run, 8, Recorder()) as reporter:
         assert written(run, lambda s: s.phase == "starting").ending is None
         reporter.status("starting the actors")
         reporter.warning("generator-0: died")
@@ -156,7 +152,7 @@ def test_a_run_writes_its_phase_and_its_ending(tmp_path: Path) -> None:
 )
 def test_last_words(error: BaseException, ending: Ending, tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    with pytest.raises(type(error)), reported(run, 8, Silent()):
+    with pytest.raises(type(error)), reported(run, 8, Recorder()):
         raise error
     state = read_state(run)
     assert state is not None
@@ -165,14 +161,7 @@ def test_last_words(error: BaseException, ending: Ending, tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("quick")
 def test_a_full_disk_is_reported_once_and_ends_nothing(tmp_path: Path) -> None:
-    class Shown(Silent):
-        def __init__(self) -> None:
-            self.warnings: list[str] = []
-
-        def warning(self, text: str) -> None:
-            self.warnings.append(text)
-
-    run, shown = RunDirectory(tmp_path / "missing"), Shown()
+    run, shown = RunDirectory(tmp_path / "missing"), Recorder()
     with reported(run, 8, shown):
         deadline = time.monotonic() + 600
         while not shown.warnings and time.monotonic() < deadline:
@@ -194,7 +183,7 @@ def test_a_disk_that_hangs_blocks_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(run_state, "LAST_WRITE_S", 0.05)
     monkeypatch.setattr(run_state, "replacing", replacing)
     began = time.monotonic()
-    with reported(RunDirectory(tmp_path), 8, Silent()):
+    with reported(RunDirectory(tmp_path), 8, Recorder()):
         pass
     assert time.monotonic() - began < 60
     hangs.set()
@@ -202,12 +191,12 @@ def test_a_disk_that_hangs_blocks_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("model_cache", "any_reward", "quick")
-def test_a_real_run_is_followed(tmp_path: Path) -> None:
+def test_a_real_run_is_followed_and_its_last_step_drawn(tmp_path: Path) -> None:
     config = local_runs.make_config("algorithm.num_steps=6", "weight_sync.max_lag=1")
     run, glances = RunDirectory(tmp_path / "run"), []
 
     async def watch(actors: LocalActors, controller: Controller) -> None:
-        with reported(run, 6, Silent()) as reporter:
+        with reported(run, 6, Recorder()) as reporter:
             reporter.follow(controller.live_status)
             while controller.live_status().step < 6:
                 glances.append(reporter.state().now)
@@ -229,6 +218,10 @@ def test_a_real_run_is_followed(tmp_path: Path) -> None:
     assert {"samples", "trains", "waits", "publishes"} <= done
     buffers = [a for live_status in glances for a in live_status.actors if a.name == "buffer" and a.doing]
     assert all(actor.is_waiting for actor in buffers if actor.doing != "starts")
+    text = drawn(read_view(run), 160)  # its columns are of metrics that real runs write: each has a value
+    (row,) = [line.split() for line in text.splitlines() if line.strip().startswith("6 ")]
+    assert len(row) == 15
+    assert row[1] == f"{read_metrics(run.metrics_path)[-1]['reward/mean']:.3f}"
 
 
 # ---- reading ----
@@ -289,63 +282,73 @@ def test_a_folder_without_a_run_or_with_damage_is_refused(tmp_path: Path) -> Non
 # ---- the bottleneck ----
 
 
-def test_the_learner_waits_for_busy_generators() -> None:
-    assert bottleneck([step(n) for n in (2, 3)]) == (
-        "Learner waits 62% of the time: add Generators (generator.num_generators; one more saves at most 48% "
-        "of a step), or let each sample more in parallel."
-    )
+def shares_of(rows: list[dict[str, Any]]) -> Shares:
+    shares = time_shares(rows)
+    assert shares is not None
+    return shares
 
 
-def test_the_learner_waits_for_the_last_groups() -> None:
-    sentence = bottleneck([step(2, samples=0.8)])
-    assert sentence.startswith("Learner waits 62% of the time, and Generators sample only 40% of it")
-    assert "buffer.lookahead" in sentence
+def figures_of(rows: list[dict[str, Any]]) -> RankFigures:
+    figures = rank_figures(rows)
+    assert figures is not None
+    return figures
 
 
-def test_the_learner_waits_for_the_scorer() -> None:
-    assert bottleneck([step(2, scores=1.9)]) == (
-        "Learner waits 62% of the time and the Scorer grades 95% of it: add scorer.num_workers."
-    )
+SYNCS = {f"timing__weight_sync__{phase}_s": 0.5 for phase in ("stage", "load")}
+WAITS = "Learner waits 62% of the time"
+LOOKS_UP = {"time/teacher-0/look_up_s": 1.8, "time/teacher-0/wait_for_groups_s": 0.2}
 
 
-def test_the_learner_waits_for_teachers() -> None:
-    looks_up = {"time/teacher-0/look_up_s": 1.8, "time/teacher-0/wait_for_groups_s": 0.2}
-    assert bottleneck([step(2, samples=1.0) | looks_up]) == (
-        "Learner waits 62% of the time and Teachers work 90% of it: add distillation.num_teachers."
-    )
-
-
-def test_sampling_and_training_take_turns() -> None:
-    sentence = bottleneck([step(2, samples=1.2, lag__max=0.0)])
-    assert sentence == (
-        "Learner waits 62% of the time and trains 35% of it: sampling and training take turns; "
-        "let them overlap with weight_sync.max_lag: 1 (and generator.colocated: false)."
-    )
-
-
-def test_the_learner_is_the_bottleneck() -> None:
-    sentence = bottleneck([step(2, waits=0.1, trains=1.8, samples=1.0)])
-    assert sentence.startswith(
-        "Learner trains 90% of the time and Generators sample 50%: the Learner is the bottleneck"
-    )
-    both = bottleneck([step(2, waits=0.1, trains=1.8, samples=1.9)])
-    assert both == "Both are busy: the Learner 90% of the time, the Generators 95%."
-
-
-def test_validation_syncs_and_checkpoints() -> None:
-    # 2 + 2 seconds of steps; 1.8 of validation are 45%
-    driver = {"time__driver__evaluate_s": 1.8, "time__driver__train_s": 0.2}
-    validated = [step(2, time__driver__train_s=2.0), step(3, **driver)]
-    assert bottleneck(validated).startswith("Validation takes 45% of the time")
-    sync = {f"timing__weight_sync__{phase}_s": 0.5 for phase in ("stage", "load")}
-    assert "Weight syncs take 50% of the time: try a faster" in bottleneck([step(2, **sync)])
-    join = {"timing__weight_sync__join_s": 1.9}  # time of waiting for groups that are being sampled
-    assert "add Generators" in bottleneck([step(2, **join)])
-    assert "Weight syncs take 50% of the time: overlap them with training" in bottleneck(
-        [step(2, **sync, lag__max=0.0)]
-    )
-    capture = bottleneck([step(2, timing__checkpoint__capture_s=0.8)])
-    assert capture.startswith("Copying the state for checkpoints takes 40% of the time")
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ([], "No step has been timed yet."),
+        ([{"step": 1, "timing/step_s": None}], "No step has been timed yet."),
+        ([step(2, waits=0.2)], "No clear bottleneck"),
+        (
+            [step(n) for n in (2, 3)],
+            f"{WAITS}: add Generators (generator.num_generators; one more saves at most 48% of a step), or let "
+            "each sample more in parallel.",
+        ),
+        (
+            [step(2, samples=0.8)],
+            f"{WAITS}, and Generators sample only 40% of it: batches wait for their last groups; try "
+            "buffer.lookahead",
+        ),
+        ([step(2, scores=1.9)], f"{WAITS} and the Scorer grades 95% of it: add scorer.num_workers."),
+        (
+            [step(2, samples=1.0) | LOOKS_UP],
+            f"{WAITS} and Teachers work 90% of it: add distillation.num_teachers.",
+        ),
+        (
+            [step(2, samples=1.2, lag__max=0.0)],
+            f"{WAITS} and trains 35% of it: sampling and training take turns; let them overlap with "
+            "weight_sync.max_lag: 1 (and generator.colocated: false).",
+        ),
+        (
+            [step(2, waits=0.1, trains=1.8, samples=1.0)],
+            "Learner trains 90% of the time and Generators sample 50%: the Learner is the bottleneck",
+        ),
+        (
+            [step(2, waits=0.1, trains=1.8)],
+            "Both are busy: the Learner 90% of the time, the Generators 95%.",
+        ),
+        (  # 2 + 2 seconds of steps; 1.8 of validation are 45%
+            [step(2, time__driver__train_s=2.0),
+             step(3, time__driver__evaluate_s=1.8, time__driver__train_s=0.2)],
+            "Validation takes 45% of the time",
+        ),
+        ([step(2, **SYNCS)], "Weight syncs take 50% of the time: try a faster"),
+        ([step(2, **SYNCS, lag__max=0.0)], "Weight syncs take 50% of the time: overlap them with training"),
+        # time of waiting for groups that are being sampled
+        ([step(2, timing__weight_sync__join_s=1.9)], f"{WAITS}: add Generators"),
+        ([step(2, timing__checkpoint__capture_s=0.8)], "Copying the state for checkpoints takes 40%"),
+        # work in parallel with a Learner that trains all the time
+        ([step(2, waits=0.0, trains=1.9, samples=1.0, timing__weight_sync__stage_s=0.6)], "Learner trains 95%"),
+    ],
+)  # fmt: skip
+def test_the_bottleneck(rows: list[dict[str, Any]], sentence: str) -> None:
+    assert bottleneck(rows).startswith(sentence)
 
 
 def test_a_validation_counts_in_the_step_during_which_it_ran() -> None:
@@ -354,33 +357,20 @@ def test_a_validation_counts_in_the_step_during_which_it_ran() -> None:
         step(1, time__driver__train_s=2.0, timing__evaluate_s=2.5),
         step(2, time__driver__evaluate_s=1.5, time__driver__train_s=0.5, timing__evaluate_s=7.0),
     ]
-    shares = time_shares(rows)
-    assert shares is not None
+    shares = shares_of(rows)
     assert shares.evaluates == pytest.approx(1.5 / 4)
     assert bottleneck(rows).startswith("Validation takes 38% of the time")
 
 
-def test_work_in_parallel_with_a_learner_that_trains_all_the_time_is_not_the_bottleneck() -> None:
-    row = step(2, waits=0.0, trains=1.9, samples=1.0, timing__weight_sync__stage_s=0.6)
-    assert "the Learner is the bottleneck" in bottleneck([row])
-
-
 def test_shares_are_of_the_time_of_all_steps_and_of_all_actors_of_a_kind() -> None:
     long = {
-        "timing__step_s": 3.0,
-        "time__driver__evaluate_s": 1.0,
-        "time__driver__train_s": 4.0,
-        "time__learner__wait_for_batch_s": 0.5,
-        "time__learner__train_s": 1.0,
-        "time__learner__optimizer_s": 1.5,
-        "time__learner__snapshot_s": 0.0,
-        "time__generator-0__generate_s": 3.0,
-        "time__generator-0__wait_for_prompts_s": 0.0,
-        "time__generator-1__generate_s": 0.0,
-        "time__generator-1__wait_for_prompts_s": 3.0,
-    }
-    shares = time_shares([step(2, **long), step(3, waits=1.5, trains=0.5, samples=1.0)])
-    assert shares is not None
+        "timing__step_s": 3.0, "time__driver__evaluate_s": 1.0, "time__driver__train_s": 4.0,
+        "time__learner__wait_for_batch_s": 0.5, "time__learner__train_s": 1.0,
+        "time__learner__optimizer_s": 1.5, "time__learner__snapshot_s": 0.0,
+        "time__generator-0__generate_s": 3.0, "time__generator-0__wait_for_prompts_s": 0.0,
+        "time__generator-1__generate_s": 0.0, "time__generator-1__wait_for_prompts_s": 3.0,
+    }  # fmt: skip
+    shares = shares_of([step(2, **long), step(3, waits=1.5, trains=0.5, samples=1.0)])
     assert shares.learner_waits == pytest.approx((0.5 + 1.5) / 5)
     assert shares.learner_trains == pytest.approx((2.5 + 0.5) / 5)
     assert shares.generators_sample == pytest.approx((3.0 + 0.0 + 1.0) / 8)
@@ -389,8 +379,7 @@ def test_shares_are_of_the_time_of_all_steps_and_of_all_actors_of_a_kind() -> No
 
 def test_a_learner_of_several_ranks_is_their_mean() -> None:
     rows = [rank_step(2, waits=(0.5, 0.1)), rank_step(3, waits=(0.7, 0.3))]
-    shares = time_shares(rows)
-    assert shares is not None
+    shares = shares_of(rows)
     assert shares.learner_waits == pytest.approx((0.5 + 0.1 + 0.7 + 0.3) / 8)
     assert shares.learner_trains == pytest.approx(1 - shares.learner_waits)
     assert bottleneck([rank_step(2, waits=(0.3, 0.1), samples=1.0)]).startswith(
@@ -421,8 +410,7 @@ def test_ranks_by_hand() -> None:
         rank_step(3, (0.2,) * 3, collectives=(0.1, 0.3, 0.7), slowest=0, imbalance=1.3),
         rank_step(4, (0.2,) * 3, collectives=(0.6, 0.2, 0.2), slowest=1, imbalance=1.2),
     ]
-    figures = rank_figures(rows)
-    assert figures is not None
+    figures = figures_of(rows)
     assert figures.collectives == pytest.approx({"learner-0": 0.2, "learner-1": 0.1, "learner-2": 0.2})
     assert ranks_line(figures) == (
         "Ranks: slowest learner-1 (2 of 3 steps), with 10% of the time in collectives, the others 20%; "
@@ -444,8 +432,7 @@ def test_only_steps_with_the_newest_steps_ranks_count() -> None:
 )
 def test_lines_without_a_slowest_rank_or_a_time_are_left_out(changes: dict[str, Any]) -> None:
     assert rank_figures([rank_step(2) | changes]) is None
-    figures = rank_figures([rank_step(2), rank_step(3) | changes])
-    assert figures is not None
+    figures = figures_of([rank_step(2), rank_step(3) | changes])
     assert figures.num_steps == 1
 
 
@@ -459,20 +446,16 @@ def test_one_rank_has_no_figures_of_ranks(tmp_path: Path) -> None:
 
 def test_the_cause_of_waits_in_collectives() -> None:
     def hint(**changes: Any) -> str | None:
-        figures = rank_figures([rank_step(number, **changes) for number in (2, 3, 4)])
-        assert figures is not None
-        return rank_hint(figures)
+        return rank_hint(figures_of([rank_step(number, **changes) for number in (2, 3, 4)]))
 
     assert hint() is None
+    spent = "40% of the time of most ranks is in collectives"
     uneven = hint(collectives=(0.8, 0.1), imbalance=1.5)
-    assert uneven is not None
-    assert uneven.startswith("40% of the time of most ranks is in collectives, because batches cannot be dealt")
+    assert f"{spent}, because batches cannot be dealt" in str(uneven)
     late = hint(collectives=(0.8, 0.1))
-    assert late is not None
-    assert late.endswith("waiting for learner-1, which has no more work: its device or node is slower")
+    assert late == f"{spent}, waiting for learner-1, which has no more work: its device or node is slower"
     slow = hint(collectives=(0.8, 0.7))  # all ranks spend the time there, so nothing waits: it is the transfer
-    assert slow is not None
-    assert "raise learner.micro_batch_tokens" in slow
+    assert "raise learner.micro_batch_tokens" in str(slow)
 
 
 def test_a_frame_shows_each_rank_and_the_slowest(tmp_path: Path) -> None:
@@ -495,20 +478,12 @@ def test_a_frame_shows_each_rank_and_the_slowest(tmp_path: Path) -> None:
         assert "Ranks: slowest learner-1 (3 of 3 steps)" in words
 
 
-def test_without_times_there_is_no_bottleneck() -> None:
-    assert bottleneck([]) == "No step has been timed yet."
-    assert bottleneck([{"step": 1, "timing/step_s": None}]) == "No step has been timed yet."
-    assert bottleneck([step(2, waits=0.2)]).startswith("No clear bottleneck")
-
-
 def test_one_more_generator_saves_its_part_of_the_sampling_but_no_more_than_the_learner_waits() -> None:
     two = {"time__generator-1__generate_s": 1.9, "time__generator-1__wait_for_prompts_s": 0.1}
-    shares = time_shares([step(2, **two)])
-    assert shares is not None
+    shares = shares_of([step(2, **two)])
     assert shares.num_generators == 2
     assert shares.saved_by_a_generator == pytest.approx(0.95 / 3)  # three sample in 2/3 of the time of two
-    waits_less = time_shares([step(2, waits=0.5)])  # a step takes the other 1.5 of its 2 s anyway
-    assert waits_less is not None
+    waits_less = shares_of([step(2, waits=0.5)])  # a step takes the other 1.5 of its 2 s anyway
     assert waits_less.saved_by_a_generator == 0.25
 
 
@@ -518,19 +493,9 @@ TWO_BY_FOUR = {"algorithm": {"prompts_per_step": 2, "samples_per_prompt": 4}}
 def test_problems_are_counted_over_all_steps() -> None:
     nothing = Problems({}, [step(2, rollout__truncated_frac=0.1, lag__rejected=0.0)])
     assert (nothing.errors(), nothing.cut_off()) == ([], [])
-    found = Problems(
-        TWO_BY_FOUR,
-        [
-            step(
-                1,
-                rollout__truncated_frac=0.5,
-                lag__rejected=2.0,
-                reward__errors=3.0,
-                optim__skipped_updates=1.0,
-            ),
-            step(2, rollout__truncated_frac=0.3, reward__errors=1.0, reward__ungradable=5.0),
-        ],
-    )
+    first = {"rollout__truncated_frac": 0.5, "lag__rejected": 2.0, "optim__skipped_updates": 1.0}
+    second = {"rollout__truncated_frac": 0.3, "reward__ungradable": 5.0}
+    found = Problems(TWO_BY_FOUR, [step(1, reward__errors=3.0, **first), step(2, reward__errors=1.0, **second)])
     assert [re.split("[,:]", text)[0] for text in found.errors()] == [
         "4 of 16 responses could not be graded",
         "5 responses were too much to grade",
@@ -573,7 +538,7 @@ def test_every_remedy_is_in_the_tuning_guide_and_in_the_configuration() -> None:
     known = set(leaves(load_config("configs/quickstart.yaml").model_dump()))
     guide = Path("docs/tuning.md").read_text()
     source = Path("grpo_ray/tools/top/bottleneck.py").read_text().partition("def _from_outside")[2]
-    source += Path("grpo_ray/tools/top/rank_figures.py").read_text().partition("def rank_hint")[2]
+    source += Path("grpo_ray/tools/top/learner_figures.py").read_text().partition("def rank_hint")[2]
     named = {word for word in re.findall(r"\b[a-z_]+\.[a-z_]+\b", source) if word in known}
     assert len(named) >= 13
     assert [name for name in sorted(named) if name not in guide] == []
@@ -781,7 +746,7 @@ def test_a_job_that_resumes_a_run_is_watched_despite_its_earlier_ending(
     assert statuses == ["SUCCEEDED"]
 
 
-@pytest.mark.parametrize("part", ["_read", "_find", "draw_frame"])
+@pytest.mark.parametrize("part", ["_read", "find_job", "draw_frame"])
 def test_ctrl_c_ends_only_the_watching(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -790,7 +755,7 @@ def test_ctrl_c_ends_only_the_watching(
 
     run = make_run(tmp_path / "run", make_state(), [step(1)])
     monkeypatch.setattr(f"grpo_ray.tools.top.watch_run.{part}", interrupted)
-    assert main(["top", "raysubmit_1" if part == "_find" else str(run.path)]) == 0
+    assert main(["top", "raysubmit_1" if part == "find_job" else str(run.path)]) == 0
     assert "have been ended" not in capsys.readouterr().err
 
 
@@ -804,15 +769,3 @@ def test_ctrl_c_leaves_the_last_frame_on_the_terminal(tmp_path: Path, monkeypatc
     top(TopOptions(str(run.path), None, False, 0.01), console)
     _, _, after = console.file.getvalue().rpartition("\x1b[?1049l")  # type: ignore[attr-defined]
     assert "Learner waits 62% of the time" in after
-
-
-@pytest.mark.slow
-def test_the_last_step_of_a_real_run_is_in_the_frame(tmp_path: Path) -> None:
-    """The columns use metrics that real runs write: each has a value, except validation's."""
-    run = RunDirectory(tmp_path / "run")
-    local_runs.train(local_runs.make_config("algorithm.num_steps=2"), run.path)
-    rows = read_metrics(run.metrics_path)
-    text = drawn(read_view(run), 160)
-    (last,) = [line.split() for line in text.splitlines() if line.strip().startswith("2 ")]
-    assert len(last) == 15
-    assert last[1] == f"{rows[-1]['reward/mean']:.3f}"

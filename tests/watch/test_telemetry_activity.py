@@ -10,7 +10,7 @@ from local_runs import make_config, train
 
 from grpo_ray.errors import ActorDied
 from grpo_ray.records.run_files import RunDirectory, read_metrics
-from grpo_ray.tools.report.stage_times import stage_times
+from grpo_ray.tools.report.series import stage_times
 from grpo_ray.watch.activity import Activity, Window
 from grpo_ray.watch.metrics_catalog import check_names
 from grpo_ray.watch.stage_clock import ActorStats, StageClock, StageTimes

@@ -20,7 +20,7 @@ from run_process import until
 from grpo_ray.cluster import session
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config.loading import ConfigError
-from grpo_ray.config.tracking import TrackerName
+from grpo_ray.config.run import TrackerName
 from grpo_ray.core.controller import Controller
 from grpo_ray.errors import RunError
 from grpo_ray.records.rollout_log import read_rollouts, write_rollouts

@@ -20,11 +20,6 @@ Row = dict[str, Any]
 WITH_REWARD = (Status.FINISHED, Status.TRUNCATED_TURNS, Status.TRUNCATED_TOKENS)
 
 
-def is_episode(row: Row) -> bool:
-    """Return True if the row is an episode; files without any lack the column."""
-    return row.get("status") is not None
-
-
 def audit_episode(row: Row, may_be_masked: bool = False) -> Iterator[str]:
     """Yield the problems of one row.
 
@@ -53,7 +48,7 @@ def _expanded(spans: Sequence[Row], name: str) -> np.ndarray | None:
 
 def _audit_mask(row: Row, versions: np.ndarray, turns: np.ndarray, may_be_masked: bool) -> Iterator[str]:
     """Check that a token either was sampled, with a turn, a version and a logprob, or has none of them."""
-    logprobs = np.array([math.nan if value is None else value for value in row["logprobs"]], np.float64)
+    logprobs = np.array(row["logprobs"], np.float64)  # nan for None
     is_sampled = turns != CONTEXT
     is_masked = is_sampled & (versions == CONTEXT) & may_be_masked
     for place in np.flatnonzero(is_masked & (logprobs != 0.0))[:1]:

@@ -46,9 +46,7 @@ def audit_epochs(
         # Without the task's data the sizes of a mixture's parts are unknown.
         size = len(expected) if expected is not None else 0 if name else checkpoint.num_examples or 0
         num_epochs = max(part.done, default=-1) // size + 1 if size else 0
-        if (
-            parts_of(config.task)[name].curriculum is not None
-        ):  # a curriculum skips no prompt before it has been seen
+        if parts_of(config.task)[name].curriculum is not None:  # it skips no prompt before it has been seen
             problems += [f"{label}{text}" for text in _audit_prompts(part, expected or ())]
             num_epochs = min(num_epochs, 1)
         problems += [f"{label}{text}" for text in _audit_part(part, expected, size, num_epochs)]

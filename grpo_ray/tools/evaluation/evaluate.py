@@ -16,15 +16,11 @@ from grpo_ray.run.signals import Interrupted, signals_answered, sigterm_interrup
 from grpo_ray.tasks import load_validation
 from grpo_ray.tasks.examples import ExampleSets
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
-from grpo_ray.tools.evaluation.command import EvaluationOptions
-from grpo_ray.tools.evaluation.console import EvaluationConsole
-from grpo_ray.tools.evaluation.curve import plot_curve, write_curve
-from grpo_ray.tools.evaluation.evaluation_folder import read_summary
 from grpo_ray.tools.evaluation.evaluation_plan import EvaluationPlan, plan_evaluation
-from grpo_ray.tools.evaluation.evaluator import PuttingActors
-from grpo_ray.tools.evaluation.readable import summary_table
-from grpo_ray.tools.evaluation.sampling import sample
+from grpo_ray.tools.evaluation.results import plot_curve, read_summary, summary_table, write_curve
+from grpo_ray.tools.evaluation.sampling import EvaluationConsole, PuttingActors, sample
 from grpo_ray.tools.evaluation.subject import Weights
+from grpo_ray.tools.look import EvaluationOptions
 from grpo_ray.types import StartingModel
 
 

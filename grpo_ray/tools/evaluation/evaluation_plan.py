@@ -16,10 +16,8 @@ from grpo_ray.errors import RunError, shown_plainly
 from grpo_ray.records.resumable_folder import ResumableFolder
 from grpo_ray.records.run_files import step_name
 from grpo_ray.run.machine import on_this_machine
-from grpo_ray.tools.evaluation.command import EvaluationOptions
-from grpo_ray.tools.evaluation.evaluation_folder import evaluation_folder
-from grpo_ray.tools.evaluation.subject import Subject, Weights, find_subject
-from grpo_ray.tools.evaluation.task_choice import choose_task
+from grpo_ray.tools.evaluation.subject import Subject, Weights, choose_task, find_subject
+from grpo_ray.tools.look import EvaluationOptions
 from grpo_ray.tools.trust import IGNORED, code_in, is_ignored
 from grpo_ray.types import PromptItem
 
@@ -79,7 +77,7 @@ def plan_evaluation(options: EvaluationOptions) -> EvaluationPlan:
     """
     subject = _with_trust(find_subject(options.target, options.checkpoint), options)
     with shown_plainly():
-        data = choose_task(subject.data, options.choice)
+        data = choose_task(subject.data, options)
     overrides = list(options.overrides)
     if options.max_tokens is not None:
         overrides.append(f"sampling.max_tokens={options.max_tokens}")
@@ -96,9 +94,7 @@ def plan_evaluation(options: EvaluationOptions) -> EvaluationPlan:
         import_from(Path(options.target) / "given")  # of a run that Python began
     if not (subject.is_own or options.run_reward_code):
         _refuse_code(code_in(config), options)
-        if any(
-            weights.folder is None for weights in subject.weights
-        ):  # a tiny model's are built, by its own task
+        if any(weights.folder is None for weights in subject.weights):  # a tiny model is built by its own task
             _refuse_code([named for named in code_in(model_config) if named[0] == "task.warmup"], options)
     sampling = config.sampling
     temperature = sampling.temperature if options.temperature is None else options.temperature
@@ -114,8 +110,8 @@ def plan_evaluation(options: EvaluationOptions) -> EvaluationPlan:
         num_samples,
         temperature,
         sampling.top_p if options.top_p is None else options.top_p,
-        options.choice.limit,
-        evaluation_folder(Path(folder)),
+        options.limit,
+        ResumableFolder(Path(folder), "evaluation.json", "evaluation", "give another --output"),
         options.command if options.output else f"{options.command} --output {shlex.quote(folder)}",
         options.local,
     )
@@ -133,7 +129,7 @@ def _with_trust(subject: Subject, options: EvaluationOptions) -> Subject:
 
 def _refuse_code(code: Iterable[tuple[str, str]], options: EvaluationOptions) -> None:
     """Refuse to import code that the run's configuration names and the command line does not."""
-    typed = [options.choice.reward or "", *options.overrides]
+    typed = [options.reward or "", *options.overrides]
     for field, name in code:
         if not any(name in text for text in typed):
             raise RunError(
@@ -146,7 +142,7 @@ def _of_model(subject: Subject, options: EvaluationOptions) -> list[str]:
     """Return the overrides for building a tiny model; none for a run, because its model is fixed."""
     if subject.is_run:
         return []
-    is_replaced = options.choice.task is not None
+    is_replaced = options.task is not None
     return [o for o in options.overrides if not (is_replaced and o.startswith("task."))]
 
 

@@ -1,23 +1,179 @@
-"""Sampling: every policy's responses to a plan's prompts, written to their folders."""
+"""Sampling and grading of a task's prompts with every Generator, for one policy after another, into files."""
 
+import asyncio
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
 
 from grpo_ray.config import Config
-from grpo_ray.core.context import PreparedServing
-from grpo_ray.core.pool import training_settings
-from grpo_ray.errors import RunError
+from grpo_ray.core.clients import ServingActors
+from grpo_ray.core.context import PreparedServing, ServingContext
+from grpo_ray.core.pool import GeneratorPool, training_settings
+from grpo_ray.core.stalls import StallWatch
+from grpo_ray.core.sync import WeightSync
+from grpo_ray.engines.base import EngineDied
+from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled, first_error
+from grpo_ray.learning.adapters import served_weights
+from grpo_ray.learning.hub_format import in_hub_format
+from grpo_ray.learning.loading import load_policy
+from grpo_ray.records.adapter_files import is_adapter
+from grpo_ray.records.evaluation_summary import Category
 from grpo_ray.records.run_files import RunDirectory
-from grpo_ray.tools.evaluation.console import EvaluationConsole
-from grpo_ray.tools.evaluation.evaluation_folder import write_results
 from grpo_ray.tools.evaluation.evaluation_plan import EvaluationPlan
-from grpo_ray.tools.evaluation.evaluator import Evaluator, PuttingActors
-from grpo_ray.tools.evaluation.responses import ResponseFiles
+from grpo_ray.tools.evaluation.responses import ResponseFiles, response_rows
+from grpo_ray.tools.evaluation.results import write_results
 from grpo_ray.tools.evaluation.subject import Weights
-from grpo_ray.types import ScoredGroup
+from grpo_ray.tools.export.merge import base_folder, merged_policy
+from grpo_ray.transfer.messages import Snapshot, WeightSnapshot
+from grpo_ray.transfer.snapshot import pack_weights
+from grpo_ray.types import PromptItem, Ref, SamplingSettings, ScoredGroup
+from grpo_ray.watch.console import RunConsole
+from grpo_ray.watch.open_calls import OpenCalls
+from grpo_ray.watch.restarts import RestartBudget
 from grpo_ray.watch.run_log import RunLog
+
+T = TypeVar("T")
+SURPLUS = 1.25  # requests per running sequence of an engine, so that it never waits for the next
+
+
+class EvaluationConsole(RunConsole):
+    """The console of `grpo-ray evaluate`."""
+
+    def __init__(self) -> None:
+        super().__init__(num_steps=0)
+        self._num_done = self._num_correct = self._num_responses = self._total = 0
+
+    def begin(self, text: str, total: int, num_done: int) -> None:
+        """Start a bar of `total` prompts, of which `num_done` are done already."""
+        self._total, self._num_done = total, num_done
+        self._num_correct = self._num_responses = 0
+        self._progress.update(self._bar, description=text, total=total, completed=num_done, details="")
+        if not self.console.is_terminal:
+            self.print(f"{text}: {num_done} of {total} prompts are done")
+
+    def advance(self, group: ScoredGroup) -> None:
+        """Count one more prompt as done."""
+        categories = [row["category"] for row in response_rows(group)]
+        self._num_done += 1
+        self._num_correct += categories.count(Category.CORRECT)
+        self._num_responses += len(categories)
+        accuracy = f"accuracy {self._num_correct / self._num_responses:.3f}"
+        if self.console.is_terminal:
+            self._progress.update(self._bar, completed=self._num_done, details=accuracy)
+        elif self._num_done % max(1, self._total // 10) == 0 or self._num_done == self._total:
+            self.print(f"{self._num_done:>6}/{self._total} prompts  {accuracy} so far")
+
+
+class PuttingActors(ServingActors, Protocol):
+    """Serving actors that share an object store with this process."""
+
+    def put(self, data: T) -> Ref[T]:
+        """Return a reference to `data`, which several actors can be given without a copy for each."""
+
+
+class Evaluator:
+    """A run's path from prompts to scored groups, including deaths and restarts, without a Learner.
+
+    Another policy's weights reach the Generators as a trained version would: by a weight sync, which a
+    WeightSync in this process conducts.
+    """
+
+    def __init__(self, config: Config, settings: SamplingSettings, actors: PuttingActors, log: RunLog) -> None:
+        self._config, self._actors, self._log = config, actors, log
+        recovery = config.recovery
+        self._calls = OpenCalls()
+        budget = RestartBudget("recovery.max_restarts", recovery.max_restarts, recovery.restart_backoff_s)
+        generators = list(actors.generators.values())
+        self._weight_sync = WeightSync(generators, config.weight_sync.phase_timeout_s)
+        context = ServingContext(config, actors, self._calls, log)
+        self._pool = GeneratorPool(context, self._weight_sync, settings, budget)
+        self._num_loaded = 0
+
+    async def run(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do the work once every actor is up.
+
+        Raises:
+            RunError: the error that ended it.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._pool.start(tasks)
+                await asyncio.gather(*(a.ready() for a in self._actors.by_name().values()))
+                limit_s = self._config.recovery.stall_timeout_s
+                watch = StallWatch(self._calls, self._pool, self._log, limit_s)
+                watching = tasks.create_task(watch.run())
+                await work()
+                watching.cancel()
+                self._pool.cancel()
+        except BaseExceptionGroup as errors:
+            error = first_error(errors)
+            if isinstance(error, ActorDied | DataLost | EngineDied | Stalled):
+                logs = self._log.run.logs
+                raise RunError(f"{error}\nThe actors' output is in {logs}/") from error
+            raise error from None
+
+    async def load(self, path: str) -> None:
+        """Load the weights in a folder into every Generator; a Generator that fails is replaced.
+
+        Raises:
+            ValueError: the weights cannot be used; the Generators keep their current ones.
+        """
+        snapshot = await asyncio.to_thread(_snapshot, self._config, path, self._num_loaded + 1)
+        self._num_loaded += 1
+        report = await self._weight_sync.publish(self._num_loaded, Snapshot(self._actors.put(snapshot)))
+        for number, error in report.failed.items():
+            self._pool.fail(number, error)
+
+    async def evaluate(
+        self, items: Sequence[PromptItem], num_samples: int, take: Callable[[ScoredGroup], None]
+    ) -> list[int]:
+        """Pass each scored group to `take` as it arrives; return the ids of prompts that failed."""
+        waiting = iter(items)  # shared: each worker takes the next when it is free
+        failed: list[int] = []
+
+        async def work() -> None:
+            for item in waiting:
+                group = await self._group(item, num_samples)
+                if group is None:
+                    failed.append(item.group_id)
+                else:
+                    take(group)
+
+        generator = self._config.generator
+        in_flight = generator.num_generators * math.ceil(SURPLUS * generator.max_num_seqs / num_samples)
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(min(in_flight, len(items))):
+                tasks.create_task(work())
+        return sorted(failed)
+
+    async def _group(self, item: PromptItem, num_samples: int) -> ScoredGroup | None:
+        while True:
+            scored = await self._pool.sample(item, num_samples, "evaluation")
+            if scored is None:
+                return None
+            group, verdict, _ = scored
+            try:
+                return ScoredGroup.of(await self._actors.fetch(group), verdict)
+            except DataLost:  # the node that held the group died
+                continue
+
+
+def _snapshot(config: Config, path: str, version: int) -> WeightSnapshot:
+    model = config.model
+    try:
+        if is_adapter(Path(path)):
+            policy = merged_policy(base_folder(config), model, Path(path))
+        else:
+            policy = load_policy(path, model.trust_remote_code, model.implementation)
+    except OSError as error:  # a run that is still training may have deleted it
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    return pack_weights(in_hub_format(policy, served_weights(policy)), version, getattr(torch, model.dtype))
 
 
 async def sample(

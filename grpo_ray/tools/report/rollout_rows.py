@@ -1,39 +1,166 @@
-"""Sampled rollouts as the web page shows them: shortened texts and tokens, with logprobs and log-ratios."""
+"""Sampled rollouts as the web page shows them: shortened texts, tokens, log-ratios, and turns of episodes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config, read_config
 from grpo_ray.errors import RunError
-from grpo_ray.learning.model_files import is_local, load_tokenizer
+from grpo_ray.learning.forward_backward import ForwardBackward
+from grpo_ray.learning.loading import load_policy
+from grpo_ray.learning.model_files import check_local_model, end_token_ids, is_local, load_tokenizer
+from grpo_ray.learning.output_layer import with_head_dtype
+from grpo_ray.learning.sequences import TrainSequence, places_in_turns
 from grpo_ray.records.adapter_files import is_adapter, saved_config
 from grpo_ray.records.checkpoint import LAST, CheckpointStore
+from grpo_ray.records.episode_columns import is_episode
 from grpo_ray.records.readable_rollouts import shortened
 from grpo_ray.records.run_files import RunDirectory
-from grpo_ray.tools.report.episode_rows import (
-    MAX_EPISODE_TOKENS,
-    by_sequence,
-    is_episode,
-    joined,
-    shown_episode,
-)
-from grpo_ray.tools.report.log_ratios import log_ratios
-from grpo_ray.tools.report.rollout_sample import RolloutSample, Row
-from grpo_ray.tools.report.token_texts import TokenTexts
+from grpo_ray.tools.export.merge import base_folder, merged_policy
+from grpo_ray.tools.report.rollout_sample import Row
 from grpo_ray.tools.trust import IGNORED, is_ignored, with_trust
+from grpo_ray.types import CONTEXT
 
+LONGEST_CHARACTER = 4  # bytes in UTF-8, and so tokens that one character may span
+NOT_TEXT = "\N{REPLACEMENT CHARACTER}"
+SPACE = "▁"  # SentencePiece's mark for a token's leading space, which decode() drops
+MAX_EPISODE_TOKENS = 1000
+MAX_PROMPT_TOKENS = 400  # of each sequence, its last ones
+EPISODE_FIELDS = (
+    "status", "num_turns", "num_branches", "num_context_tokens", "seconds", "turn_rewards", "turn_advantages",
+)  # fmt: skip
 MAX_TOKENS = 400  # of a response
-
 SMALL_WEIGHTS_BYTES = 500_000_000  # up to this size log-ratios take seconds, and are computed by default
 NO_RATIOS = "none"
-PLAIN = (
+FIELDS = (
     "step", "group_id", "sample", "task", "reward", "format_reward", "answer_reward", "advantage",
     "num_tokens", "error", "ungradable", "finish_reason", "min_version", "max_version", "generator", "use",
 )  # fmt: skip
+
+
+class TokenTexts:
+    """The texts of tokens, by one tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer: Any = tokenizer
+        self._of_one = lru_cache(maxsize=100_000)(self._decode_one)
+
+    def of(self, token_ids: Sequence[int]) -> list[str]:
+        """Return one text per token; of the tokens that one character spans, all but the first are empty."""
+        texts: list[str] = []
+        while len(texts) < len(token_ids):
+            texts += self._next_character(token_ids[len(texts) :][:LONGEST_CHARACTER])
+        return texts
+
+    def _next_character(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text of the first token, or of as many tokens as make a whole character."""
+        first = self._of_one(token_ids[0])
+        if NOT_TEXT in first:
+            for number in range(2, len(token_ids) + 1):
+                text = self._decode(token_ids[:number])
+                if NOT_TEXT not in text:
+                    return [text, *[""] * (number - 1)]
+        return [first]
+
+    def _decode_one(self, token_id: int) -> str:
+        text = self._decode([token_id])
+        piece = self._tokenizer.convert_ids_to_tokens(token_id)
+        return f" {text}" if piece and piece.startswith(SPACE) and not text.startswith(" ") else text
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+def by_sequence(row: Row) -> list[Row]:
+    """Return each sequence of an episode as a row of its own, up to the episode's last token that is shown."""
+    bounds = [(each["prompt_token_ids"], each["start"], each["end"]) for each in row["sequences"]]
+    turns = [span["turn"] for span in row["turns"] for _ in range(span["start"], span["end"])]
+    values = {"token_ids": row["token_ids"], "logprobs": row["logprobs"], "turns": turns}
+    return [
+        {"prompt_token_ids": prompt, **{name: each[start:end] for name, each in values.items()}}
+        for prompt, start, end in bounds
+        if start < MAX_EPISODE_TOKENS
+    ]
+
+
+def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the values of an episode's tokens from those of its sequences."""
+    return np.concatenate([np.empty(0, np.float32), *arrays])
+
+
+def shown_episode(row: Row, texts: TokenTexts | None) -> Row:
+    """Return what the page shows of an episode beside its tokens.
+
+    The prompt of a branch shares its first `num_shared` tokens with the path of an earlier sequence, `parent`.
+    `turn` is the last turn that they hold whole, and the branch's text and number of tokens are those after it.
+    """
+    sequences = []
+    for number, sequence in enumerate(row["sequences"]):
+        parent = _parent(row, number)
+        rest = sequence["prompt_token_ids"][parent.end_of_turn :]
+        cut = "… " if len(rest) > MAX_PROMPT_TOKENS else ""
+        sequences.append({
+            "start": sequence["start"], "end": sequence["end"], "parent": parent.sequence,
+            "num_shared": parent.num_shared, "turn": parent.turn, "num_prompt_tokens": len(rest),
+            "prompt": None if texts is None else cut + "".join(texts.of(rest[-MAX_PROMPT_TOKENS:])),
+        })  # fmt: skip
+    return {
+        **{name: row[name] for name in EPISODE_FIELDS},
+        "reward": row["episode_reward"],
+        "metrics": dict(row["metrics"]),
+        "error": shortened(row["episode_error"] or ""),
+        "turns": [[span["turn"], span["start"]] for span in row["turns"]],
+        "sequences": sequences,
+        "num_tokens": len(row["token_ids"]),
+    }
+
+
+class _Parent(NamedTuple):
+    """The earlier sequence that shares most tokens with a prompt."""
+
+    sequence: int | None = None
+    num_shared: int = 0
+    turn: int | None = None  # the last one that is shared whole
+    end_of_turn: int = 0  # number of the prompt's tokens up to it
+
+
+def _parent(row: Row, number: int) -> _Parent:
+    prompt = row["sequences"][number]["prompt_token_ids"]
+    best = _Parent()
+    for earlier, other in enumerate(row["sequences"][:number]):
+        path = [*other["prompt_token_ids"], *row["token_ids"][other["start"] : other["end"]]]
+        num_shared = _num_shared(prompt, path)
+        if num_shared > best.num_shared:
+            best = _Parent(earlier, num_shared, *_last_turn(row, other, num_shared))
+    return best
+
+
+def _num_shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the length of the longest common beginning."""
+    length = min(len(first), len(second))
+    differs = np.flatnonzero(np.array(first[:length]) != np.array(second[:length]))
+    return int(differs[0]) if len(differs) else length
+
+
+def _last_turn(row: Row, sequence: Row, num_shared: int) -> tuple[int | None, int]:
+    """Return the last whole turn among the first tokens of a sequence's path, and its end there."""
+    before = len(sequence["prompt_token_ids"]) - sequence["start"]
+    whole = [
+        (int(span["turn"]), int(span["end"]) + before)
+        for span in row["turns"]
+        if span["turn"] != CONTEXT and span["start"] >= sequence["start"] and span["end"] + before <= num_shared
+    ]
+    return whole[-1] if whole else (None, 0)
 
 
 @dataclass(frozen=True)
@@ -46,7 +173,7 @@ class ShownRollouts:
 
 
 def show_rollouts(
-    run: RunDirectory, sample: RolloutSample, log_ratio: str | None, trust_remote_code: bool = False
+    run: RunDirectory, sampled: Sequence[Row], log_ratio: str | None, trust_remote_code: bool = False
 ) -> ShownRollouts:
     """Add the tokens' texts to the sample, and their log-ratios to a checkpoint's policy.
 
@@ -59,7 +186,7 @@ def show_rollouts(
         RunError: there is no such checkpoint.
         ValueError: the checkpoint or the run's configuration cannot be loaded.
     """
-    if not sample.rows:
+    if not sampled:
         return ShownRollouts([], None, [])
     checkpoint, ratios = None, None
     model = read_config(run.config_path).get("model")
@@ -68,7 +195,7 @@ def show_rollouts(
         try:
             checkpoint = _find_checkpoint(run, log_ratio)
             config = with_trust(load_config(run.config_path), trust_remote_code)
-            ratios = _ratios(config, checkpoint, sample.rows)
+            ratios = _ratios(config, checkpoint, sampled)
         except (RunError, ValueError) as error:
             if log_ratio is not None:
                 raise
@@ -76,8 +203,7 @@ def show_rollouts(
             notices.append(f"no log-ratios: {error}")
     texts = _token_texts(run, model, trust_remote_code, notices)
     rows = [
-        _shown(row, texts, ratios[place] if ratios is not None else None)
-        for place, row in enumerate(sample.rows)
+        _shown(row, texts, ratios[place] if ratios is not None else None) for place, row in enumerate(sampled)
     ]
     return ShownRollouts(rows, checkpoint.name if checkpoint is not None else None, notices)
 
@@ -92,7 +218,7 @@ def _find_checkpoint(run: RunDirectory, log_ratio: str | None) -> Path:
     return folder
 
 
-def _ratios(config: Config, checkpoint: Path, rows: list[Row]) -> list[np.ndarray]:
+def _ratios(config: Config, checkpoint: Path, rows: Sequence[Row]) -> list[np.ndarray]:
     """Return the log-ratios of each row's first tokens; those of context are NaN."""
     parts = [by_sequence(row) if is_episode(row) else [_beginning(row)] for row in rows]
     found = iter(log_ratios(config, checkpoint, [part for row in parts for part in row], MAX_EPISODE_TOKENS))
@@ -123,7 +249,7 @@ def _token_texts(
 def _shown(row: Row, texts: TokenTexts | None, ratios: np.ndarray | None) -> Row:
     most = MAX_EPISODE_TOKENS if is_episode(row) else MAX_TOKENS
     token_ids = row["token_ids"][:most]
-    shown = {name: row.get(name) for name in PLAIN}
+    shown = {name: row.get(name) for name in FIELDS}
     shown |= {name: shortened(row[name] or "") for name in ("prompt", "response", "ground_truth")}
     if is_episode(row):
         shown["episode"] = shown_episode(row, texts)
@@ -139,3 +265,64 @@ def _shown(row: Row, texts: TokenTexts | None, ratios: np.ndarray | None) -> Row
 
 def _number(value: float | None) -> float | None:
     return round(float(value), 3) if value is not None and np.isfinite(value) else None
+
+
+def log_ratios(
+    config: Config, model_path: Path, rows: Sequence[dict[str, Any]], max_tokens: int
+) -> list[np.ndarray]:
+    """Return `log pi_checkpoint - log pi_behaviour`, in nats, of each row's first tokens: `[response_tokens]`.
+
+    Those of an episode's context are NaN.
+
+    Both are at the sampling temperature, like all that the Learner compares. For tokens that the checkpoint
+    itself sampled, the ratio is the numerical difference between the engines.
+
+    Args:
+        config: the run's configuration.
+        model_path: the checkpoint, in Hugging Face format or PEFT's.
+        rows: rollouts, with `prompt_token_ids`, `token_ids` and `logprobs`; of an episode's sequence also the
+            turn of each token, `turns`.
+        max_tokens: number of response tokens to compute; later tokens do not influence them.
+
+    Raises:
+        ValueError: the checkpoint cannot be loaded.
+    """
+    path, model_config = str(model_path), config.model
+    if is_adapter(model_path):
+        path = base_folder(config)
+        model = merged_policy(path, model_config, model_path)
+    else:
+        check_local_model(path)
+        model = load_policy(path, model_config.trust_remote_code, model_config.implementation)
+    with_head_dtype(model, model_config.head_dtype)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ends = end_token_ids(path, load_tokenizer(path, model_config.trust_remote_code))
+    sequences = [_sequence(row, max_tokens) for row in rows]
+    sampled = [sequence for sequence in sequences if sequence.num_sampled]
+    found = iter(ForwardBackward(config, ends, device).with_proximal(model.to(device), sampled))
+    return [_ratios_of(next(found) if sequence.num_sampled else sequence) for sequence in sequences]
+
+
+def _ratios_of(sequence: TrainSequence) -> np.ndarray:
+    ratios = np.full(len(sequence.response_token_ids), np.nan, np.float32)
+    if sequence.proximal_logprobs is not None:
+        where = slice(None) if sequence.mask is None else sequence.mask
+        ratios[where] = sequence.proximal_logprobs - sequence.behaviour_logprobs
+    return ratios
+
+
+def _sequence(row: dict[str, Any], max_tokens: int) -> TrainSequence:
+    logprobs = np.array(row["logprobs"][:max_tokens], dtype=np.float32)  # nan for None
+    mask = places = None
+    if row.get("turns") is not None:  # null in plain rows of a file with episodes
+        turns = np.array(row["turns"][:max_tokens], dtype=np.int32)
+        mask = turns != CONTEXT
+        logprobs, places = logprobs[mask], places_in_turns(turns, mask)
+    return TrainSequence(
+        prompt_token_ids=tuple(row["prompt_token_ids"]),
+        response_token_ids=np.array(row["token_ids"][:max_tokens], dtype=np.int32),
+        behaviour_logprobs=logprobs,
+        advantage=0.0,
+        mask=mask,
+        turn_places=places,
+    )

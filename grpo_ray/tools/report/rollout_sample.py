@@ -69,17 +69,6 @@ class StepFiles:
         return {step: error for step, error in pairs if error is not None}
 
 
-@dataclass(frozen=True)
-class RolloutSample:
-    """Sampled rows with their `step`, in the order of the steps and within them of the files."""
-
-    rows: list[Row]
-    num_rollouts: int  # in the run
-    num_steps: int  # with rollouts, in the run
-    num_sampled_steps: int
-    seed: int
-
-
 def step_files(run: RunDirectory) -> StepFiles:
     """Inspect every step's file, or `MAX_FILES` of them, in order.
 
@@ -114,10 +103,11 @@ def standard_error_of(group_means: np.ndarray) -> float | None:
     return float(np.std(group_means, ddof=1) / math.sqrt(len(group_means)))
 
 
-def sample_rollouts(files: StepFiles, limit: int, seed: int) -> RolloutSample:
-    """Draw at most `limit` rollouts, equally many from each of several evenly spaced steps.
+def sample_rollouts(files: StepFiles, limit: int, seed: int) -> list[Row]:
+    """Draw at most `limit` rows, equally many from each of several evenly spaced steps, with their `step`.
 
-    Seed and step decide which. One file at a time is open, and only its drawn rows are kept in memory.
+    They are in the order of the steps, and within them of the files; seed and step decide which. One file at a
+    time is open, and only its drawn rows are kept in memory.
 
     Raises:
         ValueError: a file is damaged.
@@ -130,7 +120,7 @@ def sample_rollouts(files: StepFiles, limit: int, seed: int) -> RolloutSample:
         dealer = random.Random(f"{seed}/rollouts/{file.step}")
         drawn = sorted(dealer.sample(range(file.num_rollouts), min(share, file.num_rollouts)))
         rows += [{"step": file.step, **row} for row in _read_rows(file.path, np.array(drawn, dtype=int))]
-    return RolloutSample(rows, files.num_rollouts, len(files.steps), len(chosen), seed)
+    return rows
 
 
 def evenly_spaced(items: Sequence[T], number: int) -> list[T]:

@@ -11,16 +11,20 @@ from grpo_ray.config.schema import leaves
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.records.step_lines import StepLines
 from grpo_ray.tools.report.panels import REWARD, VALIDATION
-from grpo_ray.tools.report.rank_totals import RankTotals
 from grpo_ray.tools.report.rollout_rows import show_rollouts
 from grpo_ray.tools.report.rollout_sample import sample_rollouts, step_files
-from grpo_ray.tools.report.run_facts import RunTotals, run_facts
-from grpo_ray.tools.report.run_header import about, changed_keys, not_validated, shown_samples, warnings_in
-from grpo_ray.tools.report.series import make_series
-from grpo_ray.tools.report.stage_times import stage_times
-from grpo_ray.tools.top.bottleneck import bottleneck, steady
-from grpo_ray.tools.top.problems import Problems
-from grpo_ray.tools.top.rank_figures import rank_figures, rank_hint
+from grpo_ray.tools.report.run_header import (
+    RunTotals,
+    about,
+    changed_keys,
+    not_validated,
+    run_facts,
+    shown_samples,
+    warnings_in,
+)
+from grpo_ray.tools.report.series import RankTotals, make_series, stage_times
+from grpo_ray.tools.top.bottleneck import Problems, bottleneck, steady
+from grpo_ray.tools.top.learner_figures import rank_figures, rank_hint
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,8 @@ def run_data(
                       if row.get("reward_standard_error") is not None}},
         bounds.max_points,
     )  # fmt: skip
-    sample = sample_rollouts(files, bounds.max_rollouts, bounds.seed)
-    shown = show_rollouts(run, sample, log_ratio, trust_remote_code)
+    sampled = sample_rollouts(files, bounds.max_rollouts, bounds.seed)
+    shown = show_rollouts(run, sampled, log_ratio, trust_remote_code)
     head = about(run, config)
     failure = [head.pop("state")] if head["state"].startswith("failed") else []
     return {
@@ -76,11 +80,11 @@ def run_data(
         "ranks": ranks.rows(),
         "rollouts": shown.rows,
         "sample": {
-            "num_rollouts": sample.num_rollouts,
-            "num_steps": sample.num_steps,
-            "num_sampled_steps": sample.num_sampled_steps,
+            "num_rollouts": files.num_rollouts,
+            "num_steps": len(files.steps),
+            "num_sampled_steps": len({row["step"] for row in sampled}),
             "num_inspected_steps": len(files.inspected),
-            "seed": sample.seed,
+            "seed": bounds.seed,
         },
         "checkpoint": shown.checkpoint,
         "notices": [*notices, *shown.notices],

@@ -1,10 +1,11 @@
-"""The bottleneck of a run in one sentence: the table of docs/tuning.md as a function.
+"""The bottleneck of a run and its problems, in sentences: the table of docs/tuning.md as a function.
 
 All figures are shares of the time of the last steps. Shares of an actor's stages come from its own clock
 (`time/<actor>/<stage>_s`), the others from the Controller's (`timing/*`).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,6 +19,13 @@ WAITS = 0.25  # the smallest share of the time that is worth a sentence
 BUSY = 0.8
 WELL_BUSY = 0.9
 OVERLAP = "weight_sync.max_lag: 1 (and generator.colocated: false)"
+COUNTED = {
+    "reward/ungradable": "{:,.0f} responses were too much to grade, and count as wrong",
+    "optim/skipped_updates": "{:,.0f} updates were skipped as not finite: lower learner.learning_rate",
+    "lag/rejected": "{:,.0f} groups exceeded weight_sync.max_lag, and were refused and sampled again",
+}
+ERRORS, CUT_OFF, DROPPED = "reward/errors", "rollout/truncated_frac", "rollout/dropped_groups"
+STEPS = "steps"
 
 
 @dataclass(frozen=True)
@@ -152,3 +160,41 @@ def _from_training(shares: Shares) -> str:
 
 def _total(rows: Sequence[Row], name: str) -> float:
     return sum(row.get(name) or 0.0 for row in rows)
+
+
+class Problems:
+    """Counts over steps, noted one by one."""
+
+    def __init__(self, config: Mapping[str, Any], rows: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Note the rows; `config` is the run's `config.yaml`, with the number of responses per step."""
+        algorithm = config.get("algorithm", {})
+        self._num_prompts = algorithm.get("prompts_per_step", 0)
+        self._num_samples = algorithm.get("samples_per_prompt", 0)
+        self._sums: Counter[str] = Counter()
+        for row in rows:
+            self.noted(row)
+
+    def noted(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Note a step, and return its row."""
+        self._sums.update({name: row.get(name) or 0 for name in (ERRORS, CUT_OFF, DROPPED, *COUNTED)})
+        self._sums[STEPS] += 1
+        return row
+
+    def errors(self) -> list[str]:
+        """Return a sentence about each kind of error."""
+        return [text.format(count) for name, text in self._errors.items() if (count := self._sums[name])]
+
+    @property
+    def _errors(self) -> dict[str, str]:
+        num_groups = self._sums[STEPS] * self._num_prompts + self._sums[DROPPED]
+        whole = round(num_groups * self._num_samples)
+        counted = f"{{:,.0f}} of {whole:,} responses could not" if whole else "{:,.0f} responses could not"
+        if whole and self._sums[ERRORS] >= whole:
+            counted = f"None of the {whole:,} responses could"
+        return {ERRORS: f"{counted} be graded: the column error of rollouts/ says why", **COUNTED}
+
+    def cut_off(self) -> list[str]:
+        """Return a hint if many responses are cut off."""
+        share = self._sums[CUT_OFF] / (self._sums[STEPS] or 1)
+        hint = f"{share:.0%} of the responses are cut off at sampling.max_tokens: raise it, or read some"
+        return [hint] if share >= WAITS else []

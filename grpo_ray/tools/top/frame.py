@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,10 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_ray.records.visible_text import visible
-from grpo_ray.tools.top.bottleneck import bottleneck, steady
-from grpo_ray.tools.top.learner_figures import learner_figures
-from grpo_ray.tools.top.problems import Problems
-from grpo_ray.tools.top.rank_figures import rank_figures, rank_hint, ranks_line
+from grpo_ray.tools.top.bottleneck import Problems, bottleneck, steady
+from grpo_ray.tools.top.learner_figures import learner_figures, rank_figures, rank_hint, ranks_line
 from grpo_ray.tools.top.run_view import RunView
 from grpo_ray.watch.metrics_catalog import STAGE, SYNC
 from grpo_ray.watch.run_state import ActorState, RunState
@@ -25,41 +23,32 @@ MIN_STEPS, STEPS_WITHOUT_TERMINAL = 3, 10
 ENDING_STYLES = {"finished": "bold green", "stopped": "bold yellow", "failed": "bold red"}
 
 Row = Mapping[str, Any]
-Column = tuple[str, Callable[[Row], float | None], str]  # heading, value, format
-
-
-def _metric(name: str) -> Callable[[Row], float | None]:
-    return lambda row: row.get(name)
-
-
-def _sync_s(row: Row) -> float | None:
-    known = [seconds for name in SYNC if (seconds := row.get(name)) is not None]
-    return sum(known) if known else None
+Column = tuple[str, Sequence[str], str]  # heading, metrics that add up to its value, format
 
 
 COLUMNS: tuple[Column, ...] = (
-    ("step", _metric("step"), "{:.0f}"),
-    ("reward", _metric("reward/mean"), "{:.3f}"),
-    ("lag", _metric("lag/max"), "{:.0f}"),
-    ("seconds", _metric("timing/step_s"), "{:.2f}"),
-    ("generate", _metric("timing/generate_s"), "{:.2f}"),
-    ("wait", _metric("timing/wait_for_batch_s"), "{:.2f}"),
-    ("train", _metric("timing/train_s"), "{:.2f}"),
-    ("sync", _sync_s, "{:.2f}"),
-    ("tokens/s", _metric("throughput/sampled_tokens_per_s"), "{:,.0f}"),
+    ("step", ("step",), "{:.0f}"),
+    ("reward", ("reward/mean",), "{:.3f}"),
+    ("lag", ("lag/max",), "{:.0f}"),
+    ("seconds", ("timing/step_s",), "{:.2f}"),
+    ("generate", ("timing/generate_s",), "{:.2f}"),
+    ("wait", ("timing/wait_for_batch_s",), "{:.2f}"),
+    ("train", ("timing/train_s",), "{:.2f}"),
+    ("sync", SYNC, "{:.2f}"),
+    ("tokens/s", ("throughput/sampled_tokens_per_s",), "{:,.0f}"),
 )
 MORE_COLUMNS: tuple[Column, ...] = (
-    ("tokens", _metric("rollout/response_tokens/mean"), "{:.1f}"),
-    ("cut off", _metric("rollout/truncated_frac"), "{:.0%}"),
-    ("loss", _metric("loss/policy"), "{:+.4f}"),
-    ("entropy", _metric("policy/entropy"), "{:.3f}"),
-    ("grad", _metric("optim/grad_norm"), "{:.3f}"),
-    ("eval", _metric("eval/reward"), "{:.3f}"),
+    ("tokens", ("rollout/response_tokens/mean",), "{:.1f}"),
+    ("cut off", ("rollout/truncated_frac",), "{:.0%}"),
+    ("loss", ("loss/policy",), "{:+.4f}"),
+    ("entropy", ("policy/entropy",), "{:.3f}"),
+    ("grad", ("optim/grad_norm",), "{:.3f}"),
+    ("eval", ("eval/reward",), "{:.3f}"),
 )
 EPISODE_COLUMNS: tuple[Column, ...] = (
-    ("turns", _metric("episodes/turns/mean"), "{:.1f}"),
-    ("finished", _metric("episodes/status/finished"), "{:.0%}"),
-    ("longest", _metric("episodes/seconds/max"), "{:.0f} s"),
+    ("turns", ("episodes/turns/mean",), "{:.1f}"),
+    ("finished", ("episodes/status/finished",), "{:.0%}"),
+    ("longest", ("episodes/seconds/max",), "{:.0f} s"),
 )
 """Shown if the run's newest steps have episodes; the last one only with space for all columns."""
 
@@ -185,8 +174,9 @@ def _steps(rows: Sequence[Row], width: int) -> RenderableType:
     for heading, _, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        values = [(value_of(row), form) for _, value_of, form in columns]
-        table.add_row(*("" if value is None else form.format(value) for value, form in values))
+        known = [[row[name] for name in names if row.get(name) is not None] for _, names, _ in columns]
+        cells = zip(columns, known, strict=True)
+        table.add_row(*(form.format(sum(values)) if values else "" for (_, _, form), values in cells))
     return Group(Text(), table)
 
 

@@ -1,16 +1,35 @@
-"""An evaluation for people to read: the printed table, and sampled examples of each category."""
+"""The results of an evaluation: the printed table, and the files of its folder.
 
+    evaluation.json     the definition: another evaluation is refused here, the same one is resumed
+    examples.parquet    every response (responses.py)
+    summary.json        the results
+    examples.md         ten responses of each category
+    logs/               the actors' output
+
+With several checkpoints each has its own examples and results in a folder of its name, such as `step-000040/`,
+and the folder has their accuracy by step: `curve.csv` and `accuracy.png`.
+"""
+
+import csv
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import MaxNLocator
 from rich.table import Table
 
 from grpo_ray.records.durable import replacing
 from grpo_ray.records.episode_metrics import Status, counted
-from grpo_ray.records.evaluation_summary import Category, EvaluationSummary, Interval
+from grpo_ray.records.evaluation_summary import Category, EvaluationSummary, Interval, summarise
+from grpo_ray.records.json_lines import to_json
 from grpo_ray.records.visible_text import visible
-from grpo_ray.tools.evaluation.responses import Row, sample_rows
+from grpo_ray.tools.drawing.figures import COLORS, new_figure, save, tidy
+from grpo_ray.tools.evaluation.responses import Row, read_outcomes, sample_rows
 
 EXAMPLES_OF_EACH = 10
 OWN = "episodes/metrics/"
@@ -109,3 +128,77 @@ def _fenced(text: str) -> str:
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{visible(text)}\n{fence}"
+
+
+def read_summary(folder: Path) -> EvaluationSummary | None:
+    """Return the summary of a completed evaluation; None: it is not complete."""
+    path = folder / "summary.json"
+    if not path.exists():
+        return None
+    return EvaluationSummary(**json.loads(path.read_text(encoding="utf-8"))["summary"])
+
+
+def write_results(folder: Path, examples: Path, step: int, facts: Mapping[str, Any]) -> EvaluationSummary:
+    """Write `summary.json` and `examples.md` from the responses in the file `examples`.
+
+    Args:
+        facts: further entries of summary.json, which precede the summary.
+    """
+    summary = summarise(read_outcomes(examples), step, version=step)
+    write_examples(examples, summary, folder / "examples.md")
+    data = {**facts, "summary": asdict(summary)}
+    with replacing(folder / "summary.json") as partial:  # last: it marks the evaluation as complete
+        partial.write_text(json.dumps(to_json(data), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return summary
+
+
+def plot_curve(summaries: Sequence[EvaluationSummary], title: str, path: Path) -> None:
+    """Draw `accuracy.png`, 1200x800: accuracy, pass@n and format rate by step, with 95% bands."""
+    figure = new_figure(12, 8)
+    axis = figure.subplots()
+    k = str(summaries[0].num_samples)
+    steps = [s.step for s in summaries]
+    _draw(axis, COLORS[2], "--", "format", steps, [(s.format_reward, s.format_interval) for s in summaries])
+    if k != "1":
+        passes = [(s.pass_at_k[k], s.pass_at_k_intervals[k]) for s in summaries]
+        _draw(axis, COLORS[1], ":", f"pass@{k}", steps, passes)
+    _draw(axis, COLORS[0], "-", "accuracy", steps, [(s.accuracy, s.accuracy_interval) for s in summaries])
+    for s in summaries:
+        axis.annotate(
+            f"{s.accuracy:.2f}", (s.step, s.accuracy), textcoords="offset points", xytext=(0, -20),
+            ha="center", color=COLORS[0], fontsize=12, fontweight="bold",
+            path_effects=[withStroke(linewidth=4, foreground="white")],
+        )  # fmt: skip
+    axis.set_ylim(-0.06, 1.02)
+    tidy(axis, "step", f"share ({summaries[0].num_examples:,} prompts x {k})")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.margins(x=0.04)
+    axis.legend(loc="best", framealpha=0.85, edgecolor="none", fontsize=12, title="with 95% bands")
+    axis.set_title(title, fontsize=14)
+    save(figure, path)
+
+
+def _draw(
+    axis: Axes, color: str, dash: str, label: str, steps: list[int], points: list[tuple[float, Interval]]
+) -> None:
+    lows, highs = zip(*(interval for _, interval in points), strict=True)
+    axis.fill_between(steps, lows, highs, color=color, alpha=0.15, linewidth=0)
+    values = [value for value, _ in points]
+    axis.plot(steps, values, dash, color=color, linewidth=2.2, marker="o", markersize=6, label=label)
+
+
+def write_curve(summaries: Sequence[EvaluationSummary], path: Path) -> None:
+    """Write `curve.csv`: one row per checkpoint, with pass@k for each k."""
+    rows = [
+        {
+            "step": s.step, "accuracy": s.accuracy, "accuracy_low": s.accuracy_interval[0],
+            "accuracy_high": s.accuracy_interval[1], "format": s.format_reward, "reward": s.reward,
+            "mean_response_tokens": s.mean_response_tokens, "truncated_frac": s.truncated_frac,
+            "num_errors": s.num_errors, **{f"pass@{k}": value for k, value in s.pass_at_k.items()},
+        }
+        for s in summaries
+    ]  # fmt: skip
+    with replacing(path, fsync=False) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)

@@ -1,0 +1,184 @@
+"""The commands that look at a run: `grpo-ray top`, `report`, `audit` and `evaluate`."""
+
+import contextlib
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+from grpo_ray.errors import RunError, shown_plainly
+from grpo_ray.records.visible_text import print_visible
+from grpo_ray.tools.arguments import (
+    Argument,
+    Command,
+    Flag,
+    Local,
+    Option,
+    TypedCommand,
+    above_zero,
+    fraction,
+    non_negative,
+    positive,
+)
+from grpo_ray.tools.trust import RunRewardCode, TrustRemoteCode, stay_offline
+
+
+@dataclass(frozen=True)
+class TopOptions:
+    target: Annotated[str, Argument("RUN|JOB", "a run's directory, or the name of a submitted job")]
+    address: Annotated[
+        str | None,
+        Option("URL", "dashboard of the job's cluster (default: RAY_ADDRESS, or the cluster on this machine)"),
+    ] = None
+    once: Annotated[bool, Flag("print one frame and exit, as without a terminal")] = False
+    every_s: Annotated[
+        float, Option("SECONDS", "time between frames (default: %(default)g)", name="--every", type=above_zero)
+    ] = 1.0
+
+
+def _top(options: TopOptions) -> int:
+    from grpo_ray.tools.top.watch_run import top
+
+    with contextlib.suppress(KeyboardInterrupt):  # this command has no actors to shut down
+        top(options)
+    return 0
+
+
+TOP = Command(
+    "top", TopOptions, _top, "watch a run in the terminal",
+    "Watch a run in the terminal: its actors, steps and bottleneck. q or Ctrl-C ends only the watching.",
+    group="Look",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    runs: Annotated[tuple[str, ...], Argument("RUN", "a run's directory; several runs are overlaid")]
+    output: Annotated[
+        str | None,
+        Option(
+            "FILE",
+            "default: report.html in the run's directory; for several runs, in the parent folder of the first",
+        ),
+    ] = None
+    num_rollouts: Annotated[
+        int,
+        Option(
+            "N", "rollouts on the page in total; runs with more are sampled (default: %(default)s)",
+            name="--rollouts", type=positive,
+        ),
+    ] = 400  # fmt: skip
+    seed: Annotated[int, Option("N", "seed of the rollout sample (default: %(default)s)")] = 0
+    log_ratio: Annotated[
+        str | None,
+        Option(
+            "CHECKPOINT",
+            "colour tokens by their log-ratio to this policy: last, best, a checkpoint's name, or none "
+            "(default: last, if its weights are smaller than 500 MB)",
+        ),
+    ] = None
+    trust_remote_code: TrustRemoteCode = False
+
+
+def _report(options: ReportOptions) -> int:
+    stay_offline()
+    from grpo_ray.tools.report.write_report import report
+
+    with shown_plainly():
+        page = report(options)
+    print_visible(f"{page}  ({page.stat().st_size / 1e6:.1f} MB; open it in a browser)")
+    return 0
+
+
+REPORT = Command(
+    "report", ReportOptions, _report, "write a web page of a run, or of several",
+    "Write a web page of a run, or of several overlaid: one file that needs no network.",
+    group="Look",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AuditOptions:
+    run: Annotated[str, Argument("RUN", "the run's directory")]
+    trust_remote_code: TrustRemoteCode = False
+    run_reward_code: RunRewardCode = False
+
+
+def _audit(options: AuditOptions) -> int:
+    stay_offline()
+    from grpo_ray.records.run_files import RunDirectory
+    from grpo_ray.tools.audit.audit import audit
+
+    run = RunDirectory(options.run)
+    if not run.config_path.exists():
+        raise RunError(f"{options.run}: no run to audit (it has no config.yaml)")
+    with shown_plainly():
+        report = audit(run, options.trust_remote_code, options.run_reward_code)
+    print_visible(str(report))
+    return 0 if report.is_clean else 1
+
+
+AUDIT = Command(
+    "audit", AuditOptions, _audit, "check a run's own records",
+    "Check a run's own records: each prompt trained once, no token older than allowed, every reward correct.",
+    group="Look",
+)  # fmt: skip
+
+
+Asked = partial(Option, group="questions")
+Sampled = partial(Option, group="sampling")
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """The options of `grpo-ray evaluate`; None keeps what the configuration has."""
+
+    target: Annotated[
+        str,
+        Argument(
+            "CONFIG|RUN|MODEL",
+            "a YAML file, a run's directory, a model's folder, or a model on the hub (owner/name)",
+        ),
+    ]
+    task: Annotated[
+        str | None, Asked("TASK", "a kind such as gsm8k, a .jsonl or .parquet file, or a hub dataset")
+    ] = None
+    question_field: Annotated[
+        str | None, Asked("NAME", "the file's field with the question (default: as in GSM8K or MATH)")
+    ] = None
+    answer_field: Annotated[
+        str | None, Asked("NAME", "the file's field with the answer (default: as in GSM8K or MATH)")
+    ] = None
+    prompt: Annotated[str | None, Asked("NAME|FILE", "r1_zero, question_only, chat, or a template")] = None
+    reward: Annotated[
+        str | None, Asked("NAME", "default: the task's; in mathematics, the one that reads a named --prompt")
+    ] = None
+    limit: Annotated[
+        int | None, Asked("N", "only the first N prompts (of each part of a mixture)", type=positive)
+    ] = None
+    checkpoint: Annotated[str | None, Sampled("NAME", "of a run: last, best, all, initial or its name")] = None
+    num_samples: Annotated[
+        int | None, Sampled("N", "responses per prompt, for pass@k", name="--n", type=positive)
+    ] = None
+    temperature: Annotated[float | None, Sampled("T", "0 is greedy", type=non_negative)] = None
+    top_p: Annotated[float | None, Sampled("P", "nucleus sampling (default: 1)", type=fraction)] = None
+    max_tokens: Annotated[int | None, Sampled("N", "longest response", type=positive)] = None
+    local: Local = False
+    trust_remote_code: TrustRemoteCode = False
+    run_reward_code: RunRewardCode = False
+    output: Annotated[str | None, Option("FOLDER", "default: evaluations/<name>-<time>")] = None
+    overrides: Annotated[tuple[str, ...], Argument("KEY=VALUE", "changes, such as generator.engine=torch")] = ()
+    command: Annotated[str, TypedCommand] = ""
+
+
+def _evaluate(options: EvaluationOptions) -> int:
+    from grpo_ray.tools.evaluation.evaluate import evaluate
+
+    evaluate(options)
+    return 0
+
+
+EVALUATE = Command(
+    "evaluate", EvaluationOptions, _evaluate, "sample and grade a model's answers",
+    "Sample and grade answers of a model, of a run's checkpoint, or of all its checkpoints.",
+    group="Look",
+)  # fmt: skip
