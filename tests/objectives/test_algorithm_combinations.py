@@ -201,6 +201,7 @@ BAND = {"old_log_probs": "proximal", "off_policy_correction": "mask_band", "corr
 FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     "none": {},
     "mask_band": {"algorithm": BAND},
+    "truncate_token": {"algorithm": {"old_log_probs": "proximal", "off_policy_correction": "truncate_token"}},
     "top_entropy": {"algorithm": {"token_selection": "top_entropy", "selection_options": {"share": SHARE}}},
     "teacher": {"distillation": TAUGHT},
     "teacher alone": {"distillation": {**TAUGHT, "use_reward": False}},
@@ -208,11 +209,14 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
 UPDATES = list(itertools.product(LAYOUTS, FACTORS))
 
 
-def config_of(base: Config, loss: str, layout: str, factor: str) -> Config:
+def config_of(base: Config, loss: str, layout: str, factor: str, seed: int) -> Config:
     algorithm = {"loss": loss, "prompts_per_step": 3, "samples_per_prompt": 3, **clip_range(loss, 0.2)}
+    algorithm["aggregation"] = AGGREGATIONS[seed % len(AGGREGATIONS)]
+    sampling = {"temperature": 0.7, "min_tokens": 2} if seed % 2 else {}
     algorithm |= FACTORS[factor].get("algorithm", {})
     distillation = FACTORS[factor].get("distillation", {})
-    return changed(base, algorithm=algorithm, learner=LAYOUTS[layout], distillation=distillation)
+    sections = {"learner": LAYOUTS[layout], "distillation": distillation, "sampling": sampling}
+    return changed(base, algorithm=algorithm, **sections)
 
 
 def batch_of(model: torch.nn.Module, config: Config, seed: int) -> tuple[list[ScoredGroup], list[list[Turn]]]:
@@ -249,12 +253,12 @@ def gradient_of(learner: Learner, groups: Sequence[ScoredGroup]) -> tuple[float,
 
 
 def check_update(base: Config, model: str, loss: str, layout: str, factor: str, seed: int) -> None:
-    config = config_of(base, loss, layout, factor)
+    config = config_of(base, loss, layout, factor, seed)
     learner = Learner(model, config, ENDS)
     groups, samples = batch_of(learner.model, config, seed)
     expected_loss, expected = slow_gradient(learner.model, config, samples)
     found_loss, found = gradient_of(learner, groups)
-    case = f"{loss}, {layout}, {factor}, seed {seed}"
+    case = f"{loss}, {layout}, {factor}, {config.algorithm.aggregation}, seed {seed}"
     assert expected.norm() > 1e-3, case
     assert relative_difference(found, expected) < 1e-5, case
     assert found_loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-6), case
@@ -301,7 +305,7 @@ def test_two_ranks_give_the_gradient_of_the_loop(
     """Every loss, one micro-batch per sequence: the branches of an episode are on both ranks."""
     model, cases, expected = str(tiny_model()), [], []
     for number, loss in enumerate(LOSSES):
-        config = config_of(tiny_config, loss, "packed, one sequence each", factor)
+        config = config_of(tiny_config, loss, "packed, one sequence each", factor, number)
         alone = Learner(model, config, ENDS)
         groups, samples = batch_of(alone.model, config, number)
         expected.append(slow_gradient(alone.model, config, samples))
