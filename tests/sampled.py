@@ -53,7 +53,6 @@ KEPT: dict[str, tuple[str, ...]] = {
     "test_episode_of_one_turn.py::test_the_run_is_the_same": ("auto",),
     "test_episode_runs.py::test_a_synchronous_run_that_is_killed_and_resumed_equals_one_that_was_not": ("3",),
     "test_episode_runs.py::test_no_token_beyond_the_lag_is_trained": ("mask",),
-    "test_episode_training_ranks.py::test_two_ranks_give_the_gradient_of_one": ("branches on both ranks",),
     "test_engines_vllm.py::test_a_float32_head_over_bfloat16_before_and_after_a_sync": ("True",),
     "test_hung_disk.py::test_a_driver_ends_in_time_although_a_write_hangs": ("deadline",),
     "test_out_of_memory.py::test_step_is_the_same_with_smaller_micro_batches": (
@@ -74,6 +73,7 @@ KEPT: dict[str, tuple[str, ...]] = {
         "4 bits-float32-model",
     ),
     "test_ranks.py::test_every_setting_gives_the_gradients_of_one_rank": ("2",),
+    "test_ranks.py::test_two_ranks_give_the_gradient_of_one_on_episodes": ("branches on both ranks",),
     "test_ranks.py::test_resuming_with_as_many_ranks_is_exact_and_with_others_is_close": ("float32",),
     "test_reference.py::test_reference_is_the_same_after_a_resume": (
         "3-kl0-True",

@@ -1,8 +1,9 @@
 """The collectives of sharded weights, with their time."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,36 +42,18 @@ class CollectiveTime:
         return seconds
 
 
-class _Timed:
-    """A collective that FSDP2 lets be replaced (`FSDPModule.set_custom_all_gather`)."""
+class Timed:
+    """A collective that FSDP2 lets be replaced (`FSDPModule.set_custom_all_gather`), with its time.
 
-    def __init__(self, clock: CollectiveTime) -> None:
-        self._clock = clock
+    FSDP2 names its tensors; those of `torch.distributed` may have other names, but stand in the same order.
+    """
+
+    def __init__(self, collective: Callable[..., dist.Work | None], clock: CollectiveTime) -> None:
+        self._collective, self._clock = collective, clock
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-
-class AllGather(_Timed):
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> dist.Work | None:
         with self._clock.measured(input_tensor.is_cuda):
-            work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group, async_op)
-            return work
-
-
-class ReduceScatter(_Timed):
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        with self._clock.measured(input_tensor.is_cuda):
-            work: dist.Work | None = dist.reduce_scatter_single(
-                output_tensor, input_tensor, op, group, async_op
-            )
-            return work
+            return self._collective(output_tensor, input_tensor, **options)

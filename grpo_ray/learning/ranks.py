@@ -29,7 +29,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from grpo_ray.learning.collectives import AllGather, CollectiveTime, ReduceScatter
+from grpo_ray.learning.collectives import CollectiveTime, Timed
 from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.learning.quantization import is_quantized
 from grpo_ray.learning.rendezvous import NUM_BYTES, SignedStore, prove
@@ -199,8 +199,8 @@ class Ranks:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)  # the loss has the whole batch's denominator
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-                module.set_custom_all_gather(AllGather(self.time))  # type: ignore[arg-type]
-                module.set_custom_reduce_scatter(ReduceScatter(self.time))  # type: ignore[arg-type]
+                module.set_custom_all_gather(Timed(dist.all_gather_single, self.time))  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(Timed(dist.reduce_scatter_single, self.time))  # type: ignore[arg-type]
 
     def end_lookup(self, model: PolicyModel) -> None:
         """Have FSDP2 forget the order of passes without gradients, which only a backward pass would clear."""

@@ -1,6 +1,5 @@
 """Distillation in the Learner, the buffer and the files: the teacher's term of each token's advantage."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +12,10 @@ from builders import (
     ENDS,
     changed,
     clip_range,
-    gradient,
     make_batch,
     make_completion,
     make_group,
     make_item,
-    own_logprobs,
-    relative_difference,
     same_groups,
     simple_group,
 )
@@ -142,42 +138,6 @@ def test_tokens_are_selected_by_the_advantage_with_the_teachers_term(
         passes.with_selection(sequences)
     gaps = [s.teacher_logprobs - s.proximal_logprobs for s in sequences]
     np.testing.assert_allclose(seen["advantages"], 2 * np.concatenate(gaps), rtol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", ["reinforce_with_baseline", "no_baseline", "grpo_clip", "cispo", "unclipped"])
-@pytest.mark.parametrize(("use_reward", "noise"), [(True, 0.0), (False, 0.0), (True, 0.3)])
-def test_the_gradient_is_that_of_the_plain_policy_gradient(
-    tiny_config: Config, tiny_model: Callable[..., Path], loss: str, use_reward: bool, noise: float
-) -> None:
-    """On-policy, whatever the loss: - mean over tokens of advantage * log pi; else times the loss's weight."""
-    algorithm = {"prompts_per_step": 4, "samples_per_prompt": 3, "loss": loss, "aggregation": "token_mean"}
-    distillation = {"teacher": "somewhere", "engine": "torch", "coefficient": 0.5, "use_reward": use_reward}
-    config = changed(tiny_config, algorithm=algorithm, distillation=distillation)
-    learner = Learner(str(tiny_model()), config, ENDS)
-    groups = [taught(group, seed) for seed, group in enumerate(make_batch(learner, noise=noise))]
-    learner.accumulate_gradient(sequences_of(groups))
-    found = gradient(learner)
-
-    total, num_tokens = torch.zeros(()), 0
-    plain = Learner(str(tiny_model()), config, ENDS)
-    for group in groups:
-        rows = zip(group.rollout.completions, group.advantages, group.teacher_rows, strict=True)
-        for completion, advantage, row in rows:
-            logprobs = own_logprobs(plain, group.rollout.item.prompt_token_ids, completion.token_ids.tolist())
-            for place in range(len(completion.token_ids)):
-                assert row is not None
-                current = logprobs[place].item()
-                gap = float(row[place]) - current
-                worth = (advantage if use_reward else 0.0) + 0.5 * gap
-                ratio = math.exp(current - completion.logprobs[place])
-                if loss == "grpo_clip" and (ratio - 1) * np.sign(worth) > 0.2:
-                    ratio = 0.0  # no gradient
-                weight = 1.0 if loss in ("reinforce_with_baseline", "no_baseline") else ratio
-                total = total - weight * worth * logprobs[place]
-                num_tokens += 1
-    (total / num_tokens).backward()
-    assert relative_difference(found, gradient(plain)) < 1e-4
 
 
 def test_a_group_without_an_advantage_is_trained(tiny_config: Config, tiny_model: Callable[..., Path]) -> None:

@@ -9,7 +9,7 @@ import torch
 from builders import ENDS, plain_logprobs
 from hypothesis import given
 from hypothesis import strategies as st
-from test_shared_prompts import loop_attention, plain_kernel
+from test_shared_prompts import plain_kernel
 
 from grpo_ray.config import SamplingConfig
 from grpo_ray.learning.attention import BlockAttention, VarlenAttention
@@ -142,15 +142,6 @@ def test_logprobs_in_deep_trees_are_those_of_each_sequence_alone(
         for row, s in zip(found, sequences, strict=True):
             expected = plain_logprobs(model, s.prompt_token_ids, s.response_token_ids.tolist())
             torch.testing.assert_close(row[: len(expected)], expected, atol=1e-5, rtol=0)
-
-
-def test_attention_in_a_chain_of_segments() -> None:
-    tree = SegmentTree((3, 1, 4, 2, 5, 1), (-1, 0, 1, 2, 3, 2))
-    torch.manual_seed(0)
-    queries, keys, values = (torch.randn(tree.num_tokens, heads, 8) for heads in (4, 2, 2))
-    expected = loop_attention(tree, queries, keys, values)
-    for attention in (BlockAttention.of(tree), VarlenAttention.of(tree, plain_kernel)):
-        torch.testing.assert_close(attention(queries, keys, values), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_short_segments_in_bfloat16_are_computed_in_float32_on_a_cpu() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from builders import ENDS, changed, file_size_limit, make_batch
+from episode_batches import random_batch
 from rank_workers import meeting, on_ranks
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -125,53 +126,59 @@ def same(found: dict[str, Any], expected: dict[str, Any], exact: float = EXACT) 
 
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "clip": {},
-    "constant": {"algorithm": {"aggregation": "constant"}},
-    "token mean": {"algorithm": {"aggregation": "token_mean"}},
-    "no baseline": {"algorithm": {"loss": "no_baseline"}},
-    "cispo": {"algorithm": {"loss": "cispo", "aggregation": "token_mean"}},
-    "gspo": {"algorithm": {"loss": "gspo"}},
-    "gmpo": {"algorithm": {"loss": "gmpo"}},
-    "luspo": {"algorithm": {"loss": "luspo"}},
+    "constant with entropy, KL measured": {
+        "algorithm": {
+            "aggregation": "constant", "entropy_bonus": 0.01,
+            "kl": {"coefficient": 0.0, "reference": "initial"},
+        }
+    },
+    "cispo's token mean": {"algorithm": {"loss": "cispo"}},
+    "gspo with dropped responses": {
+        "algorithm": {
+            "loss": "gspo",
+            "off_policy_correction": ("mask_product", "opsm"), "correction_options": {"delta": 0.0},
+        }
+    },
     "prompt mean": {"algorithm": {"aggregation": "prompt_mean", "train_batch_size": 6}},
-    "dropped responses": {
-        "algorithm": {"off_policy_correction": ("mask_product", "opsm"), "correction_options": {"delta": 0.0}}
+    "ipo's sequence sum, scale of the batch": {
+        "algorithm": {
+            "loss": "ipo", "loss_options": {"kl_tau": 0.01}, "aggregation": "sequence_sum",
+            "advantage": "mean", "advantage_scale": "batch",
+        }
     },
     "top entropy": {"algorithm": {"token_selection": "top_entropy", "selection_options": {"share": 0.5}}},
     "clip-cov": {"algorithm": {"token_selection": "clip_cov", "selection_options": {"share": 0.1, "low": 0.0}}},
     "unbiased KL": {"algorithm": {"kl": {"coefficient": 0.1, "reference": "initial", "estimator": "unbiased"}}},
-    "entropy": {"algorithm": {"entropy_bonus": 0.01}},
     "proximal, two epochs of minibatches": {
         "algorithm": {"old_log_probs": "proximal", "train_batch_size": 4, "epochs_per_batch": 2}
     },
     "corrected": {
         "algorithm": {"off_policy_correction": "mask_band", "old_log_probs": "proximal", "train_batch_size": 6}
     },
-    "KL to the beginning": {"algorithm": {"kl": {"coefficient": 0.1, "reference": "initial"}}},
     "KL to an average": {"algorithm": {"kl": {"coefficient": 0.1, "reference": "ema", "ema_decay": 0.5}}},
-    "KL measured": {"algorithm": {"kl": {"coefficient": 0.0, "reference": "initial"}}},
     "KL in the reward, whitened": {
         "algorithm": {
             "kl": {"coefficient": 0.1, "reference": "ema", "ema_decay": 0.5, "placement": "reward"},
-            "advantage": "mean",
-            "advantage_scale": "whiten_tokens",
+            "advantage": "mean", "advantage_scale": "whiten_tokens",
         }
     },
     "REINFORCE++": {
         "algorithm": {
             "kl": {"coefficient": 0.1, "reference": "ema", "ema_decay": 0.5, "placement": "reward_to_go"},
-            "advantage": "raw",
-            "advantage_scale": "whiten_tokens",
+            "advantage": "raw", "advantage_scale": "whiten_tokens",
         }
     },
-    "vespo": {"algorithm": {"loss": "vespo"}},
-    "ipo": {"algorithm": {"loss": "ipo", "loss_options": {"kl_tau": 0.01}}},
-    "scale of the batch": {"algorithm": {"advantage": "mean", "advantage_scale": "batch"}},
-    "padded rows": {"learner": {"share_prompts": "never"}},
-    "large micro-batches": {"learner": {"micro_batch_tokens": 4096}},
-    "one sequence per micro-batch": {"learner": {"micro_batch_tokens": 1}},
-    "recomputed": {"learner": {"gradient_checkpointing": "full"}},
-    "narrow moments": {"learner": {"moments": "bfloat16", "betas": (0.9, 0.95)}},
-}
+    "gmpo in padded rows": {"algorithm": {"loss": "gmpo"}, "learner": {"share_prompts": "never"}},
+    "vespo, one sequence per micro-batch": {
+        "algorithm": {"loss": "vespo"}, "learner": {"micro_batch_tokens": 1},
+    },
+    "large micro-batches recomputed, narrow moments": {
+        "learner": {
+            "micro_batch_tokens": 4096, "gradient_checkpointing": "full",
+            "moments": "bfloat16", "betas": (0.9, 0.95),
+        }
+    },
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -192,6 +199,31 @@ def test_every_setting_gives_the_gradients_of_one_rank(
                 assert np.array_equal(other[number]["gradients"], many[0][number]["gradients"])
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
+
+
+EPISODES: dict[str, dict[str, Any]] = {
+    "branches on both ranks": {"learner": {"micro_batch_tokens": 1}},
+    "minibatches of whole episodes": {
+        "algorithm": {"old_log_probs": "proximal", "train_batch_size": 3, "epochs_per_batch": 2}
+    },
+    "padded rows and token means": {
+        "learner": {"share_prompts": "never"},
+        "algorithm": {"aggregation": "token_mean", "kl": {"coefficient": 0.1, "reference": "initial"}},
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EPISODES)
+def test_two_ranks_give_the_gradient_of_one_on_episodes(
+    name: str, tiny_config: Config, tiny_model: Callable[..., Path]
+) -> None:
+    sizes = {"algorithm": {"prompts_per_step": 3, "samples_per_prompt": 3}}
+    config, model = changed(tiny_config, **merged(SMOOTH, sizes, EPISODES[name])), str(tiny_model())
+    learner = Learner(model, config, ENDS)
+    batches = [random_batch(seed, learner.model, config)[0] for seed in (1, 2)]
+    many = on_ranks(2, steps, model, changed(config, learner={"num_ranks": 2}), batches)
+    same(many[0], steps(None, model, config, batches))
 
 
 @pytest.mark.slow

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from builders import ENDS, changed, make_batch, perturb, relative_difference, written
+from builders import ENDS, changed, make_batch, perturb, relative_difference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from grpo_ray.config import Config
 from grpo_ray.core.learner import Learner
@@ -203,13 +203,6 @@ def test_left_padding_changes_no_real_token(pair: tuple[TransformerLM, LlamaForC
                 assert largest_difference(padded[row, -length:], alone) < 1e-4
 
 
-def test_right_padding_needs_no_mask() -> None:
-    model, ids = make_model(), make_ids(1, 10)
-    with torch.no_grad():
-        padded = torch.cat([ids, torch.full((1, 5), 7)], dim=1)
-        assert largest_difference(model(padded).logits[:, :10], model(ids).logits) < 1e-5
-
-
 # ---- causality, positions and the cache ----
 
 
@@ -223,15 +216,6 @@ def test_later_tokens_change_no_earlier_logit(place: int) -> None:
             before, after = (model(x, attention_mask=mask).logits for x in (ids, other))
         assert torch.equal(before[:, :place], after[:, :place])
         assert ((before[:, place:] - after[:, place:]).abs().amax(-1) > 1e-3).all()
-
-
-def test_only_distances_between_positions_matter() -> None:
-    model, ids = make_model(), make_ids(1, 10)
-    positions = torch.arange(10)[None]
-    with torch.no_grad():
-        logits = model(ids).logits
-        assert largest_difference(model(ids, position_ids=positions + 23).logits, logits) < 1e-4
-        assert largest_difference(model(ids, position_ids=2 * positions).logits, logits) > 1e-2
 
 
 @settings(max_examples=20)
@@ -314,30 +298,12 @@ def test_initial_weights() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
 
 
-def test_gradient_checkpointing_recomputes_and_changes_no_gradient() -> None:
-    models, ids = (make_model(), make_model()), make_ids(2, 8)
-    calls: list[int] = []
-    for model in models:
-        model.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(0))
-    models[1].gradient_checkpointing_enable()
-    counts, gradients = [], []
-    for model in models:
-        calls.clear()
-        model(ids).logits.log_softmax(-1)[..., 3].sum().backward()
-        counts.append(len(calls))
-        gradients.append([p.grad for p in model.parameters()])
-    assert counts == [1, 2]
-    assert all(torch.equal(p, q) for p, q in zip(*gradients, strict=True))
-
-
-@pytest.mark.parametrize("is_autocast", [True, False])
-def test_bfloat16_is_close_to_float32(is_autocast: bool) -> None:
-    """Both autocast (Learner) and bfloat16 weights (torch engine) are tried; angles are float32 in both."""
+def test_bfloat16_is_close_to_float32() -> None:
+    """Far from the first position, where angles in bfloat16 would be wrong."""
     model, ids, positions = make_model(), make_ids(2, 16), torch.arange(3000, 3016)[None]
     with torch.no_grad():
         expected = model(ids, position_ids=positions).logits
-        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
-            logits = (model if is_autocast else model.to(torch.bfloat16))(ids, position_ids=positions).logits
+        logits = model.to(torch.bfloat16)(ids, position_ids=positions).logits
     assert logits.dtype == torch.bfloat16
     assert relative_difference(logits.float(), expected) < 0.03
 
@@ -473,24 +439,12 @@ def test_models_of_a_hub_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # ---- as the Learner's policy ----
 
 
-def make_learner(config: Config, folder: Path, implementation: str, **changes: Any) -> Learner:
-    model = {"implementation": implementation}
-    return Learner(str(folder), changed(config, model=model, **changes), ENDS)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"learner": {"gradient_checkpointing": True}}, {"algorithm": {"kl": {"reference": "initial"}}}],
-    ids=["plain", "gradient checkpointing", "reference"],
-)
-def test_a_step_is_the_step_of_transformers(
-    tiny_config: Config, tiny_model: Callable[..., Path], changes: dict[str, Any]
-) -> None:
+def test_a_step_is_the_step_of_transformers(tiny_config: Config, tiny_model: Callable[..., Path]) -> None:
     """Weights after two steps on the same batches and all metrics are compared."""
-    folder = tiny_model(own=True)
+    folder = str(tiny_model(own=True))
     learners = [
-        make_learner(tiny_config, folder, implementation, **changes)
+        Learner(folder, changed(tiny_config, model={"implementation": implementation}), ENDS)
         for implementation in ("grpo_ray", "transformers")
     ]
     ours, theirs = learners
@@ -507,23 +461,3 @@ def test_a_step_is_the_step_of_transformers(
     for name, weight in ours.model.state_dict().items():
         assert not torch.equal(weight, initial[name]), name
         assert relative_difference(weight - initial[name], expected[name] - initial[name]) < 1e-2, name
-
-
-def test_checkpoint_resumes_and_loads_in_transformers(
-    tiny_config: Config, tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    first = make_learner(tiny_config, tiny_model(own=True), "grpo_ray", learner={"learning_rate": 1e-2})
-    first.train_step(TrainBatch(tuple(make_batch(first))))
-    folder = written(first, tmp_path / "step")
-    second = Learner(str(folder), first._config, ENDS, folder / "training")
-    assert second.version == 1
-    batch = TrainBatch(tuple(make_batch(first, seed=1)))
-    for learner in (first, second):
-        learner.train_step(batch)
-    pairs = zip(first.model.state_dict().items(), second.model.state_dict().values(), strict=True)
-    assert all(torch.equal(weight, other) for (_, weight), other in pairs)
-    written(first, tmp_path / "next")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "next", attn_implementation="eager")
-    ids = make_ids(2, 9)
-    with torch.no_grad():
-        assert (theirs(ids).logits - first.model(ids).logits).abs().max() < 1e-4

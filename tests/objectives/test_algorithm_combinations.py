@@ -6,6 +6,7 @@ of them with `make campaign`.
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,16 +18,16 @@ import torch
 from builders import ENDS, changed, clip_range, gradient, plain_rows, relative_difference
 from episode_batches import Turn, distribution, random_batch, slow_gradient, teach
 from rank_workers import meeting, on_ranks
-from slow_objectives import slow_loss, slow_total
+from slow_objectives import slow_kl, slow_loss, slow_total
 
 from grpo_ray.config import Config
-from grpo_ray.config.algorithm import AlgorithmConfig
+from grpo_ray.config.algorithm import AlgorithmConfig, KLEstimator
 from grpo_ray.config.losses import RATIO_LOSSES, Aggregation, LossType
 from grpo_ray.core.learner import Learner
 from grpo_ray.learning.ranks import Seat
 from grpo_ray.learning.sequences import sequences_of
 from grpo_ray.learning.sharded import whole
-from grpo_ray.objectives import Objective, loss_denominator, policy_gradient_step
+from grpo_ray.objectives import Objective, kl_estimate, loss_denominator, policy_gradient_step
 from grpo_ray.types import ScoredGroup
 
 LOSSES, AGGREGATIONS = get_args(LossType), get_args(Aggregation)
@@ -34,15 +35,19 @@ MAX_TOKENS = 8
 
 # ---- tensors ----
 
-FEATURES = ("factors", "turns", "branches", "masked", "micro_batches")
+FEATURES = ("factors", "turns", "branches", "masked", "empty", "terms", "micro_batches")
 SUBSETS = [s for size in range(len(FEATURES) + 1) for s in itertools.combinations(FEATURES, size)]
+ESTIMATORS = get_args(KLEstimator)
 LENGTHS = (5, 2, 1, 4, 3, 5)
 ROWS = range(len(LENGTHS))
 PROMPT_OF_SAMPLE = {True: (0, 0, 1), False: (0, 0, 0, 1, 1, 1)}  # with branches, and without
 
 
 class Batch:
-    """Six ragged rows: six responses, or with `branches` three samples of one to three rows."""
+    """Six ragged rows: six responses, or with `branches` three samples of one to three rows.
+
+    Whatever is per token is NaN outside the mask.
+    """
 
     def __init__(self, features: Sequence[str], seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -56,25 +61,38 @@ class Batch:
         self.mask = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
         self.advantages = noise(6, 5 if "turns" in features else 1)
         self.factors = torch.ones(6, 5, dtype=torch.float64)
+        self.reference, self.entropy = self.old + 0.3 * noise(6, 5), noise(6, 5).square()
         if "factors" in features:
             self.factors = 2 * torch.rand(6, 5, generator=generator, dtype=torch.float64)
             self.factors[0, 1] = self.factors[3, 0] = 0.0  # dropped tokens
         if "masked" in features:
             self.old[0, 3], self.old[5, 0] = -torch.inf, torch.nan
             self.mask[3, 1] = False
+        if "empty" in features:
+            self.mask[2] = False
+        for values in (self.old, self.policy, self.factors, self.reference, self.entropy):
+            values[~self.mask] = torch.nan
         has_branches = "branches" in features
         self.samples = [[0, 1], [2], [3, 4, 5]] if has_branches else [[row] for row in ROWS]
         self.prompts = PROMPT_OF_SAMPLE[has_branches]
         self.parts = [[0], [1, 2, 5], [3, 4]] if "micro_batches" in features else [list(ROWS)]
+        self.terms: dict[str, Any] = {}
+        if "terms" in features:
+            kl = {"reference": "initial", "coefficient": 0.5, "estimator": ESTIMATORS[seed % len(ESTIMATORS)]}
+            self.terms = {"kl": kl, "entropy_bonus": 0.1}
 
-    def kept(self, loss: str) -> torch.Tensor:
-        return self.mask & self.old.isfinite() if loss in RATIO_LOSSES else self.mask
+    def kept(self, config: AlgorithmConfig) -> torch.Tensor:
+        has_ratio = config.loss in RATIO_LOSSES or (self.terms and config.kl.estimator == "unbiased")
+        return self.mask & self.old.isfinite() if has_ratio else self.mask
 
 
-def fast_gradient(config: AlgorithmConfig, batch: Batch) -> tuple[float, torch.Tensor]:
-    """Return loss and gradient by the package, part by part."""
+Result = tuple[float, torch.Tensor, int]  # the loss, its gradient, the number of clipped tokens
+
+
+def fast_gradient(config: AlgorithmConfig, batch: Batch) -> Result:
+    """Compute by the package, part by part."""
     objective, aggregation = Objective.from_config(config), config.loss_aggregation
-    counts = batch.kept(config.loss).sum(dim=1)
+    counts = batch.kept(config).sum(dim=1)
     row_tokens = torch.zeros(6, dtype=torch.int64)
     for sample, rows in enumerate(batch.samples):
         own = [sample]
@@ -83,63 +101,90 @@ def fast_gradient(config: AlgorithmConfig, batch: Batch) -> tuple[float, torch.T
         row_tokens[rows] = counts[[row for s in own for row in batch.samples[s]]].sum()
     num_samples, num_prompts = len(batch.samples), len(set(batch.prompts))
     denominator = loss_denominator(aggregation, num_samples, int(counts.sum()), MAX_TOKENS, num_prompts)
-    policy, total = batch.policy.clone().requires_grad_(), 0.0
+    total, sums = 0.0, Counter[str]()
+    leaves = [tensor.clone().requires_grad_() for tensor in (batch.policy, batch.entropy)]
     for rows in batch.parts:
-        loss, _ = policy_gradient_step(
-            policy[rows], batch.mask[rows], objective=objective, denominator=denominator,
+        policy, entropy = (leaf[rows] for leaf in leaves)
+        loss, of_part = policy_gradient_step(
+            policy, batch.mask[rows], objective=objective, denominator=denominator,
             advantages=batch.advantages[rows], old_log_probs=batch.old[rows], weights=batch.factors[rows],
-            row_tokens=row_tokens[rows],
+            reference_log_probs=batch.reference[rows], entropy=entropy, row_tokens=row_tokens[rows],
         )  # fmt: skip
         loss.backward()
         total += loss.item()
-    assert policy.grad is not None
-    return total, policy.grad
+        assert not any(value.requires_grad for value in of_part.values())
+        sums.update({name: value.item() for name, value in of_part.items()})
+    assert sums["num_tokens"] == counts.sum()
+    kept = [tensor[batch.kept(config)] for tensor in (batch.policy, batch.reference)]
+    for estimator in ("k1", "k3"):
+        assert sums[f"kl_{estimator}_sum"] == pytest.approx(kl_estimate(*kept, estimator).sum().item())
+    slopes = [torch.zeros(6, 5) if leaf.grad is None else leaf.grad for leaf in leaves]
+    assert not any(slope[~batch.kept(config)].any() for slope in slopes)
+    return total, torch.stack(slopes), sums["num_clipped"]
 
 
-def loop_gradient(config: AlgorithmConfig, batch: Batch) -> tuple[float, torch.Tensor]:
-    """Return loss and gradient by a loop over samples, rows and tokens."""
-    policy = batch.policy.clone().requires_grad_()
-    advantages, kept = batch.advantages.expand(6, 5), batch.kept(config.loss)
-    per_sample = []
+def loop_gradient(config: AlgorithmConfig, batch: Batch) -> Result:
+    """Compute by a loop over samples, rows and tokens."""
+    leaves = [tensor.clone().requires_grad_() for tensor in (batch.policy, batch.entropy)]
+    policy, entropy = leaves
+    advantages, kept = batch.advantages.expand(6, 5), batch.kept(config)
+    per_sample, num_clipped = [], 0
     for rows in batch.samples:
         losses: list[Any] = []
         for row in rows:
             places = [t for t in range(5) if kept[row, t]]
             values = list(policy[row]), batch.old[row].tolist(), advantages[row].tolist()
-            of_row, _ = slow_loss(config, *values, places)
-            losses += [batch.factors[row, t].item() * of_row[t] for t in places]
+            of_row, clipped = slow_loss(config, *values, places)
+            num_clipped += clipped
+            for t in places:
+                loss = batch.factors[row, t].item() * of_row[t]
+                if batch.terms:
+                    of_others = batch.reference[row, t].item(), batch.old[row, t].item()
+                    loss = loss + 0.5 * slow_kl(config.kl.estimator, policy[row, t], *of_others)
+                    loss = loss - 0.1 * entropy[row, t]
+                losses.append(loss)
         per_sample.append(losses)
     total = slow_total(config, per_sample, batch.prompts, MAX_TOKENS)
-    (slope,) = torch.autograd.grad(total, policy)
-    return total.item(), slope
+    slopes = torch.autograd.grad(total, leaves, allow_unused=True)
+    return total.item(), torch.stack([torch.zeros(6, 5) if s is None else s for s in slopes]), num_clipped
 
 
-def compare(loss: str, aggregation: str, features: Sequence[str], seed: int) -> None:
-    options = {"loss_options": {"kl_tau": 0.3}} if loss in ("dppo_kl", "ipo") else {}
-    config = AlgorithmConfig(loss=loss, aggregation=aggregation, **clip_range(loss, 0.2), **options)  # type: ignore[arg-type]
+def compare(loss: str, aggregation: str, features: Sequence[str], seed: int) -> int:
+    """Compare loss and gradient; return the number of clipped tokens, which is the same, too."""
     batch = Batch(features, seed)
-    total, slope = fast_gradient(config, batch)
-    expected_total, expected = loop_gradient(config, batch)
+    given = {"loss_options": {"kl_tau": 0.3}} if loss in ("dppo_kl", "ipo") else {}
+    if clip := clip_range(loss, 0.2):
+        given |= clip | {"cliprange_high": 0.3}
+    if loss == "grpo_clip" and batch.terms:
+        given["dual_clip"] = 1.3
+    config = AlgorithmConfig(loss=loss, aggregation=aggregation, **given, **batch.terms)
+    total, slope, num_clipped = fast_gradient(config, batch)
+    expected_total, expected, expected_clipped = loop_gradient(config, batch)
     assert expected.norm() > 1e-3  # otherwise any gradient would pass
     case = f"{loss}, {aggregation}, {features}, seed {seed}"
     assert relative_difference(slope, expected) < 1e-6, case
     assert total == pytest.approx(expected_total, rel=1e-6, abs=1e-9), case
+    assert num_clipped == expected_clipped, case
+    return num_clipped
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_sample_of_combinations_of_a_loss(loss: str) -> None:
-    drawn = random.Random(loss)
+    """Each feature is there and not there with each aggregation."""
+    drawn, num_clipped = random.Random(loss), 0
     for aggregation, features in zip(AGGREGATIONS, drawn.sample(SUBSETS, len(AGGREGATIONS)), strict=True):
-        compare(loss, aggregation, features, drawn.randrange(100))
+        num_clipped += compare(loss, aggregation, features, drawn.randrange(100))
+        others = [f for f in FEATURES if f not in features]
+        num_clipped += compare(loss, aggregation, others, drawn.randrange(100))
+    assert (num_clipped > 0) == (loss in set(RATIO_LOSSES) - {"unclipped", "sapo", "vespo"})
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_all_combinations_of_a_loss(loss: str, aggregation: str) -> None:
-    for features in SUBSETS:
-        for seed in range(2):
-            compare(loss, aggregation, features, seed)
+    for seed, features in enumerate(SUBSETS):
+        compare(loss, aggregation, features, seed)
 
 
 # ---- whole updates: episodes with branches, turns and plain responses in one batch, some tokens masked ----
@@ -156,6 +201,7 @@ BAND = {"old_log_probs": "proximal", "off_policy_correction": "mask_band", "corr
 FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     "none": {},
     "mask_band": {"algorithm": BAND},
+    "truncate_token": {"algorithm": {"old_log_probs": "proximal", "off_policy_correction": "truncate_token"}},
     "top_entropy": {"algorithm": {"token_selection": "top_entropy", "selection_options": {"share": SHARE}}},
     "teacher": {"distillation": TAUGHT},
     "teacher alone": {"distillation": {**TAUGHT, "use_reward": False}},
@@ -163,11 +209,14 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
 UPDATES = list(itertools.product(LAYOUTS, FACTORS))
 
 
-def config_of(base: Config, loss: str, layout: str, factor: str) -> Config:
+def config_of(base: Config, loss: str, layout: str, factor: str, seed: int) -> Config:
     algorithm = {"loss": loss, "prompts_per_step": 3, "samples_per_prompt": 3, **clip_range(loss, 0.2)}
+    algorithm["aggregation"] = AGGREGATIONS[seed % len(AGGREGATIONS)]
+    sampling = {"temperature": 0.7, "min_tokens": 2} if seed % 2 else {}
     algorithm |= FACTORS[factor].get("algorithm", {})
     distillation = FACTORS[factor].get("distillation", {})
-    return changed(base, algorithm=algorithm, learner=LAYOUTS[layout], distillation=distillation)
+    sections = {"learner": LAYOUTS[layout], "distillation": distillation, "sampling": sampling}
+    return changed(base, algorithm=algorithm, **sections)
 
 
 def batch_of(model: torch.nn.Module, config: Config, seed: int) -> tuple[list[ScoredGroup], list[list[Turn]]]:
@@ -204,12 +253,12 @@ def gradient_of(learner: Learner, groups: Sequence[ScoredGroup]) -> tuple[float,
 
 
 def check_update(base: Config, model: str, loss: str, layout: str, factor: str, seed: int) -> None:
-    config = config_of(base, loss, layout, factor)
+    config = config_of(base, loss, layout, factor, seed)
     learner = Learner(model, config, ENDS)
     groups, samples = batch_of(learner.model, config, seed)
     expected_loss, expected = slow_gradient(learner.model, config, samples)
     found_loss, found = gradient_of(learner, groups)
-    case = f"{loss}, {layout}, {factor}, seed {seed}"
+    case = f"{loss}, {layout}, {factor}, {config.algorithm.aggregation}, seed {seed}"
     assert expected.norm() > 1e-3, case
     assert relative_difference(found, expected) < 1e-5, case
     assert found_loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-6), case
@@ -256,7 +305,7 @@ def test_two_ranks_give_the_gradient_of_the_loop(
     """Every loss, one micro-batch per sequence: the branches of an episode are on both ranks."""
     model, cases, expected = str(tiny_model()), [], []
     for number, loss in enumerate(LOSSES):
-        config = config_of(tiny_config, loss, "packed, one sequence each", factor)
+        config = config_of(tiny_config, loss, "packed, one sequence each", factor, number)
         alone = Learner(model, config, ENDS)
         groups, samples = batch_of(alone.model, config, number)
         expected.append(slow_gradient(alone.model, config, samples))

@@ -51,14 +51,6 @@ def test_rewards_and_their_metrics_by_hand():
     )
 
 
-def test_integer_rewards_are_numbers_too():
-    rewards, metadata = compute_rollout_rewards(
-        lambda response, truth: {"reward": 1, "format_reward": 1, "answer_reward": 0}, ["a"], ["b"]
-    )
-    assert rewards.tolist() == [1.0]
-    assert (metadata["reward/std"], metadata["reward/format"], metadata["reward/answer"]) == (0.0, 1.0, 0.0)
-
-
 @pytest.mark.parametrize(
     ("baseline", "normalizer", "expected"),
     [  # [1, 0, 0]: mean 1/3, sample std sqrt(1/3); [4, 2, 0]: mean 2, sample std 2
@@ -159,14 +151,6 @@ def test_loss_and_aggregation_against_a_slow_loop(method, normalization, constan
         assert num_clipped > 0
 
 
-def test_a_column_and_a_vector_of_advantages_are_the_same():
-    policy, old = log_probs()
-    for method in METHODS:
-        vector, _ = compute_policy_gradient_loss(ADVANTAGES, policy, method, old, 0.2, MASK)
-        column, _ = compute_policy_gradient_loss(ADVANTAGES[:, None], policy, method, old, 0.2, MASK)
-        assert torch.equal(vector, column)
-
-
 def test_without_a_mask_every_token_counts():
     policy, old = torch.zeros(1, 4), torch.tensor([[0.0, 1.0, -1.0, -2.0]])
     loss, details = compute_policy_gradient_loss(torch.ones(1), policy, "grpo", old, 0.2)
@@ -192,13 +176,6 @@ def test_nan_outside_the_mask_changes_neither_loss_nor_gradient(method, normaliz
         assert torch.equal(clean, poisoned)
     assert results[0][1].any()
     assert not results[0][1][~MASK].any()
-
-
-def test_nan_at_a_response_token_is_not_hidden():
-    policy, old = log_probs()
-    policy[0, 0] = math.nan
-    per_token, _ = compute_policy_gradient_loss(ADVANTAGES, policy, "grpo", old, 0.2, MASK)
-    assert aggregate_loss_across_microbatch(per_token, MASK).isnan()
 
 
 def test_aggregation_by_hand():
@@ -239,21 +216,8 @@ def train(num_steps, method="none", normalization=("sequence", None), max_grad_n
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "normalization"), list(product(METHODS, NORMALIZATIONS)))
-def test_the_gradient_is_the_same_into_however_many_parts_the_batch_is_divided(method, normalization):
-    """Six rows in 1, 2, 4, 5 (which do not divide them), 6 and 9 parts; one row has no response tokens."""
-    loss, metadata, change = train(1, method, normalization)
-    assert change.norm() > 1e-3
-    for num_steps in (2, 4, 5, 6, 9):
-        other_loss, other_metadata, other_change = train(num_steps, method, normalization)
-        torch.testing.assert_close(other_loss, loss, rtol=1e-5, atol=1e-6)
-        assert ((other_change - change).norm() / change.norm()).item() < 1e-5
-        for name in ("grad_norm", "token_entropy", "clip_fraction"):
-            torch.testing.assert_close(other_metadata[name], metadata[name], rtol=1e-5, atol=1e-6)
-    assert (metadata["clip_fraction"] > 0) == (method in ("grpo", "gspo"))
-
-
-@pytest.mark.parametrize(("method", "normalization"), list(product(METHODS, NORMALIZATIONS)))
 def test_the_step_against_autograd_of_the_whole_batch_row_by_row(method, normalization):
+    """Six rows, one without response tokens, in any number of parts."""
     model = tiny_llama()
     batch, old = whole_batch(model)
     rewards = [first_letter_reward(*pair)["reward"] for pair in zip(RESPONSES, TRUTHS, strict=True)]
@@ -276,10 +240,15 @@ def test_the_step_against_autograd_of_the_whole_batch_row_by_row(method, normali
         total = total - (objective.mean() / 6 if normalization[0] == "sequence" else objective.sum() / 24)
     total.backward()
     gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    loss, metadata, change = train(4, method, normalization)
-    assert loss.item() == pytest.approx(total.item(), rel=1e-5, abs=1e-6)
-    assert ((change + gradient).norm() / gradient.norm()).item() < 1e-5
-    assert metadata["grad_norm"].item() == pytest.approx(gradient.norm().item(), rel=1e-5)
+    _, whole, _ = train(1, method, normalization)
+    assert (whole["clip_fraction"] > 0) == (method in ("grpo", "gspo"))
+    for num_steps in (1, 2, 4, 5, 6, 9):  # of which 4 and 5 do not divide the rows
+        loss, metadata, change = train(num_steps, method, normalization)
+        assert loss.item() == pytest.approx(total.item(), rel=1e-5, abs=1e-6)
+        assert ((change + gradient).norm() / gradient.norm()).item() < 1e-5
+        assert metadata["grad_norm"].item() == pytest.approx(gradient.norm().item(), rel=1e-5)
+        for name in ("token_entropy", "clip_fraction"):
+            torch.testing.assert_close(metadata[name], whole[name], rtol=1e-5, atol=1e-6)
 
 
 def test_clipping_by_norm_and_what_the_metadata_holds():

@@ -175,13 +175,6 @@ def test_kl_is_of_behaviour_against_learner():
     assert kl != pytest.approx(reverse, rel=0.01)
 
 
-def test_a_tiny_difference_is_not_lost_to_rounding():
-    behaviour = torch.full((1, 4), -1.0, dtype=torch.float64)
-    result = logprob_mismatch(behaviour + 1e-6, behaviour, torch.ones(1, 4))
-    assert result["kl_sum"].item() == pytest.approx(4 * 0.5e-12, rel=1e-3)  # d^2 / 2 per token
-    assert result["kl_sum"].dtype == torch.float64
-
-
 def test_sums_and_maximum_accumulate_over_micro_batches():
     generator = torch.Generator().manual_seed(0)
     learner, behaviour = -torch.rand(2, 6, 4, generator=generator)
@@ -197,7 +190,7 @@ def test_sums_and_maximum_accumulate_over_micro_batches():
     assert max(part["abs_diff_max"].item() for part in parts) == whole["abs_diff_max"].item()
 
 
-def test_masked_out_nan_of_the_learner_and_an_empty_mask_give_zero():
+def test_nan_of_the_learner_is_hidden_outside_the_mask_alone_and_an_empty_mask_gives_zero():
     learner = torch.full((1, 2), float("nan"), requires_grad=True)
     result = logprob_mismatch(learner, torch.zeros(1, 2), torch.zeros(1, 2))
     assert {name: value.item() for name, value in result.items()} == {
@@ -207,8 +200,4 @@ def test_masked_out_nan_of_the_learner_and_an_empty_mask_give_zero():
         "num_tokens": 0,
     }
     assert not any(value.requires_grad for value in result.values())
-
-
-def test_nan_of_the_learner_at_a_live_token_is_not_hidden():
-    result = logprob_mismatch(torch.full((1, 1), float("nan")), torch.zeros(1, 1), torch.ones(1, 1))
-    assert math.isnan(result["kl_sum"].item())
+    assert logprob_mismatch(learner, torch.zeros(1, 2), torch.ones(1, 2))["kl_sum"].isnan()

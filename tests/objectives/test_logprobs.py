@@ -167,16 +167,6 @@ def test_response_log_probs_of_a_llama():
     assert not result["token_entropy"].requires_grad
 
 
-def test_right_padding_does_not_change_a_llamas_log_probs():
-    model = tiny_llama()
-    ids = torch.randint(0, 19, (1, 5), generator=torch.Generator().manual_seed(1))
-    padded = torch.nn.functional.pad(ids, (0, 4), value=3)
-    short = get_response_log_probs(model, ids[:, :-1], ids[:, 1:], return_token_entropy=False)
-    long = get_response_log_probs(model, padded[:, :-1], padded[:, 1:], return_token_entropy=False)
-    assert set(short) == {"log_probs"}
-    torch.testing.assert_close(long["log_probs"][:, :4], short["log_probs"], rtol=1e-5, atol=1e-5)
-
-
 def test_use_cache_is_off_for_transformers_models(monkeypatch):
     model, seen = tiny_llama(), []
     original = model.forward

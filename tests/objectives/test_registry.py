@@ -11,11 +11,11 @@ import torch
 from builders import changed, gradient, make_batch, relative_difference
 
 from grpo_ray.config import Config
-from grpo_ray.config.algorithm import AlgorithmConfig
+from grpo_ray.config.algorithm import AlgorithmConfig, Correction
 from grpo_ray.config.losses import LOSS_RECORDS, LossType
 from grpo_ray.core.learner import Learner
 from grpo_ray.learning.sequences import sequences_of
-from grpo_ray.objectives import ADVANTAGES, LOSSES, SELECTIONS, Objective, check_algorithm
+from grpo_ray.objectives import ADVANTAGES, CORRECTIONS, LOSSES, SELECTIONS, Objective, check_algorithm
 from grpo_ray.objectives.inputs import parameters_of, uses_ratio
 from grpo_ray.run.preflight import WITH_OPTIONS, check_files
 
@@ -198,6 +198,7 @@ def test_a_learner_trains_with_ones_own_as_with_a_builtin(
 
 def test_the_records_of_losses_say_what_their_functions_do() -> None:
     assert tuple(LOSS_RECORDS) == get_args(LossType) == tuple(LOSSES)
+    assert tuple(CORRECTIONS) == get_args(Correction)
     for name, function in LOSSES.items():
         record, parameters = LOSS_RECORDS[name], parameters_of(function)
         assert record.has_ratio == uses_ratio(function), name
