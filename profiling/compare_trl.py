@@ -263,9 +263,10 @@ def trl_job(case: Case, config: Config, num_steps: int, folder: Path) -> dict[st
     }
 
 
-def run_trl(python: Path, job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def run_trl(python: Path, job: Mapping[str, Any], folder: Path, script: Path = TRL_SIDE) -> dict[str, Any]:
+    """Run a script of TRL's side with that Python; return its result."""
     (folder / "job.json").write_text(json.dumps(job))
-    command = [str(python), str(TRL_SIDE), str(folder / "job.json"), str(folder / "result.json")]
+    command = [str(python), str(script), str(folder / "job.json"), str(folder / "result.json")]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")

@@ -18,14 +18,13 @@ import ray
 
 from benchmarks.played_turns import HINT
 from benchmarks.results import Options, Row
-from benchmarks.sampling import Alone, _cpu_seconds, _since
+from benchmarks.sampling import Alone, cpu_seconds, spent_since, start_alone
 from benchmarks.tiny_learner import QUICKSTART, model_folder
 from grpo_ray.cluster.hosting import ServingGroup, serving
-from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor
+from grpo_ray.cluster.remote_actor import Client
 from grpo_ray.cluster.session import connected, placed
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.engines import make_engine
 from grpo_ray.episodes.chat_template import ChatTemplate
 from grpo_ray.learning.model_files import end_token_ids, load_tokenizer
 from grpo_ray.learning.plain_chat import TEMPLATE
@@ -99,7 +98,7 @@ async def _measure(
     shapes: tuple[tuple[int, int, int], ...],
     options: Options,
 ) -> list[Row]:
-    alone = _start_alone(config, model, logs)
+    alone = start_alone(Turns, config, model, logs)
     await asyncio.gather(alone.ready(), *(actor.ready() for actor in actors.by_name().values()))
     (worker,) = actors.environments.values()
     await worker.serve(dict(enumerate(actors.generators.values())))
@@ -193,9 +192,9 @@ async def _take_turns(
     loop = asyncio.get_running_loop()
     for turn in range(rounds + 1):
         for side, sample in sides.cases(turns, num_groups, settings).items():
-            before, started = _cpu_seconds(), loop.time()
+            before, started = cpu_seconds(), loop.time()
             assert await sample() == work, side
-            took, spent = loop.time() - started, _since(before)
+            took, spent = loop.time() - started, spent_since(before)
             if turn:  # an engine's first waves are several times slower
                 seconds.setdefault(side, []).append(took)
                 cpu[side] = {name: cpu.get(side, {}).get(name, 0) + s / rounds for name, s in spent.items()}
@@ -211,12 +210,6 @@ async def _take_turns(
         )
         for side, values in seconds.items()
     ]
-
-
-def _start_alone(config: Config, model: StartingModel, logs: Path) -> Client:
-    engine = Deferred(lambda: make_engine(config, model.path, model.max_model_len, seed=0))
-    actor = as_actor(Turns, "alone", logs).options(num_cpus=0, max_concurrency=100)
-    return Client("alone", actor.remote(engine))
 
 
 def _settings(model: StartingModel, num_tokens: int) -> SamplingSettings:

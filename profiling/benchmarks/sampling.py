@@ -113,7 +113,7 @@ async def _measure(
     rounds: int,
 ) -> list[Row]:
     num_groups = config.algorithm.prompts_per_step
-    alone = _start_alone(config, model, run)
+    alone = start_alone(Alone, config, model, run.logs)
     through = _Through(config, actors, run)
     await asyncio.gather(alone.ready(), *(actor.ready() for actor in actors.by_name().values()))
     rows = []
@@ -142,12 +142,12 @@ async def _take_turns(
     cpu: dict[str, Counter[str]] = {side: Counter() for side in sides}
     for turn in range(rounds + 1):
         for side, wave in sides.items():
-            before, started = _cpu_seconds(), time.perf_counter()
+            before, started = cpu_seconds(), time.perf_counter()
             for number in range(per_round):
                 assert await wave(turn * per_round + number) == num_groups * SAMPLES * num_tokens
             if turn:  # an engine's first waves are several times slower
                 seconds[side].append((time.perf_counter() - started) / per_round)
-                cpu[side].update(_since(before))
+                cpu[side].update(spent_since(before))
     work = num_groups * SAMPLES * num_tokens
     base = f"{num_tokens} tokens, {RAW}"
     num_waves = rounds * per_round
@@ -168,16 +168,10 @@ async def _take_turns(
     ]
 
 
-def _start_alone(config: Config, model: StartingModel, run: RunDirectory) -> Client:
+def start_alone(kind: type[Alone], config: Config, model: StartingModel, logs: Path) -> Client:
     engine = Deferred(lambda: make_engine(config, model.path, model.max_model_len, seed=0))
-    actor = as_actor(Alone, "alone", run.logs).options(num_cpus=0, max_concurrency=100)
+    actor = as_actor(kind, "alone", logs).options(num_cpus=0, max_concurrency=100)
     return Client("alone", actor.remote(engine))
-
-
-def _start_buffer(config: Config, run: RunDirectory) -> Client:
-    actor = as_actor(TrajectoryBuffer, "buffer", run.logs).options(num_cpus=0, max_concurrency=10_000)
-    handle = actor.remote(config)
-    return Client("buffer", handle, methods_with_bulk(TrajectoryBuffer))
 
 
 class _Through:
@@ -185,7 +179,8 @@ class _Through:
 
     def __init__(self, config: Config, actors: ServingGroup, run: RunDirectory) -> None:
         run.create(config)
-        self.buffer = _start_buffer(config, run)
+        buffer = as_actor(TrajectoryBuffer, "buffer", run.logs).options(num_cpus=0, max_concurrency=10_000)
+        self.buffer = Client("buffer", buffer.remote(config), methods_with_bulk(TrajectoryBuffer))
         self._context = ServingContext(config, actors, OpenCalls(), RunLog(run, _Silent()))
         self._pools: dict[SamplingSettings, GeneratorPool] = {}
         self._num_waves = 0
@@ -239,7 +234,7 @@ def _prompts(wave: int, num_groups: int) -> list[tuple[int, ...]]:
     return [tuple((20 + n // 17 + 7 * n * k + k) % 280 for k in range(PROMPT_TOKENS)) for n in rows]
 
 
-def _cpu_seconds() -> dict[tuple[int, str], float]:
+def cpu_seconds() -> dict[tuple[int, str], float]:
     """Return the CPU seconds of this process and all its descendants so far."""
     me = psutil.Process()
     seconds = {}
@@ -260,8 +255,8 @@ def _name(process: Any) -> str:
     return "engine" if "EngineCore" in title else "Ray's own"
 
 
-def _since(before: Mapping[tuple[int, str], float]) -> Counter[str]:
+def spent_since(before: Mapping[tuple[int, str], float]) -> Counter[str]:
     spent: Counter[str] = Counter()
-    for (pid, name), seconds in _cpu_seconds().items():
+    for (pid, name), seconds in cpu_seconds().items():
         spent[name] += seconds - before.get((pid, name), 0.0)
     return spent

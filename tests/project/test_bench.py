@@ -12,11 +12,9 @@ from rich.console import Console
 
 CHEAP = (
     "adapter_memory",
-    "buffer",
     "head_memory",
     "learner_shared",
     "logprobs",
-    "long_results",
     "packing",
     "scale",
     "scale_memory",
@@ -156,12 +154,12 @@ def test_impossible_comparisons_and_measurements_are_refused(
 ) -> None:
     one, other = tmp_path / "one.json", tmp_path / "other.json"
     make_result(bench, {"plain": (1.0,)}).write(one)
-    make_result(bench, {"plain": (1.0,)}, name="buffer").write(other)
+    make_result(bench, {"plain": (1.0,)}, name="scoring").write(other)
     for arguments, expected in (
-        (["compare", str(one), str(other)], "packing and buffer are different benchmarks"),
+        (["compare", str(one), str(other)], "packing and scoring are different benchmarks"),
         (["compare", str(one)], "takes two result files, not 1"),
         (["compare", str(one), str(tmp_path / "none.json")], "not a result that bench.py wrote"),
-        (["overlap"], "'overlap' is not a benchmark; choose from adapter_memory, buffer, "),
+        (["overlap"], "'overlap' is not a benchmark; choose from adapter_memory, checkpointing, "),
         (["logprobs", "model.dtype=float32"], "logprobs takes no changes to the configuration"),
     ):
         assert bench.main(arguments) == 2
