@@ -133,7 +133,7 @@ def test_the_command_compares(bench: ModuleType, tmp_path: Path, capsys: pytest.
     assert [line for line in shown.splitlines() if line.startswith("!")] == [
         "! versions: torch is 1 in the first, 2 in the second"
     ]
-    lines = {line.split()[0]: line.split()[1:] for line in shown.splitlines()}
+    lines = {line.split()[0]: line.split()[1:] for line in shown.splitlines() if line}
     assert lines["plain"][-3:] == ["no", "clear", "difference"]
     assert lines["slow"] == ["1", "s", "3", "s", "3.00", "3.00", "to", "3.00", "1.00,", "3.00", "slower"]
     assert lines["fast"][4:8] == ["0.50", "0.50", "to", "0.50"]

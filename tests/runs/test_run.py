@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from local_runs import train
+from local_runs import Recorder, train
 from small_run import QUICKSTART, SMALL
 
 from grpo_ray.cluster import session
@@ -16,7 +16,6 @@ from grpo_ray.core import groups
 from grpo_ray.core.controller import Controller
 from grpo_ray.core.staleness import Admission
 from grpo_ray.records.checkpoint import make_store
-from grpo_ray.records.evaluation_summary import EvaluationSummary
 from grpo_ray.records.rollout_log import read_rollouts
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run.preflight import check_files, prepare
@@ -26,15 +25,6 @@ from grpo_ray.watch.restarts import RestartBudget
 from grpo_ray.watch.run_log import RunLog
 
 pytestmark = pytest.mark.usefixtures("model_cache")
-
-
-class Silent:
-    def status(self, text: str) -> None: ...
-    def step(self, step: int, metrics: dict[str, float]) -> None: ...
-    def evaluation(self, summary: EvaluationSummary) -> None: ...
-
-    def warning(self, text: str) -> None:
-        print(text)
 
 
 def run_actors(config: Config, folder: Path) -> RunDirectory:
@@ -47,7 +37,7 @@ def run_actors(config: Config, folder: Path) -> RunDirectory:
         session.placed(config) as placement,
         running(placement, config, prepared.model, folder) as actors,
     ):
-        log, budget = RunLog(run, Silent()), RestartBudget("recovery.max_restarts", 0, 0.0)
+        log, budget = RunLog(run, Recorder()), RestartBudget("recovery.max_restarts", 0, 0.0)
         asyncio.run(Controller(config, prepared, actors, log, store, budget).run())
     return run
 
