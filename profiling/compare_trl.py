@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,6 @@ class Case:
     trl_dtype: str = "float32"  # of the weights that its optimizer updates
     config: str = QUICKSTART
     is_pretrained: bool = False  # the model is that of --model
-    trl_more: Mapping[str, Any] = field(default_factory=dict)  # further fields of GRPOConfig
 
 
 def exactly(num_tokens: int) -> tuple[str, ...]:
@@ -258,7 +257,6 @@ def trl_job(case: Case, config: Config, num_steps: int, folder: Path) -> dict[st
         "warmup_steps": config.learner.warmup_steps,
         "num_steps": num_steps,
         "num_threads": config.learner.num_threads + config.generator.num_threads,
-        "more": dict(case.trl_more),
         "dtype": case.trl_dtype,
     }
 

@@ -140,7 +140,7 @@ class _Sides:
         def prompts() -> list[Tokens]:
             return [item.prompt_token_ids for item in items(num_groups) for _ in range(SAMPLES)]
 
-        one = _of_one(settings)
+        one = replace(settings, num_samples=1)
         return {
             AT_ONCE: lambda: self._alone.wave(self._all_turns(prompts(), turns, one.max_tokens), one),
             CHAINED: lambda: self._alone.chains(prompts(), self._suffix, turns, one),
@@ -214,7 +214,3 @@ async def _take_turns(
 
 def _settings(model: StartingModel, num_tokens: int) -> SamplingSettings:
     return SamplingSettings(SAMPLES, 1.0, 1.0, num_tokens, num_tokens, (), model.end_token_ids)
-
-
-def _of_one(settings: SamplingSettings) -> SamplingSettings:
-    return replace(settings, num_samples=1)

@@ -168,7 +168,10 @@ def at_stage(kind: str, stage: str) -> Inject:
 
 def pause_rank(run: ChaosRun, draw: random.Random) -> str | None:
     """Stop a rank for longer than a collective may take: then both ranks' collectives fail."""
-    picked, seconds = pick(run, draw, "learner-"), run.collective_timeout_s + draw.uniform(1.0, 4.0)
+    picked, seconds = (
+        pick(run, draw, "learner-"),
+        run.config.learner.collective_timeout_s + draw.uniform(1.0, 4.0),
+    )
     if picked is None:
         return None
     _must_all_end(run)

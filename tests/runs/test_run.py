@@ -19,7 +19,6 @@ from grpo_ray.records.checkpoint import make_store
 from grpo_ray.records.rollout_log import read_rollouts
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run.preflight import check_files, prepare
-from grpo_ray.tools.audit.audit import audit
 from grpo_ray.watch.metrics_catalog import check_names
 from grpo_ray.watch.restarts import RestartBudget
 from grpo_ray.watch.run_log import RunLog
@@ -91,25 +90,6 @@ def test_lag_is_bounded_and_every_prompt_is_trained_once(tmp_path: Path) -> None
     assert not check_names({k: v for row in metrics for k, v in row.items() if k != "step"})
     summaries = [json.loads(line) for line in run.evaluations_summary_path.read_text().splitlines()]
     assert [(s["step"], s["version"]) for s in summaries] == [(0, 0), (4, 4), (8, 8)]
-
-
-@pytest.mark.slow
-def test_no_replayed_group_is_older_than_max_age(tmp_path: Path) -> None:
-    """With a slow Learner, a look-ahead and two Generators; test_schedules.py has more schedules."""
-    schedule = ["buffer.replay.frac=0.5", "buffer.replay.max_age=2", "buffer.lookahead=2"]
-    speeds = ["learner.slowdown_s=0.1", "generator.slowdown_s=0.02", "generator.num_generators=2"]
-    run = RunDirectory(tmp_path / "run")
-    train(load_config(QUICKSTART, [*SMALL, *schedule, *speeds]), run.path)
-    metrics = read_metrics(run.metrics_path)
-    assert [row["step"] for row in metrics] == list(range(1, 9))
-    ages: dict[bool, set[int]] = {False: set(), True: set()}
-    for row in metrics:
-        for rollout in read_rollouts(run.rollouts_path(row["step"])):
-            ages[rollout["use"] > 1].add(row["step"] - 1 - rollout["min_version"])
-    assert max(ages[False]) <= 1
-    assert max(ages[True]) == 2  # as old as it may be, and no older
-    assert max(row["lag/max"] for row in metrics) == 2
-    assert audit(run).problems == []
 
 
 @pytest.mark.slow
