@@ -18,7 +18,7 @@ import ray
 
 from benchmarks.played_turns import HINT
 from benchmarks.results import Options, Row
-from benchmarks.sampling import Alone, cpu_seconds, spent_since, start_alone
+from benchmarks.sampling import Alone, start_alone, take_turns
 from benchmarks.tiny_learner import QUICKSTART, model_folder
 from grpo_ray.cluster.hosting import ServingGroup, serving
 from grpo_ray.cluster.remote_actor import Client
@@ -107,7 +107,9 @@ async def _measure(
     for turns, num_tokens, num_groups in shapes:
         settings = _settings(model, num_tokens)
         rounds = options.rounds or (1 if options.quick else 3)
-        rows += await _take_turns(sides, turns, num_groups, settings, rounds)
+        work = num_groups * SAMPLES * turns * num_tokens
+        cases = sides.cases(turns, num_groups, settings)
+        rows += await take_turns(cases, f"{turns} x {num_tokens}", work, rounds)
     await alone.shutdown()
     ray.kill(alone.handle)
     return rows
@@ -125,7 +127,7 @@ class _Sides:
         asked = [*known, {"role": "user", "content": HINT}]
         self._suffix = template.suffix(asked, len(known), last_token=-1)
 
-    def cases(self, turns: int, num_groups: int, settings: SamplingSettings) -> dict[str, Callable[[], Any]]:
+    def cases(self, turns: int, num_groups: int, settings: SamplingSettings) -> dict[str, Callable[[int], Any]]:
         """Return each side's work; each call has prompts of its own, so that no prefix is cached."""
 
         def items(number: int) -> list[PromptItem]:
@@ -142,10 +144,10 @@ class _Sides:
 
         one = replace(settings, num_samples=1)
         return {
-            AT_ONCE: lambda: self._alone.wave(self._all_turns(prompts(), turns, one.max_tokens), one),
-            CHAINED: lambda: self._alone.chains(prompts(), self._suffix, turns, one),
-            PLAIN: lambda: self._windowed(items(num_groups * turns), settings, self._generate),
-            EPISODES: lambda: self._windowed(items(num_groups), settings, self._play),
+            AT_ONCE: lambda _: self._alone.wave(self._all_turns(prompts(), turns, one.max_tokens), one),
+            CHAINED: lambda _: self._alone.chains(prompts(), self._suffix, turns, one),
+            PLAIN: lambda _: self._windowed(items(num_groups * turns), settings, self._generate),
+            EPISODES: lambda _: self._windowed(items(num_groups), settings, self._play),
         }
 
     def _all_turns(self, prompts: list[Tokens], turns: int, num_tokens: int) -> list[Tokens]:
@@ -180,36 +182,6 @@ class _Sides:
     async def _play(self, item: PromptItem, settings: SamplingSettings) -> int:
         _, report = self._worker.play(item, settings, 0)
         return (await report).num_tokens
-
-
-async def _take_turns(
-    sides: _Sides, turns: int, num_groups: int, settings: SamplingSettings, rounds: int
-) -> list[Row]:
-    num_tokens = settings.max_tokens
-    work = num_groups * SAMPLES * turns * num_tokens
-    seconds: dict[str, list[float]] = {}
-    cpu: dict[str, dict[str, float]] = {}
-    loop = asyncio.get_running_loop()
-    for turn in range(rounds + 1):
-        for side, sample in sides.cases(turns, num_groups, settings).items():
-            before, started = cpu_seconds(), loop.time()
-            assert await sample() == work, side
-            took, spent = loop.time() - started, spent_since(before)
-            if turn:  # an engine's first waves are several times slower
-                seconds.setdefault(side, []).append(took)
-                cpu[side] = {name: cpu.get(side, {}).get(name, 0) + s / rounds for name, s in spent.items()}
-    shape = f"{turns} x {num_tokens}"
-    return [
-        Row(
-            f"{shape}, {side}",
-            tuple(values),
-            f"{shape}, {AT_ONCE}",
-            work,
-            "tokens",
-            {f"CPU s, {name}": value for name, value in cpu[side].items() if value > 0.01},
-        )
-        for side, values in seconds.items()
-    ]
 
 
 def _settings(model: StartingModel, num_tokens: int) -> SamplingSettings:

@@ -123,37 +123,37 @@ async def _measure(
             RAW: lambda number, settings=settings: alone.wave(_prompts(number, num_groups), settings),  # type: ignore[misc]
             ACTORS: lambda number, settings=settings: through.wave(_prompts(number, num_groups), settings),  # type: ignore[misc]
         }
-        per_round = max(1, 64 // num_tokens)
-        rows += await _take_turns(waves, num_groups, num_tokens, rounds, per_round)
+        work, per_round = num_groups * SAMPLES * num_tokens, max(1, 64 // num_tokens)
+        rows += await take_turns(waves, f"{num_tokens} tokens", work, rounds, per_round)
     await alone.shutdown()
     for client in (alone, through.buffer):
         ray.kill(client.handle)
     return rows
 
 
-async def _take_turns(
-    sides: Mapping[str, Callable[[int], Awaitable[int]]],
-    num_groups: int,
-    num_tokens: int,
-    rounds: int,
-    per_round: int,
+async def take_turns(
+    sides: Mapping[str, Callable[[int], Awaitable[int]]], shape: str, work: int, rounds: int, per_round: int = 1
 ) -> list[Row]:
+    """Return a row per side: the seconds of its waves, and the CPU seconds of each kind of process in one.
+
+    Args:
+        sides: functions of a wave's number, which return its tokens; the first is the baseline.
+        work: tokens of a wave.
+    """
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     cpu: dict[str, Counter[str]] = {side: Counter() for side in sides}
     for turn in range(rounds + 1):
         for side, wave in sides.items():
             before, started = cpu_seconds(), time.perf_counter()
             for number in range(per_round):
-                assert await wave(turn * per_round + number) == num_groups * SAMPLES * num_tokens
+                assert await wave(turn * per_round + number) == work, side
             if turn:  # an engine's first waves are several times slower
                 seconds[side].append((time.perf_counter() - started) / per_round)
-                cpu[side].update(spent_since(before))
-    work = num_groups * SAMPLES * num_tokens
-    base = f"{num_tokens} tokens, {RAW}"
-    num_waves = rounds * per_round
+                cpu[side].update(_spent_since(before))
+    base, num_waves = f"{shape}, {next(iter(sides))}", rounds * per_round
     return [
         Row(
-            f"{num_tokens} tokens, {side}",
+            f"{shape}, {side}",
             tuple(values),
             base,
             work,
@@ -255,7 +255,7 @@ def _name(process: Any) -> str:
     return "engine" if "EngineCore" in title else "Ray's own"
 
 
-def spent_since(before: Mapping[tuple[int, str], float]) -> Counter[str]:
+def _spent_since(before: Mapping[tuple[int, str], float]) -> Counter[str]:
     spent: Counter[str] = Counter()
     for (pid, name), seconds in cpu_seconds().items():
         spent[name] += seconds - before.get((pid, name), 0.0)
