@@ -82,9 +82,8 @@ def run(options: Options) -> list[Row]:
         tokenizer = load_tokenizer(folder)
         tokenizer.chat_template = TEMPLATE
         tokenizer.save_pretrained(folder)
-        model = StartingModel(folder, end_token_ids(folder, tokenizer), config.episodes.max_tokens)
         longest = max(turns * (tokens + 30) + 30 for turns, tokens, _ in shapes)
-        model = StartingModel(folder, model.end_token_ids, min(longest, 512))
+        model = StartingModel(folder, end_token_ids(folder, tokenizer), min(longest, 512))
         logs = RunDirectory(Path(run_dir)).logs
         with placed(config) as placement, serving(placement, config, model, logs) as actors:
             return asyncio.run(_measure(config, model, actors, logs, shapes, options))
@@ -105,7 +104,7 @@ async def _measure(
     sides = _Sides(alone, actors, ChatTemplate(load_tokenizer(model.path), model.end_token_ids))
     rows = []
     for turns, num_tokens, num_groups in shapes:
-        settings = _settings(model, num_tokens)
+        settings = SamplingSettings(SAMPLES, 1.0, 1.0, num_tokens, num_tokens, (), model.end_token_ids)
         rounds = options.rounds or (1 if options.quick else 3)
         work = num_groups * SAMPLES * turns * num_tokens
         cases = sides.cases(turns, num_groups, settings)
@@ -182,7 +181,3 @@ class _Sides:
     async def _play(self, item: PromptItem, settings: SamplingSettings) -> int:
         _, report = self._worker.play(item, settings, 0)
         return (await report).num_tokens
-
-
-def _settings(model: StartingModel, num_tokens: int) -> SamplingSettings:
-    return SamplingSettings(SAMPLES, 1.0, 1.0, num_tokens, num_tokens, (), model.end_token_ids)

@@ -118,7 +118,9 @@ async def _measure(
     await asyncio.gather(alone.ready(), *(actor.ready() for actor in actors.by_name().values()))
     rows = []
     for num_tokens in lengths:
-        settings = _settings(config, model, num_tokens)
+        settings = SamplingSettings(
+            SAMPLES, 1.0, 1.0, num_tokens, num_tokens, config.sampling.stop, model.end_token_ids
+        )
         waves: dict[str, Callable[[int], Awaitable[int]]] = {
             RAW: lambda number, settings=settings: alone.wave(_prompts(number, num_groups), settings),  # type: ignore[misc]
             ACTORS: lambda number, settings=settings: through.wave(_prompts(number, num_groups), settings),  # type: ignore[misc]
@@ -214,18 +216,6 @@ class _Silent:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None
-
-
-def _settings(config: Config, model: StartingModel, num_tokens: int) -> SamplingSettings:
-    return SamplingSettings(
-        num_samples=SAMPLES,
-        temperature=1.0,
-        top_p=1.0,
-        min_tokens=num_tokens,
-        max_tokens=num_tokens,
-        stop=config.sampling.stop,
-        end_token_ids=model.end_token_ids,
-    )
 
 
 def _prompts(wave: int, num_groups: int) -> list[tuple[int, ...]]:
