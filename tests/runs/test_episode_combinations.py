@@ -69,6 +69,8 @@ FEATURES: dict[str, list[str]] = {
     "not_in_flight": ["weight_sync.in_flight=false"],
     "kept_kv": ["weight_sync.recompute_kv=false"],
     "dynamic_sampling": ["algorithm.dynamic_sampling_tries=2"],
+    "dynamic_sampling_by_answer": ["algorithm.dynamic_sampling_tries=2",
+                                   "algorithm.dynamic_sampling_metric=answer"],
     "replay": ["buffer.replay.frac=0.5", "buffer.replay.max_age=4"],
     "lookahead": ["buffer.lookahead=2"],
     "own_transformer": ["model.implementation=grpo_ray"],
