@@ -2,8 +2,7 @@
 
     python profiling/best_split.py splits --gpus 64 --out split-64.json
     python profiling/best_split.py schedules --gpus 64 --learner 16 --out schedules-64.json
-    python profiling/best_split.py sensitivity --gpus 64 --out sensitivity-64.json
-    python profiling/best_split.py draw docs/scale split-*.json sensitivity-64.json
+    python profiling/best_split.py draw docs/scale split-*.json
 
 Every point is a run of the package's own controller on simulated actors (`grpo-ray simulate`). The speeds are
 those that the planner assumes for a model of 7.6 billion parameters (Qwen2.5-7B) on H100; their sources
@@ -16,7 +15,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -58,10 +57,6 @@ class Point:
     max_lag: int = 1
     name: str = "in flight"
     changes: tuple[str, ...] = ()
-    learner_speed: float = 1.0
-    """Factor of the assumed speed of training."""
-    sigma: float = 1.0
-    """Standard deviation of the lengths' logarithm."""
     step_s: float = math.nan
     groups_per_s: float = math.nan
     learner_busy: float = math.nan
@@ -82,7 +77,7 @@ def speeds_of(point: Point) -> Speeds:
     gpu = GPU_TYPES["H100"]
     bandwidth, ranks = MEMORY_UTILIZATION * gpu.bandwidth, point.learner
     doublings = max(0.0, math.log2(ranks / 8))
-    rank_flops = TRAINING_UTILIZATION * gpu.bfloat16_flops * DOUBLING**doublings * point.learner_speed
+    rank_flops = TRAINING_UTILIZATION * gpu.bfloat16_flops * DOUBLING**doublings
     imbalance = IMBALANCE if ranks > 1 else 1.0
     return Speeds(
         decode_s=ENGINE_STEP_S + 2 * PARAMETERS / bandwidth,
@@ -117,7 +112,7 @@ def measured(point: Point) -> Point:
     ]
     began = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
-        run, lengths = RunDirectory(Path(folder) / "run"), LognormalLengths(MEAN, point.sigma)
+        run, lengths = RunDirectory(Path(folder) / "run"), LognormalLengths(MEAN, 1.0)
         result = simulate(load_config(QUICKSTART, changes), run, speeds_of(point), lengths)
     assert result.faults.is_none, result.faults
     rows = result.steps[skipped:]
@@ -155,21 +150,12 @@ def schedules(gpus: int, learner: int) -> Iterator[Point]:
         yield Point(gpus, learner, max_lag, "oversampled by 25%", ("algorithm.oversample_frac=0.25",))
 
 
-def sensitivity(gpus: int, max_lag: int = 1) -> Iterator[Point]:
-    """Yield the splits with a Learner half and twice as fast, and with lighter and heavier tails."""
-    for learner in LEARNERS[gpus]:
-        for speed in (0.5, 2.0):
-            yield Point(gpus, learner, max_lag, learner_speed=speed)
-        for sigma in (0.5, 1.5):
-            yield Point(gpus, learner, max_lag, sigma=sigma)
-
-
 def run_all(points: Iterable[Point], out: Path) -> None:
     """Simulate the points, print a row of each, and keep them in a file that a later call continues."""
     done = read(out) if out.exists() else []
     print(
-        "| GPUs | Learner | Generators | max_lag | schedule | Learner's speed | sigma | s per step | groups/s "
-        "| Learner trains | Generators sample |\n|---:|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|"
+        "| GPUs | Learner | Generators | max_lag | schedule | s per step | groups/s "
+        "| Learner trains | Generators sample |\n|---:|---:|---:|---:|---|---:|---:|---:|---:|"
     )
     for point in points:
         known = next((each for each in done if _question(each) == _question(point)), None)
@@ -188,7 +174,7 @@ def _question(point: Point) -> Point:
 def _row(point: Point) -> str:
     return (
         f"| {point.gpus:,} | {point.learner:,} | {point.generators:,} | {point.max_lag} | {point.name} "
-        f"| {point.learner_speed:g} | {point.sigma:g} | {point.step_s:.1f} | {point.groups_per_s:.2f} "
+        f"| {point.step_s:.1f} | {point.groups_per_s:.2f} "
         f"| {point.learner_busy:.0%} | {point.generators_busy:.0%} |"
     )
 
@@ -201,14 +187,13 @@ def read(path: Path) -> list[Point]:
 
 
 def draw(folder: Path, points: Sequence[Point]) -> None:
-    """Draw throughput by split: a panel per number of GPUs with a line per lag, and one of the sensitivity."""
+    """Draw throughput by split: a panel per number of GPUs with a line per lag."""
     folder.mkdir(parents=True, exist_ok=True)
-    plain = [point for point in points if point.learner_speed == point.sigma == 1.0]
-    sizes = sorted({point.gpus for point in plain})
+    sizes = sorted({point.gpus for point in points})
     figure = new_figure(4.4 * len(sizes), 3.6)
     for column, gpus in enumerate(sizes):
         axis = figure.add_subplot(1, len(sizes), column + 1)
-        ours = [point for point in plain if point.gpus == gpus]
+        ours = [point for point in points if point.gpus == gpus]
         for index, lag in enumerate(LAGS):
             _line(
                 axis, [p for p in ours if p.name == "in flight" and p.max_lag == lag], index, f"max_lag {lag}"
@@ -222,33 +207,6 @@ def draw(folder: Path, points: Sequence[Point]) -> None:
         axis.set_ylim(bottom=0)
         axis.legend(fontsize=7, frameon=False)
     save(figure, folder / "splits.png")
-    varied = {(p.learner_speed, p.sigma) for p in points} - {(1.0, 1.0)}
-    if varied:
-        _draw_sensitivity(folder, points, sorted({p.gpus for p in points if p not in plain})[0])
-
-
-def _draw_sensitivity(folder: Path, points: Sequence[Point], gpus: int) -> None:
-    figure = new_figure(9.0, 3.4)
-    ours = [p for p in points if p.gpus == gpus and p.max_lag == 1 and p.name == "in flight"]
-    by_speed: Mapping[str, list[Point]] = {
-        f"Learner x{speed:g}": [p for p in ours if p.learner_speed == speed and p.sigma == 1.0]
-        for speed in (0.5, 1.0, 2.0)
-    }
-    by_tail = {
-        f"sigma {sigma:g}": [p for p in ours if p.sigma == sigma and p.learner_speed == 1.0]
-        for sigma in (0.5, 1.0, 1.5)
-    }
-    for column, lines in enumerate((by_speed, by_tail)):
-        axis = figure.add_subplot(1, 2, column + 1)
-        for index, (label, line) in enumerate(lines.items()):
-            _line(axis, line, index, label)
-        axis.set_title(
-            f"{gpus:,} GPUs, max_lag 1: {('speed of training', 'tail of lengths')[column]}", fontsize=9
-        )
-        tidy(axis, "Learner's share of GPUs", "groups per second and GPU" if not column else "")
-        axis.set_ylim(bottom=0)
-        axis.legend(fontsize=7, frameon=False)
-    save(figure, folder / "sensitivity.png")
 
 
 def _line(axis: object, points: Sequence[Point], index: int, label: str) -> None:
@@ -262,7 +220,7 @@ def _line(axis: object, points: Sequence[Point], index: int, label: str) -> None
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("splits", "schedules", "sensitivity"):
+    for name in ("splits", "schedules"):
         command = commands.add_parser(name)
         command.add_argument("--gpus", type=int, choices=tuple(GROUPS), required=True)
         command.add_argument("--lags", type=int, nargs="+", default=LAGS, help="of `splits`")
@@ -277,11 +235,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.command == "schedules" and options.learner is None:
         parser.error("schedules: give --learner, the Learner's number of GPUs")
-    points = {
-        "splits": lambda: splits(options.gpus, options.lags),
-        "schedules": lambda: schedules(options.gpus, options.learner),
-        "sensitivity": lambda: sensitivity(options.gpus),
-    }[options.command]()
+    if options.command == "splits":
+        points = splits(options.gpus, options.lags)
+    else:
+        points = schedules(options.gpus, options.learner)
     with imports_left_alone():
         run_all(points, options.out)
     return 0

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,6 @@ class Case:
     trl_dtype: str = "float32"  # of the weights that its optimizer updates
     config: str = QUICKSTART
     is_pretrained: bool = False  # the model is that of --model
-    trl_more: Mapping[str, Any] = field(default_factory=dict)  # further fields of GRPOConfig
 
 
 def exactly(num_tokens: int) -> tuple[str, ...]:
@@ -258,14 +257,14 @@ def trl_job(case: Case, config: Config, num_steps: int, folder: Path) -> dict[st
         "warmup_steps": config.learner.warmup_steps,
         "num_steps": num_steps,
         "num_threads": config.learner.num_threads + config.generator.num_threads,
-        "more": dict(case.trl_more),
         "dtype": case.trl_dtype,
     }
 
 
-def run_trl(python: Path, job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def run_trl(python: Path, job: Mapping[str, Any], folder: Path, script: Path = TRL_SIDE) -> dict[str, Any]:
+    """Run a script of TRL's side with that Python; return its result."""
     (folder / "job.json").write_text(json.dumps(job))
-    command = [str(python), str(TRL_SIDE), str(folder / "job.json"), str(folder / "result.json")]
+    command = [str(python), str(script), str(folder / "job.json"), str(folder / "result.json")]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")

@@ -11,18 +11,15 @@ and two of 0.5; any. In the cases of `failed` rewards some are None: two respons
 another, and a whole group.
 """
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from benchmarks.tiny_learner import QUICKSTART
-from compare_trl import trl_problem
-from compare_trl_losses import MAX_TOKENS, SEQ, TOLERANCE, run_side
+from compare_trl_losses import MAX_TOKENS, SEQ, TOLERANCE, options_of, run_side
 from torch import Tensor
 
 from grpo_ray.config import Config
@@ -32,7 +29,6 @@ from grpo_ray.learning.sequences import sequences_of
 from grpo_ray.objectives import Objective, advantages_of, loss_denominator, policy_gradient_step
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup
 
-TRL_SIDE = Path(__file__).with_name("trl_advantages_side.py")
 GROUPS, SIZE = 6, 4
 WEIGHTS = (0.7, 2.0)  # of two rewards
 OVERLONG = (MAX_TOKENS - 4, 6)  # maximum and buffer, tokens
@@ -218,13 +214,8 @@ def job_of(case: Case, rewards: Rewards) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trl-python", type=Path, required=True, metavar="PATH", help="a Python that has trl")
-    parser.add_argument("--case", default="", metavar="TEXT", help="only cases with this text in their names")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random tensors")
-    options = parser.parse_args(arguments)
-    if problem := trl_problem(options.trl_python):
-        print(f"compare_trl_advantages.py: {problem}", file=sys.stderr)
+    options = options_of(__doc__, "compare_trl_advantages.py", arguments)
+    if options is None:
         return 2
     chosen = {name: case for name, case in CASES.items() if options.case in name}
     rewards = {
@@ -233,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     tensors = make_tensors(options.seed)
     jobs = {name: job_of(case, rewards[name]) for name, case in chosen.items()}
-    theirs = run_side(options.trl_python, TRL_SIDE, tensors, jobs)
+    theirs = run_side(options.trl_python, tensors, jobs)
     num_different = 0
     for name, case in chosen.items():
         advantages, loss, gradient = ours(case, rewards[name], tensors)

@@ -8,8 +8,6 @@ either side.
 """
 
 import argparse
-import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,13 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks.tiny_learner import model_folder
-from compare_trl import trl_problem
+from compare_trl import run_trl, trl_problem
 from torch import Tensor
 
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.objectives import SELECTIONS, CorrectionInputs, Objective, loss_denominator, policy_gradient_step
 
-TRL_SIDE = Path(__file__).with_name("trl_losses_side.py")
+TRL_SIDE = Path(__file__).with_name("trl_objectives_side.py")
 BATCH, SEQ, MAX_TOKENS = 12, 10, 16
 TOLERANCE = 1e-4  # of the loss, and of the gradients' relative difference
 
@@ -152,16 +150,8 @@ def ours(case: Case, tensors: Mapping[str, Tensor]) -> tuple[float, list[Tensor]
     return loss.item(), [torch.zeros(BATCH, SEQ) if g is None else g for g in gradients]
 
 
-def trl_cases(python: Path, tensors: Mapping[str, Tensor], chosen: Sequence[str]) -> dict[str, Any]:
-    """Run TRL's side on the chosen cases."""
-    cases = {name: {"trainer": CASES[name].trainer, "options": dict(CASES[name].trl)} for name in chosen}
-    return run_side(python, TRL_SIDE, tensors, cases)
-
-
-def run_side(
-    python: Path, script: Path, tensors: Mapping[str, Tensor], cases: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Run a script of TRL's side with that Python; return its results by case."""
+def run_side(python: Path, tensors: Mapping[str, Tensor], cases: Mapping[str, Any]) -> dict[str, Any]:
+    """Run TRL's side with that Python; return its results by case."""
     with model_folder() as model, tempfile.TemporaryDirectory() as folder:
         job = {
             "model": model,
@@ -170,30 +160,33 @@ def run_side(
             "tensors": {name: tensor.tolist() for name, tensor in tensors.items()},
             "cases": cases,
         }
-        paths = [Path(folder) / name for name in ("job.json", "result.json")]
-        paths[0].write_text(json.dumps(job))
-        done = subprocess.run([str(python), str(script), *map(str, paths)], capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{script.name} failed:\n{done.stderr[-3000:]}")
-        found: dict[str, Any] = json.loads(paths[1].read_text())
-        return found
+        return run_trl(python, job, Path(folder), TRL_SIDE)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options_of(doc: str | None, name: str, arguments: Sequence[str] | None) -> argparse.Namespace | None:
+    """Read a comparison's command line; return None, after a message, where TRL cannot run."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", type=Path, required=True, metavar="PATH", help="a Python that has trl")
     parser.add_argument("--case", default="", metavar="TEXT", help="only cases with this text in their names")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random tensors")
     options = parser.parse_args(arguments)
     if problem := trl_problem(options.trl_python):
-        print(f"compare_trl_losses.py: {problem}", file=sys.stderr)
+        print(f"{name}: {problem}", file=sys.stderr)
+        return None
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = options_of(__doc__, "compare_trl_losses.py", arguments)
+    if options is None:
         return 2
-    chosen = [name for name in CASES if options.case in name]
+    chosen = {name: case for name, case in CASES.items() if options.case in name}
     tensors = make_tensors(options.seed)
-    theirs = trl_cases(options.trl_python, tensors, chosen)
+    jobs = {name: {"trainer": case.trainer, "options": dict(case.trl)} for name, case in chosen.items()}
+    theirs = run_side(options.trl_python, tensors, jobs)
     num_different = 0
-    for name in chosen:
-        loss, gradients = ours(CASES[name], tensors)
+    for name, case in chosen.items():
+        loss, gradients = ours(case, tensors)
         expected = torch.tensor([theirs[name]["policy"], theirs[name]["entropy"]])
         apart = ((torch.stack(gradients) - expected).norm() / expected.norm()).item()
         loss_apart = abs(loss - theirs[name]["loss"]) / max(abs(theirs[name]["loss"]), 1e-3)

@@ -12,13 +12,13 @@ evaluation, and the last one of all seeds together with its 95% interval. With t
 import argparse
 import math
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-from grpo_ray.records.run_files import RunDirectory, read_metrics
+from benchmarks import jobs
+
+from grpo_ray.records.run_files import read_metrics
 from grpo_ray.tools.cli import set_library_defaults
 from grpo_ray.tools.drawing.figures import draw_spread, legend_beside, new_figure, save, tidy
 
@@ -27,10 +27,7 @@ Rewards = dict[int, tuple[float, int]]  # by step: the mean, and the number of r
 
 def train(config: str, name: str, overrides: list[str], folder: Path) -> Rewards:
     """Run one job to its end and print its validation rewards."""
-    command = [sys.executable, "-m", "grpo_ray", "train", config]
-    command += [f"run.output_dir={folder}", f"run.name={name}", "run.if_exists=resume", *overrides]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    files = RunDirectory(folder / name)
+    files = jobs.train(name, ["run.if_exists=resume", *overrides], folder, config=config)
     metrics = read_metrics(files.metrics_path)
     found = {
         row["step"]: (row["reward"], row["num_examples"] * row["num_samples"])

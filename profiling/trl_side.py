@@ -95,7 +95,6 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         report_to="none",
         disable_tqdm=True,
         seed=job["seed"],
-        **job["more"],
     )
     clock = Clock()
     trainer = GRPOTrainer(

@@ -10,9 +10,9 @@ import threading
 from collections import Counter
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 BUDGET = {
@@ -24,7 +24,6 @@ BUDGET = {
 PERIOD_S = 1.0
 FREE_CPU_S = 1.5
 """A program that needs less of a processor is free. On a busy machine it lives longer, but needs no more."""
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 NAME_CHARS = 60
 HELPERS = (
     "resource_tracker",
@@ -67,16 +66,14 @@ class Census:
             self.scan()
 
     def scan(self) -> None:
-        pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-        for pid in sorted(pids):
-            known = self._seen.get(pid)
-            if known is None:
-                parent = parent_of(pid)
-                if parent == self._root or parent in self._seen:
-                    self._seen[pid] = Seen(parent, command_of(pid))
-            else:
-                known.cpu_s = max(known.cpu_s, cpu_seconds_of(pid))
-                known.command = command_of(pid) or known.command  # titles are set late
+        for process in psutil.process_iter():  # by rising pid
+            known = self._seen.get(process.pid)
+            with contextlib.suppress(psutil.Error):
+                if known is not None:
+                    known.cpu_s = max(known.cpu_s, cpu_seconds_of(process.pid))
+                    known.command = command_of(process) or known.command  # titles are set late
+                elif (parent := process.ppid()) == self._root or parent in self._seen:
+                    self._seen[process.pid] = Seen(parent, command_of(process))
 
     def counts(self) -> dict[str, int]:
         kinds = Counter(kind for pid in self._seen if (kind := self._kind(pid)) is not None)
@@ -98,9 +95,8 @@ class Census:
         is_in_run = any("raylet" in command.partition(" ")[0] for command in above)
         if seen.command.startswith("VLLM::EngineCore"):
             return "vLLM engines in runs" if is_in_run else "vLLM engines alone"
-        is_program = seen.cpu_s >= FREE_CPU_S and seen.command != (
-            above[0] if above else command_of(self._root)
-        )
+        parent = above[0] if above else command_of(psutil.Process(self._root))
+        is_program = seen.cpu_s >= FREE_CPU_S and seen.command != parent
         if is_in_run or not is_program or any(helper in seen.command for helper in HELPERS):
             return None
         return "other programs" if "python" in seen.command.partition(" ")[0] else None
@@ -112,23 +108,15 @@ class Census:
             pid, parent = parent, self._seen[parent].parent
 
 
-def parent_of(pid: int) -> int:
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
+def command_of(process: psutil.Process) -> str:
+    return " ".join(process.cmdline()).strip()
 
 
 def cpu_seconds_of(pid: int) -> float:
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-        return sum(map(int, times)) / TICKS_PER_S
+    with contextlib.suppress(psutil.Error):
+        times = psutil.Process(pid).cpu_times()
+        return times.user + times.system
     return 0.0
-
-
-def command_of(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    return ""
 
 
 class CensusPlugin:

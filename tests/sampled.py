@@ -38,6 +38,7 @@ KEPT: dict[str, tuple[str, ...]] = {
         "several_updates",
         "collective",
         "curriculum",
+        "dynamic_sampling",
         "replay",
     ),
     "test_episode_failures.py::test_an_example_that_ends_its_worker_is_set_aside_and_costs_no_other_group": (

@@ -4,11 +4,10 @@ Its model is random, and larger than the quickstart's (18M parameters, unless ov
 something to write; half of its responses are rewarded, so that it trains and the optimizer has a state.
 """
 
-import tempfile
-from pathlib import Path
-
-from benchmarks.jobs import steady_means, train
+from benchmarks.jobs import compare_runs
 from benchmarks.results import Options, Row
+from grpo_ray.records.checkpoint import CheckpointStore
+from grpo_ray.records.run_files import RunDirectory
 
 TITLE = "whole runs with a checkpoint after every step against none, seconds per step"
 TAKES_OVERRIDES = True
@@ -22,28 +21,23 @@ LARGER = [
     "evaluation.every_num_steps=1000000",
 ]
 ANY_REWARD = ("tests/any_reward_cli.py",)
-WITHOUT = "no checkpoints"
-EVERY = {WITHOUT: 1_000_000, "one after every step": 1}
+CASES = {
+    "no checkpoints": ["checkpoint.every_num_steps=1000000"],
+    "one after every step": ["checkpoint.every_num_steps=1"],
+}
+FACTS = {
+    "MiB": "MiB",
+    "Learner blocked, s": "timing/checkpoint/capture_s",
+    "written during training, s": "timing/checkpoint/write_s",
+}
 
 
 def run(options: Options) -> list[Row]:
-    steps = 8 if options.quick else 24
-    seconds: dict[str, list[float]] = {name: [] for name in EVERY}
-    facts: dict[str, dict[str, float]] = {name: {} for name in EVERY}
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(options.rounds or 1):
-            for name, every in EVERY.items():
-                overrides = [*LARGER, f"algorithm.num_steps={steps}", f"checkpoint.every_num_steps={every}"]
-                job = train(
-                    f"every{every}-{number}", [*overrides, *options.overrides], Path(folder), ANY_REWARD
-                )
-                means = steady_means(job)
-                seconds[name].append(means["timing/step_s"])
-                if every == 1:
-                    files = [file for file in job.checkpoint_path(steps).rglob("*") if file.is_file()]
-                    facts[name] = {
-                        "MiB": sum(file.stat().st_size for file in files) / 2**20,
-                        "Learner blocked, s": means["timing/checkpoint/capture_s"],
-                        "written during training, s": means["timing/checkpoint/write_s"],
-                    }
-    return [Row(name, tuple(values), WITHOUT, facts=facts[name]) for name, values in seconds.items()]
+    return compare_runs(
+        CASES, LARGER, options, FACTS, num_steps=24, rounds=1, program=ANY_REWARD, also=_size_of_last
+    )
+
+
+def _size_of_last(run: RunDirectory) -> dict[str, float]:
+    files = [file for file in CheckpointStore(run).all()[-1].path.rglob("*") if file.is_file()]
+    return {"MiB": sum(file.stat().st_size for file in files) / 2**20}

@@ -18,14 +18,13 @@ import ray
 
 from benchmarks.played_turns import HINT
 from benchmarks.results import Options, Row
-from benchmarks.sampling import Alone, _cpu_seconds, _since
+from benchmarks.sampling import Alone, start_alone, take_turns
 from benchmarks.tiny_learner import QUICKSTART, model_folder
 from grpo_ray.cluster.hosting import ServingGroup, serving
-from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor
+from grpo_ray.cluster.remote_actor import Client
 from grpo_ray.cluster.session import connected, placed
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.engines import make_engine
 from grpo_ray.episodes.chat_template import ChatTemplate
 from grpo_ray.learning.model_files import end_token_ids, load_tokenizer
 from grpo_ray.learning.plain_chat import TEMPLATE
@@ -83,9 +82,8 @@ def run(options: Options) -> list[Row]:
         tokenizer = load_tokenizer(folder)
         tokenizer.chat_template = TEMPLATE
         tokenizer.save_pretrained(folder)
-        model = StartingModel(folder, end_token_ids(folder, tokenizer), config.episodes.max_tokens)
         longest = max(turns * (tokens + 30) + 30 for turns, tokens, _ in shapes)
-        model = StartingModel(folder, model.end_token_ids, min(longest, 512))
+        model = StartingModel(folder, end_token_ids(folder, tokenizer), min(longest, 512))
         logs = RunDirectory(Path(run_dir)).logs
         with placed(config) as placement, serving(placement, config, model, logs) as actors:
             return asyncio.run(_measure(config, model, actors, logs, shapes, options))
@@ -99,16 +97,18 @@ async def _measure(
     shapes: tuple[tuple[int, int, int], ...],
     options: Options,
 ) -> list[Row]:
-    alone = _start_alone(config, model, logs)
+    alone = start_alone(Turns, config, model, logs)
     await asyncio.gather(alone.ready(), *(actor.ready() for actor in actors.by_name().values()))
     (worker,) = actors.environments.values()
     await worker.serve(dict(enumerate(actors.generators.values())))
     sides = _Sides(alone, actors, ChatTemplate(load_tokenizer(model.path), model.end_token_ids))
     rows = []
     for turns, num_tokens, num_groups in shapes:
-        settings = _settings(model, num_tokens)
+        settings = SamplingSettings(SAMPLES, 1.0, 1.0, num_tokens, num_tokens, (), model.end_token_ids)
         rounds = options.rounds or (1 if options.quick else 3)
-        rows += await _take_turns(sides, turns, num_groups, settings, rounds)
+        work = num_groups * SAMPLES * turns * num_tokens
+        cases = sides.cases(turns, num_groups, settings)
+        rows += await take_turns(cases, f"{turns} x {num_tokens}", work, rounds)
     await alone.shutdown()
     ray.kill(alone.handle)
     return rows
@@ -126,7 +126,7 @@ class _Sides:
         asked = [*known, {"role": "user", "content": HINT}]
         self._suffix = template.suffix(asked, len(known), last_token=-1)
 
-    def cases(self, turns: int, num_groups: int, settings: SamplingSettings) -> dict[str, Callable[[], Any]]:
+    def cases(self, turns: int, num_groups: int, settings: SamplingSettings) -> dict[str, Callable[[int], Any]]:
         """Return each side's work; each call has prompts of its own, so that no prefix is cached."""
 
         def items(number: int) -> list[PromptItem]:
@@ -141,12 +141,12 @@ class _Sides:
         def prompts() -> list[Tokens]:
             return [item.prompt_token_ids for item in items(num_groups) for _ in range(SAMPLES)]
 
-        one = _of_one(settings)
+        one = replace(settings, num_samples=1)
         return {
-            AT_ONCE: lambda: self._alone.wave(self._all_turns(prompts(), turns, one.max_tokens), one),
-            CHAINED: lambda: self._alone.chains(prompts(), self._suffix, turns, one),
-            PLAIN: lambda: self._windowed(items(num_groups * turns), settings, self._generate),
-            EPISODES: lambda: self._windowed(items(num_groups), settings, self._play),
+            AT_ONCE: lambda _: self._alone.wave(self._all_turns(prompts(), turns, one.max_tokens), one),
+            CHAINED: lambda _: self._alone.chains(prompts(), self._suffix, turns, one),
+            PLAIN: lambda _: self._windowed(items(num_groups * turns), settings, self._generate),
+            EPISODES: lambda _: self._windowed(items(num_groups), settings, self._play),
         }
 
     def _all_turns(self, prompts: list[Tokens], turns: int, num_tokens: int) -> list[Tokens]:
@@ -181,47 +181,3 @@ class _Sides:
     async def _play(self, item: PromptItem, settings: SamplingSettings) -> int:
         _, report = self._worker.play(item, settings, 0)
         return (await report).num_tokens
-
-
-async def _take_turns(
-    sides: _Sides, turns: int, num_groups: int, settings: SamplingSettings, rounds: int
-) -> list[Row]:
-    num_tokens = settings.max_tokens
-    work = num_groups * SAMPLES * turns * num_tokens
-    seconds: dict[str, list[float]] = {}
-    cpu: dict[str, dict[str, float]] = {}
-    loop = asyncio.get_running_loop()
-    for turn in range(rounds + 1):
-        for side, sample in sides.cases(turns, num_groups, settings).items():
-            before, started = _cpu_seconds(), loop.time()
-            assert await sample() == work, side
-            took, spent = loop.time() - started, _since(before)
-            if turn:  # an engine's first waves are several times slower
-                seconds.setdefault(side, []).append(took)
-                cpu[side] = {name: cpu.get(side, {}).get(name, 0) + s / rounds for name, s in spent.items()}
-    shape = f"{turns} x {num_tokens}"
-    return [
-        Row(
-            f"{shape}, {side}",
-            tuple(values),
-            f"{shape}, {AT_ONCE}",
-            work,
-            "tokens",
-            {f"CPU s, {name}": value for name, value in cpu[side].items() if value > 0.01},
-        )
-        for side, values in seconds.items()
-    ]
-
-
-def _start_alone(config: Config, model: StartingModel, logs: Path) -> Client:
-    engine = Deferred(lambda: make_engine(config, model.path, model.max_model_len, seed=0))
-    actor = as_actor(Turns, "alone", logs).options(num_cpus=0, max_concurrency=100)
-    return Client("alone", actor.remote(engine))
-
-
-def _settings(model: StartingModel, num_tokens: int) -> SamplingSettings:
-    return SamplingSettings(SAMPLES, 1.0, 1.0, num_tokens, num_tokens, (), model.end_token_ids)
-
-
-def _of_one(settings: SamplingSettings) -> SamplingSettings:
-    return replace(settings, num_samples=1)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.machine import status_bytes
 from benchmarks.results import Options, Row
 from grpo_ray.objectives import chunked_log_probs, compute_entropy, token_log_probs
 
@@ -70,25 +71,14 @@ def measure(way: str, vocab: int, width: int, dtype: str, tokens: int) -> dict[s
     labels = torch.randint(vocab, (tokens,), generator=generator)
     log_probs, _ = WAYS[way](random(2, width), random(3, width), labels[:2] % 3)
     log_probs.sum().backward()  # now what is loaded once is loaded
-    _reset_peak()
-    before, started = _status("VmRSS"), time.perf_counter()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now the present size
+    before, started = status_bytes("VmRSS"), time.perf_counter()
     log_probs, _ = WAYS[way](hidden, weight, labels)
     log_probs.sum().backward()
     assert hidden.grad is not None
     assert weight.grad is not None
     return {
         "seconds": time.perf_counter() - started,
-        "peak_bytes": _status("VmHWM") - before,
+        "peak_bytes": status_bytes("VmHWM") - before,
         "grad_bytes": sum(g.numel() * g.element_size() for g in (hidden.grad, weight.grad)),
     }
-
-
-def _reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _status(name: str) -> int:
-    """Return a field of /proc/self/status in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith(f"{name}:")]
-    return int(line.split()[1]) * 1024

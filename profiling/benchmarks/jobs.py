@@ -3,14 +3,16 @@
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.results import Row
+from benchmarks.results import Options, Row
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 
 SKIPPED_STEPS = 4  # warm-up of Generator and Learner
+QUICK_STEPS = 8
 
 
 def train(
@@ -39,21 +41,48 @@ def steady_means(run: RunDirectory) -> Mapping[str, float]:
     return {name: statistics.fmean(values) for name, values in known.items()}
 
 
-def rows_of(
-    means: Mapping[str, Sequence[Mapping[str, float]]], baseline: str, facts: Mapping[str, str]
+def compare_runs(
+    cases: Mapping[str, Sequence[str]],
+    common: Sequence[str],
+    options: Options,
+    facts: Mapping[str, str],
+    *,
+    num_steps: int,
+    rounds: int,
+    has_seeds: bool = False,
+    program: Sequence[str] = ("-m", "grpo_ray"),
+    also: Callable[[RunDirectory], Mapping[str, float]] = lambda run: {},
 ) -> list[Row]:
-    """Return a row per case: seconds per step of each of its runs, and the mean of some metrics over them.
+    """Train each case in turns; return a row per case: seconds per step of each run, and means of metrics.
 
     Args:
-        means: by case, the means of each run's metrics.
-        facts: the metric of each fact, by the fact's name in the table.
+        cases: overrides by name; the first is the baseline.
+        common: overrides of all.
+        facts: the metric of each fact, by the fact's name in the table; a case may lack some.
+        num_steps: of each run, unless `options.quick`.
+        has_seeds: give each round a seed of its own.
+        also: returns further metrics of a run.
     """
+    means: dict[str, list[Mapping[str, float]]] = {name: [] for name in cases}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(options.rounds or (1 if options.quick else rounds)):
+            for place, (name, overrides) in enumerate(cases.items()):
+                given = [*common, f"algorithm.num_steps={QUICK_STEPS if options.quick else num_steps}"]
+                given += [f"run.seed={number}"] * has_seeds
+                run = train(
+                    f"{place}-{number}", [*given, *overrides, *options.overrides], Path(folder), program
+                )
+                means[name].append({**steady_means(run), **also(run)})
     return [
         Row(
             name,
             tuple(mean["timing/step_s"] for mean in of_runs),
-            baseline,
-            facts={fact: statistics.fmean(mean[key] for mean in of_runs) for fact, key in facts.items()},
+            next(iter(cases)),
+            facts={
+                fact: statistics.fmean(mean[key] for mean in of_runs)
+                for fact, key in facts.items()
+                if key in of_runs[0]
+            },
         )
         for name, of_runs in means.items()
     ]

@@ -1,8 +1,8 @@
 """A whole step of the Learner, by the size of its micro-batches, with and without gradient checkpointing."""
 
 from benchmarks.results import Options, Row
-from benchmarks.tiny_learner import make_batch, make_learners, model_folder
-from benchmarks.turns import take_turns
+from benchmarks.tiny_learner import QUICKSTART, SMALL, time_steps
+from grpo_ray.config.loading import load_config
 
 TITLE = "a Learner's step: micro-batches, gradient checkpointing (quickstart's shapes, one thread)"
 PLAIN = "as in the quickstart"
@@ -17,14 +17,6 @@ VARIANTS: dict[str, list[str]] = {
 
 
 def run(options: Options) -> list[Row]:
-    with model_folder() as folder:
-        learners = make_learners(folder, VARIANTS, options.quick)
-    config = learners[PLAIN]._config
-    tokens = config.rollouts_per_step * 16
-
-    def step(name: str) -> None:
-        learners[name].train_step(make_batch(config, learners[name].version))
-
-    cases = {name: (lambda name=name: step(name)) for name in VARIANTS}
-    seconds = take_turns(cases, options.rounds or (1 if options.quick else 6))
+    tokens = load_config(QUICKSTART, SMALL if options.quick else []).rollouts_per_step * 16
+    seconds = time_steps(VARIANTS, options, rounds=6)
     return [Row(name, values, PLAIN, tokens, "tokens") for name, values in seconds.items()]

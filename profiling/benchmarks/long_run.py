@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.machine import status_bytes
 from benchmarks.results import Options, Row
 from benchmarks.synthetic_run import SyntheticRun
 from benchmarks.tiny_learner import QUICKSTART
@@ -91,16 +92,9 @@ def read(reader: str, path: str) -> None:
     imported, started, cpu = psutil.Process().memory_info().rss, time.perf_counter(), time.process_time()
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         prepared()
-    seconds, peak = time.perf_counter() - started, _peak_bytes()
+    seconds, peak = time.perf_counter() - started, status_bytes("VmHWM")
     used = {"cpu": time.process_time() - cpu, "peak": peak, "above": max(0, peak - imported)}
     print(json.dumps({"seconds": seconds, **used}))
-
-
-def _peak_bytes() -> int:
-    """Return this program's largest resident memory; `getrusage` would include its parent's before exec."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (kib,) = [int(line.split()[1]) for line in lines if line.startswith("VmHWM")]
-    return 1024 * kib
 
 
 def _resume(run: RunDirectory) -> Callable[[], None]:

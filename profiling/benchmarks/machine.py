@@ -33,6 +33,16 @@ def describe_versions() -> dict[str, str]:
     return {**found, "grpo_ray": _commit()}
 
 
+def status_bytes(name: str) -> int:
+    """Return a field of /proc/self/status, such as VmRSS, or VmHWM for the largest so far.
+
+    `getrusage` would include a parent's before exec.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(f"{name}:")]
+    return int(line.split()[1]) * 1024
+
+
 def _cpu_name() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

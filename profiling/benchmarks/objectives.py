@@ -4,8 +4,7 @@ The variants of advantages over the batch, with a KL in the reward and without, 
 """
 
 from benchmarks.results import Options, Row
-from benchmarks.tiny_learner import make_batch, make_learners, model_folder
-from benchmarks.turns import take_turns
+from benchmarks.tiny_learner import time_steps
 
 TITLE = "a Learner's step with every loss, advantage, KL, entropy bonus, several updates (quickstart's shapes)"
 PLAIN = "one update"
@@ -60,13 +59,4 @@ VARIANTS: dict[str, list[str]] = {
 def run(options: Options) -> list[Row]:
     half = 4 if options.quick else 128  # of a batch's responses
     variants = {**VARIANTS, "two updates": [f"algorithm.train_batch_size={half}"]}
-    with model_folder() as folder:
-        learners = make_learners(folder, variants, options.quick)
-    config = learners[PLAIN]._config
-
-    def step(name: str) -> None:
-        learners[name].train_step(make_batch(config, learners[name].version))
-
-    cases = {name: (lambda name=name: step(name)) for name in variants}
-    seconds = take_turns(cases, options.rounds or (1 if options.quick else 8))
-    return [Row(name, values, PLAIN) for name, values in seconds.items()]
+    return [Row(name, values, PLAIN) for name, values in time_steps(variants, options, rounds=8).items()]

@@ -5,13 +5,10 @@ the slower side, so that every sync finds responses half-written. Each round tak
 """
 
 import statistics
-import tempfile
-from collections.abc import Mapping
-from pathlib import Path
 
-from benchmarks.jobs import rows_of, steady_means, train
+from benchmarks.jobs import compare_runs
 from benchmarks.results import Options, Row
-from grpo_ray.records.run_files import read_metrics
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 
 TITLE = "whole runs with syncs in flight, keys and values recomputed or kept, seconds per step"
 TAKES_OVERRIDES = True
@@ -28,8 +25,10 @@ WORK = [
     "evaluation.every_num_steps=1000000",
     "run.save_rollouts=false",
 ]
-RECOMPUTED = "recomputed (recompute_kv true)"
-CASES = {RECOMPUTED: "true", "kept (recompute_kv false)": "false"}
+CASES = {
+    "recomputed (recompute_kv true)": ["weight_sync.recompute_kv=true"],
+    "kept (recompute_kv false)": ["weight_sync.recompute_kv=false"],
+}
 FACTS = {
     "sampled tokens/s": "throughput/sampled_tokens_per_s",
     "generate": "timing/generate_s",
@@ -47,14 +46,9 @@ LAST = 5  # steps over which the last reward is averaged
 
 
 def run(options: Options) -> list[Row]:
-    steps = 8 if options.quick else 20
-    means: dict[str, list[Mapping[str, float]]] = {name: [] for name in CASES}
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in range(options.rounds or (1 if options.quick else 3)):
-            for name, value in CASES.items():
-                overrides = [*WORK, f"algorithm.num_steps={steps}", f"run.seed={seed}"]
-                overrides += [f"weight_sync.recompute_kv={value}", *options.overrides]
-                job = train(f"{value}-{seed}", overrides, Path(folder))
-                last = [row["reward/mean"] for row in read_metrics(job.metrics_path)[-LAST:]]
-                means[name].append({**steady_means(job), "reward/mean": statistics.fmean(last)})
-    return rows_of(means, RECOMPUTED, FACTS)
+    return compare_runs(CASES, WORK, options, FACTS, num_steps=20, rounds=3, has_seeds=True, also=_last_reward)
+
+
+def _last_reward(run: RunDirectory) -> dict[str, float]:
+    last = [row["reward/mean"] for row in read_metrics(run.metrics_path)[-LAST:]]
+    return {"reward/mean": statistics.fmean(last)}

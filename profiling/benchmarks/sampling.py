@@ -113,47 +113,49 @@ async def _measure(
     rounds: int,
 ) -> list[Row]:
     num_groups = config.algorithm.prompts_per_step
-    alone = _start_alone(config, model, run)
+    alone = start_alone(Alone, config, model, run.logs)
     through = _Through(config, actors, run)
     await asyncio.gather(alone.ready(), *(actor.ready() for actor in actors.by_name().values()))
     rows = []
     for num_tokens in lengths:
-        settings = _settings(config, model, num_tokens)
+        settings = SamplingSettings(
+            SAMPLES, 1.0, 1.0, num_tokens, num_tokens, config.sampling.stop, model.end_token_ids
+        )
         waves: dict[str, Callable[[int], Awaitable[int]]] = {
             RAW: lambda number, settings=settings: alone.wave(_prompts(number, num_groups), settings),  # type: ignore[misc]
             ACTORS: lambda number, settings=settings: through.wave(_prompts(number, num_groups), settings),  # type: ignore[misc]
         }
-        per_round = max(1, 64 // num_tokens)
-        rows += await _take_turns(waves, num_groups, num_tokens, rounds, per_round)
+        work, per_round = num_groups * SAMPLES * num_tokens, max(1, 64 // num_tokens)
+        rows += await take_turns(waves, f"{num_tokens} tokens", work, rounds, per_round)
     await alone.shutdown()
     for client in (alone, through.buffer):
         ray.kill(client.handle)
     return rows
 
 
-async def _take_turns(
-    sides: Mapping[str, Callable[[int], Awaitable[int]]],
-    num_groups: int,
-    num_tokens: int,
-    rounds: int,
-    per_round: int,
+async def take_turns(
+    sides: Mapping[str, Callable[[int], Awaitable[int]]], shape: str, work: int, rounds: int, per_round: int = 1
 ) -> list[Row]:
+    """Return a row per side: the seconds of its waves, and the CPU seconds of each kind of process in one.
+
+    Args:
+        sides: functions of a wave's number, which return its tokens; the first is the baseline.
+        work: tokens of a wave.
+    """
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     cpu: dict[str, Counter[str]] = {side: Counter() for side in sides}
     for turn in range(rounds + 1):
         for side, wave in sides.items():
-            before, started = _cpu_seconds(), time.perf_counter()
+            before, started = cpu_seconds(), time.perf_counter()
             for number in range(per_round):
-                assert await wave(turn * per_round + number) == num_groups * SAMPLES * num_tokens
+                assert await wave(turn * per_round + number) == work, side
             if turn:  # an engine's first waves are several times slower
                 seconds[side].append((time.perf_counter() - started) / per_round)
-                cpu[side].update(_since(before))
-    work = num_groups * SAMPLES * num_tokens
-    base = f"{num_tokens} tokens, {RAW}"
-    num_waves = rounds * per_round
+                cpu[side].update(_spent_since(before))
+    base, num_waves = f"{shape}, {next(iter(sides))}", rounds * per_round
     return [
         Row(
-            f"{num_tokens} tokens, {side}",
+            f"{shape}, {side}",
             tuple(values),
             base,
             work,
@@ -168,16 +170,10 @@ async def _take_turns(
     ]
 
 
-def _start_alone(config: Config, model: StartingModel, run: RunDirectory) -> Client:
+def start_alone(kind: type[Alone], config: Config, model: StartingModel, logs: Path) -> Client:
     engine = Deferred(lambda: make_engine(config, model.path, model.max_model_len, seed=0))
-    actor = as_actor(Alone, "alone", run.logs).options(num_cpus=0, max_concurrency=100)
+    actor = as_actor(kind, "alone", logs).options(num_cpus=0, max_concurrency=100)
     return Client("alone", actor.remote(engine))
-
-
-def _start_buffer(config: Config, run: RunDirectory) -> Client:
-    actor = as_actor(TrajectoryBuffer, "buffer", run.logs).options(num_cpus=0, max_concurrency=10_000)
-    handle = actor.remote(config)
-    return Client("buffer", handle, methods_with_bulk(TrajectoryBuffer))
 
 
 class _Through:
@@ -185,7 +181,8 @@ class _Through:
 
     def __init__(self, config: Config, actors: ServingGroup, run: RunDirectory) -> None:
         run.create(config)
-        self.buffer = _start_buffer(config, run)
+        buffer = as_actor(TrajectoryBuffer, "buffer", run.logs).options(num_cpus=0, max_concurrency=10_000)
+        self.buffer = Client("buffer", buffer.remote(config), methods_with_bulk(TrajectoryBuffer))
         self._context = ServingContext(config, actors, OpenCalls(), RunLog(run, _Silent()))
         self._pools: dict[SamplingSettings, GeneratorPool] = {}
         self._num_waves = 0
@@ -221,25 +218,13 @@ class _Silent:
         return lambda *_, **__: None
 
 
-def _settings(config: Config, model: StartingModel, num_tokens: int) -> SamplingSettings:
-    return SamplingSettings(
-        num_samples=SAMPLES,
-        temperature=1.0,
-        top_p=1.0,
-        min_tokens=num_tokens,
-        max_tokens=num_tokens,
-        stop=config.sampling.stop,
-        end_token_ids=model.end_token_ids,
-    )
-
-
 def _prompts(wave: int, num_groups: int) -> list[tuple[int, ...]]:
     """Make different prompts, so that no prefix is cached."""
     rows = range(wave * num_groups, (wave + 1) * num_groups)
     return [tuple((20 + n // 17 + 7 * n * k + k) % 280 for k in range(PROMPT_TOKENS)) for n in rows]
 
 
-def _cpu_seconds() -> dict[tuple[int, str], float]:
+def cpu_seconds() -> dict[tuple[int, str], float]:
     """Return the CPU seconds of this process and all its descendants so far."""
     me = psutil.Process()
     seconds = {}
@@ -260,8 +245,8 @@ def _name(process: Any) -> str:
     return "engine" if "EngineCore" in title else "Ray's own"
 
 
-def _since(before: Mapping[tuple[int, str], float]) -> Counter[str]:
+def _spent_since(before: Mapping[tuple[int, str], float]) -> Counter[str]:
     spent: Counter[str] = Counter()
-    for (pid, name), seconds in _cpu_seconds().items():
+    for (pid, name), seconds in cpu_seconds().items():
         spent[name] += seconds - before.get((pid, name), 0.0)
     return spent

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from benchmarks.results import Options
+from benchmarks.turns import take_turns
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.core.learner import Learner
@@ -38,6 +40,21 @@ def make_learners(folder: str, variants: Mapping[str, Sequence[str]], quick: boo
         name: Learner(folder, load_config(QUICKSTART, [*common, *overrides]), ends)
         for name, overrides in variants.items()
     }
+
+
+def time_steps(
+    variants: Mapping[str, Sequence[str]], options: Options, rounds: int
+) -> dict[str, tuple[float, ...]]:
+    """Return the seconds of a step in each round, of one Learner per named list of overrides."""
+    with model_folder() as folder:
+        learners = make_learners(folder, variants, options.quick)
+    config = next(iter(learners.values()))._config
+
+    def step(name: str) -> None:
+        learners[name].train_step(make_batch(config, learners[name].version))
+
+    cases = {name: (lambda name=name: step(name)) for name in variants}
+    return take_turns(cases, options.rounds or (1 if options.quick else rounds))
 
 
 def make_batch(config: Config, version: int, num_tokens: int = 16, prompt_tokens: int = 12) -> TrainBatch:

@@ -1,33 +1,40 @@
-"""Weights from a Learner to a Generator in another process, by model size, transport and engine.
+"""Weights from a Learner to Generators in other processes, by model size, transport and engine.
 
 The actors are real, and a run's own WeightSync does the transaction (stage, then switch: pause, load, finish,
-resume); the baseline is a plain copy of the same bytes in memory.
+resume). This process has the Learner's part, with `collective` its `Sender`, in threads. The baseline is a
+plain copy of the same bytes in memory for each Generator, one after the other.
 """
 
 import asyncio
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import ray
 import torch
 
-from benchmarks import two_generators
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART, model_folder
 from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor
 from grpo_ray.cluster.session import connected
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
+from grpo_ray.core.clients import GeneratorClient
 from grpo_ray.core.generator import Generator
 from grpo_ray.core.sync import PHASES, WeightSync
 from grpo_ray.engines import make_engine
 from grpo_ray.learning.loading import load_policy
 from grpo_ray.learning.policy_model import PolicyModel
-from grpo_ray.transfer.messages import Snapshot
+from grpo_ray.transfer.channels import join
+from grpo_ray.transfer.messages import Snapshot, WeightSnapshot
+from grpo_ray.transfer.sender import Sender, make_sender
 from grpo_ray.transfer.snapshot import ReusedMemory, pack_weights
-from grpo_ray.types import methods_with_bulk
+from grpo_ray.transfer.wires import SendingLearner, Wires
+from grpo_ray.types import Ref, methods_with_bulk
 
 TITLE = "weight sync by model size, transport and engine, against a copy in memory"
 SIZES: dict[str, list[str]] = {
@@ -43,13 +50,26 @@ SIZES: dict[str, list[str]] = {
         "model.tiny.intermediate_size=2816",
     ],
 }
-NUM_WARM_UP = 3  # until all memory that syncs use again and again has been touched
+CASES = (("object_store", 1), ("object_store", 2), ("collective", 2))  # transport, number of Generators
+NUM_WARM_UP = 3  # until wires are joined and all memory that syncs use again and again has been touched
 STEP_S = 0.5  # between syncs; Ray frees a replaced snapshot with a delay
 NOT_HERE = {
     "nccl": "it needs a GPU for the Learner and one for a Generator",
     "ipc": "it needs a GPU that Learner and Generator share, in a run with generator.colocated; the "
     "phases are that run's timing/weight_sync/*",
 }
+
+
+class InThreads:
+    """A Sender called like the Learner's actor."""
+
+    name = "learner"
+
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return lambda *args: asyncio.to_thread(getattr(self._sender, method), *args)
 
 
 def run(options: Options) -> list[Row]:
@@ -59,70 +79,72 @@ def run(options: Options) -> list[Row]:
         for size in sizes:
             with model_folder(["model.tiny.warmup=null", *SIZES[size]]) as folder:
                 for engine in ("torch",) if options.quick else ("torch", "vllm"):
-                    rows += asyncio.run(_measure(size, folder, engine, rounds))
-                    rows += _to_two(size, folder, engine, rounds)
+                    for transport, number in CASES:
+                        rows += _measure(size, folder, engine, transport, number, rounds)
     return [*rows, *(Row(transport, skipped=why) for transport, why in NOT_HERE.items())]
 
 
-def _to_two(size: str, folder: str, engine: str, rounds: int) -> list[Row]:
-    model = load_policy(folder)
-    num_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
-
-    def config_of(transport: str) -> Config:
-        chosen = [f"generator.engine={engine}", f"weight_sync.transport={transport}"]
-        return load_config(QUICKSTART, [*chosen, *SIZES[size]])
-
-    label = f"{size}, {num_bytes / 2**20:.0f} MiB, {engine}"
-    return two_generators.measure(config_of, folder, label, model, rounds)
-
-
-async def _measure(size: str, folder: str, engine: str, rounds: int) -> list[Row]:
-    config = load_config(QUICKSTART, [f"generator.engine={engine}", *SIZES[size]])
-    model = load_policy(folder)
-    num_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
-    case, copy = f"object_store, {engine}", "copy in memory"
-    label = f"{size}, {num_bytes / 2**20:.0f} MiB"
-    with tempfile.TemporaryDirectory() as logs:
-        client = _start_generator(config, folder, Path(logs))
-        try:
-            await client.ready()
-            seconds, phases = await _publish_all(config, client, model, num_bytes, rounds)
-            await client.shutdown()
-        finally:
-            ray.kill(client.handle)
+def _measure(size: str, folder: str, engine: str, transport: str, number: int, rounds: int) -> list[Row]:
+    chosen = [f"generator.engine={engine}", f"weight_sync.transport={transport}"]
+    config, model = load_config(QUICKSTART, [*chosen, *SIZES[size]]), load_policy(folder)
+    mib = sum(4 * parameter.numel() for parameter in model.parameters()) / 2**20
+    with _generators(config, folder, number) as clients:
+        seconds, phases = asyncio.run(_publish_all(config, clients, model, rounds))
     facts = {f"{phase}, s": float(np.median(values)) for phase, values in phases.items()}
-    facts["paused, copies"] = facts["paused, s"] / float(np.median(seconds["copy"]))
-    base = f"{label}: {copy} beside {engine}"
-    mib = num_bytes / 2**20
+    facts["paused, copies"] = facts["paused, s"] / float(np.median(seconds["copies"]))
+    case = f"{size}, {mib:.0f} MiB, {engine}: {transport} to {number}"
+    base = f"{case}, copies in memory beside it"
     return [
-        Row(base, tuple(seconds["copy"]), base, mib, "MiB"),
-        Row(f"{label}: {case}", tuple(seconds["sync"]), base, mib, "MiB", facts),
+        Row(base, tuple(seconds["copies"]), base, mib, "MiB"),
+        Row(case, tuple(seconds["sync"]), base, mib, "MiB", facts),
     ]
 
 
-def _start_generator(config: Config, folder: str, logs: Path) -> Client:
+@contextmanager
+def _generators(config: Config, folder: str, number: int) -> Iterator[list[GeneratorClient]]:
+    with tempfile.TemporaryDirectory() as logs:
+        clients = [_start(f"generator-{index}", config, folder, Path(logs)) for index in range(number)]
+        try:
+            yield [cast(GeneratorClient, client) for client in clients]
+        finally:
+            ray.get([client.handle.shutdown.remote() for client in clients], timeout=60)
+            for client in clients:
+                ray.kill(client.handle)
+
+
+def _start(name: str, config: Config, folder: str, logs: Path) -> Client:
     engine = Deferred(lambda: make_engine(config, folder, 64, seed=0))
-    actor = as_actor(Generator, "generator-0", logs).options(num_cpus=0, max_concurrency=100)
-    return Client("generator-0", actor.remote("generator-0", engine, 0.0, 0), methods_with_bulk(Generator))
+    actor = as_actor(Generator, name, logs).options(num_cpus=0, max_concurrency=100)
+    return Client(name, actor.remote(name, engine, 0.0, 0), methods_with_bulk(Generator))
 
 
 async def _publish_all(
-    config: Config, client: Client, model: PolicyModel, num_bytes: int, rounds: int
+    config: Config, clients: list[GeneratorClient], model: PolicyModel, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds of each sync, from the Learner's weights to a Generator that samples again, and of its phases."""
-    sync = WeightSync([client], config.weight_sync.phase_timeout_s)
-    seconds: dict[str, list[float]] = {"copy": [], "sync": []}
+    """Return the seconds of every sync and of its copies, and of the sync's phases.
+
+    A sync lasts from the Learner's weights until all Generators sample again.
+    """
+    for client in clients:
+        await client.ready()
+    dtype, checksum = getattr(torch, config.model.dtype), config.weight_sync.checksum
+    source = torch.from_numpy(pack_weights(model.named_parameters(), 0, dtype).data)
+    targets = [torch.zeros_like(source).fill_(1) for _ in clients]  # touches their pages
+    sender, memory = make_sender(config, "127.0.0.1", torch.device("cpu"), join), ReusedMemory()
+    has_wires = config.weight_sync.wire_backend is not None
+    wires = Wires(cast(SendingLearner, InThreads(sender)), "stage") if has_wires else None
+    sync = WeightSync(clients, config.weight_sync.phase_timeout_s, 0, wires)
+    seconds: dict[str, list[float]] = {"copies": [], "sync": []}
     phases: dict[str, list[float]] = {phase: [] for phase in ("pack", "put", *PHASES, "paused")}
-    source, target = (torch.full((num_bytes,), value, dtype=torch.uint8) for value in (1, 0))
-    memory = ReusedMemory()
     for version in range(1, rounds + 1 + NUM_WARM_UP):
         started = time.perf_counter()
         weights = model.named_parameters()
-        snapshot = pack_weights(
-            weights, version, getattr(torch, config.model.dtype), config.weight_sync.checksum, memory
-        )
+        if has_wires:
+            snapshot = sender.pack(weights, version, dtype, checksum)
+        else:
+            snapshot = pack_weights(weights, version, dtype, checksum, memory)
         packed = time.perf_counter()
-        reference = ray.put(snapshot)
+        reference: Ref[WeightSnapshot] = ray.put(snapshot)
         put = time.perf_counter()
         del snapshot  # the next takes its memory
         report = await sync.publish(version, Snapshot(reference))
@@ -131,11 +153,12 @@ async def _publish_all(
         del reference
         await asyncio.sleep(STEP_S)
         copying = time.perf_counter()
-        target.copy_(source)
+        for target in targets:
+            target.copy_(source)
         copied = time.perf_counter()
         if version <= NUM_WARM_UP:
             continue
-        seconds["copy"].append(copied - copying)
+        seconds["copies"].append(copied - copying)
         seconds["sync"].append(ended - started)
         phases["pack"].append(packed - started)
         phases["put"].append(put - packed)

@@ -30,7 +30,7 @@ class Cluster:
         self._folders: list[str] = []
         self._environment = {**os.environ, **token, **QUICK}
         self.environment = {**token, "RAY_ADDRESS": self._address}
-        self._num_nodes = num_nodes
+        self.num_nodes = num_nodes
         self.start()
 
     def start(self) -> None:
@@ -44,12 +44,7 @@ class Cluster:
                 self.stop()
                 raise RuntimeError("the head node did not come up")
             time.sleep(0.2)
-        self._nodes = [self._join() for _ in range(self._num_nodes)]
-
-    def processes_of(self, index: int) -> list[psutil.Process]:
-        """Return all processes of a further node."""
-        node = psutil.Process(self._nodes[index].pid)
-        return [*node.children(recursive=True), node]
+        self._nodes = [self._join() for _ in range(self.num_nodes)]
 
     def hosts(self, process: psutil.Process) -> int | None:
         """Return the number of the further node that a process belongs to; None: the head's."""
@@ -58,33 +53,19 @@ class Cluster:
 
     def lose(self, index: int) -> None:
         """Kill a node with everything on it, as if its power were cut."""
-        for process in self.processes_of(index):
-            process.kill()
-        self._nodes[index].wait()
+        _kill(self._nodes[index])
 
     def lose_head(self) -> None:
         """Kill all of Ray on the head node; the driver there is a process of its own."""
-        for process in [
-            *psutil.Process(self._head.pid).children(recursive=True),
-            psutil.Process(self._head.pid),
-        ]:
-            process.kill()
-        self._head.wait()
+        _kill(self._head)
 
     def rejoin(self, index: int) -> None:
         self._nodes[index] = self._join()
 
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
     def stop(self) -> None:
         for node in [*self._nodes, self._head]:
             if node.poll() is None:
-                family = [*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)]
-                for process in family:
-                    process.kill()
-            node.wait()
+                _kill(node)
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -101,6 +82,13 @@ class Cluster:
             env=self._environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             stderr=subprocess.STDOUT,
         )  # fmt: skip
+
+
+def _kill(node: subprocess.Popen[bytes]) -> None:
+    """Kill all processes of a node."""
+    for process in [*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)]:
+        process.kill()
+    node.wait()
 
 
 def _free_port() -> int:

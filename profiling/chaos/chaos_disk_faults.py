@@ -60,7 +60,7 @@ def full_disk(run: ChaosRun, draw: random.Random) -> str:
 def frozen_disk(run: ChaosRun, draw: random.Random) -> str:
     """Let every write hang for longer than a sync's phase and the stall watch allow."""
     assert run.disk is not None
-    seconds = max(run.phase_timeout_s, run.stall_timeout_s) + 3.0
+    seconds = max(run.config.weight_sync.phase_timeout_s, run.config.recovery.stall_timeout_s) + 3.0
     run.disk.freeze()
     time.sleep(seconds)
     run.disk.thaw()
@@ -82,7 +82,7 @@ def ended_on_frozen_disk(number: int) -> Inject:
             time.sleep(1.0)
             started = time.monotonic()
             run.signal(number)
-            allowed = run.on_preemption_s + CLEAN_UP_S
+            allowed = run.config.run.on_preemption_s + CLEAN_UP_S
             if wait_until_gone([driver], allowed):
                 run.wrong.append(f"the driver did not end within {allowed:g} s while writes hung")
             seconds = time.monotonic() - started
@@ -106,7 +106,7 @@ def covered(error: int | None) -> Inject:
 
     def inject(run: ChaosRun, draw: random.Random) -> str:
         assert run.disk is not None
-        seconds = draw.uniform(2.0, 4.0) if error else run.stall_timeout_s + 3.0
+        seconds = draw.uniform(2.0, 4.0) if error else run.config.recovery.stall_timeout_s + 3.0
         run.disk.cover(run.path, error)
         time.sleep(seconds)
         run.disk.uncover(run.path)

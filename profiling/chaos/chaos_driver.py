@@ -6,10 +6,10 @@ A file in the folder GRPO_RAY_CHAOS_TRIGGERS requests one fault and is removed a
 `poison_reward` (the grading of one response fails), `scorer_error` (the scoring of one group raises),
 `nan_gradient` (the gradient of one update is NaN), `hang_generator_start` and `hang_scorer_start` (the next one
 hangs as it starts), `kill_rank_1_backward` and the like (the Learner's rank 1 is killed in its next backward
-pass; `stop` stops it, `oom` raises that memory ran out; chaos_rank_faults.py has the stages), `kill_sync_load`
-and the like (a Generator is killed in that phase of a sync; `stop` stops it, `fail` raises), `flip_sync_bits`
-(the weights that arrive do not fit their checksum), `poison_prompt` (one training prompt ends its Generator,
-each time, until the file is removed), `kill_learner_sending` (the Learner is killed between two
+pass; `stop` stops it, `oom` raises that memory ran out; chaos_moment_faults.py has the stages),
+`kill_sync_load` and the like (a Generator is killed in that phase of a sync; `stop` stops it, `fail` raises),
+`flip_sync_bits` (the weights that arrive do not fit their checksum), `poison_prompt` (one training prompt ends
+its Generator, each time, until the file is removed), `kill_learner_sending` (the Learner is killed between two
 chunks of a version that it sends over a wire) and `drop_wire_sending` (the wire is closed there). As long as
 there is a file `clock` next to that folder, `time.time` is ahead by the seconds in it.
 """

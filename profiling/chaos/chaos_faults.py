@@ -1,17 +1,12 @@
 """The faults that profiling/chaos/chaos.py injects, and what must follow from each."""
 
 import errno
-import random
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-import chaos_cluster_faults as cluster
 import chaos_disk_faults as disk
 import chaos_moment_faults as moment
 import chaos_process_faults as process
-import chaos_rank_faults as ranks
-import chaos_sync_faults as sync
 from chaos_process_faults import Inject
 
 # Outcomes by the event that reports them; RODE_THROUGH has no event.
@@ -154,39 +149,33 @@ _ALL = (
     ),
     # Ranks of the Learner
     *(
-        _restored(f"{kind}_rank_{stage}", ranks.at_stage(kind, stage), "ranks")
-        for stage in ranks.STAGES
-        for kind in ranks.CAUSES
+        _restored(f"{kind}_rank_{stage}", moment.at_stage(kind, stage), "ranks")
+        for stage in moment.STAGES
+        for kind in moment.CAUSES
     ),
-    _restored("pause_rank", ranks.pause_rank, "ranks"),
-    _restored("stop_ranks", ranks.stop_ranks, "ranks"),
-    _resumed("interrupt_with_hung_rank", ranks.interrupt_with_hung_rank, "ranks"),
-    _ridden("fill_disk_of_rank", ranks.fill_disk_of_rank, "ranks"),
+    _restored("pause_rank", moment.pause_rank, "ranks"),
+    _restored("stop_ranks", moment.stop_ranks, "ranks"),
+    _resumed("interrupt_with_hung_rank", moment.interrupt_with_hung_rank, "ranks"),
+    _ridden("fill_disk_of_rank", moment.fill_disk_of_rank, "ranks"),
     # Weight syncs
     *(
-        _replaced(f"{kind}_sync_{phase}", sync.in_phase(kind, phase))
-        for phase in sync.PHASES
-        for kind in sync.SAYS
+        _replaced(f"{kind}_sync_{phase}", moment.in_phase(kind, phase))
+        for phase in moment.PHASES
+        for kind in moment.SAYS
     ),
-    _replaced("flip_sync_bits", sync.flip_bits, "checksum"),
-    _restored("kill_learner_sending", sync.sending("kill_learner"), "wires"),
-    _replaced("drop_wire_sending", sync.sending("drop_wire"), "wires"),
+    _replaced("flip_sync_bits", moment.flip_bits, "checksum"),
+    _restored("kill_learner_sending", moment.sending("kill_learner"), "wires"),
+    _replaced("drop_wire_sending", moment.sending("drop_wire"), "wires"),
     # Nodes
-    Fault("lose_node", cluster.lose_node, RESTORED, None, "cluster", NODE_LOST),
-    _resumed("lose_head_in_checkpoint", cluster.lose_head_in_checkpoint, "cluster"),
-    Fault("lose_nodes_for_a_while", cluster.lose_node_for_a_while, RESTORED, None, "cluster", NODE_LOST),
+    Fault("lose_node", moment.lose_node, RESTORED, None, "cluster", NODE_LOST),
+    _resumed("lose_head_in_checkpoint", moment.lose_head_in_checkpoint, "cluster"),
+    Fault("lose_nodes_for_a_while", moment.lose_node_for_a_while, RESTORED, None, "cluster", NODE_LOST),
 )
 FAULTS = {fault.name: fault for fault in _ALL}
 
 
 def possible(kinds: list[str], abilities: set[str]) -> list[str]:
     return [kind for kind in kinds if not FAULTS[kind].needs or FAULTS[kind].needs in abilities]
-
-
-def draws(kinds: list[str], draw: random.Random) -> Iterator[str]:
-    """Yield kinds at random without end, each equally often, from a deck that is reshuffled when empty."""
-    while True:
-        yield from draw.sample(kinds, len(kinds))
 
 
 def can_meet(first: Fault, second: Fault) -> bool:

@@ -65,14 +65,14 @@ def delay(run: ChaosRun, draw: random.Random) -> str | None:
 
 
 def stop_driver(run: ChaosRun, draw: random.Random) -> str | None:
-    seconds = run.stall_timeout_s + draw.uniform(3.0, 8.0)
+    seconds = run.config.recovery.stall_timeout_s + draw.uniform(3.0, 8.0)
     _stopped_for([psutil.Process(run.driver_pid)], seconds)
     return f"the driver stopped for {seconds:.1f} s"
 
 
 def stop_generators(run: ChaosRun, draw: random.Random) -> str | None:
     """Stop all Generators for so long that all fail the same sync."""
-    seconds = run.phase_timeout_s + draw.uniform(2.0, 4.0)
+    seconds = run.config.weight_sync.phase_timeout_s + draw.uniform(2.0, 4.0)
     names = [name for name in run.actors() if name.startswith("generator")]
     found = [process for name in names if (process := run.actor(name))]
     _stopped_for(found, seconds)

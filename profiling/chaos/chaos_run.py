@@ -272,24 +272,6 @@ class ChaosRun:
                 raise TimeoutError(f"{what}: not within {timeout_s:g} s")
             time.sleep(every_s)
 
-    # Its limits
-
     @property
-    def phase_timeout_s(self) -> float:
-        return self._config.weight_sync.phase_timeout_s
-
-    @property
-    def stall_timeout_s(self) -> float:
-        return self._config.recovery.stall_timeout_s
-
-    @property
-    def collective_timeout_s(self) -> float:
-        return self._config.learner.collective_timeout_s
-
-    @property
-    def on_preemption_s(self) -> float:
-        return self._config.run.on_preemption_s
-
-    @property
-    def _config(self) -> Config:
+    def config(self) -> Config:
         return load_config(self.run.config_path)

@@ -69,7 +69,7 @@ SCENARIOS = {
             "episodes.max_seconds=8",
             "episodes.memory_gib=0.5",
             *(
-                f"task.{part}=profiling.chaos_episodes:{name}"
+                f"task.{part}=profiling.chaos.chaos_episodes:{name}"
                 for part, name in (("episode", "episode"), ("examples", "examples"), ("warmup", "warmup_pairs"))
             ),
         ),

@@ -147,9 +147,9 @@ def _timed(
     updates: list[float] = []
     for number in range(1 + case.rounds):  # the first compiles, tunes and makes the optimizer's state
         found["phase"] = "forward and backward"
-        passed = _seconds(lambda: step.forward_backward(sequences), device)
+        passed = seconds_of(lambda: step.forward_backward(sequences), device)
         found["phase"] = "update"
-        updated = _seconds(step.update, device) if case.has_optimizer else 0.0
+        updated = seconds_of(step.update, device) if case.has_optimizer else 0.0
         if number:
             passes.append(passed)
             updates.append(updated)
@@ -177,7 +177,7 @@ def _known_peak(device: torch.device, dtype: str) -> float | None:
     return peak_flops(torch.cuda.get_device_name(device), getattr(torch, dtype))
 
 
-def _seconds(work: Callable[[], None], device: torch.device) -> float:
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     started = time.perf_counter()
     work()
     if device.type == "cuda":

@@ -1,13 +1,13 @@
 """The parts of a weight sync on one GPU: the snapshot, its way to host memory, ipc and NCCL in a loop-back."""
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from gpu_page.shapes import build_model
+from gpu_page.throughput import seconds_of
 from grpo_ray.learning.device import host_memory
 from grpo_ray.transfer.chunks import CHUNK_BYTES, chunks
 from grpo_ray.transfer.device_buffer import open_shared
@@ -109,11 +109,4 @@ def _read(snapshot: WeightSnapshot, answers: Any, device_name: str) -> None:
 
 
 def _median(work: Callable[[], object], device: torch.device) -> float:
-    seconds = []
-    for _ in range(ROUNDS + 1):
-        started = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[1:])
+    return statistics.median([seconds_of(work, device) for _ in range(ROUNDS + 1)][1:])

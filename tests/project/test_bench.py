@@ -12,11 +12,9 @@ from rich.console import Console
 
 CHEAP = (
     "adapter_memory",
-    "buffer",
     "head_memory",
     "learner_shared",
     "logprobs",
-    "long_results",
     "packing",
     "scale",
     "scale_memory",
@@ -124,31 +122,24 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios(bench: ModuleType) -> None:
     assert (plain.median_s, plain.low_s, plain.high_s) == (2.0, 1.5, 6.0)
 
 
-def test_two_results_compare(bench: ModuleType) -> None:
-    from benchmarks.compare import differences, spread, verdict
-
-    before = make_result(bench, {"plain": (1.0, 1.0, 1.0), "other": (4.0, 4.0, 4.0)}, machine={"cores": 2})
-    after = make_result(
-        bench, {"plain": (0.9, 1.0, 1.3), "other": (2.0, 2.0, 2.0)}, machine={"cores": 4, "load_average": 3}
-    )
-    assert differences(before, after) == ["machine: cores is 2 in the first, 4 in the second"]
-    assert spread(before.rows[1], after.rows[1]) == (0.5, 0.5)
-    assert verdict(before.rows[1], after.rows[1]) == "faster"
-    assert verdict(after.rows[1], before.rows[1]) == "slower"
-    assert verdict(before.rows[0], after.rows[0]) == "no clear difference"
-
-
 def test_the_command_compares(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [tmp_path / "before.json", tmp_path / "after.json"]
-    make_result(bench, {"plain": (1.0,), "gone": (1.0,)}, versions={"torch": "1"}).write(paths[0])
-    make_result(bench, {"plain": (3.0,), "new": (1.0,)}, versions={"torch": "2"}).write(paths[1])
+    before = {"plain": (1.0, 1.0, 1.0), "slow": (1.0,), "fast": (4.0,), "gone": (1.0,)}
+    after = {"plain": (0.9, 1.0, 1.3), "slow": (3.0,), "fast": (2.0,), "new": (1.0,)}
+    make_result(bench, before, versions={"torch": "1"}, machine={"cores": 2}).write(paths[0])
+    make_result(bench, after, versions={"torch": "2"}, machine={"cores": 2, "load_average": 3}).write(paths[1])
     assert bench.main(["compare", *map(str, paths)]) == 0
     shown = capsys.readouterr().out
-    assert "versions: torch is 1 in the first, 2 in the second" in shown
-    (line,) = [line.split() for line in shown.splitlines() if line.startswith("plain")]
-    assert line == ["plain", "1", "s", "3", "s", "3.00", "3.00", "to", "3.00", "1.00,", "1.00", "slower"]
-    assert "only in the second" in shown
-    assert "not measured in both" in shown
+    assert [line for line in shown.splitlines() if line.startswith("!")] == [
+        "! versions: torch is 1 in the first, 2 in the second"
+    ]
+    lines = {line.split()[0]: line.split()[1:] for line in shown.splitlines() if line}
+    assert lines["plain"][-3:] == ["no", "clear", "difference"]
+    assert lines["slow"] == ["1", "s", "3", "s", "3.00", "3.00", "to", "3.00", "1.00,", "3.00", "slower"]
+    assert lines["fast"][4:8] == ["0.50", "0.50", "to", "0.50"]
+    assert lines["fast"][-1] == "faster"
+    assert lines["new"] == ["only", "in", "the", "second"]
+    assert lines["gone"] == ["not", "measured", "in", "both"]
 
 
 def test_impossible_comparisons_and_measurements_are_refused(
@@ -156,12 +147,12 @@ def test_impossible_comparisons_and_measurements_are_refused(
 ) -> None:
     one, other = tmp_path / "one.json", tmp_path / "other.json"
     make_result(bench, {"plain": (1.0,)}).write(one)
-    make_result(bench, {"plain": (1.0,)}, name="buffer").write(other)
+    make_result(bench, {"plain": (1.0,)}, name="scoring").write(other)
     for arguments, expected in (
-        (["compare", str(one), str(other)], "packing and buffer are different benchmarks"),
+        (["compare", str(one), str(other)], "packing and scoring are different benchmarks"),
         (["compare", str(one)], "takes two result files, not 1"),
         (["compare", str(one), str(tmp_path / "none.json")], "not a result that bench.py wrote"),
-        (["overlap"], "'overlap' is not a benchmark; choose from adapter_memory, buffer, "),
+        (["overlap"], "'overlap' is not a benchmark; choose from adapter_memory, checkpointing, "),
         (["logprobs", "model.dtype=float32"], "logprobs takes no changes to the configuration"),
     ):
         assert bench.main(arguments) == 2

@@ -79,18 +79,15 @@ def test_the_site_has_every_page_and_fetches_nothing(site: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_linked_source_file_is_a_page_of_the_site(site: Path) -> None:
+def test_the_site_shows_linked_source_files_and_the_whole_program_of_one_step(site: Path) -> None:
     assert "../source/grpo_ray/types.py/" in (site / "concepts" / "index.html").read_text()
-    assert "class PromptItem" in re.sub(
-        r"<[^>]+>", "", (site / "source/grpo_ray/types.py/index.html").read_text()
+    source, step = (
+        re.sub(r"<[^>]+>", "", (site / page / "index.html").read_text())
+        for page in ("source/grpo_ray/types.py", "one-step")
     )
-
-
-@pytest.mark.slow
-def test_the_page_of_one_step_shows_the_whole_file(site: Path) -> None:
-    shown = re.sub(r"<[^>]+>", "", (site / "one-step" / "index.html").read_text())
+    assert "class PromptItem" in source
     for line in (DOCS / "one_step.py").read_text().splitlines():
-        assert html.escape(line, quote=False) in shown, line
+        assert html.escape(line, quote=False) in step, line
 
 
 def test_links_between_files_of_the_repository_lead_somewhere() -> None:
@@ -170,23 +167,19 @@ def test_the_reference_opens_with_the_basic_keys_and_folds_the_others(reference:
 
 
 @pytest.mark.slow
-def test_the_page_of_the_configuration_folds_its_tables(site: Path) -> None:
+def test_the_page_of_the_configuration_folds_its_tables_and_that_of_the_metrics_has_all(site: Path) -> None:
     page = (site / "configuration" / "index.html").read_text()
     assert page.count("<details") > 25
     assert not re.search("<details[^>]* open", page)
     assert "<code>on_preemption_s</code></td>" in page.partition("<details")[2]
+    metrics = (site / "metrics" / "index.html").read_text()
+    assert all(f"<code>{name}</code>" in metrics for name in METRICS)
 
 
 def test_every_metric_stands_in_the_reference(reference: ModuleType) -> None:
     tables = rows(reference.metrics_reference())
     listed = {name: tuple(cells) for table in tables.values() for name, cells in table.items()}
     assert listed == {name: (unit, meaning.replace("|", "\\|")) for name, (unit, meaning) in METRICS.items()}
-
-
-@pytest.mark.slow
-def test_the_page_of_metrics_has_them_all(site: Path) -> None:
-    page = (site / "metrics" / "index.html").read_text()
-    assert all(f"<code>{name}</code>" in page for name in METRICS)
 
 
 # ---- the architecture page ----
@@ -306,10 +299,15 @@ def write_files(folder: Path) -> None:
             (folder / title).write_text(text)
 
 
-def test_a_reward_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def in_written_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+@pytest.mark.usefixtures("in_written_folder")
+def test_a_reward_of_ones_own() -> None:
     config = load_config("my_reward.yaml")
     check_reward(config.task.rewards[""])
     reward_fn = get_reward_fn(config.task.rewards[""])
@@ -318,10 +316,8 @@ def test_a_reward_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert reward_fn("one two three four five", "3")["answer_reward"] == 0
 
 
-def test_a_task_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_files(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+@pytest.mark.usefixtures("in_written_folder")
+def test_a_task_from_a_file() -> None:
     runpy.run_path("squares.py", run_name="__main__")
     sets = load_examples(load_config("squares.yaml").task, seed=0)
     assert (len(sets.train), len(sets.validation)) == (900, 100)
@@ -332,10 +328,8 @@ def test_a_task_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [reward_fn(answer, "144")["reward"] for answer in ("144", " 145", "about 144")] == [1, 0.1, 0]
 
 
-def test_an_advantage_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_files(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+@pytest.mark.usefixtures("in_written_folder")
+def test_an_advantage_of_ones_own() -> None:
     algorithm = load_config("my_advantage.yaml").algorithm
     check_algorithm(algorithm)
     rewards, formats = np.array([1, 0, 7], np.float32), np.array([1, 0, 1])
@@ -343,10 +337,8 @@ def test_an_advantage_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found.tolist() == pytest.approx([0, -1.2, 6])
 
 
-def test_a_loss_and_a_correction_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_files(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+@pytest.mark.usefixtures("in_written_folder")
+def test_a_loss_and_a_correction_of_ones_own() -> None:
     algorithm = load_config("my_loss.yaml").algorithm
     check_algorithm(algorithm)
     objective = Objective.from_config(algorithm)

@@ -1,4 +1,4 @@
-"""The folders of examples/, each trained for two steps in this process."""
+"""The folders of examples/, trained for two steps in this process; test_environment_training.py has one."""
 
 import re
 import runpy
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from local_runs import train
-from test_environment_training import SMALL as SMALL_EPISODES
 
 from grpo_ray.config.loading import load_config
 from grpo_ray.records.run_files import RunDirectory, read_metrics
@@ -27,15 +26,12 @@ TINY = "model.tiny={hidden_size: 32, num_layers: 1, num_heads: 2, num_kv_heads: 
     [
         ("own_loss", "my_loss.yaml", [TINY, "task.num_validation_prompts=4"]),
         ("own_task", "squares.yaml", [TINY]),
-        ("own_environment", "frozen_lake.yaml", [*SMALL_EPISODES, "algorithm.num_steps=2"]),
     ],
 )
 @pytest.mark.usefixtures("model_cache")
 def test_two_steps(
     folder: str, config: str, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if folder == "own_environment":
-        pytest.importorskip("gymnasium")
     shutil.copytree(EXAMPLES / folder, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

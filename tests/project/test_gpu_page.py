@@ -108,15 +108,20 @@ def test_the_shapes_are_qwens(gpu: ModuleType) -> None:
         assert sum(p.numel() for p in model.parameters()) == size
 
 
-def test_running_out_of_memory_is_a_result(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_is_a_result_and_any_other_error_is_an_error(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from gpu_page import page
     from gpu_page.throughput import Case, LearnerStep, run_case
 
-    def update(self: LearnerStep) -> None:
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+    def failing(error: Exception) -> Callable[[LearnerStep], None]:
+        def update(self: LearnerStep) -> None:
+            raise error
 
-    monkeypatch.setattr(LearnerStep, "update", update)
+        return update
+
     case = Case("tiny", "shared", 4, prompt_tokens=4, samples_per_prompt=2, rounds=1)
+    monkeypatch.setattr(LearnerStep, "update", failing(torch.cuda.OutOfMemoryError("CUDA out of memory")))
     found = run_case(case, torch.device("cpu"), None, [])
     assert found["out_of_memory"]
     assert found["phase"] == "update"
@@ -124,6 +129,9 @@ def test_running_out_of_memory_is_a_result(gpu: ModuleType, monkeypatch: pytest.
     table = page.throughput_table([found])
     assert "out of memory (update)" in table
     assert "Learner, a prompt per group, no update" in table
+    monkeypatch.setattr(LearnerStep, "update", failing(RuntimeError("broken")))
+    with pytest.raises(RuntimeError, match="broken"):
+        run_case(case, torch.device("cpu"), None, [])
 
 
 def test_what_cannot_fit_is_not_tried(gpu: ModuleType) -> None:
@@ -173,18 +181,6 @@ def test_a_stage_that_hangs_or_dies_ends_its_case_alone(gpu: ModuleType) -> None
     assert found[0] == {"stage": "start", "seconds": 1.0}
     assert found[1]["stage"] == "process"
     assert "no kernel image is available" in found[1]["error"]
-
-
-def test_any_other_error_is_an_error(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpu_page.throughput import Case, LearnerStep, run_case
-
-    def update(self: LearnerStep) -> None:
-        raise RuntimeError("broken")
-
-    monkeypatch.setattr(LearnerStep, "update", update)
-    case = Case("tiny", "shared", 4, prompt_tokens=4, samples_per_prompt=2, rounds=1)
-    with pytest.raises(RuntimeError, match="broken"):
-        run_case(case, torch.device("cpu"), None, [])
 
 
 def test_a_case_that_fails_on_a_gpu_ends_alone(gpu: ModuleType) -> None:

@@ -352,8 +352,6 @@ SHORT = ("--steps", "3", "--updates", "1", "--seeds", "2")
     ("arguments", "folder", "labels"),
     [
         ((), "sorting", ["centered, naive"]),
-        (("--compare", "deltas"), "sorting-deltas", ["rewards", "centered", "normalized", "max"]),
-        (("--compare", "loss"), "sorting-loss", ["naive", "unclipped", "clipped"]),
         (("--compare", "kl", "--numbers", "2"), "sorting-kl", ["kl 0.0", "kl 0.1", "kl 1.0"]),
     ],
 )

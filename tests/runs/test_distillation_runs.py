@@ -69,15 +69,6 @@ def test_a_policy_comes_closer_to_its_teacher_without_a_reward(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_validations_ask_no_teacher(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run")
-    train(make_config(*with_teacher(), "algorithm.num_steps=1"), run.path)
-    assert read_rollouts(run.rollouts_path(1))[0]["teacher_logprobs"]
-    (validation, *_) = sorted(run.evaluations.glob("step-*.parquet"))
-    assert "teacher_logprobs" not in read_rollouts(validation)[0]
-
-
-@pytest.mark.slow
 def test_a_synchronous_run_that_is_killed_and_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
     config = make_config(*with_teacher("weight_sync.max_lag=0", number=2))
     whole, run = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "run")
@@ -165,12 +156,14 @@ def test_episodes_are_judged_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_keeps_its_teacher(tmp_path: Path) -> None:
+def test_validations_ask_no_teacher_and_a_run_keeps_its_own(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     train(make_config(*with_teacher(), "algorithm.num_steps=1"), run.path)
-    with pytest.raises(
-        RunError, match=r"distillation.teacher: this run has .* and cannot be resumed with None"
-    ):
+    assert read_rollouts(run.rollouts_path(1))[0]["teacher_logprobs"]
+    (validation, *_) = sorted(run.evaluations.glob("step-*.parquet"))
+    assert "teacher_logprobs" not in read_rollouts(validation)[0]
+    message = r"distillation.teacher: this run has .* and cannot be resumed with None"
+    with pytest.raises(RunError, match=message):
         resume(str(run.path), ["distillation.teacher=null", "algorithm.num_steps=2"])
 
 

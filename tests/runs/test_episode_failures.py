@@ -98,8 +98,6 @@ async def enders(actors: LocalActors, _: Any) -> None:
 
 
 SCHEDULES = {
-    "one worker": ["weight_sync.max_lag=0"],
-    "one version behind": ["weight_sync.max_lag=1"],
     "many workers": ["weight_sync.max_lag=1", "episodes.num_workers=3", "generator.num_generators=2"],
     "oversampled": [
         "algorithm.num_steps=8",

@@ -143,21 +143,3 @@ def test_no_token_beyond_the_lag_is_trained(tmp_path: Path, over_age: str) -> No
     else:
         assert sum(row.get("rollout/cut_groups", 0) for row in rows) > 0
     assert audit(run).problems == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["buffer.replay.frac=0.5", "buffer.replay.max_age=4"],
-        ["algorithm.dynamic_sampling_tries=2"],
-        ["weight_sync.max_lag=3", "generator.num_generators=2"],
-    ],
-    ids=["replay", "dynamic sampling", "two Generators"],
-)
-def test_features_of_runs_work_with_episodes(tmp_path: Path, overrides: list[str]) -> None:
-    run = RunDirectory(tmp_path / "run")
-    train(make_config("wandering", *overrides), run.path)
-    rows = read_metrics(run.metrics_path)
-    assert len(rows) == 6
-    assert audit(run).problems == []

@@ -65,36 +65,21 @@ def test_items_have_their_ground_truths_and_token_ids() -> None:
     assert llm.asked == [{"prompt_token_ids": [i]} for i in range(3)]
 
 
-def test_errors_of_a_reward_function_are_counted_separately() -> None:
-    def reward_fn(response: str, truth: str) -> dict[str, float]:
-        if "3" in response:
-            raise ZeroDivisionError("no such answer")
-        return get_reward_fn("question_only")(response, truth)
-
-    with pytest.warns(UserWarning, match="1 of 6 responses could not be graded: ZeroDivisionError: no such"):
-        results = evaluate_vllm(KnownLLM(), reward_fn, list(REPLIES), SimpleNamespace(n=2), TRUTHS)  # type: ignore[arg-type]
-    assert (results.summary.num_errors, results.summary.num_wrong_answer) == (1, 1)
-    assert results.rows[1]["error"].startswith("ZeroDivisionError: no such answer (test_evaluate_vllm.py:")
-
-
-def test_an_invalid_reward_affects_only_its_response(tmp_path: Path) -> None:
-    odd = {r"\boxed{3}": {"score": 1.0}, r"\boxed{5}": None, "four": {"reward": 0.2, "answer_reward": 0.2}}
+def test_a_reward_that_fails_or_is_invalid_affects_only_its_response(tmp_path: Path) -> None:
+    odd = {r"\boxed{2}": {"score": 1.0}, r"\boxed{5}": None, "four": {"reward": 0.2, "answer_reward": 0.2}}
 
     def reward_fn(response: str, truth: str) -> Any:
-        return odd.get(response, 1.0)
+        if "3" in response:
+            raise ZeroDivisionError("no such answer")
+        return odd.get(response.removeprefix("it is "), 1.0)
 
-    with pytest.warns(UserWarning, match="3 of 6 responses could not be graded"):
-        results = evaluate_vllm(
-            KnownLLM(),
-            reward_fn,
-            list(REPLIES),
-            SimpleNamespace(n=2),
-            TRUTHS,
-            tmp_path / "e",  # type: ignore[arg-type]
-        )
-    assert (results.summary.num_correct, results.summary.num_errors) == (3, 3)
-    categories = [row["category"] for row in results.rows]
-    assert categories == ["correct", "not_graded", "not_graded", "not_graded", "correct", "correct"]
+    given = (list(REPLIES), SimpleNamespace(n=2), TRUTHS, tmp_path / "e")
+    with pytest.warns(UserWarning, match="4 of 6 responses could not be graded: "):
+        results = evaluate_vllm(KnownLLM(), reward_fn, *given)  # type: ignore[arg-type]
+    summary = results.summary
+    assert (summary.num_correct, summary.num_wrong_answer, summary.num_errors) == (2, 0, 4)
+    assert [row["category"] for row in results.rows] == ["not_graded"] * 4 + ["correct"] * 2
+    assert results.rows[1]["error"].startswith("ZeroDivisionError: no such answer (test_evaluate_vllm.py:")
     assert ") returned 0.2 as 'answer_reward'; it must be 0 or 1" in results.rows[3]["error"]
     assert pq.read_table(tmp_path / "e" / "examples.parquet").to_pylist() == results.rows
 

@@ -3,7 +3,7 @@
 import json
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -168,14 +168,3 @@ def test_a_report_compares_tokens_with_the_adapter_s_policy(finished: Path, tmp_
     rows = [{"prompt_token_ids": [5, 6], "token_ids": [7, 8], "logprobs": [-1.0, -1.0]}]
     found = log_ratios(lora_config(), finished / "checkpoints/step-000004", rows, 5)
     assert found[0].shape == (2,)
-
-
-@pytest.mark.slow
-def test_a_run_without_an_adapter_is_exported_too(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
-    train(make_config("algorithm.num_steps=2"), tmp_path / "run")
-    assert main(["export", str(tmp_path / "run"), "--merged", str(tmp_path / "model")]) == 0
-    weights = load_file(tmp_path / "model/model.safetensors")
-    expected = load_file(tmp_path / "run/checkpoints/step-000002/model.safetensors")
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    assert not (tmp_path / "model/training").exists()
-    assert main(["export", str(tmp_path), "--merged", str(tmp_path / "other")]) == 2

@@ -1,13 +1,29 @@
 """Whole runs with a Learner of two ranks: real processes, real Ray."""
 
+import asyncio
+import os
+import re
+import signal
+from functools import partial
 from pathlib import Path
 
+import any_reward_cli
+import local_runs
+import psutil
 import pytest
+import ray.cloudpickle
 import torch
-from run_process import interrupt, resume, start, untimed, wait_for_step
+from local_runs import Recorder
+from run_process import interrupt, num_lines, pid_of, resume, start, untimed, wait_for_step
 from safetensors.torch import load_file
+from small_run import QUICKSTART, SMALL
 
+from grpo_ray.cluster import hosting, session
+from grpo_ray.config.loading import load_config
+from grpo_ray.core.controller import Controller
 from grpo_ray.records.run_files import RunDirectory, read_metrics
+from grpo_ray.run.preflight import check_files, prepare
+from grpo_ray.run.restores import train_through_restores
 from grpo_ray.tools.audit.audit import audit
 
 pytestmark = [pytest.mark.ray, pytest.mark.campaign, pytest.mark.usefixtures("model_cache", "any_reward")]
@@ -54,3 +70,48 @@ def test_a_run_of_two_ranks_that_is_resumed_equals_one_that_was_not(tmp_path: Pa
     assert alone.returncode == 0, alone.stdout + alone.stderr
     assert audit(cut).problems == []
     assert len(read_metrics(cut.metrics_path)) == 9
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_a_run_with_a_killed_rank_ends_like_one_rank_that_was_not_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray.cloudpickle.register_pickle_by_value(any_reward_cli)  # Ray's workers cannot import it
+    monkeypatch.setattr(hosting, "Scorer", any_reward_cli.AnyRewardScorer)
+    exact = ["weight_sync.max_lag=0", "checkpoint.every_num_steps=2", "algorithm.num_steps=6"]
+    config = load_config(QUICKSTART, [*SMALL, *exact, "learner.num_ranks=2", "learner.slowdown_s=0.3"])
+    run, pids = RunDirectory(tmp_path / "run"), list[int]()
+    run.create(config)
+
+    async def kill_one_rank(controller: Controller) -> None:
+        running = asyncio.ensure_future(controller.run())
+        while not pids and not running.done():
+            await asyncio.sleep(0.01)
+            if num_lines(run.metrics_path) >= 3:
+                pids.extend(pid_of(run.path, f"learner-{rank}") for rank in range(2))
+                os.kill(pids[1], signal.SIGKILL)
+        await running
+
+    def drive(controller: Controller) -> None:
+        asyncio.run(kill_one_rank(controller))
+
+    with session.connected(), session.placed(config) as placement:
+        prepared, host = prepare(config, check_files(config)), partial(hosting.running, placement)
+        train_through_restores(config, prepared, run, Recorder(), host, drive)
+    events = {event["kind"]: event for event in read_metrics(run.events_path)}
+    assert events["run_failed"]["actor"] == "learner"
+    cause = r"learner died: learner-1 on \d+\.\d+\.\d+\.\d+: its worker process has died"
+    assert re.match(cause, events["run_failed"]["text"])
+    assert "restored" in events
+    assert not any(map(psutil.pid_exists, pids))
+    assert audit(run).problems == []
+
+    whole = RunDirectory(tmp_path / "whole")
+    local_runs.train(load_config(QUICKSTART, [*SMALL, *exact]), whole.path)
+    rows = [read_metrics(each.metrics_path) for each in (run, whole)]
+    assert [row["step"] for row in rows[0]] == list(range(1, 7))
+    for name in ("step", "reward/mean", "rollout/response_tokens"):
+        assert [row.get(name) for row in rows[0]] == [row.get(name) for row in rows[1]], name
+    for of_ranks, of_one in zip(*rows, strict=True):
+        assert of_ranks["optim/grad_norm"] == pytest.approx(of_one["optim/grad_norm"], rel=1e-4)
+    assert any(row["optim/grad_norm"] > 0 for row in rows[0])

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from report_runs import add_checkpoint, make_run
+from safetensors.torch import load_file
 
 from grpo_ray.config import Config
 from grpo_ray.tools.cli import main
@@ -43,6 +45,13 @@ def test_a_model_is_on_disk_before_it_appears(
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {*done[:at]}
     assert done[at - 1].startswith("unfinished-model-")
     assert done[at + 1 :] == ["out"]
+    weights, trained = (
+        load_file(folder / "model.safetensors")
+        for folder in (tmp_path / "out/model", run / "checkpoints/step-000001")
+    )
+    assert all(torch.equal(weights[name], trained[name]) for name in trained)
+    assert not (tmp_path / "out/model/training").exists()
+    assert main(["export", str(tmp_path), "--merged", str(tmp_path / "other")]) == 2  # it is no run
 
 
 def test_sigterm_leaves_nothing(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,8 +160,17 @@ def _audit_size(fresh: RolloutRows, own: RolloutRows, replayed: RolloutRows, con
     if len(dropped) > allowed:
         yield f"left out {len(dropped)} groups, more than {allowed}"
     for group, members in dropped.items():
-        if any(row["advantage"] for row in members):
+        if _has_signal(members, config.algorithm.dynamic_sampling_metric):
             yield f"group {group} was left out, but has a signal"
+
+
+def _has_signal(members: list[Row], metric: str) -> bool:
+    """Return True if a group has the signal of `algorithm.dynamic_sampling_metric`."""
+    if metric != "advantage":
+        name = "reward" if metric == "reward" else "answer_reward"
+        return len({row[name] for row in members if row["error"] is None}) > 1
+    by_turn = [row["turn_advantages"] for row in members if row.get("turn_advantages") is not None]
+    return any(map(any, by_turn)) if by_turn else any(row["advantage"] for row in members)
 
 
 def audit_evaluation(rows: RolloutRows, summary: Row, config: Config, grader: Regrader) -> RolloutFacts:
