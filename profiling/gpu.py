@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class Part(NamedTuple):
-    """What is measured at a time, and the rows that it gives."""
+    """One measurement, and the rows that it gives."""
 
     name: str
     measure: Callable[[], Iterable[dict[str, Any]]]

@@ -1,4 +1,4 @@
-"""Whether two runs are the same: hashes of what they learned and trained on, and where they first differ."""
+"""Hashes of what a run learned and trained on, and where two runs first differ."""
 
 import hashlib
 from collections.abc import Iterator

@@ -10,8 +10,8 @@ from grpo_ray.tools.planning.model_shape import ModelShape
 GIB = 2**30
 FLOAT32 = 4
 ENGINE_BYTES, CONTEXT_BYTES = 2 * GIB, 1 * GIB
-"""What vLLM holds beside weights and cache (CUDA's context and graphs, a prefill, float32 logits), also asleep,
-and what a Learner holds beside its tensors. Both are estimates: none was measured."""
+"""Memory of vLLM beside weights and cache (CUDA's context and graphs, a prefill, float32 logits), also asleep;
+and of a Learner beside its tensors. Both are estimates: none was measured."""
 
 
 @dataclass(frozen=True)
