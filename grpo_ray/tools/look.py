@@ -99,6 +99,8 @@ REPORT = Command(
 @dataclass(frozen=True)
 class AuditOptions:
     run: Annotated[str, Argument("RUN", "the run's directory")]
+    other: Annotated[str | None, Argument("OTHER", "another run: say where the two first differ")] = None
+    hash: Annotated[bool, Flag("print the SHA-256 of weights, training state and rollouts")] = False
     trust_remote_code: TrustRemoteCode = False
     run_reward_code: RunRewardCode = False
 
@@ -107,10 +109,21 @@ def _audit(options: AuditOptions) -> int:
     stay_offline()
     from grpo_ray.records.run_files import RunDirectory
     from grpo_ray.tools.audit.audit import audit
+    from grpo_ray.tools.audit.hashes import first_difference, hashes
 
-    run = RunDirectory(options.run)
-    if not run.config_path.exists():
-        raise RunError(f"{options.run}: no run to audit (it has no config.yaml)")
+    runs = [RunDirectory(path) for path in (options.run, options.other) if path is not None]
+    for each in runs:
+        if not each.config_path.exists():
+            raise RunError(f"{each.path}: no run to audit (it has no config.yaml)")
+        for name, sha256 in hashes(each).items() if options.hash else ():
+            print_visible(f"{name:10}{sha256}  {each.path}")
+    if options.other is not None:
+        difference = first_difference(*runs)
+        print_visible(difference or "the two runs are the same: weights, training state and rollouts")
+        return int(difference is not None)
+    if options.hash:
+        return 0
+    run = runs[0]
     with shown_plainly():
         report = audit(run, options.trust_remote_code, options.run_reward_code)
     print_visible(str(report))
@@ -119,7 +132,8 @@ def _audit(options: AuditOptions) -> int:
 
 AUDIT = Command(
     "audit", AuditOptions, _audit, "check a run's own records",
-    "Check a run's own records: each prompt trained once, no token older than allowed, every reward correct.",
+    "Check a run's own records: each prompt trained once, no token older than allowed, every reward correct. "
+    "With OTHER or --hash, compare runs instead; rollouts count by group, not by their order of arrival.",
     group="Look",
 )  # fmt: skip
 

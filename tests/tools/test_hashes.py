@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from grpo_ray.errors import RunError
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.audit.hashes import first_difference, hashes
+from grpo_ray.tools.cli import main
 
 pytestmark = pytest.mark.slow
 
@@ -81,6 +82,20 @@ def test_one_value_changes_the_hash_of_its_tensors(
     found, expected = hashes(other), hashes(run)
     assert [each for each in expected if found[each] != expected[each]] == [name]
     assert first_difference(run, other) == f"the newest checkpoint's {key}"
+
+
+def test_the_command_prints_hashes_and_the_first_difference(
+    run: RunDirectory, other: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", "--hash", str(run.path)]) == 0
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [
+        list(pair) for pair in hashes(run).items()
+    ]
+    assert main(["audit", str(run.path), str(other.path)]) == 0
+    assert "the two runs are the same" in capsys.readouterr().out
+    other.rollouts_path(1).unlink()
+    assert main(["audit", str(run.path), str(other.path)]) == 1
+    assert "step-000001.parquet stands where the other run has step-000002" in capsys.readouterr().out
 
 
 def test_a_step_more_and_a_run_without_a_checkpoint_are_named(run: RunDirectory, other: RunDirectory) -> None:
