@@ -8,16 +8,15 @@ Where Ray and vLLM are installed, two whole colocated runs of the quickstart fol
 """
 
 import argparse
+import asyncio
 import itertools
 import json
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,8 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "profiling")]  # a checkout need not be installed
 
 import torch  # noqa: E402
-from gpu_page.engine import STAGES, EngineCase, measure_engine, run_engine  # noqa: E402
+from benchmarks.machine import describe_versions, memory_gib  # noqa: E402
+from gpu_page.engine import STAGES, EngineCase, MeasuredEngine, run_engine  # noqa: E402
 from gpu_page.exactness import compare_all  # noqa: E402
 from gpu_page.page import write_page  # noqa: E402
 from gpu_page.shapes import SHAPES  # noqa: E402
@@ -35,7 +35,6 @@ from gpu_page.weights import measure_weights  # noqa: E402
 from gpu_page.whole_run import DTYPES, missing, run_quickstart  # noqa: E402
 
 PARTS = ("exactness", "weights", "throughput", "engine", "whole_run")
-PACKAGES = ("torch", "transformers", "pydantic", "flash-attn", "vllm", "ray")
 TOKENS_PER_STEP = 65_536  # response tokens of the default batch: enough groups of 8 to hold them
 BIG = ("7B",)  # with gradient checkpointing unless `--checkpointing` says otherwise
 
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "device": describe(device),
-        "versions": _versions(),
+        "versions": describe_versions(),
         "arguments": list(sys.argv[1:] if arguments is None else arguments),
     }
     if options.resume and options.out.exists():
@@ -242,24 +241,16 @@ def _one_case(request: dict[str, Any]) -> int:
 
 def _one_engine(request: dict[str, Any]) -> int:
     with tempfile.TemporaryDirectory() as folder:
-        return measure_engine(EngineCase(**request["case"]), torch.device(request["device"]), Path(folder))
+        case, device = EngineCase(**request["case"]), torch.device(request["device"])
+        asyncio.run(MeasuredEngine(case, device, Path(folder)).run())
+    return 0
 
 
 def describe(device: torch.device) -> dict[str, Any]:
     if device.type == "cpu":
-        return {"name": "CPU", "memory_gib": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30}
+        return {"name": "CPU", "memory_gib": memory_gib()}
     properties = torch.cuda.get_device_properties(device)
     return {"name": properties.name, "memory_gib": properties.total_memory / 2**30, "cuda": torch.version.cuda}
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def write(result: dict[str, Any], path: Path) -> None:

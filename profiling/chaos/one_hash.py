@@ -32,11 +32,9 @@ LIMIT_S = 300.0
 
 def undisturbed(folder: Path, config: str, overrides: Sequence[str]) -> RunDirectory:
     run = ChaosRun(folder)
-    if run.last_step() == 0:
-        run.start(config, list(overrides))
-        status = run.wait_for_end(3600.0)
-        if status:
-            raise RunEnded(f"the undisturbed run ended with status {status}: {run.last_words()}")
+    run.start(config, list(overrides))
+    if status := run.wait_for_end(3600.0):
+        raise RunEnded(f"the undisturbed run ended with status {status}: {run.last_words()}")
     return run.run
 
 
@@ -100,10 +98,10 @@ def main() -> int:
     differ = 0
     for seed in options.seeds:
         overrides = [*EXACT, f"algorithm.num_steps={options.steps}", f"run.seed={seed}", *options.overrides]
-        alone = undisturbed(options.folder / f"{seed}-alone", options.config, overrides)
-        started, folder = time.monotonic(), options.folder / f"{seed}-under-fire-{int(time.time())}"
-        draw = random.Random(seed)
-        hit_run, hit = under_fire(folder, options.config, overrides, options.kills, options.every, draw)
+        folder, draw = options.folder / f"{seed}-{int(time.time())}", random.Random(seed)
+        alone = undisturbed(folder / "alone", options.config, overrides)
+        started, given = time.monotonic(), (folder / "under-fire", options.config, overrides)
+        hit_run, hit = under_fire(*given, options.kills, options.every, draw)
         difference = first_difference(alone, hit_run)
         differ += difference is not None
         found = {

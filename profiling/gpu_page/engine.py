@@ -75,12 +75,9 @@ def run_engine(case: EngineCase, command: list[str]) -> Iterator[dict[str, Any]]
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def measure_engine(case: EngineCase, device: torch.device, folder: Path) -> int:
-    """Run the stages here, and print their findings."""
-    return asyncio.run(_Measured(case, device, folder).run())
+class MeasuredEngine:
+    """The stages of a case in this process; their findings are printed."""
 
-
-class _Measured:
     def __init__(self, case: EngineCase, device: torch.device, folder: Path) -> None:
         self._case, self._device, self._folder = case, device, folder
         self._dtype = getattr(torch, case.dtype)
@@ -89,7 +86,7 @@ class _Measured:
         self._versions = itertools.count(1)
         self._shared: list[torch.Tensor] = []
 
-    async def run(self) -> int:
+    async def run(self) -> None:
         for stage in self._case.stages:
             started = time.perf_counter()
             work: Callable[[], Awaitable[dict[str, Any]]] = getattr(self, f"_{stage}")
@@ -99,9 +96,8 @@ class _Measured:
                 found = {"error": f"{type(error).__name__}: {error}"[:2000]}
             print(json.dumps({"stage": stage, "seconds": time.perf_counter() - started, **found}), flush=True)
             if stage == "start" and "error" in found:
-                return 0
+                return
         await self._engine.shutdown()
-        return 0
 
     async def _start(self) -> dict[str, Any]:
         from grpo_ray.engines import make_engine

@@ -14,7 +14,6 @@ CHEAP = (
     "adapter_memory",
     "head_memory",
     "learner_shared",
-    "logprobs",
     "packing",
     "scale",
     "scale_memory",
@@ -25,7 +24,6 @@ OTHERS = {
     "episode_turns",
     "episodes",
     "checkpointing",
-    "generation",
     "learner_step",
     "long_run",
     "objectives",
@@ -86,17 +84,6 @@ def test_less_padding_where_sequences_are_sorted(results: dict[str, dict[str, An
     assert 0 < padding["padded, longest first"] < padding["padded, in the order they come"] < 1
 
 
-def test_every_way_to_log_probabilities_gives_the_same(bench: ModuleType) -> None:
-    import torch
-    from benchmarks.logprobs import WAYS
-
-    logits = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0))
-    labels = torch.tensor([[1, 2, 3], [4, 5, 49]])
-    values = [way(logits, labels) for way in WAYS.values()]
-    assert len(values) == 3
-    assert all(torch.allclose(value, values[0], atol=1e-6) for value in values)
-
-
 def test_cases_take_turns_and_warm_up(bench: ModuleType) -> None:
     from benchmarks.turns import take_turns
 
@@ -153,7 +140,7 @@ def test_impossible_comparisons_and_measurements_are_refused(
         (["compare", str(one)], "takes two result files, not 1"),
         (["compare", str(one), str(tmp_path / "none.json")], "not a result that bench.py wrote"),
         (["overlap"], "'overlap' is not a benchmark; choose from adapter_memory, checkpointing, "),
-        (["logprobs", "model.dtype=float32"], "logprobs takes no changes to the configuration"),
+        (["packing", "model.dtype=float32"], "packing takes no changes to the configuration"),
     ):
         assert bench.main(arguments) == 2
         assert expected in capsys.readouterr().err

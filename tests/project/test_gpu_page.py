@@ -47,7 +47,8 @@ def gpu(profiling_script: Callable[[str], ModuleType]) -> ModuleType:
 def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """The page's results and Markdown, made in a process that must not import what may be missing."""
     out = tmp_path_factory.mktemp("page") / "gpu.json"
-    command = [sys.executable, "-c", SCRIPT, *TINY, "--out", str(out)]
+    parts = ["--parts", "exactness", "weights", "throughput", "whole_run"]
+    command = [sys.executable, "-c", SCRIPT, *TINY, *parts, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text()), out.with_suffix(".md").read_text()
@@ -170,6 +171,33 @@ def test_a_page_goes_on_where_its_time_ended(gpu: ModuleType, tmp_path: Path) ->
     assert measured == ["a", "b"]
     assert [row["model"] for row in found["weights"]] == ["a", "b"]
     assert found["left_out"] == []
+
+
+@pytest.mark.campaign
+@pytest.mark.vllm
+def test_every_stage_of_vllm_runs_without_a_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    asked = [
+        "--parts",
+        "engine",
+        "--running",
+        "8",
+        "--engine-tokens",
+        "16",
+        "--out",
+        str(tmp_path / "gpu.json"),
+    ]
+    subprocess.run([sys.executable, "profiling/gpu.py", *TINY, *asked], check=True, cwd=ROOT, timeout=900)
+    rows = {row["stage"]: row for row in json.loads((tmp_path / "gpu.json").read_text())["engine"]}
+    assert list(rows) == ["start", "sample", "mismatch", "sync", "in_flight", "sleep"]
+    assert not any("error" in row for row in rows.values())
+    assert rows["mismatch"]["kl"] < 1e-4
+    found = rows["sync"]["transports"]["pages"]
+    assert found["tokens_changed"]
+    assert found["tokens_came_back"]
+    assert found["checksums_came_back"]
+    assert rows["in_flight"]["of_two_versions"] > 0
+    assert rows["in_flight"]["all_finite"]
 
 
 def test_a_stage_that_hangs_or_dies_ends_its_case_alone(gpu: ModuleType) -> None:
