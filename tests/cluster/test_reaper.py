@@ -104,7 +104,7 @@ import ctypes, os, subprocess, sys, threading, time
 from grpo_ray.cluster.reaper import LOOK_S, start_reaper
 reaper = start_reaper()
 child = subprocess.Popen(sys.argv[1:], start_new_session=True)
-time.sleep(2 * LOOK_S)  # until the reaper knows the child
+time.sleep(4 * LOOK_S)  # until the reaper knows the child, on a busy machine too
 threading.Thread(target=time.sleep, args=(120,), daemon=True).start()
 print(reaper.pid, child.pid, flush=True)
 ctypes.PyDLL(None).pthread_exit(None)  # with the GIL, so that the other thread never runs again

@@ -250,7 +250,7 @@ def test_check_and_plan(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match=r"--prompt-tokens 91.*exceeds episodes.max_tokens \(96\)"):
         plan_memory(PlanOptions(SMALL, prompt_tokens=91))
     plan = plan_memory(PlanOptions(SMALL, prompt_tokens=20))
-    assert (plan.prompt_tokens, plan.config.sampling.max_tokens, plan.response_tokens) == (20, 76, 76)
+    assert (plan.work.prompt_tokens, plan.config.sampling.max_tokens, plan.work.response_tokens) == (20, 76, 76)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
