@@ -22,7 +22,7 @@ def copied(tree: Path) -> Iterator[tuple[Path, dict[str, str]]]:
         temporary.mkdir()
         left_out = shutil.ignore_patterns(*LEFT_OUT) if tree == ROOT else None
         shutil.copytree(tree, copy, ignore=left_out, symlinks=True)
-        paths = [str(copy), str(copy / "profiling"), os.environ.get("PYTHONPATH")]
+        paths = [str(copy), str(copy / "profiling"), str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
         environment = {"TMPDIR": str(temporary), "GRPO_RAY_CACHE": str(Path(name) / "models")}
         environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONDONTWRITEBYTECODE": ""}
         yield copy, {**os.environ, **environment}
