@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LEFT_OUT = (".git", ".venv", "runs", "results", "__pycache__", ".*_cache", ".hypothesis")
+LEFT_OUT = (".git", ".venv", "results", "__pycache__", ".*_cache", ".hypothesis")
 
 
 @contextmanager
@@ -20,12 +20,17 @@ def copied(tree: Path) -> Iterator[tuple[Path, dict[str, str]]]:
     with tempfile.TemporaryDirectory(prefix="m-", ignore_cleanup_errors=True) as name:
         copy, temporary = Path(name) / "tree", Path(name) / "tmp"
         temporary.mkdir()
-        left_out = shutil.ignore_patterns(*LEFT_OUT) if tree == ROOT else None
-        shutil.copytree(tree, copy, ignore=left_out, symlinks=True)
+        shutil.copytree(tree, copy, ignore=_left_out if tree == ROOT else None, symlinks=True)
         paths = [str(copy), str(copy / "profiling"), str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
         environment = {"TMPDIR": str(temporary), "GRPO_RAY_CACHE": str(Path(name) / "models")}
         environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONDONTWRITEBYTECODE": ""}
         yield copy, {**os.environ, **environment}
+
+
+def _left_out(folder: str, names: list[str]) -> set[str]:
+    """Return the names that are not copied; `runs` are those of the repository's root, not of its tests."""
+    found = shutil.ignore_patterns(*LEFT_OUT)(folder, names)
+    return found | ({"runs"} if Path(folder) == ROOT else set())
 
 
 def run_tests(

@@ -98,7 +98,7 @@ def test_the_walk_finds_the_fields() -> None:
         ("top runs/a --every 0", "argument --every: '0' is not a number above 0"),
         ("evaluate runs/a --top-p 2", "argument --top-p: '2' is not a number above 0 and at most 1"),
         ("report runs/a --seed x", "argument --seed: invalid int value: 'x'"),
-        ("audit runs/a runs/b", "unrecognized arguments: runs/b"),
+        ("audit runs/a runs/b runs/c", "unrecognized arguments: runs/c"),
         ("course data keywords", "the following arguments are required: --output"),
         ("course data keywords --output x --num-keywords 4-2", "'4-2' is not a number such as 3, or"),
         ("course playground sorting --compare clip", "invalid choice: 'clip'"),
