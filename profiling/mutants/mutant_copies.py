@@ -21,7 +21,8 @@ def copied(tree: Path) -> Iterator[tuple[Path, dict[str, str]]]:
         copy, temporary = Path(name) / "tree", Path(name) / "tmp"
         temporary.mkdir()
         shutil.copytree(tree, copy, ignore=_left_out if tree == ROOT else None, symlinks=True)
-        paths = [str(copy), str(copy / "profiling"), str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+        profiling = copy / "profiling"
+        paths = [str(copy), str(profiling), str(profiling / "mutants"), os.environ.get("PYTHONPATH")]
         environment = {"TMPDIR": str(temporary), "GRPO_RAY_CACHE": str(Path(name) / "models")}
         environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONDONTWRITEBYTECODE": ""}
         yield copy, {**os.environ, **environment}

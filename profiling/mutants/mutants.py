@@ -54,8 +54,6 @@ def make_map(options: argparse.Namespace) -> None:
         data = coverage.get_data()
         lines: dict[str, dict[str, list[int]]] = {}
         for path in data.measured_files():
-            if not Path(path).is_relative_to(tree):
-                continue  # of a process that a test starts without PYTHONPATH, which imports what is installed
             file = str(Path(path).relative_to(tree))
             lines[file] = defaultdict(list)
             for line, contexts in sorted(data.contexts_by_lineno(path).items()):
