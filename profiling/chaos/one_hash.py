@@ -26,8 +26,7 @@ from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.audit.hashes import first_difference, hashes
 
 EXACT = (*SMALL, *TORCH, *BUDGETS, "weight_sync.max_lag=0", "checkpoint.every_num_steps=1")
-DRIVER = "driver"
-LIMIT_S = 300.0
+DRIVER, LIMIT_S = "driver", 300.0
 
 
 def undisturbed(folder: Path, config: str, overrides: Sequence[str]) -> RunDirectory:
@@ -62,11 +61,11 @@ def killed(run: ChaosRun, victim: str) -> bool:
     if victim == DRIVER:
         run.kill()
         run.resume()
-        return True
-    process = run.actor(victim)
-    if process is not None:
+    elif (process := run.actor(victim)) is None:
+        return False
+    else:
         process.send_signal(signal.SIGKILL)
-    return process is not None
+    return True
 
 
 def wait_for_progress(run: ChaosRun, step: int) -> bool:
@@ -95,22 +94,21 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=3.0, metavar="S")
     parser.add_argument("--folder", type=Path, default=Path("runs/one-hash"))
     options = parser.parse_args()
-    differ = 0
+    differences = []
     for seed in options.seeds:
         overrides = [*EXACT, f"algorithm.num_steps={options.steps}", f"run.seed={seed}", *options.overrides]
         folder, draw = options.folder / f"{seed}-{int(time.time())}", random.Random(seed)
         alone = undisturbed(folder / "alone", options.config, overrides)
         started, given = time.monotonic(), (folder / "under-fire", options.config, overrides)
         hit_run, hit = under_fire(*given, options.kills, options.every, draw)
-        difference = first_difference(alone, hit_run)
-        differ += difference is not None
+        differences.append(first_difference(alone, hit_run))
         found = {
             "seed": seed, "steps": options.steps, "kills": hit.total(), "by": dict(hit),
             "seconds": round(time.monotonic() - started), "alone": hashes(alone), "under_fire": hashes(hit_run),
-            "first_difference": difference,
+            "first_difference": differences[-1],
         }  # fmt: skip
         print(json.dumps(found), flush=True)
-    return int(differ > 0)
+    return int(any(differences))
 
 
 if __name__ == "__main__":

@@ -31,8 +31,7 @@ from grpo_ray.transfer.snapshot import pack_on_device, pack_weights
 from grpo_ray.types import Completion, SamplingSettings
 
 STAGES = ("start", "sample", "mismatch", "sync", "in_flight", "sleep")
-LIMITS_S = {"start": 180.0}
-LIMIT_S = 90.0
+LIMITS_S, LIMIT_S = {"start": 180.0}, 90.0
 VOCAB = 300  # of the tokenizer; the models' own is larger
 END = (2,)
 Groups = list[tuple[Completion, ...]]
@@ -205,8 +204,6 @@ class MeasuredEngine:
         await self._load(0, self._transports[-1])
         used.append(self._used_gib())
         return {"used_gib": used, "same_tokens": await self._greedy() == first}
-
-    # ---- parts ----
 
     def _used_gib(self) -> float:
         if not self._on_gpu:
