@@ -1,7 +1,7 @@
 """One hash under fire: a run that is hit by kills ends with the weights and rollouts of the undisturbed run.
 
-    python profiling/chaos/one_hash.py CONFIG [--kills 40] [--seeds 0 1 2] [--steps 60] [--folder runs/one-hash]
-        [section.key=value ...]
+    python profiling/chaos/one_hash.py CONFIG [section.key=value ...] [--kills 40] [--seeds 0 1 2] [--steps 60]
+        [--every 3] [--folder runs/one-hash]
 
 For each seed the same synchronous run on Ray, with the torch engine, is made twice: left alone, and with kills
 of a process drawn anew each time, at most `--every` seconds after it has recovered from the one before.
