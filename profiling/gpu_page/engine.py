@@ -167,26 +167,28 @@ class MeasuredEngine:
         }
 
     async def _sync(self) -> dict[str, Any]:
-        """Load other weights and the first again, by each transport: greedy tokens change, and come back."""
+        """Load other weights and the first again: logprobs change (greedy tokens may not), and come back."""
         found: dict[str, Any] = {}
-        first = await self._greedy()
+        tokens, logprobs = await self._greedy()
         checksums = await self._checksums()
         for transport in self._transports:
             other_s = await self._load(1, transport)
-            is_changed = await self._greedy() != first
+            _, others = await self._greedy()
             back_s = await self._load(0, transport)
+            tokens_back, logprobs_back = await self._greedy()
             found[transport] = {
                 "staged_and_paused_s": [other_s, back_s],
-                "tokens_changed": is_changed,
-                "tokens_came_back": await self._greedy() == first,
+                "logprobs_changed_by": float(np.abs(others - logprobs).max()),
+                "logprobs_came_back_within": float(np.abs(logprobs_back - logprobs).max()),
+                "tokens_came_back": tokens_back == tokens,
                 "checksums_came_back": await self._checksums() == checksums,
             }
         return {"transports": found}
 
     async def _in_flight(self) -> dict[str, Any]:
         """Load weights while requests run: tokens of both versions, and finite log-probabilities."""
-        running = asyncio.create_task(self._sampled(8, 4 * self._case.response_tokens))
-        await asyncio.sleep(1.0)
+        running = asyncio.create_task(self._sampled(8, 1500))  # long enough to be under way
+        await asyncio.sleep(0.5)
         seconds = await self._load(1, self._transports[-1])
         groups = await running
         await self._load(0, self._transports[-1])
@@ -197,18 +199,16 @@ class MeasuredEngine:
 
     async def _sleep(self) -> dict[str, Any]:
         """Give the GPU's memory up, take it back, and sample the same tokens after a sync."""
-        first, used = await self._greedy(), [self._used_gib()]
+        first, used = (await self._greedy())[0], [self._used_gib()]
         await self._engine.sleep()
         used.append(self._used_gib())
         await self._engine.wake()
         await self._load(0, self._transports[-1])
         used.append(self._used_gib())
-        return {"used_gib": used, "same_tokens": await self._greedy() == first}
+        return {"used_gib": used, "same_tokens": (await self._greedy())[0] == first}
 
     def _used_gib(self) -> float:
-        if not self._on_gpu:
-            return 0.0
-        free, total = torch.cuda.mem_get_info(self._device)
+        free, total = torch.cuda.mem_get_info(self._device) if self._on_gpu else (0, 0)
         return (total - free) / 2**30
 
     async def _load(self, model: int, transport: str) -> tuple[float, float]:
@@ -233,11 +233,12 @@ class MeasuredEngine:
     async def _checksums(self) -> Any:
         return await self._engine._llm.collective_rpc("compute_weight_checksums")
 
-    async def _greedy(self) -> list[list[int]]:
+    async def _greedy(self) -> tuple[list[list[int]], np.ndarray]:
         settings = self._settings(32, 32, 0.0, num_samples=1)
         prompts = self._prompts(4)
         groups = await asyncio.gather(*(self._engine.generate(prompt, settings) for prompt in prompts))
-        return [c.token_ids.tolist() for group in groups for c in group]
+        found = [c for group in groups for c in group]
+        return [c.token_ids.tolist() for c in found], np.concatenate([c.logprobs for c in found])
 
     async def _sampled(self, num_groups: int, num_tokens: int) -> Groups:
         settings = self._settings(num_tokens, num_tokens, 1.0)
@@ -254,8 +255,7 @@ class MeasuredEngine:
                 return output.outputs
             raise RuntimeError("vLLM ended a request without an output")
 
-        version = next(self._versions)
-        prompts = self._prompts(num_groups)
+        version, prompts = next(self._versions), self._prompts(num_groups)
         return await asyncio.gather(*(one(prompt, f"raw-{version}-{n}") for n, prompt in enumerate(prompts)))
 
     def _prompts(self, num: int) -> list[tuple[int, ...]]:
