@@ -30,7 +30,7 @@ def test_each_sequence_is_dealt_once_and_ranks_have_as_many_passes(
     assert sorted(index for indices in counted for index in indices) == list(range(len(lengths)))
     assert {len(of_rank) for of_rank in dealt} == {len(passes) // num_ranks}
     assert len(passes) // num_ranks == -(-len(plan(max_tokens)) // num_ranks)  # no more rounds than need be
-    assert all(cost(indices) <= max_tokens for indices in counted)
+    assert all(0 < cost(indices) <= max_tokens for indices in counted)
     if len(counted) < len(passes):  # something is repeated, as nothing is left to split
         assert all(len(indices) == 1 for indices in counted)
     assert imbalance(dealt, cost) >= 1 - 1e-9
