@@ -3,7 +3,7 @@
 import importlib
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -65,15 +65,21 @@ def load_kernel(attention: str) -> Kernel:
     return kernel
 
 
+@cache  # every layer of every pass asks
+def _takes_gqa(function: Callable[..., object]) -> bool:
+    """Return False for torch 2.11's, which takes fewer key heads than query heads without being told."""
+    return "enable_gqa" in inspect.signature(function).parameters
+
+
 def _torch_kernel(
     queries: Tensor, keys: Tensor, values: Tensor, query_ends: Tensor, key_ends: Tensor,
     longest_query: int, longest_path: int, scale: float | None,
 ) -> Tensor:  # fmt: skip
     from torch.nn.attention.varlen import varlen_attn  # imports CUDA's libraries
 
-    # torch 2.11 has no such argument, and takes fewer key heads than query heads without it.
-    has_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = {"enable_gqa": queries.shape[1] != keys.shape[1]} if has_gqa else {}
+    options: dict[str, Any] = {}
+    if _takes_gqa(varlen_attn):
+        options["enable_gqa"] = queries.shape[1] != keys.shape[1]
     mixed = varlen_attn(
         queries, keys, values, query_ends, key_ends, longest_query, longest_path, scale=scale,
         window_size=(-1, 0), **options,

@@ -115,17 +115,18 @@ def _audit(options: AuditOptions) -> int:
     for each in runs:
         if not each.config_path.exists():
             raise RunError(f"{each.path}: no run to audit (it has no config.yaml)")
-        for name, sha256 in hashes(each).items() if options.hash else ():
-            print_visible(f"{name:10}{sha256}  {each.path}")
+    if options.hash:
+        for each in runs:
+            for name, sha256 in hashes(each).items():
+                print_visible(f"{name:10}{sha256}  {each.path}")
     if options.other is not None:
         difference = first_difference(*runs)
         print_visible(difference or "the two runs are the same: weights, training state and rollouts")
         return int(difference is not None)
     if options.hash:
         return 0
-    run = runs[0]
     with shown_plainly():
-        report = audit(run, options.trust_remote_code, options.run_reward_code)
+        report = audit(runs[0], options.trust_remote_code, options.run_reward_code)
     print_visible(str(report))
     return 0 if report.is_clean else 1
 

@@ -31,7 +31,7 @@ from grpo_ray.core.context import ServingContext
 from grpo_ray.core.pool import GeneratorPool
 from grpo_ray.engines import make_engine
 from grpo_ray.engines.base import Engine
-from grpo_ray.engines.vllm_engine import VllmEngine, _sampling_params
+from grpo_ray.engines.vllm_engine import VllmEngine, _sampling_params, only_output
 from grpo_ray.learning.model_files import end_token_ids, load_tokenizer
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.types import PromptItem, SamplingSettings, StartingModel, methods_with_bulk
@@ -64,15 +64,13 @@ class Alone:
 
     async def _num_tokens(self, prompt: tuple[int, ...], settings: SamplingSettings) -> int:
         if not isinstance(self._engine, VllmEngine):
-            return sum(
-                len(completion.token_ids) for completion in await self._engine.generate(prompt, settings)
-            )
+            completions = await self._engine.generate(prompt, settings)
+            return sum(len(completion.token_ids) for completion in completions)
         params = _sampling_params(settings)
         params.detokenize = True
-        requests, request_id = self._engine._llm, f"raw-{next(self._ids)}"
-        async for output in requests.generate({"prompt_token_ids": prompt}, params, request_id):
-            return sum(len(sample.token_ids) for sample in output.outputs)
-        raise RuntimeError("vLLM ended a request without an output")
+        request_id = f"raw-{next(self._ids)}"
+        request = self._engine._llm.generate({"prompt_token_ids": prompt}, params, request_id)
+        return sum(len(sample.token_ids) for sample in (await only_output(request)).outputs)
 
     async def shutdown(self) -> None:
         await self._engine.shutdown()

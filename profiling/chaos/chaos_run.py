@@ -31,6 +31,10 @@ NOT_NICE = {"RAY_worker_niceness": "0"}  # Ray's 15 starves the actors on a mach
 class RunEnded(RuntimeError):
     """The run's own process ended without a request."""
 
+    def __init__(self, text: str, status: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+
 
 def wait_until_gone(
     processes: list[psutil.Process], timeout_s: float, waiting_counts: bool = True
@@ -113,7 +117,7 @@ class ChaosRun:
         """Raise RunEnded with the driver's last words if it is gone; `resume` may follow."""
         if self._driver is not None and self._driver.poll() is not None:
             status, self._driver = self._driver.returncode, None
-            raise RunEnded(f"the driver ended with status {status}: {self.last_words()}")
+            raise RunEnded(f"the driver ended with status {status}: {self.last_words()}", status)
 
     def last_words(self) -> str:
         lines = (self.folder / "driver.log").read_text(errors="replace").strip().splitlines()

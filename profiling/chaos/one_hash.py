@@ -4,7 +4,7 @@
         [--every 3] [--folder runs/one-hash]
 
 For each seed the same synchronous run on Ray, with the torch engine, is made twice: left alone, and with kills
-of a process drawn anew each time, at most `--every` seconds after it has recovered from the one before.
+of a process chosen at random each time, at most `--every` seconds after it has recovered from the one before.
 The driver is resumed when it is hit. Prints both runs' hashes, as `grpo-ray audit --hash` does, and the first
 difference; the exit status is 1 if there is one.
 """
@@ -75,7 +75,7 @@ def wait_for_progress(run: ChaosRun, step: int) -> bool:
         try:
             run.check_alive()
         except RunEnded as error:
-            if "with status 0:" not in str(error):
+            if error.status != 0:
                 raise
             return False
         if time.monotonic() > deadline:

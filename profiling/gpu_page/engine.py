@@ -246,17 +246,15 @@ class MeasuredEngine:
         return await asyncio.gather(*requests)
 
     async def _sampled_raw(self, num_groups: int, num_tokens: int) -> list[Any]:
-        from grpo_ray.engines.vllm_engine import _sampling_params
+        from grpo_ray.engines.vllm_engine import _sampling_params, only_output
 
         params = _sampling_params(self._settings(num_tokens, num_tokens, 1.0))
-
-        async def one(prompt: tuple[int, ...], name: str) -> Any:
-            async for output in self._engine._llm.generate({"prompt_token_ids": list(prompt)}, params, name):
-                return output.outputs
-            raise RuntimeError("vLLM ended a request without an output")
-
-        version, prompts = next(self._versions), self._prompts(num_groups)
-        return await asyncio.gather(*(one(prompt, f"raw-{version}-{n}") for n, prompt in enumerate(prompts)))
+        ask, wave = self._engine._llm.generate, next(self._versions)
+        requests = (
+            only_output(ask({"prompt_token_ids": list(prompt)}, params, f"raw-{wave}-{n}"))
+            for n, prompt in enumerate(self._prompts(num_groups))
+        )
+        return [output.outputs for output in await asyncio.gather(*requests)]
 
     def _prompts(self, num: int) -> list[tuple[int, ...]]:
         rng = np.random.default_rng(num)

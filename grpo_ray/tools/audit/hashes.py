@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 
@@ -14,6 +13,7 @@ from grpo_ray.records.checkpoint import CheckpointStore
 from grpo_ray.records.rollout_log import read_table
 from grpo_ray.records.run_files import RunDirectory
 
+FILES = {"weights": "*.safetensors", "optimizer": "training/**/*.safetensors"}  # of a checkpoint
 ROW = ("group_id", "sample", "use")
 COMPARED = (
     "prompt_token_ids", "versions", "token_ids", "logprobs", "reward", "advantage", "turns", "sequences",
@@ -33,11 +33,8 @@ def hashes(run: RunDirectory) -> dict[str, str]:
     """
     folder = _newest(run)
     rows = (row for path in _rollouts(run) for row in _rows(path))
-    return {
-        "weights": _sha256(map(_bytes_of, _tensors(sorted(folder.glob("*.safetensors"))))),
-        "optimizer": _sha256(map(_bytes_of, _tensors(sorted(folder.glob("training/**/*.safetensors"))))),
-        "rollouts": _sha256(repr(row).encode() for row in rows),
-    }
+    of_files = {name: _sha256(_bytes_of(*each) for each in _tensors(folder, name)) for name in FILES}
+    return {**of_files, "rollouts": _sha256(repr(row).encode() for row in rows)}
 
 
 def first_difference(run: RunDirectory, other: RunDirectory) -> str | None:
@@ -50,12 +47,12 @@ def first_difference(run: RunDirectory, other: RunDirectory) -> str | None:
             return f"{path.stem}: {found}"
     if len(paths) != len(others):
         return f"{len(paths)} steps of rollouts, and {len(others)}"
-    for pattern in ("*.safetensors", "training/**/*.safetensors"):
-        files = [sorted(_newest(each).glob(pattern)) for each in (run, other)]
-        tensors = [dict(_tensors(each)) for each in files]
-        for name in sorted(tensors[0].keys() | tensors[1].keys()):
-            first, second = (each.get(name) for each in tensors)
-            if first is None or second is None or not torch.equal(first, second):
+    folders = [_newest(each) for each in (run, other)]
+    for files in FILES:
+        first, second = (dict(_tensors(folder, files)) for folder in folders)
+        for name in sorted(first.keys() | second.keys()):
+            pair = [_bytes_of(name, tensors[name]) for tensors in (first, second) if name in tensors]
+            if len(pair) < 2 or pair[0] != pair[1]:
                 return f"the newest checkpoint's {name}"
     return None
 
@@ -94,18 +91,17 @@ def _newest(run: RunDirectory) -> Path:
     return checkpoints[-1].path
 
 
-def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors by name; those of a further rank with its file's name."""
-    for number, path in enumerate(files):
+def _tensors(folder: Path, files: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a checkpoint's files by name; those of a further rank with its file's name."""
+    for number, path in enumerate(sorted(folder.glob(FILES[files]))):
         with safe_open(path, framework="pt") as file:
             for name in sorted(file.keys()):
                 yield (f"{name} of {path.name}" if number else name), file.get_tensor(name)
 
 
-def _bytes_of(named: tuple[str, torch.Tensor]) -> bytes:
-    name, tensor = named
+def _bytes_of(name: str, tensor: torch.Tensor) -> bytes:
     head = f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode()
-    return head + np.ascontiguousarray(tensor.reshape(-1).view(torch.uint8).numpy()).tobytes()
+    return head + tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _sha256(parts: Iterator[bytes]) -> str:
