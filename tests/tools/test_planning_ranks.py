@@ -78,7 +78,8 @@ def measure_rank(rank: int, num_ranks: int, port: int, sizes: dict[str, Any], fo
 def test_a_rank_holds_what_is_planned(num_ranks: int, vocab_size: int, tmp_path: Path) -> None:
     """With few tokens of a large vocabulary the peak is where the root's gradient is reduced.
 
-    Otherwise it is where blocks are; buffers of two blocks may or may not be freed by then, from run to run.
+    Otherwise it is where blocks are. Which of a neighbour's buffers are freed by then differs from run to run:
+    at most one more block's are held than planned.
     """
     sizes = {**SIZES, "vocab_size": vocab_size}
     with socket.socket() as listener:
@@ -97,4 +98,5 @@ def test_a_rank_holds_what_is_planned(num_ranks: int, vocab_size: int, tmp_path:
         assert "after the backward pass" in items[-1].note
         assert planned == pytest.approx(peak, rel=0.08)
     else:
-        assert 0.6 * planned <= peak <= 1.3 * planned  # oneDNN's scratch differs by processor
+        one_more = (2 + 4) * shape.block_parameters  # gathered in bfloat16, to reduce in float32
+        assert 0.6 * planned <= peak <= planned + 1.1 * one_more  # oneDNN's scratch differs by processor
