@@ -15,7 +15,7 @@ from pathlib import Path
 
 SOURCES = [
     *("grpo_ray/**/*.py", "examples/**/*.py", "tests/**/*.py", "profiling/**/*.py", "docs/**/*.py", ".ci/*.py"),
-    *("*.md", "docs/*.md", "configs/*.yaml", "examples/*/*.md", "examples/*/*.yaml", "launch/*"),
+    *("*.md", "docs/**/*.md", "configs/*.yaml", "examples/*/*.md", "examples/*/*.yaml", "launch/*"),
 ]
 PERSON = r"(?:anyone|authors?|people|persons?|readers?|somebody|someone|users?)"
 RULES = {

@@ -1,4 +1,4 @@
-"""Run benchmarks of grpo_ray's parts; see docs/profiling.md.
+"""Run benchmarks of grpo_ray's parts; see docs/lab/profiling.md.
 
     python profiling/bench.py --list
     python profiling/bench.py learner_step --rounds 5 --out before.json

@@ -1,8 +1,8 @@
-"""The best split of 8, 64 and 1,024 GPUs between Learner and Generators, by simulation; see docs/scale.md.
+"""The best split of 8, 64 and 1,024 GPUs between Learner and Generators, by simulation; see docs/lab/scale.md.
 
     python profiling/best_split.py splits --gpus 64 --out split-64.json
     python profiling/best_split.py schedules --gpus 64 --learner 16 --out schedules-64.json
-    python profiling/best_split.py draw docs/scale split-*.json
+    python profiling/best_split.py draw docs/lab/scale split-*.json
 
 Every point is a run of the package's own controller on simulated actors (`grpo-ray simulate`). The speeds are
 those that the planner assumes for a model of 7.6 billion parameters (Qwen2.5-7B) on H100; their sources

@@ -1,4 +1,4 @@
-"""Simulated against real step times: the quickstart with 1, 2 and 4 vLLM Generators; see docs/scale.md.
+"""Simulated against real step times: the quickstart with 1, 2 and 4 vLLM Generators; see docs/lab/scale.md.
 
     RAY_worker_niceness=0 python profiling/calibrate_simulation.py --out runs
 

@@ -1,4 +1,4 @@
-"""Whole steps of grpo_ray against TRL's GRPOTrainer on two cores, in turns; see docs/profiling.md.
+"""Whole steps of grpo_ray against TRL's GRPOTrainer on two cores, in turns; see docs/lab/profiling.md.
 
     python profiling/compare_trl.py --trl-python ~/trl/bin/python --out trl.json
 

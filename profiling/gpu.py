@@ -1,4 +1,4 @@
-"""The Learner on one GPU: exactness, weight sync, speed and memory; see docs/profiling.md.
+"""The Learner on one GPU: exactness, weight sync, speed and memory; see docs/lab/profiling.md.
 
     python profiling/gpu.py --out gpu.json
 

@@ -1,6 +1,7 @@
 """The mkdocs hook that turns each file linked outside of docs/ into a page of the site.
 
-`[x](../grpo_ray/x.py)` works in the repository; in the site it leads to `source/grpo_ray/x.py`, highlighted.
+`[x](../grpo_ray/x.py)` works in the repository; in the site it leads to `source/grpo_ray/x.py`, highlighted. Neither
+these pages nor the lab notes are in the search.
 """
 
 import ast
@@ -12,13 +13,12 @@ from typing import Any
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[2]
-LINK = re.compile(r"\]\(\.\./([^)#\s]+?)/?\)")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".md": "markdown"}
 
 
 def on_files(files: Files, config: Any) -> Files:
     pages = [file for file in files.documentation_pages() if file.abs_src_path]
-    linked = {path for page in pages for path in LINK.findall(page.content_string)}
+    linked = {path for page in pages for path in _outside(page.src_uri).findall(page.content_string)}
     for path in sorted({path for name in linked for path in _with_content(ROOT / name)}):
         name = path.relative_to(ROOT).as_posix()
         if path.exists():  # a link to a missing file stays broken, which fails the build
@@ -30,7 +30,19 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    return markdown if page.file.src_uri.startswith("source/") else LINK.sub(r"](source/\1.md)", markdown)
+    uri = page.file.src_uri
+    if uri.startswith("lab/"):
+        page.meta["search"] = {"exclude": True}
+    return markdown if uri.startswith("source/") else _outside(uri).sub(rf"]({_up(uri)}source/\1.md)", markdown)
+
+
+def _outside(uri: str) -> re.Pattern[str]:
+    """Return the pattern of a page's links to files outside of docs/."""
+    return re.compile(rf"\]\(\.\./{re.escape(_up(uri))}([^)#\s]+?)/?\)")
+
+
+def _up(uri: str) -> str:
+    return "../" * uri.count("/")
 
 
 def _with_content(path: Path) -> Iterator[Path]:

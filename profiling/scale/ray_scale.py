@@ -4,7 +4,7 @@
 
 The engines, the Learner and the Scorers only wait (grpo_ray/tools/simulation); everything else is the run's
 own. Processes, each with several engines, and whole nodes are killed while it trains. At the end it prints the
-delay of the driver's event loop, its CPU time and memory, and an account of the prompts; see docs/scale.md.
+delay of the driver's event loop, its CPU time and memory, and an account of the prompts; see docs/lab/scale.md.
 Exits with 1 if a token was too old, or a prompt was lost or repeated.
 """
 

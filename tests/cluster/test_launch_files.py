@@ -63,7 +63,7 @@ def test_scripts_parse_and_show_their_usage(script: Path) -> None:
 
 
 def test_the_pages_submit_what_can_be_submitted() -> None:
-    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     text = "\n".join(re.sub(r"\\\n\s*", "", page.read_text()) for page in pages)
     calls = re.findall(r"^    (?:\w+=\S+ )*(?:launch/ray_job\.sh|sbatch .*launch/slurm\.sh) (.+)$", text, re.M)
     calls += re.findall(r"^    grpo-ray submit (configs.+)$", text, re.M)

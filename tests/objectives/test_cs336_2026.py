@@ -288,7 +288,7 @@ def test_a_batch_of_equal_rewards_changes_nothing():
         assert all(map(torch.equal, model.parameters(), before))
 
 
-# The handout's algorithms as arguments; docs/playground.md has the same table.
+# The handout's algorithms as arguments; docs/lab/playground.md has the same table.
 ALGORITHMS = {
     "GRPO": {},
     "Dr. GRPO": {

@@ -33,7 +33,7 @@ from grpo_ray.watch.metrics_catalog import METRICS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 BLOCK = re.compile(r"^```(\w+)(?: title=\"(.+?)\")?\n(.*?)^```$", re.M | re.S)
 
 
@@ -69,9 +69,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_site_has_every_page_and_fetches_nothing(site: Path) -> None:
-    for page in DOCS.glob("*.md"):
-        name = "index.html" if page.stem == "index" else f"{page.stem}/index.html"
-        assert (site / name).exists(), name
+    for page in DOCS.rglob("*.md"):
+        assert (site / page.relative_to(DOCS).with_suffix(".html")).exists(), page
     assert not (site / "hooks").exists()
     fetched = re.compile(r"<(?:script|img|link)[^>]+(?:src|href)=[\"']?(?:https?:)?//[^>]+>")
     for page in site.rglob("*.html"):
@@ -80,10 +79,10 @@ def test_the_site_has_every_page_and_fetches_nothing(site: Path) -> None:
 
 @pytest.mark.slow
 def test_the_site_shows_linked_source_files_and_the_whole_program_of_one_step(site: Path) -> None:
-    assert "../source/grpo_ray/types.py/" in (site / "concepts" / "index.html").read_text()
+    assert "source/grpo_ray/types.py.html" in (site / "concepts.html").read_text()
     source, step = (
-        re.sub(r"<[^>]+>", "", (site / page / "index.html").read_text())
-        for page in ("source/grpo_ray/types.py", "one-step")
+        re.sub(r"<[^>]+>", "", (site / page).read_text())
+        for page in ("source/grpo_ray/types.py.html", "one-step.html")
     )
     assert "class PromptItem" in source
     for line in (DOCS / "one_step.py").read_text().splitlines():
@@ -168,11 +167,11 @@ def test_the_reference_opens_with_the_basic_keys_and_folds_the_others(reference:
 
 @pytest.mark.slow
 def test_the_page_of_the_configuration_folds_its_tables_and_that_of_the_metrics_has_all(site: Path) -> None:
-    page = (site / "configuration" / "index.html").read_text()
+    page = (site / "configuration.html").read_text()
     assert page.count("<details") > 25
     assert not re.search("<details[^>]* open", page)
     assert "<code>on_preemption_s</code></td>" in page.partition("<details")[2]
-    metrics = (site / "metrics" / "index.html").read_text()
+    metrics = (site / "metrics.html").read_text()
     assert all(f"<code>{name}</code>" in metrics for name in METRICS)
 
 
@@ -270,7 +269,7 @@ def test_config_keys_in_the_pages_exist() -> None:
     known = set(leaves(data))
     known |= {f"{top}.{key}" for top, section in data.items() if section for key in section}  # also an empty {}
     tops = "|".join(name for name in Config.model_fields if name not in ("task", "model"))
-    for page in DOCS.glob("*.md"):
+    for page in DOCS.rglob("*.md"):
         for path in re.findall(rf"`((?:{tops})\.[a-z_]+(?:\.[a-z_]+)*)(?:[:=][^`]*)?`(?!\])", page.read_text()):
             is_section = any(name.startswith(f"{path}.") for name in known)
             assert path in known or is_section, f"{page.name}: {path}"

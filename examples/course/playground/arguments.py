@@ -97,6 +97,6 @@ EXAMPLES = (
 )
 PLAYGROUND = Command(
     "playground", PlaygroundOptions, _playground, "run a lecture's small examples of policy gradients",
-    "The examples of Stanford CS336's lecture on policy gradients; see docs/playground.md.",
+    "The examples of Stanford CS336's lecture on policy gradients; see docs/lab/playground.md.",
     subcommands=EXAMPLES, metavar="EXAMPLE",
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 Their sizes suit `configs/quickstart.yaml` (32 prompts x 8 responses per step); for another configuration,
 overrides change what all variants have in common. Stanford CS336's assignment 5, spring 2026, is `cs336-2026`;
-`docs/experiments.md` maps its comparisons to the variants.
+`docs/lab/experiments.md` maps its comparisons to the variants.
 """
 
 from grpo_ray.tools.experiments.experiment import Experiment

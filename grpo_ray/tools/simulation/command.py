@@ -64,7 +64,8 @@ class SimulateOptions:
         Option("RUN", "give each group the lengths of a run's group, in the run's order", group=RESPONSES),
     ] = None
     speeds: Annotated[
-        str | None, Option("FILE", "JSON with speeds of the actors in seconds; see docs/scale.md", group=SPEEDS)
+        str | None,
+        Option("FILE", "JSON with speeds of the actors in seconds; see docs/lab/scale.md", group=SPEEDS),
     ] = None
     calibrate: Annotated[
         tuple[str, ...],
@@ -149,5 +150,5 @@ SIMULATE = Command(
     "simulate", SimulateOptions, _simulate, "simulate a run with any number of Generators, in virtual time",
     "Run a configuration's schedule with the real controller on simulated engines and a simulated Learner, "
     "in virtual time and without Ray: step times, utilization, lag, and what waits for what. Exits with 1 if a "
-    "token was too old, or a prompt was lost or repeated; see docs/scale.md.",
+    "token was too old, or a prompt was lost or repeated; see docs/lab/scale.md.",
 )  # fmt: skip
