@@ -1,7 +1,7 @@
 """The mkdocs hook that turns each file linked outside of docs/ into a page of the site.
 
-`[x](../grpo_ray/x.py)` works in the repository; in the site it leads to `source/grpo_ray/x.py`, highlighted. Neither
-these pages nor the lab notes are in the search.
+`[x](../grpo_ray/x.py)` works in the repository; in the site it leads to `source/grpo_ray/x.py`, highlighted.
+Neither these pages nor the lab notes are in the search.
 """
 
 import ast

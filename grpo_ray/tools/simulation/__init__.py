@@ -1,1 +1,1 @@
-"""`grpo-ray simulate`: the run's own code on simulated engines and Learner, in virtual time (docs/lab/scale.md)."""
+"""`grpo-ray simulate`: the run's own code on simulated engines, in virtual time (docs/lab/scale.md)."""
