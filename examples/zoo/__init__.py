@@ -1,0 +1,1 @@
+"""Environments and rewards to try a checker on: broken ones, and ones that are right."""

@@ -1,0 +1,1 @@
+"""Ten environments and rewards with one fault each, which its docstring names."""
