@@ -1,6 +1,6 @@
 r"""Answers, ground truths, and whether a person who marks mathematics would say that they are the same.
 
-Each verdict was decided by hand from the rules in docs/rewards.md, not by running the grader.
+Each verdict was decided by hand from the rules in docs/grading.md, not by running the grader.
 """
 
 THIRDS = (

@@ -1,4 +1,4 @@
-"""Grades of answers: their equality to a ground truth, to a mathematician; docs/rewards.md states the rules."""
+"""Grades of answers: their equality to a ground truth, to a mathematician; docs/grading.md states the rules."""
 
 import re
 from collections.abc import Sequence
