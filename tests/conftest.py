@@ -26,6 +26,7 @@ from xdist.scheduler import LoadFileScheduling
 from grpo_ray.config import Config
 from grpo_ray.config.model import Implementation, TinyModelConfig
 from grpo_ray.config.task import SortingTaskConfig
+from grpo_ray.tools.simulation.virtual_time import VirtualClock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub
 
@@ -60,11 +61,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine function in an event loop of its own."""
+    """Run a test that is a coroutine function in an event loop of its own, in real or virtual time."""
     test, values = pyfuncitem.obj, pyfuncitem.funcargs
     if not inspect.iscoroutinefunction(test):
         return None
-    asyncio.run(test(**{name: values[name] for name in inspect.signature(test).parameters}))
+    run = VirtualClock().run if pyfuncitem.get_closest_marker("virtual_time") else asyncio.run
+    run(test(**{name: values[name] for name in inspect.signature(test).parameters}))
     return True
 
 

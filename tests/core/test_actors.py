@@ -148,19 +148,15 @@ async def update(generator: Generator, weights: WeightSnapshot) -> dict[str, flo
     return await generator.switch(60.0)
 
 
-def test_weight_update_calls_the_engine_in_order() -> None:
+async def test_weight_update_calls_the_engine_in_order() -> None:
     engine = FakeEngine()
     generator = Generator("generator-0", engine, version=6)
-
-    async def run() -> None:
-        assert await generator.ready()
-        assert "version=6" in repr(generator)
-        seconds = await update(generator, snapshot(7))
-        assert list(seconds) == ["pause", "load", "finish", "resume", "paused"]
-        assert 0 < sum(seconds.values()) - seconds["paused"] <= seconds["paused"]
-        await generator.shutdown()
-
-    asyncio.run(run())
+    assert await generator.ready()
+    assert "version=6" in repr(generator)
+    seconds = await update(generator, snapshot(7))
+    assert list(seconds) == ["pause", "load", "finish", "resume", "paused"]
+    assert 0 < sum(seconds.values()) - seconds["paused"] <= seconds["paused"]
+    await generator.shutdown()
     assert engine.calls == [
         "start 6",
         "stage 7",
@@ -183,17 +179,13 @@ def test_failed_update_keeps_the_version_and_is_never_committed() -> None:
 
 
 @pytest.mark.parametrize("phase", ["pause", "load", "finish", "resume"])
-def test_phase_that_takes_too_long_is_named(phase: str) -> None:
+async def test_phase_that_takes_too_long_is_named(phase: str) -> None:
     engine = FakeEngine()
     setattr(engine, phase, lambda *_: asyncio.sleep(60))
     generator = Generator("generator-0", engine)
-
-    async def run() -> None:
-        await generator.stage_weights(snapshot(1))
-        await generator.switch(0.01)
-
+    await generator.stage_weights(snapshot(1))
     with pytest.raises(RuntimeError, match=rf"^phase `{phase}`: not done within 0.01 s"):
-        asyncio.run(run())
+        await generator.switch(0.01)
     assert ("version=1" in repr(generator)) == (phase == "resume")
 
 
@@ -228,87 +220,73 @@ async def generate_s(generator: Generator) -> float:
 
 
 @pytest.mark.slow
-def test_groups_tokens_and_seconds() -> None:
-    async def run() -> None:
-        engine = FakeEngine()
-        generator = Generator("generator-3", engine)
-        await asyncio.sleep(0.05)
-        assert await generate_s(generator) == 0.0  # idle so far
+async def test_groups_tokens_and_seconds() -> None:
+    engine = FakeEngine()
+    generator = Generator("generator-3", engine)
+    await asyncio.sleep(0.05)
+    assert await generate_s(generator) == 0.0  # idle so far
 
-        started = time.perf_counter()
-        two = [
-            asyncio.create_task(generator.generate(make_item(i), make_settings(num_samples=4)))
-            for i in range(2)
-        ]
-        await asyncio.sleep(0.1)
-        assert "2 groups running" in repr(generator)
-        asked = time.perf_counter()
-        running = await generator.take_stats()
-        # overlapping groups count once
-        assert 0.09 <= running.stages.seconds["generate"] <= time.perf_counter() - started
+    started = time.perf_counter()
+    two = [
+        asyncio.create_task(generator.generate(make_item(i), make_settings(num_samples=4))) for i in range(2)
+    ]
+    await asyncio.sleep(0.1)
+    assert "2 groups running" in repr(generator)
+    asked = time.perf_counter()
+    running = await generator.take_stats()
+    # overlapping groups count once
+    assert 0.09 <= running.stages.seconds["generate"] <= time.perf_counter() - started
 
-        engine.released.set()
-        answers = await asyncio.gather(*two)
-        assert [group.item.group_id for group, _ in answers] == [0, 1]
-        assert {group.generator for group, _ in answers} == {"generator-3"}
-        assert [num_tokens for _, num_tokens in answers] == [4 * 3, 4 * 3]
-        finished = await generator.take_stats()
-        # reported once
-        assert 0 < finished.stages.seconds["generate"] <= time.perf_counter() - asked
-        assert sorted(span.label.partition(",")[0] for span in finished.stages.spans) == ["group 0", "group 1"]
+    engine.released.set()
+    answers = await asyncio.gather(*two)
+    assert [group.item.group_id for group, _ in answers] == [0, 1]
+    assert {group.generator for group, _ in answers} == {"generator-3"}
+    assert [num_tokens for _, num_tokens in answers] == [4 * 3, 4 * 3]
+    finished = await generator.take_stats()
+    # reported once
+    assert 0 < finished.stages.seconds["generate"] <= time.perf_counter() - asked
+    assert sorted(span.label.partition(",")[0] for span in finished.stages.spans) == ["group 0", "group 1"]
 
-        await asyncio.sleep(0.05)
-        idle = await generator.take_stats()
-        assert idle.stages.seconds["generate"] == 0
-        assert idle.stages.seconds["wait_for_prompts"] >= 0.05
-
-    asyncio.run(run())
+    await asyncio.sleep(0.05)
+    idle = await generator.take_stats()
+    assert idle.stages.seconds["generate"] == 0
+    assert idle.stages.seconds["wait_for_prompts"] >= 0.05
 
 
-def test_generator_sleeps_when_its_last_group_has_ended() -> None:
+async def test_generator_sleeps_when_its_last_group_has_ended() -> None:
     """Even a group that was cut off takes a moment to end."""
-
-    async def run() -> None:
-        engine = FakeEngine()
-        generator = Generator("generator-0", engine)
-        groups = [asyncio.create_task(generator.generate(make_item(), make_settings())) for _ in range(2)]
-        await asyncio.sleep(0)
-        sleeping = asyncio.create_task(generator.sleep())
-        groups[0].cancel()
-        await asyncio.sleep(0.01)
-        assert not sleeping.done()
-        engine.released.set()
-        await asyncio.wait_for(sleeping, 120)
-        assert groups[1].done()
-        await generator.wake()
-        await asyncio.wait_for(generator.sleep(), 120)
-        assert engine.calls == ["generate", "generate", "sleep", "wake", "sleep"]
-
-    asyncio.run(run())
+    engine = FakeEngine()
+    generator = Generator("generator-0", engine)
+    groups = [asyncio.create_task(generator.generate(make_item(), make_settings())) for _ in range(2)]
+    await asyncio.sleep(0)
+    sleeping = asyncio.create_task(generator.sleep())
+    groups[0].cancel()
+    await asyncio.sleep(0.01)
+    assert not sleeping.done()
+    engine.released.set()
+    await asyncio.wait_for(sleeping, 120)
+    assert groups[1].done()
+    await generator.wake()
+    await asyncio.wait_for(generator.sleep(), 120)
+    assert engine.calls == ["generate", "generate", "sleep", "wake", "sleep"]
 
 
-def test_failed_group_does_not_keep_its_generator_busy() -> None:
-    async def run() -> None:
-        generator = Generator("generator-0", FakeEngine(fails="generate"))
-        with pytest.raises(RuntimeError, match="device was lost"):
-            await generator.generate(make_item(), make_settings())
-        assert "0 groups running" in repr(generator)
-        await generator.take_stats()
-        await asyncio.sleep(0.02)
-        assert await generate_s(generator) == 0.0
-
-    asyncio.run(run())
-
-
-def test_slowdown_delays_a_group() -> None:
-    async def run() -> None:
-        engine = FakeEngine()
-        engine.released.set()
-        generator = Generator("generator-0", engine, slowdown_s=0.05)
+async def test_failed_group_does_not_keep_its_generator_busy() -> None:
+    generator = Generator("generator-0", FakeEngine(fails="generate"))
+    with pytest.raises(RuntimeError, match="device was lost"):
         await generator.generate(make_item(), make_settings())
-        assert await generate_s(generator) >= 0.05
+    assert "0 groups running" in repr(generator)
+    await generator.take_stats()
+    await asyncio.sleep(0.02)
+    assert await generate_s(generator) == 0.0
 
-    asyncio.run(run())
+
+async def test_slowdown_delays_a_group() -> None:
+    engine = FakeEngine()
+    engine.released.set()
+    generator = Generator("generator-0", engine, slowdown_s=0.05)
+    await generator.generate(make_item(), make_settings())
+    assert await generate_s(generator) >= 0.05
 
 
 @pytest.mark.slow

@@ -23,77 +23,60 @@ async def hold(dispatcher: Dispatcher, num_sequences: int, done: asyncio.Event, 
         return generator.client.name
 
 
-def test_work_in_flight_is_bounded_and_balanced() -> None:
+async def test_work_in_flight_is_bounded_and_balanced() -> None:
     """40 groups of 8 for two engines that run 32 sequences each: 8 groups each, and 24 wait."""
-
-    async def run() -> None:
-        dispatcher, done = Dispatcher([client("a"), client("b")], max_num_seqs=32), asyncio.Event()
-        tasks = [asyncio.create_task(hold(dispatcher, 8, done)) for _ in range(40)]
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert {name: gen.num_sequences for name, gen in dispatcher.serving.items()} == {"a": 64, "b": 64}
-        done.set()
-        names = await asyncio.gather(*tasks)
-        assert len(names) == 40
-        assert all(generator.num_sequences == 0 for generator in dispatcher.serving.values())
-
-    asyncio.run(run())
+    dispatcher, done = Dispatcher([client("a"), client("b")], max_num_seqs=32), asyncio.Event()
+    tasks = [asyncio.create_task(hold(dispatcher, 8, done)) for _ in range(40)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert {name: gen.num_sequences for name, gen in dispatcher.serving.items()} == {"a": 64, "b": 64}
+    done.set()
+    names = await asyncio.gather(*tasks)
+    assert len(names) == 40
+    assert all(generator.num_sequences == 0 for generator in dispatcher.serving.values())
 
 
-def test_a_group_larger_than_the_engine_runs_alone() -> None:
-    async def run() -> None:
-        dispatcher, done = Dispatcher([client("a")], max_num_seqs=2), asyncio.Event()
-        tasks = [asyncio.create_task(hold(dispatcher, 16, done)) for _ in range(3)]
-        await asyncio.sleep(0.01)
-        assert dispatcher.serving["a"].num_sequences == 16
-        done.set()
-        await asyncio.gather(*tasks)
-
-    asyncio.run(run())
+async def test_a_group_larger_than_the_engine_runs_alone() -> None:
+    dispatcher, done = Dispatcher([client("a")], max_num_seqs=2), asyncio.Event()
+    tasks = [asyncio.create_task(hold(dispatcher, 16, done)) for _ in range(3)]
+    await asyncio.sleep(0.01)
+    assert dispatcher.serving["a"].num_sequences == 16
+    done.set()
+    await asyncio.gather(*tasks)
 
 
 @pytest.mark.slow
-def test_time_in_the_queue_does_not_count_against_the_limit() -> None:
+async def test_time_in_the_queue_does_not_count_against_the_limit() -> None:
     """Six groups of 4, one after another on an engine for 4: each takes 0.1 s, the last 0.6 s with its wait."""
+    dispatcher, engine = Dispatcher([client("a")], max_num_seqs=4), asyncio.Lock()
 
-    async def run() -> None:
-        dispatcher, engine = Dispatcher([client("a")], max_num_seqs=4), asyncio.Lock()
+    async def sample() -> None:
+        async with dispatcher.room(4) as generator, dispatcher.slot(generator, 4, limit_s=0.4), engine:
+            await asyncio.sleep(0.1)
 
-        async def sample() -> None:
-            async with dispatcher.room(4) as generator, dispatcher.slot(generator, 4, limit_s=0.4), engine:
-                await asyncio.sleep(0.1)
-
-        await asyncio.gather(*(sample() for _ in range(6)))
-
-    asyncio.run(run())
+    await asyncio.gather(*(sample() for _ in range(6)))
 
 
 @pytest.mark.slow
-def test_a_group_that_its_engine_has_scheduled_is_ended_at_the_limit() -> None:
-    async def run() -> None:
-        dispatcher, never = Dispatcher([client("a")], max_num_seqs=8), asyncio.Event()
-        tasks = [asyncio.create_task(hold(dispatcher, 4, never, limit_s=0.1)) for _ in range(3)]
-        ended = await asyncio.gather(*tasks[:2], return_exceptions=True)
-        assert [type(error) for error in ended] == [TimeoutError, TimeoutError]
-        assert not tasks[2].done()  # its clock started when the first two had left
-        with pytest.raises(TimeoutError):
-            await tasks[2]
-        assert dispatcher.serving["a"].num_sequences == 0
-
-    asyncio.run(run())
+async def test_a_group_that_its_engine_has_scheduled_is_ended_at_the_limit() -> None:
+    dispatcher, never = Dispatcher([client("a")], max_num_seqs=8), asyncio.Event()
+    tasks = [asyncio.create_task(hold(dispatcher, 4, never, limit_s=0.1)) for _ in range(3)]
+    ended = await asyncio.gather(*tasks[:2], return_exceptions=True)
+    assert [type(error) for error in ended] == [TimeoutError, TimeoutError]
+    assert not tasks[2].done()  # its clock started when the first two had left
+    with pytest.raises(TimeoutError):
+        await tasks[2]
+    assert dispatcher.serving["a"].num_sequences == 0
 
 
-def test_groups_wait_for_a_generator_to_serve() -> None:
-    async def run() -> None:
-        dispatcher, done = Dispatcher([client("a")], max_num_seqs=8), asyncio.Event()
-        dispatcher.remove("a")
-        task = asyncio.create_task(hold(dispatcher, 4, done))
-        await asyncio.sleep(0.01)
-        dispatcher.add(client("b"))
-        done.set()
-        assert await task == "b"
-
-    asyncio.run(run())
+async def test_groups_wait_for_a_generator_to_serve() -> None:
+    dispatcher, done = Dispatcher([client("a")], max_num_seqs=8), asyncio.Event()
+    dispatcher.remove("a")
+    task = asyncio.create_task(hold(dispatcher, 4, done))
+    await asyncio.sleep(0.01)
+    dispatcher.add(client("b"))
+    done.set()
+    assert await task == "b"
 
 
 @pytest.mark.slow

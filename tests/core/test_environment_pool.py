@@ -1,7 +1,8 @@
 """The EnvironmentPool with workers that fail in every way, without episodes."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,12 @@ class Pool(FakeServing):
         self.failed: list[tuple[int, str]] = []
         self.pool = EnvironmentPool(self.context, self.budget, lambda *failure: self.failed.append(failure))
 
-    async def during(self, work: Callable[[], Awaitable[Any]]) -> Any:
-        async with asyncio.TaskGroup() as tasks:
+    @asynccontextmanager
+    async def during(self) -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as tasks, asyncio.timeout(120):
             self.pool.start(tasks)
             try:
-                return await asyncio.wait_for(work(), 120)
+                yield
             finally:
                 self.pool.cancel()
 
@@ -111,16 +113,13 @@ class Client:
         self.name, self.number = name, number
 
 
-def test_a_worker_that_dies_is_replaced_and_the_group_has_the_same_seed_again(tmp_path: Path) -> None:
+async def test_a_worker_that_dies_is_replaced_and_the_group_has_the_same_seed_again(tmp_path: Path) -> None:
     pool = Pool(tmp_path, lambda worker, number: good("", 0) if number else ActorDied(worker, "killed"))
     first = pool.actors.environments["environment-0"]
-
-    async def work() -> Any:
+    async with pool.during():
         with pytest.raises(DataLost, match="environment-0 died: killed"):
             await pool.play()
-        return await pool.play()
-
-    assert asyncio.run(pool.during(work)) == ("group 7", 12)
+        assert await pool.play() == ("group 7", 12)
     second = pool.actors.environments["environment-0"]
     assert first.seeds == second.seeds
     assert pool.actors.starts == {"environment-0": 2}
@@ -129,23 +128,20 @@ def test_a_worker_that_dies_is_replaced_and_the_group_has_the_same_seed_again(tm
     assert "works again" in back
 
 
-def test_a_worker_that_dies_between_groups_is_replaced_at_once(tmp_path: Path) -> None:
+async def test_a_worker_that_dies_between_groups_is_replaced_at_once(tmp_path: Path) -> None:
     pool = Pool(tmp_path, good)
-
-    async def work() -> None:
+    async with pool.during():
         pool.pool.serve({"generator-0": Incarnation(Client("generator-0"))})  # type: ignore[arg-type]
         first = pool.actors.environments["environment-0"]
         await until(lambda: [0] in first.serving)
         first.dead.set()
         await until(lambda: pool.actors.starts["environment-0"] == 2)
         await until(lambda: pool.actors.environments["environment-0"].serving == [[0]])
-
-    asyncio.run(pool.during(work))
     assert pool.actors.starts == {"environment-0": 2}
 
 
 @pytest.mark.slow
-def test_a_worker_that_hangs_is_replaced_without_a_stall(
+async def test_a_worker_that_hangs_is_replaced_without_a_stall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The groups of a hung process wait; only a call with a limit shows it."""
@@ -153,23 +149,22 @@ def test_a_worker_that_hangs_is_replaced_without_a_stall(
     monkeypatch.setattr(environment_pool, "ANSWER_S", 0.1)
     pool = Pool(tmp_path, lambda worker, number: good("", 0) if number else asyncio.sleep(60))
     first = pool.actors.environments["environment-0"]
-
-    async def work() -> Any:
+    async with pool.during():
         playing = asyncio.ensure_future(pool.play())
         await asyncio.sleep(0.05)
         first.hangs = True
         await until(lambda: pool.actors.starts["environment-0"] == 2)
         await asyncio.sleep(0.3)
         playing.cancel()  # Ray fails the calls of a killed actor; this one does not
-        return await pool.play()
-
-    assert asyncio.run(pool.during(work)) == ("group 7", 12)
+        assert await pool.play() == ("group 7", 12)
     assert pool.actors.starts == {"environment-0": 2}
     assert "it has not answered for 0.1 s" in pool.events("environment_failed")[0]
 
 
 @pytest.mark.slow
-def test_a_worker_that_starts_slowly_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_starts_slowly_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(environment_pool, "ANSWER_S", 0.1)
     pool = Pool(tmp_path, good)
     (worker,) = pool.actors.environments.values()
@@ -179,32 +174,27 @@ def test_a_worker_that_starts_slowly_is_not_replaced(tmp_path: Path, monkeypatch
         await asyncio.sleep(0.4)
         await serve(serving)
 
-    async def work() -> None:
-        await until(lambda: bool(worker.serving))
-
     worker.serve = after_its_start  # type: ignore[method-assign]
 
-    asyncio.run(pool.during(work))
+    async with pool.during():
+        await until(lambda: bool(worker.serving))
     assert pool.actors.starts == {"environment-0": 1}
 
 
-def test_many_groups_of_one_dead_worker_replace_it_once(tmp_path: Path) -> None:
+async def test_many_groups_of_one_dead_worker_replace_it_once(tmp_path: Path) -> None:
     async def dies(worker: str) -> Any:
         await asyncio.sleep(0.05)
         return ActorDied(worker, "killed")
 
     pool = Pool(tmp_path, lambda worker, number: dies(worker) if number < 8 else good("", 0))
-
-    async def work() -> Any:
+    async with pool.during():
         lost = await asyncio.gather(*(pool.play(n) for n in range(8)), return_exceptions=True)
         assert [type(each) for each in lost] == [DataLost] * 8
-        return await asyncio.gather(*(pool.play(n) for n in range(8)))
-
-    assert asyncio.run(pool.during(work)) == [(f"group {n}", 12) for n in range(8)]
+        assert await asyncio.gather(*(pool.play(n) for n in range(8))) == [(f"group {n}", 12) for n in range(8)]
     assert pool.actors.starts == {"environment-0": 2}
 
 
-def test_a_worker_that_does_not_end_its_episodes_is_replaced(
+async def test_a_worker_that_does_not_end_its_episodes_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment_pool, "GRACE_S", 0.05)
@@ -214,18 +204,17 @@ def test_a_worker_that_does_not_end_its_episodes_is_replaced(
         *PLACES,
         "episodes.max_seconds=0.05",
     )
-
-    async def work() -> Any:
+    async with pool.during():
         with pytest.raises(TimeoutError, match=r"environment-0 did not end the episodes within 0\.1 s"):
             await pool.play()
-        return await pool.play()
-
-    assert asyncio.run(pool.during(work)) == ("group 7", 12)
+        assert await pool.play() == ("group 7", 12)
     assert pool.actors.starts == {"environment-0": 2}
 
 
 @pytest.mark.slow
-def test_groups_that_wait_for_a_place_are_not_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_groups_that_wait_for_a_place_are_not_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The worker has places for two groups of four; each takes 0.2 s, so the last ones begin after 0.4 s."""
     monkeypatch.setattr(environment_pool, "GRACE_S", 0.1)
     places = asyncio.Semaphore(2)
@@ -236,28 +225,25 @@ def test_groups_that_wait_for_a_place_are_not_late(tmp_path: Path, monkeypatch: 
         return good("", 0)
 
     pool = Pool(tmp_path, lambda worker, number: after_its_turn(), *PLACES, "episodes.max_seconds=0.25")
-    played = asyncio.run(pool.during(lambda: asyncio.gather(*(pool.play(n) for n in range(6)))))
+    async with pool.during():
+        played = await asyncio.gather(*(pool.play(n) for n in range(6)))
     assert played == [(f"group {n}", 12) for n in range(6)]
     assert pool.actors.starts == {"environment-0": 1}
 
 
 @pytest.mark.parametrize(("num_stuck", "num_starts"), [(MAX_STUCK, 1), (MAX_STUCK + 1, 2)])
-def test_a_worker_with_many_threads_that_hang_is_replaced(
+async def test_a_worker_with_many_threads_that_hang_is_replaced(
     tmp_path: Path, num_stuck: int, num_starts: int
 ) -> None:
     pool = Pool(tmp_path, lambda worker, number: PlayReport(12, 0 if number else num_stuck))
-
-    async def work() -> Any:
-        try:
-            return await pool.play()
-        except DataLost:
-            return await pool.play()
-
-    assert asyncio.run(pool.during(work)) == ("group 7", 12)
+    async with pool.during():
+        with suppress(DataLost):
+            assert await pool.play() == ("group 7", 12)
+        assert await pool.play() == ("group 7", 12)
     assert pool.actors.starts == {"environment-0": num_starts}
 
 
-def test_a_group_that_is_cut_off_does_not_end_the_replacement_that_it_began(tmp_path: Path) -> None:
+async def test_a_group_that_is_cut_off_does_not_end_the_replacement_that_it_began(tmp_path: Path) -> None:
     """The replacement spends the budget once, and the worker's next group waits until it is ready."""
     pool = Pool(tmp_path, lambda worker, number: good("", 0) if number else ActorDied(worker, "killed"))
     starting = asyncio.Event()
@@ -266,7 +252,7 @@ def test_a_group_that_is_cut_off_does_not_end_the_replacement_that_it_began(tmp_
         await starting.wait()
         return True
 
-    async def work() -> Any:
+    async with pool.during():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(FakeWorker, "ready", slow)
             playing = asyncio.ensure_future(pool.play())
@@ -278,14 +264,12 @@ def test_a_group_that_is_cut_off_does_not_end_the_replacement_that_it_began(tmp_
             assert list(pool.pool.replacing) == ["environment-0"]
             starting.set()
             await until(lambda: not pool.pool.replacing)
-        return await pool.play()
-
-    assert asyncio.run(pool.during(work)) == ("group 7", 12)
+        assert await pool.play() == ("group 7", 12)
     assert pool.actors.starts == {"environment-0": 2}
     assert len(pool.events("environment_failed")) == len(pool.events("environment_back")) == 1
 
 
-def test_groups_go_to_the_least_busy_worker(tmp_path: Path) -> None:
+async def test_groups_go_to_the_least_busy_worker(tmp_path: Path) -> None:
     asked: list[str] = []
 
     async def after(worker: str) -> PlayReport:
@@ -294,7 +278,8 @@ def test_groups_go_to_the_least_busy_worker(tmp_path: Path) -> None:
         return good("", 0)
 
     pool = Pool(tmp_path, lambda worker, number: after(worker), num_workers=2)
-    asyncio.run(pool.during(lambda: asyncio.gather(*(pool.play(n) for n in range(8)))))
+    async with pool.during():
+        await asyncio.gather(*(pool.play(n) for n in range(8)))
     assert sorted(asked) == ["environment-0"] * 4 + ["environment-1"] * 4
 
 
@@ -309,11 +294,12 @@ def test_seeds_differ_by_group_and_purpose_and_repeat_over_validations() -> None
     assert all(seeds["validation 0", g] == seeds["validation 10", g] for g in range(50))
 
 
-def test_each_incarnation_of_a_generator_has_its_number_and_its_failure_is_its_own(tmp_path: Path) -> None:
+async def test_each_incarnation_of_a_generator_has_its_number_and_its_failure_is_its_own(
+    tmp_path: Path,
+) -> None:
     pool = Pool(tmp_path, good, num_workers=2)
     first, other = (Incarnation(Client(f"generator-{n}", n)) for n in range(2))  # type: ignore[arg-type]
-
-    async def work() -> None:
+    async with pool.during():
         pool.pool.serve({"generator-0": first, "generator-1": other})
         workers = list(pool.actors.environments.values())
         await until(lambda: all(worker.serving[-1:] == [[0, 1]] for worker in workers))
@@ -325,21 +311,16 @@ def test_each_incarnation_of_a_generator_has_its_number_and_its_failure_is_its_o
         await until(lambda: all(worker.serving[-1] == [1, 2] for worker in workers))
         workers[1].known_failures.append(GeneratorFailure(0, "it hangs"))  # the other worker saw it later
         await until(lambda: len(pool.failed) == 2)
-
-    asyncio.run(pool.during(work))
     assert pool.failed == [(0, "it hangs")] * 2
 
 
-def test_cancelling_a_play_frees_the_workers_place(tmp_path: Path) -> None:
+async def test_cancelling_a_play_frees_the_workers_place(tmp_path: Path) -> None:
     pool = Pool(tmp_path, lambda worker, number: good("", 0) if number else asyncio.sleep(60), num_workers=2)
-
-    async def work() -> None:
+    async with pool.during():
         hanging = asyncio.ensure_future(pool.play(0))
         await asyncio.sleep(0.01)
         hanging.cancel()
         await asyncio.wait({hanging})
         assert hanging.cancelled()
         assert set(pool.pool._num_groups.values()) == {0}
-
-    asyncio.run(pool.during(work))
     assert pool.actors.starts == {"environment-0": 1, "environment-1": 1}

@@ -167,7 +167,7 @@ def container_bytes() -> Sizes:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("overrides", [[], EVERYTHING], ids=["plain", "everything"])
-def test_memory_does_not_grow_with_the_steps(
+async def test_memory_does_not_grow_with_the_steps(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("grpo_ray.watch.timeline.MAX_BYTES", 2**16)
@@ -180,17 +180,13 @@ def test_memory_does_not_grow_with_the_steps(
     config = make_config(*limits, f"checkpoint.every_num_steps={10 * STEPS}", *overrides)
     prepared, run = prepare(config, check_files(config)), RunDirectory(tmp_path / "run")
     run.create(config)
-
-    async def train() -> StubActors:
-        actors = StubActors(config, prepared, run.path, steps)
-        log = RunLog(run, Quiet())
-        budget = RestartBudget("recovery.max_restarts", 0, 1.0)
-        store = make_store(config, run)
-        controller = Controller(config, prepared, actors, log, store, budget)  # type: ignore[arg-type]
-        await controller.run()
-        return actors
-
-    early, middle, late = asyncio.run(train()).sizes
+    actors = StubActors(config, prepared, run.path, steps)
+    log = RunLog(run, Quiet())
+    budget = RestartBudget("recovery.max_restarts", 0, 1.0)
+    store = make_store(config, run)
+    controller = Controller(config, prepared, actors, log, store, budget)  # type: ignore[arg-type]
+    await controller.run()
+    early, middle, late = actors.sizes
     halves = [(middle.total() - early.total()), (late.total() - middle.total())]
     growth = [each / (steps[1] - steps[0]) for each in halves]
     print(f"{growth} bytes per step over {steps[1] - steps[0]} steps each")

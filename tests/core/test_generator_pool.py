@@ -2,7 +2,8 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,28 +110,29 @@ class Pool(FakeServing):
         sync: Any = FakeWeightSync()
         self.pool = GeneratorPool(self.context, sync, make_settings(), self.budget)
 
-    async def during(self, work: Callable[[], Any]) -> Any:
+    @asynccontextmanager
+    async def during(self) -> AsyncIterator[None]:
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with asyncio.TaskGroup() as tasks, asyncio.timeout(120):
                 self.pool.start(tasks)
-                result = await asyncio.wait_for(work(), 120)
+                yield
                 self.pool.cancel()
-            return result
         except BaseExceptionGroup as errors:
             raise first_error(errors) from errors
 
-    def sample(self) -> Any:
-        return asyncio.run(self.during(lambda: self.pool.sample(make_item(7), 2, "train")))
+    async def sample(self, purpose: str = "train") -> Any:
+        async with self.during():
+            return await self.pool.sample(make_item(7), 2, purpose)
 
 
 def fails(what: str, error: Callable[[], BaseException], times: int = 10**9) -> Behaviour:
     return lambda asked, number: error() if asked == what and number < times else 3
 
 
-def test_a_group_whose_data_is_lost_for_ever_is_given_up(tmp_path: Path) -> None:
+async def test_a_group_whose_data_is_lost_for_ever_is_given_up(tmp_path: Path) -> None:
     """A Scorer on a node with a full disk cannot fetch any group, and does not die."""
     pool = Pool(tmp_path, fails("score", lambda: DataLost("scorer: out of disk")))
-    assert pool.sample() is None
+    assert await pool.sample() is None
     assert pool.actors.num_calls["generate"] == 5  # twice among others, then recovery.max_group_losses + 1
     assert len(pool.events("group_lost")) == 4
     assert pool.pool.num_retried == 4
@@ -138,28 +140,29 @@ def test_a_group_whose_data_is_lost_for_ever_is_given_up(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("what", ["generate", "score"])
 @pytest.mark.parametrize("error", [OSError("Too many open files"), RunError("ended by something else")])
-def test_an_exception_in_the_scorer_is_treated_as_one_in_a_generator(
+async def test_an_exception_in_the_scorer_is_treated_as_one_in_a_generator(
     tmp_path: Path, what: str, error: Exception
 ) -> None:
-    assert Pool(tmp_path / "a", fails(what, lambda: error, times=3)).sample() == ("group", 3, None)
+    assert await Pool(tmp_path / "a", fails(what, lambda: error, times=3)).sample() == ("group", 3, None)
     pool = Pool(tmp_path / "b", fails(what, lambda: error))
-    assert pool.sample() is None
+    assert await pool.sample() is None
     assert pool.actors.num_calls["generate"] == 4
     assert len(pool.events("group_failed")) == 4
 
 
 @pytest.mark.parametrize(("what", "name"), [("generate", "generator-0"), ("score", "scorer")])
-def test_an_actor_that_dies_at_every_group_ends_the_run_by_the_budget(
+async def test_an_actor_that_dies_at_every_group_ends_the_run_by_the_budget(
     tmp_path: Path, what: str, name: str
 ) -> None:
     pool = Pool(tmp_path, fails(what, lambda: ActorDied(name, "killed")))
 
     async def work() -> None:
-        while True:
-            assert await pool.pool.sample(make_item(7), 2, "train") is None
+        async with pool.during():
+            while True:
+                assert await pool.pool.sample(make_item(7), 2, "train") is None
 
     with pytest.raises(BudgetUsedUp, match=f"5 restarts within an hour .* error was: {name} died"):
-        asyncio.run(pool.during(work))
+        await work()
     assert pool.actors.starts[name] == 6
 
 
@@ -170,14 +173,16 @@ def hang_first(what: str) -> Behaviour:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "name"), [("generate", "generator-0"), ("score", "scorer")])
-def test_a_replacement_that_does_not_start_is_replaced_as_well(tmp_path: Path, what: str, name: str) -> None:
+async def test_a_replacement_that_does_not_start_is_replaced_as_well(
+    tmp_path: Path, what: str, name: str
+) -> None:
     def answer(asked: str, number: int) -> Any:
         if asked == what and number == 0:
             return ActorDied(name, "killed")
         return hang_first(f"{name} ready")(asked, number)
 
     pool = Pool(tmp_path, answer, "recovery.start_timeout_s=0.2")
-    assert pool.sample() == ("group", 3, None)
+    assert await pool.sample() == ("group", 3, None)
     assert pool.actors.starts[name] == 3
     kind = f"{name.partition('-')[0]}_failed"
     assert f"{name} did not start within 0.2 s (recovery.start_timeout_s)" in pool.events(kind)[1]
@@ -185,7 +190,7 @@ def test_a_replacement_that_does_not_start_is_replaced_as_well(tmp_path: Path, w
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "name"), [("score", "scorer"), ("look_up", "teacher-0")])
-def test_the_stall_watch_does_not_wait_for_an_actor_that_it_replaces(
+async def test_the_stall_watch_does_not_wait_for_an_actor_that_it_replaces(
     tmp_path: Path, what: str, name: str
 ) -> None:
     """A Scorer or Teacher hangs, and so does its successor: the watch looks on, and the third one works."""
@@ -194,8 +199,7 @@ def test_the_stall_watch_does_not_wait_for_an_actor_that_it_replaces(
         return asyncio.sleep(60) if asked in (what, f"{name} ready") and number == 0 else 3
 
     pool = Pool(tmp_path, answer, "recovery.start_timeout_s=1.2", *TAUGHT)
-
-    async def work() -> Any:
+    async with pool.during():
         watch = StallWatch(pool.calls, pool.pool, pool.log, 0.4)
         watching = asyncio.create_task(watch.run())
         sampling = asyncio.create_task(pool.pool.sample(make_item(7), 2, "train"))
@@ -204,53 +208,45 @@ def test_the_stall_watch_does_not_wait_for_an_actor_that_it_replaces(
         assert pool.actors.num_stack_dumps >= 2  # it kept watching while the first replacement hung
         watching.cancel()
         sampling.cancel()
-
-    asyncio.run(pool.during(work))
     assert "recovery.stall_timeout_s" in pool.events(f"{name.partition('-')[0]}_failed")[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["scorer", "teacher", "environment"])
-def test_an_actor_that_starts_for_long_is_no_stall(tmp_path: Path, kind: str) -> None:
+async def test_an_actor_that_starts_for_long_is_no_stall(tmp_path: Path, kind: str) -> None:
     """It is being replaced, which has a limit of its own; here, the group that found it dead has ended."""
     name = "scorer" if kind == "scorer" else f"{kind}-0"
     pool = Pool(tmp_path, hang_first(f"{name} ready"))
     pool.actors.starts[name] = 1
-
-    async def work() -> None:
+    async with pool.during():
         kinds = {"scorer": pool.pool._scorers, "teacher": pool.pool._teachers}
         kinds.get(kind, pool.pool._environments).retire(name, "killed")
-        await asyncio.wait_for(StallWatch(pool.calls, pool.pool, pool.log, 0.3).run(), 1.0)
-
-    with pytest.raises(TimeoutError):  # and not Stalled
-        asyncio.run(pool.during(work))
+        with pytest.raises(TimeoutError):  # and not Stalled
+            await asyncio.wait_for(StallWatch(pool.calls, pool.pool, pool.log, 0.3).run(), 1.0)
     assert pool.pool.being_replaced == set()
     assert pool.actors.starts[name] == 2
     assert pool.actors.num_stack_dumps >= 1
 
 
 @pytest.mark.slow
-def test_groups_that_are_only_retried_are_a_stall(tmp_path: Path) -> None:
+async def test_groups_that_are_only_retried_are_a_stall(tmp_path: Path) -> None:
     """A node flaps: the group is sampled again and again, its data is lost each time, and nothing moves."""
     lost = fails("score", lambda: DataLost("the node is gone"))
     overrides = "recovery.max_group_losses=100000", "recovery.max_group_retries=100000"
     pool = Pool(tmp_path, lost, *overrides, "recovery.restart_backoff_s=0")
-
-    async def work() -> Any:
+    async with pool.during():
         sampling = asyncio.create_task(pool.pool.sample(make_item(7), 2, "train"))
         try:
             with pytest.raises(Stalled):
                 await StallWatch(pool.calls, pool.pool, pool.log, 0.4).run()
         finally:
             sampling.cancel()
-
-    asyncio.run(pool.during(work))
     assert pool.actors.num_calls["generate"] > 5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_working", [True, False])
-def test_a_learner_that_makes_progress_is_not_stuck_however_long_its_step(
+async def test_a_learner_that_makes_progress_is_not_stuck_however_long_its_step(
     tmp_path: Path, is_working: bool
 ) -> None:
     pool = Pool(tmp_path, lambda *_: 3)
@@ -261,39 +257,27 @@ def test_a_learner_that_makes_progress_is_not_stuck_however_long_its_step(
         num_done += is_working
         return num_done
 
-    async def work() -> str:
-        with pool.calls.call("learner", "trains step 1"):
-            watch = StallWatch(pool.calls, pool.pool, pool.log, 0.4, work_done)
-            try:
-                await asyncio.wait_for(watch.run(), 2.0)
-            except Stalled as stalled:
-                return str(stalled)
-            except TimeoutError:
-                return "still working"
-        raise AssertionError
-
-    seen = asyncio.run(pool.during(work))
-    assert seen == ("still working" if is_working else "stuck for 0.4 s: learner")
+    error, message = (TimeoutError, "^$") if is_working else (Stalled, "^stuck for 0.4 s: learner$")
+    async with pool.during():
+        watch = StallWatch(pool.calls, pool.pool, pool.log, 0.4, work_done)
+        with pool.calls.call("learner", "trains step 1"), pytest.raises(error, match=message):
+            await asyncio.wait_for(watch.run(), 2.0)
 
 
-def test_all_generators_that_fail_together_cost_one_restart(tmp_path: Path) -> None:
+async def test_all_generators_that_fail_together_cost_one_restart(tmp_path: Path) -> None:
     pool = Pool(tmp_path, lambda *_: 3, "generator.num_generators=24", max_restarts=1)
-
-    async def work() -> None:
+    async with pool.during():
         for name in list(pool.pool.serving):
             pool.pool.retire(name, "did not switch")
         while len(pool.pool.serving) < 24:
             await asyncio.sleep(0.001)
-
-    asyncio.run(pool.during(work))
     assert set(pool.actors.starts.values()) == {1, 2}
 
 
-def test_a_generator_that_dies_in_the_learners_turn_starts_after_it(tmp_path: Path) -> None:
+async def test_a_generator_that_dies_in_the_learners_turn_starts_after_it(tmp_path: Path) -> None:
     """The colocated Learner fills the device: an engine that starts now would find no memory."""
     pool = Pool(tmp_path, lambda *_: 3)
-
-    async def work() -> None:
+    async with pool.during():
         await pool.pool.sleep()
         pool.pool.retire("generator-0", "killed")
         await asyncio.sleep(0.05)
@@ -303,22 +287,17 @@ def test_a_generator_that_dies_in_the_learners_turn_starts_after_it(tmp_path: Pa
         assert pool.actors.starts["generator-0"] == 2
         assert list(pool.pool.serving) == ["generator-0"]
 
-    asyncio.run(pool.during(work))
 
-
-def test_the_learners_turn_begins_after_a_generator_has_started(tmp_path: Path) -> None:
+async def test_the_learners_turn_begins_after_a_generator_has_started(tmp_path: Path) -> None:
     pool = Pool(tmp_path, lambda asked, _: asyncio.sleep(0.1) if asked == "generator-0 ready" else 3)
-
-    async def work() -> None:
+    async with pool.during():
         pool.pool.retire("generator-0", "killed")
         await pool.pool.sleep()
         assert pool.actors.num_calls == {"generator-0 ready": 1, "sleep": 1}
 
-    asyncio.run(pool.during(work))
-
 
 @pytest.mark.slow
-def test_groups_are_shared_among_scorers_and_one_that_dies_is_replaced_alone(tmp_path: Path) -> None:
+async def test_groups_are_shared_among_scorers_and_one_that_dies_is_replaced_alone(tmp_path: Path) -> None:
     """Each group goes to the least busy Scorer; while one is being replaced, the others get its share."""
 
     def answer(asked: str, number: int) -> Any:
@@ -327,12 +306,9 @@ def test_groups_are_shared_among_scorers_and_one_that_dies_is_replaced_alone(tmp
         return ActorDied("scorer-1", "killed") if asked == "score" and number == 1 else asyncio.sleep(0.01, 3)
 
     pool = Pool(tmp_path, answer, "scorer.num_scorers=3")
-
-    async def work() -> None:
+    async with pool.during():
         first = [asyncio.create_task(pool.pool.sample(make_item(g), 2, "train")) for g in range(6)]
         assert [await task for task in first] == [("group", 3, None)] * 6
-
-    asyncio.run(pool.during(work))
     assert pool.actors.scored_by[:3] == ["scorer-0", "scorer-1", "scorer-2"]
     assert sorted(set(pool.actors.scored_by)) == ["scorer-0", "scorer-1", "scorer-2"]
     assert [pool.actors.starts[f"scorer-{n}"] for n in range(3)] == [1, 2, 1]
@@ -343,31 +319,26 @@ def test_groups_are_shared_among_scorers_and_one_that_dies_is_replaced_alone(tmp
 TAUGHT = ("distillation.teacher=/some/where", "distillation.engine=torch")
 
 
-def test_only_groups_to_train_on_are_looked_up(tmp_path: Path) -> None:
+async def test_only_groups_to_train_on_are_looked_up(tmp_path: Path) -> None:
     pool = Pool(tmp_path, lambda asked, number: 3, *TAUGHT)
-    assert pool.sample() == ("group", 3, "logprobs")
+    assert await pool.sample() == ("group", 3, "logprobs")
     assert pool.pool.num_looked_up_tokens == 3
-    assert asyncio.run(pool.during(lambda: pool.pool.sample(make_item(7), 2, "validation"))) == (
-        "group",
-        3,
-        None,
-    )
+    assert await pool.sample("validation") == ("group", 3, None)
     assert pool.actors.num_calls["look_up"] == 1
 
 
-def test_tokens_of_concurrent_groups_are_all_counted(tmp_path: Path) -> None:
+async def test_tokens_of_concurrent_groups_are_all_counted(tmp_path: Path) -> None:
     async def later() -> int:
         await asyncio.sleep(0.01)
         return 3
 
     pool = Pool(tmp_path, lambda asked, number: later() if asked == "look_up" else 3, *TAUGHT)
-    asyncio.run(
-        pool.during(lambda: asyncio.gather(*(pool.pool.sample(make_item(n), 2, "train") for n in range(5))))
-    )
+    async with pool.during():
+        await asyncio.gather(*(pool.pool.sample(make_item(n), 2, "train") for n in range(5)))
     assert pool.pool.num_looked_up_tokens == 15
 
 
-def test_a_group_is_looked_up_while_it_is_scored(tmp_path: Path) -> None:
+async def test_a_group_is_looked_up_while_it_is_scored(tmp_path: Path) -> None:
     """Each waits for the other to have begun."""
     begun = {"score": asyncio.Event(), "look_up": asyncio.Event()}
     other = {"score": "look_up", "look_up": "score"}
@@ -378,21 +349,23 @@ def test_a_group_is_looked_up_while_it_is_scored(tmp_path: Path) -> None:
         return 3
 
     pool = Pool(tmp_path, lambda asked, number: meet(asked) if asked in begun else 3, *TAUGHT)
-    assert pool.sample() == ("group", 3, "logprobs")
+    assert await pool.sample() == ("group", 3, "logprobs")
 
 
 @pytest.mark.parametrize("error", [ActorDied("teacher-0", "killed"), EngineDied("out of memory")])
-def test_a_teacher_that_dies_is_replaced_and_looks_up_the_same_group(tmp_path: Path, error: Exception) -> None:
+async def test_a_teacher_that_dies_is_replaced_and_looks_up_the_same_group(
+    tmp_path: Path, error: Exception
+) -> None:
     pool = Pool(tmp_path, fails("look_up", lambda: error, times=2), *TAUGHT)
-    assert pool.sample() == ("group", 3, "logprobs")
+    assert await pool.sample() == ("group", 3, "logprobs")
     assert (pool.actors.num_calls["generate"], pool.actors.num_calls["look_up"]) == (1, 3)
     assert pool.actors.starts["teacher-0"] == 3
     assert len(pool.events("teacher_failed")) == len(pool.events("teacher_back")) == 2
 
 
-def test_a_group_whose_look_up_fails_is_sampled_again_and_then_given_up(tmp_path: Path) -> None:
+async def test_a_group_whose_look_up_fails_is_sampled_again_and_then_given_up(tmp_path: Path) -> None:
     pool = Pool(tmp_path, fails("look_up", lambda: ValueError("no finite logprob")), *TAUGHT)
-    assert pool.sample() is None
+    assert await pool.sample() is None
     tries = pool.config.recovery.max_group_retries + 1
     assert pool.actors.num_calls["generate"] == pool.actors.num_calls["look_up"] == tries
     assert all("no finite logprob" in text for text in pool.events("group_failed"))

@@ -165,18 +165,14 @@ def test_no_token_is_trained_beyond_the_lag_or_twice(
             assert len(numbers) == num_sampled(group.rollout) or over_age == "mask"
 
 
-def test_masked_tokens_by_hand() -> None:
+async def test_masked_tokens_by_hand() -> None:
     """The first turn of one episode, two tokens of ten, is too old."""
     group = make_episode_group(0, [branched_episode((0, 1, 1)), branched_episode((1, 1, 1))])
-
-    async def run() -> None:
-        buffer = make_buffer(size=1, masks_old=True)
-        await buffer.put(*parts(group))
-        batch, facts = await buffer.take(2, [0], (), 1)
-        assert len(trained_tokens(batch.groups[0].rollout)) == num_sampled(group.rollout) - 2 == 8
-        assert facts.metrics["lag/masked_tokens"] == 2.0
-
-    asyncio.run(run())
+    buffer = make_buffer(size=1, masks_old=True)
+    await buffer.put(*parts(group))
+    batch, facts = await buffer.take(2, [0], (), 1)
+    assert len(trained_tokens(batch.groups[0].rollout)) == num_sampled(group.rollout) - 2 == 8
+    assert facts.metrics["lag/masked_tokens"] == 2.0
 
 
 @pytest.mark.parametrize("over_age", ["mask", "drop"])

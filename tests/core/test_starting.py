@@ -96,7 +96,7 @@ def test_only_actors_that_had_their_turn_are_late(tmp_path: Path) -> None:
         starts.run()
 
 
-def test_replacements_start_in_waves_too(tmp_path: Path) -> None:
+async def test_replacements_start_in_waves_too(tmp_path: Path) -> None:
     now: set[str] = set()
     most = 0
 
@@ -109,12 +109,9 @@ def test_replacements_start_in_waves_too(tmp_path: Path) -> None:
         return 3
 
     pool = Pool(tmp_path, lambda what, _: start(what), "generator.num_generators=6", "generator.max_starting=2")
-
-    async def work() -> None:
+    async with pool.during():
         for name in list(pool.pool.serving):
             pool.pool.retire(name, "its node died")
         while len(pool.pool.serving) < 6:
             await asyncio.sleep(0.001)
-
-    asyncio.run(pool.during(work))
     assert most == 2

@@ -55,29 +55,25 @@ async def held(buffer: TrajectoryBuffer) -> list[int]:
 
 
 @pytest.mark.parametrize("arrival", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
-def test_batches_hold_the_groups_that_are_asked_for_whatever_the_arrival(arrival: tuple[int, ...]) -> None:
-    async def run() -> list[tuple[TrainBatch, BatchFacts]]:
-        buffer = make_buffer()
-        for group_id in arrival:
-            await buffer.put(*parts(simple_group(group_id)))
-        return [await take(buffer, step, 2 * step - 2, 2 * step - 1) for step in (1, 2)]
-
-    batches = asyncio.run(run())
+async def test_batches_hold_the_groups_that_are_asked_for_whatever_the_arrival(
+    arrival: tuple[int, ...],
+) -> None:
+    buffer = make_buffer()
+    for group_id in arrival:
+        await buffer.put(*parts(simple_group(group_id)))
+    batches = [await take(buffer, step, 2 * step - 2, 2 * step - 1) for step in (1, 2)]
     assert [ids(batch.groups) for batch, _ in batches] == [[0, 1], [2, 3]]
     assert all(check_names(facts.metrics) == [] for _, facts in batches)
 
 
-def test_group_that_arrives_twice_is_refused() -> None:
-    async def run() -> None:
-        buffer = make_buffer()
+async def test_group_that_arrives_twice_is_refused() -> None:
+    buffer = make_buffer()
+    await buffer.put(*parts(simple_group(4)))
+    with pytest.raises(ValueError, match="group 4 came twice"):
         await buffer.put(*parts(simple_group(4)))
-        with pytest.raises(ValueError, match="group 4 came twice"):
-            await buffer.put(*parts(simple_group(4)))
-        await buffer.drop([4])  # to be sampled again
-        await buffer.put(*parts(simple_group(4, versions=1)))
-        assert await held(buffer) == [4]
-
-    asyncio.run(run())
+    await buffer.drop([4])  # to be sampled again
+    await buffer.put(*parts(simple_group(4, versions=1)))
+    assert await held(buffer) == [4]
 
 
 def test_facts_of_a_group_are_the_same_from_the_scorer_and_from_the_restored_buffer(tmp_path: Path) -> None:
@@ -170,17 +166,14 @@ def test_lengths_of_groups_that_were_cut_off_before_by_hand() -> None:
     assert cut_metrics([groups[1]]) == {}
 
 
-def test_taken_batches_are_written(tmp_path: Path) -> None:
-    async def run() -> None:
-        buffer = make_buffer(tmp_path)
-        for group_id in (3, 2, 1, 0):
-            await buffer.put(*parts(simple_group(group_id, versions=group_id // 2)))
-        await take(buffer, 1, 0, 1)
-        _, facts = await take(buffer, 2, 2, 3)
-        assert facts.write_error is None
-        assert await buffer.flush() is None
-
-    asyncio.run(run())
+async def test_taken_batches_are_written(tmp_path: Path) -> None:
+    buffer = make_buffer(tmp_path)
+    for group_id in (3, 2, 1, 0):
+        await buffer.put(*parts(simple_group(group_id, versions=group_id // 2)))
+    await take(buffer, 1, 0, 1)
+    _, facts = await take(buffer, 2, 2, 3)
+    assert facts.write_error is None
+    assert await buffer.flush() is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001.parquet", "step-000002.parquet"]
     rows = read_rollouts(tmp_path / "step-000002.parquet")
     assert [(row["step"], row["use"], row["group_id"], row["sample"], row["min_version"]) for row in rows] == [
@@ -194,22 +187,19 @@ def test_taken_batches_are_written(tmp_path: Path) -> None:
 # ---- groups that are not trained ----
 
 
-def test_groups_without_signal_are_recorded_with_their_batch(tmp_path: Path) -> None:
-    async def run() -> None:
-        buffer = make_buffer(tmp_path)
-        signals = {0: False, 1: True, 2: False, 3: True, 4: False, 6: True, 7: True}
-        for group_id, has_signal in signals.items():
-            await buffer.put(*parts(simple_group(group_id, has_signal=has_signal)))
-        batch, facts = await take(buffer, 1, 1, 3, dropped=(0, 2))
-        assert ids(batch.groups) == [1, 3]
-        assert facts.metrics["rollout/dropped_groups"] == 2.0
-        assert facts.metrics["rollout/zero_variance_groups"] == 2.0
-        assert facts.metrics["reward/mean"] == 1 / 4  # over all groups sampled for the batch
-        await take(buffer, 2, 6, 7, dropped=(4,))
-        assert await held(buffer) == []
-        await buffer.flush()
-
-    asyncio.run(run())
+async def test_groups_without_signal_are_recorded_with_their_batch(tmp_path: Path) -> None:
+    buffer = make_buffer(tmp_path)
+    signals = {0: False, 1: True, 2: False, 3: True, 4: False, 6: True, 7: True}
+    for group_id, has_signal in signals.items():
+        await buffer.put(*parts(simple_group(group_id, has_signal=has_signal)))
+    batch, facts = await take(buffer, 1, 1, 3, dropped=(0, 2))
+    assert ids(batch.groups) == [1, 3]
+    assert facts.metrics["rollout/dropped_groups"] == 2.0
+    assert facts.metrics["rollout/zero_variance_groups"] == 2.0
+    assert facts.metrics["reward/mean"] == 1 / 4  # over all groups sampled for the batch
+    await take(buffer, 2, 6, 7, dropped=(4,))
+    assert await held(buffer) == []
+    await buffer.flush()
     for step, fresh, dropped in ((1, [1, 3], [0, 2]), (2, [6, 7], [4])):
         path = tmp_path / f"step-00000{step}.parquet"
         assert read_uses(path) == [1, 1] + [0] * len(dropped)
@@ -238,17 +228,14 @@ def test_a_response_that_was_not_graded_gives_no_signal() -> None:
 # ---- groups that are replayed ----
 
 
-def test_batch_has_its_fresh_groups_first_and_then_the_replayed_ones(tmp_path: Path) -> None:
-    async def run() -> list[tuple[TrainBatch, BatchFacts]]:
-        replay = {"sampling": "recent", "max_uses": 2, "max_age": 9}
-        buffer = make_buffer(tmp_path, num_replayed=1, replay=replay)
-        for group_id in range(8):
-            await buffer.put(*parts(simple_group(group_id, versions=group_id // 2, has_signal=group_id < 4)))
-        batches = [await take(buffer, step, 2 * step - 2, 2 * step - 1) for step in range(1, 5)]
-        await buffer.flush()
-        return batches
-
-    batches = asyncio.run(run())
+async def test_batch_has_its_fresh_groups_first_and_then_the_replayed_ones(tmp_path: Path) -> None:
+    replay = {"sampling": "recent", "max_uses": 2, "max_age": 9}
+    buffer = make_buffer(tmp_path, num_replayed=1, replay=replay)
+    for group_id in range(8):
+        await buffer.put(*parts(simple_group(group_id, versions=group_id // 2, has_signal=group_id < 4)))
+    batches = [await take(buffer, step, 2 * step - 2, 2 * step - 1) for step in range(1, 5)]
+    await buffer.flush()
+    batches = batches
     # No group is drawn for its own batch; of equally recent groups the smaller id is; two uses are the limit.
     assert [ids(batch.groups) for batch, _ in batches] == [[0, 1], [2, 3, 0], [4, 5, 2], [6, 7, 4]]
     uses = [read_uses(tmp_path / f"step-00000{step}.parquet") for step in range(1, 5)]
@@ -301,135 +288,113 @@ def test_captured_groups_are_restored(tmp_path: Path) -> None:
     asyncio.run(read())
 
 
-def test_groups_to_replay_are_restored_with_their_uses(tmp_path: Path) -> None:
+async def test_groups_to_replay_are_restored_with_their_uses(tmp_path: Path) -> None:
     options: dict[str, Any] = {"num_replayed": 2, "replay": {"max_uses": 4, "max_age": 20}, "seed": 3}
-
-    async def run() -> None:
-        buffer = make_buffer(**options)
-        for group_id in range(12):
-            await buffer.put(*parts(simple_group(group_id)))
-        for step in (1, 2, 3):
-            await take(buffer, step, 2 * step - 2, 2 * step - 1)
-        await buffer.capture(99)
-        await buffer.write_captured(tmp_path)
-        resumed = make_buffer(checkpoint=tmp_path, **options)
-        await resumed.begin(range(6, 12))
-        for step in (4, 5, 6):
-            (batch, facts), (again, facts_again) = [
-                await take(each, step, 2 * step - 2, 2 * step - 1) for each in (buffer, resumed)
-            ]
-            assert same_groups(again.groups, batch.groups)
-            assert facts_again.metrics["replay/bytes"] == facts.metrics["replay/bytes"] > 0
-            assert facts_again.metrics["replay/groups"] == facts.metrics["replay/groups"]
-
-    asyncio.run(run())
+    buffer = make_buffer(**options)
+    for group_id in range(12):
+        await buffer.put(*parts(simple_group(group_id)))
+    for step in (1, 2, 3):
+        await take(buffer, step, 2 * step - 2, 2 * step - 1)
+    await buffer.capture(99)
+    await buffer.write_captured(tmp_path)
+    resumed = make_buffer(checkpoint=tmp_path, **options)
+    await resumed.begin(range(6, 12))
+    for step in (4, 5, 6):
+        (batch, facts), (again, facts_again) = [
+            await take(each, step, 2 * step - 2, 2 * step - 1) for each in (buffer, resumed)
+        ]
+        assert same_groups(again.groups, batch.groups)
+        assert facts_again.metrics["replay/bytes"] == facts.metrics["replay/bytes"] > 0
+        assert facts_again.metrics["replay/groups"] == facts.metrics["replay/groups"]
     assert sum(read_uses(tmp_path / "replay.parquet")) == 6 + 2 + 2  # six fresh uses, and two draws of two
 
 
-def test_a_batch_that_was_taken_but_not_trained_is_not_replayed(tmp_path: Path) -> None:
-    async def run() -> None:
-        buffer = make_buffer(num_replayed=1)
-        for group_id in range(4):
-            await buffer.put(*parts(simple_group(group_id)))
-        await take(buffer, 1, 0, 1)
-        await take(buffer, 2, 2, 3)
-        await buffer.capture(2)
-        await buffer.write_captured(tmp_path)
-        resumed = make_buffer(num_replayed=1, checkpoint=tmp_path)
-        assert len(resumed._memory) == 4
-        await resumed.begin([2, 3])
-        assert len(resumed._memory) == 2
-
-    asyncio.run(run())
+async def test_a_batch_that_was_taken_but_not_trained_is_not_replayed(tmp_path: Path) -> None:
+    buffer = make_buffer(num_replayed=1)
+    for group_id in range(4):
+        await buffer.put(*parts(simple_group(group_id)))
+    await take(buffer, 1, 0, 1)
+    await take(buffer, 2, 2, 3)
+    await buffer.capture(2)
+    await buffer.write_captured(tmp_path)
+    resumed = make_buffer(num_replayed=1, checkpoint=tmp_path)
+    assert len(resumed._memory) == 4
+    await resumed.begin([2, 3])
+    assert len(resumed._memory) == 2
 
 
 # ---- files ----
 
 
-def test_disk_that_fills_up_and_is_freed(tmp_path: Path) -> None:
-    async def main() -> None:
-        buffer = make_buffer(tmp_path, size=1)
+async def test_disk_that_fills_up_and_is_freed(tmp_path: Path) -> None:
+    buffer = make_buffer(tmp_path, size=1)
 
-        async def step(k: int) -> str | None:
-            await buffer.put(*parts(simple_group(k)))
-            _, facts = await take(buffer, k + 1, k)
-            return facts.write_error
+    async def step(k: int) -> str | None:
+        await buffer.put(*parts(simple_group(k)))
+        _, facts = await take(buffer, k + 1, k)
+        return facts.write_error
 
-        assert await step(0) is None
-        assert await buffer.flush() is None
-        with file_size_limit(100):
-            assert await step(1) is None  # it is being tried
-            error = await buffer.flush() or ""
-            assert "step-000002.parquet" in error
-            assert "File too large" in error
-            assert "1 batches wait in memory" in error
-            assert "step-000002.parquet" in (await step(2) or "")
-            assert "2 batches wait" in (await buffer.flush() or "")
-        assert "2 batches wait" in (await step(3) or "")
-        assert await buffer.flush() is None
-        assert await step(4) is None
-        await buffer.flush()
-
-    asyncio.run(main())
+    assert await step(0) is None
+    assert await buffer.flush() is None
+    with file_size_limit(100):
+        assert await step(1) is None  # it is being tried
+        error = await buffer.flush() or ""
+        assert "step-000002.parquet" in error
+        assert "File too large" in error
+        assert "1 batches wait in memory" in error
+        assert "step-000002.parquet" in (await step(2) or "")
+        assert "2 batches wait" in (await buffer.flush() or "")
+    assert "2 batches wait" in (await step(3) or "")
+    assert await buffer.flush() is None
+    assert await step(4) is None
+    await buffer.flush()
     names = [f"step-{step:06d}.parquet" for step in range(1, 6)]
     assert sorted(os.listdir(tmp_path)) == names
     assert [read_rollouts(tmp_path / name)[0]["group_id"] for name in names] == [0, 1, 2, 3, 4]
 
 
-def test_batches_beyond_the_memory_are_dropped_oldest_first(tmp_path: Path) -> None:
+async def test_batches_beyond_the_memory_are_dropped_oldest_first(tmp_path: Path) -> None:
     folder = tmp_path / "rollouts"  # it does not exist yet: every write fails
-
-    async def run() -> None:
-        writer = RolloutWriter(folder, 2 * simple_group(0).num_bytes, StageClock(("write_rollouts",), "idle"))
-        for step in range(1, 6):
-            await writer.room()
-            writer.add(step, (simple_group(step),))
-            await writer.flush()
-        assert writer.error is not None
-        assert "step-000004.parquet" in writer.error
-        assert "2 batches wait in memory; 3 older ones are lost" in writer.error
-        folder.mkdir()
-        assert await writer.flush() is None
-
-    asyncio.run(run())
+    writer = RolloutWriter(folder, 2 * simple_group(0).num_bytes, StageClock(("write_rollouts",), "idle"))
+    for step in range(1, 6):
+        await writer.room()
+        writer.add(step, (simple_group(step),))
+        await writer.flush()
+    assert writer.error is not None
+    assert "step-000004.parquet" in writer.error
+    assert "2 batches wait in memory; 3 older ones are lost" in writer.error
+    folder.mkdir()
+    assert await writer.flush() is None
     assert sorted(os.listdir(folder)) == ["step-000004.parquet", "step-000005.parquet"]
 
 
-def test_take_waits_for_a_slow_disk_once_too_much_is_unwritten(
+async def test_take_waits_for_a_slow_disk_once_too_much_is_unwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_write = _hold_writing(monkeypatch)
-
-    async def run() -> None:
-        buffer = make_buffer(tmp_path, size=1, max_bytes=simple_group(0).num_bytes)
-        for step in (1, 2, 3):
-            await buffer.put(*parts(simple_group(step - 1)))
-            taken = asyncio.create_task(take(buffer, step, step - 1))
-            assert await is_done(taken) == [step < 3]
-        may_write()
-        await asyncio.wait_for(taken, 120)
-        await buffer.flush()
-        assert len(os.listdir(tmp_path)) == 3
-
-    asyncio.run(run())
+    buffer = make_buffer(tmp_path, size=1, max_bytes=simple_group(0).num_bytes)
+    for step in (1, 2, 3):
+        await buffer.put(*parts(simple_group(step - 1)))
+        taken = asyncio.create_task(take(buffer, step, step - 1))
+        assert await is_done(taken) == [step < 3]
+    may_write()
+    await asyncio.wait_for(taken, 120)
+    await buffer.flush()
+    assert len(os.listdir(tmp_path)) == 3
 
 
-def test_bug_in_writing_is_said_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bug_in_writing_is_said_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise TypeError("a mistake")
 
     monkeypatch.setattr("grpo_ray.watch.rollout_writer.write_rollouts", broken)
-
-    async def run() -> None:
-        buffer = make_buffer(tmp_path, size=1)
-        for group_id in range(2):
-            await buffer.put(*parts(simple_group(group_id)))
-        await take(buffer, 1, 0)
-        assert await buffer.flush() is None
-        _, facts = await take(buffer, 2, 1)
-        assert facts.notes == (f"{tmp_path / 'step-000001.parquet'} is not written: TypeError: a mistake",)
-
-    asyncio.run(run())
+    buffer = make_buffer(tmp_path, size=1)
+    for group_id in range(2):
+        await buffer.put(*parts(simple_group(group_id)))
+    await take(buffer, 1, 0)
+    assert await buffer.flush() is None
+    _, facts = await take(buffer, 2, 1)
+    assert facts.notes == (f"{tmp_path / 'step-000001.parquet'} is not written: TypeError: a mistake",)
 
 
 def _hold_writing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:

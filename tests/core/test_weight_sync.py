@@ -15,6 +15,8 @@ from grpo_ray.tools.simulation.virtual_time import VirtualClock
 from grpo_ray.transfer.messages import Snapshot
 from grpo_ray.types import SyncReport
 
+pytestmark = pytest.mark.virtual_time
+
 DONE = [event for call in CALLS for event in (call, f"{call} done")]
 NUMBERS = itertools.count()  # of processes
 
@@ -122,36 +124,29 @@ def test_versions_are_consecutive(start: int, version: int) -> None:
     assert generator.log == []
 
 
-def test_other_weights_than_the_generators_started_with_are_sent_as_the_same_version() -> None:
+async def test_other_weights_than_the_generators_started_with_are_sent_as_the_same_version() -> None:
     """An adapter's Generators start with its base; one that is restarted gets the adapted weights as well."""
-
-    async def run() -> None:
-        generator, fresh = FakeGenerator("a"), FakeGenerator("a")
-        sync = make_sync(generator, version=5)
-        report = await sync.publish(5, snapshot("adapted"), is_initial=True)
-        assert (report.version, generator.loaded) == (5, ["adapted"])
-        await sync.retire(generator.number)
-        assert await sync.admit(fresh) == 5
-        assert fresh.loaded == ["adapted"]
-        with pytest.raises(ValueError, match="version 6 cannot follow 5"):
-            await sync.publish(6, snapshot("weights 6"), is_initial=True)
-
-    VirtualClock().run(run())
+    generator, fresh = FakeGenerator("a"), FakeGenerator("a")
+    sync = make_sync(generator, version=5)
+    report = await sync.publish(5, snapshot("adapted"), is_initial=True)
+    assert (report.version, generator.loaded) == (5, ["adapted"])
+    await sync.retire(generator.number)
+    assert await sync.admit(fresh) == 5
+    assert fresh.loaded == ["adapted"]
+    with pytest.raises(ValueError, match="version 6 cannot follow 5"):
+        await sync.publish(6, snapshot("weights 6"), is_initial=True)
 
 
-def test_changes_are_sent_to_serving_generators_and_the_whole_to_a_replacement() -> None:
-    async def run() -> None:
-        generator, fresh = FakeGenerator("a"), FakeGenerator("b")
-        sync = make_sync(generator, FakeGenerator("b", fails="switch"))
-        await sync.publish(1, snapshot("whole 1"))
-        await sync.publish(2, snapshot("whole 2", "changes 2"))
-        await admit(sync, fresh)
-        await sync.publish(3, snapshot("whole 3", "changes 3"))
-        await sync.publish(4, snapshot("whole 4"))
-        assert generator.loaded == ["whole 1", "changes 2", "changes 3", "whole 4"]
-        assert fresh.loaded == ["whole 2", "changes 3", "whole 4"]
-
-    VirtualClock().run(run())
+async def test_changes_are_sent_to_serving_generators_and_the_whole_to_a_replacement() -> None:
+    generator, fresh = FakeGenerator("a"), FakeGenerator("b")
+    sync = make_sync(generator, FakeGenerator("b", fails="switch"))
+    await sync.publish(1, snapshot("whole 1"))
+    await sync.publish(2, snapshot("whole 2", "changes 2"))
+    await admit(sync, fresh)
+    await sync.publish(3, snapshot("whole 3", "changes 3"))
+    await sync.publish(4, snapshot("whole 4"))
+    assert generator.loaded == ["whole 1", "changes 2", "changes 3", "whole 4"]
+    assert fresh.loaded == ["whole 2", "changes 3", "whole 4"]
 
 
 # ---- Generators that fail the sync ----
@@ -166,77 +161,65 @@ def reason(name: str, call: str, hangs: bool) -> str:
 
 @pytest.mark.parametrize("hangs", [True, False])
 @pytest.mark.parametrize("call", CALLS)
-def test_generator_that_fails_the_sync_is_named_and_excluded_and_the_others_continue(
+async def test_generator_that_fails_the_sync_is_named_and_excluded_and_the_others_continue(
     call: str, hangs: bool
 ) -> None:
-    async def run() -> None:
-        good, bad = FakeGenerator("a"), FakeGenerator("b", **{"hangs" if hangs else "fails": call})
-        sync = make_sync(good, bad, timeout_s=0.05)
-        report = await publish(sync, 1)
-        assert (report.version, report.failed) == (1, {bad.number: reason("b", call, hangs)})
-        assert await sync.versions() == {"a": 1}
-        assert good.asked == DONE
-        assert bad.asked == DONE[: DONE.index(call) + 1]  # nothing after the call that it failed
+    good, bad = FakeGenerator("a"), FakeGenerator("b", **{"hangs" if hangs else "fails": call})
+    sync = make_sync(good, bad, timeout_s=0.05)
+    report = await publish(sync, 1)
+    assert (report.version, report.failed) == (1, {bad.number: reason("b", call, hangs)})
+    assert await sync.versions() == {"a": 1}
+    assert good.asked == DONE
+    assert bad.asked == DONE[: DONE.index(call) + 1]  # nothing after the call that it failed
 
-        bad.hangs = bad.fails = ""
-        before = list(bad.log)
-        assert (await publish(sync, 2)).failed == {}
-        assert bad.log == before  # excluded until it is admitted
-        assert good.loaded == ["weights 1", "weights 2"]
-
-    VirtualClock().run(run())
+    bad.hangs = bad.fails = ""
+    before = list(bad.log)
+    assert (await publish(sync, 2)).failed == {}
+    assert bad.log == before  # excluded until it is admitted
+    assert good.loaded == ["weights 1", "weights 2"]
 
 
-def test_each_failed_generator_is_named_with_its_own_call() -> None:
-    async def run() -> None:
-        generators = (
-            FakeGenerator("a", fails="switch"), FakeGenerator("b", hangs="stage"),
-            FakeGenerator("c", fails="switch", error=ActorDied("c", "killed")),
-        )  # fmt: skip
-        texts = reason("a", "switch", False), reason("b", "stage", True)
-        sync = make_sync(*generators, timeout_s=0.05)
-        assert (await publish(sync, 1)).failed == dict(
-            zip(
-                [generator.number for generator in generators],
-                [*texts, "weight sync: c failed in `switch`: c died: killed"],
-                strict=True,
-            )
+async def test_each_failed_generator_is_named_with_its_own_call() -> None:
+    generators = (
+        FakeGenerator("a", fails="switch"), FakeGenerator("b", hangs="stage"),
+        FakeGenerator("c", fails="switch", error=ActorDied("c", "killed")),
+    )  # fmt: skip
+    texts = reason("a", "switch", False), reason("b", "stage", True)
+    sync = make_sync(*generators, timeout_s=0.05)
+    assert (await publish(sync, 1)).failed == dict(
+        zip(
+            [generator.number for generator in generators],
+            [*texts, "weight sync: c failed in `switch`: c died: killed"],
+            strict=True,
         )
-
-    VirtualClock().run(run())
+    )
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_version_is_published_even_if_the_only_generator_failed(call: str) -> None:
-    async def run() -> None:
-        bad = FakeGenerator("a", fails=call)
-        sync = make_sync(bad)
-        assert list((await publish(sync, 1)).failed) == [bad.number]
-        assert await sync.versions() == {}
-        assert (await publish(sync, 2)).failed == {}  # to no Generator
-        fresh = FakeGenerator("a")
-        assert await admit(sync, fresh) == 2
-        assert fresh.loaded == ["weights 2"]
-
-    VirtualClock().run(run())
+async def test_version_is_published_even_if_the_only_generator_failed(call: str) -> None:
+    bad = FakeGenerator("a", fails=call)
+    sync = make_sync(bad)
+    assert list((await publish(sync, 1)).failed) == [bad.number]
+    assert await sync.versions() == {}
+    assert (await publish(sync, 2)).failed == {}  # to no Generator
+    fresh = FakeGenerator("a")
+    assert await admit(sync, fresh) == 2
+    assert fresh.loaded == ["weights 2"]
 
 
-def test_generator_retired_during_a_publish_is_excluded_from_it() -> None:
-    async def run() -> None:
-        good, dead = FakeGenerator("a"), FakeGenerator("b")
-        dead.gates["switch"] = asyncio.Event()
-        sync = make_sync(good, dead)
-        publishing = asyncio.create_task(publish(sync, 1))
-        await until(lambda: dead.asked == DONE[: DONE.index("switch") + 1])
-        await sync.retire(dead.number)
-        dead.gates["switch"].set()
-        assert (await publishing).failed == {}
-        assert await sync.versions() == {"a": 1}
-        before = list(dead.log)
-        await publish(sync, 2)
-        assert dead.log == before
-
-    VirtualClock().run(run())
+async def test_generator_retired_during_a_publish_is_excluded_from_it() -> None:
+    good, dead = FakeGenerator("a"), FakeGenerator("b")
+    dead.gates["switch"] = asyncio.Event()
+    sync = make_sync(good, dead)
+    publishing = asyncio.create_task(publish(sync, 1))
+    await until(lambda: dead.asked == DONE[: DONE.index("switch") + 1])
+    await sync.retire(dead.number)
+    dead.gates["switch"].set()
+    assert (await publishing).failed == {}
+    assert await sync.versions() == {"a": 1}
+    before = list(dead.log)
+    await publish(sync, 2)
+    assert dead.log == before
 
 
 async def until(condition: object) -> None:
@@ -245,88 +228,73 @@ async def until(condition: object) -> None:
             await asyncio.sleep(0.001)
 
 
-def test_lost_snapshot_is_raised_and_no_generator_is_blamed() -> None:
-    async def run() -> None:
-        generators = [FakeGenerator(name, fails="stage", error=DataLost("the node is gone")) for name in "ab"]
-        sync = make_sync(*generators)
-        with pytest.raises(DataLost, match="the node is gone"):
-            await publish(sync, 1)
-        assert await sync.versions() == {"a": 0, "b": 0}
-        assert await admit(sync, FakeGenerator("c")) == 0  # the transaction is over
-
-    VirtualClock().run(run())
+async def test_lost_snapshot_is_raised_and_no_generator_is_blamed() -> None:
+    generators = [FakeGenerator(name, fails="stage", error=DataLost("the node is gone")) for name in "ab"]
+    sync = make_sync(*generators)
+    with pytest.raises(DataLost, match="the node is gone"):
+        await publish(sync, 1)
+    assert await sync.versions() == {"a": 0, "b": 0}
+    assert await admit(sync, FakeGenerator("c")) == 0  # the transaction is over
 
 
 # ---- admitting a replacement ----
 
 
 @pytest.mark.parametrize("start", [0, 5])
-def test_admitted_generator_gets_the_published_weights_and_is_in_every_later_sync(start: int) -> None:
-    async def run() -> None:
-        good, fresh = FakeGenerator("a"), FakeGenerator("b")
-        sync = make_sync(good, FakeGenerator("b", fails="switch"), version=start)
-        await publish(sync, start + 1)
-        await publish(sync, start + 2)
-        before = list(good.log)
-        assert await admit(sync, fresh) == start + 2
-        assert fresh.asked == DONE
-        assert fresh.loaded == [f"weights {start + 2}"]
-        assert good.log == before  # the others keep sampling
-        assert await sync.versions() == {"a": start + 2, "b": start + 2}
-        await publish(sync, start + 3)
-        assert fresh.loaded == [f"weights {start + 2}", f"weights {start + 3}"]
-        assert await sync.versions() == {"a": start + 3, "b": start + 3}
-
-    VirtualClock().run(run())
+async def test_admitted_generator_gets_the_published_weights_and_is_in_every_later_sync(start: int) -> None:
+    good, fresh = FakeGenerator("a"), FakeGenerator("b")
+    sync = make_sync(good, FakeGenerator("b", fails="switch"), version=start)
+    await publish(sync, start + 1)
+    await publish(sync, start + 2)
+    before = list(good.log)
+    assert await admit(sync, fresh) == start + 2
+    assert fresh.asked == DONE
+    assert fresh.loaded == [f"weights {start + 2}"]
+    assert good.log == before  # the others keep sampling
+    assert await sync.versions() == {"a": start + 2, "b": start + 2}
+    await publish(sync, start + 3)
+    assert fresh.loaded == [f"weights {start + 2}", f"weights {start + 3}"]
+    assert await sync.versions() == {"a": start + 3, "b": start + 3}
 
 
 @pytest.mark.parametrize("start", [0, 5])
-def test_generator_admitted_before_the_first_publish_already_has_the_right_weights(start: int) -> None:
-    async def run() -> None:
-        fresh = FakeGenerator("b")
-        dead = FakeGenerator("b")
-        sync = make_sync(FakeGenerator("a"), dead, version=start)
-        await sync.retire(dead.number)
-        assert await sync.versions() == {"a": start}
-        assert await admit(sync, fresh) == start
-        assert fresh.log == []
-        assert await sync.versions() == {"a": start, "b": start}
-        await publish(sync, start + 1)
-        assert fresh.loaded == [f"weights {start + 1}"]
-
-    VirtualClock().run(run())
+async def test_generator_admitted_before_the_first_publish_already_has_the_right_weights(start: int) -> None:
+    fresh = FakeGenerator("b")
+    dead = FakeGenerator("b")
+    sync = make_sync(FakeGenerator("a"), dead, version=start)
+    await sync.retire(dead.number)
+    assert await sync.versions() == {"a": start}
+    assert await admit(sync, fresh) == start
+    assert fresh.log == []
+    assert await sync.versions() == {"a": start, "b": start}
+    await publish(sync, start + 1)
+    assert fresh.loaded == [f"weights {start + 1}"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hangs", [True, False])
 @pytest.mark.parametrize("call", CALLS)
-def test_generator_that_cannot_be_admitted_is_named_and_stays_excluded(call: str, hangs: bool) -> None:
-    async def run() -> None:
-        sync = make_sync(FakeGenerator("a"), FakeGenerator("b", fails="switch"), timeout_s=0.05)
-        await publish(sync, 1)
-        bad, good = FakeGenerator("b", **{"hangs" if hangs else "fails": call}), FakeGenerator("b")
-        with pytest.raises(WeightSyncError) as caught:
-            await admit(sync, bad)
-        assert str(caught.value) == reason("b", call, hangs)
-        assert await sync.versions() == {"a": 1}
-        before = list(bad.log)
-        assert (await publish(sync, 2)).failed == {}
-        assert bad.log == before
-        assert await admit(sync, good) == 2
-        assert good.loaded == ["weights 2"]
-
-    VirtualClock().run(run())
+async def test_generator_that_cannot_be_admitted_is_named_and_stays_excluded(call: str, hangs: bool) -> None:
+    sync = make_sync(FakeGenerator("a"), FakeGenerator("b", fails="switch"), timeout_s=0.05)
+    await publish(sync, 1)
+    bad, good = FakeGenerator("b", **{"hangs" if hangs else "fails": call}), FakeGenerator("b")
+    with pytest.raises(WeightSyncError) as caught:
+        await admit(sync, bad)
+    assert str(caught.value) == reason("b", call, hangs)
+    assert await sync.versions() == {"a": 1}
+    before = list(bad.log)
+    assert (await publish(sync, 2)).failed == {}
+    assert bad.log == before
+    assert await admit(sync, good) == 2
+    assert good.loaded == ["weights 2"]
 
 
-def test_snapshot_lost_while_admitting_is_raised_and_the_generator_stays_excluded() -> None:
-    async def run() -> None:
-        sync = make_sync(FakeGenerator("a"), FakeGenerator("b", fails="switch"))
-        await publish(sync, 1)
-        with pytest.raises(DataLost):
-            await admit(sync, FakeGenerator("b", fails="stage", error=DataLost("gone")))
-        assert await sync.versions() == {"a": 1}
-
-    VirtualClock().run(run())
+async def test_snapshot_lost_while_admitting_is_raised_and_the_generator_stays_excluded() -> None:
+    sync = make_sync(FakeGenerator("a"), FakeGenerator("b", fails="switch"))
+    await publish(sync, 1)
+    with pytest.raises(DataLost):
+        await admit(sync, FakeGenerator("b", fails="stage", error=DataLost("gone")))
+    assert await sync.versions() == {"a": 1}
 
 
 class ServingGenerator:

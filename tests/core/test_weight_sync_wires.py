@@ -15,6 +15,8 @@ from grpo_ray.transfer import wires
 from grpo_ray.transfer.meeting import Meeting, WireError
 from grpo_ray.transfer.wires import Wires
 
+pytestmark = pytest.mark.virtual_time
+
 
 class FakeLearner:
     """The Learner's end; `sends[name]` is awaited in place of a transfer."""
@@ -80,15 +82,11 @@ async def hang() -> None:
     await asyncio.Event().wait()
 
 
-def test_each_generator_joins_once_and_is_sent_every_version() -> None:
+async def test_each_generator_joins_once_and_is_sent_every_version() -> None:
     learner, one, two = FakeLearner(), Joining("a"), Joining("b")
-
-    async def run() -> None:
-        sync = make_sync(learner, one, two)
-        for version in (1, 2):
-            assert (await publish(sync, version)).failed == {}
-
-    VirtualClock().run(run())
+    sync = make_sync(learner, one, two)
+    for version in (1, 2):
+        assert (await publish(sync, version)).failed == {}
     assert sorted(learner.of("open", "join")) == [("join", "a"), ("join", "b"), ("open", "a"), ("open", "b")]
     assert sorted(learner.of("send")) == [("send", n, v) for n in "ab" for v in (1, 2)]
     assert [len(generator.joined) for generator in (one, two)] == [1, 1]
@@ -98,43 +96,37 @@ def test_each_generator_joins_once_and_is_sent_every_version() -> None:
 
 
 @pytest.mark.parametrize("call", ["stage", "switch"])
-def test_the_learner_sends_in_the_call_that_receives(call: str) -> None:
+async def test_the_learner_sends_in_the_call_that_receives(call: str) -> None:
     learner, generator = FakeLearner(), Joining("a")
     generator.gates[call] = asyncio.Event()
-
-    async def run() -> None:
-        publishing = asyncio.create_task(publish(make_sync(learner, generator, call=call), 1))
-        await asyncio.sleep(0.05)
-        assert generator.asked[-1] == call
-        assert learner.of("send") == [("send", "a", 1)]
-        before = generator.log.copy()
-        generator.gates[call].set()
-        await publishing
-        assert before == generator.log[: len(before)]
-
-    VirtualClock().run(run())
+    publishing = asyncio.create_task(publish(make_sync(learner, generator, call=call), 1))
+    await asyncio.sleep(0.05)
+    assert generator.asked[-1] == call
+    assert learner.of("send") == [("send", "a", 1)]
+    before = generator.log.copy()
+    generator.gates[call].set()
+    await publishing
+    assert before == generator.log[: len(before)]
 
 
-def test_a_replacement_joins_and_is_sent_the_published_version() -> None:
+async def test_a_replacement_joins_and_is_sent_the_published_version() -> None:
     learner = FakeLearner()
-
-    async def run() -> None:
-        dead = Joining("a")
-        sync = make_sync(learner, dead, Joining("b"))
-        await publish(sync, 1)
-        await sync.retire(dead.number)
-        fresh = Joining("a")
-        assert await admit(sync, fresh) == 1
-        assert fresh.joined == ["a/3"]
-        assert learner.of("send")[-1] == ("send", "a", 1)
-        assert (await publish(sync, 2)).failed == {}
-        assert len(fresh.joined) == 1
-
-    VirtualClock().run(run())
+    dead = Joining("a")
+    sync = make_sync(learner, dead, Joining("b"))
+    await publish(sync, 1)
+    await sync.retire(dead.number)
+    fresh = Joining("a")
+    assert await admit(sync, fresh) == 1
+    assert fresh.joined == ["a/3"]
+    assert learner.of("send")[-1] == ("send", "a", 1)
+    assert (await publish(sync, 2)).failed == {}
+    assert len(fresh.joined) == 1
 
 
 @pytest.mark.parametrize("send_fails_first", [True, False])
-def test_a_generator_that_fails_a_transfer_is_retired_alone_with_its_own_error(send_fails_first: bool) -> None:
+async def test_a_generator_that_fails_a_transfer_is_retired_alone_with_its_own_error(
+    send_fails_first: bool,
+) -> None:
     learner = FakeLearner()
     bad, good = Joining("a", fails="stage", error=ActorDied("a", "killed")), Joining("b")
     if send_fails_first:
@@ -147,31 +139,23 @@ def test_a_generator_that_fails_a_transfer_is_retired_alone_with_its_own_error(s
         learner.sends["a"] = _later(lambda: fail(WireError("the other end is gone")))
     else:
         learner.sends["a"] = _later(hang)
-
-    async def run() -> None:
-        sync = make_sync(learner, bad, good)
-        report = await publish(sync, 1)
-        assert list(report.failed) == [bad.number]
-        assert "a failed in `stage`: a died: killed" in report.failed[bad.number]
-        assert await sync.versions() == {"b": 1}
-        assert learner.of("drop") == [("drop", "a")]
-
-    VirtualClock().run(run())
+    sync = make_sync(learner, bad, good)
+    report = await publish(sync, 1)
+    assert list(report.failed) == [bad.number]
+    assert "a failed in `stage`: a died: killed" in report.failed[bad.number]
+    assert await sync.versions() == {"b": 1}
+    assert learner.of("drop") == [("drop", "a")]
 
 
 @pytest.mark.slow
-def test_a_transfer_that_hangs_is_dropped_after_the_time_limit() -> None:
+async def test_a_transfer_that_hangs_is_dropped_after_the_time_limit() -> None:
     learner, bad, good = FakeLearner(), Joining("a", hangs="stage"), Joining("b")
     learner.sends["a"] = _later(hang)
-
-    async def run() -> None:
-        sync = make_sync(learner, bad, good, timeout_s=0.2)
-        report = await publish(sync, 1)
-        assert "a did not finish `stage` within 0.2 s" in report.failed[bad.number]
-        assert learner.of("drop") == [("drop", "a")]
-        assert await sync.versions() == {"b": 1}
-
-    VirtualClock().run(run())
+    sync = make_sync(learner, bad, good, timeout_s=0.2)
+    report = await publish(sync, 1)
+    assert "a did not finish `stage` within 0.2 s" in report.failed[bad.number]
+    assert learner.of("drop") == [("drop", "a")]
+    assert await sync.versions() == {"b": 1}
 
 
 def test_a_send_that_fails_excludes_its_generator_even_if_that_says_nothing(
@@ -185,7 +169,7 @@ def test_a_send_that_fails_excludes_its_generator_even_if_that_says_nothing(
 
 
 @pytest.mark.parametrize("generator_fails_first", [True, False])
-def test_the_learners_death_is_no_generators_fault(generator_fails_first: bool) -> None:
+async def test_the_learners_death_is_no_generators_fault(generator_fails_first: bool) -> None:
     """Its connections close before Ray tells of its death, so Generators fail as well."""
     learner = FakeLearner()
     closed = WireError("Connection closed by peer")
@@ -194,52 +178,40 @@ def test_the_learners_death_is_no_generators_fault(generator_fails_first: bool) 
         learner.sends = {name: _later(hang) for name in "ab"}
     else:
         learner.sends = {name: _later(lambda: fail(ActorDied("learner", "killed"))) for name in "ab"}
-
-    async def run() -> None:
-        sync = make_sync(learner, *generators)
-        publishing = asyncio.create_task(publish(sync, 1))
-        while len(learner.of("send")) < 2:
-            await asyncio.sleep(0)
-        learner.is_dead = True
-        with pytest.raises(ActorDied, match="learner died"):
-            await publishing
-
-    VirtualClock().run(run())
+    sync = make_sync(learner, *generators)
+    publishing = asyncio.create_task(publish(sync, 1))
+    while len(learner.of("send")) < 2:
+        await asyncio.sleep(0)
+    learner.is_dead = True
+    with pytest.raises(ActorDied, match="learner died"):
+        await publishing
 
 
-def test_the_learners_death_while_a_replacement_joins_is_not_the_replacements() -> None:
+async def test_the_learners_death_while_a_replacement_joins_is_not_the_replacements() -> None:
     learner = FakeLearner()
-
-    async def run() -> None:
-        dead = Joining("a")
-        sync = make_sync(learner, dead, Joining("b"))
-        await publish(sync, 1)
-        await sync.retire(dead.number)
-        learner.is_dead = True
-        with pytest.raises(ActorDied, match="learner died"):
-            await admit(sync, Joining("a"))
-
-    VirtualClock().run(run())
+    dead = Joining("a")
+    sync = make_sync(learner, dead, Joining("b"))
+    await publish(sync, 1)
+    await sync.retire(dead.number)
+    learner.is_dead = True
+    with pytest.raises(ActorDied, match="learner died"):
+        await admit(sync, Joining("a"))
 
 
-def test_a_wire_that_cannot_be_joined_is_the_generators_fault_and_is_tried_again() -> None:
+async def test_a_wire_that_cannot_be_joined_is_the_generators_fault_and_is_tried_again() -> None:
     learner, generator = FakeLearner(), Joining("a")
 
     async def refuse(meeting: Meeting) -> None:
         raise WireError("no store")
 
     generator.join = refuse  # type: ignore[method-assign]
-
-    async def run() -> None:
-        sync = make_sync(learner, generator, Joining("b"))
-        report = await publish(sync, 1)
-        assert "a failed in `stage`: no store" in report.failed[generator.number]
-        with pytest.raises(WeightSyncError, match="no store"):
-            await admit(sync, generator)
-        fresh = Joining("a")
-        assert await admit(sync, fresh) == 1
-
-    VirtualClock().run(run())
+    sync = make_sync(learner, generator, Joining("b"))
+    report = await publish(sync, 1)
+    assert "a failed in `stage`: no store" in report.failed[generator.number]
+    with pytest.raises(WeightSyncError, match="no store"):
+        await admit(sync, generator)
+    fresh = Joining("a")
+    assert await admit(sync, fresh) == 1
 
 
 @pytest.mark.slow

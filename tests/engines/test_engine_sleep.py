@@ -30,17 +30,14 @@ def engine() -> VllmEngine:
     return engine
 
 
-def test_weights_wake_for_the_sync_and_the_cache_after_it(engine: VllmEngine) -> None:
-    async def turn() -> list[str]:
-        await engine.sleep()
-        await engine.wake()
-        await engine.pause()
-        await engine.resume()
-        await engine.pause()
-        await engine.resume()  # of another sync in the same turn
-        return engine._llm.asked  # type: ignore[no-any-return]
-
-    assert asyncio.run(turn()) == [
+async def test_weights_wake_for_the_sync_and_the_cache_after_it(engine: VllmEngine) -> None:
+    await engine.sleep()
+    await engine.wake()
+    await engine.pause()
+    await engine.resume()
+    await engine.pause()
+    await engine.resume()  # of another sync in the same turn
+    assert engine._llm.asked == [
         "sleep 2",
         "wake_up ['weights']",
         "pause_scheduler_async keep False",
@@ -51,12 +48,8 @@ def test_weights_wake_for_the_sync_and_the_cache_after_it(engine: VllmEngine) ->
     ]
 
 
-def test_an_engine_that_is_not_colocated_never_sleeps(engine: VllmEngine) -> None:
+async def test_an_engine_that_is_not_colocated_never_sleeps(engine: VllmEngine) -> None:
     engine._sleeps = False
-
-    async def turn() -> list[str]:
-        await engine.sleep()
-        await engine.wake()
-        return engine._llm.asked  # type: ignore[no-any-return]
-
-    assert asyncio.run(turn()) == []
+    await engine.sleep()
+    await engine.wake()
+    assert engine._llm.asked == []

@@ -166,7 +166,7 @@ Drawn = list[tuple[list[int], list[float]]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_engine_that_joins_no_requests_draws_the_same_to_the_last_bit_whatever_else_is_requested(
+async def test_engine_that_joins_no_requests_draws_the_same_to_the_last_bit_whatever_else_is_requested(
     make_torch_engine: Callable[..., TorchEngine], num_threads: int
 ) -> None:
     engine = make_torch_engine(max_lag=0, num_threads=num_threads)
@@ -182,13 +182,10 @@ def test_engine_that_joins_no_requests_draws_the_same_to_the_last_bit_whatever_e
             for n, group in zip(numbers, groups, strict=True)
         }
 
-    async def run() -> None:
-        alone = {n: (await ask([n]))[n] for n in range(len(PROMPTS))}
-        for numbers in itertools.permutations(range(len(PROMPTS))):
-            assert await ask(numbers) == alone
-        assert await ask([1, 0]) == {n: alone[n] for n in (0, 1)}
-
-    asyncio.run(run())
+    alone = {n: (await ask([n]))[n] for n in range(len(PROMPTS))}
+    for numbers in itertools.permutations(range(len(PROMPTS))):
+        assert await ask(numbers) == alone
+    assert await ask([1, 0]) == {n: alone[n] for n in (0, 1)}
 
 
 @pytest.mark.parametrize(("max_lag", "widths"), [(0, [2, 2, 2]), (1, [6]), (3, [6])])
@@ -277,21 +274,17 @@ def test_requests_beyond_max_num_seqs_wait_and_are_served(
     assert [len(group) for group in groups] == [3] * 9
 
 
-def test_error_reaches_its_request_and_the_engine_keeps_serving(
+async def test_error_reaches_its_request_and_the_engine_keeps_serving(
     make_torch_engine: Callable[..., TorchEngine],
 ) -> None:
     engine = make_torch_engine()
-
-    async def run() -> None:
-        cancelled = asyncio.create_task(engine.generate((299_999,), make_settings()))
-        refused = asyncio.create_task(engine.generate((299_999,), make_settings()))
-        await asyncio.sleep(0)
-        cancelled.cancel()
-        with pytest.raises(IndexError):
-            await asyncio.wait_for(refused, 120)
-        assert len(await asyncio.wait_for(engine.generate(PROMPTS[0], make_settings()), 120)) == 1
-
-    asyncio.run(run())
+    cancelled = asyncio.create_task(engine.generate((299_999,), make_settings()))
+    refused = asyncio.create_task(engine.generate((299_999,), make_settings()))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    with pytest.raises(IndexError):
+        await asyncio.wait_for(refused, 120)
+    assert len(await asyncio.wait_for(engine.generate(PROMPTS[0], make_settings()), 120)) == 1
 
 
 # ---- new weights ----
@@ -315,7 +308,7 @@ async def length_reached(engine: TorchEngine, num_tokens: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("tied", [True, False])
-def test_weights_replaced_in_flight(
+async def test_weights_replaced_in_flight(
     make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path], tied: bool, own: bool
 ) -> None:
     engine = make_torch_engine(tied, own=own)
@@ -323,15 +316,11 @@ def test_weights_replaced_in_flight(
     models = [load_policy(str(tiny_model(tied, own=own))) for _ in range(3)]
     for version in (1, 2):
         perturb(models[version], seed=version, scale=0.1)
-
-    async def run() -> list[tuple[Completion, ...]]:
-        requests = [asyncio.create_task(engine.generate(prompt, settings)) for prompt in PROMPTS]
-        for version in (1, 2):
-            await length_reached(engine, 10 * version)
-            await sync(engine, models[version], version)
-        return await asyncio.gather(*requests)
-
-    for prompt, group in zip(PROMPTS, asyncio.run(run()), strict=True):
+    requests = [asyncio.create_task(engine.generate(prompt, settings)) for prompt in PROMPTS]
+    for version in (1, 2):
+        await length_reached(engine, 10 * version)
+        await sync(engine, models[version], version)
+    for prompt, group in zip(PROMPTS, await asyncio.gather(*requests), strict=True):
         for completion in group:
             versions = completion.versions
             assert set(versions.tolist()) == {0, 1, 2}
@@ -344,7 +333,7 @@ def test_weights_replaced_in_flight(
 
 
 @pytest.mark.slow
-def test_keys_and_values_of_running_requests_are_kept_if_so_configured(
+async def test_keys_and_values_of_running_requests_are_kept_if_so_configured(
     make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path]
 ) -> None:
     engine = make_torch_engine(recompute_kv=False)
@@ -352,15 +341,11 @@ def test_keys_and_values_of_running_requests_are_kept_if_so_configured(
     models = [load_policy(str(tiny_model())) for _ in range(3)]
     for version in (1, 2):
         perturb(models[version], seed=version, scale=0.1)
-
-    async def run() -> tuple[Completion, ...]:
-        request = asyncio.create_task(engine.generate(PROMPTS[0], settings))
-        for version in (1, 2):
-            await length_reached(engine, 10 * version)
-            await sync(engine, models[version], version)
-        return await request
-
-    for completion in asyncio.run(run()):
+    request = asyncio.create_task(engine.generate(PROMPTS[0], settings))
+    for version in (1, 2):
+        await length_reached(engine, 10 * version)
+        await sync(engine, models[version], version)
+    for completion in await request:
         assert set(completion.versions.tolist()) == {0, 1, 2}
         expected = logprobs_over_kept_cache(models, PROMPTS[0], completion, settings)
         assert np.abs(expected - completion.logprobs).max() < 1e-4
@@ -368,38 +353,30 @@ def test_keys_and_values_of_running_requests_are_kept_if_so_configured(
         assert recomputed[completion.versions == 2].max() > 1e-3
 
 
-def test_nothing_is_sampled_while_paused(make_torch_engine: Callable[..., TorchEngine]) -> None:
+async def test_nothing_is_sampled_while_paused(make_torch_engine: Callable[..., TorchEngine]) -> None:
     engine = make_torch_engine()
     settings = make_settings(max_tokens=40)
-
-    async def run() -> None:
-        request = asyncio.create_task(engine.generate(PROMPTS[0], settings))
-        await length_reached(engine, 3)
-        await engine.pause()
-        assert engine._batch is not None
-        (sequence,) = engine._batch.sequences
-        length = len(sequence.token_ids)
-        assert 3 <= length < 40
-        await asyncio.sleep(0.05)
-        assert len(sequence.token_ids) == length
-        await engine.resume()
-        (completion,) = await request
-        assert len(completion.token_ids) == 40
-
-    asyncio.run(run())
+    request = asyncio.create_task(engine.generate(PROMPTS[0], settings))
+    await length_reached(engine, 3)
+    await engine.pause()
+    assert engine._batch is not None
+    (sequence,) = engine._batch.sequences
+    length = len(sequence.token_ids)
+    assert 3 <= length < 40
+    await asyncio.sleep(0.05)
+    assert len(sequence.token_ids) == length
+    await engine.resume()
+    (completion,) = await request
+    assert len(completion.token_ids) == 40
 
 
-def test_tokens_carry_the_version_the_engine_is_started_with(
+async def test_tokens_carry_the_version_the_engine_is_started_with(
     make_torch_engine: Callable[..., TorchEngine],
 ) -> None:
     engine = make_torch_engine()
-
-    async def run() -> list[int]:
-        await engine.start(7)
-        (completion,) = await engine.generate(PROMPTS[0], make_settings(max_tokens=3))
-        return completion.versions.tolist()
-
-    assert asyncio.run(run()) == [7, 7, 7]
+    await engine.start(7)
+    (completion,) = await engine.generate(PROMPTS[0], make_settings(max_tokens=3))
+    assert completion.versions.tolist() == [7, 7, 7]
 
 
 UP = "model.layers.1.mlp.up_proj.weight"

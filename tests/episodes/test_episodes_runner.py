@@ -114,7 +114,7 @@ async def test_an_episode_that_ignores_its_cancellation_is_left_behind(monkeypat
     assert result.segments.num_turns == 0
 
 
-def test_what_an_episode_held_when_it_failed_is_freed_at_once() -> None:
+async def test_what_an_episode_held_when_it_failed_is_freed_at_once() -> None:
     class Hoard:
         """All memory that the worker may have."""
 
@@ -138,14 +138,11 @@ def test_what_an_episode_held_when_it_failed_is_freed_at_once() -> None:
             raise OSError("no room for the message either")  # noqa: B904
         return 1.0
 
-    async def play() -> bool:
-        result = await EpisodeRunner(takes_all).run(new_session(), HELLO)
-        assert "no room for the message either" in result.error
-        return held[0]() is None
-
     gc.disable()
     try:
-        assert asyncio.run(play())
+        result = await EpisodeRunner(takes_all).run(new_session(), HELLO)
+        assert "no room for the message either" in result.error
+        assert held[0]() is None
     finally:
         gc.enable()
 

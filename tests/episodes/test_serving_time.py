@@ -50,27 +50,24 @@ async def test_work_beyond_its_limit_is_cancelled_and_so_is_that_of_a_caller(is_
     assert work.cancelled()
 
 
-def test_the_clock_of_a_router_runs_while_it_has_generators() -> None:
-    async def run() -> list[bool]:
-        router, running = TurnRouter("environment-0", 30.0), []
+async def test_the_clock_of_a_router_runs_while_it_has_generators() -> None:
+    router, running = TurnRouter("environment-0", 30.0), []
 
-        async def look() -> None:
-            before = router.served.seconds
-            await asyncio.sleep(0.02)
-            running.append(router.served.seconds > before)
+    async def look() -> None:
+        before = router.served.seconds
+        await asyncio.sleep(0.02)
+        running.append(router.served.seconds > before)
 
-        await look()
-        dying = FakeGenerator("generator-0", never)
-        await router.serve({0: dying})
-        await look()
-        turn = asyncio.ensure_future(router.sample((1,), SETTINGS, None))
-        await asyncio.sleep(0.01)
-        dying.die()
-        await router.failures(0)
-        await look()
-        await router.serve({1: FakeGenerator("generator-0", at_once)})
-        await turn
-        await look()
-        return running
-
-    assert asyncio.run(run()) == [False, True, False, True]
+    await look()
+    dying = FakeGenerator("generator-0", never)
+    await router.serve({0: dying})
+    await look()
+    turn = asyncio.ensure_future(router.sample((1,), SETTINGS, None))
+    await asyncio.sleep(0.01)
+    dying.die()
+    await router.failures(0)
+    await look()
+    await router.serve({1: FakeGenerator("generator-0", at_once)})
+    await turn
+    await look()
+    assert running == [False, True, False, True]

@@ -1,6 +1,5 @@
 """Weights as they are sent to vLLM: like those in the files that `save_pretrained` writes."""
 
-import asyncio
 import gc
 import weakref
 from collections.abc import Callable
@@ -147,20 +146,16 @@ def test_a_learner_sends_what_its_checkpoint_holds(
     assert {name for name in sent if ".experts." in name or "mlp.gate" in name} <= moved
 
 
-def test_the_reference_engine_loads_what_is_sent(tiny_moe: Path, tiny_config: Config) -> None:
+async def test_the_reference_engine_loads_what_is_sent(tiny_moe: Path, tiny_config: Config) -> None:
     engine = make_engine(tiny_config, str(tiny_moe), max_model_len=64, seed=0)
     assert isinstance(engine, TorchEngine)
     model = load_policy(str(tiny_moe))
     perturb(model, seed=1, scale=0.1)
     snapshot = pack_weights(in_hub_format(model, served_weights(model)), 1, torch.float32)
-
-    async def run() -> None:
-        await engine.stage(snapshot)
-        await engine.load()
-        with pytest.raises(ValueError, match=r"does not fit the model: missing \[.*experts\.0\.down_proj"):
-            await engine.stage(pack_weights(model.named_parameters(), 2, torch.float32))
-        await engine.generate((1, 2), make_settings())
-
-    asyncio.run(run())
+    await engine.stage(snapshot)
+    await engine.load()
+    with pytest.raises(ValueError, match=r"does not fit the model: missing \[.*experts\.0\.down_proj"):
+        await engine.stage(pack_weights(model.named_parameters(), 2, torch.float32))
+    await engine.generate((1, 2), make_settings())
     mine, theirs = dict(engine._model.named_parameters()), dict(model.named_parameters())
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)

@@ -81,12 +81,9 @@ def test_a_run_from_a_closure_and_a_list(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.slow
-def test_a_run_in_a_notebook_and_twice_and_stopped_by_its_program() -> None:
-    async def cell() -> tuple[grpo_ray.Run, grpo_ray.Run]:
-        first = train("run.name=first", on_step=lambda step, _: step == 2)
-        return first, train("run.name=second")
-
-    first, second = asyncio.run(cell())
+async def test_a_run_in_a_notebook_and_twice_and_stopped_by_its_program() -> None:
+    first = train("run.name=first", on_step=lambda step, _: step == 2)
+    second = train("run.name=second")
     assert (first.path / "checkpoints" / "step-000002").exists()
     assert not (first.path / "checkpoints" / "step-000003").exists()
     assert not first.is_finished

@@ -36,65 +36,61 @@ def test_the_lag_is_the_delay_of_what_is_due() -> None:
     assert late == {"perf/loop_lag_s": pytest.approx(0.5)}
 
 
-def test_calls_begin_a_few_per_turn_and_all_run_at_the_same_time() -> None:
-    async def main() -> None:
-        turns, begun, running = 0, [], 0
-        most = 0
+@pytest.mark.virtual_time
+async def test_calls_begin_a_few_per_turn_and_all_run_at_the_same_time() -> None:
+    turns, begun, running = 0, [], 0
+    most = 0
 
-        async def count_turns() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
 
-        async def call(number: int) -> int:
-            nonlocal running, most
-            begun.append(turns)
-            running += 1
-            most = max(most, running)
+    async def call(number: int) -> int:
+        nonlocal running, most
+        begun.append(turns)
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(1.0)
+        running -= 1
+        if number == 5:
+            raise ValueError("five")
+        return number
+
+    counting = asyncio.ensure_future(count_turns())
+    work = asyncio.ensure_future(gathered(call(number) for number in range(4 * PER_TURN)))
+    await asyncio.sleep(0)
+    while running < 4 * PER_TURN:
+        await asyncio.sleep(0)
+    counting.cancel()
+    results = await work
+    assert max(begun.count(turn) for turn in begun) <= PER_TURN
+    assert most == 4 * PER_TURN
+    assert isinstance(results[5], ValueError)
+    assert [r for n, r in enumerate(results) if n != 5] == [n for n in range(4 * PER_TURN) if n != 5]
+
+
+@pytest.mark.virtual_time
+async def test_calls_that_are_cancelled_begin_no_more() -> None:
+    begun, ended = [], []
+
+    async def call(number: int) -> None:
+        begun.append(number)
+        try:
             await asyncio.sleep(1.0)
-            running -= 1
-            if number == 5:
-                raise ValueError("five")
-            return number
+        finally:
+            ended.append(number)
 
-        counting = asyncio.ensure_future(count_turns())
-        work = asyncio.ensure_future(gathered(call(number) for number in range(4 * PER_TURN)))
+    work = asyncio.ensure_future(gathered(call(number) for number in range(1000)))
+    for _ in range(5):
         await asyncio.sleep(0)
-        while running < 4 * PER_TURN:
-            await asyncio.sleep(0)
-        counting.cancel()
-        results = await work
-        assert max(begun.count(turn) for turn in begun) <= PER_TURN
-        assert most == 4 * PER_TURN
-        assert isinstance(results[5], ValueError)
-        assert [r for n, r in enumerate(results) if n != 5] == [n for n in range(4 * PER_TURN) if n != 5]
-
-    VirtualClock().run(main())
-
-
-def test_calls_that_are_cancelled_begin_no_more() -> None:
-    async def main() -> None:
-        begun, ended = [], []
-
-        async def call(number: int) -> None:
-            begun.append(number)
-            try:
-                await asyncio.sleep(1.0)
-            finally:
-                ended.append(number)
-
-        work = asyncio.ensure_future(gathered(call(number) for number in range(1000)))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        work.cancel()
-        await asyncio.wait({work})
-        await asyncio.sleep(0)
-        assert work.cancelled()
-        assert 0 < len(begun) < 1000
-        assert ended == begun
-
-    VirtualClock().run(main())
+    work.cancel()
+    await asyncio.wait({work})
+    await asyncio.sleep(0)
+    assert work.cancelled()
+    assert 0 < len(begun) < 1000
+    assert ended == begun
 
 
 def test_tasks_that_wake_together_go_on_a_few_per_turn_in_their_order() -> None:

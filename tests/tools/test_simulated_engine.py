@@ -185,15 +185,13 @@ def test_a_deadlock_is_an_error() -> None:
         VirtualClock().run(main())
 
 
-def test_an_error_in_a_thread_reaches_its_caller() -> None:
+@pytest.mark.virtual_time
+async def test_an_error_in_a_thread_reaches_its_caller() -> None:
     def fail() -> None:
         raise OSError("full")
 
-    async def main() -> None:
-        with pytest.raises(OSError, match="full"):
-            await asyncio.to_thread(fail)
-
-    VirtualClock().run(main())
+    with pytest.raises(OSError, match="full"):
+        await asyncio.to_thread(fail)
 
 
 @pytest.fixture(autouse=True)

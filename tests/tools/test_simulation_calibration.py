@@ -17,7 +17,6 @@ from grpo_ray.tools.simulation.engine import SimulatedEngine
 from grpo_ray.tools.simulation.records import read_run
 from grpo_ray.tools.simulation.simulate import simulate
 from grpo_ray.tools.simulation.speeds import LognormalLengths, ReplayedLengths, Speeds, replayed_lengths
-from grpo_ray.tools.simulation.virtual_time import VirtualClock
 from grpo_ray.types import SamplingSettings
 
 KNOWN = Speeds(
@@ -108,31 +107,25 @@ def test_lengths_are_replayed_in_order() -> None:
 # ---- shared cores, by hand ----
 
 
-def test_three_actors_on_two_cores() -> None:
+@pytest.mark.virtual_time
+async def test_three_actors_on_two_cores() -> None:
     """All three run at 2/3 until the shortest ends at 3 s; the other two then have a core each."""
+    cores, loop = SharedCores(2), asyncio.get_running_loop()
 
-    async def main() -> list[float]:
-        cores, loop = SharedCores(2), asyncio.get_running_loop()
+    async def work(work_s: float) -> float:
+        await cores.work(work_s)
+        return loop.time()
 
-        async def work(work_s: float) -> float:
-            await cores.work(work_s)
-            return loop.time()
-
-        return list(await asyncio.gather(work(2.0), work(4.0), work(5.0)))
-
-    assert VirtualClock().run(main()) == pytest.approx([3.0, 5.0, 6.0])
+    assert list(await asyncio.gather(work(2.0), work(4.0), work(5.0))) == pytest.approx([3.0, 5.0, 6.0])
 
 
-def test_an_engine_slows_down_while_another_actor_works() -> None:
+@pytest.mark.virtual_time
+async def test_an_engine_slows_down_while_another_actor_works() -> None:
     """The first 4 of 10 s of work take 8 s on half a core; the other actor's 4 s are then done as well."""
-
-    async def main() -> float:
-        cores = SharedCores(1)
-        speeds = Speeds(decode_s=1.0, decode_sequence_s=0.0, prefill_token_s=0.0)
-        engine = SimulatedEngine(speeds, ReplayedLengths([np.array([10])]), 8, seed=0, cores=cores)
-        other = asyncio.ensure_future(cores.work(4.0))
-        await engine.generate((), SamplingSettings(1, 1.0, 1.0, 1, 100))
-        await other
-        return asyncio.get_running_loop().time()
-
-    assert VirtualClock().run(main()) == pytest.approx(14.0)
+    cores = SharedCores(1)
+    speeds = Speeds(decode_s=1.0, decode_sequence_s=0.0, prefill_token_s=0.0)
+    engine = SimulatedEngine(speeds, ReplayedLengths([np.array([10])]), 8, seed=0, cores=cores)
+    other = asyncio.ensure_future(cores.work(4.0))
+    await engine.generate((), SamplingSettings(1, 1.0, 1.0, 1, 100))
+    await other
+    assert asyncio.get_running_loop().time() == pytest.approx(14.0)

@@ -94,7 +94,7 @@ class PlaceEngine:
 
 @pytest.mark.ray
 @pytest.mark.campaign
-def test_two_snapshots_are_stored_at_a_time_and_read_where_they_lie(tmp_path: Path) -> None:
+async def test_two_snapshots_are_stored_at_a_time_and_read_where_they_lie(tmp_path: Path) -> None:
     """The published one, and the one in transit; so the memory of the one before is used again."""
     import ray
 
@@ -105,8 +105,7 @@ def test_two_snapshots_are_stored_at_a_time_and_read_where_they_lie(tmp_path: Pa
     from grpo_ray.types import methods_with_bulk
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors cannot import it
-
-    async def publish_all() -> Any:
+    with connected():
         clients = []
         for number, name in enumerate(("generator-0", "generator-1")):
             actor = as_actor(Generator, name, tmp_path).options(num_cpus=0, max_concurrency=10)
@@ -121,10 +120,9 @@ def test_two_snapshots_are_stored_at_a_time_and_read_where_they_lie(tmp_path: Pa
             del reference
             await asyncio.sleep(1.0)  # Ray frees an object soon after its last reference has gone
         seen = lambda actor: (actor._engine.places, actor._engine.are_right)  # noqa: E731
-        return [ray.get(client.handle.__ray_call__.remote(seen)) for client in clients]
-
-    with connected():
-        (places, are_right), (others, _) = asyncio.run(publish_all())
+        (places, are_right), (others, _) = [
+            ray.get(client.handle.__ray_call__.remote(seen)) for client in clients
+        ]
     assert all(are_right)
     assert places == others  # one copy on the node
     assert len(set(places)) == 2
