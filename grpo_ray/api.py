@@ -225,7 +225,7 @@ class _Given:
         if examples is None and validation is None:
             return
         if examples is None:
-            raise ValueError("validation: examples to validate with need examples to train on as well")
+            raise ValueError("validation needs `examples` too: the ones to train on")
         rows = [_row(example, f"examples[{i}]") for i, example in enumerate(examples)]
         if validation is None:
             size = min(256, max(1, len(rows) // 10))
@@ -243,7 +243,7 @@ class _Given:
             return
         if not callable(reward):
             raise ValueError(
-                f"reward: a {type(reward).__name__} is no function; name others in config: task.reward"
+                f"reward: a {type(reward).__name__} is not a function; name others in config: task.reward"
             )
         task = self.data.setdefault("task", {})
         task["reward"] = _imported_name(reward) or self._pickled(reward)

@@ -105,7 +105,7 @@ class KLConfig(Section):
 
 class AlgorithmConfig(Section):
     preset: PresetName | None = None
-    """A published algorithm, which sets several of the fields below; those that are given beside it win."""
+    """A published algorithm, which sets several of the fields below; fields that you also set win."""
     num_steps: PositiveInt = 200
     """Training steps, each on one rollout batch (the handout's n_grpo_steps)."""
     prompts_per_step: PositiveInt = 32
@@ -193,7 +193,7 @@ class AlgorithmConfig(Section):
     """Reward subtracted at `sampling.max_tokens`; less within the zone, in proportion."""
     mask_truncated: bool = False
     """Do not train on responses cut off at `sampling.max_tokens` (their rewards still count in the group). They
-    are left out of the loss's denominator as well."""
+    do not count in the loss's denominator either."""
     dynamic_sampling_tries: NonNegativeInt = 0
     """Replace groups without signal by further prompts (DAPO), at most N batches of them per step."""
     dynamic_sampling_metric: SamplingMetric = "advantage"

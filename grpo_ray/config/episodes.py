@@ -44,8 +44,8 @@ class EpisodesConfig(Section):
     """CPUs that each worker reserves in Ray."""
     confined: bool = True
     """Keep the tools that replies call from files other than Python's own, and from more than `memory_gib`.
-    It holds the threads of episodes, and what they start. It is no sandbox for hostile code: what `exec` runs
-    in the worker's process reaches the network, and Ray's threads, which are not confined."""
+    It holds the threads of episodes, and what they start. It is not a sandbox for hostile code: what `exec`
+    runs in the worker's process reaches the network, and Ray's threads, which are not confined."""
     readable_paths: tuple[str, ...] = ()
     """Files and folders that a confined environment reads; modules can be read anyway."""
     writable_paths: tuple[str, ...] = ()

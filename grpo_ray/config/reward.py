@@ -172,7 +172,7 @@ class ScorerConfig(Section):
     timeout_s: PositiveFloat = 5.0
     """Seconds to grade one response; then its worker is killed, and the response counts as a wrong one."""
     memory_gib: PositiveFloat = 2.0
-    """Memory to grade one response, in GiB (libraries excluded); with more, its worker is killed as well."""
+    """Memory to grade one response, in GiB (libraries excluded); a worker that needs more is killed."""
     ungradable_reward: FiniteFloat | None = 0.0
     """Reward taken for a function of yours that exceeds these limits; null: an error, left out of its group."""
     readable_paths: tuple[str, ...] = ()

@@ -152,13 +152,13 @@ class DistillationConfig(EngineConfig):
 
     teacher: str | None = None
     """Teacher model: a folder in Hugging Face format, such as a checkpoint of a run, or a hub name. It must
-    have the policy's vocabulary; code beside it is never run."""
+    have the policy's vocabulary; code shipped with it is never run."""
     coefficient: PositiveFloat = 1.0
     """Factor of log(teacher / policy), which is added to each token's advantage."""
     max_gap: PositiveFloat = 10.0
     """Largest |log(teacher / policy)| of a token, in nats."""
     use_reward: bool = True
-    """Train on the rewards' advantages as well; if false, rewards are only measured."""
+    """Add the rewards' advantages to the teacher's; if false, rewards are only measured."""
     num_teachers: PositiveInt = 1
     """Teacher actors, each with its own engine."""
 

@@ -15,14 +15,14 @@ class WeightSyncConfig(Section):
     lengths vary widely). false: a sync first waits for the running requests to finish on their version (best
     where they end together, since nothing is recomputed)."""
     recompute_kv: bool = True
-    """true: a sync discards the keys and values of running requests, and the engine computes them anew with the
+    """true: a sync discards the keys and values of running requests, and the engine recomputes them with the
     new weights. false: it keeps them, so that later tokens attend to keys and values of earlier weights; new
     requests use those of their own version alone. What it costs: `mismatch/kl/after_switch`."""
     transport: Literal["object_store", "ipc", "collective", "nccl"] = "object_store"
     """Path of the weights to the Generators: `object_store`, then shared memory into the engine; `ipc`, read in
     place on the GPU that a colocated Generator and Learner share; `collective`, one gloo communicator per
     Generator between host memories; or `nccl`, one NCCL communicator per Generator between GPUs (not run on
-    any GPU yet). With the last two the Learner sends beside its next step, and keeps two copies."""
+    any GPU yet). With the last two the Learner sends during its next step, and keeps two copies."""
     send: Literal["merged", "adapter"] = "merged"
     """With `model.adapter`: `merged` sends the whole model with the adapter merged into it; `adapter` sends the
     adapter alone, which vLLM's LoRA layers apply (sampling is slower, and rounds differently)."""

@@ -136,7 +136,7 @@ def _has_objects(value: object) -> bool:
 
 def _check_message(message: dict[str, Any]) -> None:
     if not isinstance(message.get("role"), str):
-        raise ValueError("a message has no role, or one that is no text")
+        raise ValueError("a message has no role, or one that is not text")
     content = message.get("content")
     if not isinstance(content, str | None) and not (_has_objects(content) and all(map(_is_text, content))):
         raise ValueError("content: a message has content other than text; only text is supported")

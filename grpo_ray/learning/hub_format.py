@@ -180,7 +180,7 @@ def choose_conversions(model: Any, used: Sequence[str] | None) -> None:
     """
     known = {} if used is None else {_described(one): one for one in get_model_conversion_mapping(model)}
     if used and (missing := set(used) - known.keys()):
-        raise RuntimeError(f"this process knows no conversion of weights {sorted(missing)}")
+        raise RuntimeError(f"this process has no conversion of weights {sorted(missing)}")
     model._weight_conversions = None if used is None else [known[one] for one in used]
 
 

@@ -32,7 +32,7 @@ def _data(options: DataOptions) -> int:
         print(f"{folder}: there already")
         return 0
     if folder.exists():
-        raise RunError(f"{folder}: is there, and is no model; name a new folder")
+        raise RunError(f"{folder} exists and is not a model; name a new folder")
     print("downloading 93 MB, then reading the weights (half a minute) ...", flush=True)
     write_smollm2(folder)
     print(f"{folder}: SmolLM2-135M-Instruct; train it with: grpo-ray train smollm2-sums model.path={folder}")

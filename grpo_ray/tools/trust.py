@@ -14,7 +14,7 @@ from grpo_ray.tools.arguments import Flag
 
 TrustRemoteCode = Annotated[
     bool,
-    Flag("run the Python code beside the model; the run's own configuration is not asked"),
+    Flag("run the Python code shipped with the model, whatever model.trust_remote_code of the run says"),
 ]
 RunRewardCode = Annotated[
     bool,
@@ -33,7 +33,7 @@ BUNDLED = {
 
 IGNORED = (
     "the run's model.trust_remote_code is ignored; if you trust this folder's author, --trust-remote-code runs "
-    "the code beside its model"
+    "the code shipped with its model"
 )
 
 

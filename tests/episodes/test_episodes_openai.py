@@ -146,7 +146,7 @@ async def test_requests_that_a_session_cannot_answer_are_refused() -> None:
             ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is supported"),
             (
                 {"messages": [{"role": ["user"], "content": "x"}]},
-                "a message has no role, or one that is no text",
+                "a message has no role, or one that is not text",
             ),
             ({"messages": [{"role": "user", "content": 5}]}, "only text is supported"),
             ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "only text is supported"),

@@ -41,6 +41,39 @@ def test_a_docstring_does_not_open_with(opening: str) -> None:
     assert not check_prose.findings(Path("module.py"), '"""Assert that it is."""\n')
 
 
+@pytest.mark.parametrize(
+    ("line", "is_idiom"),
+    [
+        ("Tested is one file.", True),
+        ("Short. Of a request only one field counts.", True),
+        ("The file vouches for it.", True),
+        ("Experts are no linear layers.", True),
+        ("It weighs the more, the less it is solved.", True),
+        ("It is sent beside the next step.", True),
+        ("There is no file, and it is no longer read, `beside` what is.", False),
+    ],
+)
+def test_idioms_of_what_users_read(line: str, is_idiom: bool) -> None:
+    for name, text in (
+        ("page.md", f"Good.\n\n| {line} | b |\n"),
+        ("module.py", f"def f():\n    raise ValueError(\n'{line}')\n"),
+        ("module.py", f'class A(Section):\n    x: int\n    """{line}"""\n'),
+    ):
+        found = check_prose.findings_for_readers(Path(name), text)
+        assert {line for line, _ in found} == ({3} if is_idiom else set()), name
+    assert not check_prose.findings_for_readers(Path("module.py"), f'def f():\n    """{line}"""\n')
+
+
+def test_sentences_links_and_courses_of_pages() -> None:
+    def found(text: str) -> list[int]:
+        return [line for line, _ in check_prose.findings_for_readers(Path("page.md"), text)]
+
+    assert found("One.\nTwo " + "and [two](a.md) " * 15 + ".\n") == [2]
+    assert not found("- " + "one " * 30 + "\n- " + "two `a b` " * 15 + "\n\n    " + "code " * 40 + "\n")
+    assert found("| what no key offers | [read](a.md) |\n\nIn the course.\n") == [1, 3]
+    assert not found("CS336 has notes. In the course.\n")
+
+
 def test_persons_and_data_are_left_alone() -> None:
     assert not check_prose.findings(
         Path("page.md"), "For users who train, and anyone whose GPU is small; `who` is code.\n"

@@ -113,8 +113,8 @@ def test_the_programs_own_error_ends_the_run_as_it_is() -> None:
 def test_mistakes_are_said_and_leave_nothing_behind() -> None:
     for options, message in (
         ({"examples": [1]}, r"examples\[0\] is 1; give a dict with question and answer, or a pair of them"),
-        ({"reward": "r1_zero"}, "reward: a str is no function"),
-        ({"examples": None, "validation": EXAMPLES}, "validation: examples to validate with need examples"),
+        ({"reward": "r1_zero"}, "reward: a str is not a function"),
+        ({"examples": None, "validation": EXAMPLES}, "validation needs `examples` too"),
         (
             {"reward": lambda response, ground_truth, colour: 0},
             "needs colour; there is no such column, only level",

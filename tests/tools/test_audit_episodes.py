@@ -171,7 +171,7 @@ FAULTS: dict[str, tuple[Callable[[list[Row]], None], str]] = {
     ),
     "context at an end": (split, "sequence 0: it begins or ends with context"),
     "a branch that is none": (
-        split_whole, "sequence 1: it continues sequence 0 to its end, and is no branch of it",
+        split_whole, "sequence 1: it continues sequence 0 to its end, and is not a branch of it",
     ),
     "turns that run backwards": (
         all_of(in_span("turns", 0, turn=1), in_span("turns", 2, turn=0)),

@@ -23,7 +23,7 @@ def test_other_names(name: str, message: str, tmp_path: Path, capsys: pytest.Cap
 
 def test_a_model_is_kept_and_another_folder_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "smollm2", str(tmp_path)]) == 2
-    assert f"{tmp_path}: is there, and is no model; name a new folder" in capsys.readouterr().err
+    assert f"{tmp_path} exists and is not a model; name a new folder" in capsys.readouterr().err
     (tmp_path / "config.json").write_text("{}")
     assert main(["data", "smollm2", str(tmp_path)]) == 0
     assert "there already" in capsys.readouterr().out

@@ -119,7 +119,7 @@ def _audit_path(sequence: Row, turns: np.ndarray, path: _Path, earlier: Sequence
         alike = [each for each in earlier if each.token_ids[:whole] == other.token_ids]
         # Two turns may have drawn the same tokens: then another sequence continues one of them.
         if whole <= length and path.token_ids[:whole] == other.token_ids and len(alike) == 1:
-            yield f"it continues sequence {number} to its end, and is no branch of it"
+            yield f"it continues sequence {number} to its end, and is not a branch of it"
 
 
 def num_masked(row: Row) -> int:

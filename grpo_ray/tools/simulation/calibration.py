@@ -135,7 +135,7 @@ def _engine(runs: Sequence[RecordedRun], warnings: list[str]) -> tuple[dict[str,
     if is_open:
         warnings.append(
             f"{', '.join(names)}: these runs do not tell them apart, so their sum is right for batches of "
-            "this size only; give a second run as well, with another algorithm.prompts_per_step"
+            "this size only; add a run with another algorithm.prompts_per_step"
         )
     error = float(np.median(np.abs(predicted(values) / measured - 1)))
     return {"prefill_token_s": 0.0, **dict(zip(names, values.tolist(), strict=True))}, error
@@ -288,8 +288,7 @@ def _learner(runs: Sequence[RecordedRun], warnings: list[str]) -> tuple[dict[str
     if is_open:
         warnings.append(
             "train_s, train_token_s: every step of these runs has about the same number of tokens, so their "
-            "sum is right for such steps only; give a second run as well, with another "
-            "algorithm.prompts_per_step"
+            "sum is right for such steps only; add a run with another algorithm.prompts_per_step"
         )
     error = float(np.median(np.abs(predicted(values) / seconds - 1)))
     return {"train_s": float(values[0]), "train_token_s": float(values[1])}, error

@@ -20,7 +20,7 @@ class Speeds(Section):
     """The speeds of every simulated actor, in seconds; a file `--speeds` replaces some of them.
 
     The defaults are round numbers of the size that a model of 7 billion parameters has on one GPU per engine.
-    They are measured nowhere: fit them to your own run before you believe a figure.
+    They were not measured: fit them to your own run before you rely on a figure.
     """
 
     decode_s: PositiveFloat = 0.012
@@ -40,7 +40,7 @@ class Speeds(Section):
     start_s: NonNegativeFloat = 60.0
     """Seconds until an engine or the Learner is up."""
     stage_s: NonNegativeFloat = 3.0
-    """Seconds of a sync in which a Generator receives weights beside sampling."""
+    """Seconds of a sync in which a Generator receives weights while it samples."""
     load_s: NonNegativeFloat = 1.0
     """Seconds of a sync in which it is paused."""
     move_s: NonNegativeFloat = 5.0
