@@ -2,7 +2,7 @@
 
     grpo-ray experiment examples.broken.experiment:failures
 
-docs/failures.md shows the results. Its size suits the task of `configs/quickstart.yaml`.
+docs/lab/measurements-operations.md has the results. Its size suits the task of `configs/quickstart.yaml`.
 """
 
 from functools import partial
