@@ -1,7 +1,7 @@
 """Train under faults: inject faults into real runs at random moments, and audit each run at its end.
 
     python profiling/chaos/chaos.py CONFIG [--scenarios torch,replay] [--faults 10] [--seed 0]
-        [--kinds kill_learner,delay] [--pause 3] [--folder runs/chaos] [--table docs/lab/chaos.md]
+        [--kinds kill_learner,delay] [--pause 3] [--folder runs/chaos] [--table PAGE.md]
         [--mark chaos] [section.key=value ...]
 
 Each scenario (chaos_scenarios.py; `replay+mixture` is both at once) is one run in FOLDER/SCENARIO-SEED with
