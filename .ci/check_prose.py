@@ -53,8 +53,7 @@ LIMIT = 30
 """Words per sentence; what stands in backticks is one word."""
 UNREVISED = """
 README.md docs/comparison.md docs/configuration.md docs/extending.md docs/getting-started.md docs/index.md
-docs/lab/campaign.md docs/lab/chaos.md docs/lab/experiments.md docs/lab/keywords.md docs/lab/playground.md
-docs/lab/profiling.md docs/lab/scale.md docs/objectives.md docs/python.md docs/schedules.md
+docs/objectives.md docs/python.md docs/schedules.md
 """
 Finding = tuple[int, str]
 
