@@ -1,8 +1,7 @@
 """Whole runs in this process: real engine, Learner, Scorer and buffer, as `train --local` has them."""
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +57,9 @@ def train(config: Config, folder: Path, meddle: Watcher | None = None) -> Record
         run.create(config)
     actors: list[LocalActors] = []
 
-    @contextlib.contextmanager
-    def host(*args: Any) -> Iterator[LocalActors]:
+    def host(*args: Any) -> LocalActors:
         actors.append(LocalActors(*args))
-        yield actors[-1]
+        return actors[-1]
 
     def drive(controller: Controller) -> None:
         async def main() -> None:

@@ -40,8 +40,8 @@ class KnownServing(LocalServing):
 
     answers: Answers
 
-    def _new_generator(self, name: str) -> LocalClient:
-        engine: Any = KnownEngine(self._start.path, self.answers)
+    def _start_generator(self, name: str) -> LocalClient:
+        engine: Any = KnownEngine(self._model.path, self.answers)
         return self._client(name, lambda: Generator(name, engine))
 
 

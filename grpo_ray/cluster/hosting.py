@@ -1,8 +1,6 @@
 """The actors of a run as Ray actors: the placement of each one, and its replacement."""
 
 import contextlib
-import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,14 +12,8 @@ from ray.actor import ActorClass, ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_ray.cluster.crew import Crew, RankMeeting
-from grpo_ray.cluster.placement import (
-    LEARNER,
-    environment_names,
-    generator_names,
-    rank_names,
-    scorer_names,
-    teacher_names,
-)
+from grpo_ray.cluster.hosts import ServingHost
+from grpo_ray.cluster.placement import LEARNER, rank_names
 from grpo_ray.cluster.ray_internals import spilled_bytes_of
 from grpo_ray.cluster.reaper import KILL_AFTER_S, Process, kill_if_left, send_stack_signal
 from grpo_ray.cluster.remote_actor import DEATHS, NOTHING, Client, Deferred, as_actor, last_line, result_of
@@ -29,26 +21,15 @@ from grpo_ray.cluster.session import Placement, address_of_node, is_local
 from grpo_ray.config import Config
 from grpo_ray.config.secrets import values_of
 from grpo_ray.core.buffer import TrajectoryBuffer
-from grpo_ray.core.clients import (
-    ActorClient,
-    BufferClient,
-    EnvironmentClient,
-    GeneratorClient,
-    LearnerClient,
-    ScorerClient,
-    TeacherClient,
-    WeightSyncClient,
-)
 from grpo_ray.core.generator import Generator
 from grpo_ray.core.learner import Learner
 from grpo_ray.core.scorer import Scorer, scorer_arguments
 from grpo_ray.core.sync import WeightSync
 from grpo_ray.core.teacher import Teacher
-from grpo_ray.engines import engine_seed, make_engine, make_teacher_engine
+from grpo_ray.engines import make_engine, make_teacher_engine
 from grpo_ray.episodes.environment_worker import EnvironmentWorker
 from grpo_ray.errors import RunError
 from grpo_ray.learning.ranks import Seat
-from grpo_ray.records.checkpoint import Checkpoint
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.transfer.wires import Wires
 from grpo_ray.types import Ref, StartingModel, methods_with_bulk
@@ -58,48 +39,23 @@ from grpo_ray.watch.spilling import SpilledBytes
 T = TypeVar("T")
 
 
-class ServingGroup:
-    """Generators, Scorers, Teachers and EnvironmentWorkers: all that sample and judge, started together."""
+class ServingGroup(ServingHost):
+    """The actors that sample and judge, as Ray actors."""
 
-    def __init__(
-        self, placement: Placement, config: Config, model: StartingModel, logs: Path, version: int = 0
-    ) -> None:
+    def __init__(self, placement: Placement, *given: Any) -> None:
         """
         Args:
-            version: of the weights in `model`.
+            given: as for `ServingHost`.
         """
-        self._placement, self._config, self._model = placement, config, model
-        self._logs, self._version = logs, version
+        self._placement = placement
         self._clients: dict[str, Client] = {}  # each actor's current one, by its name
-        self._numbers = itertools.count()  # of processes
         self._ending: list[Thread] = []  # each waits for the process of an actor that was killed
-        self._num_starts: Counter[str] = Counter()  # of engines, by their Generator's name
         self._spilled = SpilledBytes(_living_nodes, spilled_bytes_of)
-        self.generators = {name: self._start_generator(name) for name in generator_names(config)}
-        self.scorers = {name: self._start_scorer(name) for name in scorer_names(config)}
-        self.teachers = {name: self._start_teacher(name) for name in teacher_names(config)}
-        self.environments = {name: self._start_environment(name) for name in environment_names(config)}
+        super().__init__(*given)
 
-    def by_name(self) -> dict[str, ActorClient]:
-        return {**self.generators, **self.scorers, **self.teachers, **self.environments}
-
-    def restart_generator(self, name: str) -> GeneratorClient:
-        """Start a fresh Generator in place of `name`, with the weights that the actors started with."""
-        self._kill(name)
-        self.generators[name] = self._start_generator(name)
-        return self.generators[name]
-
-    def restart_worker(self, name: str) -> ActorClient:
-        """Start a fresh Scorer, Teacher or EnvironmentWorker in place of `name`."""
-        self._kill(name)
-        if name in self.teachers:
-            self.teachers[name] = self._start_teacher(name)
-            return self.teachers[name]
-        if name in self.scorers:
-            self.scorers[name] = self._start_scorer(name)
-            return self.scorers[name]
-        self.environments[name] = self._start_environment(name)
-        return self.environments[name]
+    @property
+    def _logs(self) -> Path:
+        return self._run.logs
 
     async def fetch(self, reference: Ref[T]) -> T:
         """Bring the value of a reference into this process."""
@@ -170,38 +126,35 @@ class ServingGroup:
         for thread in self._ending:
             thread.join(2 * KILL_AFTER_S)
 
-    def _start_generator(self, name: str) -> GeneratorClient:
-        config, model = self._config, self._model
-        seed = engine_seed(config.run.seed, name, self._version, self._num_starts[name])
-        self._num_starts[name] += 1
+    def _start_generator(self, name: str) -> Client:
+        config, model, seed = self._config, self._model, self._seed_of(name)
         engine = Deferred(lambda: make_engine(config, model.path, model.max_model_len, seed))
         actor = self._host(Generator, name).options(**self._placement.options(name), max_concurrency=10_000)
         handle = actor.remote(name, engine, config.generator.slowdown_s, self._version)
-        return cast(GeneratorClient, self._client(Generator, name, handle))
+        return self._client(Generator, name, handle)
 
-    def _start_scorer(self, name: str) -> ScorerClient:
+    def _start_scorer(self, name: str) -> Client:
         config = self._config
         actor = self._host(Scorer, name, beside={"take_stats": 1}).options(
             **self._placement.options(name),
             max_concurrency=config.scorer.num_workers,  # groups at a time, so that each worker has an answer
             allow_out_of_order_execution=True,  # a slow group delays no other
         )
-        handle = actor.remote(*scorer_arguments(config))
-        return cast(ScorerClient, self._client(Scorer, name, handle))
+        return self._client(Scorer, name, actor.remote(*scorer_arguments(config)))
 
-    def _start_teacher(self, name: str) -> TeacherClient:
+    def _start_teacher(self, name: str) -> Client:
         config, model = self._config, self._model
         engine = Deferred(lambda: make_teacher_engine(config, model))
         actor = self._host(Teacher, name).options(**self._placement.options(name), max_concurrency=10_000)
-        return cast(TeacherClient, self._client(Teacher, name, actor.remote(name, engine)))
+        return self._client(Teacher, name, actor.remote(name, engine))
 
-    def _start_environment(self, name: str) -> EnvironmentClient:
+    def _start_environment(self, name: str) -> Client:
         actor = self._host(EnvironmentWorker, name)
         settings = self._config.episodes
         handle = actor.options(**self._placement.options(name), max_concurrency=10_000).remote(
             name, self._config, self._model, settings.confined, values_of(settings.secrets)
         )
-        return cast(EnvironmentClient, self._client(EnvironmentWorker, name, handle))
+        return self._client(EnvironmentWorker, name, handle)
 
     def _host(self, cls: type, name: str, beside: Mapping[str, int] = NOTHING) -> ActorClass[Any]:
         return as_actor(cls, name, self._logs, beside)
@@ -212,37 +165,21 @@ class ServingGroup:
 
 
 class ActorGroup(ServingGroup):
-    """Every actor of a run."""
+    """Every actor of a run, as a Ray actor."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        config: Config,
-        model: StartingModel,
-        run_dir: Path,
-        checkpoint: Checkpoint | None = None,
-    ) -> None:
+    def __init__(self, *given: Any) -> None:
         """
         Args:
-            model: the one that the run began with; a checkpoint's weights take precedence, or its adapter is
-                put on it.
+            given: as for `ServingGroup`.
         """
-        self._initial_path = model.path
-        self._checkpoint = checkpoint
-        self._run = RunDirectory(run_dir)
-        self._metrics = RayMetrics(run_dir.name) if are_on() else None
-        version = 0
-        if checkpoint is not None:
-            version = checkpoint.state.step
-            if config.model.adapter is None:
-                model = StartingModel(str(checkpoint.model_path), model.end_token_ids, model.max_model_len)
-        super().__init__(placement, config, model, self._run.logs, version)
-        self.learner = self._start_learner()
-        self.buffer = self._start_buffer()
-        self.weight_sync = self._start_weight_sync()
+        super().__init__(*given)
+        self._metrics = RayMetrics(self._run.path.name) if are_on() else None
+        self.learner: Any = self._start_learner()
+        self.buffer: Any = self._start_buffer()
+        self.weight_sync: Any = self._start_weight_sync()
 
-    def by_name(self) -> dict[str, ActorClient]:
-        others: list[ActorClient] = [*self.ranks, self.buffer, self.weight_sync]
+    def by_name(self) -> dict[str, Any]:
+        others = (*self.ranks, self.buffer, self.weight_sync)
         return {**super().by_name(), **{client.name: client for client in others}}
 
     def show_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -255,33 +192,19 @@ class ActorGroup(ServingGroup):
         if self._metrics is not None:
             self._metrics.phase(phase)
 
-    @property
-    def _training_path(self) -> Path | None:
-        return self._checkpoint.training_path if self._checkpoint else None
-
-    def _start_learner(self) -> LearnerClient:
+    def _start_learner(self) -> Client | Crew:
         names = rank_names(self._config)
         if len(names) == 1:
             self.ranks = [self._start_rank(LEARNER)]
-            return cast(LearnerClient, self.ranks[0])
+            return self.ranks[0]
         self._meeting = RankMeeting(self._config, address_of_node(is_local()))  # open as long as the ranks
         self.ranks = [self._start_rank(name, self._meeting.seat(rank)) for rank, name in enumerate(names)]
-        limit_s = self._config.learner.collective_timeout_s
-        return cast(LearnerClient, Crew(LEARNER, self.ranks, self._place_of, limit_s))
+        return Crew(LEARNER, self.ranks, self._place_of, self._config.learner.collective_timeout_s)
 
     def _start_rank(self, name: str, seat: Seat | None = None) -> Client:
         actor = self._host(Learner, name, beside=self._beside_training())
-        handle = actor.options(**self._placement.options(name)).remote(
-            self._model.path,
-            self._config,
-            self._model.end_token_ids,
-            self._training_path,
-            self._run.skipped,
-            self._initial_path,
-            self._run.profile,
-            seat,
-            Deferred(partial(address_of_node, is_local())),
-        )
+        address = Deferred(partial(address_of_node, is_local()))
+        handle = actor.options(**self._placement.options(name)).remote(*self._learner_arguments, seat, address)
         return self._client(Learner, name, handle)
 
     def _beside_training(self) -> dict[str, int]:
@@ -293,50 +216,22 @@ class ActorGroup(ServingGroup):
         short = dict.fromkeys([*alone, "open_wire", "drop_wire", "release"], 1)
         return {**short, "join_wire": each, "send": each}
 
-    def _start_buffer(self) -> BufferClient:
+    def _start_buffer(self) -> Client:
         """Start the buffer on this node, because it writes the run's rollouts into the run directory."""
         actor = self._host(TrajectoryBuffer, "buffer").options(**on_this_node(), max_concurrency=10_000)
-        rollouts = self._run.rollouts if self._config.run.save_rollouts else None
-        handle = actor.remote(self._config, rollouts, self._training_path)
-        return cast(BufferClient, self._client(TrajectoryBuffer, "buffer", handle))
+        return self._client(TrajectoryBuffer, "buffer", actor.remote(*self._buffer_arguments))
 
-    def _start_weight_sync(self) -> WeightSyncClient:
+    def _start_weight_sync(self) -> Client:
         """Start WeightSync on this node: the death of another would take the run back to a checkpoint."""
         actor = self._host(WeightSync, "weight_sync").options(**on_this_node(), max_concurrency=100)
         timeout_s = self._config.weight_sync.phase_timeout_s
         generators = list(self.generators.values())
         handle = actor.remote(generators, timeout_s, self._version, self._wires())
-        return cast(WeightSyncClient, self._client(WeightSync, "weight_sync", handle))
+        return self._client(WeightSync, "weight_sync", handle)
 
     def _wires(self) -> Wires | None:
         backend = self._config.weight_sync.wire_backend
         return None if backend is None else Wires(self.ranks[0], "switch" if backend == "nccl" else "stage")
-
-
-@contextlib.contextmanager
-def running(
-    placement: Placement,
-    config: Config,
-    model: StartingModel,
-    run_dir: Path,
-    checkpoint: Checkpoint | None = None,
-) -> Iterator[ActorGroup]:
-    """Start the actors of a run, and end them however the block is left."""
-    actors = ActorGroup(placement, config, model, run_dir, checkpoint)
-    try:
-        yield actors
-    finally:
-        actors.stop()
-
-
-@contextlib.contextmanager
-def serving(placement: Placement, config: Config, model: StartingModel, logs: Path) -> Iterator[ServingGroup]:
-    """Start Generators with the model and the actors beside them, and end all however the block is left."""
-    actors = ServingGroup(placement, config, model, logs)
-    try:
-        yield actors
-    finally:
-        actors.stop()
 
 
 @contextlib.contextmanager

@@ -8,8 +8,6 @@ import asyncio
 import contextlib
 import faulthandler
 import inspect
-import itertools
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass
@@ -17,15 +15,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.cluster.placement import environment_names, generator_names, scorer_names, teacher_names
+from grpo_ray.cluster.hosts import ServingHost
+from grpo_ray.cluster.placement import environment_names
 from grpo_ray.config import Config
 from grpo_ray.core.buffer import TrajectoryBuffer
 from grpo_ray.core.generator import Generator as GeneratorActor
 from grpo_ray.core.sync import WeightSync
-from grpo_ray.engines import engine_seed, make_engine, make_teacher_engine
+from grpo_ray.engines import make_engine, make_teacher_engine
 from grpo_ray.errors import ActorDied, RunError
-from grpo_ray.records.checkpoint import Checkpoint
-from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.transfer.wires import SendingLearner, Wires
 from grpo_ray.types import StartingModel, methods_with_bulk
 
@@ -156,80 +153,38 @@ async def _value_of(argument: Any) -> Any:
     return await argument if isinstance(argument, Answer | Part | asyncio.Future) else argument
 
 
-class LocalServing:
+class LocalServing(ServingHost):
     """The counterpart of `hosting.ServingGroup` in this process."""
-
-    def __init__(
-        self, config: Config, model: StartingModel, run_dir: Path, checkpoint: Checkpoint | None = None
-    ) -> None:
-        """
-        Args:
-            model: the one that the run began with; a checkpoint's weights take precedence, or its adapter is
-                put on it.
-        """
-        self._config, self._start, self._run = config, model, RunDirectory(run_dir)
-        self._checkpoint = checkpoint
-        self._version = checkpoint.state.step if checkpoint else 0
-        self._num_starts: Counter[str] = Counter()  # each start has a life of its own
-        self._numbers = itertools.count()
-        self.generators = {name: self._new_generator(name) for name in generator_names(config)}
-        self.scorers = {name: self._new_scorer(name) for name in scorer_names(config)}
-        self.teachers = {name: self._new_teacher(name) for name in teacher_names(config)}
-        self.environments = {name: self._new_environment(name) for name in environment_names(config)}
-
-    def by_name(self) -> dict[str, Any]:
-        return {**self.generators, **self.scorers, **self.teachers, **self.environments}
 
     def _client(self, name: str, build: Callable[[], Any]) -> LocalClient:
         return LocalClient(name, build, next(self._numbers))
 
-    def _seed_of(self, name: str) -> int:
-        """Return the seed of an engine that is about to start."""
-        seed = engine_seed(self._config.run.seed, name, self._version, self._num_starts[name])
-        self._num_starts[name] += 1
-        return seed
+    def _kill(self, name: str) -> None:
+        self.by_name()[name].die("it was replaced")
 
-    @property
-    def _model_path(self) -> str:
-        if self._checkpoint is not None and self._config.model.adapter is None:
-            return str(self._checkpoint.model_path)
-        return self._start.path
-
-    def _new_generator(self, name: str) -> LocalClient:
-        config, seed = self._config, self._seed_of(name)
+    def _start_generator(self, name: str) -> LocalClient:
+        config, model, seed = self._config, self._model, self._seed_of(name)
 
         def build() -> GeneratorActor:
-            engine = make_engine(config, self._model_path, self._start.max_model_len, seed)
+            engine = make_engine(config, model.path, model.max_model_len, seed)
             return GeneratorActor(name, engine, config.generator.slowdown_s, self._version)
 
         return self._client(name, build)
 
-    def _new_scorer(self, name: str) -> LocalClient:
+    def _start_scorer(self, name: str) -> LocalClient:
         from grpo_ray.core.scorer import Scorer, scorer_arguments
 
         return self._client(name, lambda: Scorer(*scorer_arguments(self._config)))
 
-    def _new_teacher(self, name: str) -> LocalClient:
+    def _start_teacher(self, name: str) -> LocalClient:
         from grpo_ray.core.teacher import Teacher
 
-        return self._client(name, lambda: Teacher(name, make_teacher_engine(self._config, self._start)))
+        return self._client(name, lambda: Teacher(name, make_teacher_engine(self._config, self._model)))
 
-    def _new_environment(self, name: str) -> LocalClient:
+    def _start_environment(self, name: str) -> LocalClient:
         from grpo_ray.episodes.environment_worker import EnvironmentWorker
 
-        return self._client(name, lambda: EnvironmentWorker(name, self._config, self._start))
-
-    def restart_generator(self, name: str) -> Any:
-        return _replace(self.generators, name, self._new_generator)
-
-    def restart_worker(self, name: str) -> Any:
-        kinds: tuple[tuple[dict[str, LocalClient], Callable[[str], LocalClient]], ...] = (
-            (self.scorers, self._new_scorer),
-            (self.teachers, self._new_teacher),
-            (self.environments, self._new_environment),
-        )
-        clients, start = next(kind for kind in kinds if name in kind[0])
-        return _replace(clients, name, start)
+        return self._client(name, lambda: EnvironmentWorker(name, self._config, self._model))
 
     async def fetch(self, reference: Any) -> Any:
         return await reference
@@ -254,38 +209,25 @@ class LocalServing:
 class LocalActors(LocalServing):
     """The counterpart of `hosting.ActorGroup` in this process."""
 
-    def __init__(
-        self, config: Config, model: StartingModel, run_dir: Path, checkpoint: Checkpoint | None = None
-    ) -> None:
-        super().__init__(config, model, run_dir, checkpoint)
-        self.learner: Any = self._new_learner()
-        self.buffer: Any = self._client("buffer", self._make_buffer)
-        clients: list[Any] = list(self.generators.values())
+    def __init__(self, *given: Any) -> None:
+        """
+        Args:
+            given: as for `ServingHost`.
+        """
+        super().__init__(*given)
+        self.learner: Any = self._start_learner()
+        self.buffer: Any = self._client("buffer", lambda: TrajectoryBuffer(*self._buffer_arguments))
+        clients = list(self.generators.values())
         self.weight_sync: Any = self._client("weight_sync", partial(self._make_weight_sync, clients))
 
     def by_name(self) -> dict[str, Any]:
         others = (self.learner, self.buffer, self.weight_sync)
         return {**super().by_name(), **{client.name: client for client in others}}
 
-    @property
-    def _training_path(self) -> Path | None:
-        return self._checkpoint.training_path if self._checkpoint else None
-
-    def _new_learner(self) -> LocalClient:
+    def _start_learner(self) -> LocalClient:
         from grpo_ray.core.learner import Learner
 
-        start, run = self._start, self._run
-        return self._client(
-            "learner",
-            lambda: Learner(
-                self._model_path, self._config, start.end_token_ids, self._training_path, run.skipped,
-                start.path, run.profile,
-            ),
-        )  # fmt: skip
-
-    def _make_buffer(self) -> TrajectoryBuffer:
-        rollouts = self._run.rollouts if self._config.run.save_rollouts else None
-        return TrajectoryBuffer(self._config, rollouts, self._training_path)
+        return self._client("learner", lambda: Learner(*self._learner_arguments))
 
     def _make_weight_sync(self, generators: list[Any]) -> WeightSync:
         config = self._config.weight_sync
@@ -297,34 +239,6 @@ class LocalActors(LocalServing):
 
     def show_metrics(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def show_phase(self, phase: str) -> None: ...
-
-
-def _replace(clients: dict[str, LocalClient], name: str, start: Callable[[str], LocalClient]) -> LocalClient:
-    clients[name].die("it was replaced")
-    clients[name] = start(name)
-    return clients[name]
-
-
-@contextlib.contextmanager
-def serving(config: Config, model: StartingModel, folder: Path) -> Iterator[LocalServing]:
-    """Yield the actors that sample and grade; end what they started, however the block is left."""
-    actors = LocalServing(config, model, folder)
-    try:
-        yield actors
-    finally:
-        actors.stop()
-
-
-@contextlib.contextmanager
-def running(
-    config: Config, model: StartingModel, run_dir: Path, checkpoint: Checkpoint | None = None
-) -> Iterator[LocalActors]:
-    """Yield the actors of a run; end what they started, however the block is left."""
-    actors = LocalActors(config, model, run_dir, checkpoint)
-    try:
-        yield actors
-    finally:
-        actors.stop()
 
 
 def calls_of(learner: Any) -> Callable[..., Any]:

@@ -267,7 +267,7 @@ def _hosted(config: Config, is_local: bool) -> Iterator[tuple[RunConsole, Host, 
     """
     with RunConsole(config.algorithm.num_steps, config.weight_sync.max_lag) as console:
         if is_local:
-            yield console, local.running, local.learning
+            yield console, local.LocalActors, local.learning
             return
         console.status("starting Ray")
         importing = Thread(target=importlib.import_module, args=("grpo_ray.cluster.hosting",), daemon=True)
@@ -281,7 +281,7 @@ def _hosted(config: Config, is_local: bool) -> Iterator[tuple[RunConsole, Host, 
                 importing.join()
                 from grpo_ray.cluster import hosting
 
-                yield console, partial(hosting.running, placement), partial(hosting.learning, placement)
+                yield console, partial(hosting.ActorGroup, placement), partial(hosting.learning, placement)
 
 
 def _prepare(config: Config, task: TaskData, console: RunConsole) -> Prepared:

@@ -20,7 +20,7 @@ from benchmarks.played_turns import HINT
 from benchmarks.results import Options, Row
 from benchmarks.sampling import Alone, start_alone, take_turns
 from benchmarks.tiny_learner import QUICKSTART, model_folder
-from grpo_ray.cluster.hosting import ServingGroup, serving
+from grpo_ray.cluster.hosting import ServingGroup
 from grpo_ray.cluster.remote_actor import Client
 from grpo_ray.cluster.session import connected, placed
 from grpo_ray.config import Config
@@ -85,7 +85,7 @@ def run(options: Options) -> list[Row]:
         longest = max(turns * (tokens + 30) + 30 for turns, tokens, _ in shapes)
         model = StartingModel(folder, end_token_ids(folder, tokenizer), min(longest, 512))
         logs = RunDirectory(Path(run_dir)).logs
-        with placed(config) as placement, serving(placement, config, model, logs) as actors:
+        with placed(config) as placement, ServingGroup(placement, config, model, Path(run_dir)) as actors:
             return asyncio.run(_measure(config, model, actors, logs, shapes, options))
 
 

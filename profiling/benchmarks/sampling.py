@@ -21,7 +21,7 @@ import ray
 
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART, model_folder
-from grpo_ray.cluster.hosting import ServingGroup, serving
+from grpo_ray.cluster.hosting import ServingGroup
 from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor
 from grpo_ray.cluster.session import connected, placed
 from grpo_ray.config import Config
@@ -98,7 +98,7 @@ def run(options: Options) -> list[Row]:
         ends = end_token_ids(folder, load_tokenizer(folder))
         model = StartingModel(folder, ends, PROMPT_TOKENS + max(lengths))
         run = RunDirectory(Path(run_dir))
-        with placed(config) as placement, serving(placement, config, model, run.logs) as actors:
+        with placed(config) as placement, ServingGroup(placement, config, model, run.path) as actors:
             return asyncio.run(_measure(config, model, actors, run, lengths, rounds))
 
 

@@ -14,7 +14,7 @@ from run_process import pid_of, until
 from small_run import QUICKSTART, SMALL
 
 from grpo_ray.cluster import session
-from grpo_ray.cluster.hosting import ActorGroup, running
+from grpo_ray.cluster.hosting import ActorGroup
 from grpo_ray.config.loading import load_config
 from grpo_ray.core.generator import Generator
 from grpo_ray.errors import ActorDied, DataLost
@@ -37,7 +37,7 @@ def actors(model_cache: None, joining_ray: Joining, folder: Path) -> Iterator[Ac
         joining_ray(),
         session.connected(),
         session.placed(config) as placement,
-        running(placement, config, prepared.model, folder) as group,
+        ActorGroup(placement, config, prepared.model, folder) as group,
     ):
         asyncio.run(all_ready(group))
         yield group

@@ -96,7 +96,7 @@ def test_a_run_with_a_killed_rank_ends_like_one_rank_that_was_not_killed(
         asyncio.run(kill_one_rank(controller))
 
     with session.connected(), session.placed(config) as placement:
-        prepared, host = prepare(config, check_files(config)), partial(hosting.running, placement)
+        prepared, host = prepare(config, check_files(config)), partial(hosting.ActorGroup, placement)
         train_through_restores(config, prepared, run, Recorder(), host, drive)
     events = {event["kind"]: event for event in read_metrics(run.events_path)}
     assert events["run_failed"]["actor"] == "learner"

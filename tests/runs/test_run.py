@@ -9,7 +9,7 @@ from local_runs import Recorder, train
 from small_run import QUICKSTART, SMALL
 
 from grpo_ray.cluster import session
-from grpo_ray.cluster.hosting import running
+from grpo_ray.cluster.hosting import ActorGroup
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.core import groups
@@ -34,7 +34,7 @@ def run_actors(config: Config, folder: Path) -> RunDirectory:
     with (
         session.connected(),
         session.placed(config) as placement,
-        running(placement, config, prepared.model, folder) as actors,
+        ActorGroup(placement, config, prepared.model, folder) as actors,
     ):
         log, budget = RunLog(run, Recorder()), RestartBudget("recovery.max_restarts", 0, 0.0)
         asyncio.run(Controller(config, prepared, actors, log, store, budget).run())

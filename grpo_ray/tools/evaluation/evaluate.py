@@ -116,20 +116,19 @@ def _served(
 ) -> Iterator[PuttingActors]:
     """Yield the actors, in this process or on Ray; end them however the block is left."""
     if plan.is_local:
-        with local.serving(config, model, plan.folder.path) as here:
+        with local.LocalServing(config, model, plan.folder.path) as here:
             yield here
         return
     console.status("starting Ray")
     from grpo_ray.cluster import session
-    from grpo_ray.cluster.hosting import serving
+    from grpo_ray.cluster.hosting import ServingGroup
 
     assert config.model.path is not None
-    logs = plan.folder.path.resolve() / "logs"
     with (
         session.connected(needs_hub=not is_local_model(config.model.path)),
         sigterm_interrupts(),
         session.placed(config) as placement,
-        serving(placement, config, model, logs) as actors,
+        ServingGroup(placement, config, model, plan.folder.path.resolve()) as actors,
     ):
         yield actors
 

@@ -92,7 +92,7 @@ class SimulatedActors(LocalActors):
     def _client(self, name: str, build: Callable[[], Any]) -> SimulatedClient:
         return SimulatedClient(name, build, next(self._numbers), self)
 
-    def _new_generator(self, name: str) -> SimulatedClient:
+    def _start_generator(self, name: str) -> SimulatedClient:
         seed = self._seed_of(name)
         recompute_kv, max_num_seqs = self._config.weight_sync.recompute_kv, self._config.generator.max_num_seqs
         engine = SimulatedEngine(self._speeds, self._lengths, max_num_seqs, seed, recompute_kv, self._cores)
@@ -101,20 +101,20 @@ class SimulatedActors(LocalActors):
         slowdown_s = self._config.generator.slowdown_s
         return self._client(name, lambda: GeneratorActor(name, engine, slowdown_s, self._version))
 
-    def _new_scorer(self, name: str) -> SimulatedClient:
+    def _start_scorer(self, name: str) -> SimulatedClient:
         return self._client(name, lambda: SimulatedScorer(self._config, self._speeds, self._cores))
 
-    def _new_teacher(self, name: str) -> SimulatedClient:
+    def _start_teacher(self, name: str) -> SimulatedClient:
         return self._client(name, lambda: SimulatedTeacher(self._speeds, self._cores))
 
-    def _new_environment(self, name: str) -> SimulatedClient:
+    def _start_environment(self, name: str) -> SimulatedClient:
         worker = SimulatedEnvironmentWorker(name, self._config, self._speeds, self._num_starts[name])
         self._num_starts[name] += 1
         client = self._client(name, lambda: worker)
         worker.on_death = client.die
         return client
 
-    def _new_learner(self) -> SimulatedClient:
+    def _start_learner(self) -> SimulatedClient:
         learner = SimulatedLearner(self._config, self._speeds, self._account, self._version, self._cores)
         return self._client("learner", lambda: learner)
 

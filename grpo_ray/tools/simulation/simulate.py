@@ -10,7 +10,6 @@ import random
 import resource
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean, quantiles
 from typing import Any
@@ -112,13 +111,11 @@ def simulate(
     lives: list[SimulatedActors] = []  # one between two restores
     books: list[GroupBook] = []
 
-    @contextmanager
-    def host(*args: Any) -> Iterator[SimulatedActors]:
-        actors = SimulatedActors(
-            *args, speeds=speeds, lengths=lengths, account=account, trace=trace, meter=meter
+    def host(*args: Any) -> SimulatedActors:
+        lives.append(
+            SimulatedActors(*args, speeds=speeds, lengths=lengths, account=account, trace=trace, meter=meter)
         )
-        lives.append(actors)
-        yield actors
+        return lives[-1]
 
     def drive(controller: Controller) -> None:
         books.append(controller.book)
