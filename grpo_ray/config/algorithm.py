@@ -65,21 +65,21 @@ MAX_ROLLOUTS = 2**22
 
 
 class KLConfig(Section):
-    """KL divergence of the policy from a reference: measured, and with a coefficient a penalty."""
+    """KL divergence of the policy from a reference: measured, and penalised if `coefficient` is above 0."""
 
     reference: KLReference = "none"
     """`initial`: a frozen copy of the initial weights; `ema`: a moving average of the policy's weights."""
     coefficient: NonNegativeFloat = 0.0
     """Weight of the KL penalty (beta); 0 only measures."""
     placement: KLPlacement = "loss"
-    """Place of the penalty. `loss`: a term per token; `reward`: each response's reward is reduced by the sum of
-    its tokens' log(policy / reference), whatever `estimator`, before rewards are compared; `reward_to_go`:
+    """Place of the penalty. `loss`: a term per token. `reward`: each response's reward is reduced by the sum of
+    its tokens' log(policy / reference), whatever `estimator` says, before rewards are compared. `reward_to_go`:
     each token's advantage is reduced by that sum from the token on (REINFORCE++)."""
     estimator: KLEstimator = "k3"
-    """Estimator used for the penalty (Schulman's k1, k2, k3). As a penalty k1 has no gradient on average, k2
-    has that of KL(policy || reference), and k3 that of KL(reference || policy). `k1+`, `k3+`: the value of k1
-    or k3 with the gradient of k2; `unbiased`: k3 times the policy's ratio to the old logprobs, right for tokens
-    of an older policy too (DeepSeek-V3.2)."""
+    """Estimator of the penalty (Schulman's k1, k2, k3). As a penalty, k1 has no gradient on average, k2 has
+    that of KL(policy || reference), and k3 that of KL(reference || policy). `k1+`, `k3+`: the value of k1 or k3
+    with the gradient of k2. `unbiased`: k3 times the policy's ratio to the old logprobs, also right for tokens
+    of an older policy (DeepSeek-V3.2)."""
     refresh_every_num_steps: PositiveInt | None = None
     """Copy the policy into the reference every N steps (`initial` only)."""
     ema_decay: Decay = 0.99
@@ -105,102 +105,102 @@ class KLConfig(Section):
 
 class AlgorithmConfig(Section):
     preset: PresetName | None = None
-    """A published algorithm, which sets several of the fields below; fields that you also set win."""
+    """A published algorithm, which sets several of the fields below; fields that you set yourself win."""
     num_steps: PositiveInt = 200
-    """Training steps, each on one rollout batch (the handout's n_grpo_steps)."""
+    """Training steps, each on one rollout batch (CS336's n_grpo_steps)."""
     prompts_per_step: PositiveInt = 32
-    """Groups per step; multiplied by `samples_per_prompt`, the handout's rollout_batch_size."""
+    """Groups per step; times `samples_per_prompt`, they are CS336's rollout_batch_size."""
     samples_per_prompt: PositiveInt = 8
-    """Completions per prompt, G (the handout's group_size)."""
+    """Completions per prompt, G (CS336's group_size)."""
     advantage: AdvantageName = "mean_std"
-    """Conversion of a group's rewards to advantages. `mean_std`: minus the group's mean, divided by its
-    standard deviation; `mean`: minus the mean; `leave_one_out`: minus the mean of the other completions (RLOO);
-    `max_only`: 0 for all but the group's best; `raw`: unchanged; `max_rl`: minus the mean, divided by the mean
-    (MaxRL); `pass_at_k`: credit for groups of k in which a response succeeds; `gdpo`: the reward and its parts
-    each as `mean_std`, then summed (GDPO). Or a function of your own as `module:function`."""
+    """Conversion of a group's rewards to advantages, or a function of your own as `module:function`.
+    `mean_std`: minus the group's mean, divided by its standard deviation. `mean`: minus the mean.
+    `leave_one_out`: minus the mean of the other completions (RLOO). `max_only`: 0 for all but the group's best.
+    `raw`: unchanged. `max_rl`: minus the mean, divided by the mean (MaxRL). `pass_at_k`: credit for groups of k
+    in which a response succeeds. `gdpo`: `mean_std` of each reward term, then their weighted sum (GDPO)."""
     advantage_options: dict[str, Argument] = Field(default_factory=dict)
     """Keyword arguments of the advantage function other than `std` and `advantage_eps`."""
     advantage_scale: AdvantageScale = "group"
-    """Change of the advantages over the whole batch, before the first update on it. `group`: none; `batch`:
-    divided by the standard deviation of the batch's rewards (for `mean` and `leave_one_out`);
+    """Change of the advantages over the whole batch, before the first update on it. `group`: none. `batch`:
+    divided by the standard deviation of the batch's rewards (for `mean` and `leave_one_out`).
     `whiten_responses`, `whiten_tokens`: minus their mean and divided by their standard deviation, over the
     batch's responses or tokens (REINFORCE++)."""
     std: Std = "sample"
-    """Standard deviations of advantages: `sample` divides the squares by their number - 1 (of a group: G - 1),
-    `population` by their number."""
+    """Standard deviation of advantages: `sample` divides the squares by their number minus 1 (in a group, G -
+    1), `population` by their number."""
     advantage_eps: PositiveFloat = 1e-6
-    """Added to what advantages are divided by: standard deviations, and the mean of `max_rl`."""
+    """Added to the divisors of advantages: standard deviations, and the mean for `max_rl`."""
     loss: LossName = "grpo_clip"
-    """Policy-gradient loss per token, or one of your own as `module:function`; `no_baseline` takes raw rewards,
-    regardless of `advantage`."""
+    """Policy-gradient loss per token, or one of your own as `module:function`; `no_baseline` uses raw rewards
+    and ignores `advantage`."""
     loss_options: dict[str, Argument] = Field(default_factory=dict)
     """Keyword arguments of the loss function other than the three below."""
     cliprange: PositiveFloat | None = None
     """Epsilon: ratios are clipped to 1 - epsilon and 1 + epsilon; from 1 on there is no lower bound. Default:
-    0.2; for `gspo`, with ratios averaged over a response, 3e-4 below and 4e-4 above; for `cispo`, with ratios
-    that are weights, none below and 4 above; for `gmpo`, of the log ratio, 0.4."""
+    0.2. `gspo` and `luspo` average ratios over a response: 3e-4 below and 4e-4 above. `cispo` has ratios as
+    weights: no bound below, 4 above. `gmpo` clips log ratios: 0.4."""
     cliprange_high: PositiveFloat | None = None
-    """Separate epsilon for the upper bound (DAPO's clip-higher); default: that of `cliprange`."""
+    """Epsilon of the upper bound, if it differs (DAPO's clip-higher); default: that of `cliprange`."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Upper bound on the ratio where the advantage is negative (dual-clip PPO; `grpo_clip` only); at least
-    1 + the epsilon above."""
+    """Upper bound on the ratio where the advantage is negative (dual-clip PPO, `grpo_clip` only): at least
+    `cliprange_high` + 1."""
     aggregation: Aggregation | None = None
-    """From token losses to one number. `sequence_mean`: mean over each response, then over responses;
-    `token_mean`: mean over all tokens; `constant`: sum over each response divided by `sampling.max_tokens`,
-    then mean over responses; `sequence_sum`: sum over each response, then mean over responses; `prompt_mean`:
+    """Reduction of token losses to one number. `sequence_mean`: mean over each response, then over responses.
+    `token_mean`: mean over all tokens. `constant`: sum over each response divided by `sampling.max_tokens`,
+    then mean over responses. `sequence_sum`: sum over each response, then mean over responses. `prompt_mean`:
     mean over all tokens of a prompt's responses, then over prompts. Default: `token_mean` for `cispo` and
     `vespo`, `sequence_sum` for `luspo`, `sequence_mean` for every other loss."""
     epochs_per_batch: PositiveInt = 1
-    """Passes over each rollout batch (the handout's epochs_per_rollout_batch)."""
+    """Passes over each rollout batch (CS336's epochs_per_rollout_batch)."""
     train_batch_size: PositiveInt | None = None
     """Responses per optimizer update; default: the rollout batch, so one update per epoch."""
     old_log_probs: OldLogProbs = "behaviour"
-    """Denominator of the ratio: logprobs assigned by the sampler (`behaviour`), or by the Learner before its
-    first update on the batch (`proximal`; with one update per batch every ratio is then 1)."""
+    """Denominator of the ratio. `behaviour`: logprobs from the sampler. `proximal`: logprobs that the Learner
+    computes before its first update on the batch; with one update per batch every ratio is then 1."""
     off_policy_correction: Corrections = "none"
-    """Weights on token losses by the ratio proximal / behaviour: truncated per token (`truncate_token`), or per
-    response (`truncate_sequence`), or 0 outside a band (`mask_band`, IcePop). Or 0 for a whole response: if its
-    ratios' product (`mask_product`) or geometric mean (`mask_geometric`) is outside a band, if one ratio is
-    tiny (`veto`), or if it drifted and has a negative advantage (`opsm`). Or a function of your own as
-    `module:function`. The weights of a list of these are multiplied. A token without a sampler's logprob has
+    """Weight on token losses by the ratio proximal / behaviour: truncated per token (`truncate_token`) or per
+    response (`truncate_sequence`), or 0 outside a band (`mask_band`, IcePop). `mask_product` and
+    `mask_geometric` drop a response if the product or geometric mean of its ratios is outside a band. `veto`
+    drops it if one ratio is tiny, `opsm` if it drifted and has a negative advantage. Or a function of your own
+    as `module:function`. The weights of a list of these are multiplied. A token without a sampler's logprob has
     weight 0, and is still counted."""
     correction_options: dict[str, Argument] = Field(default_factory=dict)
     """Keyword arguments of the correction functions other than the two below."""
     correction_cap: PositiveFloat = 2.0
     """Largest truncated weight."""
     correction_band: tuple[NonNegativeFloat | None, PositiveFloat | None] | None = None
-    """Smallest and largest ratio that a mask keeps; null for either: no bound. Default: 0.5 and 5 for
+    """Smallest and largest ratio that a mask keeps; null: no bound on that side. Default: 0.5 and 5 for
     `mask_band`, none and 3 for `mask_product`, 0.999 and 1.001 for `mask_geometric`."""
     entropy_bonus: NonNegativeFloat = 0.0
-    """Weight of the token entropies, which are maximised; they are aggregated like the loss."""
+    """Weight of the tokens' entropy, which is maximised and aggregated like the loss."""
     entropy_target: NonNegativeFloat | None = None
-    """Adapt the weight, beginning with `entropy_bonus`, to the mean entropy in nats per token: after a step at
-    or below this target it rises, otherwise it falls; it acts only after a step at or below the target."""
+    """Target for the mean entropy in nats per token: the weight begins with `entropy_bonus`, rises after a step
+    at or below the target, and falls after any other. It acts only after a step at or below the target."""
     entropy_step: PositiveFloat = 0.005
     """Change of an adapted weight per step."""
     entropy_bonus_max: PositiveFloat = 1.0
     """Largest adapted weight."""
     token_selection: TokenSelection = "none"
-    """Tokens chosen over the whole batch, by the policy before its first update: train only on those with the
-    largest entropy (`top_entropy`); leave some out (`clip_cov`) or hold them back (`kl_cov`) that are both
-    likely and good, and so take the entropy away. Costs a forward pass."""
+    """Tokens to train on, chosen over the whole batch by the policy before its first update. `top_entropy`:
+    only those with the largest entropy. `clip_cov` leaves out, and `kl_cov` holds back, some that are both
+    likely and good, and so reduce the entropy. Costs a forward pass."""
     selection_options: dict[str, Argument] = Field(default_factory=dict)
     """Keyword arguments of the token selection, such as its `share` of the tokens."""
     overlong_buffer_tokens: NonNegativeInt = 0
-    """Length of the zone before `sampling.max_tokens` in which each further token costs reward (DAPO's soft
-    overlong punishment); 0 turns it off."""
+    """Length of the zone before `sampling.max_tokens` in which each token costs reward (DAPO's soft overlong
+    punishment); 0 turns it off."""
     overlong_penalty: NonNegativeFloat = 1.0
-    """Reward subtracted at `sampling.max_tokens`; less within the zone, in proportion."""
+    """Reward subtracted at `sampling.max_tokens`; proportionally less within the zone."""
     mask_truncated: bool = False
-    """Do not train on responses cut off at `sampling.max_tokens` (their rewards still count in the group). They
-    do not count in the loss's denominator either."""
+    """Do not train on responses cut off at `sampling.max_tokens`, nor count them in the loss's denominator.
+    Their rewards still count in the group."""
     dynamic_sampling_tries: NonNegativeInt = 0
-    """Replace groups without signal by further prompts (DAPO), at most N batches of them per step."""
+    """Replace groups without signal by new prompts (DAPO), at most N batches of them per step."""
     dynamic_sampling_metric: SamplingMetric = "advantage"
-    """Signal that dynamic sampling looks for: an `advantage` other than 0, or different `reward`s (before the
-    penalty of overlong responses) or `answer` rewards. DAPO's filter is by `answer`."""
+    """Signal that a group needs: an `advantage` other than 0, different `reward`s (before the penalty of
+    overlong responses), or different `answer` rewards, as in DAPO."""
     oversample_frac: NonNegativeFloat = 0.0
-    """Extra groups to keep in flight, as a share of the groups sampled per step; the last to finish are cut off
+    """Extra groups to keep in flight, as a share of the groups sampled per step; the last to finish are aborted
     and sampled again later."""
     kl: KLConfig = KLConfig()
 

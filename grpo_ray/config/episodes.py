@@ -18,41 +18,42 @@ class EpisodesConfig(Section):
     max_tokens: PositiveInt = 4096
     """Maximum length of a turn's prompt and reply together, in tokens."""
     max_seconds: PositiveFloat = 600.0
-    """Time of one episode, with its waits for turns and weight syncs, but not the time in which no Generator
-    serves; one that lasts longer has no reward, and leaves its group's baseline."""
+    """Time limit of an episode, with its waits for turns and weight syncs, but without the time in which no
+    Generator serves. An episode that takes longer has no reward, and leaves its group's baseline."""
     truncated_reward: FiniteFloat = 0.0
-    """Reward at the end of turns or tokens, unless the episode function catches it and returns its own."""
+    """Reward when turns or tokens run out, unless the episode function catches that and returns its own."""
     error_reward: FiniteFloat | None = None
-    """Reward of an episode in which the environment raises an error; default: none. Give that of a wrong answer
-    if replies can cause such errors: otherwise the policy is better off with an error than with being wrong."""
+    """Reward of an episode in which the environment raises an error; default: none. If replies can cause such
+    errors, set the reward of a wrong answer: otherwise an error pays better than being wrong."""
     turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Discount per turn of the returns, for episodes that return rewards per turn."""
+    """Discount of the returns per turn, for episodes that return rewards per turn."""
     over_age: Literal["wait", "mask", "drop"] = "wait"
-    """Episodes beyond the lag: `wait` for them; with oversampling `drop` them or `mask` their old tokens."""
+    """Episodes that exceed the lag: `wait` for them; with oversampling `drop` them or `mask` their old
+    tokens."""
     renderer: str | None = None
-    """Name of a renderer of the `renderers` package, such as `qwen3`, or `auto` for the model's own; default:
-    the tokenizer's chat template."""
+    """Renderer of the `renderers` package, such as `qwen3`, or `auto` for the model's own; default: the
+    tokenizer's chat template."""
     tool_parser: str | None = None
-    """Parser of tool calls: `transformers`, `renderer`, or one of vLLM's such as `hermes`; needed for tools."""
+    """Parser of tool calls: `transformers`, `renderer`, or one of vLLM's such as `hermes`. Tools need one."""
     template_arguments: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template or the renderer, such as `enable_thinking`."""
     num_workers: PositiveInt = 1
-    """EnvironmentWorker actors, processes in which episodes run."""
+    """EnvironmentWorker actors: processes in which episodes run."""
     max_concurrent: PositiveInt = 256
-    """Episodes that one worker runs at a time."""
+    """Episodes that one worker runs at the same time."""
     num_cpus: NonNegativeFloat = 0
     """CPUs that each worker reserves in Ray."""
     confined: bool = True
-    """Keep the tools that replies call from files other than Python's own, and from more than `memory_gib`.
-    It holds the threads of episodes, and what they start. It is not a sandbox for hostile code: what `exec`
-    runs in the worker's process reaches the network, and Ray's threads, which are not confined."""
+    """Limit the tools that replies call to Python's own files and to `memory_gib`, with the threads of episodes
+    and what they start. It is not a sandbox for hostile code: what `exec` runs in the worker's process reaches
+    the network, and Ray's threads, which are not confined."""
     readable_paths: tuple[str, ...] = ()
-    """Files and folders that a confined environment reads; modules can be read anyway."""
+    """Files and folders that a confined environment can read; it can read modules anyway."""
     writable_paths: tuple[str, ...] = ()
-    """Folders in which a confined environment writes, besides a temporary one of its own."""
+    """Folders that a confined environment can write to, besides a temporary one of its own."""
     secrets: tuple[SecretName, ...] = ()
-    """Environment variables that environments need, by their names. A worker has no other credential: those of
-    its process, Ray's token among them, are removed before a module of yours is imported."""
+    """Environment variables that environments need, by name. A worker has no other credentials: the rest,
+    including Ray's token, are removed before it imports your modules."""
     memory_gib: PositiveFloat = 16.0
     """Memory of all confined environments of one worker, in GiB."""
 

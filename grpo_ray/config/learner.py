@@ -19,9 +19,9 @@ class LearnerConfig(Section):
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up from 0 to the peak learning rate; then `lr_schedule`."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up: `constant`, or a decay from the peak, along a line or half a cosine. It
-    would arrive at `min_lr_ratio` of the peak one step after `algorithm.num_steps`. All updates of a step have
-    one rate."""
+    """Learning rate after the warm-up: `constant`, or a decay from the peak, `linear` or `cosine`. It would
+    reach `min_lr_ratio` of the peak one step after `algorithm.num_steps`. All updates of a step have one
+    rate."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the peak learning rate at which a decay ends."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
@@ -38,25 +38,24 @@ class LearnerConfig(Section):
     """`auto` computes a prompt once for all its responses in a micro-batch, if the model's attention can be
     replaced; `never` pads one row per response."""
     gradient_checkpointing: Recomputation = "none"
-    """Activations to recompute in the backward pass: `full` keeps only the blocks' inputs, for a third more
-    time; `selective` also keeps the outputs of matrix products and attention, and recomputes the cheap rest.
-    `true` and `false` are accepted for `full` and `none`."""
+    """Activations to recompute in the backward pass. `full` keeps only the inputs of blocks, and takes a third
+    more time. `selective` also keeps the outputs of matrix products and attention, and recomputes the cheap
+    rest. `true` and `false` are accepted for `full` and `none`."""
     compile: bool = False
-    """Compile each block with torch.compile; the first steps take longer. A CPU needs a C++ compiler for it."""
+    """Compile each block with torch.compile, which makes the first steps slower. A CPU needs a C++ compiler."""
     moments: Literal["float32", "bfloat16", "8bit"] = "float32"
-    """Data type of AdamW's two moments, of 4, 2 or 1 bytes each per parameter. `bfloat16` needs betas of at
-    most 0.99; `8bit` needs the package bitsandbytes."""
+    """Data type of AdamW's two moments: 4, 2 or 1 bytes each per parameter. `bfloat16` needs betas of at most
+    0.99; `8bit` needs the package bitsandbytes."""
     num_ranks: PositiveInt = 1
-    """Processes that share the Learner's work, each on its own device. Weights, gradients and the optimizer's
-    state are sharded over them (FSDP2), and each computes a share of every batch; the update is that of one."""
+    """Processes that share the Learner's work, each on its own device. FSDP2 shards weights, gradients and
+    optimizer state over them, and each computes a share of every batch. The update is the same as with one."""
     replicas: PositiveInt = 1
-    """Copies of the sharded weights: each is sharded over `num_ranks / replicas` ranks (HSDP). Then most
-    communication is between the ranks of one replica, which should be on one node."""
+    """Copies of the sharded weights, each sharded over `num_ranks / replicas` ranks (HSDP). Most communication
+    is then between the ranks of one replica, which should be on one node."""
     ranks_per_node: PositiveInt | None = None
-    """Ranks that are placed together on one node; default: those of one replica, or the largest share of
-    them that has at most 8."""
+    """Ranks per node; default: the largest number up to 8 that divides a replica's ranks evenly."""
     collective_timeout_s: PositiveFloat = 300.0
-    """Time until a rank that waits for the others ends the Learner, which is then restored from the last
+    """Time that a rank waits for the others before it ends the Learner, which is then restored from the last
     checkpoint."""
     num_gpus: Annotated[int, Field(ge=0, le=1)] = 1
     """1 per rank, or 0 to run on the CPU."""
@@ -65,11 +64,11 @@ class LearnerConfig(Section):
     num_threads: PositiveInt = 1
     """CPU threads of each rank (CPU only)."""
     cpu_cores: Cores = None
-    """Cores that the Learner's process is pinned to (CPU only), dealt out to the ranks; default: any."""
+    """Cores to pin the Learner's process to (CPU only), divided among the ranks; default: any."""
     slowdown_s: NonNegativeFloat = 0.0
     """Artificial delay per step in seconds, for experiments with schedules."""
     peak_tflops: PositiveFloat | None = None
-    """The device's peak in 10^12 FLOP/s in `model.dtype`, for `perf/mfu`; default: the data sheet's, for a GPU
+    """Peak of the device in 10^12 FLOP/s in `model.dtype`, for `perf/mfu`; default: the data sheet's, for a GPU
     that `watch/flops.py` lists."""
     profile_steps: tuple[PositiveInt, PositiveInt] | None = None
     """First and last step to record with torch's profiler (traces in `profile/`); these steps take longer."""
@@ -137,7 +136,7 @@ class SftConfig(Section):
     """Supervised steps on demonstrations, before the first step of GRPO."""
 
     path: str
-    """`.jsonl` or `.parquet` file of demonstrations. A row has `messages`, the last one the assistant's; or a
+    """`.jsonl` or `.parquet` file of demonstrations. A row has `messages`, the last from the assistant; or a
     question, which `task.prompt` turns into a prompt, and a response."""
     prompt_field: str = "prompt"
     """Field of a row that holds the question."""
@@ -148,5 +147,5 @@ class SftConfig(Section):
     batch_size: PositiveInt = 32
     """Demonstrations per step, shuffled in every epoch."""
     learning_rate: PositiveFloat = 2e-5
-    """Peak learning rate, after a linear ramp over a tenth of the steps; then linear decay to 0. The section
+    """Peak learning rate: a linear ramp over a tenth of the steps, then linear decay to 0. The section
     `learner` has the optimizer's other values."""

@@ -72,15 +72,15 @@ class AdapterConfig(Section):
     rank: PositiveInt = 16
     """Width of the narrow matrices."""
     alpha: PositiveInt = 32
-    """Scale of the product, which is multiplied with `alpha / rank`; with `rslora`, `alpha / sqrt(rank)`."""
+    """Scale of the product: it is multiplied by `alpha / rank`, or with `rslora` by `alpha / sqrt(rank)`."""
     target_modules: tuple[str, ...] | None = None
-    """Names of the linear layers to adapt, such as `q_proj`; `null`: all but the output layer."""
+    """Linear layers to adapt, by name, such as `q_proj`; `null`: all but the output layer."""
     rslora: bool = False
-    """Scale by the square root of the rank (Kalajdzievski 2023)."""
+    """Divide `alpha` by the square root of the rank (Kalajdzievski 2023)."""
     dora: bool = False
-    """Also train the length of each of the matrix's rows (DoRA, Liu et al. 2024)."""
+    """Also train the norm of each of the matrix's rows (DoRA, Liu et al. 2024)."""
     path: HomePath | None = None
-    """A folder in PEFT's format to start from, such as a run's checkpoint. `null`: a new adapter, which changes
+    """A folder in PEFT's format to start from, such as a run's checkpoint; `null`: a new adapter, which changes
     nothing at first."""
 
     @field_validator("target_modules")
@@ -93,27 +93,27 @@ class AdapterConfig(Section):
 
 class ModelConfig(Section):
     path: HomePath | None = None
-    """A folder in Hugging Face format, or a hub name such as `Qwen/Qwen2.5-Math-1.5B`, which `@` and a
-    branch, tag or commit may follow. A run keeps the commit that it began with."""
+    """A folder in Hugging Face format, or a hub name such as `Qwen/Qwen2.5-Math-1.5B`, optionally with `@` and
+    a branch, tag or commit. A run keeps the commit that it began with."""
     tiny: TinyModelConfig | None = None
     """Shape of a tiny model to build instead of loading one."""
     implementation: Implementation = "transformers"
     """Model code of the Learner and the torch engine: transformers' classes, or `grpo_ray`'s own TransformerLM,
-    which computes any plain Llama."""
+    which runs any plain Llama."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the served weights and of the Learner's forward pass (master weights are float32)."""
     head_dtype: HeadDtype = "model"
-    """Data type in which the Learner, the engines and the teacher compute logits: `float32` casts the output
-    layer's inputs and weights, which stay in `dtype`. It changes nothing with `dtype: float32`."""
+    """Data type in which the Learner, the engines and the teacher compute logits. `float32` casts the output
+    layer's inputs and weights, which stay in `dtype`; with `dtype: float32` it changes nothing."""
     attention: Attention = "auto"
-    """Kernel of the Learner's attention: `sdpa` is torch's scaled_dot_product_attention, `varlen` torch's
-    FlashAttention for packed rows, `flash_attention_2` and `flash_attention_3` the packages of those names.
-    `auto` is `varlen` on GPUs in bfloat16, and `sdpa` elsewhere."""
+    """Kernel of the Learner's attention: `sdpa` is torch's scaled_dot_product_attention, `varlen` is torch's
+    FlashAttention for packed rows, `flash_attention_2` and `flash_attention_3` are packages. `auto` is `varlen`
+    on GPUs in bfloat16, and `sdpa` elsewhere."""
     adapter: AdapterConfig | None = None
     """Adapter to train instead of the model's own weights, which stay as they are."""
     base_quantization: Literal["none", "nf4"] = "none"
-    """`nf4` keeps the linear layers under an adapter in 4 bits in the Learner; Generators sample from the
-    dequantized weights, which are the ones that it trains on. Needs the package bitsandbytes."""
+    """`nf4` keeps the linear layers under an adapter in 4 bits in the Learner. Generators sample from the
+    dequantized weights, which the Learner also trains on. Needs the package bitsandbytes."""
     trust_remote_code: bool = False
     """Run Python code shipped with the model."""
 

@@ -70,17 +70,17 @@ class RewardTerm(Section):
     arguments: dict[str, Argument] = Field(default_factory=dict)
     """Extra keyword arguments for the reward function."""
     secrets: tuple[SecretName, ...] = ()
-    """Environment variables that a function of yours needs, such as a judge's key, by their names."""
+    """Environment variables that your function needs, by name, such as a judge's key."""
     name: TermName | None = None
-    """Name of the term in metrics (`reward/<name>/mean`) and for `gdpo`; default: that of its function."""
+    """Name of the term in metrics (`reward/<name>/mean`) and for `gdpo`; default: its function's name."""
     batched: bool = False
-    """Call a function of yours once per group, with lists in place of values; it returns a list."""
+    """Call your function once per group, with lists instead of values; it returns a list."""
     network: bool = False
-    """Let a function of yours use the network, as an LLM judge does; it may be an `async def`."""
+    """Let your function use the network, as an LLM judge does; it may be an `async def`."""
     timeout_s: PositiveFloat = 60.0
     """Seconds for one call (`network` only)."""
     retries: NonNegativeInt = 2
-    """Further calls after one that failed or took too long (`network` only)."""
+    """Further calls after one that failed or timed out (`network` only)."""
     concurrency: PositiveInt = 32
     """Calls at the same time, per Scorer (`network` only)."""
 
@@ -168,12 +168,12 @@ class ScorerConfig(Section):
     num_cpus: NonNegativeFloat = 0
     """CPUs that each Scorer reserves in Ray."""
     num_workers: PositiveInt = 4
-    """Processes per Scorer that grade mathematics or run a function of yours; the other rewards need none."""
+    """Processes per Scorer that grade mathematics or run your functions; other rewards need none."""
     timeout_s: PositiveFloat = 5.0
-    """Seconds to grade one response; then its worker is killed, and the response counts as a wrong one."""
+    """Seconds to grade one response; then the worker is killed, and the response counts as wrong."""
     memory_gib: PositiveFloat = 2.0
     """Memory to grade one response, in GiB (libraries excluded); a worker that needs more is killed."""
     ungradable_reward: FiniteFloat | None = 0.0
-    """Reward taken for a function of yours that exceeds these limits; null: an error, left out of its group."""
+    """Reward if your function exceeds these limits; null: an error, and the response leaves its group."""
     readable_paths: tuple[str, ...] = ()
-    """Files and folders that a function of yours reads while it grades; modules can be read anyway."""
+    """Files and folders that your function can read while it grades; it can read modules anyway."""

@@ -27,12 +27,12 @@ class RunConfig(Section):
     if_exists: Literal["refuse", "resume"] = "refuse"
     """Behaviour of `train` if the run directory exists; `resume` lets a resubmitted job continue."""
     silent_detectors: tuple[DetectorName, ...] = ()
-    """Detectors of failures that give no warning; the page on failures describes each."""
+    """Detectors of failures to silence; the page on failures describes each."""
     on_preemption_s: PositiveFloat = 30.0
-    """Seconds from SIGTERM to a written checkpoint; then the work is abandoned, and the last checkpoint counts.
-    The rest of the current step must fit, and a checkpoint (`timing/checkpoint/capture_s` and `write_s`; the
-    run reports a first one that takes longer). A validation of the step before is skipped. The grace period of
-    the SIGTERM's sender should be 60 s longer: a clean-up that hangs is ended then."""
+    """Seconds from SIGTERM to a written checkpoint; then the run abandons the work, and the last checkpoint
+    counts. They must suffice for the rest of the step and a checkpoint (`timing/checkpoint/capture_s` and
+    `write_s`; the run reports a first one that takes longer). A validation of the step before is skipped. Make
+    the grace period of the SIGTERM's sender 60 s longer: that is when a hanging clean-up is ended."""
 
 
 class EvaluationConfig(Section):
@@ -55,37 +55,38 @@ class RecoveryConfig(Section):
     """Limits and timeouts for handling failures."""
 
     max_restarts: NonNegativeInt = 20
-    """Restarts of Generators, Scorers, Teachers and EnvironmentWorkers per hour, all together; beyond it the
+    """Restarts of Generators, Scorers, Teachers and EnvironmentWorkers per hour, all together; beyond that the
     run ends with a checkpoint. Actors that die within half a minute of each other count once."""
     restart_backoff_s: NonNegativeFloat = 1.0
-    """Seconds before an actor is restarted, or a failed group retried; doubled each time, up to a minute, and
+    """Seconds before an actor is restarted or a failed group retried: doubled each time, up to a minute, and
     reset after ten minutes without a death."""
     max_restores: NonNegativeInt = 3
-    """Times per hour that a run restores its last checkpoint by itself (after the Learner or the buffer died),
-    and times in a row without a new step in between."""
+    """Times per hour that a run restores its last checkpoint after the Learner or the buffer died, and times in
+    a row without a new step in between."""
     start_timeout_s: PositiveFloat = 1800.0
-    """Seconds for an actor to start: room on the cluster, loading the model, compiling."""
+    """Seconds for an actor to start: waiting for room on the cluster, loading the model, compiling."""
     group_timeout_s: PositiveFloat = 1800.0
-    """Seconds to sample one group, from when its engine has room for it; then it is aborted and retried."""
+    """Seconds to sample one group once its engine has room for it; then it is aborted and retried."""
     max_group_retries: NonNegativeInt = 3
-    """Retries per prompt after an error; then it is set aside and reported at the end."""
+    """Retries per prompt after an error; then the prompt is set aside and reported at the end."""
     max_group_losses: NonNegativeInt = 2
-    """Times that a group may be lost with its process while it is sampled alone, as it is after two losses
-    alongside other groups; at the next one its prompt is set aside."""
+    """Times that a group may be lost with its process while sampled alone; after one more, its prompt is set
+    aside. A group is sampled alone after two losses alongside others."""
     stall_timeout_s: PositiveFloat = 1800.0
     """Seconds without progress before the run reports what it is waiting for and replaces stuck actors. A
-    Learner that works through its micro-batches makes progress; a group that is retried does not."""
+    Learner that is working through its micro-batches makes progress; a group that is retried does not."""
     max_skipped_updates: PositiveInt = 3
-    """Consecutive steps without a finite update that end the run with a checkpoint of the last good weights."""
+    """Consecutive steps without a finite update after which the run ends, with a checkpoint of the last good
+    weights."""
 
 
 class PlacementConfig(Section):
-    """Nodes of the Generators, Learner and Scorer; one placement group holds all that they reserve."""
+    """Nodes of the Generators, Learner and Scorer; one placement group holds everything they reserve."""
 
     strategy: Strategy = "pack"
     """`pack`: on few nodes. `spread`: on many. `strict_spread`: each on its own. `colocate`: all on one."""
     wait_s: NonNegativeFloat = 0.0
-    """Seconds to wait for missing resources, such as for an autoscaler or another job; 0 refuses at once."""
+    """Seconds to wait for missing resources, as for an autoscaler or another job; 0 refuses at once."""
 
 
 class TrackingConfig(Section):

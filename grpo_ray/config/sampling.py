@@ -50,18 +50,17 @@ DECIDED: Mapping[str, str] = {
 
 class SamplingConfig(Section):
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
-    """Divisor of the logits, in the engine and in the Learner; at least 0.01, which vLLM would use instead of
-    anything lower."""
+    """Divisor of the logits, in the engine and in the Learner; at least 0.01, vLLM's lower limit."""
     top_p: Fraction = 1.0
     """Nucleus mass; training requires 1.0 (the error message says why)."""
     min_tokens: NonNegativeInt = 0
-    """Minimum response length in tokens. Unless given, 4 if every prompt of the task ends with a tag that
-    responses close, as `r1_zero` does."""
+    """Minimum response length in tokens. If omitted, 4 if every prompt of the task ends with a tag that
+    responses close, as in `r1_zero`."""
     max_tokens: PositiveInt = 1024
-    """Maximum response length in tokens. Unless given, 24 for `model.tiny`."""
+    """Maximum response length in tokens. If omitted, 24 for `model.tiny`."""
     stop: tuple[str, ...] = ()
-    """Strings that end a response; kept in the output. Unless given, `</answer>` if a prompt of the task ends
-    with `<think>` or `<answer>`, as `r1_zero` and `short` do, and none for `chat` or `question_only`."""
+    """Strings that end a response and stay in the output. If omitted, `</answer>` if a prompt of the task ends
+    with `<think>` or `<answer>`, as in `r1_zero` and `short`; none for `chat` and `question_only`."""
 
     def _conflicts(self) -> Iterator[str]:
         if self.min_tokens > self.max_tokens:
@@ -79,7 +78,7 @@ class EngineConfig(Section):
     _other_fields: ClassVar[Mapping[str, str]] = {}  # in the place of these parts of DECIDED's fields
 
     engine: EngineName = "vllm"
-    """`vllm` for real runs; `torch` is a plain reference implementation. For Generators also one of your own:
+    """`vllm` for real runs, `torch` for a plain reference implementation. Generators also take one of your own:
     a class as `module:name`."""
     num_gpus: NonNegativeInt = 1
     """GPUs per engine (its tensor-parallel size); 0 runs on the CPU."""
@@ -95,14 +94,14 @@ class EngineConfig(Section):
         default_factory=lambda given: None if given.get("num_gpus") else 0.5
     )
     """Size of the KV cache in GiB; default: 0.5 on a CPU, and on GPUs what `gpu_memory_utilization` leaves. Set
-    it where other processes use the GPU while vLLM starts, which would count their memory as its own."""
+    it where other processes use the GPU while vLLM starts: it would count their memory as its own."""
     num_threads: PositiveInt = 1
     """CPU threads per engine (CPU only)."""
     cpu_cores: Cores = None
     """Cores that the engines' processes are pinned to (CPU only); default: any."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's AsyncEngineArgs, such as `{quantization: fp8, enable_expert_parallel: true}`.
-    What the run decides (the model, its dtype, the seed, the distribution of responses) is refused here."""
+    Those that the run decides are refused: the model, its dtype, the seed, the distribution of responses."""
 
     @field_validator("engine_args")
     @classmethod
@@ -123,14 +122,14 @@ class EngineConfig(Section):
 
 
 class GeneratorConfig(EngineConfig):
-    """Engines that sample. `engine_args.max_num_batched_tokens` is 8192 on GPUs unless given."""
+    """Engines that sample. On GPUs, `engine_args.max_num_batched_tokens` is 8192 by default."""
 
     num_generators: PositiveInt = 1
     """Generator actors, each with its own engine."""
     max_starting: PositiveInt = 64
-    """Generators that start at the same time, at the beginning and after deaths; the others wait for their
-    turn, so that reading the model overruns no file system. Each one's `recovery.start_timeout_s` counts from
-    its turn."""
+    """Generators that start at the same time, at the beginning and after deaths. The others wait, so that
+    reading the model does not overload a file system; `recovery.start_timeout_s` counts from each one's
+    turn."""
     max_model_len: PositiveInt | None = None
     """Maximum length of prompt plus response in tokens; default: longest prompt + `sampling.max_tokens`."""
     colocated: bool = False
@@ -140,10 +139,8 @@ class GeneratorConfig(EngineConfig):
 
 
 class DistillationConfig(EngineConfig):
-    """On-policy distillation: a teacher judges every token of the policy's responses.
-
-    Used if `teacher` is given. With `engine: torch` the micro-batches are `learner.micro_batch_tokens`.
-    """
+    """On-policy distillation: a teacher judges every token of the policy's responses. Used if `teacher` is set.
+    With `engine: torch`, micro-batches are `learner.micro_batch_tokens` long."""
 
     _other_fields: ClassVar[Mapping[str, str]] = {
         "generator.": "distillation.",

@@ -11,25 +11,25 @@ class WeightSyncConfig(Section):
     max_lag: NonNegativeInt = 1
     """Largest lag, in versions, of a token that is trained on: 0 is synchronous, 1 is one version behind."""
     in_flight: bool = True
-    """true: weights are replaced under running requests, which continue with the new ones (best where response
-    lengths vary widely). false: a sync first waits for the running requests to finish on their version (best
-    where they end together, since nothing is recomputed)."""
+    """true: a sync replaces the weights under running requests, which continue with the new ones (best where
+    response lengths vary widely). false: a sync first waits for running requests to finish on their version
+    (best where they end together, since nothing is recomputed)."""
     recompute_kv: bool = True
     """true: a sync discards the keys and values of running requests, and the engine recomputes them with the
-    new weights. false: it keeps them, so that later tokens attend to keys and values of earlier weights; new
-    requests use those of their own version alone. What it costs: `mismatch/kl/after_switch`."""
+    new weights. false: it keeps them, so later tokens attend to keys and values of earlier weights. New
+    requests use only those of their own version. `mismatch/kl/after_switch` shows the cost."""
     transport: Literal["object_store", "ipc", "collective", "nccl"] = "object_store"
-    """Path of the weights to the Generators: `object_store`, then shared memory into the engine; `ipc`, read in
-    place on the GPU that a colocated Generator and Learner share; `collective`, one gloo communicator per
-    Generator between host memories; or `nccl`, one NCCL communicator per Generator between GPUs (not run on
-    any GPU yet). With the last two the Learner sends during its next step, and keeps two copies."""
+    """Path of the weights to the Generators. `object_store`: Ray's object store, then shared memory into the
+    engine. `ipc`: read in place on the GPU that a colocated Generator and Learner share. `collective`: one gloo
+    communicator per Generator, between host memories. `nccl`: one NCCL communicator per Generator, between GPUs
+    (not run on any GPU yet). With the last two the Learner sends during its next step, and keeps two copies."""
     send: Literal["merged", "adapter"] = "merged"
-    """With `model.adapter`: `merged` sends the whole model with the adapter merged into it; `adapter` sends the
-    adapter alone, which vLLM's LoRA layers apply (sampling is slower, and rounds differently)."""
+    """With `model.adapter`: `merged` sends the whole model with the adapter merged into it; `adapter` sends
+    only the adapter, which vLLM's LoRA layers apply (slower sampling, different rounding)."""
     delta: bool = False
-    """Send only the values that changed since the last version, exactly and checked, unless all are fewer
-    bytes (`weight_sync/sent_frac`). For slow networks, bfloat16 and small learning rates: encoding takes the
-    time of several memory copies. The Learner and each Generator keep the weights in host memory."""
+    """Send only changed values (lossless and verified), unless sending all weights takes fewer bytes
+    (`weight_sync/sent_frac`). For slow networks, bfloat16 and small learning rates: encoding takes the time of
+    several memory copies. The Learner and each Generator keep the weights in host memory."""
     phase_timeout_s: PositiveFloat = 300.0
     """Seconds for each of a sync's two calls to a Generator; one that takes longer is named and replaced."""
     checksum: bool = False
@@ -65,8 +65,8 @@ class ReplayConfig(Section):
 
 class BufferConfig(Section):
     max_gib: PositiveFloat = 4.0
-    """Memory for scored groups, in GiB; beyond it only groups that the Learner is waiting for are accepted."""
+    """Memory for scored groups, in GiB; when full, only groups that the Learner waits for are accepted."""
     lookahead: PositiveInt = 1
-    """Window W: a batch takes the first groups to finish among the next `fresh groups + W - 1`. Stragglers hold
-    it up less but may come later, which `weight_sync.max_lag` must allow. 1 is strict order."""
+    """Window W: a batch takes the first groups to finish among the next `fresh groups + W - 1`. Stragglers
+    delay it less but may come later, which `weight_sync.max_lag` must allow. 1 is strict order."""
     replay: ReplayConfig = ReplayConfig()

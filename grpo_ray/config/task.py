@@ -38,8 +38,8 @@ class PlainTaskConfig(Section):
     """Fields of every kind of task except mixtures."""
 
     prompt: str = "r1_zero"
-    """Template: `question_only`, `r1_zero`, `short`, `few_shot_sorting` (of the sorting task), `chat` (the
-    model's own), or a file with `{question}`, which may open with examples."""
+    """Template: `question_only`, `r1_zero`, `short`, `few_shot_sorting` (for sorting), `chat` (the model's
+    own), or a file with `{question}`, which may begin with examples."""
     system_prompt: str | None = None
     """System message before the question (`prompt: chat` only)."""
     reward: Reward = "r1_zero"
@@ -112,11 +112,11 @@ class ArithmeticTaskConfig(PlainTaskConfig):
 
 
 class KeywordsTaskConfig(PlainTaskConfig):
-    """Writing a sentence with given words: generated prompts, or files of the course's `data keywords`."""
+    """Writing a sentence with given words: generated prompts, or files."""
 
     kind: Literal["keywords"] = "keywords"
     train_path: str | None = None
-    """`.jsonl` or `.parquet` file of `prompt`, `answer` (for a warm-up) and `keywords`; default: generated."""
+    """`.jsonl` or `.parquet` file with `prompt`, `answer` (for a warm-up), `keywords`; default: generated."""
     validation_path: str | None = None
     """File in the same format to validate with."""
     keywords_path: str | None = None
@@ -152,7 +152,7 @@ class ReasoningGymTaskConfig(PlainTaskConfig):
     num_train_prompts: Annotated[int, Field(ge=1, le=100_000)] = 2000
     """Different questions to train on."""
     num_validation_prompts: Annotated[int, Field(ge=1, le=100_000)] = 64
-    """Questions to validate with, of other seeds; none of them is trained on."""
+    """Questions to validate with, from other seeds; none of them is trained on."""
     prompt: str = "chat"
     reward: Reward = "grpo_ray.tasks.reasoning_gym:verified"
 
@@ -163,7 +163,7 @@ class ExamplesTaskConfig(PlainTaskConfig):
     train_path: str
     """`.jsonl` or `.parquet` file with one example per row, or a dataset on the hub as `owner/name`."""
     validation_path: str
-    """File or dataset to validate with, given as for `train_path`."""
+    """File or dataset to validate with, in the form of `train_path`."""
     subset: str | None = None
     """Subset of a dataset on the hub that has several; default: the dataset's own default."""
     train_split: str = "train"
@@ -185,9 +185,9 @@ class ExamplesTaskConfig(PlainTaskConfig):
     duplicates: Literal["drop", "keep"] = "drop"
     """`drop`: use a repeated question once, or refuse it if its answers differ. `keep`: use every one."""
     max_prompt_tokens: PositiveInt | None = None
-    """Maximum prompt length in tokens, template included; default: the model's positions minus the response."""
+    """Maximum prompt length in tokens with the template; default: the model's limit minus the response."""
     long_prompts: Literal["refuse", "skip", "truncate"] = "refuse"
-    """Handling of longer prompts: an error, left out and counted, or cut on the left and counted."""
+    """Handling of longer prompts: `refuse` is an error, `skip` leaves them out, `truncate` cuts on the left."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "ExamplesTaskConfig":

@@ -19,8 +19,8 @@ MAX_RECORDED = 1_000_000  # lengths; the last steps of a longer run
 class Speeds(Section):
     """The speeds of every simulated actor, in seconds; a file `--speeds` replaces some of them.
 
-    The defaults are round numbers of the size that a model of 7 billion parameters has on one GPU per engine.
-    They were not measured: fit them to your own run before you rely on a figure.
+    The defaults are round numbers for 7 billion parameters and one GPU per engine. They were not measured: fit
+    them to your own run before you rely on a figure.
     """
 
     decode_s: PositiveFloat = 0.012
@@ -30,7 +30,7 @@ class Speeds(Section):
     prefill_token_s: NonNegativeFloat = 2e-5
     """Seconds per prompt token, while the engine's other sequences wait. A group's prompt counts once."""
     request_s: NonNegativeFloat = 0.0
-    """Seconds per group that its prompt's length does not change, while the engine's other sequences wait."""
+    """Seconds per group, whatever its prompt's length, while the engine's other sequences wait."""
     prompt_tokens: PositiveInt = 256
     """Length of every prompt."""
     dispatch_s: NonNegativeFloat = 0.0
@@ -50,9 +50,9 @@ class Speeds(Section):
     teacher_s: NonNegativeFloat = 1.0
     """Seconds of a Teacher for a group, one group at a time."""
     episode_turns: PositiveFloat = 4.0
-    """Mean of the replies of an episode before its limits, of at least 1: nearly geometric."""
+    """Mean replies per episode before its limits, at least 1 (nearly geometric)."""
     environment_s: NonNegativeFloat = 1.0
-    """Mean of the seconds of an environment between two replies: exponential."""
+    """Mean seconds of an environment between two replies (exponential)."""
     answer_tokens: NonNegativeInt = 64
     """Tokens of an environment's answer to a reply."""
     train_s: NonNegativeFloat = 2.0
@@ -62,12 +62,12 @@ class Speeds(Section):
     snapshot_s: NonNegativeFloat = 1.0
     """Seconds in which the Learner copies its weights, or its state for a checkpoint."""
     cores: PositiveFloat | None = None
-    """Cores that all actors share, each busy one an equal part: the other speeds are then seconds of work on a
-    core that nothing else uses. null: every actor has its own device or cores, as on a cluster."""
+    """Cores that all actors share, each busy one an equal part; other speeds are then seconds of work on an
+    otherwise idle core. null: every actor has its own device or cores, as on a cluster."""
     engine_cores: PositiveFloat = 1.0
     """Cores that an engine keeps busy while it samples; counts only with `cores`."""
     generator_life_s: PositiveFloat | None = None
-    """Mean of the exponential distribution of the seconds until an engine dies; null: it never does."""
+    """Mean seconds until an engine dies (exponential); null: it never does."""
     environment_life_s: PositiveFloat | None = None
     """The same for an EnvironmentWorker."""
     learner_life_s: PositiveFloat | None = None
