@@ -53,7 +53,7 @@ LIMIT = 30
 """Words per sentence; what stands in backticks is one word."""
 UNREVISED = """
 README.md docs/comparison.md docs/configuration.md docs/extending.md docs/getting-started.md docs/index.md
-docs/objectives.md docs/python.md docs/schedules.md
+docs/python.md docs/schedules.md
 """
 Finding = tuple[int, str]
 

@@ -1,4 +1,4 @@
-"""Advantages of every kind that TRL has too, and the loss and gradient they lead to; see docs/objectives.md.
+"""Advantages of every kind that TRL has too, and the loss and gradient they lead to; see docs/lab/profiling.md.
 
     python profiling/compare_trl_advantages.py --trl-python ~/trl/bin/python
 

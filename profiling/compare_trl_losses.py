@@ -1,4 +1,4 @@
-"""Loss and gradient of every objective that TRL has too, on the same tensors; see docs/objectives.md.
+"""Loss and gradient of every objective that TRL has too, on the same tensors; see docs/lab/profiling.md.
 
     python profiling/compare_trl_losses.py --trl-python ~/trl/bin/python
 

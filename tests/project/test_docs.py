@@ -275,8 +275,8 @@ def test_config_keys_in_the_pages_exist() -> None:
             assert path in known or is_section, f"{page.name}: {path}"
 
 
-def test_what_the_algorithms_page_says_to_set_is_valid() -> None:
-    table = (DOCS / "objectives.md").read_text().partition("## Where to start")[2].partition("\n## ")[0]
+def test_what_the_page_on_choosing_an_algorithm_says_to_set_is_valid() -> None:
+    table = (DOCS / "choosing.md").read_text().partition("## Where to start")[2].partition("\n## ")[0]
     settings = [re.findall(r"`([a-z_.]+): (.+?)`", line) for line in table.splitlines()]
     assert sum(map(bool, settings)) > 5
     for row in settings:
