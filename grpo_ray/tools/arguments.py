@@ -99,7 +99,7 @@ class Command(Generic[Options]):
 
 
 ConfigFile = Annotated[str, Argument("CONFIG", "a YAML file, or a bundled configuration such as quickstart")]
-Local = Annotated[bool, Flag("run all actors in this process, on its CPU and with the torch engine: no Ray")]
+Local = Annotated[bool, Flag("run without Ray: all actors in this process, on its CPU, with the torch engine")]
 Overrides = Annotated[tuple[str, ...], Argument("KEY=VALUE", "changes, such as learner.learning_rate=1e-4")]
 
 

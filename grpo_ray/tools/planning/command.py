@@ -17,15 +17,15 @@ class PlanOptions:
         int | None, Option("N", "number of GPUs (default: as many as the run uses)", type=positive)
     ] = None
     gpu_type: Annotated[
-        str, Option("NAME", "GPU whose data sheet the time is modelled from (default: %(default)s)")
+        str, Option("NAME", "GPU from whose data sheet times are modelled (default: %(default)s)")
     ] = "H100"
     gpu_memory: Annotated[
         float | None, Option("GIB", "memory of each GPU (default: that of --gpu-type)", type=above_zero)
     ] = None
-    gpus_per_node: Annotated[int, Option("N", "GPUs of a node (default: %(default)s)", type=positive)] = 8
+    gpus_per_node: Annotated[int, Option("N", "GPUs per node (default: %(default)s)", type=positive)] = 8
     network: Annotated[
         float,
-        Option("GBS", "10^9 bytes per second between nodes, per node (default: %(default)g)", type=above_zero),
+        Option("GBS", "bandwidth of a node's network, in 10^9 bytes/s (default: %(default)g)", type=above_zero),
     ] = 50.0
     prompt_tokens: Annotated[
         int | None,
@@ -54,6 +54,6 @@ def _plan(options: PlanOptions) -> int:
 
 PLAN = Command(
     "plan", PlanOptions, _plan, "check that a configuration fits its GPUs",
-    "Compare the GPU memory that a run needs with the GPUs', without starting anything; with --from, estimate "
-    "a step's time and the best split of the GPUs. Exits with 1 if something does not fit; see docs/plan.md.",
+    "Compare the GPU memory that a run needs with the GPUs', without starting anything. With --from, estimate "
+    "a step's time and the best split of the GPUs. Exit status 1: something does not fit; see docs/plan.md.",
 )  # fmt: skip

@@ -51,13 +51,13 @@ class SimulateOptions:
     length_sigma: Annotated[
         float,
         Option(
-            "SIGMA", "standard deviation of the lengths' logarithm; 0: all are the same (default: %(default)s)",
+            "SIGMA", "standard deviation of the logarithm of lengths; 0: all are equal (default: %(default)s)",
             type=non_negative, group=RESPONSES,
         ),
     ] = 1.0  # fmt: skip
     recorded: Annotated[
         str | None,
-        Option("RUN", "draw the lengths of a run's responses instead (its rollouts/)", group=RESPONSES),
+        Option("RUN", "draw lengths from the responses of a run (its rollouts/)", group=RESPONSES),
     ] = None
     replay: Annotated[
         str | None,
@@ -65,11 +65,11 @@ class SimulateOptions:
     ] = None
     speeds: Annotated[
         str | None,
-        Option("FILE", "JSON with speeds of the actors in seconds; see docs/lab/scale.md", group=SPEEDS),
+        Option("FILE", "JSON file of the actors' speeds in seconds; see docs/lab/scale.md", group=SPEEDS),
     ] = None
     calibrate: Annotated[
         tuple[str, ...],
-        Option("RUN", "fit the speeds to a finished run instead; may be repeated", group=SPEEDS),
+        Option("RUN", "fit the speeds to a finished run; repeatable", group=SPEEDS),
     ] = ()
     cores: Annotated[
         float | None,
@@ -78,10 +78,8 @@ class SimulateOptions:
     save_speeds: Annotated[
         str | None, Option("FILE", "with --calibrate: write the speeds for --speeds", group=SPEEDS)
     ] = None
-    out: Annotated[str | None, Option("DIR", "keep the run's records in this folder, which must be free")] = (
-        None
-    )
-    trace: Annotated[str | None, Option("FILE", "write a line per call to an actor")] = None
+    out: Annotated[str | None, Option("DIR", "keep the run's records in this new folder")] = None
+    trace: Annotated[str | None, Option("FILE", "write one line per call to an actor")] = None
 
     @property
     def changes(self) -> list[str]:
@@ -148,7 +146,7 @@ def _lengths(options: SimulateOptions, config: "Config") -> "Lengths":
 
 SIMULATE = Command(
     "simulate", SimulateOptions, _simulate, "simulate a run with any number of Generators, in virtual time",
-    "Run a configuration's schedule with the real controller on simulated engines and a simulated Learner, "
-    "in virtual time and without Ray: step times, utilization, lag, and what waits for what. Exits with 1 if a "
+    "Run a configuration's schedule in virtual time, without Ray: the real controller on simulated engines "
+    "and a simulated Learner. Prints step times, utilization, lag, and what waits for what. Exit status 1: a "
     "token was too old, or a prompt was lost or repeated; see docs/lab/scale.md.",
 )  # fmt: skip

@@ -21,13 +21,13 @@ class SubmitOptions:
         Option("URL", "the cluster's dashboard (default: RAY_ADDRESS, or http://127.0.0.1:8265)"),
     ] = None
     no_wait: Annotated[bool, Flag("submit without following the output")] = False
-    env: Annotated[tuple[str, ...], Option("NAME", "a variable of this shell to pass on to the job")] = ()
+    env: Annotated[tuple[str, ...], Option("NAME", "a variable to pass on to the job; repeatable")] = ()
     python: Annotated[
         str | None,
         Option(
             "PATH",
-            "a Python on the cluster that has grpo_ray (default: GRPO_RAY_PYTHON, else the current one if the "
-            "cluster is this machine, else `python`)",
+            "a Python on the cluster that has grpo_ray (default: GRPO_RAY_PYTHON, or on this machine the "
+            "current one, else `python`)",
         ),
     ] = None
 
@@ -40,5 +40,5 @@ def _submit(options: SubmitOptions) -> int:
 
 SUBMIT = Command(
     "submit", SubmitOptions, _submit, "run a job on a Ray cluster",
-    "Submit a training run to a Ray cluster, follow it, stop it; see docs/cluster.md.",
+    "Submit a training run to a Ray cluster, follow it, or stop it; see docs/cluster.md.",
 )  # fmt: skip
