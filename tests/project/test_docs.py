@@ -29,6 +29,7 @@ from grpo_ray.rewards import get_reward_fn
 from grpo_ray.rewards.configured import check_reward
 from grpo_ray.tasks import load_examples
 from grpo_ray.tools.cli import parse
+from grpo_ray.watch.detectors import DETECTORS
 from grpo_ray.watch.metrics_catalog import METRICS
 
 ROOT = Path(__file__).parents[2]
@@ -179,6 +180,15 @@ def test_every_metric_stands_in_the_reference(reference: ModuleType) -> None:
     tables = rows(reference.metrics_reference())
     listed = {name: tuple(cells) for table in tables.values() for name, cells in table.items()}
     assert listed == {name: (unit, meaning.replace("|", "\\|")) for name, (unit, meaning) in METRICS.items()}
+
+
+def test_metrics_to_look_at_first_and_their_detectors_exist() -> None:
+    table = (DOCS / "metrics.md").read_text().partition("## Look at these first")[2].partition("\n## ")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| `")]
+    names = [name for line in lines for name in re.findall(r"`([a-z_/]+/[a-z_/]+)`", line)]
+    assert len(names) > 15
+    assert set(names) <= set(METRICS)
+    assert set(re.findall(r"\(`(\w+)`\)", table)) <= set(DETECTORS)
 
 
 # ---- the architecture page ----
