@@ -3,6 +3,7 @@
 The names that fields choose among stand here alone; `grpo_ray.objectives` implements each of them.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
@@ -90,17 +91,13 @@ class KLConfig(Section):
         """Weight of the penalty in the loss."""
         return self.coefficient if self.placement == "loss" else 0.0
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "KLConfig":
+    def _conflicts(self) -> Iterator[str]:
         if self.coefficient and self.reference == "none":
-            raise ValueError("coefficient needs a reference; set reference to `initial` or `ema`")
+            yield "coefficient needs a reference; set reference to `initial` or `ema`"
         if self.placement != "loss" and not self.coefficient:
-            raise ValueError(
-                f"placement `{self.placement}` needs a coefficient above 0, or nothing is subtracted"
-            )
+            yield f"placement `{self.placement}` needs a coefficient above 0, or nothing is subtracted"
         if self.refresh_every_num_steps is not None and self.reference != "initial":
-            raise ValueError("refresh_every_num_steps needs reference `initial`; an `ema` moves by itself")
-        return self
+            yield "refresh_every_num_steps needs reference `initial`; an `ema` moves by itself"
 
 
 class AlgorithmConfig(Section):
@@ -235,104 +232,89 @@ class AlgorithmConfig(Section):
     def _expand_preset(cls, given: Any) -> Any:
         return with_preset(given)
 
-    @model_validator(mode="after")
-    def _group_has_baseline(self) -> "AlgorithmConfig":
-        kind = self.advantage_kind
+    def _conflicts(self) -> Iterator[str]:
+        yield from self._conflicts_of_advantages()
+        yield from self._conflicts_of_the_kl_in_rewards()
+        yield from self._conflicts_of_losses()
+        yield from self._conflicts_of_updates()
+
+    def _conflicts_of_advantages(self) -> Iterator[str]:
+        kind, scale = self.advantage_kind, self.advantage_scale
         if self.samples_per_prompt < 2 and kind not in ("raw", "max_only") and not is_function_name(kind):
-            raise ValueError(
+            yield (
                 f"samples_per_prompt is {self.samples_per_prompt}: a group needs at least 2 completions, "
                 f"or its only advantage is 0 and `{self.loss}` learns nothing"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _advantage_is_possible(self) -> "AlgorithmConfig":
-        kind, scale = self.advantage_kind, self.advantage_scale
         whitens_uncentred = scale.startswith("whiten") and kind in UNCENTRED
         if self.loss == "no_baseline" and scale != "group":
-            raise ValueError(
+            yield (
                 f"advantage_scale: `no_baseline` takes raw rewards, and `{scale}` would change them; set it to "
                 "`group`, or loss to `reinforce_with_baseline`"
             )
         if scale == "batch" and kind not in ("mean", "leave_one_out") and not is_function_name(kind):
-            raise ValueError(
+            yield (
                 "advantage_scale: `batch` divides rewards that are centred and not scaled yet; set advantage "
                 f"to `mean` or `leave_one_out` (it is `{kind}`)"
             )
         if whitens_uncentred and self.dynamic_sampling_tries:
-            raise ValueError(
+            yield (
                 f"dynamic_sampling_tries: it drops groups in which each advantage is 0, and with `{kind}` "
                 f"`{scale}` would give those one; set it to 0, or advantage to `mean`"
             )
         if self.dynamic_sampling_metric != "advantage" and not self.dynamic_sampling_tries:
-            raise ValueError(
+            yield (
                 f"dynamic_sampling_metric: `{self.dynamic_sampling_metric}` has no effect without dynamic "
                 "sampling; set dynamic_sampling_tries, or leave it out"
             )
         if kind == "max_rl" and self.overlong_buffer_tokens:
-            raise ValueError(
+            yield (
                 "overlong_buffer_tokens: `max_rl` divides by the mean reward, which penalties can bring near "
                 "0; set it to 0, or choose another advantage"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _kl_in_the_reward_is_possible(self) -> "AlgorithmConfig":
-        if self.kl.placement == "loss":
-            return self
-        kind = self.advantage_kind
+    def _conflicts_of_the_kl_in_rewards(self) -> Iterator[str]:
+        kind, scale = self.advantage_kind, self.advantage_scale
         if self.kl.placement == "reward" and kind not in IN_REWARDS and not is_function_name(kind):
             reason = "divides by the group's spread, which between equal rewards is that of the KL itself: the "
             reason += "coefficient would have no effect"
             if kind in ("max_rl", "pass_at_k"):
                 reason = "is of rewards of 0 and 1, from which no penalty can be subtracted"
-            raise ValueError(
+            yield (
                 f"kl.placement: `{kind}` {reason}; set advantage to one of {', '.join(IN_REWARDS)} "
                 "(advantage_scale `batch` or `whiten_responses` gives them a scale), or kl.placement to `loss`"
             )
-        if self.mask_truncated:
-            raise ValueError(
+        if self.kl.placement != "loss" and self.mask_truncated:
+            yield (
                 f"kl.placement: `{self.kl.placement}` needs the KL of all responses, and mask_truncated leaves "
                 "some out before it is computed; set mask_truncated to false, or kl.placement to `loss`"
             )
-        if self.kl.placement == "reward_to_go":
-            self._refuse_other_units()
-        return self
-
-    def _refuse_other_units(self) -> None:
-        """Refuse advantages from which no reward of a token can be subtracted."""
-        kind, scale = self.advantage_kind, self.advantage_scale
+        if self.kl.placement != "reward_to_go":
+            return
         if kind not in IN_REWARDS and not is_function_name(kind):
-            raise ValueError(
+            yield (
                 f"kl.placement: `reward_to_go` is subtracted from advantages in units of reward, and `{kind}` "
                 f"divides them; set advantage to one of {', '.join(IN_REWARDS)}, or kl.placement to `reward`"
             )
         if scale not in ("group", "whiten_tokens"):
-            raise ValueError(
+            yield (
                 f"advantage_scale: kl.placement `reward_to_go` gives each token an advantage of its own, and "
                 f"`{scale}` is of whole responses; set it to `whiten_tokens` or `group`"
             )
 
-    @model_validator(mode="after")
-    def _clip_range_belongs_to_the_loss(self) -> "AlgorithmConfig":
+    def _conflicts_of_losses(self) -> Iterator[str]:
         refuse_clip_range(self.loss, cliprange=self.cliprange, cliprange_high=self.cliprange_high)
         if self.dual_clip is not None and self.loss != "grpo_clip":
-            raise ValueError(f"dual_clip belongs to `grpo_clip`, and loss is `{self.loss}`; set it to null")
+            yield f"dual_clip belongs to `grpo_clip`, and loss is `{self.loss}`; set it to null"
         _, high = self.clip_epsilons
         if self.dual_clip is not None and self.dual_clip < 1 + high:
-            raise ValueError(
+            yield (
                 f"dual_clip is {self.dual_clip:g}, inside the clip range, which ends at 1 + cliprange_high = "
                 f"{1 + high:g}; give at least that (dual-clip PPO uses 3), or null"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _correction_makes_sense(self) -> "AlgorithmConfig":
-        low, high = self.correction_band or (None, None)
-        if low is not None and high is not None and low >= high:
-            raise ValueError(f"correction_band is ({low:g}, {high:g}): the first must be the smaller")
+        smallest, largest = self.correction_band or (None, None)
+        if smallest is not None and largest is not None and smallest >= largest:
+            yield f"correction_band is ({smallest:g}, {largest:g}): the first must be the smaller"
         self.refuse_two_ratios(loss_record(self.loss).has_ratio and not is_function_name(self.loss))
-        return self
 
     def refuse_two_ratios(self, uses_ratio: bool) -> None:
         """Raise ValueError if a loss with a ratio is weighted by the ratio that it already includes."""
@@ -344,29 +326,23 @@ class AlgorithmConfig(Section):
                 "to `none`"
             )
 
-    @model_validator(mode="after")
-    def _held_tokens_can_move(self) -> "AlgorithmConfig":
+    def _conflicts_of_updates(self) -> Iterator[str]:
         is_single = self.epochs_per_batch == 1 and self.train_batch_size is None
         if self.token_selection == "kl_cov" and self.old_log_probs == "proximal" and is_single:
-            raise ValueError(
+            yield (
                 "token_selection `kl_cov` penalizes |log(pi / pi_old)|, which is 0 in the only update on a "
                 "batch with old_log_probs `proximal`; set old_log_probs to `behaviour`, or ask for several "
                 "updates"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _updates_fit(self) -> "AlgorithmConfig":
         rollouts = self.prompts_per_step * self.samples_per_prompt
         if rollouts > MAX_ROLLOUTS:
-            raise ValueError(
+            yield (
                 f"prompts_per_step ({self.prompts_per_step:,}) * samples_per_prompt "
                 f"({self.samples_per_prompt:,}) is {rollouts:,} responses per step, which are in memory "
                 f"together; give at most {MAX_ROLLOUTS:,}"
             )
         if self.train_batch_size is not None and rollouts % self.train_batch_size:
-            raise ValueError(
+            yield (
                 f"train_batch_size ({self.train_batch_size}) must divide prompts_per_step * samples_per_prompt "
                 f"({rollouts})"
             )
-        return self

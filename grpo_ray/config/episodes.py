@@ -1,8 +1,9 @@
 """The configuration of episodes: their limits, their workers, and those that last over several versions."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, FiniteFloat, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, FiniteFloat, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from grpo_ray.config.secrets import SecretName
 from grpo_ray.config.section import Section
@@ -61,11 +62,9 @@ class EpisodesConfig(Section):
         """Return the times `max_seconds` in which a worker plays that many episodes, given its places."""
         return -(-num_episodes // self.max_concurrent)
 
-    @model_validator(mode="after")
-    def _parses_with_a_renderer(self) -> "EpisodesConfig":
+    def _conflicts(self) -> Iterator[str]:
         if self.tool_parser == "renderer" and self.renderer is None:
-            raise ValueError(
+            yield (
                 "tool_parser is `renderer`, and there is none: name it in episodes.renderer, such as `qwen3`, "
                 "or use another parser"
             )
-        return self

@@ -1,10 +1,11 @@
 """The configuration of the task: its questions, prompts and rewards."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from grpo_ray.config.reward import Reward
 from grpo_ray.config.section import Section
@@ -52,14 +53,12 @@ class PlainTaskConfig(Section):
         """Rewards by `PromptItem.task`; a task that is no mixture has a single part, named ""."""
         return {"": self.reward}
 
-    @model_validator(mode="after")
-    def _system_prompt_needs_chat(self) -> "PlainTaskConfig":
+    def _conflicts(self) -> Iterator[str]:
         if self.system_prompt is not None and self.prompt != "chat":
-            raise ValueError(
+            yield (
                 f"system_prompt: only prompt `chat` has a system message, not {self.prompt!r}; "
                 "set task.prompt to chat, or write the text into a template file"
             )
-        return self
 
 
 class SortingTaskConfig(PlainTaskConfig):
@@ -130,15 +129,14 @@ class KeywordsTaskConfig(PlainTaskConfig):
     prompt: str = "question_only"
     reward: Reward = "keyword_inclusion"
 
-    @model_validator(mode="after")
-    def _one_source(self) -> "KeywordsTaskConfig":
+    def _conflicts(self) -> Iterator[str]:
+        yield from super()._conflicts()
         if (self.train_path is None) != (self.validation_path is None):
-            raise ValueError("give both of train_path and validation_path, or neither to generate prompts")
+            yield "give both of train_path and validation_path, or neither to generate prompts"
         if self.train_path is not None and self.keywords_path is not None:
-            raise ValueError("keywords_path is for generated prompts; omit it or train_path")
+            yield "keywords_path is for generated prompts; omit it or train_path"
         if self.num_keywords[0] > self.num_keywords[1]:
-            raise ValueError(f"num_keywords is {list(self.num_keywords)}: give the minimum, then the maximum")
-        return self
+            yield f"num_keywords is {list(self.num_keywords)}: give the minimum, then the maximum"
 
 
 class ReasoningGymTaskConfig(PlainTaskConfig):
@@ -189,18 +187,15 @@ class ExamplesTaskConfig(PlainTaskConfig):
     long_prompts: Literal["refuse", "skip", "truncate"] = "refuse"
     """Handling of longer prompts: `refuse` is an error, `skip` leaves them out, `truncate` cuts on the left."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "ExamplesTaskConfig":
+    def _conflicts(self) -> Iterator[str]:
+        yield from super()._conflicts()
         if self.answer_marker is not None and self.answer_is_boxed:
-            raise ValueError(
-                "answer_marker and answer_is_boxed both say where the ground truth is; give only one"
-            )
+            yield "answer_marker and answer_is_boxed both say where the ground truth is; give only one"
         if self.long_prompts == "truncate" and self.prompt == "chat":
-            raise ValueError(
+            yield (
                 "long_prompts: `truncate` cuts on the left, where a chat template opens the conversation; "
                 "use skip"
             )
-        return self
 
 
 class FileTaskConfig(ExamplesTaskConfig):
@@ -256,13 +251,9 @@ class EpisodesTaskConfig(Section):
         """No reward to grade with: an episode returns its own."""
         return {}
 
-    @model_validator(mode="after")
-    def _validation_is_given(self) -> "EpisodesTaskConfig":
+    def _conflicts(self) -> Iterator[str]:
         if (":" in self.examples) == (self.validation_examples is not None):
-            raise ValueError(
-                "validation_examples: give a file if `examples` is one, and nothing for a `module:function`"
-            )
-        return self
+            yield "validation_examples: give a file if `examples` is one, and nothing for a `module:function`"
 
 
 PlainTask = (
@@ -298,14 +289,12 @@ class MixtureTaskConfig(Section):
         """Rewards by part."""
         return {name: reward for name, part in self.parts.items() for reward in part.task.rewards.values()}
 
-    @model_validator(mode="after")
-    def _parts_have_names(self) -> "MixtureTaskConfig":
+    def _conflicts(self) -> Iterator[str]:
         if not self.parts:
-            raise ValueError("parts: a mixture needs at least one part")
+            yield "parts: a mixture needs at least one part"
         for name in self.parts:
             if re.fullmatch(r"[\w-]+", name, re.ASCII) is None:
-                raise ValueError(f"parts: the name {name!r} may only have letters, digits, `_` and `-`")
-        return self
+                yield f"parts: the name {name!r} may only have letters, digits, `_` and `-`"
 
 
 Task = PlainTask | MixtureTaskConfig

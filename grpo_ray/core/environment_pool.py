@@ -15,7 +15,7 @@ from grpo_ray.episodes.environment_worker import environment_seed
 from grpo_ray.episodes.serving_time import ServingTime
 from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.types import PromptItem, Ref, RolloutGroup, SamplingSettings
-from grpo_ray.watch.changes import Changes
+from grpo_ray.watch.event_loop import Changes
 from grpo_ray.watch.restarts import RestartBudget
 from grpo_ray.watch.suspects import Gate
 

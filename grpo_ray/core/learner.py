@@ -17,16 +17,14 @@ from grpo_ray.config import Config
 from grpo_ray.core.staleness import UpdateCounts, lag_metrics
 from grpo_ray.learning.adapters import load_adapter, load_trained, trained_parameters
 from grpo_ray.learning.batch_advantages import needs_batch, with_batch_advantages
-from grpo_ray.learning.blocks import compile_blocks, recompute_in_backward
-from grpo_ray.learning.device import hold_to_cores
+from grpo_ray.learning.device import Offload, hold_to_cores
 from grpo_ray.learning.forward_backward import MISMATCH, ForwardBackward
 from grpo_ray.learning.loading import cast_parameters
 from grpo_ray.learning.master_weights import MasterWeights
 from grpo_ray.learning.model_files import load_tokenizer
-from grpo_ray.learning.offload import Offload
 from grpo_ray.learning.optimizer import learning_rate, make_optimizer, move_optimizer
 from grpo_ray.learning.out_of_memory import SmallerMicroBatches
-from grpo_ray.learning.policy_model import PolicyModel
+from grpo_ray.learning.policy_model import PolicyModel, compile_blocks, recompute_in_backward
 from grpo_ray.learning.ranks import Ranks, Seat
 from grpo_ray.learning.reference import AdapterReference, Reference
 from grpo_ray.learning.sequences import TrainSequence, minibatches, samples_of, sequences_of

@@ -27,7 +27,7 @@ from grpo_ray.engines.base import EngineDied
 from grpo_ray.errors import ActorDied, DataLost, first_error
 from grpo_ray.types import PromptItem, Ref, RolloutGroup, SamplingSettings, Verdict
 from grpo_ray.watch.clock import monotonic
-from grpo_ray.watch.fan_out import FanOut
+from grpo_ray.watch.event_loop import FanOut
 from grpo_ray.watch.restarts import BudgetUsedUp, RestartBudget, pause_s
 from grpo_ray.watch.suspects import Gate, Losses, Suspects
 

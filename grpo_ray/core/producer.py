@@ -15,7 +15,7 @@ from grpo_ray.core.groups import Batch, GroupBook, State
 from grpo_ray.core.pool import GeneratorPool
 from grpo_ray.errors import DataLost, RunError
 from grpo_ray.types import PromptItem
-from grpo_ray.watch.changes import Changes
+from grpo_ray.watch.event_loop import Changes
 from grpo_ray.watch.run_log import Metrics
 
 SLICE = 1000  # groups dispatched at a time

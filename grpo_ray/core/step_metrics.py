@@ -7,7 +7,7 @@ from grpo_ray.core.clients import ActorClient
 from grpo_ray.core.context import RunContext
 from grpo_ray.core.pool import GeneratorPool
 from grpo_ray.watch.activity import Activity
-from grpo_ray.watch.loop_lag import LoopLag
+from grpo_ray.watch.event_loop import LoopLag
 from grpo_ray.watch.run_log import FAILURES, Metrics
 from grpo_ray.watch.timeline import Timeline
 

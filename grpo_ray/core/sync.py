@@ -11,7 +11,7 @@ from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.transfer.messages import Snapshot, WeightSnapshot
 from grpo_ray.transfer.wires import Wires
 from grpo_ray.types import Ref, SyncReport
-from grpo_ray.watch.fan_out import gathered
+from grpo_ray.watch.event_loop import gathered
 from grpo_ray.watch.memory import resident_bytes
 from grpo_ray.watch.stage_clock import ActorStats, StageClock
 

@@ -16,7 +16,7 @@ from grpo_ray.learning.device import hold_to_cores
 from grpo_ray.learning.hub_format import in_hub_format, load_hub_format, model_tensors
 from grpo_ray.learning.loading import cast_parameters, load_policy
 from grpo_ray.learning.model_files import load_tokenizer
-from grpo_ray.learning.output_layer import with_head_dtype
+from grpo_ray.learning.policy_model import with_head_dtype
 from grpo_ray.transfer.kept_weights import KeptWeights
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.snapshot import as_tensor, unpack_weights

@@ -10,7 +10,7 @@ from grpo_ray.config import Config
 from grpo_ray.learning.device import hold_to_cores
 from grpo_ray.learning.forward_backward import ForwardBackward
 from grpo_ray.learning.loading import cast_parameters, load_policy
-from grpo_ray.learning.output_layer import with_head_dtype
+from grpo_ray.learning.policy_model import with_head_dtype
 from grpo_ray.learning.sequences import TrainSequence
 
 

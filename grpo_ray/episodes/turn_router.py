@@ -14,7 +14,7 @@ from grpo_ray.episodes.serving_time import ServingTime
 from grpo_ray.episodes.turn_box import FinishedTurns, Turn, Turns, Worker
 from grpo_ray.errors import ActorDied, TurnLost
 from grpo_ray.types import Completion, GeneratorFailure, SamplingSettings
-from grpo_ray.watch.changes import Changes
+from grpo_ray.watch.event_loop import Changes
 
 SLACK = 8  # turns by which the Generator with the prefix may be busier than the least busy one
 

@@ -1,9 +1,9 @@
 """One Learner's organs: the model that learns, and all that is done with it on one batch.
 
-Models: `policy_model.py` is what the Learner and the torch engine ask of one, and `loading.py` opens its
-folder. `attention.py` lets transformers' models attend in rows of `segments.py`, on GPUs with the kernels of
-`attention_kernels.py`. `adapters.py` and `quantization.py` train a few parameters on a frozen base, `blocks.py`
-compiles or recomputes blocks, and `sharded.py` reads parameters spread over ranks. `transformer_lm/` is the
+Models: `policy_model.py` is what the Learner and the torch engine ask of one, and how blocks are compiled or
+recomputed; `loading.py` opens its folder. `attention.py` lets transformers' models attend in rows of
+`segments.py`, on GPUs with the kernels of `attention_kernels.py`. `adapters.py` and `quantization.py` train a
+few parameters on a frozen base, and `sharded.py` reads parameters spread over ranks. `transformer_lm/` is the
 package's own implementation of a Llama; `tiny.py` builds a small model for runs on a CPU.
 
 A step: `sequences.py` makes a batch's sequences (`batch_advantages.py` where advantages need the whole batch),

@@ -18,8 +18,7 @@ from grpo_ray.config.model import AdapterConfig, ModelConfig
 from grpo_ray.learning.hub_format import ExactBuffer, persistent_buffers
 from grpo_ray.learning.loading import cast_parameters, load_policy
 from grpo_ray.learning.model_files import is_local
-from grpo_ray.learning.output_layer import with_head_dtype
-from grpo_ray.learning.policy_model import PolicyModel
+from grpo_ray.learning.policy_model import PolicyModel, with_head_dtype
 from grpo_ray.learning.quantization import dequantized, is_quantized, quantize_linear_layers
 from grpo_ray.learning.sharded import sharded_like
 from grpo_ray.records.adapter_files import (

@@ -1,14 +1,16 @@
-"""The cores that a process runs on, and memory for copies on the host."""
+"""The cores that a process runs on, and host memory: for copies, and for what leaves a GPU once per step."""
 
 import contextlib
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 MIN_LOCKED_BYTES = 2**20
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # sharded and 4-bit tensors move by themselves
 
 
 def hold_to_cores(cores: Sequence[int] | None) -> None:
@@ -51,3 +53,35 @@ def lock_pages(tensor: torch.Tensor) -> torch.Tensor:
 
 def _rounded(num_bytes: int) -> int:
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class Offload:
+    """Page-locked host memory for each tensor, kept from step to step: locking it takes longer than a copy."""
+
+    def __init__(self) -> None:
+        self._memory = WeakTensorKeyDictionary()  # moving replaces a tensor's data, not the tensor
+
+    @torch.no_grad()
+    def move(self, tensors: Iterable[torch.Tensor], device: torch.device, are_constant: bool = False) -> None:
+        """Move the data of plain tensors in place, with all copies under way at the same time.
+
+        Args:
+            are_constant: the tensors never change, so that one copy on the host is enough.
+        """
+        for tensor in tensors:
+            if type(tensor) not in PLAIN:
+                continue
+            if device.type == "cpu":
+                tensor.data = self._on_host(tensor, are_constant)
+            else:
+                tensor.data = tensor.data.to(device, non_blocking=True)
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+
+    def _on_host(self, tensor: torch.Tensor, is_constant: bool) -> torch.Tensor:
+        memory: torch.Tensor | None = self._memory.get(tensor)
+        if memory is None:
+            memory = self._memory[tensor] = host_memory(tensor)
+        elif is_constant:
+            return memory
+        return memory.copy_(tensor, non_blocking=True)

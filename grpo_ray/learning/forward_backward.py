@@ -32,7 +32,7 @@ from grpo_ray.objectives import (
     policy_gradient_step,
     teacher_term,
 )
-from grpo_ray.objectives.entropy_bonus import EntropyBonus
+from grpo_ray.objectives.objective import EntropyBonus
 from grpo_ray.watch.flops import ModelSize, WorkCount
 from grpo_ray.watch.learner_metrics import Sums, add
 

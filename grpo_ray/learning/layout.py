@@ -11,8 +11,7 @@ from grpo_ray.learning.attention import BlockAttention, tree_obstacle
 from grpo_ray.learning.attention_kernels import make_varlen
 from grpo_ray.learning.log_probs import ResponseLogProbs, has_plain_output_layer
 from grpo_ray.learning.microbatch import MicroBatch, collate_packed, collate_padded
-from grpo_ray.learning.output_layer import Float32Head
-from grpo_ray.learning.policy_model import PolicyModel, TreeAttention
+from grpo_ray.learning.policy_model import Float32Head, PolicyModel, TreeAttention
 from grpo_ray.learning.ranks import Ranks
 from grpo_ray.learning.segments import SegmentTree
 from grpo_ray.learning.sequences import TrainSequence, plan

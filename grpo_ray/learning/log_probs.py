@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from grpo_ray.config import SamplingConfig
 from grpo_ray.learning.microbatch import MicroBatch
-from grpo_ray.learning.output_layer import Float32Head
-from grpo_ray.learning.policy_model import PolicyModel
+from grpo_ray.learning.policy_model import Float32Head, PolicyModel
 from grpo_ray.objectives import chunked_log_probs, compute_entropy, token_log_probs
 from grpo_ray.objectives.chunked import RULED_OUT
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from grpo_ray.learning.offload import Offload
+from grpo_ray.learning.device import Offload
 
 
 class Parameters(Protocol):

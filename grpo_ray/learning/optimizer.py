@@ -9,7 +9,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from grpo_ray.config import LearnerConfig
-from grpo_ray.learning.offload import Offload
+from grpo_ray.learning.device import Offload
 
 Tensors = dict[str, torch.Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq")

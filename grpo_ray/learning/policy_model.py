@@ -1,11 +1,20 @@
-"""The interface of a policy, implemented by transformers' causal models and by TransformerLM."""
+"""A policy: its interface, which transformers' causal models and TransformerLM implement, and its options.
+
+Its options: compilation of its blocks, what the backward pass recomputes, and a float32 output layer.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from grpo_ray.config.learner import Recomputation
+from grpo_ray.config.model import HeadDtype
 
 
 class TreeAttention(Protocol):
@@ -41,6 +50,9 @@ class PolicyOutput(Protocol):
 class HiddenStates(Protocol):
     @property
     def last_hidden_state(self) -> Tensor: ...  # [batch, seq, width]
+
+
+MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 
 
 class PolicyModel(Protocol):
@@ -106,3 +118,55 @@ class PolicyModel(Protocol):
     ) -> None:
         """Write a folder in Hugging Face format; a `state_dict` replaces the model's own weights."""
         ...
+
+
+class Float32Head(nn.Linear):
+    """A linear layer with a product in float32; its weights and their gradients keep their dtype."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+
+
+def with_head_dtype(model: PolicyModel, head_dtype: HeadDtype) -> PolicyModel:
+    """Return the model, with its output layer changed in place to compute in `head_dtype`.
+
+    Raises:
+        ValueError: the output layer is none that can be computed in float32.
+    """
+    layer = model.get_output_embeddings()
+    if head_dtype == "float32":
+        if type(layer) is not nn.Linear:
+            raise ValueError(
+                f"model.head_dtype: the output layer of {type(model).__name__} is a {type(layer).__name__}, "
+                "and only a linear layer can be computed in float32; set it to model"
+            )
+        layer.__class__ = Float32Head  # not a new layer: it may share its weights with the embeddings
+    return model
+
+
+def recompute_in_backward(model: PolicyModel, which: Recomputation) -> None:
+    """Have the backward pass recompute the blocks' activations from their inputs, in `full` or the cheap part.
+
+    `selective` keeps the outputs of matrix products and attention, and recomputes norms, rotations and
+    activation functions (Korthikanti et al. 2022, Reducing Activation Recomputation, section 5, for the idea).
+    """
+    if which == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if which == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_or_recompute)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    for module in model.modules():  # transformers checkpoints in training mode only; dropout inside stays off
+        module.training = getattr(module, "gradient_checkpointing", False)
+
+
+def _keep_or_recompute(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    # Each kernel of attention is an operation of its own: aten's, flash_attn's, and those registered here.
+    is_kept = operation in MATRIX_PRODUCTS or "attention" in str(operation) or "attn" in str(operation)
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compile_blocks(model: PolicyModel) -> None:
+    """Compile each block in place, for any batch and sequence length; names of parameters stay."""
+    for block in model.model.layers:
+        block.compile(dynamic=True)

@@ -9,8 +9,7 @@ from grpo_ray.config.model import ModelConfig
 from grpo_ray.learning.adapters import add_adapter, load_trained
 from grpo_ray.learning.hub_format import choose_conversions, used_conversions
 from grpo_ray.learning.loading import cast_parameters, skeleton
-from grpo_ray.learning.output_layer import with_head_dtype
-from grpo_ray.learning.policy_model import PolicyModel
+from grpo_ray.learning.policy_model import PolicyModel, with_head_dtype
 from grpo_ray.learning.quantization import is_quantized, layer_of, quantized_values
 from grpo_ray.learning.ranks import Ranks
 from grpo_ray.learning.sharded import sharded_like

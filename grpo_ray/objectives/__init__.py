@@ -28,6 +28,7 @@ from grpo_ray.objectives.advantages import (
 )
 from grpo_ray.objectives.aggregation import (
     aggregate_loss,
+    gradient_sums,
     loss_denominator,
     masked_mean,
     masked_normalize,
@@ -42,7 +43,6 @@ from grpo_ray.objectives.correction import (
     effective_sample_fraction,
     effective_sample_sums,
 )
-from grpo_ray.objectives.gradient_probe import gradient_sums
 from grpo_ray.objectives.inputs import AdvantageInputs, CorrectionInputs, LossInputs, RatioInputs
 from grpo_ray.objectives.kl import kl_estimate, kl_sums, logprob_mismatch, teacher_term
 from grpo_ray.objectives.logprobs import (

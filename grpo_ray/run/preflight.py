@@ -21,13 +21,13 @@ from grpo_ray.learning.model_files import (
     at_commit,
     check_lengths,
     check_local_model,
+    check_teacher,
     check_vocabulary,
     end_token_ids,
     is_local,
     load_tokenizer,
     max_positions,
 )
-from grpo_ray.learning.teacher import check_teacher
 from grpo_ray.learning.tiny_tokenizer import tiny_tokenizer
 from grpo_ray.rewards import needs_isolation
 from grpo_ray.rewards.configured import check_reward

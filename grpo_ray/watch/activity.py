@@ -7,7 +7,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import Protocol
 
-from grpo_ray.watch.fan_out import breathe
+from grpo_ray.watch.event_loop import breathe
 from grpo_ray.watch.memory import resident_bytes
 from grpo_ray.watch.ranks import RANK, by_number
 from grpo_ray.watch.run_log import Metrics

@@ -8,10 +8,10 @@ from transformers import Qwen2ForCausalLM
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import make_config
-from grpo_ray.learning.blocks import compile_blocks, recompute_in_backward
 from grpo_ray.learning.forward_backward import ForwardBackward
 from grpo_ray.learning.master_weights import MasterWeights
 from grpo_ray.learning.optimizer import make_optimizer
+from grpo_ray.learning.policy_model import compile_blocks, recompute_in_backward
 from grpo_ray.learning.sequences import TrainSequence
 
 BASE = {

@@ -32,7 +32,7 @@ from ray_scale_plan import Measured, Plan
 from grpo_ray.cluster.reaper import process_at
 from grpo_ray.records.run_files import RunDirectory, last_logged_step
 from grpo_ray.tools.arguments import above_zero, natural, positive
-from grpo_ray.watch.loop_lag import LoopLag
+from grpo_ray.watch.event_loop import LoopLag
 
 HERE = Path(__file__).parent
 DRIVER = HERE / "ray_scale_driver.py"

@@ -29,7 +29,7 @@ from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run.restores import train_through_restores
 from grpo_ray.tools.simulation.simulate import Watch, prepared_for
 from grpo_ray.tools.simulation.speeds import LognormalLengths, Speeds
-from grpo_ray.watch.loop_lag import LoopLag
+from grpo_ray.watch.event_loop import LoopLag
 from grpo_ray.watch.memory import ProcessFamily
 from grpo_ray.watch.run_state import reported
 

@@ -25,8 +25,7 @@ from grpo_ray.learning.adapters import served_weights
 from grpo_ray.learning.hub_format import in_hub_format
 from grpo_ray.learning.loading import cast_parameters, load_policy
 from grpo_ray.learning.model_files import load_tokenizer
-from grpo_ray.learning.output_layer import with_head_dtype
-from grpo_ray.learning.policy_model import PolicyModel
+from grpo_ray.learning.policy_model import PolicyModel, with_head_dtype
 from grpo_ray.learning.transformer_lm import TransformerLM
 from grpo_ray.transfer.kept_weights import KeptWeights
 from grpo_ray.transfer.messages import WeightSnapshot

@@ -26,9 +26,8 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.core.learner import Learner
 from grpo_ray.learning.microbatch import collate_padded
-from grpo_ray.learning.model_files import load_tokenizer
+from grpo_ray.learning.model_files import check_teacher, load_tokenizer
 from grpo_ray.learning.sequences import sequences_of
-from grpo_ray.learning.teacher import check_teacher
 from grpo_ray.learning.tiny_tokenizer import train_tokenizer
 from grpo_ray.objectives import SELECTIONS, Objective, policy_gradient_step, teacher_term
 from grpo_ray.records.rollout_log import read_groups, read_rollouts, write_rollouts

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_ray.learning import offload
+from grpo_ray.learning import device
+from grpo_ray.learning.device import Offload
 from grpo_ray.learning.master_weights import MasterWeights
-from grpo_ray.learning.offload import Offload
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         made.append(torch.empty_like(like))
         return made[-1]
 
-    monkeypatch.setattr(offload, "host_memory", remember)
+    monkeypatch.setattr(device, "host_memory", remember)
     return made
 
 

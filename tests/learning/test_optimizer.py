@@ -12,7 +12,7 @@ from transformers import get_scheduler
 
 from grpo_ray.config import Config, LearnerConfig
 from grpo_ray.core.learner import Learner
-from grpo_ray.learning.offload import Offload
+from grpo_ray.learning.device import Offload
 from grpo_ray.learning.optimizer import check_moments, learning_rate, make_optimizer, move_optimizer
 from grpo_ray.types import TrainBatch
 

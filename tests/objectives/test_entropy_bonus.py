@@ -13,7 +13,7 @@ from grpo_ray.core.learner import Learner
 from grpo_ray.learning.log_probs import ResponseLogProbs
 from grpo_ray.learning.microbatch import collate_padded
 from grpo_ray.learning.sequences import sequences_of
-from grpo_ray.objectives.entropy_bonus import EntropyBonus
+from grpo_ray.objectives.objective import EntropyBonus
 from grpo_ray.types import TrainBatch
 
 ENDS = (0, 17)

@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from grpo_ray.records.statistics import bootstrap_intervals, pass_at_k, powers_of_two, standard_error
+from grpo_ray.records.evaluation_summary import bootstrap_intervals, pass_at_k, powers_of_two, standard_error
 
 
 @pytest.mark.parametrize("n", [1, 3, 8])

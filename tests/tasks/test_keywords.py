@@ -14,8 +14,7 @@ from pydantic import ValidationError
 from grpo_ray.config.task import KeywordsTaskConfig
 from grpo_ray.tasks import load_examples
 from grpo_ray.tasks.examples import Example
-from grpo_ray.tasks.keywords.examples import warmup_pairs
-from grpo_ray.tasks.keywords.sentences import sentence
+from grpo_ray.tasks.keywords.examples import sentence, warmup_pairs
 from grpo_ray.tasks.keywords.word_list import draw_keywords, read_words
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from grpo_ray.tools.simulation.cpu_meter import CpuMeter
 from grpo_ray.tools.simulation.virtual_time import VirtualClock
-from grpo_ray.watch.fan_out import PER_TURN, FanOut, gathered
-from grpo_ray.watch.loop_lag import LoopLag
+from grpo_ray.watch.event_loop import PER_TURN, FanOut, LoopLag, gathered
 
 
 def test_the_lag_is_the_delay_of_what_is_due() -> None:

@@ -11,11 +11,9 @@ from matplotlib.image import imread
 from grpo_ray.config.loading import ConfigError
 from grpo_ray.tools.drawing.figures import draw_spread, new_figure
 from grpo_ray.tools.experiments.curves import plot_metrics, plot_timing, plot_validation_reward, weight_sync
-from grpo_ray.tools.experiments.experiment import Experiment
+from grpo_ray.tools.experiments.experiment import Experiment, make_sweep, split_values
 from grpo_ray.tools.experiments.outcome import ExperimentOutcome, Status
-from grpo_ray.tools.experiments.summary import write_summary
-from grpo_ray.tools.experiments.sweep import make_sweep, split_values
-from grpo_ray.tools.experiments.table import by_variant, comparison_table, short, write_csv
+from grpo_ray.tools.experiments.table import by_variant, comparison_table, short, write_csv, write_summary
 
 Evaluations = list[tuple[int, float]]
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from grpo_ray.watch.changes import Changes
+from grpo_ray.watch.event_loop import Changes
 
 
 async def test_a_change_is_not_missed_by_a_wait_that_has_not_begun() -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-BUILT_IN = Path(__file__).parent / "keywords.txt"  # nouns, which sentences.py requires
+BUILT_IN = Path(__file__).parent / "keywords.txt"  # nouns, which `sentence` requires
 WORD = re.compile(r"[^\W_]+(['’-][^\W_]+)*")  # `o'clock`, `ice-cream`; a comma would separate two
 
 Keywords = tuple[str, ...]  # in the order of the prompt

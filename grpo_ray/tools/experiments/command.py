@@ -64,7 +64,7 @@ def _experiment(options: ExperimentOptions) -> int:
 
 
 def _sweep(options: SweepOptions) -> int:
-    from grpo_ray.tools.experiments.sweep import make_sweep
+    from grpo_ray.tools.experiments.experiment import make_sweep
 
     return _run(make_sweep(options.config, options.overrides, options.name), options, ())
 

@@ -19,8 +19,7 @@ from grpo_ray.tools.experiments.experiment_plan import (
 from grpo_ray.tools.experiments.launch import PROGRAM, Ended, Launcher
 from grpo_ray.tools.experiments.outcome import ExperimentOutcome, read_outcome
 from grpo_ray.tools.experiments.resources import default_jobs, describe_machine
-from grpo_ray.tools.experiments.summary import write_summary
-from grpo_ray.tools.experiments.table import by_variant, comparison_table, write_csv
+from grpo_ray.tools.experiments.table import by_variant, comparison_table, write_csv, write_summary
 
 
 def run_experiment(

@@ -16,7 +16,7 @@ from grpo_ray.errors import RunError
 from grpo_ray.learning.forward_backward import ForwardBackward
 from grpo_ray.learning.loading import load_policy
 from grpo_ray.learning.model_files import check_local_model, end_token_ids, is_local, load_tokenizer
-from grpo_ray.learning.output_layer import with_head_dtype
+from grpo_ray.learning.policy_model import with_head_dtype
 from grpo_ray.learning.sequences import TrainSequence, places_in_turns
 from grpo_ray.records.adapter_files import is_adapter, saved_config
 from grpo_ray.records.checkpoint import LAST, CheckpointStore

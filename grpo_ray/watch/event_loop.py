@@ -1,16 +1,19 @@
-"""Calls to many actors without holding up the event loop.
+"""The driver's event loop: many calls that do not hold it up, changes to wait for, and its delay.
 
 Sending a call to a Ray actor takes the caller about half a millisecond, so a thousand calls in one turn of the
 event loop would delay everything else by half a second. All calls are under way at the same time nevertheless.
 """
 
 import asyncio
+import math
 from collections import deque
-from collections.abc import Awaitable, Iterable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 PER_TURN = 32  # calls begun per turn of the event loop
+EVERY_S = 0.25
+MAX_DELAYS = 10_000  # kept between two readings
 
 
 async def gathered(work: Iterable[Awaitable[T]]) -> list[T | BaseException]:
@@ -58,3 +61,52 @@ async def breathe(num_begun: int) -> None:
     """Let others run after every `PER_TURN` calls."""
     if num_begun % PER_TURN == 0:
         await asyncio.sleep(0)
+
+
+class Changes:
+    """Changes of one state, in one event loop."""
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+
+    def announce(self) -> None:
+        self._next.set()
+        self._next = asyncio.Event()
+
+    def next(self) -> Coroutine[Any, Any, object]:
+        """Return the wait for the next change after this call, however late the wait begins."""
+        return self._next.wait()
+
+    async def until(self, condition: Callable[[], T | None]) -> T:
+        """Wait until the condition is true, and return its value; it is checked again after each change."""
+        while not (value := condition()):
+            await self.next()
+        return value
+
+
+class LoopLag:
+    """Delays of a timer that rings at equal intervals; it ends with its event loop."""
+
+    def __init__(self, every_s: float = EVERY_S) -> None:
+        self._every_s = every_s
+        self._delays: deque[float] = deque(maxlen=MAX_DELAYS)
+
+    def start(self) -> None:
+        """Begin to measure, on the running event loop."""
+        loop = asyncio.get_running_loop()
+        due = loop.time() + self._every_s
+
+        def ring() -> None:
+            self._delays.append(max(0.0, loop.time() - due))
+            self.start()
+
+        loop.call_at(due, ring)
+
+    def take(self) -> dict[str, float]:
+        """Return the 99th percentile of the delays since the last reading, which then begins anew.
+
+        It is the longest delay of a hundred or fewer. There is none if the timer has not rung.
+        """
+        delays = sorted(self._delays)
+        self._delays.clear()
+        return {"perf/loop_lag_s": delays[math.ceil(0.99 * len(delays)) - 1]} if delays else {}
