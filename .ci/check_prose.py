@@ -53,7 +53,7 @@ LIMIT = 30
 """Words per sentence; what stands in backticks is one word."""
 UNREVISED = """
 README.md docs/comparison.md docs/configuration.md docs/getting-started.md docs/index.md
-docs/python.md docs/schedules.md
+docs/python.md
 """
 Finding = tuple[int, str]
 
