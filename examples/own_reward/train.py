@@ -23,7 +23,7 @@ CONFIG = {
 def reward(response: str, parity: int) -> float:
     """Return 1 for a number that is odd or even as the question asks; `parity` is a column of the row."""
     number = response.strip()
-    return float(number.isdecimal() and int(number) % 2 == parity)
+    return float(number.isdecimal() and int(number[-1]) % 2 == parity)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,9 @@ from typing import Any
 
 
 def correctness(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
-    """Return 2 where the completion has the answer; `answer` is a column of the data."""
-    return [
-        2.0 if text in completion.split() else 0.0 for completion, text in zip(completions, answer, strict=True)
-    ]
+    """Return 2 where the completion ends with the answer, a column of the data: `1 + 0 = ` has it, too."""
+    pairs = zip(completions, answer, strict=True)
+    return [2.0 if completion.split()[-1:] == [text] else 0.0 for completion, text in pairs]
 
 
 def only_digits(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float | None]:
