@@ -69,7 +69,9 @@ def findings_for_readers(path: Path, text: str) -> list[Finding]:
     """Return the findings of the rules for what users read, in the order of lines."""
     if path.suffix == ".py":
         texts = _texts(ast.parse(text))
-        return sorted({found for line, words in texts for found in _idioms(words, line)})
+        return sorted(
+            {found for line, words in texts for found in (*_in_text(words, line), *_idioms(words, line))}
+        )
     found: set[Finding] = set()
     for line, words, is_linked in _units(text):
         found |= {*_idioms(words, line), *_long(words, line), *_matches(TITLE, words, line, "name the column")}
@@ -140,7 +142,7 @@ def _texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
         if node in docstrings or node in in_f_strings:
             continue
         if isinstance(node, ast.JoinedStr):
-            parts = [str(part.value) if isinstance(part, ast.Constant) else "`" for part in node.values]
+            parts = [str(part.value) if isinstance(part, ast.Constant) else "_" for part in node.values]
             yield node.lineno, "".join(parts)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") > 1:
             yield node.lineno, node.value

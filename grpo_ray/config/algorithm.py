@@ -95,7 +95,7 @@ class KLConfig(Section):
         if self.coefficient and self.reference == "none":
             yield "coefficient needs a reference; set reference to `initial` or `ema`"
         if self.placement != "loss" and not self.coefficient:
-            yield f"placement `{self.placement}` needs a coefficient above 0, or nothing is subtracted"
+            yield f"placement `{self.placement}` needs a coefficient above 0; otherwise nothing is subtracted"
         if self.refresh_every_num_steps is not None and self.reference != "initial":
             yield "refresh_every_num_steps needs reference `initial`; an `ema` moves by itself"
 
@@ -253,13 +253,13 @@ class AlgorithmConfig(Section):
             )
         if scale == "batch" and kind not in ("mean", "leave_one_out") and not is_function_name(kind):
             yield (
-                "advantage_scale: `batch` divides rewards that are centred and not scaled yet; set advantage "
+                "advantage_scale: `batch` needs advantages that are centred but not yet scaled; set advantage "
                 f"to `mean` or `leave_one_out` (it is `{kind}`)"
             )
         if whitens_uncentred and self.dynamic_sampling_tries:
             yield (
-                f"dynamic_sampling_tries: it drops groups in which each advantage is 0, and with `{kind}` "
-                f"`{scale}` would give those one; set it to 0, or advantage to `mean`"
+                f"dynamic_sampling_tries drops groups in which every advantage is 0, but `{kind}` with "
+                f"`{scale}` would give those groups advantages; set it to 0, or advantage to `mean`"
             )
         if self.dynamic_sampling_metric != "advantage" and not self.dynamic_sampling_tries:
             yield (
@@ -278,38 +278,38 @@ class AlgorithmConfig(Section):
             reason = "divides by the group's spread, which between equal rewards is that of the KL itself: the "
             reason += "coefficient would have no effect"
             if kind in ("max_rl", "pass_at_k"):
-                reason = "is of rewards of 0 and 1, from which no penalty can be subtracted"
+                reason = "is for rewards of 0 and 1, and no penalty can be subtracted from those"
             yield (
                 f"kl.placement: `{kind}` {reason}; set advantage to one of {', '.join(IN_REWARDS)} "
                 "(advantage_scale `batch` or `whiten_responses` gives them a scale), or kl.placement to `loss`"
             )
         if self.kl.placement != "loss" and self.mask_truncated:
             yield (
-                f"kl.placement: `{self.kl.placement}` needs the KL of all responses, and mask_truncated leaves "
-                "some out before it is computed; set mask_truncated to false, or kl.placement to `loss`"
+                f"kl.placement: `{self.kl.placement}` needs the KL of all responses, but mask_truncated "
+                "removes some before it is computed; set mask_truncated to false, or kl.placement to `loss`"
             )
         if self.kl.placement != "reward_to_go":
             return
         if kind not in IN_REWARDS and not is_function_name(kind):
             yield (
-                f"kl.placement: `reward_to_go` is subtracted from advantages in units of reward, and `{kind}` "
-                f"divides them; set advantage to one of {', '.join(IN_REWARDS)}, or kl.placement to `reward`"
+                f"kl.placement: `reward_to_go` is subtracted from advantages in units of reward, but `{kind}` "
+                f"rescales them; set advantage to one of {', '.join(IN_REWARDS)}, or kl.placement to `reward`"
             )
         if scale not in ("group", "whiten_tokens"):
             yield (
-                f"advantage_scale: kl.placement `reward_to_go` gives each token an advantage of its own, and "
-                f"`{scale}` is of whole responses; set it to `whiten_tokens` or `group`"
+                "advantage_scale: kl.placement `reward_to_go` gives each token its own advantage, but "
+                f"`{scale}` works on whole responses; set it to `whiten_tokens` or `group`"
             )
 
     def _conflicts_of_losses(self) -> Iterator[str]:
         refuse_clip_range(self.loss, cliprange=self.cliprange, cliprange_high=self.cliprange_high)
         if self.dual_clip is not None and self.loss != "grpo_clip":
-            yield f"dual_clip belongs to `grpo_clip`, and loss is `{self.loss}`; set it to null"
+            yield f"dual_clip works only with `grpo_clip`, and loss is `{self.loss}`; set dual_clip to null"
         _, high = self.clip_epsilons
         if self.dual_clip is not None and self.dual_clip < 1 + high:
             yield (
-                f"dual_clip is {self.dual_clip:g}, inside the clip range, which ends at 1 + cliprange_high = "
-                f"{1 + high:g}; give at least that (dual-clip PPO uses 3), or null"
+                f"dual_clip ({self.dual_clip:g}) must be at least 1 + cliprange_high = {1 + high:g}, the end "
+                "of the clip range; dual-clip PPO uses 3"
             )
         smallest, largest = self.correction_band or (None, None)
         if smallest is not None and largest is not None and smallest >= largest:
@@ -321,9 +321,8 @@ class AlgorithmConfig(Section):
         weighing = [name for name in self.corrections if name in WEIGHING]
         if weighing and uses_ratio and self.old_log_probs == "behaviour":
             raise ValueError(
-                "off_policy_correction weights tokens by proximal / behaviour, which the ratio of "
-                f"`{self.loss}` already includes; set old_log_probs to `proximal`, or off_policy_correction "
-                "to `none`"
+                "off_policy_correction weights tokens by proximal / behaviour, which is already part of the "
+                f"ratio of `{self.loss}`; set old_log_probs to `proximal`, or off_policy_correction to `none`"
             )
 
     def _conflicts_of_updates(self) -> Iterator[str]:
@@ -331,8 +330,8 @@ class AlgorithmConfig(Section):
         if self.token_selection == "kl_cov" and self.old_log_probs == "proximal" and is_single:
             yield (
                 "token_selection `kl_cov` penalizes |log(pi / pi_old)|, which is 0 in the only update on a "
-                "batch with old_log_probs `proximal`; set old_log_probs to `behaviour`, or ask for several "
-                "updates"
+                "batch with old_log_probs `proximal`; set old_log_probs to `behaviour`, or train_batch_size "
+                "for several updates"
             )
         rollouts = self.prompts_per_step * self.samples_per_prompt
         if rollouts > MAX_ROLLOUTS:

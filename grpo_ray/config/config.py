@@ -168,15 +168,16 @@ class Config(Section):
         buffer_tokens, max_tokens = self.algorithm.overlong_buffer_tokens, self.sampling.max_tokens
         if profiled is not None and profiled[0] > num_steps:
             yield (
-                f"learner.profile_steps begins with step {profiled[0]}, and the run ends with step {num_steps} "
-                "(algorithm.num_steps); profile an earlier one"
+                f"learner.profile_steps begins with step {profiled[0]}, but the run ends with step {num_steps} "
+                "(algorithm.num_steps); choose earlier steps"
             )
         if learner.lr_schedule == "constant" and learner.min_lr_ratio:
-            yield "learner.min_lr_ratio: set learner.lr_schedule to linear or cosine; now it is constant"
+            yield "learner.min_lr_ratio needs a decay; set learner.lr_schedule to linear or cosine"
         if learner.lr_schedule != "constant" and learner.warmup_steps >= num_steps:
             yield (
                 f"learner.lr_schedule: a warm-up of {learner.warmup_steps} steps (learner.warmup_steps) leaves "
-                f"none of the {num_steps} (algorithm.num_steps) to decay in; shorten it, or set constant"
+                f"none of the {num_steps} steps (algorithm.num_steps) for the decay; shorten it, or set "
+                "constant"
             )
         if model.attention not in ("auto", "sdpa") and not (learner.num_gpus and model.dtype == "bfloat16"):
             yield (
@@ -185,13 +186,13 @@ class Config(Section):
             )
         if model.head_dtype != "model" and model.dtype != model.head_dtype and ":" in engine:
             yield (
-                f"model.head_dtype: `{model.head_dtype}` is set in vLLM and in the reference engine, and "
-                f"generator.engine is `{engine}`, which may compute other logits; set it to `model`"
+                f"model.head_dtype: `{model.head_dtype}` works with vLLM and the reference engine; "
+                f"generator.engine `{engine}` may compute other logits; set it to `model`"
             )
         if tracking.trackers and tracking.rollouts_every_num_steps and not self.run.save_rollouts:
             yield (
-                "tracking.rollouts_every_num_steps: tables of rollouts are read from the run's files; set "
-                "run.save_rollouts to true, or tracking.rollouts_every_num_steps to 0"
+                "tracking.rollouts_every_num_steps needs the run's rollout files; set run.save_rollouts to "
+                "true, or tracking.rollouts_every_num_steps to 0"
             )
         if buffer_tokens >= max_tokens:
             yield (
@@ -248,8 +249,8 @@ class Config(Section):
                 self.model.base_quantization != "none"
             ),
             "the reference engine has no LoRA layers (generator.engine)": not is_vllm,
-            "a sleeping vLLM gives up its adapter (generator.colocated)": generator.colocated,
-            "vLLM's ranks end at 512 (model.adapter.rank)": adapter.rank > 512,
+            "vLLM drops its adapter when it sleeps (generator.colocated)": generator.colocated,
+            "vLLM supports ranks up to 512 (model.adapter.rank)": adapter.rank > 512,
         }
         if any(obstacles.values()):
             yield (
@@ -264,8 +265,8 @@ class Config(Section):
             return
         if max_lag:
             yield (
-                "generator.colocated: actors that take turns on a device run synchronously; "
-                f"set weight_sync.max_lag to 0 (it is {max_lag})"
+                "generator.colocated: actors that take turns on a device must be synchronous; set "
+                f"weight_sync.max_lag to 0 (it is {max_lag})"
             )
         if any(shares) and shares != (1, 1):
             yield (
@@ -285,8 +286,8 @@ class Config(Section):
         replay = buffer.replay
         if replay.frac and not 0 < self.replayed_per_step < algorithm.prompts_per_step:
             yield (
-                f"buffer.replay.frac is {replay.frac:g}: of algorithm.prompts_per_step "
-                f"({algorithm.prompts_per_step}) at least one group must be replayed and one fresh"
+                f"buffer.replay.frac is {replay.frac:g}: at least one of algorithm.prompts_per_step "
+                f"({algorithm.prompts_per_step}) groups must be replayed, and one fresh"
             )
         if replay.frac and replay.max_groups < self.replayed_per_step:
             yield (
@@ -305,16 +306,16 @@ class Config(Section):
             )
         if buffer.lookahead > 1 and algorithm.oversample_frac:
             yield (
-                "buffer.lookahead keeps stragglers for the next step, algorithm.oversample_frac cuts them off; "
-                "choose one"
+                "buffer.lookahead keeps stragglers for the next step, but algorithm.oversample_frac aborts "
+                "them; choose one"
             )
 
     def _conflicts_of_episodes(self) -> Iterator[str]:
         episodes, stall_s = self.episodes, self.recovery.stall_timeout_s
         if episodes.max_tokens <= self.sampling.max_tokens:
             yield (
-                f"episodes.max_tokens ({episodes.max_tokens}) is the length of a turn, prompt and reply; it "
-                f"must exceed sampling.max_tokens ({self.sampling.max_tokens}), which is the reply's alone"
+                f"episodes.max_tokens ({episodes.max_tokens}) covers a turn's prompt and reply; it must exceed "
+                f"sampling.max_tokens ({self.sampling.max_tokens}), the limit of the reply"
             )
         # Nothing else may move while a group is played, or played again after the death of its worker.
         play_s = episodes.num_rounds(self.largest_group) * (episodes.max_seconds + GRACE_S)
@@ -341,23 +342,23 @@ class Config(Section):
         is_vllm, sampling = self.distillation.engine == "vllm", self.sampling
         if self.algorithm.dynamic_sampling_tries:
             yield (
-                "algorithm.dynamic_sampling_tries: it replaces groups without signal, and with "
+                "algorithm.dynamic_sampling_tries replaces groups without signal, but with "
                 "distillation.teacher every group has one; set it to 0"
             )
         if any(each.curriculum is not None for each in _parts(self.task)):
             yield (
-                "task.curriculum: it skips prompts whose groups had no signal, and with distillation.teacher "
-                "every group has one; remove it"
+                "task.curriculum skips prompts of groups without signal, but with distillation.teacher every "
+                "group has one; remove it"
             )
         if is_vllm and sampling.temperature != 1.0:
             yield (
-                f"sampling.temperature is {sampling.temperature:g}, and vLLM gives the logprobs of given "
-                "tokens at 1 only; set it to 1, or distillation.engine to `torch`"
+                f"sampling.temperature is {sampling.temperature:g}, but vLLM scores given tokens only at "
+                "temperature 1; set it to 1, or distillation.engine to `torch`"
             )
         if is_vllm and sampling.min_tokens:
             yield (
-                f"sampling.min_tokens is {sampling.min_tokens}: the sampler rules out end tokens before it, "
-                "and vLLM's logprobs of given tokens rule out nothing; set it to 0, or distillation.engine to "
+                f"sampling.min_tokens is {sampling.min_tokens}: before that length the sampler excludes end "
+                "tokens, but vLLM's scores of given tokens do not; set it to 0, or distillation.engine to "
                 "`torch`"
             )
 

@@ -65,6 +65,6 @@ class EpisodesConfig(Section):
     def _conflicts(self) -> Iterator[str]:
         if self.tool_parser == "renderer" and self.renderer is None:
             yield (
-                "tool_parser is `renderer`, and there is none: name it in episodes.renderer, such as `qwen3`, "
-                "or use another parser"
+                "tool_parser is `renderer`, but there is no renderer; set episodes.renderer, such as `qwen3`, "
+                "or choose another parser"
             )

@@ -81,13 +81,13 @@ class LearnerConfig(Section):
     def _conflicts(self) -> Iterator[str]:
         if self.compile and self.gradient_checkpointing == "selective":
             yield (
-                "gradient_checkpointing: a compiled block hides its operations from `selective`, and "
-                "recomputes the cheap ones by itself; with learner.compile choose none or full"
+                "gradient_checkpointing: a compiled block hides its operations from `selective`, and already "
+                "recomputes the cheap ones; with learner.compile choose none or full"
             )
         if self.num_ranks % self.replicas:
             yield (
                 f"replicas: {self.num_ranks} ranks (learner.num_ranks) cannot be divided into {self.replicas} "
-                "replicas of one size"
+                "equal replicas"
             )
         if self.num_ranks % self.num_ranks_per_node:
             yield (
@@ -96,7 +96,8 @@ class LearnerConfig(Section):
             )
         if self.num_ranks > 1 and self.moments == "8bit":
             yield (
-                "moments: 8bit has no sharded form, so it needs learner.num_ranks of 1; use bfloat16 with ranks"
+                "moments: 8bit cannot be sharded, so it needs learner.num_ranks of 1; with more ranks use "
+                "bfloat16"
             )
         if self.num_ranks > 1 and self.cpu_cores is not None and len(self.cpu_cores) < self.num_ranks:
             yield (

@@ -87,12 +87,12 @@ class RewardTerm(Section):
     def _conflicts(self) -> Iterator[str]:
         for field in ("batched", "network"):
             if getattr(self, field) and ":" not in self.reward:
-                yield f"{field}: {self.reward} is built in; only a function of your own may be"
+                yield f"{field}: {self.reward} is built in; only your own functions can be {field}"
         for field in ("timeout_s", "retries", "concurrency"):
             default = type(self).model_fields[field].default  # a run's config.yaml has every field
             if getattr(self, field) != default and not self.network:
                 yield (
-                    f"{field}: is for a reward with `network: true`; the others have scorer.timeout_s and "
+                    f"{field} applies only with `network: true`; other rewards use scorer.timeout_s and "
                     "scorer.num_workers. Omit it, or set network"
                 )
 

@@ -10,41 +10,41 @@ from grpo_ray.config.user_code import one_of_or_own
 
 EngineName = Annotated[str, one_of_or_own(("vllm", "torch"))]
 
-_ONE_ENGINE = "generator.num_gpus and generator.num_generators"
+_ONE_ENGINE = "set generator.num_gpus and generator.num_generators"
 _DISTRIBUTION = "only the fields of sampling may shape the distribution, which the Learner reproduces"
 _ONE_MODEL = "the Learner and the engine read the same model.path"
 
-# vLLM's arguments that a run decides itself: the field to set instead, or the reason that there is none.
+# vLLM's arguments that a run decides itself, with the remedy.
 DECIDED: Mapping[str, str] = {
-    **dict.fromkeys(("model", "model_weights", "tokenizer", "hf_config_path"), "model.path"),
-    "dtype": "model.dtype",
-    "trust_remote_code": "model.trust_remote_code",
-    "hf_overrides": f"model.head_dtype for its head_dtype, and nothing for others: {_ONE_MODEL}",
-    "seed": "run.seed",
-    "max_model_len": "generator.max_model_len",
-    "max_num_seqs": "generator.max_num_seqs",
-    "gpu_memory_utilization": "generator.gpu_memory_utilization",
-    "kv_cache_memory_bytes": "generator.kv_cache_gib",
-    "enforce_eager": "generator.enforce_eager",
-    "enable_sleep_mode": "generator.colocated",
-    "weight_transfer_config": "weight_sync.transport",
-    "worker_extension_cls": "nothing: the workers' methods for weight syncs are there",
-    "hf_token": "the environment variable HF_TOKEN",
-    "tensor_parallel_size": "generator.num_gpus",
+    **dict.fromkeys(("model", "model_weights", "tokenizer", "hf_config_path"), "set model.path"),
+    "dtype": "set model.dtype",
+    "trust_remote_code": "set model.trust_remote_code",
+    "hf_overrides": f"set model.head_dtype for its head_dtype, remove the others: {_ONE_MODEL}",
+    "seed": "set run.seed",
+    "max_model_len": "set generator.max_model_len",
+    "max_num_seqs": "set generator.max_num_seqs",
+    "gpu_memory_utilization": "set generator.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "set generator.kv_cache_gib",
+    "enforce_eager": "set generator.enforce_eager",
+    "enable_sleep_mode": "set generator.colocated",
+    "weight_transfer_config": "set weight_sync.transport",
+    "worker_extension_cls": "remove it: the run sets it for weight syncs",
+    "hf_token": "set the environment variable HF_TOKEN",
+    "tensor_parallel_size": "set generator.num_gpus",
     **dict.fromkeys(("pipeline_parallel_size", "prefill_context_parallel_size", "nnodes"), _ONE_ENGINE),
-    **dict.fromkeys(("data_parallel_size", "data_parallel_size_local"), "generator.num_generators"),
-    "device_ids": "nothing: Ray assigns the GPUs",
-    "distributed_executor_backend": "nothing: one GPU runs in the engine's process, several in one each",
-    "load_format": "nothing: weights are read from safetensors, never from a pickle",
-    "skip_tokenizer_init": "nothing: stop strings need the tokenizer",
-    "disable_log_stats": "nothing: the run reports its own metrics",
-    **dict.fromkeys(("revision", "code_revision", "tokenizer_revision"), f"nothing: {_ONE_MODEL}"),
+    **dict.fromkeys(("data_parallel_size", "data_parallel_size_local"), "set generator.num_generators"),
+    "device_ids": "remove it: Ray assigns the GPUs",
+    "distributed_executor_backend": "remove it: one GPU runs in the engine's process, several in one each",
+    "load_format": "remove it: weights are read from safetensors, never from a pickle",
+    "skip_tokenizer_init": "remove it: stop strings need the tokenizer",
+    "disable_log_stats": "remove it: the run reports its own metrics",
+    **dict.fromkeys(("revision", "code_revision", "tokenizer_revision"), f"remove it: {_ONE_MODEL}"),
     **dict.fromkeys(
         ("generation_config", "override_generation_config", "logits_processors", "watermark_config"),
-        f"nothing: {_DISTRIBUTION}",
+        f"remove it: {_DISTRIBUTION}",
     ),
-    "logprobs_mode": "nothing: behaviour logprobs are taken at the sampling temperature",
-    "enable_lora": "nothing: the engine serves the whole policy, without adapters",
+    "logprobs_mode": "remove it: behaviour logprobs are taken at the sampling temperature",
+    "enable_lora": "remove it: the engine serves the whole policy, without adapters",
 }
 
 
@@ -106,9 +106,7 @@ class EngineConfig(Section):
     @field_validator("engine_args")
     @classmethod
     def _leave_what_the_run_decides(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        decided = [
-            f"{name} is decided by the run; set {DECIDED[name]}" for name in arguments if name in DECIDED
-        ]
+        decided = [f"{name} is decided by the run; {DECIDED[name]}" for name in arguments if name in DECIDED]
         text = "; ".join(decided)
         for field, other in cls._other_fields.items():
             text = text.replace(field, other)
@@ -118,7 +116,7 @@ class EngineConfig(Section):
 
     def _conflicts(self) -> Iterator[str]:
         if self.engine_args and self.engine != "vllm":
-            yield f"engine_args are vLLM's, and engine is `{self.engine}`: remove them, or use `vllm`"
+            yield f"engine_args are for vLLM, but engine is `{self.engine}`: remove them, or use `vllm`"
 
 
 class GeneratorConfig(EngineConfig):

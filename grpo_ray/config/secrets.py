@@ -66,7 +66,7 @@ def reward_environment(secrets: Collection[str] = ()) -> dict[str, str]:
 
 def _name_alone(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):  # it may be the key itself, so no message repeats it
-        raise ValueError("a secret is listed by the name of its environment variable, never by its value")
+        raise ValueError("give the name of the secret's environment variable, never its value")
     return name
 
 

@@ -56,8 +56,8 @@ class PlainTaskConfig(Section):
     def _conflicts(self) -> Iterator[str]:
         if self.system_prompt is not None and self.prompt != "chat":
             yield (
-                f"system_prompt: only prompt `chat` has a system message, not {self.prompt!r}; "
-                "set task.prompt to chat, or write the text into a template file"
+                f"system_prompt needs prompt `chat`, not {self.prompt!r}; set task.prompt to chat, or write "
+                "the text into a template file"
             )
 
 
@@ -253,7 +253,7 @@ class EpisodesTaskConfig(Section):
 
     def _conflicts(self) -> Iterator[str]:
         if (":" in self.examples) == (self.validation_examples is not None):
-            yield "validation_examples: give a file if `examples` is one, and nothing for a `module:function`"
+            yield "validation_examples: give a file if `examples` is one; omit it for a `module:function`"
 
 
 PlainTask = (

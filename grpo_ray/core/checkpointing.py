@@ -115,8 +115,8 @@ class Checkpointing:
         if not self._is_measured and seconds > self._on_preemption_s:
             text = (
                 f"a checkpoint takes {seconds:.0f} s, longer than run.on_preemption_s "
-                f"({self._on_preemption_s:g} s): after a SIGTERM the steps since the last one would be lost; "
-                "raise it, and the grace period of what sends the SIGTERM, or write checkpoints more often"
+                f"({self._on_preemption_s:g} s): a SIGTERM would lose the steps since the last one. Raise it "
+                "and the scheduler's grace period, or write checkpoints more often"
             )
             self._log.event("slow_checkpoint", None, text)
         self._is_measured = True

@@ -129,8 +129,8 @@ class RolloutProducer:
         self._log.event("set_aside", None, text, group_id=group_id)
         if (num := self._book.num_set_aside) >= self._config.algorithm.prompts_per_step:
             raise RunError(
-                f"{num} groups were set aside while one batch was waited for, as many as it "
-                f"has; see {self._log.run.events_path}"
+                f"{num} groups, as many as a batch has, were set aside while the run waited for one batch; see "
+                f"{self._log.run.events_path}"
             )
         self._changed()
 

@@ -231,7 +231,7 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> str:
         if not self.tokenizer.chat_template:
             raise ValueError(
-                "session.chat requires the model's chat template, and its tokenizer has none; use "
+                "session.chat needs the model's chat template, but its tokenizer has none; use "
                 "session.sample, or a model that was trained on conversations"
             )
         try:

@@ -239,8 +239,8 @@ def check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase, longest_pr
     if different:
         token = different[0]
         raise ValueError(
-            f"distillation.teacher: the vocabulary of {path!r} is not that of {policy!r} (model): "
-            f"{len(different)} tokens differ, such as {token!r}, number {others.get(token, 'none')} there and "
+            f"distillation.teacher: the vocabulary of {path!r} differs from that of {policy!r} (model): "
+            f"{len(different)} tokens, such as {token!r}, number {others.get(token, 'none')} there and "
             f"{own.get(token, 'none')} here; give a teacher of the same family"
         )
     length = config.generator.max_model_len or longest_prompt + config.sampling.max_tokens
@@ -248,6 +248,6 @@ def check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase, longest_pr
     positions = max_positions(path)
     if positions is not None and length > positions:
         raise ValueError(
-            f"distillation.teacher: {path!r} has {positions} positions, and sequences have up to {length} "
+            f"distillation.teacher: {path!r} has {positions} positions, but sequences have up to {length} "
             "tokens; lower sampling.max_tokens, or give a teacher with more"
         )

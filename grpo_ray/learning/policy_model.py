@@ -138,7 +138,7 @@ def with_head_dtype(model: PolicyModel, head_dtype: HeadDtype) -> PolicyModel:
         if type(layer) is not nn.Linear:
             raise ValueError(
                 f"model.head_dtype: the output layer of {type(model).__name__} is a {type(layer).__name__}, "
-                "and only a linear layer can be computed in float32; set it to model"
+                "but only a linear layer can be computed in float32; set it to model"
             )
         layer.__class__ = Float32Head  # not a new layer: it may share its weights with the embeddings
     return model

@@ -138,7 +138,7 @@ def batch_denominator(aggregation: Aggregation, mask: Tensor, row_tokens: Tensor
     """
     if aggregation == "constant":
         raise ValueError(
-            "the aggregation constant divides by the maximum response length, which a batch does not tell; "
+            "the aggregation constant divides by the maximum response length, which a batch does not contain; "
             "give denominator=loss_denominator('constant', num_sequences, num_tokens, max_tokens)"
         )
     lengths, units = mask.sum(dim=1), len(mask)

@@ -45,8 +45,8 @@ def check_adapter_files(folder: Path, base: str) -> None:
     if digest and own and digest != own:
         raise ValueError(
             f"model.adapter.path: {str(folder)!r} is the adapter of another base "
-            f"({saved.get('base_model_name_or_path')}), whose weights are not those of {base!r}; give "
-            "model.path the base that it was trained on"
+            f"({saved.get('base_model_name_or_path')}), with other weights than {base!r}; set model.path to "
+            "the base that it was trained on"
         )
 
 

@@ -70,8 +70,8 @@ def check_still_held(path: Path, what: Path) -> None:
     holder = _holder(path) if path in _held.values() else {}
     if holder and holder != _identity():
         raise RunError(
-            f"pid {holder.get('pid')} on host {holder.get('host')} writes to {what} as well, because the locks "
-            "of its file system do not reach other machines (mount it with `-o flock`); end one of the two"
+            f"pid {holder.get('pid')} on host {holder.get('host')} also writes to {what}, because the locks of "
+            "its file system do not reach other machines (mount it with `-o flock`); end one of the two"
         )
 
 

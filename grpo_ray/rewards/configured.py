@@ -197,8 +197,8 @@ def _check(term: RewardTerm, field: str, columns: Collection[str] | None, fields
         function = UserFunction.of(term, field)
         if function.is_async and not term.network:
             raise ValueError(
-                f"{field}: {term.reward} is an `async def`, which is for judges over the network, and its term "
-                f"does not allow it; give [{{reward: {term.reward}, network: true}}], or write a `def`"
+                f"{field}: {term.reward} is an `async def`, which needs a term with the network; give "
+                f"[{{reward: {term.reward}, network: true}}], or write a `def`"
             )
         function.check(field, columns, fields)
         return

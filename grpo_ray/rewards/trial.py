@@ -87,8 +87,8 @@ def _judged(field: str, reward: Reward, trial: Trial) -> Sequence[str]:
     assert isinstance(right, dict)
     if ":" not in first and first not in NO_JUDGES and not right["answer_reward"]:
         return [
-            f"{field}: {first} does not take {example}'s own ground truth ({trial.item.ground_truth!r}) for "
-            "right: is it written as the reward reads it? (task.answer_marker, task.answer_is_boxed)"
+            f"{field}: {first} does not accept {example}'s own ground truth ({trial.item.ground_truth!r}) as "
+            "correct: is it in the form that the reward reads? (task.answer_marker, task.answer_is_boxed)"
         ]
     return []
 

@@ -210,8 +210,8 @@ def _check_heads(config: Config) -> None:
     size = tiny.hidden_size // tiny.num_heads
     if size not in VLLM_CPU_HEADS:
         raise ValueError(
-            f"model.tiny: hidden_size / num_heads is {size}, and vLLM on a CPU has attention for heads of "
-            f"{', '.join(map(str, VLLM_CPU_HEADS))} alone; give other numbers, such as num_heads: "
+            f"model.tiny: hidden_size / num_heads is {size}, but vLLM's attention on a CPU supports only heads "
+            f"of {', '.join(map(str, VLLM_CPU_HEADS))}; give other numbers, such as num_heads: "
             f"{max(1, tiny.hidden_size // 32)}, or generator.engine: torch"
         )
 

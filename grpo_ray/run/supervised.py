@@ -116,11 +116,11 @@ def check_sft(config: Config) -> None:
         return
     if config.learner.num_ranks > 1:
         raise ValueError(
-            f"sft: supervised steps have one rank, and learner.num_ranks is {config.learner.num_ranks}; "
-            "take them with `grpo-ray sft` and one rank, and set model.path to the folder that it writes"
+            f"sft: supervised steps run on one rank, but learner.num_ranks is {config.learner.num_ranks}; run "
+            "them with `grpo-ray sft` and one rank, and set model.path to the folder that it writes"
         )
     if config.model.tiny is not None:
-        raise ValueError("sft: a tiny model has a warm-up of its own (model.tiny.warmup); leave sft out")
+        raise ValueError("sft: a tiny model already has a warm-up (model.tiny.warmup); remove sft")
     if is_local(path := str(config.model.path)):
         demonstrations_of(config, StartingModel(path, end_token_ids(path, load_tokenizer(path)), 0))
 

@@ -50,7 +50,7 @@ def read_demonstrations(
         length = sum(map(len, made))
         if max_tokens is not None and length > max_tokens:
             raise ValueError(
-                f"{place}: prompt and response have {length} tokens, and the model takes {max_tokens}; shorten "
+                f"{place}: prompt and response have {length} tokens, but the model takes {max_tokens}; shorten "
                 "the row, or leave it out"
             )
         found.append(made)

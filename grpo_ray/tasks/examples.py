@@ -70,7 +70,7 @@ def conversation_of(place: str, field: str, value: list[Any]) -> Conversation:
     if roles[-1:] != ["user"] or "system" in roles[1:]:
         raise ValueError(
             f"{place}: {field!r} has messages of {', '.join(roles) or 'nothing'}; the last must be the user's, "
-            "to be answered, and a system message the first"
+            "and a system message must be the first"
         )
     return Conversation(json.dumps(messages, ensure_ascii=False))
 

@@ -54,8 +54,8 @@ class ChatTemplate:
         """
         if not tokenizer.chat_template:
             raise ValueError(
-                "task.prompt: `chat` requires the model's chat template, and its tokenizer has none; use a "
-                f"model that was trained on conversations, or give one of {', '.join(template_names())}"
+                "task.prompt: `chat` needs the model's chat template, but its tokenizer has none; use a model "
+                f"that was trained on conversations, or give one of {', '.join(template_names())}"
             )
         try:
             text: str = tokenizer.apply_chat_template(

@@ -94,7 +94,7 @@ def fingerprint(data: np.ndarray) -> int:
 
 def _blocks(data: np.ndarray) -> Iterator[np.ndarray]:
     if data.nbytes % WORD.itemsize:
-        raise ValueError(f"a delta of {data.nbytes} bytes, which is no multiple of {WORD.itemsize}")
+        raise ValueError(f"a delta of {data.nbytes} bytes, which is not a multiple of {WORD.itemsize}")
     words = data.view(WORD)
     return (words[start : start + BLOCK] for start in range(0, len(words), BLOCK))
 

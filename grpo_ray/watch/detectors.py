@@ -212,7 +212,7 @@ def _reward_errors(window: RecentSteps) -> str | None:
         return f"{errors:.0f} responses could not be graded ({ERRORS}): the reward fails on them"
     if ungradable < 0.1 * window.setup.fresh_groups * window.setup.samples_per_prompt or not ungradable:
         return None
-    return f"{ungradable:.0f} responses were too much to grade ({UNGRADABLE}): the reward may hang on them"
+    return f"{ungradable:.0f} responses were too costly to grade ({UNGRADABLE}): the reward may hang on them"
 
 
 @dataclass(frozen=True)

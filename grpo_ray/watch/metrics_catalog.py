@@ -38,14 +38,14 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "did not sample: messages, tool results, and the template",
     "episodes/seconds/mean": "[s] mean time from an episode's start to its end",
     "episodes/seconds/max": "[s] time from start to end of the step's longest episode",
-    "episodes/status/finished": "[share] episodes whose function returned",
+    "episodes/status/finished": "[share] episodes in which the function returned",
     "episodes/status/truncated_turns": "[share] episodes ended by the limit of turns",
     "episodes/status/truncated_tokens": "[share] episodes ended by the limit of tokens",
     "episodes/status/truncated_time": "[share] episodes ended by the limit of time: they have no reward",
-    "episodes/status/environment_error": "[share] episodes whose function raised an error or returned no valid "
-    "reward: they have no reward",
-    "episodes/status/generator_error": "[share] episodes whose Generator failed to sample a turn: they have no "
-    "reward",
+    "episodes/status/environment_error": "[share] episodes in which the function raised an error or returned "
+    "no valid reward: they have no reward",
+    "episodes/status/generator_error": "[share] episodes in which a Generator failed to sample a turn: they "
+    "have no reward",
     "episodes/status/cancelled": "[share] cancelled episodes: they have no reward",
     "episodes/metrics/*": "a metric that the episodes return, mean over those that return it",
     "curriculum/pass_rate/mean": "[share] correct responses when a prompt was last seen, mean over seen "
@@ -68,7 +68,7 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "and are not clipped",
     "loss/kl_ref": "[nats per token] KL of the policy to the reference, estimator k1",
     "loss/kl_ref_k3": "[nats per token] KL of the policy to the reference, estimator k3",
-    "loss/entropy_bonus": "weight of the entropy in effect, with algorithm.entropy_target alone",
+    "loss/entropy_bonus": "weight of the entropy in effect, only with algorithm.entropy_target",
     "distillation/kl": "[nats per token] KL of the sampler's policy to the teacher: mean of log(sampler / "
     "teacher) over the sampled tokens of the step's fresh groups",
     "policy/entropy": "[nats per token] entropy of the next-token distribution, estimated at the sampler's "
@@ -84,8 +84,7 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "optim/num_updates": "[updates] optimizer updates on the batch",
     "reward/baseline_variance": "estimated variance of a group's mean reward, mean over the groups",
     "reward/errors": "[responses] responses that the grader failed on: reward 0, and left out of their groups",
-    "reward/ungradable": "[responses] responses too long, too deep or too much to grade: they count as wrong "
-    "ones",
+    "reward/ungradable": "[responses] responses too long, too deep or too costly to grade: they count as wrong",
     "reward/kl_penalty": "reward subtracted from a response of the batch by algorithm.kl.placement: reward, "
     "mean",
     "advantage/batch_std": "what algorithm.advantage_scale divides by: standard deviation of the batch's "
@@ -94,16 +93,16 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     # batch (with a train_batch_size a random share of the batch), by the policy before this update.
     "mismatch/kl": "[nats per token] KL of the sampler to the Learner before its first update on the batch, on "
     "that update's tokens with an advantage other than 0",
-    "mismatch/kl/after_switch": "[nats per token] the same on those of them that were sampled after their "
-    "response's first switch of versions (weight_sync.in_flight); absent without any",
+    "mismatch/kl/after_switch": "[nats per token] the same, only on tokens sampled after their response's "
+    "first switch of versions (weight_sync.in_flight); absent without any",
     "mismatch/tokens_after_switch": "[tokens] number of these tokens",
     "mismatch/logprob_diff/max": "[nats] largest absolute difference of behaviour and Learner logprobs of "
     "these tokens",
     "mismatch/ess_frac": "[share] effective sample size (Kish) of these tokens under the untruncated weights "
     "Learner / sampler",
-    "correction/limited_frac": "[share] tokens whose weight algorithm.off_policy_correction truncated or "
-    "masked, of those with an advantage other than 0, over all updates",
-    "correction/dropped_frac": "[share] those of them with weight 0",
+    "correction/limited_frac": "[share] tokens with a weight that algorithm.off_policy_correction truncated "
+    "or masked, of those with an advantage other than 0, over all updates",
+    "correction/dropped_frac": "[share] tokens with weight 0, of the same tokens",
     "correction/weight/mean": "mean weight of algorithm.off_policy_correction, over the same tokens",
     "correction/weight/min": "smallest weight of algorithm.off_policy_correction",
     "correction/weight/max": "largest weight of algorithm.off_policy_correction",
@@ -132,7 +131,7 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "timing/weight_sync/load_s": "[s] time until the slowest Generator had replaced its weights",
     "timing/weight_sync/finish_s": "[s] time until the slowest Generator had committed the version",
     "timing/weight_sync/resume_s": "[s] time until the slowest Generator sampled again",
-    SENT: "[share] bytes sent to a Generator, over those of all weights; with weight_sync.delta alone",
+    SENT: "[share] bytes sent to a Generator, over those of all weights; only with weight_sync.delta",
     "timing/weight_sync/paused_s": "[s] time that the slowest Generator stood still",
     "timing/evaluate_s": "[s] validation",
     "timing/checkpoint/capture_s": "[s] time the Learner was blocked while its state was copied",
@@ -148,8 +147,8 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "padding, no recomputation) per second of timing/train_s, relative to the peak of the Learner's device",
     "perf/tokens_per_s_per_device": "[tokens/s] tokens with a forward and a backward pass per second of "
     "timing/train_s: those of responses, and of each prompt once per update",
-    "perf/flash_attention": "1 if a kernel of FlashAttention computes the Learner's attention, 0 if sdpa does; "
-    "on GPUs alone",
+    "perf/flash_attention": "1 if a kernel of FlashAttention computes the Learner's attention, 0 if sdpa "
+    "does; only on GPUs",
     "perf/prompt_frac": "[share] prompt tokens, repeated ones too, of the tokens computed for the gradient",
     "perf/padding_frac": "[share] padding of the tokens computed for the gradient",
     "perf/loop_lag_s": "[s] delay of the driver's event loop, 99th percentile: how long a callback that was "

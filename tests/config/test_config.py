@@ -210,10 +210,10 @@ def test_wrong_values(tmp_path: Path, overrides: str, parts: str) -> None:
         ("mask_truncated=maybe", ".mask_truncated: 'maybe' is not valid; allowed: true or false"),
         ("samples_per_prompt=1", ": samples_per_prompt is 1: a group needs at least 2"),
         ("train_batch_size=100", ": train_batch_size (100) must divide ... (256)"),
-        ("dual_clip=3 loss=gspo", "dual_clip belongs to `grpo_clip` ... `gspo`"),
+        ("dual_clip=3 loss=gspo", "dual_clip works only with `grpo_clip` ... `gspo`"),
         (
             "dual_clip=1.2 cliprange_high=0.28",
-            "dual_clip is 1.2, inside the clip range, which ends at ... = 1.28",
+            "dual_clip (1.2) must be at least 1 + cliprange_high = 1.28",
         ),
         (
             "off_policy_correction=[veto,tis]",
@@ -227,11 +227,11 @@ def test_wrong_values(tmp_path: Path, overrides: str, parts: str) -> None:
         ("loss=ipo cliprange=0.2", "cliprange: the loss `ipo` has no clip range"),
         ("dynamic_sampling_metric=answer", "dynamic_sampling_metric: `answer` has no effect"),
         ("advantage=best", ".advantage: 'best' is not valid; allowed: mean_std, ... `module:function`"),
-        ("advantage_scale=batch", "`batch` divides ... to `mean` or `leave_one_out` (it is `mean_std`)"),
+        ("advantage_scale=batch", "`batch` needs ... to `mean` or `leave_one_out` (it is `mean_std`)"),
         ("advantage_scale=whiten_tokens loss=no_baseline", "takes raw rewards ... `reinforce_with_baseline`"),
         (
             "advantage_scale=whiten_tokens advantage=raw dynamic_sampling_tries=1",
-            ": dynamic_sampling_tries: it drops groups ... set it to 0, or advantage to `mean`",
+            ": dynamic_sampling_tries drops groups ... set it to 0, or advantage to `mean`",
         ),
         ("advantage=max_rl overlong_buffer_tokens=8", "`max_rl` divides by the mean reward ... set it to 0"),
         ("overlong_buffer_tokens=24", ".overlong_buffer_tokens (24) must be below sampling.max_tokens (24)"),
@@ -246,12 +246,12 @@ def test_wrong_values(tmp_path: Path, overrides: str, parts: str) -> None:
             "`mean_std` divides by the group's spread ... coefficient would have no effect ... raw, mean",
         ),
         (f"{KL_IN_REWARD} advantage=gdpo", "kl.placement: `gdpo` divides by the group's spread"),
-        (f"{KL_IN_REWARD} advantage=max_rl", "`max_rl` is of rewards of 0 and 1 ... kl.placement to `loss`"),
+        (f"{KL_IN_REWARD} advantage=max_rl", "`max_rl` is for rewards of 0 and 1 ... kl.placement to `loss`"),
         (
             f"{KL_IN_REWARD} advantage=mean mask_truncated=true",
             ": kl.placement: `reward` needs the KL of all responses ... mask_truncated to false",
         ),
-        (KL_TO_GO, ": kl.placement: `reward_to_go` is subtracted from ... `mean_std` divides ... raw, mean,"),
+        (KL_TO_GO, ": kl.placement: `reward_to_go` is subtracted from ... `mean_std` rescales ... raw, mean,"),
         (
             f"{KL_TO_GO} advantage=mean advantage_scale=batch",
             ": advantage_scale: kl.placement `reward_to_go` ... to `whiten_tokens` or `group`",
@@ -265,7 +265,10 @@ def test_wrong_algorithms(tmp_path: Path, fields: str, parts: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        ("buffer.replay.frac=0.001", "buffer.replay.frac is 0.001: of algorithm.prompts_per_step (32)"),
+        (
+            "buffer.replay.frac=0.001",
+            "buffer.replay.frac is 0.001: at least one of algorithm.prompts_per_step (32)",
+        ),
         (
             "buffer.replay.frac=0.5 buffer.replay.max_age=1",
             "buffer.replay.max_age (1) must exceed weight_sync.max_lag (1)",
@@ -311,7 +314,7 @@ def test_wrong_algorithms(tmp_path: Path, fields: str, parts: str) -> None:
             "min_tokens (2000) must not exceed max_tokens (24)",
         ),
         ("learner.lr_schedule=linear learner.warmup_steps=200", "a warm-up of 200 ... leaves none of the 200"),
-        ("learner.min_lr_ratio=0.1", "learner.min_lr_ratio: set learner.lr_schedule to"),
+        ("learner.min_lr_ratio=0.1", "learner.min_lr_ratio needs a decay; set learner.lr_schedule to"),
     ],
 )
 def test_settings_that_cannot_be_combined(tmp_path: Path, overrides: str, parts: str) -> None:

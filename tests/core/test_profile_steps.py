@@ -89,7 +89,7 @@ def test_a_trace_that_cannot_be_written_is_a_warning_and_training_continues(tmp_
         ("[0,2]", "learner.profile_steps"),
         ("[1,21]", "at most 20"),
         ("[2]", "learner.profile_steps"),
-        ("[9,9]", "begins with step 9, and the run ends with step 8"),
+        ("[9,9]", "begins with step 9, but the run ends with step 8"),
     ],
 )
 def test_steps_that_cannot_be_profiled_are_refused(steps: str, expected: str) -> None:

@@ -56,16 +56,14 @@ def test_what_the_run_decides_is_refused_by_name(name: str, remedy: str) -> None
 
 def test_an_own_engine_has_no_float32_head() -> None:
     own = ["generator.engine=my_engines:Mine", "model.head_dtype=float32"]
-    with pytest.raises(
-        ConfigError, match=r"model.head_dtype: `float32` .*generator.engine is `my_engines:Mine`"
-    ):
+    with pytest.raises(ConfigError, match=r"model.head_dtype: `float32` .*generator.engine `my_engines:Mine`"):
         quickstart(*own, "model.dtype=bfloat16")
     assert quickstart(*own, "model.dtype=float32").model.head_dtype == "float32"  # as every head is then
     assert quickstart("model.head_dtype=float32", "model.dtype=bfloat16").model.head_dtype == "float32"
 
 
 def test_the_torch_engine_takes_none() -> None:
-    with pytest.raises(ConfigError, match=r"generator: engine_args are vLLM's, and engine is `torch`"):
+    with pytest.raises(ConfigError, match=r"generator: engine_args are for vLLM, but engine is `torch`"):
         quickstart("generator.engine=torch", "generator.engine_args.quantization=fp8")
 
 

@@ -166,7 +166,7 @@ async def test_parallel_replies_to_one_conversation_are_branches() -> None:
 @pytest.mark.parametrize(
     ("template", "ends", "message"),
     [
-        (None, "<|im_end|>", "requires the model's chat template, and its tokenizer has none"),
+        (None, "<|im_end|>", "needs the model's chat template, but its tokenizer has none"),
         ("{{ messages[-1].content }}", "<|im_end|>", "drops an assistant message that stands before"),
         (LLAMA3, "<|im_end|>", "ends a reply with none of its ends"),
         ("{{ raise_exception('no tools here') }}", "<|im_end|>", "refuses the conversation: no tools here"),

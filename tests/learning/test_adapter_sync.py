@@ -138,10 +138,10 @@ def test_only_the_adapter_travels(record: Record) -> None:
     [
         ({"model": {"adapter": None}}, "there is no adapter to send"),
         ({"model": {"adapter": {"dora": True}}}, "vLLM has no DoRA"),
-        ({"model": {"adapter": {"rank": 513}}}, "ranks end at 512"),
+        ({"model": {"adapter": {"rank": 513}}}, "ranks up to 512"),
         ({"model": {"base_quantization": "nf4"}}, "before its quantization"),
         ({"generator": {"engine": "torch", "num_gpus": 0}}, "reference engine has no LoRA"),
-        ({"generator": {"colocated": True, "num_gpus": 0}, "learner": {"num_gpus": 0}}, "gives up its adapter"),
+        ({"generator": {"colocated": True, "num_gpus": 0}, "learner": {"num_gpus": 0}}, "drops its adapter"),
     ],
 )
 def test_what_cannot_serve_an_adapter_is_refused(sections: dict[str, dict[str, object]], message: str) -> None:

@@ -208,9 +208,9 @@ def test_the_audit_finds_what_is_missing_or_not_finite(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["algorithm.dynamic_sampling_tries=2"], "algorithm.dynamic_sampling_tries: .* set it to 0"),
-        (["task.curriculum={}"], "task.curriculum: .* remove it"),
-        (["distillation.engine=vllm", "sampling.temperature=0.7"], "sampling.temperature is 0.7, and vLLM"),
+        (["algorithm.dynamic_sampling_tries=2"], "algorithm.dynamic_sampling_tries .* set it to 0"),
+        (["task.curriculum={}"], "task.curriculum .* remove it"),
+        (["distillation.engine=vllm", "sampling.temperature=0.7"], "sampling.temperature is 0.7, but vLLM"),
         (["distillation.engine=vllm"], "sampling.min_tokens is 4: .* set it to 0"),
         (["distillation.coefficient=0"], "distillation.coefficient: 0 is not valid"),
         (
@@ -238,6 +238,6 @@ def test_another_vocabulary_is_refused(tmp_path: Path, tiny_model: Callable[...,
     ):
         check_teacher(config, tokenizer, longest_prompt=490)
     others = train_tokenizer(["other words altogether"] * 9, vocab_size=280)
-    text = rf"distillation.teacher: the vocabulary of .{path}. is not that of ./a. \(model\): \d+ tokens differ"
+    text = rf"distillation.teacher: the vocabulary of .{path}. differs from that of ./a. \(model\): \d+ tokens"
     with pytest.raises(ValueError, match=text):
         check_teacher(config, others, longest_prompt=100)

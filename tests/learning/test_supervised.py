@@ -109,7 +109,7 @@ def test_a_text_template_and_a_template_without_an_end_token(
         ({"messages": [REPLY]}, "line 2: 'messages' has messages of nothing"),
         ({"messages": [REPLY, REPLY]}, "line 2: 'messages' has messages of assistant; the last must"),
         ({"messages": [USER, {**REPLY, "content": None}]}, "line 2: 'content' is None; it must be text"),
-        ({"prompt": "a" * 199, "response": "b"}, r"line 2: .* have \d+ tokens, and the model takes 160"),
+        ({"prompt": "a" * 199, "response": "b"}, r"line 2: .* have \d+ tokens, but the model takes 160"),
     ],
 )  # fmt: skip
 def test_bad_rows_are_named(
@@ -276,10 +276,10 @@ def test_a_run_that_is_killed_in_its_supervised_steps_begins_them_anew(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["learner.num_ranks=2"], "sft: supervised steps have one rank, and learner.num_ranks is 2"),
+        (["learner.num_ranks=2"], "sft: supervised steps run on one rank, but learner.num_ranks is 2"),
         (["sft.path=missing.jsonl"], "missing.jsonl: there is no such file"),
         (["sft.prompt_field=question"], "no field 'question'; the fields are prompt, response"),
-        (["model.path=null", "model.tiny={}"], "sft: a tiny model has a warm-up of its own"),
+        (["model.path=null", "model.tiny={}"], "sft: a tiny model already has a warm-up"),
     ],
 )
 def test_what_cannot_be_taught_is_refused_first(

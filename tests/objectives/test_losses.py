@@ -173,7 +173,7 @@ def test_options_reach_the_loss_and_misspelt_ones_are_refused():
         ({"selection": "top"}, "unknown token selection 'top'"),
         ({"loss_type": "dppo_tv", "cliprange": 0.2}, "cliprange: the loss `dppo_tv` has no clip range"),
         ({"loss_type": "sapo", "cliprange_high": 0.2}, "cliprange_high: the loss `sapo` has no clip range"),
-        ({"loss_type": "cispo", "dual_clip": 3.0}, "dual_clip belongs to `grpo_clip`"),
+        ({"loss_type": "cispo", "dual_clip": 3.0}, "dual_clip works only with `grpo_clip`"),
     ],
     ids=str,
 )

@@ -36,7 +36,7 @@ def test_a_second_writer_on_another_machine_is_noticed_at_the_next_checkpoint(tm
     with run.lock():
         store.begin(2)
         (run.path / ".lock").write_text(json.dumps({"pid": 7, "host": "node-b"}))  # its flock was granted there
-        with pytest.raises(RunError, match=r"pid 7 on host node-b writes to .* as well"):
+        with pytest.raises(RunError, match=r"pid 7 on host node-b also writes to .*, because"):
             store.begin(3)
 
 

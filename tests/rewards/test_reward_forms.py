@@ -152,7 +152,7 @@ def test_a_row_without_the_column_is_an_error_of_that_answer() -> None:
         (own("batched", batched=True), None, None),
         (own("batched", batched=True), ["level"], None),
         (own("length"), [], None),
-        (own("sleeper"), [], "is an `async def`, which is for judges over the network, and its term does not"),
+        (own("sleeper"), [], "is an `async def`, which needs a term with the network"),
         (own("sleeper", network=True), [], None),
         (own("legacy", arguments={"margin": 1}), [], "has no argument 'margin'"),
     ],
@@ -292,7 +292,7 @@ def test_a_judge_that_refuses_or_hangs_is_an_error_with_its_reason(url: str) -> 
     [
         ({"reward": "r1_zero", "network": True}, "network: r1_zero is built in"),
         ({"reward": "r1_zero", "batched": True}, "batched: r1_zero is built in"),
-        ({"reward": "m:f", "timeout_s": 3}, "timeout_s: is for a reward with `network: true`"),
+        ({"reward": "m:f", "timeout_s": 3}, "timeout_s applies only with `network: true`"),
         ({"reward": "m:f", "name": "a b"}, "'a b' is not valid; give letters"),
     ],
 )
@@ -414,7 +414,7 @@ def test_a_built_in_reward_gets_the_truth_in_its_own_format() -> None:
     assert written("question_only", "7") == r" \boxed{7}"
     _, (notice,) = trials_of("<answer>", "exact_match")
     assert notice.startswith(
-        "task.reward: exact_match does not take the first example (data.jsonl, line 1)'s own"
+        "task.reward: exact_match does not accept the first example (data.jsonl, line 1)'s own"
     )
 
 

@@ -118,7 +118,7 @@ def test_a_term_may_stand_alone(module: str) -> None:
 )
 def test_a_value_in_place_of_a_name_is_refused_and_not_repeated(field: str) -> None:
     with pytest.raises(
-        ConfigError, match="by the name of its environment variable, never by its value"
+        ConfigError, match="the name of the secret's environment variable, never its value"
     ) as error:
         make_config(field)
     assert "1234" not in str(error.value)

@@ -202,7 +202,7 @@ def test_the_models_own_chat_template(chat_model: Path, tmp_path: Path) -> None:
 
 def test_a_model_without_a_chat_template_is_refused(config: Callable[..., Config]) -> None:
     with pytest.raises(
-        ValueError, match=r"task.prompt: `chat` requires the model's chat template, and its tokenizer"
+        ValueError, match=r"task.prompt: `chat` needs the model's chat template, but its tokenizer"
     ):
         check_files(config("task.prompt=chat"))
 

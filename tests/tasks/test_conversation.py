@@ -84,8 +84,8 @@ def test_a_template_of_text_refuses_messages(tmp_path: Path) -> None:
     ("messages", "part"),
     [
         ([], r"line 1: 'messages' has messages of nothing; the last must be the user's"),
-        (EARLIER, r"'messages' has messages of user, assistant; the last must be the user's, to be answered"),
-        ([USER, SYSTEM, USER], r"messages of user, system, user; .* and a system message the first"),
+        (EARLIER, r"'messages' has messages of user, assistant; the last must be the user's"),
+        ([USER, SYSTEM, USER], r"messages of user, system, user; .* a system message must be the first"),
         ([USER, "x"], r"'messages'\[1\] is 'x'; each message must have a `role` of system, user, assistant,"),
         ([{"role": "tool", "content": "3"}, USER], r"'messages'\[0\] is .*'tool'"),
         ([{"role": ["user"], "content": "3"}], r"'messages'\[0\] is .*each message"),

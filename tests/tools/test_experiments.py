@@ -107,7 +107,7 @@ def test_all_problems_are_reported_before_anything_starts(fakes: FakeRuns) -> No
     with pytest.raises(ConfigError) as caught:
         fakes.run(2, wrong, overrides=["algorithm.num_steps=zero", "run.seed=3"])
     message = str(caught.value)
-    assert "run.seed: it is set for each run" in message
+    assert "run.seed is set for each run" in message
     assert message.count("algorithm.los: unknown key") == 1
     assert message.count("learner.learning_rate: -1 is not valid") == 1
     assert "variant c, d: " in message

@@ -498,7 +498,7 @@ def test_problems_are_counted_over_all_steps() -> None:
     found = Problems(TWO_BY_FOUR, [step(1, reward__errors=3.0, **first), step(2, reward__errors=1.0, **second)])
     assert [re.split("[,:]", text)[0] for text in found.errors()] == [
         "4 of 16 responses could not be graded",
-        "5 responses were too much to grade",
+        "5 responses were too costly to grade",
         "1 updates were skipped as not finite",
         "2 groups exceeded weight_sync.max_lag",
     ]

@@ -149,7 +149,7 @@ def test_large_buffers_on_several_threads() -> None:
 def test_buffers_that_do_not_match_are_refused() -> None:
     with pytest.raises(ValueError, match="between buffers of 4 and 6 bytes"):
         encode(zeros(2), zeros(3))
-    with pytest.raises(ValueError, match="a delta of 3 bytes, which is no multiple of 2"):
+    with pytest.raises(ValueError, match="a delta of 3 bytes, which is not a multiple of 2"):
         encode(np.zeros(3, np.uint8), np.ones(3, np.uint8))
 
 

@@ -121,7 +121,7 @@ def test_groups_that_come_to_hold_equal_wrong_responses_are_a_collapse() -> None
 def test_many_answers_that_are_too_much_to_grade_are_a_reward_that_hangs() -> None:
     (found,) = watched(course({}, {"reward/ungradable": 13.0}))
     assert (found.name, found.step) == ("reward_errors", 4)
-    assert "13 responses were too much to grade (reward/ungradable)" in found.text
+    assert "13 responses were too costly to grade (reward/ungradable)" in found.text
 
 
 def test_missing_metrics_are_skipped() -> None:

@@ -75,7 +75,7 @@ async def _rehearsed(
             session = Session(script, settings, template, Limits(max_tokens=MAX_TOKENS), parser)
             result = await EpisodeRunner(episode, server=server).run(session, replace(example, seed=seed))
             if result.reward is None or len(script.pairs) == before:
-                raise RuntimeError(f"an episode that was played for the warm-up is of no use: {result}")
+                raise RuntimeError(f"an episode that was played for the warm-up cannot be used: {result}")
             if len(script.pairs) >= num_pairs:
                 break
     finally:

@@ -68,7 +68,7 @@ def check_overrides(experiment: Experiment, overrides: Sequence[str]) -> list[st
     everything = {key_of(override) for override in (*overrides, *experiment.common)} | experiment.varied_keys
     for key in sorted(everything):
         if any(_overlap(key, other) for other in RUN_KEYS):
-            problems.append(f"{key}: it is set for each run; see --seeds, --output and --name")
+            problems.append(f"{key} is set for each run; see --seeds, --output and --name")
     return problems
 
 

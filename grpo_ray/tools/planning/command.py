@@ -17,7 +17,7 @@ class PlanOptions:
         int | None, Option("N", "number of GPUs (default: as many as the run uses)", type=positive)
     ] = None
     gpu_type: Annotated[
-        str, Option("NAME", "GPU from whose data sheet times are modelled (default: %(default)s)")
+        str, Option("NAME", "GPU type; its data sheet gives the times (default: %(default)s)")
     ] = "H100"
     gpu_memory: Annotated[
         float | None, Option("GIB", "memory of each GPU (default: that of --gpu-type)", type=above_zero)

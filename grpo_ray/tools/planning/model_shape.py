@@ -124,8 +124,8 @@ def _cached_config(name: str) -> Path:
     cached = try_to_load_from_cache(parts[1], "config.json", revision=parts[2])
     if not isinstance(cached, str):
         raise ValueError(
-            f"model.path: the config.json of {name!r} is not on this machine, and a plan asks no hub; fetch it "
-            f"with `hf download {name} config.json`, or give a folder that holds it"
+            f"model.path: the config.json of {name!r} is not on this machine, and `plan` does not use the "
+            f"network; fetch it with `hf download {name} config.json`, or give a folder that holds it"
         )
     return Path(cached)
 

@@ -46,7 +46,7 @@ def _head(plan: MemoryPlan) -> Iterator[str]:
         distillation = config.distillation
         yield (
             f"teacher   {distillation.teacher}, {distillation.num_teachers} x {distillation.num_gpus} GPUs of "
-            "its own, whose memory is not counted"
+            "its own; their memory is not counted"
         )
     if config.generator.engine_args:
         yield f"not counted: generator.engine_args ({', '.join(config.generator.engine_args)})"

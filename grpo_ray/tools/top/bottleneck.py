@@ -20,7 +20,7 @@ BUSY = 0.8
 WELL_BUSY = 0.9
 OVERLAP = "weight_sync.max_lag: 1 (and generator.colocated: false)"
 COUNTED = {
-    "reward/ungradable": "{:,.0f} responses were too much to grade, and count as wrong",
+    "reward/ungradable": "{:,.0f} responses were too costly to grade, and count as wrong",
     "optim/skipped_updates": "{:,.0f} updates were skipped as not finite: lower learner.learning_rate",
     "lag/rejected": "{:,.0f} groups exceeded weight_sync.max_lag, and were refused and sampled again",
 }
