@@ -234,7 +234,7 @@ def test_a_run_asks_for_the_renderer_before_it_starts(monkeypatch: pytest.Monkey
 
 
 def test_a_parser_without_a_renderer_is_refused() -> None:
-    with pytest.raises(ValueError, match="set episodes.renderer"):
+    with pytest.raises(ValueError, match=r"set episodes\.renderer"):
         EpisodesConfig(tool_parser="renderer")
     assert isinstance(configured()[0], ChatTemplate)
 
