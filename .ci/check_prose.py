@@ -52,8 +52,7 @@ LINKED = r"\b((?:[Ww]hat|[Aa]nything that) (?:no|the|it))\b"
 LIMIT = 30
 """Words per sentence; what stands in backticks is one word."""
 UNREVISED = """
-README.md docs/comparison.md docs/configuration.md docs/getting-started.md docs/index.md
-docs/python.md
+README.md docs/comparison.md docs/getting-started.md docs/index.md
 """
 Finding = tuple[int, str]
 
