@@ -4,9 +4,9 @@ It reads docstrings and comments of Python files, and every line of Markdown, YA
 what stands in backticks. CONTRIBUTING.md has all the rules, also those that no pattern finds. `who` and its
 forms are allowed right after a word for a person, as in "users who".
 
-What users read has more rules. IDIOMS holds for README, docs, the package's help texts and messages, and the
-docstrings of configuration fields, but not for text in quotes. A sentence of README or docs has at most LIMIT
-words. The pages in UNREVISED are exempt from both.
+What users read has more rules, IDIOMS (except in quotes) and at most LIMIT words per sentence: README, docs,
+the package's help texts and messages, and the docstrings of configuration fields. The pages
+in UNREVISED are exempt.
 """
 
 import ast
@@ -67,9 +67,14 @@ def findings(path: Path, text: str) -> list[Finding]:
 def findings_for_readers(path: Path, text: str) -> list[Finding]:
     """Return the findings of the rules for what users read, in the order of lines."""
     if path.suffix == ".py":
-        texts = _texts(ast.parse(text))
+        checks = (_in_text, _idioms, _long)
         return sorted(
-            {found for line, words in texts for found in (*_in_text(words, line), *_idioms(words, line))}
+            {
+                found
+                for line, words in _texts(ast.parse(text))
+                for check in checks
+                for found in check(words, line)
+            }
         )
     found: set[Finding] = set()
     for line, words, is_linked in _units(text):
@@ -143,8 +148,12 @@ def _texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.JoinedStr):
             parts = [str(part.value) if isinstance(part, ast.Constant) else "_" for part in node.values]
             yield node.lineno, "".join(parts)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") > 1:
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _is_prose(node.value):
             yield node.lineno, node.value
+
+
+def _is_prose(text: str) -> bool:
+    return text.count(" ") > 1 and "{%" not in text
 
 
 def _is_section(node: ast.ClassDef) -> bool:

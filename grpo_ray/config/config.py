@@ -322,9 +322,10 @@ class Config(Section):
         if stall_s <= 2 * play_s:
             yield (
                 f"recovery.stall_timeout_s ({stall_s:g}) must exceed twice the {play_s:g} s that a group of "
-                f"episodes may take, or a long one looks like a stalled run: raise it above {2 * play_s:g}, "
-                f"lower episodes.max_seconds ({episodes.max_seconds:g}), or raise episodes.max_concurrent "
-                f"({episodes.max_concurrent}) if a group's {self.largest_group} episodes do not run together"
+                f"episodes may take, or a long one looks like a stalled run. Raise it above {2 * play_s:g}, or "
+                f"lower episodes.max_seconds ({episodes.max_seconds:g}). If a group's {self.largest_group} "
+                "episodes do not run together, you can also raise episodes.max_concurrent "
+                f"({episodes.max_concurrent})"
             )
         if (episodes.over_age == "wait") == bool(self.algorithm.oversample_frac):
             yield (

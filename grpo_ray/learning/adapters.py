@@ -218,9 +218,9 @@ def load_adapter(model: Any, folder: Path) -> None:
     )  # fmt: skip
     if wrong:
         raise ValueError(
-            f"model.adapter.path: {str(folder)!r} is the adapter of another base, or of other layers: it lacks "
-            f"{wrong[0]}, or has it in another shape, or in addition ({len(wrong)} such tensors); check "
-            "model.path and model.adapter.target_modules"
+            f"model.adapter.path: {str(folder)!r} is the adapter of another base, or of other layers: "
+            f"{wrong[0]} is missing, unknown or of another shape ({len(wrong)} such tensors). Check model.path "
+            "and model.adapter.target_modules"
         )
     if not all(torch.isfinite(tensor).all() for tensor in found.values()):
         raise ValueError(

@@ -50,9 +50,9 @@ class SmallerMicroBatches:
         num_sequences, num_tokens = self._passes.in_progress
         if num_sequences <= 1:
             raise RunError(
-                f"learner: out of GPU memory with a single sequence of {num_tokens} tokens per micro-batch; "
-                "set learner.gradient_checkpointing to full, raise learner.num_ranks or set learner.moments "
-                f"to 8bit, lower sampling.max_tokens, or give the Learner a larger GPU ({reason})"
+                f"learner: out of GPU memory with a single sequence of {num_tokens} tokens per micro-batch "
+                f"({reason}). Set learner.gradient_checkpointing to full, raise learner.num_ranks, set "
+                "learner.moments to 8bit, lower sampling.max_tokens, or give the Learner a larger GPU"
             )
         old, self._passes.micro_batch_tokens = self._passes.micro_batch_tokens, num_tokens // 2
         self._reductions.append(

@@ -124,7 +124,7 @@ class RunDirectory:
         if kept.last_step < step - 1:  # the line of `step` itself is also in its checkpoint
             raise RunError(
                 f"{self.metrics_path}, line {kept.num_lines + 1}: the lines of steps {kept.last_step + 1} to "
-                f"{step - 1} are missing or damaged, and {self.checkpoint_path(step)} needs them; put back a "
+                f"{step - 1} are missing or damaged, and {self.checkpoint_path(step)} needs them. Put back a "
                 "copy of the file, or remove that checkpoint to resume from an earlier one"
             )
         kept_part(self.evaluations_summary_path, step)

@@ -134,7 +134,7 @@ def _stale_old_logprobs(window: RecentSteps) -> str | None:
         return None
     return (
         f"{clipped:.0%} of the tokens are clipped ({CLIPPED}) in the only update on their batch, although "
-        f"sampler and Learner agree ({ESS} {ess:.2f}): the loss may use the logprobs of an earlier batch, or "
+        f"sampler and Learner agree ({ESS} {ess:.2f}). The loss may use the logprobs of an earlier batch, or "
         "the learning rate is too large"
     )
 
@@ -185,7 +185,7 @@ def _large_lag(window: RecentSteps) -> str | None:
         return None
     return (
         f"tokens are {lag:.1f} versions old ({MEAN_LAG}), {clipped:.0%} of them are clipped ({CLIPPED}), and a "
-        f"batch is worth {ess:.0%} of a fresh one ({ESS}): the policy moves too far within that lag"
+        f"batch is worth {ess:.0%} of a fresh one ({ESS}). The policy moves too far within that lag"
     )
 
 
@@ -199,8 +199,8 @@ def _narrow_clip(window: RecentSteps) -> str | None:
     if not clipped > 0.5 or window.setup.clip_epsilon >= 0.1:
         return None
     return (
-        f"{clipped:.0%} of the tokens are clipped ({CLIPPED}) by a range of {window.setup.clip_epsilon:g}: "
-        "widen algorithm.cliprange for responses of this length, or set old_log_probs to `proximal`, with "
+        f"{clipped:.0%} of the tokens are clipped ({CLIPPED}) by a range of {window.setup.clip_epsilon:g}. "
+        "Widen algorithm.cliprange for responses of this length, or set old_log_probs to `proximal`, with "
         "several updates per batch and `mask_geometric`"
     )
 

@@ -61,9 +61,9 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "with an advantage other than 0, over all updates",
     "loss/clip_frac/low": "[share] the same, with a ratio below 1",
     "loss/clip_frac/high": "[share] the same, with a ratio above 1",
-    "loss/gradient_scale": "sum of the absolute derivatives of the loss by the tokens' logprobs, over that of "
-    "the plain policy gradient with the same advantages and aggregation: near 1 with ratios near 1; absent if "
-    "the loss has a KL term",
+    "loss/gradient_scale": "sum of the absolute derivatives of the loss by the tokens' logprobs, over that "
+    "of the plain policy gradient with the same advantages and aggregation. Near 1 "
+    "with ratios near 1; absent if the loss has a KL term",
     "loss/untrained_frac": "[share] tokens without any gradient although they have an advantage other than 0 "
     "and are not clipped",
     "loss/kl_ref": "[nats per token] KL of the policy to the reference, estimator k1",
@@ -113,10 +113,10 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "replay/evicted_room": "[groups] groups evicted to make room for newer ones",
     "lag/mean": "[versions] mean lag of a trained token",
     "lag/max": "[versions] largest lag of a trained token",
-    "lag/updates/max": "[updates] largest age of a token in optimizer updates, over all tokens and updates of "
-    "the step: updates that changed the weights (skipped ones do not) between those that sampled the token "
-    "and those that the update starts from; lag/max if every step has one update, more with "
-    "algorithm.epochs_per_batch or algorithm.train_batch_size",
+    "lag/updates/max": "[updates] largest number of updates between those that sampled a token and the one "
+    "that trains on it, over the step; skipped updates do not count. It equals lag/max "
+    "with one update per step, and exceeds it with algorithm.epochs_per_batch or "
+    "algorithm.train_batch_size",
     "lag/rejected": "[groups] groups refused because their lag exceeds weight_sync.max_lag",
     "buffer/groups": "[groups] scored groups waiting to be trained",
     "buffer/bytes": "[bytes] size of the scored groups waiting to be trained",

@@ -101,7 +101,7 @@ def test_a_curve_that_lacks_checkpoints_says_so(tmp_path: Path) -> None:
     [
         ("runs/quick-2026", None, "no such run or model folder in runs; did you mean runs/quick-2025"),
         ("run/checkpoints/step-000003", None, "no such run or model folder in run/checkpoints"),
-        ("no/such/folder", None, "nothing to evaluate; give a configuration"),
+        ("no/such/folder", None, "nothing to evaluate. Give a .yaml file"),
         ("empty", None, "nothing to evaluate"),
         ("run", "step-000003", "'step-000003'; give last, best, all, initial, or one of its own: step-000002"),
         ("fresh", None, "has no checkpoint yet"),

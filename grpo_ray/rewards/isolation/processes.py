@@ -28,9 +28,9 @@ GONE = (BrokenPipeError, ConnectionResetError)
 
 def _refused(cause: str) -> str:
     return (
-        f"no worker can be started to grade: for {sum(PAUSES_S):.0f} s the system has refused another "
-        f"process or file ({cause}); raise its limits (ulimit -u, ulimit -n, the cgroup's "
-        "pids.max or memory.max), or set a smaller scorer.num_workers"
+        f"no worker can be started to grade: for {sum(PAUSES_S):.0f} s the system has refused another process "
+        f"or file ({cause}). Raise its limits (ulimit -u, ulimit -n, the cgroup's pids.max or memory.max), or "
+        "lower scorer.num_workers"
     )
 
 

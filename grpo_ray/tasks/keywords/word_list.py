@@ -57,8 +57,8 @@ def draw_keywords(
     if len(words) < most or num_sets < len(seen) + count:
         raise ValueError(
             f"{path or BUILT_IN.name}: its {len(words):,} words make {num_sets:,} sets of {fewest} to {most}, "
-            f"but {len(seen) + count:,} are needed, one per prompt; give a longer list, or ask for more words "
-            "per prompt or fewer prompts"
+            f"but {len(seen) + count:,} are needed, one per prompt. Give a longer list, more words per prompt, "
+            "or fewer prompts"
         )
     drawn: list[Keywords] = []
     while len(drawn) < count:

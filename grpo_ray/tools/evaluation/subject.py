@@ -99,9 +99,8 @@ def find_subject(target: str, checkpoint: str | None = None) -> Subject:
         _refuse_checkpoint(target, "a model", checkpoint)
         return _model_subject(str(path) if path.exists() else target)
     raise RunError(
-        f"{target}: nothing to evaluate; give a configuration (a .yaml file), a run's folder (with a "
-        "config.yaml), a model's folder (with a config.json), an adapter's (with an adapter_config.json), or a "
-        "model on the hub as owner/name"
+        f"{target}: nothing to evaluate. Give a .yaml file, a run's folder (with config.yaml), a model's "
+        "(config.json), an adapter's (adapter_config.json), or a model on the hub as owner/name"
     )
 
 

@@ -232,9 +232,9 @@ def check_upload(job: Submission) -> None:
         left = [file for file in read if file.is_file() and file not in sent]
         if left:
             raise RunError(
-                f"{key}: {os.path.relpath(left[0], folder)} is not uploaded with the working directory: "
-                "it is outside of it, or excluded by .gitignore, .rayignore or submit itself "
-                "(docs/cluster.md); move it, or give an absolute path that the cluster sees"
+                f"{key}: {os.path.relpath(left[0], folder)} is not uploaded with the working directory: it is "
+                "outside, or excluded by .gitignore, .rayignore or submit itself (docs/cluster.md). Move it, "
+                "or give an absolute path that the cluster sees"
             )
     total = sum(sent.values())
     if total > LIMIT_BYTES:
