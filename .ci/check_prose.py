@@ -52,7 +52,7 @@ LINKED = r"\b((?:[Ww]hat|[Aa]nything that) (?:no|the|it))\b"
 LIMIT = 30
 """Words per sentence; what stands in backticks is one word."""
 UNREVISED = """
-README.md docs/comparison.md docs/getting-started.md docs/index.md
+docs/comparison.md
 """
 Finding = tuple[int, str]
 

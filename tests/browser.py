@@ -52,10 +52,14 @@ class Browser:
         """Load the page, and wait until it is ready."""
         self.events.clear()
         self.call("Page.navigate", url=page.resolve().as_uri())
-        deadline = time.monotonic() + 20
-        while self.run("document.documentElement?.dataset.ready") != "yes":
-            assert time.monotonic() < deadline, self.errors()
+        self.wait_for("document.documentElement?.dataset.ready == 'yes'", 20)
         self.settle()
+
+    def wait_for(self, condition: str, limit_s: float = 120) -> None:
+        """Wait until the expression is true in the page."""
+        deadline = time.monotonic() + limit_s
+        while not self.run(f"!!({condition})"):
+            assert time.monotonic() < deadline, (condition, self.errors())
 
     def settle(self) -> None:
         """Wait for two frames, after which size observers have drawn."""

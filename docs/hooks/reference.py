@@ -1,11 +1,15 @@
 """The mkdocs hook that fills in comments of pages.
 
 `<!-- configuration reference -->` and `<!-- metrics reference -->` become tables made from the code,
-`<!-- file PATH -->` the text of a file of the repository.
+`<!-- command reference -->` the help of each command, and `<!-- file PATH -->` the text of a file.
 """
 
+import contextlib
+import io
 import json
+import os
 import re
+import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
@@ -17,6 +21,7 @@ from pydantic_core import PydanticUndefined
 from grpo_ray.config import Config
 from grpo_ray.config.schema import describe, sections_of
 from grpo_ray.config.section import Section
+from grpo_ray.tools.cli import COMMANDS, parse
 from grpo_ray.watch.metrics_catalog import METRICS
 
 
@@ -152,7 +157,27 @@ def metrics_reference() -> str:
     return "\n\n".join("\n".join([f"## {area}", *head, *rows]) for area, rows in areas.items())
 
 
+# ---- the commands ----
+
+
+def command_reference() -> str:
+    """Return a table of the commands, and the help of each."""
+    table = [f"| [`{command.name}`](#grpo-ray-{command.name}) | {command.help} |" for command in COMMANDS]
+    helps = [f"## grpo-ray {command.name}\n\n```text\n{_help(command.name)}```" for command in COMMANDS]
+    return "\n\n".join(["\n".join(["| command | |", "|---|---|", *table]), *helps])
+
+
+def _help(command: str) -> str:
+    """Return the help that a terminal of 80 columns shows."""
+    columns = unittest.mock.patch.dict(os.environ, COLUMNS="80")
+    printed = io.StringIO()
+    with columns, contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        parse([command, "--help"])
+    return printed.getvalue()
+
+
 CONTENTS = {
+    "<!-- command reference -->": command_reference,
     "<!-- configuration reference -->": configuration_reference,
     "<!-- metrics reference -->": metrics_reference,
 }

@@ -1,4 +1,4 @@
-"""One's own questions and one's own reward, in a script: python examples/own_reward/train.py"""
+"""Your questions and your reward, in a script."""
 
 import random
 
@@ -6,22 +6,34 @@ import grpo_ray
 
 rng = random.Random(0)
 EXAMPLES = [
-    {"question": f"{n}, {'odd' if n % 2 else 'even'}: ", "answer": str(rng.randrange(100)), "parity": n % 2}
+    {
+        "question": f"{n}, {'odd' if n % 2 else 'even'}: ",
+        "answer": str(rng.randrange(100)),
+        "parity": n % 2,
+    }
     for n in range(400)
 ]
 CONFIG = {
-    # Built here, and taught to answer with some number; a real one is {"path": "owner/name"}.
+    # Built here, and taught to answer with some number.
+    # A real one is {"path": "owner/name"}.
     "model": {"tiny": {"num_layers": 2, "warmup": {"num_steps": 60}}},
     "task": {"prompt": "question_only"},
     "sampling": {"max_tokens": 6},
-    "algorithm": {"num_steps": 40, "prompts_per_step": 16, "samples_per_prompt": 8},
+    "algorithm": {
+        "num_steps": 40,
+        "prompts_per_step": 16,
+        "samples_per_prompt": 8,
+    },
     "learner": {"learning_rate": 3e-3},
     "evaluation": {"every_num_steps": 10},
 }
 
 
 def reward(response: str, parity: int) -> float:
-    """Return 1 for a number that is odd or even as the question asks; `parity` is a column of the row."""
+    """Return 1 for a number that is odd or even as the question asks.
+
+    `parity` is a column of the row.
+    """
     number = response.strip()
     return float(number.isdecimal() and int(number[-1]) % 2 == parity)
 

@@ -13,10 +13,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pytest
 import torch
+from browser import CHROMIUM, Browser, browser
 from test_layout import ORDER
 
 from examples.course import __main__ as course
@@ -28,9 +30,11 @@ from grpo_ray.objectives import CorrectionInputs, Objective, check_algorithm, co
 from grpo_ray.rewards import get_reward_fn
 from grpo_ray.rewards.configured import check_reward
 from grpo_ray.tasks import load_examples
-from grpo_ray.tools.cli import parse
+from grpo_ray.tools.cli import COMMANDS, parse
 from grpo_ray.watch.detectors import DETECTORS
 from grpo_ray.watch.metrics_catalog import METRICS
+
+__all__ = ["browser"]
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -88,6 +92,34 @@ def test_the_site_shows_linked_source_files_and_the_whole_program_of_one_step(si
     assert "class PromptItem" in source
     for line in (DOCS / "one_step.py").read_text().splitlines():
         assert html.escape(line, quote=False) in step, line
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+def test_the_site_works_from_disk(site: Path, browser: Browser) -> None:
+    browser.call("Page.navigate", url=(site / "index.html").as_uri())
+    browser.wait_for("window.__index")
+    browser.run("""{
+        const field = document.querySelector(".md-search__input")
+        document.querySelector("[data-md-toggle=search]").click()
+        field.value = "learning rate"
+        field.dispatchEvent(new Event("keyup"))
+    }""")
+    results = "[...document.querySelectorAll('.md-search-result__link')].map(link => link.href)"
+    browser.wait_for(f"{results}.length")
+    found = browser.run(results)
+    hit = next(link for link in found if "/learner.html?h=learning+rate" in link)
+    assert [link for link in found if "/lab/" in link or "/source/" in link] == []
+    addresses = [
+        found[0],
+        *browser.run("[...document.querySelectorAll('.md-nav__link[href]')].map(a => a.href)"),
+    ]
+    assert len({address for address in addresses if "/lab/" in address}) > 5  # the menu shows its sections
+    assert [a for a in addresses if not Path(urlsplit(unquote(a)).path).is_file()] == []
+    browser.run(f"location.href = {hit!r}")
+    browser.wait_for("document.querySelector('mark')")
+    assert all(address.startswith(("file:", "data:")) for address in browser.requests())
+    assert browser.errors() == []
 
 
 def test_links_between_files_of_the_repository_lead_somewhere() -> None:
@@ -176,6 +208,12 @@ def test_the_page_of_the_configuration_folds_its_tables_and_that_of_the_metrics_
     assert all(f"<code>{name}</code>" in metrics for name in METRICS)
 
 
+def test_every_command_stands_in_the_reference_with_its_help(reference: ModuleType) -> None:
+    text = reference.command_reference()
+    for command in COMMANDS:
+        assert f"## grpo-ray {command.name}\n\n```text\nusage: grpo-ray {command.name} " in text
+
+
 def test_every_metric_stands_in_the_reference(reference: ModuleType) -> None:
     tables = rows(reference.metrics_reference())
     listed = {name: tuple(cells) for table in tables.values() for name, cells in table.items()}
@@ -220,6 +258,21 @@ def test_functions_and_files_that_the_architecture_page_names_exist() -> None:
 
 
 # ---- what the pages say ----
+
+
+def test_the_readme_has_at_most_900_words_without_code_and_pictures() -> None:
+    text = re.sub(r"(?ms)^```.*?^```$|^ {4}[^\n]*$|^!\[[^\n]*$|<img.*?>", "", (ROOT / "README.md").read_text())
+    assert 300 < len(text.split()) <= 900
+
+
+def test_the_files_to_train_on_ones_own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _, title, text in blocks("own-data.md"):
+        Path(title).write_text(text)
+    runpy.run_path("make_data.py")
+    sets = load_examples(load_config("mine.yaml").task, seed=0)
+    assert (len(sets.train), len(sets.validation)) == (360, 40)
+    assert runpy.run_path("my_rewards.py")["reward"](" 24", parity=0) == 1
 
 
 def commands(page: Path, program: str = "grpo-ray") -> Iterator[list[str]]:

@@ -11,7 +11,7 @@ from grpo_ray.tools.drawing.terminal_curve import terminal_curve
 from grpo_ray.tools.report.run_header import validation_samples
 from grpo_ray.watch.failure_watch import is_detection
 
-OWN = "docs/getting-started.md#your-own-model-and-data"
+OWN = "docs/own-data.md"
 
 
 def print_ending(print_line: Callable[[str], None], run: RunDirectory) -> None:
