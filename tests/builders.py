@@ -2,7 +2,7 @@
 
 import os
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -24,6 +24,10 @@ from grpo_ray.core.buffer import TrajectoryBuffer
 from grpo_ray.core.learner import Learner
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings, ScoredGroup, Verdict
 
+MakeLearner = Callable[..., Learner]
+"""The fixture `make_learner`; each file's own says which changes of the tiny configuration it takes."""
+TinyModel = Callable[..., Path]
+"""The fixture `tiny_model(tied=True, hidden_size=32, own=False)`, which returns a model's folder."""
 GPUS = int(os.environ.get("GRPO_RAY_TEST_GPUS", "0"))
 TEST_ENGINE = {"num_gpus": GPUS, "kv_cache_gib": 0.05 if GPUS == 0 else 0.5, "gpu_memory_utilization": 0.2}
 """The `generator` section of tests with vLLM: on a CPU, or with GRPO_RAY_TEST_GPUS=1 on a GPU."""

@@ -15,6 +15,8 @@ import pytest
 import torch
 from builders import (
     ENDS,
+    MakeLearner,
+    TinyModel,
     changed,
     file_size_limit,
     flat_weights,
@@ -43,7 +45,7 @@ from grpo_ray.watch.metrics_catalog import check_names
 
 
 @pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., Learner]:
+def make_learner(tiny_config: Config, tiny_model: TinyModel) -> MakeLearner:
     """Return `make_learner(tied=True, learner={...}, ...)`, which changes the tiny configuration."""
 
     def make(tied: bool = True, **changes: dict[str, Any]) -> Learner:
@@ -59,14 +61,14 @@ def weights(learner: Learner) -> torch.Tensor:
 # ---- the gradient ----
 
 
-def test_gradient_checkpointing_changes_nothing(make_learner: Callable[..., Learner]) -> None:
+def test_gradient_checkpointing_changes_nothing(make_learner: MakeLearner) -> None:
     plain, recomputed = make_learner(), make_learner(learner={"gradient_checkpointing": True})
     for learner in (plain, recomputed):
         learner.accumulate_gradient(sequences_of(make_batch(learner)))
     assert relative_difference(gradient(recomputed), gradient(plain)) < 1e-6
 
 
-def test_bfloat16_gradient_is_close(make_learner: Callable[..., Learner]) -> None:
+def test_bfloat16_gradient_is_close(make_learner: MakeLearner) -> None:
     full, half = make_learner(), make_learner(model={"dtype": "bfloat16"})
     groups = make_batch(full, noise=0.0)
     for learner in (full, half):
@@ -78,7 +80,7 @@ def test_bfloat16_gradient_is_close(make_learner: Callable[..., Learner]) -> Non
 # ---- the step ----
 
 
-def test_learning_rate_ramps_up(make_learner: Callable[..., Learner]) -> None:
+def test_learning_rate_ramps_up(make_learner: MakeLearner) -> None:
     learner = make_learner(learner={"learning_rate": 4e-2, "warmup_steps": 4})
     rates, before = [], weights(learner)
     for _ in range(6):
@@ -92,7 +94,7 @@ def test_learning_rate_ramps_up(make_learner: Callable[..., Learner]) -> None:
     assert learner.version == 6
 
 
-def test_step_is_adamw_on_the_clipped_gradient(make_learner: Callable[..., Learner]) -> None:
+def test_step_is_adamw_on_the_clipped_gradient(make_learner: MakeLearner) -> None:
     options = {"learning_rate": 1e-2, "max_grad_norm": 0.01, "weight_decay": 0.1, "adam_eps": 1e-3}
     learner = make_learner(learner=options)
     groups = make_batch(learner)
@@ -131,7 +133,7 @@ def with_versions(groups: Sequence[ScoredGroup], versions: dict[tuple[int, int],
 @pytest.mark.slow
 @pytest.mark.parametrize(("max_lag", "too_old"), [(0, 4), (1, 3), (3, 1)])
 def test_one_token_too_old_refuses_the_batch_and_changes_nothing(
-    make_learner: Callable[..., Learner], max_lag: int, too_old: int
+    make_learner: MakeLearner, max_lag: int, too_old: int
 ) -> None:
     changes = {"weight_sync": {"max_lag": max_lag}, "learner": {"learning_rate": 1e-2}}
     learner = at_version(make_learner(**changes), 5)
@@ -151,7 +153,7 @@ def test_one_token_too_old_refuses_the_batch_and_changes_nothing(
     assert torch.equal(weights(learner), weights(untouched))
 
 
-def test_lag_by_hand(make_learner: Callable[..., Learner]) -> None:
+def test_lag_by_hand(make_learner: MakeLearner) -> None:
     learner = at_version(make_learner(weight_sync={"max_lag": 3}), 7)
     completions = [make_completion([21, 22, 23], versions=[5, 6, 7]), make_completion([24], versions=7)]
     group = make_group(make_item(), completions, [1, 0], [0.7, -0.7])
@@ -164,9 +166,7 @@ def test_lag_by_hand(make_learner: Callable[..., Learner]) -> None:
 
 
 @pytest.mark.parametrize("share_prompts", ["auto", "never"])
-def test_mismatch_after_a_switch_of_versions_by_hand(
-    make_learner: Callable[..., Learner], share_prompts: str
-) -> None:
+def test_mismatch_after_a_switch_of_versions_by_hand(make_learner: MakeLearner, share_prompts: str) -> None:
     """Two groups: a response of one version alone, two with one switch, and one with two."""
     learner = make_learner(weight_sync={"max_lag": 2}, learner={"share_prompts": share_prompts})
     learner.version = 2
@@ -189,7 +189,7 @@ def test_mismatch_after_a_switch_of_versions_by_hand(
     assert metrics["mismatch/kl/after_switch"] == pytest.approx(np.mean(later), rel=1e-4)
 
 
-def test_without_a_switch_there_is_no_mismatch_after_it(make_learner: Callable[..., Learner]) -> None:
+def test_without_a_switch_there_is_no_mismatch_after_it(make_learner: MakeLearner) -> None:
     learner = make_learner()
     metrics = learner.train_step(TrainBatch(tuple(make_batch(learner)))).metrics
     assert metrics["mismatch/tokens_after_switch"] == 0
@@ -205,7 +205,7 @@ def unpacked(snapshot: WeightSnapshot) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_snapshot_holds_every_weight_exactly(make_learner: Callable[..., Learner], tied: bool) -> None:
+def test_snapshot_holds_every_weight_exactly(make_learner: MakeLearner, tied: bool) -> None:
     learner = at_version(make_learner(tied), 3)
     snapshot = learner.snapshot()[0]
     tensors = unpacked(snapshot)
@@ -219,7 +219,7 @@ def test_snapshot_holds_every_weight_exactly(make_learner: Callable[..., Learner
     assert all(spec.offset_bytes % 64 == 0 for spec in snapshot.specs)
 
 
-def test_bfloat16_snapshot_is_the_cast(make_learner: Callable[..., Learner]) -> None:
+def test_bfloat16_snapshot_is_the_cast(make_learner: MakeLearner) -> None:
     learner = make_learner(model={"dtype": "bfloat16"})
     snapshot = learner.snapshot()[0]
     assert {spec.dtype for spec in snapshot.specs} == {"bfloat16"}
@@ -229,7 +229,7 @@ def test_bfloat16_snapshot_is_the_cast(make_learner: Callable[..., Learner]) -> 
 
 
 @pytest.mark.parametrize("checksum", [True, False])
-def test_snapshot_has_a_checksum_if_configured(make_learner: Callable[..., Learner], checksum: bool) -> None:
+def test_snapshot_has_a_checksum_if_configured(make_learner: MakeLearner, checksum: bool) -> None:
     snapshot = make_learner(weight_sync={"checksum": checksum}).snapshot()[0]
     check_snapshot(snapshot)
     assert snapshot.checksum == (zlib.crc32(snapshot.data.tobytes()) if checksum else None)
@@ -237,7 +237,7 @@ def test_snapshot_has_a_checksum_if_configured(make_learner: Callable[..., Learn
         check_snapshot(replace(snapshot, data=snapshot.data + np.uint8(1)))
 
 
-def test_next_step_does_not_change_a_snapshot(make_learner: Callable[..., Learner]) -> None:
+def test_next_step_does_not_change_a_snapshot(make_learner: MakeLearner) -> None:
     learner = make_learner(learner={"learning_rate": 1e-2})
     snapshot = learner.snapshot()[0]
     before = snapshot.data.copy()
@@ -282,7 +282,7 @@ def optimizer_state(learner: Learner) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_training_resumed_from_a_checkpoint_is_the_same_bit_for_bit(
-    make_learner: Callable[..., Learner], resume: Callable[..., Learner], tmp_path: Path, tied: bool
+    make_learner: MakeLearner, resume: MakeLearner, tmp_path: Path, tied: bool
 ) -> None:
     options = {"learner": {"learning_rate": 1e-2, "warmup_steps": 5, "weight_decay": 0.1}}
     if not tied:
@@ -309,7 +309,7 @@ def saved_random_state(folder: Path) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_steps_after_the_capture_do_not_change_what_is_written(
-    make_learner: Callable[..., Learner], tmp_path: Path, tied: bool
+    make_learner: MakeLearner, tmp_path: Path, tied: bool
 ) -> None:
     learner = make_learner(tied, learner={"learning_rate": 1e-2})
     train(learner, [1])
@@ -337,9 +337,7 @@ def test_steps_after_the_capture_do_not_change_what_is_written(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
-def test_folder_is_a_model_in_its_dtype(
-    make_learner: Callable[..., Learner], tmp_path: Path, tied: bool
-) -> None:
+def test_folder_is_a_model_in_its_dtype(make_learner: MakeLearner, tmp_path: Path, tied: bool) -> None:
     learner = make_learner(tied, model={"dtype": "bfloat16"})
     train(learner, [1])
     folder = written(learner, tmp_path / "step")
@@ -358,9 +356,7 @@ def test_folder_is_a_model_in_its_dtype(
     assert AutoTokenizer.from_pretrained(folder).encode("sort 31245") == learner._tokenizer.encode("sort 31245")
 
 
-def test_nothing_trained_yet(
-    make_learner: Callable[..., Learner], resume: Callable[..., Learner], tmp_path: Path
-) -> None:
+def test_nothing_trained_yet(make_learner: MakeLearner, resume: MakeLearner, tmp_path: Path) -> None:
     learner = make_learner()
     assert learner.capture() is None
     learner.write_captured(tmp_path)
@@ -371,7 +367,7 @@ def test_nothing_trained_yet(
 
 
 def test_counters_in_a_file_s_metadata_are_read(
-    make_learner: Callable[..., Learner], resume: Callable[..., Learner], tmp_path: Path
+    make_learner: MakeLearner, resume: MakeLearner, tmp_path: Path
 ) -> None:
     """Checkpoints had them there before a Learner had ranks."""
     learner = make_learner()
@@ -383,7 +379,7 @@ def test_counters_in_a_file_s_metadata_are_read(
     assert resume(learner, tmp_path / "step").version == 1
 
 
-def test_tied_weights_are_copied_once(make_learner: Callable[..., Learner]) -> None:
+def test_tied_weights_are_copied_once(make_learner: MakeLearner) -> None:
     learner = make_learner(tied=True)
     learner.capture()
     assert learner._captured is not None
@@ -393,7 +389,7 @@ def test_tied_weights_are_copied_once(make_learner: Callable[..., Learner]) -> N
 
 
 def test_checkpoint_of_another_model_is_refused(
-    make_learner: Callable[..., Learner], tiny_model: Callable[..., Path], tmp_path: Path
+    make_learner: MakeLearner, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     learner = make_learner(tied=False)
     train(learner, [1])
@@ -402,9 +398,7 @@ def test_checkpoint_of_another_model_is_refused(
         Learner(str(tiny_model(True)), learner._config, ENDS, tmp_path / "step" / "training")
 
 
-def test_full_disk_is_an_oserror_and_frees_the_copies(
-    make_learner: Callable[..., Learner], tmp_path: Path
-) -> None:
+def test_full_disk_is_an_oserror_and_frees_the_copies(make_learner: MakeLearner, tmp_path: Path) -> None:
     learner = make_learner()
     learner.capture()
     with file_size_limit(20_000), pytest.raises(OSError, match="File too large"):
@@ -424,7 +418,7 @@ def poisoned(groups: list[ScoredGroup]) -> TrainBatch:
 
 
 @pytest.mark.slow
-def test_update_that_is_not_finite_is_skipped(make_learner: Callable[..., Learner], tmp_path: Path) -> None:
+def test_update_that_is_not_finite_is_skipped(make_learner: MakeLearner, tmp_path: Path) -> None:
     learner = make_learner(learner={"learning_rate": 1e-2, "warmup_steps": 4})
     learner._skipped_folder = tmp_path / "skipped"
     assert train(learner, [1])[0]["optim/skipped_updates"] == 0.0
@@ -450,7 +444,7 @@ def test_update_that_is_not_finite_is_skipped(make_learner: Callable[..., Learne
 
 
 def test_gradient_that_is_not_finite_under_a_finite_loss(
-    make_learner: Callable[..., Learner], monkeypatch: pytest.MonkeyPatch
+    make_learner: MakeLearner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner = make_learner(learner={"learning_rate": 1e-2})
     before = weights(learner)
@@ -462,7 +456,7 @@ def test_gradient_that_is_not_finite_under_a_finite_loss(
     assert torch.equal(weights(learner), before)
 
 
-def test_weights_that_are_not_finite_are_seen_in_every_metric(make_learner: Callable[..., Learner]) -> None:
+def test_weights_that_are_not_finite_are_seen_in_every_metric(make_learner: MakeLearner) -> None:
     learner = make_learner()
     batch = TrainBatch(tuple(make_batch(learner)))
     with torch.no_grad():
@@ -480,7 +474,7 @@ def test_weights_that_are_not_finite_are_seen_in_every_metric(make_learner: Call
 
 
 def test_skipped_in_a_row_is_restored_from_a_checkpoint(
-    make_learner: Callable[..., Learner], resume: Callable[..., Learner], tmp_path: Path
+    make_learner: MakeLearner, resume: MakeLearner, tmp_path: Path
 ) -> None:
     learner = make_learner()
     learner.train_step(poisoned(make_batch(learner)))
@@ -490,7 +484,7 @@ def test_skipped_in_a_row_is_restored_from_a_checkpoint(
 
 
 def test_batch_that_cannot_be_kept_does_not_end_the_training(
-    make_learner: Callable[..., Learner], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make_learner: MakeLearner, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     learner = make_learner()
     (tmp_path / "file").touch()
@@ -499,7 +493,7 @@ def test_batch_that_cannot_be_kept_does_not_end_the_training(
     assert "step 1: the batch could not be kept: " in caplog.text
 
 
-def test_batch_without_groups_is_refused(make_learner: Callable[..., Learner]) -> None:
+def test_batch_without_groups_is_refused(make_learner: MakeLearner) -> None:
     learner = make_learner()
     with pytest.raises(ValueError, match="the batch of version 0 has no groups"):
         learner.train_step(TrainBatch(()))

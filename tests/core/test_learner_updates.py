@@ -3,7 +3,7 @@
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ import pytest
 import torch
 from builders import (
     ENDS,
+    MakeLearner,
+    TinyModel,
     changed,
     clip_range,
     flat_weights,
@@ -45,7 +47,7 @@ MAX_TOKENS = 16
 
 
 @pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., Learner]:
+def make_learner(tiny_config: Config, tiny_model: TinyModel) -> MakeLearner:
     """Return a factory of Learners for the 12 responses of `make_batch`, without gradient clipping."""
 
     def make(**changes: dict[str, Any]) -> Learner:
@@ -182,7 +184,7 @@ def tokens_of(sequences: Sequence[TrainSequence]) -> Counter[bytes]:
     [(1, None, [12]), (3, None, [12] * 3), (1, 12, [12]), (2, 4, [4] * 6), (1, 6, [6, 6])],
 )
 def test_each_epoch_updates_on_every_response_once(
-    make_learner: Callable[..., Learner], epochs: int, size: int | None, sizes: list[int]
+    make_learner: MakeLearner, epochs: int, size: int | None, sizes: list[int]
 ) -> None:
     learner = make_learner(algorithm={"epochs_per_batch": epochs, "train_batch_size": size})
     groups = make_batch(learner)
@@ -199,9 +201,7 @@ def test_each_epoch_updates_on_every_response_once(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_update_is_the_formula_at_its_own_weights(
-    make_learner: Callable[..., Learner], loss: str
-) -> None:
+def test_every_update_is_the_formula_at_its_own_weights(make_learner: MakeLearner, loss: str) -> None:
     """Ratios use the sampler's logprobs at every update."""
     options = {"loss": loss, **clip_range(loss, 0.2), "epochs_per_batch": 2, "train_batch_size": 6}
     learner = make_learner(algorithm=options, sampling={"temperature": 0.7})
@@ -224,7 +224,7 @@ def leash(inputs: RatioInputs):
 
 @pytest.mark.slow
 def test_a_loss_with_a_term_of_its_own_is_computed_where_the_advantage_is_zero(
-    make_learner: Callable[..., Learner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_learner: MakeLearner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups 1 and 3 have no advantages; `kl_tau` and an own pull to the old policy act on them too."""
     (tmp_path / "my_leash_4712.py").write_text(LEASH)
@@ -243,9 +243,7 @@ def test_a_loss_with_a_term_of_its_own_is_computed_where_the_advantage_is_zero(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", RATIO_LOSSES)
-def test_later_updates_compare_with_the_policy_before_the_first(
-    make_learner: Callable[..., Learner], loss: str
-) -> None:
+def test_later_updates_compare_with_the_policy_before_the_first(make_learner: MakeLearner, loss: str) -> None:
     options = {"loss": loss, "old_log_probs": "proximal", "epochs_per_batch": 2, "train_batch_size": 6}
     options |= {"cliprange": 0.01} if loss in ("cispo", "gmpo") else {}  # by default they hardly ever clip
     options |= {"loss_options": {"delta": 1e-5}} if loss.startswith(("dppo", "ipo")) else {}
@@ -263,7 +261,7 @@ def test_later_updates_compare_with_the_policy_before_the_first(
 
 @pytest.mark.slow
 def test_old_log_probabilities_are_looked_up_once_and_only_for_several_updates(
-    make_learner: Callable[..., Learner], monkeypatch: pytest.MonkeyPatch
+    make_learner: MakeLearner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
 
@@ -287,9 +285,7 @@ def test_old_log_probabilities_are_looked_up_once_and_only_for_several_updates(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", RATIO_LOSSES)
-def test_only_update_has_ratio_1_whatever_the_sampler_assigned(
-    make_learner: Callable[..., Learner], loss: str
-) -> None:
+def test_only_update_has_ratio_1_whatever_the_sampler_assigned(make_learner: MakeLearner, loss: str) -> None:
     proximal = make_learner(algorithm={"loss": loss, "old_log_probs": "proximal"})
     behaviour = make_learner(algorithm={"loss": loss})
     metrics = step(proximal, make_batch(proximal, noise=0.5))
@@ -300,7 +296,7 @@ def test_only_update_has_ratio_1_whatever_the_sampler_assigned(
 
 
 @pytest.mark.slow
-def test_every_step_shuffles_anew(make_learner: Callable[..., Learner]) -> None:
+def test_every_step_shuffles_anew(make_learner: MakeLearner) -> None:
     """In another order with another seed."""
     dealt = []
     for seed in (0, 1):
@@ -318,7 +314,7 @@ def test_every_step_shuffles_anew(make_learner: Callable[..., Learner]) -> None:
     assert dealt[0] != dealt[2]
 
 
-def test_skipped_update_leaves_the_others_of_its_batch(make_learner: Callable[..., Learner]) -> None:
+def test_skipped_update_leaves_the_others_of_its_batch(make_learner: MakeLearner) -> None:
     learner = make_learner(
         algorithm={"epochs_per_batch": 1, "train_batch_size": 6, "loss": "reinforce_with_baseline"}
     )
@@ -334,7 +330,7 @@ def test_skipped_update_leaves_the_others_of_its_batch(make_learner: Callable[..
 
 @pytest.mark.parametrize(("epochs", "size"), [(2, None), (1, 3), (2, 6)])
 def test_minibatches_without_any_signal_are_updates_of_zero(
-    make_learner: Callable[..., Learner], epochs: int, size: int | None
+    make_learner: MakeLearner, epochs: int, size: int | None
 ) -> None:
     """Gradients of zero would still be steps of Adam, which move the weights by its momentum."""
     learner = make_learner(algorithm={"epochs_per_batch": epochs, "train_batch_size": size})
@@ -358,7 +354,7 @@ def test_a_penalty_on_a_token_is_a_signal() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["grpo_clip", "no_baseline"])
-def test_only_responses_with_an_advantage_are_computed(make_learner: Callable[..., Learner], loss: str) -> None:
+def test_only_responses_with_an_advantage_are_computed(make_learner: MakeLearner, loss: str) -> None:
     """With raw rewards that is every right response, whatever its group."""
     learner = make_learner(algorithm={"loss": loss})
     groups = make_batch(learner)
@@ -375,7 +371,7 @@ def test_only_responses_with_an_advantage_are_computed(make_learner: Callable[..
 @pytest.mark.slow
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", ["no_baseline", "grpo_clip", "gspo", "cispo"])
-def test_gradient_of_each_loss(make_learner: Callable[..., Learner], loss: str, aggregation: str) -> None:
+def test_gradient_of_each_loss(make_learner: MakeLearner, loss: str, aggregation: str) -> None:
     """Tokens without a finite behaviour logprob are excluded from a ratio's sum, count and GSPO's mean."""
     learner = make_learner(algorithm={"loss": loss, "aggregation": aggregation}, sampling={"temperature": 0.7})
     groups = make_batch(learner)
@@ -399,7 +395,7 @@ def test_gradient_of_each_loss(make_learner: Callable[..., Learner], loss: str, 
     ],
 )
 def test_micro_batches_change_neither_gradient_nor_metrics(
-    make_learner: Callable[..., Learner], loss: str, aggregation: str
+    make_learner: MakeLearner, loss: str, aggregation: str
 ) -> None:
     gradients, metrics = [], []
     for tokens in (1, 40, 100_000):
@@ -420,7 +416,7 @@ def test_micro_batches_change_neither_gradient_nor_metrics(
     "options",
     [{"cliprange": 0.1, "cliprange_high": 0.4}, {"dual_clip": 1.3}, {"loss": "gspo", "cliprange": 0.01}],
 )
-def test_clips_are_those_of_the_configuration(make_learner: Callable[..., Learner], options: dict) -> None:
+def test_clips_are_those_of_the_configuration(make_learner: MakeLearner, options: dict) -> None:
     learner = make_learner(algorithm=options)
     (update,), metrics = updates_of(learner, make_batch(learner, noise=0.5))
     update.check()
@@ -440,7 +436,7 @@ def test_clips_are_those_of_the_configuration(make_learner: Callable[..., Learne
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("loss", ["no_baseline", "reinforce_with_baseline", "grpo_clip", "gspo"])
 def test_correction_weights_are_the_first_policy_over_the_sampler(
-    make_learner: Callable[..., Learner], loss: str, correction: str, epochs: int
+    make_learner: MakeLearner, loss: str, correction: str, epochs: int
 ) -> None:
     options = {
         "loss": loss, **clip_range(loss, 0.2), "off_policy_correction": correction, "old_log_probs": "proximal",
@@ -468,7 +464,7 @@ SELECTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_selected_tokens_are_those_of_the_whole_batch_before_the_first_update(
-    make_learner: Callable[..., Learner], selection: str, epochs: int, tokens: int
+    make_learner: MakeLearner, selection: str, epochs: int, tokens: int
 ) -> None:
     options = {"token_selection": selection, "selection_options": SELECTIONS[selection]}
     options |= {"epochs_per_batch": epochs, "train_batch_size": 6 * epochs}
@@ -516,9 +512,7 @@ MASKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("old", ["behaviour", "proximal"])
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("correction", MASKS)
-def test_masks_of_whole_responses(
-    make_learner: Callable[..., Learner], correction: str, epochs: int, old: str
-) -> None:
+def test_masks_of_whole_responses(make_learner: MakeLearner, correction: str, epochs: int, old: str) -> None:
     """Some responses are dropped and others kept, also beside a ratio to the sampler."""
     options = {"off_policy_correction": correction, "old_log_probs": old, "epochs_per_batch": epochs}
     learner = make_learner(algorithm={**options, **MASKS[correction]})
@@ -531,7 +525,7 @@ def test_masks_of_whole_responses(
     assert (metrics["correction/weight/min"], metrics["correction/weight/max"]) == (0.0, 1.0)
 
 
-def test_corrections_of_a_list_are_multiplied(make_learner: Callable[..., Learner]) -> None:
+def test_corrections_of_a_list_are_multiplied(make_learner: MakeLearner) -> None:
     options = {
         "off_policy_correction": ("truncate_sequence", "mask_product", "veto"), "correction_cap": 1.2,
         "correction_band": (None, 2.0), "correction_options": {"floor": 0.8, "threshold": 0.75},
@@ -547,7 +541,7 @@ def test_corrections_of_a_list_are_multiplied(make_learner: Callable[..., Learne
 @pytest.mark.slow
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_every_aggregation_over_minibatches_of_parts_of_groups(
-    make_learner: Callable[..., Learner], aggregation: str
+    make_learner: MakeLearner, aggregation: str
 ) -> None:
     options = {"aggregation": aggregation, "train_batch_size": 4, "mask_truncated": True}
     learner = make_learner(algorithm=options, learner={"micro_batch_tokens": 40})
@@ -559,7 +553,7 @@ def test_every_aggregation_over_minibatches_of_parts_of_groups(
         update.check()
 
 
-def test_batch_that_the_band_rejects_leaves_the_weights(make_learner: Callable[..., Learner]) -> None:
+def test_batch_that_the_band_rejects_leaves_the_weights(make_learner: MakeLearner) -> None:
     learner = make_learner(
         algorithm={
             "loss": "reinforce_with_baseline",
@@ -573,7 +567,7 @@ def test_batch_that_the_band_rejects_leaves_the_weights(make_learner: Callable[.
     assert torch.equal(flat_weights(learner.model), before)
 
 
-def test_mismatch_clipping_and_effective_samples_by_hand(make_learner: Callable[..., Learner]) -> None:
+def test_mismatch_clipping_and_effective_samples_by_hand(make_learner: MakeLearner) -> None:
     learner = make_learner()
     log_ratios = np.array([0.0, 0.5, -0.5, 1.0])
     group = by_log_ratios(learner, log_ratios)
@@ -598,7 +592,7 @@ def by_log_ratios(learner: Learner, log_ratios: np.ndarray) -> ScoredGroup:
     return make_group(make_item(0, [1, 2]), [completion] * 2, [1, 0], [1.0, -0.5])
 
 
-def test_tokens_without_a_finite_logprob_are_no_samples(make_learner: Callable[..., Learner]) -> None:
+def test_tokens_without_a_finite_logprob_are_no_samples(make_learner: MakeLearner) -> None:
     learner = make_learner()
     metrics = step(learner, [by_log_ratios(learner, np.array([0.5, np.inf, 0.5, np.inf]))])
     assert metrics["mismatch/ess_frac"] == pytest.approx(1.0)  # equal weights
@@ -607,9 +601,7 @@ def test_tokens_without_a_finite_logprob_are_no_samples(make_learner: Callable[.
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"old_log_probs": "proximal"}])
-def test_mismatch_is_measured_before_the_policy_moves(
-    make_learner: Callable[..., Learner], options: dict
-) -> None:
+def test_mismatch_is_measured_before_the_policy_moves(make_learner: MakeLearner, options: dict) -> None:
     learner = make_learner(algorithm={**options, "epochs_per_batch": 3})
     metrics = step(learner, make_batch(learner, noise=0.0))
     assert metrics["mismatch/logprob_diff/max"] < 1e-5
@@ -654,7 +646,7 @@ def mismatch_by_hand(learner: Learner, sequences: Sequence[TrainSequence]) -> li
 @pytest.mark.slow
 @pytest.mark.parametrize("options", POPULATION.values(), ids=POPULATION)
 def test_mismatch_is_of_the_same_tokens_in_every_configuration(
-    make_learner: Callable[..., Learner], options: dict
+    make_learner: MakeLearner, options: dict
 ) -> None:
     """Groups 1 and 3 have no signal: some configurations compute them, and their mismatch is another."""
     learner = make_learner(algorithm=options, learner={"learning_rate": 0.0}, sampling={"temperature": 0.7})
@@ -671,7 +663,7 @@ def test_mismatch_is_of_the_same_tokens_in_every_configuration(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("old", ["behaviour", "proximal"])
-def test_mismatch_of_minibatches_is_that_of_the_first(make_learner: Callable[..., Learner], old: str) -> None:
+def test_mismatch_of_minibatches_is_that_of_the_first(make_learner: MakeLearner, old: str) -> None:
     learner = make_learner(algorithm={"old_log_probs": old, "train_batch_size": 6})
     groups = [*all_with_signal(make_batch(learner))[:3], make_batch(learner)[3]]  # the last has no signal
     first_policy = make_learner()
@@ -681,7 +673,7 @@ def test_mismatch_of_minibatches_is_that_of_the_first(make_learner: Callable[...
 
 
 def test_the_scale_of_the_gradient_is_measured_where_the_loss_alone_makes_it(
-    make_learner: Callable[..., Learner],
+    make_learner: MakeLearner,
 ) -> None:
     learner = make_learner()
     sequences = sequences_of(make_batch(learner, noise=0.0)[:1])
@@ -695,7 +687,7 @@ def test_the_scale_of_the_gradient_is_measured_where_the_loss_alone_makes_it(
 
 
 @pytest.mark.parametrize("options", [*POPULATION.values(), {"train_batch_size": 6}])
-def test_what_was_not_measured_is_absent(make_learner: Callable[..., Learner], options: dict) -> None:
+def test_what_was_not_measured_is_absent(make_learner: MakeLearner, options: dict) -> None:
     """Without signal no token has an advantage: no 0 and no 1 stands for a measurement."""
     learner = make_learner(algorithm=options)
     groups = make_batch(learner)
@@ -707,7 +699,7 @@ def test_what_was_not_measured_is_absent(make_learner: Callable[..., Learner], o
 
 @pytest.mark.slow
 def test_clipping_is_measured_of_the_same_tokens_with_kl_and_without(
-    make_learner: Callable[..., Learner],
+    make_learner: MakeLearner,
 ) -> None:
     kl = {"reference": "initial", "coefficient": 0.1}
     plain, with_kl = make_learner(), make_learner(algorithm={"kl": kl})
@@ -721,7 +713,7 @@ def test_clipping_is_measured_of_the_same_tokens_with_kl_and_without(
 @pytest.mark.parametrize("tokens", [1, 100_000])
 @pytest.mark.parametrize(("kind", "limited"), [("truncate_token", [1.65]), ("mask_band", [0.0])])
 def test_weights_of_a_correction_by_hand(
-    make_learner: Callable[..., Learner], kind: str, limited: list[float], tokens: int
+    make_learner: MakeLearner, kind: str, limited: list[float], tokens: int
 ) -> None:
     """The smallest and the largest weight come from different micro-batches, if each holds one response."""
     options = {"old_log_probs": "proximal", "off_policy_correction": kind}
@@ -739,7 +731,7 @@ def test_weights_of_a_correction_by_hand(
 # ---- recipes ----
 
 
-def test_recipe_of_rloo_is_the_papers_gradient(make_learner: Callable[..., Learner]) -> None:
+def test_recipe_of_rloo_is_the_papers_gradient(make_learner: MakeLearner) -> None:
     """The completion is one action: A times the SUM of its tokens' gradients (arXiv:2402.14740, Eq. 8)."""
     learner = make_learner(algorithm=dict(PRESETS["rloo"].fields))
     groups = []
@@ -778,9 +770,7 @@ def cut_off(groups: Sequence[ScoredGroup], which: set[tuple[int, int]]) -> list[
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_batch_of_truncated_responses_alone_leaves_the_weights(
-    make_learner: Callable[..., Learner], epochs: int
-) -> None:
+def test_batch_of_truncated_responses_alone_leaves_the_weights(make_learner: MakeLearner, epochs: int) -> None:
     learner = make_learner(algorithm={"mask_truncated": True, "epochs_per_batch": epochs})
     groups = cut_off(make_batch(learner), {(i, j) for i in range(4) for j in range(3)})
     before = flat_weights(learner.model)
@@ -802,9 +792,7 @@ def move_reference(learner: Learner) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", ["reinforce_with_baseline", "grpo_clip"])
-def test_gradient_of_the_entropy_bonus(
-    make_learner: Callable[..., Learner], loss: str, aggregation: str
-) -> None:
+def test_gradient_of_the_entropy_bonus(make_learner: MakeLearner, loss: str, aggregation: str) -> None:
     options = {"loss": loss, "aggregation": aggregation, "entropy_bonus": 0.5}
     learner = make_learner(algorithm=options, sampling={"temperature": 0.7})
     (update,), metrics = updates_of(learner, make_batch(learner))
@@ -822,7 +810,7 @@ KL_PENALTIES = [  # every two of loss, estimator and aggregation meet
 @pytest.mark.slow
 @pytest.mark.parametrize(("loss", "estimator", "aggregation"), KL_PENALTIES)
 def test_gradient_of_the_kl_penalty(
-    make_learner: Callable[..., Learner], loss: str, estimator: str, aggregation: str
+    make_learner: MakeLearner, loss: str, estimator: str, aggregation: str
 ) -> None:
     kl = {"reference": "initial", "coefficient": 0.7, "estimator": estimator}
     learner = make_learner(algorithm={"loss": loss, "aggregation": aggregation, "kl": kl})
@@ -833,7 +821,7 @@ def test_gradient_of_the_kl_penalty(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("term", ["entropy", "kl"])
-def test_groups_without_signal_have_the_added_terms(make_learner: Callable[..., Learner], term: str) -> None:
+def test_groups_without_signal_have_the_added_terms(make_learner: MakeLearner, term: str) -> None:
     kl = {"reference": "initial", "coefficient": 0.7}
     learner = make_learner(algorithm={"kl": kl} if term == "kl" else {"entropy_bonus": 0.5})
     if term == "kl":
@@ -852,7 +840,7 @@ def mean_entropy(learner: Learner, groups: Sequence[ScoredGroup]) -> float:
 
 
 @pytest.mark.slow
-def test_everything_at_once(make_learner: Callable[..., Learner]) -> None:
+def test_everything_at_once(make_learner: MakeLearner) -> None:
     options = {
         "loss": "grpo_clip", "aggregation": "token_mean", "cliprange_high": 0.28, "dual_clip": 2.0,
         "epochs_per_batch": 2, "train_batch_size": 4, "old_log_probs": "proximal",
@@ -868,7 +856,7 @@ def test_everything_at_once(make_learner: Callable[..., Learner]) -> None:
     assert metrics["optim/num_updates"] == 6
 
 
-def test_measuring_kl_alone_changes_no_gradient(make_learner: Callable[..., Learner]) -> None:
+def test_measuring_kl_alone_changes_no_gradient(make_learner: MakeLearner) -> None:
     plain, measured = make_learner(), make_learner(algorithm={"kl": {"reference": "initial"}})
     for learner in (plain, measured):
         step(learner, make_batch(learner))
@@ -893,7 +881,7 @@ def ages(metrics: dict[str, float]) -> tuple[float, float | None]:
 
 @pytest.mark.slow
 def test_several_updates_per_batch_make_tokens_older_than_their_lag(
-    make_learner: Callable[..., Learner], tmp_path: Path
+    make_learner: MakeLearner, tmp_path: Path
 ) -> None:
     learner = make_learner(**FOUR)
     assert ages(step(learner, make_batch(learner, versions=0))) == (0.0, 3.0)  # three updates before the last
@@ -906,7 +894,7 @@ def test_several_updates_per_batch_make_tokens_older_than_their_lag(
 
 
 @pytest.mark.slow
-def test_an_age_counts_no_skipped_update(make_learner: Callable[..., Learner]) -> None:
+def test_an_age_counts_no_skipped_update(make_learner: MakeLearner) -> None:
     learner = make_learner(weight_sync={"max_lag": 1})
     groups = make_batch(learner, versions=0)
     groups[0].advantages[0] = np.inf
@@ -917,7 +905,7 @@ def test_an_age_counts_no_skipped_update(make_learner: Callable[..., Learner]) -
 
 
 @pytest.mark.slow
-def test_an_age_is_left_out_while_a_checkpoint_did_not_count(make_learner: Callable[..., Learner]) -> None:
+def test_an_age_is_left_out_while_a_checkpoint_did_not_count(make_learner: MakeLearner) -> None:
     learner = make_learner(weight_sync={"max_lag": 1})
     step(learner, make_batch(learner, versions=0))
     learner._updates.restore({}, version=1)  # of an earlier release

@@ -4,13 +4,12 @@ import gzip
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import local_runs
 import pytest
-from builders import changed, make_batch
+from builders import TinyModel, changed, make_batch
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError
@@ -45,7 +44,7 @@ def test_a_run_leaves_a_trace_of_each_profiled_step(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_parts_of_a_step_are_consecutive(
-    tiny_config: Config, tiny_model: Callable[..., Path], tmp_path: Path
+    tiny_config: Config, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     learner = make_learner(tiny_config, tiny_model, tmp_path / "profile", [1, 1])
     learner.train_step(TrainBatch(tuple(make_batch(learner))))
@@ -97,6 +96,6 @@ def test_steps_that_cannot_be_profiled_are_refused(steps: str, expected: str) ->
         local_runs.make_config(f"learner.profile_steps={steps}")
 
 
-def make_learner(config: Config, tiny_model: Callable[..., Path], folder: Path, steps: Any) -> Learner:
+def make_learner(config: Config, tiny_model: TinyModel, folder: Path, steps: Any) -> Learner:
     config = changed(config, learner={"profile_steps": steps, "micro_batch_tokens": 24})
     return Learner(str(tiny_model()), config, (0, 17), profile_folder=folder)

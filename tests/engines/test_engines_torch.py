@@ -5,12 +5,11 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from builders import logprobs_over_kept_cache, make_settings, perturb, plain_logprobs
+from builders import TinyModel, logprobs_over_kept_cache, make_settings, perturb, plain_logprobs
 from transformers import PreTrainedModel
 
 from grpo_ray.config import Config, GeneratorConfig
@@ -23,11 +22,12 @@ from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.types import Completion, SamplingSettings
 
 ENDS = (0, 17)
+MakeEngine = Callable[..., TorchEngine]
 PROMPTS = [(40, 41, 42), (50,), (60, 61, 62, 63, 64, 65, 66)]
 
 
 @pytest.fixture
-def make_torch_engine(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., TorchEngine]:
+def make_torch_engine(tiny_config: Config, tiny_model: TinyModel) -> MakeEngine:
     def make(
         tied: bool = True, index: int = 0, max_lag: int = 1, own: bool = False, recompute_kv: bool = True,
         **generator: object,
@@ -73,7 +73,7 @@ def logprob_error(
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("tied", [True, False])
 def test_logprobs_are_the_models(
-    make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path], tied: bool, own: bool
+    make_torch_engine: MakeEngine, tiny_model: TinyModel, tied: bool, own: bool
 ) -> None:
     """The reference is transformers' model from the same folder, without cache or padding."""
     settings = make_settings(
@@ -92,8 +92,8 @@ def test_logprobs_are_the_models(
 @pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "min_tokens"), [(1.0, 0), (0.7, 1)])
 def test_draws_follow_the_distribution(
-    make_torch_engine: Callable[..., TorchEngine],
-    tiny_model: Callable[..., Path],
+    make_torch_engine: MakeEngine,
+    tiny_model: TinyModel,
     temperature: float,
     min_tokens: int,
 ) -> None:
@@ -119,7 +119,7 @@ def test_draws_follow_the_distribution(
     assert chi_square < freedom + 3.1 * np.sqrt(2 * freedom)  # exceeded once in about a thousand times
 
 
-def test_serving_in_bfloat16_rounds_parameters_and_no_buffers(tiny_model: Callable[..., Path]) -> None:
+def test_serving_in_bfloat16_rounds_parameters_and_no_buffers(tiny_model: TinyModel) -> None:
     """Rotary frequencies in bfloat16 would be 1.2 rad off at position 1,000."""
     path = str(tiny_model())
     served = TorchEngine(path, GeneratorConfig(engine="torch", num_gpus=0), "bfloat16", seed=0)._model
@@ -132,7 +132,7 @@ def test_serving_in_bfloat16_rounds_parameters_and_no_buffers(tiny_model: Callab
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_a_float32_head_over_bfloat16(tiny_model: Callable[..., Path], own: bool) -> None:
+def test_a_float32_head_over_bfloat16(tiny_model: TinyModel, own: bool) -> None:
     path, options = str(tiny_model(own=own)), GeneratorConfig(engine="torch", num_gpus=0)
     engine = TorchEngine(
         path, options, "bfloat16", 0, implementation="grpo_ray" if own else "transformers", head_dtype="float32"
@@ -149,7 +149,7 @@ def test_a_float32_head_over_bfloat16(tiny_model: Callable[..., Path], own: bool
 
 
 def test_request_seed_gives_the_same_tokens_whatever_the_neighbours(
-    make_torch_engine: Callable[..., TorchEngine],
+    make_torch_engine: MakeEngine,
 ) -> None:
     settings = make_settings(num_samples=3, max_tokens=12, seed=7)
     engine = make_torch_engine()
@@ -167,7 +167,7 @@ Drawn = list[tuple[list[int], list[float]]]
 @pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [1, 2])
 async def test_engine_that_joins_no_requests_draws_the_same_to_the_last_bit_whatever_else_is_requested(
-    make_torch_engine: Callable[..., TorchEngine], num_threads: int
+    make_torch_engine: MakeEngine, num_threads: int
 ) -> None:
     engine = make_torch_engine(max_lag=0, num_threads=num_threads)
     settings = make_settings(num_samples=3, temperature=0.7, min_tokens=2, max_tokens=24, end_token_ids=ENDS)
@@ -190,7 +190,7 @@ async def test_engine_that_joins_no_requests_draws_the_same_to_the_last_bit_what
 
 @pytest.mark.parametrize(("max_lag", "widths"), [(0, [2, 2, 2]), (1, [6]), (3, [6])])
 def test_only_a_synchronous_run_samples_each_request_by_itself(
-    make_torch_engine: Callable[..., TorchEngine],
+    make_torch_engine: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
     max_lag: int,
     widths: list[int],
@@ -210,7 +210,7 @@ def test_only_a_synchronous_run_samples_each_request_by_itself(
 
 @pytest.mark.slow
 def test_engines_and_requests_have_their_own_seeds(
-    make_torch_engine: Callable[..., TorchEngine],
+    make_torch_engine: MakeEngine,
 ) -> None:
     settings = make_settings(num_samples=1, max_tokens=16)
 
@@ -229,7 +229,7 @@ def test_engines_and_requests_have_their_own_seeds(
 
 
 def test_end_token_ends_a_response_from_min_tokens_on(
-    make_torch_engine: Callable[..., TorchEngine],
+    make_torch_engine: MakeEngine,
 ) -> None:
     settings = make_settings(
         num_samples=64, min_tokens=3, max_tokens=40, end_token_ids=tuple(range(150)), seed=0
@@ -244,9 +244,7 @@ def test_end_token_ends_a_response_from_min_tokens_on(
 
 
 @pytest.mark.slow
-def test_stop_string_ends_a_response_and_is_kept(
-    make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path]
-) -> None:
+def test_stop_string_ends_a_response_and_is_kept(make_torch_engine: MakeEngine, tiny_model: TinyModel) -> None:
     tokenizer = load_tokenizer(str(tiny_model()))
     settings = make_settings(num_samples=200, max_tokens=40, stop=("an", "7"), seed=0)
     (group,) = generate(make_torch_engine(), settings, PROMPTS[:1])
@@ -267,7 +265,7 @@ def test_stop_string_ends_a_response_and_is_kept(
 
 
 def test_requests_beyond_max_num_seqs_wait_and_are_served(
-    make_torch_engine: Callable[..., TorchEngine],
+    make_torch_engine: MakeEngine,
 ) -> None:
     settings = make_settings(num_samples=3, max_tokens=6)
     groups = generate(make_torch_engine(max_num_seqs=4), settings, PROMPTS * 3)
@@ -275,7 +273,7 @@ def test_requests_beyond_max_num_seqs_wait_and_are_served(
 
 
 async def test_error_reaches_its_request_and_the_engine_keeps_serving(
-    make_torch_engine: Callable[..., TorchEngine],
+    make_torch_engine: MakeEngine,
 ) -> None:
     engine = make_torch_engine()
     cancelled = asyncio.create_task(engine.generate((299_999,), make_settings()))
@@ -309,7 +307,7 @@ async def length_reached(engine: TorchEngine, num_tokens: int) -> None:
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("tied", [True, False])
 async def test_weights_replaced_in_flight(
-    make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path], tied: bool, own: bool
+    make_torch_engine: MakeEngine, tiny_model: TinyModel, tied: bool, own: bool
 ) -> None:
     engine = make_torch_engine(tied, own=own)
     settings = make_settings(num_samples=2, temperature=0.7, min_tokens=30, max_tokens=30, end_token_ids=ENDS)
@@ -334,7 +332,7 @@ async def test_weights_replaced_in_flight(
 
 @pytest.mark.slow
 async def test_keys_and_values_of_running_requests_are_kept_if_so_configured(
-    make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path]
+    make_torch_engine: MakeEngine, tiny_model: TinyModel
 ) -> None:
     engine = make_torch_engine(recompute_kv=False)
     settings = make_settings(num_samples=2, temperature=0.7, min_tokens=30, max_tokens=30, end_token_ids=ENDS)
@@ -353,7 +351,7 @@ async def test_keys_and_values_of_running_requests_are_kept_if_so_configured(
         assert recomputed[completion.versions == 2].max() > 1e-3
 
 
-async def test_nothing_is_sampled_while_paused(make_torch_engine: Callable[..., TorchEngine]) -> None:
+async def test_nothing_is_sampled_while_paused(make_torch_engine: MakeEngine) -> None:
     engine = make_torch_engine()
     settings = make_settings(max_tokens=40)
     request = asyncio.create_task(engine.generate(PROMPTS[0], settings))
@@ -371,7 +369,7 @@ async def test_nothing_is_sampled_while_paused(make_torch_engine: Callable[..., 
 
 
 async def test_tokens_carry_the_version_the_engine_is_started_with(
-    make_torch_engine: Callable[..., TorchEngine],
+    make_torch_engine: MakeEngine,
 ) -> None:
     engine = make_torch_engine()
     await engine.start(7)
@@ -393,7 +391,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
     ],
 )
 def test_snapshot_that_does_not_fit_is_refused_whole(
-    make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path], tied: bool, left_out: str,
+    make_torch_engine: MakeEngine, tiny_model: TinyModel, tied: bool, left_out: str,
     problem: str,
 ) -> None:  # fmt: skip
     """A tensor is missing, or is one too many (`stranger`), or has another shape (`.T`)."""

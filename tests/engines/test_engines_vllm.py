@@ -6,7 +6,7 @@ once, and the tests check the record.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import TEST_ENGINE, make_settings, perturb, plain_logprobs, plain_rows
+from builders import TEST_ENGINE, TinyModel, make_settings, perturb, plain_logprobs, plain_rows
 from transformers import LlamaForCausalLM
 
 from grpo_ray.config import Config
@@ -70,7 +70,7 @@ class Record:
 
 
 @pytest.fixture(scope="module", params=["Qwen2, tied", *LATER])
-def record(request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tiny_moe: Path) -> Record:
+def record(request: pytest.FixtureRequest, tiny_model: TinyModel, tiny_moe: Path) -> Record:
     pytest.importorskip("vllm")
     own = request.param.startswith("TransformerLM")
     path = tiny_model(tied=not own, hidden_size=64, own=own)  # vLLM's CPU attention takes heads of 32 and more
@@ -299,9 +299,7 @@ def test_snapshot_without_a_tensor_is_refused(record: Record) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_float32_head_over_bfloat16_before_and_after_a_sync(
-    tiny_model: Callable[..., Path], tied: bool
-) -> None:
+def test_a_float32_head_over_bfloat16_before_and_after_a_sync(tiny_model: TinyModel, tied: bool) -> None:
     pytest.importorskip("vllm")
     path = tiny_model(tied=tied, hidden_size=64)
     models = [with_head_dtype(load_policy(str(path)), "float32") for _ in range(2)]

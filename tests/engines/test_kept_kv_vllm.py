@@ -2,13 +2,12 @@
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from builders import logprobs_over_kept_cache, make_settings, perturb
+from builders import TinyModel, logprobs_over_kept_cache, make_settings, perturb
 from test_engines_vllm import ENDS, LONG, Groups, config_of_vllm, logprob_error
 
 from grpo_ray.config import Config
@@ -26,7 +25,7 @@ SHORT = make_settings(num_samples=2, temperature=0.7, max_tokens=12, end_token_i
 
 
 @pytest.fixture(scope="module")
-def served(tiny_model: Callable[..., Path]) -> tuple[list[Any], Groups, Groups, Groups]:
+def served(tiny_model: TinyModel) -> tuple[list[Any], Groups, Groups, Groups]:
     """Models by version, and the groups of version 0, of version 1, and those that further syncs interrupted.
 
     Requests of the latter were sent before a sync, and during it.

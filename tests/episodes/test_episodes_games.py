@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders import TinyModel
 from episode_players import EngineSampler, Scripted, make_session, play
 from transformers import PreTrainedTokenizerBase
 
@@ -167,7 +168,7 @@ def settings(seed: int | None, max_tokens: int = 12) -> SamplingSettings:
     return SamplingSettings(1, 1.0, 1.0, 2, max_tokens, end_token_ids=(0,), seed=seed)
 
 
-async def test_a_single_turn_is_what_the_engine_samples(tiny_model: Callable[..., Path]) -> None:
+async def test_a_single_turn_is_what_the_engine_samples(tiny_model: TinyModel) -> None:
     """The same tokens, logprobs and versions, to the last bit, as `Engine.generate` with the seed."""
     folder = tiny_model()
     model_tokenizer = load_tokenizer(str(folder))
@@ -191,7 +192,7 @@ async def test_a_single_turn_is_what_the_engine_samples(tiny_model: Callable[...
 
 
 @pytest.mark.parametrize("game", [guess_number, calculator])
-async def test_an_engine_plays(game: Any, tiny_model: Callable[..., Path]) -> None:
+async def test_an_engine_plays(game: Any, tiny_model: TinyModel) -> None:
     """Every prompt of a random model's games begins with the prompt before it and its reply."""
     folder = tiny_model()
     model_tokenizer = load_tokenizer(str(folder))

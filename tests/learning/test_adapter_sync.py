@@ -1,14 +1,13 @@
 """An adapter that vLLM's own LoRA layers apply: replaced in place, also under running requests."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from builders import TEST_ENGINE, make_settings, perturb, plain_logprobs
+from builders import TEST_ENGINE, TinyModel, make_settings, perturb, plain_logprobs
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import AdapterConfig, ModelConfig
@@ -51,7 +50,7 @@ class Record:
 
 
 @pytest.fixture(scope="module")
-def record(tiny_model: Callable[..., Path]) -> Record:
+def record(tiny_model: TinyModel) -> Record:
     pytest.importorskip("vllm")
     path = tiny_model(hidden_size=64)  # vLLM's CPU attention takes heads of 32 and more
     model = ModelConfig(path=str(path), dtype="float32", adapter=AdapterConfig(rank=4))

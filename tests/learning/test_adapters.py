@@ -3,13 +3,22 @@
 import json
 import shutil
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import ENDS, changed, make_batch, perturb, plain_logprobs, relative_difference, written
+from builders import (
+    ENDS,
+    MakeLearner,
+    TinyModel,
+    changed,
+    make_batch,
+    perturb,
+    plain_logprobs,
+    relative_difference,
+    written,
+)
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -56,7 +65,7 @@ def tensors(snapshot: WeightSnapshot) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., Learner]:
+def make_learner(tiny_config: Config, tiny_model: TinyModel) -> MakeLearner:
     """Return `make_learner(checkpoint=None, adapter={...}, model={...}, ...)`."""
 
     def make(
@@ -80,9 +89,7 @@ def train(learner: Learner, seed: int = 0) -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["owner/name", f"owner/name@{'a' * 40}", "LOCAL/a@b"])
-def test_an_adapter_names_its_base_as_peft_does(
-    tmp_path: Path, tiny_model: Callable[..., Path], base: str
-) -> None:
+def test_an_adapter_names_its_base_as_peft_does(tmp_path: Path, tiny_model: TinyModel, base: str) -> None:
     config = AdapterConfig(rank=2, alpha=4)
     base = base.replace("LOCAL", str(tmp_path))
     model: Any = load_policy(str(tiny_model()))
@@ -100,7 +107,7 @@ def test_an_adapter_names_its_base_as_peft_does(
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", KINDS)
 def test_merged_weights_give_the_logits_of_pefts_own_forward_pass(
-    adapter: dict[str, Any], tiny_model: Callable[..., Path]
+    adapter: dict[str, Any], tiny_model: TinyModel
 ) -> None:
     model = load_trained(str(tiny_model()), options(tiny_model(), **adapter), torch.device("cpu"))
     perturbed(model)
@@ -116,7 +123,7 @@ def test_merged_weights_give_the_logits_of_pefts_own_forward_pass(
 
 
 @pytest.mark.slow
-def test_the_gradient_is_that_of_a_peft_model(make_learner: Callable[..., Learner], tmp_path: Path) -> None:
+def test_the_gradient_is_that_of_a_peft_model(make_learner: MakeLearner, tmp_path: Path) -> None:
     """PeftModel, loaded from the checkpoint, differentiates the loss in plain loops."""
     learner = make_learner(algorithm={"loss": "reinforce_with_baseline", "aggregation": "sequence_mean"})
     perturbed(learner.model)
@@ -147,7 +154,7 @@ def peft_model(folder: Path, **options: Any) -> PeftModel:
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", [{}, {"dora": True}], ids=["lora", "dora"])
 def test_a_checkpoint_loads_in_peft_and_merges_there_to_what_generators_get(
-    adapter: dict[str, Any], make_learner: Callable[..., Learner], tmp_path: Path
+    adapter: dict[str, Any], make_learner: MakeLearner, tmp_path: Path
 ) -> None:
     learner = make_learner(adapter=adapter)
     train(learner)
@@ -160,7 +167,7 @@ def test_a_checkpoint_loads_in_peft_and_merges_there_to_what_generators_get(
     assert {f.name for f in (tmp_path / "step").glob("*.safetensors")} == {FILE}
 
 
-def test_adapted_weights_are_merged_one_at_a_time(make_learner: Callable[..., Learner]) -> None:
+def test_adapted_weights_are_merged_one_at_a_time(make_learner: MakeLearner) -> None:
     weights = dict(served_weights(make_learner().model))
     adapted = [name for name, weight in weights.items() if not isinstance(weight, torch.Tensor)]
     assert len(adapted) == 2 * 7  # all linear layers of two blocks: none of them is in memory yet
@@ -173,9 +180,7 @@ def test_adapted_weights_are_merged_one_at_a_time(make_learner: Callable[..., Le
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantization", ["none", "nf4"])
-def test_only_the_adapter_is_trained(
-    dtype: str, quantization: str, make_learner: Callable[..., Learner]
-) -> None:
+def test_only_the_adapter_is_trained(dtype: str, quantization: str, make_learner: MakeLearner) -> None:
     learner = make_learner(model={"dtype": dtype, "base_quantization": quantization})
     base = {n: zlib.crc32(raw(p)) for n, p in learner.model.named_parameters() if not p.requires_grad}
     for seed in range(2):
@@ -196,7 +201,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 @pytest.mark.slow
-def test_the_package_s_own_model_is_adapted_too(tiny_config: Config, tiny_model: Callable[..., Path]) -> None:
+def test_the_package_s_own_model_is_adapted_too(tiny_config: Config, tiny_model: TinyModel) -> None:
     config = changed(
         tiny_config,
         model={"implementation": "grpo_ray", "adapter": {"rank": 2}},
@@ -214,9 +219,7 @@ def test_the_package_s_own_model_is_adapted_too(tiny_config: Config, tiny_model:
 
 
 @pytest.mark.slow
-def test_the_initial_reference_is_the_base(
-    make_learner: Callable[..., Learner], tiny_model: Callable[..., Path]
-) -> None:
+def test_the_initial_reference_is_the_base(make_learner: MakeLearner, tiny_model: TinyModel) -> None:
     learner = make_learner(algorithm={"kl": {"reference": "initial", "coefficient": 0.1}})
     first, second = train(learner, 0), train(learner, 1)
     assert abs(first["loss/kl_ref_k3"]) < 1e-9
@@ -244,7 +247,7 @@ MOVING = {"reference": "ema", "coefficient": 0.1, "ema_decay": 0.5}
     ids=["float32", "bfloat16-ema", "nf4", "dora-initial"],
 )
 def test_training_resumes_bit_for_bit(
-    model: dict[str, Any], kl: dict[str, Any], make_learner: Callable[..., Learner], tmp_path: Path
+    model: dict[str, Any], kl: dict[str, Any], make_learner: MakeLearner, tmp_path: Path
 ) -> None:
     changes: dict[str, Any] = {"model": model, "algorithm": {"kl": kl}} if kl else {"model": model}
     learner = make_learner(adapter=model.get("adapter"), **changes)
@@ -268,7 +271,7 @@ def raw_state(learner: Learner) -> list[bytes]:
 
 
 @pytest.mark.slow
-def test_an_adapter_is_continued_from_elsewhere(make_learner: Callable[..., Learner], tmp_path: Path) -> None:
+def test_an_adapter_is_continued_from_elsewhere(make_learner: MakeLearner, tmp_path: Path) -> None:
     learner = make_learner()
     train(learner)
     folder = written(learner, tmp_path / "step")
@@ -284,7 +287,7 @@ def test_an_adapter_is_continued_from_elsewhere(make_learner: Callable[..., Lear
 
 @pytest.mark.slow
 def test_a_4_bit_base_computes_what_its_dequantized_copy_does(
-    make_learner: Callable[..., Learner], tiny_model: Callable[..., Path], tmp_path: Path
+    make_learner: MakeLearner, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     quantized, folder = make_learner(model={"base_quantization": "nf4"}), tiny_model(hidden_size=64)
     original = {name: p.detach() for name, p in load_policy(str(folder)).named_parameters()}
@@ -310,7 +313,7 @@ def test_a_4_bit_base_computes_what_its_dequantized_copy_does(
         assert relative_difference(master.grad, plain.masters.named[name].grad) < 1e-5, name
 
 
-def test_rows_that_are_not_whole_blocks_are_not_quantized(tiny_model: Callable[..., Path]) -> None:
+def test_rows_that_are_not_whole_blocks_are_not_quantized(tiny_model: TinyModel) -> None:
     """bitsandbytes on a CPU would dequantize them with the wrong scales."""
     config = options(tiny_model()).model_copy(update={"base_quantization": "nf4"})
     model = load_trained(str(tiny_model()), config, torch.device("cpu"))  # 32 wide, 64 in the MLP
@@ -319,7 +322,7 @@ def test_rows_that_are_not_whole_blocks_are_not_quantized(tiny_model: Callable[.
     assert set(widths.values()) == {torch.float32}
 
 
-def test_dora_on_a_4_bit_base_is_merged_as_it_computes(make_learner: Callable[..., Learner]) -> None:
+def test_dora_on_a_4_bit_base_is_merged_as_it_computes(make_learner: MakeLearner) -> None:
     learner = make_learner(adapter={"dora": True}, model={"base_quantization": "nf4"})
     perturbed(learner.model)
     plain = load_policy(learner._tokenizer.name_or_path)
@@ -332,7 +335,7 @@ def test_dora_on_a_4_bit_base_is_merged_as_it_computes(make_learner: Callable[..
 @pytest.mark.slow
 @pytest.mark.parametrize(("which", "quantization"), [("full", "none"), ("selective", "nf4")])
 def test_gradient_checkpointing_changes_nothing(
-    which: str, quantization: str, make_learner: Callable[..., Learner]
+    which: str, quantization: str, make_learner: MakeLearner
 ) -> None:
     model = {"base_quantization": quantization}
     plain, recomputed = (
@@ -347,7 +350,7 @@ def test_gradient_checkpointing_changes_nothing(
         assert relative_difference(recomputed.masters.named[name].grad, master.grad) < 1e-6
 
 
-def test_layers_without_an_adapter_are_served_dequantized_too(make_learner: Callable[..., Learner]) -> None:
+def test_layers_without_an_adapter_are_served_dequantized_too(make_learner: MakeLearner) -> None:
     learner = make_learner(adapter={"target_modules": ["q_proj"]}, model={"base_quantization": "nf4"})
     served = tensors(learner.snapshot()[0])
     gate: Any = learner.model.get_submodule("model.layers.0.mlp.gate_proj")
@@ -355,7 +358,7 @@ def test_layers_without_an_adapter_are_served_dequantized_too(make_learner: Call
     assert torch.equal(served["model.layers.0.mlp.gate_proj.weight"], dequantized(gate.weight).float())
 
 
-def test_a_4_bit_base_has_the_flops_of_its_weights(make_learner: Callable[..., Learner]) -> None:
+def test_a_4_bit_base_has_the_flops_of_its_weights(make_learner: MakeLearner) -> None:
     plain, quantized = (
         make_learner(model={"base_quantization": kind, "dtype": "bfloat16"}) for kind in ("none", "nf4")
     )
@@ -368,7 +371,7 @@ def test_a_4_bit_base_has_the_flops_of_its_weights(make_learner: Callable[..., L
 
 @pytest.mark.slow
 def test_what_cannot_be_adapted_is_refused_by_name(
-    make_learner: Callable[..., Learner], tiny_model: Callable[..., Path], tmp_path: Path
+    make_learner: MakeLearner, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     learner = make_learner()
     folder = written(learner, tmp_path / "step")

@@ -1,12 +1,11 @@
 """Kernels of FlashAttention run on GPUs alone: here, how one is chosen, named and fed."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import changed
+from builders import TinyModel, changed
 from torch import Tensor
 from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +24,7 @@ from grpo_ray.objectives import chunked_log_probs
 
 
 @pytest.fixture
-def policy(tiny_model: Callable[..., Path]) -> PolicyModel:
+def policy(tiny_model: TinyModel) -> PolicyModel:
     return load_policy(str(tiny_model()))
 
 

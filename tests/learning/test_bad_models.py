@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import make_settings, perturb
+from builders import TinyModel, make_settings, perturb
 from safetensors.torch import load_file, save_file
 
 from grpo_ray.config import Config
@@ -26,7 +26,7 @@ WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture
-def folder(tiny_model: Callable[..., Path], tmp_path: Path) -> Path:
+def folder(tiny_model: TinyModel, tmp_path: Path) -> Path:
     """A copy of a valid model, to damage."""
     return Path(shutil.copytree(tiny_model(tied=False), tmp_path / "model"))
 

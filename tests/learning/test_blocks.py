@@ -1,13 +1,11 @@
 """Compiled blocks and recomputed activations: the same gradient, for both kinds of models."""
 
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import ENDS, changed, gradient, make_batch, relative_difference
+from builders import ENDS, MakeLearner, TinyModel, changed, gradient, make_batch, relative_difference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_ray.config import Config, LearnerConfig
@@ -18,7 +16,7 @@ FAMILIES = ("transformers", "grpo_ray")
 
 
 @pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., Learner]:
+def make_learner(tiny_config: Config, tiny_model: TinyModel) -> MakeLearner:
     """Return `make_learner(family, dtype="float32", gradient_checkpointing=...)`."""
 
     def make(family: str, dtype: str = "float32", **learner: Any) -> Learner:
@@ -38,7 +36,7 @@ def accumulated(learner: Learner, batch: Any) -> torch.Tensor:
 @pytest.mark.parametrize("which", ["full", "selective"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recomputing_changes_no_gradient(
-    make_learner: Callable[..., Learner], family: str, which: str, dtype: str
+    make_learner: MakeLearner, family: str, which: str, dtype: str
 ) -> None:
     plain, recomputing = make_learner(family, dtype), make_learner(family, dtype, gradient_checkpointing=which)
     batch = make_batch(plain)
@@ -46,9 +44,7 @@ def test_recomputing_changes_no_gradient(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_selective_recomputes_the_cheap_operations_alone(
-    make_learner: Callable[..., Learner], family: str
-) -> None:
+def test_selective_recomputes_the_cheap_operations_alone(make_learner: MakeLearner, family: str) -> None:
     products = {which: num_products(make_learner(family, gradient_checkpointing=which)) for which in (
         "none", "selective", "full"
     )}  # fmt: skip
@@ -89,7 +85,7 @@ def test_combination_that_cannot_work_is_refused() -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.parametrize(("family", "which"), [("transformers", "none"), ("grpo_ray", "full")])
 def test_compiled_blocks_have_the_same_gradient_and_names(
-    make_learner: Callable[..., Learner], family: str, which: str, monkeypatch: pytest.MonkeyPatch
+    make_learner: MakeLearner, family: str, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # set by a vLLM engine that was in this process
     torch._dynamo.reset()

@@ -1,6 +1,5 @@
 """Distillation in the Learner, the buffer and the files: the teacher's term of each token's advantage."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 import torch
 from builders import (
     ENDS,
+    TinyModel,
     changed,
     clip_range,
     make_batch,
@@ -117,7 +117,7 @@ def test_tokens_that_are_too_old_have_no_term() -> None:
 
 
 def test_tokens_are_selected_by_the_advantage_with_the_teachers_term(
-    tiny_config: Config, tiny_model: Callable[..., Path]
+    tiny_config: Config, tiny_model: TinyModel
 ) -> None:
     algorithm = {"token_selection": "clip_cov", "selection_options": {"share": 0.2, "low": 0.0, "high": 1e9}}
     distillation = {"teacher": "somewhere", "engine": "torch", "coefficient": 2.0, "use_reward": False}
@@ -139,7 +139,7 @@ def test_tokens_are_selected_by_the_advantage_with_the_teachers_term(
     np.testing.assert_allclose(seen["advantages"], 2 * np.concatenate(gaps), rtol=1e-5)
 
 
-def test_a_group_without_an_advantage_is_trained(tiny_config: Config, tiny_model: Callable[..., Path]) -> None:
+def test_a_group_without_an_advantage_is_trained(tiny_config: Config, tiny_model: TinyModel) -> None:
     config = changed(tiny_config, distillation={"teacher": "somewhere", "engine": "torch"})
     learner = Learner(str(tiny_model()), config, ENDS)
     group = taught(make_batch(learner)[3])
@@ -226,7 +226,7 @@ def test_combinations_without_a_meaning_are_refused(overrides: list[str], messag
         load_config(QUICKSTART, [*teacher, *overrides])
 
 
-def test_another_vocabulary_is_refused(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+def test_another_vocabulary_is_refused(tmp_path: Path, tiny_model: TinyModel) -> None:
     path, tokenizer = tiny_model(), load_tokenizer(str(tiny_model()))
     config = load_config(
         QUICKSTART,

@@ -1,12 +1,9 @@
 """Sequences that branch, as a tree of segments in which each token stands once."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from builders import ENDS, plain_logprobs
+from builders import ENDS, TinyModel, plain_logprobs
 from hypothesis import given
 from hypothesis import strategies as st
 from test_shared_prompts import plain_kernel
@@ -123,7 +120,7 @@ def test_a_conversation_is_the_smallest_tree() -> None:
 @pytest.mark.parametrize("is_varlen", [False, True])
 @pytest.mark.parametrize("is_own", [False, True])
 def test_logprobs_in_deep_trees_are_those_of_each_sequence_alone(
-    tiny_model: Callable[..., Path], is_own: bool, is_varlen: bool
+    tiny_model: TinyModel, is_own: bool, is_varlen: bool
 ) -> None:
     path = str(tiny_model(False, own=True)) if is_own else str(tiny_model())
     model = load_policy(path, implementation="grpo_ray" if is_own else "transformers")

@@ -1,8 +1,7 @@
 """The Learner on episodes: its gradient is that of a loop over turns, however they branch and are packed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,8 @@ import pytest
 import torch
 from builders import (
     ENDS,
+    MakeLearner,
+    TinyModel,
     changed,
     clip_range,
     gradient,
@@ -33,7 +34,7 @@ from grpo_ray.types import CONTEXT, Completion, ScoredGroup, TrainBatch
 
 
 @pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., Learner]:
+def make_learner(tiny_config: Config, tiny_model: TinyModel) -> MakeLearner:
     """Return `make_learner(algorithm={...}, ...)` of Learners with clips that take effect."""
 
     def make(**changes: dict[str, Any]) -> Learner:
@@ -75,15 +76,13 @@ def check(learner: Learner, seed: int, reference: Any = None) -> None:
     ],
     ids=str,
 )
-def test_added_terms_and_weights(make_learner: Callable[..., Learner], algorithm: dict[str, Any]) -> None:
+def test_added_terms_and_weights(make_learner: MakeLearner, algorithm: dict[str, Any]) -> None:
     check(make_learner(algorithm=algorithm), 11)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["k3", "k3+", "unbiased"])
-def test_distance_to_a_reference(
-    make_learner: Callable[..., Learner], tiny_model: Callable[..., Path], estimator: str
-) -> None:
+def test_distance_to_a_reference(make_learner: MakeLearner, tiny_model: TinyModel, estimator: str) -> None:
     reference = load_policy(str(tiny_model()))
     perturb(reference, 1, 0.05)
     kl = {"coefficient": 0.1, "reference": "initial", "estimator": estimator}
@@ -94,7 +93,7 @@ def test_distance_to_a_reference(
 
 
 @pytest.mark.slow
-def test_layouts_and_micro_batches_change_nothing(make_learner: Callable[..., Learner]) -> None:
+def test_layouts_and_micro_batches_change_nothing(make_learner: MakeLearner) -> None:
     """With stored logprobs of other policies, which are looked up in the same micro-batches."""
     terms = {"entropy_bonus": 0.01, "old_log_probs": "proximal", "off_policy_correction": "mask_band"}
     found = {}
@@ -121,7 +120,7 @@ def test_layouts_and_micro_batches_change_nothing(make_learner: Callable[..., Le
     assert found["auto", 4096][0]["computed_tokens"] < found["auto", 1][0]["computed_tokens"]
 
 
-def test_context_has_no_influence_but_as_input(make_learner: Callable[..., Learner]) -> None:
+def test_context_has_no_influence_but_as_input(make_learner: MakeLearner) -> None:
     learner = make_learner()
     groups, _ = random_batch(7, learner.model, learner._config)
     learner.accumulate_gradient(sequences_of(groups))
@@ -144,7 +143,7 @@ def as_episode(completion: Completion, prompt: Sequence[int]) -> Completion:
     return replace(episode, logprobs=completion.logprobs, versions=completion.versions)
 
 
-def test_an_episode_of_one_turn_is_a_plain_completion_to_the_bit(make_learner: Callable[..., Learner]) -> None:
+def test_an_episode_of_one_turn_is_a_plain_completion_to_the_bit(make_learner: MakeLearner) -> None:
     learner = make_learner(algorithm={"aggregation": "prompt_mean"})
     found = []
     (group,) = (g for g in random_batch(8, learner.model, learner._config)[0] if g.group_id == 2)
@@ -233,7 +232,7 @@ def test_truncated_episodes_and_those_without_samples_yield_nothing() -> None:
     assert sequences_of([make_group(make_item(), [unsampled, empty])]) == []
 
 
-def test_minibatches_hold_whole_episodes(make_learner: Callable[..., Learner]) -> None:
+def test_minibatches_hold_whole_episodes(make_learner: MakeLearner) -> None:
     learner = make_learner()
     sequences = sequences_of(random_batch(9, learner.model, learner._config)[0])
     assert len(sequences) > len(samples_of(sequences)) == 9
@@ -249,7 +248,7 @@ def test_minibatches_hold_whole_episodes(make_learner: Callable[..., Learner]) -
 
 
 def test_end_tokens_are_impossible_at_the_start_of_every_turn(
-    make_learner: Callable[..., Learner], tiny_model: Callable[..., Path]
+    make_learner: MakeLearner, tiny_model: TinyModel
 ) -> None:
     model = load_policy(str(tiny_model()))
     config = make_learner(sampling={"min_tokens": 2})._config
@@ -269,7 +268,7 @@ def test_end_tokens_are_impossible_at_the_start_of_every_turn(
 # ---- steps ----
 
 
-def test_a_step_without_any_sampled_token_changes_nothing(make_learner: Callable[..., Learner]) -> None:
+def test_a_step_without_any_sampled_token_changes_nothing(make_learner: MakeLearner) -> None:
     for options in ({}, {"train_batch_size": 3, "old_log_probs": "proximal", "epochs_per_batch": 2}):
         learner = make_learner(algorithm=options)
         before = learner.masters.parameters[0].detach().clone()
@@ -282,7 +281,7 @@ def test_a_step_without_any_sampled_token_changes_nothing(make_learner: Callable
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"train_batch_size": 3, "epochs_per_batch": 2}])
-def test_steps_on_episodes(make_learner: Callable[..., Learner], options: dict[str, Any]) -> None:
+def test_steps_on_episodes(make_learner: MakeLearner, options: dict[str, Any]) -> None:
     kl = {"kl": {"coefficient": 0.1, "reference": "ema"}, "old_log_probs": "proximal"}
     learner = make_learner(algorithm=options | (kl if options else {}))
     for version in range(2):

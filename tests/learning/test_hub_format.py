@@ -2,13 +2,12 @@
 
 import gc
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import ENDS, changed, make_batch, make_settings, perturb, written
+from builders import ENDS, TinyModel, changed, make_batch, make_settings, perturb, written
 from safetensors.torch import load_file
 from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
 
@@ -37,7 +36,7 @@ def fused_and_renamed() -> list[Any]:
 
 
 @pytest.fixture(params=["experts", "fused and renamed", "plain"])
-def model(request: pytest.FixtureRequest, tiny_moe: Path, tiny_model: Callable[..., Path]) -> Any:
+def model(request: pytest.FixtureRequest, tiny_moe: Path, tiny_model: TinyModel) -> Any:
     if request.param == "experts":
         return load_policy(str(tiny_moe))
     model: Any = load_policy(str(tiny_model()))

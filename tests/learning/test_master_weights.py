@@ -1,14 +1,23 @@
 """Float32 master weights beside a bfloat16 copy: dtypes, gradients, updates, checkpoints."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from builders import ENDS, changed, flat_weights, gradient, make_batch, relative_difference, written
+from builders import (
+    ENDS,
+    MakeLearner,
+    TinyModel,
+    changed,
+    flat_weights,
+    gradient,
+    make_batch,
+    relative_difference,
+    written,
+)
 from safetensors.torch import load_file
 
 from grpo_ray.config import Config
@@ -23,7 +32,7 @@ FAMILIES = ("transformers", "grpo_ray")
 
 
 @pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., Learner]:
+def make_learner(tiny_config: Config, tiny_model: TinyModel) -> MakeLearner:
     """Return `make_learner(family="transformers", tied=True, learner={...}, ...)`, of a bfloat16 Learner."""
 
     def make(family: str = "transformers", tied: bool = True, **changes: dict[str, Any]) -> Learner:
@@ -42,7 +51,7 @@ def step(learner: Learner, seed: int = 0) -> dict[str, float]:
     return learner.train_step(TrainBatch(tuple(groups))).metrics
 
 
-def test_float32_weights_are_their_own_masters(tiny_model: Callable[..., Path]) -> None:
+def test_float32_weights_are_their_own_masters(tiny_model: TinyModel) -> None:
     model = load_policy(str(tiny_model()))
     masters = MasterWeights(model, torch.float32)
     assert all(master is model.get_parameter(name) for name, master in masters.named.items())
@@ -52,7 +61,7 @@ def test_float32_weights_are_their_own_masters(tiny_model: Callable[..., Path]) 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_copy_is_bfloat16_and_masters_are_what_was_loaded(
-    make_learner: Callable[..., Learner], tiny_model: Callable[..., Path], family: str, tied: bool
+    make_learner: MakeLearner, tiny_model: TinyModel, family: str, tied: bool
 ) -> None:
     learner = make_learner(family, tied)
     model: Any = learner.model
@@ -68,7 +77,7 @@ def test_copy_is_bfloat16_and_masters_are_what_was_loaded(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_learner_computes_what_the_sampler_computes(
-    make_learner: Callable[..., Learner], tiny_model: Callable[..., Path], family: str
+    make_learner: MakeLearner, tiny_model: TinyModel, family: str
 ) -> None:
     """The residual stream included, so that equal inputs give equal logits."""
     learner = make_learner(family)
@@ -83,7 +92,7 @@ def test_learner_computes_what_the_sampler_computes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_micro_batches_are_summed_in_float32(make_learner: Callable[..., Learner], family: str) -> None:
+def test_micro_batches_are_summed_in_float32(make_learner: MakeLearner, family: str) -> None:
     learner = make_learner(family, learner={"micro_batch_tokens": 1}, algorithm={"aggregation": "constant"})
     sequences = [s for s in sequences_of(make_batch(learner)) if s.has_signal]
     sequences += sequences[:2]  # eight: a division by their number is exact
@@ -135,9 +144,7 @@ def test_frozen_weights_have_a_master_and_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_step_updates_the_masters_and_refreshes_the_copy(
-    make_learner: Callable[..., Learner], family: str
-) -> None:
+def test_step_updates_the_masters_and_refreshes_the_copy(make_learner: MakeLearner, family: str) -> None:
     learner = make_learner(family, learner={"learning_rate": 1e-4})
     before = masters_of(learner)
     for seed in range(2):
@@ -147,7 +154,7 @@ def test_step_updates_the_masters_and_refreshes_the_copy(
     assert 0 < (masters_of(learner) - before).abs().max() < 3e-4
 
 
-def test_skipped_update_changes_neither(make_learner: Callable[..., Learner]) -> None:
+def test_skipped_update_changes_neither(make_learner: MakeLearner) -> None:
     learner = make_learner(learner={"learning_rate": 1e-2})
     masters, copy = masters_of(learner), flat_weights(learner.model)
     groups = make_batch(learner)
@@ -163,7 +170,7 @@ def test_skipped_update_changes_neither(make_learner: Callable[..., Learner]) ->
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_checkpoint_holds_the_masters_and_training_resumes_bit_for_bit(
-    make_learner: Callable[..., Learner], tmp_path: Path, family: str, tied: bool
+    make_learner: MakeLearner, tmp_path: Path, family: str, tied: bool
 ) -> None:
     options = {"learner": {"learning_rate": 1e-3}, "algorithm": {"kl": {"reference": "ema"}}}
     learner = make_learner(family, tied, **options)

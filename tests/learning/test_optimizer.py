@@ -1,13 +1,12 @@
 """The optimizer: fused updates, moments in fewer bytes, and their way through moves and checkpoints."""
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import ENDS, changed, make_batch, relative_difference, written
+from builders import ENDS, MakeLearner, TinyModel, changed, make_batch, relative_difference, written
 from transformers import get_scheduler
 
 from grpo_ray.config import Config, LearnerConfig
@@ -72,7 +71,7 @@ def test_all_of_the_state_moves(moments: str) -> None:
 
 
 @pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., Learner]:
+def make_learner(tiny_config: Config, tiny_model: TinyModel) -> MakeLearner:
     def make(moments: str, folder: Path | None = None) -> Learner:
         learner = {"learning_rate": 1e-3, "moments": moments}
         config = changed(tiny_config, learner=learner, model={"dtype": "bfloat16"})
@@ -89,9 +88,7 @@ def train(learner: Learner, seed: int) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moments", ALL_MOMENTS)
-def test_training_resumes_bit_for_bit(
-    make_learner: Callable[..., Learner], tmp_path: Path, moments: str
-) -> None:
+def test_training_resumes_bit_for_bit(make_learner: MakeLearner, tmp_path: Path, moments: str) -> None:
     learner = make_learner(moments)
     for seed in range(2):
         train(learner, seed)
@@ -109,7 +106,7 @@ def test_training_resumes_bit_for_bit(
 @needs_bitsandbytes
 @pytest.mark.parametrize(("first", "second"), [("8bit", "float32"), ("bfloat16", "8bit")])
 def test_moments_of_another_kind_are_refused(
-    make_learner: Callable[..., Learner], tmp_path: Path, first: str, second: str
+    make_learner: MakeLearner, tmp_path: Path, first: str, second: str
 ) -> None:
     learner = make_learner(first)
     train(learner, 0)
@@ -128,9 +125,7 @@ def test_moments_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_bfloat16_moments_resume_a_float32_checkpoint(
-    make_learner: Callable[..., Learner], tmp_path: Path
-) -> None:
+def test_bfloat16_moments_resume_a_float32_checkpoint(make_learner: MakeLearner, tmp_path: Path) -> None:
     learner = make_learner("float32")
     train(learner, 0)
     resumed: Any = make_learner("bfloat16", written(learner, tmp_path / "step"))
@@ -178,7 +173,7 @@ def test_decays_are_those_of_transformers(schedule: str, ratio: float, warmup: i
 
 @pytest.mark.slow
 def test_a_learner_decays_with_the_runs_steps_also_after_a_resume(
-    tiny_config: Config, tiny_model: Callable[..., Path], tmp_path: Path
+    tiny_config: Config, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     options = {"learning_rate": 0.8, "lr_schedule": "linear", "warmup_steps": 1, "num_gpus": 0}
     sizes = {"num_steps": 4, "train_batch_size": 4}  # three updates per step, all at the step's rate

@@ -1,13 +1,12 @@
 """A Learner that runs out of GPU memory: smaller micro-batches, the same step."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import local_runs
 import pytest
 import torch
-from builders import ENDS, changed, flat_weights, make_batch, simple_group
+from builders import ENDS, MakeLearner, TinyModel, changed, flat_weights, make_batch, simple_group
 
 from grpo_ray.config import Config
 from grpo_ray.core.learner import Learner
@@ -23,7 +22,7 @@ EVERYTHING = {
 
 
 @pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., Learner]:
+def make_learner(tiny_config: Config, tiny_model: TinyModel) -> MakeLearner:
     def make(**changes: dict[str, Any]) -> Learner:
         changes.setdefault("learner", {}).update(micro_batch_tokens=4000, learning_rate=1e-3)
         return Learner(str(tiny_model()), changed(tiny_config, **changes), ENDS)
@@ -65,7 +64,7 @@ def limit_memory(learner: Learner, max_tokens: int) -> list[int]:
 )
 @pytest.mark.parametrize(("share_prompts", "limit"), [("auto", 24), ("never", 60)])
 def test_step_is_the_same_with_smaller_micro_batches(
-    make_learner: Callable[..., Learner], share_prompts: str, limit: int, algorithm: dict, dtype: str
+    make_learner: MakeLearner, share_prompts: str, limit: int, algorithm: dict, dtype: str
 ) -> None:
     short, ample = (
         make_learner(algorithm=algorithm, model={"dtype": dtype}, learner={"share_prompts": share_prompts})
@@ -99,7 +98,7 @@ def test_step_is_the_same_with_smaller_micro_batches(
 
 
 @pytest.mark.slow
-def test_each_size_is_tried_once(make_learner: Callable[..., Learner]) -> None:
+def test_each_size_is_tried_once(make_learner: MakeLearner) -> None:
     learner = make_learner(learner={"share_prompts": "never"})
     batch, before = TrainBatch(tuple(make_batch(learner))), flat_weights(learner.model)
     sizes = limit_memory(learner, 0)

@@ -4,13 +4,12 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import changed, plain_logprobs
+from builders import TinyModel, changed, plain_logprobs
 from huggingface_hub import ModelInfo
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
@@ -338,7 +337,7 @@ def test_model_that_another_run_finished_first_is_taken(
 # ---- contents of a model folder ----
 
 
-def test_check_local_model_names_what_is_missing(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_check_local_model_names_what_is_missing(tiny_model: TinyModel, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     with pytest.raises(ValueError, match=r"model\.path: no folder .*model"):
         check_local_model(str(folder))
@@ -394,7 +393,7 @@ def test_the_hub_is_asked_for_a_models_commit_and_else_its_cache(monkeypatch: py
 
 
 def test_end_tokens_are_the_tokenizers_and_the_generation_configs(
-    tiny_model: Callable[..., Path], tmp_path: Path
+    tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     tokenizer = load_tokenizer(str(tiny_model()))
     assert tokenizer.eos_token_id == 0
@@ -408,7 +407,7 @@ def test_end_tokens_are_the_tokenizers_and_the_generation_configs(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_loaded_policy_is_float32_without_dropout(tiny_model: Callable[..., Path], tied: bool) -> None:
+def test_loaded_policy_is_float32_without_dropout(tiny_model: TinyModel, tied: bool) -> None:
     model = load_policy(str(tiny_model(tied)))
     assert max_positions(str(tiny_model(tied))) == 512
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from builders import ENDS, changed, file_size_limit, make_batch
+from builders import ENDS, TinyModel, changed, file_size_limit, make_batch
 from episode_batches import random_batch
 from rank_workers import meeting, on_ranks
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -103,7 +103,7 @@ def snapshot_tensors(snapshot: WeightSnapshot) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def batches(tiny_config: Config, tiny_model: Callable[..., Path]) -> list[list[ScoredGroup]]:
+def batches(tiny_config: Config, tiny_model: TinyModel) -> list[list[ScoredGroup]]:
     learner = Learner(str(tiny_model()), tiny_config, ENDS)
     return [make_batch(learner, seed) for seed in range(2)]
 
@@ -184,7 +184,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_setting_gives_the_gradients_of_one_rank(
-    size: int, tiny_config: Config, tiny_model: Callable[..., Path], batches: list[list[ScoredGroup]]
+    size: int, tiny_config: Config, tiny_model: TinyModel, batches: list[list[ScoredGroup]]
 ) -> None:
     configs = [changed(tiny_config, **merged(SMOOTH, changes)) for changes in SETTINGS.values()]
     stores = [meeting() for _ in configs]
@@ -216,7 +216,7 @@ EPISODES: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EPISODES)
 def test_two_ranks_give_the_gradient_of_one_on_episodes(
-    name: str, tiny_config: Config, tiny_model: Callable[..., Path]
+    name: str, tiny_config: Config, tiny_model: TinyModel
 ) -> None:
     sizes = {"algorithm": {"prompts_per_step": 3, "samples_per_prompt": 3}}
     config, model = changed(tiny_config, **merged(SMOOTH, sizes, EPISODES[name])), str(tiny_model())
@@ -244,7 +244,7 @@ def test_a_mixture_of_experts(tiny_config: Config, tiny_moe: Path) -> None:
 
 @pytest.mark.slow
 def test_replicas_give_the_gradient_of_one_rank_and_others_resume_them(
-    tiny_config: Config, tiny_model: Callable[..., Path], batches: list[list[ScoredGroup]], tmp_path: Path
+    tiny_config: Config, tiny_model: TinyModel, batches: list[list[ScoredGroup]], tmp_path: Path
 ) -> None:
     config = changed(tiny_config, **SMOOTH)
     many = changed(config, learner={"num_ranks": 4, "replicas": 2})
@@ -259,7 +259,7 @@ def test_replicas_give_the_gradient_of_one_rank_and_others_resume_them(
 
 @pytest.mark.slow
 def test_untied_and_own_models(
-    tiny_config: Config, tiny_model: Callable[..., Path], batches: list[list[ScoredGroup]]
+    tiny_config: Config, tiny_model: TinyModel, batches: list[list[ScoredGroup]]
 ) -> None:
     for model, implementation in ((tiny_model(tied=False), "transformers"), (tiny_model(own=True), "grpo_ray")):
         config = changed(tiny_config, **SMOOTH, model={"implementation": implementation})
@@ -281,7 +281,7 @@ def test_adapters_and_dtypes(
     dtype: str,
     head_dtype: str,
     tiny_config: Config,
-    tiny_model: Callable[..., Path],
+    tiny_model: TinyModel,
     batches: list[list[ScoredGroup]],
 ) -> None:
     model: dict[str, Any] = {"dtype": dtype, "head_dtype": head_dtype}
@@ -326,7 +326,7 @@ CONTINUED: dict[str, dict[str, dict[str, Any]]] = {
 def test_resuming_with_as_many_ranks_is_exact_and_with_others_is_close(
     name: str,
     tiny_config: Config,
-    tiny_model: Callable[..., Path],
+    tiny_model: TinyModel,
     batches: list[list[ScoredGroup]],
     tmp_path: Path,
 ) -> None:

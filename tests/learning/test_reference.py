@@ -1,7 +1,6 @@
 """The reference policy: its movement, the KL measured against it, and its part of a checkpoint."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,8 @@ import pytest
 import torch
 from builders import (
     ENDS,
+    MakeLearner,
+    TinyModel,
     changed,
     flat_weights,
     make_batch,
@@ -38,7 +39,7 @@ AVERAGE = {"reference": "ema", "ema_decay": 0.75}
 
 
 @pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., Learner]:
+def make_learner(tiny_config: Config, tiny_model: TinyModel) -> MakeLearner:
     """Return `make_learner(kl, tied=True, learner={...}, ...)`."""
 
     def make(kl: dict[str, Any], tied: bool = True, **changes: dict[str, Any]) -> Learner:
@@ -65,7 +66,7 @@ def step(learner: Learner, seed: int) -> dict[str, float]:
 # ---- movement ----
 
 
-def test_frozen_reference_stays(make_learner: Callable[..., Learner]) -> None:
+def test_frozen_reference_stays(make_learner: MakeLearner) -> None:
     learner = make_learner(FROZEN)
     first = flat_weights(learner.model)
     for seed in range(3):
@@ -75,7 +76,7 @@ def test_frozen_reference_stays(make_learner: Callable[..., Learner]) -> None:
 
 
 @pytest.mark.slow
-def test_refreshed_reference_is_the_policy_of_every_second_step(make_learner: Callable[..., Learner]) -> None:
+def test_refreshed_reference_is_the_policy_of_every_second_step(make_learner: MakeLearner) -> None:
     learner = make_learner(REFRESHED)
     policies = [flat_weights(learner.model)]
     for seed in range(5):
@@ -84,7 +85,7 @@ def test_refreshed_reference_is_the_policy_of_every_second_step(make_learner: Ca
         assert torch.equal(reference_weights(learner), policies[learner.version // 2 * 2])
 
 
-def test_average_follows_its_formula(make_learner: Callable[..., Learner]) -> None:
+def test_average_follows_its_formula(make_learner: MakeLearner) -> None:
     learner = make_learner(AVERAGE)
     expected = flat_weights(learner.model).double()
     for seed in range(3):
@@ -95,7 +96,7 @@ def test_average_follows_its_formula(make_learner: Callable[..., Learner]) -> No
 
 
 @pytest.mark.parametrize("kl", [FROZEN, REFRESHED, AVERAGE])
-def test_reference_has_no_gradient_and_shares_no_memory(make_learner: Callable[..., Learner], kl: dict) -> None:
+def test_reference_has_no_gradient_and_shares_no_memory(make_learner: MakeLearner, kl: dict) -> None:
     learner = make_learner({**kl, "coefficient": 0.5})
     step(learner, 0)
     assert learner._reference is not None
@@ -110,7 +111,7 @@ def test_reference_has_no_gradient_and_shares_no_memory(make_learner: Callable[.
 @pytest.mark.slow
 @pytest.mark.parametrize("kl", [FROZEN, REFRESHED, AVERAGE])
 def test_reference_computes_in_the_served_dtype_and_only_an_average_keeps_float32(
-    make_learner: Callable[..., Learner], kl: dict
+    make_learner: MakeLearner, kl: dict
 ) -> None:
     learner = make_learner(kl, model={"dtype": "bfloat16"})
     step(learner, 0)
@@ -131,7 +132,7 @@ def test_reference_computes_in_the_served_dtype_and_only_an_average_keeps_float3
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["qwen2", "llama", "grpo_ray"])
 def test_distance_in_bfloat16_is_0_at_version_0_on_long_responses(
-    tiny_config: Config, tiny_model: Callable[..., Path], family: str, tied: bool, kl: dict
+    tiny_config: Config, tiny_model: TinyModel, family: str, tied: bool, kl: dict
 ) -> None:
     """Rotary frequencies in bfloat16 would be 1.2 rad off at position 1,000."""
     model = {"dtype": "bfloat16", "implementation": "grpo_ray" if family == "grpo_ray" else "transformers"}
@@ -144,7 +145,7 @@ def test_distance_in_bfloat16_is_0_at_version_0_on_long_responses(
     assert metrics["loss/kl_ref"] == metrics["loss/kl_ref_k3"] == 0.0
 
 
-def test_small_steps_move_an_average(tiny_model: Callable[..., Path]) -> None:
+def test_small_steps_move_an_average(tiny_model: TinyModel) -> None:
     """Each step is less than half of bfloat16's smallest."""
     policy = load_policy(str(tiny_model()))
     reference = Reference(copy.deepcopy(policy), KLConfig(reference="ema", ema_decay=0.999), torch.bfloat16)
@@ -158,7 +159,7 @@ def test_small_steps_move_an_average(tiny_model: Callable[..., Path]) -> None:
     assert moved.item() == pytest.approx(1 - 0.999**100, rel=1e-2)
 
 
-def test_without_a_reference_no_distance_is_measured(make_learner: Callable[..., Learner]) -> None:
+def test_without_a_reference_no_distance_is_measured(make_learner: MakeLearner) -> None:
     learner = make_learner({"reference": "none"})
     assert learner._reference is None
     assert not any("kl_ref" in name for name in step(learner, 0))
@@ -167,7 +168,7 @@ def test_without_a_reference_no_distance_is_measured(make_learner: Callable[...,
 # ---- the measured distance ----
 
 
-def test_distance_by_a_loop(make_learner: Callable[..., Learner]) -> None:
+def test_distance_by_a_loop(make_learner: MakeLearner) -> None:
     """The metrics are means over all tokens, also of groups without signal."""
     learner = make_learner(FROZEN, sampling={"temperature": 0.7})
     assert learner._reference is not None
@@ -196,8 +197,8 @@ def test_distance_by_a_loop(make_learner: Callable[..., Learner]) -> None:
 @pytest.mark.parametrize("kl", [FROZEN, REFRESHED, AVERAGE])
 @pytest.mark.parametrize("resume_after", [1, 3])
 def test_reference_is_the_same_after_a_resume(
-    make_learner: Callable[..., Learner],
-    tiny_model: Callable[..., Path],
+    make_learner: MakeLearner,
+    tiny_model: TinyModel,
     tmp_path: Path,
     kl: dict,
     tied: bool,
@@ -218,9 +219,7 @@ def test_reference_is_the_same_after_a_resume(
 
 
 @pytest.mark.slow
-def test_checkpoint_keeps_only_a_reference_that_moved(
-    make_learner: Callable[..., Learner], tmp_path: Path
-) -> None:
+def test_checkpoint_keeps_only_a_reference_that_moved(make_learner: MakeLearner, tmp_path: Path) -> None:
     for name, kl, is_kept in (("frozen", FROZEN, False), ("average", AVERAGE, True), ("none", {}, False)):
         learner = make_learner(kl)
         step(learner, 0)
@@ -230,7 +229,7 @@ def test_checkpoint_keeps_only_a_reference_that_moved(
 
 
 def test_steps_after_the_capture_do_not_change_the_reference_that_is_written(
-    make_learner: Callable[..., Learner], tmp_path: Path
+    make_learner: MakeLearner, tmp_path: Path
 ) -> None:
     learner = make_learner(AVERAGE)
     step(learner, 0)
@@ -245,7 +244,7 @@ def test_steps_after_the_capture_do_not_change_the_reference_that_is_written(
 
 
 def test_reference_missing_from_the_checkpoint_starts_at_the_policy(
-    make_learner: Callable[..., Learner], tiny_model: Callable[..., Path], tmp_path: Path
+    make_learner: MakeLearner, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     """A run without a reference may resume with a moving average."""
     learner = make_learner({})

@@ -3,14 +3,13 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from builders import changed, plain_logprobs
+from builders import TinyModel, changed, plain_logprobs
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -63,7 +62,7 @@ SHAPES = [(9, [3, 14, 1, 6]), (1, [5, 2]), (4, [1]), (9, [7, 7, 7]), (17, [2, 20
 
 
 @pytest.fixture(params=["transformers", "grpo_ray"])
-def policy(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> PolicyModel:
+def policy(request: pytest.FixtureRequest, tiny_model: TinyModel) -> PolicyModel:
     if request.param == "grpo_ray":
         return load_policy(str(tiny_model(False, own=True)), implementation="grpo_ray")
     return load_policy(str(tiny_model()))
@@ -409,7 +408,7 @@ def test_a_policy_that_has_become_sure_of_itself_can_be_resumed(scale: float, ti
 
 @pytest.mark.parametrize(("option", "value"), [("softcap", 50.0), ("s_aux", torch.zeros(4)), ("softcap", None)])
 def test_an_option_of_attention_that_a_tree_would_ignore(
-    option: str, value: object, tiny_config: Config, tiny_model: Callable[..., Path]
+    option: str, value: object, tiny_config: Config, tiny_model: TinyModel
 ) -> None:
     policy: Any = load_policy(str(tiny_model()))
     forward = policy.base_model

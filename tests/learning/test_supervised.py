@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import changed
+from builders import TinyModel, changed
 from small_run import QUICKSTART, SMALL
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerBase
@@ -42,7 +42,7 @@ DEMONSTRATIONS = [
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny_model: Callable[..., Path]) -> PreTrainedTokenizerBase:
+def tokenizer(tiny_model: TinyModel) -> PreTrainedTokenizerBase:
     tokenizer = load_tokenizer(str(tiny_model()))
     tokenizer.chat_template = CHAT_ML
     return tokenizer
@@ -137,7 +137,7 @@ def test_what_no_file_can_be_read_with(
 
 @pytest.mark.parametrize("share_prompts", ["auto", "never"])
 def test_steps_equal_cross_entropy_on_the_responses(
-    tiny_config: Config, tiny_model: Callable[..., Path], share_prompts: str
+    tiny_config: Config, tiny_model: TinyModel, share_prompts: str
 ) -> None:
     """A loop in plain torch: padded, with labels of -100, and the same optimizer and schedule."""
     folder = str(tiny_model())
@@ -184,7 +184,7 @@ def test_every_row_once_per_epoch_in_another_order() -> None:
 
 
 @pytest.fixture
-def job(tmp_path: Path, tiny_model: Callable[..., Path]) -> Callable[..., list[str]]:
+def job(tmp_path: Path, tiny_model: TinyModel) -> Callable[..., list[str]]:
     """The arguments of a run of one step, with a model that answers anything and shall answer ` no`."""
     model = tmp_path / "model"
     shutil.copytree(tiny_model(), model)

@@ -2,12 +2,11 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from builders import ENDS, changed, make_completion, make_item, plain_logprobs
+from builders import ENDS, TinyModel, changed, make_completion, make_item, plain_logprobs
 from episode_groups import random_episode
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +20,7 @@ PROMPT = (40, 41, 42)
 
 
 @pytest.fixture
-def teacher_path(tiny_model: Callable[..., Path]) -> str:
+def teacher_path(tiny_model: TinyModel) -> str:
     return str(tiny_model(tied=False))
 
 

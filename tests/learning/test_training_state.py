@@ -1,12 +1,11 @@
 """Writing the Learner's state to a disk that fills up: always an OSError, which a run survives."""
 
 import errno
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from builders import file_size_limit
+from builders import TinyModel, file_size_limit
 
 from grpo_ray.learning.loading import load_policy
 from grpo_ray.learning.master_weights import MasterWeights
@@ -18,7 +17,7 @@ from grpo_ray.learning.training_state import capture_state, write_state
 @pytest.mark.parametrize("is_model_written", [False, True], ids=["model", "tokenizer"])
 def test_a_disk_that_fills_up_is_an_os_error_whoever_finds_it(
     is_model_written: bool,
-    tiny_model: Callable[..., Path],
+    tiny_model: TinyModel,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -36,7 +35,7 @@ def test_a_disk_that_fills_up_is_an_os_error_whoever_finds_it(
 
 
 def test_a_learner_on_the_cpu_of_a_gpu_node_does_not_touch_the_gpu(
-    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asking CUDA for its random state makes a context of some hundred MiB on the first GPU."""
 
@@ -51,7 +50,7 @@ def test_a_learner_on_the_cpu_of_a_gpu_node_does_not_touch_the_gpu(
     )
 
 
-def test_a_capture_takes_over_the_memory_of_one_that_is_written(tiny_model: Callable[..., Path]) -> None:
+def test_a_capture_takes_over_the_memory_of_one_that_is_written(tiny_model: TinyModel) -> None:
     model = load_policy(str(tiny_model(tied=True)))
     masters, optimizer = MasterWeights(model, torch.bfloat16), torch.optim.AdamW(model.parameters())
     first = capture_state(masters, optimizer, {"version": 1}, {})

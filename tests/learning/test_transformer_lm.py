@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import ENDS, changed, make_batch, perturb, relative_difference
+from builders import ENDS, TinyModel, changed, make_batch, perturb, relative_difference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -376,7 +376,7 @@ def test_impossible_shapes_are_refused_by_their_config(tmp_path: Path) -> None:
         load_policy(path, implementation="grpo_ray")
 
 
-def test_refused_before_anything_is_started(tiny_config: Config, tiny_model: Callable[..., Path]) -> None:
+def test_refused_before_anything_is_started(tiny_config: Config, tiny_model: TinyModel) -> None:
     """The tiny model of transformers is a Qwen2 and is refused; that of TransformerLM passes."""
     for own, passes in ((False, False), (True, True)):
         model = {"path": str(tiny_model(own=own)), "tiny": None, "implementation": "grpo_ray"}
@@ -440,7 +440,7 @@ def test_models_of_a_hub_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_a_step_is_the_step_of_transformers(tiny_config: Config, tiny_model: Callable[..., Path]) -> None:
+def test_a_step_is_the_step_of_transformers(tiny_config: Config, tiny_model: TinyModel) -> None:
     """Weights after two steps on the same batches and all metrics are compared."""
     folder = str(tiny_model(own=True))
     learners = [

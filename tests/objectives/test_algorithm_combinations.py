@@ -7,15 +7,14 @@ of them with `make campaign`.
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
-from builders import ENDS, changed, clip_range, gradient, plain_rows, relative_difference
+from builders import ENDS, TinyModel, changed, clip_range, gradient, plain_rows, relative_difference
 from episode_batches import Turn, distribution, random_batch, slow_gradient, teach
 from rank_workers import meeting, on_ranks
 from slow_objectives import slow_kl, slow_loss, slow_total
@@ -266,9 +265,7 @@ def check_update(base: Config, model: str, loss: str, layout: str, factor: str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_sample_of_updates_with_a_loss(
-    loss: str, tiny_config: Config, tiny_model: Callable[..., Path]
-) -> None:
+def test_a_sample_of_updates_with_a_loss(loss: str, tiny_config: Config, tiny_model: TinyModel) -> None:
     drawn = random.Random(loss)
     for layout, factor in drawn.sample(UPDATES, 2):
         check_update(tiny_config, str(tiny_model()), loss, layout, factor, drawn.randrange(100))
@@ -278,7 +275,7 @@ def test_a_sample_of_updates_with_a_loss(
 @pytest.mark.parametrize(("layout", "factor"), UPDATES)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_all_updates_with_a_loss(
-    loss: str, layout: str, factor: str, tiny_config: Config, tiny_model: Callable[..., Path]
+    loss: str, layout: str, factor: str, tiny_config: Config, tiny_model: TinyModel
 ) -> None:
     check_update(tiny_config, str(tiny_model()), loss, layout, factor, UPDATES.index((layout, factor)))
 
@@ -300,7 +297,7 @@ def ranks_gradients(
 @pytest.mark.campaign
 @pytest.mark.parametrize("factor", FACTORS)
 def test_two_ranks_give_the_gradient_of_the_loop(
-    factor: str, tiny_config: Config, tiny_model: Callable[..., Path]
+    factor: str, tiny_config: Config, tiny_model: TinyModel
 ) -> None:
     """Every loss, one micro-batch per sequence: the branches of an episode are on both ranks."""
     model, cases, expected = str(tiny_model()), [], []

@@ -1,8 +1,7 @@
 """Advantages over the whole batch: KL in the reward, scale, whitening; by hand and by slow loops."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -11,6 +10,8 @@ import pytest
 import torch
 from builders import (
     ENDS,
+    MakeLearner,
+    TinyModel,
     changed,
     gradient,
     make_batch,
@@ -291,7 +292,7 @@ def test_trl_rloo_with_kl_in_the_reward_and_normalized_advantages(tiny_config: C
 
 
 @pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., Learner]:
+def make_learner(tiny_config: Config, tiny_model: TinyModel) -> MakeLearner:
     def make(algorithm: dict[str, Any], **learner: Any) -> Learner:
         sizes = {"prompts_per_step": 4, "samples_per_prompt": 3}
         options = {"max_grad_norm": 1e6, **learner}
@@ -324,7 +325,7 @@ def update(
     return sequences, of_update, metrics
 
 
-def test_the_reward_loses_the_kl_to_the_reference(make_learner: Callable[..., Learner]) -> None:
+def test_the_reward_loses_the_kl_to_the_reference(make_learner: MakeLearner) -> None:
     """A group of equal rewards has signal by its KL; one that was not graded has none, and is not trained."""
     learner = make_learner({"kl": KL, "loss": "reinforce_with_baseline", "advantage": "mean"})
     groups = make_batch(learner)
@@ -358,7 +359,7 @@ def test_the_reward_loses_the_kl_to_the_reference(make_learner: Callable[..., Le
 @pytest.mark.slow
 @pytest.mark.parametrize("kl", [KL, TO_GO])
 def test_of_old_tokens_the_kl_in_the_reward_is_that_of_the_current_policy(
-    make_learner: Callable[..., Learner], kl: dict[str, Any]
+    make_learner: MakeLearner, kl: dict[str, Any]
 ) -> None:
     """Sampled by version 0 and trained at version 1, without the sampler's logprobs anywhere in the penalty."""
     learner = make_learner({"kl": kl, "advantage": "mean"})
@@ -382,7 +383,7 @@ def test_of_old_tokens_the_kl_in_the_reward_is_that_of_the_current_policy(
 
 
 @pytest.mark.slow
-def test_any_split_into_micro_batches_gives_the_same_gradient(make_learner: Callable[..., Learner]) -> None:
+def test_any_split_into_micro_batches_gives_the_same_gradient(make_learner: MakeLearner) -> None:
     found = []
     for tokens, share in ((1, "auto"), (4096, "auto"), (40, "never")):
         algorithm = {"advantage": "raw", "kl": TO_GO, "advantage_scale": "whiten_tokens"}
@@ -393,7 +394,7 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(make_learner: Call
         assert relative_difference(other, found[0]) < 1e-5
 
 
-def test_minibatches_have_the_advantages_of_the_whole_batch(make_learner: Callable[..., Learner]) -> None:
+def test_minibatches_have_the_advantages_of_the_whole_batch(make_learner: MakeLearner) -> None:
     learner = make_learner({"advantage": "mean", "advantage_scale": "batch", "train_batch_size": 4})
     groups = make_batch(learner)
     whole, _ = with_batch_advantages(groups, sequences_of(groups), learner._config)

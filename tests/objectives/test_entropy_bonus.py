@@ -1,11 +1,10 @@
 """The entropy's weight: constant, or following a target, also over a checkpoint."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from builders import changed, flat_weights, make_batch, written
+from builders import TinyModel, changed, flat_weights, make_batch, written
 
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import AlgorithmConfig
@@ -44,7 +43,7 @@ def test_an_adapted_weight_by_hand() -> None:
 
 @pytest.mark.slow
 def test_a_learner_follows_the_target_and_resumes(
-    tiny_config: Config, tiny_model: Callable[..., Path], tmp_path: Path
+    tiny_config: Config, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     """The entropy is below 6 and above 5.5 nats: log(300) = 5.7."""
     weights = {}
@@ -66,7 +65,7 @@ def test_a_learner_follows_the_target_and_resumes(
 
 
 def test_with_a_target_the_entropy_is_that_of_all_tokens_that_the_bonus_acts_on(
-    tiny_config: Config, tiny_model: Callable[..., Path]
+    tiny_config: Config, tiny_model: TinyModel
 ) -> None:
     """Two of the four groups have no advantage; without a target the metric leaves them out."""
     found = {}

@@ -2,13 +2,12 @@
 
 import inspect
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
-from builders import changed, gradient, make_batch, relative_difference
+from builders import TinyModel, changed, gradient, make_batch, relative_difference
 
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import AlgorithmConfig, Correction
@@ -182,7 +181,7 @@ def test_options_and_clip_ranges_reach_the_function() -> None:
     ids=str,
 )
 def test_a_learner_trains_with_ones_own_as_with_a_builtin(
-    own: dict[str, Any], builtin: dict[str, Any], tiny_config: Config, tiny_model: Callable[..., Path]
+    own: dict[str, Any], builtin: dict[str, Any], tiny_config: Config, tiny_model: TinyModel
 ) -> None:
     found = []
     for options in (own, builtin):

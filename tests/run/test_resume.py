@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import changed, make_buffer, parts, simple_group
+from builders import TinyModel, changed, make_buffer, parts, simple_group
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
@@ -39,9 +39,7 @@ REWARD = "def reward(response, truth):\n    return 1.0\n"
 
 
 @pytest.fixture
-def make(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Path]
-) -> Callable[..., Config]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: TinyModel) -> Callable[..., Config]:
     """Return a function that makes a configuration with a template, two files and a module of the user's."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

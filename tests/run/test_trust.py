@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from builders import TinyModel
 from local_runs import make_config, train
 from local_serving import serve_locally as serve_locally
 from report_runs import group, make_run
@@ -212,7 +213,7 @@ def test_audit_still_finds_a_wrong_builtin_reward_beside_code(
 
 
 def test_audit_reads_a_chat_template_without_the_models_code(
-    tmp_path: Path, marker: Path, tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, marker: Path, tiny_model: TinyModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = Path(shutil.copytree(tiny_model(), tmp_path / "model"))
     poison(model, marker)

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from builders import perturb
+from builders import TinyModel, perturb
 from test_evaluate_subject import write_run
 
 from grpo_ray.learning.loading import load_policy
@@ -22,7 +22,7 @@ from grpo_ray.tools.cli import main
 @pytest.mark.campaign
 @pytest.mark.usefixtures("shared_ray")
 def test_two_generators_and_the_scorer_evaluate_a_model_on_a_mixture(
-    tmp_path: Path, tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_model: TinyModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gsm8k = [{"question": f"What is {i} + 1?", "answer": f"Add.\n#### {i + 1}"} for i in range(8)]
     math = [{"problem": f"Halve {i}.", "solution": rf"\boxed{{\frac{{{i}}}{{2}}}}"} for i in range(6)]
@@ -97,7 +97,7 @@ def greedy(path: Path, model: PolicyModel) -> list[str]:
 @pytest.mark.ray
 @pytest.mark.campaign
 @pytest.mark.usefixtures("shared_ray")
-def test_the_greedy_answers_of_a_runs_checkpoints(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+def test_the_greedy_answers_of_a_runs_checkpoints(tmp_path: Path, tiny_model: TinyModel) -> None:
     """One engine: it starts with the run's first model, and the checkpoints' weights are swapped in."""
     path = tiny_model()
     rows = [{"question": question, "answer": "2"} for question in QUESTIONS]

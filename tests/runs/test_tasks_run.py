@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from builders import TinyModel
 from local_runs import make_config, train, until
 from transformers import AutoTokenizer
 
@@ -29,7 +30,7 @@ MIXTURE = f"task={{kind: mixture, parts: {{sums: {{weight: 3, task: {SUMS}}}, so
 
 
 @pytest.fixture
-def config(tiny_model: Callable[..., Path]) -> Callable[..., Config]:
+def config(tiny_model: TinyModel) -> Callable[..., Config]:
     """Return a function that makes a configuration from `field=value` arguments, with an existing model."""
     return lambda *overrides: make_config(f"model={{path: {tiny_model()}, dtype: float32}}", *overrides)
 
@@ -175,7 +176,7 @@ TEMPLATE = (
 
 
 @pytest.fixture
-def chat_model(tiny_model: Callable[..., Path], tmp_path: Path) -> Path:
+def chat_model(tiny_model: TinyModel, tmp_path: Path) -> Path:
     folder = tmp_path / "chat"
     shutil.copytree(tiny_model(), folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)

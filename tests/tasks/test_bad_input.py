@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from builders import TinyModel
 
 from grpo_ray.config import Config
 from grpo_ray.config.task import FileTaskConfig
@@ -207,7 +208,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def local(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., Config]:
+def local(tiny_config: Config, tiny_model: TinyModel) -> Callable[..., Config]:
     """Return a function that makes a configuration of a task, with a model of 512 positions."""
 
     def config(task: FileTaskConfig, **sections: dict[str, Any]) -> Config:
@@ -320,7 +321,7 @@ def write_config(folder: Path, task: FileTaskConfig, model: Path) -> str:
     ],
 )
 def test_check_by_its_exit_status(
-    tmp_path: Path, tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, tiny_model: TinyModel, capsys: pytest.CaptureFixture[str],
     fields: dict[str, Any], code: int, message: str,
 ) -> None:  # fmt: skip
     task = write_task(tmp_path, line("a?") + line(LONG * 3), **fields)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import make_completion
+from builders import TinyModel, make_completion
 
 from examples.course.__main__ import run
 from examples.course.keyword_data import writers
@@ -158,9 +158,7 @@ Script = Callable[[list[str], int], str | Completion]
 
 
 @pytest.fixture
-def scripted(
-    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Script], ScriptedEngine]:
+def scripted(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> Callable[[Script], ScriptedEngine]:
     """Return a function that replaces the engine of `--model` by a scripted one; everything else is real."""
 
     def install(script: Script) -> ScriptedEngine:
@@ -178,7 +176,7 @@ def scripted(
 
 
 def test_answers_of_a_model_are_kept_retried_or_dropped(
-    tmp_path: Path, tiny_model: Callable[..., Path], scripted: Any, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_model: TinyModel, scripted: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def script(keywords: list[str], attempt: int) -> str | Completion:
         if "red" in keywords:
@@ -221,7 +219,7 @@ def good(keywords: list[str], attempt: int) -> str:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_loses_nothing(
     tmp_path: Path,
-    tiny_model: Callable[..., Path],
+    tiny_model: TinyModel,
     scripted: Any,
     capsys: pytest.CaptureFixture[str],
     number: signal.Signals,
@@ -262,7 +260,7 @@ def refused(folder: Path, options: tuple[str, ...], capsys: Any) -> bool:
 
 
 def test_an_engine_that_dies_loses_nothing(
-    tmp_path: Path, tiny_model: Callable[..., Path], scripted: Any, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_model: TinyModel, scripted: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def dying(keywords: list[str], attempt: int) -> str:
         if sum(engine.prompts.values()) == 4:
@@ -279,7 +277,7 @@ def test_an_engine_that_dies_loses_nothing(
 
 
 def test_a_model_that_knows_no_answers(
-    tmp_path: Path, tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_model: TinyModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Use a real engine with a random model; the next start retries the prompts that failed."""
     options = ("--model", str(tiny_model()), "--engine", "torch", "--max-tokens", "4", "--max-attempts", "2")
@@ -291,7 +289,7 @@ def test_a_model_that_knows_no_answers(
 
 
 def test_a_prompt_template_and_answers_too_long_for_the_model(
-    tmp_path: Path, tiny_model: Callable[..., Path], scripted: Any, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_model: TinyModel, scripted: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.txt").write_text("Be brief. {question}")
     options = ("--num-pairs", "5", "--model", str(tiny_model()), "--prompt", str(tmp_path / "mine.txt"))

@@ -2,11 +2,11 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import TinyModel
 from small_run import QUICKSTART, SMALL
 
 from grpo_ray.config.task import ReasoningGymTaskConfig
@@ -82,7 +82,7 @@ def test_what_the_package_does_not_have(values: dict[str, Any], message: str) ->
 
 
 @pytest.mark.slow
-def test_a_run_is_graded_by_the_verifier_and_audited(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+def test_a_run_is_graded_by_the_verifier_and_audited(tmp_path: Path, tiny_model: TinyModel) -> None:
     """The point is the way of a row to the isolated verifier and into the audit: the model is random."""
     words = {"min_word_len": 3, "max_word_len": 3}
     fields = {"kind": "reasoning_gym", "name": "spell_backward", "prompt": "question_only", "config": words}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import make_settings, plain_rows
+from builders import TinyModel, make_settings, plain_rows
 from torch import Tensor
 
 from grpo_ray.config import Config
@@ -19,7 +19,7 @@ PROMPT = (40, 41, 42)
 
 
 @pytest.fixture
-def sampled(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., tuple[Completion, ...]]:
+def sampled(tiny_config: Config, tiny_model: TinyModel) -> Callable[..., tuple[Completion, ...]]:
     def run(settings: SamplingSettings) -> tuple[Completion, ...]:
         async def generate() -> tuple[Completion, ...]:
             engine = make_engine(tiny_config, str(tiny_model()), 64, 0)
@@ -41,7 +41,7 @@ def rows_of(model_path: Path, completion: Completion, min_tokens: int = 0) -> li
 
 
 def test_temperature_0_samples_the_most_likely_token(
-    sampled: Callable[..., tuple[Completion, ...]], tiny_model: Callable[..., Path]
+    sampled: Callable[..., tuple[Completion, ...]], tiny_model: TinyModel
 ) -> None:
     greedy = {"temperature": 0.0, "max_tokens": 12, "min_tokens": 3, "end_token_ids": (0, 17)}
     (completion,) = sampled(make_settings(**greedy, seed=1))
@@ -65,7 +65,7 @@ def nucleus(row: Tensor, top_p: float) -> list[int]:
 
 @pytest.mark.slow
 def test_top_p_samples_only_from_the_nucleus(
-    sampled: Callable[..., tuple[Completion, ...]], tiny_model: Callable[..., Path]
+    sampled: Callable[..., tuple[Completion, ...]], tiny_model: TinyModel
 ) -> None:
     completions = sampled(make_settings(num_samples=2000, top_p=0.2, max_tokens=1, seed=3))
     (row,) = rows_of(tiny_model(), completions[0])

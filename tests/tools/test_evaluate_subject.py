@@ -1,13 +1,13 @@
 """The subject and the task of an evaluation are recognised, or refused by name."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from builders import TinyModel
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError
@@ -43,7 +43,7 @@ def write_run(folder: Path, rewards: dict[int, float], damaged: int | None = Non
     return folder
 
 
-def test_the_three_kinds_of_target(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+def test_the_three_kinds_of_target(tmp_path: Path, tiny_model: TinyModel) -> None:
     (tmp_path / "job.yaml").write_text(CONFIG)
     config = find_subject(str(tmp_path / "job.yaml"))
     assert (config.name, config.weights) == ("job", (Weights(0),))
@@ -59,7 +59,7 @@ def test_the_three_kinds_of_target(tmp_path: Path, tiny_model: Callable[..., Pat
 
 
 def test_a_machine_without_a_gpu_gets_defaults_that_work(
-    tmp_path: Path, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)

@@ -3,12 +3,12 @@
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from builders import TinyModel
 from report_runs import add_checkpoint, make_run
 from safetensors.torch import load_file
 
@@ -18,7 +18,7 @@ from grpo_ray.tools.export import command as export
 
 
 @pytest.fixture
-def run(tmp_path: Path, tiny_config: Config, tiny_model: Callable[..., Path]) -> Path:
+def run(tmp_path: Path, tiny_config: Config, tiny_model: TinyModel) -> Path:
     run = make_run(tmp_path / "run", tiny_config, num_steps=1)
     add_checkpoint(run, 1, tiny_model())
     return run.path

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import ENDS, changed, make_batch
+from builders import ENDS, TinyModel, changed, make_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -374,7 +374,7 @@ DORA = {"rank": 4, "dora": True, "target_modules": ["q_proj", "up_proj"]}
     ],
 )
 def test_the_state_is_what_a_learner_holds(
-    tiny_config: Config, tiny_model: Callable[..., Path], adapter: Any, quantization: str, reference: str
+    tiny_config: Config, tiny_model: TinyModel, adapter: Any, quantization: str, reference: str
 ) -> None:
     config = changed(
         tiny_config,

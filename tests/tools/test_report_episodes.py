@@ -1,14 +1,13 @@
 """Episodes on a run's web page: the data of turns and branches, and the page in a browser."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from browser import CHROMIUM, DESKTOP, PHONE, Browser, browser
-from builders import changed, plain_logprobs, simple_group
+from builders import TinyModel, changed, plain_logprobs, simple_group
 from episode_groups import branched_episode, make_episode, make_episode_group, play, spoken_episode
 from report_runs import ALL, HOSTILE, NEAR_DEFAULT, add_checkpoint, make_run
 
@@ -57,7 +56,7 @@ def test_a_turn_shared_in_part_does_not_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rows_of_episodes_have_texts_and_log_ratios(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+def test_rows_of_episodes_have_texts_and_log_ratios(tmp_path: Path, tiny_model: TinyModel) -> None:
     tokenizer = load_tokenizer(str(tiny_model()))
     episode = spoken_episode(np.random.default_rng(0), lambda text: tokenizer(text)["input_ids"])
     group = make_episode_group(0, [episode, make_episode(Segments(), None, status="truncated_time")])
@@ -85,7 +84,7 @@ def test_rows_of_episodes_have_texts_and_log_ratios(tmp_path: Path, tiny_model: 
         assert np.isnan(found[~episode.mask[own]]).all()
 
 
-def test_long_episodes_are_cut(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+def test_long_episodes_are_cut(tmp_path: Path, tiny_model: TinyModel) -> None:
     segments = Segments()
     play(segments, [1], [5] * (MAX_EPISODE_TOKENS - 10))
     play(segments, [1, 2], [6] * 20)
@@ -108,7 +107,7 @@ def test_every_metric_of_the_episodes_has_a_line() -> None:
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Path:
+def page(tmp_path_factory: pytest.TempPathFactory, tiny_model: TinyModel) -> Path:
     """Write the page of a run of two steps with four episodes each."""
     model = tiny_model()
     tokenizer = load_tokenizer(str(model))

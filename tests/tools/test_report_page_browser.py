@@ -1,6 +1,5 @@
 """The run's web page in a browser: it loads, its filters work, and it is readable on every screen."""
 
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import CHROMIUM, DESKTOP, PHONE, Browser, browser
-from builders import changed, make_completion, make_group, make_item
+from builders import TinyModel, changed, make_completion, make_group, make_item
 from matplotlib.image import imread
 from report_runs import (
     HOSTILE,
@@ -37,7 +36,7 @@ SCREENS = [(size, scheme) for size in (PHONE, DESKTOP) for scheme in ("light", "
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Path:
+def page(tmp_path_factory: pytest.TempPathFactory, tiny_model: TinyModel) -> Path:
     """Make a page of two runs: 6 steps with hostile texts, and 4 steps with another rate and no such texts."""
     folder = tmp_path_factory.mktemp("runs")
     steps = [[group(step), group(step, [*HOSTILE, "long"], group_id=100 + step)] for step in range(6)]

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from builders import changed, make_completion, make_group, make_item, plain_logprobs
+from builders import TinyModel, changed, make_completion, make_group, make_item, plain_logprobs
 from report_runs import ALL, add_checkpoint, group, make_run, metrics_of, ranks_of, write_lines
 
 from grpo_ray.config import Config
@@ -270,7 +269,7 @@ def test_steps_outside_the_sample_are_read_by_small_columns_only(
 # ---- tokens ----
 
 
-def test_token_texts_join_to_the_response(tiny_model: Callable[..., Path]) -> None:
+def test_token_texts_join_to_the_response(tiny_model: TinyModel) -> None:
     tokenizer = load_tokenizer(str(tiny_model()))
     texts = TokenTexts(tokenizer)
     for text in ["ascending </think> 12345", "é 漢字 \N{PILE OF POO}!", "a\n\n b"]:
@@ -301,7 +300,7 @@ def test_spaces_that_sentencepiece_drops_are_kept() -> None:
 
 @torch.no_grad()
 def test_log_ratios_are_the_checkpoints_logprobs_minus_the_samplers(
-    tiny_config: Config, tiny_model: Callable[..., Path]
+    tiny_config: Config, tiny_model: TinyModel
 ) -> None:
     config = changed(tiny_config, sampling={"temperature": 0.7, "min_tokens": 0})
     model = load_policy(str(tiny_model()))
@@ -318,7 +317,7 @@ def test_log_ratios_are_the_checkpoints_logprobs_minus_the_samplers(
 
 @pytest.mark.slow
 def test_rows_have_tokens_ratios_and_version_spans(
-    tmp_path: Path, tiny_config: Config, tiny_model: Callable[..., Path]
+    tmp_path: Path, tiny_config: Config, tiny_model: TinyModel
 ) -> None:
     run = make_run(tmp_path / "run", tiny_config, num_steps=3)
     add_checkpoint(run, 2, tiny_model())
@@ -359,7 +358,7 @@ def test_without_a_checkpoint_a_notice_explains_the_missing_tokens(tmp_path: Pat
 
 @pytest.mark.slow
 def test_an_obstacle_to_log_ratios_is_a_notice_and_the_rest_is_shown(
-    tmp_path: Path, tiny_config: Config, tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_config: Config, tiny_model: TinyModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "run", tiny_config)
     add_checkpoint(run, 6, tiny_model())
@@ -376,7 +375,7 @@ def test_an_obstacle_to_log_ratios_is_a_notice_and_the_rest_is_shown(
 
 
 def test_large_weights_are_loaded_only_on_request(
-    tmp_path: Path, tiny_config: Config, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_config: Config, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("grpo_ray.tools.report.rollout_rows.SMALL_WEIGHTS_BYTES", 10)
     run = make_run(tmp_path / "run", tiny_config)

@@ -1,7 +1,6 @@
 """A delta on its way: made from the kept weights, and applied to the same ones alone."""
 
 import zlib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import ENDS, changed, make_batch
+from builders import ENDS, TinyModel, changed, make_batch
 from local_runs import Killed, make_config, train, until
 from safetensors.torch import load_file
 
@@ -168,7 +167,7 @@ def test_adapter_that_came_as_a_delta_is_written_as_a_whole_one() -> None:
 
 @pytest.mark.slow
 def test_learner_sends_the_whole_first_and_then_what_an_update_changed(
-    tiny_config: Config, tiny_model: Callable[..., Path]
+    tiny_config: Config, tiny_model: TinyModel
 ) -> None:
     changes: dict[str, Any] = {"model": {"dtype": "bfloat16"}, "weight_sync": {"delta": True}}
     config = changed(tiny_config, **changes, learner={"learning_rate": 1e-5})

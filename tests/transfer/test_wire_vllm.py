@@ -6,7 +6,7 @@ The second is the path of `nccl`, here over gloo, and with chunks far below a GP
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import perturb
+from builders import TinyModel, perturb
 from test_engines_vllm import LONG, PROMPTS, SETTINGS, Groups, _generate, config_of_vllm, logprob_error
 
 from grpo_ray.config import Config
@@ -80,7 +80,7 @@ class Wired:
 @pytest.fixture(
     scope="module", params=[pytest.param("Qwen2, tied", marks=pytest.mark.campaign), "TransformerLM, untied"]
 )
-def record(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Any:
+def record(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Any:
     pytest.importorskip("vllm")
     own = request.param.startswith("TransformerLM")
     path = tiny_model(tied=not own, hidden_size=64, own=own)
@@ -163,7 +163,7 @@ def test_another_version_than_the_one_that_was_staged_is_refused(record: Record)
 
 @pytest.mark.campaign
 def test_each_tensor_parallel_rank_loads_its_part(
-    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks on a CPU, which the configuration does not offer: vLLM wants their cores by hand."""
     arg_utils = pytest.importorskip("vllm.engine.arg_utils")

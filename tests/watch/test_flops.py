@@ -1,13 +1,11 @@
 """Model FLOPs against figures worked out by hand and torch's count, and the Learner's figures made of them."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from builders import ENDS, changed, make_batch
+from builders import ENDS, TinyModel, changed, make_batch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
@@ -213,9 +211,7 @@ def test_shares_are_of_the_computed_tokens() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kl", ["none", "initial", "ema with a coefficient"])
-def test_a_learner_counts_what_its_updates_need(
-    tiny_config: Config, tiny_model: Callable[..., Path], kl: str
-) -> None:
+def test_a_learner_counts_what_its_updates_need(tiny_config: Config, tiny_model: TinyModel, kl: str) -> None:
     """Per epoch, both passes of the sequences with signal or a KL term; per other policy, all forward once."""
     terms: dict[str, Any] = {
         "none": {},
