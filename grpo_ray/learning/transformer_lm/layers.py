@@ -6,7 +6,7 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
-from transformers import LlamaConfig
+from transformers import Cache, LlamaConfig
 
 from grpo_ray.learning.policy_model import TreeAttention
 
@@ -50,32 +50,12 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-class KeyValueCache:
-    """Each layer's rotated keys and values of the tokens seen so far, `[batch, kv_heads, tokens, head_dim]`."""
-
-    def __init__(self, num_layers: int) -> None:
-        self._layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the last layer, the last to be extended; excludes those of a forward pass in progress."""
-        last = self._layers[-1]
-        return 0 if last is None else last[0].shape[2]
-
-    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append those of new tokens, `[batch, kv_heads, seq, head_dim]`; return all of the layer's."""
-        if (past := self._layers[layer]) is not None:
-            keys, values = torch.cat([past[0], keys], dim=2), torch.cat([past[1], values], dim=2)
-        self._layers[layer] = keys, values
-        return keys, values
-
-
 @dataclass(frozen=True)
 class Context:
     """The tokens that each token attends to: by default, all tokens before it in its row."""
 
     allowed: Tensor | None = None  # bool [batch or 1, 1, seq, keys]
-    cache: KeyValueCache | None = None
+    cache: Cache | None = None  # each layer's rotated keys and values of earlier tokens
     tree: TreeAttention | None = None  # the batch is one row of segments (learning/segments.py)
 
 
@@ -115,7 +95,7 @@ class Attention(nn.Module):
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, context: Context) -> Tensor:
         if context.cache is not None:
-            keys, values = context.cache.extend(self.layer, keys, values)
+            keys, values = context.cache.update(keys, values, self.layer)
         keys, values = (
             repeat(shared, "batch heads keys dim -> batch (heads group) keys dim", group=self.group_size)
             for shared in (keys, values)

@@ -6,7 +6,6 @@ sync and vLLM need no translation.
 """
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,11 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import GenerationConfig, LlamaConfig
+from transformers import Cache, DynamicCache, GenerationConfig, LlamaConfig
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from grpo_ray.learning.policy_model import TreeAttention
-from grpo_ray.learning.transformer_lm.layers import Block, Context, KeyValueCache, RMSNorm, rotary_angles
+from grpo_ray.learning.transformer_lm.layers import Block, Context, RMSNorm, rotary_angles
 
 OUTPUT_LAYER = "lm_head.weight"
 
@@ -43,18 +43,6 @@ class Decoder(nn.Module):
                 x = block(x, angles, context)
         output: Tensor = self.norm(x)
         return output
-
-
-@dataclass(frozen=True)
-class TransformerOutput:
-    logits: Tensor  # [batch, positions kept, vocab]
-    past_key_values: KeyValueCache | None
-
-
-@dataclass(frozen=True)
-class DecoderOutput:
-    last_hidden_state: Tensor  # [batch, seq, hidden]
-    past_key_values: KeyValueCache | None
 
 
 class TransformerLM(nn.Module):
@@ -87,11 +75,11 @@ class TransformerLM(nn.Module):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: KeyValueCache | None = None,
+        past_key_values: Cache | None = None,
         use_cache: bool = False,
         tree: TreeAttention | None = None,
         logits_to_keep: int = 0,
-    ) -> TransformerOutput:
+    ) -> CausalLMOutputWithPast:
         """Compute the logits of the token after each position.
 
         Args:
@@ -111,32 +99,31 @@ class TransformerLM(nn.Module):
             ValueError: a tensor has another shape.
         """
         output = self.base_model(input_ids, attention_mask, position_ids, past_key_values, use_cache, tree)
-        return TransformerOutput(
-            self.lm_head(output.last_hidden_state[:, -logits_to_keep:]), output.past_key_values
-        )
+        logits = self.lm_head(output.last_hidden_state[:, -logits_to_keep:])
+        return CausalLMOutputWithPast(logits=logits, past_key_values=output.past_key_values)
 
     def base_model(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: KeyValueCache | None = None,
+        past_key_values: Cache | None = None,
         use_cache: bool = False,
         tree: TreeAttention | None = None,
-    ) -> DecoderOutput:
+    ) -> BaseModelOutputWithPast:
         """Compute what the output layer is applied to; the arguments are those of `forward`."""
         if tree is not None:
             assert position_ids is not None
-            return DecoderOutput(self.model(input_ids, position_ids, Context(tree=tree)), None)
+            return BaseModelOutputWithPast(self.model(input_ids, position_ids, Context(tree=tree)), None)
         cache = past_key_values
         if cache is None and use_cache:
-            cache = KeyValueCache(len(self.model.layers))
-        num_seen = 0 if cache is None else cache.num_tokens
+            cache = DynamicCache()
+        num_seen = 0 if cache is None else cache.get_seq_length()
         _check_shapes(input_ids, attention_mask, position_ids, num_seen)
         if position_ids is None:
             position_ids = torch.arange(num_seen, num_seen + input_ids.shape[1], device=input_ids.device)[None]
         allowed = _allowed(input_ids, attention_mask, num_seen)
-        return DecoderOutput(self.model(input_ids, position_ids, Context(allowed, cache)), cache)
+        return BaseModelOutputWithPast(self.model(input_ids, position_ids, Context(allowed, cache)), cache)
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.lm_head
