@@ -1,4 +1,4 @@
-"""The event loop with many calls: how late it is, and calls that leave room for others."""
+"""The event loop with many calls: how late it is, calls that leave room for others, and changes to wait for."""
 
 import asyncio
 import time
@@ -7,7 +7,7 @@ import pytest
 
 from grpo_ray.tools.simulation.cpu_meter import CpuMeter
 from grpo_ray.tools.simulation.virtual_time import VirtualClock
-from grpo_ray.watch.event_loop import PER_TURN, FanOut, LoopLag, gathered
+from grpo_ray.watch.event_loop import PER_TURN, Changes, FanOut, LoopLag, gathered
 
 
 def test_the_lag_is_the_delay_of_what_is_due() -> None:
@@ -158,3 +158,10 @@ def test_an_actors_cpu_time_is_that_of_its_calls_and_of_the_tasks_that_they_crea
     meter = CpuMeter()
     VirtualClock().run(through_a_client())
     assert meter.seconds == pytest.approx({"generator": 0.1, "client": 0.03}, abs=0.015)
+
+
+async def test_a_change_is_not_missed_by_a_wait_that_has_not_begun() -> None:
+    changes = Changes()
+    waiting = asyncio.ensure_future(changes.next())
+    changes.announce()  # the task begins only now
+    await asyncio.wait_for(waiting, 60)
