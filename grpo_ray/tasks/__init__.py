@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from grpo_ray.config.task import MixtureTaskConfig, PlainTask, Task
 from grpo_ray.tasks.curriculum import CurriculumOrder
-from grpo_ray.tasks.duplicates import keep_validation_out
+from grpo_ray.tasks.dataset import keep_validation_out
 from grpo_ray.tasks.examples import Example, ExampleSets
 from grpo_ray.tasks.kinds import KINDS
 from grpo_ray.tasks.prompt_order import EpochOrder, MixtureOrder
