@@ -244,7 +244,7 @@ def test_cached_steps_are_one_full_forward(lengths: list[int], steps: list[int],
                 options = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
             output = model(ids[:, start:end], past_key_values=cache, use_cache=True, **options)
             cache = output.past_key_values
-            assert cache.num_tokens == end
+            assert cache.get_seq_length() == end
             is_real = mask[:, start:end].bool()
             assert (output.logits - full[:, start:end])[is_real].abs().max() < 1e-4
 
