@@ -99,13 +99,13 @@ def total(bundles: Sequence[Bundle], resource: str) -> float:
     return _exact(bundle.resources.get(resource, 0) for bundle in bundles)
 
 
-def shortfalls(config: Config, nodes: Sequence[Node], there: str = "there") -> list[str]:
+def shortfalls(config: Config, nodes: Sequence[Node], there: str = "available") -> list[str]:
     """Return one line per resource that the nodes certainly lack.
 
     An empty list is no guarantee: only Ray places the bundles, and it may still find no room for one.
 
     Args:
-        there: the word for the nodes' resources in the lines: "there" for all, "free" for the unreserved.
+        there: the word for the nodes' resources in the lines: "available" for all, "free" for the unreserved.
     """
     bundles = bundles_of(config)
     lines = []

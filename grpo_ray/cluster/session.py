@@ -40,13 +40,13 @@ def connected(needs_hub: bool = False) -> Iterator[None]:
     address = os.environ.get("RAY_ADDRESS") or "local"
     if address.startswith("http"):
         raise RunError(
-            f"RAY_ADDRESS is {address}, where jobs are submitted; submit one with grpo-ray submit CONFIG, "
-            "or unset RAY_ADDRESS to train on this machine alone"
+            f"RAY_ADDRESS is {address}, an address for submitting jobs; use grpo-ray submit CONFIG, or unset "
+            "RAY_ADDRESS to train only on this machine"
         )
     if address.startswith("ray://"):
         raise RunError(
-            f"RAY_ADDRESS is {address}, but a run is driven from a node of the cluster; submit it with "
-            "grpo-ray submit CONFIG --address http://HOST:8265"
+            f"RAY_ADDRESS is {address}, but a run must start on a node of the cluster; submit it with grpo-ray "
+            "submit CONFIG --address http://HOST:8265"
         )
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's future default; otherwise it warns
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of calls that were abandoned with their actor

@@ -129,7 +129,7 @@ def make_renderer(
         renderer = create(tokenizer, configured)
     if renderer.config.name == "default":  # it renders as the chat template does, and never continues tokens
         raise ValueError(
-            f"episodes.renderer: {name} finds none of its own for {model!r}; name one, or remove it to use the "
+            f"episodes.renderer: {name} finds no renderer for {model!r}; name one, or remove it to use the "
             "tokenizer's chat template"
         )
     if arguments:

@@ -56,7 +56,7 @@ class SmallerMicroBatches:
             )
         old, self._passes.micro_batch_tokens = self._passes.micro_batch_tokens, num_tokens // 2
         self._reductions.append(
-            f"out of GPU memory with {num_tokens} tokens, learner.micro_batch_tokens {old}; goes on with "
+            f"out of GPU memory with {num_tokens} tokens, learner.micro_batch_tokens {old}; continues with "
             f"{self._passes.micro_batch_tokens} ({reason})"
         )
 

@@ -95,8 +95,8 @@ def _check_advantage(config: AlgorithmConfig) -> None:
     k = config.advantage_options.get("k")
     if kind == "pass_at_k" and isinstance(k, int) and k > config.samples_per_prompt:
         raise ValueError(
-            f"algorithm.advantage_options: k is {k}, and a group has only "
-            f"{config.samples_per_prompt} responses (algorithm.samples_per_prompt); give at most that"
+            f"algorithm.advantage_options: k is {k}, but a group has only {config.samples_per_prompt} "
+            "responses (algorithm.samples_per_prompt); give at most that"
         )
     if ":" in kind:
         size = config.samples_per_prompt

@@ -74,7 +74,7 @@ def policy_gradient_step(
             check_shape(name, tensor, policy_log_probs)
     if objective.corrections and weights is None:
         raise ValueError(
-            f"the corrections {', '.join(objective.corrections)} act through weights, and weights is None; "
+            f"the corrections {', '.join(objective.corrections)} act through weights, but weights is None; "
             "give objective.correction_weights(CorrectionInputs.of(first, behaviour, mask, advantages))[0]"
         )
     mask = response_mask.bool()
@@ -109,8 +109,8 @@ def policy_gradient_step(
             raise ValueError(f"entropy_bonus {objective.entropy_bonus} needs entropy")
         if policy_log_probs.requires_grad and not entropy.requires_grad:
             raise ValueError(
-                f"entropy_bonus {objective.entropy_bonus} needs an entropy with a gradient, and this one has "
-                "none; compute it by compute_entropy(logits) outside of torch.no_grad()"
+                f"entropy_bonus {objective.entropy_bonus} needs an entropy with a gradient, but this one has "
+                "none; use compute_entropy(logits) outside of torch.no_grad()"
             )
         per_token_loss = per_token_loss - objective.entropy_bonus * entropy
     aggregation = objective.aggregation

@@ -140,7 +140,7 @@ class CheckpointStore:
         if choice not in by_name:
             raise RunError(
                 f"{option}: {self._run.path} has no checkpoint {choice!r}; give "
-                f"{', '.join((LAST, BEST, *others))}, or one of its own: {', '.join(by_name)}"
+                f"{', '.join((LAST, BEST, *others))}, or one of: {', '.join(by_name)}"
             )
         return by_name[choice]
 

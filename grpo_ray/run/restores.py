@@ -83,7 +83,7 @@ def _with_smaller_micro_batches(config: Config, num_tokens: int, log: RunLog) ->
     """Return the configuration for the rest of this process; a micro-batch of `num_tokens` did not fit."""
     most = config.learner.micro_batch_tokens
     smaller = max(1, min(most, num_tokens or most) // 2)
-    log.event("learner_out_of_memory", "learner", f"goes on with learner.micro_batch_tokens {smaller}")
+    log.event("learner_out_of_memory", "learner", f"continues with learner.micro_batch_tokens {smaller}")
     learner = config.learner.model_copy(update={"micro_batch_tokens": smaller})
     return config.model_copy(update={"learner": learner})
 

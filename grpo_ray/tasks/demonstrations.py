@@ -71,8 +71,7 @@ def _of_fields(
             )
     if template is None:
         raise ValueError(
-            f"{place}: the task has no prompt of its own to write {sft.prompt_field!r} with; give rows with "
-            f"`{MESSAGES}`"
+            f"{place}: the task has no template for {sft.prompt_field!r}; give rows with `{MESSAGES}`"
         )
     question, response = (text_of(place, row, field) for field in (sft.prompt_field, sft.response_field))
     if isinstance(template, ChatTemplate):
@@ -87,7 +86,7 @@ def _of_messages(
     """Encode a conversation; its last message is the response."""
     last = messages[-1] if isinstance(messages, list) and messages else None
     if not isinstance(last, dict) or last.get("role") != "assistant":
-        raise ValueError(f"{place}: {MESSAGES!r} must end with a message of the assistant, to be imitated")
+        raise ValueError(f"{place}: {MESSAGES!r} must end with a message of the assistant")
     given: Conversation = conversation_of(place, MESSAGES, messages[:-1])
     prompt = template.render(given, tokenizer)
     written = [*given.messages, {"role": "assistant", "content": text_of(place, last, "content")}]

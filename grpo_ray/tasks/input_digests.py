@@ -93,8 +93,8 @@ def check_inputs(run: RunDirectory, digests: Mapping[str, str]) -> str | None:
         raise RunError(f"{run.inputs_path} is not readable ({error}); remove it to resume without it") from None
     if edited:
         raise RunError(
-            f"{'; '.join(edited)}: not what this run began with; undo the edit, or train a new run "
-            f"(to go on with a harmless edit, remove {run.inputs_path})"
+            f"{'; '.join(edited)}: not what this run began with; undo the edit, or train a new run (to "
+            f"continue with a harmless edit, remove {run.inputs_path})"
         )
     return f"{run.inputs_path} has no digests of {unknown[0].partition(' (')[0]}" if unknown else None
 

@@ -27,7 +27,7 @@ def test_each_scorer_reserves_its_own() -> None:
     names = ["scorer-0", "scorer-1", "scorer-2"]
     assert bundles_of(several) == tuple(Bundle((name,), {"CPU": 2}) for name in names)
     (line,) = shortfalls(several, [Node("a", {"CPU": 5})])
-    assert line == "CPU: 6 needed (3 x 2 for Scorers), 5 there"
+    assert line == "CPU: 6 needed (3 x 2 for Scorers), 5 available"
 
 
 def test_each_environment_worker_reserves_its_own() -> None:
@@ -36,7 +36,7 @@ def test_each_environment_worker_reserves_its_own() -> None:
     several = load_config("configs/calculator.yaml", [*few, "episodes.num_workers=3"])
     (line,) = shortfalls(several, [Node("a", {"CPU": 5})])
     workers = "3 x 2 for EnvironmentWorkers"
-    assert line == f"CPU: 7.5 needed (2 x 0.5 for Generators, 0.5 for the Learner, {workers}), 5 there"
+    assert line == f"CPU: 7.5 needed (2 x 0.5 for Generators, 0.5 for the Learner, {workers}), 5 available"
     (line,) = shortfalls(load_config("configs/calculator.yaml", few), [Node("a", {"CPU": 2})])
     assert "0.5 for the Learner, 2 for the EnvironmentWorker)" in line
 
@@ -54,7 +54,7 @@ def test_each_teacher_reserves_its_own() -> None:
     assert bundles_of(several) == tuple(Bundle((name,), {"GPU": 2, "CPU": 1}) for name in names)
     assert gpus_of(several) == 4
     (line,) = shortfalls(several, [Node("a", {"GPU": 2, "CPU": 4})])
-    assert line == "GPU: 4 needed (2 x 2 for Teachers), 2 there"
+    assert line == "GPU: 4 needed (2 x 2 for Teachers), 2 available"
 
 
 def quickstart(*overrides: str) -> Config:
@@ -107,29 +107,29 @@ LARGE, SMALL = Node("10.0.0.1", {"GPU": 8, "CPU": 96}), Node("10.0.0.2", {"GPU":
     ("overrides", "nodes", "lines"),
     [
         ((), (LARGE,), []),
-        ((), (SMALL,), ["GPU: 8 needed (7 x 1 for Generators, 1 for the Learner), 2 there"]),
+        ((), (SMALL,), ["GPU: 8 needed (7 x 1 for Generators, 1 for the Learner), 2 available"]),
         ((), (), [
-            "GPU: 8 needed (7 x 1 for Generators, 1 for the Learner), 0 there",
-            "CPU: 8 needed (7 x 1 for Generators, 1 for the Learner), 0 there",
+            "GPU: 8 needed (7 x 1 for Generators, 1 for the Learner), 0 available",
+            "CPU: 8 needed (7 x 1 for Generators, 1 for the Learner), 0 available",
         ]),
         (("scorer.num_cpus=100",), (LARGE, SMALL), [
-            "CPU: 100 for scorer must be on one node, where 96 are there",
+            "CPU: 100 for scorer must be on one node, where 96 are available",
         ]),
         (("placement.strategy=strict_spread",), (LARGE, LARGE), [
-            "nodes: 8 needed (placement.strategy: strict_spread), 2 there",
+            "nodes: 8 needed (placement.strategy: strict_spread), 2 available",
         ]),
         (("placement.strategy=colocate", "generator.num_generators=1", "generator.num_cpus=20"),
          (SMALL, Node("10.0.0.3", {"CPU": 64})), [
-            "2 GPU, 21 CPU for generator-0 and learner are not there on one node",
+            "2 GPU, 21 CPU for generator-0 and learner are not available on one node",
         ]),
         (RANKS, (SMALL, SMALL, SMALL, SMALL), [
-            "GPU: 6 for learner-0 to learner-5 must be on one node, where 2 are there; a lower "
+            "GPU: 6 for learner-0 to learner-5 must be on one node, where 2 are available; a lower "
             "learner.ranks_per_node divides them over nodes",
         ]),
         ((*RANKS, "learner.ranks_per_node=2"), (SMALL, SMALL, SMALL, SMALL), []),
         ((*RANKS, "learner.ranks_per_node=3"), (Node("a", {"GPU": 4, "CPU": 9}), SMALL, SMALL), [
             "3 GPU, 3 CPU must be on one node each for learner-0 to learner-2 and for learner-3 to learner-5; "
-            "room for 1 of these 2 is there",
+            "room for 1 of these 2 is available",
         ]),
     ],
 )  # fmt: skip
@@ -163,10 +163,10 @@ def test_check_prints_the_bundles_and_what_a_cluster_lacks(capsys: pytest.Captur
     for nodes, lacking in (
         (["--nodes", "1x8"], []),
         (["--nodes", "1x8x3"], [
-            "  ! CPU: 4 needed (2 x 0.5 for Generators, 6 x 0.5 for the Learner's ranks), 3 there"
+            "  ! CPU: 4 needed (2 x 0.5 for Generators, 6 x 0.5 for the Learner's ranks), 3 available"
         ]),
         (["--nodes", "2x4"], [
-            "  ! GPU: 6 for learner-0 to learner-5 must be on one node, where 4 are there; a lower "
+            "  ! GPU: 6 for learner-0 to learner-5 must be on one node, where 4 are available; a lower "
             "learner.ranks_per_node divides them over nodes"
         ]),
     ):  # fmt: skip
@@ -185,8 +185,8 @@ def test_nodes_that_are_not_understood_are_refused(nodes: str, capsys: pytest.Ca
 
 def test_a_driver_is_on_a_node_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     for address, message in [
-        ("http://head:8265", "where jobs are submitted"),
-        ("ray://head:10001", "driven from a node of the cluster"),
+        ("http://head:8265", "an address for submitting jobs"),
+        ("ray://head:10001", "must start on a node of the cluster"),
     ]:
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(RunError, match=message):
@@ -285,7 +285,9 @@ def test_an_actor_has_the_same_bundle_whenever_it_is_started(on: Callable[[FakeR
 
 def test_a_request_that_can_never_fit_is_refused_without_a_group(on: Callable[[FakeRay], FakeRay]) -> None:
     ray = on(FakeRay([SMALL]))
-    message = r"the cluster lacks resources: GPU: 8 needed .* 2 there.* still coming, .* set placement\.wait_s"
+    message = (
+        r"the cluster lacks resources: GPU: 8 needed .* 2 available.* still coming, .* set placement\.wait_s"
+    )
     with pytest.raises(ResourceError, match=message):
         session.placed(on_gpus()).__enter__()
     assert ray.groups == []

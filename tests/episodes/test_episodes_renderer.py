@@ -204,7 +204,7 @@ def test_renderers_that_do_not_fit_are_refused() -> None:
         make_renderer("qwen3", tokenizer, [tokenizer.eos_token_id])
     with pytest.raises(ValueError, match=r"episodes.template_arguments: .*'thinking'.*enable_thinking"):
         configured(renderer="qwen3", template_arguments={"thinking": False})
-    with pytest.raises(ValueError, match=r"episodes\.renderer: auto finds none of its own"):
+    with pytest.raises(ValueError, match=r"episodes\.renderer: auto finds no renderer"):
         configured(renderer="auto")
     with pytest.raises(ValueError, match=r"episodes.renderer: .*qwen33.*'qwen3'"):
         check_renderer("qwen33")

@@ -77,9 +77,9 @@ def test_step_is_the_same_with_smaller_micro_batches(
     assert max(sizes) > limit
     assert left <= max(sizes) // 2
     assert "learner_out_of_memory" not in expected.events
-    assert ", learner.micro_batch_tokens 4000; goes on with " in report.events["learner_out_of_memory"]
+    assert ", learner.micro_batch_tokens 4000; continues with " in report.events["learner_out_of_memory"]
     assert (
-        f"goes on with {left} (CUDA out of memory. Tried to allocate 2.00 GiB.)"
+        f"continues with {left} (CUDA out of memory. Tried to allocate 2.00 GiB.)"
         in report.events["learner_out_of_memory"]
     )
     assert report.version == 1
@@ -112,9 +112,9 @@ def test_each_size_is_tried_once(make_learner: MakeLearner) -> None:
 
 @pytest.mark.slow
 def test_a_run_has_an_event_with_the_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reports = iter(["out of GPU memory with 64 tokens; goes on with 32"])
+    reports = iter(["out of GPU memory with 64 tokens; continues with 32"])
     monkeypatch.setattr(SmallerMicroBatches, "take_report", lambda _: next(reports, None))
     local_runs.train(local_runs.make_config("algorithm.num_steps=2"), tmp_path / "run")
     events = read_metrics(RunDirectory(tmp_path / "run").events_path)
     (event,) = [e for e in events if e["kind"] == "learner_out_of_memory"]
-    assert (event["step"], event["text"]) == (1, "out of GPU memory with 64 tokens; goes on with 32")
+    assert (event["step"], event["text"]) == (1, "out of GPU memory with 64 tokens; continues with 32")

@@ -124,7 +124,7 @@ def test_what_no_file_can_be_read_with(
 ) -> None:
     with pytest.raises(ValueError, match=r"sft.path: .*rows.jsonl holds no rows"):
         read(tmp_path, tokenizer)
-    with pytest.raises(ValueError, match="line 1: the task has no prompt of its own"):
+    with pytest.raises(ValueError, match="line 1: the task has no template"):
         read(tmp_path, tokenizer, {"prompt": "a", "response": "b"}, template=None)
     last = "{{ messages[-1].content }}"  # as templates that drop earlier thoughts
     monkeypatch.setattr(tokenizer, "chat_template", last)

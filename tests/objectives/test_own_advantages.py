@@ -88,7 +88,7 @@ def test_what_fits_is_accepted(name: str, changes: dict[str, Any]) -> None:
         (":dividing", {}, r"dividing returned \[nan, .*\] for the rewards \[0\.0, "),
         ("pass_at_k", {}, r"pass_at_k needs k; give algorithm\.advantage_options: \{k: \.\.\.\}"),
         ("pass_at_k", {"k": 0}, r"pass_at_k has k=0: input should be greater than or equal to 1"),
-        ("pass_at_k", {"k": 9}, r"k is 9, and a group has only 8 responses \(algorithm\.samples_per_prompt\)"),
+        ("pass_at_k", {"k": 9}, r"k is 9, but a group has only 8 responses \(algorithm\.samples_per_prompt\)"),
         ("mean", {"k": 2}, r"algorithm\.advantage: mean has no argument 'k'; it takes none"),
     ],
 )

@@ -244,7 +244,7 @@ def test_a_user_chooses_by_name(tmp_path: Path) -> None:
     with pytest.raises(RunError) as caught:
         store.choose("step-3", "--which", ["none"])
     assert str(caught.value) == (
-        f"--which: {tmp_path} has no checkpoint 'step-3'; give last, best, none, or one of its own: "
+        f"--which: {tmp_path} has no checkpoint 'step-3'; give last, best, none, or one of: "
         "step-000001, step-000002"
     )
 

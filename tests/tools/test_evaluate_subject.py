@@ -103,7 +103,7 @@ def test_a_curve_that_lacks_checkpoints_says_so(tmp_path: Path) -> None:
         ("run/checkpoints/step-000003", None, "no such run or model folder in run/checkpoints"),
         ("no/such/folder", None, "nothing to evaluate. Give a .yaml file"),
         ("empty", None, "nothing to evaluate"),
-        ("run", "step-000003", "'step-000003'; give last, best, all, initial, or one of its own: step-000002"),
+        ("run", "step-000003", "'step-000003'; give last, best, all, initial, or one of: step-000002"),
         ("fresh", None, "has no checkpoint yet"),
         ("unvalidated", "best", "no checkpoint of .* was validated"),
         ("job.yaml", "last", "is a configuration; only a run's folder has checkpoints"),
@@ -225,7 +225,7 @@ def test_the_reward_matches_the_format_of_the_prompt(
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (asked(), "--task: a model alone has no questions"),
+        (asked(), "--task: a model has no questions"),
         (asked(task="gsm9k"), r"'gsm9k' is not a task kind \(sorting, "),
         (asked(task="mixture"), "--task mixture: name the file"),
         (asked(task="data/test.json"), "'data/test.json' is not a .jsonl or .parquet file; convert"),

@@ -676,7 +676,7 @@ def test_too_few_gpus_are_refused_with_what_to_do(
     folder_of: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(QWEN, folder_of(QWEN_1_5B), "--gpus", "1") == 1
-    needed = "the run needs 2 GPUs, and --gpus is 1; lower generator.num_generators, "
+    needed = "the run needs 2 GPUs, but --gpus is 1; lower generator.num_generators, "
     assert needed in capsys.readouterr().out
 
 

@@ -367,8 +367,8 @@ def test_a_plan_warns_where_rates_are_of_another_model_or_other_devices(
     run_folder = str(write_run(tmp_path / "run", tiny_config, [ROW]))
     assert run(QWEN, folder_of(QWEN_1_5B), "--from", run_folder) == 0
     printed = capsys.readouterr().out
-    assert "of another model (788,608 parameters)" in printed
-    assert "of other devices" in printed
+    assert "from another model (788,608 parameters)" in printed
+    assert "from other devices" in printed
     assert "responses of 64 tokens" in printed
     own = (str(tmp_path / "run" / "config.yaml"), "--from", run_folder)
     assert run(*own, "--response-tokens", "10") == 0

@@ -368,7 +368,7 @@ def test_an_obstacle_to_log_ratios_is_a_notice_and_the_rest_is_shown(
     assert "key_of_an_old_version: unknown key" in data["notices"][0]
     assert data["rollouts"][0]["tokens"]
     assert "algorithm.key_of_an_old_version" in data["config"]
-    unknown = f"--log-ratio: {run.path} has no checkpoint 'initial'; give last, best, none, or one of its own"
+    unknown = f"--log-ratio: {run.path} has no checkpoint 'initial'; give last, best, none, or one of"
     for choice, message in {"last": "key_of_an_old_version: unknown key", "initial": unknown}.items():
         assert main(["report", str(run.path), "--log-ratio", choice]) == 2
         assert message in capsys.readouterr().err

@@ -169,7 +169,7 @@ def test_a_servers_password_is_not_shown(tmp_path: Path) -> None:
     error = OSError("https://me:secret@host/api gave 503")
     delivery = deliver(tmp_path, Remembering(break_at="start", error=error))
     told = close(delivery)
-    assert told == "a: OSError: https://host/api gave 503; the run goes on without it"
+    assert told == "a: OSError: https://host/api gave 503; the run continues without it"
 
 
 def test_the_end_does_not_wait_for_a_hanging_tracker_but_one_that_wakes_is_closed(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_an_error_turns_a_tracker_off_and_is_reported_once(
             delivery.send(lambda t, step=step: t.metrics(step, {}))  # type: ignore[misc]
         assert delivery.num_dropped == 0
         assert close(delivery) is None
-    assert told == f"a: {type(error).__name__}: no route to host; the run goes on without it"
+    assert told == f"a: {type(error).__name__}: no route to host; the run continues without it"
     assert delivery.take_failure() is None
     assert delivery.problem() is None
     assert not any(what[0] == place for what in tracker.told)
@@ -323,7 +323,7 @@ def test_a_broken_tracker_is_shown_once_and_a_slow_one_until_it_keeps_up(run: Ru
         log.line(step, {"reward/mean": 0.5})
         assert log.writer.wait(60)
     log.show_warnings()
-    off = "a: OSError: no route to host; the run goes on without it"
+    off = "a: OSError: no route to host; the run continues without it"
     dropped = [f"a does not keep up: {n} messages were dropped" for n in (1, 2)]
     assert display.take() == [off, *dropped]
     slow.released.set()
@@ -358,7 +358,7 @@ def test_trackers_are_closed_at_every_end(
     assert raised is error
     assert good.told == [("start", "run-7"), ("resume_from", 3), ("close", end)]
     assert sorted(announced) == ["mlflow: in memory", "wandb: in memory"]
-    assert warnings == ["mlflow: OSError: no route to host; the run goes on without it"]
+    assert warnings == ["mlflow: OSError: no route to host; the run continues without it"]
 
 
 def test_a_run_given_as_a_dot_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

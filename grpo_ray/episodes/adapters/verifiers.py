@@ -105,7 +105,7 @@ def _only_reward(played: Any) -> float:
     traces = [trace for trace in played.traces if trace.agent.trainable]
     if len(traces) != 1:
         raise ValueError(
-            f"the environment played {len(traces)} traces of the policy, each with a reward of its own; give "
+            f"the environment played {len(traces)} traces of the policy, each with its own reward; give "
             "`reward`, a function of the verifiers episode"
         )
     return float(traces[0].reward)

@@ -187,7 +187,7 @@ def choose_task(data: Mapping[str, Any], options: EvaluationOptions) -> dict[str
     elif options.question_field or options.answer_field:
         raise RunError("--question-field, --answer-field: they need a file; give it with --task")
     if not isinstance(task, Mapping):
-        raise RunError("--task: a model alone has no questions; give a task kind or a file")
+        raise RunError("--task: a model has no questions; give a task kind or a file")
     task = dict(task)
     _refuse_for_mixture(task, options)
     if options.prompt is not None:

@@ -54,7 +54,7 @@ def find(name: str, experiments: Mapping[str, Experiment]) -> Experiment:
     if name not in experiments:
         nearest = nearest_name(name, list(experiments))
         hint = f"did you mean {nearest}? " if nearest else ""
-        raise ConfigError(f"{name!r} is not an experiment; {hint}there are: {', '.join(experiments)}")
+        raise ConfigError(f"{name!r} is not an experiment; {hint}choose from {', '.join(experiments)}")
     return experiments[name]
 
 

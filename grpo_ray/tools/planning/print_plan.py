@@ -128,10 +128,10 @@ def _warnings(plan: MemoryPlan, run: MeasuredRun) -> Iterator[str]:
     yield f"  by this estimate a step of the measured run takes {_s(own.step_s)}; it took {_s(run.step_s)}"
     parameters = find_shape(run.config.model).num_parameters
     if parameters != plan.work.shape.num_parameters:
-        yield f"  ! the rates are of another model ({parameters:,} parameters), and say little about this one"
+        yield f"  ! the rates come from another model ({parameters:,} parameters) and say little about this one"
     measured, planned = ((c.generator.num_gpus, c.learner.num_gpus) for c in (run.config, plan.config))
     if measured != planned:
-        yield "  ! the rates are of other devices: generator.num_gpus or learner.num_gpus differ"
+        yield "  ! the rates come from other devices: generator.num_gpus or learner.num_gpus differ"
     ranks = plan.config.learner.num_ranks
     if not plan.config.learner.num_gpus and ranks != run.config.learner.num_ranks:
         yield "  ! communication between ranks on CPUs is not counted"
@@ -177,7 +177,7 @@ def _conclusion(plan: MemoryPlan) -> Iterator[str]:
     if not plan.has_enough_gpus:
         failed.append("the number of GPUs")
         yield (
-            f"! the run needs {gpus_of(plan.config)} GPUs, and --gpus is {plan.num_gpus}; lower "
+            f"! the run needs {gpus_of(plan.config)} GPUs, but --gpus is {plan.num_gpus}; lower "
             "generator.num_generators, generator.num_gpus or learner.num_ranks, or share GPUs with "
             "generator.colocated=true weight_sync.max_lag=0"
         )

@@ -98,8 +98,8 @@ def _check(run: RecordedRun, cores: float | None) -> None:
     num_generators, max_lag = run.config.generator.num_generators, run.config.weight_sync.max_lag
     if max_lag > 0 and run.config.weight_sync.in_flight:
         raise ValueError(
-            f"--calibrate {run.path}: its syncs interrupted requests, so the time of a request is not the "
-            "engine's alone; give a run with weight_sync.in_flight=false"
+            f"--calibrate {run.path}: its syncs interrupted requests, so a request's time is not only the "
+            "engine's; give a run with weight_sync.in_flight=false"
         )
     if not run.measured:
         raise ValueError(f"--calibrate {run.path}: no step is left to measure; give a longer run")

@@ -187,8 +187,8 @@ def _path_on_cluster(path: str, context: SubmissionContext) -> str:
     if context.is_here:
         return str(file)
     raise RunError(
-        f"{path}: only the working directory {context.folder} is sent to {context.address}, and this file is "
-        "not in it; submit from the folder that holds it"
+        f"{path} is not in the working directory {context.folder}, and only that is sent to {context.address}; "
+        "submit from the folder that holds it"
     )
 
 
@@ -243,9 +243,9 @@ def check_upload(job: Submission) -> None:
             sizes[file.relative_to(folder).parts[0]] += size
         largest = ", ".join(f"{name} ({_mib(size)})" for name, size in sizes.most_common(3))
         raise RunError(
-            f"{folder}: {_mib(total)} would be uploaded, and Ray takes {_mib(LIMIT_BYTES)}; the largest: "
-            f"{largest}. List in a .rayignore what is to stay here, and name what the run reads of it by an "
-            "absolute path that the cluster sees"
+            f"{folder}: {_mib(total)} would be uploaded, but Ray takes at most {_mib(LIMIT_BYTES)}; the "
+            f"largest: {largest}. List in a .rayignore what should stay here, and give absolute paths on the "
+            "cluster for what the run reads"
         )
 
 

@@ -51,7 +51,7 @@ class Delivery:
         if self._is_failure_taken or self._failure is None:
             return None
         self._is_failure_taken = True
-        return f"{self.name}: {self._failure}; the run goes on without it"
+        return f"{self.name}: {self._failure}; the run continues without it"
 
     def problem(self) -> str | None:
         """Return a warning while the tracker does not keep up."""
