@@ -301,7 +301,7 @@ def test_a_folder_that_is_too_large_says_what_is_large(tmp_path: Path, monkeypat
         os.truncate(tmp_path / "data" / name, 60 * 2**20)
     monkeypatch.chdir(tmp_path)
     job = training_job("mine.yaml", [], make_context())
-    with pytest.raises(RunError, match=r"120 MiB would be .* takes at most 100 MiB; the largest: data \(120 MiB"):
+    with pytest.raises(RunError, match=r"120 MiB would be .* at most 100 MiB; the largest: data \(120 MiB"):
         check_upload(job)
     (tmp_path / ".rayignore").write_text("/data/b\n")
     check_upload(job)
