@@ -304,7 +304,7 @@ class AlgorithmConfig(Section):
     def _conflicts_of_losses(self) -> Iterator[str]:
         refuse_clip_range(self.loss, cliprange=self.cliprange, cliprange_high=self.cliprange_high)
         if self.dual_clip is not None and self.loss != "grpo_clip":
-            yield f"dual_clip works only with `grpo_clip`, and loss is `{self.loss}`; set dual_clip to null"
+            yield f"dual_clip works only with `grpo_clip`, but loss is `{self.loss}`; set dual_clip to null"
         _, high = self.clip_epsilons
         if self.dual_clip is not None and self.dual_clip < 1 + high:
             yield (

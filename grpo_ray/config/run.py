@@ -124,7 +124,7 @@ class TrackingConfig(Section):
     def _holds_no_password(cls, uri: str | None) -> str | None:
         if uri is not None and SECRET_VALUE.search(uri):
             raise ValueError(
-                "the address holds a password, and the configuration is written to the run's folder; "
-                "leave it out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+                "the address contains a password, and the configuration is written to the run's folder; "
+                "remove it, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
             )
         return uri

@@ -82,7 +82,7 @@ class Objective:
             object.__setattr__(self, "cliprange", low)
             object.__setattr__(self, "cliprange_high", high)
         if self.dual_clip is not None and self.loss_type not in ("grpo_clip", *own):
-            raise ValueError(f"dual_clip works only with `grpo_clip`, and the loss is `{self.loss_type}`")
+            raise ValueError(f"dual_clip works only with `grpo_clip`, but the loss is `{self.loss_type}`")
         if self.aggregation is None:
             object.__setattr__(self, "aggregation", loss_record(self.loss_type).aggregation)
 

@@ -308,7 +308,7 @@ def _sync_reported(folder: Path, files: Mapping[str, int]) -> None:
         while (found := _synced_size(folder / name)) != size:
             if time.monotonic() > give_up_at:
                 raise OSError(
-                    f"{folder / name}: its writer reports {size} bytes, and {found or 0} are seen here"
+                    f"{folder / name}: its writer reports {size} bytes, but this machine sees {found or 0}"
                 )
             time.sleep(0.2)
 

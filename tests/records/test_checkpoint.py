@@ -126,7 +126,7 @@ def test_only_the_bytes_that_were_reported_become_a_checkpoint(
         file = store.begin(1) / "model.safetensors"
         if size is not None:
             file.write_bytes(b"x" * size)
-        with pytest.raises(OSError, match=f"its writer reports 9 bytes, and {size or 0} are seen here"):
+        with pytest.raises(OSError, match=f"its writer reports 9 bytes, but this machine sees {size or 0}"):
             store.commit(1, make_state(1), {file.name: 9})
     assert store.latest() is None
 

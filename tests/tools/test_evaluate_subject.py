@@ -232,7 +232,7 @@ def test_the_reward_matches_the_format_of_the_prompt(
         (asked(task="x.JSONL", answer_field="b"), "is not a .jsonl or .parquet file"),
         (asked(task="./squad"), "is not a .jsonl or .parquet file; .* correct the path"),
         (asked(task="gsm8k", answer_field="b"), "--task gsm8k is not a file"),
-        (asked(question_field="a"), "they need a file; give it with --task"),
+        (asked(question_field="a"), "need a file; give it with --task"),
     ],
 )
 def test_contradictory_options_are_refused(choice: EvaluationOptions, message: str) -> None:

@@ -433,7 +433,10 @@ def test_a_database_requires_all_of_mlflow(monkeypatch: pytest.MonkeyPatch) -> N
     [
         (["tracking.trackers=[wandb,wandb]"], "tracking.trackers: wandb, wandb: name each tracker once"),
         (["tracking.project=''"], "tracking.project: give the project a name"),
-        (["tracking.mlflow_uri=https://me:secret@host/"], "tracking.mlflow_uri: the address holds a password"),
+        (
+            ["tracking.mlflow_uri=https://me:secret@host/"],
+            "tracking.mlflow_uri: the address contains a password",
+        ),
         (["tracking.trackers=[wandb]", "run.save_rollouts=false"], "tracking.rollouts_every_num_steps needs"),
     ],
 )

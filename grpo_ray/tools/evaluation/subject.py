@@ -185,7 +185,7 @@ def choose_task(data: Mapping[str, Any], options: EvaluationOptions) -> dict[str
     if options.task is not None:
         task = _replaced(task, options)
     elif options.question_field or options.answer_field:
-        raise RunError("--question-field, --answer-field: they need a file; give it with --task")
+        raise RunError("--question-field, --answer-field need a file; give it with --task")
     if not isinstance(task, Mapping):
         raise RunError("--task: a model has no questions; give a task kind or a file")
     task = dict(task)
@@ -238,7 +238,7 @@ def _replaced(task: Any, options: EvaluationOptions) -> dict[str, Any]:
     if section is None:
         return _of_file(name, options)
     if options.question_field or options.answer_field:
-        raise RunError(f"--question-field, --answer-field: they need a file, and --task {name} is not a file")
+        raise RunError(f"--question-field, --answer-field need a file, but --task {name} is not a file")
     if isinstance(task, Mapping) and task.get("kind") == name:
         return {**task, "num_validation_prompts": ALL_ROWS} if _is_of_files(task) else dict(task)
     if name in ("file", "mixture"):
