@@ -8,13 +8,13 @@ rng = random.Random(0)
 EXAMPLES = [
     {
         "question": f"{n}, {'odd' if n % 2 else 'even'}: ",
-        "answer": str(rng.randrange(100)),
+        "answer": str(2 * rng.randrange(50) + n % 2),
         "parity": n % 2,
     }
     for n in range(400)
 ]
 CONFIG = {
-    # Built here, and taught to answer with some number.
+    # Built here, and taught for a moment to answer as the rows do.
     # A real one is {"path": "owner/name"}.
     "model": {"tiny": {"num_layers": 2, "warmup": {"num_steps": 60}}},
     "task": {"prompt": "question_only"},
