@@ -22,8 +22,11 @@ from grpo_ray.config import Config
 from grpo_ray.config.losses import loss_record
 from grpo_ray.core.buffer import TrajectoryBuffer
 from grpo_ray.core.learner import Learner
+from grpo_ray.engines.base import Engine
+from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings, ScoredGroup, Verdict
 
+ENDS = (0, 17)
 MakeLearner = Callable[..., Learner]
 """The fixture `make_learner`; each file's own says which changes of the tiny configuration it takes."""
 TinyModel = Callable[..., Path]
@@ -178,6 +181,24 @@ def logprobs_over_kept_cache(
 
 
 @torch.no_grad()
+def logprob_error(
+    model: Any, prompt: Sequence[int], completion: Completion, settings: SamplingSettings
+) -> np.ndarray:
+    """Return |engine - model| of every token, `[response_tokens]`; the model computes all of them at once."""
+    own = plain_logprobs(model, prompt, completion.token_ids, settings.temperature, settings.min_tokens, ENDS)
+    return np.abs(own.numpy() - completion.logprobs)
+
+
+async def update(engine: Engine, snapshot: WeightSnapshot) -> None:
+    """Replace the engine's weights, as a Generator does."""
+    await engine.stage(snapshot)
+    await engine.pause()
+    await engine.load()
+    await engine.finish(snapshot.version)
+    await engine.resume()
+
+
+@torch.no_grad()
 def perturb(model: torch.nn.Module, seed: int, scale: float) -> None:
     """Add noise to every weight, biases and norms included, so that omitting one is noticed."""
     generator = torch.Generator().manual_seed(seed)
@@ -198,8 +219,6 @@ def tiny_mixture(tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeForCausalLM:
 
 
 # ---- Learners ----
-
-ENDS = (0, 17)
 
 
 def clip_range(loss: str, low: float) -> dict[str, float]:

@@ -9,7 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from builders import TinyModel, logprobs_over_kept_cache, make_settings, perturb, plain_logprobs
+from builders import (
+    TinyModel,
+    logprob_error,
+    logprobs_over_kept_cache,
+    make_settings,
+    perturb,
+    update,
+)
 from transformers import PreTrainedModel
 
 from grpo_ray.config import Config, GeneratorConfig
@@ -53,17 +60,6 @@ def generate(
         return await asyncio.gather(*(engine.generate(prompt, settings) for prompt in prompts))
 
     return asyncio.run(run())
-
-
-def logprob_error(
-    model: PreTrainedModel, prompt: Sequence[int], completion: Completion, settings: SamplingSettings
-) -> np.ndarray:
-    """Return |engine - reference| of every token, `[response_tokens]`."""
-    with torch.no_grad():
-        expected = plain_logprobs(
-            model, prompt, completion.token_ids, settings.temperature, settings.min_tokens, ENDS
-        )
-    return np.abs(expected.numpy() - completion.logprobs)
 
 
 # ---- sampling ----
@@ -289,11 +285,7 @@ async def test_error_reaches_its_request_and_the_engine_keeps_serving(
 
 
 async def sync(engine: TorchEngine, model: PreTrainedModel, version: int) -> None:
-    await engine.stage(pack_weights(model.named_parameters(), version, torch.float32))
-    await engine.pause()
-    await engine.load()
-    await engine.finish(version)
-    await engine.resume()
+    await update(engine, pack_weights(model.named_parameters(), version, torch.float32))
 
 
 async def length_reached(engine: TorchEngine, num_tokens: int) -> None:

@@ -6,7 +6,6 @@ once, and the tests check the record.
 """
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import TEST_ENGINE, TinyModel, make_settings, perturb, plain_logprobs, plain_rows
+from builders import (
+    TEST_ENGINE,
+    TinyModel,
+    logprob_error,
+    make_settings,
+    perturb,
+    plain_rows,
+    update,
+)
 from transformers import LlamaForCausalLM
 
 from grpo_ray.config import Config
@@ -28,7 +35,6 @@ from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.learning.policy_model import PolicyModel, with_head_dtype
 from grpo_ray.learning.transformer_lm import TransformerLM
 from grpo_ray.transfer.kept_weights import KeptWeights
-from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.types import Completion, SamplingSettings
 
@@ -137,15 +143,7 @@ async def _generate(engine: Engine, settings: SamplingSettings, num_prompts: int
 
 
 async def _sync(engine: Engine, model: PolicyModel, version: int) -> None:
-    await _load(engine, pack_weights(in_hub_format(model, served_weights(model)), version, torch.float32))
-
-
-async def _load(engine: Engine, snapshot: WeightSnapshot) -> None:
-    await engine.stage(snapshot)
-    await engine.pause()
-    await engine.load()
-    await engine.finish(snapshot.version)
-    await engine.resume()
+    await update(engine, pack_weights(in_hub_format(model, served_weights(model)), version, torch.float32))
 
 
 @torch.no_grad()
@@ -165,7 +163,7 @@ async def _sync_by_delta(engine: Engine, models: list[PolicyModel]) -> None:
         whole = replace(pack_weights(served, version, torch.float32), is_kept=True)
         delta = learner.delta_to(whole)
         assert (delta is None) == (version == 1)
-        await _load(engine, delta or whole)
+        await update(engine, delta or whole)
 
 
 async def _refusal(engine: Engine, model: PolicyModel) -> str:
@@ -178,17 +176,6 @@ async def _refusal(engine: Engine, model: PolicyModel) -> str:
     except Exception as error:
         return str(error)
     pytest.fail("the snapshot was loaded")
-
-
-def logprob_error(
-    model: PolicyModel, prompt: Sequence[int], completion: Completion, settings: SamplingSettings
-) -> Any:
-    """Return |vLLM - model| per token, `[response_tokens]`; the model computes all of them at once."""
-    with torch.no_grad():
-        expected = plain_logprobs(
-            model, prompt, completion.token_ids, settings.temperature, settings.min_tokens, ENDS
-        )
-    return np.abs(expected.numpy() - completion.logprobs)
 
 
 def test_initial_weights_are_version_0(record: Record) -> None:
@@ -314,7 +301,7 @@ def test_a_float32_head_over_bfloat16_before_and_after_a_sync(tiny_model: TinyMo
             await engine.start(0)
             first = await _generate(engine, ONE_TOKEN)
             served = in_hub_format(models[1], served_weights(models[1]))
-            await _load(engine, pack_weights(served, 1, torch.bfloat16))
+            await update(engine, pack_weights(served, 1, torch.bfloat16))
             return [first, await _generate(engine, ONE_TOKEN)]
         finally:
             await engine.shutdown()

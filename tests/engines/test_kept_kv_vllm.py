@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import TinyModel, logprobs_over_kept_cache, make_settings, perturb
-from test_engines_vllm import ENDS, LONG, Groups, config_of_vllm, logprob_error
+from builders import TinyModel, logprob_error, logprobs_over_kept_cache, make_settings, perturb
+from test_engines_vllm import ENDS, LONG, Groups, config_of_vllm
 
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import TEST_ENGINE, TinyModel, make_settings, perturb, plain_logprobs
+from builders import TEST_ENGINE, TinyModel, logprob_error, make_settings, perturb, update
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import AdapterConfig, ModelConfig
@@ -16,7 +16,7 @@ from grpo_ray.engines.base import Engine
 from grpo_ray.learning.adapters import load_trained, served_adapter
 from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.transfer.snapshot import pack_weights
-from grpo_ray.types import Completion, SamplingSettings
+from grpo_ray.types import Completion
 
 ENDS = (0, 17)
 # The last is longer than a block of vLLM's prefix cache (128 tokens on a CPU), so that it is cached.
@@ -86,21 +86,8 @@ async def _generate(engine: Engine) -> Groups:
 
 async def _sync(engine: Engine, model: PolicyModel, version: int) -> int:
     snapshot = pack_weights(served_adapter(model), version, torch.float32)
-    await engine.stage(snapshot)
-    await engine.pause()
-    await engine.load()
-    await engine.finish(version)
-    await engine.resume()
+    await update(engine, snapshot)
     return snapshot.num_bytes
-
-
-@torch.no_grad()
-def difference(
-    model: PolicyModel, prompt: tuple[int, ...], completion: Completion, settings: SamplingSettings = SETTINGS
-) -> np.ndarray:
-    """Return the differences of the engine's logprobs from peft's own forward pass, by token."""
-    own = plain_logprobs(model, prompt, completion.token_ids.tolist(), 1.0, settings.min_tokens, ENDS)
-    return np.abs(own.numpy() - completion.logprobs)
 
 
 @pytest.mark.vllm
@@ -109,9 +96,9 @@ def test_each_version_of_the_adapter_is_served_as_peft_computes_it(record: Recor
         for prompt, group in zip(PROMPTS, groups, strict=True):
             for completion in group:
                 assert set(completion.versions.tolist()) == {version}
-                assert difference(record.models[version], prompt, completion).max() < 1e-4
+                assert logprob_error(record.models[version], prompt, completion, SETTINGS).max() < 1e-4
     prompt, completion = PROMPTS[0], record.synced[0][0]
-    assert difference(record.models[0], prompt, completion).max() > 1e-3  # the versions do differ
+    assert logprob_error(record.models[0], prompt, completion, SETTINGS).max() > 1e-3  # the versions do differ
 
 
 @pytest.mark.vllm
@@ -122,8 +109,8 @@ def test_an_adapter_is_replaced_under_running_requests(record: Record) -> None:
             assert np.unique(completion.versions).tolist() == [record.old, record.old + 1]
             is_old = completion.versions == record.old
             assert (np.diff(completion.versions) >= 0).all()
-            assert difference(old, prompt, completion, LONG)[is_old].max() < 1e-4
-            assert difference(new, prompt, completion, LONG)[~is_old].max() < 1e-4
+            assert logprob_error(old, prompt, completion, LONG)[is_old].max() < 1e-4
+            assert logprob_error(new, prompt, completion, LONG)[~is_old].max() < 1e-4
 
 
 @pytest.mark.vllm

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import TinyModel, perturb
-from test_engines_vllm import LONG, PROMPTS, SETTINGS, Groups, _generate, config_of_vllm, logprob_error
+from builders import TinyModel, logprob_error, perturb
+from test_engines_vllm import LONG, PROMPTS, SETTINGS, Groups, _generate, config_of_vllm
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import Implementation
