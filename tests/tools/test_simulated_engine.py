@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders import update
 
-from grpo_ray.engines.base import Engine, EngineDied
+from grpo_ray.engines.base import EngineDied
 from grpo_ray.tools.simulation.engine import SimulatedEngine
 from grpo_ray.tools.simulation.speeds import LognormalLengths, RecordedLengths, Speeds
 from grpo_ray.tools.simulation.virtual_time import Deadlock, VirtualClock
@@ -47,14 +48,6 @@ def run(
     return VirtualClock().run(whole())
 
 
-async def update(engine: Engine, version: int) -> None:
-    await engine.stage(WeightSnapshot(version, (), np.empty(0, np.uint8)))
-    await engine.pause()
-    await engine.load()
-    await engine.finish(version)
-    await engine.resume()
-
-
 @pytest.mark.parametrize(
     ("lengths", "groups", "max_num_seqs", "ends"),
     [
@@ -89,7 +82,7 @@ async def sampled_beside_sync(
 
     async def sync() -> None:
         await asyncio.sleep(sync_at)
-        await update(engine, 6)
+        await update(engine, WeightSnapshot(6, (), np.empty(0, np.uint8)))
 
     async def sample() -> tuple[float, list[int]]:
         await asyncio.sleep(sample_at)
