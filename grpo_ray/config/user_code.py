@@ -9,6 +9,8 @@ from typing import Any
 
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
+from grpo_ray.errors import RunError
+
 
 def is_function_name(name: str) -> bool:
     """Return True for text of the form `module:function`, where the module may have dots."""
@@ -33,6 +35,21 @@ def import_from(folder: Path) -> None:
     path = str(folder.resolve())
     if folder.is_dir() and path not in sys.path:
         sys.path.insert(0, path)
+
+
+def importable(name: str) -> str:
+    """Return `module:function` for `folder/module.py:function`, with the folder on the path.
+
+    Raises:
+        RunError: there is no such file.
+    """
+    file, _, function = name.partition(":")
+    if not file.endswith(".py"):
+        return name
+    if not Path(file).is_file():
+        raise RunError(f"{file}: there is no such file; give FILE.py:FUNCTION")
+    sys.path.insert(0, str(Path(file).resolve().parent))
+    return f"{Path(file).stem}:{function}"
 
 
 def import_function(name: str, field: str) -> Callable[..., Any]:

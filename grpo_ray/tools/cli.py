@@ -23,13 +23,14 @@ from grpo_ray.tools.experiments.command import EXPERIMENT, SWEEP
 from grpo_ray.tools.export.command import EXPORT
 from grpo_ray.tools.look import AUDIT, EVALUATE, REPORT, TOP
 from grpo_ray.tools.planning.command import PLAN
+from grpo_ray.tools.preflight.command import PREFLIGHT
 from grpo_ray.tools.reward import REWARD
 from grpo_ray.tools.simulation.command import SIMULATE
 from grpo_ray.tools.submit.command import SUBMIT
 from grpo_ray.tools.train import CHECK, RESUME, SFT, TRAIN
 
 COMMANDS: tuple[Command[Any], ...] = (
-    TRAIN, RESUME, SUBMIT, AUDIT, CHECK, PLAN, SIMULATE, TOP, EXPERIMENT, SWEEP, EVALUATE, EXPORT, REPORT,
+    TRAIN, RESUME, SUBMIT, AUDIT, CHECK, PREFLIGHT, PLAN, SIMULATE, TOP, EXPERIMENT, SWEEP, EVALUATE, EXPORT, REPORT,
     REWARD, SFT, DATA,
 )  # fmt: skip
 

@@ -1,15 +1,13 @@
 """`grpo-ray reward`: one reward on one answer, in the process in which a run would grade it."""
 
 import json
-import os
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config.reward import REWARD_NAMES, RewardTerm
-from grpo_ray.errors import RunError, shown_plainly
+from grpo_ray.config.user_code import importable
+from grpo_ray.errors import shown_plainly
 from grpo_ray.records.visible_text import print_visible
 from grpo_ray.rewards.base import Ungradable
 from grpo_ray.rewards.configured import check_reward
@@ -66,16 +64,9 @@ def _reward(options: RewardOptions) -> int:
 
 
 def _importable(name: str) -> str:
-    """Return `module:function` for `folder/module.py:function`, with the folder on the path."""
-    file, _, function = name.partition(":")
-    if not file.endswith(".py"):
-        if not function and name not in REWARD_NAMES:
-            raise ValueError(f"{name!r} is not a reward; give FILE.py:FUNCTION, or {', '.join(REWARD_NAMES)}")
-        return name
-    if not os.path.isfile(file):
-        raise RunError(f"{file}: there is no such file; give FILE.py:FUNCTION")
-    sys.path.insert(0, str(Path(file).resolve().parent))
-    return f"{Path(file).stem}:{function}"
+    if ":" not in name and name not in REWARD_NAMES:
+        raise ValueError(f"{name!r} is not a reward; give FILE.py:FUNCTION, or {', '.join(REWARD_NAMES)}")
+    return importable(name)
 
 
 def _mapping(option: str, text: str) -> dict[str, Any]:

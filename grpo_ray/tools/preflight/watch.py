@@ -1,0 +1,216 @@
+"""What a play watches of the user's code: exceptions, calls that block, clocks, and what is left open."""
+
+import asyncio
+import contextlib
+import contextvars
+import datetime
+import os
+import random
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+import psutil
+
+import grpo_ray
+from grpo_ray.episodes.outcome import EpisodeEnded
+
+CLOCKS = {
+    getattr(time, name): f"time.{name}"
+    for name in (
+        "time",
+        "time_ns",
+        "monotonic",
+        "monotonic_ns",
+        "perf_counter",
+        "perf_counter_ns",
+        "process_time",
+    )
+}
+BLOCKING = {time.sleep: "time.sleep", os.waitpid: "os.waitpid", os.system: "os.system", input: "input"}
+SOCKET_CALLS = ("recv", "recv_into", "connect", "accept", "sendall")
+QUIET = (EpisodeEnded, StopIteration, StopAsyncIteration, GeneratorExit, asyncio.CancelledError)
+JUMP_S = 1000.0
+PACKAGE = f"{os.path.dirname(os.path.realpath(grpo_ray.__file__))}{os.sep}"
+
+
+class Watch:
+    """An observer of the code in some folders, in this process."""
+
+    def __init__(self, folders: Collection[str], modules: Sequence[ModuleType]) -> None:
+        self._folders = tuple(f"{folder}{os.sep}" for folder in folders)
+        self._files = {os.path.realpath(str(module.__file__)) for module in modules}
+        self._is_own: dict[str, bool] = {}
+        self._loop_thread = threading.get_ident()
+        self.caught = contextvars.ContextVar[list[tuple[str, str]]]("exceptions of the episode that runs now")
+        self.blocking: list[tuple[str, str]] = []
+        self.drawn: list[tuple[str, str]] = []
+
+    def is_own(self, file: str) -> bool:
+        """Return True for a file of the user's: a target's module, or one beside it that is not installed."""
+        if file not in self._is_own:
+            real = os.path.realpath(file)
+            installed = "site-packages" in real or real.startswith(PACKAGE)
+            beside = real.startswith(self._folders) and not installed
+            self._is_own[file] = real in self._files or beside
+        return self._is_own[file]
+
+    def place_of(self, frame: FrameType | None) -> str:
+        """Return file:line of the innermost frame that is the user's; empty if none is."""
+        while frame is not None and not self.is_own(frame.f_code.co_filename):
+            frame = frame.f_back
+        return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+    def place_here(self) -> str:
+        """Return file:line of the user's code that is running."""
+        return self.place_of(sys._getframe(1))
+
+    # ---- exceptions ----
+
+    @contextlib.contextmanager
+    def exceptions(self) -> Iterator[None]:
+        """Note each exception that is raised in the user's code, or passes through it, for its episode."""
+        threading.settrace(self._enter)
+        sys.settrace(self._enter)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)  # type: ignore[arg-type]
+
+    def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
+        return self._on_event if self.is_own(frame.f_code.co_filename) else None
+
+    def _on_event(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "exception" and not issubclass(arg[0], QUIET):
+            said = f"{arg[0].__name__}: {str(arg[1])[:100]}".rstrip(": ")
+            with contextlib.suppress(LookupError):
+                self.caught.get().append((said, self.place_of(frame)))
+        return self._on_event
+
+    # ---- calls ----
+
+    @contextlib.contextmanager
+    def calls(self) -> Iterator[None]:
+        """Note calls that hold up the event loop, and reads of a clock or of random numbers."""
+        threading.setprofile(self._on_call)
+        sys.setprofile(self._on_call)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)  # type: ignore[arg-type]
+
+    def _on_call(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event != "c_call":
+            return
+        drawn, blocking = _drawn(arg), _blocking(arg)
+        if drawn is None and (blocking is None or threading.get_ident() != self._loop_thread):
+            return
+        place = self.place_of(frame)
+        if place and drawn is not None and (drawn, place) not in self.drawn:
+            self.drawn.append((drawn, place))
+        if place and blocking is not None and (blocking, place) not in self.blocking:
+            self.blocking.append((blocking, place))
+
+    # ---- what is left ----
+
+    def left_open(self) -> dict[str, int]:
+        """Count this process's open files, and threads that would keep it alive."""
+        files = (
+            [str(file.resolve()) for file in Path("/proc/self/fd").iterdir()] if os.path.isdir("/proc") else []
+        )
+        threads = [thread for thread in threading.enumerate() if not thread.name.startswith("asyncio_")]
+        return {"open files, sockets or pipes": len(files), "threads": len(threads)}
+
+    def left_since(self, before: Mapping[str, int], num_episodes: int) -> list[str]:
+        """Return what has been left since: each process, and files or threads if every fourth episode leaves one."""
+        children = psutil.Process().children(recursive=True)
+        found = []
+        for child in children:
+            with contextlib.suppress(psutil.Error):
+                if child.status() != psutil.STATUS_ZOMBIE:
+                    found.append(f"process {' '.join(child.cmdline())[:100] or child.name()}")
+        for what, count in self.left_open().items():
+            if count - before[what] >= max(4, num_episodes // 4):
+                found.append(f"{count - before[what]} {what} after {num_episodes} episodes")
+        return found
+
+
+def _drawn(called: Any) -> str | None:
+    """Return the name of a read of a clock or of Python's random numbers."""
+    try:
+        if called in CLOCKS:
+            return CLOCKS[called]
+    except TypeError:  # not hashable
+        return None
+    name, owner = getattr(called, "__name__", ""), getattr(called, "__self__", None)
+    if name in ("now", "utcnow", "today") and isinstance(owner, type) and issubclass(owner, datetime.date):
+        return f"datetime.{name}"
+    is_random = name in ("random", "getrandbits") and isinstance(owner, random.Random)
+    return "random" if is_random or called is os.urandom else None
+
+
+def _blocking(called: Any) -> str | None:
+    """Return the name of a call that holds up the thread until something happens."""
+    try:
+        if called in BLOCKING:
+            return BLOCKING[called]
+    except TypeError:
+        return None
+    owner = getattr(called, "__self__", None)
+    if isinstance(owner, socket.socket) and called.__name__ in SOCKET_CALLS and owner.gettimeout() != 0:
+        return f"socket.{called.__name__}"
+    return None
+
+
+# ---- clocks ----
+
+
+class _Shifted:
+    """A module or class with some functions of its own."""
+
+    def __init__(self, original: Any, functions: Mapping[str, Any]) -> None:
+        self._original = original
+        vars(self).update(functions)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+def shift_clocks(modules: Sequence[ModuleType]) -> None:
+    """Replace the clocks in the modules' globals by ones that jump ahead whenever they are read."""
+    num_reads = 0
+
+    def jumping(clock: Callable[[], Any], unit: float = 1.0) -> Callable[[], Any]:
+        def read() -> Any:
+            nonlocal num_reads
+            num_reads += 1
+            return clock() + type(clock())(num_reads * JUMP_S * unit)
+
+        return read
+
+    class Later(datetime.datetime):
+        @classmethod
+        def now(cls, tz: datetime.tzinfo | None = None) -> Any:
+            nonlocal num_reads
+            num_reads += 1
+            return datetime.datetime.now(tz) + datetime.timedelta(seconds=num_reads * JUMP_S)
+
+    shifted = {clock: jumping(clock, 1e9 if name.endswith("_ns") else 1.0) for clock, name in CLOCKS.items()}
+    by_name = {name.partition(".")[2]: shifted[clock] for clock, name in CLOCKS.items()}
+    for module in modules:
+        for name, value in [*vars(module).items()]:
+            if value is time:
+                setattr(module, name, _Shifted(time, by_name))
+            elif value is datetime:
+                setattr(module, name, _Shifted(datetime, {"datetime": Later}))
+            elif value is datetime.datetime:
+                setattr(module, name, Later)
+            elif callable(value) and any(value is clock for clock in CLOCKS):
+                setattr(module, name, shifted[value])
