@@ -47,10 +47,10 @@ class Finding:
 class Plays:
     """The plays of a preflight."""
 
-    first: Play  # all policies, the user's exceptions noted
-    backwards: Play  # the scripts, the examples in reverse order; calls noted
-    again: Play  # the scripts in the first order; the clocks are read, but not changed
-    shifted: Play  # the scripts in the first order, under clocks that jump
+    first: Play = Play()  # all policies, the user's exceptions noted
+    backwards: Play = Play()  # the scripts, the examples in reverse order; calls noted
+    again: Play = Play()  # the scripts in the first order; the clocks are read, but not changed
+    shifted: Play = Play()  # the scripts in the first order, under clocks that jump
 
     @property
     def failures(self) -> list[str]:
@@ -64,14 +64,16 @@ def play_findings(plays: Plays, is_reward: bool, tokenizer: PreTrainedTokenizerB
         return
     episodes = [*plays.first.episodes.values()]
     groups = _by_example(episodes)
-    for find in (_errors, _time_outs):
-        yield from _first(find(episodes))
+    raised = [*_first(_errors(episodes))]
+    yield from raised
+    yield from _first(_time_outs(episodes))
     varying = [*_first(_starts(groups, tokenizer))] or [*_first(_repeated(plays, groups, tokenizer))]
     yield from varying
     yield from _around(plays)
     yield from _first(_histories(episodes, tokenizer))
     yield from _lengths(groups)
-    yield from _rewards(groups, is_reward, bool(varying))
+    if not raised and not varying:
+        yield from _rewards(groups, is_reward)
     if plays.first.difference > CLOSE:
         yield Finding(
             "tokens_differ",
@@ -97,8 +99,11 @@ def _by_example(episodes: Iterable[Played]) -> dict[int, list[Played]]:
 
 
 def _at(played: Played, turn: int | None = None) -> dict[str, Any]:
-    place = played.turns[turn].place if turn is not None and turn < len(played.turns) else ""
-    return {"example": played.example, "policy": played.policy, "turn": turn, "place": place}
+    is_known = turn is not None and 0 <= turn < len(played.turns)
+    place = played.turns[turn].place if turn is not None and is_known else ""
+    return {
+        "example": played.example, "policy": played.policy, "turn": turn if is_known else None, "place": place,
+    }  # fmt: skip
 
 
 # ---- ends ----
@@ -182,8 +187,7 @@ def _repeated(
     is_clock = bool(drawn) and all(not what.startswith("random") for what in drawn)
     seeded = "draw from random.Random(example.seed), and read no clock, in all that decides a turn or a reward"
     state = "keep an episode's state in the episode function, and none in its module"
-    for key, before in plays.again.episodes.items():
-        now = plays.first.episodes[key]
+    for before, now in _pairs(plays.again, plays.first):
         what, turn, token = _changed(before, now, tokenizer)
         if what:
             yield Finding(
@@ -196,24 +200,27 @@ def _repeated(
         first, second = [each for each in group if each.policy == "right"]
         what, turn, token = _changed(first, second, tokenizer)
         if what:
-            name = "not_deterministic" if any(each.startswith("random") for each in drawn) else "shared_state"
             yield Finding(
-                name,
-                f"two members of a group that say the same get {what}{reads if name != 'shared_state' else ''}",
-                state if name == "shared_state" else seeded, token=token, **_at(second, turn),
+                "shared_state", f"two members of a group that say the same get {what}", state, token=token,
+                **_at(second, turn),
             )  # fmt: skip
             return
     for play, name, said, cure in (
         (plays.backwards, "shared_state", "an episode's result depends on those that ran before it", state),
         (plays.shifted, "reads_clock", "under clocks that run faster the same replies lead to", seeded),
     ):
-        for key, other in play.episodes.items():
-            what, turn, token = _changed(plays.first.episodes[key], other, tokenizer)
+        for one, other in _pairs(plays.first, play):
+            what, turn, token = _changed(one, other, tokenizer)
             if what:
-                yield Finding(
-                    name, f"{said}: {what}{reads if name == 'reads_clock' else ''}", cure, token=token,
-                    **_at(plays.first.episodes[key], turn),
-                )  # fmt: skip
+                said_of = f"{said}: {what}{reads if name == 'reads_clock' else ''}"
+                yield Finding(name, said_of, cure, token=token, **_at(one, turn))
+
+
+def _pairs(one: Play, other: Play) -> Iterator[tuple[Played, Played]]:
+    """Yield the episodes that both plays have."""
+    for key, played in one.episodes.items():
+        if key in other.episodes:
+            yield played, other.episodes[key]
 
 
 def _changed(one: Played, other: Played, tokenizer: PreTrainedTokenizerBase) -> tuple[str, int | None, str]:
@@ -349,13 +356,12 @@ def _lengths(groups: Mapping[int, list[Played]]) -> Iterator[Finding]:
 # ---- rewards ----
 
 
-def _rewards(groups: Mapping[int, list[Played]], is_reward: bool, is_varying: bool) -> Iterator[Finding]:
+def _rewards(groups: Mapping[int, list[Played]], is_reward: bool) -> Iterator[Finding]:
     graded = {index: [e for e in group if e.reward is not None] for index, group in groups.items()}
     graded = {index: group for index, group in graded.items() if group}
     if not graded:
         return
-    if not is_varying:
-        yield from _signal(graded, is_reward)
+    yield from _signal(graded, is_reward)
     yield from _majority("satisfied_by_prompt", graded, _is_echo_best, (
         "repeating the prompt earns as much as the right answer",
         "remove the prompt from the response before grading, or ask for an answer in a form of its own",

@@ -4,6 +4,8 @@ import asyncio
 import contextvars
 import ctypes
 import multiprocessing
+import os
+import random
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -11,6 +13,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
@@ -30,11 +33,12 @@ from grpo_ray.tools.preflight.policies import (
     scripts_of,
 )
 from grpo_ray.tools.preflight.subject import Subject
-from grpo_ray.tools.preflight.watch import Watch, shift_clocks
+from grpo_ray.tools.preflight.watch import Watch, Watched, shift_clocks
 from grpo_ray.types import SamplingSettings
 
 PR_SET_CHILD_SUBREAPER = 36
 DEADLINE_S = 120.0  # of a play; an episode's own limit is in `Subject.limits`
+ENOUGH_S = 8.0  # of a play, after which it begins no further example
 NUM_RANDOM = 6  # episodes of the random policy per example; the tiny one plays two
 PATIENCE_S = 1.0  # for a process or a file that an episode is just closing
 
@@ -120,7 +124,7 @@ ASKING = contextvars.ContextVar[tuple[list[dict[str, Any]] | None, str]](
 
 
 def play(
-    subject: Subject, seed: int, order: Sequence[int], *, only_scripts: bool = True, traced: bool = False,
+    subject: Subject, seed: int, order: Sequence[int], *, only_scripts: bool = True, watched: Watched = None,
     shifted: bool = False,
 ) -> Play:  # fmt: skip
     """Play the examples one after the other, all episodes of one at the same time, in a process of its own.
@@ -128,13 +132,13 @@ def play(
     Args:
         order: the examples' indices.
         only_scripts: leave out the random and the tiny policy.
-        traced: note exceptions that pass through the user's code; otherwise blocking calls and clocks.
+        watched: note `exceptions` that pass through the user's code, or blocking `calls` and reads of clocks.
         shifted: let the user's clocks advance by 1,000 s whenever they are read.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(
-        target=_child, args=(sender, subject, seed, order, only_scripts, traced, shifted), daemon=False
+        target=_child, args=(sender, subject, seed, order, only_scripts, watched, shifted), daemon=False
     )
     process.start()
     sender.close()
@@ -165,21 +169,26 @@ def _end(pid: int | None) -> None:
             continue
 
 
-def _child(sender: Connection, subject: Subject, seed: int, order: Sequence[int], *flags: bool) -> None:
-    only_scripts, traced, shifted = flags
+def _child(
+    sender: Connection, subject: Subject, seed: int, order: Sequence[int],
+    only_scripts: bool, watched: Watched, shifted: bool,
+) -> None:  # fmt: skip
+    os.dup2(2, 1)  # what episodes print is not the command's own output
     torch.set_num_threads(1)
     ctypes.CDLL(None).prctl(
         PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0
     )  # processes that detach themselves stay in sight
     watch = Watch(subject.folders, subject.modules)
+    random.seed()  # a fork repeats its parent's numbers, which a run would not
+    np.random.seed()
     if shifted:
         shift_clocks(subject.modules)
-    sender.send(asyncio.run(_play(subject, seed, order, only_scripts, traced, watch)))
+    sender.send(asyncio.run(_play(subject, seed, order, only_scripts, watched, watch)))
     sender.close()
 
 
 async def _play(
-    subject: Subject, seed: int, order: Sequence[int], only_scripts: bool, traced: bool, watch: Watch
+    subject: Subject, seed: int, order: Sequence[int], only_scripts: bool, watched: Watched, watch: Watch
 ) -> Play:
     server = ChatServer()
     await server.start()
@@ -204,8 +213,11 @@ async def _play(
             session.turns, result.segments.sequences(), caught,
         )  # fmt: skip
 
-    with watch.exceptions() if traced else watch.calls():
+    with watch.noting(watched):
+        started = time.monotonic()
         for index in order:
+            if time.monotonic() - started > ENOUGH_S and episodes:
+                break
             known = Known(parser)
             scripts = scripts_of(subject, seed)
             players: list[tuple[str, Sampler]] = [

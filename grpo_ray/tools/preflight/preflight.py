@@ -65,22 +65,26 @@ def preflight(
     started = time.monotonic()
     subject = load_subject(target, env, template, examples, seed, overrides)
     subject = replace(subject, examples=_spread(subject.examples, num_examples))
-    order = range(len(subject.examples))
-    plays = Plays(
-        first=play(subject, seed, order, only_scripts=False, traced=True),
-        backwards=play(subject, seed, order[::-1]),
-        again=play(subject, seed, order),
-        shifted=play(subject, seed, order, shifted=True),
-    )
-    found = [
-        *template_findings(subject),
-        *play_findings(plays, subject.is_reward, subject.tokenizer),
-    ]
+    found, plays = [*template_findings(subject)], Plays()
+    if all(each.is_note for each in found):  # otherwise every episode would show the template's fault
+        plays = play_all(subject, seed)
+        found += play_findings(plays, subject.is_reward, subject.tokenizer)
     found = [replace(each, is_note=True) if each.name in allow else each for each in found]
     right = [each for each in plays.first.episodes.values() if each.policy.startswith("right")]
     shown = max(right, key=lambda each: len(each.turns), default=None)
     count = sum(len(each.episodes) for each in vars(plays).values())
     return Preflight(subject, found, shown, count, time.monotonic() - started)
+
+
+def play_all(subject: Subject, seed: int) -> Plays:
+    """Play the subject four times."""
+    order = range(len(subject.examples))
+    return Plays(
+        first=play(subject, seed, order, only_scripts=False, watched="exceptions"),
+        backwards=play(subject, seed, order[::-1], watched="calls"),
+        again=play(subject, seed, order),
+        shifted=play(subject, seed, order, shifted=True),
+    )
 
 
 def _spread(examples: Sequence[Any], number: int) -> list[Any]:

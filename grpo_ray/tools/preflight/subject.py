@@ -4,9 +4,11 @@ import asyncio
 import dataclasses
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,9 +17,11 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.config import Config
 from grpo_ray.config.episodes import EpisodesConfig
-from grpo_ray.config.loading import load_config, make_config
+from grpo_ray.config.loading import load_config
 from grpo_ray.config.reward import Reward, RewardTerm, named_terms
+from grpo_ray.config.task import ReasoningGymTaskConfig
 from grpo_ray.config.user_code import import_function, importable
+from grpo_ray.episodes.adapters import required
 from grpo_ray.episodes.adapters.gymnasium import gymnasium_episode
 from grpo_ray.episodes.adapters.trl import trl_episode
 from grpo_ray.episodes.adapters.verifiers import VerifiersEpisodes
@@ -41,7 +45,7 @@ from grpo_ray.tasks.sources import Source
 
 Solve = Callable[[list[dict[str, Any]], Example], str]
 """(messages so far, example) to the next right reply: `solve` in the module of an environment."""
-REPLY_TOKENS = 256  # of a reply, if no configuration says otherwise
+REPLY_TOKENS, MAX_TURNS = 256, 12  # of a reply and of an episode, if no configuration says otherwise
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Subject:
     is_reward: bool = False
     rewards: Mapping[str, Reward] = field(default_factory=dict)
     solve: Solve | None = None
-    settings: EpisodesConfig = field(default_factory=EpisodesConfig)
+    settings: EpisodesConfig = EpisodesConfig(max_turns=MAX_TURNS)
     reply_tokens: int = REPLY_TOKENS
     notices: tuple[str, ...] = ()
 
@@ -133,7 +137,10 @@ def _of_config(config: Config, source: str, template: str | None, seed: int) -> 
         tokenizer = tiny_tokenizer(config)
         ends = (tokenizer.eos_token_id,)
     else:
-        tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+        try:
+            tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+        except ValueError as error:
+            raise ValueError(f"{error}; or name another model's folder by --template") from None
         ends = end_token_ids(config.model.path, tokenizer)
     sets = load_examples(config.task, seed)
     episodes: dict[str, EpisodeFn] = {}
@@ -160,14 +167,20 @@ def _of_catalogue(name: str, tokenizer: PreTrainedTokenizerBase, ends: tuple[int
     """Return an environment of another package: `reasoning_gym:NAME`, `gymnasium:ID` or `verifiers:TASKSET`."""
     package, _, own = name.partition(":")
     if package == "reasoning_gym" and own:
-        data = {
-            "model": {"tiny": {}}, "generator": {"num_gpus": 0}, "learner": {"num_gpus": 0},
-            "task": {"kind": "reasoning_gym", "name": own, "num_train_prompts": 32, "num_validation_prompts": 8},
-        }  # fmt: skip
-        return _of_config(make_config(data, (), f"--env {name}"), name, None, seed)
+        task = ReasoningGymTaskConfig(name=own, num_train_prompts=32, num_validation_prompts=8)
+        episode = _graded(task.reward, Prompter(ChatTemplate(), tokenizer, with_facts=True))
+        return Subject(
+            name, {"": episode}, load_examples(task, seed).train, tokenizer, ends,
+            is_reward=True, rewards={"": task.reward},
+        )  # fmt: skip
     if package == "gymnasium" and own:
-        episode = gymnasium_episode(own, str, _first_number, malformed="Reply with the number of an action.")
-        question = f"Play {own}: reply to each observation with the number of an action."
+        size = getattr(required("gymnasium").make(own).action_space, "n", None)
+        if size is None:
+            raise ValueError(
+                f"--env {name}: its actions are not numbers from 0; write an episode, MODULE:FUNCTION"
+            )
+        episode = gymnasium_episode(own, str, partial(_action, int(size)), malformed="Reply with a number.")
+        question = f"Play {own}: reply to each observation with a number from 0 to {size - 1}."
         return Subject(name, {"": episode}, [Example(question, "")] * 8, tokenizer, ends)
     if package == "verifiers" and own:
         found = VerifiersEpisodes({"taskset": {"id": own}}, num_train=64, num_validation=8)
@@ -178,9 +191,9 @@ def _of_catalogue(name: str, tokenizer: PreTrainedTokenizerBase, ends: tuple[int
     )
 
 
-def _first_number(text: str) -> int | None:
-    digits = "".join(c if c.isdigit() and c.isascii() else " " for c in text).split()
-    return int(digits[0]) if digits else None
+def _action(size: int, text: str) -> int | None:
+    found = re.search(r"\d{1,9}", text, re.ASCII)
+    return int(found[0]) if found and int(found[0]) < size else None
 
 
 def _graded(reward: Reward, prompter: Prompter) -> EpisodeFn:
@@ -215,11 +228,13 @@ def _one(given: tuple[list[str], list[str], About]) -> tuple[str, str, About]:
 
 def _tokenizer(template: str | None) -> tuple[PreTrainedTokenizerBase, tuple[int, ...]]:
     """Return the tokenizer of a model, or one of bytes with the plain chat of tiny models, and its ends."""
-    if template is not None:
+    if template is not None and not template.endswith(".jinja"):
         tokenizer = load_tokenizer(template, trust_remote_code=False)
         return tokenizer, end_token_ids(template, tokenizer)
     tokenizer = train_tokenizer(["any text: its tokens spell all others"], vocab_size=300)
     give_plain_chat(tokenizer)
+    if template is not None:
+        tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
     return tokenizer, (tokenizer.eos_token_id,)
 
 

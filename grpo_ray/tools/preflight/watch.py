@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -36,6 +36,7 @@ BLOCKING = {time.sleep: "time.sleep", os.waitpid: "os.waitpid", os.system: "os.s
 SOCKET_CALLS = ("recv", "recv_into", "connect", "accept", "sendall")
 QUIET = (EpisodeEnded, StopIteration, StopAsyncIteration, GeneratorExit, asyncio.CancelledError)
 JUMP_S = 1000.0
+Watched = Literal["exceptions", "calls"] | None
 PACKAGE = f"{os.path.dirname(os.path.realpath(grpo_ray.__file__))}{os.sep}"
 
 
@@ -60,28 +61,36 @@ class Watch:
             self._is_own[file] = real in self._files or beside
         return self._is_own[file]
 
-    def place_of(self, frame: FrameType | None) -> str:
-        """Return file:line of the innermost frame that is the user's; empty if none is."""
-        while frame is not None and not self.is_own(frame.f_code.co_filename):
+    def place_of(self, frame: FrameType | None, through_package: bool = False) -> str:
+        """Return file:line of the innermost frame that is the user's; empty if none is.
+
+        Args:
+            through_package: also of a frame that called the package.
+        """
+        while frame is not None and not self.is_own(file := frame.f_code.co_filename):
+            if not through_package and os.path.realpath(file).startswith(PACKAGE):
+                return ""
             frame = frame.f_back
         return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
     def place_here(self) -> str:
         """Return file:line of the user's code that is running."""
-        return self.place_of(sys._getframe(1))
-
-    # ---- exceptions ----
+        return self.place_of(sys._getframe(1), through_package=True)
 
     @contextlib.contextmanager
-    def exceptions(self) -> Iterator[None]:
-        """Note each exception that is raised in the user's code, or passes through it, for its episode."""
-        threading.settrace(self._enter)
-        sys.settrace(self._enter)
+    def noting(self, what: "Watched") -> Iterator[None]:
+        """Note exceptions in the user's code, for their episode; or calls that hold up the loop, and clocks."""
+        if what == "exceptions":
+            threading.settrace(self._enter)
+            sys.settrace(self._enter)
+        elif what == "calls":
+            threading.setprofile(self._on_call)
+            sys.setprofile(self._on_call)
         try:
             yield
         finally:
-            sys.settrace(None)
-            threading.settrace(None)  # type: ignore[arg-type]
+            for stop in (sys.settrace, threading.settrace, sys.setprofile, threading.setprofile):
+                stop(None)
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
         return self._on_event if self.is_own(frame.f_code.co_filename) else None
@@ -92,19 +101,6 @@ class Watch:
             with contextlib.suppress(LookupError):
                 self.caught.get().append((said, self.place_of(frame)))
         return self._on_event
-
-    # ---- calls ----
-
-    @contextlib.contextmanager
-    def calls(self) -> Iterator[None]:
-        """Note calls that hold up the event loop, and reads of a clock or of random numbers."""
-        threading.setprofile(self._on_call)
-        sys.setprofile(self._on_call)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
 
     def _on_call(self, frame: FrameType, event: str, arg: Any) -> None:
         if event != "c_call":
