@@ -28,7 +28,7 @@ class PreflightOptions:
     ] = None
     template: Annotated[
         str | None,
-        Option("MODEL", "the model whose chat template and tokenizer to use: a folder or a hub name"),
+        Option("MODEL", "the model whose tokenizer and chat template to use, or a .jinja file"),
     ] = None
     examples: Annotated[
         str | None,
@@ -47,7 +47,8 @@ def _preflight(options: PreflightOptions) -> int:
     with shown_plainly():
         found = preflight(
             options.target, env=options.env, template=options.template, examples=options.examples,
-            num_examples=options.num_examples, seed=options.seed, allow=options.allow, overrides=options.overrides,
+            num_examples=options.num_examples, seed=options.seed, allow=options.allow,
+            overrides=options.overrides,
         )  # fmt: skip
     if options.json == "-":
         print(json.dumps(found.as_json()))
@@ -63,7 +64,8 @@ def print_found(found: "Preflight", page: str | None = None) -> None:
     from grpo_ray.tools.preflight.show import as_text, runs_of, write_page
 
     subject, shown = found.subject, found.shown
-    summary = f"{subject.name}: {len(subject.examples)} examples, {found.num_episodes} episodes, {found.seconds:.1f} s"
+    counts = f"{len(subject.examples)} examples, {found.num_episodes} episodes, {found.seconds:.1f} s"
+    summary = f"{subject.name}: {counts}"
     print_visible(summary)
     runs = [] if shown is None else runs_of(shown, subject.tokenizer, subject.end_token_ids)
     if shown is not None:
@@ -75,7 +77,7 @@ def print_found(found: "Preflight", page: str | None = None) -> None:
     print()
     for each in found.findings:
         print_visible(f"{'note' if each.is_note else 'FAULT'} {each.name}: {each.where}")
-        print_visible(f"  {each.text}" + (f"\n  cure: {each.cure}" if each.cure else ""))
+        print_visible(f"  {each.text}\n  cure: {each.cure}")
     count = len(found.faults)
     print(
         "no fault found" if not count else f"{count} fault{'s' if count > 1 else ''}; --allow NAME accepts one"
@@ -87,6 +89,6 @@ def print_found(found: "Preflight", page: str | None = None) -> None:
 
 PREFLIGHT = Command(
     "preflight", PreflightOptions, _preflight, "check an environment or a reward by playing it",
-    "Play an environment, or grade with a reward, by policies that know the answer, wander, or are random. Needs "
-    "no Ray, vLLM or weights. Exits with 1 if it finds a fault, and with 2 if it cannot start.",
+    "Play an environment, or grade with a reward, by policies that know the answer, wander, or are random. "
+    "Needs no Ray, vLLM or weights. Exits with 1 if it finds a fault, and with 2 if it cannot start.",
 )  # fmt: skip

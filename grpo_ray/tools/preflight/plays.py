@@ -1,4 +1,4 @@
-"""Plays: episodes of all policies in a forked process, so that each play begins with the modules as imported."""
+"""Plays: episodes of all policies in a forked process, which begins with the modules as imported."""
 
 import asyncio
 import contextvars

@@ -1,4 +1,4 @@
-"""The policies of a preflight: scripts that know the answer or anything but, random tokens, and a tiny model."""
+"""The policies of a preflight: scripts that know the answer or nothing, random tokens, and a tiny model."""
 
 import contextvars
 import json

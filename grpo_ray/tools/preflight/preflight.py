@@ -5,7 +5,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_ray.tools.preflight.findings import Finding, Plays, play_findings
+from grpo_ray.tools.preflight.checks import Plays, play_findings
+from grpo_ray.tools.preflight.findings import Finding
 from grpo_ray.tools.preflight.plays import Played, play
 from grpo_ray.tools.preflight.subject import Subject, load_subject
 from grpo_ray.tools.preflight.template import template_findings
@@ -27,7 +28,7 @@ class Preflight:
 
     def as_json(self) -> dict[str, Any]:
         """Return the result for other programs; the keys of a finding are its fields."""
-        findings = [{**vars(each), "where": each.where} for each in self.findings]
+        findings = [{**vars(each), "cure": each.cure, "where": each.where} for each in self.findings]
         return {
             "target": self.subject.name, "passed": not self.faults, "findings": findings,
             "num_examples": len(self.subject.examples), "num_episodes": self.num_episodes,
@@ -50,9 +51,9 @@ def preflight(
 
     Args:
         target: `module:function`, `file.py:function`, or a configuration.
-        env: an environment of another package instead: `reasoning_gym:NAME`, `gymnasium:ID`, `verifiers:TASKSET`.
-        template: a model's folder or name, for its tokenizer and chat template; default: the configuration's, or
-            the plain chat of tiny models.
+        env: an environment of a package instead: `reasoning_gym:NAME`, `gymnasium:ID` or `verifiers:TASKSET`.
+        template: a model, for its tokenizer and chat template, or a `.jinja` file; default: the configuration's
+            model, or the plain chat of tiny models.
         examples: a file of questions and answers; default: `examples` in the module.
         num_examples: examples to play.
         allow: names of findings that are meant.

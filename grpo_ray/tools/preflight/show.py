@@ -74,8 +74,7 @@ def write_page(path: Path, title: str, summary: str, runs: Sequence[Run], findin
     for each in findings:
         kind = "note" if each.is_note else "fail"
         lines = (f"<b>{each.name}</b> {html.escape(each.where)}", html.escape(visible(each.text)))
-        cure = f"<br><i>{html.escape(each.cure)}</i>" if each.cure else ""
-        parts.append(f"<p class={kind}>{'<br>'.join(lines)}{cure}</p>")
+        parts.append(f"<p class={kind}>{'<br>'.join(lines)}<br><i>{html.escape(each.cure)}</i></p>")
     parts.append(
         "<p><span class=t>trained</span> <span class='t e'>end of turn</span> <span class=c>context</span></p>"
     )

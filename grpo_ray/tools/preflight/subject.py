@@ -61,7 +61,7 @@ class Subject:
     is_reward: bool = False
     rewards: Mapping[str, Reward] = field(default_factory=dict)
     solve: Solve | None = None
-    settings: EpisodesConfig = EpisodesConfig(max_turns=MAX_TURNS)
+    settings: EpisodesConfig = field(default_factory=lambda: EpisodesConfig(max_turns=MAX_TURNS))
     reply_tokens: int = REPLY_TOKENS
     notices: tuple[str, ...] = ()
 

@@ -125,7 +125,7 @@ class Watch:
         return {"open files, sockets or pipes": len(files), "threads": len(threads)}
 
     def left_since(self, before: Mapping[str, int], num_episodes: int) -> list[str]:
-        """Return what has been left since: each process, and files or threads if every fourth episode leaves one."""
+        """Return what has been left: each process, and files or threads if every fourth episode leaves one."""
         children = psutil.Process().children(recursive=True)
         found = []
         for child in children:

@@ -1,0 +1,1 @@
+GOOD: dict[str, dict[str, str]] = {}

@@ -1,0 +1,309 @@
+"""Preflight: what it finds in the zoo and in small games, what it shows, and how it ends."""
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo_ray.episodes.chat_template import ChatTemplate
+from grpo_ray.episodes.limits import Limits
+from grpo_ray.episodes.session import Session
+from grpo_ray.tools.cli import main
+from grpo_ray.tools.preflight.checks import Plays, play_findings
+from grpo_ray.tools.preflight.findings import Finding
+from grpo_ray.tools.preflight.plays import Play, Played, Turn
+from grpo_ray.tools.preflight.policies import RandomSampler
+from grpo_ray.tools.preflight.preflight import preflight as run
+from grpo_ray.tools.preflight.show import as_text, runs_of
+from grpo_ray.tools.preflight.subject import Subject, load_subject
+from grpo_ray.tools.preflight.template import template_findings
+from grpo_ray.tools.preflight.watch import Watch, shift_clocks
+from grpo_ray.types import SamplingSettings
+
+ROOT = Path(__file__).parents[2]
+ZOO = {  # the fault that each broken environment, reward or template must show
+    "retokenised": "retokenised", "rewritten_call": "history_edited", "stripped_thoughts": "history_edited",
+    "whole_solution": "constant_reward", "still_alive": "cut_off_is_best", "whole_log": "growing_prompt",
+    "no_header": "no_generation_prompt", "other_end": "end_of_turn",
+    # written by somebody who had not seen the checks:
+    "bank_transfers": "shared_state", "blackjack": "different_starts", "cafe_orders": "constant_reward",
+    "fading_bonus": "reads_clock", "passages": "satisfied_by_prompt", "smallest_factor": "time_out_hidden",
+    "spot_checked_sort": "not_deterministic", "times_table": "left_behind", "translation": "raises",
+    "word_riddle": "blocking_call",
+}  # fmt: skip
+QUICK = ("rewritten_call", "whole_solution", "fading_bonus", "spot_checked_sort")
+
+
+def names(findings: list[Finding]) -> list[str]:
+    return [each.name for each in findings]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("animal", QUICK)
+def test_an_animal_shows_its_fault_with_a_place_and_a_cure(animal: str) -> None:
+    check_animal(animal)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("animal", [name for name in ZOO if name not in QUICK])
+def test_every_other_animal_does(animal: str) -> None:
+    check_animal(animal)
+
+
+def check_animal(animal: str) -> None:
+    from examples.zoo.__main__ import broken
+
+    found = run(**({**broken("known"), **broken("unseen")}[animal]))  # type: ignore[arg-type]
+    assert ZOO[animal] in names(found.faults)
+    fault = found.faults[names(found.faults).index(ZOO[animal])]
+    assert fault.cure
+    assert fault.where or animal == "times_table"  # a process that is left behind has no line
+
+
+@pytest.mark.campaign
+def test_no_good_environment_raises_an_alarm() -> None:
+    from examples.zoo.good import GOOD
+
+    assert len(GOOD) == 30
+    assert {name: names(run(**arguments).faults) for name, arguments in GOOD.items()} == {
+        name: [] for name in GOOD
+    }
+
+
+def test_each_animal_is_short_and_says_where_it_comes_from() -> None:
+    files = [path for half in ("known", "unseen") for path in (ROOT / "examples/zoo" / half).iterdir()]
+    animals = {path.stem: path.read_text() for path in files if path.is_file() and "__init__" not in path.name}
+    assert set(animals) == set(ZOO)
+    for name, text in animals.items():
+        assert len(text.splitlines()) <= 40, name
+        assert "Fault: " in text, name
+        assert "From: " in text, name
+
+
+# ---- the command ----
+
+
+@pytest.mark.slow
+def test_the_command_shows_tokens_and_findings_writes_json_and_a_page_and_ends_with_1_for_a_fault(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    page, result = tmp_path / "page.html", tmp_path / "found.json"
+    target = [str(ROOT / "examples/zoo/known/rewritten_call.py") + ":episode", "--num-examples", "1"]
+    assert main(["preflight", *target, "--html", str(page), "--json", str(result)]) == 1
+    printed = capfd.readouterr().out
+    assert "turn 0, trained" in printed
+    assert "<|endoftext|>]" in printed
+    assert "branch 1" in printed
+    assert "FAULT history_edited: example 0, policy 'right by tools', turn 1" in printed
+    found = json.loads(result.read_text())
+    assert not found["passed"]
+    assert found["findings"][0]["place"] == "rewritten_call.py:23"
+    assert "<h2>Branch 1</h2>" in page.read_text()
+    assert "<script" not in page.read_text()
+    assert main(["preflight", *target, "--allow", "history_edited", "--json", "-"]) == 0
+    assert json.loads(capfd.readouterr().out)["passed"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "exactly one of them"),
+        (["--env", "chess"], "give reasoning_gym:NAME"),
+        (["no_such_module:episode"], "there is no module 'no_such_module'"),
+        (["nowhere.py:episode"], "nowhere.py: there is no such file"),
+        (["grpo_ray.tasks.reasoning_gym:verified"], "has no `examples`"),
+    ],
+)
+def test_what_cannot_be_played_is_said_with_status_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["preflight", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_fixture_fails_a_test_for_a_fault(preflight: Any) -> None:
+    preflight("grpo_ray.episodes.calculator:episode", num_examples=1)
+    with pytest.raises(pytest.fail.Exception, match=r"constant_reward: example 0[\s\S]*cure: "):
+        preflight("examples.zoo.known.whole_solution:reward", num_examples=1)
+
+
+@pytest.mark.slow
+def test_it_imports_neither_ray_nor_vllm() -> None:
+    program = (
+        "import sys; from grpo_ray.tools.preflight.preflight import preflight; "
+        "preflight('examples.zoo.known.whole_solution:reward', num_examples=1); "
+        "sys.exit(bool({'ray', 'vllm'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+# ---- what a session makes impossible ----
+
+
+@pytest.fixture(scope="module")
+def game() -> Subject:
+    return load_subject("grpo_ray.episodes.guess_number:episode", None, None, None, 0)
+
+
+def test_faults_of_other_trainers_that_a_session_cannot_have(game: Subject) -> None:
+    """Only what was sampled is trained, each token once, with its end token, and without any padding.
+
+    No header of a prompt (codescout#60), no observation (Search-R1#21), no shared beginning twice
+    (prime-rl#2975), no end of turn left out (trl#5988), no sampled token left out as padding (agentcore#122).
+    """
+    end = game.end_token_ids[0]
+    template = ChatTemplate(game.tokenizer, game.end_token_ids)
+    sampler = RandomSampler(game, end, "any")
+    session = Session(sampler, SamplingSettings(1, 1.0, 1.0, 0, 64, (), (end,), 0), template, Limits())
+
+    async def play() -> list[tuple[int, ...]]:
+        start: list[dict[str, Any]] = [{"role": "user", "content": "Say something."}]
+        replies = [await session.chat(start) for _ in range(2)]  # two branches from one beginning
+        more = [*start, replies[1].message, {"role": "user", "content": "An observation."}]
+        return [each.token_ids for each in (*replies, await session.chat(more))]
+
+    sampled = asyncio.run(play())
+    paths = session.segments.sequences()
+    trained = {int(n): tuple(path.response_token_ids[path.turns == n].tolist()) for path in paths
+               for n in set(path.turns[path.mask])}  # fmt: skip
+    assert trained == dict(enumerate(sampled))
+    assert sum(int(path.mask.sum()) for path in paths) == sum(map(len, sampled))
+
+
+# ---- the checks one by one ----
+
+
+def played(policy: str, reward: float | None, **changes: Any) -> Played:
+    sample = changes.pop("sample", 0)
+    facts = {
+        "status": "finished",
+        "turn_rewards": None,
+        "error": "",
+        "turns": [turn()],
+        "paths": [],
+        "caught": [],
+    }
+    return Played(0, sample, policy, reward=reward, **(facts | changes))
+
+
+def turn(prompt: tuple[int, ...] = (65, 66), reply: tuple[int, ...] = (67,)) -> Turn:
+    from grpo_ray.episodes.session import Reply
+
+    return Turn(None, prompt, Reply("x", (), "stop", reply, len(prompt)), 0, "mine.py:3")
+
+
+def plays_of(*episodes: Played, **others: Play) -> Plays:
+    by_key = {(each.example, n): each for n, each in enumerate(episodes)}
+    same = {name: Play(by_key) for name in ("first", "backwards", "again", "shifted")}
+    return Plays(**(same | others))
+
+
+RIGHT, EMPTY = (played("right", 1.0), played("right", 1.0)), played("empty", 0.0)
+OTHER = Play({(0, 0): played("right", 0.5)})
+CUT = played("endless", 1.0, status="truncated_turns")
+FAILED = played("random", None, status="environment_error", error="ValueError: no")
+
+
+@pytest.mark.parametrize(
+    ("plays", "expected"),
+    [
+        (plays_of(*RIGHT, EMPTY), []),
+        (plays_of(*RIGHT, played("empty", 1.0)), ["constant_reward"]),
+        (plays_of(*RIGHT, EMPTY, played("echo", 1.0), played("wanderer 0", 0.0)), ["satisfied_by_prompt"]),
+        (plays_of(*RIGHT, EMPTY, CUT), ["cut_off_is_best"]),
+        (plays_of(*RIGHT, FAILED), ["raises"]),
+        (plays_of(*RIGHT, played("empty", 0.0, turns=[turn((65, 67))])), ["different_starts"]),
+        (plays_of(*RIGHT, EMPTY, again=OTHER), ["not_deterministic"]),
+        (plays_of(*RIGHT, EMPTY, backwards=OTHER), ["shared_state"]),
+        (plays_of(*RIGHT, EMPTY, shifted=OTHER), ["reads_clock"]),
+        (plays_of(RIGHT[0], played("right", 0.0), EMPTY), ["shared_state"]),
+        (plays_of(*RIGHT, EMPTY, shifted=Play(failure="it hangs")), ["hangs"]),
+        (plays_of(*RIGHT, played("empty", 0.0, caught=[("TimeoutError", "mine.py:4")])), ["time_out_hidden"]),
+    ],
+)  # fmt: skip
+def test_what_a_play_shows(plays: Plays, expected: list[str], game: Subject) -> None:
+    assert names([*play_findings(plays, is_reward=True, tokenizer=game.tokenizer)]) == expected
+
+
+def test_an_environment_that_no_policy_can_solve_is_noted_and_not_refused(game: Subject) -> None:
+    plays = plays_of(played("right", 0.0), played("right", 0.0), played("empty", 0.0))
+    (note,) = play_findings(plays, is_reward=False, tokenizer=game.tokenizer)
+    assert (note.name, note.is_note) == ("no_reward_seen", True)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (("", ""), []),
+        (("{% if add_generation_prompt %}{{ '>\\n' }}{% endif %}", ""), ["no_generation_prompt"]),
+        (("{{ eos_token }}", "{{ '<|im_end|>' }}"), ["end_of_turn"]),
+        (("{{ eos_token }}", "{{ '\\n' + eos_token }}"), ["end_of_turn"]),
+        (("{{ message.content", "{{ '' if message.role == 'system' else message.content"), ["message_dropped"]),
+    ],
+)  # fmt: skip
+def test_faults_of_a_chat_template(change: tuple[str, str], expected: list[str]) -> None:
+    subject = load_subject("grpo_ray.episodes.guess_number:episode", None, None, None, 0)
+    subject.tokenizer.chat_template = subject.tokenizer.chat_template.replace(*change)
+    assert names([*template_findings(subject)]) == expected
+
+
+def test_the_conversation_shows_which_tokens_are_trained(game: Subject) -> None:
+    from grpo_ray.episodes.segments import TrainedPath
+
+    end = game.end_token_ids[0]
+    ids = game.tokenizer("Hi", add_special_tokens=False)["input_ids"]
+    turns = np.array([*([0] * len(ids)), 0, -1, 1])
+    response = np.array([*ids, end, *game.tokenizer("?")["input_ids"], *game.tokenizer("!")["input_ids"]])
+    zeros = np.zeros(len(turns))
+    path = TrainedPath(tuple(ids), response, turns >= 0, zeros, zeros, turns)
+    runs = runs_of(played("right", 1.0, paths=[path]), game.tokenizer, game.end_token_ids)
+    assert [(run.turn, "".join(run.tokens), run.ends_turn) for run in runs] == [
+        (None, "Hi", False), (0, "Hi<|endoftext|>", True), (None, "?", False), (1, "!", False),
+    ]  # fmt: skip
+    lines = [*as_text(runs, in_color=False)]
+    assert lines[1].endswith("[H|i|<|endoftext|>]")
+    assert lines[3].endswith("[!]  (cut off: no end token)")
+
+
+def test_calls_that_block_clocks_and_exceptions_are_noted_with_their_lines(tmp_path: Path) -> None:
+    source = (
+        "import time, random\n"
+        "def work():\n"
+        "    time.sleep(0)\n"
+        "    random.random()\n"
+        "    return time.time()\n"
+        "def fails():\n"
+        "    try:\n"
+        "        [][0]\n"
+        "    except IndexError:\n"
+        "        return 0.0\n"
+    )
+    module = ModuleType("mine")
+    module.__file__ = str(tmp_path / "mine.py")
+    Path(module.__file__).write_text(source)
+    exec(compile(source, module.__file__, "exec"), vars(module))
+    watch = Watch([str(tmp_path)], [module])
+    with watch.noting("calls"):
+        module.work()
+        time.sleep(0)  # not the user's
+    assert watch.blocking == [("time.sleep", "mine.py:3")]
+    assert watch.drawn == [("random", "mine.py:4"), ("time.time", "mine.py:5")]
+    caught: list[tuple[str, str]] = []
+    watch.caught.set(caught)
+    with watch.noting("exceptions"):
+        module.fails()
+    assert caught == [("IndexError: list index out of range", "mine.py:8")]
+    real = time.time()
+    shift_clocks([module])
+    assert module.work() - real > 900
+    assert time.time() - real < 900
+    assert module.random is random
