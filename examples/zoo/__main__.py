@@ -2,10 +2,11 @@
 
 import argparse
 import sys
+import tempfile
 from pathlib import Path
 from statistics import median
 
-from examples.zoo.good import GOOD
+from examples.zoo.good import targets
 from grpo_ray.tools.preflight.preflight import Preflight, preflight
 
 FOLDER = Path(__file__).parent
@@ -22,6 +23,15 @@ def broken(half: str) -> dict[str, dict[str, str]]:
             kind = "episode" if "\nasync def episode(" in path.read_text() else "reward"
             kind = "episode" if "\nepisode = " in path.read_text() else kind
             found[path.stem] = {"target": f"examples.zoo.{half}.{path.stem}:{kind}"}
+    return found
+
+
+def good(folder: Path) -> dict[str, dict[str, str]]:
+    """Return the arguments of `preflight` for each animal without a fault; configurations go to the folder."""
+    found = {name: {"target": target} for name, target in targets(folder).items()}
+    for name, arguments in found.items():
+        if arguments["target"].endswith(".yaml") and name != "sorting":  # their model is on a hub
+            arguments["template"] = str(FOLDER / "good/chat.jinja")
     return found
 
 
@@ -42,7 +52,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", default=["known", "unseen", "good"])
     parts = parser.parse_args().parts
-    results = {part: play(part, GOOD if part == "good" else broken(part)) for part in parts}
+    with tempfile.TemporaryDirectory() as folder:
+        results = {part: play(part, good(Path(folder)) if part == "good" else broken(part)) for part in parts}
     missed = 0
     for part, found in results.items():
         with_faults = sum(bool(each.faults) for each in found)

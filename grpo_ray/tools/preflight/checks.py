@@ -193,7 +193,7 @@ def _rewards(groups: Groups, is_reward: bool) -> Iterator[Finding]:
         yield _no_signal(graded, is_reward)
     for name, test, text in (
         ("satisfied_by_prompt", _is_echo_best, "repeating the prompt earns as much as the right answer"),
-        ("cut_off_is_best", _is_cut_best, "an episode that talks on to its limit earns as much as the best one: "
+        ("cut_off_is_best", _is_cut_best, "an episode that talks on to its limit earns as much as the best: "
          "the policy learns never to finish"),
     ):  # fmt: skip
         found = [each for each in map(test, graded.values()) if each is not None]

@@ -47,7 +47,7 @@ class Finding:
 
     @property
     def cure(self) -> str:
-        """What to do about it."""
+        """The remedy."""
         return CURES[self.name]
 
     @property

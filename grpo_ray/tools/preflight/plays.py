@@ -71,7 +71,7 @@ class Played:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What must not differ between two plays of one script."""
+        """The facts that must not differ between two plays of one script."""
         return self.status, self.reward, self.turn_rewards, [turn.prompt for turn in self.turns]
 
 

@@ -130,7 +130,7 @@ def _value(schema: Mapping[str, Any], asked: Asked, rng: random.Random) -> Any:
 
 
 class Known:
-    """What the scripts have said: the calls in their tokens, which no parser needs to find."""
+    """The calls that scripts have made, by their tokens: no parser needs to find them."""
 
     def __init__(self, parser: ToolParser | None) -> None:
         self.calls: dict[tuple[int, ...], tuple[tuple[str, dict[str, Any]], ...]] = {}

@@ -14,7 +14,7 @@ from grpo_ray.tools.preflight.template import template_findings
 
 @dataclass(frozen=True)
 class Preflight:
-    """What a preflight found."""
+    """The result of a preflight."""
 
     subject: Subject
     findings: list[Finding]

@@ -50,7 +50,7 @@ REPLY_TOKENS, MAX_TURNS = 256, 12  # of a reply and of an episode, if no configu
 
 @dataclass(frozen=True)
 class Subject:
-    """What is played."""
+    """The environment or reward that is played."""
 
     name: str
     episodes: Mapping[str, EpisodeFn]  # by `Example.task`

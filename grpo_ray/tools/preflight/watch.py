@@ -1,4 +1,4 @@
-"""What a play watches of the user's code: exceptions, calls that block, clocks, and what is left open."""
+"""An observer of the user's code during a play: exceptions, calls that block, clocks, what is left open."""
 
 import asyncio
 import contextlib

@@ -1,1 +1,0 @@
-GOOD: dict[str, dict[str, str]] = {}
