@@ -206,8 +206,8 @@ def _no_signal(graded: Groups, is_reward: bool) -> Finding:
     values = sorted({each.reward or 0.0 for group in graded.values() for each in group})
     first = next(iter(graded.values()))[0]
     because, place = _caught([each for group in graded.values() for each in group])
-    if not is_reward and values == [0.0] and not because:
-        text = "no policy earned anything; whether the reward can be reached was not seen"
+    if not is_reward and max(values) <= 0 and not because:
+        text = f"every reply earned {values[0]:g}; whether a better reward can be reached was not seen"
         return Finding("no_reward_seen", text, is_note=True)
     earned = ", ".join(f"{value:g}" for value in values[:3])
     text = f"every reply earns {earned}: right, wrong and empty ones{because}"

@@ -21,8 +21,10 @@ from grpo_ray.tasks.examples import Example
 from grpo_ray.tools.preflight.subject import Solve, Subject
 from grpo_ray.types import Completion, SamplingSettings
 
+NUM_WANDERERS = 6  # per example
 MOST_WORDS = 200  # of the conversation, from which a wanderer draws
 SENTINEL = "grpo-ray-call"
+INVITATION = re.compile(r"\b(?:say|reply|answer|choose|type|write)\b([^.!?]*)", re.IGNORECASE)
 FORMS = (
     "{}", "<answer>{}</answer>", "</think> <answer> {} </answer>", "<think>\n\n</think>\n\n<answer>{}</answer>",
     r"\boxed{{{}}}", "#### {}", "The answer is {}.", "Answer: {}",
@@ -65,7 +67,7 @@ def scripts_of(subject: Subject, seed: int) -> list[tuple[str, Script]]:
         ("echo", lambda asked: Said(asked.messages[-1].get("content") or "")),
         ("long", lambda asked: Said(f"The answer is {asked.example.ground_truth}. " * 100)),
         ("endless", lambda asked: Said("and so on " * 8, is_cut=True)),
-        *((f"wanderer {n}", partial(_wander, seed=seed + n)) for n in range(4)),
+        *((f"wanderer {n}", partial(_wander, seed=seed + n)) for n in range(NUM_WANDERERS)),
     ]
 
 
@@ -102,8 +104,10 @@ def _wander(asked: Asked, seed: int) -> Said:
 
 def _words(asked: Asked) -> list[str]:
     text = " ".join(str(message.get("content") or "") for message in asked.messages)
-    words = re.findall(r"[A-Za-z]+|-?\d+", text)
-    return [*words[-MOST_WORDS:], *map(str, range(10)), "yes", "no", asked.example.ground_truth or "?"]
+    words = re.findall(r"[A-Za-z]+|-?\d+", text)[-MOST_WORDS:]
+    invited = re.findall(r"[A-Za-z]+|-?\d+", " ".join(INVITATION.findall(text)))
+    more = invited * (1 + len(words) // max(1, len(invited)))  # about half of all
+    return [*words, *more, *map(str, range(10)), "yes", "no", asked.example.ground_truth or "?"]
 
 
 def _call(tool: Mapping[str, Any], asked: Asked, rng: random.Random) -> Said:

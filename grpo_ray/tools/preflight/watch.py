@@ -33,11 +33,13 @@ CLOCKS = {
     )
 }
 BLOCKING = {time.sleep: "time.sleep", os.waitpid: "os.waitpid", os.system: "os.system", input: "input"}
+AT_ONCE = ("_internal_poll",)  # functions of subprocess that ask for an end without waiting for it
 SOCKET_CALLS = ("recv", "recv_into", "connect", "accept", "sendall")
 QUIET = (EpisodeEnded, StopIteration, StopAsyncIteration, GeneratorExit, asyncio.CancelledError)
 JUMP_S = 1000.0
+ASYNCIO = f"{os.path.dirname(asyncio.__file__)}{os.sep}"
 Watched = Literal["exceptions", "calls"] | None
-PACKAGE = f"{os.path.dirname(os.path.realpath(grpo_ray.__file__))}{os.sep}"
+PACKAGE = f"{os.path.dirname(grpo_ray.__file__)}{os.sep}"
 
 
 class Watch:
@@ -56,7 +58,7 @@ class Watch:
         """Return True for a file of the user's: a target's module, or one beside it that is not installed."""
         if file not in self._is_own:
             real = os.path.realpath(file)
-            installed = "site-packages" in real or real.startswith(PACKAGE)
+            installed = "site-packages" in real or file.startswith(PACKAGE)
             beside = real.startswith(self._folders) and not installed
             self._is_own[file] = real in self._files or beside
         return self._is_own[file]
@@ -65,10 +67,10 @@ class Watch:
         """Return file:line of the innermost frame that is the user's; empty if none is.
 
         Args:
-            through_package: also of a frame that called the package.
+            through_package: also of a frame that called the package, or asyncio.
         """
         while frame is not None and not self.is_own(file := frame.f_code.co_filename):
-            if not through_package and os.path.realpath(file).startswith(PACKAGE):
+            if not through_package and file.startswith((PACKAGE, ASYNCIO)):
                 return ""
             frame = frame.f_back
         return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
@@ -105,7 +107,7 @@ class Watch:
     def _on_call(self, frame: FrameType, event: str, arg: Any) -> None:
         if event != "c_call":
             return
-        drawn, blocking = _drawn(arg), _blocking(arg)
+        drawn, blocking = _drawn(arg), _blocking(arg, frame)
         if drawn is None and (blocking is None or threading.get_ident() != self._loop_thread):
             return
         place = self.place_of(frame)
@@ -152,11 +154,11 @@ def _drawn(called: Any) -> str | None:
     return "random" if is_random or called is os.urandom else None
 
 
-def _blocking(called: Any) -> str | None:
+def _blocking(called: Any, frame: FrameType) -> str | None:
     """Return the name of a call that holds up the thread until something happens."""
     try:
         if called in BLOCKING:
-            return BLOCKING[called]
+            return None if frame.f_code.co_name in AT_ONCE else BLOCKING[called]
     except TypeError:
         return None
     owner = getattr(called, "__self__", None)
