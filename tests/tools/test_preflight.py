@@ -295,7 +295,7 @@ def test_calls_that_block_clocks_and_exceptions_are_noted_with_their_lines(tmp_p
     with watch.noting("calls"):
         module.work()
         time.sleep(0)  # not the user's
-    assert watch.blocking == [("time.sleep", "mine.py:3")]
+    assert watch.blocking == {("time.sleep", "mine.py:3"): 1}
     assert watch.drawn == [("random", "mine.py:4"), ("time.time", "mine.py:5")]
     caught: list[tuple[str, str]] = []
     watch.caught.set(caught)

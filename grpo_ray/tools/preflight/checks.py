@@ -16,6 +16,7 @@ from grpo_ray.tools.preflight.plays import Play, Played
 
 CUT = (Status.TRUNCATED_TURNS, Status.TRUNCATED_TOKENS)
 CLOSE = 1e-3  # of logprobs that are sampled and recomputed with a cache and without
+OFTEN = 3  # times that a call must hold up the loop: libraries ask git for their version once
 AIMLESS = ("empty", "wanderer", "random")  # policies that earn a good reward by chance alone
 Groups = Mapping[int, list[Played]]  # by example
 
@@ -158,7 +159,8 @@ def tokens_that_differ(ours: Sequence[int], theirs: Sequence[int], tokenizer: Pr
 
 
 def _around(plays: Plays) -> Iterator[Finding]:
-    for what, place in plays.backwards.blocking[:1]:
+    repeated = [call for call, number in plays.backwards.blocking.items() if number >= OFTEN]
+    for what, place in repeated[:1]:
         yield Finding(
             "blocking_call", f"{what} holds up all episodes of its worker while it waits", place=place
         )

@@ -80,7 +80,7 @@ class Play:
     """All episodes of a play, by (example, sample), and what was seen around them."""
 
     episodes: Mapping[tuple[int, int], Played] = field(default_factory=dict)
-    blocking: list[tuple[str, str]] = field(default_factory=list)  # call, file:line
+    blocking: Mapping[tuple[str, str], int] = field(default_factory=dict)  # number, by call and file:line
     drawn: list[tuple[str, str]] = field(
         default_factory=list
     )  # reads of a clock or of `random`: call, file:line

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -51,7 +52,7 @@ class Watch:
         self._is_own: dict[str, bool] = {}
         self._loop_thread = threading.get_ident()
         self.caught = contextvars.ContextVar[list[tuple[str, str]]]("exceptions of the episode that runs now")
-        self.blocking: list[tuple[str, str]] = []
+        self.blocking = Counter[tuple[str, str]]()
         self.drawn: list[tuple[str, str]] = []
 
     def is_own(self, file: str) -> bool:
@@ -113,8 +114,8 @@ class Watch:
         place = self.place_of(frame)
         if place and drawn is not None and (drawn, place) not in self.drawn:
             self.drawn.append((drawn, place))
-        if place and blocking is not None and (blocking, place) not in self.blocking:
-            self.blocking.append((blocking, place))
+        if place and blocking is not None:
+            self.blocking[blocking, place] += 1
 
     # ---- what is left ----
 
