@@ -17,7 +17,7 @@ async def episode(session: Session, example: Example) -> float:
         messages.append({"role": "user", "content": f"What is {term} + {example.ground_truth}?"})
         reply = await session.chat(messages)
         answer = re.sub(r"<think>.*?</think>", "", reply.text, flags=re.DOTALL).strip()
-        num_right += str(int(term) + int(example.ground_truth)) in answer
+        num_right += answer == str(int(term) + int(example.ground_truth))
         messages.append({"role": "assistant", "content": answer})
     return num_right / 3
 
