@@ -54,7 +54,7 @@ def as_text(runs: Sequence[Run], in_color: bool) -> Iterator[str]:
         if run.branch and (number == 0 or runs[number - 1].branch != run.branch):
             yield f"  -- branch {run.branch}: its prompt is computed again --"
         tokens = run.tokens
-        if not run.is_trained and len(tokens) > LONGEST_RUN:
+        if not run.is_trained and len(tokens) > LONGEST_RUN + 10:
             half = LONGEST_RUN // 2
             tokens = [*tokens[:half], f" [... {len(tokens) - LONGEST_RUN:,} tokens ...] ", *tokens[-half:]]
         text = visible("|".join(tokens)).replace("\n", "\\n")
