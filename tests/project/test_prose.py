@@ -13,16 +13,17 @@ check_prose = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(check_prose)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "The group whose tokens are old.",
-        "Replaces whoever died.",
-        "Nobody waits for it.",
-        "Keeps so many checkpoints.",
-        "Skipped for users. Who is left trains.",
-    ],
-)
+REFUSED = (
+    "The group whose tokens are old.", "Replaces whoever died.", "Nobody waits for it.",
+    "Keeps so many checkpoints.", "Skipped for users. Who is left trains.",
+)  # fmt: skip
+IDIOMS = (
+    "Tested is one file.", "Short. Of a request only one field counts.", "The file vouches for it.",
+    "Experts are no linear layers.", "It weighs the more, the less it is solved.", "It goes beside the step.",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("line", REFUSED)
 def test_prose_that_is_refused(line: str) -> None:
     for name, text in (
         ("page.md", f"Good.\n{line}\n"),
@@ -41,26 +42,15 @@ def test_a_docstring_does_not_open_with(opening: str) -> None:
     assert not check_prose.findings(Path("module.py"), '"""Assert that it is."""\n')
 
 
-@pytest.mark.parametrize(
-    ("line", "is_idiom"),
-    [
-        ("Tested is one file.", True),
-        ("Short. Of a request only one field counts.", True),
-        ("The file vouches for it.", True),
-        ("Experts are no linear layers.", True),
-        ("It weighs the more, the less it is solved.", True),
-        ("It is sent beside the next step.", True),
-        ("There is no file, and it is no longer read, `beside` what is.", False),
-    ],
-)
-def test_idioms_of_what_users_read(line: str, is_idiom: bool) -> None:
+@pytest.mark.parametrize("line", [*IDIOMS, "There is no file, and it is no longer read, `beside` what is."])
+def test_idioms_of_what_users_read(line: str) -> None:
     for name, text in (
-        ("page.md", f"Good.\n\n| {line} | b |\n"),
-        ("module.py", f"def f():\n    raise ValueError(\n'{line}')\n"),
-        ("module.py", f'class A(Section):\n    x: int\n    """{line}"""\n'),
+        ("page.md", f"\n| {line} | b |\n"),
+        ("module.py", f"raise ValueError(\n'{line}')\n"),
+        ("module.py", f'class A(Section):\n    """{line}"""\n'),
     ):
         found = check_prose.findings_for_readers(Path(name), text)
-        assert {line for line, _ in found} == ({3} if is_idiom else set()), name
+        assert [line for line, _ in found] == [2] * (line in IDIOMS), name
     assert not check_prose.findings_for_readers(Path("module.py"), f'def f():\n    """{line}"""\n')
 
 

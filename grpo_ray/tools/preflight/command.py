@@ -28,7 +28,7 @@ class PreflightOptions:
     ] = None
     template: Annotated[
         str | None,
-        Option("MODEL", "the model whose tokenizer and chat template to use, or a .jinja file"),
+        Option("MODEL", "the model with the tokenizer and chat template to use, or a .jinja file"),
     ] = None
     examples: Annotated[
         str | None,
@@ -37,7 +37,7 @@ class PreflightOptions:
     num_examples: Annotated[int, Option("N", "examples to play (default: %(default)s)", type=positive)] = 3
     seed: Annotated[int, Option("N", "seed of examples and policies (default: %(default)s)")] = 0
     allow: Annotated[tuple[str, ...], Option("FAULT", "accept the fault of this name; repeatable")] = ()
-    json: Annotated[str | None, Option("FILE", "write the result as JSON; - for the terminal, alone")] = None
+    json: Annotated[str | None, Option("FILE", "write the result as JSON; - prints only that")] = None
     html: Annotated[str | None, Option("FILE", "write the findings and a conversation as a web page")] = None
 
 
@@ -89,6 +89,6 @@ def print_found(found: "Preflight", page: str | None = None) -> None:
 
 PREFLIGHT = Command(
     "preflight", PreflightOptions, _preflight, "check an environment or a reward by playing it",
-    "Play an environment, or grade with a reward, by policies that know the answer, wander, or are random. "
-    "Needs no Ray, vLLM or weights. Exits with 1 if it finds a fault, and with 2 if it cannot start.",
+    "Play an environment, or call a reward, with policies that have the answer, wander, or are random. Needs "
+    "no Ray, vLLM or weights. Exit status 1: it found a fault; 2: it could not start.",
 )  # fmt: skip

@@ -50,7 +50,7 @@ def template_findings(subject: Subject) -> Iterator[Finding]:
             yield Finding("message_refused", f"it refuses a {role} message: {error}", is_note=True)
             continue
         if lacking:
-            yield Finding("message_dropped", f"it does not show {lacking[0]!r}, beside a {role} message")
+            yield Finding("message_dropped", f"it does not show {lacking[0]!r} next to a {role} message")
     if "strftime_now" in tokenizer.chat_template and "date_string" not in arguments:
         text = "it writes today's date: prompts change at midnight, and a resumed run differs"
         yield Finding("template_reads_clock", text, is_note=True)
