@@ -169,7 +169,7 @@ def test_steps_equal_cross_entropy_on_the_responses(
     assert losses == pytest.approx(expected, rel=1e-4)
     assert losses[-1] < losses[0] - 1
     for own, theirs in zip(learner.model.parameters(), model.parameters(), strict=True):
-        # AdamW divides by the gradient's size, so near 0 its rounding shows; the smallest step moves 10 times this
+        # AdamW divides by the gradient's size, so near 0 its rounding shows; each step moves 10 times this
         torch.testing.assert_close(own, theirs, rtol=1e-3, atol=2.5e-4)
 
 
