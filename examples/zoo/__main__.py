@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 
 from examples.zoo.good import targets
+from grpo_ray.tools.preflight.command import PreflightOptions
 from grpo_ray.tools.preflight.preflight import Preflight, preflight
 
 FOLDER = Path(__file__).parent
@@ -40,7 +41,7 @@ def play(title: str, animals: dict[str, dict[str, str]]) -> list[Preflight]:
     print(f"{title}:")
     results = []
     for name, arguments in animals.items():
-        found = preflight(**arguments)  # type: ignore[arg-type]
+        found = preflight(PreflightOptions(**arguments))  # type: ignore[arg-type]
         results.append(found)
         faults = ", ".join(each.name for each in found.faults) or "no fault"
         print(f"  {name:<32} {found.seconds:5.1f} s  {faults}", flush=True)

@@ -15,12 +15,14 @@ import pytest
 
 from grpo_ray.episodes.chat_template import ChatTemplate
 from grpo_ray.episodes.limits import Limits
-from grpo_ray.episodes.session import Session
+from grpo_ray.episodes.session import Reply
+from grpo_ray.tasks.examples import Example
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.preflight.checks import Plays, play_findings
+from grpo_ray.tools.preflight.command import PreflightOptions
 from grpo_ray.tools.preflight.findings import Finding
-from grpo_ray.tools.preflight.plays import Play, Played, Turn
-from grpo_ray.tools.preflight.policies import RandomSampler
+from grpo_ray.tools.preflight.plays import Play, Played, Turn, WatchedSession
+from grpo_ray.tools.preflight.policies import Asked, ScriptedSampler, no_calls, scripts_of
 from grpo_ray.tools.preflight.preflight import preflight as run
 from grpo_ray.tools.preflight.show import as_text, runs_of
 from grpo_ray.tools.preflight.subject import Subject, load_subject
@@ -39,6 +41,7 @@ ZOO = {  # the fault that each broken environment, reward or template must show
     "spot_checked_sort": "not_deterministic", "times_table": "left_behind", "translation": "raises",
     "word_riddle": "blocking_call",
 }  # fmt: skip
+GAME = PreflightOptions("grpo_ray.episodes.guess_number:episode")
 QUICK = ("rewritten_call", "whole_solution", "fading_bonus", "spot_checked_sort")
 
 
@@ -61,7 +64,7 @@ def test_every_other_animal_does(animal: str) -> None:
 def check_animal(animal: str) -> None:
     from examples.zoo.__main__ import broken
 
-    found = run(**({**broken("known"), **broken("unseen")}[animal]))  # type: ignore[arg-type]
+    found = run(PreflightOptions(**{**broken("known"), **broken("unseen")}[animal]))  # type: ignore[arg-type]
     assert ZOO[animal] in names(found.faults)
     fault = found.faults[names(found.faults).index(ZOO[animal])]
     assert fault.cure
@@ -74,8 +77,8 @@ def test_no_good_environment_raises_an_alarm(tmp_path: Path) -> None:
 
     animals = good(tmp_path)
     assert len(animals) == 30
-    found = {name: names(run(**arguments).faults) for name, arguments in animals.items()}  # type: ignore[arg-type]
-    assert found == {name: [] for name in animals}
+    options = {name: PreflightOptions(**arguments) for name, arguments in animals.items()}  # type: ignore[arg-type]
+    assert {name: names(run(each).faults) for name, each in options.items()} == {name: [] for name in animals}
 
 
 def test_each_animal_is_short_and_says_where_it_comes_from() -> None:
@@ -139,8 +142,8 @@ def test_the_fixture_fails_a_test_for_a_fault(preflight: Any) -> None:
 @pytest.mark.slow
 def test_it_imports_neither_ray_nor_vllm() -> None:
     program = (
-        "import sys; from grpo_ray.tools.preflight.preflight import preflight; "
-        "preflight('examples.zoo.known.whole_solution:reward', num_examples=1); "
+        "import sys; from grpo_ray.tools.cli import main; "
+        "main(['preflight', 'examples.zoo.known.whole_solution:reward', '--num-examples', '1']); "
         "sys.exit(bool({'ray', 'vllm'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
@@ -151,7 +154,7 @@ def test_it_imports_neither_ray_nor_vllm() -> None:
 
 @pytest.fixture(scope="module")
 def game() -> Subject:
-    return load_subject("grpo_ray.episodes.guess_number:episode", None, None, None, 0)
+    return load_subject(GAME)
 
 
 def test_faults_of_other_trainers_that_a_session_cannot_have(game: Subject) -> None:
@@ -160,10 +163,10 @@ def test_faults_of_other_trainers_that_a_session_cannot_have(game: Subject) -> N
     No header of a prompt (codescout#60), no observation (Search-R1#21), no shared beginning twice
     (prime-rl#2975), no end of turn left out (trl#5988), no sampled token left out as padding (agentcore#122).
     """
-    end = game.end_token_ids[0]
     template = ChatTemplate(game.tokenizer, game.end_token_ids)
-    sampler = RandomSampler(game, end, "any")
-    session = Session(sampler, SamplingSettings(1, 1.0, 1.0, 0, 64, (), (end,), 0), template, Limits())
+    sampler = ScriptedSampler(dict(scripts_of(game, 0, with_random=True))["random"], game, no_calls)
+    settings = SamplingSettings(1, 1.0, 1.0, 0, 64, (), game.end_token_ids, 0)
+    session = WatchedSession(Example("", ""), Watch([], []), sampler, settings, template, Limits())
 
     async def play() -> list[tuple[int, ...]]:
         start: list[dict[str, Any]] = [{"role": "user", "content": "Say something."}]
@@ -184,21 +187,14 @@ def test_faults_of_other_trainers_that_a_session_cannot_have(game: Subject) -> N
 
 def played(policy: str, reward: float | None, **changes: Any) -> Played:
     sample = changes.pop("sample", 0)
-    facts = {
-        "status": "finished",
-        "turn_rewards": None,
-        "error": "",
-        "turns": [turn()],
-        "paths": [],
-        "caught": [],
-    }
-    return Played(0, sample, policy, reward=reward, **(facts | changes))
+    empty: dict[str, Any] = {"turn_rewards": None, "error": "", "paths": [], "caught": []}
+    facts = {"status": "finished", "turns": [turn()], **empty, **changes}
+    return Played(0, sample, policy, reward=reward, **facts)
 
 
 def turn(prompt: tuple[int, ...] = (65, 66), reply: tuple[int, ...] = (67,)) -> Turn:
-    from grpo_ray.episodes.session import Reply
-
-    return Turn(None, prompt, Reply("x", (), "stop", reply, len(prompt)), 0, "mine.py:3")
+    asked = Asked(Example("", ""), [], [], 0, is_chat=False, place="mine.py:3")
+    return Turn(asked, prompt, Reply("x", (), "stop", reply, len(prompt)))
 
 
 def plays_of(*episodes: Played, **others: Play) -> Plays:
@@ -226,7 +222,7 @@ FAILED = played("random", None, status="environment_error", error="ValueError: n
         (plays_of(*RIGHT, EMPTY, backwards=OTHER), ["shared_state"]),
         (plays_of(*RIGHT, EMPTY, shifted=OTHER), ["reads_clock"]),
         (plays_of(RIGHT[0], played("right", 0.0), EMPTY), ["shared_state"]),
-        (plays_of(*RIGHT, EMPTY, shifted=Play(failure="it hangs")), ["hangs"]),
+        (plays_of(*RIGHT, EMPTY, shifted=Play(failure=Finding("hangs", "it hangs"))), ["hangs"]),
         (plays_of(*RIGHT, played("empty", 0.0, caught=[("TimeoutError", "mine.py:4")])), ["time_out_hidden"]),
     ],
 )  # fmt: skip
@@ -251,7 +247,7 @@ def test_an_environment_that_no_policy_can_solve_is_noted_and_not_refused(game: 
     ],
 )  # fmt: skip
 def test_faults_of_a_chat_template(change: tuple[str, str], expected: list[str]) -> None:
-    subject = load_subject("grpo_ray.episodes.guess_number:episode", None, None, None, 0)
+    subject = load_subject(GAME)
     subject.tokenizer.chat_template = subject.tokenizer.chat_template.replace(*change)
     assert names([*template_findings(subject)]) == expected
 

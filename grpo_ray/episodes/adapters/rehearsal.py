@@ -1,7 +1,7 @@
 """Warm-up pairs for a tiny model: each turn of episodes that a script plays, as (transcript, reply)."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 
@@ -33,9 +33,20 @@ class _Script:
         transcript = self._tokenizer.decode(list(prompt_token_ids))
         text = self._reply(transcript)
         self.pairs.append((transcript, text))
-        ids = np.array(self._tokenizer(text + self._tokenizer.eos_token)["input_ids"], np.int32)
-        zeros = np.zeros(len(ids), np.int32)
-        return Completion(text, ids, zeros.astype(np.float32), zeros, "stop")
+        return scripted_completion(text, self._tokenizer(text + self._tokenizer.eos_token)["input_ids"])
+
+
+def scripted_completion(text: str, token_ids: Sequence[int], finish_reason: str = "stop") -> Completion:
+    """Return a reply that no model sampled: its logprobs are 0."""
+    zeros = np.zeros(len(token_ids), np.int32)
+    return Completion(text, np.array(token_ids, np.int32), zeros.astype(np.float32), zeros, finish_reason)
+
+
+def plain_tokenizer() -> PreTrainedTokenizerBase:
+    """Return a tokenizer of bytes with the plain chat of tiny models."""
+    tokenizer = train_tokenizer(["any text: its tokens spell all others"], vocab_size=300)
+    give_plain_chat(tokenizer)
+    return tokenizer
 
 
 def rehearse(
@@ -62,8 +73,7 @@ def rehearse(
 async def _rehearsed(
     episode: EpisodeFn, examples: Iterable[Example], reply: Callable[[str], str], num_pairs: int
 ) -> Pairs:
-    tokenizer = train_tokenizer(["any text: its tokens spell all others"], vocab_size=300)
-    give_plain_chat(tokenizer)
+    tokenizer = plain_tokenizer()
     script, server = _Script(tokenizer, reply), ChatServer()
     parser = make_tool_parser("transformers", tokenizer)
     template = ChatTemplate(tokenizer, [tokenizer.eos_token_id])

@@ -1,54 +1,54 @@
 """The checks of plays: each yields its fault at the first place that shows it."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.records.episode_metrics import Status
 from grpo_ray.tools.preflight.findings import Finding
-from grpo_ray.tools.preflight.histories import history_findings
+from grpo_ray.tools.preflight.histories import history_findings, tokens_that_differ
 from grpo_ray.tools.preflight.plays import Play, Played
 
 CUT = (Status.TRUNCATED_TURNS, Status.TRUNCATED_TOKENS)
 CLOSE = 1e-3  # of logprobs that are sampled and recomputed with a cache and without
 OFTEN = 3  # times that a call must hold up the loop: libraries ask git for their version once
 AIMLESS = ("empty", "wanderer", "random")  # policies that earn a good reward by chance alone
-Groups = Mapping[int, list[Played]]  # by example
+Groups = Sequence[list[Played]]  # one per example
 
 
 @dataclass(frozen=True)
 class Plays:
-    """The plays of a preflight."""
+    """The plays of a preflight, by their `Kind`."""
 
-    first: Play = field(default_factory=Play)  # all policies; exceptions noted
-    backwards: Play = field(default_factory=Play)  # the scripts, the examples in reverse order; calls noted
-    again: Play = field(default_factory=Play)  # the scripts in the first order
-    shifted: Play = field(default_factory=Play)  # the scripts in the first order, under clocks that jump
-
-    @property
-    def failures(self) -> list[str]:
-        return [each.failure for each in vars(self).values() if each.failure]
+    first: Play = field(default_factory=Play)
+    backwards: Play = field(default_factory=Play)
+    again: Play = field(default_factory=Play)
+    shifted: Play = field(default_factory=Play)
 
 
 def play_findings(plays: Plays, is_reward: bool, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
     """Yield each kind of fault once, at its first place."""
-    if plays.failures:
-        yield Finding("hangs", plays.failures[0])
+    failures = [each.failure for each in vars(plays).values() if each.failure is not None]
+    if failures:
+        yield failures[0]
         return
     episodes = [*plays.first.episodes.values()]
-    groups = defaultdict[int, list[Played]](list)
+    by_example = defaultdict[int, list[Played]](list)
     for each in episodes:
-        groups[each.example].append(each)
-    raised = [*_first(_errors(episodes))]
-    varying = [*_first(_starts(groups, tokenizer))] or [*_varying(plays, groups, tokenizer)][:1]
-    yield from (*raised, *_first(_time_outs(episodes)), *varying, *_around(plays))
-    yield from _first(f for each in episodes for f in history_findings(each.turns, _at(each), tokenizer))
-    yield from _lengths(episodes)
+        by_example[each.example].append(each)
+    groups = [*by_example.values()]
+    raised = [*_errors(episodes)]
+    varying = [*_starts(groups, tokenizer)] or [*_varying(plays, groups, tokenizer)][:1]
+    edited = [finding for each in episodes for finding in history_findings(each, tokenizer)]
+    found = (*raised, *_time_outs(episodes), *varying, *_around(plays), *edited, *_lengths(episodes))
+    first: dict[str, Finding] = {}
+    for finding in found:
+        first.setdefault(finding.name, finding)
+    yield from first.values()
     if not raised and not varying:
         yield from _rewards(groups, is_reward)
     if plays.first.difference > CLOSE:
@@ -56,36 +56,19 @@ def play_findings(plays: Plays, is_reward: bool, tokenizer: PreTrainedTokenizerB
         yield Finding("tokens_differ", f"logprobs of the trained tokens, computed again, differ by {by}")
 
 
-def _first(found: Iterable[Finding]) -> Iterator[Finding]:
-    """Yield the first finding of each name."""
-    seen = set()
-    for each in found:
-        if each.name not in seen:
-            seen.add(each.name)
-            yield each
-
-
-def _at(played: Played, turn: int | None = None) -> dict[str, Any]:
-    """Return the place of an episode, or of one of its turns (the last: -1), as arguments of a Finding."""
-    at: dict[str, Any] = {"example": played.example, "policy": played.policy}
-    if turn is None or not played.turns:
-        return at
-    return {**at, "turn": turn % len(played.turns), "place": played.turns[turn].place}
-
-
 # ---- ends ----
 
 
 def _errors(episodes: Sequence[Played]) -> Iterator[Finding]:
     for each in episodes:
-        at = _at(each, -1)
-        if each.status == Status.ENVIRONMENT_ERROR:
-            said = each.turns[-1].reply.text[:60] if each.turns else ""
+        at = each.at(-1)
+        if each.status == Status.TRUNCATED_TIME:
+            yield Finding("slow", f"an episode does not end: {each.error}", **at)
+        elif each.status not in (Status.FINISHED, *CUT):
+            said = f"after the reply {each.turns[-1].reply.text[:60]!r}" if each.turns else "at once"
             raised = each.error.strip().splitlines()[-1]
             at |= {"place": each.caught[-1][1]} if each.caught else {}
-            yield Finding("raises", f"it raises after the reply {said!r}: {raised}", **at)
-        elif each.status == Status.TRUNCATED_TIME:
-            yield Finding("slow", f"an episode does not end: {each.error}", **at)
+            yield Finding("raises", f"it raises {said}: {raised}", **at)
         elif not each.turns:
             yield Finding("no_turn", "the episode sampled no reply, so there is nothing to train", **at)
 
@@ -95,21 +78,21 @@ def _time_outs(episodes: Sequence[Played]) -> Iterator[Finding]:
         places = [place for raised, place in each.caught if raised.startswith("TimeoutError")]
         if places and each.status == Status.FINISHED:
             text = f"a time-out was caught, and the episode returned {each.reward}: the policy is blamed for it"
-            yield Finding("time_out_hidden", text, **{**_at(each, -1), "place": places[0]})
+            yield Finding("time_out_hidden", text, **{**each.at(-1), "place": places[0]})
 
 
 # ---- what varies ----
 
 
 def _starts(groups: Groups, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
-    for group in groups.values():
+    for group in groups:
         first, *others = [each for each in group if each.turns] or [group[0]]
         for other in others:
             ours, theirs = first.turns[0].prompt, other.turns[0].prompt
             if ours != theirs:
                 text = "members of one group begin with different prompts, so their rewards cannot be compared"
                 differs = tokens_that_differ(ours, theirs, tokenizer)
-                yield Finding("different_starts", text, token=differs, **_at(other, 0))
+                yield Finding("different_starts", text, token=differs, **other.at(0))
 
 
 def _varying(plays: Plays, groups: Groups, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
@@ -117,7 +100,7 @@ def _varying(plays: Plays, groups: Groups, tokenizer: PreTrainedTokenizerBase) -
     drawn = sorted({f"{what} ({place})" for what, place in plays.backwards.drawn})
     reads = f"; it reads {', '.join(drawn[:3])}" if drawn else ""
     by_clock = bool(drawn) and not any(what.startswith("random") for what in drawn)
-    group_pairs = [[each for each in group if each.policy == "right"][:2] for group in groups.values()]
+    group_pairs = [[each for each in group if each.policy == "right"][:2] for group in groups]
     for name, said, pairs in (
         ("reads_clock" if by_clock else "not_deterministic", f"played again, the same replies get{reads}",
          _pairs(plays.first, plays.again)),
@@ -129,7 +112,7 @@ def _varying(plays: Plays, groups: Groups, tokenizer: PreTrainedTokenizerBase) -
         for one, other in pairs:
             what, turn, token = _changed(one, other, tokenizer)
             if what:
-                yield Finding(name, f"{said}: {what}", token=token, **_at(one, turn))
+                yield Finding(name, f"{said}: {what}", token=token, **one.at(turn))
 
 
 def _pairs(one: Play, other: Play) -> Iterator[Sequence[Played]]:
@@ -146,13 +129,6 @@ def _changed(one: Played, other: Played, tokenizer: PreTrainedTokenizerBase) -> 
         return f"the rewards {one.reward} and {other.reward}", -1, ""
     is_same = one.status == other.status and len(one.turns) == len(other.turns)
     return "" if is_same else f"the ends {one.status} and {other.status}", -1, ""
-
-
-def tokens_that_differ(ours: Sequence[int], theirs: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of the first tokens in which the two differ."""
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    start = next((n for n, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
-    return " / ".join(tokenizer.decode(list(ids[start : start + 6])) for ids in (ours, theirs))
 
 
 # ---- around episodes ----
@@ -179,7 +155,7 @@ def _lengths(episodes: Sequence[Played]) -> Iterator[Finding]:
         is_growing = len(added) >= 3 and all(later > sooner for sooner, later in pairwise(added))
         if is_growing and added[-1] >= max(2 * added[0], added[0] + 60):
             text = f"each turn adds more tokens than the one before it: {', '.join(map(str, added[:6]))}"
-            yield Finding("growing_prompt", text, **_at(each, len(added)))
+            yield Finding("growing_prompt", text, **each.at(len(added)))
             return
 
 
@@ -187,9 +163,9 @@ def _lengths(episodes: Sequence[Played]) -> Iterator[Finding]:
 
 
 def _rewards(groups: Groups, is_reward: bool) -> Iterator[Finding]:
-    graded = {index: [each for each in group if each.reward is not None] for index, group in groups.items()}
-    graded = {index: group for index, group in graded.items() if group}
-    if any(len({each.reward for each in group}) > 1 for group in graded.values()):
+    rewarded = ([each for each in group if each.reward is not None] for group in groups)
+    graded = [group for group in rewarded if group]
+    if any(len({each.reward for each in group}) > 1 for group in graded):
         yield from _right_answers(graded, is_reward)
     elif graded:
         yield _no_signal(graded, is_reward)
@@ -198,34 +174,34 @@ def _rewards(groups: Groups, is_reward: bool) -> Iterator[Finding]:
         ("cut_off_is_best", _is_cut_best, "an episode that talks on to its limit earns as much as the best: "
          "the policy learns never to finish"),
     ):  # fmt: skip
-        found = [each for each in map(test, graded.values()) if each is not None]
+        found = [each for each in map(test, graded) if each is not None]
         if found and 2 * len(found) >= len(graded):
-            yield Finding(name, text, **_at(found[0], -1))
+            yield Finding(name, text, **found[0].at(-1))
 
 
 def _no_signal(graded: Groups, is_reward: bool) -> Finding:
     """Return the fault of rewards that are the same for all replies; a note if perhaps none was right."""
-    values = sorted({each.reward or 0.0 for group in graded.values() for each in group})
-    first = next(iter(graded.values()))[0]
-    because, place = _caught([each for group in graded.values() for each in group])
+    episodes = [each for group in graded for each in group]
+    values = sorted({each.reward or 0.0 for each in episodes})
+    because, place = _caught(episodes)
     if not is_reward and max(values) <= 0 and not because:
         text = f"every reply earned {values[0]:g}; whether a better reward can be reached was not seen"
         return Finding("no_reward_seen", text, is_note=True)
     earned = ", ".join(f"{value:g}" for value in values[:3])
     text = f"every reply earns {earned}: right, wrong and empty ones{because}"
-    return Finding("constant_reward", text, **_at(first), place=place)
+    return Finding("constant_reward", text, **episodes[0].at(), place=place)
 
 
 def _right_answers(graded: Groups, is_reward: bool) -> Iterator[Finding]:
     """Find an example of which the truth earns no more than an empty reply, in any form of an answer."""
-    for group in graded.values():
+    for group in graded:
         right = [each for each in group if each.policy.startswith("right")]
         empty = [each.reward or 0.0 for each in group if each.policy == "empty"]
         best = max((each.reward or 0.0 for each in right), default=None)
         because, place = _caught(group)
         if best is not None and empty and best <= empty[0] and (is_reward or because):
             text = f"the truth earns {best:g}, as much as an empty reply{because}"
-            yield Finding("truth_earns_nothing", text, **_at(right[0]), place=place)
+            yield Finding("truth_earns_nothing", text, **right[0].at(), place=place)
             return
 
 

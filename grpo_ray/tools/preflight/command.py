@@ -1,5 +1,6 @@
 """`grpo-ray preflight`: its options, what it prints, and its exit status."""
 
+import contextlib
 import json
 import sys
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from grpo_ray.errors import shown_plainly
+from grpo_ray.records.episode_metrics import counted
 from grpo_ray.records.visible_text import print_visible
 from grpo_ray.tools.arguments import Argument, Command, Option, positive
 
@@ -44,12 +46,8 @@ class PreflightOptions:
 def _preflight(options: PreflightOptions) -> int:
     from grpo_ray.tools.preflight.preflight import preflight
 
-    with shown_plainly():
-        found = preflight(
-            options.target, env=options.env, template=options.template, examples=options.examples,
-            num_examples=options.num_examples, seed=options.seed, allow=options.allow,
-            overrides=options.overrides,
-        )  # fmt: skip
+    with shown_plainly(), contextlib.redirect_stdout(sys.stderr):  # a module may print as it is imported
+        found = preflight(options)
     if options.json == "-":
         print(json.dumps(found.as_json()))
     else:
@@ -65,8 +63,7 @@ def print_found(found: "Preflight", page: str | None = None) -> None:
 
     subject, shown = found.subject, found.shown
     counts = f"{len(subject.examples)} examples, {found.num_episodes} episodes, {found.seconds:.1f} s"
-    summary = f"{subject.name}: {counts}"
-    print_visible(summary)
+    print_visible(f"{subject.name}: {counts}")
     runs = [] if shown is None else runs_of(shown, subject.tokenizer, subject.end_token_ids)
     if shown is not None:
         print_visible(
@@ -76,14 +73,11 @@ def print_found(found: "Preflight", page: str | None = None) -> None:
             print(line)
     print()
     for each in found.findings:
-        print_visible(f"{'note' if each.is_note else 'FAULT'} {each.name}: {each.where}")
-        print_visible(f"  {each.text}\n  cure: {each.cure}")
+        print_visible(f"{'note' if each.is_note else 'FAULT'} {each}")
     count = len(found.faults)
-    print(
-        "no fault found" if not count else f"{count} fault{'s' if count > 1 else ''}; --allow NAME accepts one"
-    )
+    print(f"{counted(count, 'fault')}; --allow NAME accepts one" if count else "no fault found")
     if page is not None:
-        write_page(Path(page), f"Preflight of {subject.name}", summary, runs, found.findings)
+        write_page(Path(page), f"Preflight of {subject.name}", counts, runs, found.findings)
         print(f"page: {page}")
 
 

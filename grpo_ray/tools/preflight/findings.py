@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 CURES = {
     "hangs": "await what takes long, and give each wait a limit",
+    "crashes": "keep what may crash or exit in a process of its own",
     "raises": "return the reward of a wrong answer for a reply that cannot be read",
     "slow": "give each wait a limit of its own",
     "no_turn": "await session.chat or session.sample",
@@ -53,11 +54,11 @@ class Finding:
     @property
     def where(self) -> str:
         """The example, policy, turn, token and line, as far as they are known."""
-        parts = (
-            None if self.example is None else f"example {self.example}",
-            f"policy {self.policy!r}" if self.policy else None,
-            None if self.turn is None else f"turn {self.turn}",
-            f"at {self.token!r}" if self.token else None,
-            self.place or None,
-        )
-        return ", ".join(filter(None, parts))
+        parts = {
+            "example {}": self.example, "policy {!r}": self.policy, "turn {}": self.turn, "at {!r}": self.token,
+            "{}": self.place,
+        }  # fmt: skip
+        return ", ".join(part.format(value) for part, value in parts.items() if value not in (None, ""))
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.where}\n  {self.text}\n  cure: {self.cure}"

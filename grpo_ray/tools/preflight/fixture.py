@@ -8,14 +8,14 @@ import pytest
 
 @pytest.fixture
 def preflight() -> Callable[..., Any]:
-    """Return a function of a target and the options of `preflight`; it fails the test for each fault."""
+    """Return a function of a target and the other `PreflightOptions`; it fails the test for each fault."""
+    from grpo_ray.tools.preflight.command import PreflightOptions
     from grpo_ray.tools.preflight.preflight import preflight as run
 
     def checked(target: str | None = None, **options: Any) -> Any:
-        found = run(target, **options)
-        faults = [f"{each.name}: {each.where}\n  {each.text}\n  cure: {each.cure}" for each in found.faults]
-        if faults:
-            pytest.fail("\n".join(faults), pytrace=False)
+        found = run(PreflightOptions(target, **options))
+        if found.faults:
+            pytest.fail("\n".join(map(str, found.faults)), pytrace=False)
         return found
 
     return checked

@@ -1,7 +1,7 @@
 """Plays: episodes of all policies in a forked process, which begins with the modules as imported."""
 
 import asyncio
-import contextvars
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -11,47 +11,42 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import psutil
 import torch
 
 from grpo_ray.engines import derived_seed
+from grpo_ray.episodes.chat_template import normalized
 from grpo_ray.episodes.openai_server import ChatServer
 from grpo_ray.episodes.renderer_template import make_template
 from grpo_ray.episodes.runner import EpisodeRunner
 from grpo_ray.episodes.segments import TrainedPath
-from grpo_ray.episodes.session import Reply, Sampler, Session
-from grpo_ray.tools.preflight.policies import (
-    ASKED,
-    Asked,
-    Known,
-    RandomSampler,
-    ScriptedSampler,
-    TinyPolicy,
-    scripts_of,
-)
+from grpo_ray.episodes.session import Reply, Session
+from grpo_ray.tasks.examples import Example
+from grpo_ray.tools.preflight.findings import Finding
+from grpo_ray.tools.preflight.policies import ASKED, Asked, ScriptedSampler, TinyPolicy, no_calls, scripts_of
 from grpo_ray.tools.preflight.subject import Subject
-from grpo_ray.tools.preflight.watch import Watch, Watched, shift_clocks
+from grpo_ray.tools.preflight.watch import Watch, shift_clocks
 from grpo_ray.types import SamplingSettings
 
 PR_SET_CHILD_SUBREAPER = 36
 DEADLINE_S = 120.0  # of a play; an episode's own limit is in `Subject.limits`
 ENOUGH_S = 8.0  # of a play, after which it begins no further example
-NUM_RANDOM = 6  # episodes of the random policy per example; the tiny one plays two
 PATIENCE_S = 1.0  # for a process or a file that an episode is just closing
+Kind = Literal["first", "backwards", "again", "shifted"]
+"""A play: all policies, exceptions noted; then the scripts alone: with the examples in reverse order, blocking
+calls and reads of clocks noted; once more; and under clocks that jump ahead whenever they are read."""
 
 
 @dataclass(frozen=True)
 class Turn:
     """One sampled reply, and what was asked for it."""
 
-    messages: list[dict[str, Any]] | None  # of `session.chat`; None for `session.sample`
+    asked: Asked
     prompt: tuple[int, ...]
     reply: Reply
-    segment: int
-    place: str  # file:line of the user's code that asked
 
 
 @dataclass(frozen=True)
@@ -69,10 +64,12 @@ class Played:
     paths: list[TrainedPath]
     caught: list[tuple[str, str]]  # exceptions that passed through the user's code: what, file:line
 
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        """The facts that must not differ between two plays of one script."""
-        return self.status, self.reward, self.turn_rewards, [turn.prompt for turn in self.turns]
+    def at(self, turn: int | None = None) -> dict[str, Any]:
+        """Return the place of the episode, or of one of its turns (the last: -1), as arguments of a Finding."""
+        at: dict[str, Any] = {"example": self.example, "policy": self.policy}
+        if turn is None or not self.turns:
+            return at
+        return {**at, "turn": turn % len(self.turns), "place": self.turns[turn].asked.place}
 
 
 @dataclass(frozen=True)
@@ -81,168 +78,122 @@ class Play:
 
     episodes: Mapping[tuple[int, int], Played] = field(default_factory=dict)
     blocking: Mapping[tuple[str, str], int] = field(default_factory=dict)  # number, by call and file:line
-    drawn: list[tuple[str, str]] = field(
-        default_factory=list
-    )  # reads of a clock or of `random`: call, file:line
-    left: list[str] = field(default_factory=list)  # processes, threads and files that outlive their episodes
+    drawn: Sequence[tuple[str, str]] = ()  # reads of a clock or of `random`: call, file:line
+    left: Sequence[str] = ()  # processes, threads and files that outlive their episodes
     difference: float = 0.0  # largest, of logprobs that the tiny policy sampled and those recomputed
-    failure: str = ""  # why the play did not end
+    failure: Finding | None = None  # if the play did not end
 
 
 class WatchedSession(Session):
     """A session that keeps what it was asked, and by which line."""
 
-    def __init__(self, example: Any, watch: Watch, *args: Any) -> None:
+    def __init__(self, example: Example, watch: Watch, *args: Any) -> None:
         super().__init__(*args)
         self.turns: list[Turn] = []
         self._example, self._watch = example, watch
 
     async def chat(self, messages: Any, tools: Any = None, max_tokens: int | None = None) -> Reply:
-        listed = [dict(message) for message in messages]
-        place = self._watch.place_here()
-        ASKING.set((listed, place))
-        given = Asked(self._example, listed, [dict(tool) for tool in tools or ()], len(self.turns))
-        ASKED.set(given)
+        self._note(list(map(normalized, messages)), tools or (), is_chat=True)
         return await super().chat(messages, tools, max_tokens)
 
     async def sample(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Reply:
         text = self._template.tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        ASKING.set((None, self._watch.place_here()))
-        ASKED.set(Asked(self._example, [{"role": "user", "content": text}], [], len(self.turns)))
+        self._note([{"role": "user", "content": text}], (), is_chat=False)
         return await super().sample(token_ids, max_tokens)
 
+    def _note(self, messages: list[dict[str, Any]], tools: Sequence[Any], is_chat: bool) -> None:
+        place = self._watch.place_here()
+        ASKED.set(Asked(self._example, messages, [*tools], len(self.turns), is_chat, place))
+
     async def _sample(self, prompt: tuple[int, ...], *args: Any) -> tuple[int, Reply]:
-        messages, place = ASKING.get()
         segment, reply = await super()._sample(prompt, *args)
-        self.turns.append(Turn(messages, prompt, reply, segment, place))
+        self.turns.append(Turn(ASKED.get(), prompt, reply))
         return segment, reply
 
 
-ASKING = contextvars.ContextVar[tuple[list[dict[str, Any]] | None, str]](
-    "messages, and the line that sent them"
-)
-
-
-def play(
-    subject: Subject, seed: int, order: Sequence[int], *, only_scripts: bool = True, watched: Watched = None,
-    shifted: bool = False,
-) -> Play:  # fmt: skip
-    """Play the examples one after the other, all episodes of one at the same time, in a process of its own.
-
-    Args:
-        order: the examples' indices.
-        only_scripts: leave out the random and the tiny policy.
-        watched: note `exceptions` that pass through the user's code, or blocking `calls` and reads of clocks.
-        shifted: let the user's clocks advance by 1,000 s whenever they are read.
-    """
+def play(subject: Subject, seed: int, kind: Kind) -> Play:
+    """Play the examples one after the other, all episodes of one at the same time, in a process of its own."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(
-        target=_child, args=(sender, subject, seed, order, only_scripts, watched, shifted), daemon=False
-    )
+    process = context.Process(target=_child, args=(sender, subject, seed, kind))
     process.start()
     sender.close()
     try:
-        if not receiver.poll(DEADLINE_S):
-            return Play(failure=f"a play of {len(order)} examples did not end within {DEADLINE_S:g} s")
-        found: Play = receiver.recv()
-        return found
+        if receiver.poll(DEADLINE_S):
+            found: Play = receiver.recv()
+            return found
+        text = f"a play of {len(subject.examples)} examples did not end within {DEADLINE_S:g} s"
+        return Play(failure=Finding("hangs", text))
     except EOFError:
-        process.join()
-        return Play(failure=f"the process in which episodes ran ended with exit status {process.exitcode}")
+        process.join(PATIENCE_S)
+        text = f"the process in which episodes ran ended with exit status {process.exitcode}"
+        return Play(failure=Finding("crashes", text))
     finally:
-        _end(process.pid)
+        with contextlib.suppress(psutil.Error):
+            for each in psutil.Process(process.pid).children(recursive=True):  # left by episodes
+                with contextlib.suppress(psutil.Error):
+                    each.kill()
+        process.kill()
         process.join()
 
 
-def _end(pid: int | None) -> None:
-    """End the process and all that its episodes have left running."""
-    try:
-        parent = psutil.Process(pid)
-        family = [*parent.children(recursive=True), parent]
-    except psutil.NoSuchProcess:
-        return
-    for each in family:
-        try:
-            each.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            continue
-
-
-def _child(
-    sender: Connection, subject: Subject, seed: int, order: Sequence[int],
-    only_scripts: bool, watched: Watched, shifted: bool,
-) -> None:  # fmt: skip
+def _child(sender: Connection, subject: Subject, seed: int, kind: Kind) -> None:
     os.dup2(2, 1)  # what episodes print is not the command's own output
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends this process
     torch.set_num_threads(1)
     ctypes.CDLL(None).prctl(
         PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0
-    )  # processes that detach themselves stay in sight
+    )  # keep processes that detach themselves in sight
     watch = Watch(subject.folders, subject.modules)
     random.seed()  # a fork repeats its parent's numbers, which a run would not
     np.random.seed()
-    if shifted:
+    if kind == "shifted":
         shift_clocks(subject.modules)
-    sender.send(asyncio.run(_play(subject, seed, order, only_scripts, watched, watch)))
-    sender.close()
+
+    async def send() -> None:  # the loop's own end would wait for threads that episodes left
+        sender.send(await _play(subject, seed, kind, watch))
+
+    asyncio.run(send())
 
 
-async def _play(
-    subject: Subject, seed: int, order: Sequence[int], only_scripts: bool, watched: Watched, watch: Watch
-) -> Play:
+async def _play(subject: Subject, seed: int, kind: Kind, watch: Watch) -> Play:
     server = ChatServer()
     await server.start()
     runners = {task: EpisodeRunner(each, server=server) for task, each in subject.episodes.items()}
-    template, parser = make_template(subject.settings, subject.tokenizer, subject.end_token_ids)
     ends = subject.end_token_ids
-    reply_end = subject.tokenizer.eos_token_id if subject.tokenizer.eos_token_id in ends else ends[0]
-    tiny = TinyPolicy(subject, reply_end)
+    template, parser = make_template(subject.settings, subject.tokenizer, ends)
+    parser = parser or no_calls
+    tiny = TinyPolicy(subject, parser)
+    players: list[tuple[str, ScriptedSampler | TinyPolicy]] = [
+        (name, ScriptedSampler(script, subject, parser))
+        for name, script in scripts_of(subject, seed, with_random=kind == "first")
+    ]
+    players += [("tiny", tiny)] * 2 if kind == "first" else []
     episodes: dict[tuple[int, int], Played] = {}
     before = watch.left_open()
 
-    async def one(index: int, sample: int, name: str, sampler: Sampler, known: Known) -> Played:
-        example = subject.examples[index]
+    async def one(index: int, sample: int) -> None:
+        example, (name, sampler) = subject.examples[index], players[sample]
         own = derived_seed(seed, index, sample)
         settings = SamplingSettings(1, 1.0, 1.0, 0, subject.reply_tokens, (), ends, own)
-        session = WatchedSession(example, watch, sampler, settings, template, subject.limits, known.parse)
+        session = WatchedSession(example, watch, sampler, settings, template, subject.limits, sampler.parse)
         caught: list[tuple[str, str]] = []
         watch.caught.set(caught)
         result = await runners[example.task].run(session, example)
-        return Played(
+        episodes[index, sample] = Played(
             index, sample, name, str(result.status), result.reward, result.turn_rewards, result.error,
             session.turns, result.segments.sequences(), caught,
         )  # fmt: skip
 
-    with watch.noting(watched):
+    with watch.noting({"first": "exceptions", "backwards": "calls"}.get(kind)):
         started = time.monotonic()
-        for index in order:
-            if time.monotonic() - started > ENOUGH_S and episodes:
-                break
-            known = Known(parser)
-            scripts = scripts_of(subject, seed)
-            players: list[tuple[str, Sampler]] = [
-                (name, ScriptedSampler(script, subject, known, reply_end)) for name, script in scripts
-            ]
-            if not only_scripts:
-                players += [
-                    ("random", RandomSampler(subject, reply_end, f"{seed}/{index}/{n}"))
-                    for n in range(NUM_RANDOM)
-                ]
-                players += [("tiny", tiny)] * 2
-            found = await asyncio.gather(
-                *(one(index, n, name, sampler, known) for n, (name, sampler) in enumerate(players))
-            )
-            episodes |= {(index, each.sample): each for each in found}
+        for index in range(len(subject.examples))[:: -1 if kind == "backwards" else 1]:
+            if not episodes or time.monotonic() - started < ENOUGH_S:
+                await asyncio.gather(*(one(index, sample) for sample in range(len(players))))
     await server.stop()
     paths = [path for each in episodes.values() if each.policy == "tiny" for path in each.paths]
     difference = max(map(tiny.largest_difference, paths), default=0.0)
-    left = await _left(watch, before, len(episodes))
-    return Play(episodes, watch.blocking, watch.drawn, left, difference)
-
-
-async def _left(watch: Watch, before: Mapping[str, int], num_episodes: int) -> list[str]:
-    """Return what the episodes have left, after a little patience."""
-    ends = time.monotonic() + PATIENCE_S
-    while (found := watch.left_since(before, num_episodes)) and time.monotonic() < ends:
+    ends_at = time.monotonic() + PATIENCE_S
+    while (left := watch.left_since(before, len(episodes))) and time.monotonic() < ends_at:
         await asyncio.sleep(0.05)
-    return found
+    return Play(dict(sorted(episodes.items())), watch.blocking, watch.drawn, left, difference)

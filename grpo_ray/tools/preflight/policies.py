@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_ray.engines.sampling_batch import SamplingBatch, new_sequences
+from grpo_ray.episodes.adapters.rehearsal import scripted_completion
 from grpo_ray.episodes.chat_template import token_bounds
 from grpo_ray.episodes.segments import TrainedPath
 from grpo_ray.episodes.tool_calls import Parsed, ToolParser
@@ -21,7 +22,7 @@ from grpo_ray.tasks.examples import Example
 from grpo_ray.tools.preflight.subject import Solve, Subject
 from grpo_ray.types import Completion, SamplingSettings
 
-NUM_WANDERERS = 6  # per example
+NUM_WANDERERS, NUM_RANDOM = 6, 6  # scripts of these kinds
 MOST_WORDS = 200  # of the conversation, from which a wanderer draws
 SENTINEL = "grpo-ray-call"
 INVITATION = re.compile(r"\b(?:say|reply|answer|choose|type|write)\b([^.!?]*)", re.IGNORECASE)
@@ -34,20 +35,23 @@ FORMS = (
 
 @dataclass(frozen=True)
 class Asked:
-    """One request for a reply."""
+    """An episode's request for a reply."""
 
     example: Example
     messages: list[dict[str, Any]]  # of `session.chat`; otherwise the prompt's text as one message
     tools: list[dict[str, Any]]
     turn: int  # from 0
+    is_chat: bool
+    place: str  # file:line of the user's code that asked
 
 
 @dataclass(frozen=True)
 class Said:
     """A scripted reply."""
 
-    text: str
+    text: str = ""
     calls: tuple[tuple[str, dict[str, Any]], ...] = ()
+    token_ids: tuple[int, ...] = ()  # instead of a text
     is_cut: bool = False  # by the limit of tokens: no end token
 
 
@@ -55,43 +59,48 @@ Script = Callable[[Asked], Said]
 ASKED = contextvars.ContextVar[Asked]("the request of the session that samples now")
 
 
-def scripts_of(subject: Subject, seed: int) -> list[tuple[str, Script]]:
+def scripts_of(subject: Subject, seed: int, with_random: bool) -> list[tuple[str, Script]]:
     """Return the scripts that play each example, by name; the two named `right` are the same."""
-    right = [_solving(subject.solve)] if subject.solve else []
-    right += [_saying(form, subject) for form in (None, *FORMS)]
-    named = [("right", right[0]), ("right", right[0]), *((f"right {n}", s) for n, s in enumerate(right[1:], 2))]
+    right: list[Script] = [partial(_solve, subject.solve)] if subject.solve else []
+    right.append(lambda asked: Said(subject.right(asked.example)))
+    right += [partial(_say_truth, form) for form in FORMS]
+    num_random = NUM_RANDOM if with_random else 0
     return [
-        *named,
-        ("right by tools", _calling_tools),
-        ("empty", lambda asked: Said("")),
-        ("echo", lambda asked: Said(asked.messages[-1].get("content") or "")),
+        ("right", right[0]),
+        *((f"right {n}" if n > 1 else "right", script) for n, script in enumerate(right, 1)),
+        ("right by tools", _call_tools),
+        ("empty", lambda asked: Said()),
+        ("echo", lambda asked: Said(asked.messages[-1]["content"])),
         ("long", lambda asked: Said(f"The answer is {asked.example.ground_truth}. " * 100)),
         ("endless", lambda asked: Said("and so on " * 8, is_cut=True)),
         *((f"wanderer {n}", partial(_wander, seed=seed + n)) for n in range(NUM_WANDERERS)),
+        *(("random", partial(_say_anything, subject, f"{seed}/{n}")) for n in range(num_random)),
     ]
 
 
-def _saying(form: str | None, subject: Subject) -> Script:
-    def say(asked: Asked) -> Said:
-        truth = asked.example.ground_truth
-        return Said(subject.right(asked.example) if form is None else form.format(truth))
-
-    return say
+def _say_truth(form: str, asked: Asked) -> Said:
+    return Said(form.format(asked.example.ground_truth))
 
 
-def _solving(solve: Solve) -> Script:
-    def say(asked: Asked) -> Said:
-        said = solve(asked.messages, asked.example)
-        return Said(said) if isinstance(said, str) else Said("", tuple(said))
-
-    return say
+def _solve(solve: Solve, asked: Asked) -> Said:
+    said = solve(asked.messages, asked.example)
+    return Said(said) if isinstance(said, str) else Said(calls=tuple(said))
 
 
-def _calling_tools(asked: Asked) -> Said:
+def _say_anything(subject: Subject, seed: str, asked: Asked) -> Said:
+    """Say random tokens, with an end after a random number of them, or none."""
+    rng = random.Random(f"{seed}/{asked.example.seed}/{asked.turn}")
+    size, special = token_bounds(subject.tokenizer)[0], subject.tokenizer.all_special_ids
+    drawn = [rng.randrange(size) for _ in range(rng.randint(1, 24))]
+    ids = tuple(token for token in drawn if token not in special)
+    return Said(token_ids=ids, is_cut=rng.random() < 0.25)
+
+
+def _call_tools(asked: Asked) -> Said:
     """Call each tool once, one per turn, and repeat what the last one answered."""
     if asked.turn < len(asked.tools):
         return _call(asked.tools[asked.turn], asked, random.Random(asked.turn))
-    return Said((asked.messages[-1].get("content") or asked.example.ground_truth)[:200])
+    return Said((asked.messages[-1]["content"] or asked.example.ground_truth)[:200])
 
 
 def _wander(asked: Asked, seed: int) -> Said:
@@ -103,7 +112,7 @@ def _wander(asked: Asked, seed: int) -> Said:
 
 
 def _words(asked: Asked) -> list[str]:
-    text = " ".join(str(message.get("content") or "") for message in asked.messages)
+    text = " ".join(message["content"] for message in asked.messages)
     words = re.findall(r"[A-Za-z]+|-?\d+", text)[-MOST_WORDS:]
     invited = re.findall(r"[A-Za-z]+|-?\d+", " ".join(INVITATION.findall(text)))
     more = invited * (1 + len(words) // max(1, len(invited)))  # about half of all
@@ -113,9 +122,8 @@ def _words(asked: Asked) -> list[str]:
 def _call(tool: Mapping[str, Any], asked: Asked, rng: random.Random) -> Said:
     function = tool["function"]
     properties = function.get("parameters", {}).get("properties", {})
-    return Said(
-        "", ((function["name"], {name: _value(kind, asked, rng) for name, kind in properties.items()}),)
-    )
+    arguments = {name: _value(kind, asked, rng) for name, kind in properties.items()}
+    return Said(calls=((function["name"], arguments),))
 
 
 def _value(schema: Mapping[str, Any], asked: Asked, rng: random.Random) -> Any:
@@ -129,44 +137,36 @@ def _value(schema: Mapping[str, Any], asked: Asked, rng: random.Random) -> Any:
         return rng.random() < 0.5
     if kind in ("array", "object"):
         return [] if kind == "array" else {}
-    formula = re.search(r"\d[\d\s.+*/()-]*\d", str(asked.messages[0].get("content")))
+    formula = re.search(r"\d[\d\s.+*/()-]*\d", asked.messages[0]["content"])
     return formula[0] if formula else rng.choice(words)
 
 
-class Known:
-    """The calls that scripts have made, by their tokens: no parser needs to find them."""
+class ScriptedSampler:
+    """A sampler that says what a script says, in tokens; it knows the calls in them without a parser."""
 
-    def __init__(self, parser: ToolParser | None) -> None:
-        self.calls: dict[tuple[int, ...], tuple[tuple[str, dict[str, Any]], ...]] = {}
-        self._parser = parser
+    def __init__(self, script: Script, subject: Subject, parser: ToolParser) -> None:
+        self._script, self._subject, self._parser = script, subject, parser
+        self._calls: dict[tuple[int, ...], list[tuple[str, Any]]] = {}  # by a reply's tokens
+
+    async def sample(self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
+        asked, tokenizer, end = ASKED.get(), self._subject.tokenizer, self._subject.reply_end
+        said = self._script(asked)
+        text = call_text(tokenizer, asked, said.calls) if said.calls else said.text
+        ids = said.token_ids or tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        is_cut = bool(ids) and (said.is_cut or len(ids) >= settings.max_tokens)
+        ids = ids[: settings.max_tokens] if is_cut else (*ids, end)
+        if said.calls and not is_cut:
+            self._calls[ids] = [*said.calls]
+        shown = tokenizer.decode(list(ids), skip_special_tokens=True)
+        return scripted_completion(shown, ids, "length" if is_cut else "stop")
 
     def parse(
         self, token_ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Mapping[str, Any]]
     ) -> Parsed:
         """Return a reply's calls, as a ToolParser does."""
-        if (calls := self.calls.get(tuple(token_ids))) is not None:
-            return "", "", list(calls)
-        if self._parser is None:
-            raise ValueError("no parser is configured")
+        if (calls := self._calls.get(tuple(token_ids))) is not None:
+            return "", "", calls
         return self._parser(token_ids, prompt, tools)
-
-
-class ScriptedSampler:
-    """A sampler that says what a script says, in tokens."""
-
-    def __init__(self, script: Script, subject: Subject, known: Known, reply_end: int) -> None:
-        self._script, self._tokenizer, self._known, self._end = script, subject.tokenizer, known, reply_end
-
-    async def sample(self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
-        asked = ASKED.get()
-        said = self._script(asked)
-        text = call_text(self._tokenizer, asked, said.calls) if said.calls else said.text
-        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        is_cut = said.is_cut or len(ids) >= settings.max_tokens
-        ids = ids[: settings.max_tokens] if is_cut else [*ids, self._end]
-        if said.calls and not is_cut:
-            self._known.calls[tuple(ids)] = said.calls
-        return completion(self._tokenizer, ids or [self._end], is_cut)
 
 
 def call_text(
@@ -188,31 +188,19 @@ def call_text(
     written, end, _ = behind.partition(tokenizer.eos_token or "\0")
     if found and end and all(name in written for name, _ in calls):
         return written.strip("\n")
-    whole = [f"<tool_call>{json.dumps({'name': n, 'arguments': a})}</tool_call>" for n, a in calls]
-    return "\n".join(whole)
+    return "\n".join(f"<tool_call>{json.dumps({'name': n, 'arguments': a})}</tool_call>" for n, a in calls)
 
 
-class RandomSampler:
-    """A sampler of random tokens, and of an end after a random number of them, or none."""
-
-    def __init__(self, subject: Subject, reply_end: int, seed: str) -> None:
-        self._tokenizer, self._end, self._rng = subject.tokenizer, reply_end, random.Random(seed)
-        self._size = token_bounds(subject.tokenizer)[0]
-        self._special = set(subject.tokenizer.all_special_ids)
-
-    async def sample(self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
-        length = min(settings.max_tokens, self._rng.randint(1, 24))
-        ids = [self._rng.randrange(self._size) for _ in range(length)]
-        ids = [token for token in ids if token not in self._special]
-        is_cut = self._rng.random() < 0.25 and bool(ids)
-        return completion(self._tokenizer, ids if is_cut else [*ids, self._end], is_cut)
+def no_calls(*_: Any) -> Parsed:
+    """Find no call, as the ToolParser of a model that makes none."""
+    return "", "", []
 
 
 class TinyPolicy:
     """A transformer of one layer with random weights, over the whole vocabulary."""
 
-    def __init__(self, subject: Subject, reply_end: int) -> None:
-        self._tokenizer, self._end, self._subject = subject.tokenizer, reply_end, subject
+    def __init__(self, subject: Subject, parser: ToolParser) -> None:
+        self._tokenizer, self._end, self.parse = subject.tokenizer, subject.reply_end, parser
 
     @cached_property
     def model(self) -> Any:
@@ -238,11 +226,3 @@ class TinyPolicy:
         rows = torch.arange(len(path.prompt_token_ids), ids.shape[1]) - 1
         recomputed = logprobs[rows, ids[0, rows + 1]].numpy()
         return float(np.abs(recomputed - path.logprobs)[path.mask].max(initial=0.0))
-
-
-def completion(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], is_cut: bool) -> Completion:
-    """Return a reply of these tokens, with logprobs of 0."""
-    zeros = np.zeros(len(ids), np.int32)
-    text = tokenizer.decode(list(ids), skip_special_tokens=True)
-    reason = "length" if is_cut else "stop"
-    return Completion(text, np.array(ids, np.int32), zeros.astype(np.float32), zeros, reason)

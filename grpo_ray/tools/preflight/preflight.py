@@ -1,13 +1,13 @@
 """A preflight from the target to its findings."""
 
 import time
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from grpo_ray.tools.preflight.checks import Plays, play_findings
+from grpo_ray.tools.preflight.command import PreflightOptions
 from grpo_ray.tools.preflight.findings import Finding
-from grpo_ray.tools.preflight.plays import Played, play
+from grpo_ray.tools.preflight.plays import Kind, Played, play
 from grpo_ray.tools.preflight.subject import Subject, load_subject
 from grpo_ray.tools.preflight.template import template_findings
 
@@ -36,27 +36,8 @@ class Preflight:
         }  # fmt: skip
 
 
-def preflight(
-    target: str | None = None,
-    *,
-    env: str | None = None,
-    template: str | None = None,
-    examples: str | None = None,
-    num_examples: int = 3,
-    seed: int = 0,
-    allow: Collection[str] = (),
-    overrides: Sequence[str] = (),
-) -> Preflight:
+def preflight(options: PreflightOptions) -> Preflight:
     """Play an environment, or grade with a reward, and return what is wrong with it.
-
-    Args:
-        target: `module:function`, `file.py:function`, or a configuration.
-        env: an environment of a package instead: `reasoning_gym:NAME`, `gymnasium:ID` or `verifiers:TASKSET`.
-        template: a model, for its tokenizer and chat template, or a `.jinja` file; default: the configuration's
-            model, or the plain chat of tiny models.
-        examples: a file of questions and answers; default: `examples` in the module.
-        num_examples: examples to play.
-        allow: names of findings that are meant.
 
     Raises:
         ConfigError: the configuration is not valid.
@@ -64,32 +45,13 @@ def preflight(
         ValueError: there is no such function, environment, template or example.
     """
     started = time.monotonic()
-    subject = load_subject(target, env, template, examples, seed, overrides)
-    subject = replace(subject, examples=_spread(subject.examples, num_examples))
+    subject = load_subject(options)
     found, plays = [*template_findings(subject)], Plays()
     if all(each.is_note for each in found):  # otherwise every episode would show the template's fault
-        plays = play_all(subject, seed)
+        plays = Plays(**{kind: play(subject, options.seed, kind) for kind in get_args(Kind)})
         found += play_findings(plays, subject.is_reward, subject.tokenizer)
-    found = [replace(each, is_note=True) if each.name in allow else each for each in found]
+    found = [replace(each, is_note=True) if each.name in options.allow else each for each in found]
     right = [each for each in plays.first.episodes.values() if each.policy.startswith("right")]
     shown = max(right, key=lambda each: len(each.turns), default=None)
     count = sum(len(each.episodes) for each in vars(plays).values())
     return Preflight(subject, found, shown, count, time.monotonic() - started)
-
-
-def play_all(subject: Subject, seed: int) -> Plays:
-    """Play the subject four times."""
-    order = range(len(subject.examples))
-    return Plays(
-        first=play(subject, seed, order, only_scripts=False, watched="exceptions"),
-        backwards=play(subject, seed, order[::-1], watched="calls"),
-        again=play(subject, seed, order),
-        shifted=play(subject, seed, order, shifted=True),
-    )
-
-
-def _spread(examples: Sequence[Any], number: int) -> list[Any]:
-    """Return examples from the whole set."""
-    if not examples:
-        raise ValueError("there is no example to play; give --examples FILE, or define `examples`")
-    return [examples[len(examples) * n // number] for n in range(min(number, len(examples)))]

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import inspect
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,14 +14,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_ray.config import Config
 from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.config.loading import load_config
-from grpo_ray.config.reward import Reward, RewardTerm, named_terms
+from grpo_ray.config.reward import Reward, RewardTerm, named_terms, terms_of
 from grpo_ray.config.task import ReasoningGymTaskConfig
 from grpo_ray.config.user_code import import_function, importable
 from grpo_ray.episodes.adapters import required
 from grpo_ray.episodes.adapters.gymnasium import gymnasium_episode
+from grpo_ray.episodes.adapters.rehearsal import plain_tokenizer
 from grpo_ray.episodes.adapters.trl import trl_episode
 from grpo_ray.episodes.adapters.verifiers import VerifiersEpisodes
 from grpo_ray.episodes.limits import Limits
@@ -30,18 +29,18 @@ from grpo_ray.episodes.outcome import Outcome
 from grpo_ray.episodes.runner import EpisodeFn, load_episode
 from grpo_ray.episodes.session import Session
 from grpo_ray.learning.model_files import end_token_ids, load_tokenizer
-from grpo_ray.learning.plain_chat import give_plain_chat
-from grpo_ray.learning.tiny_tokenizer import tiny_tokenizer, train_tokenizer
+from grpo_ray.learning.tiny_tokenizer import tiny_tokenizer
 from grpo_ray.rewards.answer_formats import written
-from grpo_ray.rewards.base import About
+from grpo_ray.rewards.base import About, Scores
 from grpo_ray.rewards.configured import Graded, GroupReward, check_reward, weighted_sum
 from grpo_ray.rewards.grader import about_of
 from grpo_ray.rewards.user_function import UserFunction
 from grpo_ray.tasks import load_examples, parts_of
 from grpo_ray.tasks.examples import Example, ExampleSets
-from grpo_ray.tasks.files import Fields, read_examples
+from grpo_ray.tasks.files import Fields, facts_of, read_examples
 from grpo_ray.tasks.prompts import ChatTemplate, Prompter, PromptTemplate, template_of
 from grpo_ray.tasks.sources import Source
+from grpo_ray.tools.preflight.command import PreflightOptions
 
 Solve = Callable[[list[dict[str, Any]], Example], str]
 """(messages so far, example) to the next right reply: `solve` in the module of an environment."""
@@ -58,12 +57,25 @@ class Subject:
     tokenizer: PreTrainedTokenizerBase
     end_token_ids: tuple[int, ...]
     modules: tuple[ModuleType, ...] = ()  # of the user's
-    is_reward: bool = False
-    rewards: Mapping[str, Reward] = field(default_factory=dict)
-    solve: Solve | None = None
+    rewards: Mapping[str, Reward] = field(default_factory=dict)  # by task; no reward: it is an environment
     settings: EpisodesConfig = field(default_factory=lambda: EpisodesConfig(max_turns=MAX_TURNS))
     reply_tokens: int = REPLY_TOKENS
-    notices: tuple[str, ...] = ()
+
+    @property
+    def is_reward(self) -> bool:
+        """True if rewards grade all replies."""
+        return self.rewards.keys() >= self.episodes.keys()
+
+    @property
+    def solve(self) -> Solve | None:
+        """The user's own solution, if there is one."""
+        return next((module.solve for module in self.modules if hasattr(module, "solve")), None)
+
+    @property
+    def reply_end(self) -> int:
+        """The token with which policies end a reply."""
+        own: int = self.tokenizer.eos_token_id
+        return own if own in self.end_token_ids else self.end_token_ids[0]
 
     @property
     def limits(self) -> Limits:
@@ -83,96 +95,83 @@ class Subject:
         return example.ground_truth if reward is None else written(reward, example.ground_truth).strip()
 
 
-def load_subject(
-    target: str | None, env: str | None, template: str | None, file: str | None, seed: int,
-    overrides: Sequence[str] = (),
-) -> Subject:  # fmt: skip
-    """Return what the command names.
+def load_subject(options: PreflightOptions) -> Subject:
+    """Return what the command names, with the examples to play.
 
     Raises:
         ConfigError: the configuration is not valid.
         RunError: there is no such file.
         ValueError: there is no such function, environment, template or example.
     """
-    if (target is None) == (env is None):
+    if (options.target is None) == (options.env is None):
         raise ValueError("give a MODULE:FUNCTION, a CONFIG, or --env NAME: exactly one of them")
-    tokenizer, ends = _tokenizer(template)
-    if env is not None:
-        subject = _of_catalogue(env, tokenizer, ends, seed)
-    elif target is not None and ":" not in target:
-        return _of_config(load_config(target, overrides), target, template, seed)
+    is_function = options.target is not None and ":" in options.target
+    if options.examples is not None and not is_function:
+        raise ValueError("--examples is for a MODULE:FUNCTION alone: a CONFIG and --env have their own")
+    if is_function:
+        subject = _of_function(options)
     else:
-        assert target is not None
-        subject = _of_function(target, tokenizer, ends, file, seed)
-    return dataclasses.replace(subject, examples=_own_seeds(subject.examples))
+        subject = _of_catalogue(options) if options.target is None else _of_config(options)
+    found, number = subject.examples, options.num_examples
+    chosen = [len(found) * n // number for n in range(number)] if len(found) > number else range(len(found))
+    own_seeds = [dataclasses.replace(found[n], seed=1000 + n) for n in chosen]
+    return dataclasses.replace(subject, examples=own_seeds)
 
 
-def _of_function(
-    target: str, tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...], file: str | None, seed: int
-) -> Subject:
+def _of_function(options: PreflightOptions) -> Subject:
+    target = str(options.target)
     name = importable(target)
     found: Any = import_function(name, "TARGET")
     module = sys.modules[name.partition(":")[0]]
-    examples = _examples(module, file, seed)
-    common: dict[str, Any] = {
-        "name": target, "examples": examples, "tokenizer": tokenizer, "end_token_ids": ends,
-        "modules": (module,), "solve": getattr(module, "solve", None),
-    }  # fmt: skip
+    examples = _examples(module, options.examples, options.seed)
+    tokenizer, ends = _tokenizer(options.template)
+    own: dict[str, Any] = {}
+    is_async = not isinstance(found, type) and UserFunction(found, name, {}).is_async
     if isinstance(found, type):
-        return Subject(episodes={"": trl_episode(found)}, **common)
-    names = inspect.signature(found).parameters
-    if inspect.iscoroutinefunction(found) and not names.keys() & {"response", "completions"}:
-        return Subject(episodes={"": load_episode(name, "TARGET")}, **common)
-    is_async = inspect.iscoroutinefunction(found)
-    reward = (RewardTerm(reward=name, network=is_async),)
-    check_reward(reward, "TARGET", [*examples[0].row])
-    prompter = Prompter(ChatTemplate(), tokenizer, with_facts=True)
-    return Subject(episodes={"": _graded(reward, prompter)}, is_reward=True, rewards={"": reward}, **common)
-
-
-def _of_config(config: Config, source: str, template: str | None, seed: int) -> Subject:
-    if template is not None:
-        tokenizer, ends = _tokenizer(template)
-    elif config.model.path is None:
-        tokenizer = tiny_tokenizer(config)
-        ends = (tokenizer.eos_token_id,)
+        episode = trl_episode(found)
+    elif is_async and not inspect.signature(found).parameters.keys() & {"response", "completions"}:
+        episode = load_episode(name, "TARGET")
     else:
-        try:
-            tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
-        except ValueError as error:
-            raise ValueError(f"{error}; or name another model's folder by --template") from None
-        ends = end_token_ids(config.model.path, tokenizer)
-    sets = load_examples(config.task, seed)
-    episodes: dict[str, EpisodeFn] = {}
-    for name, part in parts_of(config.task).items():
-        if name in config.episode_tasks:
-            episodes[name] = load_episode(config.episode_tasks[name].episode)
-        else:
-            reward = config.task.rewards[name]
-            check_reward(reward, "task.reward", None)
-            prompt: PromptTemplate = template_of(part)
-            episodes[name] = _graded(reward, Prompter(prompt, tokenizer, with_facts=True))
+        reward = (RewardTerm(reward=name, network=is_async),)
+        check_reward(reward, "TARGET", [*examples[0].row])
+        episode = _graded(reward, Prompter(ChatTemplate(), tokenizer, with_facts=True))
+        own = {"rewards": {"": reward}}
+    return Subject(target, {"": episode}, examples, tokenizer, ends, (module,), **own)
+
+
+def _of_config(options: PreflightOptions) -> Subject:
+    config = load_config(str(options.target), options.overrides)
+    model = options.template or config.model.path
+    if model is None:
+        tokenizer = tiny_tokenizer(config)
+        ends: tuple[int, ...] = (tokenizer.eos_token_id,)
+    else:
+        tokenizer, ends = _tokenizer(model, config.model.trust_remote_code)
+    rewards = config.task.rewards
+    episodes = {name: load_episode(task.episode) for name, task in config.episode_tasks.items()}
+    for name, reward in rewards.items():
+        check_reward(reward, "task.reward", None)
+        prompt: PromptTemplate = template_of(parts_of(config.task)[name])
+        episodes[name] = _graded(reward, Prompter(prompt, tokenizer, with_facts=True))
     named = [task.episode for task in config.episode_tasks.values()]
-    named += [t.reward for r in config.task.rewards.values() if not isinstance(r, str) for t in r]
-    named += [r for r in config.task.rewards.values() if isinstance(r, str)]
-    modules = tuple(sys.modules[n.partition(":")[0]] for n in named if ":" in n)
+    named += [term.reward for reward in rewards.values() for term in terms_of(reward) if ":" in term.reward]
     return Subject(
-        source, episodes, _own_seeds(sets.train), tokenizer, ends, modules, not config.episode_tasks,
-        config.task.rewards, next((m.solve for m in modules if hasattr(m, "solve")), None), config.episodes,
-        config.sampling.max_tokens, sets.notices,
+        str(options.target), episodes, load_examples(config.task, options.seed).train, tokenizer, ends,
+        tuple(sys.modules[name.partition(":")[0]] for name in named), rewards, config.episodes,
+        config.sampling.max_tokens,
     )  # fmt: skip
 
 
-def _of_catalogue(name: str, tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...], seed: int) -> Subject:
+def _of_catalogue(options: PreflightOptions) -> Subject:
     """Return an environment of another package: `reasoning_gym:NAME`, `gymnasium:ID` or `verifiers:TASKSET`."""
+    name = str(options.env)
     package, _, own = name.partition(":")
+    tokenizer, ends = _tokenizer(options.template)
     if package == "reasoning_gym" and own:
         task = ReasoningGymTaskConfig(name=own, num_train_prompts=32, num_validation_prompts=8)
         episode = _graded(task.reward, Prompter(ChatTemplate(), tokenizer, with_facts=True))
-        return Subject(
-            name, {"": episode}, load_examples(task, seed).train, tokenizer, ends,
-            is_reward=True, rewards={"": task.reward},
-        )  # fmt: skip
+        examples = load_examples(task, options.seed).train
+        return Subject(name, {"": episode}, examples, tokenizer, ends, rewards=task.rewards)
     if package == "gymnasium" and own:
         size = getattr(required("gymnasium").make(own).action_space, "n", None)
         if size is None:
@@ -184,7 +183,7 @@ def _of_catalogue(name: str, tokenizer: PreTrainedTokenizerBase, ends: tuple[int
         return Subject(name, {"": episode}, [Example(question, "")] * 8, tokenizer, ends)
     if package == "verifiers" and own:
         found = VerifiersEpisodes({"taskset": {"id": own}}, num_train=64, num_validation=8)
-        return Subject(name, {"": found.episode}, found.examples(seed).train, tokenizer, ends)
+        return Subject(name, {"": found.episode}, found.examples(options.seed).train, tokenizer, ends)
     raise ValueError(
         f"--env {name}: give reasoning_gym:NAME, gymnasium:ID or verifiers:TASKSET; for one of your own, "
         "MODULE:FUNCTION"
@@ -199,20 +198,18 @@ def _action(size: int, text: str) -> int | None:
 def _graded(reward: Reward, prompter: Prompter) -> EpisodeFn:
     """Return an episode of one turn, which a reward grades in this process."""
     terms = named_terms(reward)
-    functions = [UserFunction.of(term) if term.network else GroupReward((term,)) for term in terms]
+    alone = [GroupReward((term.model_copy(update={"weight": 1.0}),)) for term in terms]
 
     async def episode(session: Session, example: Example) -> Outcome:
         item = prompter.item(0, example)
         reply = await session.sample(item.prompt_token_ids)
-        given = [reply.text], [example.ground_truth], about_of(item)
+        about: About = {**about_of(item), "completions": [reply.text]}
         row: list[Graded] = []
-        for function in functions:
-            if isinstance(function, UserFunction):
-                called = function.call_group(*given) if function.takes_group else function.call(*_one(given))
-                result = await called if inspect.isawaitable(called) else called
-                row.append(function.read_group(result, 1)[0] if function.takes_group else function.read(result))
+        for term, grade in zip(terms, alone, strict=True):
+            if ":" in term.reward and (function := UserFunction.of(term)).is_async:
+                row.append(await _awaited(function, reply.text, example.ground_truth, about))
             else:  # a thread, as it may run an event loop of its own
-                row += await asyncio.to_thread(function, *given)
+                row += await asyncio.to_thread(grade, [reply.text], [example.ground_truth], about)
         outcome = weighted_sum(terms, row)
         if isinstance(outcome, Exception):
             raise outcome
@@ -221,18 +218,24 @@ def _graded(reward: Reward, prompter: Prompter) -> EpisodeFn:
     return episode
 
 
-def _one(given: tuple[list[str], list[str], About]) -> tuple[str, str, About]:
-    (response,), (truth,), about = given
-    return response, truth, about
+async def _awaited(function: UserFunction, response: str, truth: str, about: About) -> Scores:
+    """Return what an `async def` gives a response."""
+    if function.takes_group:
+        return function.read_group(await function.call_group([response], [truth], about), 1)[0]
+    return function.read(await function.call(response, truth, about))
 
 
-def _tokenizer(template: str | None) -> tuple[PreTrainedTokenizerBase, tuple[int, ...]]:
+def _tokenizer(
+    template: str | None, is_trusted: bool = False
+) -> tuple[PreTrainedTokenizerBase, tuple[int, ...]]:
     """Return the tokenizer of a model, or one of bytes with the plain chat of tiny models, and its ends."""
     if template is not None and not template.endswith(".jinja"):
-        tokenizer = load_tokenizer(template, trust_remote_code=False)
+        try:
+            tokenizer = load_tokenizer(template, is_trusted)
+        except ValueError as error:
+            raise ValueError(f"{error}; or name another model's folder by --template") from None
         return tokenizer, end_token_ids(template, tokenizer)
-    tokenizer = train_tokenizer(["any text: its tokens spell all others"], vocab_size=300)
-    give_plain_chat(tokenizer)
+    tokenizer = plain_tokenizer()
     if template is not None:
         tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
     return tokenizer, (tokenizer.eos_token_id,)
@@ -242,22 +245,22 @@ def _examples(module: ModuleType, file: str | None, seed: int) -> Sequence[Examp
     if file is not None:
         return read_examples(Source(file, (Path(file),)), Fields("question", "answer", keeps_row=True))[0]
     found: Any = getattr(module, "examples", None)
-    if callable(found):
-        found = found(seed)
-    if isinstance(found, ExampleSets):
-        found = found.train
-    if not found:
+    try:
+        found = found(seed) if callable(found) else found
+        rows = [*(found.train if isinstance(found, ExampleSets) else found or ())]
+    except Exception as error:  # the user's own
+        raise ValueError(f"`examples` of {module.__name__} raises {type(error).__name__}: {error}") from error
+    if not rows:
         raise ValueError(
             f"{module.__name__} has no `examples`; define it (a list, or a function of a seed), or give "
             "--examples FILE"
         )
-    return [e if isinstance(e, Example) else _example_of(dict(e)) for e in found]
+    return [row if isinstance(row, Example) else _example_of(row) for row in rows]
 
 
-def _example_of(row: dict[str, Any]) -> Example:
-    question, truth = row.pop("question"), row.pop("answer", row.pop("ground_truth", ""))
-    return Example(str(question), str(truth), facts=json.dumps({"row": row}))
-
-
-def _own_seeds(examples: Sequence[Example]) -> list[Example]:
-    return [dataclasses.replace(example, seed=1000 + n) for n, example in enumerate(examples)]
+def _example_of(row: Any) -> Example:
+    if not isinstance(row, Mapping) or "question" not in row:
+        raise ValueError(f"`examples`: {row!r:.80} is neither an Example nor a dict with a `question`")
+    answer = next((name for name in ("answer", "ground_truth") if name in row), "question")
+    truth = "" if answer == "question" else str(row[answer])
+    return Example(str(row["question"]), truth, facts=facts_of(row, ("question", answer)))

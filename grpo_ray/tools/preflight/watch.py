@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import contextvars
 import datetime
+import itertools
 import os
 import random
 import socket
@@ -13,33 +14,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, ModuleType
-from typing import Any, Literal
+from types import FrameType, ModuleType, SimpleNamespace
+from typing import Any
 
 import psutil
 
 import grpo_ray
 from grpo_ray.episodes.outcome import EpisodeEnded
 
-CLOCKS = {
-    getattr(time, name): f"time.{name}"
-    for name in (
-        "time",
-        "time_ns",
-        "monotonic",
-        "monotonic_ns",
-        "perf_counter",
-        "perf_counter_ns",
-        "process_time",
-    )
-}
+CLOCK_NAMES = "time time_ns monotonic monotonic_ns perf_counter perf_counter_ns process_time"
+CLOCKS = {getattr(time, name): name for name in CLOCK_NAMES.split()}
 BLOCKING = {time.sleep: "time.sleep", os.waitpid: "os.waitpid", os.system: "os.system", input: "input"}
 AT_ONCE = ("_internal_poll",)  # functions of subprocess that ask for an end without waiting for it
 SOCKET_CALLS = ("recv", "recv_into", "connect", "accept", "sendall")
 QUIET = (EpisodeEnded, StopIteration, StopAsyncIteration, GeneratorExit, asyncio.CancelledError)
 JUMP_S = 1000.0
 ASYNCIO = f"{os.path.dirname(asyncio.__file__)}{os.sep}"
-Watched = Literal["exceptions", "calls"] | None
 PACKAGE = f"{os.path.dirname(grpo_ray.__file__)}{os.sep}"
 
 
@@ -81,8 +71,8 @@ class Watch:
         return self.place_of(sys._getframe(1), through_package=True)
 
     @contextlib.contextmanager
-    def noting(self, what: "Watched") -> Iterator[None]:
-        """Note exceptions in the user's code, for their episode; or calls that hold up the loop, and clocks."""
+    def noting(self, what: str | None) -> Iterator[None]:
+        """Note `exceptions` in the user's code, for their episode; or `calls` that wait or read clocks."""
         if what == "exceptions":
             threading.settrace(self._enter)
             sys.settrace(self._enter)
@@ -108,30 +98,27 @@ class Watch:
     def _on_call(self, frame: FrameType, event: str, arg: Any) -> None:
         if event != "c_call":
             return
-        drawn, blocking = _drawn(arg), _blocking(arg, frame)
-        if drawn is None and (blocking is None or threading.get_ident() != self._loop_thread):
+        try:
+            drawn, blocking = _drawn(arg), _blocking(arg, frame)
+        except TypeError:  # not hashable
             return
-        place = self.place_of(frame)
-        if place and drawn is not None and (drawn, place) not in self.drawn:
+        if blocking is not None and threading.get_ident() == self._loop_thread:
+            if place := self.place_of(frame):
+                self.blocking[blocking, place] += 1
+        elif drawn is not None and (place := self.place_of(frame)) and (drawn, place) not in self.drawn:
             self.drawn.append((drawn, place))
-        if place and blocking is not None:
-            self.blocking[blocking, place] += 1
 
     # ---- what is left ----
 
     def left_open(self) -> dict[str, int]:
         """Count this process's open files, and threads that would keep it alive."""
-        files = (
-            [str(file.resolve()) for file in Path("/proc/self/fd").iterdir()] if os.path.isdir("/proc") else []
-        )
         threads = [thread for thread in threading.enumerate() if not thread.name.startswith("asyncio_")]
-        return {"open files, sockets or pipes": len(files), "threads": len(threads)}
+        return {"open files, sockets or pipes": psutil.Process().num_fds(), "threads": len(threads)}
 
     def left_since(self, before: Mapping[str, int], num_episodes: int) -> list[str]:
         """Return what has been left: each process, and files or threads if every fourth episode leaves one."""
-        children = psutil.Process().children(recursive=True)
         found = []
-        for child in children:
+        for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 if child.status() != psutil.STATUS_ZOMBIE:
                     found.append(f"process {' '.join(child.cmdline())[:100] or child.name()}")
@@ -143,11 +130,8 @@ class Watch:
 
 def _drawn(called: Any) -> str | None:
     """Return the name of a read of a clock or of Python's random numbers."""
-    try:
-        if called in CLOCKS:
-            return CLOCKS[called]
-    except TypeError:  # not hashable
-        return None
+    if called in CLOCKS:
+        return f"time.{CLOCKS[called]}"
     name, owner = getattr(called, "__name__", ""), getattr(called, "__self__", None)
     if name in ("now", "utcnow", "today") and isinstance(owner, type) and issubclass(owner, datetime.date):
         return f"datetime.{name}"
@@ -157,59 +141,35 @@ def _drawn(called: Any) -> str | None:
 
 def _blocking(called: Any, frame: FrameType) -> str | None:
     """Return the name of a call that holds up the thread until something happens."""
-    try:
-        if called in BLOCKING:
-            return None if frame.f_code.co_name in AT_ONCE else BLOCKING[called]
-    except TypeError:
-        return None
+    if called in BLOCKING:
+        return None if frame.f_code.co_name in AT_ONCE else BLOCKING[called]
     owner = getattr(called, "__self__", None)
     if isinstance(owner, socket.socket) and called.__name__ in SOCKET_CALLS and owner.gettimeout() != 0:
         return f"socket.{called.__name__}"
     return None
 
 
-# ---- clocks ----
-
-
-class _Shifted:
-    """A module or class with some functions of its own."""
-
-    def __init__(self, original: Any, functions: Mapping[str, Any]) -> None:
-        self._original = original
-        vars(self).update(functions)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
-
-
 def shift_clocks(modules: Sequence[ModuleType]) -> None:
     """Replace the clocks in the modules' globals by ones that jump ahead whenever they are read."""
-    num_reads = 0
+    jumps = itertools.count(JUMP_S, JUMP_S)
 
-    def jumping(clock: Callable[[], Any], unit: float = 1.0) -> Callable[[], Any]:
-        def read() -> Any:
-            nonlocal num_reads
-            num_reads += 1
-            return clock() + type(clock())(num_reads * JUMP_S * unit)
-
-        return read
+    def jumping(clock: Callable[[], Any], unit: float) -> Callable[[], Any]:
+        return lambda: clock() + type(clock())(next(jumps) * unit)
 
     class Later(datetime.datetime):
         @classmethod
         def now(cls, tz: datetime.tzinfo | None = None) -> Any:
-            nonlocal num_reads
-            num_reads += 1
-            return datetime.datetime.now(tz) + datetime.timedelta(seconds=num_reads * JUMP_S)
+            return datetime.datetime.now(tz) + datetime.timedelta(seconds=next(jumps))
 
     shifted = {clock: jumping(clock, 1e9 if name.endswith("_ns") else 1.0) for clock, name in CLOCKS.items()}
-    by_name = {name.partition(".")[2]: shifted[clock] for clock, name in CLOCKS.items()}
+    by_name = {CLOCKS[clock]: read for clock, read in shifted.items()}
     for module in modules:
         for name, value in [*vars(module).items()]:
             if value is time:
-                setattr(module, name, _Shifted(time, by_name))
+                setattr(module, name, SimpleNamespace(**vars(time) | by_name))
             elif value is datetime:
-                setattr(module, name, _Shifted(datetime, {"datetime": Later}))
+                setattr(module, name, SimpleNamespace(**vars(datetime) | {"datetime": Later}))
             elif value is datetime.datetime:
                 setattr(module, name, Later)
-            elif callable(value) and any(value is clock for clock in CLOCKS):
+            elif any(value is clock for clock in CLOCKS):
                 setattr(module, name, shifted[value])
