@@ -100,7 +100,7 @@ def _wrong_mask(window: RecentSteps) -> str | None:
 def _mismatched_logprobs(window: RecentSteps) -> str | None:
     """Find logprobs of the sampler that are not those of the trained tokens, while both have the same weights.
 
-    In a good run both differ by rounding alone: 1e-5 nats in float32, a few 1e-3 in bfloat16.
+    In a good run both differ by rounding alone: 1e-5 nats in float32, more in bfloat16.
     """
     kl, lag = window.newest(KL), window.newest(MAX_LAG)
     if not (lag == 0 and abs(kl) >= 0.05):
