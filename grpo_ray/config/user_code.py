@@ -69,9 +69,11 @@ def import_function(name: str, field: str) -> Callable[..., Any]:
             raise ValueError(
                 f"{field}: {module_name!r} imports {error.name!r}, which is not installed; install it"
             ) from error
+        cure = "Start in the folder that holds it, or install it"
+        if module_name.endswith(".py"):
+            cure = f"Leave out .py: {module_name[:-3]}:{function_name}"
         raise ValueError(
-            f"{field}: there is no module {module_name!r} in {folder} or among the installed packages. "
-            "Start in the folder that holds it, or install it"
+            f"{field}: there is no module {module_name!r} in {folder} or among the installed packages. {cure}"
         ) from None
     except (Exception, SystemExit) as error:  # the module is the user's: show whatever it raises
         raise ValueError(

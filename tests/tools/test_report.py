@@ -96,9 +96,9 @@ def finished_run(folder: Path, events: list[dict[str, Any]] | None) -> RunDirect
     return run
 
 
-def ending(run: RunDirectory) -> list[str]:
+def ending(run: RunDirectory, is_local: bool = False) -> list[str]:
     lines: list[str] = []
-    print_ending(lines.append, run)
+    print_ending(lines.append, run, is_local)
     return lines
 
 
@@ -112,6 +112,17 @@ def test_ending_shows_the_first_and_last_samples_and_the_next_commands(tmp_path:
     assert f"## {anchor.replace('-', ' ').capitalize()}" in Path(page).read_text()
     assert f"resume {tmp_path} algorithm.num_steps=10 " in text.splitlines()[-1]
     assert (tmp_path / "reward_curve.png").exists()
+    assert OWN in text
+
+
+@pytest.mark.slow
+def test_ending_elsewhere_names_no_page_and_resumes_a_local_run_locally(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "\n".join(ending(finished_run(tmp_path, None), is_local=True))
+    assert OWN not in text
+    assert f"resume {tmp_path} --local algorithm.num_steps=10 " in text
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from grpo_ray.watch.failure_watch import is_detection
 OWN = "docs/own-data.md"
 
 
-def print_ending(print_line: Callable[[str], None], run: RunDirectory) -> None:
+def print_ending(print_line: Callable[[str], None], run: RunDirectory, is_local: bool = False) -> None:
     """Print the ending from the run's files alone, so that a resumed run shows its whole history."""
     curve = run.path / "reward_curve.png"
     try:
@@ -31,7 +31,7 @@ def print_ending(print_line: Callable[[str], None], run: RunDirectory) -> None:
     _print_events(print_line, run)
     print_line(f"\nReward curve   {curve}")
     print_line(f"Run directory  {run.path}  (metrics.jsonl, rollouts/, evaluations/, checkpoints/, logs/)")
-    _print_commands(print_line, run)
+    _print_commands(print_line, run, " --local" if is_local else "")
 
 
 def _print_events(print_line: Callable[[str], None], run: RunDirectory) -> None:
@@ -47,12 +47,13 @@ def _print_events(print_line: Callable[[str], None], run: RunDirectory) -> None:
         )
 
 
-def _print_commands(print_line: Callable[[str], None], run: RunDirectory) -> None:
+def _print_commands(print_line: Callable[[str], None], run: RunDirectory, flag: str) -> None:
     command = sys.argv[0] if Path(sys.argv[0]).name == "grpo-ray" else "grpo-ray"
     steps = StepLines(run.metrics_path).steps
     num_steps = steps[-1] if steps else 0
     print_line(f"\nAll {num_steps} steps are done. Next:")
     print_line(f"  {command} report {run.path}    # its web page")
     print_line(f"  {command} top {run.path}    # where its time went")
-    print_line(f"  {OWN}    # your own model and data")
-    print_line(f"  {command} resume {run.path} algorithm.num_steps={2 * num_steps}    # train longer")
+    if Path(OWN).exists():  # not in other folders than the source tree
+        print_line(f"  {OWN}    # your own model and data")
+    print_line(f"  {command} resume {run.path}{flag} algorithm.num_steps={2 * num_steps}    # train longer")
