@@ -49,19 +49,10 @@ def names(findings: list[Finding]) -> list[str]:
     return [each.name for each in findings]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("animal", QUICK)
+@pytest.mark.parametrize(
+    "animal", [pytest.param(n, marks=pytest.mark.slow if n in QUICK else pytest.mark.campaign) for n in ZOO]
+)
 def test_an_animal_shows_its_fault_with_a_place_and_a_cure(animal: str) -> None:
-    check_animal(animal)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("animal", [name for name in ZOO if name not in QUICK])
-def test_every_other_animal_does(animal: str) -> None:
-    check_animal(animal)
-
-
-def check_animal(animal: str) -> None:
     from examples.zoo.__main__ import broken
 
     found = run(PreflightOptions(**{**broken("known"), **broken("unseen")}[animal]))  # type: ignore[arg-type]

@@ -133,7 +133,7 @@ def _of_function(options: PreflightOptions) -> Subject:
         episode = load_episode(name, "TARGET")
     else:
         reward = (RewardTerm(reward=name, network=is_async),)
-        check_reward(reward, "TARGET", [*examples[0].row])
+        check_reward(reward, "TARGET", [*examples[0].row], ("question", "answer"))
         episode = _graded(reward, Prompter(ChatTemplate(), tokenizer, with_facts=True))
         own = {"rewards": {"": reward}}
     return Subject(target, {"": episode}, examples, tokenizer, ends, (module,), **own)

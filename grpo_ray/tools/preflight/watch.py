@@ -49,7 +49,7 @@ class Watch:
         """Return True for a file of the user's: a target's module, or one beside it that is not installed."""
         if file not in self._is_own:
             real = os.path.realpath(file)
-            installed = "site-packages" in real or file.startswith(PACKAGE)
+            installed = "site-packages" in real or file.startswith((PACKAGE, "<"))
             beside = real.startswith(self._folders) and not installed
             self._is_own[file] = real in self._files or beside
         return self._is_own[file]
