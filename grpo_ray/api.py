@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -255,6 +256,7 @@ class _Given:
         name = "".join(c if c.isalnum() else "_" for c in name)
         text = f"import cloudpickle\n\nreward = cloudpickle.loads({cloudpickle.dumps(reward)!r})\n"
         import_from(self._write(f"{name}.py", text).parent)
+        sys.modules.pop(name, None)  # of a run of this name that was refused
         return f"{name}:reward"
 
     def _write(self, name: str, text: str) -> Path:
@@ -335,9 +337,10 @@ def _in_own_thread(work: Callable[[_Stop], T]) -> T:
     Ctrl-C while waiting asks the run to stop with a checkpoint; a second one stops waiting.
     """
     stop = _Stop()
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    loop: asyncio.AbstractEventLoop | None = None
+    with suppress(RuntimeError):
+        loop = asyncio.get_running_loop()
+    if loop is None:
         return work(stop)
     thread = ThreadPoolExecutor(1, "grpo_ray")
     future = thread.submit(work, stop)

@@ -129,6 +129,13 @@ def test_mistakes_are_said_and_leave_nothing_behind() -> None:
         grpo_ray.read_rollouts("nowhere")
 
 
+def test_a_corrected_reward_takes_the_place_of_the_refused_one() -> None:
+    with pytest.raises(RunError, match="needs first"):
+        train("run.name=again", reward=lambda response, ground_truth, first: 1.0)
+    with pytest.raises(RunError, match="needs second"):
+        train("run.name=again", reward=lambda response, ground_truth, second: 1.0)
+
+
 def test_what_is_public_keeps_its_names() -> None:
     assert grpo_ray.__all__ == ["Run", "evaluate", "read_rollouts", "train"]
     signatures = {name: [*inspect.signature(getattr(grpo_ray, name)).parameters] for name in grpo_ray.__all__}
