@@ -127,9 +127,7 @@ def test_mistakes_are_said_and_leave_nothing_behind() -> None:
         grpo_ray.Run("nowhere")
     with pytest.raises(RunError, match="no rollouts"):
         grpo_ray.read_rollouts("nowhere")
-
-
-def test_a_corrected_reward_takes_the_place_of_the_refused_one() -> None:
+    # A corrected reward takes the place of the refused one.
     with pytest.raises(RunError, match="needs first"):
         train("run.name=again", reward=lambda response, ground_truth, first: 1.0)
     with pytest.raises(RunError, match="needs second"):

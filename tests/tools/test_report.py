@@ -103,7 +103,9 @@ def ending(run: RunDirectory, is_local: bool = False) -> list[str]:
 
 
 @pytest.mark.slow
-def test_ending_shows_the_first_and_last_samples_and_the_next_commands(tmp_path: Path) -> None:
+def test_ending_shows_the_first_and_last_samples_and_the_next_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = "\n".join(ending(finished_run(tmp_path, None)))
     assert "Set aside" not in text
     assert "Samples at step 0:\n  reward 1  'prompt 0' -> 'response at 0'" in text
@@ -113,14 +115,8 @@ def test_ending_shows_the_first_and_last_samples_and_the_next_commands(tmp_path:
     assert f"resume {tmp_path} algorithm.num_steps=10 " in text.splitlines()[-1]
     assert (tmp_path / "reward_curve.png").exists()
     assert OWN in text
-
-
-@pytest.mark.slow
-def test_ending_elsewhere_names_no_page_and_resumes_a_local_run_locally(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.chdir(tmp_path)
-    text = "\n".join(ending(finished_run(tmp_path, None), is_local=True))
+    text = "\n".join(ending(RunDirectory(tmp_path), is_local=True))
     assert OWN not in text
     assert f"resume {tmp_path} --local algorithm.num_steps=10 " in text
 
