@@ -79,11 +79,7 @@ def own_loss() -> None:
 def own_transport() -> None:
     from grpo_ray.engines.file_buffer import FileBuffer  # type: ignore[import-not-found]
 
-    from grpo_ray.transfer.vllm_worker import (
-        SharedMemoryTransferEngine,
-        SharedMemoryUpdateInfo,
-        update_info,
-    )
+    from grpo_ray.transfer.vllm_worker import SharedMemoryTransferEngine, SharedMemoryUpdateInfo, update_info
 
     class Model:
         def named_parameters(self) -> list[tuple[str, torch.Tensor]]:

@@ -14,7 +14,8 @@ import numpy as np
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.learning.sequences import TrainSequence, sequences_of
-from grpo_ray.objectives import advantages_of, shaped_rewards, spread
+from grpo_ray.objectives import advantages_of
+from grpo_ray.objectives.comparison import shaped_rewards, spread
 from grpo_ray.objectives.returns import compare_episodes, discounted_returns, penalties_to_go, turn_rewards_of
 from grpo_ray.types import Completion, Episode, ScoredGroup
 

@@ -18,20 +18,11 @@ from grpo_ray.learning.microbatch import MicroBatch
 from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.learning.ranks import Ranks
 from grpo_ray.learning.sequences import TrainSequence, lengths_of, prompts_of, samples_of
-from grpo_ray.objectives import (
-    SELECTIONS,
-    CorrectionInputs,
-    Objective,
-    acts_without_advantage,
-    correction_sums,
-    effective_sample_sums,
-    gradient_sums,
-    kl_sums,
-    logprob_mismatch,
-    loss_denominator,
-    policy_gradient_step,
-    teacher_term,
-)
+from grpo_ray.objectives import SELECTIONS, CorrectionInputs, Objective, loss_denominator, policy_gradient_step
+from grpo_ray.objectives.aggregation import gradient_sums
+from grpo_ray.objectives.checking import acts_without_advantage
+from grpo_ray.objectives.correction import correction_sums, effective_sample_sums
+from grpo_ray.objectives.kl import kl_sums, logprob_mismatch, teacher_term
 from grpo_ray.objectives.objective import EntropyBonus
 from grpo_ray.watch.flops import ModelSize, WorkCount
 from grpo_ray.watch.learner_metrics import Sums, add

@@ -5,12 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    LlamaConfig,
-    PreTrainedTokenizerBase,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import LlamaConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import Implementation, TinyModelConfig

@@ -28,13 +28,7 @@ from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.learning.ranks import Ranks
 from grpo_ray.learning.reference import Reference
 from grpo_ray.learning.sharded import local_part, sharded_like
-from grpo_ray.learning.shards import (
-    Shards,
-    gathered_weights,
-    read_shards,
-    shards_of,
-    write_shards,
-)
+from grpo_ray.learning.shards import Shards, gathered_weights, read_shards, shards_of, write_shards
 from grpo_ray.records.durable import sync
 
 FILE_NAME, FOLDER_NAME = "optimizer.safetensors", "state"

@@ -30,16 +30,7 @@ from grpo_ray.objectives.inputs import (
     uses_ratio,
 )
 from grpo_ray.objectives.logprobs import check_shape, clamped_exp
-from grpo_ray.objectives.trust_regions import (
-    details,
-    dppo_kl,
-    dppo_tv,
-    gmpo,
-    ipo,
-    sapo,
-    token_form,
-    vespo,
-)
+from grpo_ray.objectives.trust_regions import details, dppo_kl, dppo_tv, gmpo, ipo, sapo, token_form, vespo
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from grpo_ray.config.algorithm import AlgorithmConfig
-from grpo_ray.objectives import compare_group
+from grpo_ray.objectives.comparison import compare_group
 from grpo_ray.types import CONTEXT, Episode, Verdict
 
 

@@ -182,7 +182,8 @@ def _check_algorithm(config: Config) -> tuple[str, ...]:
     has_own = any(":" in name or name in WITH_OPTIONS for name in names) or any(options)
     if not has_own and algorithm.loss in RATIO_LOSSES and not algorithm.corrections:
         return ()
-    from grpo_ray.objectives import check_algorithm, notices_on_loss
+    from grpo_ray.objectives import check_algorithm
+    from grpo_ray.objectives.checking import notices_on_loss
 
     check_algorithm(algorithm)
     return notices_on_loss(config)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from grpo_ray.objectives import effective_sample_fraction
+from grpo_ray.objectives.correction import effective_sample_fraction
 
 Sums = dict[str, float]
 

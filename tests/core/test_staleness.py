@@ -20,12 +20,7 @@ from grpo_ray.core.buffer import TrajectoryBuffer
 from grpo_ray.core.context import RunContext
 from grpo_ray.core.groups import Batch, GroupBook, State
 from grpo_ray.core.producer import RolloutProducer
-from grpo_ray.core.staleness import (
-    Admission,
-    UpdateCounts,
-    oldest_allowed,
-    version_trained_at,
-)
+from grpo_ray.core.staleness import Admission, UpdateCounts, oldest_allowed, version_trained_at
 from grpo_ray.core.sync import WeightSync
 from grpo_ray.errors import DataLost
 from grpo_ray.tasks.examples import Example

@@ -9,14 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from builders import (
-    TinyModel,
-    logprob_error,
-    logprobs_over_kept_cache,
-    make_settings,
-    perturb,
-    update,
-)
+from builders import TinyModel, logprob_error, logprobs_over_kept_cache, make_settings, perturb, update
 from transformers import PreTrainedModel
 
 from grpo_ray.config import Config, GeneratorConfig

@@ -13,15 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import (
-    TEST_ENGINE,
-    TinyModel,
-    logprob_error,
-    make_settings,
-    perturb,
-    plain_rows,
-    update,
-)
+from builders import TEST_ENGINE, TinyModel, logprob_error, make_settings, perturb, plain_rows, update
 from transformers import LlamaForCausalLM
 
 from grpo_ray.config import Config

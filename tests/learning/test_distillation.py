@@ -29,7 +29,8 @@ from grpo_ray.learning.microbatch import collate_padded
 from grpo_ray.learning.model_files import check_teacher, load_tokenizer
 from grpo_ray.learning.sequences import sequences_of
 from grpo_ray.learning.tiny_tokenizer import train_tokenizer
-from grpo_ray.objectives import SELECTIONS, Objective, policy_gradient_step, teacher_term
+from grpo_ray.objectives import SELECTIONS, Objective, policy_gradient_step
+from grpo_ray.objectives.kl import teacher_term
 from grpo_ray.records.rollout_log import read_groups, read_rollouts, write_rollouts
 from grpo_ray.tools.audit.rollouts import audit_teacher, teacher_kl
 from grpo_ray.types import CONTEXT, ScoredGroup, TrainBatch

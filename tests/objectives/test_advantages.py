@@ -15,8 +15,8 @@ from grpo_ray.objectives import (
     AdvantageKind,
     compute_group_normalized_rewards,
     group_advantages,
-    overlong_penalties,
 )
+from grpo_ray.objectives.advantages import overlong_penalties
 
 REWARDS = torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.0]])  # mean 0.6, sample std sqrt(0.3) = 0.5477
 

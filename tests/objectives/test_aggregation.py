@@ -12,12 +12,12 @@ from grpo_ray.objectives import (
     Objective,
     RatioInputs,
     aggregate_loss,
-    gradient_sums,
     loss_denominator,
     masked_mean,
     masked_normalize,
     policy_gradient_step,
 )
+from grpo_ray.objectives.aggregation import gradient_sums
 from grpo_ray.watch.learner_metrics import add, mean_metrics
 
 AGGREGATIONS = [name for name in get_args(Aggregation) if name != "prompt_mean"]  # that needs row_tokens

@@ -7,14 +7,8 @@ import torch
 from slow_objectives import slow_weights
 
 from grpo_ray.config.algorithm import WEIGHING
-from grpo_ray.objectives import (
-    CORRECTIONS,
-    CorrectionInputs,
-    correction_sums,
-    correction_weights,
-    effective_sample_fraction,
-    effective_sample_sums,
-)
+from grpo_ray.objectives import CORRECTIONS, CorrectionInputs, correction_weights
+from grpo_ray.objectives.correction import correction_sums, effective_sample_fraction, effective_sample_sums
 from grpo_ray.objectives.inputs import arguments_of
 
 CAP, BAND = 2.0, (0.5, 5.0)

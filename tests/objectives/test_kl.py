@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.objectives import kl_estimate, logprob_mismatch
+from grpo_ray.objectives import kl_estimate
+from grpo_ray.objectives.kl import logprob_mismatch
 
 LOGITS = torch.tensor([0.3, -1.0, 0.8, 0.0], dtype=torch.float64)
 REFERENCE = torch.log_softmax(torch.tensor([-0.5, 0.4, 0.1, 1.0], dtype=torch.float64), dim=0)

@@ -12,13 +12,12 @@ from grpo_ray.objectives import (
     AlgorithmConfig,
     LossType,
     Objective,
-    acts_without_advantage,
     compute_grpo_clip_loss,
     compute_naive_policy_gradient_loss,
     compute_policy_gradient_loss,
     grpo_microbatch_train_step,
-    notices_on_loss,
 )
+from grpo_ray.objectives.checking import acts_without_advantage, notices_on_loss
 
 CLIPRANGE = 0.2
 

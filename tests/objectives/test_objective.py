@@ -15,12 +15,7 @@ from grpo_ray.core.learner import Learner
 from grpo_ray.learning.log_probs import ResponseLogProbs
 from grpo_ray.learning.microbatch import collate_padded
 from grpo_ray.learning.sequences import sequences_of
-from grpo_ray.objectives import (
-    RATIO_LOSSES,
-    LossType,
-    Objective,
-    policy_gradient_step,
-)
+from grpo_ray.objectives import RATIO_LOSSES, LossType, Objective, policy_gradient_step
 from grpo_ray.objectives.objective import EntropyBonus
 from grpo_ray.types import TrainBatch
 

@@ -26,7 +26,8 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.schema import leaves
 from grpo_ray.config.section import Section
-from grpo_ray.objectives import CorrectionInputs, Objective, check_algorithm, compare_group
+from grpo_ray.objectives import CorrectionInputs, Objective, check_algorithm
+from grpo_ray.objectives.comparison import compare_group
 from grpo_ray.rewards import get_reward_fn
 from grpo_ray.rewards.configured import check_reward
 from grpo_ray.tasks import load_examples

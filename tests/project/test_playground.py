@@ -19,15 +19,7 @@ from examples.course.__main__ import run as run_command
 from examples.course.playground import comparison
 from examples.course.playground.baseline import make_estimates
 from examples.course.playground.comparison import Difference, Run, summarize, table, train_all, variants
-from examples.course.playground.frozen import (
-    RATIOS,
-    ascend,
-    frozen,
-    gradients,
-    not_frozen,
-    of_log_probs,
-    slope,
-)
+from examples.course.playground.frozen import RATIOS, ascend, frozen, gradients, not_frozen, of_log_probs, slope
 from examples.course.playground.model import SortingModel, response_log_probs, sample_responses
 from examples.course.playground.policy_gradient import Point, compute_loss, train_model
 from examples.course.playground.settings import DELTAS, Settings

@@ -100,7 +100,7 @@ def test_the_command_shows_tokens_and_findings_writes_json_and_a_page_and_ends_w
     found = json.loads(result.read_text())
     assert not found["passed"]
     assert found["findings"][0]["place"] == "rewritten_call.py:23"
-    assert "<h2>Branch 1</h2>" in page.read_text()
+    assert "branch 1" in page.read_text()
     assert "<script" not in page.read_text()
     assert main(["preflight", *target, "--allow", "history_edited", "--json", "-"]) == 0
     assert json.loads(capfd.readouterr().out)["passed"]
@@ -256,7 +256,7 @@ def test_the_conversation_shows_which_tokens_are_trained(game: Subject) -> None:
     assert [(run.turn, "".join(run.tokens), run.ends_turn) for run in runs] == [
         (None, "Hi", False), (0, "Hi<|endoftext|>", True), (None, "?", False), (1, "!", False),
     ]  # fmt: skip
-    lines = [*as_text(runs, in_color=False)]
+    lines = [*map(str, as_text(runs))]
     assert lines[1].endswith("[H|i|<|endoftext|>]")
     assert lines[3].endswith("[!]  (cut off: no end token)")
 

@@ -31,13 +31,7 @@ from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.top.bottleneck import Problems, Shares, bottleneck, time_shares
 from grpo_ray.tools.top.frame import draw_frame, stage_shares
-from grpo_ray.tools.top.learner_figures import (
-    RankFigures,
-    learner_figures,
-    rank_figures,
-    rank_hint,
-    ranks_line,
-)
+from grpo_ray.tools.top.learner_figures import RankFigures, learner_figures, rank_figures, rank_hint, ranks_line
 from grpo_ray.tools.top.run_view import RunView, is_alive, read_view, silence_of
 from grpo_ray.tools.top.watch_run import TopOptions, job_of, keys, top
 from grpo_ray.watch import run_state

@@ -5,15 +5,10 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from grpo_ray.errors import shown_plainly
-from grpo_ray.records.episode_metrics import counted
-from grpo_ray.records.visible_text import print_visible
 from grpo_ray.tools.arguments import Argument, Command, Option, positive
-
-if TYPE_CHECKING:
-    from grpo_ray.tools.preflight.preflight import Preflight
 
 
 @dataclass(frozen=True)
@@ -45,40 +40,17 @@ class PreflightOptions:
 
 def _preflight(options: PreflightOptions) -> int:
     from grpo_ray.tools.preflight.preflight import preflight
+    from grpo_ray.tools.preflight.show import show
 
     with shown_plainly(), contextlib.redirect_stdout(sys.stderr):  # a module may print as it is imported
         found = preflight(options)
     if options.json == "-":
         print(json.dumps(found.as_json()))
     else:
-        print_found(found, options.html)
+        show(found, options.html)
         if options.json is not None:
             Path(options.json).write_text(json.dumps(found.as_json(), indent=1) + "\n")
     return 1 if found.faults else 0
-
-
-def print_found(found: "Preflight", page: str | None = None) -> None:
-    """Print one conversation as tokens, then the findings; write them to a page if asked to."""
-    from grpo_ray.tools.preflight.show import as_text, runs_of, write_page
-
-    subject, shown = found.subject, found.shown
-    counts = f"{len(subject.examples)} examples, {found.num_episodes} episodes, {found.seconds:.1f} s"
-    print_visible(f"{subject.name}: {counts}")
-    runs = [] if shown is None else runs_of(shown, subject.tokenizer, subject.end_token_ids)
-    if shown is not None:
-        print_visible(
-            f"\nexample {shown.example} as the policy {shown.policy!r} plays it; reward {shown.reward}:"
-        )
-        for line in as_text(runs, sys.stdout.isatty()):
-            print(line)
-    print()
-    for each in found.findings:
-        print_visible(f"{'note' if each.is_note else 'FAULT'} {each}")
-    count = len(found.faults)
-    print(f"{counted(count, 'fault')}; --allow NAME accepts one" if count else "no fault found")
-    if page is not None:
-        write_page(Path(page), f"Preflight of {subject.name}", counts, runs, found.findings)
-        print(f"page: {page}")
 
 
 PREFLIGHT = Command(

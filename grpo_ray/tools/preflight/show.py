@@ -1,23 +1,22 @@
-"""One conversation as the exact tokens that would be trained, for a terminal and as a page of HTML."""
+"""One conversation as the exact tokens that would be trained, with the findings, on a terminal and as HTML."""
 
-import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from rich.console import Console
+from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.records.visible_text import visible
-from grpo_ray.tools.preflight.findings import Finding
 from grpo_ray.tools.preflight.plays import Played
+from grpo_ray.tools.preflight.preflight import Preflight
 
-BOLD, DIM, PLAIN = "\x1b[1;32m", "\x1b[2m", "\x1b[0m"
-LONGEST_RUN = 60  # tokens shown of a stretch of context in the terminal: its beginning and its end
-STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em}
-pre{white-space:pre-wrap;font:13px/1.7 ui-monospace,monospace}
-.t{background:#c8efd0;border-radius:2px;box-shadow:inset -1px 0 #fff}.e{background:#5fbf77}
-.c{color:#667;box-shadow:inset -1px 0 #ddd}.fail{border-left:4px solid #c33;padding-left:.7em}
-.note{border-left:4px solid #aaa;padding-left:.7em}"""
+LONGEST_RUN = 60  # tokens shown of a stretch of context: its beginning and its end
+TRAINED, END, CONTEXT = "green", "bold green reverse", "dim"
+PAGE = (
+    "<!doctype html><meta charset=utf-8><title>Preflight</title><style>{stylesheet}</style>"
+    "<pre style='white-space:pre-wrap;font:14px/1.7 ui-monospace,monospace'>{code}</pre>"
+)
 
 
 @dataclass(frozen=True)
@@ -28,10 +27,6 @@ class Run:
     turn: int | None  # that sampled them; None for context
     tokens: list[str]
     ends_turn: bool = False
-
-    @property
-    def is_trained(self) -> bool:
-        return self.turn is not None
 
 
 def runs_of(played: Played, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> list[Run]:
@@ -48,45 +43,47 @@ def runs_of(played: Played, tokenizer: PreTrainedTokenizerBase, ends: Sequence[i
     return runs
 
 
-def as_text(runs: Sequence[Run], in_color: bool) -> Iterator[str]:
-    """Yield lines for a terminal: trained tokens stand in brackets, `|` parts tokens."""
-    for number, run in enumerate(runs):
-        if run.branch and (number == 0 or runs[number - 1].branch != run.branch):
-            yield f"  -- branch {run.branch}: its prompt is computed again --"
-        tokens = run.tokens
-        if not run.is_trained and len(tokens) > LONGEST_RUN + 10:
-            half = LONGEST_RUN // 2
-            tokens = [*tokens[:half], f" [... {len(tokens) - LONGEST_RUN:,} tokens ...] ", *tokens[-half:]]
-        text = visible("|".join(tokens)).replace("\n", "\\n")
-        label = f"turn {run.turn}, trained" if run.is_trained else "context"
-        if run.is_trained:
-            ending = "" if run.ends_turn else "  (cut off: no end token)"
-            text = f"{BOLD}{text}{PLAIN}{ending}" if in_color else f"[{text}]{ending}"
-        elif in_color:
-            text = f"{DIM}{text}{PLAIN}"
-        yield f"  {label:>15}, {len(run.tokens):>4} tokens  {text}"
-
-
-def write_page(path: Path, title: str, summary: str, runs: Sequence[Run], findings: Sequence[Finding]) -> None:
-    """Write the findings and the conversation as one page without scripts or other files."""
-    parts = [f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"]
-    parts += [f"<h1>{html.escape(title)}</h1><p>{html.escape(summary)}</p>"]
-    for each in findings:
-        kind = "note" if each.is_note else "fail"
-        lines = (f"<b>{each.name}</b> {html.escape(each.where)}", html.escape(visible(each.text)))
-        parts.append(f"<p class={kind}>{'<br>'.join(lines)}<br><i>{html.escape(each.cure)}</i></p>")
-    parts.append(
-        "<p><span class=t>trained</span> <span class='t e'>end of turn</span> <span class=c>context</span></p>"
-    )
-    branch = None
+def as_text(runs: Sequence[Run]) -> Iterator[Text]:
+    """Yield a line per run: trained tokens stand in brackets, `|` parts tokens."""
+    branch = 0
     for run in runs:
         if run.branch != branch:
-            parts.append(f"{'</pre>' if branch is not None else ''}<h2>Branch {run.branch}</h2><pre>")
             branch = run.branch
-        for number, token in enumerate(run.tokens):
-            is_end = run.ends_turn and number == len(run.tokens) - 1
-            kind = "c" if not run.is_trained else "'t e'" if is_end else "t"
-            tip = "context" if run.turn is None else f"turn {run.turn}"
-            shown = html.escape(visible(token)).replace("\n", "\\n\n")
-            parts.append(f"<span class={kind} title='{tip}'>{shown}</span>")
-    path.write_text("".join([*parts, "</pre>\n"]), encoding="utf-8")
+            yield Text(f"  -- branch {branch}: its prompt is computed again --")
+        tokens = [visible(token).replace("\n", "\\n") for token in run.tokens]
+        label = "context" if run.turn is None else f"turn {run.turn}, trained"
+        line = Text(f"  {label:>15}, {len(tokens):>4} tokens  ")
+        if run.turn is None:
+            if len(tokens) > LONGEST_RUN + 10:
+                half = LONGEST_RUN // 2
+                tokens[half:-half] = [f" [... {len(tokens) - LONGEST_RUN:,} tokens ...] "]
+            yield line.append("|".join(tokens), CONTEXT)
+        elif run.ends_turn:
+            before = "".join(f"{token}|" for token in tokens[:-1])
+            yield line.append("[").append(before, TRAINED).append(tokens[-1], END).append("]")
+        else:
+            yield line.append("[").append("|".join(tokens), TRAINED).append("]  (cut off: no end token)")
+
+
+def show(found: Preflight, page: str | None) -> None:
+    """Print a conversation and the findings; write them to a page of HTML, too, if asked to."""
+    subject, shown, count = found.subject, found.shown, len(found.faults)
+    console = Console(record=page is not None, soft_wrap=True, markup=False, highlight=False, emoji=False)
+    counts = f"{len(subject.examples)} examples, {found.num_episodes} episodes, {found.seconds:.1f} s"
+    console.print(Text(visible(f"{subject.name}: {counts}\n"), "bold"))
+    if shown is not None:
+        console.print(
+            f"example {shown.example} as the policy {shown.policy!r} plays it; reward {shown.reward}:"
+        )
+        for line in as_text(runs_of(shown, subject.tokenizer, subject.end_token_ids)):
+            console.print(line)
+    console.print()
+    for each in found.findings:
+        name, _, text = visible(str(each)).partition(":")
+        label = Text("note " if each.is_note else "FAULT ", "yellow" if each.is_note else "bold red")
+        console.print(label.append(name).append(f":{text}", "default"))
+    accept = "; --allow NAME accepts one"
+    console.print(f"{count} fault{'s' if count > 1 else ''}{accept}" if count else "no fault found")
+    if page is not None:
+        console.save_html(page, code_format=PAGE)
+        print(f"page: {page}")
