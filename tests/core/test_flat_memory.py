@@ -129,7 +129,7 @@ class StubActors(LocalActors):
         super().__init__(config, prepared.model, folder)
         self.learner = StubLearner(self)  # type: ignore[assignment]
 
-    def _new_generator(self, name: str) -> LocalClient:
+    def _start_generator(self, name: str) -> LocalClient:
         return self._client(name, lambda: Generator(name, StubEngine(len(name)), 0.0, 0))  # type: ignore[arg-type]
 
     async def at_step(self, step: int) -> None:
