@@ -80,8 +80,8 @@ def show(found: Preflight, page: str | None) -> None:
     console.print()
     for each in found.findings:
         name, _, text = visible(str(each)).partition(":")
-        label = Text("note " if each.is_note else "FAULT ", "yellow" if each.is_note else "bold red")
-        console.print(label.append(name).append(f":{text}", "default"))
+        label = ("note ", "yellow") if each.is_note else ("FAULT ", "bold red")
+        console.print(Text.assemble(label, (name, "bold"), f":{text}"))
     accept = "; --allow NAME accepts one"
     console.print(f"{count} fault{'s' if count > 1 else ''}{accept}" if count else "no fault found")
     if page is not None:
