@@ -1,6 +1,7 @@
 """Play the whole zoo: `python -m examples.zoo`. It prints what each animal showed, and the three rates."""
 
 import argparse
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -21,8 +22,8 @@ def broken(half: str) -> dict[str, dict[str, str]]:
         if path.suffix == ".jinja":
             found[path.stem] = {"target": GAME, "template": str(path)}
         elif path.suffix == ".py" and path.stem != "__init__":
-            kind = "episode" if "\nasync def episode(" in path.read_text() else "reward"
-            kind = "episode" if "\nepisode = " in path.read_text() else kind
+            is_episode = re.search(r"^(?:async def episode\(|episode = )", path.read_text(), re.M)
+            kind = "episode" if is_episode else "reward"
             found[path.stem] = {"target": f"examples.zoo.{half}.{path.stem}:{kind}"}
     return found
 

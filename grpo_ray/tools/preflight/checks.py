@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from statistics import median
 
 from transformers import PreTrainedTokenizerBase
@@ -42,7 +42,7 @@ def play_findings(plays: Plays, is_reward: bool, tokenizer: PreTrainedTokenizerB
         by_example[each.example].append(each)
     groups = [*by_example.values()]
     raised = [*_errors(episodes)]
-    varying = [*_starts(groups, tokenizer)] or [*_varying(plays, groups, tokenizer)][:1]
+    varying = [*islice(chain(_starts(groups, tokenizer), _varying(plays, groups, tokenizer)), 1)]
     edited = [finding for each in episodes for finding in history_findings(each, tokenizer)]
     found = (*raised, *_time_outs(episodes), *varying, *_around(plays), *edited, *_lengths(episodes))
     first: dict[str, Finding] = {}
@@ -102,21 +102,22 @@ def _varying(plays: Plays, groups: Groups, tokenizer: PreTrainedTokenizerBase) -
     by_clock = bool(drawn) and not any(what.startswith("random") for what in drawn)
     group_pairs = [[each for each in group if each.policy == "right"][:2] for group in groups]
     for name, said, pairs in (
-        ("reads_clock" if by_clock else "not_deterministic", f"played again, the same replies get{reads}",
+        ("reads_clock" if by_clock else "not_deterministic", "played again, the same replies get",
          _pairs(plays.first, plays.again)),
         ("shared_state", "two members of a group that say the same get", group_pairs),
         ("shared_state", "after other episodes the same replies get", _pairs(plays.first, plays.backwards)),
-        ("reads_clock", f"under clocks that run faster the same replies get{reads}",
+        ("reads_clock", "under clocks that run faster the same replies get",
          _pairs(plays.first, plays.shifted)),
     ):  # fmt: skip
         for one, other in pairs:
             what, turn, token = _changed(one, other, tokenizer)
             if what:
-                yield Finding(name, f"{said}: {what}", token=token, **one.at(turn))
+                text = f"{said} {what}{'' if name == 'shared_state' else reads}"
+                yield Finding(name, text, token=token, **one.at(turn))
 
 
 def _pairs(one: Play, other: Play) -> Iterator[Sequence[Played]]:
-    """Yield the episodes that both plays have."""
+    """Return the episodes that both plays have, in pairs."""
     return ([played, other.episodes[key]] for key, played in one.episodes.items() if key in other.episodes)
 
 

@@ -141,9 +141,8 @@ def _child(sender: Connection, subject: Subject, seed: int, kind: Kind) -> None:
     os.dup2(2, 1)  # what episodes print is not the command's own output
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends this process
     torch.set_num_threads(1)
-    ctypes.CDLL(None).prctl(
-        PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0
-    )  # keep processes that detach themselves in sight
+    # Processes that detach themselves stay in sight.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     watch = Watch(subject.folders, subject.modules)
     random.seed()  # a fork repeats its parent's numbers, which a run would not
     np.random.seed()

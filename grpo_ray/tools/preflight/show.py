@@ -8,6 +8,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.records.visible_text import visible
+from grpo_ray.tasks.examples import counted
 from grpo_ray.tools.preflight.plays import Played
 from grpo_ray.tools.preflight.preflight import Preflight
 
@@ -82,8 +83,7 @@ def show(found: Preflight, page: str | None) -> None:
         name, _, text = visible(str(each)).partition(":")
         label = ("note ", "yellow") if each.is_note else ("FAULT ", "bold red")
         console.print(Text.assemble(label, (name, "bold"), f":{text}"))
-    accept = "; --allow NAME accepts one"
-    console.print(f"{count} fault{'s' if count > 1 else ''}{accept}" if count else "no fault found")
+    console.print(f"{counted(count, 'fault')}; --allow NAME accepts one" if count else "no fault found")
     if page is not None:
         console.save_html(page, code_format=PAGE)
         print(f"page: {page}")

@@ -5,7 +5,7 @@ import dataclasses
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from grpo_ray.episodes.session import Session
 from grpo_ray.learning.model_files import end_token_ids, load_tokenizer
 from grpo_ray.learning.tiny_tokenizer import tiny_tokenizer
 from grpo_ray.rewards.answer_formats import written
-from grpo_ray.rewards.base import About, Scores
+from grpo_ray.rewards.base import About
 from grpo_ray.rewards.configured import Graded, GroupReward, check_reward, weighted_sum
 from grpo_ray.rewards.grader import about_of
 from grpo_ray.rewards.user_function import UserFunction
@@ -198,19 +198,15 @@ def _action(size: int, text: str) -> int | None:
 def _graded(reward: Reward, prompter: Prompter) -> EpisodeFn:
     """Return an episode of one turn, which a reward grades in this process."""
     terms = named_terms(reward)
-    alone = [GroupReward((term.model_copy(update={"weight": 1.0}),)) for term in terms]
+    graders = [_grader(term) for term in terms]
 
     async def episode(session: Session, example: Example) -> Outcome:
         item = prompter.item(0, example)
         reply = await session.sample(item.prompt_token_ids)
         about: About = {**about_of(item), "completions": [reply.text]}
-        row: list[Graded] = []
-        for term, grade in zip(terms, alone, strict=True):
-            if ":" in term.reward and (function := UserFunction.of(term)).is_async:
-                row.append(await _awaited(function, reply.text, example.ground_truth, about))
-            else:  # a thread, as it may run an event loop of its own
-                row += await asyncio.to_thread(grade, [reply.text], [example.ground_truth], about)
-        outcome = weighted_sum(terms, row)
+        outcome = weighted_sum(
+            terms, [await grade(reply.text, example.ground_truth, about) for grade in graders]
+        )
         if isinstance(outcome, Exception):
             raise outcome
         return Outcome(outcome.get("reward", 0.0))
@@ -218,11 +214,19 @@ def _graded(reward: Reward, prompter: Prompter) -> EpisodeFn:
     return episode
 
 
-async def _awaited(function: UserFunction, response: str, truth: str, about: About) -> Scores:
-    """Return what an `async def` gives a response."""
-    if function.takes_group:
-        return function.read_group(await function.call_group([response], [truth], about), 1)[0]
-    return function.read(await function.call(response, truth, about))
+def _grader(term: RewardTerm) -> Callable[[str, str, About], Awaitable[Graded]]:
+    """Return the function that grades a response by one term, without its weight."""
+    function = UserFunction.of(term) if ":" in term.reward else None
+    alone = GroupReward((term.model_copy(update={"weight": 1.0}),))
+
+    async def grade(response: str, truth: str, about: About) -> Graded:
+        if function is None or not function.is_async:  # a thread, as it may run an event loop of its own
+            return (await asyncio.to_thread(alone, [response], [truth], about))[0]
+        if function.takes_group:
+            return function.read_group(await function.call_group([response], [truth], about), 1)[0]
+        return function.read(await function.call(response, truth, about))
+
+    return grade
 
 
 def _tokenizer(

@@ -45,11 +45,11 @@ def template_findings(subject: Subject) -> Iterator[Finding]:
         yield Finding("end_of_turn", text, token=between[:first])
     for role, messages in PROBES:
         try:
-            lacking = [message["content"] for message in messages if message["content"] not in shown(messages)]
+            text = shown(messages)
         except Exception as error:  # the template's own
             yield Finding("message_refused", f"it refuses a {role} message: {error}", is_note=True)
             continue
-        if lacking:
+        if lacking := [message["content"] for message in messages if message["content"] not in text]:
             yield Finding("message_dropped", f"it does not show {lacking[0]!r} next to a {role} message")
     if "strftime_now" in tokenizer.chat_template and "date_string" not in arguments:
         text = "it writes today's date: prompts change at midnight, and a resumed run differs"
