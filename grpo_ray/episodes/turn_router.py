@@ -6,8 +6,8 @@ Turns to one Generator go out together, and come back together (turn_box.py).
 import asyncio
 import itertools
 import uuid
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
 
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.episodes.serving_time import ServingTime
@@ -66,7 +66,7 @@ class TurnLink:
         self._waiting[number] = end
         self._new[number] = token_ids, settings
         self._clock.set(True)
-        self._sending = self._sending or self._start(self._send())
+        self._sending = self._sending or self._start(self._send)
         try:
             return await end
         finally:
@@ -74,12 +74,12 @@ class TurnLink:
             self._clock.set(bool(self._waiting))
             if end.cancelled() and self._new.pop(number, None) is None:
                 self._cancelled.append(number)
-                self._sending = self._sending or self._start(self._send())
+                self._sending = self._sending or self._start(self._send)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start(self, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         async def run() -> None:
             try:
-                await work
+                await work()  # made here: the task may be cancelled before it begins
             except Exception as error:
                 self._fail_all(error)
 
@@ -97,7 +97,7 @@ class TurnLink:
             while self._new or self._cancelled:
                 new, self._new, cancelled, self._cancelled = self._new, {}, self._cancelled, []
                 sent = self._client.begin_turns(self._worker, new, cancelled)
-                self._receiving = self._receiving or self._start(self._receive())
+                self._receiving = self._receiving or self._start(self._receive)
                 await sent
                 self.num_answers += 1
         finally:

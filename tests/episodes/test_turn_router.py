@@ -1,6 +1,7 @@
 """Turns on their way to Generators: batched, routed by their prefix, and kept when a Generator fails."""
 
 import asyncio
+import gc
 import pickle
 from collections.abc import Mapping
 from typing import Any
@@ -135,6 +136,20 @@ async def test_a_cancelled_turn_ends_in_the_generator(is_sent: bool) -> None:
     await asyncio.sleep(0.05)
     assert (generator.num_running, link.num_turns) == (0, 0)
     assert generator.num_started == generator.num_cancelled
+
+
+def test_a_link_whose_loop_ends_before_it_sends_leaves_nothing_unawaited(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    async def ends_at_once() -> None:
+        link = TurnLink(FakeGenerator("generator-0", never), WORKER, 30.0)
+        turn = asyncio.ensure_future(link.sample((1,), SETTINGS))
+        await asyncio.sleep(0)  # the link has a task, which has not begun
+        assert not turn.done()
+
+    asyncio.run(ends_at_once())
+    gc.collect()
+    assert not recwarn
 
 
 async def test_an_error_of_a_call_fails_the_turns_that_wait_for_it_and_no_later_one() -> None:
