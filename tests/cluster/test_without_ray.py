@@ -40,11 +40,12 @@ def test_a_run_in_one_process_all_that_reads_it_and_the_refusal_of_what_needs_ra
         f"report {run}",
         f"top {run} --once",
         f"plan {QUICKSTART}",
+        "preflight examples.zoo.known.whole_solution:reward --num-examples 1",
         f"train {QUICKSTART} {elsewhere}",
         f"evaluate {QUICKSTART} {elsewhere} --output {tmp_path / 'other'}",
         f"submit {QUICKSTART} --address http://127.0.0.1:1",
     )
-    assert (output.count("status 0"), output.count("status 2")) == (8, 3), output
+    assert [output.count(f"\nstatus {status}: ") for status in (0, 1, 2)] == [8, 1, 3], output
     needed = "grpo-ray: this needs Ray: pip install 'grpo_ray[cluster]'"
     assert output.count(f"{needed}, or add --local") == 2, output
     assert output.count(needed) == 3, output

@@ -18,6 +18,7 @@ from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.errors import RunError
 from grpo_ray.records.run_files import read_metrics
 from grpo_ray.tools.cli import main
+from grpo_ray.tools.experiments import curves
 from grpo_ray.tools.experiments.definitions import EXPERIMENTS
 from grpo_ray.tools.experiments.experiment import Experiment
 from grpo_ray.tools.experiments.experiment_plan import plan_experiment
@@ -65,6 +66,8 @@ class FakeRuns:
 @pytest.fixture
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRuns:
     monkeypatch.setenv("FAKE_RUNS", str(tmp_path))
+    for plot in ("plot_validation_reward", "plot_metrics", "plot_timing"):  # what they draw: test_experiment_results
+        monkeypatch.setattr(curves, plot, lambda *arguments: arguments[-1].touch())
     runs = FakeRuns(tmp_path)
     runs.script()
     return runs
@@ -128,8 +131,8 @@ def test_all_problems_are_reported_before_anything_starts(fakes: FakeRuns) -> No
 def test_finished_runs_are_not_repeated_and_seeds_can_be_added(fakes: FakeRuns) -> None:
     assert fakes.run(seeds=1)
     assert fakes.launched() == ["high-seed0", "low-seed0"]
-    assert fakes.run(seeds=1)
-    assert fakes.launched() == []
+    plots = {path.stem for path in fakes.out.glob("rates/*.png")}
+    assert plots == {"validation_reward", "metrics", "timing"}
     (fakes.out / "rates/table.csv").unlink()
     assert fakes.run(seeds=3)
     assert fakes.launched() == ["high-seed1", "high-seed2", "low-seed1", "low-seed2"]
@@ -211,14 +214,13 @@ def test_exactly_as_many_parallel_runs_as_jobs(fakes: FakeRuns) -> None:
 
 # ---- Ctrl-C ----
 
-PROGRAM = """
+PROGRAM = f"""
 import sys
-sys.path[:0] = ["tests", "tests/tools"]
-import test_experiments as tests
 from grpo_ray.tools import cli
 from grpo_ray.tools.experiments import definitions, run_experiment
-definitions.EXPERIMENTS["rates"] = tests.LOW_HIGH
-run_experiment.run_experiment.__defaults__ = (tests.FAKE,)
+from grpo_ray.tools.experiments.experiment import Experiment
+definitions.EXPERIMENTS["rates"] = Experiment("rates", "?", {dict(LOW_HIGH.variants)}, (), {LOW_HIGH.common})
+run_experiment.run_experiment.__defaults__ = ({FAKE},)
 sys.exit(cli.main(sys.argv[1:]))
 """
 
@@ -244,6 +246,8 @@ def start_waiting(fakes: FakeRuns) -> subprocess.Popen[str]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_the_runs_once_and_waits_for_them(fakes: FakeRuns, number: int) -> None:
     process = start_waiting(fakes)
+    with pytest.raises(RunError, match=f"another process .pid {process.pid} "):
+        fakes.run(seeds=2)  # two starts of one experiment do not mix
     os.killpg(process.pid, number)  # as a terminal does
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 130, output
@@ -267,14 +271,6 @@ def test_a_killed_experiment_leaves_no_run(fakes: FakeRuns) -> None:
     process.communicate()
     gone, alive = psutil.wait_procs(children, timeout=600)
     assert (len(gone), alive) == (2, [])
-
-
-def test_two_starts_of_one_experiment_do_not_mix(fakes: FakeRuns) -> None:
-    process = start_waiting(fakes)
-    with pytest.raises(RunError, match=f"another process .pid {process.pid} "):
-        fakes.run(seeds=2)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=600)
 
 
 # ---- the machine ----

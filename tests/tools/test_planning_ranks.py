@@ -1,4 +1,4 @@
-"""The plan of a rank's memory against what torch allocates: FSDP2 on real ranks, over gloo."""
+"""The plan of a rank's memory against what torch allocates: FSDP2 without other ranks, and on real ones."""
 
 import os
 import socket
@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_ray.tools.planning.learner_memory import state_items, with_unsharded
@@ -47,11 +48,10 @@ def shard_bytes(tensor: torch.Tensor | None) -> int:
     return tensor.to_local().nbytes
 
 
-def measure_rank(rank: int, num_ranks: int, port: int, sizes: dict[str, Any], found: str) -> None:
+def measure_rank(rank: int, backend: str, num_ranks: int, port: int, sizes: dict[str, Any], found: str) -> None:
     """Write the bytes of rank 0's shards after a step, and of a pass's peak over two tokens."""
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    store = FakeStore() if backend == "fake" else dist.TCPStore("127.0.0.1", port, num_ranks, rank == 0)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
     model = sharded_model(sizes, num_ranks)
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.tensor([[1, 2]])
@@ -75,18 +75,25 @@ def measure_rank(rank: int, num_ranks: int, port: int, sizes: dict[str, Any], fo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "vocab_size"), [(2, 512), (2, 32768), (3, 32768)])
-def test_a_rank_holds_what_is_planned(num_ranks: int, vocab_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["fake", "gloo"])
+def test_a_rank_holds_what_is_planned(
+    backend: str, num_ranks: int, vocab_size: int, tmp_path: Path
+) -> None:
     """With few tokens of a large vocabulary the peak is where the root's gradient is reduced.
 
     Otherwise it is where blocks are. Which of a neighbour's buffers are freed by then differs from run to run:
-    at most one more block's are held than planned.
+    at most one more block's are held than planned. The fake backend sends nothing, and needs no copy to reduce.
     """
     sizes = {**SIZES, "vocab_size": vocab_size}
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     found = tmp_path / "found"
-    torch.multiprocessing.spawn(measure_rank, (num_ranks, port, sizes, str(found)), nprocs=num_ranks)
+    arguments = (backend, num_ranks, port, sizes, str(found))
+    if backend == "fake":
+        measure_rank(0, *arguments)
+    else:
+        torch.multiprocessing.spawn(measure_rank, arguments, nprocs=num_ranks)
     *state, peak = map(int, found.read_text().split())
     shape, config = shape_of(sizes, "x"), plan_config(learner={"num_ranks": num_ranks})
     planned_state = [item.num_bytes for item in state_items(shape, config)]
@@ -94,9 +101,9 @@ def test_a_rank_holds_what_is_planned(num_ranks: int, vocab_size: int, tmp_path:
     assert state == pytest.approx(planned_state, rel=uneven)
     items = with_unsharded([], shape, config)
     planned = sum(item.num_bytes for item in items)
-    if vocab_size == 32768:
+    if vocab_size == 32768 and backend == "gloo":
         assert "after the backward pass" in items[-1].note
         assert planned == pytest.approx(peak, rel=0.08)
     else:
         one_more = (2 + 4) * shape.block_parameters  # gathered in bfloat16, to reduce in float32
-        assert 0.6 * planned <= peak <= planned + 1.1 * one_more  # oneDNN's scratch differs by processor
+        assert (0.6 if backend == "gloo" else 0.5) * planned <= peak <= planned + 1.1 * one_more  # oneDNN's scratch differs by processor
