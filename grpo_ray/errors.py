@@ -81,3 +81,8 @@ def all_of(*checks: Callable[[], Any]) -> list[Any]:
     if messages:
         raise RunError("\n".join(messages))
     return results
+
+
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """Return the number with its noun: `1 question`, `1,200 questions`, or `2 branches` with "es"."""
+    return f"{number:,} {noun}{'' if number == 1 else plural}"

@@ -147,11 +147,7 @@ def as_actor(cls: type, name: str, logs: Path, beside: Mapping[str, int] = NOTHI
         built = [argument.build() if isinstance(argument, Deferred) else argument for argument in args]
         cls.__init__(self, *built)  # type: ignore[misc]  # not of an instance of `cls` itself
 
-    members: dict[str, Any] = {
-        "__init__": __init__,
-        "__module__": cls.__module__,
-        "__repr__": lambda _: name,
-    }
+    members: dict[str, Any] = {"__init__": __init__, "__module__": cls.__module__, "__repr__": lambda _: name}
     for method in beside:
         members[method] = ray.method(concurrency_group=method)(getattr(cls, method))
     hosted = type(cls.__name__, (cls,), members)

@@ -53,11 +53,7 @@ CorrectionName = Annotated[str, one_of_or_own(("none", *get_args(Correction)))]
 CorrectionNames = Annotated[tuple[CorrectionName, ...], AfterValidator(_several)]
 Corrections = Annotated[
     Annotated[CorrectionName, Tag("name")] | Annotated[CorrectionNames, Tag("names")],
-    Discriminator(
-        _form,
-        custom_error_type="corrections",
-        custom_error_message="neither a name nor a list",
-    ),
+    Discriminator(_form, custom_error_type="corrections", custom_error_message="neither a name nor a list"),
 ]
 
 

@@ -29,10 +29,7 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
     """All EnvironmentWorkers of a run as one."""
 
     def __init__(
-        self,
-        context: ServingContext,
-        budget: RestartBudget,
-        on_failure: Callable[[int, str], None],
+        self, context: ServingContext, budget: RestartBudget, on_failure: Callable[[int, str], None]
     ) -> None:
         """
         Args:

@@ -303,11 +303,7 @@ class Learner:
                 self._optimizer.step()
                 self.masters.refresh()
             self._updates.now += 1
-        return {
-            "optim/grad_norm": grad_norm,
-            "optim/lr": rate,
-            "optim/skipped_updates": float(is_skipped),
-        }
+        return {"optim/grad_norm": grad_norm, "optim/lr": rate, "optim/skipped_updates": float(is_skipped)}
 
     def _keep_skipped(self, groups: Sequence[ScoredGroup]) -> None:
         step = self._step

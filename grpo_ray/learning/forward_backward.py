@@ -37,11 +37,7 @@ class ForwardBackward:
     """Forward and backward passes on sequences; the split into micro-batches does not change the results."""
 
     def __init__(
-        self,
-        config: Config,
-        end_token_ids: tuple[int, ...],
-        device: torch.device,
-        ranks: Ranks | None = None,
+        self, config: Config, end_token_ids: tuple[int, ...], device: torch.device, ranks: Ranks | None = None
     ) -> None:
         self._config, self._end_token_ids, self._device = config, end_token_ids, device
         self._ranks = ranks or Ranks()

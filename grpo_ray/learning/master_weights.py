@@ -34,10 +34,7 @@ class MasterWeights:
     """
 
     def __init__(
-        self,
-        model: Parameters,
-        dtype: torch.dtype,
-        trained: Iterable[tuple[str, nn.Parameter]] | None = None,
+        self, model: Parameters, dtype: torch.dtype, trained: Iterable[tuple[str, nn.Parameter]] | None = None
     ) -> None:
         """Turn the parameters of `model` into copies in `dtype`; its buffers stay as they are.
 

@@ -172,11 +172,7 @@ def effective_sample_sums(
     mask = mask.bool() & behaviour_log_probs.isfinite()
     log_ratio = learner_log_probs.double() - behaviour_log_probs.double()
     weights = clamped_exp(log_ratio.masked_fill(~mask, 0.0)).masked_fill(~mask, 0.0)
-    return {
-        "weight_sum": weights.sum(),
-        "weight_square_sum": weights.square().sum(),
-        "num_weights": mask.sum(),
-    }
+    return {"weight_sum": weights.sum(), "weight_square_sum": weights.square().sum(), "num_weights": mask.sum()}
 
 
 def effective_sample_fraction(weight_sum: float, weight_square_sum: float, num_weights: float) -> float:

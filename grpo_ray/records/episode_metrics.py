@@ -6,6 +6,7 @@ from enum import StrEnum
 
 import numpy as np
 
+from grpo_ray.errors import counted
 from grpo_ray.types import Completion, Episode, ScoredGroup
 
 
@@ -81,11 +82,6 @@ def ending_line(completion: Completion) -> str:
     facts = EpisodeFacts.of(completion)
     parts = [counted(facts.num_turns, "turn"), facts.status]
     if facts.num_branches:
-        parts.insert(1, counted(facts.num_branches, "branch", "branches"))
+        parts.insert(1, counted(facts.num_branches, "branch", "es"))
     lines = [line for line in completion.error.splitlines() if line.strip()]
     return ", ".join(parts) + (f": {lines[-1].strip()}" if lines else "")
-
-
-def counted(number: int, one: str, several: str = "") -> str:
-    """Return the number and its noun."""
-    return f"{number} {one if number == 1 else several or one + 's'}"

@@ -29,12 +29,7 @@ class ResumableFolder:
     """
 
     def __init__(
-        self,
-        path: Path,
-        definition_name: str,
-        job: str,
-        remedy: str,
-        differences: Differences | None = None,
+        self, path: Path, definition_name: str, job: str, remedy: str, differences: Differences | None = None
     ) -> None:
         """Describe the folder; nothing is read or written yet.
 

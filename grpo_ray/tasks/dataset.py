@@ -7,8 +7,9 @@ from itertools import chain
 
 from grpo_ray.config.reward import is_own
 from grpo_ray.config.task import ExamplesTaskConfig
+from grpo_ray.errors import counted
 from grpo_ray.rewards.answer_formats import written
-from grpo_ray.tasks.examples import Example, ExampleSets, Pairs, counted
+from grpo_ray.tasks.examples import Example, ExampleSets, Pairs
 from grpo_ray.tasks.files import Fields, num_rows, read_examples
 from grpo_ray.tasks.sources import Source, train_source, validation_source
 

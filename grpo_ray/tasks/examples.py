@@ -73,8 +73,3 @@ def conversation_of(place: str, field: str, value: list[Any]) -> Conversation:
             "and a system message must be the first"
         )
     return Conversation(json.dumps(messages, ensure_ascii=False))
-
-
-def counted(number: int, noun: str) -> str:
-    """Return the number with its noun: `1 question`, `1,200 questions`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

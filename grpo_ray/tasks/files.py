@@ -12,8 +12,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from grpo_ray.errors import counted
 from grpo_ray.rewards.math.text import brace_pairs
-from grpo_ray.tasks.examples import Example, conversation_of, counted
+from grpo_ray.tasks.examples import Example, conversation_of
 from grpo_ray.tasks.sources import Source
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")

@@ -5,11 +5,12 @@ A new kind is a section in config/task.py, a module like sorting.py, and one ent
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 from grpo_ray.config.section import Section
 from grpo_ray.config.task import Task
-from grpo_ray.tasks import arithmetic, dataset, episode_examples, reasoning_gym, sorting
+from grpo_ray.tasks import arithmetic, dataset, episode_examples, sorting
 from grpo_ray.tasks.examples import ExampleSets, Pairs
 from grpo_ray.tasks.keywords import examples as keywords
 
@@ -32,19 +33,22 @@ class TaskKind(Generic[ConfigT]):
     """Upper bound of the number above which `warmup_pairs` raises; None: it returns fewer pairs instead."""
 
 
+def _reasoning_gym(*given: Any) -> ExampleSets:  # imported when it is asked for: the package takes seconds
+    sets: ExampleSets = import_module("grpo_ray.tasks.reasoning_gym").reasoning_gym_examples(*given)
+    return sets
+
+
 DATASET = TaskKind(dataset.dataset_examples, dataset.dataset_validation, dataset.dataset_warmup)
 
 KINDS: dict[str, TaskKind[Any]] = {
     "sorting": TaskKind(
-        sorting.sorting_examples,
-        warmup_pairs=sorting.warmup_pairs,
-        max_warmup_pairs=sorting.num_fresh,
+        sorting.sorting_examples, warmup_pairs=sorting.warmup_pairs, max_warmup_pairs=sorting.num_fresh
     ),
     "arithmetic": TaskKind(arithmetic.arithmetic_examples, warmup_pairs=arithmetic.warmup_pairs),
     "keywords": TaskKind(
         keywords.keyword_examples, keywords.keyword_validation, warmup_pairs=keywords.warmup_pairs
     ),
-    "reasoning_gym": TaskKind(reasoning_gym.reasoning_gym_examples),
+    "reasoning_gym": TaskKind(_reasoning_gym),
     "episodes": TaskKind(episode_examples.episode_examples, warmup_pairs=episode_examples.episode_warmup),
     "file": DATASET,
     "gsm8k": DATASET,

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from grpo_ray.tasks.examples import Example, ExampleSets, counted
+from grpo_ray.errors import counted
+from grpo_ray.tasks.examples import Example, ExampleSets
 from grpo_ray.tasks.prompts import PLACEHOLDER, Prompter
 
 Lengths = tuple[list[int], list[int]]  # tokens of each prompt: train's, validation's

@@ -150,8 +150,7 @@ class EvaluationOptions:
     target: Annotated[
         str,
         Argument(
-            "CONFIG|RUN|MODEL",
-            "a YAML file, a run's directory, a model's folder, or a hub name (owner/name)",
+            "CONFIG|RUN|MODEL", "a YAML file, a run's directory, a model's folder, or a hub name (owner/name)"
         ),
     ]
     task: Annotated[

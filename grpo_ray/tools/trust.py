@@ -13,12 +13,10 @@ from grpo_ray.config.reward import Reward
 from grpo_ray.tools.arguments import Flag
 
 TrustRemoteCode = Annotated[
-    bool,
-    Flag("run the Python code shipped with the model (ignores model.trust_remote_code of the run)"),
+    bool, Flag("run the Python code shipped with the model (ignores model.trust_remote_code of the run)")
 ]
 RunRewardCode = Annotated[
-    bool,
-    Flag("import and call the functions (module:function) that the run's configuration names"),
+    bool, Flag("import and call the functions (module:function) that the run's configuration names")
 ]
 
 GAMES = ("grpo_ray.episodes.calculator", "grpo_ray.episodes.guess_number")

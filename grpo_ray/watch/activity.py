@@ -119,11 +119,7 @@ class Activity:
         whole = {name: each for name, each in stats.items() if self._read.get(name) is clients[name]}
         self._read = {name: clients[name] for name in stats}
         whole[DRIVER] = ActorStats(own, resident_bytes(with_children=False))
-        return Window(
-            seconds=own.wall_s,
-            stats=whole,
-            is_complete=clients.keys() <= whole.keys(),
-        )
+        return Window(seconds=own.wall_s, stats=whole, is_complete=clients.keys() <= whole.keys())
 
     async def _ask(self, clients: Mapping[str, TimedActor]) -> dict[str, ActorStats]:
         """Return the answers that came in time. An actor that still owes an answer is not asked again."""

@@ -29,11 +29,7 @@ class RestartBudget:
     """
 
     def __init__(
-        self,
-        setting: str,
-        max_per_hour: int,
-        backoff_s: float,
-        clock: Callable[[], float] = monotonic,
+        self, setting: str, max_per_hour: int, backoff_s: float, clock: Callable[[], float] = monotonic
     ) -> None:
         """
         Args:

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,14 @@ def _entry(row: dict[str, Any]) -> Any:
 def test_what_the_package_does_not_have(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_examples(ReasoningGymTaskConfig(**values), 0)
+
+
+def test_the_package_is_imported_with_the_verifier_and_with_nothing_else() -> None:
+    """It takes seconds, which would else count for the first answer's time limit, in each new worker again."""
+    code = "import sys, {}; print('reasoning_gym' in sys.modules)"
+    for module, is_imported in ("grpo_ray.tasks", False), ("grpo_ray.tasks.reasoning_gym", True):
+        shown = subprocess.check_output([sys.executable, "-c", code.format(module)], text=True)
+        assert shown == f"{is_imported}\n"
 
 
 @pytest.mark.slow

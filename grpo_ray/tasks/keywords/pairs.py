@@ -6,7 +6,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.tasks.examples import Example, ExampleSets, counted
+from grpo_ray.errors import counted
+from grpo_ray.tasks.examples import Example, ExampleSets
 from grpo_ray.tasks.files import read_rows, text_of
 from grpo_ray.tasks.keywords.word_list import WORD, Keywords
 

@@ -23,8 +23,9 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 from rich.table import Table
 
+from grpo_ray.errors import counted
 from grpo_ray.records.durable import replacing
-from grpo_ray.records.episode_metrics import Status, counted
+from grpo_ray.records.episode_metrics import Status
 from grpo_ray.records.evaluation_summary import Category, EvaluationSummary, Interval, summarise
 from grpo_ray.records.json_lines import to_json
 from grpo_ray.records.visible_text import visible
@@ -113,7 +114,7 @@ def _readable(row: Row) -> str:
     part = f" of {row['task']}" if row["task"] else ""
     facts = f"reward {row['reward']:g}, {row['num_tokens']} tokens, ended by {row['finish_reason']}"
     if row.get("status") is not None:
-        branches = counted(row["num_branches"], "branch", "branches")
+        branches = counted(row["num_branches"], "branch", "es")
         facts += f", {counted(row['num_turns'], 'turn')}, {branches}, {row['status']}"
     lines = [f"### Example {row['example_id']}{part}, sample {row['sample']}", facts]
     if row["error"]:

@@ -24,8 +24,7 @@ class PreflightOptions:
         str | None, Option("NAME", "instead: reasoning_gym:NAME, gymnasium:ID or verifiers:TASKSET")
     ] = None
     template: Annotated[
-        str | None,
-        Option("MODEL", "the model with the tokenizer and chat template to use, or a .jinja file"),
+        str | None, Option("MODEL", "the model with the tokenizer and chat template to use, or a .jinja file")
     ] = None
     examples: Annotated[
         str | None,

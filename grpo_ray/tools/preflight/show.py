@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from grpo_ray.errors import counted
 from grpo_ray.records.visible_text import visible
-from grpo_ray.tasks.examples import counted
 from grpo_ray.tools.preflight.plays import Played
 from grpo_ray.tools.preflight.preflight import Preflight
 

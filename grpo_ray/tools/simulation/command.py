@@ -34,8 +34,7 @@ class SimulateOptions:
     config: ConfigFile
     overrides: Overrides = ()
     generators: Annotated[
-        int | None,
-        Option("N", "Generators (default: generator.num_generators)", type=positive),
+        int | None, Option("N", "Generators (default: generator.num_generators)", type=positive)
     ] = None
     steps: Annotated[int | None, Option("N", "steps (default: algorithm.num_steps)", type=positive)] = None
     seed: Annotated[
@@ -56,8 +55,7 @@ class SimulateOptions:
         ),
     ] = 1.0  # fmt: skip
     recorded: Annotated[
-        str | None,
-        Option("RUN", "draw lengths from the responses of a run (its rollouts/)", group=RESPONSES),
+        str | None, Option("RUN", "draw lengths from the responses of a run (its rollouts/)", group=RESPONSES)
     ] = None
     replay: Annotated[
         str | None,
@@ -68,8 +66,7 @@ class SimulateOptions:
         Option("FILE", "JSON file of the actors' speeds in seconds; see docs/lab/scale.md", group=SPEEDS),
     ] = None
     calibrate: Annotated[
-        tuple[str, ...],
-        Option("RUN", "fit the speeds to a finished run; repeatable", group=SPEEDS),
+        tuple[str, ...], Option("RUN", "fit the speeds to a finished run; repeatable", group=SPEEDS)
     ] = ()
     cores: Annotated[
         float | None,

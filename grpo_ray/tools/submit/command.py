@@ -17,8 +17,7 @@ class SubmitOptions:
     follow: Annotated[str | None, Instead("JOB", "print a job's output until it ends")] = None
     stop: Annotated[str | None, Instead("JOB", "end a job with a checkpoint")] = None
     address: Annotated[
-        str | None,
-        Option("URL", "the cluster's dashboard (default: RAY_ADDRESS, or http://127.0.0.1:8265)"),
+        str | None, Option("URL", "the cluster's dashboard (default: RAY_ADDRESS, or http://127.0.0.1:8265)")
     ] = None
     no_wait: Annotated[bool, Flag("submit without following the output")] = False
     env: Annotated[tuple[str, ...], Option("NAME", "a variable to pass on to the job; repeatable")] = ()
