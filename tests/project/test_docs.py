@@ -421,7 +421,7 @@ def test_a_loss_and_a_correction_of_ones_own() -> None:
 @pytest.mark.slow
 def test_a_task_a_loss_an_engine_a_transport_and_a_command_of_ones_own(tmp_path: Path) -> None:
     """Apply the page's diffs to a copy of the package, and use them there (extended_job.py)."""
-    shutil.copytree(ROOT / "grpo_ray", tmp_path / "grpo_ray", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "grpo_ray", tmp_path / "grpo_ray")  # compiled files too: they save seconds
     write_files(tmp_path)
     changes = "".join(text for language, _, text in blocks("extending.md") if language == "diff")
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
