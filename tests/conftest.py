@@ -71,17 +71,23 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 class ByFile(LoadFileScheduling):
-    """A file's tests go to one worker; so do all files that share one Ray."""
+    """A file's tests go to one worker; so do all files that share a Ray, and all that import vLLM, for 14 s."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "one Ray" if _shares_ray(file) else file
+        return _shared(file) or file
+
+
+SHARED = {
+    "one Ray": r"shared_ray|joining_ray",
+    "one vLLM": r'importorskip\("vllm"\)|import vllm_worker|marks=pytest\.mark\.vllm',
+}
 
 
 @functools.cache
-def _shares_ray(file: str) -> bool:
+def _shared(file: str) -> str | None:
     text = (Path(__file__).parents[1] / file).read_text()
-    return "shared_ray" in text or "joining_ray" in text
+    return next((name for name, words in SHARED.items() if re.search(words, text)), None)
 
 
 @pytest.hookimpl(optionalhook=True)
