@@ -29,6 +29,8 @@ from grpo_ray.config.task import SortingTaskConfig
 from grpo_ray.tools.simulation.virtual_time import VirtualClock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub
+# A second thread of torch spins while it waits for a core that another test has: 7 s became 70 s.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 Joining = Callable[[], contextlib.AbstractContextManager[None]]
 
