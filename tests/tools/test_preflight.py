@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_run import QUICKSTART
 
 from grpo_ray.episodes.chat_template import ChatTemplate
 from grpo_ray.episodes.limits import Limits
@@ -112,6 +113,7 @@ def test_the_command_shows_tokens_and_findings_writes_json_and_a_page_and_ends_w
         (["no_such_module:episode"], "there is no module 'no_such_module'"),
         (["nowhere.py:episode"], "nowhere.py: there is no such file"),
         (["grpo_ray.tasks.reasoning_gym:verified"], "has no `examples`"),
+        (["grpo_ray.episodes.calculator:episode", "--allow", "hang"], "fault; did you mean hangs?"),
     ],
 )
 def test_what_cannot_be_played_is_said_with_status_2(
@@ -126,6 +128,12 @@ def test_the_fixture_fails_a_test_for_a_fault(preflight: Any) -> None:
     preflight("grpo_ray.episodes.calculator:episode", num_examples=1)
     with pytest.raises(pytest.fail.Exception, match=r"constant_reward: example 0[\s\S]*cure: "):
         preflight("examples.zoo.known.whole_solution:reward", num_examples=1)
+
+
+@pytest.mark.parametrize(("prompt", "status"), [("r1_zero", 0), ("chat", 1)])
+def test_a_chat_template_is_judged_if_prompts_are_made_by_it(prompt: str, status: int) -> None:
+    template = ["--template", str(ROOT / "examples/zoo/known/no_header.jinja")]
+    assert main(["preflight", QUICKSTART, f"task.prompt={prompt}", *template, "--num-examples", "1"]) == status
 
 
 # ---- what a session makes impossible ----

@@ -4,9 +4,10 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
+from grpo_ray.config.schema import nearest_name
 from grpo_ray.tools.preflight.checks import Plays, play_findings
 from grpo_ray.tools.preflight.command import PreflightOptions
-from grpo_ray.tools.preflight.findings import Finding
+from grpo_ray.tools.preflight.findings import CURES, Finding
 from grpo_ray.tools.preflight.plays import Kind, Played, play
 from grpo_ray.tools.preflight.subject import Subject, load_subject
 from grpo_ray.tools.preflight.template import template_findings
@@ -42,8 +43,13 @@ def preflight(options: PreflightOptions) -> Preflight:
     Raises:
         ConfigError: the configuration is not valid.
         RunError: there is no such file.
-        ValueError: there is no such function, environment, template or example.
+        ValueError: there is no such function, environment, template or example, or no fault of an allowed name.
     """
+    for name in options.allow:
+        if name not in CURES:
+            nearest = nearest_name(name, [*CURES])
+            hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(CURES)}"
+            raise ValueError(f"--allow {name}: there is no such fault; {hint}")
     started = time.monotonic()
     subject = load_subject(options)
     found, plays = [*template_findings(subject)], Plays()

@@ -60,6 +60,7 @@ class Subject:
     rewards: Mapping[str, Reward] = field(default_factory=dict)  # by task; no reward: it is an environment
     settings: EpisodesConfig = field(default_factory=lambda: EpisodesConfig(max_turns=MAX_TURNS))
     reply_tokens: int = REPLY_TOKENS
+    has_chat: bool = True  # False: all prompts are texts, which no chat template writes
 
     @property
     def is_reward(self) -> bool:
@@ -148,17 +149,19 @@ def _of_config(options: PreflightOptions) -> Subject:
     else:
         tokenizer, ends = _tokenizer(model, config.model.trust_remote_code)
     rewards = config.task.rewards
+    prompts: dict[str, PromptTemplate] = {}
     episodes = {name: load_episode(task.episode) for name, task in config.episode_tasks.items()}
     for name, reward in rewards.items():
         check_reward(reward, "task.reward", None)
-        prompt: PromptTemplate = template_of(parts_of(config.task)[name])
-        episodes[name] = _graded(reward, Prompter(prompt, tokenizer, with_facts=True))
+        prompts[name] = template_of(parts_of(config.task)[name])
+        episodes[name] = _graded(reward, Prompter(prompts[name], tokenizer, with_facts=True))
     named = [task.episode for task in config.episode_tasks.values()]
     named += [term.reward for reward in rewards.values() for term in terms_of(reward) if ":" in term.reward]
     return Subject(
         str(options.target), episodes, load_examples(config.task, options.seed).train, tokenizer, ends,
         tuple(sys.modules[name.partition(":")[0]] for name in named), rewards, config.episodes,
-        config.sampling.max_tokens,
+        REPLY_TOKENS if model and model.endswith(".jinja") else config.sampling.max_tokens,  # of bytes
+        bool(config.episode_tasks) or any(isinstance(each, ChatTemplate) for each in prompts.values()),
     )  # fmt: skip
 
 

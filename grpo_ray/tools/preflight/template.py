@@ -13,9 +13,9 @@ PROBES = (
 
 
 def template_findings(subject: Subject) -> Iterator[Finding]:
-    """Yield what is wrong with the tokenizer's chat template, if it has one."""
+    """Yield what is wrong with the tokenizer's chat template, if there is one that prompts are made by."""
     tokenizer = subject.tokenizer
-    if not tokenizer.chat_template or subject.settings.renderer is not None:
+    if not tokenizer.chat_template or not subject.has_chat or subject.settings.renderer is not None:
         return
     arguments = subject.settings.template_arguments
 
