@@ -231,13 +231,9 @@ def profiling_script() -> Iterator[Callable[[str], ModuleType]]:
 @pytest.fixture
 def any_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reward that a random model earns sometimes, so that every step has a gradient."""
-    from any_reward_cli import ParityGrader
+    from any_reward_cli import patch_graders
 
-    from grpo_ray.core import scorer
-    from grpo_ray.tools.audit import regrader
-
-    monkeypatch.setattr(scorer, "Grader", ParityGrader)
-    monkeypatch.setattr(regrader, "Grader", ParityGrader)
+    patch_graders(monkeypatch)
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def said_of(function: str, fault: str) -> str:
 def broken(function: str, fault: str, *overrides: str) -> Any:
     own = f"{{reward: 'broken_rewards:{function}', arguments: {{fault: {fault}}}}}"
     return make_config(
-        f"task.reward=[{{reward: r1_zero}}, {own}]", "scorer.num_workers=2", "scorer.timeout_s=0.2", *overrides
+        f"task.reward=[{{reward: exact_match}}, {own}]", "scorer={num_workers: 2, timeout_s: 0.2}", *overrides
     )
 
 

@@ -40,14 +40,11 @@ SCANNING = ("exact_match", "keyword_inclusion", "last_number", "question_only", 
 
 
 def seconds_of(function: Callable[[str, str], object], response: str, truth: str) -> float:
-    """Return the CPU time of this thread, the lesser of two tries."""
-    times = []
-    for _ in range(2):
-        started = time.thread_time()
-        with contextlib.suppress(NotGraded, Ungradable):
-            function(response, truth)
-        times.append(time.thread_time() - started)
-    return min(times)
+    """Return the CPU time of this thread."""
+    started = time.thread_time()
+    with contextlib.suppress(NotGraded, Ungradable):
+        function(response, truth)
+    return time.thread_time() - started
 
 
 @pytest.mark.slow
@@ -55,10 +52,14 @@ def seconds_of(function: Callable[[str, str], object], response: str, truth: str
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_time_grows_with_the_length_alone(name: str, kind: str) -> None:
     truth = TRUTHS.get(name, "72")
-    for wrap in ("{}", "so </think> <answer> {} </answer>"):
+
+    def is_linear(wrap: str) -> bool:
         texts = (wrap.format(HOSTILE[kind](n)) for n in (N, 4 * N))
         small, large = (seconds_of(REWARDS[name], text, truth) for text in texts)
-        assert large < 9 * small + 0.02  # quadratic: 16 times
+        return large < 9 * small + 0.02  # quadratic: 16 times
+
+    for wrap in ("{}", "so </think> <answer> {} </answer>"):
+        assert is_linear(wrap) or is_linear(wrap)  # a busy machine may disturb one try
 
 
 def test_marks_in_a_row_are_the_same_word_as_before() -> None:

@@ -14,7 +14,10 @@ from examples.own_reward import train as own_reward
 from examples.trl_reward import rewards as trl_rewards
 
 ROOT = Path(__file__).parents[2]
-SHORT = ("algorithm.num_steps=2", "model.tiny.warmup.num_steps=1", "algorithm.prompts_per_step=2")
+SHORT = (
+    "algorithm={num_steps: 2, prompts_per_step: 2, samples_per_prompt: 2}",
+    "model.tiny={hidden_size: 32, num_layers: 1, num_heads: 2, num_kv_heads: 1, warmup: null}",
+)
 
 
 def train(example: str, tmp_path: Path, *overrides: str) -> grpo_ray.Run:

@@ -39,7 +39,9 @@ REWARD = "def reward(response, truth):\n    return 1.0\n"
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: TinyModel) -> Callable[..., Config]:
+def make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: TinyModel, any_reward: None
+) -> Callable[..., Config]:
     """Return a function that makes a configuration with a template, two files and a module of the user's."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -1,24 +1,28 @@
 """SIGINT and SIGTERM whatever the main thread is doing: real processes, without Ray."""
 
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from builders import TinyModel
 
 from grpo_ray.run import signals
 
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["grpo_ray.run.signals"])  # once, as it takes seconds
 BEGIN = """
-import asyncio, ctypes, sys, time
+import asyncio, ctypes, os, sys, time
 from pathlib import Path
 from grpo_ray.run import signals
 from grpo_ray.records.run_files import RunDirectory
 
-run = RunDirectory(sys.argv[1])
+for number, name in enumerate(("output", "errors"), 1):
+    os.dup2(os.open(folder.with_name(name), os.O_CREAT | os.O_WRONLY), number)
+run = RunDirectory(folder)
 """
 SWALLOWS = """
 with signals.signals_answered(run):
@@ -75,19 +79,38 @@ except KeyboardInterrupt:
 """
 
 
-def started(program: str, folder: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", BEGIN + program, str(folder)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n", process.communicate()[1]
-    return process
+class Started:
+    """A process that runs a program, and is ready for signals."""
+
+    def __init__(self, program: str, folder: Path, sign: str = "ready", **names: object) -> None:
+        self._folder = folder
+        self._process = FORKS.Process(target=exec, args=(BEGIN + program, {"folder": folder, **names}))
+        self._process.start()
+        self.wait_for(sign)
+
+    def wait_for(self, text: str) -> None:
+        while text not in self._text("output"):
+            assert self._process.is_alive(), self._text("errors")
+            time.sleep(0.01)
+
+    def send(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def ending(self) -> tuple[int | None, str, str]:
+        self._process.join(120)
+        return self._process.exitcode, self._text("output"), self._text("errors")
+
+    def _text(self, name: str) -> str:
+        path = self._folder.with_name(name)
+        return path.read_text() if path.exists() else ""
 
 
-def ending(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    output, errors = process.communicate(timeout=120)
-    return process.returncode, output, errors
+ON_A_HUNG_DISK = """
+import hung_disk_cli
+sys.argv[1:] = [str(folder), *overrides]
+sys.exit(hung_disk_cli.main())
+"""
 
 
 def ended_at_once(folder: Path) -> str:
@@ -96,8 +119,9 @@ def ended_at_once(folder: Path) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "config.yaml").touch()  # a run that can be resumed
-    return tmp_path
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()  # a run that can be resumed
+    return tmp_path / "run"
 
 
 @pytest.mark.parametrize(
@@ -126,48 +150,68 @@ def test_the_watch_ends_the_process_at_the_second_signal_that_stops_a_run(
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_first_signal_interrupts_the_main_thread(number: int, folder: Path) -> None:
-    process = started(INTERRUPTED, folder)
-    process.send_signal(number)
-    assert ending(process) == (130, "cleaned up\n", "")
+    process = Started(INTERRUPTED, folder)
+    process.send(number)
+    assert process.ending() == (130, "ready\ncleaned up\n", "")
 
 
 @pytest.mark.slow
 def test_a_run_that_has_no_folder_yet_is_not_said_to_resume(folder: Path) -> None:
-    process = started(SWALLOWS, folder / "none")
-    os.kill(process.pid, signal.SIGINT)
-    os.kill(process.pid, signal.SIGTERM)
-    status, _, errors = ending(process)
+    process = Started(SWALLOWS, folder.with_name("none"))
+    process.send(signal.SIGINT)
+    process.send(signal.SIGTERM)
+    status, _, errors = process.ending()
     assert status == 130
     assert errors.endswith("\nended at once, without waiting any longer\n")
 
 
 @pytest.mark.slow
 def test_a_main_thread_in_native_code_is_ended_by_the_first_signal(folder: Path) -> None:
-    process = started(NATIVE, folder)
+    process = Started(NATIVE, folder)
     time.sleep(1.0)  # between its last line and the call, Python answers
-    process.send_signal(signal.SIGINT)
-    status, _, errors = ending(process)
+    process.send(signal.SIGINT)
+    status, _, errors = process.ending()
     assert status == 130
     assert "ended at once, because it did not answer within 0.1 s; resume with: " in errors
 
 
 @pytest.mark.slow
 def test_an_event_loop_that_is_busy_is_ended_by_two_signals(folder: Path) -> None:
-    process = started(DEAF_LOOP, folder)
-    process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGTERM)  # another one: two of a kind may be delivered as one
-    assert ending(process)[::2] == (130, ended_at_once(folder))
+    process = Started(DEAF_LOOP, folder)
+    process.send(signal.SIGINT)
+    process.send(signal.SIGTERM)  # another one: two of a kind may be delivered as one
+    assert process.ending()[::2] == (130, ended_at_once(folder))
 
 
 @pytest.mark.slow
 def test_the_first_ctrl_c_says_what_is_waited_for_and_the_second_ends_the_run_at_once(folder: Path) -> None:
-    process = started(LONG_STEP, folder)
-    process.send_signal(signal.SIGINT)
-    assert process.stdout is not None
-    first = process.stdout.readline()
-    assert "waiting for the end of this step" in first
-    assert "Ctrl-C again ends the run at once" in first
-    process.send_signal(signal.SIGINT)
-    status, output, errors = ending(process)
-    assert (status, output) == (130, "")
+    process = Started(LONG_STEP, folder)
+    process.send(signal.SIGINT)
+    process.wait_for("Ctrl-C again ends the run at once\n")
+    process.send(signal.SIGINT)
+    status, output, errors = process.ending()
+    assert (status, output) == (130, f"ready\n{signals.STOPPING}\n")
+    assert "waiting for the end of this step" in output
     assert errors == ended_at_once(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "sign"),
+    [([], "hangs"), (["recovery.stall_timeout_s=2", "checkpoint.every_num_steps=2"], "nothing has moved")],
+    ids=["deadline", "stall"],
+)
+def test_a_driver_ends_in_time_although_a_write_hangs(
+    folder: Path, tiny_model: TinyModel, overrides: list[str], sign: str
+) -> None:
+    """A file system that hangs stops neither the deadline of a SIGTERM nor the watch for stalls."""
+    model = f"model={{path: {tiny_model()}, dtype: float32}}"
+    more = ["algorithm.num_steps=1000", "run.on_preemption_s=1", model, *overrides]
+    process = Started(ON_A_HUNG_DISK, folder.with_name("none"), sign, overrides=more)
+    began = time.monotonic()
+    process.send(signal.SIGTERM)
+    status, output, errors = process.ending()
+    assert status == 130, output + errors
+    reasons = ("no checkpoint could be written in 1 s", "everything waits for the buffer", "in a restore")
+    assert any(reason in output for reason in reasons)
+    assert time.monotonic() - began < 500  # the write hangs for 1000 s

@@ -3,15 +3,16 @@
 import asyncio
 import inspect
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from any_reward_cli import ParityGrader
 
 import grpo_ray
 from grpo_ray.errors import RunError
+from grpo_ray.rewards import trial
 from grpo_ray.tools.cli import main
 
 CONFIG: dict[str, Any] = {
@@ -47,7 +48,10 @@ def train(*overrides: str, **options: Any) -> grpo_ray.Run:
 
 
 @pytest.mark.slow
-def test_a_run_from_a_closure_and_a_list(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_from_a_closure_and_a_list(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "Grader", ParityGrader)  # the Scorer and the audit call the closure
     seen: list[int] = []
     run = train(on_step=lambda step, metrics: seen.append(step) or None)
     assert seen == [1, 2, 3]
@@ -81,9 +85,10 @@ def test_a_run_from_a_closure_and_a_list(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.slow
-async def test_a_run_in_a_notebook_and_twice_and_stopped_by_its_program() -> None:
+@pytest.mark.usefixtures("any_reward")
+async def test_a_run_in_a_notebook_another_in_a_thread_and_one_stopped_by_its_program() -> None:
     first = train("run.name=first", on_step=lambda step, _: step == 2)
-    second = train("run.name=second")
+    second = await asyncio.to_thread(train, "run.name=second", "algorithm.num_steps=1")
     assert (first.path / "checkpoints" / "step-000002").exists()
     assert not (first.path / "checkpoints" / "step-000003").exists()
     assert not first.is_finished
@@ -93,15 +98,7 @@ async def test_a_run_in_a_notebook_and_twice_and_stopped_by_its_program() -> Non
 
 
 @pytest.mark.slow
-def test_a_run_in_a_thread() -> None:
-    runs: list[grpo_ray.Run] = []
-    thread = threading.Thread(target=lambda: runs.append(train("algorithm.num_steps=1")))
-    thread.start()
-    thread.join()
-    assert runs[0].is_finished
-
-
-@pytest.mark.slow
+@pytest.mark.usefixtures("any_reward")
 def test_the_programs_own_error_ends_the_run_as_it_is() -> None:
     def fail(step: int, metrics: Any) -> None:
         raise ZeroDivisionError("mine")

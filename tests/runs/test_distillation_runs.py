@@ -58,11 +58,11 @@ def kept(run: RunDirectory) -> list[Any]:
 def test_a_policy_comes_closer_to_its_teacher_without_a_reward(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     overrides = with_teacher("distillation.use_reward=false", "weight_sync.max_lag=0", "learner.warmup_steps=0")
-    train(make_config(*overrides, "algorithm.num_steps=24", "algorithm.samples_per_prompt=8"), run.path)
+    train(make_config(*overrides, "algorithm.num_steps=18", "algorithm.samples_per_prompt=8"), run.path)
     assert audit(run).problems == []
     rows = read_metrics(run.metrics_path)
     divergences = [row["distillation/kl"] for row in rows]
-    assert sum(divergences[-4:]) < 0.85 * sum(divergences[:4])
+    assert sum(divergences[-6:]) < 0.87 * sum(divergences[:6])
     assert all(row["rollout/zero_variance_groups"] == 0 for row in rows)
     assert all(row["throughput/teacher_tokens_per_s"] > 0 for row in rows)
     assert all(row["time/teacher-0/look_up_s"] > 0 for row in rows)
@@ -70,13 +70,13 @@ def test_a_policy_comes_closer_to_its_teacher_without_a_reward(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_synchronous_run_that_is_killed_and_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
-    config = make_config(*with_teacher("weight_sync.max_lag=0", number=2))
+    config = make_config(*with_teacher("weight_sync.max_lag=0", number=2), "algorithm.num_steps=4")
     whole, run = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "run")
     train(config, whole.path)
     with pytest.raises(Killed):
         train(config, run.path, kill_after(3, 0.01))
     train(config, run.path)
-    assert len(kept(whole)) == 8
+    assert len(kept(whole)) == 4
     assert kept(whole) == kept(run)
     assert audit(run).problems == []
 
@@ -129,17 +129,20 @@ def test_a_group_is_sampled_again_if_its_look_up_fails(tmp_path: Path) -> None:
     [
         ["buffer.replay.frac=0.5", "buffer.replay.max_age=4"],
         ["algorithm.oversample_frac=0.5", "generator.slowdown_s=0.05"],
-        ["algorithm.epochs_per_batch=2", "algorithm.train_batch_size=4", "weight_sync.max_lag=2"],
-        ["algorithm.loss=dppo_tv", "algorithm.advantage_scale=whiten_tokens"],
+        [
+            "algorithm.epochs_per_batch=2", "algorithm.train_batch_size=4", "weight_sync.max_lag=2",
+            "algorithm.loss=dppo_tv", "algorithm.advantage_scale=whiten_tokens",
+        ],
         ["algorithm.loss=no_baseline", "learner.share_prompts=never", "sampling.temperature=0.8"],
     ],
-)
+)  # fmt: skip
 def test_combinations(tmp_path: Path, overrides: list[str]) -> None:
     run = RunDirectory(tmp_path / "run")
+    config = make_config(*with_teacher(*overrides), "algorithm.num_steps=5")
     with pytest.raises(Killed):
-        train(make_config(*with_teacher(*overrides)), run.path, kill_after(4, 0.01))
-    train(make_config(*with_teacher(*overrides)), run.path)
-    assert len(read_metrics(run.metrics_path)) == 8
+        train(config, run.path, kill_after(3, 0.01))
+    train(config, run.path)
+    assert len(read_metrics(run.metrics_path)) == 5
     assert audit(run).problems == []
 
 

@@ -64,7 +64,8 @@ FEATURES: dict[str, list[str]] = {
     "pass_at_k": ["algorithm.advantage=pass_at_k", "algorithm.advantage_options={k: 2}"],
     "kl_of_an_adapter": ["model.adapter.rank=4", "algorithm.kl.reference=initial",
                          "algorithm.kl.coefficient=0.1"],
-    "curriculum": ["task.curriculum={min_weight: 0.2}", "algorithm.num_steps=10", "weight_sync.max_lag=0"],
+    "curriculum": ["task.curriculum={min_weight: 0.2}", "algorithm.num_steps=7", "algorithm.samples_per_prompt=2",
+                   "weight_sync.max_lag=0"],
     "colocated": ["generator.colocated=true", "weight_sync.max_lag=0"],
     "not_in_flight": ["weight_sync.in_flight=false"],
     "kept_kv": ["weight_sync.recompute_kv=false"],
@@ -170,6 +171,7 @@ def mixture(folder: Path, episode: str = "talk") -> list[str]:
     return ["model.tiny=null", f"model.path={model}", f"task={task}"]
 
 
+@pytest.mark.usefixtures("any_reward")
 def test_a_mixture_of_episodes_and_a_plain_task(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
     # This model's rate is large enough to clip many tokens, which is what the detector is for.

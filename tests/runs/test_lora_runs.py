@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from any_reward_cli import patch_graders
 from local_runs import make_config, train
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -29,22 +30,15 @@ from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 LORA = ["model.adapter.rank=4", "model.tiny.hidden_size=64", "model.tiny.intermediate_size=128"]
 
 
-REWARD = "def reward(response, truth):\n    return float(len(response) % 2)\n"  # something to learn from
-
-
 @pytest.fixture(scope="module", autouse=True)
-def own_reward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Make the module of the reward importable, here and by the graders."""
-    folder = tmp_path_factory.mktemp("reward")
-    (folder / "odd_reward_of_lora.py").write_text(REWARD)
+def something_to_learn_from() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
+        patch_graders(patch)
         yield
 
 
 def lora_config(*overrides: str) -> Config:
-    reward = "task.reward=odd_reward_of_lora:reward"
-    return make_config(*LORA, reward, "learner.learning_rate=1e-2", *overrides)
+    return make_config(*LORA, "learner.learning_rate=1e-2", *overrides)
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
@@ -77,7 +71,7 @@ def test_replay_and_lag_work_with_an_adapter(tmp_path: Path) -> None:
     train(lora_config("buffer.replay.frac=0.5", "weight_sync.max_lag=1"), tmp_path / "run")
     rows = metrics(tmp_path / "run")
     assert max(row.get("lag/max", 0) for row in rows) >= 2
-    assert main(["audit", str(tmp_path / "run"), "--run-reward-code"]) == 0
+    assert main(["audit", str(tmp_path / "run")]) == 0
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from any_reward_cli import patch_graders
 from local_runs import make_config, train
 from local_serving import LocalServing, serve_locally
 from safetensors.torch import load_file, save_file
@@ -80,14 +81,12 @@ def read(folder: Path) -> tuple[dict[str, Any], list[Row]]:
 @pytest.mark.slow
 def test_known_answers_to_a_gsm8k_file(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
     serve_locally(gsm8k_answers)
-    given = options(
-        tiny_model(), tmp_path / "e", task=gsm8k_file(tmp_path), reward="question_only", num_samples=4
-    )
+    given = options(tiny_model(), tmp_path / "e", task=gsm8k_file(tmp_path), num_samples=4)
     folder = evaluate(given)
     data, rows = read(folder)
     summary = data["summary"]
     assert data["task"]["kind"] == "gsm8k"
-    assert (data["task"]["prompt"], data["task"]["reward"]) == ("question_only", "question_only")
+    assert (data["task"]["prompt"], data["task"]["reward"]) == ("question_only", "exact_match")
     assert (summary["num_examples"], summary["num_samples"]) == (5, 4)
     kinds = "".join(known for _, known in GSM8K.values())
     assert summary["num_correct"] == kinds.count("1") == 6
@@ -266,12 +265,19 @@ def test_ungraded_responses_are_counted_separately(
 # ---- a run ----
 
 
+@pytest.fixture(scope="module")
+def trained(model_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run of eight steps with different checkpoints 2, 4, 6 and 8."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch_graders(patch)
+        train(make_config("checkpoint.keep=8", "evaluation.every_num_steps=4"), folder)
+    return folder
+
+
 @pytest.fixture
-def run(tmp_path: Path, any_reward: None) -> RunDirectory:
-    """Return a run of eight steps with different checkpoints 2, 4, 6 and 8."""
-    folder = tmp_path / "run"
-    train(make_config("checkpoint.keep=8", "evaluation.every_num_steps=4"), folder)
-    return RunDirectory(folder)
+def run(tmp_path: Path, trained: Path, any_reward: None) -> RunDirectory:
+    return RunDirectory(shutil.copytree(trained, tmp_path / "run"))
 
 
 @pytest.mark.slow

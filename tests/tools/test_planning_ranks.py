@@ -1,6 +1,5 @@
 """The plan of a rank's memory against what torch allocates: FSDP2 without other ranks, and on real ones."""
 
-import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -76,9 +75,7 @@ def measure_rank(rank: int, backend: str, num_ranks: int, port: int, sizes: dict
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "vocab_size"), [(2, 512), (2, 32768), (3, 32768)])
 @pytest.mark.parametrize("backend", ["fake", "gloo"])
-def test_a_rank_holds_what_is_planned(
-    backend: str, num_ranks: int, vocab_size: int, tmp_path: Path
-) -> None:
+def test_a_rank_holds_what_is_planned(backend: str, num_ranks: int, vocab_size: int, tmp_path: Path) -> None:
     """With few tokens of a large vocabulary the peak is where the root's gradient is reduced.
 
     Otherwise it is where blocks are. Which of a neighbour's buffers are freed by then differs from run to run:
@@ -106,4 +103,5 @@ def test_a_rank_holds_what_is_planned(
         assert planned == pytest.approx(peak, rel=0.08)
     else:
         one_more = (2 + 4) * shape.block_parameters  # gathered in bfloat16, to reduce in float32
-        assert (0.6 if backend == "gloo" else 0.5) * planned <= peak <= planned + 1.1 * one_more  # oneDNN's scratch differs by processor
+        least = (0.6 if backend == "gloo" else 0.5) * planned  # oneDNN's scratch differs by processor
+        assert least <= peak <= planned + 1.1 * one_more

@@ -56,7 +56,7 @@ def test_a_run_repeats_to_the_byte_with_its_faults(tmp_path: Path) -> None:
     for name, seed in (("one", 3), ("other", 3), ("seeded", 4)):
         # The same folder's name: the timeline has it.
         simulated(
-            tmp_path / name / "run", f"run.seed={seed}", "algorithm.num_steps=16",
+            tmp_path / name / "run", f"run.seed={seed}", "algorithm.num_steps=10",
             speeds=FAULTS, trace=traces[name].append,
         )  # fmt: skip
     assert traces["one"] == traces["other"]
@@ -99,7 +99,7 @@ SCHEDULES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(
     seed=st.integers(0, 10**6),
     num_generators=st.integers(1, 5),
@@ -152,7 +152,7 @@ EPISODES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", AGES)
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(
     seed=st.integers(0, 10**6),
     environment_s=st.sampled_from([0.0, 3.0]),

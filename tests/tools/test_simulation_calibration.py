@@ -27,6 +27,7 @@ KNOWN = Speeds(
 CHANGES = [
     "evaluation.every_num_steps=1000",
     "algorithm.num_steps=9",
+    "algorithm.prompts_per_step=4",
     "algorithm.samples_per_prompt=4",
     "sampling.max_tokens=300",
     "scorer.num_workers=1",
@@ -47,7 +48,7 @@ def test_a_fit_recovers_the_speeds_of_a_simulated_run(
     tmp_path: Path, num_generators: int, max_lag: int
 ) -> None:
     schedule = [f"generator.num_generators={num_generators}", f"weight_sync.max_lag={max_lag}"]
-    paths = [record(tmp_path / str(n), f"algorithm.prompts_per_step={n}", *schedule) for n in (16, 4)]
+    paths = [record(tmp_path / str(n), f"algorithm.prompts_per_step={n}", *schedule) for n in (8, 2)]
     found = calibrate([read_run(path) for path in paths])
     assert len(found.warnings) == 1  # prompts of one length
     assert (found.sampling_error, found.training_error) == pytest.approx((0, 0), abs=1e-6)
