@@ -29,8 +29,11 @@ from grpo_ray.config.task import SortingTaskConfig
 from grpo_ray.tools.simulation.virtual_time import VirtualClock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub
-# A second thread of torch spins while it waits for a core that another test has: 7 s became 70 s.
+# Tests compute with one thread. Runs that they start and that ask for two must not spin while these wait for a
+# core that another test has: a warm-up of 25 s took 195 s.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 
 Joining = Callable[[], contextlib.AbstractContextManager[None]]
 
