@@ -16,7 +16,7 @@ from local_runs import Recorder, make_config
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.core.controller import Controller
 from grpo_ray.records.run_files import RunDirectory
-from grpo_ray.run.preflight import check_files, prepare
+from grpo_ray.run.preparation import check_files, prepare
 from grpo_ray.run.restores import train_through_restores
 from grpo_ray.run.signals import Interrupted, run_until_signal, signals_answered
 from grpo_ray.watch.run_state import reported

@@ -14,7 +14,7 @@ from grpo_ray.core.context import ServingContext
 from grpo_ray.core.controller import Controller
 from grpo_ray.records.evaluation_summary import EvaluationSummary
 from grpo_ray.records.run_files import RunDirectory, read_metrics
-from grpo_ray.run.preflight import check_files, prepare
+from grpo_ray.run.preparation import check_files, prepare
 from grpo_ray.run.restores import train_through_restores
 from grpo_ray.watch.open_calls import OpenCalls
 from grpo_ray.watch.restarts import RestartBudget

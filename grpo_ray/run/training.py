@@ -24,7 +24,7 @@ from grpo_ray.records.rollout_log import num_groups_in
 from grpo_ray.records.run_files import RunDirectory, dump_config, last_logged_step
 from grpo_ray.records.visible_text import print_visible
 from grpo_ray.run.machine import on_this_machine
-from grpo_ray.run.preflight import (
+from grpo_ray.run.preparation import (
     TaskData,
     at_commits,
     check_files,

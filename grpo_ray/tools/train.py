@@ -104,7 +104,7 @@ def _check(options: CheckOptions) -> int:
     config = load_config(options.config, options.overrides)
     from grpo_ray.records.run_files import RunDirectory
     from grpo_ray.run.machine import on_this_machine, shortfalls_here
-    from grpo_ray.run.preflight import check_files, with_trial
+    from grpo_ray.run.preparation import check_files, with_trial
     from grpo_ray.watch.trackers import check_trackers
 
     notice = None

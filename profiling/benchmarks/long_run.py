@@ -101,7 +101,7 @@ def _resume(run: RunDirectory) -> Callable[[], None]:
     """Read what `grpo-ray resume` does before it starts the actors."""
     from grpo_ray.records.checkpoint import make_store
     from grpo_ray.records.run_files import last_logged_step
-    from grpo_ray.run.preflight import check_files, prepare
+    from grpo_ray.run.preparation import check_files, prepare
     from grpo_ray.watch.run_log import RunLog
 
     config = load_config(run.config_path)

@@ -23,7 +23,7 @@ from grpo_ray.records.checkpoint import CheckpointState, make_store
 from grpo_ray.records.rollout_log import write_rollouts
 from grpo_ray.records.run_files import RunDirectory, step_name
 from grpo_ray.records.validation_files import summarise_groups, write_evaluation
-from grpo_ray.run.preflight import check_files, prepare
+from grpo_ray.run.preparation import check_files, prepare
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup, TrainBatch
 from grpo_ray.watch.console import RunConsole
 from grpo_ray.watch.run_state import reported

@@ -18,7 +18,7 @@ from grpo_ray.cluster.hosting import ActorGroup
 from grpo_ray.config.loading import load_config
 from grpo_ray.core.generator import Generator
 from grpo_ray.errors import ActorDied, DataLost
-from grpo_ray.run.preflight import check_files, prepare
+from grpo_ray.run.preparation import check_files, prepare
 from grpo_ray.types import TrainBatch
 
 pytestmark = pytest.mark.ray

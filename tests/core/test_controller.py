@@ -24,7 +24,7 @@ from grpo_ray.records import json_lines
 from grpo_ray.records.checkpoint import make_store
 from grpo_ray.records.rollout_log import read_rollouts
 from grpo_ray.records.run_files import JsonLines, RunDirectory, read_metrics, step_name
-from grpo_ray.run.preflight import check_files, prepare
+from grpo_ray.run.preparation import check_files, prepare
 from grpo_ray.run.restores import train_through_restores
 from grpo_ray.run.signals import Interrupted, run_until_signal
 from grpo_ray.tools.audit.audit import audit as audit_files

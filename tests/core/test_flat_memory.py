@@ -28,7 +28,7 @@ from grpo_ray.core.generator import Generator
 from grpo_ray.core.learner import STAGES
 from grpo_ray.records.checkpoint import make_store
 from grpo_ray.records.run_files import RunDirectory
-from grpo_ray.run.preflight import check_files, prepare
+from grpo_ray.run.preparation import check_files, prepare
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import Completion, SamplingSettings, StepReport, TrainBatch
 from grpo_ray.watch.restarts import RestartBudget

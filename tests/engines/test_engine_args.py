@@ -14,7 +14,7 @@ from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.config.sampling import DECIDED
 from grpo_ray.engines import engine_args
 from grpo_ray.engines.engine_args import check_engine_args
-from grpo_ray.run.preflight import check_files
+from grpo_ray.run.preparation import check_files
 from grpo_ray.tools.cli import main
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM's source")

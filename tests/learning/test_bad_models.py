@@ -20,7 +20,7 @@ from grpo_ray.engines.torch_engine import TorchEngine
 from grpo_ray.learning.loading import check_finite, load_policy
 from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.learning.tiny import build_model
-from grpo_ray.run.preflight import check_files, prepare
+from grpo_ray.run.preparation import check_files, prepare
 
 WEIGHTS = "model.safetensors"
 

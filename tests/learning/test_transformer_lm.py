@@ -21,7 +21,7 @@ from grpo_ray.learning.loading import load_policy
 from grpo_ray.learning.transformer_lm import TransformerLM
 from grpo_ray.learning.transformer_lm.layers import Context, RMSNorm, rotary_angles, rotate
 from grpo_ray.learning.transformer_lm.model import _allowed
-from grpo_ray.run.preflight import check_files
+from grpo_ray.run.preparation import check_files
 from grpo_ray.types import TrainBatch
 
 VOCABULARY = 61

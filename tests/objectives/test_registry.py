@@ -16,7 +16,7 @@ from grpo_ray.core.learner import Learner
 from grpo_ray.learning.sequences import sequences_of
 from grpo_ray.objectives import ADVANTAGES, CORRECTIONS, LOSSES, SELECTIONS, Objective, check_algorithm
 from grpo_ray.objectives.inputs import parameters_of, uses_ratio
-from grpo_ray.run.preflight import WITH_OPTIONS, check_files
+from grpo_ray.run.preparation import WITH_OPTIONS, check_files
 
 MODULE = "my_losses_4711"
 CODE = """

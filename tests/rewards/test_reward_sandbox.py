@@ -14,7 +14,7 @@ from sandbox_attempts import CASES, GAPS
 from grpo_ray.config import Config
 from grpo_ray.rewards.isolation.confinement import Protection, protection_here
 from grpo_ray.rewards.isolation.readable import readable_paths
-from grpo_ray.run import preflight
+from grpo_ray.run import preparation
 
 Outcomes = dict[str, dict[str, dict[str, str]]]
 REFUSALS = {"EPERM", "EACCES", "EMFILE", "MemoryError", "ValueError", "RuntimeError"}
@@ -88,11 +88,11 @@ def test_a_kernel_that_offers_everything_gives_no_notice() -> None:
 def test_a_run_says_at_its_start_what_its_kernel_does_not_hold(
     tiny_config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "protection_here", lambda: Protection(landlock=0, has_filter=True))
-    notices = preflight.check_files(tiny_config).notices
+    monkeypatch.setattr(preparation, "protection_here", lambda: Protection(landlock=0, has_filter=True))
+    notices = preparation.check_files(tiny_config).notices
     assert not [notice for notice in notices if "isolated" in notice]  # its reward needs no process
     task = tiny_config.task.model_copy(update={"reward": "r1_zero"})
-    notices = preflight.check_files(tiny_config.model_copy(update={"task": task})).notices
+    notices = preparation.check_files(tiny_config.model_copy(update={"task": task})).notices
     assert [notice for notice in notices if "grading is less isolated on this machine (no Landlock" in notice]
 
 

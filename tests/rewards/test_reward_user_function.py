@@ -12,7 +12,7 @@ from grpo_ray.config.reward import RewardTerm
 from grpo_ray.rewards import get_reward_fn
 from grpo_ray.rewards.configured import check_reward
 from grpo_ray.rewards.user_function import as_reward_fn
-from grpo_ray.run.preflight import check_files
+from grpo_ray.run.preparation import check_files
 
 EXAMPLES = "examples.rewards"
 

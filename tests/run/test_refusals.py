@@ -7,7 +7,7 @@ import pytest
 from small_run import QUICKSTART
 
 from grpo_ray.config.loading import load_config
-from grpo_ray.run.preflight import check_files
+from grpo_ray.run.preparation import check_files
 from grpo_ray.tools.cli import main
 
 MISTAKES = {

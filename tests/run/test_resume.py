@@ -29,7 +29,7 @@ from grpo_ray.records.checkpoint import CheckpointState, CheckpointStore
 from grpo_ray.records.json_lines import lines_from_end
 from grpo_ray.records.run_files import RunDirectory, last_logged_step, read_metrics
 from grpo_ray.run import restores, training
-from grpo_ray.run.preflight import check_files
+from grpo_ray.run.preparation import check_files
 from grpo_ray.tasks.input_digests import check_inputs, input_digests, write_digests
 from grpo_ray.tasks.prompt_stream import PromptStream
 from grpo_ray.watch.run_log import RunLog

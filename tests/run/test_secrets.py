@@ -19,7 +19,7 @@ from grpo_ray.episodes.checking import check_episodes
 from grpo_ray.records.run_files import dump_config
 from grpo_ray.rewards.configured import check_reward
 from grpo_ray.rewards.isolation.pool import RewardPool
-from grpo_ray.run.preflight import check_files
+from grpo_ray.run.preparation import check_files
 
 REWARDS = """
 import os

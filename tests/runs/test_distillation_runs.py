@@ -19,7 +19,7 @@ from grpo_ray.core.controller import Controller
 from grpo_ray.errors import RunError
 from grpo_ray.records.rollout_log import read_rollouts
 from grpo_ray.records.run_files import RunDirectory, read_metrics
-from grpo_ray.run.preflight import check_files
+from grpo_ray.run.preparation import check_files
 from grpo_ray.run.tiny_model import tiny_model_folder
 from grpo_ray.run.training import resume
 from grpo_ray.tools.audit.audit import audit

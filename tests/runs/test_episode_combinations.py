@@ -19,7 +19,7 @@ from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.records.rollout_log import read_groups
 from grpo_ray.records.run_files import RunDirectory, read_metrics
-from grpo_ray.run.preflight import check_files
+from grpo_ray.run.preparation import check_files
 from grpo_ray.run.tiny_model import tiny_model_folder
 from grpo_ray.tools.audit.audit import audit
 from grpo_ray.tools.cli import main

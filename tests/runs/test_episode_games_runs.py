@@ -8,7 +8,7 @@ import pytest
 from local_runs import train
 
 from grpo_ray.config.loading import load_config
-from grpo_ray.run.preflight import check_files
+from grpo_ray.run.preparation import check_files
 
 pytestmark = pytest.mark.usefixtures("model_cache")
 

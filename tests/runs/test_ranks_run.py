@@ -22,7 +22,7 @@ from grpo_ray.cluster import hosting, session
 from grpo_ray.config.loading import load_config
 from grpo_ray.core.controller import Controller
 from grpo_ray.records.run_files import RunDirectory, read_metrics
-from grpo_ray.run.preflight import check_files, prepare
+from grpo_ray.run.preparation import check_files, prepare
 from grpo_ray.run.restores import train_through_restores
 from grpo_ray.tools.audit.audit import audit
 

@@ -13,7 +13,7 @@ from builders import TinyModel
 
 from grpo_ray.config import Config
 from grpo_ray.config.task import FileTaskConfig
-from grpo_ray.run.preflight import TaskData, check_files, prepare
+from grpo_ray.run.preparation import TaskData, check_files, prepare
 from grpo_ray.tasks import files, load_examples
 from grpo_ray.tasks.prompts import load_template
 from grpo_ray.tools.cli import main

@@ -8,7 +8,7 @@ from local_runs import make_config, train, until
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config.loading import ConfigError
 from grpo_ray.core.controller import Controller
-from grpo_ray.run.preflight import check_files
+from grpo_ray.run.preparation import check_files
 
 
 @pytest.mark.parametrize("size", ["prompts_per_step=100000000", "samples_per_prompt=100000000"])

@@ -22,7 +22,7 @@ from examples.course.keyword_data.writers import (
 from grpo_ray.config.task import KeywordsTaskConfig
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.errors import RunError, counted, shown_plainly
-from grpo_ray.run.preflight import check_files
+from grpo_ray.run.preparation import check_files
 from grpo_ray.tasks.keywords.examples import make_example, task_keywords
 from grpo_ray.tasks.keywords.pairs import KeywordPair
 from grpo_ray.tasks.keywords.word_list import Keywords, read_words

@@ -11,7 +11,7 @@ from grpo_ray.core.context import PreparedServing
 from grpo_ray.errors import RunError, all_of, ray_needed, shown_plainly
 from grpo_ray.learning.model_files import is_local as is_local_model
 from grpo_ray.records.evaluation_summary import EvaluationSummary
-from grpo_ray.run.preflight import check_files, prepare_serving
+from grpo_ray.run.preparation import check_files, prepare_serving
 from grpo_ray.run.signals import Interrupted, signals_answered, sigterm_interrupts
 from grpo_ray.tasks import load_validation
 from grpo_ray.tasks.examples import ExampleSets

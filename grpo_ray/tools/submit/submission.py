@@ -128,7 +128,7 @@ def resumption_job(run: str, overrides: Sequence[str], context: SubmissionContex
 def _job(
     arguments: Sequence[str], config: Config, run: Path, path: str, context: SubmissionContext
 ) -> Submission:
-    listed = [name for name in config.secrets if name in os.environ]  # preflight refuses the others
+    listed = [name for name in config.secrets if name in os.environ]  # preparation refuses the others
     variables, warnings = _variables([*dict.fromkeys([*context.env, *listed])], os.environ)
     folder, excludes = context.folder.resolve(), list(EXCLUDED)
     if run.parent != folder and run.parent.is_relative_to(folder):

@@ -62,7 +62,7 @@ def _checked_job(options: SubmitOptions, context: SubmissionContext) -> Submissi
     if missing := missing_here(config, context):
         warning = f"{missing[0]} is not on this machine, so data and model are checked on the cluster"
         return replace(job, warnings=(*job.warnings, warning))
-    from grpo_ray.run.preflight import check_files  # here, because it imports torch
+    from grpo_ray.run.preparation import check_files  # here, because it imports torch
 
     with shown_plainly():
         check_files(config)
