@@ -240,6 +240,14 @@ def any_reward(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No reward is tried before a run: that starts the same processes as the run."""
+    from any_reward_cli import ParityGrader
+
+    monkeypatch.setattr("grpo_ray.rewards.trial.Grader", ParityGrader)
+
+
+@pytest.fixture
 def environments_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """Write the files of docs/environments.md into the current folder; return an importer of its modules."""
     text = (Path(__file__).parents[1] / "docs" / "environments.md").read_text()

@@ -38,6 +38,7 @@ def test_the_functions_by_hand() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("untried")
 def test_own_reward(tmp_path: Path) -> None:
     run = grpo_ray.train(
         own_reward.CONFIG, *SHORT, f"run.output_dir={tmp_path}",
@@ -47,6 +48,7 @@ def test_own_reward(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("untried")
 def test_trl_reward(tmp_path: Path) -> None:
     metrics = train("trl_reward", tmp_path).metrics()
     assert {"reward/correctness/mean", "reward/digits/mean"} <= {*metrics.column_names}

@@ -14,7 +14,7 @@ from grpo_ray.tools.audit.audit import audit
 pytestmark = pytest.mark.usefixtures("model_cache")
 SMALL = (
     "model.tiny={hidden_size: 32, num_layers: 1, num_heads: 2, num_kv_heads: 1, max_position_embeddings: 256, "
-    "warmup: {num_steps: 10, batch_size: 8}}",
+    "warmup: {num_steps: 2, batch_size: 4}}",
     "algorithm={num_steps: 3, prompts_per_step: 4, samples_per_prompt: 4, entropy_bonus: 0.01}",
     "generator.engine=torch",
     "episodes.max_seconds=60",
@@ -28,15 +28,16 @@ SMALL = (
     ("name", "package", "overrides"),
     [
         ("frozen_lake", "gymnasium", ()),
-        # The tokenizer's pairs alone are 1,000 conversations.
         ("colors", "openai", ("sampling.max_tokens=40", "episodes.tool_parser=transformers")),
         ("play_numbers", "verifiers.v1", ("episodes.max_turns=3",)),
     ],
 )
 def test_the_pages_environments_are_trained(
-    environments_page: Callable[[str], Any], tmp_path: Path, name: str, package: str, overrides: tuple[str, ...]
-) -> None:
+    environments_page: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    name: str, package: str, overrides: tuple[str, ...],
+) -> None:  # fmt: skip
     pytest.importorskip(package)
+    monkeypatch.setattr("grpo_ray.tasks.kinds.TOKENIZER_PAIRS", 100)
     environments_page(name)
     functions = [f"task.{key}={name}:{key}" for key in ("episode", "examples", "warmup")]
     run = RunDirectory(tmp_path / "run")

@@ -38,10 +38,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("model_cache")]
 
 # Overrides by the feature that they turn on.
 FEATURES: dict[str, list[str]] = {
-    "plain": [],
-    "synchronous": ["weight_sync.max_lag=0"],
     "lag": ["weight_sync.max_lag=3", "generator.num_generators=2"],
-    "lora": ["model.adapter.rank=4"],
     "collective": ["weight_sync.transport=collective"],
     "delta": ["weight_sync.delta=true", "model.dtype=bfloat16", "learner.learning_rate=1e-4"],
     "padded": ["learner.share_prompts=never"],
@@ -72,7 +69,6 @@ FEATURES: dict[str, list[str]] = {
     "dynamic_sampling": ["algorithm.dynamic_sampling_tries=2"],
     "dynamic_sampling_by_answer": ["algorithm.dynamic_sampling_tries=2",
                                    "algorithm.dynamic_sampling_metric=answer"],
-    "replay": ["buffer.replay.frac=0.5", "buffer.replay.max_age=4"],
     "lookahead": ["buffer.lookahead=2"],
     "own_transformer": ["model.implementation=grpo_ray"],
     "8bit_moments": ["learner.moments=8bit"],

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import small_episodes
 import torch
-from any_reward_cli import ParityGrader
 from local_runs import train
 from safetensors.torch import load_file
 
@@ -21,7 +20,6 @@ from grpo_ray.config.loading import load_config
 from grpo_ray.engines.torch_engine import TorchEngine
 from grpo_ray.records.rollout_log import read_groups
 from grpo_ray.records.run_files import RunDirectory, read_metrics
-from grpo_ray.rewards import trial
 from grpo_ray.run.tiny_model import tiny_model_folder
 from grpo_ray.tools.audit.audit import audit
 from grpo_ray.types import Completion, Episode, ScoredGroup
@@ -80,8 +78,7 @@ def compare(episodes: ScoredGroup, plain: ScoredGroup) -> None:
 
 @pytest.fixture
 def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the engine sample every completion in a batch of its own, and try no reward before the run."""
-    monkeypatch.setattr(trial, "Grader", ParityGrader)
+    """Let the engine sample every completion in a batch of its own."""
     sample = TorchEngine._sample
 
     async def one_by_one(engine: TorchEngine, sequences: list[Any]) -> None:
@@ -101,7 +98,7 @@ def two_runs(folder: Path, *overrides: str) -> tuple[RunDirectory, RunDirectory]
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_at_a_time")
+@pytest.mark.usefixtures("one_at_a_time", "untried")
 @pytest.mark.parametrize("sharing", ["auto", "never"])
 def test_the_run_is_the_same(sharing: str, tmp_path: Path) -> None:
     episodes, plain = two_runs(tmp_path, f"learner.share_prompts={sharing}")

@@ -76,12 +76,12 @@ def test_replay_and_lag_work_with_an_adapter(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
-    config = lora_config("weight_sync.max_lag=0", "algorithm.kl.reference=ema", "algorithm.kl.coefficient=0.1")
+    config = lora_config(*KL, "algorithm.num_steps=4")
     train(config, tmp_path / "whole")
-    train(lora_config(*KL, "algorithm.num_steps=4"), tmp_path / "cut")
+    train(lora_config(*KL, "algorithm.num_steps=2"), tmp_path / "cut")
     train(config, tmp_path / "cut")
     for name in ("adapter_model.safetensors", "training/optimizer.safetensors"):
-        whole, cut = (load_file(tmp_path / run / "checkpoints/step-000008" / name) for run in ("whole", "cut"))
+        whole, cut = (load_file(tmp_path / run / "checkpoints/step-000004" / name) for run in ("whole", "cut"))
         assert whole.keys() == cut.keys()
         assert all(torch.equal(whole[key], cut[key]) for key in whole)
 

@@ -119,14 +119,14 @@ def test_a_mixture_of_any_schedule_is_clean(
     config: Callable[..., Config], tmp_path: Path, changes: tuple[str, ...]
 ) -> None:
     curriculum = MIXTURE.replace("num_digits: 1", "num_digits: 1, curriculum: {min_weight: 0.2}")
-    train(config(curriculum, *changes), tmp_path / "run")
+    train(config(curriculum, *changes, "algorithm.num_steps=5"), tmp_path / "run")
     assert audit(RunDirectory(tmp_path / "run")).problems == []
 
 
 @pytest.mark.slow
 def test_a_model_built_here_trains_on_arithmetic(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
-    train(make_config(f"task={SUMS}"), run.path)
+    train(make_config(f"task={SUMS}", "algorithm.num_steps=3"), run.path)
     assert audit(run).problems == []
     with pytest.raises(
         ValueError, match=r"model.tiny: it is built for a task of kind .*arithmetic.*, not mixture"
@@ -187,7 +187,7 @@ def chat_model(tiny_model: TinyModel, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_the_models_own_chat_template(chat_model: Path, tmp_path: Path) -> None:
-    task = ["task.prompt=chat", "task.system_prompt=Be brief."]
+    task = ["task.prompt=chat", "task.system_prompt=Be brief.", "algorithm.num_steps=3"]
     run = RunDirectory(tmp_path / "run")
     train(make_config(f"model={{path: {chat_model}, dtype: float32}}", *task), run.path)
     report = audit(run)

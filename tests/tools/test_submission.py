@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -414,8 +415,11 @@ class Status(str):
 
 
 @pytest.fixture
-def jobs(monkeypatch: pytest.MonkeyPatch) -> FakeJobs:
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeJobs:
     fake = FakeJobs()
+    if Path("configs").exists():
+        shutil.copytree("configs", tmp_path / "here/configs")
+        monkeypatch.chdir(tmp_path / "here")  # where fewer files are looked through
     monkeypatch.setattr(job_client, "_connect", lambda address: fake)
     monkeypatch.setattr(job_client, "POLL_S", 0.0)
     return fake
