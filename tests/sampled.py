@@ -29,10 +29,8 @@ KEPT: dict[str, tuple[str, ...]] = {
     "test_flat_memory.py::test_memory_does_not_grow_with_the_steps": ("everything",),
     "test_episode_combinations.py::test_episodes_train_with": (
         "kl",
-        "several_updates",
         "collective",
         "curriculum",
-        "dynamic_sampling",
         "reinforce_plus_plus",
     ),
     "test_episode_failures.py::test_an_example_that_ends_its_worker_is_set_aside_and_costs_no_other_group": (

@@ -320,6 +320,7 @@ def write_config(folder: Path, task: FileTaskConfig, model: Path) -> str:
         ({"prompt": "r2_zero"}, 2, "grpo-ray: task.prompt: cannot read 'r2_zero'"),
     ],
 )
+@pytest.mark.usefixtures("untried")
 def test_check_by_its_exit_status(
     tmp_path: Path, tiny_model: TinyModel, capsys: pytest.CaptureFixture[str],
     fields: dict[str, Any], code: int, message: str,

@@ -92,6 +92,7 @@ def test_the_package_is_imported_with_the_verifier_and_with_nothing_else() -> No
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("untried")
 def test_a_run_is_graded_by_the_verifier_and_audited(tmp_path: Path, tiny_model: TinyModel) -> None:
     """The point is the way of a row to the isolated verifier and into the audit: the model is random."""
     words = {"min_word_len": 3, "max_word_len": 3}
