@@ -1,13 +1,9 @@
 """A run's folder by an attacker: report, audit, evaluate and top run none of its code, and do what they can."""
 
-import http.server
 import json
-import os
 import pickle
 import shutil
-import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,40 +230,6 @@ def test_audit_reads_a_chat_template_without_the_models_code(
     assert not marker.exists()
     main(["audit", str(run.path), "--trust-remote-code"])
     assert marker.exists()
-
-
-@pytest.mark.slow
-def test_audit_downloads_nothing_that_a_folder_names(tmp_path: Path) -> None:
-    requests: list[str] = []
-
-    class Hub(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            requests.append(self.path)
-            self.send_error(404)
-
-        do_HEAD = do_GET
-
-        def log_message(self, *_: Any) -> None: ...
-
-    task = {
-        "kind": "file",
-        "train_path": "evil/questions",
-        "validation_path": "evil/questions",
-        "reward": "r1_zero",
-    }
-    config = load_config(
-        "configs/quickstart.yaml", ['model={"path": "evil/model"}', f"task={json.dumps(task)}"]
-    )
-    run = make_run(tmp_path / "run", config, num_steps=0)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        variables = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
-        variables |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "hub")}
-        program = [sys.executable, "-m", "grpo_ray", "audit", str(run.path)]
-        done = subprocess.run(program, env=variables, capture_output=True, text=True, timeout=600)
-        server.shutdown()
-    assert "the task's data is missing" in done.stdout, done.stderr
-    assert requests == []
 
 
 # ---- evaluate ----
