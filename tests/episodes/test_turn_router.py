@@ -149,7 +149,7 @@ def test_a_link_whose_loop_ends_before_it_sends_leaves_nothing_unawaited(
 
     asyncio.run(ends_at_once())
     gc.collect()
-    assert not recwarn
+    assert not [w for w in recwarn if "never awaited" in str(w.message)]  # others leave warnings, too
 
 
 async def test_an_error_of_a_call_fails_the_turns_that_wait_for_it_and_no_later_one() -> None:

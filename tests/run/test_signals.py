@@ -84,7 +84,9 @@ class Started:
 
     def __init__(self, program: str, folder: Path, sign: str = "ready", **names: object) -> None:
         self._folder = folder
-        self._process = FORKS.Process(target=exec, args=(BEGIN + program, {"folder": folder, **names}))
+        self._process = FORKS.Process(
+            target=exec, args=(BEGIN + program, {"folder": folder, **names}), daemon=True
+        )
         self._process.start()
         self.wait_for(sign)
 
@@ -99,7 +101,9 @@ class Started:
 
     def ending(self) -> tuple[int | None, str, str]:
         self._process.join(120)
-        return self._process.exitcode, self._text("output"), self._text("errors")
+        status = self._process.exitcode
+        self._process.kill()  # or it would be waited for at the end of all tests
+        return status, self._text("output"), self._text("errors")
 
     def _text(self, name: str) -> str:
         path = self._folder.with_name(name)
