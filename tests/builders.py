@@ -1,14 +1,17 @@
 """Builders of messages and Learners, and a slow reference for logprobs."""
 
+import copy
+import functools
 import os
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import (
     DynamicCache,
@@ -20,8 +23,10 @@ from transformers import (
 
 from grpo_ray.config import Config
 from grpo_ray.config.losses import loss_record
+from grpo_ray.core import learner
 from grpo_ray.core.buffer import TrajectoryBuffer
 from grpo_ray.core.learner import Learner
+from grpo_ray.engines import torch_engine
 from grpo_ray.engines.base import Engine
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings, ScoredGroup, Verdict
@@ -133,25 +138,33 @@ def make_settings(**changes: object) -> SamplingSettings:
     return SamplingSettings(**{**settings, **changes})  # type: ignore[arg-type]
 
 
-def plain_rows(
+def rows_of(
     model: PreTrainedModel,
-    prompt: Sequence[int],
-    response: Sequence[int],
+    pairs: Iterable[tuple[Sequence[int], Sequence[int]]],
     temperature: float = 1.0,
     min_tokens: int = 0,
     end_token_ids: Sequence[int] = (),
+) -> list[list[torch.Tensor]]:
+    """Compute the log-distributions `[vocab]` that each response's tokens were drawn from, in one pass.
+
+    The padding comes after a row's own tokens, which attend to none of it.
+    """
+    texts = [([int(token) for token in (*prompt, *response)], len(prompt)) for prompt, response in pairs]
+    width = max(len(text) for text, _ in texts)
+    ids = torch.tensor([text + [0] * (width - len(text)) for text, _ in texts])
+    logits, result = model(input_ids=ids, use_cache=False).logits.float() / temperature, []
+    for own, (text, start) in zip(logits, texts, strict=True):
+        rows = own[start - 1 : len(text) - 1].clone()
+        rows[:min_tokens, list(end_token_ids)] = -torch.inf
+        result.append(list(torch.log_softmax(rows, dim=1)))
+    return result
+
+
+def plain_rows(
+    model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], *args: Any
 ) -> list[torch.Tensor]:
-    """Compute the log-distribution `[vocab]` that each response token was drawn from, without padding."""
-    prompt, response = [int(token) for token in prompt], [int(token) for token in response]
-    logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0].float()
-    rows = []
-    for index in range(len(response)):
-        row = logits[len(prompt) + index - 1] / temperature
-        if index < min_tokens:
-            row = row.clone()
-            row[list(end_token_ids)] = -torch.inf
-        rows.append(torch.log_softmax(row, dim=0))
-    return rows
+    """Compute one response's log-distributions, without padding; see `rows_of`."""
+    return rows_of(model, [(prompt, response)], *args)[0]
 
 
 def plain_logprobs(
@@ -220,6 +233,18 @@ def tiny_mixture(tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeForCausalLM:
 
 # ---- Learners ----
 
+_read = functools.cache(lambda load, *args: load(*args))
+
+
+def copy_models(patch: pytest.MonkeyPatch, folder: str = "") -> None:
+    """Have Learners and engines copy a model of the folder that another has read; its files must not change."""
+
+    def copied(load: Callable[..., Any], path: str, *args: Any) -> Any:
+        return copy.deepcopy(_read(load, path, *args)) if path.startswith(folder) else load(path, *args)
+
+    for module, name in ((learner, "load_trained"), (torch_engine, "load_policy")):
+        patch.setattr(module, name, functools.partial(copied, getattr(module, name)))
+
 
 def clip_range(loss: str, low: float) -> dict[str, float]:
     """Return the field `cliprange` for the losses that have one."""
@@ -250,11 +275,16 @@ def make_batch(learner: Learner, seed: int = 0, noise: float = 0.3, versions: in
         completions = []
         for _ in rewards:
             response = rng.integers(20, 280, rng.integers(1, 13)).tolist()
-            with torch.no_grad():
-                own = own_logprobs(learner, prompt, response).numpy()
-            behaviour = own + rng.normal(0, noise, len(response))
-            completions.append(make_completion(response, behaviour.tolist(), versions))
+            drift = rng.normal(0, noise, len(response)).tolist()  # the Learner's logprobs are added below
+            completions.append(make_completion(response, drift, versions))
         groups.append(make_group(make_item(group_id, prompt), completions, rewards, advantages))
+    drawn = [(g.rollout.item.prompt_token_ids, c) for g in groups for c in g.rollout.completions]
+    sampling = learner._config.sampling
+    with torch.no_grad():
+        pairs = [(prompt, c.token_ids) for prompt, c in drawn]
+        found = rows_of(learner.model, pairs, sampling.temperature, sampling.min_tokens, ENDS)
+    for (_, c), rows in zip(drawn, found, strict=True):
+        c.logprobs[:] += [row[token].item() for row, token in zip(rows, c.token_ids, strict=True)]
     return groups
 
 

@@ -197,6 +197,14 @@ def _write_model(folder: Path, tied: bool, hidden_size: int, implementation: Imp
     tokenizer.save_pretrained(folder)
 
 
+@pytest.fixture
+def copied_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learners that copy a model which another has read; see `copy_models`."""
+    from builders import copy_models
+
+    copy_models(monkeypatch)
+
+
 @pytest.fixture(scope="session")
 def tiny_moe(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Path:
     """The folder of a random Qwen3-MoE with tokenizer: 2 layers of 4 experts, of which a token takes 2."""

@@ -1,13 +1,13 @@
 """Random episodes with branches, and a slow reference for training on them: a loop over turns."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from builders import ENDS, make_completion, make_group, make_item, plain_logprobs, plain_rows
+from builders import ENDS, make_completion, make_group, make_item, rows_of
 from episode_groups import make_episode as played
 from episode_groups import play
 from slow_objectives import slow_kl, slow_loss, slow_product, slow_total
@@ -65,11 +65,19 @@ def random_turns(rng: np.random.Generator, model: Any, config: Config, prompt: S
         reply = some(1, 5)
         if len(reply) > config.sampling.min_tokens:
             reply[-1] = int(rng.choice([reply[-1], ENDS[1]]))
-        with torch.no_grad():
-            own = plain_logprobs(model, history, reply, *distribution(config))
-        behaviour = (own.numpy() + rng.normal(0, 0.3, len(reply))).astype(np.float32)
-        turns.append(Turn(history, reply, behaviour.tolist()))
+        turns.append(Turn(history, reply, rng.normal(0, 0.3, len(reply)).tolist()))
+    with torch.no_grad():
+        found = rows_of_turns(model, config, turns).values()
+    for turn, rows in zip(turns, found, strict=True):
+        own = [row[token].item() for row, token in zip(rows, turn.reply, strict=True)]
+        turn.logprobs = np.add(own, turn.logprobs).astype(np.float32).tolist()
     return turns
+
+
+def rows_of_turns(model: Any, config: Config, turns: Sequence[Turn]) -> dict[int, list[torch.Tensor]]:
+    """Return each turn's log-distributions, by the turn's `id`."""
+    found = rows_of(model, [(turn.prompt, turn.reply) for turn in turns], *distribution(config))
+    return dict(zip(map(id, turns), found, strict=True))
 
 
 def distribution(config: Config) -> tuple[float, int, tuple[int, ...]]:
@@ -151,31 +159,41 @@ def _joined(turns: Sequence[Turn], versions: int) -> Episode:
 def slow_gradient(
     model: torch.nn.Module, config: Config, samples: Sequence[Sequence[Turn]], reference: Any = None
 ) -> tuple[float, torch.Tensor]:
-    """Compute loss and gradient of the first update by one forward pass per turn."""
+    """Compute loss and gradient of the first update by one row per turn."""
     algorithm = config.algorithm
-    per_sample = [slow_losses(model, config, turns, reference) for turns in samples]
+    played = [turn for turns in samples for turn in turns]
+    rows, of_reference = rows_of_turns(model, config, played), dict[int, list[torch.Tensor]]()
+    if reference is not None:
+        with torch.no_grad():
+            of_reference = rows_of_turns(reference, config, played)
+    per_sample = [slow_losses(config, turns, rows, of_reference) for turns in samples]
     groups = [place // config.algorithm.samples_per_prompt for place in range(len(samples))]
     total = slow_total(algorithm, per_sample, groups, config.sampling.max_tokens)
     gradients = torch.autograd.grad(total, list(model.parameters()))
     return total.item(), torch.cat([gradient.flatten() for gradient in gradients])
 
 
-def slow_losses(model: Any, config: Config, turns: Sequence[Turn], reference: Any) -> list[torch.Tensor]:
+Rows = Mapping[int, Sequence[torch.Tensor]]  # of each turn, by its `id`
+
+
+def slow_losses(config: Config, turns: Sequence[Turn], rows: Rows, of_reference: Rows) -> list[torch.Tensor]:
     """Compute the losses of a sample's tokens, those of a ratio loss only with a finite old logprob."""
     losses = []
     for number in sorted({turn.sequence for turn in turns}):
         own = [turn for turn in turns if turn.sequence == number]
-        losses += _losses_of_sequence(model, config, own, reference)
+        losses += _losses_of_sequence(config, own, rows, of_reference)
     return losses
 
 
-def _losses_of_sequence(model: Any, config: Config, turns: Sequence[Turn], reference: Any) -> list[Any]:
+def _losses_of_sequence(
+    config: Config, turns: Sequence[Turn], rows_of_policy: Rows, rows_of_reference: Rows
+) -> list[Any]:
     algorithm = config.algorithm
     rows, new, behaviour, advantages, of_reference = [], [], [], [], []
     factors: list[float] = []
     teacher: list[float] = []
     for turn in turns:
-        of_turn = plain_rows(model, turn.prompt, turn.reply, *distribution(config))
+        of_turn = rows_of_policy[id(turn)]
         rows += of_turn
         new += [row[token] for row, token in zip(of_turn, turn.reply, strict=True)]
         behaviour += turn.logprobs
@@ -183,9 +201,9 @@ def _losses_of_sequence(model: Any, config: Config, turns: Sequence[Turn], refer
         advantages += [given] * len(turn.reply)
         factors += turn.weights or [1.0] * len(turn.reply)
         teacher += turn.teacher or []
-        if reference is not None:
-            with torch.no_grad():
-                of_reference += list(plain_logprobs(reference, turn.prompt, turn.reply, *distribution(config)))
+        if rows_of_reference:
+            own = zip(rows_of_reference[id(turn)], turn.reply, strict=True)
+            of_reference += [row[token] for row, token in own]
     first = [value.item() for value in new]
     for t, taught in enumerate(teacher):
         bound = config.distillation.max_gap
@@ -199,7 +217,7 @@ def _losses_of_sequence(model: Any, config: Config, turns: Sequence[Turn], refer
     losses = []
     for t in kept:
         loss = factors[t] * weights[t] * of_loss[t]
-        if reference is not None:
+        if rows_of_reference:
             loss = loss + algorithm.kl.coefficient * slow_kl(
                 algorithm.kl.estimator, new[t], of_reference[t], old[t]
             )

@@ -59,7 +59,6 @@ KEPT: dict[str, tuple[str, ...]] = {
     "test_planning_ranks.py::test_a_rank_holds_what_is_planned": ("fake-2-512",),
     "test_ranks.py::test_adapters_and_dtypes": (
         "full-bfloat16-float32",
-        "lora-float32-model",
         "dora-bfloat16-model",
         "4 bits-float32-model",
     ),
@@ -76,7 +75,7 @@ KEPT: dict[str, tuple[str, ...]] = {
         "size3-dark",
     ),
     "test_report_page_browser.py::test_ranks_have_curves_and_a_table": ("size0-light",),
-    "test_schedules.py::test_a_synchronous_run_that_is_interrupted_is_the_same_run": ("dynamic", "reference"),
+    "test_schedules.py::test_a_synchronous_run_that_is_interrupted_is_the_same_run": ("dynamic",),
     "test_schedules.py::test_every_schedule_trains_each_prompt_once_on_recent_tokens": (
         "colocated-False",
         "replay-advantage-False",

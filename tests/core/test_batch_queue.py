@@ -92,7 +92,7 @@ def test_queue_of_a_resumed_run_by_hand() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     size=st.integers(1, 4), lookahead=st.integers(1, 7), waiting=st.sets(st.integers(0, 20)),
     next_id=st.integers(0, 24),
@@ -264,7 +264,7 @@ TAKES = st.lists(st.booleans(), min_size=1, max_size=5)
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(
     size=st.integers(1, 4), max_dropped=st.integers(0, 6), arrival=ARRIVAL, signals=SIGNALS, aside=ASIDE,
     takes=TAKES,
@@ -277,7 +277,7 @@ def test_strict_batches_do_not_depend_on_the_order_of_arrival(
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(size=st.integers(1, 4), lookahead=st.integers(1, 7), arrival=ARRIVAL, takes=TAKES)
 def test_no_group_is_later_than_the_look_ahead_allows(
     size: int, lookahead: int, arrival: list[int], takes: list[bool]
@@ -292,7 +292,7 @@ def test_no_group_is_later_than_the_look_ahead_allows(
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(
     size=st.integers(1, 4), lookahead=st.integers(1, 5), first_come=st.booleans(),
     max_dropped=st.integers(0, 6), arrival=ARRIVAL, signals=SIGNALS, aside=ASIDE, takes=TAKES,

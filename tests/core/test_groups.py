@@ -491,7 +491,7 @@ ACTIONS = [
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     data=st.data(), max_lag=st.integers(0, 2), lookahead=st.integers(1, 4), is_oversampled=st.booleans(),
     dropped_batches=st.integers(0, 2),

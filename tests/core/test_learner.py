@@ -45,7 +45,7 @@ from grpo_ray.watch.metrics_catalog import check_names
 
 
 @pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: TinyModel) -> MakeLearner:
+def make_learner(tiny_config: Config, tiny_model: TinyModel, copied_models: None) -> MakeLearner:
     """Return `make_learner(tied=True, learner={...}, ...)`, which changes the tiny configuration."""
 
     def make(tied: bool = True, **changes: dict[str, Any]) -> Learner:

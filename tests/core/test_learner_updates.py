@@ -25,8 +25,8 @@ from builders import (
     make_item,
     own_logprobs,
     perturb,
-    plain_rows,
     relative_difference,
+    rows_of,
     written,
 )
 from slow_objectives import slow_kl, slow_loss, slow_product, slow_total
@@ -40,14 +40,13 @@ from grpo_ray.objectives import group_advantages
 from grpo_ray.types import ScoredGroup, TrainBatch
 from grpo_ray.watch.metrics_catalog import check_names
 
-LOSSES = ("no_baseline", "reinforce_with_baseline", *RATIO_LOSSES)
 AGGREGATIONS = ("sequence_mean", "token_mean", "constant", "sequence_sum", "prompt_mean")
 CORRECTIONS = ("truncate_token", "truncate_sequence", "mask_band")
 MAX_TOKENS = 16
 
 
 @pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: TinyModel) -> MakeLearner:
+def make_learner(tiny_config: Config, tiny_model: TinyModel, copied_models: None) -> MakeLearner:
     """Return a factory of Learners for the 12 responses of `make_batch`, without gradient clipping."""
 
     def make(**changes: dict[str, Any]) -> Learner:
@@ -80,32 +79,36 @@ class SlowLoss:
         self.algorithm, self.sampling = learner._config.algorithm, learner._config.sampling
         self.num_clipped = self.num_tokens = 0
 
-    def rows(self, model: torch.nn.Module, s: TrainSequence) -> list[torch.Tensor]:
-        sampling = self.sampling
-        response = s.response_token_ids.tolist()
-        return plain_rows(model, s.prompt_token_ids, response, sampling.temperature, sampling.min_tokens, ENDS)
+    def rows(self, model: Any, sequences: Sequence[TrainSequence]) -> list[list[torch.Tensor]]:
+        pairs = [(s.prompt_token_ids, s.response_token_ids) for s in sequences]
+        return rows_of(model, pairs, self.sampling.temperature, self.sampling.min_tokens, ENDS)
 
-    def log_probs(self, model: torch.nn.Module, s: TrainSequence) -> list[float]:
-        with torch.no_grad():
-            rows = self.rows(model, s)
-        return [row[token].item() for row, token in zip(rows, s.response_token_ids.tolist(), strict=True)]
+    @torch.no_grad()
+    def log_probs(self, model: Any, sequences: Sequence[TrainSequence]) -> list[list[float]]:
+        tokens = [s.response_token_ids.tolist() for s in sequences]
+        if model is None:
+            return [[0.0] * len(own) for own in tokens]
+        pairs = zip(self.rows(model, sequences), tokens, strict=True)
+        return [[row[token].item() for row, token in zip(rows, own, strict=True)] for rows, own in pairs]
 
     def gradient(self, sequences: Sequence[TrainSequence]) -> tuple[float, torch.Tensor]:
         """Compute loss and gradient of one update on the sequences."""
         self.num_clipped = self.num_tokens = 0
-        per_response = [self.response(s) for s in sequences]
+        models = self.log_probs(self.first, sequences), self.log_probs(self.reference, sequences)
+        of_each = zip(sequences, self.rows(self.model, sequences), *models, strict=True)
+        per_response = [self.response(*each) for each in of_each]
         groups = [s.group for s in sequences]
         total = slow_total(self.algorithm, per_response, groups, MAX_TOKENS)
         gradients = torch.autograd.grad(total, list(self.model.parameters()))
         return total.item(), torch.cat([g.flatten() for g in gradients])
 
-    def response(self, s: TrainSequence) -> list[torch.Tensor]:
+    def response(
+        self, s: TrainSequence, rows: list[torch.Tensor], first: list[float], reference: list[float]
+    ) -> list[torch.Tensor]:
         """Compute the losses of the tokens; for a ratio loss only of those with a finite old logprob."""
         algorithm, advantage = self.algorithm, s.advantage
-        rows, tokens = self.rows(self.model, s), s.response_token_ids.tolist()
-        behaviour, first = s.behaviour_logprobs.tolist(), self.log_probs(self.first, s)
+        tokens, behaviour = s.response_token_ids.tolist(), s.behaviour_logprobs.tolist()
         old = first if algorithm.old_log_probs == "proximal" else behaviour
-        reference = self.log_probs(self.reference, s) if self.reference is not None else [0.0] * len(tokens)
         kl = algorithm.kl
         is_ratio = algorithm.loss in RATIO_LOSSES or (kl.coefficient and kl.estimator == "unbiased")
         kept = [t for t in range(len(tokens)) if not is_ratio or math.isfinite(old[t])]
@@ -181,7 +184,7 @@ def tokens_of(sequences: Sequence[TrainSequence]) -> Counter[bytes]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("epochs", "size", "sizes"),
-    [(1, None, [12]), (3, None, [12] * 3), (1, 12, [12]), (2, 4, [4] * 6), (1, 6, [6, 6])],
+    [(3, None, [12] * 3), (1, 12, [12]), (2, 4, [4] * 6)],
 )
 def test_each_epoch_updates_on_every_response_once(
     make_learner: MakeLearner, epochs: int, size: int | None, sizes: list[int]
@@ -200,10 +203,10 @@ def test_each_epoch_updates_on_every_response_once(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", ["no_baseline", "grpo_clip", "gspo", "sapo"])
 def test_every_update_is_the_formula_at_its_own_weights(make_learner: MakeLearner, loss: str) -> None:
     """Ratios use the sampler's logprobs at every update."""
-    options = {"loss": loss, **clip_range(loss, 0.2), "epochs_per_batch": 2, "train_batch_size": 6}
+    options = {"loss": loss, **clip_range(loss, 0.2), "train_batch_size": 6}
     learner = make_learner(algorithm=options, sampling={"temperature": 0.7})
     updates, metrics = updates_of(learner, all_with_signal(make_batch(learner)))
     for update in updates:
@@ -369,8 +372,10 @@ def test_only_responses_with_an_advantage_are_computed(make_learner: MakeLearner
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("loss", ["no_baseline", "grpo_clip", "gspo", "cispo"])
+@pytest.mark.parametrize(
+    ("loss", "aggregation"),
+    zip(["no_baseline", "grpo_clip", "gspo", "cispo", "gspo"], AGGREGATIONS, strict=True),
+)
 def test_gradient_of_each_loss(make_learner: MakeLearner, loss: str, aggregation: str) -> None:
     """Tokens without a finite behaviour logprob are excluded from a ratio's sum, count and GSPO's mean."""
     learner = make_learner(algorithm={"loss": loss, "aggregation": aggregation}, sampling={"temperature": 0.7})
@@ -380,35 +385,8 @@ def test_gradient_of_each_loss(make_learner: MakeLearner, loss: str, aggregation
     slow = SlowLoss(learner)
     expected_loss, expected = slow.gradient(sequences_of(groups))
     sums = learner.accumulate_gradient(sequences_of(groups))
-    assert sums["loss"] == pytest.approx(expected_loss, abs=1e-6)
+    assert sums["loss"] == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
     assert relative_difference(gradient(learner), expected) < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("loss", "aggregation"),
-    [
-        ("no_baseline", "token_mean"),
-        ("grpo_clip", "sequence_mean"),
-        ("gspo", "constant"),
-        ("cispo", "prompt_mean"),
-    ],
-)
-def test_micro_batches_change_neither_gradient_nor_metrics(
-    make_learner: MakeLearner, loss: str, aggregation: str
-) -> None:
-    gradients, metrics = [], []
-    for tokens in (1, 40, 100_000):
-        options = {"algorithm": {"loss": loss, "aggregation": aggregation}}
-        learner = make_learner(**options, learner={"micro_batch_tokens": tokens})
-        sums = learner.accumulate_gradient(sequences_of(make_batch(learner)))
-        sizes = ("computed_tokens", "prompt_tokens", "padding_tokens")  # of the micro-batches themselves
-        metrics.append({name: value for name, value in sums.items() if name not in sizes})
-        gradients.append(gradient(learner))
-    assert gradients[0].abs().max() > 1e-3
-    for other in (1, 2):
-        assert relative_difference(gradients[other], gradients[0]) < 1e-6
-        assert metrics[other] == pytest.approx(metrics[0], rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.slow
@@ -431,10 +409,15 @@ def test_clips_are_those_of_the_configuration(make_learner: MakeLearner, options
 # ---- tokens of another distribution ----
 
 
-@pytest.mark.slow  # many combinations, each of them quick
-@pytest.mark.parametrize("epochs", [1, 2])
-@pytest.mark.parametrize("correction", CORRECTIONS)
-@pytest.mark.parametrize("loss", ["no_baseline", "reinforce_with_baseline", "grpo_clip", "gspo"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loss", "correction", "epochs"),
+    [
+        ("no_baseline", "truncate_token", 1), ("grpo_clip", "truncate_token", 2),
+        ("gspo", "truncate_sequence", 1), ("reinforce_with_baseline", "truncate_sequence", 2),
+        ("grpo_clip", "mask_band", 1), ("gspo", "mask_band", 2),
+    ],
+)  # fmt: skip
 def test_correction_weights_are_the_first_policy_over_the_sampler(
     make_learner: MakeLearner, loss: str, correction: str, epochs: int
 ) -> None:
@@ -460,9 +443,10 @@ SELECTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [1, 100_000])
-@pytest.mark.parametrize("epochs", [1, 2])
-@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize(
+    ("selection", "epochs", "tokens"),
+    [("top_entropy", 1, 1), ("top_entropy", 2, 100_000), ("clip_cov", 2, 1), ("kl_cov", 1, 100_000)],
+)
 def test_selected_tokens_are_those_of_the_whole_batch_before_the_first_update(
     make_learner: MakeLearner, selection: str, epochs: int, tokens: int
 ) -> None:
@@ -471,10 +455,9 @@ def test_selected_tokens_are_those_of_the_whole_batch_before_the_first_update(
     learner = make_learner(algorithm=options, learner={"micro_batch_tokens": tokens})
     groups = all_with_signal(make_batch(learner))
     groups[2].rollout.completions[1].logprobs[0] = np.nan
-    slow, rows = SlowLoss(learner), []
-    for s in sequences_of(groups):
-        of_tokens = zip(slow.rows(learner.model, s), s.response_token_ids, strict=True)
-        rows += [(s, row, token) for row, token in of_tokens]
+    slow, rows, sequences = SlowLoss(learner), [], sequences_of(groups)
+    for s, of_response in zip(sequences, slow.rows(learner.model, sequences), strict=True):
+        rows += [(s, row, token) for row, token in zip(of_response, s.response_token_ids, strict=True)]
     entropies = [torch.distributions.Categorical(logits=row).entropy().item() for _, row, _ in rows]
     advantages = np.array([s.advantage for s, _, _ in rows])
     log_probs = np.array([row[token].item() for _, row, token in rows])
@@ -509,8 +492,7 @@ MASKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("old", ["behaviour", "proximal"])
-@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize(("epochs", "old"), [(1, "behaviour"), (2, "proximal")])
 @pytest.mark.parametrize("correction", MASKS)
 def test_masks_of_whole_responses(make_learner: MakeLearner, correction: str, epochs: int, old: str) -> None:
     """Some responses are dropped and others kept, also beside a ratio to the sampler."""
@@ -632,11 +614,9 @@ POPULATION = {  # everything that decides which responses are computed, and when
 def mismatch_by_hand(learner: Learner, sequences: Sequence[TrainSequence]) -> list[float]:
     """Compute k3, the largest difference and Kish's share over the tokens with an advantage."""
     slow, differences = SlowLoss(learner), []
-    for s in sequences:
+    for s, own in zip(sequences, slow.log_probs(slow.first, sequences), strict=True):
         if s.advantage:
-            differences += [
-                a - b for a, b in zip(slow.log_probs(slow.first, s), s.behaviour_logprobs, strict=True)
-            ]
+            differences += [a - b for a, b in zip(own, s.behaviour_logprobs, strict=True)]
     log_ratios = np.array(differences)
     weights = np.exp(log_ratios)
     kish = weights.sum() ** 2 / (len(weights) * (weights**2).sum())
@@ -790,25 +770,15 @@ def move_reference(learner: Learner) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("loss", ["reinforce_with_baseline", "grpo_clip"])
-def test_gradient_of_the_entropy_bonus(make_learner: MakeLearner, loss: str, aggregation: str) -> None:
-    options = {"loss": loss, "aggregation": aggregation, "entropy_bonus": 0.5}
-    learner = make_learner(algorithm=options, sampling={"temperature": 0.7})
-    (update,), metrics = updates_of(learner, make_batch(learner))
-    update.check()
-    assert metrics["throughput/trained_tokens"] == sum(len(s.response_token_ids) for s in update.sequences)
-
-
-KL_PENALTIES = [  # every two of loss, estimator and aggregation meet
-    (("no_baseline", "grpo_clip", "cispo")[(first + second) % 3], estimator, aggregation)
-    for first, estimator in enumerate(("k1", "k2", "k3", "k1+", "k3+", "unbiased"))
-    for second, aggregation in enumerate(AGGREGATIONS)
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("loss", "estimator", "aggregation"), KL_PENALTIES)
+@pytest.mark.parametrize(
+    ("loss", "estimator", "aggregation"),
+    zip(
+        ("no_baseline", "grpo_clip", "cispo", "no_baseline", "cispo", "no_baseline", "grpo_clip"),
+        ("k1", "k2", "k3", "k1+", "k3+", "unbiased", "unbiased"),
+        (*AGGREGATIONS, "token_mean", "sequence_mean"),
+        strict=True,
+    ),
+)
 def test_gradient_of_the_kl_penalty(
     make_learner: MakeLearner, loss: str, estimator: str, aggregation: str
 ) -> None:
@@ -835,7 +805,7 @@ def test_groups_without_signal_have_the_added_terms(make_learner: MakeLearner, t
 def mean_entropy(learner: Learner, groups: Sequence[ScoredGroup]) -> float:
     slow = SlowLoss(learner)
     with torch.no_grad():
-        rows = [row for s in sequences_of(groups) for row in slow.rows(learner.model, s)]
+        rows = [row for own in slow.rows(learner.model, sequences_of(groups)) for row in own]
     return float(np.mean([torch.distributions.Categorical(logits=row).entropy().item() for row in rows]))
 
 

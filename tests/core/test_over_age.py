@@ -144,7 +144,7 @@ def trained_tokens(group: RolloutGroup) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("over_age", ["wait", "mask", "drop"])
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data(), pace=paces(), plans=PLANS)
 @pytest.mark.slow
 def test_no_token_is_trained_beyond_the_lag_or_twice(

@@ -265,7 +265,7 @@ def test_draw_does_not_depend_on_earlier_draws() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_no_group_is_too_old_or_used_too_often(data: st.DataObject) -> None:
     bound = {

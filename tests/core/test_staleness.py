@@ -340,7 +340,7 @@ def configs(draw: st.DrawFn) -> Config:
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(config=configs(), pace=paces(), resume_after=st.none() | st.integers(1, 5))
 def test_no_token_is_too_old_and_no_group_is_lost_at_any_speed(
     config: Config, pace: Pace, resume_after: int | None
@@ -414,7 +414,7 @@ def test_one_group_takes_the_place_of_each_that_is_set_aside_or_dropped() -> Non
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     pace=paces(), other=paces(), max_lag=st.integers(0, 3), prompts=st.integers(1, 3), tries=st.integers(0, 2)
 )

@@ -16,7 +16,7 @@ FAMILIES = ("transformers", "grpo_ray")
 
 
 @pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: TinyModel) -> MakeLearner:
+def make_learner(tiny_config: Config, tiny_model: TinyModel, copied_models: None) -> MakeLearner:
     """Return `make_learner(family, dtype="float32", gradient_checkpointing=...)`."""
 
     def make(family: str, dtype: str = "float32", **learner: Any) -> Learner:

@@ -1,8 +1,9 @@
 """The move of a colocated Learner off its device and back, and a process that is pinned to cores."""
 
+import multiprocessing
 import os
-import subprocess
-import sys
+import threading
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -89,30 +90,23 @@ def test_a_model_with_frozen_parts_tied_weights_and_masters(dtype: torch.dtype, 
     assert torch.equal(after["3.running_mean"], before["3.running_mean"])
 
 
-SCRIPT = """
-import os, threading
-from grpo_ray.learning.device import hold_to_cores
+def affinities(pipe: Connection, core: int) -> None:
+    """Hold a process of several threads to a core and start another; send where each of them may run."""
+    end, before = threading.Event(), os.sched_getaffinity(0)
 
-end, threads = threading.Event(), []
-def start():
-    ready = threading.Event()
-    threads.append(threading.Thread(target=lambda: (ready.set(), end.wait()), daemon=True))
-    threads[-1].start()
-    ready.wait()
+    def start() -> None:
+        ready = threading.Event()
+        threading.Thread(target=lambda: (ready.set(), end.wait()), daemon=True).start()
+        ready.wait()
 
-before = os.sched_getaffinity(0)
-num_before = len(os.listdir("/proc/self/task"))  # importing torch starts some
-for _ in range(4):
+    for _ in range(4):
+        start()
+    hold_to_cores(None)
+    at_first = [os.sched_getaffinity(int(task)) == before for task in os.listdir("/proc/self/task")]
+    hold_to_cores([core])
     start()
-hold_to_cores(None)
-assert all(os.sched_getaffinity(int(t)) == before for t in os.listdir("/proc/self/task"))
-hold_to_cores([CORE])
-start()
-tasks = os.listdir("/proc/self/task")
-assert len(tasks) == num_before + 5, tasks
-print(*{tuple(os.sched_getaffinity(int(t))) for t in tasks})
-end.set()
-"""
+    pipe.send((at_first, [os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")]))
+    end.set()
 
 
 @pytest.mark.slow
@@ -120,10 +114,15 @@ def test_running_and_later_threads_are_held_to_the_cores() -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) == 1:
         pytest.skip("this process may use one core only")
-    script = SCRIPT.replace("CORE", str(cores[-1]))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == f"({cores[-1]},)"
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.Pipe()
+    process = fork.Process(target=affinities, args=(there, cores[-1]), daemon=True)
+    process.start()
+    at_first, held = here.recv()
+    process.join()
+    assert all(at_first)
+    assert len(held) == len(at_first) + 1 > 5
+    assert all(cores_of_one == {cores[-1]} for cores_of_one in held)
 
 
 def test_thread_that_ends_meanwhile_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

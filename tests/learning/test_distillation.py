@@ -67,7 +67,7 @@ def test_the_policy_comes_to_the_teacher_from_old_tokens_too(loss: str, lag: int
 
     teacher, logits = random_logits(2.0).log_softmax(0), random_logits(1.0)
     objective, versions, distances = Objective(loss, "token_mean", **clip_range(loss, 0.2)), [], []
-    for step in range(300):
+    for step in range(300 if num_updates == 1 else 60):
         versions.append(logits.log_softmax(0))
         sampler = versions[max(0, step - lag)][:, None]
         for _ in range(num_updates):
@@ -83,7 +83,7 @@ def test_the_policy_comes_to_the_teacher_from_old_tokens_too(loss: str, lag: int
         policy = logits.log_softmax(0)
         distances.append(float((policy.exp() * (policy - teacher)).sum()))
     assert distances[0] > 0.01
-    assert max(distances[-50:]) < 1e-3
+    assert max(distances[-10:]) < 1e-3
 
 
 def test_an_episode_has_the_teachers_logprob_of_each_sampled_token() -> None:

@@ -34,7 +34,7 @@ from grpo_ray.types import CONTEXT, Completion, ScoredGroup, TrainBatch
 
 
 @pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: TinyModel) -> MakeLearner:
+def make_learner(tiny_config: Config, tiny_model: TinyModel, copied_models: None) -> MakeLearner:
     """Return `make_learner(algorithm={...}, ...)` of Learners with clips that take effect."""
 
     def make(**changes: dict[str, Any]) -> Learner:

@@ -32,7 +32,7 @@ FAMILIES = ("transformers", "grpo_ray")
 
 
 @pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: TinyModel) -> MakeLearner:
+def make_learner(tiny_config: Config, tiny_model: TinyModel, copied_models: None) -> MakeLearner:
     """Return `make_learner(family="transformers", tied=True, learner={...}, ...)`, of a bfloat16 Learner."""
 
     def make(family: str = "transformers", tied: bool = True, **changes: dict[str, Any]) -> Learner:

@@ -71,7 +71,7 @@ def test_all_of_the_state_moves(moments: str) -> None:
 
 
 @pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: TinyModel) -> MakeLearner:
+def make_learner(tiny_config: Config, tiny_model: TinyModel, copied_models: None) -> MakeLearner:
     def make(moments: str, folder: Path | None = None) -> Learner:
         learner = {"learning_rate": 1e-3, "moments": moments}
         config = changed(tiny_config, learner=learner, model={"dtype": "bfloat16"})

@@ -22,7 +22,7 @@ EVERYTHING = {
 
 
 @pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: TinyModel) -> MakeLearner:
+def make_learner(tiny_config: Config, tiny_model: TinyModel, copied_models: None) -> MakeLearner:
     def make(**changes: dict[str, Any]) -> Learner:
         changes.setdefault("learner", {}).update(micro_batch_tokens=4000, learning_rate=1e-3)
         return Learner(str(tiny_model()), changed(tiny_config, **changes), ENDS)

@@ -91,11 +91,11 @@ def runs(
     ports: Sequence[int],
     model: str,
     configs: Sequence[Config],
-    batches: Sequence[Sequence[ScoredGroup]],
+    batches: Sequence[Sequence[Sequence[ScoredGroup]]],
 ) -> list[dict[str, Any]]:
-    """Run `steps` with one configuration after another; they meet at one port each."""
-    pairs = zip(ports, configs, strict=True)
-    return [steps(replace(seat, port=port), model, config, batches) for port, config in pairs]
+    """Run `steps` with one configuration after another, each on its own batches; they meet at one port each."""
+    places = [replace(seat, port=port) for port in ports]
+    return [steps(*each) for each in zip(places, [model] * len(places), configs, batches, strict=True)]
 
 
 def snapshot_tensors(snapshot: WeightSnapshot) -> dict[str, torch.Tensor]:
@@ -125,14 +125,18 @@ def same(found: dict[str, Any], expected: dict[str, Any], exact: float = EXACT) 
 
 
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
-    "clip": {},
     "constant with entropy, KL measured": {
         "algorithm": {
             "aggregation": "constant", "entropy_bonus": 0.01,
             "kl": {"coefficient": 0.0, "reference": "initial"},
         }
     },
-    "cispo's token mean": {"algorithm": {"loss": "cispo"}},
+    "cispo's token mean, top entropy, unbiased KL": {
+        "algorithm": {
+            "loss": "cispo", "token_selection": "top_entropy", "selection_options": {"share": 0.5},
+            "kl": {"coefficient": 0.1, "reference": "initial", "estimator": "unbiased"},
+        }
+    },
     "gspo with dropped responses": {
         "algorithm": {
             "loss": "gspo",
@@ -140,37 +144,31 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         }
     },
     "prompt mean": {"algorithm": {"aggregation": "prompt_mean", "train_batch_size": 6}},
-    "ipo's sequence sum, scale of the batch": {
+    "ipo's sequence sum, scale of the batch, one sequence per micro-batch": {
         "algorithm": {
             "loss": "ipo", "loss_options": {"kl_tau": 0.01}, "aggregation": "sequence_sum",
             "advantage": "mean", "advantage_scale": "batch",
+        },
+        "learner": {"micro_batch_tokens": 1},
+    },
+    "clip-cov, corrected": {
+        "algorithm": {
+            "token_selection": "clip_cov", "selection_options": {"share": 0.1, "low": 0.0},
+            "off_policy_correction": "mask_band", "old_log_probs": "proximal", "train_batch_size": 6,
         }
     },
-    "top entropy": {"algorithm": {"token_selection": "top_entropy", "selection_options": {"share": 0.5}}},
-    "clip-cov": {"algorithm": {"token_selection": "clip_cov", "selection_options": {"share": 0.1, "low": 0.0}}},
-    "unbiased KL": {"algorithm": {"kl": {"coefficient": 0.1, "reference": "initial", "estimator": "unbiased"}}},
     "proximal, two epochs of minibatches": {
         "algorithm": {"old_log_probs": "proximal", "train_batch_size": 4, "epochs_per_batch": 2}
     },
-    "corrected": {
-        "algorithm": {"off_policy_correction": "mask_band", "old_log_probs": "proximal", "train_batch_size": 6}
-    },
-    "KL to an average": {"algorithm": {"kl": {"coefficient": 0.1, "reference": "ema", "ema_decay": 0.5}}},
-    "KL in the reward, whitened": {
-        "algorithm": {
-            "kl": {"coefficient": 0.1, "reference": "ema", "ema_decay": 0.5, "placement": "reward"},
-            "advantage": "mean", "advantage_scale": "whiten_tokens",
-        }
+    "gmpo in padded rows, KL to an average": {
+        "algorithm": {"loss": "gmpo", "kl": {"coefficient": 0.1, "reference": "ema", "ema_decay": 0.5}},
+        "learner": {"share_prompts": "never"},
     },
     "REINFORCE++": {
         "algorithm": {
             "kl": {"coefficient": 0.1, "reference": "ema", "ema_decay": 0.5, "placement": "reward_to_go"},
             "advantage": "raw", "advantage_scale": "whiten_tokens",
         }
-    },
-    "gmpo in padded rows": {"algorithm": {"loss": "gmpo"}, "learner": {"share_prompts": "never"}},
-    "vespo, one sequence per micro-batch": {
-        "algorithm": {"loss": "vespo"}, "learner": {"micro_batch_tokens": 1},
     },
     "large micro-batches recomputed, narrow moments": {
         "learner": {
@@ -179,6 +177,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         }
     },
 }  # fmt: skip
+OF_TWO_STEPS = ("KL", "REINFORCE++", "narrow moments")
+"""Parts of the names of those in which the first step leaves something to the second."""
 
 
 @pytest.mark.slow
@@ -190,9 +190,10 @@ def test_every_setting_gives_the_gradients_of_one_rank(
     stores = [meeting() for _ in configs]
     sharded = [changed(config, learner={"num_ranks": size}) for config in configs]
     model, ports = str(tiny_model()), [store.port for store in stores]
-    many = on_ranks(size, runs, ports, model, sharded, batches)
+    given = [batches[: 1 + any(part in name for part in OF_TWO_STEPS)] for name in SETTINGS]
+    many = on_ranks(size, runs, ports, model, sharded, given)
     for number, (name, config) in enumerate(zip(SETTINGS, configs, strict=True)):
-        one = steps(None, model, config, batches)
+        one = steps(None, model, config, given[number])
         try:
             same(many[0][number], one)
             for other in many[1:]:
@@ -249,10 +250,10 @@ def test_replicas_give_the_gradient_of_one_rank_and_others_resume_them(
     config = changed(tiny_config, **SMOOTH)
     many = changed(config, learner={"num_ranks": 4, "replicas": 2})
     folder = tmp_path / "step"
-    found = on_ranks(4, steps, str(tiny_model()), many, batches, None, folder, replicas=2)
+    found = on_ranks(4, steps, str(tiny_model()), many, batches[:1], None, folder, replicas=2)
     resumed = steps(None, str(tiny_model()), config, [], folder)
     assert np.array_equal(resumed["exact"], found[0]["exact"])
-    one = steps(None, str(tiny_model()), config, batches)
+    one = steps(None, str(tiny_model()), config, batches[:1])
     same(found[0], one)
     assert sum(rank["held"] for rank in found) == 2 * one["held"]
 
@@ -330,7 +331,7 @@ def test_resuming_with_as_many_ranks_is_exact_and_with_others_is_close(
     batches: list[list[ScoredGroup]],
     tmp_path: Path,
 ) -> None:
-    """Train 2 steps, write a checkpoint, and train 2 more, with the same number of ranks or another."""
+    """Train a step, write a checkpoint, and train another, with the same number of ranks or another."""
     of_one = changed(tiny_config, **merged(SMOOTH, NO_CLIP, CONTINUED[name]))
     model = str(tiny_model())
 
@@ -341,9 +342,9 @@ def test_resuming_with_as_many_ranks_is_exact_and_with_others_is_close(
         result: dict[str, Any] = on_ranks(size, steps, model, config, batches, *folders)[0]
         return result
 
-    first, second = batches, [aged(groups, 2) for groups in batches]
+    first, second = batches[:1], [aged(batches[1], 1)]
     whole_run = {size: run(size, first + second) for size in (1, 2)}
-    for before, after in ((2, 2), (1, 1), (1, 2), (2, 1), (2, 4)):
+    for before, after in ((2, 2), (1, 2), (2, 1)):  # a replica's checkpoint is read above
         folder = tmp_path / f"{before}"
         if not folder.exists():
             files = run(before, first, None, folder)["files"]
@@ -351,7 +352,7 @@ def test_resuming_with_as_many_ranks_is_exact_and_with_others_is_close(
         continued = run(after, second, folder)
         if before == after:
             assert np.array_equal(continued["exact"], whole_run[after]["exact"]), (before, after)
-            assert np.array_equal(continued["gradients"], whole_run[after]["gradients"][2:]), (before, after)
+            assert np.array_equal(continued["gradients"], whole_run[after]["gradients"][1:]), (before, after)
         else:
             apart = continued["exact"] - whole_run[1]["exact"]
             assert np.abs(apart).max() < (1e-6 if of_one.model.dtype == "float32" else 1e-3), (before, after)

@@ -39,7 +39,7 @@ AVERAGE = {"reference": "ema", "ema_decay": 0.75}
 
 
 @pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: TinyModel) -> MakeLearner:
+def make_learner(tiny_config: Config, tiny_model: TinyModel, copied_models: None) -> MakeLearner:
     """Return `make_learner(kl, tied=True, learner={...}, ...)`."""
 
     def make(kl: dict[str, Any], tied: bool = True, **changes: dict[str, Any]) -> Learner:
@@ -128,17 +128,18 @@ def test_reference_computes_in_the_served_dtype_and_only_an_average_keeps_float3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kl", [FROZEN, AVERAGE])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", ["qwen2", "llama", "grpo_ray"])
+@pytest.mark.parametrize(
+    ("family", "tied", "kl"),
+    [("qwen2", True, FROZEN), ("llama", False, FROZEN), ("grpo_ray", True, AVERAGE), ("qwen2", False, AVERAGE)],
+)
 def test_distance_in_bfloat16_is_0_at_version_0_on_long_responses(
     tiny_config: Config, tiny_model: TinyModel, family: str, tied: bool, kl: dict
 ) -> None:
     """Rotary frequencies in bfloat16 would be 1.2 rad off at position 1,000."""
     model = {"dtype": "bfloat16", "implementation": "grpo_ray" if family == "grpo_ray" else "transformers"}
-    changes = {"model": model, "algorithm": {"kl": kl}, "learner": {"micro_batch_tokens": 2500}}
+    changes = {"model": model, "algorithm": {"kl": kl}, "learner": {"micro_batch_tokens": 1250}}
     learner = Learner(str(tiny_model(tied, own=family != "qwen2")), changed(tiny_config, **changes), ENDS)
-    tokens = torch.randint(20, 280, (2, 2000), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(20, 280, (2, 1000), generator=torch.Generator().manual_seed(0))
     completions = [make_completion(row.tolist()) for row in tokens]
     group = make_group(make_item(0, [1, 2]), completions, [1, 0], [1.0, -1.0])
     metrics = learner.train_step(TrainBatch((group,))).metrics
@@ -212,7 +213,7 @@ def test_reference_is_the_same_after_a_resume(
     training = folder / "training"
     second = Learner(str(folder), first._config, ENDS, training, initial_path=str(tiny_model(tied)))
     assert torch.equal(reference_weights(second), reference_weights(straight))
-    for seed in range(resume_after, 6):
+    for seed in range(resume_after, 5):
         assert step(second, seed) == step(straight, seed)
     assert torch.equal(reference_weights(second), reference_weights(straight))
     assert torch.equal(flat_weights(second.model), flat_weights(straight.model))

@@ -292,7 +292,7 @@ def test_trl_rloo_with_kl_in_the_reward_and_normalized_advantages(tiny_config: C
 
 
 @pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: TinyModel) -> MakeLearner:
+def make_learner(tiny_config: Config, tiny_model: TinyModel, copied_models: None) -> MakeLearner:
     def make(algorithm: dict[str, Any], **learner: Any) -> Learner:
         sizes = {"prompts_per_step": 4, "samples_per_prompt": 3}
         options = {"max_grad_norm": 1e6, **learner}

@@ -2,10 +2,11 @@
 
 import asyncio
 import mmap
-import subprocess
+import multiprocessing
 import sys
 import tempfile
 import zlib
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,8 @@ from grpo_ray.transfer.snapshot import pack_weights
 BYTES = np.arange(3 * mmap.PAGESIZE, dtype=np.uint64).view(np.uint8)
 
 
-READ = """
-import sys, zlib
-from grpo_ray.transfer.shared_pages import Pages, map_pages
-for line in sys.stdin:
-    path, offset_bytes, num_bytes = line.split()
-    print(zlib.crc32(map_pages(Pages(path, int(offset_bytes), int(num_bytes))).numpy().data))
-"""
+def read(pipe: Connection) -> None:
+    pipe.send([zlib.crc32(map_pages(place).numpy().data) for place in pipe.recv()])
 
 
 @pytest.mark.slow
@@ -38,11 +34,13 @@ def test_arrays_in_shared_memory_are_found_and_read_by_another_process() -> None
         arrays = [pages[n : n + 5000] for n in (0, 64, mmap.PAGESIZE - 1, mmap.PAGESIZE, mmap.PAGESIZE + 64)]
         found = [pages_of(data) for data in arrays]
         assert None not in found
-        lines = [f"{place.path} {place.offset_bytes} {place.num_bytes}" for place in found if place]
-        read = subprocess.run(
-            [sys.executable, "-c", READ], input="\n".join(lines), capture_output=True, text=True, check=True
-        )
-        assert [int(line) for line in read.stdout.split()] == [zlib.crc32(data.tobytes()) for data in arrays]
+        fork = multiprocessing.get_context("fork")
+        here, there = fork.Pipe()
+        process = fork.Process(target=read, args=(there,), daemon=True)
+        process.start()
+        here.send(found)
+        assert here.recv() == [zlib.crc32(data.tobytes()) for data in arrays]
+        process.join()
 
 
 def test_private_memory_is_not_found() -> None:
