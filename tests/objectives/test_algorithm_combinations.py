@@ -194,16 +194,14 @@ LAYOUTS = {
     "packed, one sequence each": {"micro_batch_tokens": 1},
     "padded, several micro-batches": {"share_prompts": "never", "micro_batch_tokens": 60},
 }
-SHARE = 0.4
+TOP = {"token_selection": "top_entropy", "selection_options": {"share": 0.4}}
 TAUGHT = {"teacher": "somewhere", "engine": "torch", "coefficient": 0.5}
 BAND = {"old_log_probs": "proximal", "off_policy_correction": "mask_band", "correction_band": (0.8, 1.2)}
 FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     "none": {},
     "mask_band": {"algorithm": BAND},
     "truncate_token": {"algorithm": {"old_log_probs": "proximal", "off_policy_correction": "truncate_token"}},
-    "top_entropy": {
-        "algorithm": {**BAND, "token_selection": "top_entropy", "selection_options": {"share": SHARE}}
-    },
+    "top_entropy": {"algorithm": {**TOP, **BAND}},
     "teacher": {"distillation": TAUGHT},
     "teacher alone": {"distillation": {**TAUGHT, "use_reward": False}},
 }
@@ -230,7 +228,7 @@ def batch_of(model: torch.nn.Module, config: Config, seed: int) -> tuple[list[Sc
         with torch.no_grad():
             found = rows_of_turns(model, config, turns)
         entropies = [[_entropy(row) for row in found[id(turn)]] for turn in turns]
-        bound = np.quantile(np.concatenate(entropies), 1 - SHARE)
+        bound = np.quantile(np.concatenate(entropies), 0.6)
         for turn, own in zip(turns, entropies, strict=True):
             turn.weights = [float(entropy >= bound) for entropy in own]
     return groups, samples
