@@ -3,7 +3,7 @@
 import copy
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -284,18 +284,6 @@ def test_old_log_probabilities_are_looked_up_once_and_only_for_several_updates(
     calls.clear()
     step(learner, make_batch(learner))
     assert calls == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", RATIO_LOSSES)
-def test_only_update_has_ratio_1_whatever_the_sampler_assigned(make_learner: MakeLearner, loss: str) -> None:
-    proximal = make_learner(algorithm={"loss": loss, "old_log_probs": "proximal"})
-    behaviour = make_learner(algorithm={"loss": loss})
-    metrics = step(proximal, make_batch(proximal, noise=0.5))
-    step(behaviour, make_batch(behaviour, noise=0.0))  # the sampler's logprobs are the Learner's
-    assert metrics["loss/clip_frac"] == 0.0
-    assert relative_difference(gradient(proximal), gradient(behaviour)) < 1e-4
-    assert metrics["mismatch/logprob_diff/max"] > 0.5  # still measured
 
 
 @pytest.mark.slow
@@ -831,13 +819,6 @@ def test_measuring_kl_alone_changes_no_gradient(make_learner: MakeLearner) -> No
     for learner in (plain, measured):
         step(learner, make_batch(learner))
     assert torch.equal(gradient(measured), gradient(plain))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---- age in optimizer updates ----

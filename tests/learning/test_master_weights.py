@@ -167,8 +167,7 @@ def test_skipped_update_changes_neither(make_learner: MakeLearner) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "tied"), zip(FAMILIES, (True, False), strict=True))
 def test_checkpoint_holds_the_masters_and_training_resumes_bit_for_bit(
     make_learner: MakeLearner, tmp_path: Path, family: str, tied: bool
 ) -> None:

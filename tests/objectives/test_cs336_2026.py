@@ -289,20 +289,12 @@ def test_a_batch_of_equal_rewards_changes_nothing():
 
 
 # The handout's algorithms as arguments; docs/lab/playground.md has the same table.
+CONSTANT = {"loss_normalization": "constant", "normalization_constant": 16}
 ALGORITHMS = {
     "GRPO": {},
-    "Dr. GRPO": {
-        "advantage_normalizer": "none",
-        "loss_normalization": "constant",
-        "normalization_constant": 16,
-    },
-    "RFT": {
-        "baseline": "none",
-        "advantage_normalizer": "none",
-        "loss_normalization": "constant",
-        "normalization_constant": 16,
-    },
-    "MaxRL": {"advantage_normalizer": "mean", "loss_normalization": "constant", "normalization_constant": 16},
+    "Dr. GRPO": {"advantage_normalizer": "none", **CONSTANT},
+    "RFT": {"baseline": "none", "advantage_normalizer": "none", **CONSTANT},
+    "MaxRL": {"advantage_normalizer": "mean", **CONSTANT},
 }
 
 

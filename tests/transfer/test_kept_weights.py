@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from any_reward_cli import ParityGrader
 from builders import ENDS, TinyModel, changed, make_batch
 from local_runs import Killed, make_config, train, until
 from safetensors.torch import load_file
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import AdapterConfig
-from grpo_ray.core import scorer
 from grpo_ray.core.learner import Learner
 from grpo_ray.engines.vllm_adapter import ServedAdapter
 from grpo_ray.records.adapter_files import FILE
@@ -195,16 +193,6 @@ def test_learner_sends_the_whole_first_and_then_what_an_update_changed(
 SMALL_UPDATES = ["model.dtype=bfloat16", "learner.learning_rate=1e-5", "weight_sync.max_lag=0"]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(model_cache: None, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """A run with deltas that is left alone."""
-    run = RunDirectory(tmp_path_factory.mktemp("undisturbed") / "run")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scorer, "Grader", ParityGrader)
-        train(make_config(*SMALL_UPDATES, "weight_sync.delta=true"), run.path)
-    return run
-
-
 def tokens(run: RunDirectory) -> list[tuple[Any, ...]]:
     rows = [row for step in range(1, 9) for row in read_rollouts(run.rollouts_path(step))]
     return [(row["group_id"], row["sample"], *row["token_ids"], *row["logprobs"]) for row in rows]
@@ -212,22 +200,13 @@ def tokens(run: RunDirectory) -> list[tuple[Any, ...]]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("model_cache", "any_reward")
-def test_a_run_with_deltas_samples_the_same_tokens(tmp_path: Path, undisturbed: RunDirectory) -> None:
-    runs = {False: RunDirectory(tmp_path / "run"), True: undisturbed}
-    train(make_config(*SMALL_UPDATES, "weight_sync.delta=false"), runs[False].path)
-    assert [problem for run in runs.values() for problem in audit(run).problems] == []
-    assert tokens(runs[True]) == tokens(runs[False])
-    assert all(SENT not in row for row in read_metrics(runs[False].metrics_path))
-    shares = [row[SENT] for row in read_metrics(runs[True].metrics_path)]
-    assert shares[0] == 1
-    assert all(0 < share < 0.5 for share in shares[1:])
-    assert max(shares[1:]) > 0.01
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("model_cache", "any_reward")
-def test_replaced_generators_and_resumed_runs_get_the_whole(tmp_path: Path, undisturbed: RunDirectory) -> None:
-    config, run = make_config(*SMALL_UPDATES, "weight_sync.delta=true"), RunDirectory(tmp_path / "run")
+def test_runs_with_deltas_sample_the_same_tokens_and_replaced_generators_get_the_whole(
+    tmp_path: Path,
+) -> None:
+    without, undisturbed, run = (RunDirectory(tmp_path / name) for name in ("without", "undisturbed", "run"))
+    config = make_config(*SMALL_UPDATES, "weight_sync.delta=true")
+    train(make_config(*SMALL_UPDATES, "weight_sync.delta=false"), without.path)
+    train(config, undisturbed.path)
 
     async def kill_a_generator_then_the_driver(actors: Any, controller: Any) -> None:
         await until(lambda: controller._version >= 3)
@@ -238,9 +217,15 @@ def test_replaced_generators_and_resumed_runs_get_the_whole(tmp_path: Path, undi
     with pytest.raises(Killed):
         train(config, run.path, kill_a_generator_then_the_driver)
     train(config, run.path)
-    assert audit(run).problems == []
+    for each in (without, undisturbed, run):
+        assert audit(each).problems == []
+        assert tokens(each) == tokens(without)
+    assert all(SENT not in row for row in read_metrics(without.metrics_path))
+    shares = [row[SENT] for row in read_metrics(undisturbed.metrics_path)]
+    assert shares[0] == 1
+    assert all(0 < share < 0.5 for share in shares[1:])
+    assert max(shares[1:]) > 0.01
     # A step that ended in its checkpoint has no metrics of its sync.
     shares = [row[SENT] for row in read_metrics(run.metrics_path) if SENT in row]
     assert shares[0] == 1
     assert sum(share == 1 for share in shares) == 2  # the first version of each process
-    assert tokens(run) == tokens(undisturbed)

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
@@ -203,32 +203,29 @@ def join_and_hang(pipe: Connection) -> None:
     time.sleep(1000)
 
 
+Peer = Callable[[Sender, str], ForkProcess]
+
+
 @pytest.fixture
-def peer() -> Iterator["Peers"]:
-    peers = Peers()
-    yield peers
-    for process in peers.processes:
-        process.kill()
-        process.join()
+def peer() -> Iterator[Peer]:
+    """`peer(sender, name)`: start a Generator's end in another process, which joins and does nothing more."""
+    processes, fork = [], multiprocessing.get_context("fork")
 
-
-class Peers:
-    """Generators' ends in processes of their own, which join and then do nothing."""
-
-    def __init__(self) -> None:
-        self.processes: list[ForkProcess] = []
-
-    def join(self, sender: Sender, name: str) -> ForkProcess:
-        fork = multiprocessing.get_context("fork")
+    def start(sender: Sender, name: str) -> ForkProcess:
         here, there = fork.Pipe()
         process = fork.Process(target=join_and_hang, args=(there,), daemon=True)
         process.start()
-        self.processes.append(process)
+        processes.append(process)
         assert here.recv() == "started"
         here.send(sender.open_wire(name))
         sender.join_wire(name)
         assert here.recv() == "joined"
         return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.join()
 
 
 def pack_much(sender: Sender, version: int) -> WeightSnapshot:
@@ -238,10 +235,10 @@ def pack_much(sender: Sender, version: int) -> WeightSnapshot:
 
 @pytest.mark.slow
 def test_a_receiver_that_dies_in_the_middle_ends_its_send_alone(
-    threads: ThreadPoolExecutor, peer: Peers
+    threads: ThreadPoolExecutor, peer: Peer
 ) -> None:
     sender = make_sender(timeout_s=60.0)
-    snapshot, process, other = pack_much(sender, 1), peer.join(sender, "a"), join(threads, sender, "b")
+    snapshot, process, other = pack_much(sender, 1), peer(sender, "a"), join(threads, sender, "b")
     sending = threads.submit(sender.send, "a", 1)
     time.sleep(0.3)
     assert not sending.done()
@@ -258,11 +255,11 @@ def test_a_receiver_that_dies_in_the_middle_ends_its_send_alone(
 
 @pytest.mark.slow
 def test_a_receiver_that_hangs_holds_its_send_for_the_time_limit(
-    threads: ThreadPoolExecutor, peer: Peers
+    threads: ThreadPoolExecutor, peer: Peer
 ) -> None:
     sender = make_sender(timeout_s=2.0)
     pack_much(sender, 1)
-    process = peer.join(sender, "a")
+    process = peer(sender, "a")
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
     started = time.monotonic()
