@@ -26,7 +26,6 @@ from grpo_ray.config.losses import loss_record
 from grpo_ray.core import learner
 from grpo_ray.core.buffer import TrajectoryBuffer
 from grpo_ray.core.learner import Learner
-from grpo_ray.engines import torch_engine
 from grpo_ray.engines.base import Engine
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings, ScoredGroup, Verdict
@@ -236,14 +235,10 @@ def tiny_mixture(tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeForCausalLM:
 _read = functools.cache(lambda load, *args: load(*args))
 
 
-def copy_models(patch: pytest.MonkeyPatch, folder: str = "") -> None:
-    """Have Learners and engines copy a model of the folder that another has read; its files must not change."""
-
-    def copied(load: Callable[..., Any], path: str, *args: Any) -> Any:
-        return copy.deepcopy(_read(load, path, *args)) if path.startswith(folder) else load(path, *args)
-
-    for module, name in ((learner, "load_trained"), (torch_engine, "load_policy")):
-        patch.setattr(module, name, functools.partial(copied, getattr(module, name)))
+def copy_models(patch: pytest.MonkeyPatch) -> None:
+    """Have Learners copy a model that another has read from the same folder; its files must not change."""
+    load = learner.load_trained
+    patch.setattr(learner, "load_trained", lambda *args: copy.deepcopy(_read(load, *args)))
 
 
 def clip_range(loss: str, low: float) -> dict[str, float]:

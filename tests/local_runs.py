@@ -1,14 +1,10 @@
 """Whole runs in this process: real engine, Learner, Scorer and buffer, as `train --local` has them."""
 
 import asyncio
-import contextlib
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-from builders import copy_models
 from small_run import QUICKSTART, SMALL
 
 from grpo_ray.cluster.local import LocalActors
@@ -16,10 +12,8 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.core.context import ServingContext
 from grpo_ray.core.controller import Controller
-from grpo_ray.learning.tiny_tokenizer import tiny_tokenizer
 from grpo_ray.records.evaluation_summary import EvaluationSummary
 from grpo_ray.records.run_files import RunDirectory, read_metrics
-from grpo_ray.run import preparation
 from grpo_ray.run.preparation import check_files, prepare
 from grpo_ray.run.restores import train_through_restores
 from grpo_ray.watch.open_calls import OpenCalls
@@ -56,24 +50,6 @@ def make_config(*overrides: str) -> Config:
     return load_config(QUICKSTART, [*SMALL, *fast, *overrides])
 
 
-TOKENIZERS: dict[str, Any] = {}
-
-
-@contextlib.contextmanager
-def reading_once() -> Iterator[None]:
-    """Learn the tokenizer of a tiny model once, and read a model in the cache once."""
-
-    def learned(config: Config) -> Any:
-        key = repr((config.task, config.run.seed, config.model.tiny))
-        return TOKENIZERS.get(key) or TOKENIZERS.setdefault(key, tiny_tokenizer(config))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preparation, "tiny_tokenizer", learned)
-        copy_models(patch, os.environ.get("GRPO_RAY_CACHE", "no cache of the test's own"))
-        yield
-
-
-@reading_once()
 def train(config: Config, folder: Path, meddle: Watcher | None = None) -> Recorder:
     """Start the run in `folder`, or resume it."""
     prepared, run, recorder = prepare(config, check_files(config)), RunDirectory(folder), Recorder()
