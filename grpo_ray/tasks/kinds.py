@@ -5,11 +5,10 @@ A new kind is a section in config/task.py, a module like sorting.py, and one ent
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 from grpo_ray.config.section import Section
-from grpo_ray.config.task import Task
+from grpo_ray.config.task import ReasoningGymTaskConfig, Task
 from grpo_ray.tasks import arithmetic, dataset, episode_examples, sorting
 from grpo_ray.tasks.examples import ExampleSets, Pairs
 from grpo_ray.tasks.keywords import examples as keywords
@@ -33,9 +32,10 @@ class TaskKind(Generic[ConfigT]):
     """Upper bound of the number above which `warmup_pairs` raises; None: it returns fewer pairs instead."""
 
 
-def _reasoning_gym(*given: Any) -> ExampleSets:  # imported when it is asked for: the package takes seconds
-    sets: ExampleSets = import_module("grpo_ray.tasks.reasoning_gym").reasoning_gym_examples(*given)
-    return sets
+def _reasoning_gym_examples(config: ReasoningGymTaskConfig, seed: int) -> ExampleSets:
+    from grpo_ray.tasks.reasoning_gym import reasoning_gym_examples  # here, because its package takes seconds
+
+    return reasoning_gym_examples(config, seed)
 
 
 DATASET = TaskKind(dataset.dataset_examples, dataset.dataset_validation, dataset.dataset_warmup)
@@ -48,7 +48,7 @@ KINDS: dict[str, TaskKind[Any]] = {
     "keywords": TaskKind(
         keywords.keyword_examples, keywords.keyword_validation, warmup_pairs=keywords.warmup_pairs
     ),
-    "reasoning_gym": TaskKind(_reasoning_gym),
+    "reasoning_gym": TaskKind(_reasoning_gym_examples),
     "episodes": TaskKind(episode_examples.episode_examples, warmup_pairs=episode_examples.episode_warmup),
     "file": DATASET,
     "gsm8k": DATASET,

@@ -1,5 +1,6 @@
 """Tasks of the package reasoning-gym: over a hundred generators of questions, each with a verifier."""
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -12,13 +13,8 @@ from grpo_ray.errors import counted
 from grpo_ray.rewards.base import Scores, scores
 from grpo_ray.tasks.examples import Example, ExampleSets
 
-try:  # here, as grading processes import before the first answer's time limit begins
-    from reasoning_gym.factory import DATASETS, create_dataset
-except ImportError as error:
-    raise ValueError(
-        f"task.kind: reasoning_gym needs the package of that name ({error}); install it with "
-        "`pip install 'grpo-ray[reasoning-gym]'`"
-    ) from None
+with contextlib.suppress(ImportError):  # `_dataset` says how to get it
+    import reasoning_gym.factory  # noqa: F401  # here: a grading process imports before an answer's time begins
 
 MOST = 10**6
 """Entries of a set: an entry's own seed is the set's plus its index, so sets lie this far apart."""
@@ -86,8 +82,15 @@ def _dataset(name: str, config: str, seed: int, size: int) -> Any:
         config: its configuration, as JSON.
 
     Raises:
-        ValueError: the package has no such dataset or value.
+        ValueError: the package is not installed, or has no such dataset or value.
     """
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ImportError as error:
+        raise ValueError(
+            f"task.kind: reasoning_gym needs the package of that name ({error}); install it with "
+            "`pip install 'grpo-ray[reasoning-gym]'`"
+        ) from None
     if name not in DATASETS:
         nearest = nearest_name(name, sorted(DATASETS))
         hint = f"did you mean {nearest}?" if nearest else f"it has {', '.join(sorted(DATASETS))}"

@@ -55,7 +55,6 @@ def steps(
     written_to: Path | None = None,
 ) -> dict[str, Any]:
     """Train on the batches; return the gradients of all updates, the metrics and the final snapshot."""
-    torch.set_num_threads(1)
     path = str(checkpoint) if checkpoint is not None and config.model.adapter is None else model
     training = checkpoint / "training" if checkpoint is not None else None
     learner = Learner(path, config, ENDS, training, initial_path=model, seat=seat)

@@ -285,7 +285,6 @@ def ranks_gradients(
     seat: Seat, ports: Sequence[int], model: str, cases: Sequence[tuple[Config, Sequence[ScoredGroup]]]
 ) -> list[tuple[float, np.ndarray]]:
     """Return loss and gradient of each case on several ranks, which meet at a port for each."""
-    torch.set_num_threads(1)
     found = []
     for port, (config, groups) in zip(ports, cases, strict=True):
         learner = Learner(model, config, ENDS, seat=replace(seat, port=port))

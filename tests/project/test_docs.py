@@ -429,11 +429,7 @@ def test_a_task_a_loss_an_engine_a_transport_and_a_command_of_ones_own(tmp_path:
         ["git", "apply", "-"], input=changes, cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert applied.returncode == 0, applied.stderr
-    environment |= {
-        "PYTHONPATH": str(tmp_path),
-        "GRPO_RAY_CACHE": str(tmp_path / "cache"),
-        "OMP_NUM_THREADS": "1",
-    }
+    environment |= {"PYTHONPATH": str(tmp_path), "GRPO_RAY_CACHE": str(tmp_path / "cache")}
     job = subprocess.run(
         [sys.executable, ROOT / "tests/extended_job.py", tmp_path],
         cwd=ROOT, env=environment, capture_output=True, text=True,

@@ -30,8 +30,7 @@ TINY += ["--samples-per-prompt", "4", "--micro-batch-tokens", "256", "--rounds",
 SCRIPT = """
 import sys
 sys.path.insert(0, "profiling")
-import gpu, torch
-torch.set_num_threads(1)
+import gpu
 code = gpu.main(sys.argv[1:])
 heavy = {"ray", "vllm", "pyarrow"} & sys.modules.keys()
 sys.exit(code or (f"imported {heavy}" if heavy else 0))
