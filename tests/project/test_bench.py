@@ -12,9 +12,9 @@ from rich.console import Console
 
 CHEAP = (
     "adapter_memory",
+    "agreement",
     "head_memory",
     "learner_shared",
-    "packing",
     "scale",
     "scale_memory",
     "scoring",
@@ -77,11 +77,10 @@ def test_a_result_names_its_machine_versions_and_seconds(name: str, results: dic
 
 
 @pytest.mark.campaign
-def test_less_padding_where_sequences_are_sorted(results: dict[str, dict[str, Any]]) -> None:
-    padding = {row["case"]: row["facts"].get("padding") for row in results["packing"]["rows"]}
-    assert padding["one at a time"] == 0
-    assert padding["packed, without padding (ours)"] == 0
-    assert 0 < padding["padded, longest first"] < padding["padded, in the order they come"] < 1
+def test_log_probabilities_are_equal_where_both_round_alike(results: dict[str, dict[str, Any]]) -> None:
+    usual, alone, wide = (row["facts"]["largest difference"] for row in results["agreement"]["rows"])
+    assert max(usual, wide) < 1e-5
+    assert alone == 0.0
 
 
 def test_cases_take_turns_and_warm_up(bench: ModuleType) -> None:
@@ -97,7 +96,7 @@ def make_result(bench: ModuleType, seconds: dict[str, tuple[float, ...]], **chan
     from benchmarks.results import Result, Row
 
     rows = [Row(name, values, "plain", 100, "tokens") for name, values in seconds.items()]
-    fields: dict[str, Any] = {"name": "packing", "time": "", "machine": {}, "versions": {}, "arguments": {}}
+    fields: dict[str, Any] = {"name": "agreement", "time": "", "machine": {}, "versions": {}, "arguments": {}}
     return Result(**{**fields, **changes}, rows=rows)
 
 
@@ -136,11 +135,11 @@ def test_impossible_comparisons_and_measurements_are_refused(
     make_result(bench, {"plain": (1.0,)}).write(one)
     make_result(bench, {"plain": (1.0,)}, name="scoring").write(other)
     for arguments, expected in (
-        (["compare", str(one), str(other)], "packing and scoring are different benchmarks"),
+        (["compare", str(one), str(other)], "agreement and scoring are different benchmarks"),
         (["compare", str(one)], "takes two result files, not 1"),
         (["compare", str(one), str(tmp_path / "none.json")], "not a result that bench.py wrote"),
-        (["overlap"], "'overlap' is not a benchmark; choose from adapter_memory, checkpointing, "),
-        (["packing", "model.dtype=float32"], "packing takes no changes to the configuration"),
+        (["overlap"], "'overlap' is not a benchmark; choose from adapter_memory, agreement, "),
+        (["agreement", "model.dtype=float32"], "agreement takes no changes to the configuration"),
     ):
         assert bench.main(arguments) == 2
         assert expected in capsys.readouterr().err
