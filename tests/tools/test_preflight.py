@@ -2,8 +2,12 @@
 
 import asyncio
 import json
+import os
 import random
+import signal
 import time
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,14 +18,16 @@ from small_run import QUICKSTART
 
 from grpo_ray.episodes.chat_template import ChatTemplate
 from grpo_ray.episodes.limits import Limits
+from grpo_ray.episodes.renderer_template import make_template
 from grpo_ray.episodes.session import Reply
+from grpo_ray.episodes.tool_calls import Parsed
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.preflight.checks import Plays, play_findings
 from grpo_ray.tools.preflight.command import PreflightOptions
 from grpo_ray.tools.preflight.findings import Finding
 from grpo_ray.tools.preflight.plays import Play, Played, Turn, WatchedSession
-from grpo_ray.tools.preflight.policies import Asked, ScriptedSampler, no_calls, scripts_of
+from grpo_ray.tools.preflight.policies import ASKED, Asked, Said, ScriptedSampler, no_calls, scripts_of
 from grpo_ray.tools.preflight.preflight import preflight as run
 from grpo_ray.tools.preflight.show import as_text, runs_of
 from grpo_ray.tools.preflight.subject import Subject, load_subject
@@ -124,6 +130,22 @@ def test_what_cannot_be_played_is_said_with_status_2(
 
 
 @pytest.mark.slow
+def test_a_process_that_an_episode_leaves_does_not_hide_its_crash(tmp_path: Path) -> None:
+    (tmp_path / "left").mkdir()
+    (tmp_path / "crashing.py").write_text(
+        "import os, pathlib, time\nexamples = [{'question': 'What?'}]\nasync def episode(session, example):\n"
+        "    if (pid := os.fork()) == 0:\n        time.sleep(1000)\n"
+        f"    pathlib.Path({str(tmp_path / 'left')!r}, str(pid)).touch()\n    os._exit(3)\n"
+    )
+    try:
+        (fault,) = run(PreflightOptions(f"{tmp_path / 'crashing.py'}:episode")).faults
+    finally:
+        for left in (tmp_path / "left").iterdir():
+            os.kill(int(left.name), signal.SIGKILL)
+    assert (fault.name, fault.text[-1]) == ("crashes", "3")
+
+
+@pytest.mark.slow
 def test_the_fixture_fails_a_test_for_a_fault(preflight: Any) -> None:
     preflight("grpo_ray.episodes.calculator:episode", num_examples=1)
     with pytest.raises(pytest.fail.Exception, match=r"constant_reward: example 0[\s\S]*cure: "):
@@ -169,6 +191,23 @@ def test_faults_of_other_trainers_that_a_session_cannot_have(game: Subject) -> N
     assert sum(int(path.mask.sum()) for path in paths) == sum(map(len, sampled))
 
 
+def test_a_tool_parser_that_misses_a_call_of_the_chat_template_is_noted() -> None:
+    subject = load_subject(PreflightOptions(str(ROOT / "configs/calculator.yaml")))
+    _, own = make_template(subject.settings, subject.tokenizer, subject.end_token_ids)
+    assert own is not None
+
+    def refusing(*_: Any) -> Parsed:
+        raise ValueError("no JSON")
+
+    ASKED.set(Asked(Example("", ""), [{"role": "user", "content": "What is 2 * 3?"}], [], 0, True, ""))
+    said = Said(calls=(("calculator", {"expression": "2 * 3"}),))
+    settings = SamplingSettings(1, 1.0, 1.0, 0, 64, (), subject.end_token_ids, 0)
+    for parser, is_read in ((own, True), (lambda *_: ("", "", []), False), (refusing, False)):
+        sampler = ScriptedSampler(lambda _: said, subject, parser)
+        asyncio.run(sampler.sample((0,), settings))
+        assert (sampler.unread == "") is is_read
+
+
 # ---- the checks one by one ----
 
 
@@ -193,6 +232,7 @@ def plays_of(*episodes: Played, **others: Play) -> Plays:
 RIGHT, EMPTY = (played("right", 1.0), played("right", 1.0)), played("empty", 0.0)
 OTHER = Play({(0, 0): played("right", 0.5)})
 CUT = played("endless", 1.0, status="truncated_turns")
+UNREAD = replace(plays_of(*RIGHT, EMPTY).first, unread="<f>")
 FAILED = played("random", None, status="environment_error", error="ValueError: no")
 
 
@@ -210,6 +250,7 @@ FAILED = played("random", None, status="environment_error", error="ValueError: n
         (plays_of(*RIGHT, EMPTY, shifted=OTHER), ["reads_clock"]),
         (plays_of(RIGHT[0], played("right", 0.0), EMPTY), ["shared_state"]),
         (plays_of(*RIGHT, EMPTY, shifted=Play(failure=Finding("hangs", "it hangs"))), ["hangs"]),
+        (plays_of(*RIGHT, EMPTY, first=UNREAD), ["calls_unread"]),
         (plays_of(*RIGHT, played("empty", 0.0, caught=[("TimeoutError", "mine.py:4")])), ["time_out_hidden"]),
     ],
 )  # fmt: skip
@@ -259,11 +300,13 @@ def test_the_conversation_shows_which_tokens_are_trained(game: Subject) -> None:
 
 def test_calls_that_block_clocks_and_exceptions_are_noted_with_their_lines(tmp_path: Path) -> None:
     source = (
-        "import time, random\n"
+        "import datetime, time, random\n"
         "def work():\n"
         "    time.sleep(0)\n"
         "    random.random()\n"
         "    return time.time()\n"
+        "def today():\n"
+        "    return datetime.datetime.today()\n"
         "def fails():\n"
         "    try:\n"
         "        [][0]\n"
@@ -284,9 +327,10 @@ def test_calls_that_block_clocks_and_exceptions_are_noted_with_their_lines(tmp_p
     watch.caught.set(caught)
     with watch.noting("exceptions"):
         module.fails()
-    assert caught == [("IndexError: list index out of range", "mine.py:8")]
+    assert caught == [("IndexError: list index out of range", "mine.py:10")]
     real = time.time()
     shift_clocks([module])
     assert module.work() - real > 900
+    assert (module.today() - datetime.now()).total_seconds() > 900
     assert time.time() - real < 900
     assert module.random is random

@@ -51,6 +51,11 @@ def play_findings(plays: Plays, is_reward: bool, tokenizer: PreTrainedTokenizerB
     yield from first.values()
     if not raised and not varying:
         yield from _rewards(groups, is_reward)
+    if plays.first.unread:
+        text = (
+            f"the tool parser does not find a call as the chat template writes it: {plays.first.unread[:100]!r}"
+        )
+        yield Finding("calls_unread", text)
     if plays.first.difference > CLOSE:
         by = f"{plays.first.difference:.2g}"
         yield Finding("tokens_differ", f"logprobs of the trained tokens, computed again, differ by {by}")

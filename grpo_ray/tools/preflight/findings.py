@@ -24,6 +24,7 @@ CURES = {
     "constant_reward": "grade the truth with `grpo-ray reward`, and see where its answer is lost",
     "truth_earns_nothing": "grade the truth with `grpo-ray reward`, and see where its answer is lost",
     "no_reward_seen": "define solve(messages, example) in the module, which returns the next right reply",
+    "calls_unread": "name the parser of the model's own format as episodes.tool_parser",
     "tokens_differ": "report this with the environment: these are not the tokens that were sampled",
     "no_generation_prompt": "end it with `{% if add_generation_prompt %}` and the header of a reply",
     "end_of_turn": "let a token of generation_config.json's eos_token_id follow the reply at once",

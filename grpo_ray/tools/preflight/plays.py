@@ -80,6 +80,7 @@ class Play:
     blocking: Mapping[tuple[str, str], int] = field(default_factory=dict)  # number, by call and file:line
     drawn: Sequence[tuple[str, str]] = ()  # reads of a clock or of `random`: call, file:line
     left: Sequence[str] = ()  # processes, threads and files that outlive their episodes
+    unread: str = ""  # a tool call as the chat template writes it, which the parser does not find
     difference: float = 0.0  # largest, of logprobs that the tiny policy sampled and those recomputed
     failure: Finding | None = None  # if the play did not end
 
@@ -119,9 +120,14 @@ def play(subject: Subject, seed: int, kind: Kind) -> Play:
     process.start()
     sender.close()
     try:
-        if receiver.poll(DEADLINE_S):
-            found: Play = receiver.recv()
-            return found
+        ends_at = time.monotonic() + DEADLINE_S
+        while time.monotonic() < ends_at:
+            is_alive = process.is_alive()
+            if receiver.poll(0.2):
+                found: Play = receiver.recv()
+                return found
+            if not is_alive:  # a process that it left holds the pipe open
+                raise EOFError
         text = f"a play of {len(subject.examples)} examples did not end within {DEADLINE_S:g} s"
         return Play(failure=Finding("hangs", text))
     except EOFError:
@@ -195,4 +201,5 @@ async def _play(subject: Subject, seed: int, kind: Kind, watch: Watch) -> Play:
     ends_at = time.monotonic() + PATIENCE_S
     while (left := watch.left_since(before, len(episodes))) and time.monotonic() < ends_at:
         await asyncio.sleep(0.05)
-    return Play(dict(sorted(episodes.items())), watch.blocking, watch.drawn, left, difference)
+    unread = next((p.unread for _, p in players if isinstance(p, ScriptedSampler) and p.unread), "")
+    return Play(dict(sorted(episodes.items())), watch.blocking, watch.drawn, left, unread, difference)

@@ -147,18 +147,29 @@ class ScriptedSampler:
     def __init__(self, script: Script, subject: Subject, parser: ToolParser) -> None:
         self._script, self._subject, self._parser = script, subject, parser
         self._calls: dict[tuple[int, ...], list[tuple[str, Any]]] = {}  # by a reply's tokens
+        self.unread = ""  # a call in the form of the chat template, which the parser does not find
 
     async def sample(self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
         asked, tokenizer, end = ASKED.get(), self._subject.tokenizer, self._subject.reply_end
         said = self._script(asked)
-        text = call_text(tokenizer, asked, said.calls) if said.calls else said.text
+        written = call_text(tokenizer, asked, said.calls) if said.calls else ""
+        text = written or "\n".join(map(_as_json, said.calls)) or said.text
         ids = said.token_ids or tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
         is_cut = bool(ids) and (said.is_cut or len(ids) >= settings.max_tokens)
         ids = ids[: settings.max_tokens] if is_cut else (*ids, end)
         if said.calls and not is_cut:
             self._calls[ids] = [*said.calls]
+            if written and not self.unread and not self._reads(ids, prompt_token_ids, asked):
+                self.unread = written
         shown = tokenizer.decode(list(ids), skip_special_tokens=True)
         return scripted_completion(shown, ids, "length" if is_cut else "stop")
+
+    def _reads(self, ids: tuple[int, ...], prompt: tuple[int, ...], asked: Asked) -> bool:
+        """Return whether the parser finds the calls, if there is one."""
+        try:
+            return self._parser is no_calls or self._parser(ids, prompt, asked.tools)[2] == self._calls[ids]
+        except ValueError:
+            return False
 
     def parse(
         self, token_ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Mapping[str, Any]]
@@ -172,7 +183,7 @@ class ScriptedSampler:
 def call_text(
     tokenizer: PreTrainedTokenizerBase, asked: Asked, calls: Sequence[tuple[str, dict[str, Any]]]
 ) -> str:
-    """Return the text of calls as the model's chat template writes them."""
+    """Return the text of calls as the model's chat template writes them; empty if it writes none."""
     listed = [
         {"id": f"call{n:05}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for n, (name, arguments) in enumerate(calls)
@@ -186,9 +197,11 @@ def call_text(
         shown = ""
     _, found, behind = shown.rpartition(SENTINEL)
     written, end, _ = behind.partition(tokenizer.eos_token or "\0")
-    if found and end and all(name in written for name, _ in calls):
-        return written.strip("\n")
-    return "\n".join(f"<tool_call>{json.dumps({'name': n, 'arguments': a})}</tool_call>" for n, a in calls)
+    return written.strip("\n") if found and end and all(name in written for name, _ in calls) else ""
+
+
+def _as_json(call: tuple[str, dict[str, Any]]) -> str:
+    return f"<tool_call>{json.dumps({'name': call[0], 'arguments': call[1]})}</tool_call>"
 
 
 def no_calls(*_: Any) -> Parsed:

@@ -161,6 +161,8 @@ def shift_clocks(modules: Sequence[ModuleType]) -> None:
         def now(cls, tz: datetime.tzinfo | None = None) -> Any:
             return datetime.datetime.now(tz) + datetime.timedelta(seconds=next(jumps))
 
+        today = utcnow = now
+
     shifted = {clock: jumping(clock, 1e9 if name.endswith("_ns") else 1.0) for clock, name in CLOCKS.items()}
     by_name = {CLOCKS[clock]: read for clock, read in shifted.items()}
     for module in modules:
