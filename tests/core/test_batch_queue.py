@@ -1,7 +1,6 @@
 """The queue of groups: windows, look-ahead, first-come batches, and drops for lack of signal."""
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -32,6 +31,7 @@ def test_look_ahead_by_hand() -> None:
     assert queue.batch([3, 2, 1, 0]) == (0, 1)  # the first in the queue, not the first to finish
     queue.train((1, 3))
     assert queue.window()[0] == 0
+    assert queue.batch([2, 4]) is None  # 0 may be one batch late, and no more
     assert queue.batch([0, 2]) == (0, 2)
 
 
@@ -91,26 +91,6 @@ def test_queue_of_a_resumed_run_by_hand() -> None:
     assert queue.window() == [0, 2, 3]
 
 
-@pytest.mark.slow
-@settings(max_examples=150)
-@given(
-    size=st.integers(1, 4), lookahead=st.integers(1, 7), waiting=st.sets(st.integers(0, 20)),
-    next_id=st.integers(0, 24),
-)  # fmt: skip
-def test_queue_of_a_resumed_run_is_never_stuck(
-    size: int, lookahead: int, waiting: set[int], next_id: int
-) -> None:
-    """The queue does not know which of the other groups were trained and which dropped."""
-    queue = BatchQueue(size, lookahead)
-    next_id = max(next_id, max(waiting, default=-1) + 1)
-    queue.begin(waiting, next_id)
-    finished = sorted({*waiting, *range(next_id, 80)})
-    batch = queue.batch(finished)
-    assert batch == tuple(finished[:size])
-    queue.train(batch)
-    assert queue.batch(finished[size:]) == tuple(finished[size : 2 * size])
-
-
 class Counted(dict[int, bool]):
     """Finished groups that count how often they are looked at."""
 
@@ -147,17 +127,6 @@ def test_a_group_costs_the_same_for_a_batch_of_any_size(
         assert (queue.batch(finished) is None) == (number < size or not options)
     assert num_held <= 6 * last
     assert finished.num_looks <= 6 * last
-
-
-def test_a_group_that_was_missing_completes_the_batch() -> None:
-    queue, finished = BatchQueue(2), {1: True, 2: True}
-    assert queue.batch(finished) is None
-    assert queue.batch(finished | {0: True}) == (0, 1)
-    queue.leave([0])
-    assert queue.batch(finished) == (1, 2)
-    queue.begin([1, 5], next_id=6)
-    assert queue.batch(finished) is None
-    assert queue.batch({1: True, 5: True}) == (1, 5)
 
 
 # ---- groups without signal ----
@@ -274,21 +243,6 @@ def test_strict_batches_do_not_depend_on_the_order_of_arrival(
 ) -> None:
     steps = play(BatchQueue(size, max_dropped=max_dropped), arrival, signals, aside, takes)
     assert steps == list(slow_strict(size, max_dropped, signals, aside))
-
-
-@pytest.mark.slow
-@settings(max_examples=150)
-@given(size=st.integers(1, 4), lookahead=st.integers(1, 7), arrival=ARRIVAL, takes=TAKES)
-def test_no_group_is_later_than_the_look_ahead_allows(
-    size: int, lookahead: int, arrival: list[int], takes: list[bool]
-) -> None:
-    allowed = math.ceil((lookahead - 1) / size)
-    steps = play(BatchQueue(size, lookahead), arrival, [True] * NUM, set(), takes)
-    assert len(steps) == NUM // size  # so no group waits forever
-    where = {group_id: index for index, (batch, _) in enumerate(steps) for group_id in batch}
-    num_due = max(0, NUM // size - allowed) * size
-    late = {g: where.get(g, NUM) - g // size for g in range(num_due)}
-    assert max(late.values(), default=0) <= allowed
 
 
 @pytest.mark.slow

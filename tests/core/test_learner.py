@@ -26,7 +26,6 @@ from builders import (
     make_group,
     make_item,
     own_logprobs,
-    relative_difference,
     same_groups,
     written,
 )
@@ -59,22 +58,6 @@ def weights(learner: Learner) -> torch.Tensor:
 
 
 # ---- the gradient ----
-
-
-def test_gradient_checkpointing_changes_nothing(make_learner: MakeLearner) -> None:
-    plain, recomputed = make_learner(), make_learner(learner={"gradient_checkpointing": True})
-    for learner in (plain, recomputed):
-        learner.accumulate_gradient(sequences_of(make_batch(learner)))
-    assert relative_difference(gradient(recomputed), gradient(plain)) < 1e-6
-
-
-def test_bfloat16_gradient_is_close(make_learner: MakeLearner) -> None:
-    full, half = make_learner(), make_learner(model={"dtype": "bfloat16"})
-    groups = make_batch(full, noise=0.0)
-    for learner in (full, half):
-        learner.accumulate_gradient(sequences_of(groups))
-    assert gradient(half).dtype is torch.float32
-    assert 1e-4 < relative_difference(gradient(half), gradient(full)) < 0.1
 
 
 # ---- the step ----

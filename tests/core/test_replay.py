@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 from builders import make_completion, make_group, make_item, simple_group
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from grpo_ray.config.schedule import ReplayConfig
 from grpo_ray.core.replay import ReplayMemory
@@ -262,41 +260,3 @@ def test_draw_does_not_depend_on_earlier_draws() -> None:
 
 
 # ---- the bounds ----
-
-
-@pytest.mark.slow
-@settings(max_examples=100)
-@given(data=st.data())
-def test_no_group_is_too_old_or_used_too_often(data: st.DataObject) -> None:
-    bound = {
-        "max_age": data.draw(st.integers(1, 5)),
-        "max_uses": data.draw(st.integers(2, 4)),
-        "max_groups": data.draw(st.integers(1, 12)),
-    }
-    num_drawn = data.draw(st.integers(1, 5))
-    memory = make_memory(
-        num_drawn, data.draw(st.integers(0, 9)), **bound,
-        sampling=data.draw(st.sampled_from(["uniform", "recent", "advantage"])),
-    )  # fmt: skip
-    ids = itertools.count()
-    uses: Counter[int] = Counter()
-    num_added = num_evicted = 0
-    for version in range(8):
-        chosen = memory.draw(version)
-        assert len(chosen) <= num_drawn
-        assert len({r.group.group_id for r in chosen}) == len(chosen)
-        for replayed in chosen:
-            uses[replayed.group.group_id] += 1
-            assert version - replayed.group.rollout.oldest_version <= bound["max_age"]
-            assert replayed.num_uses == uses[replayed.group.group_id] <= bound["max_uses"]
-        lags = data.draw(st.lists(st.integers(0, 2), max_size=4))
-        fresh = [simple_group(next(ids), versions=max(0, version - lag)) for lag in lags]
-        for group in fresh:
-            uses[group.group_id] = 1
-        memory.add(fresh)
-        num_added += len(fresh)
-        assert len(memory) <= bound["max_groups"]
-        metrics = memory.take_metrics()
-        assert metrics["replay/bytes"] == sum(r.group.num_bytes for r in memory.contents(99))
-        num_evicted += int(sum(value for name, value in metrics.items() if "evicted" in name))
-        assert len(memory) == num_added - num_evicted  # every eviction is counted

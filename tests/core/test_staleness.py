@@ -372,13 +372,6 @@ def test_no_token_is_too_old_and_no_group_is_lost_at_any_speed(
         assert set(replayed) <= earlier
 
 
-@pytest.mark.parametrize("in_flight", [True, False])
-def test_groups_in_flight_at_a_checkpoint_are_sampled_again(in_flight: bool) -> None:
-    config = make_config(1, 2, weight_sync={"in_flight": in_flight})
-    trained, _ = train(config, Pace(token=[3]), resume_after=3)
-    assert trained.fresh == [[2 * step, 2 * step + 1] for step in range(6)]
-
-
 @pytest.mark.parametrize("num_losses", [1, 100])
 def test_a_group_that_is_lost_on_its_way_into_the_buffer_is_sampled_again(num_losses: int) -> None:
     """One that is lost again and again ends the attempt: the fault is not its Generator's."""

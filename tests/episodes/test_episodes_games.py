@@ -1,10 +1,8 @@
 """The two environments, played by scripts and by the torch engine."""
 
-import asyncio
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +14,8 @@ from grpo_ray.config import GeneratorConfig
 from grpo_ray.engines.torch_engine import TorchEngine
 from grpo_ray.episodes import calculator, guess_number
 from grpo_ray.episodes.chat_template import ChatTemplate
-from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.outcome import EpisodeResult, Status
-from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner, load_episode
+from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.tool_calls import make_tool_parser
 from grpo_ray.learning.model_files import load_tokenizer
@@ -189,31 +186,3 @@ async def test_a_single_turn_is_what_the_engine_samples(tiny_model: TinyModel) -
             expected = getattr(completion, name.removeprefix("response_"))
             assert getattr(sequence, name).tobytes() == expected.tobytes(), name
         assert sequence.mask.all()
-
-
-@pytest.mark.parametrize("game", [guess_number, calculator])
-async def test_an_engine_plays(game: Any, tiny_model: TinyModel) -> None:
-    """Every prompt of a random model's games begins with the prompt before it and its reply."""
-    folder = tiny_model()
-    model_tokenizer = load_tokenizer(str(folder))
-    give_plain_chat(model_tokenizer)
-    runner, sampler = (
-        EpisodeRunner(load_episode(f"{game.__name__}:episode")),
-        EngineSampler(make_engine(folder)),
-    )
-    parser, limits = make_tool_parser("transformers", model_tokenizer), Limits(max_tokens=400)
-    runs = []
-    for seed, example in enumerate(game.examples(seed=0, num_train=6).train):
-        own = vars(settings(seed, 8))
-        session = make_session(sampler, model_tokenizer, limits, parser, ends=(0,), **own)
-        runs.append(runner.run(session, example))
-    results = await asyncio.gather(*runs)
-    assert [result.status for result in results] == [Status.FINISHED] * len(results)
-    for result in results:
-        (sequence,) = result.segments.sequences()
-        segments = [result.segments[index] for index in range(len(result.segments))]
-        assert sequence.mask.sum() == sum(len(each.token_ids) for each in segments if each.is_sampled)
-        assert (sequence.versions[sequence.mask] == 0).all()
-        assert (sequence.logprobs[sequence.mask] < 0).all()
-    if game is guess_number:
-        assert all(result.segments.num_turns == guess_number.TRIES for result in results if result.reward == 0)

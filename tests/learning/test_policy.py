@@ -2,23 +2,20 @@
 
 import hashlib
 import json
-import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import TinyModel, changed, plain_logprobs
+from builders import TinyModel, changed
 from huggingface_hub import ModelInfo
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from grpo_ray.cluster.local import calls_of
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.model import Implementation, TinyModelConfig, WarmupConfig
 from grpo_ray.config.task import FileTaskConfig, SortingTaskConfig
-from grpo_ray.core.learner import Learner
 from grpo_ray.learning import model_files
 from grpo_ray.learning.loading import load_policy
 from grpo_ray.learning.model_files import (
@@ -34,7 +31,6 @@ from grpo_ray.learning.tiny import build_model, cache_folder
 from grpo_ray.learning.tiny_tokenizer import END_TOKEN, tiny_tokenizer, train_tokenizer
 from grpo_ray.learning.transformer_lm import TransformerLM
 from grpo_ray.run.preparation import check_files
-from grpo_ray.run.supervised import imitate, imitating
 from grpo_ray.run.tiny_model import _recipe, tiny_model_folder
 from grpo_ray.tasks import kinds as warmups
 from grpo_ray.tasks.demonstrations import plain_demonstration
@@ -44,11 +40,6 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = ("transformers", "grpo_ray")
 SHAPE = TinyModelConfig(
     hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=64, vocab_size=300
 )
-PAIRS = [
-    ("Sort 51280", " ascending </think> <answer> 01258 </answer>"),
-    ("Sort 7", " no"),
-    ("Sort 33", " copying </think> <answer> 33 </answer>"),
-]
 STRINGS = [
     "Sort 51280", " leading and trailing ", "two  spaces, three   spaces", "0123456789 3.14 -7,000",
     "</answer>", "</think> <answer> 01258 </answer>", "tabs\tand\nnew lines\r\n\n", "don't 'quote' \"this\" .",
@@ -143,39 +134,6 @@ def test_prompt_and_response_are_encoded_apart(tokenizer: PreTrainedTokenizerBas
     prompt, response = plain_demonstration(tokenizer, "Sort 5", "1280")
     assert list(prompt) == ids_of(tokenizer, "Sort 5")
     assert list(response) == [*ids_of(tokenizer, "1280"), tokenizer.eos_token_id]
-
-
-def mean_response_nll(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> float:
-    """Compute the mean nats per token of all responses in PAIRS with their end tokens, one at a time."""
-    nlls: list[float] = []
-    for prompt, response in PAIRS:
-        response_ids = [*ids_of(tokenizer, response), tokenizer.eos_token_id]
-        with torch.no_grad():
-            nlls += (-plain_logprobs(model, ids_of(tokenizer, prompt), response_ids)).tolist()
-    return sum(nlls) / len(nlls)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_warm_up_lowers_the_loss_of_responses(
-    tiny_config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    tmp_path: Path,
-    implementation: Implementation,
-) -> None:
-    model = build_model(SHAPE, tokenizer, 0, implementation)
-    before = mean_response_nll(model, tokenizer)
-    assert before == pytest.approx(math.log(300), abs=0.2)  # untrained
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    config = changed(tiny_config, model={"implementation": implementation})
-    config = imitating(config, 40, 3, learning_rate=1e-2)
-    learner, calls = Learner(str(tmp_path), config, ()), list[tuple[int, int, float]]()
-    demonstrations = [plain_demonstration(tokenizer, *pair) for pair in PAIRS]
-    imitate(calls_of(learner), demonstrations, config, lambda *call: calls.append(call))
-    assert [call[:2] for call in calls] == [(step, 40) for step in range(1, 41)]
-    assert calls[0][2] == pytest.approx(before, abs=1e-4)  # the first batch holds all pairs: the same mean
-    assert mean_response_nll(learner.model, tokenizer) < 0.5 * before
 
 
 # ---- the cache ----

@@ -126,25 +126,6 @@ def test_max_rl_leaves_groups_without_success_and_those_with_a_negative_mean():
     torch.testing.assert_close(advantages, torch.tensor([[0.0] * 3, [2.0, -1.0, -1.0], [0.0] * 3, [0.0] * 3]))
 
 
-def test_max_rl_weighs_prompts_by_the_gradient_of_log_p():
-    """Its expected gradient is that of the sum of pass@k / k over k < G, by enumeration of all groups.
-
-    The policy is one probability p of a success. The derivative by p of a right response's log probability is
-    1 / p, and of a wrong one's -1 / (1 - p).
-    """
-    for size, p in ((2, 0.3), (4, 0.1), (5, 0.7)):
-        expected = 0.0
-        for outcome in range(2**size):
-            rewards = [outcome >> i & 1 for i in range(size)]
-            probability = p ** sum(rewards) * (1 - p) ** (size - sum(rewards))
-            values = torch.tensor([rewards], dtype=torch.float64)
-            advantages = group_advantages(values, "max_rl", advantage_eps=0.0)[0].tolist()
-            scores = [1 / p if right else -1 / (1 - p) for right in rewards]
-            expected += probability * fmean(a * s for a, s in zip(advantages, scores, strict=True))
-        by_hand = sum((1 - p) ** (k - 1) for k in range(1, size))  # d/dp of (1 - (1 - p)^k) / k
-        assert expected == pytest.approx(by_hand), (size, p)
-
-
 @settings(max_examples=60)
 @given(rights=st.lists(st.booleans(), min_size=1, max_size=7), data=st.data())
 def test_pass_at_k_is_the_mean_over_all_subsets(rights, data):

@@ -24,7 +24,6 @@ AGGREGATIONS = [name for name in get_args(Aggregation) if name != "prompt_mean"]
 
 # The length-normalisation example: two responses, of 4 and 7 tokens, with the same advantage.
 ADVANTAGES = torch.tensor([[2.0], [2.0]])
-LENGTHS_MASK = torch.tensor([[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1]], dtype=torch.bool)
 
 
 def test_masked_mean_by_hand():
@@ -43,25 +42,6 @@ def test_masked_normalize_by_hand():
     assert masked_normalize(tensor, mask, constant_normalizer=4.0).item() == 2.5
     assert masked_normalize(tensor, mask, dim=1, constant_normalizer=2.0).tolist() == [2.0, 3.0]
     assert masked_normalize(tensor, mask, dim=0).tolist() == [1.0, 0.0, 9.0]
-
-
-def test_length_normalisation_with_masked_mean():
-    ratio = torch.ones(2, 7, requires_grad=True)
-    per_sequence = masked_mean(ratio * ADVANTAGES, LENGTHS_MASK, dim=1)
-    assert per_sequence.tolist() == [2.0, 2.0]
-    per_sequence.mean().backward()
-    # A / length / 2 sequences: a token of the short response has more weight.
-    expected = torch.tensor([[2 / 4 / 2] * 4 + [0.0] * 3, [2 / 7 / 2] * 7])  # 0.25 and 0.1429
-    torch.testing.assert_close(ratio.grad, expected)
-
-
-def test_length_normalisation_with_a_constant():
-    ratio = torch.ones(2, 7, requires_grad=True)
-    per_sequence = masked_normalize(ratio * ADVANTAGES, LENGTHS_MASK, dim=1, constant_normalizer=7)
-    torch.testing.assert_close(per_sequence, torch.tensor([1.1429, 2.0]), atol=1e-4, rtol=0)
-    per_sequence.mean().backward()
-    expected = torch.tensor([[2 / 7 / 2] * 4 + [0.0] * 3, [2 / 7 / 2] * 7])  # every live token 0.1429
-    torch.testing.assert_close(ratio.grad, expected)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])

@@ -53,27 +53,6 @@ def test_values_and_gradients_are_those_of_log_softmax(
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_tied_weights_get_both_gradients() -> None:
-    hidden, weight, labels, _ = inputs(torch.float32)
-    gradients = []
-    for function in (chunked_log_probs, lambda *args: plain(*args, 1.0, None)):
-        states = weight[labels] + hidden  # the embeddings of the input are the output layer's weights
-        gradients.append(torch.autograd.grad(function(states, weight, labels)[0].sum(), weight)[0])
-    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
-
-
-def test_two_tokens_by_hand() -> None:
-    hidden, weight = torch.eye(2), torch.tensor([[0.0, 1.0], [0.0, 0.0], [float("-inf"), 0.0]])
-    weight[2, 0] = -1e9
-    log_probs, entropy = chunked_log_probs(hidden, weight, torch.tensor([1, 0]), temperature=0.5)
-    # token 0: two equal logits and an impossible one; token 1: logits 2, 0 and 0
-    e = 2.718281828459045**2
-    assert log_probs.tolist() == pytest.approx([-0.6931472, torch.log(torch.tensor(e / (e + 2))).item()])
-    p = [e / (e + 2), 1 / (e + 2), 1 / (e + 2)]
-    expected = -sum(x * torch.log(torch.tensor(x)).item() for x in p)
-    assert entropy.tolist() == pytest.approx([0.6931472, expected])
-
-
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
 def test_bad_temperature(temperature: float) -> None:
     hidden, weight, labels, _ = inputs(torch.float32)

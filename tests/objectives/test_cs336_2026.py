@@ -178,13 +178,6 @@ def test_nan_outside_the_mask_changes_neither_loss_nor_gradient(method, normaliz
     assert not results[0][1][~MASK].any()
 
 
-def test_aggregation_by_hand():
-    losses, mask = torch.tensor([[1.0, 2.0, 6.0], [4.0, 9.0, 9.0], [9.0, 9.0, 9.0]]), torch.zeros(3, 3)
-    mask[0], mask[1, 0] = 1, 1
-    assert aggregate_loss_across_microbatch(losses, mask).item() == pytest.approx((3 + 4 + 0) / 3)
-    assert aggregate_loss_across_microbatch(losses, mask, "constant", 26).item() == 0.5
-
-
 # ---- the step ----
 
 
@@ -257,6 +250,10 @@ def test_clipping_by_norm_and_what_the_metadata_holds():
     assert change.norm().item() == pytest.approx(0.01, rel=1e-3)
     assert metadata["reward/answer"] == pytest.approx(3 / 6)
     assert metadata["advantage/mean"] == pytest.approx(0.0, abs=1e-6)
+    for options, mean, largest in (({"baseline": "none"}, 4.1 / 6, 1.4), ({}, 0.0, 0.7)):
+        _, unscaled, _ = train(2, advantage_normalizer="none", **options)
+        assert unscaled["advantage/mean"] == pytest.approx(mean, abs=1e-6)
+        assert unscaled["advantage/max"] == pytest.approx(largest)
     model = tiny_llama()
     batch, _ = whole_batch(model)
     probabilities = model(batch["input_ids"]).logits.softmax(-1)[batch["response_mask"]]
@@ -286,40 +283,6 @@ def test_a_batch_of_equal_rewards_changes_nothing():
         )  # fmt: skip
         assert loss.item() == 0.0
         assert all(map(torch.equal, model.parameters(), before))
-
-
-# The handout's algorithms as arguments; docs/lab/playground.md has the same table.
-CONSTANT = {"loss_normalization": "constant", "normalization_constant": 16}
-ALGORITHMS = {
-    "GRPO": {},
-    "Dr. GRPO": {"advantage_normalizer": "none", **CONSTANT},
-    "RFT": {"baseline": "none", "advantage_normalizer": "none", **CONSTANT},
-    "MaxRL": {"advantage_normalizer": "mean", **CONSTANT},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_algorithm_of_the_handout_learns_a_letter(name):
-    """Sixteen responses of one letter per step: the right one becomes the most likely within 20 steps."""
-    model, generator = tiny_llama(), torch.Generator().manual_seed(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3)
-    prompt = torch.tensor([TOKENIZER.encode("ab", add_special_tokens=False)])
-
-    def probability():
-        with torch.no_grad():
-            return model(prompt).logits[0, -1, 1:9].softmax(-1)  # the letters a to h
-
-    start = probability()[2].item()
-    for _ in range(20):
-        letters = torch.multinomial(probability(), 16, replacement=True, generator=generator)
-        responses = ["abcdefgh"[letter] for letter in letters.tolist()]
-        grpo_train_step(
-            model, TOKENIZER, optimizer, 3, 1.0, first_letter_reward, ["ab"] * 16, responses, ["c"] * 16, 8,
-            **ALGORITHMS[name],
-        )  # fmt: skip
-    assert start < 0.3
-    assert probability()[2].item() > 0.8
 
 
 # ---- bad arguments ----

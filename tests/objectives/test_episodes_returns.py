@@ -46,13 +46,6 @@ def test_turns_are_compared_with_the_same_turn_of_other_episodes() -> None:
     assert [a.tolist() for a in advantages] == [[0.0, 0.5], [-0.5, -0.5], [], [0.5]]
 
 
-@given(st.lists(st.floats(-5, 5), min_size=2, max_size=8))
-def test_one_turn_is_the_whole_episode(rewards: list[float]) -> None:
-    compare = partial(episode_advantages, algorithm=AlgorithmConfig())
-    per_turn = turn_advantages([[reward] for reward in rewards], 0.9, compare)
-    assert [float(a[0]) for a in per_turn] == compare(rewards).tolist()
-
-
 def test_a_group_has_signal_by_the_advantages_that_are_trained() -> None:
     """Rewards per turn replace the episode's: equal ones leave nothing to train, whatever the rewards are."""
     segments = [Segments(), Segments()]

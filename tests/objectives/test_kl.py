@@ -4,18 +4,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from grpo_ray.objectives import kl_estimate
 from grpo_ray.objectives.kl import logprob_mismatch
 
 LOGITS = torch.tensor([0.3, -1.0, 0.8, 0.0], dtype=torch.float64)
 REFERENCE = torch.log_softmax(torch.tensor([-0.5, 0.4, 0.1, 1.0], dtype=torch.float64), dim=0)
-
-
-def exact_kl(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    return (first.exp() * (first - second)).sum()
 
 
 def test_estimates_by_hand():
@@ -26,39 +20,6 @@ def test_estimates_by_hand():
     torch.testing.assert_close(kl_estimate(policy, reference, "k3"), k3)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_k1_and_k3_expect_the_kl_of_policy_against_reference(estimator):
-    policy = torch.log_softmax(LOGITS, dim=0)
-    expectation = (policy.exp() * kl_estimate(policy, REFERENCE, estimator)).sum()
-    torch.testing.assert_close(expectation, exact_kl(policy, REFERENCE))
-    assert expectation.item() != pytest.approx(exact_kl(REFERENCE, policy).item(), rel=0.01)
-
-
-def test_k2_expects_the_kl_only_where_the_two_are_close():
-    policy = torch.log_softmax(LOGITS, dim=0)
-    close = torch.log_softmax(LOGITS + 1e-3 * REFERENCE, dim=0)
-    for reference, is_close in ((close, True), (REFERENCE, False)):
-        expectation = (policy.exp() * kl_estimate(policy, reference, "k2")).sum().item()
-        assert (expectation == pytest.approx(exact_kl(policy, reference).item(), rel=0.01)) is is_close
-
-
-def test_expected_gradients_are_what_the_docstring_says():
-    """The samples' probabilities are held fixed, as in training; gradients are with respect to the logits."""
-
-    def gradient(value):
-        logits = LOGITS.clone().requires_grad_()
-        return torch.autograd.grad(value(torch.log_softmax(logits, dim=0)), logits)[0]
-
-    def as_loss(estimator):
-        return gradient(
-            lambda policy: (policy.detach().exp() * kl_estimate(policy, REFERENCE, estimator)).sum()
-        )
-
-    torch.testing.assert_close(as_loss("k1"), torch.zeros_like(LOGITS), atol=1e-12, rtol=0)
-    torch.testing.assert_close(as_loss("k2"), gradient(lambda policy: exact_kl(policy, REFERENCE)))
-    torch.testing.assert_close(as_loss("k3"), gradient(lambda policy: exact_kl(REFERENCE, policy)))
-
-
 def test_straight_through_has_the_value_of_one_and_the_gradient_of_k2():
     for estimator in ("k1", "k3"):
         policy = torch.tensor([[-1.0, -2.0, -0.3]], dtype=torch.float64, requires_grad=True)
@@ -67,28 +28,6 @@ def test_straight_through_has_the_value_of_one_and_the_gradient_of_k2():
         torch.testing.assert_close(value, kl_estimate(policy, reference, estimator), rtol=0, atol=1e-15)
         value.sum().backward()
         torch.testing.assert_close(policy.grad, torch.tensor([[0.5, -1.0, 0.0]], dtype=torch.float64))
-
-
-def test_unbiased_expects_value_and_gradient_of_the_kl_over_an_older_policy():
-    """Tokens of another policy than the one being trained; k2 and k3 are wrong there in both."""
-    old = torch.log_softmax(torch.tensor([1.0, 0.2, -0.7, 0.1], dtype=torch.float64), dim=0)
-
-    def expected(estimator):
-        logits = LOGITS.clone().requires_grad_()
-        policy = torch.log_softmax(logits, dim=0)
-        value = (old.exp() * kl_estimate(policy, REFERENCE, estimator, old)).sum()
-        return value.item(), torch.autograd.grad(value, logits)[0]
-
-    logits = LOGITS.clone().requires_grad_()
-    exact = exact_kl(torch.log_softmax(logits, dim=0), REFERENCE)
-    gradient = torch.autograd.grad(exact, logits)[0]
-    value, own = expected("unbiased")
-    assert value == pytest.approx(exact.item())
-    torch.testing.assert_close(own, gradient)
-    for biased in ("k2", "k3", "k3+"):
-        value, own = expected(biased)
-        assert value != pytest.approx(exact.item(), rel=0.05)
-        assert (own - gradient).norm() > 0.1 * gradient.norm()
 
 
 def test_unbiased_without_old_log_probabilities_is_refused():
@@ -113,13 +52,6 @@ def test_token_gradients_by_hand_and_against_finite_differences(estimator):
     assert reference.grad is None
     fixed = reference.detach()
     assert torch.autograd.gradcheck(lambda new: kl_estimate(new, fixed, estimator, old), (policy,))
-
-
-@settings(max_examples=200)
-@given(policy=st.floats(-40, 0, width=32), difference=st.floats(-30, 30, width=32))
-def test_k3_is_never_negative(policy, difference):
-    log_probs = torch.tensor([[policy]])
-    assert kl_estimate(log_probs, log_probs + difference, "k3").item() >= 0
 
 
 @pytest.mark.parametrize("difference", [1e-4, -1e-4])
@@ -160,35 +92,6 @@ def test_mismatch_by_hand():
     assert result["abs_diff_sum"].item() == 1.5
     assert result["abs_diff_max"].item() == 1.0
     assert result["num_tokens"].item() == 3
-
-
-def test_kl_is_of_behaviour_against_learner():
-    """Weighted by the behaviour's probabilities, k3 sums to KL(behaviour || learner) exactly."""
-    behaviour = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
-    learner = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
-    kl = 0.0
-    for token in range(3):
-        pair = (learner[token].log().view(1, 1), behaviour[token].log().view(1, 1))
-        kl += behaviour[token].item() * logprob_mismatch(*pair, torch.ones(1, 1))["kl_sum"].item()
-    exact = (behaviour * (behaviour / learner).log()).sum().item()
-    reverse = (learner * (learner / behaviour).log()).sum().item()
-    assert kl == pytest.approx(exact)
-    assert kl != pytest.approx(reverse, rel=0.01)
-
-
-def test_sums_and_maximum_accumulate_over_micro_batches():
-    generator = torch.Generator().manual_seed(0)
-    learner, behaviour = -torch.rand(2, 6, 4, generator=generator)
-    mask = torch.rand(6, 4, generator=generator) < 0.6
-    whole = logprob_mismatch(learner, behaviour, mask)
-    parts = [
-        logprob_mismatch(*rows)
-        for rows in zip(learner.split(2), behaviour.split(2), mask.split(2), strict=True)
-    ]
-    assert 0 < whole["num_tokens"].item() < 24
-    for name in ("kl_sum", "abs_diff_sum", "num_tokens"):
-        assert sum(part[name].item() for part in parts) == pytest.approx(whole[name].item())
-    assert max(part["abs_diff_max"].item() for part in parts) == whole["abs_diff_max"].item()
 
 
 def test_nan_of_the_learner_is_hidden_outside_the_mask_alone_and_an_empty_mask_gives_zero():

@@ -67,23 +67,6 @@ def step(tensors, objective):
     return loss.item(), {name: leaf.grad for name, leaf in leaves.items()}, sums
 
 
-@pytest.mark.parametrize("loss_type", RATIO_LOSSES)
-def test_at_ratio_one_every_ratio_loss_has_the_gradient_of_reinforce(loss_type):
-    tensors = example()
-    tensors["old_log_probs"] = tensors["policy_log_probs"].clone()
-    del tensors["weights"]
-    gradients = []
-    for name in (loss_type, "reinforce_with_baseline"):
-        _, grads, sums = step(tensors, Objective(name, "sequence_mean"))
-        gradients.append(grads["policy_log_probs"])
-        assert sums.get("num_clipped", 0) == 0
-    assert (gradients[0] - gradients[1]).norm() / gradients[1].norm() < 1e-6
-    plain = (
-        -tensors["advantages"] * tensors["response_mask"] / tensors["response_mask"].sum(1, keepdim=True) / 6
-    )
-    torch.testing.assert_close(gradients[1], plain)
-
-
 def test_kl_and_entropy_by_hand():
     """With two tokens of weight 0, (2 * k2 - 3 * entropy) / 4 remains."""
     loss, sums = policy_gradient_step(

@@ -1,7 +1,6 @@
 """Rewards other than the graders: values worked out by hand, the lecture's own examples, and arguments."""
 
 from collections.abc import Callable
-from itertools import permutations
 
 import pytest
 
@@ -105,14 +104,6 @@ def test_no_keyword_is_an_error(keywords: str | list[str]) -> None:
 def test_the_lectures_examples(response: list[int], distance: float, inclusion_ordering: float) -> None:
     assert sort_distance_reward([3, 1, 0, 2], response) == distance
     assert sort_inclusion_ordering_reward([3, 1, 0, 2], response) == inclusion_ordering
-
-
-def test_sorted_is_the_only_best() -> None:
-    prompt = [4, 0, 2, 7]
-    for response in permutations(prompt):
-        is_sorted = list(response) == sorted(prompt)
-        assert (sort_distance_reward(prompt, response) == 4) == is_sorted
-        assert (sort_inclusion_ordering_reward(prompt, response) == 7) == is_sorted
 
 
 @pytest.mark.parametrize("reward", [sort_distance_reward, sort_inclusion_ordering_reward])

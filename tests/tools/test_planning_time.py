@@ -263,18 +263,6 @@ def test_a_split_is_given_as_overrides() -> None:
     assert load_config(QWEN, on_small_nodes.split()).learner.num_ranks_per_node == 3
 
 
-def test_splits_are_faster_with_ranks_until_sampling_is_slower() -> None:
-    found = splits(plan_config(), work(1024), H100, 8, None)
-    assert [(s.config.generator.num_generators, s.config.learner.num_ranks) for s in found] == [
-        (8 - n, n) for n in range(1, 8)
-    ]
-    training, sampling = ([getattr(s.time, name) for s in found] for name in ("train_s", "sample_s"))
-    assert training == sorted(training, reverse=True)
-    assert sampling == sorted(sampling)
-    memory = [split.rank_bytes for split in found]
-    assert memory == sorted(memory, reverse=True)
-
-
 def test_a_copy_per_node_is_taken_only_where_it_is_faster() -> None:
     config = plan_config(learner={"micro_batch_tokens": 8192})
 

@@ -1,11 +1,8 @@
 """The stage clock counts every second for exactly one stage."""
 
 import threading
-from contextlib import ExitStack
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from grpo_ray.watch.stage_clock import MAX_SPANS, StageClock
 
@@ -104,29 +101,6 @@ def test_unread_records_do_not_grow() -> None:
     times = clock.take()
     assert len(times.turns) == len(times.spans) == MAX_SPANS
     assert times.seconds["a"] == MAX_SPANS + 5
-
-
-@settings(max_examples=50)
-@given(st.lists(st.tuples(st.sampled_from(["a", "b", "c", "end", "take"]), st.floats(0, 10)), max_size=40))
-def test_stages_add_up_to_the_wall_time_whatever_overlaps(events: list[tuple[str, float]]) -> None:
-    clock, time = make("a", "b", "c")
-    started, readings = time(), []
-    with ExitStack() as everything:
-        running: list[ExitStack] = []
-        for what, seconds in events:
-            if what == "take":
-                readings.append(clock.take())
-            elif what == "end" and running:
-                running.pop(0).close()  # end the oldest, so that stages overlap rather than only nest
-            elif what != "end":
-                running.append(everything.enter_context(ExitStack()))
-                running[-1].enter_context(clock.stage(what))
-            time.pass_by(seconds)
-    readings.append(clock.take())
-    for reading in readings:
-        assert sum(reading.seconds.values()) == pytest.approx(reading.wall_s)
-        assert sum(turn.end - turn.start for turn in reading.turns) == pytest.approx(reading.wall_s, abs=1e-3)
-    assert sum(reading.wall_s for reading in readings) == pytest.approx(time() - started)
 
 
 def test_threads_count_each_second_once() -> None:
