@@ -404,30 +404,6 @@ def test_selected_tokens_are_those_of_the_whole_batch_before_the_first_update(
         assert chosen == pytest.approx([0.7 * (c >= bound) for c in covariance])
 
 
-MASKS: dict[str, dict[str, Any]] = {
-    "mask_product": {"correction_band": (0.4, 1.5)},
-    "mask_geometric": {"correction_band": (0.9, None)},
-    "veto": {"correction_options": {"threshold": 0.7}},
-    "opsm": {"correction_options": {"delta": 0.0}},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("epochs", "old"), [(1, "behaviour"), (2, "proximal")])
-@pytest.mark.parametrize("correction", MASKS)
-def test_masks_of_whole_responses(make_learner: MakeLearner, correction: str, epochs: int, old: str) -> None:
-    """Some responses are dropped and others kept, also beside a ratio to the sampler."""
-    options = {"off_policy_correction": correction, "old_log_probs": old, "epochs_per_batch": epochs}
-    learner = make_learner(algorithm={**options, **MASKS[correction]})
-    groups = all_with_signal(make_batch(learner, noise=0.2))
-    max(groups[0].rollout.completions, key=lambda c: len(c.token_ids)).logprobs[1] = -np.inf
-    updates, metrics = updates_of(learner, groups)
-    for update in updates:
-        update.check()
-    assert 0.05 < metrics["correction/dropped_frac"] == metrics["correction/limited_frac"] < 0.95
-    assert (metrics["correction/weight/min"], metrics["correction/weight/max"]) == (0.0, 1.0)
-
-
 def test_corrections_of_a_list_are_multiplied(make_learner: MakeLearner) -> None:
     options = {
         "off_policy_correction": ("truncate_sequence", "mask_product", "veto"), "correction_cap": 1.2,

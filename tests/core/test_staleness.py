@@ -406,22 +406,6 @@ def test_one_group_takes_the_place_of_each_that_is_set_aside_or_dropped() -> Non
     assert (schedule.book.given_up, schedule.book.next_id) == ({0}, 15)
 
 
-@pytest.mark.slow
-@settings(max_examples=30)
-@given(
-    pace=paces(), other=paces(), max_lag=st.integers(0, 3), prompts=st.integers(1, 3), tries=st.integers(0, 2)
-)
-def test_strict_batches_are_the_same_at_every_speed(
-    pace: Pace, other: Pace, max_lag: int, prompts: int, tries: int
-) -> None:
-    config = make_config(max_lag, prompts, algorithm={"dynamic_sampling_tries": tries})
-    pace.never_finishes = other.never_finishes = frozenset(sorted(pace.never_finishes)[: prompts - 1])
-    other.has_signal = pace.has_signal
-    first, second = train(config, pace)[0], train(config, other)[0]
-    assert first.fresh == second.fresh
-    assert [sorted(dropped) for dropped in first.dropped] == [sorted(dropped) for dropped in second.dropped]
-
-
 @pytest.mark.parametrize("replayed", [0, 2])
 @pytest.mark.parametrize(
     ("max_lag", "lookahead", "late"), [(0, 1, 0), (1, 1, 0), (3, 1, 0), (3, 3, 1), (3, 4, 2)]

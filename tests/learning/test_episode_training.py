@@ -92,34 +92,6 @@ def test_distance_to_a_reference(make_learner: MakeLearner, tiny_model: TinyMode
 # ---- layouts and micro-batches ----
 
 
-@pytest.mark.slow
-def test_layouts_and_micro_batches_change_nothing(make_learner: MakeLearner) -> None:
-    """With stored logprobs of other policies, which are looked up in the same micro-batches."""
-    terms = {"entropy_bonus": 0.01, "old_log_probs": "proximal", "off_policy_correction": "mask_band"}
-    found = {}
-    for share, tokens in (("auto", 4096), ("auto", 40), ("auto", 1), ("never", 60)):
-        options = {"share_prompts": share, "micro_batch_tokens": tokens}
-        learner = make_learner(algorithm={"loss": "gspo", **terms}, learner=options)
-        groups, samples = random_batch(5, learner.model, learner._config)
-        sequences = learner._forward_backward.with_proximal(learner.model, sequences_of(groups))
-        sequences = learner._forward_backward.with_reference(learner.model, sequences)
-        for s in sequences:
-            assert s.proximal_logprobs is not None
-            assert len(s.proximal_logprobs) == s.num_sampled
-        sums = learner.accumulate_gradient(sequences)
-        found[share, tokens] = sums, gradient(learner)
-    whole, expected = found["never", 60]
-    num_sampled = sum(len(turn.reply) for turns in samples for turn in turns)
-    for sums, own in found.values():
-        assert relative_difference(own, expected) < 1e-5
-        assert sums["entropy_tokens"] == num_sampled
-        for name in whole.keys() - {"computed_tokens", "prompt_tokens", "padding_tokens"}:
-            assert sums[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-5), name
-        labels = sums["computed_tokens"] - sums["prompt_tokens"] - sums["padding_tokens"]
-        assert labels == num_sampled
-    assert found["auto", 4096][0]["computed_tokens"] < found["auto", 1][0]["computed_tokens"]
-
-
 def test_context_has_no_influence_but_as_input(make_learner: MakeLearner) -> None:
     learner = make_learner()
     groups, _ = random_batch(7, learner.model, learner._config)

@@ -19,6 +19,7 @@ from grpo_ray.learning import loading
 from grpo_ray.learning.loading import load_policy
 from grpo_ray.learning.transformer_lm import TransformerLM
 from grpo_ray.learning.transformer_lm.layers import RMSNorm
+from grpo_ray.learning.transformer_lm.model import _allowed
 from grpo_ray.run.preparation import check_files
 
 VOCABULARY = 61
@@ -74,6 +75,23 @@ def test_rms_norm_squares_in_float32() -> None:
     """300^2 overflows float16."""
     norm = RMSNorm(2, 0.0).to(torch.float16)
     assert norm(torch.full((1, 2), 300.0, dtype=torch.float16)).tolist() == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("mask", "num_seen", "expected"),
+    [
+        (None, 0, None),  # plain causality: torch needs no mask
+        (None, 2, [[1, 1, 1, 0], [1, 1, 1, 1]]),
+        ([0, 1, 1, 1], 2, [[0, 1, 1, 0], [0, 1, 1, 1]]),
+        ([0, 0, 1], 0, [[1, 0, 0], [0, 1, 0], [0, 0, 1]]),  # padding attends to itself
+        ([0, 1, 1], 0, [[1, 0, 0], [0, 1, 0], [0, 1, 1]]),
+    ],
+)
+def test_allowed_keys_by_hand(mask: list[int] | None, num_seen: int, expected: list[list[int]] | None) -> None:
+    num_keys = 4 if mask is None else len(mask)
+    attention_mask = None if mask is None else torch.tensor([mask])
+    allowed = _allowed(make_ids(1, num_keys - num_seen), attention_mask, num_seen)
+    assert (None if allowed is None else allowed[0, 0].int().tolist()) == expected
 
 
 # ---- the whole, against transformers ----

@@ -346,18 +346,6 @@ def test_of_old_tokens_the_kl_in_the_reward_is_that_of_the_current_policy(
     assert metrics["reward/kl_penalty"] == pytest.approx(fmean(penalties), rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.slow
-def test_any_split_into_micro_batches_gives_the_same_gradient(make_learner: MakeLearner) -> None:
-    found = []
-    for tokens, share in ((1, "auto"), (4096, "auto"), (40, "never")):
-        algorithm = {"advantage": "raw", "kl": TO_GO, "advantage_scale": "whiten_tokens"}
-        learner = make_learner(algorithm, micro_batch_tokens=tokens, share_prompts=share)
-        found.append(update(learner, make_batch(learner))[1])
-    assert found[0].norm() > 1e-3
-    for other in found[1:]:
-        assert relative_difference(other, found[0]) < 1e-5
-
-
 def test_minibatches_have_the_advantages_of_the_whole_batch(make_learner: MakeLearner) -> None:
     learner = make_learner({"advantage": "mean", "advantage_scale": "batch", "train_batch_size": 4})
     groups = make_batch(learner)

@@ -133,11 +133,6 @@ def set_first(**values: Any) -> Callable[[Rows], None]:
     return lambda rows: rows[0].update(values)
 
 
-def first_right(name: str, value: Any) -> Callable[[Rows], None]:
-    """Change a column of the first correct response."""
-    return lambda rows: next(row for row in rows if row["reward"]).update({name: value})
-
-
 def step_with_signal(run: RunDirectory) -> Path:
     """Return the file of a step with a correct response."""
     steps = (run.rollouts_path(step) for step in range(1, 9))
@@ -251,13 +246,6 @@ def test_a_response_that_cannot_be_graded_now_is_a_note(
     assert any(text.startswith(note) for text in report.notes)
     rewrite(path, lambda rows: next(r for r in rows if not r["reward"]).update(reward=1.0))
     assert any("it earns" in problem for problem in audit(run).problems)  # the others are still graded
-
-
-def test_a_step_trained_twice_under_another_name_is_found(run: RunDirectory) -> None:
-    shutil.copy(run.rollouts_path(1), run.rollouts_path(2))
-    problems = audit(run).problems
-    assert "group 0 was trained 2 times" in problems
-    assert any("groups [4, 5, 6, 7] are lost" in problem for problem in problems)
 
 
 METRICS: dict[str, tuple[Callable[[Rows], Rows | None], str]] = {

@@ -345,17 +345,6 @@ def test_the_bottleneck(rows: list[dict[str, Any]], sentence: str) -> None:
     assert bottleneck(rows).startswith(sentence)
 
 
-def test_a_validation_counts_in_the_step_during_which_it_ran() -> None:
-    """The row of a step has the seconds of the validation after it; the last one is in no step's time."""
-    rows = [
-        step(1, time__driver__train_s=2.0, timing__evaluate_s=2.5),
-        step(2, time__driver__evaluate_s=1.5, time__driver__train_s=0.5, timing__evaluate_s=7.0),
-    ]
-    shares = shares_of(rows)
-    assert shares.evaluates == pytest.approx(1.5 / 4)
-    assert bottleneck(rows).startswith("Validation takes 38% of the time")
-
-
 def test_shares_are_of_the_time_of_all_steps_and_of_all_actors_of_a_kind() -> None:
     long = {
         "timing__step_s": 3.0, "time__driver__evaluate_s": 1.0, "time__driver__train_s": 4.0,
