@@ -63,20 +63,6 @@ def weights(learner: Learner) -> torch.Tensor:
 # ---- the step ----
 
 
-def test_learning_rate_ramps_up(make_learner: MakeLearner) -> None:
-    learner = make_learner(learner={"learning_rate": 4e-2, "warmup_steps": 4})
-    rates, before = [], weights(learner)
-    for _ in range(6):
-        report = learner.train_step(TrainBatch(tuple(make_batch(learner, versions=learner.version))))
-        rates.append(report.metrics["optim/lr"])
-        if learner.version == 1:
-            # Adam's first step moves each weight by the learning rate, regardless of its gradient.
-            assert (weights(learner) - before).abs().max().item() == pytest.approx(1e-2, rel=1e-3)
-    assert rates == pytest.approx([1e-2, 2e-2, 3e-2, 4e-2, 4e-2, 4e-2])
-    assert learner.take_stats().resident_bytes > 50 * 2**20
-    assert learner.version == 6
-
-
 def test_step_is_adamw_on_the_clipped_gradient(make_learner: MakeLearner) -> None:
     options = {"learning_rate": 1e-2, "max_grad_norm": 0.01, "weight_decay": 0.1, "adam_eps": 1e-3}
     learner = make_learner(learner=options)
@@ -200,15 +186,6 @@ def test_snapshot_holds_every_weight_exactly(make_learner: MakeLearner, tied: bo
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     assert all(spec.offset_bytes % 64 == 0 for spec in snapshot.specs)
-
-
-def test_bfloat16_snapshot_is_the_cast(make_learner: MakeLearner) -> None:
-    learner = make_learner(model={"dtype": "bfloat16"})
-    snapshot = learner.snapshot()[0]
-    assert {spec.dtype for spec in snapshot.specs} == {"bfloat16"}
-    for name, tensor in unpacked(snapshot).items():
-        assert torch.equal(tensor, learner.masters.named[name].to(torch.bfloat16))
-        assert learner.masters.named[name].dtype is torch.float32
 
 
 @pytest.mark.parametrize("checksum", [True, False])

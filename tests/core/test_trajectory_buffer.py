@@ -166,24 +166,6 @@ def test_lengths_of_groups_that_were_cut_off_before_by_hand() -> None:
     assert cut_metrics([groups[1]]) == {}
 
 
-async def test_taken_batches_are_written(tmp_path: Path) -> None:
-    buffer = make_buffer(tmp_path)
-    for group_id in (3, 2, 1, 0):
-        await buffer.put(*parts(simple_group(group_id, versions=group_id // 2)))
-    await take(buffer, 1, 0, 1)
-    _, facts = await take(buffer, 2, 2, 3)
-    assert facts.write_error is None
-    assert await buffer.flush() is None
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001.parquet", "step-000002.parquet"]
-    rows = read_rollouts(tmp_path / "step-000002.parquet")
-    assert [(row["step"], row["use"], row["group_id"], row["sample"], row["min_version"]) for row in rows] == [
-        (2, 1, 2, 0, 1),
-        (2, 1, 2, 1, 1),
-        (2, 1, 3, 0, 1),
-        (2, 1, 3, 1, 1),
-    ]
-
-
 # ---- groups that are not trained ----
 
 

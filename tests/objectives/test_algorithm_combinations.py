@@ -8,7 +8,6 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -16,16 +15,13 @@ import pytest
 import torch
 from builders import ENDS, TinyModel, changed, clip_range, gradient, relative_difference
 from episode_batches import Turn, random_batch, rows_of_turns, slow_gradient, teach
-from rank_workers import meeting, on_ranks
 from slow_objectives import slow_kl, slow_loss, slow_total
 
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import AlgorithmConfig, KLEstimator
 from grpo_ray.config.losses import RATIO_LOSSES, Aggregation, LossType
 from grpo_ray.core.learner import Learner
-from grpo_ray.learning.ranks import Seat
 from grpo_ray.learning.sequences import sequences_of
-from grpo_ray.learning.sharded import whole
 from grpo_ray.objectives import Objective, kl_estimate, loss_denominator, policy_gradient_step
 from grpo_ray.types import ScoredGroup
 
@@ -245,10 +241,7 @@ def gradient_of(learner: Learner, groups: Sequence[ScoredGroup]) -> tuple[float,
     if passes.selects_tokens:
         sequences = list(passes.with_selection(passes.with_proximal(learner.model, sequences)))
     sums = learner.accumulate_gradient(sequences)
-    if learner._ranks.size == 1:
-        return sums["loss"], gradient(learner)
-    of_each = [torch.zeros_like(p) if p.grad is None else p.grad for p in learner.masters.parameters]
-    return sums["loss"], torch.cat([whole(each).flatten() for each in of_each])
+    return sums["loss"], gradient(learner)
 
 
 def check_update(base: Config, model: str, loss: str, layout: str, factor: str, seed: int) -> None:
@@ -279,36 +272,3 @@ def test_all_updates_with_a_loss(
     loss: str, layout: str, factor: str, tiny_config: Config, tiny_model: TinyModel
 ) -> None:
     check_update(tiny_config, str(tiny_model()), loss, layout, factor, UPDATES.index((layout, factor)))
-
-
-def ranks_gradients(
-    seat: Seat, ports: Sequence[int], model: str, cases: Sequence[tuple[Config, Sequence[ScoredGroup]]]
-) -> list[tuple[float, np.ndarray]]:
-    """Return loss and gradient of each case on several ranks, which meet at a port for each."""
-    found = []
-    for port, (config, groups) in zip(ports, cases, strict=True):
-        learner = Learner(model, config, ENDS, seat=replace(seat, port=port))
-        total, slope = gradient_of(learner, groups)
-        found.append((total, slope.numpy()))  # a tensor would be shared memory of a process that ends
-        learner._ranks.close()
-    return found
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("factor", FACTORS)
-def test_two_ranks_give_the_gradient_of_the_loop(
-    factor: str, tiny_config: Config, tiny_model: TinyModel
-) -> None:
-    """Every loss, one micro-batch per sequence: the branches of an episode are on both ranks."""
-    model, cases, expected = str(tiny_model()), [], []
-    for number, loss in enumerate(LOSSES):
-        config = config_of(tiny_config, loss, "packed, one sequence each", factor, number)
-        alone = Learner(model, config, ENDS)
-        groups, samples = batch_of(alone.model, config, number)
-        expected.append(slow_gradient(alone.model, config, samples))
-        cases.append((changed(config, learner={"num_ranks": 2}), groups))
-    stores = [meeting() for _ in cases]
-    found = on_ranks(2, ranks_gradients, [store.port for store in stores], model, cases)[0]
-    for loss, (total, slope), (expected_total, expected_slope) in zip(LOSSES, found, expected, strict=True):
-        assert relative_difference(torch.from_numpy(slope), expected_slope) < 1e-5, loss
-        assert total == pytest.approx(expected_total, rel=1e-4, abs=1e-6), loss
