@@ -77,6 +77,7 @@ def test_step_is_adamw_on_the_clipped_gradient(make_learner: MakeLearner) -> Non
     # AdamW's first step: both moments, bias-corrected, are g and g**2.
     expected = before * (1 - 1e-2 * 0.1) - 1e-2 * g / (g.abs() + 1e-3)
     torch.testing.assert_close(weights(learner), expected, atol=1e-6, rtol=1e-5)
+    assert learner.take_stats().resident_bytes > 50 * 2**20
 
 
 # ---- the lag of tokens ----
