@@ -618,26 +618,6 @@ def move_reference(learner: Learner) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("loss", "estimator", "aggregation"),
-    zip(
-        ("no_baseline", "grpo_clip", "cispo", "no_baseline", "cispo", "no_baseline", "grpo_clip"),
-        ("k1", "k2", "k3", "k1+", "k3+", "unbiased", "unbiased"),
-        (*AGGREGATIONS, "token_mean", "sequence_mean"),
-        strict=True,
-    ),
-)
-def test_gradient_of_the_kl_penalty(
-    make_learner: MakeLearner, loss: str, estimator: str, aggregation: str
-) -> None:
-    kl = {"reference": "initial", "coefficient": 0.7, "estimator": estimator}
-    learner = make_learner(algorithm={"loss": loss, "aggregation": aggregation, "kl": kl})
-    move_reference(learner)
-    (update,), _ = updates_of(learner, make_batch(learner))
-    update.check()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("term", ["entropy", "kl"])
 def test_groups_without_signal_have_the_added_terms(make_learner: MakeLearner, term: str) -> None:
     kl = {"reference": "initial", "coefficient": 0.7}
