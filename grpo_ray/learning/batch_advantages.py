@@ -13,6 +13,7 @@ import numpy as np
 
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import AlgorithmConfig
+from grpo_ray.config.reward import term_weights
 from grpo_ray.learning.sequences import TrainSequence, sequences_of
 from grpo_ray.objectives import advantages_of
 from grpo_ray.objectives.comparison import shaped_rewards, spread
@@ -133,13 +134,9 @@ def _penalized(group: ScoredGroup, penalties: Sequence[np.ndarray], config: Conf
     completions, algorithm = group.rollout.completions, config.algorithm
     parts = group.format_rewards, group.answer_rewards
     if not group.rollout.is_of_episodes:
-        return replace(
-            group,
-            rewards=rewards,
-            advantages=advantages_of(
-                rewards, _lengths(completions), group.is_graded, algorithm, config.sampling.max_tokens, *parts
-            ),
-        )
+        terms = group.terms, term_weights(config.task.rewards[group.rollout.item.task])
+        fixed = group.is_graded, algorithm, config.sampling.max_tokens, *parts, *terms
+        return replace(group, rewards=rewards, advantages=advantages_of(rewards, _lengths(completions), *fixed))
     pairs = zip(completions, penalties, strict=True)
     episodes = [_cheaper(episode, own) for episode, own in pairs if isinstance(episode, Episode)]
     advantages, of_turns = compare_episodes(episodes, *parts, algorithm, config.episodes.turn_discount)

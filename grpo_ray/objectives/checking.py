@@ -1,6 +1,7 @@
 """The check of advantages, losses and corrections before a run: they exist, take their options, and work."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,11 @@ MASK = torch.tensor([[True, True, True], [True, True, False]])
 ADVANTAGES = torch.tensor([[1.0], [-1.0]])
 
 
-def check_algorithm(config: AlgorithmConfig) -> None:
+def check_algorithm(config: AlgorithmConfig, weights: Iterable[Mapping[str, float]] = ({},)) -> None:
     """Import the functions of the user's own, compare options with signatures, and call each on a small batch.
+
+    Args:
+        weights: of the terms of each reward, as an advantage is given them.
 
     Raises:
         ValueError: names the field, what is wrong with it, and how to fix it.
@@ -34,7 +38,7 @@ def check_algorithm(config: AlgorithmConfig) -> None:
     _check_fields("advantage_options", config.advantage_options, ADVANTAGE_FIELDS)
     _check_fields("loss_options", config.loss_options, LOSS_FIELDS)
     _check_fields("correction_options", config.correction_options, CORRECTION_FIELDS)
-    _check_advantage(config)
+    _check_advantage(config, weights)
     _check_loss(config)
     _check_selection(config)
     taken: set[str] = set()
@@ -86,7 +90,7 @@ def acts_without_advantage(objective: Objective) -> bool:
     return gradient is not None and bool((gradient != 0).any())
 
 
-def _check_advantage(config: AlgorithmConfig) -> None:
+def _check_advantage(config: AlgorithmConfig, weights: Iterable[Mapping[str, float]]) -> None:
     kind = config.advantage_kind
     what = f"algorithm.advantage: {kind}"
     parameters = keyword_parameters(advantage_function(kind), "inputs", what) or {}
@@ -101,10 +105,11 @@ def _check_advantage(config: AlgorithmConfig) -> None:
     if ":" in kind:
         size = config.samples_per_prompt
         alone = np.ones(1)  # as if the grader had failed on the others
-        for rewards in (np.arange(size) % 2, np.zeros(size), alone):
+        for own_weights, rewards in product(weights, (np.arange(size) % 2, np.zeros(size), alone)):
             try:
                 are_graded, lengths = np.ones(len(rewards), bool), np.arange(1, len(rewards) + 1)
-                found = compare_group(rewards, are_graded, config, rewards, rewards, lengths)
+                terms = dict.fromkeys(own_weights, rewards), own_weights
+                found = compare_group(rewards, are_graded, config, rewards, rewards, lengths, *terms)
             except Exception as error:  # the function is the user's: show whatever it raises
                 raise ValueError(f"{what} fails on a small batch: {type(error).__name__}: {error}") from error
             if not np.isfinite(found).all():

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import MAX_ROLLOUTS
 from grpo_ray.config.losses import RATIO_LOSSES
-from grpo_ray.config.reward import is_own, terms_of
+from grpo_ray.config.reward import is_own, term_weights, terms_of
 from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig, PlainTask
 from grpo_ray.config.user_code import import_function
 from grpo_ray.core.context import Prepared, PreparedServing
@@ -185,7 +185,8 @@ def _check_algorithm(config: Config) -> tuple[str, ...]:
     from grpo_ray.objectives import check_algorithm
     from grpo_ray.objectives.checking import notices_on_loss
 
-    check_algorithm(algorithm)
+    weights = [term_weights(reward) for reward in config.task.rewards.values()]
+    check_algorithm(algorithm, weights + [{}] * bool(config.episode_tasks))  # an episode's reward has no terms
     return notices_on_loss(config)
 
 

@@ -20,6 +20,7 @@ from grpo_ray.learning.sequences import sequences_of
 from grpo_ray.objectives import ADVANTAGES, advantages_of, check_algorithm
 from grpo_ray.objectives.returns import verdict_on
 from grpo_ray.records.run_files import RunDirectory
+from grpo_ray.run.preparation import _check_algorithm
 from grpo_ray.tools.audit.audit import audit
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +38,7 @@ def parts(inputs: AdvantageInputs):
 def opo(inputs: AdvantageInputs):
     weights = inputs.lengths / inputs.lengths.sum(dim=1, keepdim=True)
     return inputs.rewards - (weights * inputs.rewards).sum(dim=1, keepdim=True)
+def term(inputs: AdvantageInputs): return inputs.rewards + inputs.weights["short"] * inputs.terms["short"]
 def needing(inputs: AdvantageInputs, *, tau: float): return inputs.rewards * tau
 def means(inputs: AdvantageInputs): return inputs.rewards.mean(dim=1)
 def raising(inputs: AdvantageInputs): raise KeyError("no")
@@ -108,16 +110,22 @@ def test_rewards_parts_and_options_reach_the_function() -> None:
     assert parts.tolist() == [10, 0, 101, 113]
 
 
-def test_a_kl_in_the_reward_is_compared_by_it(tiny_config: Config) -> None:
+@pytest.mark.parametrize(("name", "expected"), [("median", [-1, 0, 1]), ("term", [-1, 10, 1])])
+def test_a_kl_in_the_reward_is_compared_by_it(name: str, expected: list[float], tiny_config: Config) -> None:
+    """A function has the terms before the run, when it is tried, and in the Learner, as in the Scorer."""
     kl = {"reference": "initial", "coefficient": 1.0, "placement": "reward"}
-    config = changed(tiny_config, algorithm={"advantage": f"{MODULE}:median", "kl": kl, "advantage_eps": 1e-9})
+    algorithm = {"advantage": f"{MODULE}:{name}", "kl": kl, "advantage_eps": 1e-9}
+    reward = [{"reward": "brevity", "name": "short", "weight": 10.0}, {"reward": "format"}]
+    config = changed(tiny_config, algorithm=algorithm, task={"reward": reward})
+    _check_algorithm(config)
     completions = [make_completion([1], [logprob]) for logprob in (-1.0, -2.0, -3.0)]
-    groups = [make_group(make_item(0), completions, [0, 0, 0], [0, 0, 0])]
+    group = make_group(make_item(0), completions, [0, 0, 0], [0, 0, 0])
+    groups = [replace(group, terms={"short": np.float32([0, 1, 0])})]
     sequences = sequences_of(groups)
     for s in sequences:
         object.__setattr__(s, "reference_logprobs", np.array([-2.0]))
     found, _ = with_batch_advantages(groups, sequences, config)  # KL 1, 0 and -1
-    assert [s.advantage for s in found] == pytest.approx([-1, 0, 1])
+    assert [s.advantage for s in found] == pytest.approx(expected)
 
 
 def test_lengths_reach_an_advantage_of_responses_and_of_episodes() -> None:
