@@ -39,16 +39,8 @@ from grpo_ray.types import Ref, methods_with_bulk
 TITLE = "weight sync by model size, transport and engine, against a copy in memory"
 SIZES: dict[str, list[str]] = {
     "small": [],
-    "medium": [
-        "model.tiny.hidden_size=512",
-        "model.tiny.num_layers=6",
-        "model.tiny.intermediate_size=1408",
-    ],
-    "large": [
-        "model.tiny.hidden_size=1024",
-        "model.tiny.num_layers=8",
-        "model.tiny.intermediate_size=2816",
-    ],
+    "medium": ["model.tiny.hidden_size=512", "model.tiny.num_layers=6", "model.tiny.intermediate_size=1408"],
+    "large": ["model.tiny.hidden_size=1024", "model.tiny.num_layers=8", "model.tiny.intermediate_size=2816"],
 }
 CASES = (("object_store", 1), ("object_store", 2), ("collective", 2))  # transport, number of Generators
 NUM_WARM_UP = 3  # until wires are joined and all memory that syncs use again and again has been touched

@@ -1,12 +1,12 @@
 """One hash under fire: a run that is hit by kills ends with the weights and rollouts of the undisturbed run.
 
     python profiling/chaos/one_hash.py CONFIG [section.key=value ...] [--kills 40] [--seeds 0 1 2] [--steps 60]
-        [--every 3] [--folder runs/one-hash]
+        [--every 3] [--folder runs/one-hash] [--plot PNG]
 
 For each seed the same synchronous run on Ray, with the torch engine, is made twice: left alone, and with kills
 of a process chosen at random each time, at most `--every` seconds after it has recovered from the one before.
 The driver is resumed when it is hit. Prints both runs' hashes, as `grpo-ray audit --hash` does, and the first
-difference; the exit status is 1 if there is one.
+difference; the exit status is 1 if there is one. Draws the rewards of the last seed's runs, and the kills.
 """
 
 import argparse
@@ -22,8 +22,9 @@ from pathlib import Path
 from chaos_run import ChaosRun, RunEnded
 from chaos_scenarios import BUDGETS, SMALL, TORCH
 
-from grpo_ray.records.run_files import RunDirectory
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.hashes import first_difference, hashes
+from grpo_ray.tools.drawing.figures import COLORS, GRID, new_figure, save, tidy
 
 EXACT = (*SMALL, *TORCH, *BUDGETS, "weight_sync.max_lag=0", "checkpoint.every_num_steps=1")
 DRIVER, LIMIT_S = "driver", 300.0
@@ -39,17 +40,17 @@ def undisturbed(folder: Path, config: str, overrides: Sequence[str]) -> RunDirec
 
 def under_fire(
     folder: Path, config: str, overrides: Sequence[str], num_kills: int, every_s: float, draw: random.Random
-) -> tuple[RunDirectory, Counter[str]]:
-    """Run to the end; return the run, and the kills by the kind of process."""
-    run, hit = ChaosRun(folder), Counter[str]()
+) -> tuple[RunDirectory, list[tuple[int, str]]]:
+    """Run to the end; return the run, and each kill's step and process."""
+    run, hit = ChaosRun(folder), list[tuple[int, str]]()
     run.start(config, list(overrides))
     wait_for_progress(run, 0)
-    while hit.total() < num_kills and run.is_driven:
+    while len(hit) < num_kills and run.is_driven:
         time.sleep(draw.uniform(0.0, every_s))
         step, victim = run.last_step(), draw.choice([DRIVER, *run.actors()])
         if not killed(run, victim):
             continue
-        hit[victim.split("-")[0]] += 1
+        hit.append((step, victim))
         if not wait_for_progress(run, step):
             break
     if run.is_driven and (status := run.wait_for_end(3600.0)):
@@ -84,6 +85,24 @@ def wait_for_progress(run: ChaosRun, step: int) -> bool:
     return True
 
 
+def plot(runs: Sequence[RunDirectory], hit: Sequence[tuple[int, str]], path: Path) -> None:
+    """Draw the rewards of the run left alone and of the one under fire, over the kills of each process."""
+    figure = new_figure(8, 5)
+    above, below = figure.subplots(2, sharex=True, height_ratios=(3, 2))
+    for run, label, width, color in zip(
+        runs, ("left alone", "under fire"), (7, 2), (GRID, COLORS[0]), strict=True
+    ):
+        rows = read_metrics(run.metrics_path)
+        above.plot(
+            [r["step"] for r in rows], [r["reward/mean"] for r in rows], color=color, lw=width, label=label
+        )
+    above.legend(frameon=False)
+    below.scatter(*zip(*sorted(hit, key=lambda kill: kill[1]), strict=True), marker="x", color=COLORS[1])
+    tidy(above, "", "reward")
+    tidy(below, "step", f"{len(hit)} kills")
+    save(figure, path)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
@@ -93,6 +112,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=float, default=3.0, metavar="S")
     parser.add_argument("--folder", type=Path, default=Path("runs/one-hash"))
+    parser.add_argument("--plot", type=Path, metavar="PNG")
     options = parser.parse_args()
     differences = []
     for seed in options.seeds:
@@ -103,11 +123,13 @@ def main() -> int:
         hit_run, hit = under_fire(*given, options.kills, options.every, draw)
         differences.append(first_difference(alone, hit_run))
         found = {
-            "seed": seed, "steps": options.steps, "kills": hit.total(), "by": dict(hit),
+            "seed": seed, "steps": options.steps, "kills": len(hit), "by": Counter(victim for _, victim in hit),
             "seconds": round(time.monotonic() - started), "alone": hashes(alone), "under_fire": hashes(hit_run),
             "first_difference": differences[-1],
         }  # fmt: skip
         print(json.dumps(found), flush=True)
+        if options.plot is not None:
+            plot((alone, hit_run), hit, options.plot)
     return int(any(differences))
 
 
