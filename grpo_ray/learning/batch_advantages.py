@@ -91,10 +91,10 @@ def kl_penalties(
     Args:
         sequences: of all completions, in order, with the reference's log-probabilities.
     """
-    reference = np.concatenate([s.reference_logprobs for s in sequences if s.reference_logprobs is not None])
-    of_policy = np.concatenate(
-        [s.behaviour_logprobs if s.proximal_logprobs is None else s.proximal_logprobs for s in sequences]
-    )
+    of_reference = [s.reference_logprobs for s in sequences if s.reference_logprobs is not None]
+    of_each = [s.behaviour_logprobs if s.proximal_logprobs is None else s.proximal_logprobs for s in sequences]
+    # A batch of episodes may have no sampled token, and so no sequence.
+    reference, of_policy = (np.concatenate([np.zeros(0), *rows]) for rows in (of_reference, of_each))
     penalties: list[list[np.ndarray]] = []
     start = 0
     for group in groups:
@@ -124,7 +124,7 @@ def _with_penalties_to_go(
             if isinstance(completion, Episode):
                 turns = completion.turns[completion.mask]
             to_go.append(penalties_to_go(own, turns, discount))
-    rows = np.split(np.concatenate(to_go), np.cumsum([s.num_sampled for s in sequences])[:-1])
+    rows = np.split(np.concatenate(to_go), np.cumsum([s.num_sampled for s in sequences], dtype=int))[:-1]
     return [replace(s, advantage=s.advantage - row) for s, row in zip(sequences, rows, strict=True)]
 
 

@@ -22,6 +22,7 @@ from builders import (
     plain_logprobs,
     relative_difference,
 )
+from episode_batches import make_episode
 from episode_groups import random_episode_group
 from slow_advantages import slow_batch
 
@@ -247,6 +248,16 @@ def test_equal_rewards_everywhere_and_a_batch_of_nothing_graded_leave_no_signal(
         found, metrics = with_batch_advantages(groups, sequences_of(groups), config)
         assert [(s.advantage, s.has_signal) for s in found] == [(0.0, False)] * 6
         assert metrics["advantage/batch_std"] == 0.0
+
+
+@pytest.mark.parametrize("placement", ["reward", "reward_to_go"])
+def test_a_batch_of_episodes_without_a_sampled_token_has_no_sequence(
+    tiny_config: Config, placement: str
+) -> None:
+    kl = {"reference": "initial", "coefficient": 1.0, "placement": placement}
+    group = make_group(make_item(0), [replace(make_episode([]), reward=float(n)) for n in range(2)], [0, 1])
+    found = with_batch_advantages([group], [], config_of(tiny_config, advantage="mean", kl=kl))
+    assert found == ([], {"reward/kl_penalty": 0.0})
 
 
 # ---- TRL's formulas, in plain loops after its documentation ----
