@@ -89,11 +89,10 @@ def kl_penalties(
     token without a finite logprob costs nothing.
 
     Args:
-        sequences: of all completions, in order, with the reference's log-probabilities.
+        sequences: of all completions, in order, with the reference's log-probabilities; none without tokens.
     """
     of_reference = [s.reference_logprobs for s in sequences if s.reference_logprobs is not None]
     of_each = [s.behaviour_logprobs if s.proximal_logprobs is None else s.proximal_logprobs for s in sequences]
-    # A batch of episodes may have no sampled token, and so no sequence.
     reference, of_policy = (np.concatenate([np.zeros(0), *rows]) for rows in (of_reference, of_each))
     penalties: list[list[np.ndarray]] = []
     start = 0
