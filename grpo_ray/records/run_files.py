@@ -46,8 +46,8 @@ def dump_config(config: Config, path: Path) -> None:
 class RunDirectory:
     """The directory of one run; the attributes are the paths in it."""
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, is_local: bool = False) -> None:
+        self.path, self.is_local = Path(path), is_local  # messages say to resume it with `--local`
         self.config_path = self.path / "config.yaml"
         self.inputs_path = self.path / "inputs.json"  # digests of files that the configuration names
         self.metrics_path = self.path / "metrics.jsonl"

@@ -157,4 +157,4 @@ def _until_the_disk_lets(work: Callable[[], T], display: Display) -> T:
 
 
 def how_to_resume(run: RunDirectory) -> str:
-    return f"resume with: grpo-ray resume {run.path}"
+    return f"resume with: grpo-ray resume {run.path}{' --local' if run.is_local else ''}"

@@ -90,7 +90,7 @@ def train(
     if notice is not None:
         print(f"! {notice}")
     name = config.run.name or f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run = RunDirectory(Path(config.run.output_dir) / name)
+    run = RunDirectory(Path(config.run.output_dir) / name, is_local)
     with signals_answered(run):
         if config.run.if_exists == "resume" and run.config_path.exists():
             return _resume(run, config, is_local, follower)
@@ -126,7 +126,7 @@ def resume(
         RunError: as for `train`; also if the folder holds no run, or an override would change its prompts.
         Interrupted: Ctrl-C or SIGTERM.
     """
-    run = RunDirectory(path)
+    run = RunDirectory(path, is_local)
     if not run.config_path.exists():
         raise RunError(f"{path}: no run to resume (it has no config.yaml); give a folder that `train` made")
     with signals_answered(run):

@@ -50,9 +50,9 @@ def _source(task: ExamplesTaskConfig, field: str, path: str, split: str) -> Sour
         raise ValueError(f"task.{field}: the dataset {path!r} on the hub {absent}") from None
     except Exception as error:  # the client's network library has errors of its own
         raise ValueError(
-            f"task.{field}: {path!r} is not a local file, and downloading it as a dataset failed: {error} Give "
-            "the path of a .jsonl or .parquet file, or a dataset as owner/name. Without a network, download "
-            f"it beforehand: hf download --repo-type dataset {path}"
+            f"task.{field}: {path!r} is not a local file; give the path of a .jsonl or .parquet file. "
+            f"Downloading it as a dataset (owner/name) failed: {str(error).strip().partition(chr(10))[0]} "
+            f"Without a network, download it beforehand: hf download --repo-type dataset {path}"
         ) from error
 
 

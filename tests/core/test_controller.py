@@ -388,7 +388,7 @@ def test_a_resumed_run_may_change_fields_that_are_not_fixed(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_stop_is_not_forgotten_when_the_learner_dies_with_it(tmp_path: Path) -> None:
-    config, run = make_config(), RunDirectory(tmp_path / "run")
+    config, run = make_config(), RunDirectory(tmp_path / "run", is_local=True)
     prepared = prepare(config, check_files(config))
     run.create(config)
 
@@ -410,7 +410,7 @@ def test_a_stop_is_not_forgotten_when_the_learner_dies_with_it(tmp_path: Path) -
     def drive(controller: Controller) -> None:
         run_until_signal(controller, 30.0, run)
 
-    with pytest.raises(Interrupted, match=r"learner died.*resume with: grpo-ray resume"):
+    with pytest.raises(Interrupted, match=r"learner died.*resume with: grpo-ray resume .*run --local$"):
         train_through_restores(config, prepared, run, Recorder(), host, drive)
     assert events(run, "restored") == []
     train(config, run.path)
