@@ -74,13 +74,9 @@ class Template(Protocol):
         """
 
     def continued(
-        self,
-        messages: Sequence[Message],
-        num_known: int,
-        prompt: Sequence[int],
-        reply: Sequence[int],
+        self, messages: Sequence[Message], num_known: int, prompt: Sequence[int], reply: Sequence[int],
         tools: Sequence[Tool] | None = None,
-    ) -> tuple[int, ...] | None:
+    ) -> tuple[int, ...] | None:  # fmt: skip
         """Return the next prompt, which begins with `prompt` and `reply`; None: a branch begins.
 
         Args:
@@ -120,13 +116,9 @@ class ChatTemplate:
         return self._encoded(self._render(messages, tools))
 
     def continued(
-        self,
-        messages: Sequence[Message],
-        num_known: int,
-        prompt: Sequence[int],
-        reply: Sequence[int],
+        self, messages: Sequence[Message], num_known: int, prompt: Sequence[int], reply: Sequence[int],
         tools: Sequence[Tool] | None = None,
-    ) -> tuple[int, ...] | None:
+    ) -> tuple[int, ...] | None:  # fmt: skip
         """See `Template.continued`; a branch begins where an earlier reply is not kept."""
         if not self.keeps_replies(messages, tools):
             return None
@@ -173,12 +165,9 @@ class ChatTemplate:
         return candidates[self._shapes.get(shape, first_that_works)]
 
     def _problem(
-        self,
-        known: Sequence[Message],
-        dummy: Mapping[str, Any],
-        new: Sequence[Message],
+        self, known: Sequence[Message], dummy: Mapping[str, Any], new: Sequence[Message],
         tools: Sequence[Tool] | None,
-    ) -> str | None:
+    ) -> str | None:  # fmt: skip
         """Return the reason that the text behind the stand-in is not exactly the new messages', or None."""
         probed = [{**message, "content": f"{PROBE}{number}."} for number, message in enumerate(new)]
         reply = {**dummy, "content": SENTINEL}

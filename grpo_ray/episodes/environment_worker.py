@@ -43,13 +43,9 @@ class EnvironmentWorker:
     """Episodes as an actor; it plays every group on arrival, and asks the Generators that `serve` names."""
 
     def __init__(
-        self,
-        name: str,
-        config: Config,
-        model: StartingModel,
-        is_confined: bool = False,
+        self, name: str, config: Config, model: StartingModel, is_confined: bool = False,
         secrets: Mapping[str, str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """
         Args:
             is_confined: confine the thread that calls `ready`, and so those of the episodes.

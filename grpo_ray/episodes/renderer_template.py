@@ -45,13 +45,9 @@ class RendererTemplate:
             return tuple(self._renderer.render_ids(given, tools=_listed(tools), add_generation_prompt=True))
 
     def continued(
-        self,
-        messages: Sequence[Message],
-        num_known: int,
-        prompt: Sequence[int],
-        reply: Sequence[int],
+        self, messages: Sequence[Message], num_known: int, prompt: Sequence[int], reply: Sequence[int],
         tools: Sequence[Tool] | None = None,
-    ) -> tuple[int, ...] | None:
+    ) -> tuple[int, ...] | None:  # fmt: skip
         """See `Template.continued`; a branch begins where the renderer finds no continuation."""
         new = _with_names(messages)[num_known:]
         with refused("the renderer refuses the conversation: "):

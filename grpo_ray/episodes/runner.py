@@ -44,12 +44,9 @@ class EpisodeRunner:
     """A runner of one kind of episodes."""
 
     def __init__(
-        self,
-        episode: EpisodeFn,
-        max_concurrent: int | None = None,
-        server: "ChatServer | None" = None,
+        self, episode: EpisodeFn, max_concurrent: int | None = None, server: "ChatServer | None" = None,
         served: ServingTime | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """
         Args:
             max_concurrent: episodes that run at the same time; the others wait. None: all.

@@ -70,13 +70,9 @@ class Session:
     """One episode's access to the policy; any number of its calls may be in flight."""
 
     def __init__(
-        self,
-        sampler: Sampler,
-        settings: SamplingSettings,
-        template: Template,
-        limits: Limits,
+        self, sampler: Sampler, settings: SamplingSettings, template: Template, limits: Limits,
         tool_parser: ToolParser | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """
         Args:
             settings: of each turn. The first turn draws with `settings.seed` itself, as a single request would,

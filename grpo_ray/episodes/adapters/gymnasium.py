@@ -13,14 +13,9 @@ from grpo_ray.tasks.examples import Example
 
 
 def gymnasium_episode(
-    make: str | Callable[[], Any],
-    show: Callable[[Any], str],
-    read_action: Callable[[str], Any],
-    *,
-    malformed: str | None = None,
-    malformed_reward: float = 0.0,
-    in_thread: bool = False,
-) -> EpisodeFn:
+    make: str | Callable[[], Any], show: Callable[[Any], str], read_action: Callable[[str], Any], *,
+    malformed: str | None = None, malformed_reward: float = 0.0, in_thread: bool = False,
+) -> EpisodeFn:  # fmt: skip
     """Return an episode function that plays an environment until it terminates or truncates.
 
     The environment is made anew for each episode and reset with `example.seed`, so a group's episodes begin in

@@ -50,12 +50,9 @@ def plain_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def rehearse(
-    episode: EpisodeFn,
-    examples: Iterable[Example],
-    reply: Callable[[str], str],
-    num_pairs: int,
+    episode: EpisodeFn, examples: Iterable[Example], reply: Callable[[str], str], num_pairs: int,
     num_played: int = 1000,
-) -> Pairs:
+) -> Pairs:  # fmt: skip
     """Return (transcript, reply) pairs, in the plain chat of tiny models, of episodes that a script plays.
 
     Args:

@@ -20,13 +20,9 @@ class VerifiersEpisodes:
     """A verifiers environment: its tasks are the examples, and its reward is the episode's."""
 
     def __init__(
-        self,
-        env: Mapping[str, Any],
-        *,
-        num_train: int = 1000,
-        num_validation: int = 64,
+        self, env: Mapping[str, Any], *, num_train: int = 1000, num_validation: int = 64,
         reward: Callable[[Any], float] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """
         Args:
             env: the `env` section of a verifiers configuration, such as `{"taskset": {"id": "my_taskset"}}`. A

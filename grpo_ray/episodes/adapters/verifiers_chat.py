@@ -32,15 +32,9 @@ class ChatHarness(Harness[ChatConfig]):
     EXECUTES_CODE = NEEDS_CONTAINER = False
 
     async def launch(
-        self,
-        ctx: Any,
-        trace: Any,
-        runtime: Any,
-        endpoint: str,
-        secret: str,
-        mcp_urls: dict[str, str],
+        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str],
         data: Any,
-    ) -> ProgramResult:
+    ) -> ProgramResult:  # fmt: skip
         """Hold the conversation that begins with the task's prompt."""
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
@@ -64,12 +58,9 @@ class ChatHarness(Harness[ChatConfig]):
 
 
 async def _reply(
-    http: aiohttp.ClientSession,
-    endpoint: str,
-    model: str,
-    messages: list[dict[str, Any]],
+    http: aiohttp.ClientSession, endpoint: str, model: str, messages: list[dict[str, Any]],
     tools: list[dict[str, Any]],
-) -> dict[str, Any] | None:
+) -> dict[str, Any] | None:  # fmt: skip
     """Return the next reply's message, or None at a limit of the episode: it is scored as it stands.
 
     Raises:

@@ -45,13 +45,9 @@ class Launcher:
     """
 
     def __init__(
-        self,
-        base: str,
-        jobs: int,
-        on_start: Callable[[PlannedRun], None],
-        on_end: Callable[[Ended], None],
+        self, base: str, jobs: int, on_start: Callable[[PlannedRun], None], on_end: Callable[[Ended], None],
         program: Sequence[str] = PROGRAM,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._base, self._jobs, self._program = base, jobs, program
         self._on_start, self._on_end = on_start, on_end
         self._children: list[_Child] = []

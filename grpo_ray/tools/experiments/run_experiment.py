@@ -23,15 +23,9 @@ from grpo_ray.tools.experiments.table import by_variant, comparison_table, write
 
 
 def run_experiment(
-    experiment: Experiment,
-    base: str,
-    overrides: Sequence[str],
-    num_seeds: int,
-    output: str,
-    jobs: int | None,
-    command: str,
-    program: Sequence[str] = PROGRAM,
-) -> bool:
+    experiment: Experiment, base: str, overrides: Sequence[str], num_seeds: int, output: str, jobs: int | None,
+    command: str, program: Sequence[str] = PROGRAM,
+) -> bool:  # fmt: skip
     """Run what is not done yet and write the results of all runs; return whether every run succeeded.
 
     Args:

@@ -61,18 +61,10 @@ class SimulatedActors(LocalActors):
     """The actors of a simulated run: real ones, but for those that would compute."""
 
     def __init__(
-        self,
-        config: Config,
-        start: StartingModel,
-        run_dir: Path,
-        checkpoint: Checkpoint | None,
-        *,
-        speeds: Speeds,
-        lengths: Lengths,
-        account: Account,
-        trace: Trace | None = None,
+        self, config: Config, start: StartingModel, run_dir: Path, checkpoint: Checkpoint | None, *,
+        speeds: Speeds, lengths: Lengths, account: Account, trace: Trace | None = None,
         meter: CpuMeter | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """
         Args:
             trace: receives a line per call and per death.

@@ -53,14 +53,9 @@ class SimulatedEngine:
     """An engine behind the protocol of engines/base.py that only waits, on the event loop's clock."""
 
     def __init__(
-        self,
-        speeds: Speeds,
-        lengths: Lengths,
-        max_num_seqs: int,
-        seed: int,
-        recompute_kv: bool = True,
+        self, speeds: Speeds, lengths: Lengths, max_num_seqs: int, seed: int, recompute_kv: bool = True,
         cores: Cores | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """
         Args:
             max_num_seqs: sequences that run at the same time; later ones wait in the order of their arrival.

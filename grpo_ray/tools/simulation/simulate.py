@@ -87,14 +87,9 @@ class Simulated:
 
 
 def simulate(
-    config: Config,
-    run: RunDirectory,
-    speeds: Speeds,
-    lengths: Lengths,
-    trace: Trace | None = None,
-    meter: CpuMeter | None = None,
-    watch: Watch | None = None,
-) -> Simulated:
+    config: Config, run: RunDirectory, speeds: Speeds, lengths: Lengths, trace: Trace | None = None,
+    meter: CpuMeter | None = None, watch: Watch | None = None,
+) -> Simulated:  # fmt: skip
     """Simulate a run; its records are in `run`, as a real run's.
 
     Args:
