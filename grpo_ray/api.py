@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from grpo_ray.records.evaluation_summary import EvaluationSummary
     from grpo_ray.tasks.examples import Example
 
-os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **os.environ}  # as the CLI
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in a terminal; torch, which reads it, comes later
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of loading a model, which bury a run's lines
 T = TypeVar("T")
 Row = Mapping[str, Any]
 OnStep = Callable[[int, Mapping[str, float]], object]

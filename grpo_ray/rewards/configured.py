@@ -198,7 +198,7 @@ def _check(term: RewardTerm, field: str, columns: Collection[str] | None, fields
         if function.is_async and not term.network:
             raise ValueError(
                 f"{field}: {term.reward} is an `async def`, which needs a term with the network; give "
-                f"[{{reward: {term.reward}, network: true}}], or write a `def`"
+                f"[{{reward: {term.reward}, network: true}}] (`grpo-ray reward`: --network), or write a `def`"
             )
         function.check(field, columns, fields)
         return

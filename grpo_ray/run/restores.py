@@ -1,5 +1,6 @@
 """Restores from the last checkpoint, for when an actor dies that cannot be replaced on its own."""
 
+import shlex
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
@@ -157,4 +158,4 @@ def _until_the_disk_lets(work: Callable[[], T], display: Display) -> T:
 
 
 def how_to_resume(run: RunDirectory) -> str:
-    return f"resume with: grpo-ray resume {run.path}{' --local' if run.is_local else ''}"
+    return f"resume with: grpo-ray resume {shlex.quote(str(run.path))}{' --local' if run.is_local else ''}"

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -290,6 +291,18 @@ def _prepare(config: Config, task: TaskData, console: RunConsole) -> Prepared:
         return prepare(config, task, console.warmup)
 
 
+@contextlib.contextmanager
+def warnings_in(path: Path) -> Iterator[None]:
+    """Write the warnings of the actors in this process to a file, as on Ray, instead of between the steps."""
+    path.parent.mkdir(exist_ok=True)
+    with contextlib.closing(logging.FileHandler(path)) as handler:
+        logging.root.addHandler(handler)
+        try:
+            yield
+        finally:
+            logging.root.removeHandler(handler)
+
+
 def _run_to_the_end(
     config: Config,
     prepared: Prepared,
@@ -300,7 +313,8 @@ def _run_to_the_end(
 ) -> None:
     is_alone, follower = follower is None, follower or Follower()
     console.print(banner(config, prepared.longest_prompt, str(run.path)))
-    with imports_left_alone(), reported(run, config.algorithm.num_steps, console) as reporter:
+    logged = warnings_in(run.logs / "local.log") if run.is_local else contextlib.nullcontext()
+    with imports_left_alone(), logged, reported(run, config.algorithm.num_steps, console) as reporter:
         reporter.on_step = follower.step
         for notice in prepared.notices:
             reporter.warning(notice)

@@ -6,10 +6,13 @@
 import argparse
 import logging
 import os
+import select
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import fields
 from types import TracebackType
 from typing import Any
 
@@ -45,7 +48,16 @@ def main(
     sys.excepthook = print_traceback
     command, options = parse(sys.argv[1:] if arguments is None else arguments, commands, program)
     try:
-        return command.run(options)
+        status = command.run(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(1, 0)
+        if not any(event & select.POLLERR for _, event in output.poll(0)):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader, such as `head`, has seen enough
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt as interrupt:
         hint = f"; {interrupt}" if str(interrupt) else ""
         print(visible(f"\ninterrupted; all actors have been ended{hint}"), file=sys.stderr)
@@ -76,6 +88,7 @@ def parse(
     # Overrides may stand both before and after options; argparse itself takes them in one place only.
     if any(argument.startswith("-") for argument in rest) or (rest and "overrides" not in parsed):
         hint = _as_override(rest, arguments) if "overrides" in parsed else ""
+        hint = _flag_meant(rest, parsed.chosen) or hint
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:
         parsed.overrides = [*parsed.overrides, *rest]
@@ -98,6 +111,13 @@ def _as_override(rest: Sequence[str], arguments: Sequence[str]) -> str:
     following = arguments[arguments.index(option) + 1 :]
     key = key_meant(name.replace("-", "_"))
     return f"; write {key}={value or (*following, 'VALUE')[0]}, without dashes" if key else ""
+
+
+def _flag_meant(rest: Sequence[str], command: Command[Any]) -> str:
+    names = [field.name.replace("_", "-") for field in fields(command.options)]
+    name = next(argument for argument in (*rest, "-") if argument.startswith("-")).lstrip("-")
+    nearest = nearest_name(name.partition("=")[0], names)
+    return f"; did you mean --{nearest}?" if nearest else ""
 
 
 def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -1,9 +1,11 @@
 """`train --local`: a whole run in one process, without Ray and vLLM."""
 
 import asyncio
+import logging
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from small_run import QUICKSTART, SMALL
 from grpo_ray.cluster.local import LocalClient, check_local
 from grpo_ray.config.loading import load_config
 from grpo_ray.errors import ActorDied, RunError
+from grpo_ray.run.training import warnings_in
 
 CHECK = """
 import sys
@@ -44,6 +47,14 @@ def test_what_one_process_cannot_do_is_refused_by_name(override: str) -> None:
     with pytest.raises(RunError, match=f"add {override.split('=')[0]}=[^ ]*, or omit --local"):
         check_local(config)
     check_local(load_config(QUICKSTART, SMALL))
+
+
+def test_warnings_of_actors_go_to_the_runs_log(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "local.log"
+    with warnings_in(log):
+        logging.warning("group 0: not graded")
+    logging.warning("later")
+    assert log.read_text() == "group 0: not graded\n"
 
 
 class Worker:

@@ -93,6 +93,7 @@ def test_the_walk_finds_the_fields() -> None:
         ("report runs/a --num_steps=2", "unrecognized arguments: --num_steps=2\n"),
         ("train", "the following arguments are required: CONFIG"),
         ("check run.yaml --verbsoe", "unrecognized arguments: --verbsoe"),
+        ("train a.yaml --lokal", "unrecognized arguments: --lokal; did you mean --local?"),
         ("train run.yaml -x", "unrecognized arguments: -x"),
         ("submit --follow a --stop b", "argument --stop: not allowed with argument --follow"),
         ("top runs/a --every 0", "argument --every: '0' is not a number above 0"),
@@ -131,6 +132,14 @@ def test_options_arrive_as_their_dataclasses() -> None:
     assert dict(sorting.given) == {"kl": "2", "steps": "9"}
     _, keywords = parse(["data", "keywords", "--output", "x", "--num-keywords", "3"], course.COMMANDS)
     assert (keywords.output, keywords.num_keywords, keywords.temperature) == (Path("x"), (3, 3), 1.0)
+
+
+@pytest.mark.slow
+def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
+    code = "import os; from grpo_ray.tools.cli import main; r, w = os.pipe(); os.dup2(w, 1); os.close(r)\n"
+    code += "raise SystemExit(main(['experiment', '--list']))"
+    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.slow

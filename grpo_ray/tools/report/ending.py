@@ -1,5 +1,6 @@
 """The end of a run's output: the reward curve, a few rollouts, and the next commands."""
 
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -50,10 +51,10 @@ def _print_events(print_line: Callable[[str], None], run: RunDirectory) -> None:
 def _print_commands(print_line: Callable[[str], None], run: RunDirectory, flag: str) -> None:
     command = sys.argv[0] if Path(sys.argv[0]).name == "grpo-ray" else "grpo-ray"
     steps = StepLines(run.metrics_path).steps
-    num_steps = steps[-1] if steps else 0
+    num_steps, path = steps[-1] if steps else 0, shlex.quote(str(run.path))
     print_line(f"\nAll {num_steps} steps are done. Next:")
-    print_line(f"  {command} report {run.path}    # its web page")
-    print_line(f"  {command} top {run.path}    # where its time went")
+    print_line(f"  {command} report {path}    # its web page")
+    print_line(f"  {command} top {path}    # where its time went")
     if Path(OWN).exists():  # not in other folders than the source tree
         print_line(f"  {OWN}    # your own model and data")
-    print_line(f"  {command} resume {run.path}{flag} algorithm.num_steps={2 * num_steps}    # train longer")
+    print_line(f"  {command} resume {path}{flag} algorithm.num_steps={2 * num_steps}    # train longer")
