@@ -165,10 +165,11 @@ class ScriptedSampler:
         return scripted_completion(shown, ids, "length" if is_cut else "stop")
 
     def _reads(self, ids: tuple[int, ...], prompt: tuple[int, ...], asked: Asked) -> bool:
-        """Return whether the parser finds the calls, if there is one."""
+        """Return whether the parser finds the calls and the names of their arguments, if there is a parser."""
         try:
-            return self._parser is no_calls or self._parser(ids, prompt, asked.tools)[2] == self._calls[ids]
-        except ValueError:
+            found = self._calls[ids] if self._parser is no_calls else self._parser(ids, prompt, asked.tools)[2]
+            return [(n, {*(a or ())}) for n, a in found] == [(n, {*a}) for n, a in self._calls[ids]]
+        except (ValueError, TypeError):
             return False
 
     def parse(
