@@ -159,7 +159,7 @@ class ExamplesTaskConfig(PlainTaskConfig):
     """Questions and answers from local files or a dataset on the hub."""
 
     train_path: str
-    """`.jsonl` or `.parquet` file with one example per row, or a dataset on the hub as `owner/name`."""
+    """`.jsonl`, `.parquet` or `.csv` file with one example per row, or a dataset on the hub as `owner/name`."""
     validation_path: str
     """File or dataset to validate with, in the form of `train_path`."""
     subset: str | None = None

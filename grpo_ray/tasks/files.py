@@ -1,5 +1,6 @@
-"""Reading examples from JSONL and Parquet files; every error names the file and the line (or row)."""
+"""Reading examples from JSONL, Parquet and CSV files; every error names the file and the line (or row)."""
 
+import csv
 import json
 import math
 import re
@@ -15,7 +16,7 @@ import pyarrow.parquet as pq
 from grpo_ray.errors import counted
 from grpo_ray.rewards.math.text import brace_pairs
 from grpo_ray.tasks.examples import Example, conversation_of
-from grpo_ray.tasks.sources import Source
+from grpo_ray.tasks.sources import KINDS, LOCAL_SUFFIXES, Source
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 MAX_LINE_BYTES = 16 * 2**20  # a line is read as a whole, and no example has gigabytes
@@ -113,13 +114,16 @@ def read_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[
     """
     try:
         if not path.exists():
-            raise ValueError(f"{path}: there is no such file; give the path of a .jsonl or .parquet file")
+            raise ValueError(f"{path}: there is no such file; give the path of a {KINDS} file")
         if not path.is_file():
             kind = "a folder" if path.is_dir() else "not a regular file"
-            raise ValueError(f"{path}: is {kind}; give the path of a .jsonl or .parquet file")
-        if path.suffix not in (".jsonl", ".parquet"):
-            raise ValueError(f"{path}: unknown kind of file {path.suffix!r}; convert it to .jsonl or .parquet")
-        yield from _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path, fields)
+            raise ValueError(f"{path}: is {kind}; give the path of a {KINDS} file")
+        if path.suffix not in LOCAL_SUFFIXES:
+            raise ValueError(f"{path}: unknown kind of file {path.suffix!r}; convert it to {KINDS}")
+        if path.suffix == ".parquet":
+            yield from _parquet_rows(path, fields)
+        else:
+            yield from _jsonl_rows(path) if path.suffix == ".jsonl" else _csv_rows(path)
     except OSError as error:
         raise ValueError(
             f"{path}: cannot be read ({error.strerror or error}); give a file that you may read"
@@ -131,8 +135,25 @@ def num_rows(path: Path) -> int:
     if path.suffix == ".parquet":
         rows: int = pq.ParquetFile(path).metadata.num_rows
         return rows
+    if path.suffix == ".csv":  # a value may have several lines
+        return sum(1 for _ in _csv_rows(path))
     with path.open("rb") as file:
         return sum(1 for _ in file)
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
+    """Yield the rows below the line of names; each value is text, so that an answer such as 007 stays one."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = csv.DictReader(file, strict=True)
+        try:
+            for row in rows:
+                place = f"{path}, line {rows.line_num}"
+                if None in row or None in row.values():
+                    raise ValueError(f"{place}: not as many values as columns; quote values with commas")
+                yield place, row
+        except (csv.Error, UnicodeDecodeError) as error:
+            place = f"{path}, at or after line {rows.line_num}"
+            raise ValueError(f"{place}: not valid CSV in UTF-8 ({error}); save the file again") from None
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

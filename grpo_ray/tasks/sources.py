@@ -11,6 +11,8 @@ from huggingface_hub import metadata_load, snapshot_download
 from grpo_ray.config.task import ExamplesTaskConfig
 
 SUFFIXES = (".parquet", ".jsonl")  # a split with both kinds is read from the first
+LOCAL_SUFFIXES = (".jsonl", ".parquet", ".csv")
+KINDS = ".jsonl, .parquet or .csv"
 CARD = "README.md"
 
 
@@ -50,7 +52,7 @@ def _source(task: ExamplesTaskConfig, field: str, path: str, split: str) -> Sour
         raise ValueError(f"task.{field}: the dataset {path!r} on the hub {absent}") from None
     except Exception as error:  # the client's network library has errors of its own
         raise ValueError(
-            f"task.{field}: {path!r} is not a local file; give the path of a .jsonl or .parquet file. "
+            f"task.{field}: {path!r} is not a local file; give the path of a {KINDS} file. "
             f"Downloading it as a dataset (owner/name) failed: {str(error).strip().partition(chr(10))[0]} "
             f"Without a network, download it beforehand: hf download --repo-type dataset {path}"
         ) from error
@@ -62,7 +64,7 @@ def _name(path: str, split: str) -> str:
 
 def is_hub_dataset(path: str) -> bool:
     """Return True if the path names a dataset on a hub (`owner/name`) rather than a local file."""
-    is_path = path.startswith(("/", "./", "../", "~")) or Path(path).suffix in (*SUFFIXES, ".json", ".csv")
+    is_path = path.startswith(("/", "./", "../", "~")) or Path(path).suffix in (*LOCAL_SUFFIXES, ".json")
     return path.count("/") == 1 and not is_path and not Path(path).exists()
 
 

@@ -154,7 +154,7 @@ class EvaluationOptions:
         ),
     ]
     task: Annotated[
-        str | None, Asked("TASK", "a kind such as gsm8k, a .jsonl or .parquet file, or a hub dataset")
+        str | None, Asked("TASK", "a kind such as gsm8k, a .jsonl, .parquet or .csv file, or a hub dataset")
     ] = None
     question_field: Annotated[
         str | None, Asked("NAME", "the file's field with the question (default: as in GSM8K or MATH)")

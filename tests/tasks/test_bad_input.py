@@ -181,17 +181,29 @@ def test_a_truncated_or_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = write_task(tmp_path, line("a?"))
     (tmp_path / "folder.parquet").mkdir()
-    (tmp_path / "data.csv").write_text("question,answer\n1,2\n")
+    (tmp_path / "data.tsv").write_text("question\tanswer\n1\t2\n")
+    (tmp_path / "comma.csv").write_text("question,answer\n1,2\n1, or 2?,3\n")
+    (tmp_path / "open.csv").write_text('question,answer\n"1,2\n')
+    (tmp_path / "latin.csv").write_bytes("question,answer\né,2\n".encode("latin-1"))
     (tmp_path / "empty.jsonl").touch()
     for path, problem in (
         (tmp_path / "folder.parquet", "is a folder; give the path of a .jsonl"),
         (tmp_path / "none.parquet", "there is no such file"),
-        (tmp_path / "data.csv", "unknown kind of file '.csv'; convert it"),
+        (tmp_path / "data.tsv", "unknown kind of file '.tsv'; convert it to .jsonl, .parquet or .csv"),
         (tmp_path / "empty.jsonl", "holds no examples; give a file with at least one"),
         (Path("/dev/null"), "is not a regular file"),
     ):
         for field in ("train_path", "validation_path"):
             assert f"{path}: {problem}" in refusal(task.model_copy(update={field: str(path)}))
+
+    for name, problem in (
+        ("comma", "line 3: not as many values as columns; quote values with commas"),
+        ("open", "at or after line 1: not valid CSV in UTF-8 (unexpected end of data); save the file again"),
+        ("latin", "at or after line 0: not valid CSV in UTF-8 ('utf-8' codec can't decode byte 0xe9"),
+    ):
+        assert f"{name}.csv, {problem}" in refusal(
+            task.model_copy(update={"train_path": str(tmp_path / f"{name}.csv")})
+        )
 
     def denied(*_: object, **__: object) -> None:  # root may read everything, so mode bits would not help
         raise PermissionError(13, "Permission denied")

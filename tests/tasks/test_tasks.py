@@ -1,5 +1,6 @@
 """Tasks: templates, examples from files, the sorting and arithmetic tasks, and mixtures."""
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -21,7 +22,7 @@ from grpo_ray.config.task import (
 from grpo_ray.tasks import arithmetic, load_examples
 from grpo_ray.tasks.arithmetic import arithmetic_examples
 from grpo_ray.tasks.examples import Example
-from grpo_ray.tasks.files import Fields, read_examples
+from grpo_ray.tasks.files import Fields, num_rows, read_examples
 from grpo_ray.tasks.kinds import KINDS
 from grpo_ray.tasks.prompts import TextTemplate, load_template
 from grpo_ray.tasks.sorting import sorting_examples, warmup_pairs
@@ -160,6 +161,13 @@ def test_read_parquet(tmp_path: Path) -> None:
         read(path, "q", "z")
 
 
+def test_values_of_a_csv_stay_as_they_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "data.csv"
+    path.write_bytes('\ufeffq,a,hint\n"Two\nlines, ""é""",007,\n\nb,1e3,x\n'.encode())
+    assert read(path, "q", "a") == [Example('Two\nlines, "é"', "007"), Example("b", "1e3")]
+    assert num_rows(path) == 2
+
+
 def test_load_examples(tmp_path: Path) -> None:
     sets = load_examples(SortingTaskConfig(num_train_prompts=5, num_validation_prompts=2), seed=0)
     assert (len(sets.train), len(sets.validation), sets.notices) == (5, 2, ())
@@ -201,19 +209,24 @@ def rows_file(folder: Path, rows: list[dict[str, Any]], suffix: str, name: str =
     path = folder / f"{name}{suffix}"
     if suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
+    elif suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [*rows[0]])
+            writer.writeheader()
+            writer.writerows(rows)
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".csv"])
 def test_gsm8k_from_files(tmp_path: Path, suffix: str) -> None:
     train = rows_file(tmp_path, GSM8K, suffix, "train")
     test = rows_file(tmp_path, [{"question": "v?", "answer": "#### -3"}], suffix, "test")
     sets = load_examples(Gsm8kTaskConfig(train_path=train, validation_path=test), seed=0)
     assert sets.train == [Example("1 + 1?", "2"), Example("A lot?", "1,000")]
     assert sets.validation == [Example("v?", "-3")]
-    place = f"{train}, {'row' if suffix == '.parquet' else 'line'} 2"
+    place = f"{train}, {'row' if suffix == '.parquet' else 'line'} {4 if suffix == '.csv' else 2}"
     assert sets.notices == (
         f"{train}: 3 rows without a ground truth left out: no text after '####' in 'answer', first in {place}",
     )

@@ -21,15 +21,15 @@ from grpo_ray.records.checkpoint import LAST, Checkpoint, CheckpointStore
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tasks.files import read_rows
 from grpo_ray.tasks.keywords.pairs import FIELDS as PAIR_FIELDS
+from grpo_ray.tasks.sources import KINDS, LOCAL_SUFFIXES
 from grpo_ray.tools.look import EvaluationOptions
 
 YAML = (".yaml", ".yml")
 RUN_CONFIG = "config.yaml"  # by any way: its folder is a run's, and may be somebody else's
 ALL, INITIAL = "all", "initial"  # choices of --checkpoint beyond those of one checkpoint
 ALL_ROWS = 2**31
-FILE_SUFFIXES = (".jsonl", ".parquet")
 # No dataset on the hub has a name that ends so.
-OTHER_SUFFIXES = (".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".zip")
+OTHER_SUFFIXES = (".json", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".zip")
 # The mathematics reward that reads the format each prompt asks for.
 REWARD_OF_PROMPT = {"r1_zero": "r1_zero", "question_only": "question_only", "chat": "question_only"}
 
@@ -255,24 +255,22 @@ def _of_file(path: str, options: EvaluationOptions) -> dict[str, Any]:
     if options.question_field or options.answer_field:
         names = {"question_field": options.question_field, "answer_field": options.answer_field}
         return {"kind": "file", **{key: name for key, name in names.items() if name}, **_one_set(path)}
-    if Path(path).suffix not in FILE_SUFFIXES:
+    if Path(path).suffix not in LOCAL_SUFFIXES:
         return {"kind": "file", **_one_set(path)}
     return _recognised(Path(path))
 
 
 def _refuse_other_files(path: str) -> None:
-    """Refuse everything but .jsonl and .parquet files and possible names of hub datasets."""
+    """Refuse everything but .jsonl, .parquet and .csv files and possible names of hub datasets."""
     file = Path(path)
-    if file.suffix in FILE_SUFFIXES:
+    if file.suffix in LOCAL_SUFFIXES:
         return
-    is_file_name = file.suffix.lower() in (*FILE_SUFFIXES, *OTHER_SUFFIXES) or file.exists()
+    is_file_name = file.suffix.lower() in (*LOCAL_SUFFIXES, *OTHER_SUFFIXES) or file.exists()
     if is_file_name or ("/" in path and file.parent.is_dir()):
-        raise RunError(
-            f"--task: {path!r} is not a .jsonl or .parquet file; convert or rename it, or correct the path"
-        )
+        raise RunError(f"--task: {path!r} is not a {KINDS} file; convert or rename it, or correct the path")
     if path.count("/") != 1:
         raise RunError(
-            f"--task: {path!r} is not a task kind ({', '.join(_kinds())}), a .jsonl or .parquet file, or a "
+            f"--task: {path!r} is not a task kind ({', '.join(_kinds())}), a {KINDS} file, or a "
             "dataset on the hub (owner/name)"
         )
 

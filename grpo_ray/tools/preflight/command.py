@@ -28,7 +28,7 @@ class PreflightOptions:
     ] = None
     examples: Annotated[
         str | None,
-        Option("FILE", "questions and answers (.jsonl, .parquet); default: `examples` in the module"),
+        Option("FILE", "questions and answers (.jsonl, .parquet, .csv); default: `examples` in the module"),
     ] = None
     num_examples: Annotated[int, Option("N", "examples to play (default: %(default)s)", type=positive)] = 3
     seed: Annotated[int, Option("N", "seed of examples and policies (default: %(default)s)")] = 0
