@@ -57,9 +57,6 @@ def weights(learner: Learner) -> torch.Tensor:
     return flat_weights(learner.model)
 
 
-# ---- the gradient ----
-
-
 # ---- the step ----
 
 

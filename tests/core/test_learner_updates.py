@@ -350,9 +350,6 @@ def test_only_responses_with_an_advantage_are_computed(make_learner: MakeLearner
     assert step(learner, groups)["throughput/trained_tokens"] == expected
 
 
-# ---- every loss ----
-
-
 # ---- tokens of another distribution ----
 
 

@@ -257,6 +257,3 @@ def test_draw_does_not_depend_on_earlier_draws() -> None:
     one.draw(1)
     one.draw(2)
     assert [g for g, _ in drawn(one, 3)] == [g for g, _ in drawn(other, 3)]
-
-
-# ---- the bounds ----

@@ -369,6 +369,3 @@ def test_models_of_a_hub_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyP
     model = load_policy("owner/name", implementation="grpo_ray")
     assert asked == [("owner/name", ["*.json", "model*.safetensors"])]
     assert torch.equal(model.lm_head.weight, make_model().lm_head.weight)
-
-
-# ---- as the Learner's policy ----

@@ -260,9 +260,6 @@ def test_a_batch_of_episodes_without_a_sampled_token_has_no_sequence(
     assert found == ([], {"reward/kl_penalty": 0.0})
 
 
-# ---- TRL's formulas, in plain loops after its documentation ----
-
-
 # ---- in the Learner ----
 
 
