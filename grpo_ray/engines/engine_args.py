@@ -1,13 +1,11 @@
 """The names of vLLM's engine arguments, read without importing vLLM, which takes seconds and starts CUDA."""
 
-import ast
+import re
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
 from grpo_ray.config.schema import nearest_name
-
-CLASSES = ("EngineArgs", "AsyncEngineArgs")
 
 
 def check_engine_args(names: Iterable[str], section: str = "generator") -> None:
@@ -32,7 +30,7 @@ def _known_names() -> frozenset[str] | None:
     source = Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py"
     if not source.is_file():
         return None
-    classes = (node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef))
-    fields = (field for node in classes if node.name in CLASSES for field in node.body)
-    names = (f.target.id for f in fields if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name))
-    return frozenset(names) or None
+    classes = re.findall(
+        r"^class (?:Async)?EngineArgs\b.*\n((?:[ ].*\n|\n)+)", source.read_text(), re.MULTILINE
+    )
+    return frozenset(re.findall(r"^    (\w+) *:", "".join(classes), re.MULTILINE)) or None

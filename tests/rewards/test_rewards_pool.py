@@ -39,9 +39,15 @@ def respond(answer: str) -> str:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
-    """Share a pool of two workers, and its fork server, between all tests."""
+    """Share a pool of two workers, and its fork server, between all tests.
+
+    Its limits are of processor time: on a busy machine no answer takes too long that would not on an idle one.
+    """
     pool = RewardPool(REWARDS, num_workers=2, timeout_s=TIMEOUT_S, memory_gib=0.25)
-    yield pool
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("grpo_ray.rewards.isolation.pool.LEAST_SHARE", 0.9)
+        patch.setattr("grpo_ray.rewards.isolation.pool.MAX_EXTENSIONS", 1000)
+        yield pool
     pool.close()
 
 
