@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -47,7 +48,7 @@ class RunDirectory:
     """The directory of one run; the attributes are the paths in it."""
 
     def __init__(self, path: str | Path, is_local: bool = False) -> None:
-        self.path, self.is_local = Path(path), is_local  # messages say to resume it with `--local`
+        self.path, self.is_local = Path(path), is_local
         self.config_path = self.path / "config.yaml"
         self.inputs_path = self.path / "inputs.json"  # digests of files that the configuration names
         self.metrics_path = self.path / "metrics.jsonl"
@@ -80,7 +81,7 @@ class RunDirectory:
         if not self._folder.is_free(skeleton=self._subfolders, ignored=(self.given.name,)):
             raise ValueError(
                 f"{self.path} exists already and is not empty, and a run never writes into another run's "
-                f"folder; resume it with `grpo-ray resume {self.path}`, give another run.name, or move the "
+                f"folder; resume it with `{self.resume_command}`, give another run.name, or move the "
                 "folder away"
             )
         self._folder.check_writable()
@@ -147,6 +148,11 @@ class RunDirectory:
 
     def checkpoint_path(self, step: int) -> Path:
         return self.checkpoints / step_name(step)
+
+    @property
+    def resume_command(self) -> str:
+        """The command that continues the run, for messages."""
+        return f"grpo-ray resume {shlex.quote(str(self.path))}{' --local' if self.is_local else ''}"
 
     @property
     def _subfolders(self) -> tuple[Path, ...]:

@@ -1,6 +1,5 @@
 """Restores from the last checkpoint, for when an actor dies that cannot be replaced on its own."""
 
-import shlex
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
@@ -158,4 +157,4 @@ def _until_the_disk_lets(work: Callable[[], T], display: Display) -> T:
 
 
 def how_to_resume(run: RunDirectory) -> str:
-    return f"resume with: grpo-ray resume {shlex.quote(str(run.path))}{' --local' if run.is_local else ''}"
+    return f"resume with: {run.resume_command}"

@@ -94,19 +94,17 @@ def train(
     run = RunDirectory(Path(config.run.output_dir) / name, is_local)
     with signals_answered(run):
         if config.run.if_exists == "resume" and run.config_path.exists():
-            return _resume(run, config, is_local, follower)
-        return _train(run, config, is_local, follower, is_sft_alone)
+            return _resume(run, config, follower)
+        return _train(run, config, follower, is_sft_alone)
 
 
-def _train(
-    run: RunDirectory, config: Config, is_local: bool, follower: Follower | None, is_sft_alone: bool
-) -> RunDirectory:
-    task = _check(config, is_local, run.check_free)
+def _train(run: RunDirectory, config: Config, follower: Follower | None, is_sft_alone: bool) -> RunDirectory:
+    task = _check(config, run.is_local, run.check_free)
     for line in task.first_prompts:
         print_visible(line)
     with shown_plainly():
         config = at_commits(config)
-    with _hosted(config, is_local) as (console, host, learner_host):
+    with _hosted(config, run.is_local) as (console, host, learner_host):
         prepared = _prepare(config, task, console)
         with run.lock():
             with shown_plainly():
@@ -131,17 +129,17 @@ def resume(
     if not run.config_path.exists():
         raise RunError(f"{path}: no run to resume (it has no config.yaml); give a folder that `train` made")
     with signals_answered(run):
-        return _resume(run, load_config(run.config_path, overrides), is_local, follower)
+        return _resume(run, load_config(run.config_path, overrides), follower)
 
 
-def _resume(run: RunDirectory, config: Config, is_local: bool, follower: Follower | None) -> RunDirectory:
+def _resume(run: RunDirectory, config: Config, follower: Follower | None) -> RunDirectory:
     """Resume; whatever can refuse does so before the first change in the run's folder."""
     import_from(run.given)
     before = load_config(run.config_path)
     config = _with_commits_of(before, config)
     _check_same_prompts(before, config)
     # The demonstrations are not needed any more once the model has seen them.
-    task = _check(config.model_copy(update={"sft": None}) if run.sft.exists() else config, is_local)
+    task = _check(config.model_copy(update={"sft": None}) if run.sft.exists() else config, run.is_local)
     digests = input_digests(config, task.templates, task.train, task.validation)
     unchecked = check_inputs(run, digests)
     with run.lock():
@@ -154,7 +152,7 @@ def _resume(run: RunDirectory, config: Config, is_local: bool, follower: Followe
             check_same_sampling(before, config, checkpoint)
         with shown_plainly():
             config = at_commits(config)  # of a run of an earlier release, which has none
-        with _hosted(config, is_local) as (console, host, learner_host):
+        with _hosted(config, run.is_local) as (console, host, learner_host):
             prepared = _prepare(config, task, console)
             if checkpoint is not None:
                 with shown_plainly():

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from grpo_ray.errors import counted
 from grpo_ray.rewards.math.text import brace_pairs
 from grpo_ray.tasks.examples import Example, conversation_of
-from grpo_ray.tasks.sources import KINDS, LOCAL_SUFFIXES, Source
+from grpo_ray.tasks.sources import FILE_KINDS, LOCAL_SUFFIXES, Source
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 MAX_LINE_BYTES = 16 * 2**20  # a line is read as a whole, and no example has gigabytes
@@ -114,12 +114,12 @@ def read_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[
     """
     try:
         if not path.exists():
-            raise ValueError(f"{path}: there is no such file; give the path of a {KINDS} file")
+            raise ValueError(f"{path}: there is no such file; give the path of a {FILE_KINDS} file")
         if not path.is_file():
             kind = "a folder" if path.is_dir() else "not a regular file"
-            raise ValueError(f"{path}: is {kind}; give the path of a {KINDS} file")
+            raise ValueError(f"{path}: is {kind}; give the path of a {FILE_KINDS} file")
         if path.suffix not in LOCAL_SUFFIXES:
-            raise ValueError(f"{path}: unknown kind of file {path.suffix!r}; convert it to {KINDS}")
+            raise ValueError(f"{path}: unknown kind of file {path.suffix!r}; convert it to {FILE_KINDS}")
         if path.suffix == ".parquet":
             yield from _parquet_rows(path, fields)
         else:

@@ -12,7 +12,7 @@ from grpo_ray.config.task import ExamplesTaskConfig
 
 SUFFIXES = (".parquet", ".jsonl")  # a split with both kinds is read from the first
 LOCAL_SUFFIXES = (".jsonl", ".parquet", ".csv")
-KINDS = ".jsonl, .parquet or .csv"
+FILE_KINDS = ".jsonl, .parquet or .csv"
 CARD = "README.md"
 
 
@@ -52,7 +52,7 @@ def _source(task: ExamplesTaskConfig, field: str, path: str, split: str) -> Sour
         raise ValueError(f"task.{field}: the dataset {path!r} on the hub {absent}") from None
     except Exception as error:  # the client's network library has errors of its own
         raise ValueError(
-            f"task.{field}: {path!r} is not a local file; give the path of a {KINDS} file. "
+            f"task.{field}: {path!r} is not a local file; give the path of a {FILE_KINDS} file. "
             f"Downloading it as a dataset (owner/name) failed: {str(error).strip().partition(chr(10))[0]} "
             f"Without a network, download it beforehand: hf download --repo-type dataset {path}"
         ) from error

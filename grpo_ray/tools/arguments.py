@@ -148,6 +148,12 @@ def _declarations(options: type) -> Iterator[tuple[Field[Any], Any, Argument | O
                 yield field, kind, one
 
 
+def flag_names(options: type) -> list[str]:
+    """Return the options as they are typed, without those that take their place among the arguments."""
+    found = [(field, one) for field, _, one in _declarations(options) if not isinstance(one, Argument)]
+    return [getattr(one, "name", None) or _dashed(field) for field, one in found]
+
+
 def _one_value(kind: Any) -> tuple[Any, bool]:
     """Return the type of one value, and True if the field holds any number of them."""
     if get_origin(kind) is tuple:

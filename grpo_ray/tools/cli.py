@@ -12,7 +12,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import fields
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +19,7 @@ from grpo_ray.config.loading import ConfigError
 from grpo_ray.config.schema import key_meant, nearest_name
 from grpo_ray.errors import INTERRUPTED, RunError
 from grpo_ray.records.visible_text import visible
-from grpo_ray.tools.arguments import Command, add_commands, make_options
+from grpo_ray.tools.arguments import Command, add_commands, flag_names, make_options
 from grpo_ray.tools.data import DATA
 from grpo_ray.tools.experiments.command import EXPERIMENT, SWEEP
 from grpo_ray.tools.export.command import EXPORT
@@ -114,10 +113,10 @@ def _as_override(rest: Sequence[str], arguments: Sequence[str]) -> str:
 
 
 def _flag_meant(rest: Sequence[str], command: Command[Any]) -> str:
-    names = [field.name.replace("_", "-") for field in fields(command.options)]
-    name = next(argument for argument in (*rest, "-") if argument.startswith("-")).lstrip("-")
-    nearest = nearest_name(name.partition("=")[0], names)
-    return f"; did you mean --{nearest}?" if nearest else ""
+    """Return the option that the first one of `rest` probably misspells, as a hint; "" if there is none."""
+    first = next((argument for argument in rest if argument.startswith("--")), "")
+    nearest = nearest_name(first.partition("=")[0], flag_names(command.options))
+    return f"; did you mean {nearest}?" if nearest else ""
 
 
 def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -71,7 +71,7 @@ def _train(options: TrainOptions) -> int:
     from grpo_ray.tools.report.ending import print_ending
 
     run = train(config, str(find_config(options.config)), options.local)
-    print_ending(print_visible, run, options.local)
+    print_ending(print_visible, run)
     return 0
 
 
@@ -96,7 +96,7 @@ def _resume(options: ResumeOptions) -> int:
     saved, overrides = Path(options.run) / "config.yaml", options.overrides
     if options.local and saved.exists():
         overrides = with_torch(read_config(saved), overrides)
-    print_ending(print_visible, resume(options.run, overrides, options.local), options.local)
+    print_ending(print_visible, resume(options.run, overrides, options.local))
     return 0
 
 

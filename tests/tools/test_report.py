@@ -98,7 +98,7 @@ def finished_run(folder: Path, events: list[dict[str, Any]] | None) -> RunDirect
 
 def ending(run: RunDirectory, is_local: bool = False) -> list[str]:
     lines: list[str] = []
-    print_ending(lines.append, run, is_local)
+    print_ending(lines.append, RunDirectory(run.path, is_local))
     return lines
 
 

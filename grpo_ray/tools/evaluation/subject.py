@@ -21,7 +21,7 @@ from grpo_ray.records.checkpoint import LAST, Checkpoint, CheckpointStore
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tasks.files import read_rows
 from grpo_ray.tasks.keywords.pairs import FIELDS as PAIR_FIELDS
-from grpo_ray.tasks.sources import KINDS, LOCAL_SUFFIXES
+from grpo_ray.tasks.sources import FILE_KINDS, LOCAL_SUFFIXES
 from grpo_ray.tools.look import EvaluationOptions
 
 YAML = (".yaml", ".yml")
@@ -267,10 +267,12 @@ def _refuse_other_files(path: str) -> None:
         return
     is_file_name = file.suffix.lower() in (*LOCAL_SUFFIXES, *OTHER_SUFFIXES) or file.exists()
     if is_file_name or ("/" in path and file.parent.is_dir()):
-        raise RunError(f"--task: {path!r} is not a {KINDS} file; convert or rename it, or correct the path")
+        raise RunError(
+            f"--task: {path!r} is not a {FILE_KINDS} file; convert or rename it, or correct the path"
+        )
     if path.count("/") != 1:
         raise RunError(
-            f"--task: {path!r} is not a task kind ({', '.join(_kinds())}), a {KINDS} file, or a "
+            f"--task: {path!r} is not a task kind ({', '.join(_kinds())}), a {FILE_KINDS} file, or a "
             "dataset on the hub (owner/name)"
         )
 

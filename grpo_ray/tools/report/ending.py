@@ -15,7 +15,7 @@ from grpo_ray.watch.failure_watch import is_detection
 OWN = "docs/own-data.md"
 
 
-def print_ending(print_line: Callable[[str], None], run: RunDirectory, is_local: bool = False) -> None:
+def print_ending(print_line: Callable[[str], None], run: RunDirectory) -> None:
     """Print the ending from the run's files alone, so that a resumed run shows its whole history."""
     curve = run.path / "reward_curve.png"
     try:
@@ -32,7 +32,7 @@ def print_ending(print_line: Callable[[str], None], run: RunDirectory, is_local:
     _print_events(print_line, run)
     print_line(f"\nReward curve   {curve}")
     print_line(f"Run directory  {run.path}  (metrics.jsonl, rollouts/, evaluations/, checkpoints/, logs/)")
-    _print_commands(print_line, run, " --local" if is_local else "")
+    _print_commands(print_line, run)
 
 
 def _print_events(print_line: Callable[[str], None], run: RunDirectory) -> None:
@@ -48,7 +48,7 @@ def _print_events(print_line: Callable[[str], None], run: RunDirectory) -> None:
         )
 
 
-def _print_commands(print_line: Callable[[str], None], run: RunDirectory, flag: str) -> None:
+def _print_commands(print_line: Callable[[str], None], run: RunDirectory) -> None:
     command = sys.argv[0] if Path(sys.argv[0]).name == "grpo-ray" else "grpo-ray"
     steps = StepLines(run.metrics_path).steps
     num_steps, path = steps[-1] if steps else 0, shlex.quote(str(run.path))
@@ -57,4 +57,5 @@ def _print_commands(print_line: Callable[[str], None], run: RunDirectory, flag: 
     print_line(f"  {command} top {path}    # where its time went")
     if Path(OWN).exists():  # not in other folders than the source tree
         print_line(f"  {OWN}    # your own model and data")
-    print_line(f"  {command} resume {path}{flag} algorithm.num_steps={2 * num_steps}    # train longer")
+    resume = run.resume_command.removeprefix("grpo-ray ")
+    print_line(f"  {command} {resume} algorithm.num_steps={2 * num_steps}    # train longer")

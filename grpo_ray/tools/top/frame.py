@@ -11,6 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.records.visible_text import visible
 from grpo_ray.tools.top.bottleneck import Problems, bottleneck, steady
 from grpo_ray.tools.top.learner_figures import learner_figures, rank_figures, rank_hint, ranks_line
@@ -83,7 +84,9 @@ def _header(view: RunView, job: str | None) -> list[RenderableType]:
         text = f": {state.ending.text}" if state.ending.text else ""
         lines.append(plain_text(f"{state.ending.kind} after {began}{text}", style))
     elif view.silence is not None:
-        command = f"resume with: grpo-ray resume {view.path}" if "and is gone" in view.silence else ""
+        command = (
+            f"resume with: {RunDirectory(view.path).resume_command}" if "and is gone" in view.silence else ""
+        )
         lines.append(plain_text("\n".join(filter(None, [view.silence, command])), "bold red"))
     else:
         lines.append(plain_text(f"driver: process {state.pid} on {state.host}, for {began}", "dim"))
