@@ -184,8 +184,9 @@ def check_reward(
     Raises:
         ValueError: names the field, what is wrong with it, and how to fix it.
     """
-    for index, term in enumerate(terms_of(reward)):
-        place = field if isinstance(reward, str) else f"{field}[{index}]"
+    terms = terms_of(reward)
+    for index, term in enumerate(terms):
+        place = field if len(terms) == 1 else f"{field}[{index}]"
         if term.secrets and ":" not in term.reward:
             raise ValueError(f"{place}: secrets: {term.reward} is built in and reads none; omit them")
         check_set(term.secrets, f"{field}: secrets")  # first: a module may read them as it is imported
