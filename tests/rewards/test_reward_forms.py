@@ -163,7 +163,7 @@ def test_the_signature_is_compared_with_the_columns(
     if message is None:
         check_reward((term,), columns=columns)
         return
-    with pytest.raises(ValueError, match=rf"task\.reward\[0\]: forms_4711:\w+ {message}"):
+    with pytest.raises(ValueError, match=rf"task\.reward: forms_4711:\w+ {message}"):
         check_reward((term,), columns=columns)
 
 

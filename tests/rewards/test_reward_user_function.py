@@ -117,7 +117,7 @@ def test_a_module_in_the_current_folder_is_found() -> None:
 def test_a_reward_that_does_not_fit_is_refused_before_a_run(
     name: str, arguments: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"task\.reward\[0\]: .*{message}"):
+    with pytest.raises(ValueError, match=rf"task\.reward: .*{message}"):
         check_reward((RewardTerm(reward=name, arguments=arguments),))
 
 

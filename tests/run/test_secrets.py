@@ -148,7 +148,7 @@ def test_a_secret_that_is_not_set_is_refused_by_name(module: str, monkeypatch: p
 
 def test_a_built_in_reward_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "a key")
-    with pytest.raises(ValueError, match=r"task\.reward\[0\]: secrets: brevity is built in and reads none"):
+    with pytest.raises(ValueError, match=r"task\.reward: secrets: brevity is built in and reads none"):
         check_reward(with_reward("[{reward: brevity, secrets: [JUDGE_KEY]}]").task.rewards[""])
 
 
