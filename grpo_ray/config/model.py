@@ -101,7 +101,8 @@ class ModelConfig(Section):
     """Model code of the Learner and the torch engine: transformers' classes, or `grpo_ray`'s own TransformerLM,
     which runs any plain Llama."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Data type of the served weights and of the Learner's forward pass (master weights are float32)."""
+    """Data type of the served weights and of the Learner's forward pass (master weights are float32). On a CPU
+    without instructions for bfloat16 the default is `float32`."""
     head_dtype: HeadDtype = "model"
     """Data type in which the Learner, the engines and the teacher compute logits. `float32` casts the output
     layer's inputs and weights, which stay in `dtype`; with `dtype: float32` it changes nothing."""

@@ -1,42 +1,54 @@
 """The machine as it is: a configuration that names no GPU runs on the CPU of a machine without one."""
 
+import contextlib
 import os
 from glob import glob
+from pathlib import Path
 
 from grpo_ray.cluster.placement import Node, bundles_of, shortfalls, total
 from grpo_ray.config import Config
 
 FEW_CPUS = 0.5
 """CPUs that each actor reserves, so that several fit on two cores."""
-
-
+CPU_INFO = Path("/proc/cpuinfo")
+BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # a CPU's instructions, as Linux names them
+EMULATED = "this CPU has no instructions for bfloat16"
 GPU_DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")  # of NVIDIA, of Windows below Linux, of AMD
 
 
 def on_this_machine(config: Config, is_local: bool = False) -> tuple[Config, str | None]:
     """Return the configuration with the values of a CPU where nothing else was asked for, and a notice of them.
 
-    A configuration that asks for GPUs, or for none, stays as it is, and so does every value that it gives. The
-    run's `config.yaml` has the values, so a resumed run keeps them on any machine. A cluster at RAY_ADDRESS may
-    have its GPUs on other nodes, so there nothing is changed: without the GPUs that are the default, the run is
-    refused.
+    A configuration that asks for GPUs, or for none, stays as it is, and so does every value that it gives. But
+    on a CPU without instructions for bfloat16 the default of `model.dtype` is float32: torch emulates bfloat16,
+    in which products of matrices then took 6 to 85 times as long (AVX2, torch 2.13). The run's `config.yaml`
+    has the values, so a resumed run keeps them on any machine. A cluster at RAY_ADDRESS may have its GPUs on
+    other nodes, so there nothing is changed: without the GPUs that are the default, the run is refused.
 
     Args:
         is_local: all actors are in this process, on its CPU.
     """
-    if _names_gpus(config) or (not is_local and (_joins_cluster() or _num_gpus())):
-        return config, None
     few: dict[str, object] = {"num_gpus": 0, "num_cpus": FEW_CPUS}
-    values: dict[str, dict[str, object]] = {"model": {"dtype": "float32"}, "generator": few, "learner": few}
-    if config.distillation.teacher is not None:
-        values["distillation"] = few
+    values: dict[str, dict[str, object]] = {"model": {"dtype": "float32"}}
+    is_elsewhere = not is_local and _joins_cluster()
+    if not (_names_gpus(config) or is_elsewhere or (not is_local and _num_gpus())):
+        where = "on the CPU of this process" if is_local else "no GPU here"
+        values |= {"generator": few, "learner": few}
+        if config.distillation.teacher is not None:
+            values["distillation"] = few
+    elif not (config.learner.num_gpus or config.generator.num_gpus or is_elsewhere or _has_bfloat16()):
+        where = EMULATED
+    else:
+        return config, None
     data, changes = config.model_dump(exclude_unset=True), []
     for section, defaults in values.items():
         given = data.get(section, {})
         changes += [f"{section}.{name}={value}" for name, value in defaults.items() if name not in given]
         data[section] = {**defaults, **given}
-    where = "on the CPU of this process" if is_local else "no GPU here"
-    return Config.model_validate(data), f"{where}: {' '.join(changes)}"
+    notices = [f"{where}: {' '.join(changes)}"] if changes else []
+    if data["model"]["dtype"] == "bfloat16" and not _has_bfloat16():
+        notices.append(f"model.dtype: {EMULATED}; float32 is many times faster")
+    return Config.model_validate(data), "; ".join(notices) or None
 
 
 def shortfalls_here(config: Config) -> list[str]:
@@ -52,6 +64,12 @@ def _num_gpus() -> int:
     import torch  # takes seconds
 
     return torch.cuda.device_count()
+
+
+def _has_bfloat16() -> bool:
+    with contextlib.suppress(OSError):
+        return not BFLOAT16.isdisjoint(CPU_INFO.read_text().split())
+    return False
 
 
 def _joins_cluster() -> bool:

@@ -29,14 +29,9 @@ Host = Callable[[Config, StartingModel, Path, Checkpoint | None], AbstractContex
 
 
 def train_through_restores(
-    config: Config,
-    prepared: Prepared,
-    run: RunDirectory,
-    display: Display,
-    host: Host,
-    drive: Callable[[Controller], None],
-    trackers: Trackers = NO_TRACKERS,
-) -> None:
+    config: Config, prepared: Prepared, run: RunDirectory, display: Display, host: Host,
+    drive: Callable[[Controller], None], trackers: Trackers = NO_TRACKERS,
+) -> None:  # fmt: skip
     """Train to the end, from the newest checkpoint if there is one.
 
     When a Learner or buffer dies, or the run stalls, the steps since the last checkpoint are lost: every actor

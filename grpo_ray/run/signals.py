@@ -126,13 +126,9 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 def run_until_signal(
-    controller: Controller,
-    on_preemption_s: float,
-    run: RunDirectory,
-    ends_process: bool = False,
-    say: Callable[[str], None] = print,
-    stoppable_by: Callable[[Callable[[], None]], None] | None = None,
-) -> None:
+    controller: Controller, on_preemption_s: float, run: RunDirectory, ends_process: bool = False,
+    say: Callable[[str], None] = print, stoppable_by: Callable[[Callable[[], None]], None] | None = None,
+) -> None:  # fmt: skip
     """Run the controller until it ends or a signal stops it.
 
     The first SIGINT or SIGTERM stops it after the current step, with a checkpoint. `on_preemption_s` after a

@@ -302,13 +302,9 @@ def warnings_in(path: Path) -> Iterator[None]:
 
 
 def _run_to_the_end(
-    config: Config,
-    prepared: Prepared,
-    run: RunDirectory,
-    console: RunConsole,
-    host: Host,
+    config: Config, prepared: Prepared, run: RunDirectory, console: RunConsole, host: Host,
     follower: Follower | None,
-) -> None:
+) -> None:  # fmt: skip
     is_alone, follower = follower is None, follower or Follower()
     console.print(banner(config, prepared.longest_prompt, str(run.path)))
     logged = warnings_in(run.logs / "local.log") if run.is_local else contextlib.nullcontext()

@@ -14,19 +14,20 @@ SMALL = {"model": {"tiny": {}}, "task": {"kind": "sorting"}, "sampling": {"max_t
 
 
 @pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def cpu_info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No GPU, and a CPU that computes in bfloat16; return the file that says so."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "cpuinfo")
+    machine.CPU_INFO.write_text("flags\t\t: fpu avx2 avx512f avx512_bf16 md_clear\n")
+    return machine.CPU_INFO
 
 
 def test_what_was_not_given_becomes_a_cpus() -> None:
     config, notice = on_this_machine(make_config(SMALL, [], "a file"))
     assert config.model.dtype == "float32"
-    assert (config.generator.num_gpus, config.generator.num_cpus, config.generator.max_num_seqs) == (
-        0,
-        0.5,
-        256,
-    )
+    generator = config.generator
+    assert (generator.num_gpus, generator.num_cpus, generator.max_num_seqs) == (0, 0.5, 256)
     assert (config.learner.num_gpus, config.learner.num_cpus) == (0, 0.5)
     assert notice == (
         "no GPU here: model.dtype=float32 generator.num_gpus=0 generator.num_cpus=0.5 learner.num_gpus=0 "
@@ -50,6 +51,23 @@ def test_what_was_given_stays() -> None:
 def test_a_file_that_names_gpus_never_falls_back(override: str) -> None:
     config = make_config(SMALL, [override], "a file")
     assert on_this_machine(config) == (config, None)
+
+
+@pytest.mark.parametrize("flags", ["flags\t\t: fpu avx2 avx512f\n", None])
+def test_a_cpu_that_emulates_bfloat16_computes_in_float32(flags: str | None, cpu_info: Path) -> None:
+    cpu_info.unlink()
+    if flags is not None:
+        cpu_info.write_text(flags)
+    on_cpu = ["learner.num_gpus=0", "generator.num_gpus=0"]
+    config, notice = on_this_machine(make_config(SMALL, on_cpu, "a file"))
+    assert config.model.dtype == "float32"
+    assert notice == "this CPU has no instructions for bfloat16: model.dtype=float32"
+    assert on_this_machine(config) == (config, None)
+    asked = make_config(SMALL, [*on_cpu, "model.dtype=bfloat16"], "a file")
+    warning = "model.dtype: this CPU has no instructions for bfloat16; float32 is many times faster"
+    assert on_this_machine(asked) == (asked, warning)
+    on_gpus = make_config(SMALL, ["learner.num_gpus=1"], "a file")
+    assert on_this_machine(on_gpus) == (on_gpus, None)
 
 
 def test_a_cluster_may_have_gpus_on_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,13 +21,9 @@ class Delivery:
     """
 
     def __init__(
-        self,
-        name: str,
-        tracker: Tracker,
-        run: TrackedRun,
-        announce: Callable[[str], None],
+        self, name: str, tracker: Tracker, run: TrackedRun, announce: Callable[[str], None],
         max_waiting: int = MAX_WAITING,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.name = name
         self.num_dropped = 0
         self._tracker, self._run, self._announce = tracker, run, announce
