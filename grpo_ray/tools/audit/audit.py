@@ -111,14 +111,9 @@ def _audit_lines(metrics: Sequence[Row]) -> list[str]:
 
 
 def _audit_training(
-    run: RunDirectory,
-    config: Config,
-    metrics: Sequence[Row],
-    checkpoint: CheckpointFacts,
-    grader: Regrader,
-    report: AuditReport,
-    run_code: bool,
-) -> None:
+    run: RunDirectory, config: Config, metrics: Sequence[Row], checkpoint: CheckpointFacts, grader: Regrader,
+    report: AuditReport, run_code: bool,
+) -> None:  # fmt: skip
     """Check that each step's file has its groups, whole, within the lag bound, and correctly rewarded."""
     prompts: dict[int, GroupPrompt] = {}
     distinct: dict[GroupPrompt, GroupPrompt] = {}  # an epoch asks all of them again
