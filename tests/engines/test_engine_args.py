@@ -110,10 +110,10 @@ def test_more_sequences_at_a_time_on_gpus() -> None:
     assert Config.model_validate({**plain, "generator": {"max_num_seqs": 7}}).generator.max_num_seqs == 7
 
 
-def test_the_engine_sees_more_tokens_at_a_time_on_gpus_unless_told_otherwise() -> None:
+def test_the_engines_defaults_on_gpus_and_cpus() -> None:
     from grpo_ray.engines.vllm_engine import _defaults
 
-    assert _defaults(quickstart().generator) == {}
+    assert _defaults(quickstart().generator) == {"block_size": 32}
     assert _defaults(quickstart("generator.num_gpus=1").generator) == {"max_num_batched_tokens": 8192}
     many = quickstart("generator.num_gpus=1", "generator.max_num_seqs=10000")
     assert _defaults(many.generator) == {"max_num_batched_tokens": 10000}
