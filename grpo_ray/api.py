@@ -333,7 +333,7 @@ def _finished(work: Callable[[_Stop], RunDirectory]) -> Run:
 
 
 def _in_own_thread(work: Callable[[_Stop], T]) -> T:
-    """Run `work` here if this is the main thread without an event loop, and else in a thread.
+    """Run `work` here if no event loop runs in this thread, and else in a thread.
 
     Ctrl-C while waiting asks the run to stop with a checkpoint; a second one stops waiting.
     """

@@ -41,7 +41,7 @@ class EpisodesConfig(Section):
     num_workers: PositiveInt = 1
     """EnvironmentWorker actors: processes in which episodes run."""
     max_concurrent: PositiveInt = 256
-    """Episodes that one worker runs at the same time."""
+    """Episodes of a task that one worker runs at the same time."""
     num_cpus: NonNegativeFloat = 0
     """CPUs that each worker reserves in Ray."""
     confined: bool = True

@@ -24,31 +24,24 @@ from grpo_ray.config.section import NonNegativeFloat, Section
 from grpo_ray.config.user_code import one_of_or_own
 
 REWARD_NAMES = (
-    "brevity",
-    "exact_match",
-    "format",
-    "graded",
-    "keyword_inclusion",
-    "last_number",
-    "question_only",
-    "r1_zero",
-    "sort_distance",
-    "sort_inclusion_ordering",
-)
+    "brevity", "exact_match", "format", "graded", "keyword_inclusion", "last_number", "question_only", "r1_zero",
+    "sort_distance", "sort_inclusion_ordering",
+)  # fmt: skip
 
 
 RewardName = Annotated[str, one_of_or_own(REWARD_NAMES)]
 
 
 def _scalar(value: Any) -> Any:
+    if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", value):
+        value = float(value)  # YAML 1.1 reads 1e-3 and 1.0e3 as text
     if not isinstance(value, bool | int | float | str) or (isinstance(value, float) and not isfinite(value)):
         raise ValueError(f"{value!r} is not valid; allowed: number, text, or true or false")
     return value
 
 
-Argument = Annotated[
-    bool | int | float | str, PlainValidator(_scalar)
-]  # a plain union reports one error per member
+# A plain union would report one error per member.
+Argument = Annotated[bool | int | float | str, PlainValidator(_scalar)]
 
 
 def _plain_name(name: str) -> str:

@@ -56,7 +56,7 @@ class RecoveryConfig(Section):
 
     max_restarts: NonNegativeInt = 20
     """Restarts of Generators, Scorers, Teachers and EnvironmentWorkers per hour, all together; beyond that the
-    run ends with a checkpoint. Actors that die within half a minute of each other count once."""
+    run ends with a checkpoint. Actors that die within half a minute of the first count once."""
     restart_backoff_s: NonNegativeFloat = 1.0
     """Seconds before an actor is restarted or a failed group retried: doubled each time, up to a minute, and
     reset after ten minutes without a death."""

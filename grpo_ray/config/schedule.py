@@ -31,7 +31,8 @@ class WeightSyncConfig(Section):
     (`weight_sync/sent_frac`). For slow networks, bfloat16 and small learning rates: encoding takes the time of
     several memory copies. The Learner and each Generator keep the weights in host memory."""
     phase_timeout_s: PositiveFloat = 300.0
-    """Seconds for each of a sync's two calls to a Generator; one that takes longer is named and replaced."""
+    """Seconds for `stage`, and for each phase of `switch`, which may take twice as long as a whole. A Generator
+    that takes longer is named and replaced."""
     checksum: bool = False
     """Compare a CRC-32 of the weights before they are loaded; takes about a second per GB."""
 

@@ -87,7 +87,7 @@ class ArithmeticTaskConfig(PlainTaskConfig):
     """Maximum digits per number."""
     ranges: Annotated[tuple[tuple[Term, Term], ...], Field(min_length=2, max_length=4)] | None = None
     """First and last number of each term, such as `[[1, 49], [1, 9]]`, in place of `num_terms` and
-    `num_digits`. A question is then drawn in one order of its terms only: `7 + 2`, or `2 + 7`."""
+    `num_digits`. A sum or product is then drawn in one order only: `7 + 2`, or `2 + 7`."""
     num_train_prompts: PositiveInt = 2000
     """Distinct questions to train on."""
     num_validation_prompts: PositiveInt = 64

@@ -149,6 +149,8 @@ def _check_value(annotation: Any, value: Any, what: str) -> None:
     if annotation is inspect.Parameter.empty or isinstance(annotation, str):  # not annotated, or not evaluated
         return
     try:
-        TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
+        read = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
     except ValidationError as error:
         raise ValueError(f"{what}: {error.errors()[0]['msg'].lower()}") from None
+    if isinstance(value, str) and isinstance(read, int | float):  # the function is given `value`
+        raise ValueError(f"{what}, which is text; write it without quotes")

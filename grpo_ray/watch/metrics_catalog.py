@@ -63,9 +63,9 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "loss/clip_frac/high": "[share] the same, with a ratio above 1",
     "loss/gradient_scale": "sum of the absolute derivatives of the loss by the tokens' logprobs, over that "
     "of the plain policy gradient with the same advantages and aggregation. Near 1 "
-    "with ratios near 1; absent if the loss has a KL term",
+    "with ratios near 1; absent if the loss has a KL term or algorithm.token_selection is set",
     "loss/untrained_frac": "[share] tokens without any gradient although they have an advantage other than 0 "
-    "and are not clipped",
+    "and are not clipped; absent where loss/gradient_scale is",
     "loss/kl_ref": "[nats per token] KL of the policy to the reference, estimator k1",
     "loss/kl_ref_k3": "[nats per token] KL of the policy to the reference, estimator k3",
     "loss/entropy_bonus": "weight of the entropy in effect, only with algorithm.entropy_target",
@@ -85,8 +85,8 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "reward/baseline_variance": "estimated variance of a group's mean reward, mean over the groups",
     "reward/errors": "[responses] responses that the grader failed on: reward 0, and left out of their groups",
     "reward/ungradable": "[responses] responses too long, too deep or too costly to grade: they count as wrong",
-    "reward/kl_penalty": "reward subtracted from a response of the batch by algorithm.kl.placement: reward, "
-    "mean",
+    "reward/kl_penalty": "reward subtracted from a response of the batch by algorithm.kl.placement reward or "
+    "reward_to_go, mean",
     "advantage/batch_std": "what algorithm.advantage_scale divides by: standard deviation of the batch's "
     "rewards (batch) or advantages (whiten_responses, whiten_tokens)",
     # Of the same tokens in every configuration: those with an advantage other than 0 in the first update on a

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def actors(model_cache: None, joining_ray: Joining, folder: Path) -> Iterator[ActorGroup]:
-    config = load_config(QUICKSTART, [*SMALL, "generator.num_generators=2", "generator.slowdown_s=60"])
+    config = load_config(QUICKSTART, [*SMALL, "generator.slowdown_s=60"])
     prepared = prepare(config, check_files(config))
     with (
         joining_ray(),
@@ -70,18 +70,18 @@ async def test_an_abandoned_call_is_cancelled_in_the_actor(actors: ActorGroup) -
 
 async def test_lost_data_and_a_dead_actor_are_different_errors(actors: ActorGroup, folder: Path) -> None:
     """A Generator that dies before its group is sampled is named; the Scorer that gets the reference is not."""
-    group, sampled = actors.generators["generator-1"].generate(make_item(0), make_settings())
-    os.kill(pid_of(folder, "generator-1"), signal.SIGKILL)
-    with pytest.raises(ActorDied, match="generator-1 died: ") as died:
+    group, sampled = actors.generators["generator-0"].generate(make_item(0), make_settings())
+    os.kill(pid_of(folder, "generator-0"), signal.SIGKILL)
+    with pytest.raises(ActorDied, match="generator-0 died: ") as died:
         await sampled
-    assert died.value.name == "generator-1"
+    assert died.value.name == "generator-0"
     with pytest.raises(DataLost, match="scorer: "):
         await actors.scorers["scorer"].score(group)
     assert await actors.scorers["scorer"].ready()
 
-    fresh = actors.restart_generator("generator-1")
+    fresh = actors.restart_generator("generator-0")
     assert await fresh.ready()
-    assert actors.generators["generator-1"] is fresh
+    assert actors.generators["generator-0"] is fresh
 
 
 def test_stuck_processes_write_their_stacks(actors: ActorGroup, folder: Path) -> None:

@@ -261,6 +261,7 @@ async def test_a_learner_that_makes_progress_is_not_stuck_however_long_its_step(
     async with pool.during():
         watch = StallWatch(pool.calls, pool.pool, pool.log, 0.4, work_done)
         with pool.calls.call("learner", "trains step 1"), pytest.raises(error, match=message):
+            pool.calls.progress()  # all is quiet from now on, however long the start took
             await asyncio.wait_for(watch.run(), 2.0)
 
 

@@ -85,6 +85,7 @@ def config_of(**changes: Any) -> AlgorithmConfig:
         {"loss": ":needing", "loss_options": {"tau": 1}},
         {"loss": "sapo", "loss_options": {"tau": 2, "tau_negative": 3.0}},
         {"loss": "dppo_tv", "loss_options": {"delta": 0.1}, "off_policy_correction": "mask_geometric"},
+        {"loss": "dppo_tv", "loss_options": {"delta": "1e-1"}},  # as YAML 1.1 reads it without quotes
         {"loss": "reinforce_with_baseline", "off_policy_correction": ":halve"},
         {"off_policy_correction": ":halve", "correction_options": {"factor": 0.3}, "correction_cap": 1.5},
         {"off_policy_correction": "opsm", "correction_options": {"delta": 0.5}},
@@ -120,6 +121,7 @@ def test_what_fits_is_accepted(changes: dict[str, Any]) -> None:
             {"loss": "sapo", "loss_options": {"tau": "x"}},
             r"algorithm\.loss: sapo has tau='x': input should be",
         ),
+        ({"loss": "sapo", "loss_options": {"tau": "2"}}, r"tau='2', which is text; write it without quotes"),
         ({"loss_options": {"tau": 1}}, r"algorithm\.loss: grpo_clip has no argument 'tau'; it takes none"),
         ({"loss_options": {"cliprange": 1}}, r"loss_options: cliprange is a field .* set algorithm\.cliprange"),
         ({"off_policy_correction": "opsm"}, r"opsm needs delta; give algorithm\.correction_options: \{delta: "),
