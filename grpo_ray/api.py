@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pyarrow as pa
 
 from grpo_ray.config.loading import make_config, read_config, with_torch
-from grpo_ray.config.user_code import import_from
+from grpo_ray.config.user_code import import_from, keyword_parameters
 from grpo_ray.errors import RunError
 from grpo_ray.records.json_lines import read_lines
 from grpo_ray.records.rollout_log import read_table
@@ -149,6 +149,11 @@ def train(
     """
     from grpo_ray.run import training
 
+    for each in overrides:
+        if not isinstance(each, str):
+            raise ValueError(f'override {each!r}: write it as text, such as "learner.learning_rate=1e-4"')
+    if on_step is not None:
+        keyword_parameters(on_step, "step, metrics", "on_step: the function")
     is_file = isinstance(config, str | Path)
     source = Path(config) if is_file else Path("config")  # type: ignore[arg-type]
     data = read_config(source) if is_file else json.loads(json.dumps(config))
@@ -229,6 +234,8 @@ class _Given:
         if examples is None:
             raise ValueError("validation needs `examples` too: the ones to train on")
         rows = [_row(example, f"examples[{i}]") for i, example in enumerate(examples)]
+        if len(rows) < (2 if validation is None else 1):
+            raise ValueError(f"examples has {len(rows)}; give more: to train on, and a tenth to validate with")
         if validation is None:
             size = min(256, max(1, len(rows) // 10))
             rows, held_out = rows[:-size], rows[-size:]
@@ -253,8 +260,7 @@ class _Given:
     def _pickled(self, reward: Callable[..., Any]) -> str:
         import cloudpickle
 
-        name = f"given_{self._run.path.name}".replace("-", "_").replace(".", "_")
-        name = "".join(c if c.isalnum() else "_" for c in name)
+        name = "given_" + "".join(c if c.isalnum() else "_" for c in self._run.path.name)
         text = f"import cloudpickle\n\nreward = cloudpickle.loads({cloudpickle.dumps(reward)!r})\n"
         import_from(self._write(f"{name}.py", text).parent)
         sys.modules.pop(name, None)  # of a run of this name that was refused

@@ -89,16 +89,9 @@ def parts(group: ScoredGroup, metric: str = "advantage") -> tuple[RolloutGroup, 
 
 
 def make_buffer(
-    rollouts: Path | None = None,
-    checkpoint: Path | None = None,
-    *,
-    size: int = 2,
-    max_bytes: int = 2**30,
-    masks_old: bool = False,
-    num_replayed: int = 0,
-    replay: dict[str, Any] | None = None,
-    seed: int = 0,
-) -> TrajectoryBuffer:
+    rollouts: Path | None = None, checkpoint: Path | None = None, *, size: int = 2, max_bytes: int = 2**30,
+    masks_old: bool = False, num_replayed: int = 0, replay: dict[str, Any] | None = None, seed: int = 0,
+) -> TrajectoryBuffer:  # fmt: skip
     """Make a buffer with batches of `size` fresh groups and `num_replayed` earlier ones."""
     prompts = size + num_replayed
     config = Config.model_validate(

@@ -29,16 +29,10 @@ def play(
 
 
 def make_episode(
-    segments: Segments,
-    reward: float | None = 0.0,
-    *,
-    status: str = Status.FINISHED,
-    text: str = "",
-    seconds: float = 1.0,
-    turn_rewards: Sequence[float] | None = None,
-    metrics: Mapping[str, float] | None = None,
-    error: str = "",
-) -> Episode:
+    segments: Segments, reward: float | None = 0.0, *, status: str = Status.FINISHED, text: str = "",
+    seconds: float = 1.0, turn_rewards: Sequence[float] | None = None,
+    metrics: Mapping[str, float] | None = None, error: str = "",
+) -> Episode:  # fmt: skip
     """Make an episode of what was sampled, as a runner does."""
     rewards = None if turn_rewards is None else tuple(turn_rewards)
     result = EpisodeResult(Status(status), reward, segments, seconds, rewards, dict(metrics or {}), error)
@@ -59,15 +53,9 @@ def make_episode_group(
 
 
 def random_episode(
-    rng: np.random.Generator,
-    *,
-    max_turns: int = 5,
-    branch: float = 0.3,
-    version: int = 0,
-    max_lag: int = 1,
-    vocabulary: int = 40,
-    with_turn_rewards: bool = False,
-) -> Episode:
+    rng: np.random.Generator, *, max_turns: int = 5, branch: float = 0.3, version: int = 0, max_lag: int = 1,
+    vocabulary: int = 40, with_turn_rewards: bool = False,
+) -> Episode:  # fmt: skip
     """Make a random valid episode: turns, context between them, branches, versions that rise, and any end.
 
     Args:

@@ -12,17 +12,10 @@ Logs = Sequence[float | None]  # log ratios policy / sampler, None where the sam
 
 
 def slow_weights(
-    name: str,
-    logs: Logs,
-    advantages: Sequence[float],
-    drift: Logs | None = None,
-    *,
-    cap: float = 2.0,
-    floor: float = 0.0,
-    band: tuple[float | None, float | None] | None = None,
-    threshold: float = 1e-4,
+    name: str, logs: Logs, advantages: Sequence[float], drift: Logs | None = None, *, cap: float = 2.0,
+    floor: float = 0.0, band: tuple[float | None, float | None] | None = None, threshold: float = 1e-4,
     delta: float = math.nan,
-) -> list[float]:
+) -> list[float]:  # fmt: skip
     """Return the factor of each token under one correction; `drift` is log(sampler / current), default
     -logs."""
     known = [log for log in logs if log is not None]

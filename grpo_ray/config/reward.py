@@ -24,8 +24,8 @@ from grpo_ray.config.section import NonNegativeFloat, Section
 from grpo_ray.config.user_code import one_of_or_own
 
 REWARD_NAMES = (
-    "brevity", "exact_match", "format", "graded", "keyword_inclusion", "last_number", "question_only", "r1_zero",
-    "sort_distance", "sort_inclusion_ordering",
+    "brevity", "exact_match", "format", "graded", "keyword_inclusion", "last_number", "question_only",
+    "r1_zero", "sort_distance", "sort_inclusion_ordering",
 )  # fmt: skip
 
 

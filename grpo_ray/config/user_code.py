@@ -35,6 +35,7 @@ def import_from(folder: Path) -> None:
     path = str(folder.resolve())
     if folder.is_dir() and path not in sys.path:
         sys.path.insert(0, path)
+    importlib.invalidate_caches()  # an import may have noted that the folder is not there
 
 
 def importable(name: str) -> str:
@@ -48,6 +49,10 @@ def importable(name: str) -> str:
         return name
     if not Path(file).is_file():
         raise RunError(f"{file}: there is no such file; give FILE.py:FUNCTION")
+    if not Path(file).stem.isidentifier():
+        raise RunError(
+            f"{file}: no module can have this name; rename the file, with letters, digits and `_` only"
+        )
     sys.path.insert(0, str(Path(file).resolve().parent))
     return f"{Path(file).stem}:{function}"
 

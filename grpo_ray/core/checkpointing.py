@@ -10,6 +10,8 @@ from grpo_ray.records.checkpoint import CheckpointState, CheckpointStore
 from grpo_ray.watch.run_log import Metrics
 from grpo_ray.watch.stage_clock import Duration
 
+GIVE_UP_S = 600.0  # for a disk that is full, read-only or hangs
+RETRY_S = 2.0
 WAITS = "a checkpoint waits for the records before it: "
 
 

@@ -23,10 +23,11 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable
 from dataclasses import dataclass, replace
+from time import monotonic
 from typing import TypeVar
 
 from grpo_ray.config import Config
-from grpo_ray.core.checkpointing import Checkpointing
+from grpo_ray.core.checkpointing import GIVE_UP_S, RETRY_S, Checkpointing
 from grpo_ray.core.clients import ActorClient, RunActors
 from grpo_ray.core.context import Prepared, RunContext
 from grpo_ray.core.groups import GroupBook, State
@@ -68,15 +69,9 @@ class Controller:
     """The driver of one run's actors; its `_version` is the Learner's, so step n turns `n - 1` into `n`."""
 
     def __init__(
-        self,
-        config: Config,
-        prepared: Prepared,
-        actors: RunActors,
-        log: RunLog,
-        store: CheckpointStore,
-        budget: RestartBudget,
-        checkpoint: Checkpoint | None = None,
-    ) -> None:
+        self, config: Config, prepared: Prepared, actors: RunActors, log: RunLog, store: CheckpointStore,
+        budget: RestartBudget, checkpoint: Checkpoint | None = None,
+    ) -> None:  # fmt: skip
         self._config, self._actors, self._log = config, actors, log
         self._checkpoint = checkpoint
         self._version = self._first_version = log.step = checkpoint.state.step if checkpoint else 0
@@ -401,19 +396,23 @@ class Controller:
             if work is not awaitable:
                 work.cancel()
 
-    async def _save(self) -> None:
+    async def _save(self, patience_s: float = GIVE_UP_S) -> None:
         """Write a checkpoint of the newest step, and wait until it is complete.
 
-        Records that a full disk refused are retried first, because it may have room again.
+        A disk that refuses it, or the records before it, is tried again for `patience_s`: it may get room.
         """
-        if self._version == self._first_version:
-            return
-        self._validation.write()
-        self._log.warning("rollouts", await self._actors.buffer.flush())
-        await self._checkpointing.begin(self._unlogged.get(self._version, {}), await self._log.on_disk())
-        await self._checkpointing.settle()
-        if self._checkpointing.problem is not None:
-            raise RunError(f"{self._checkpointing.problem}; older checkpoints are as they were")
+        give_up_at = monotonic() + patience_s
+        while self._version > self._first_version:
+            self._validation.write()
+            self._log.warning("rollouts", await self._actors.buffer.flush())
+            await self._checkpointing.begin(self._unlogged.get(self._version, {}), await self._log.on_disk())
+            await self._checkpointing.settle()
+            if (problem := self._checkpointing.problem) is None:
+                return
+            if monotonic() + RETRY_S > give_up_at:
+                raise RunError(f"{problem}; the steps after the last checkpoint are lost")
+            self._log.display.warning(f"{problem}; trying again (a second Ctrl-C gives up)")
+            await asyncio.sleep(RETRY_S)
 
     async def _save_after_error(self) -> None:
         """Write a checkpoint of the last good weights before the run ends with an error."""
@@ -424,7 +423,7 @@ class Controller:
                 report = await self._actors.learner.capture()
                 if report is not None and report.version > self._version and self._in_training is not None:
                     self._settle_step(report)  # the error came while the Learner finished a step
-                await self._save()
+                await self._save(patience_s=0)
         except Exception as error:  # the error that ended the run is the one to raise
             self._log.event("not_saved", None, f"no last checkpoint could be written: {error}")
 

@@ -55,17 +55,10 @@ class Learner:
     """
 
     def __init__(
-        self,
-        model_path: str,
-        config: Config,
-        end_token_ids: tuple[int, ...],
-        checkpoint: Path | None = None,
-        skipped_folder: Path | None = None,
-        initial_path: str | None = None,
-        profile_folder: Path | None = None,
-        seat: Seat | None = None,
-        host: str = "127.0.0.1",
-    ) -> None:
+        self, model_path: str, config: Config, end_token_ids: tuple[int, ...], checkpoint: Path | None = None,
+        skipped_folder: Path | None = None, initial_path: str | None = None, profile_folder: Path | None = None,
+        seat: Seat | None = None, host: str = "127.0.0.1",
+    ) -> None:  # fmt: skip
         """
         Args:
             model_path: the policy's folder or hub name, or the base's if an adapter is trained.

@@ -152,15 +152,9 @@ class GeneratorPool:
                 await asyncio.sleep(pause_s(recovery.restart_backoff_s, num_pauses - 1))
 
     async def _play(
-        self,
-        item: PromptItem,
-        settings: SamplingSettings,
-        purpose: str,
-        on_dispatch: Callable[[], None],
-        is_retry: bool,
-        losses: Losses,
-        rooms: contextlib.AsyncExitStack,
-    ) -> tuple[Ref[RolloutGroup], int]:
+        self, item: PromptItem, settings: SamplingSettings, purpose: str, on_dispatch: Callable[[], None],
+        is_retry: bool, losses: Losses, rooms: contextlib.AsyncExitStack,
+    ) -> tuple[Ref[RolloutGroup], int]:  # fmt: skip
         """Have the group sampled in a process with room for it; a suspect is alone there.
 
         Turns of all episodes share the Generators. So where there are episodes, a suspect that may end a
@@ -216,13 +210,9 @@ class GeneratorPool:
         return replace(self._settings, num_samples=num_samples, seed=seed)
 
     async def _generate(
-        self,
-        generator: Incarnation,
-        item: PromptItem,
-        settings: SamplingSettings,
-        is_retry: bool,
+        self, generator: Incarnation, item: PromptItem, settings: SamplingSettings, is_retry: bool,
         on_dispatch: Callable[[], None],
-    ) -> tuple[Ref[RolloutGroup], int]:
+    ) -> tuple[Ref[RolloutGroup], int]:  # fmt: skip
         """Return a reference to the sampled group, and its number of tokens.
 
         Raises:

@@ -27,15 +27,9 @@ class Scorer:
     """The grader of groups; `score` may run in several threads, to keep all workers of the Grader busy."""
 
     def __init__(
-        self,
-        rewards: Mapping[str, Reward],
-        algorithm: AlgorithmConfig,
-        config: ScorerConfig,
-        max_tokens: int,
-        turn_discount: float = 1.0,
-        secrets: Mapping[str, str] = NO_SECRETS,
-        has_teacher: bool = False,
-    ) -> None:
+        self, rewards: Mapping[str, Reward], algorithm: AlgorithmConfig, config: ScorerConfig, max_tokens: int,
+        turn_discount: float = 1.0, secrets: Mapping[str, str] = NO_SECRETS, has_teacher: bool = False,
+    ) -> None:  # fmt: skip
         """
         Args:
             rewards: one per task, by name (`config.task.rewards`).

@@ -16,13 +16,9 @@ class StallWatch:
     """A check of the open calls, and of the Learner's progress within a long step."""
 
     def __init__(
-        self,
-        calls: OpenCalls,
-        pool: GeneratorPool,
-        log: RunLog,
-        limit_s: float,
+        self, calls: OpenCalls, pool: GeneratorPool, log: RunLog, limit_s: float,
         work_done: Callable[[], Awaitable[int]] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """
         Args:
             work_done: asks the Learner for a number that changes while it works.

@@ -59,14 +59,9 @@ class PolicyModel(Protocol):
     """A torch module over token ids; its parameters have the names used in its Hugging Face folder."""
 
     def __call__(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: object = None,
-        use_cache: bool = ...,
-        logits_to_keep: int = 0,
-    ) -> PolicyOutput:
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        past_key_values: object = None, use_cache: bool = ..., logits_to_keep: int = 0,
+    ) -> PolicyOutput:  # fmt: skip
         """Compute logits at the last `logits_to_keep` positions (0: at all) of `input_ids` `[batch, seq]`."""
         ...
 

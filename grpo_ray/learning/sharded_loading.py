@@ -16,13 +16,9 @@ from grpo_ray.learning.sharded import sharded_like
 
 
 def load_in_shards(
-    path: str,
-    config: ModelConfig,
-    device: torch.device,
-    ranks: Ranks,
-    seed: int = 0,
+    path: str, config: ModelConfig, device: torch.device, ranks: Ranks, seed: int = 0,
     kept_dtype: torch.dtype | None = None,
-) -> PolicyModel:
+) -> PolicyModel:  # fmt: skip
     """Load like `load_trained`, but only this rank's part of the weights.
 
     The first rank reads the model into host memory, and sends it tensor by tensor.

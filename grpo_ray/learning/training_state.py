@@ -75,13 +75,9 @@ def capture_state(
 
 
 def write_state(
-    state: TrainingState,
-    model: PolicyModel,
-    tokenizer: PreTrainedTokenizerBase,
-    dtype: torch.dtype,
-    folder: Path,
-    ranks: Ranks,
-) -> dict[str, int]:
+    state: TrainingState, model: PolicyModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype,
+    folder: Path, ranks: Ranks,
+) -> dict[str, int]:  # fmt: skip
     """Write the state to an existing folder and flush it to disk; return the size of each file.
 
     Every rank writes, the first alone returns. Only the configuration of `model`, and of its adapter, is used.

@@ -157,14 +157,9 @@ def _unknown(aggregation: str) -> str:
 
 
 def gradient_sums(
-    gradient: Tensor,
-    mask: Tensor,
-    advantages: Tensor,
-    aggregation: Aggregation,
-    denominator: float,
-    row_tokens: Tensor | None = None,
-    weights: Tensor | None = None,
-) -> dict[str, Tensor]:
+    gradient: Tensor, mask: Tensor, advantages: Tensor, aggregation: Aggregation, denominator: float,
+    row_tokens: Tensor | None = None, weights: Tensor | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
     """Compare d loss / d logprob after a backward pass with REINFORCE's, `-A` times the aggregation's weight.
 
     A wrong normalizer changes the sum of the sizes, and a wrong mask leaves tokens without gradient, whatever

@@ -21,15 +21,9 @@ RULED_OUT = torch.finfo(torch.float32).min / 2
 
 
 def chunked_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: float = 1.0,
-    ruled_out: Sequence[int] = (),
-    is_ruled_out: Tensor | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
-    in_float32: bool = False,
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0, ruled_out: Sequence[int] = (),
+    is_ruled_out: Tensor | None = None, chunk_bytes: int = CHUNK_BYTES, in_float32: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return `log softmax(hidden @ weight.T / temperature)` at the labels, and each distribution's entropy.
 
     Both are differentiable in `hidden` and `weight`: with p the distribution, H its entropy and z its logits,

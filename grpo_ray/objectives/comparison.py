@@ -15,16 +15,10 @@ NO_WEIGHTS: Mapping[str, float] = {}
 
 
 def advantages_of(
-    rewards: np.ndarray,
-    lengths: np.ndarray,
-    is_graded: np.ndarray,
-    algorithm: AlgorithmConfig,
-    max_tokens: int,
-    format_rewards: np.ndarray | None = None,
-    answer_rewards: np.ndarray | None = None,
-    terms: Mapping[str, np.ndarray] = NO_TERMS,
-    weights: Mapping[str, float] = NO_WEIGHTS,
-) -> np.ndarray:
+    rewards: np.ndarray, lengths: np.ndarray, is_graded: np.ndarray, algorithm: AlgorithmConfig,
+    max_tokens: int, format_rewards: np.ndarray | None = None, answer_rewards: np.ndarray | None = None,
+    terms: Mapping[str, np.ndarray] = NO_TERMS, weights: Mapping[str, float] = NO_WEIGHTS,
+) -> np.ndarray:  # fmt: skip
     """Return the advantages of a group of single turns, `[G]` float32.
 
     Overlong responses lose reward first, so a group of correct answers can still prefer the shorter ones.
@@ -53,15 +47,11 @@ def shaped_rewards(
 
 
 def compare_group(
-    rewards: np.ndarray,
-    is_graded: np.ndarray,
-    algorithm: AlgorithmConfig,
-    format_rewards: np.ndarray | None = None,
-    answer_rewards: np.ndarray | None = None,
-    lengths: np.ndarray | None = None,
-    terms: Mapping[str, np.ndarray] = NO_TERMS,
+    rewards: np.ndarray, is_graded: np.ndarray, algorithm: AlgorithmConfig,
+    format_rewards: np.ndarray | None = None, answer_rewards: np.ndarray | None = None,
+    lengths: np.ndarray | None = None, terms: Mapping[str, np.ndarray] = NO_TERMS,
     weights: Mapping[str, float] = NO_WEIGHTS,
-) -> np.ndarray:
+) -> np.ndarray:  # fmt: skip
     """Return the configured advantages of a group's rewards as they are, `[G]` float32.
 
     Responses that were not graded, through no fault of theirs, get 0; the others are compared among themselves.

@@ -140,15 +140,9 @@ def compute_policy_gradient_loss(
 
 
 def apply_loss(
-    loss_fn: LossFn,
-    name: str,
-    policy_log_probs: Tensor,
-    mask: Tensor,
-    advantages: Tensor | None,
-    old_log_probs: Tensor | None,
-    offered: Mapping[str, Any],
-    options: Mapping[str, Any] | None = None,
-) -> tuple[Tensor, Details]:
+    loss_fn: LossFn, name: str, policy_log_probs: Tensor, mask: Tensor, advantages: Tensor | None,
+    old_log_probs: Tensor | None, offered: Mapping[str, Any], options: Mapping[str, Any] | None = None,
+) -> tuple[Tensor, Details]:  # fmt: skip
     """Call a loss function with the dataclass that it is annotated with, and its keyword arguments.
 
     Args:

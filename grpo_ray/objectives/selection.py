@@ -26,15 +26,9 @@ def top_entropy(
 
 
 def clip_cov(
-    log_probs: Values,
-    entropies: Values,
-    advantages: Values,
-    rng: np.random.Generator,
-    *,
-    share: float = 2e-4,
-    low: float = 1.0,
-    high: float = 5.0,
-) -> tuple[Values, Values]:
+    log_probs: Values, entropies: Values, advantages: Values, rng: np.random.Generator, *, share: float = 2e-4,
+    low: float = 1.0, high: float = 5.0,
+) -> tuple[Values, Values]:  # fmt: skip
     """Leave out a random `share` of the tokens, from those of a covariance between `low` and `high`.
 
     (Cui et al., "The Entropy Mechanism of RL", arXiv:2505.22617: Clip-Cov.) Tokens that are both likely and
@@ -49,14 +43,9 @@ def clip_cov(
 
 
 def kl_cov(
-    log_probs: Values,
-    entropies: Values,
-    advantages: Values,
-    rng: np.random.Generator,
-    *,
-    share: float = 2e-3,
+    log_probs: Values, entropies: Values, advantages: Values, rng: np.random.Generator, *, share: float = 2e-3,
     coefficient: float = 1.0,
-) -> tuple[Values, Values]:
+) -> tuple[Values, Values]:  # fmt: skip
     """Hold back the `share` of tokens with the largest covariance by `coefficient` times `|log(pi / pi_old)|`.
 
     (The same paper: KL-Cov.)

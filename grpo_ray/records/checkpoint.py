@@ -5,7 +5,7 @@
             optimizer.safetensors      optimizer, random generators, version
             groups.parquet             scored groups that were waiting to be trained
             replay.parquet             trained groups that may be replayed
-            state.json                 the CheckpointState and the size of every other file; written last
+            state.json                 the CheckpointState; every other file's size and checksum; written last
 
 Folders with other names: `unfinished-*` is being written, `replaced-*` and `discarded-*` are being deleted.
 """
@@ -16,6 +16,7 @@ import re
 import shutil
 import time
 import uuid
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -30,6 +31,7 @@ from grpo_ray.records.run_files import RunDirectory, step_name
 
 LAST, BEST = "last", "best"
 LEFT_BEHIND = re.compile(r"unfinished-step-\d+(-[0-9a-f]{8})?|discarded-step-\d+")
+CHECKSUM_BYTES = 2**26  # a larger file has no checksum: reading it again would take as long as writing it
 VISIBLE_S = 60.0  # a network file system hides another node's file no longer
 
 
@@ -138,8 +140,9 @@ class CheckpointStore:
             raise RunError(f"{option} best: no checkpoint of {self._run.path} was validated; give its name")
         by_name = {checkpoint.path.name: checkpoint for checkpoint in checkpoints}
         if choice not in by_name:
+            damaged = "".join(f"{line}. " for line in self.damaged if f"{choice}:" in line)
             raise RunError(
-                f"{option}: {self._run.path} has no checkpoint {choice!r}; give "
+                f"{option}: {damaged}{self._run.path} has no checkpoint {choice!r}; give "
                 f"{', '.join((LAST, BEST, *others))}, or one of: {', '.join(by_name)}"
             )
         return by_name[choice]
@@ -147,27 +150,27 @@ class CheckpointStore:
     def latest(self) -> Checkpoint | None:
         """Return the newest whole checkpoint, which is never pruned; `damaged` has the newer ones.
 
-        The headers of its weights are read, too: a run that began with damaged ones would end at every resume.
+        Checksums, and the headers of weights, are compared as well: a run that began with damaged files would
+        end at every resume, or continue as another.
 
         Only for the process that holds the run's lock.
         """
         self._put_back_replaced()
         self.damaged = []
         for step, folder in sorted(self._folders("step"), reverse=True):
-            checkpoint = self._read(step, folder, reads_headers=True)
+            checkpoint = self._read(step, folder, reads_files=True)
             if checkpoint is not None:
                 self._in_use.add(step)
                 return checkpoint
         return None
 
-    def _read(self, step: int, folder: Path, reads_headers: bool = False) -> Checkpoint | None:
+    def _read(self, step: int, folder: Path, reads_files: bool = False) -> Checkpoint | None:
         try:
             checkpoint = read_checkpoint(folder)
             if checkpoint.state.step != step:
                 raise ValueError(f"training/state.json is of step {checkpoint.state.step}")
-            for file in sorted(folder.rglob("*.safetensors")) if reads_headers else ():
-                if not _has_header(file):
-                    raise ValueError(f"{file.relative_to(folder)} has a damaged header")
+            if reads_files:
+                _check_files(folder)
         except ValueError as error:
             self.damaged.append(f"{folder}: {error}")
             return None
@@ -217,7 +220,9 @@ class CheckpointStore:
         assert self._unfinished is not None, "begin first"
         unfinished, final = self._unfinished, self._folder / step_name(step)
         _sync_reported(unfinished, files)
-        text = json.dumps(to_json({**asdict(state), "files": files}), allow_nan=False, indent=1)
+        sums = {name: _checksum(unfinished / name) for name, size in files.items() if size <= CHECKSUM_BYTES}
+        data = {**asdict(state), "files": files, "crc32": sums}
+        text = json.dumps(to_json(data), allow_nan=False, indent=1)
         _state_path(unfinished).write_text(text, encoding="utf-8")
         sync_files([_state_path(unfinished), unfinished / "training"])
         replaced = self._renamed("replaced", final)
@@ -279,6 +284,21 @@ def make_store(config: Config, run: RunDirectory) -> CheckpointStore:
 
 def _state_path(folder: Path) -> Path:
     return folder / "training" / "state.json"
+
+
+def _check_files(folder: Path) -> None:
+    """Refuse files of another checksum than when they were written, and weights without their header."""
+    sums = json.loads(_state_path(folder).read_text(encoding="utf-8")).get("crc32", {})
+    for name, expected in sums.items():
+        if _checksum(folder / name) != expected:
+            raise ValueError(f"{name} has changed since it was written")
+    for file in sorted(folder.rglob("*.safetensors")):
+        if not _has_header(file):
+            raise ValueError(f"{file.relative_to(folder)} has a damaged header")
+
+
+def _checksum(file: Path) -> int:
+    return zlib.crc32(file.read_bytes())
 
 
 def _has_header(file: Path) -> bool:

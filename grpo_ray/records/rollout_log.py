@@ -64,8 +64,17 @@ def write_rollouts(
 
 
 def read_table(path: str | Path) -> pa.Table:
-    """Return the file's table, one row per completion."""
-    return pq.ParquetFile(path).read()
+    """Return the file's table, one row per completion.
+
+    Raises:
+        pa.ArrowInvalid: the file is damaged; names it.
+    """
+    try:
+        return pq.ParquetFile(path).read()
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the system, not Arrow's own
+            raise
+        raise pa.ArrowInvalid(f"{path}: not readable as Parquet ({error})") from error
 
 
 def read_rollouts(path: str | Path) -> list[dict[str, Any]]:

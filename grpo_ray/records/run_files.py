@@ -1,5 +1,6 @@
 """A run's directory: its layout, claiming it, and rewinding it to a step."""
 
+import hashlib
 import os
 import re
 import shlex
@@ -21,6 +22,7 @@ from grpo_ray.records.resumable_folder import ResumableFolder
 __all__ = [
     "JsonLines",
     "RunDirectory",
+    "check_dumped",
     "dump_config",
     "last_logged_step",
     "last_of_each_step",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 STEP_FILE = re.compile(r"step-(?P<step>\d+)\.parquet|(?P<unfinished>\.step-\d+\.parquet\.partial)")
+SEAL = "# written by grpo_ray; `resume` refuses edits. SHA-256 of the other lines: "
 CHECKED_BYTES = 2**20  # of a log, before the line at which a resumed run continues
 
 
@@ -40,8 +43,27 @@ def step_name(step: int) -> str:
 
 def dump_config(config: Config, path: Path) -> None:
     """Write the resolved configuration as YAML that `load_config` reads back to the same tree."""
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
     with replacing(path) as partial:
-        partial.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        partial.write_text(f"{SEAL}{_digest(text)}\n{text}", encoding="utf-8")
+
+
+def check_dumped(path: Path) -> None:
+    """Refuse a file that is not as `dump_config` wrote it: its run would continue as another.
+
+    Raises:
+        RunError: says how to change a run's configuration.
+    """
+    first, _, text = path.read_text(encoding="utf-8", errors="replace").partition("\n")
+    if first.startswith(SEAL) and first.removeprefix(SEAL) != _digest(text):
+        raise RunError(
+            f"{path} was edited, or is damaged. Undo that, and give changes as overrides: `grpo-ray resume "
+            f"{path.parent} section.key=value`. To resume with the file as it is, remove its first line"
+        )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()
 
 
 class RunDirectory:
@@ -93,9 +115,13 @@ class RunDirectory:
             RunError, ValueError: as `check_free`.
         """
         self.check_free()
+        self.create_subfolders()
+        dump_config(config, self.config_path)
+
+    def create_subfolders(self) -> None:
+        """Create the folders of records and checkpoints that are not there, or were removed."""
         for folder in self._subfolders:
             folder.mkdir(parents=True, exist_ok=True)
-        dump_config(config, self.config_path)
 
     def lock(self) -> AbstractContextManager[None]:
         """Return a lock on the directory, which is created if necessary.

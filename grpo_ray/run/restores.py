@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from grpo_ray.config import Config
+from grpo_ray.core.checkpointing import GIVE_UP_S, RETRY_S
 from grpo_ray.core.clients import RunActors
 from grpo_ray.core.context import Prepared
 from grpo_ray.core.controller import RECOVERABLE, Controller
@@ -21,9 +22,6 @@ from grpo_ray.watch.run_log import Display, RunLog
 from grpo_ray.watch.trackers import NO_TRACKERS, Trackers
 
 T = TypeVar("T")
-RETRY_S = 2.0
-GIVE_UP_S = 600.0  # for a disk that is full, read-only or hangs
-
 # (config, model, run directory, checkpoint) -> a context manager: the actors, which end with its block.
 Host = Callable[[Config, StartingModel, Path, Checkpoint | None], AbstractContextManager[RunActors]]
 

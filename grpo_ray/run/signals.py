@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first ends the run with a checkpoint, the second ends the process at once.
+"""SIGINT, SIGTERM and SIGHUP: the first ends the run with a checkpoint, the second ends the process at once.
 
 Python runs a signal's handler in the main thread, between two steps of its own code. A thread sees the signals
 that the main thread is too busy for: it is in native code, or its event loop is.
@@ -22,7 +22,7 @@ from grpo_ray.run.restores import how_to_resume
 CLEAN_UP_S = 60.0  # after `run.on_preemption_s`
 ANSWER_S = 5.0  # for the main thread to take notice of the first signal
 STOPPING = "waiting for the end of this step and its checkpoint; Ctrl-C again ends the run at once"
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _noticed = threading.Event()  # by the main thread
 
@@ -51,7 +51,7 @@ def signals_answered(run: RunDirectory | None = None) -> Iterator[None]:
     if not is_main_thread():
         yield
         return
-    before = {number: signal.signal(number, _interrupt) for number in SIGNALS}
+    before = {number: signal.signal(number, _interrupt) for number in _answered()}
     _noticed.clear()
     watched, ours = socket.socketpair()
     ours.setblocking(False)
@@ -67,6 +67,12 @@ def signals_answered(run: RunDirectory | None = None) -> Iterator[None]:
         ours.close()
         watch.join()
         watched.close()
+
+
+def _answered() -> tuple[signal.Signals, ...]:
+    """Return SIGNALS; not that of a closed terminal under `nohup`, which ignores it."""
+    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return SIGNALS[:2] if is_ignored else SIGNALS
 
 
 def _interrupt(*_: object) -> None:
@@ -131,7 +137,7 @@ def run_until_signal(
 ) -> None:  # fmt: skip
     """Run the controller until it ends or a signal stops it.
 
-    The first SIGINT or SIGTERM stops it after the current step, with a checkpoint. `on_preemption_s` after a
+    The first signal stops it after the current step, with a checkpoint. `on_preemption_s` after a
     SIGTERM, the step is abandoned. A second one is for `signals_answered`.
 
     Args:
@@ -140,7 +146,7 @@ def run_until_signal(
         say: prints the answer to the first signal.
         stoppable_by: given a function that stops the controller as a SIGINT does, which any thread may call.
     """
-    answered = SIGNALS if is_main_thread() else ()
+    answered = _answered() if is_main_thread() else ()
 
     async def main() -> None:
         task = asyncio.current_task()

@@ -14,6 +14,7 @@ from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.learning.plain_chat import RESPONSE_TEMPLATE, TEMPLATE
 from grpo_ray.learning.tiny import build_model, cache_folder
 from grpo_ray.learning.tiny_tokenizer import prompt_template, rendered, tiny_tokenizer
+from grpo_ray.records.durable import sync_tree
 from grpo_ray.rewards.answer_formats import ENDINGS, answer_place
 from grpo_ray.run.supervised import Progress, imitate, imitating, write_weights
 from grpo_ray.tasks.demonstrations import plain_demonstration
@@ -56,6 +57,7 @@ def tiny_model_folder(config: Config, progress: Progress | None = None) -> Path:
         tokenizer.save_pretrained(unfinished)
         if config.model.tiny.warmup is not None:
             _warm_up(config, unfinished, progress)
+        sync_tree(unfinished)  # or a power cut would leave a damaged model in the cache
         with contextlib.suppress(OSError):  # another run built the same model first
             unfinished.rename(folder)
     return folder

@@ -22,7 +22,7 @@ from grpo_ray.records.checkpoint import Checkpoint, make_store
 from grpo_ray.records.json_lines import JsonLines
 from grpo_ray.records.resumable_folder import changed_values
 from grpo_ray.records.rollout_log import num_groups_in
-from grpo_ray.records.run_files import RunDirectory, dump_config, last_logged_step
+from grpo_ray.records.run_files import RunDirectory, check_dumped, dump_config, last_logged_step
 from grpo_ray.records.visible_text import print_visible
 from grpo_ray.run.machine import on_this_machine
 from grpo_ray.run.preparation import (
@@ -135,6 +135,7 @@ def resume(
 def _resume(run: RunDirectory, config: Config, follower: Follower | None) -> RunDirectory:
     """Resume; whatever can refuse does so before the first change in the run's folder."""
     import_from(run.given)
+    check_dumped(run.config_path)
     before = load_config(run.config_path)
     config = _with_commits_of(before, config)
     _check_same_prompts(before, config)
@@ -157,6 +158,7 @@ def _resume(run: RunDirectory, config: Config, follower: Follower | None) -> Run
             if checkpoint is not None:
                 with shown_plainly():
                     prepared.prompts.load_state_dict(checkpoint.state.ledger)
+            run.create_subfolders()
             _adopt(run, before, config, step, unchecked)
             write_digests(run, digests)
             config, prepared = after_sft(config, prepared, run, learner_host, console.warmup)

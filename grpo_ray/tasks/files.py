@@ -133,8 +133,7 @@ def read_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[
 def num_rows(path: Path) -> int:
     """Count the rows of a file that was readable; blank lines count as well."""
     if path.suffix == ".parquet":
-        rows: int = pq.ParquetFile(path).metadata.num_rows
-        return rows
+        return int(pq.ParquetFile(path).metadata.num_rows)
     if path.suffix == ".csv":  # a value may have several lines
         return sum(1 for _ in _csv_rows(path))
     with path.open("rb") as file:
@@ -146,6 +145,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file, strict=True)
         try:
+            _check_names(path, rows.fieldnames or ())
             for row in rows:
                 place = f"{path}, line {rows.line_num}"
                 if None in row or None in row.values():
@@ -154,6 +154,12 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
         except (csv.Error, UnicodeDecodeError) as error:
             place = f"{path}, at or after line {rows.line_num}"
             raise ValueError(f"{place}: not valid CSV in UTF-8 ({error}); save the file again") from None
+
+
+def _check_names(path: Path, names: Sequence[str]) -> None:
+    repeated = [name for name in names if name and names.count(name) > 1]
+    if repeated:
+        raise ValueError(f"{path}: has more than one column {repeated[0]!r}; remove or rename all but one")
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -192,6 +198,7 @@ def _json_row(place: str, line: bytes, encoding: str) -> Mapping[str, Any] | Non
 def _parquet_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         with pq.ParquetFile(path) as file:
+            _check_names(path, file.schema_arrow.names)
             # `text_of` reports a missing column, and lists those that exist.
             columns = list(fields) if fields and set(fields) <= set(file.schema_arrow.names) else None
             number = 0
@@ -207,8 +214,7 @@ def _parquet_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, Mapp
 
 def _batch_rows(path: Path, batch: pa.RecordBatch, num_before: int) -> list[dict[str, Any]]:
     try:
-        rows: list[dict[str, Any]] = batch.to_pylist()
-        return rows
+        return list(batch.to_pylist())
     except UnicodeDecodeError:  # somewhere in the batch: find it
         for index in range(batch.num_rows):
             for name, column in zip(batch.schema.names, batch.columns, strict=True):

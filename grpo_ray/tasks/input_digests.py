@@ -89,7 +89,7 @@ def check_inputs(run: RunDirectory, digests: Mapping[str, str]) -> str | None:
         edited = [
             name for name in sorted({*before, *digests} - {*unknown}) if before.get(name) != digests.get(name)
         ]
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise RunError(f"{run.inputs_path} is not readable ({error}); remove it to resume without it") from None
     if edited:
         raise RunError(

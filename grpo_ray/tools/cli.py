@@ -4,6 +4,7 @@
 """
 
 import argparse
+import errno
 import logging
 import os
 import select
@@ -36,6 +37,8 @@ COMMANDS: tuple[Command[Any], ...] = (
     REPORT, REWARD, SFT, DATA,
 )  # fmt: skip
 
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+
 
 def main(
     arguments: Sequence[str] | None = None,
@@ -48,7 +51,8 @@ def main(
     command, options = parse(sys.argv[1:] if arguments is None else arguments, commands, program)
     try:
         status = command.run(options)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the caller
+            sys.stdout.flush()
         return status
     except BrokenPipeError:
         output = select.poll()
@@ -63,6 +67,12 @@ def main(
         return INTERRUPTED
     except (RunError, ConfigError) as error:
         print(visible(f"{program}: {error}"), file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        place = error.filename or "a file, or standard output,"
+        print(visible(f"{program}: {place} cannot be written: {error.strerror}"), file=sys.stderr)
         return 2
 
 

@@ -115,12 +115,12 @@ def _audit(options: AuditOptions) -> int:
     for each in runs:
         if not each.config_path.exists():
             raise RunError(f"{each.path}: no run to audit (it has no config.yaml)")
-    if options.hash:
-        for each in runs:
+    with shown_plainly():
+        for each in runs if options.hash else ():
             for name, sha256 in hashes(each).items():
                 print_visible(f"{name:10}{sha256}  {each.path}")
+        difference = first_difference(*runs) if options.other is not None else None
     if options.other is not None:
-        difference = first_difference(*runs)
         print_visible(difference or "the two runs are the same: weights, training state and rollouts")
         return int(difference is not None)
     if options.hash:

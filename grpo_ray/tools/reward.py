@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config.reward import REWARD_NAMES, RewardTerm
-from grpo_ray.config.user_code import importable
+from grpo_ray.config.user_code import importable, is_function_name
 from grpo_ray.errors import shown_plainly
 from grpo_ray.records.visible_text import print_visible
 from grpo_ray.rewards.base import Ungradable
@@ -40,14 +40,12 @@ def _reward(options: RewardOptions) -> int:
     with shown_plainly():
         row, arguments = _mapping("--row", options.row), _mapping("--arguments", options.arguments)
         term = RewardTerm(
-            reward=_importable(options.reward),
-            arguments=arguments,
-            batched=options.batched,
-            network=options.network,
-            secrets=options.secret,
-        )
-        check_reward((term,), "REWARD", [*row])
-    about = json.dumps({"question": options.question, "row": row})
+            reward=_importable(options.reward), arguments=arguments, batched=options.batched,
+            network=options.network, secrets=options.secret,
+        )  # fmt: skip
+        fields = {"question": options.question, "answer": options.ground_truth}  # as `kind: file` calls them
+        check_reward((term,), "REWARD", [*row], fields)
+    about = json.dumps({"question": options.question, "row": row, "fields": fields})
     prompt = options.question if options.prompt is None else options.prompt
     item = PromptItem(0, prompt, (), options.ground_truth, about=about)
     grader = Grader({"": (term,)}, ScorerConfig(num_workers=1))
@@ -64,9 +62,10 @@ def _reward(options: RewardOptions) -> int:
 
 
 def _importable(name: str) -> str:
-    if ":" not in name and name not in REWARD_NAMES:
+    name = importable(name)
+    if name not in REWARD_NAMES and not is_function_name(name):
         raise ValueError(f"{name!r} is not a reward; give FILE.py:FUNCTION, or {', '.join(REWARD_NAMES)}")
-    return importable(name)
+    return name
 
 
 def _mapping(option: str, text: str) -> dict[str, Any]:

@@ -28,16 +28,10 @@ class Sender:
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        host: str,
-        num_receivers: int,
-        timeout_s: float,
-        join: Callable[[Meeting, int], Channel],
-        device: torch.device,
-        chunk_bytes: int = CHUNK_BYTES,
+        self, backend: Backend, host: str, num_receivers: int, timeout_s: float,
+        join: Callable[[Meeting, int], Channel], device: torch.device, chunk_bytes: int = CHUNK_BYTES,
         is_pinned: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """
         Args:
             host: the address of this process's node.

@@ -33,12 +33,9 @@ NamedWeights = Iterable[tuple[str, Weight]]
 
 
 def pack_weights(
-    named_tensors: NamedWeights,
-    version: int,
-    dtype: torch.dtype,
-    with_checksum: bool = False,
+    named_tensors: NamedWeights, version: int, dtype: torch.dtype, with_checksum: bool = False,
     memory: "ReusedMemory | None" = None,
-) -> WeightSnapshot:
+) -> WeightSnapshot:  # fmt: skip
     """Copy floating-point tensors, cast to `dtype`, and others as they are, into one CPU buffer.
 
     Args:

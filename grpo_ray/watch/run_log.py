@@ -39,12 +39,9 @@ class RunLog:
     """
 
     def __init__(
-        self,
-        run: RunDirectory,
-        display: Display,
-        trackers: Trackers = NO_TRACKERS,
+        self, run: RunDirectory, display: Display, trackers: Trackers = NO_TRACKERS,
         failures: FailureWatch | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.run, self.display, self._trackers, self._failures = run, display, trackers, failures
         self.writer = background_thread("records")
         self._num_events, num_damaged = _count_kinds(run.events_path)

@@ -46,12 +46,9 @@ class StageClock:
     """
 
     def __init__(
-        self,
-        stages: Sequence[str],
-        rest: str,
-        now: Callable[[], float] = monotonic,
+        self, stages: Sequence[str], rest: str, now: Callable[[], float] = monotonic,
         on_turn: Callable[[str], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Start with no stage running; `on_turn` is called with each new current stage."""
         self._order, self._rest, self._now, self._on_turn = tuple(stages), rest, now, on_turn
         self._epoch = wall_time() - now()

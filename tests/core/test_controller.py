@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config import Config
-from grpo_ray.core import scorer
+from grpo_ray.core import controller, scorer
 from grpo_ray.core.controller import Controller
 from grpo_ray.core.validation import Validation
 from grpo_ray.errors import ActorDied, RunError
@@ -476,12 +476,17 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch, steps: range, has_room_at_the
             disk_is_full()
         write(descriptor, line)
 
-    async def make_room_and_save(self: Controller) -> None:
-        nonlocal is_full
+    async def make_room_and_save(self: Controller, **patience: float) -> None:
         assert self._log.writer.wait(30)  # for the writes that the disk refuses
-        is_full = is_full and not has_room_at_the_end
-        await save(self)
+        if has_room_at_the_end:
+            asyncio.get_running_loop().call_later(0.3, make_room)
+        await save(self, **patience)
 
+    def make_room() -> None:
+        nonlocal is_full
+        is_full = False
+
+    monkeypatch.setattr(controller, "RETRY_S", 0.05)
     monkeypatch.setattr(JsonLines, "append", append_at)
     monkeypatch.setattr(json_lines, "_write_whole", write_if_there_is_room)
     monkeypatch.setattr(Controller, "_save", make_room_and_save)

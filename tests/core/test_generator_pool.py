@@ -260,9 +260,10 @@ async def test_a_learner_that_makes_progress_is_not_stuck_however_long_its_step(
     error, message = (TimeoutError, "^$") if is_working else (Stalled, "^stuck for 0.4 s: learner$")
     async with pool.during():
         watch = StallWatch(pool.calls, pool.pool, pool.log, 0.4, work_done)
-        with pool.calls.call("learner", "trains step 1"), pytest.raises(error, match=message):
+        with pool.calls.call("learner", "trains step 1"):
             pool.calls.progress()  # all is quiet from now on, however long the start took
-            await asyncio.wait_for(watch.run(), 2.0)
+            with pytest.raises(error, match=message):
+                await asyncio.wait_for(watch.run(), 2.0)
 
 
 async def test_all_generators_that_fail_together_cost_one_restart(tmp_path: Path) -> None:

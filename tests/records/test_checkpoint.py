@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import save
 
 from grpo_ray.errors import RunError
+from grpo_ray.records import checkpoint
 from grpo_ray.records.checkpoint import Checkpoint, CheckpointState, CheckpointStore, read_checkpoint
 from grpo_ray.records.run_files import RunDirectory
 
@@ -185,15 +186,20 @@ def test_damaged_checkpoints_are_skipped_and_named(tmp_path: Path) -> None:
         ("model.safetensors", (10).to_bytes(8, "little") + b"[1, 2, 33]"),
     ],
 )
-def test_weights_whose_header_is_damaged_are_not_resumed(tmp_path: Path, name: str, begin: bytes) -> None:
+@pytest.mark.parametrize("checksum_bytes", [0, 1000])
+def test_weights_that_are_damaged_are_not_resumed(
+    tmp_path: Path, name: str, begin: bytes, checksum_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The size is right; every resume would end with an actor that cannot load them."""
+    monkeypatch.setattr(checkpoint, "CHECKSUM_BYTES", checksum_bytes)
     store = make_store(tmp_path, keep=9)
     written = [write(store, step) for step in (1, 2)]
     assert store.latest() == written[1]
     file = written[1].path / name
     file.write_bytes(begin + file.read_bytes()[len(begin) :])
     assert store.latest() == written[0]
-    assert store.damaged == [f"{written[1].path}: {name} has a damaged header"]
+    reason = "has changed since it was written" if checksum_bytes else "has a damaged header"
+    assert store.damaged == [f"{written[1].path}: {name} {reason}"]
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def everything(response, ground_truth, **columns): return float(columns["level"]
 def relative(response, ground_truth, completions): return sum(len(response) > len(c) for c in completions)
 def batched(response, ground_truth, level): return [len(r) + l for r, l in zip(response, level, strict=True)]
 def too_few(response, ground_truth): return [1.0]
+def by_answer(completions, answer): return [float(c == a) for c, a in zip(completions, answer, strict=True)]
 def undecided(prompts, completions): return [None if c == "x" else 1.0 for c in completions]
 
 # From TRL's documentation (GRPOTrainer, "Using a custom reward function"), unchanged.
@@ -439,6 +440,9 @@ def test_the_command_grades_one_answer(tmp_path: Path, capsys: pytest.CaptureFix
     assert "--row: give a JSON object" in capsys.readouterr().err
     assert main(["reward", "exactmatch", "--response", "x"]) == 2
     assert "'exactmatch' is not a reward; give FILE.py:FUNCTION" in capsys.readouterr().err
+    Path(tmp_path, "a-b.py").touch()
+    assert main(["reward", f"{tmp_path}/a-b.py:f", "--response", "x"]) == 2
+    assert "a-b.py: no module can have this name" in capsys.readouterr().err
     assert main(["reward", f"{file}:batched", "--batched", "--response", "x", "--row", '{"tests": 1}']) == 2
     assert "needs level; there is no such column, only tests" in capsys.readouterr().err
 
@@ -447,6 +451,8 @@ def test_the_command_grades_one_answer(tmp_path: Path, capsys: pytest.CaptureFix
 def test_the_command_calls_a_function_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, row = f"{tmp_path}/forms_4711.py", json.dumps({"tests": ["assert x == 42"]})
     assert main(["reward", f"{file}:unit_tests", "--response", "42", "--row", row]) == 0
+    assert json.loads(capsys.readouterr().out)["reward"] == 1
+    assert main(["reward", f"{file}:by_answer", "--response", "7", "--ground-truth", "7"]) == 0
     assert json.loads(capsys.readouterr().out)["reward"] == 1
     assert main(["reward", f"{file}:half_broken", "--response", ""]) == 1
     assert "no reward; in a run this response is not trained on: IndexError" in capsys.readouterr().out

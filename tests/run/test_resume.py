@@ -265,12 +265,20 @@ def test_a_refused_resume_changes_nothing_and_a_granted_one_keeps_the_earlier_va
         training.resume(str(run.path), ["learner.learning_rate=9"])
     assert contents(run) == before
 
+    text = run.config_path.read_text()
+    run.config_path.write_text(text.partition("weight_sync:")[0])  # cut off: it would go on with the defaults
+    with pytest.raises(RunError, match=r"config\.yaml was edited, or is damaged"):
+        training.resume(str(run.path), [])
+    run.config_path.write_text(text)
+
     trained: list[float] = []
+    shutil.rmtree(run.rollouts)
     monkeypatch.setattr(training, "_hosted", free)
     monkeypatch.setattr(training, "_run_to_the_end", lambda c, *_: trained.append(c.learner.learning_rate))
     for overrides in ([], ["learner.learning_rate=0.5"], []):
         training.resume(str(run.path), overrides)
     assert trained == [1e-5, 0.5, 0.5]
+    assert run.rollouts.is_dir()  # or no later checkpoint could be written
     unchecked, event = read_metrics(run.events_path)
     assert (unchecked["kind"], unchecked["step"]) == ("inputs_unchecked", 0)
     assert unchecked["text"].startswith(f"{run.inputs_path} is missing, so edits")

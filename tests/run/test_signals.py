@@ -152,7 +152,7 @@ def test_the_watch_ends_the_process_at_the_second_signal_that_stops_a_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_first_signal_interrupts_the_main_thread(number: int, folder: Path) -> None:
     process = Started(INTERRUPTED, folder)
     process.send(number)

@@ -1,6 +1,7 @@
 """The Python interface: a run from Python objects, in a script, in a notebook's event loop, and in a thread."""
 
 import asyncio
+import importlib.util
 import inspect
 import json
 from pathlib import Path
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pytest
 
 import grpo_ray
+from grpo_ray.config.loading import ConfigError
 from grpo_ray.errors import RunError
 from grpo_ray.tools.cli import main
 
@@ -106,6 +108,8 @@ def test_the_programs_own_error_ends_the_run_as_it_is() -> None:
 def test_mistakes_are_said_and_leave_nothing_behind() -> None:
     for options, message in (
         ({"examples": [1]}, r"examples\[0\] is 1; give a dict with question and answer, or a pair of them"),
+        ({"examples": EXAMPLES[:1]}, "examples has 1; give more: to train on, and a tenth to validate with"),
+        ({"on_step": lambda step: None}, r"on_step: the function must take \(step, metrics\)"),
         ({"reward": "r1_zero"}, "reward: a str is not a function"),
         ({"examples": None, "validation": EXAMPLES}, "validation needs `examples` too"),
         (
@@ -120,7 +124,10 @@ def test_mistakes_are_said_and_leave_nothing_behind() -> None:
         grpo_ray.Run("nowhere")
     with pytest.raises(RunError, match="no rollouts"):
         grpo_ray.read_rollouts("nowhere")
-    # A corrected reward takes the place of the refused one.
+    # A corrected call replaces the refused one, also after an import that found its folder gone.
+    with pytest.raises(ConfigError, match="num_stepz"):
+        train("run.name=again", "algorithm.num_stepz=1")
+    assert importlib.util.find_spec("no_module_4711") is None
     with pytest.raises(RunError, match="needs first"):
         train("run.name=again", reward=lambda response, ground_truth, first: 1.0)
     with pytest.raises(RunError, match="needs second"):

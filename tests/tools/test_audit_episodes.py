@@ -34,13 +34,9 @@ def grader() -> Regrader:
 
 
 def audited(
-    path: Path,
-    groups: list[ScoredGroup],
-    grader: Regrader,
-    change: Callable[[list[Row]], None] = lambda rows: None,
-    *changes: str,
-    lag: float | None = None,
-) -> RolloutFacts:
+    path: Path, groups: list[ScoredGroup], grader: Regrader,
+    change: Callable[[list[Row]], None] = lambda rows: None, *changes: str, lag: float | None = None,
+) -> RolloutFacts:  # fmt: skip
     """Audit the step of these groups as written, after `change` was made to its rows."""
     write_rollouts(path / "step.parquet", STEP, groups)
     rows = read_rollouts(path / "step.parquet")

@@ -19,13 +19,9 @@ Evaluations = list[tuple[int, float]]
 
 
 def outcome(
-    variant: str,
-    evaluations: Evaluations,
-    seed: int = 0,
-    status: Status = "finished",
-    num_steps: int = 8,
+    variant: str, evaluations: Evaluations, seed: int = 0, status: Status = "finished", num_steps: int = 8,
     **metrics: Any,
-) -> ExperimentOutcome:
+) -> ExperimentOutcome:  # fmt: skip
     """Return an outcome with one row per step; a metric is a list or a function of the step. `__` means `/`."""
     rows = [{"step": step} for step in range(1, num_steps + 1)]
     for name, values in metrics.items():

@@ -71,15 +71,10 @@ class TransformerLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        use_cache: bool = False,
-        tree: TreeAttention | None = None,
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None, use_cache: bool = False, tree: TreeAttention | None = None,
         logits_to_keep: int = 0,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast:  # fmt: skip
         """Compute the logits of the token after each position.
 
         Args:
@@ -103,14 +98,9 @@ class TransformerLM(nn.Module):
         return CausalLMOutputWithPast(logits=logits, past_key_values=output.past_key_values)
 
     def base_model(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        use_cache: bool = False,
-        tree: TreeAttention | None = None,
-    ) -> BaseModelOutputWithPast:
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None, use_cache: bool = False, tree: TreeAttention | None = None,
+    ) -> BaseModelOutputWithPast:  # fmt: skip
         """Compute what the output layer is applied to; the arguments are those of `forward`."""
         if tree is not None:
             assert position_ids is not None

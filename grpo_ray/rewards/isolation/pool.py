@@ -67,14 +67,9 @@ class RewardPool:
     """
 
     def __init__(
-        self,
-        rewards: Mapping[str, Reward],
-        num_workers: int,
-        timeout_s: float,
-        memory_gib: float,
-        readable_paths: Sequence[str] = (),
-        network: RewardTerm | None = None,
-    ) -> None:
+        self, rewards: Mapping[str, Reward], num_workers: int, timeout_s: float, memory_gib: float,
+        readable_paths: Sequence[str] = (), network: RewardTerm | None = None,
+    ) -> None:  # fmt: skip
         """
         Args:
             rewards: each task's reward, by the task's name.

@@ -85,7 +85,10 @@ def _rollouts(run: RunDirectory) -> list[Path]:
 
 
 def _newest(run: RunDirectory) -> Path:
-    checkpoints = CheckpointStore(run).all()
+    store = CheckpointStore(run)
+    checkpoints = store.all()
+    if store.damaged:
+        raise RunError(f"damaged, so another checkpoint would be hashed: {store.damaged[-1]}")
     if not checkpoints:
         raise RunError(f"{run.path}: there is no checkpoint to hash")
     return checkpoints[-1].path

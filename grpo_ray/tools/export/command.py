@@ -53,7 +53,10 @@ def export_merged(options: ExportOptions) -> Path:
         raise RunError(f"{options.run}: no run to export (it has no config.yaml)")
     if folder.exists():
         raise RunError(f"--merged: {folder} already exists; give a new folder, or move it away")
-    checkpoint = CheckpointStore(run).choose(options.checkpoint, "--checkpoint").path
+    store = CheckpointStore(run)
+    checkpoint = store.choose(options.checkpoint, "--checkpoint").path
+    for line in store.damaged:
+        print_visible(f"! skipped, because it is damaged: {line}")
     _check_no_links(checkpoint)
     config = with_trust(load_config(run.config_path), options.trust_remote_code)
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -55,5 +55,6 @@ def _plan(options: PlanOptions) -> int:
 PLAN = Command(
     "plan", PlanOptions, _plan, "check that a configuration fits its GPUs",
     "Compare the GPU memory that a run needs with the GPUs', and estimate a step's time and the best split of "
-    "the GPUs, without starting anything. With --from, at a run's own speed, also without GPUs. Exit status 1: something does not fit; see docs/plan.md.",
+    "the GPUs, without starting anything. With --from, at a run's own speed, also without GPUs. Exit status 1: "
+    "something does not fit; see docs/plan.md.",
 )  # fmt: skip

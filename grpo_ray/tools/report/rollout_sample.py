@@ -5,6 +5,7 @@ import os
 import random
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -133,15 +134,22 @@ def evenly_spaced(items: Sequence[T], number: int) -> list[T]:
 
 def _read_rows(path: Path, places: np.ndarray) -> Iterator[Row]:
     """Yield the rows at the sorted places."""
-    start = 0
-    for batch in _open(path).iter_batches(ROWS_AT_A_TIME, columns=COLUMNS):
-        wanted = places[(places >= start) & (places < start + batch.num_rows)] - start
-        yield from batch.take(pa.array(wanted)).to_pylist()
-        start += batch.num_rows
+    start, file = 0, _open(path)
+    with _named(path):
+        for batch in file.iter_batches(ROWS_AT_A_TIME, columns=COLUMNS):
+            wanted = places[(places >= start) & (places < start + batch.num_rows)] - start
+            yield from batch.take(pa.array(wanted)).to_pylist()
+            start += batch.num_rows
 
 
 def _open(path: Path) -> pq.ParquetFile:
-    try:
+    with _named(path):
         return pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not a Parquet file ({error}); remove it to leave its step out") from None
