@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import signal
 import socket
+import threading
 from collections.abc import Collection, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any, NoReturn
@@ -112,11 +114,24 @@ def _own_cluster(secrets_kept: Collection[str]) -> Iterator[None]:
     folder = private_ray_folder()
     reaper = start_reaper()  # first, because Ray's agents outlive a driver that is killed while Ray starts
     try:
-        with without_secrets(keep=secrets_kept):
+        with without_secrets(keep=secrets_kept), _hangups_ignored():
             ray.init(address="local", include_dashboard=False, _temp_dir=folder, **QUIET)
         yield
     finally:
         dismiss(reaper)
+
+
+@contextlib.contextmanager
+def _hangups_ignored() -> Iterator[None]:
+    """Let processes that start now inherit that a closed terminal does not end them: the driver answers it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before or signal.SIG_DFL)
 
 
 def check_machine(config: Config) -> None:

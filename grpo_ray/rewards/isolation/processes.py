@@ -109,12 +109,9 @@ class ForkServer:
     """
 
     def __init__(
-        self,
-        rewards: Mapping[str, Reward],
-        memory_gib: float,
-        readable_paths: Sequence[str] = (),
+        self, rewards: Mapping[str, Reward], memory_gib: float, readable_paths: Sequence[str] = (),
         num_slots: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """
         Args:
             num_slots: calls at the same time of the only reward, which has the network; 0: none has it.

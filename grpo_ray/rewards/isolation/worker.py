@@ -26,12 +26,9 @@ LONGEST_LINE, LONGEST_TRACE = 500, 1200  # characters of an error
 
 
 def serve(
-    channel: socket.socket,
-    rewards: Mapping[str, GroupFn],
-    confinement: Confinement,
-    memory_gib: float,
+    channel: socket.socket, rewards: Mapping[str, GroupFn], confinement: Confinement, memory_gib: float,
     num_begun: mmap,
-) -> None:
+) -> None:  # fmt: skip
     """Grade the answers that arrive on `channel` until it is closed.
 
     Args:

@@ -37,12 +37,9 @@ def read_words(path: str | Path | None) -> list[str]:
 
 
 def draw_keywords(
-    rng: random.Random,
-    path: str | Path | None,
-    num_keywords: tuple[int, int],
-    count: int,
+    rng: random.Random, path: str | Path | None, num_keywords: tuple[int, int], count: int,
     taken: Iterable[Keywords] = (),
-) -> list[Keywords]:
+) -> list[Keywords]:  # fmt: skip
     """Draw the keywords of `count` prompts from the list at `path`: distinct as sets, and none of `taken`.
 
     All sizes from the first of `num_keywords` to the second are equally likely.

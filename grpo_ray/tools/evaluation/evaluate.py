@@ -100,12 +100,9 @@ def _resumable(plan: EvaluationPlan) -> Iterator[None]:
 
 
 def _sample(
-    plan: EvaluationPlan,
-    config: Config,
-    left: Sequence[Weights],
-    prepared: PreparedServing,
+    plan: EvaluationPlan, config: Config, left: Sequence[Weights], prepared: PreparedServing,
     console: EvaluationConsole,
-) -> None:
+) -> None:  # fmt: skip
     with signals_answered(), _served(plan, config, prepared.model, console) as actors:
         asyncio.run(sample(plan, config, left, prepared, actors, console))
 

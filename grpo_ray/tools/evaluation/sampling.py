@@ -212,12 +212,9 @@ async def sample(
 
 
 async def _sample_one(
-    plan: EvaluationPlan,
-    weights: Weights,
-    prepared: PreparedServing,
-    evaluator: Evaluator,
+    plan: EvaluationPlan, weights: Weights, prepared: PreparedServing, evaluator: Evaluator,
     console: EvaluationConsole,
-) -> None:
+) -> None:  # fmt: skip
     folder, items = plan.folder_of(weights), prepared.validation
     folder.mkdir(exist_ok=True)
     files = ResponseFiles(folder, [item.group_id for item in items])
