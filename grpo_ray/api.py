@@ -6,6 +6,7 @@ They work in a script, in a thread and in a notebook: where an event loop is run
 import asyncio
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -165,8 +166,10 @@ def train(
         given.add_reward(reward)
         resolved = make_config(given.data, overrides, source)
         return _finished(lambda stop: training.train(resolved, str(source), local, _following(on_step, stop)))
-    except BaseException:
+    except BaseException as error:
         given.remove_if_unused()
+        if isinstance(error, RunError):
+            error.args = (given.named(str(error)),)
         raise
 
 
@@ -227,6 +230,7 @@ class _Given:
         parents = [text.partition("=")[2] for text in overrides if text.startswith("run.output_dir=")]
         self._run = RunDirectory(Path(parents[-1] if parents else run.get("output_dir", "runs")) / name)
         self._was_there = self._run.path.exists()
+        self._places: dict[str, tuple[str, int]] = {}  # by file: the argument, and the index of the first row
 
     def add_examples(self, examples: Iterable[Any] | None, validation: Iterable[Any] | None) -> None:
         if examples is None and validation is None:
@@ -236,16 +240,27 @@ class _Given:
         rows = [_row(example, f"examples[{i}]") for i, example in enumerate(examples)]
         if len(rows) < (2 if validation is None else 1):
             raise ValueError(f"examples has {len(rows)}; give more: to train on, and a tenth to validate with")
+        name, first = "validation", 0
         if validation is None:
             size = min(256, max(1, len(rows) // 10))
             rows, held_out = rows[:-size], rows[-size:]
+            name, first = "examples", len(rows)
         else:
             held_out = [_row(example, f"validation[{i}]") for i, example in enumerate(validation)]
         task = self.data.setdefault("task", {})
         task.setdefault("kind", "file")
-        for field, part in (("train_path", rows), ("validation_path", held_out)):
+        parts = (("train_path", rows, ("examples", 0)), ("validation_path", held_out, (name, first)))
+        for field, part, place in parts:
             text = "".join(json.dumps(row) + "\n" for row in part)
-            task[field] = str(self._write(f"{field.removesuffix('_path')}.jsonl", text))
+            task[field] = path = str(self._write(f"{field.removesuffix('_path')}.jsonl", text))
+            self._places[path] = place
+
+    def named(self, text: str) -> str:
+        """Return an error's text with the examples in place of the lines of their files."""
+        for path, (name, first) in self._places.items():
+            for line in {int(number) for number in re.findall(rf"{re.escape(path)}, line (\d+)", text)}:
+                text = text.replace(f"{path}, line {line}:", f"{name}[{first + line - 1}]:")
+        return text
 
     def add_reward(self, reward: Callable[..., Any] | None) -> None:
         if reward is None:

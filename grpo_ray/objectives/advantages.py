@@ -124,14 +124,9 @@ def _choices(size: int, chosen: int, like: Tensor) -> Tensor:
 
 
 def gdpo(
-    inputs: AdvantageInputs,
-    *,
-    reward_weight: float | None = None,
-    format_weight: float | None = None,
-    answer_weight: float | None = None,
-    eps: float = 1e-6,
-    std: Std = "sample",
-) -> Tensor:
+    inputs: AdvantageInputs, *, reward_weight: float | None = None, format_weight: float | None = None,
+    answer_weight: float | None = None, eps: float = 1e-6, std: Std = "sample",
+) -> Tensor:  # fmt: skip
     """Return the weighted sum of `(r - mean) / (std + eps)` over a response's several rewards.
 
     (GDPO, Liu et al. arXiv:2601.05242: in one sum of rewards, a rare one would drown. Its second half, which

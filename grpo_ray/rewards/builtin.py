@@ -63,13 +63,9 @@ JUDGES: dict[AnswerIn, RewardFn] = {"tags": r1_zero_reward_fn, "boxed": question
 
 
 def graded_reward_fn(
-    response: str,
-    ground_truth: str,
-    right: float = 1.0,
-    wrong: float = -0.5,
-    missing: float = -1.0,
+    response: str, ground_truth: str, right: float = 1.0, wrong: float = -0.5, missing: float = -1.0,
     answer_in: AnswerIn = "tags",
-) -> Scores:
+) -> Scores:  # fmt: skip
     """Return `right` or `wrong` as `r1_zero` (boxed: `question_only`) judges; `missing` without an answer."""
     judged = JUDGES[answer_in](response, ground_truth)
     if judged["answer_reward"]:

@@ -109,6 +109,8 @@ def test_mistakes_are_said_and_leave_nothing_behind() -> None:
     for options, message in (
         ({"examples": [1]}, r"examples\[0\] is 1; give a dict with question and answer, or a pair of them"),
         ({"examples": EXAMPLES[:1]}, "examples has 1; give more: to train on, and a tenth to validate with"),
+        ({"examples": [*EXAMPLES, {"question": "?"}]}, r"(?<!\w)examples\[12\]: no field 'answer'"),
+        ({"validation": [{"question": "?"}]}, r"(?<!\w)validation\[0\]: no field 'answer'"),
         ({"on_step": lambda step: None}, r"on_step: the function must take \(step, metrics\)"),
         ({"reward": "r1_zero"}, "reward: a str is not a function"),
         ({"examples": None, "validation": EXAMPLES}, "validation needs `examples` too"),
