@@ -154,7 +154,9 @@ def test_the_watch_ends_the_process_at_the_second_signal_that_stops_a_run(
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_first_signal_interrupts_the_main_thread(number: int, folder: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup pytest` ignores it
     process = Started(INTERRUPTED, folder)
+    signal.signal(signal.SIGHUP, before)
     process.send(number)
     assert process.ending() == (130, "ready\ncleaned up\n", "")
 
