@@ -22,6 +22,7 @@ BUDGET = {
     "other programs": 40,
 }
 PERIOD_S = 1.0
+SCANNING = threading.Lock()  # held by a scan, whose objects are not those of a test that counts
 FREE_CPU_S = 1.5
 """A program that needs less of a processor is free. On a busy machine it lives longer, but needs no more."""
 NAME_CHARS = 60
@@ -63,7 +64,8 @@ class Census:
 
     def _watch(self) -> None:
         while not self._over.wait(PERIOD_S):
-            self.scan()
+            with SCANNING:
+                self.scan()
 
     def scan(self) -> None:
         for process in psutil.process_iter():  # by rising pid

@@ -17,8 +17,10 @@ from typing import Any
 from unittest.mock import NonCallableMock
 
 import numpy as np
+import psutil
 import pytest
 from local_runs import Recorder, make_config
+from process_census import SCANNING
 
 from grpo_ray.cluster.local import LocalActors, LocalClient
 from grpo_ray.config import Config
@@ -154,13 +156,15 @@ NOT_COUNTED = (Sizes, asyncio.TimerHandle, contextvars.Context, NonCallableMock)
 
 def container_bytes() -> Sizes:
     """Return the bytes of all containers by type, without what they hold."""
-    gc.collect()
     sizes = Sizes()
-    for each in gc.get_objects():
-        # Not isinstance: it asks the object for its class, and the proxies of a library that another test has
-        # imported (openai's, with vLLM) would import what they stand for, in the middle of a measurement.
-        if not issubclass(type(each), NOT_COUNTED):
-            sizes[type(each).__name__] += sys.getsizeof(each, 0)  # 0: one that tells no size
+    with SCANNING:
+        psutil.process_iter.cache_clear()  # of the machine's processes, by the census
+        gc.collect()
+        for each in gc.get_objects():
+            # Not isinstance: it asks the object for its class, and the proxies of a library that another test
+            # has imported (openai's, with vLLM) would import what they stand for, while this measures.
+            if not issubclass(type(each), NOT_COUNTED):
+                sizes[type(each).__name__] += sys.getsizeof(each, 0)  # 0: one that tells no size
     return sizes
 
 
@@ -172,12 +176,8 @@ async def test_memory_does_not_grow_with_the_steps(
 ) -> None:
     monkeypatch.setattr("grpo_ray.watch.timeline.MAX_BYTES", 2**16)
     steps = [STEPS // 5, STEPS * 3 // 5, STEPS]
-    limits = [
-        f"algorithm.num_steps={STEPS + AROUND + 5}",
-        "evaluation.every_num_steps=20",
-        "run.save_rollouts=true",
-    ]
-    config = make_config(*limits, f"checkpoint.every_num_steps={10 * STEPS}", *overrides)
+    limits = [f"algorithm.num_steps={STEPS + AROUND + 5}", f"checkpoint.every_num_steps={10 * STEPS}"]
+    config = make_config(*limits, "evaluation.every_num_steps=20", "run.save_rollouts=true", *overrides)
     prepared, run = prepare(config, check_files(config)), RunDirectory(tmp_path / "run")
     run.create(config)
     actors = StubActors(config, prepared, run.path, steps)
