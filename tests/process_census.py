@@ -22,7 +22,7 @@ BUDGET = {
     "other programs": 40,
 }
 PERIOD_S = 1.0
-SCANNING = threading.Lock()  # held by a scan, whose objects are not those of a test that counts
+SCANNING = threading.Lock()  # a test that counts objects holds it: a scan makes many
 FREE_CPU_S = 1.5
 """A program that needs less of a processor is free. On a busy machine it lives longer, but needs no more."""
 NAME_CHARS = 60
