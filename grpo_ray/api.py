@@ -117,6 +117,7 @@ class Run:
         """
         from grpo_ray.run import training
 
+        _check_overrides(overrides)
         if local:
             overrides = with_torch(read_config(self._run.config_path), overrides)
         return _finished(
@@ -150,11 +151,7 @@ def train(
     """
     from grpo_ray.run import training
 
-    for each in overrides:
-        if not isinstance(each, str):
-            raise ValueError(f'override {each!r}: write it as text, such as "learner.learning_rate=1e-4"')
-    if on_step is not None:
-        keyword_parameters(on_step, "step, metrics", "on_step: the function")
+    _check_overrides(overrides)
     is_file = isinstance(config, str | Path)
     source = Path(config) if is_file else Path("config")  # type: ignore[arg-type]
     data = read_config(source) if is_file else json.loads(json.dumps(config))
@@ -230,36 +227,33 @@ class _Given:
         parents = [text.partition("=")[2] for text in overrides if text.startswith("run.output_dir=")]
         self._run = RunDirectory(Path(parents[-1] if parents else run.get("output_dir", "runs")) / name)
         self._was_there = self._run.path.exists()
-        self._places: dict[str, tuple[str, int]] = {}  # by file: the argument, and the index of the first row
+        self._places: dict[str, list[str]] = {}  # of each file's examples in what was given
 
     def add_examples(self, examples: Iterable[Any] | None, validation: Iterable[Any] | None) -> None:
         if examples is None and validation is None:
             return
         if examples is None:
             raise ValueError("validation needs `examples` too: the ones to train on")
-        rows = [_row(example, f"examples[{i}]") for i, example in enumerate(examples)]
+        rows = _placed(examples, "examples")
         if len(rows) < (2 if validation is None else 1):
             raise ValueError(f"examples has {len(rows)}; give more: to train on, and a tenth to validate with")
-        name, first = "validation", 0
         if validation is None:
             size = min(256, max(1, len(rows) // 10))
             rows, held_out = rows[:-size], rows[-size:]
-            name, first = "examples", len(rows)
         else:
-            held_out = [_row(example, f"validation[{i}]") for i, example in enumerate(validation)]
+            held_out = _placed(validation, "validation")
         task = self.data.setdefault("task", {})
         task.setdefault("kind", "file")
-        parts = (("train_path", rows, ("examples", 0)), ("validation_path", held_out, (name, first)))
-        for field, part, place in parts:
-            text = "".join(json.dumps(row) + "\n" for row in part)
+        for field, part in (("train_path", rows), ("validation_path", held_out)):
+            text = "".join(json.dumps(row) + "\n" for _, row in part)
             task[field] = path = str(self._write(f"{field.removesuffix('_path')}.jsonl", text))
-            self._places[path] = place
+            self._places[path] = [place for place, _ in part]
 
     def named(self, text: str) -> str:
         """Return an error's text with the examples in place of the lines of their files."""
-        for path, (name, first) in self._places.items():
-            for line in {int(number) for number in re.findall(rf"{re.escape(path)}, line (\d+)", text)}:
-                text = text.replace(f"{path}, line {line}:", f"{name}[{first + line - 1}]:")
+        for path, places in self._places.items():
+            for number in re.findall(rf"{re.escape(path)}, line (\d+):", text):
+                text = text.replace(f"{path}, line {number}:", f"{places[int(number) - 1]}:")
         return text
 
     def add_reward(self, reward: Callable[..., Any] | None) -> None:
@@ -291,6 +285,12 @@ class _Given:
         """Remove the folder of a run that was refused."""
         if not self._was_there and not self._run.config_path.exists():
             shutil.rmtree(self._run.path, ignore_errors=True)
+
+
+def _placed(examples: Iterable[Any], name: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return (place, row) pairs; the place is for messages."""
+    places = ((f"{name}[{index}]", example) for index, example in enumerate(examples))
+    return [(place, _row(example, place)) for place, example in places]
 
 
 def _row(example: Any, place: str) -> dict[str, Any]:
@@ -335,9 +335,17 @@ class _Stop:
             self._request()
 
 
+def _check_overrides(overrides: Sequence[Any]) -> None:
+    for each in overrides:
+        if not isinstance(each, str):
+            raise ValueError(f'override {each!r}: write it as text, such as "learner.learning_rate=1e-4"')
+
+
 def _following(on_step: OnStep | None, stop: _Stop) -> Any:
     from grpo_ray.run.training import Follower
 
+    if on_step is not None:
+        keyword_parameters(on_step, "step, metrics", "on_step: the function")
     return Follower(on_step, stop.can_be_asked_by)
 
 

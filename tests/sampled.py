@@ -83,7 +83,7 @@ KEPT: dict[str, tuple[str, ...]] = {
         "everything-True",
     ),
     "test_schedules.py::test_kills_lose_nothing_in_asynchronous_schedules": ("everything",),
-    "test_signals.py::test_a_first_signal_interrupts_the_main_thread": ("1",),
+    "test_signals.py::test_a_first_signal_interrupts_the_main_thread": ("1", "2"),
     "test_strangers.py::test_a_stranger_with_a_ranks_connections_is_noticed_by_all_that_it_has_one_to": (
         "3-1-0",
     ),

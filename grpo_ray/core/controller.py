@@ -401,8 +401,10 @@ class Controller:
 
         A disk that refuses it, or the records before it, is tried again for `patience_s`: it may get room.
         """
+        if self._version == self._first_version:
+            return
         give_up_at = monotonic() + patience_s
-        while self._version > self._first_version:
+        while True:
             self._validation.write()
             self._log.warning("rollouts", await self._actors.buffer.flush())
             await self._checkpointing.begin(self._unlogged.get(self._version, {}), await self._log.on_disk())

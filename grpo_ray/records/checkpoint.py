@@ -68,8 +68,8 @@ class Checkpoint:
         return self.training_path / "replay.parquet"
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
-    """Return the checkpoint in a folder.
+def read_checkpoint(path: Path, reads_files: bool = False) -> Checkpoint:
+    """Return the checkpoint in a folder; with `reads_files`, compare checksums and the headers of weights too.
 
     Raises:
         ValueError: the checkpoint is damaged; says how.
@@ -78,6 +78,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         data = json.loads(_state_path(path).read_text(encoding="utf-8"))
         state = CheckpointState(**{name: data[name] for name in ("step", "ledger", "metrics")})
         sizes = {path / name: size for name, size in data["files"].items()}
+        sums = {path / name: crc for name, crc in data.get("crc32", {}).items()} if reads_files else {}
         state.metrics.update({name: math.nan for name, value in state.metrics.items() if value is None})
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"training/state.json is not readable ({error!r})") from error
@@ -86,6 +87,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
             raise ValueError(f"{file.relative_to(path)} is missing")
         if file.stat().st_size != size:
             raise ValueError(f"{file.relative_to(path)} has {file.stat().st_size} bytes instead of {size}")
+        if file in sums and _checksum(file) != sums[file]:
+            raise ValueError(f"{file.relative_to(path)} has changed since it was written")
+    for file in sorted(path.rglob("*.safetensors")) if reads_files else ():
+        if not _has_header(file):
+            raise ValueError(f"{file.relative_to(path)} has a damaged header")
     return Checkpoint(path, state)
 
 
@@ -140,7 +146,8 @@ class CheckpointStore:
             raise RunError(f"{option} best: no checkpoint of {self._run.path} was validated; give its name")
         by_name = {checkpoint.path.name: checkpoint for checkpoint in checkpoints}
         if choice not in by_name:
-            damaged = "".join(f"{line}. " for line in self.damaged if f"{choice}:" in line)
+            place = f"{self._folder / choice}:"
+            damaged = "".join(f"{line}. " for line in self.damaged if line.startswith(place))
             raise RunError(
                 f"{option}: {damaged}{self._run.path} has no checkpoint {choice!r}; give "
                 f"{', '.join((LAST, BEST, *others))}, or one of: {', '.join(by_name)}"
@@ -166,11 +173,9 @@ class CheckpointStore:
 
     def _read(self, step: int, folder: Path, reads_files: bool = False) -> Checkpoint | None:
         try:
-            checkpoint = read_checkpoint(folder)
+            checkpoint = read_checkpoint(folder, reads_files)
             if checkpoint.state.step != step:
                 raise ValueError(f"training/state.json is of step {checkpoint.state.step}")
-            if reads_files:
-                _check_files(folder)
         except ValueError as error:
             self.damaged.append(f"{folder}: {error}")
             return None
@@ -284,17 +289,6 @@ def make_store(config: Config, run: RunDirectory) -> CheckpointStore:
 
 def _state_path(folder: Path) -> Path:
     return folder / "training" / "state.json"
-
-
-def _check_files(folder: Path) -> None:
-    """Refuse files of another checksum than when they were written, and weights without their header."""
-    sums = json.loads(_state_path(folder).read_text(encoding="utf-8")).get("crc32", {})
-    for name, expected in sums.items():
-        if _checksum(folder / name) != expected:
-            raise ValueError(f"{name} has changed since it was written")
-    for file in sorted(folder.rglob("*.safetensors")):
-        if not _has_header(file):
-            raise ValueError(f"{file.relative_to(folder)} has a damaged header")
 
 
 def _checksum(file: Path) -> int:

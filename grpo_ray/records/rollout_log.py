@@ -5,7 +5,8 @@ are documented in docs/rollouts.md.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -64,17 +65,24 @@ def write_rollouts(
 
 
 def read_table(path: str | Path) -> pa.Table:
-    """Return the file's table, one row per completion.
+    """Return the file's table, one row per completion; raises as `damage_named`."""
+    with damage_named(path):
+        return pq.ParquetFile(path).read()
+
+
+@contextmanager
+def damage_named(path: str | Path, text: str = "not readable as Parquet ({})") -> Iterator[None]:
+    """Name the file in errors of reading it; `text` has `{}` for Arrow's own message.
 
     Raises:
-        pa.ArrowInvalid: the file is damaged; names it.
+        pa.ArrowInvalid: the file is damaged; a ValueError.
     """
     try:
-        return pq.ParquetFile(path).read()
+        yield
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the system, not Arrow's own
             raise
-        raise pa.ArrowInvalid(f"{path}: not readable as Parquet ({error})") from error
+        raise pa.ArrowInvalid(f"{path}: {text.replace('{}', str(error))}") from None
 
 
 def read_rollouts(path: str | Path) -> list[dict[str, Any]]:

@@ -63,7 +63,7 @@ def check_dumped(path: Path) -> None:
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="replace")).hexdigest()
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class RunDirectory:

@@ -72,7 +72,7 @@ def signals_answered(run: RunDirectory | None = None) -> Iterator[None]:
 def _answered() -> tuple[signal.Signals, ...]:
     """Return SIGNALS; not that of a closed terminal under `nohup`, which ignores it."""
     is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return SIGNALS[:2] if is_ignored else SIGNALS
+    return tuple(number for number in SIGNALS if number != signal.SIGHUP or not is_ignored)
 
 
 def _interrupt(*_: object) -> None:

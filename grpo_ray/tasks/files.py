@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_ray.errors import counted
+from grpo_ray.records.rollout_log import damage_named
 from grpo_ray.rewards.math.text import brace_pairs
 from grpo_ray.tasks.examples import Example, conversation_of
 from grpo_ray.tasks.sources import FILE_KINDS, LOCAL_SUFFIXES, Source
@@ -196,20 +197,16 @@ def _json_row(place: str, line: bytes, encoding: str) -> Mapping[str, Any] | Non
 
 
 def _parquet_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    try:
-        with pq.ParquetFile(path) as file:
-            _check_names(path, file.schema_arrow.names)
-            # `text_of` reports a missing column, and lists those that exist.
-            columns = list(fields) if fields and set(fields) <= set(file.schema_arrow.names) else None
-            number = 0
-            for batch in file.iter_batches(batch_size=1024, columns=columns):
-                for row in _batch_rows(path, batch, number):
-                    number += 1
-                    yield f"{path}, row {number}", row
-    except (pa.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # an error of the system, not Arrow's own
-            raise
-        raise ValueError(f"{path}: not readable as Parquet ({error}); write the file again") from None
+    text = "not readable as Parquet ({}); write the file again"
+    with damage_named(path, text), pq.ParquetFile(path) as file:
+        _check_names(path, file.schema_arrow.names)
+        # `text_of` reports a missing column, and lists those that exist.
+        columns = list(fields) if fields and set(fields) <= set(file.schema_arrow.names) else None
+        number = 0
+        for batch in file.iter_batches(batch_size=1024, columns=columns):
+            for row in _batch_rows(path, batch, number):
+                number += 1
+                yield f"{path}, row {number}", row
 
 
 def _batch_rows(path: Path, batch: pa.RecordBatch, num_before: int) -> list[dict[str, Any]]:

@@ -116,16 +116,16 @@ def _audit(options: AuditOptions) -> int:
         if not each.config_path.exists():
             raise RunError(f"{each.path}: no run to audit (it has no config.yaml)")
     with shown_plainly():
-        for each in runs if options.hash else ():
-            for name, sha256 in hashes(each).items():
-                print_visible(f"{name:10}{sha256}  {each.path}")
-        difference = first_difference(*runs) if options.other is not None else None
-    if options.other is not None:
-        print_visible(difference or "the two runs are the same: weights, training state and rollouts")
-        return int(difference is not None)
-    if options.hash:
-        return 0
-    with shown_plainly():
+        if options.hash:
+            for each in runs:
+                for name, sha256 in hashes(each).items():
+                    print_visible(f"{name:10}{sha256}  {each.path}")
+        if options.other is not None:
+            difference = first_difference(*runs)
+            print_visible(difference or "the two runs are the same: weights, training state and rollouts")
+            return int(difference is not None)
+        if options.hash:
+            return 0
         report = audit(runs[0], options.trust_remote_code, options.run_reward_code)
     print_visible(str(report))
     return 0 if report.is_clean else 1

@@ -87,7 +87,7 @@ def _rollouts(run: RunDirectory) -> list[Path]:
 def _newest(run: RunDirectory) -> Path:
     store = CheckpointStore(run)
     checkpoints = store.all()
-    if store.damaged:
+    if max([*store.damaged, *(str(each.path) for each in checkpoints)], default="") in store.damaged:
         raise RunError(f"damaged, so another checkpoint would be hashed: {store.damaged[-1]}")
     if not checkpoints:
         raise RunError(f"{run.path}: there is no checkpoint to hash")

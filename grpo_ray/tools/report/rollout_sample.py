@@ -5,7 +5,6 @@ import os
 import random
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,12 +15,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from grpo_ray.records.episode_columns import NAMES as EPISODE_COLUMNS
-from grpo_ray.records.rollout_log import FRESH
+from grpo_ray.records.rollout_log import FRESH, damage_named
 from grpo_ray.records.run_files import RunDirectory
 
 FEW = 4  # rollouts per sampled step, if the limit allows it
 MAX_FILES = 500  # opened per run: one takes a millisecond on a local disk, and far more on a network's
 ROWS_AT_A_TIME = 256
+DAMAGED = "not a Parquet file ({}); remove it to leave its step out"
 COLUMNS = (
     "group_id", "sample", "task", "prompt", "response", "ground_truth", "reward", "format_reward",
     "answer_reward", "advantage", "num_tokens", "error", "ungradable", "finish_reason", "min_version",
@@ -135,7 +135,7 @@ def evenly_spaced(items: Sequence[T], number: int) -> list[T]:
 def _read_rows(path: Path, places: np.ndarray) -> Iterator[Row]:
     """Yield the rows at the sorted places."""
     start, file = 0, _open(path)
-    with _named(path):
+    with damage_named(path, DAMAGED):
         for batch in file.iter_batches(ROWS_AT_A_TIME, columns=COLUMNS):
             wanted = places[(places >= start) & (places < start + batch.num_rows)] - start
             yield from batch.take(pa.array(wanted)).to_pylist()
@@ -143,13 +143,5 @@ def _read_rows(path: Path, places: np.ndarray) -> Iterator[Row]:
 
 
 def _open(path: Path) -> pq.ParquetFile:
-    with _named(path):
+    with damage_named(path, DAMAGED):
         return pq.ParquetFile(path)
-
-
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: not a Parquet file ({error}); remove it to leave its step out") from None
