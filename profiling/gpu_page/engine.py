@@ -62,12 +62,15 @@ def run_engine(case: EngineCase, command: list[str]) -> Iterator[dict[str, Any]]
     Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True).start()
     ended = Timer(limit_s, lambda: os.killpg(process.pid, signal.SIGKILL))
     ended.start()
+    has_failed = False
     try:
         for line in process.stdout:
             if line.startswith('{"stage"'):
-                yield json.loads(line)
-        if process.wait():
-            yield {"stage": "process", "error": f"ended with {process.returncode}: {''.join(errors)[-3000:]}"}
+                found = json.loads(line)
+                has_failed |= "error" in found
+                yield found
+        if process.wait() or has_failed:  # vLLM's processes say the cause on their standard error
+            yield {"stage": "process", "error": f"ended with {process.returncode}: {''.join(errors)[-6000:]}"}
     finally:
         ended.cancel()
         if process.poll() is None:
