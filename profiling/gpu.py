@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -260,4 +261,5 @@ def write(result: dict[str, Any], path: Path) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no engine outlives the page on the GPU
     sys.exit(main())

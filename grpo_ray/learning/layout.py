@@ -57,7 +57,7 @@ def choose_layout(
     """Return the best layout that gives the model's own log-probabilities, tried on a few tokens.
 
     Also return what the run's events should say of it, by their kind: the reason that it does not share
-    prompts, unless the configuration says so, and on a GPU the kernel that computes attention.
+    prompts, unless the configuration says so, and on a GPU that `sdpa` computes attention.
 
     Raises:
         ValueError: none does, on every rank; or the model computes no float32 logits with `model.head_dtype`;
@@ -86,7 +86,7 @@ def choose_layout(
         layout = Layout(padded.log_probs, make_attention, kernel)
         reason = _difference(model, layout, ranks, dtype)
         if reason is None:
-            return layout, {"attention_kernel": f"{kernel} computes attention"}
+            return layout, {}
         if config.model.attention != "auto":
             raise ValueError(f"model.attention: {kernel} cannot be used: {reason}; use `auto` or `sdpa`")
         notes = {"attention_kernel": f"sdpa computes attention, as {kernel} cannot be used: {reason}"}

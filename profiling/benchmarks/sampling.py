@@ -103,13 +103,9 @@ def run(options: Options) -> list[Row]:
 
 
 async def _measure(
-    config: Config,
-    model: StartingModel,
-    actors: ServingGroup,
-    run: RunDirectory,
-    lengths: tuple[int, ...],
+    config: Config, model: StartingModel, actors: ServingGroup, run: RunDirectory, lengths: tuple[int, ...],
     rounds: int,
-) -> list[Row]:
+) -> list[Row]:  # fmt: skip
     num_groups = config.algorithm.prompts_per_step
     alone = start_alone(Alone, config, model, run.logs)
     through = _Through(config, actors, run)

@@ -31,7 +31,7 @@ from grpo_ray.transfer.snapshot import pack_on_device, pack_weights
 from grpo_ray.types import Completion, SamplingSettings
 
 STAGES = ("start", "sample", "mismatch", "sync", "in_flight", "sleep")
-LIMITS_S, LIMIT_S = {"start": 180.0}, 90.0
+LIMITS_S, LIMIT_S = {"start": 180.0, "sample": 180.0}, 90.0
 VOCAB = 300  # of the tokenizer; the models' own is larger
 END = (2,)
 Groups = list[tuple[Completion, ...]]
@@ -170,8 +170,12 @@ class MeasuredEngine:
         }
 
     async def _sync(self) -> dict[str, Any]:
-        """Load other weights and the first again: logprobs change (greedy tokens may not), and come back."""
+        """Load other weights and the first again: logprobs change (greedy tokens may not), and come back.
+
+        A GPU rounds by the batch and by what is cached: each greedy sampling is alone and follows a sync.
+        """
         found: dict[str, Any] = {}
+        await self._load(0, self._transports[0])
         tokens, logprobs = await self._greedy()
         checksums = await self._checksums()
         for transport in self._transports:
@@ -202,6 +206,7 @@ class MeasuredEngine:
 
     async def _sleep(self) -> dict[str, Any]:
         """Give the GPU's memory up, take it back, and sample the same tokens after a sync."""
+        await self._load(0, self._transports[-1])
         first, used = (await self._greedy())[0], [self._used_gib()]
         await self._engine.sleep()
         used.append(self._used_gib())
@@ -238,9 +243,7 @@ class MeasuredEngine:
 
     async def _greedy(self) -> tuple[list[list[int]], np.ndarray]:
         settings = self._settings(32, 32, 0.0, num_samples=1)
-        prompts = self._prompts(4)
-        groups = await asyncio.gather(*(self._engine.generate(prompt, settings) for prompt in prompts))
-        found = [c for group in groups for c in group]
+        found = [c for prompt in self._prompts(4) for c in await self._engine.generate(prompt, settings)]
         return [c.token_ids.tolist() for c in found], np.concatenate([c.logprobs for c in found])
 
     async def _sampled(self, num_groups: int, num_tokens: int) -> Groups:

@@ -66,13 +66,9 @@ def _learner_step(shape: str, device: torch.device, dtype: str, attention: str, 
 
 
 def _distance(
-    step: LearnerStep | PlainStep,
-    way: str,
-    dtype: str,
-    sequences: Sequence[TrainSequence],
-    expected: Sequence[Tensor],
-    gradients: dict[str, Tensor],
-) -> Exactness:
+    step: LearnerStep | PlainStep, way: str, dtype: str, sequences: Sequence[TrainSequence],
+    expected: Sequence[Tensor], gradients: dict[str, Tensor],
+) -> Exactness:  # fmt: skip
     found = torch.cat(step.log_probs(sequences))
     differences = (found - torch.cat(list(expected))).abs()
     step.forward_backward(sequences)

@@ -26,6 +26,7 @@ class Shape:
 
 SHAPES = {
     "tiny": Shape(64, 2, 2, 1, 128, 512, True),  # for tests on a CPU, where vLLM takes heads of 32 and more
+    "deep": Shape(64, 28, 2, 1, 64, 512, True),  # the layers of 1.5B without their work: what the host does
     "small": Shape(256, 4, 4, 2, 704, 4096, True),  # for exactness
     "0.5B": Shape(896, 24, 14, 2, 4864, 151_936, True),
     "1.5B": Shape(1536, 28, 12, 2, 8960, 151_936, True),

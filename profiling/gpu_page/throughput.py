@@ -132,12 +132,9 @@ def _make_step(case: Case, device: torch.device) -> LearnerStep | PlainStep:
 
 
 def _timed(
-    case: Case,
-    step: LearnerStep | PlainStep,
-    device: torch.device,
-    peak_tflops: float | None,
+    case: Case, step: LearnerStep | PlainStep, device: torch.device, peak_tflops: float | None,
     found: dict[str, Any],
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     lengths = [case.response_tokens] * (case.num_groups * case.samples_per_prompt)
     vocab = SHAPES[case.model].vocab_size
     sequences = make_batch(vocab, case.prompt_tokens, lengths, case.samples_per_prompt)

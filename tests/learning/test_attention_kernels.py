@@ -41,7 +41,7 @@ def test_the_kernel_that_computes_attention_is_named(
 ) -> None:
     use(monkeypatch, BlockAttention.of)  # it computes the same
     chosen, notes = choose_layout(policy, tiny_config, ())
-    assert (chosen.kernel, notes) == ("varlen", {"attention_kernel": "varlen computes attention"})
+    assert (chosen.kernel, notes) == ("varlen", {})
 
 
 def test_a_kernel_that_fails_is_replaced_and_the_run_says_so(
