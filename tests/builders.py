@@ -41,12 +41,9 @@ TEST_ENGINE = {"num_gpus": GPUS, "kv_cache_gib": 0.05 if GPUS == 0 else 0.5, "gp
 
 
 def make_completion(
-    token_ids: Sequence[int],
-    logprobs: Sequence[float] | None = None,
-    versions: int | Sequence[int] = 0,
-    text: str = "",
-    finish_reason: str = "stop",
-) -> Completion:
+    token_ids: Sequence[int], logprobs: Sequence[float] | None = None, versions: int | Sequence[int] = 0,
+    text: str = "", finish_reason: str = "stop",
+) -> Completion:  # fmt: skip
     """Make a completion; `versions` is one for all tokens, or one per token."""
     length = len(token_ids)
     return Completion(
@@ -65,11 +62,9 @@ def make_item(
 
 
 def make_group(
-    item: PromptItem,
-    completions: Sequence[Completion],
-    rewards: Sequence[float] | None = None,
+    item: PromptItem, completions: Sequence[Completion], rewards: Sequence[float] | None = None,
     advantages: Sequence[float] | None = None,
-) -> ScoredGroup:
+) -> ScoredGroup:  # fmt: skip
     """Make a scored group; rewards default to 0, and advantages to the rewards."""
     r = np.array([0.0] * len(completions) if rewards is None else rewards, dtype=np.float32)
     a = r if advantages is None else np.array(advantages, dtype=np.float32)
@@ -131,12 +126,9 @@ def make_settings(**changes: object) -> SamplingSettings:
 
 
 def rows_of(
-    model: PreTrainedModel,
-    pairs: Iterable[tuple[Sequence[int], Sequence[int]]],
-    temperature: float = 1.0,
-    min_tokens: int = 0,
-    end_token_ids: Sequence[int] = (),
-) -> list[list[torch.Tensor]]:
+    model: PreTrainedModel, pairs: Iterable[tuple[Sequence[int], Sequence[int]]], temperature: float = 1.0,
+    min_tokens: int = 0, end_token_ids: Sequence[int] = (),
+) -> list[list[torch.Tensor]]:  # fmt: skip
     """Compute the log-distributions `[vocab]` that each response's tokens were drawn from, in one pass.
 
     The padding comes after a row's own tokens, which attend to none of it.

@@ -18,12 +18,9 @@ TRUNCATED = (Status.TRUNCATED_TURNS, Status.TRUNCATED_TOKENS)
 
 
 def play(
-    segments: Segments,
-    prompt: Sequence[int],
-    reply: Sequence[int],
-    versions: int | Sequence[int] = 0,
+    segments: Segments, prompt: Sequence[int], reply: Sequence[int], versions: int | Sequence[int] = 0,
     logprobs: Sequence[float] | None = None,
-) -> int:
+) -> int:  # fmt: skip
     """Add a turn and return its segment; `prompt` is whole, as `Session.sample` takes it."""
     return segments.add_sample(segments.add_prompt(prompt), make_completion(reply, logprobs, versions))
 

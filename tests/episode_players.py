@@ -171,13 +171,9 @@ class Scripted:
 
 
 def make_session(
-    sampler: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    limits: Limits | None = None,
-    parser: ToolParser | None = None,
-    ends: Sequence[int] | None = None,
-    **changes: Any,
-) -> Session:
+    sampler: Any, tokenizer: PreTrainedTokenizerBase, limits: Limits | None = None,
+    parser: ToolParser | None = None, ends: Sequence[int] | None = None, **changes: Any,
+) -> Session:  # fmt: skip
     """Make a session; `changes` are of its sampling settings."""
     fields = {"num_samples": 1, "temperature": 1.0, "top_p": 1.0, "min_tokens": 0, "max_tokens": 500}
     template = ChatTemplate(tokenizer, end_tokens(tokenizer) if ends is None else ends)
@@ -192,12 +188,8 @@ def said(*replies: str | Sequence[int]) -> Policy:
 
 
 def session_of(
-    name: str,
-    policy: Policy,
-    *arguments: Any,
-    parser: str | None = None,
-    **changes: Any,
-) -> tuple[Session, Scripted]:
+    name: str, policy: Policy, *arguments: Any, parser: str | None = None, **changes: Any,
+) -> tuple[Session, Scripted]:  # fmt: skip
     """Make a session with one of `TEMPLATES`, and its sampler; further arguments are as for `make_session`."""
     tokenizer = tokenizer_of(name)
     sampler = Scripted(tokenizer, policy, ENDS[name])

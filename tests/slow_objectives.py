@@ -66,12 +66,9 @@ def slow_product(
 
 
 def slow_loss(
-    algorithm: AlgorithmConfig,
-    new: Sequence[torch.Tensor],
-    old: Sequence[float],
-    advantages: Sequence[float],
+    algorithm: AlgorithmConfig, new: Sequence[torch.Tensor], old: Sequence[float], advantages: Sequence[float],
     kept: Sequence[int],
-) -> tuple[dict[int, Any], int]:
+) -> tuple[dict[int, Any], int]:  # fmt: skip
     """Return the loss of each kept token of one response, and how many of them a bound changes.
 
     Written from the papers, per token. Where a paper has one ratio per response, a token has its value and only

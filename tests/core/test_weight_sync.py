@@ -25,13 +25,9 @@ class FakeGenerator:
     """A Generator that logs its calls, and hangs, fails or waits at a gate in the given ones."""
 
     def __init__(
-        self,
-        name: str,
-        log: list[tuple[str, str]] | None = None,
-        hangs: str = "",
-        fails: str = "",
+        self, name: str, log: list[tuple[str, str]] | None = None, hangs: str = "", fails: str = "",
         error: Exception | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.name, self.log, self.hangs, self.fails = name, [] if log is None else log, hangs, fails
         self.number = next(NUMBERS)
         self.error = error or RuntimeError("out of memory")

@@ -81,11 +81,8 @@ def test_logprobs_are_the_models(
 @pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "min_tokens"), [(1.0, 0), (0.7, 1)])
 def test_draws_follow_the_distribution(
-    make_torch_engine: MakeEngine,
-    tiny_model: TinyModel,
-    temperature: float,
-    min_tokens: int,
-) -> None:
+    make_torch_engine: MakeEngine, tiny_model: TinyModel, temperature: float, min_tokens: int,
+) -> None:  # fmt: skip
     """Pearson's chi-square of 2,000 first tokens; the seed is fixed, so the test is deterministic."""
     settings = make_settings(
         num_samples=500, temperature=temperature, min_tokens=min_tokens, max_tokens=1, end_token_ids=ENDS
@@ -178,11 +175,8 @@ async def test_engine_that_joins_no_requests_draws_the_same_to_the_last_bit_what
 
 @pytest.mark.parametrize(("max_lag", "widths"), [(0, [2, 2, 2]), (1, [6]), (3, [6])])
 def test_only_a_synchronous_run_samples_each_request_by_itself(
-    make_torch_engine: MakeEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    max_lag: int,
-    widths: list[int],
-) -> None:
+    make_torch_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, max_lag: int, widths: list[int],
+) -> None:  # fmt: skip
     engine, seen = make_torch_engine(max_lag=max_lag), []
     original = engine._sample
 

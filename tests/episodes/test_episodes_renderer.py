@@ -76,13 +76,9 @@ def chat_template(thinks: bool) -> ChatTemplate:
 
 
 def play(
-    template: Template,
-    replies: Sequence[str | Sequence[int]],
-    turns: Sequence[Sequence[dict[str, Any]]],
-    tools: Sequence[dict[str, Any]] = (),
-    parser: Any = None,
-    **changes: Any,
-) -> tuple[Session, Scripted, list[dict[str, Any]]]:
+    template: Template, replies: Sequence[str | Sequence[int]], turns: Sequence[Sequence[dict[str, Any]]],
+    tools: Sequence[dict[str, Any]] = (), parser: Any = None, **changes: Any,
+) -> tuple[Session, Scripted, list[dict[str, Any]]]:  # fmt: skip
     """Sample each reply after a turn's messages; `changes` are of the sampling settings."""
     sampler = Scripted(template.tokenizer, said(*replies), "<|im_end|>")
     fields = {"num_samples": 1, "temperature": 1.0, "top_p": 1.0, "min_tokens": 0, "max_tokens": 500, **changes}

@@ -47,13 +47,9 @@ def merged(*changes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def steps(
-    seat: Seat | None,
-    model: str,
-    config: Config,
-    batches: Sequence[Sequence[ScoredGroup]],
-    checkpoint: Path | None = None,
-    written_to: Path | None = None,
-) -> dict[str, Any]:
+    seat: Seat | None, model: str, config: Config, batches: Sequence[Sequence[ScoredGroup]],
+    checkpoint: Path | None = None, written_to: Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Train on the batches; return the gradients of all updates, the metrics and the final snapshot."""
     path = str(checkpoint) if checkpoint is not None and config.model.adapter is None else model
     training = checkpoint / "training" if checkpoint is not None else None
@@ -86,12 +82,9 @@ def steps(
 
 
 def runs(
-    seat: Seat,
-    ports: Sequence[int],
-    model: str,
-    configs: Sequence[Config],
+    seat: Seat, ports: Sequence[int], model: str, configs: Sequence[Config],
     batches: Sequence[Sequence[Sequence[ScoredGroup]]],
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]]:  # fmt: skip
     """Run `steps` with one configuration after another, each on its own batches; they meet at one port each."""
     places = [replace(seat, port=port) for port in ports]
     return [steps(*each) for each in zip(places, [model] * len(places), configs, batches, strict=True)]
@@ -277,13 +270,9 @@ def test_untied_and_own_models(
     ],
 )
 def test_adapters_and_dtypes(
-    kind: str,
-    dtype: str,
-    head_dtype: str,
-    tiny_config: Config,
-    tiny_model: TinyModel,
+    kind: str, dtype: str, head_dtype: str, tiny_config: Config, tiny_model: TinyModel,
     batches: list[list[ScoredGroup]],
-) -> None:
+) -> None:  # fmt: skip
     model: dict[str, Any] = {"dtype": dtype, "head_dtype": head_dtype}
     if kind != "full":
         model["adapter"] = {"rank": 4, "dora": kind == "dora"}
@@ -324,12 +313,8 @@ CONTINUED: dict[str, dict[str, dict[str, Any]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONTINUED)
 def test_resuming_with_as_many_ranks_is_exact_and_with_others_is_close(
-    name: str,
-    tiny_config: Config,
-    tiny_model: TinyModel,
-    batches: list[list[ScoredGroup]],
-    tmp_path: Path,
-) -> None:
+    name: str, tiny_config: Config, tiny_model: TinyModel, batches: list[list[ScoredGroup]], tmp_path: Path,
+) -> None:  # fmt: skip
     """Train a step, write a checkpoint, and train another, with the same number of ranks or another."""
     of_one = changed(tiny_config, **merged(SMOOTH, NO_CLIP, CONTINUED[name]))
     model = str(tiny_model())

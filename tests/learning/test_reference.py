@@ -179,13 +179,8 @@ def test_distance_by_a_loop(make_learner: MakeLearner) -> None:
 @pytest.mark.parametrize("kl", [FROZEN, REFRESHED, AVERAGE])
 @pytest.mark.parametrize("resume_after", [1, 3])
 def test_reference_is_the_same_after_a_resume(
-    make_learner: MakeLearner,
-    tiny_model: TinyModel,
-    tmp_path: Path,
-    kl: dict,
-    tied: bool,
-    resume_after: int,
-) -> None:
+    make_learner: MakeLearner, tiny_model: TinyModel, tmp_path: Path, kl: dict, tied: bool, resume_after: int,
+) -> None:  # fmt: skip
     kl = {**kl, "coefficient": 0.2}
     straight, first = make_learner(kl, tied), make_learner(kl, tied)
     for seed in range(resume_after):

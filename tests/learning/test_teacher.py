@@ -42,12 +42,9 @@ def look_up(teacher: Teacher, group: RolloutGroup) -> tuple[np.ndarray, int]:
 @pytest.mark.parametrize("share_prompts", ["auto", "never"])
 @pytest.mark.parametrize(("temperature", "min_tokens"), [(1.0, 0), (0.7, 3)])
 def test_logprobs_are_those_of_a_plain_forward_pass(
-    make_teacher: Callable[..., Teacher],
-    teacher_path: str,
-    share_prompts: str,
-    temperature: float,
+    make_teacher: Callable[..., Teacher], teacher_path: str, share_prompts: str, temperature: float,
     min_tokens: int,
-) -> None:
+) -> None:  # fmt: skip
     teacher = make_teacher(
         sampling={"temperature": temperature, "min_tokens": min_tokens},
         learner={"share_prompts": share_prompts, "micro_batch_tokens": 16},  # several micro-batches

@@ -16,11 +16,8 @@ from grpo_ray.learning.training_state import capture_state, write_state
 
 @pytest.mark.parametrize("is_model_written", [False, True], ids=["model", "tokenizer"])
 def test_a_disk_that_fills_up_is_an_os_error_whoever_finds_it(
-    is_model_written: bool,
-    tiny_model: TinyModel,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    is_model_written: bool, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     model, tokenizer = load_policy(str(tiny_model())), load_tokenizer(str(tiny_model()))
     state = capture_state(
         MasterWeights(model, torch.float32), torch.optim.AdamW(model.parameters()), {"version": 1}, {}

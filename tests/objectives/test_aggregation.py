@@ -113,11 +113,9 @@ PROMPT_TOKENS = torch.tensor([5, 5, 5, 5])  # two responses each
 
 
 def metrics(
-    objective: Objective,
-    splits: list[slice],
-    old: torch.Tensor | None = None,
+    objective: Objective, splits: list[slice], old: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     """Return the metrics of one update in these micro-batches."""
     num_prompts, max_tokens = 2, 4
     denominator = loss_denominator(objective.aggregation, 4, int(MASK.sum()), max_tokens, num_prompts)

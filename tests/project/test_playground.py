@@ -348,12 +348,9 @@ SHORT = ("--steps", "3", "--updates", "1", "--seeds", "2")
     ],
 )
 def test_sorting_leaves_picture_and_figures(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
-    folder: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], folder: str,
     labels: list[str],
-) -> None:
+) -> None:  # fmt: skip
     assert playground("sorting", *SHORT, *arguments, output=tmp_path) == 0
     written = tmp_path / folder
     assert imread(written / "rewards.png").shape[:2] == (800, 1200)

@@ -92,12 +92,9 @@ def test_a_runs_console(
 
 @pytest.mark.parametrize(("is_terminal", "has_ended"), [(False, True), (True, False)])
 def test_a_frame_of_top(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    is_terminal: bool,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_terminal: bool,
     has_ended: bool,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setenv("COLUMNS", "300")
     if is_terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")

@@ -91,12 +91,9 @@ EDITS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "edit"), EDITS.items(), ids=[file for file, _ in EDITS.values()])
 def test_an_edited_input_is_refused_by_name(
-    tmp_path: Path,
-    make: Callable[..., Config],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    tmp_path: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, name: str,
     edit: tuple[str, str],
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(training, "_hosted", lambda *_: pytest.fail("Ray was to be started"))
     config, run = make(), RunDirectory(tmp_path / "run")
     run.create(config)

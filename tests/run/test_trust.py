@@ -269,12 +269,8 @@ def test_evaluate_refuses_an_engine_that_is_code(
 
 @pytest.mark.slow
 def test_evaluate_samples_an_evil_run_with_another_reward(
-    evil: RunDirectory,
-    marker: Path,
-    tmp_path: Path,
-    serve_locally: Any,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    evil: RunDirectory, marker: Path, tmp_path: Path, serve_locally: Any, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     serve_locally()
     assert evaluate(evil.path, tmp_path / "e", "--reward", "exact_match") == 2
     assert "model.path: " in capsys.readouterr().err  # its classes exist only as code
@@ -288,12 +284,8 @@ def test_evaluate_samples_an_evil_run_with_another_reward(
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [["--run-reward-code"], ["--reward", REWARD], [f"task.reward={REWARD}"]])
 def test_evaluate_runs_a_reward_that_the_command_line_allows(
-    evil: RunDirectory,
-    marker: Path,
-    tmp_path: Path,
-    serve_locally: Any,
-    how: list[str],
-) -> None:
+    evil: RunDirectory, marker: Path, tmp_path: Path, serve_locally: Any, how: list[str],
+) -> None:  # fmt: skip
     serve_locally()
     keep_to_transformers(evil)
     assert evaluate(evil.path, tmp_path / "e", *how) == 0
@@ -301,11 +293,8 @@ def test_evaluate_runs_a_reward_that_the_command_line_allows(
 
 
 def test_evaluate_runs_the_models_code_on_request(
-    evil: RunDirectory,
-    marker: Path,
-    tmp_path: Path,
-    serve_locally: Any,
-) -> None:
+    evil: RunDirectory, marker: Path, tmp_path: Path, serve_locally: Any,
+) -> None:  # fmt: skip
     serve_locally()
     evaluate(evil.path, tmp_path / "e", "--reward", "exact_match", "--trust-remote-code")
     assert marker.exists()
@@ -313,11 +302,8 @@ def test_evaluate_runs_the_models_code_on_request(
 
 @pytest.mark.slow
 def test_a_configuration_of_the_users_own_is_believed_as_by_train(
-    tmp_path: Path,
-    marker: Path,
-    evil: RunDirectory,
-    serve_locally: Any,
-) -> None:
+    tmp_path: Path, marker: Path, evil: RunDirectory, serve_locally: Any,
+) -> None:  # fmt: skip
     serve_locally()
     config = load_config(evil.config_path, ["model.trust_remote_code=false"])
     dump_config(config, tmp_path / "mine.yaml")

@@ -218,12 +218,9 @@ def good(keywords: list[str], attempt: int) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_loses_nothing(
-    tmp_path: Path,
-    tiny_model: TinyModel,
-    scripted: Any,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, tiny_model: TinyModel, scripted: Any, capsys: pytest.CaptureFixture[str],
     number: signal.Signals,
-) -> None:
+) -> None:  # fmt: skip
     def interrupting(keywords: list[str], attempt: int) -> str:
         if sum(engine.prompts.values()) == 7:
             os.kill(os.getpid(), number)

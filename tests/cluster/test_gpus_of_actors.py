@@ -1,0 +1,62 @@
+"""The GPUs that Ray gives a run's actors, on a cluster that claims to have four."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import json, os, ray
+from grpo_ray.cluster.environment import enable_token_auth, private_ray_folder
+from grpo_ray.cluster.placement import bundles_of
+from grpo_ray.cluster.session import placed
+from grpo_ray.config.loading import load_config
+
+class Actor:
+    def gpus(self):
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+def start(placement, name):
+    actor = ray.remote(Actor).options(**placement.options(name)).remote()
+    return actor, ray.get(actor.gpus.remote())
+
+def gpus(*changes):
+    config = load_config("configs/quickstart.yaml", ["generator.num_gpus=1", "learner.num_gpus=1", *changes])
+    with placed(config) as placement:
+        bundles = [[name for name in bundle.actors if "scorer" not in name] for bundle in bundles_of(config)]
+        started = {name: start(placement, name) for bundle in bundles for name in bundle}
+        ray.kill(started["generator-0"][0])
+        replacement, again = start(placement, "generator-0")
+        found = [{name: started[name][1] for name in bundle} for bundle in bundles if bundle]
+    return found, again
+
+enable_token_auth()
+ray.init(address="local", num_gpus=4, num_cpus=16, include_dashboard=False, log_to_driver=False,
+         _temp_dir=private_ray_folder())
+shared = "generator.colocated=true", "weight_sync.max_lag=0", "weight_sync.transport=ipc"
+two = "generator.num_generators=2", "learner.num_ranks=2"
+print(json.dumps([gpus(*two), gpus(*two, *shared), gpus("generator.num_gpus=2")]))
+"""
+
+
+@pytest.mark.ray
+def test_each_actor_sees_its_own_gpus_and_its_replacement_the_same() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    (apart, again), (shared, again_shared), (parallel, again_parallel) = json.loads(
+        done.stdout.splitlines()[-1]
+    )
+    seen = {name: gpus for bundle in apart for name, gpus in bundle.items()}
+    assert len(seen) == len(set(seen.values())) == 4
+    assert again == seen["generator-0"]
+    assert [sorted(name.split("-")[0] for name in bundle) for bundle in shared] == [
+        ["generator", "learner"]
+    ] * 2
+    assert [len(set(bundle.values())) for bundle in shared] == [1, 1]
+    assert again_shared == shared[0]["generator-0"]
+    assert shared[0]["generator-0"] != shared[1]["generator-1"]
+    assert len(parallel[0]["generator-0"].split(",")) == 2
+    assert again_parallel == parallel[0]["generator-0"]
