@@ -2,7 +2,7 @@
 
     python profiling/gpu.py --out gpu.json
 
-From a checkout, with torch, transformers, pydantic and numpy: no Ray, no vLLM, no download. The weights are
+From a checkout, with torch, transformers, pydantic, psutil and numpy: no Ray, vLLM or download. The weights are
 random, in the sizes of Qwen2.5. Beside the JSON file it writes the same results as Markdown, after each case.
 Where Ray and vLLM are installed, two whole colocated runs of the quickstart follow.
 """

@@ -1,4 +1,4 @@
-"""The parts of profiling/gpu.py; they need torch, transformers, pydantic and numpy, but no Ray and no vLLM.
+"""The parts of profiling/gpu.py; they need torch, transformers, pydantic, psutil and numpy, not Ray or vLLM.
 
 shapes.py       the models, by the sizes of Qwen2.5, and the batches
 steps.py        one step of the Learner, and a plain step to compare with
