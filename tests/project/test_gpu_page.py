@@ -243,20 +243,8 @@ def test_the_page_runs_with_the_torch_of_machines_that_have_an_older_one(tmp_pat
     """torch 2.11 lacks arguments that 2.13 has; the first GPU that this project ran on had it."""
     python, run = tmp_path / "venv/bin/python", partial(subprocess.run, check=True, cwd=ROOT, timeout=1800)
     run([sys.executable, "-m", "venv", tmp_path / "venv"])
-    run(
-        [
-            python,
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "torch==2.11.0",
-            "transformers==5.17.0",
-            "pydantic",
-            "psutil",
-            "numpy",
-        ]
-    )
+    needed = ["torch==2.11.0", "transformers==5.17.0", "pydantic", "psutil", "numpy"]
+    run([python, "-m", "pip", "install", "-q", *needed])
     parts = ["--parts", "exactness", "weights", "throughput", "--out", tmp_path / "gpu.json"]
     run([python, "profiling/gpu.py", *TINY, "--checkpointing", "selective", *parts])
     found = json.loads((tmp_path / "gpu.json").read_text())
