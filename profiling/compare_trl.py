@@ -13,6 +13,8 @@ every step does the same work), and two threads: TRL's trainer both, grpo_ray's 
 
     python profiling/compare_trl.py --trl-python ~/trl/bin/python --until 0.9 --rounds 3 --steps 60
 
+On a GPU, `--set` and `--trl-set` move both sides there; docs/lab/gpu.md has the command.
+
 With --until, both sides learn, with the configuration's learning rate and reward; a run counts until the mean
 training reward of three steps has passed the bound. Each round has a seed of its own.
 """
@@ -141,6 +143,8 @@ def _parser() -> argparse.ArgumentParser:
         "--model", metavar="FOLDER", help="SmolLM2 (grpo-ray data smollm2 FOLDER), for the cases with it"
     )
     parser.add_argument("--rows", type=positive, metavar="N", help="responses per micro-batch of TRL")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of grpo_ray's configuration")
+    parser.add_argument("--trl-set", type=json.loads, default={}, metavar="JSON", help="fields of GRPOConfig")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "compare_trl.json")
     return parser
 
@@ -164,7 +168,7 @@ def compare(
     """Run both sides in turns; return their rows, and TRL's versions."""
     folder.mkdir()
     common = COMMON if options.until is None else COMMON[1:]
-    overrides = [*common, f"algorithm.num_steps={options.steps}", *case.overrides]
+    overrides = [*common, f"algorithm.num_steps={options.steps}", *case.overrides, *options.set]
     if case.prompt_tokens is not None:
         overrides += write_long_prompts(case.prompt_tokens, folder)
     if case.is_pretrained:
@@ -175,7 +179,7 @@ def compare(
         # Of what is learned, each round has another model (a tiny one), other prompts and another order.
         seeded = overrides if options.until is None else [*overrides, f"run.seed={number}"]
         job = trl_job(case, load_config(case.config, seeded), options.steps, folder)
-        run = run_trl(options.trl_python, job | {"seed": number}, folder)
+        run = run_trl(options.trl_python, job | {"seed": number, "arguments": options.trl_set}, folder)
         directory = train(f"run-{number}", seeded, folder, config=case.config)
         if options.until is None:
             theirs.append(summary(run["seconds"], run["response_tokens"]))

@@ -72,7 +72,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 
     rows = job["prompts_per_step"] * job["samples_per_prompt"]
     accumulated = rows // job["micro_batch_rows"]
-    config = GRPOConfig(
+    arguments: dict[str, Any] = dict(
         output_dir=job["folder"],
         max_steps=job["num_steps"],
         num_generations=job["samples_per_prompt"],
@@ -96,6 +96,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         disable_tqdm=True,
         seed=job["seed"],
     )
+    config = GRPOConfig(**{**arguments, **job["arguments"]})
     clock = Clock()
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(

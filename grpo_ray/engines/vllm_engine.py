@@ -38,7 +38,8 @@ class VllmEngine:
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._adapter = None if adapter is None else ServedAdapter(adapter)
-        self._sleeps = config.colocated and config.num_gpus > 0  # vLLM can only free GPU memory
+        self._on_gpu = config.num_gpus > 0
+        self._sleeps = config.colocated and self._on_gpu  # vLLM can only free GPU memory
         self._lacks_cache = False
         common = common_arguments(config, dtype, head_dtype)  # first: it sets the environment
         from vllm.config import WeightTransferConfig
@@ -104,7 +105,8 @@ class VllmEngine:
     async def _pages(self, snapshot: WeightSnapshot) -> Pages:
         if not snapshot.data.nbytes:  # they are on the device, or still with the Learner
             return Pages("", 0, snapshot.num_bytes)
-        pages = None if snapshot.is_kept else pages_of(snapshot.data)
+        # A GPU loads five times as fast from page-locked memory, which the store's pages cannot become.
+        pages = None if snapshot.is_kept or self._on_gpu else pages_of(snapshot.data)
         return await asyncio.to_thread(self._buffer.write, snapshot) if pages is None else pages
 
     async def pause(self) -> None:

@@ -27,10 +27,13 @@ class Pages:
     num_bytes: int
 
 
-def map_pages(pages: Pages) -> torch.Tensor:
+def map_pages(pages: Pages, is_shared: bool = False) -> torch.Tensor:
     """Return the bytes as a flat uint8 tensor; what is written to it stays in this process.
 
     The process that gave the pages keeps the bytes as they are for as long as the tensor is read.
+
+    Args:
+        is_shared: the tensor has what either process writes later, as page-locked memory must.
 
     Raises:
         OSError: the pages cannot be opened.
@@ -38,14 +41,10 @@ def map_pages(pages: Pages) -> torch.Tensor:
     beyond = pages.offset_bytes % mmap.ALLOCATIONGRANULARITY
     if not pages.num_bytes:
         return torch.empty(0, dtype=torch.uint8)
-    with open(pages.path, "rb") as file:
-        mapped = mmap.mmap(
-            file.fileno(),
-            beyond + pages.num_bytes,
-            flags=mmap.MAP_PRIVATE,
-            prot=mmap.PROT_READ | mmap.PROT_WRITE,
-            offset=pages.offset_bytes - beyond,
-        )
+    flags = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE
+    with open(pages.path, "r+b" if is_shared else "rb") as file:
+        size, offset = beyond + pages.num_bytes, pages.offset_bytes - beyond
+        mapped = mmap.mmap(file.fileno(), size, flags, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
     return torch.frombuffer(mapped, dtype=torch.uint8)[beyond:]
 
 

@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransfe
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from grpo_ray.learning.device import lock_pages
 from grpo_ray.transfer.channels import join
 from grpo_ray.transfer.chunks import CHUNK_BYTES, Chunk, chunks
 from grpo_ray.transfer.device_buffer import gpu_of, open_shared
@@ -71,6 +72,7 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
     _channel: Channel | None = None
+    _pages: Pages | None = None
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
         self._close_wire()
@@ -107,11 +109,20 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
             expected = WeightSnapshot(update_info.version, specs, np.empty(0, np.uint8), wire_bytes=num_bytes)
             return receive(self._channel, self._meeting, expected, self._new_memory)
         if not update_info.on_device:
-            return iter([(Chunk(specs, 0, num_bytes), _mapped(update_info))])
+            return iter([(Chunk(specs, 0, num_bytes), self._mapped(update_info))])
         handles = [DeviceHandle(**fields) for fields in update_info.on_device]
         own = [handle for handle in handles if handle.gpu == gpu_of(self.device)]
         parts = (open_shared(handle, self.device) for handle in own)
         return zip(chunks(specs, num_bytes, CHUNK_BYTES), parts, strict=True)
+
+    def _mapped(self, update_info: SharedMemoryUpdateInfo) -> torch.Tensor:
+        """Map the pages; for a GPU they are the Generator's own, page-locked at the first load and kept."""
+        pages = Pages(update_info.path, update_info.offset_bytes, update_info.num_bytes)
+        if self.device.type == "cpu":
+            return map_pages(pages)
+        if pages != self._pages:
+            self._pages, self._locked = pages, lock_pages(map_pages(pages, is_shared=True))
+        return self._locked
 
     def _new_memory(self, chunk: Chunk) -> torch.Tensor:
         """Allocate each chunk anew: the reload keeps views of it until a layer is complete."""
@@ -168,10 +179,6 @@ class LoadingWorker:
 
 def _specs(update_info: SharedMemoryUpdateInfo) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in update_info.specs)
-
-
-def _mapped(update_info: SharedMemoryUpdateInfo) -> torch.Tensor:
-    return map_pages(Pages(update_info.path, update_info.offset_bytes, update_info.num_bytes))
 
 
 def update_info(pages: Pages, snapshot: WeightSnapshot) -> dict[str, Any]:
