@@ -72,31 +72,31 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 
     rows = job["prompts_per_step"] * job["samples_per_prompt"]
     accumulated = rows // job["micro_batch_rows"]
-    arguments: dict[str, Any] = dict(
-        output_dir=job["folder"],
-        max_steps=job["num_steps"],
-        num_generations=job["samples_per_prompt"],
-        per_device_train_batch_size=job["micro_batch_rows"],
-        gradient_accumulation_steps=accumulated,  # and the whole batch is sampled at once
-        max_completion_length=job["max_tokens"],
-        generation_kwargs={"min_new_tokens": job["min_tokens"]} if job["min_tokens"] else None,
-        learning_rate=job["learning_rate"],
-        lr_scheduler_type=job["schedule"],
-        warmup_steps=job["warmup_steps"],
-        adam_beta2=0.95,
-        max_grad_norm=1.0,
-        loss_type="grpo",
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,  # on by default, and a third slower
-        dataloader_pin_memory=False,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        seed=job["seed"],
-    )
-    config = GRPOConfig(**{**arguments, **job["arguments"]})
+    arguments: dict[str, Any] = {
+        "output_dir": job["folder"],
+        "max_steps": job["num_steps"],
+        "num_generations": job["samples_per_prompt"],
+        "per_device_train_batch_size": job["micro_batch_rows"],
+        "gradient_accumulation_steps": accumulated,  # and the whole batch is sampled at once
+        "max_completion_length": job["max_tokens"],
+        "generation_kwargs": {"min_new_tokens": job["min_tokens"]} if job["min_tokens"] else None,
+        "learning_rate": job["learning_rate"],
+        "lr_scheduler_type": job["schedule"],
+        "warmup_steps": job["warmup_steps"],
+        "adam_beta2": 0.95,
+        "max_grad_norm": 1.0,
+        "loss_type": "grpo",
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,  # on by default, and a third slower
+        "dataloader_pin_memory": False,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": job["seed"],
+    }
+    config = GRPOConfig(**arguments | job["arguments"])
     clock = Clock()
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(

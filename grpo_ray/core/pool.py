@@ -51,12 +51,9 @@ class GeneratorPool:
     """The actors that serve: samples or plays groups, and scores them, and replaces the actors that fail."""
 
     def __init__(
-        self,
-        context: ServingContext,
-        weight_sync: WeightSyncClient,
-        settings: SamplingSettings,
+        self, context: ServingContext, weight_sync: WeightSyncClient, settings: SamplingSettings,
         budget: RestartBudget,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._context = context
         self._config, self._calls, self._log = context.config, context.calls, context.log
         self._actors, self._weight_sync = context.actors, weight_sync

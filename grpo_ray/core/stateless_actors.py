@@ -22,12 +22,9 @@ class StatelessActors(Generic[ClientT]):
     """All Scorers of a run, or all its Teachers, or all its EnvironmentWorkers."""
 
     def __init__(
-        self,
-        kind: Literal["scorer", "teacher", "environment"],
-        clients: Mapping[str, ClientT],
-        context: ServingContext,
-        budget: RestartBudget,
-    ) -> None:
+        self, kind: Literal["scorer", "teacher", "environment"], clients: Mapping[str, ClientT],
+        context: ServingContext, budget: RestartBudget,
+    ) -> None:  # fmt: skip
         """
         Args:
             kind: begins the names of events.

@@ -35,12 +35,9 @@ class WeightSync:
     name = "weight_sync"
 
     def __init__(
-        self,
-        generators: Sequence[GeneratorClient],
-        phase_timeout_s: float,
-        version: int = 0,
+        self, generators: Sequence[GeneratorClient], phase_timeout_s: float, version: int = 0,
         wires: Wires | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """
         Args:
             version: the version that every Generator starts with.
@@ -120,12 +117,9 @@ class WeightSync:
             return self._published_version
 
     async def _sync(
-        self,
-        generators: Sequence[GeneratorClient],
-        weights: Ref[WeightSnapshot],
-        version: int,
+        self, generators: Sequence[GeneratorClient], weights: Ref[WeightSnapshot], version: int,
         is_whole: bool = True,
-    ) -> tuple[dict[str, float], dict[int, WeightSyncError]]:
+    ) -> tuple[dict[str, float], dict[int, WeightSyncError]]:  # fmt: skip
         """Make both calls to the Generators; return the slowest one's seconds per phase, and the failures."""
         wires = self._wires if is_whole else None  # a difference comes with its reference
         slowest = dict.fromkeys([*PHASES, "paused"], 0.0)

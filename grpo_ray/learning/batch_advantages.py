@@ -109,11 +109,9 @@ def kl_penalties(
 
 
 def _with_penalties_to_go(
-    sequences: Sequence[TrainSequence],
-    groups: Sequence[ScoredGroup],
-    penalties: Sequence[Sequence[np.ndarray]],
-    turn_discount: float,
-) -> list[TrainSequence]:
+    sequences: Sequence[TrainSequence], groups: Sequence[ScoredGroup],
+    penalties: Sequence[Sequence[np.ndarray]], turn_discount: float,
+) -> list[TrainSequence]:  # fmt: skip
     """Subtract from the advantage of each token its penalty and those that follow in its response."""
     to_go = []
     for group, of_group in zip(groups, penalties, strict=True):

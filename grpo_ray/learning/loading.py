@@ -30,11 +30,9 @@ def skeleton(path: str, trust_remote_code: bool, implementation: Implementation)
 
 
 def load_policy(
-    path: str,
-    trust_remote_code: bool = False,
-    implementation: Implementation = "transformers",
+    path: str, trust_remote_code: bool = False, implementation: Implementation = "transformers",
     dtype: torch.dtype = torch.float32,
-) -> PolicyModel:
+) -> PolicyModel:  # fmt: skip
     """Load the model in evaluation mode (no dropout, since the sampler has none).
 
     Args:

@@ -49,7 +49,7 @@ class ResponseLogProbs:
         hidden = hidden.flatten(0, 1).index_select(0, batch.sources)
         return chunked_log_probs(
             hidden, layer.weight, batch.labels, self._sampling.temperature, self._end_token_ids, too_early,
-            in_float32=isinstance(layer, Float32Head),
+            in_float32=isinstance(layer, Float32Head), is_compiled=layer._compiled_call_impl is not None,
         )  # fmt: skip
 
     def _plain(self, model: PolicyModel, batch: MicroBatch, too_early: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -162,6 +162,6 @@ def _keep_or_recompute(_: Any, operation: Any, *args: Any, **kwargs: Any) -> Che
 
 
 def compile_blocks(model: PolicyModel) -> None:
-    """Compile each block in place, for any batch and sequence length; names of parameters stay."""
-    for block in model.model.layers:
-        block.compile(dynamic=True)
+    """Compile blocks and output layer in place, for any batch and sequence length; names of parameters stay."""
+    for module in (*model.model.layers, model.get_output_embeddings()):
+        module.compile(dynamic=True)

@@ -48,12 +48,9 @@ class TrainingState:
 
 
 def capture_state(
-    masters: MasterWeights,
-    optimizer: torch.optim.Optimizer,
-    counters: Mapping[str, float],
-    reference: Mapping[str, torch.Tensor],
-    spare: TrainingState | None = None,
-) -> TrainingState:
+    masters: MasterWeights, optimizer: torch.optim.Optimizer, counters: Mapping[str, float],
+    reference: Mapping[str, torch.Tensor], spare: TrainingState | None = None,
+) -> TrainingState:  # fmt: skip
     """Copy the state to host memory, over an earlier state that is not needed any more if one is given.
 
     Args:
@@ -115,11 +112,9 @@ def write_state(
 
 
 def restore_state(
-    training_folder: Path,
-    masters: MasterWeights,
-    optimizer: torch.optim.Optimizer,
+    training_folder: Path, masters: MasterWeights, optimizer: torch.optim.Optimizer,
     reference: Reference | None = None,
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     """Restore everything that `capture_state` copied but weights in the model's folder; return the counters.
 
     The reference keeps its weights if the checkpoint has none for it.

@@ -6,6 +6,8 @@ there is one alone.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +17,9 @@ from torch.nn.functional import linear
 
 CHUNK_BYTES = 2**28
 """Size of one chunk's float32 logits, in bytes; forward and backward hold about two and a half of them."""
+COMPILED_CHUNK_BYTES = 2**30
+"""The same for a compiled layer on a GPU, which holds narrow copies alone: each chunk costs a pass over the
+gradient of the weights."""
 
 RULED_OUT = torch.finfo(torch.float32).min / 2
 """The logit of a token that the sampler could not draw: its probability is 0, and 0 times it is not NaN."""
@@ -22,7 +27,8 @@ RULED_OUT = torch.finfo(torch.float32).min / 2
 
 def chunked_log_probs(
     hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0, ruled_out: Sequence[int] = (),
-    is_ruled_out: Tensor | None = None, chunk_bytes: int = CHUNK_BYTES, in_float32: bool = False,
+    is_ruled_out: Tensor | None = None, chunk_bytes: int | None = None, in_float32: bool = False,
+    is_compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return `log softmax(hidden @ weight.T / temperature)` at the labels, and each distribution's entropy.
 
@@ -36,9 +42,11 @@ def chunked_log_probs(
         temperature: that of the sampler, above 0.
         ruled_out: token ids that the sampler could not draw at the positions of `is_ruled_out`.
         is_ruled_out: `[tokens]` bool.
-        chunk_bytes: size of the float32 logits of the positions that are computed together.
+        chunk_bytes: size of the float32 logits of the positions that are computed together; by default one of
+            the two above.
         in_float32: compute the products of forward and backward pass in float32, whatever the dtype of
             `hidden` and `weight`, which is that of their gradients.
+        is_compiled: compile what is computed between the products, so that it reads each logit about twice.
 
     Returns:
         Log-probabilities and entropies, `[tokens]` float32, in nats.
@@ -48,38 +56,84 @@ def chunked_log_probs(
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    layer = _OutputLayer(weight.shape[0], temperature, tuple(ruled_out), chunk_bytes, in_float32)
+    if chunk_bytes is None:
+        chunk_bytes = COMPILED_CHUNK_BYTES if weight.is_cuda and is_compiled else CHUNK_BYTES
+    rows = max(1, chunk_bytes // (4 * weight.shape[0]))
+    layer = _OutputLayer(rows, temperature, tuple(ruled_out), in_float32, is_compiled)
     return _apply(hidden, weight, labels, is_ruled_out, layer)
 
 
+@dataclass(frozen=True)
 class _OutputLayer:
     """The distributions of a chunk of positions."""
 
-    def __init__(
-        self, vocab: int, temperature: float, ruled_out: tuple[int, ...], chunk_bytes: int, in_float32: bool
-    ) -> None:
-        self._temperature, self._ruled_out, self._in_float32 = temperature, ruled_out, in_float32
-        self._rows = max(1, chunk_bytes // (4 * vocab))
+    rows: int
+    temperature: float
+    ruled_out: tuple[int, ...]
+    in_float32: bool
+    is_compiled: bool
 
     def chunks(self, num_tokens: int) -> list[slice]:
-        return [slice(first, first + self._rows) for first in range(0, num_tokens, self._rows)]
+        return [slice(first, first + self.rows) for first in range(0, num_tokens, self.rows)]
+
+    def ready(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the method, compiled if it shall be."""
+        return _compiled(method) if self.is_compiled else method
 
     def operand(self, weight: Tensor) -> Tensor:
         """Return the weight in the dtype of the products."""
-        return weight.float() if self._in_float32 else weight
+        return weight.float() if self.in_float32 else weight
 
-    def logits(self, hidden: Tensor, weight: Tensor, is_ruled_out: Tensor | None) -> Tensor:
-        """Return a chunk's logits, `[rows, vocab]` float32."""
-        logits = linear(hidden.to(weight.dtype), weight).float()
-        if self._temperature != 1.0:
-            logits /= self._temperature
+    def logits(self, products: Tensor, is_ruled_out: Tensor | None) -> Tensor:
+        """Return a chunk's logits, `[rows, vocab]` float32, of the layer's products, which they replace."""
+        logits = products.float()
+        if self.temperature != 1.0:
+            logits /= self.temperature
         if is_ruled_out is not None:
-            for token in self._ruled_out:  # an index of several would be copied to the GPU, which waits for it
+            for token in self.ruled_out:  # an index of several would be copied to the GPU, which waits for it
                 logits[:, token].masked_fill_(is_ruled_out, RULED_OUT)
         return logits
 
-    def scale_gradient(self, logits_grad: Tensor) -> Tensor:
-        return logits_grad if self._temperature == 1.0 else logits_grad.div_(self._temperature)
+    def summary(
+        self, products: Tensor, labels: Tensor, is_ruled_out: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return normalisers, log-probabilities at the labels, entropies, `[rows]`, and all log-probabilities.
+
+        The last are None if compiled, so that nobody writes them.
+        """
+        logits = self.logits(products, is_ruled_out)
+        del products
+        normaliser = logits.logsumexp(-1)
+        all_log_probs = logits.sub_(normaliser[:, None])
+        log_probs = all_log_probs.gather(-1, labels[:, None])[:, 0]
+        entropy = -all_log_probs.exp().mul_(all_log_probs).sum(-1)
+        return normaliser, log_probs, entropy, None if self.is_compiled else all_log_probs
+
+    def gradient(
+        self, all_log_probs: Tensor, labels: Tensor, log_probs_grad: Tensor, entropy: Tensor,
+        entropy_grad: Tensor | None, dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        """Return the gradient of a chunk's products, `[rows, vocab]`."""
+        grad = all_log_probs.exp().mul_(-log_probs_grad[:, None])
+        if entropy_grad is not None:
+            grad -= _entropy_part(all_log_probs, entropy, entropy_grad)
+        at_labels = grad.gather(-1, labels[:, None]) + log_probs_grad[:, None]
+        if self.temperature != 1.0:
+            grad, at_labels = grad.div_(self.temperature), at_labels / self.temperature
+        return grad.to(dtype).scatter_(-1, labels[:, None], at_labels.to(dtype))
+
+    def gradient_again(
+        self, products: Tensor, is_ruled_out: Tensor | None, normaliser: Tensor, labels: Tensor, *rest: Any
+    ) -> Tensor:
+        """Return `gradient` where the log-probabilities were not kept."""
+        all_log_probs = self.logits(products, is_ruled_out).sub_(normaliser[:, None])
+        del products
+        return self.gradient(all_log_probs, labels, *rest)
+
+
+@cache
+def _compiled(method: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(method, dynamic=True)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -91,12 +145,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
         normaliser = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         log_probs, entropy = torch.empty_like(normaliser), torch.empty_like(normaliser)
         chunks, operand = layer.chunks(len(labels)), layer.operand(weight)
+        summary = layer.ready(_OutputLayer.summary)
         for rows in chunks:
-            logits = layer.logits(hidden[rows], operand, None if is_ruled_out is None else is_ruled_out[rows])
-            normaliser[rows] = logits.logsumexp(-1)
-            all_log_probs = logits.sub_(normaliser[rows, None])
-            log_probs[rows] = all_log_probs.gather(-1, labels[rows, None])[:, 0]
-            entropy[rows] = -_row_products(all_log_probs.exp(), all_log_probs)
+            ruled_out = None if is_ruled_out is None else is_ruled_out[rows]
+            # In one expression, here and below, so that the callee can free the products.
+            found = summary(layer, linear(hidden[rows].to(operand.dtype), operand), labels[rows], ruled_out)
+            normaliser[rows], log_probs[rows], entropy[rows], all_log_probs = found
         only = all_log_probs if len(chunks) == 1 else None  # no larger than what the backward pass holds
         ctx.save_for_backward(hidden, weight, labels, is_ruled_out, normaliser, entropy, only)
         ctx.layer = layer
@@ -109,29 +163,31 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ctx: Any, log_probs_grad: Tensor | None, entropy_grad: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, is_ruled_out, normaliser, entropy, only = ctx.saved_tensors
-        operand = ctx.layer.operand(weight)
+        layer: _OutputLayer = ctx.layer
+        operand = layer.operand(weight)
         hidden_grad = torch.empty_like(hidden, dtype=operand.dtype)
         # None: the output layer is frozen, as under an adapter.
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         if log_probs_grad is None:
             log_probs_grad = torch.zeros_like(normaliser)
-        for rows in ctx.layer.chunks(len(labels)):
-            all_log_probs = only
-            if all_log_probs is None:
-                ruled_out = None if is_ruled_out is None else is_ruled_out[rows]
-                all_log_probs = ctx.layer.logits(hidden[rows], operand, ruled_out)
-                all_log_probs.sub_(normaliser[rows, None])
-            grad = _logits_grad(all_log_probs, labels[rows], log_probs_grad[rows])
-            if entropy_grad is not None:
-                grad -= _entropy_part(all_log_probs, entropy[rows], entropy_grad[rows])
-            grad = ctx.layer.scale_gradient(grad).to(operand.dtype)
-            torch.mm(grad, operand, out=hidden_grad[rows])
-            if weight_grad is None:
-                continue
-            if operand.dtype == torch.float32:
-                weight_grad.addmm_(grad.T, hidden[rows].float())
+        gradient_again = layer.ready(_OutputLayer.gradient_again)
+        for rows in layer.chunks(len(labels)):
+            upstream = labels[rows], log_probs_grad[rows], entropy[rows]
+            entropies_grad = None if entropy_grad is None else entropy_grad[rows]
+            if only is not None:
+                grad = layer.gradient(only, *upstream, entropies_grad, operand.dtype)
             else:
+                ruled_out = None if is_ruled_out is None else is_ruled_out[rows]
+                grad = gradient_again(
+                    layer, linear(hidden[rows].to(operand.dtype), operand), ruled_out, normaliser[rows],
+                    *upstream, entropies_grad, operand.dtype,
+                )  # fmt: skip
+            torch.mm(grad, operand, out=hidden_grad[rows])
+            if weight_grad is not None and operand.dtype == torch.float32:
+                weight_grad.addmm_(grad.T, hidden[rows].float())
+            elif weight_grad is not None:
                 weight_grad += grad.T @ hidden[rows]
+            del grad  # memory for the next chunk's
         del operand  # memory for the cast
         if weight_grad is not None:
             weight_grad = weight_grad.to(weight.dtype)
@@ -141,17 +197,6 @@ class _ChunkedLogProbs(torch.autograd.Function):
 _apply: Callable[..., tuple[Tensor, Tensor]] = _ChunkedLogProbs.apply
 
 
-def _logits_grad(all_log_probs: Tensor, labels: Tensor, log_probs_grad: Tensor) -> Tensor:
-    """Return the gradient of a chunk's logits through the log-probabilities, `[rows, vocab]`."""
-    grad = all_log_probs.exp().mul_(-log_probs_grad[:, None])
-    return grad.scatter_add_(-1, labels[:, None], log_probs_grad[:, None])
-
-
 def _entropy_part(all_log_probs: Tensor, entropy: Tensor, entropy_grad: Tensor) -> Tensor:
     """Return the negative gradient of a chunk's logits through the entropies, `[rows, vocab]`."""
     return all_log_probs.exp().mul_(entropy_grad[:, None]).mul_(all_log_probs + entropy[:, None])
-
-
-def _row_products(first: Tensor, second: Tensor) -> Tensor:
-    """Return the inner product of each row with its counterpart, `[rows]`, with no temporary of their size."""
-    return torch.bmm(first[:, None, :], second[:, :, None])[:, 0, 0]

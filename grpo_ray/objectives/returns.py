@@ -46,12 +46,9 @@ def penalties_to_go(penalties: np.ndarray, turns: np.ndarray, discount: float) -
 
 
 def episode_advantages(
-    rewards: Sequence[float | None],
-    algorithm: AlgorithmConfig,
-    format_rewards: np.ndarray | None = None,
-    answer_rewards: np.ndarray | None = None,
-    lengths: np.ndarray | None = None,
-) -> np.ndarray:
+    rewards: Sequence[float | None], algorithm: AlgorithmConfig, format_rewards: np.ndarray | None = None,
+    answer_rewards: np.ndarray | None = None, lengths: np.ndarray | None = None,
+) -> np.ndarray:  # fmt: skip
     """Compare each episode's reward with its group's, float32 `[G]`; see `compare_group`.
 
     An episode without a reward (`EpisodeResult.reward` is None) has advantage 0 and is no part of the baseline;
@@ -107,12 +104,9 @@ def verdict_on(episodes: Sequence[Episode], algorithm: AlgorithmConfig, turn_dis
 
 
 def compare_episodes(
-    episodes: Sequence[Episode],
-    format_rewards: np.ndarray,
-    answer_rewards: np.ndarray,
-    algorithm: AlgorithmConfig,
-    turn_discount: float,
-) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    episodes: Sequence[Episode], format_rewards: np.ndarray, answer_rewards: np.ndarray,
+    algorithm: AlgorithmConfig, turn_discount: float,
+) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:  # fmt: skip
     """Return a group's advantages `[G]`, and those of its turns if an episode has rewards per turn."""
     compare = partial(
         episode_advantages,

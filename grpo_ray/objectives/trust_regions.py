@@ -12,13 +12,9 @@ from grpo_ray.objectives.logprobs import MAX_LOG_RATIO, clamped_exp
 
 
 def dppo_tv(
-    inputs: RatioInputs,
-    *,
-    delta: float = 0.15,
-    delta_high: float | None = None,
-    cap: float = 20.0,
+    inputs: RatioInputs, *, delta: float = 0.15, delta_high: float | None = None, cap: float = 20.0,
     kl_tau: float = 0.0,
-) -> tuple[Tensor, Details]:
+) -> tuple[Tensor, Details]:  # fmt: skip
     """Compute DPPO with the binary total variation `|pi - pi_old|` as its divergence.
 
     Divergence PPO (Qi et al. arXiv:2602.04879): a token has no gradient where the update would lead further out
@@ -41,13 +37,9 @@ def dppo_tv(
 
 
 def dppo_kl(
-    inputs: RatioInputs,
-    *,
-    delta: float = 0.05,
-    delta_high: float | None = None,
-    cap: float = 20.0,
+    inputs: RatioInputs, *, delta: float = 0.05, delta_high: float | None = None, cap: float = 20.0,
     kl_tau: float = 0.0,
-) -> tuple[Tensor, Details]:
+) -> tuple[Tensor, Details]:  # fmt: skip
     """Compute DPPO with the binary KL divergence, that of "this token or another" under old and new policy.
 
     As `dppo_tv`, with `KL = p log(p / q) + (1 - p) log((1 - p) / (1 - q))` for `p = pi_old` and `q = pi`, which
@@ -124,13 +116,9 @@ def gmpo(
 
 
 def vespo(
-    inputs: RatioInputs,
-    *,
-    k: float = 2.0,
-    decay: float = 3.0,
-    k_negative: float = 3.0,
+    inputs: RatioInputs, *, k: float = 2.0, decay: float = 3.0, k_negative: float = 3.0,
     decay_negative: float = 2.0,
-) -> tuple[Tensor, Details]:
+) -> tuple[Tensor, Details]:  # fmt: skip
     """Compute VESPO: `-stopgrad(W^k * exp(decay * (1 - W))) * A * log pi` with the response's ratio W.
 
     Variational Sequence-level Soft Policy Optimization (Shen et al. arXiv:2602.10693): W is the product of the

@@ -34,12 +34,9 @@ DROPPED, FRESH = 0, 1  # values of `use`: sampled for the step but left out, or 
 
 
 def write_rollouts(
-    path: str | Path,
-    step: int | None,
-    groups: Sequence[ScoredGroup],
-    uses: Sequence[int] | None = None,
+    path: str | Path, step: int | None, groups: Sequence[ScoredGroup], uses: Sequence[int] | None = None,
     fsync: bool = False,
-) -> str | None:
+) -> str | None:  # fmt: skip
     """Write groups to a file, which appears whole or not at all.
 
     Args:

@@ -84,12 +84,9 @@ def weighted_sum(terms: Sequence[RewardTerm], row: Sequence[Graded]) -> Graded:
 
 
 def _outcomes(
-    function: UserFunction | RewardFn,
-    term: RewardTerm,
-    responses: Sequence[str],
-    truths: Sequence[str],
+    function: UserFunction | RewardFn, term: RewardTerm, responses: Sequence[str], truths: Sequence[str],
     about: About,
-) -> Sequence[Graded]:
+) -> Sequence[Graded]:  # fmt: skip
     pairs = zip(responses, truths, strict=True)
     if not isinstance(function, UserFunction):
         return [tried(partial(function, *pair, **term.arguments)) for pair in pairs]
@@ -170,11 +167,9 @@ def uses_algebra(reward: Reward) -> bool:
 
 
 def check_reward(
-    reward: Reward,
-    field: str = "task.reward",
-    columns: Collection[str] | None = (),
+    reward: Reward, field: str = "task.reward", columns: Collection[str] | None = (),
     fields: Collection[str] = (),
-) -> None:
+) -> None:  # fmt: skip
     """Import the user's own functions, compare the arguments with the signatures, and look for the secrets.
 
     Args:

@@ -24,11 +24,9 @@ COLUMNS = "the other columns of the questions"
 
 
 def input_digests(
-    config: Config,
-    templates: Mapping[str, PromptTemplate],
-    train: Sequence[Example],
+    config: Config, templates: Mapping[str, PromptTemplate], train: Sequence[Example],
     validation: Sequence[Example],
-) -> dict[str, str]:
+) -> dict[str, str]:  # fmt: skip
     """Return a digest of each template, the validation questions, each module with a reward, and local models.
 
     The name of each says what was edited if it changes. Modules that the reward's module imports are left out.

@@ -16,11 +16,9 @@ class SpilledBytes:
     """The newest answer of each node. All are asked in parallel, and nothing waits for one that hangs."""
 
     def __init__(
-        self,
-        nodes: Callable[[], Iterable[Node]],
-        ask: Callable[[Node], int],
+        self, nodes: Callable[[], Iterable[Node]], ask: Callable[[Node], int],
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._nodes, self._ask, self._clock = nodes, ask, clock
         self._answers: dict[str, int] = {}  # by node; that of a node that was lost is kept
         self._asked: set[str] = set()  # that have not answered yet

@@ -42,17 +42,10 @@ def steady_means(run: RunDirectory) -> Mapping[str, float]:
 
 
 def compare_runs(
-    cases: Mapping[str, Sequence[str]],
-    common: Sequence[str],
-    options: Options,
-    facts: Mapping[str, str],
-    *,
-    num_steps: int,
-    rounds: int,
-    has_seeds: bool = False,
-    program: Sequence[str] = ("-m", "grpo_ray"),
+    cases: Mapping[str, Sequence[str]], common: Sequence[str], options: Options, facts: Mapping[str, str], *,
+    num_steps: int, rounds: int, has_seeds: bool = False, program: Sequence[str] = ("-m", "grpo_ray"),
     also: Callable[[RunDirectory], Mapping[str, float]] = lambda run: {},
-) -> list[Row]:
+) -> list[Row]:  # fmt: skip
     """Train each case in turns; return a row per case: seconds per step of each run, and means of metrics.
 
     Args:

@@ -72,13 +72,9 @@ class PlainStep:
     """
 
     def __init__(
-        self,
-        model: Qwen2ForCausalLM,
-        device: torch.device,
-        dtype: torch.dtype,
-        micro_batch_tokens: int,
+        self, model: Qwen2ForCausalLM, device: torch.device, dtype: torch.dtype, micro_batch_tokens: int,
         checkpointing: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if checkpointing:
             model.train()
             model.gradient_checkpointing_enable()

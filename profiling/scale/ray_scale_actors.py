@@ -30,17 +30,9 @@ class ScaleActors(ActorGroup):
     """The actors of a run with simulated engines, Learner and Scorers on real Ray."""
 
     def __init__(
-        self,
-        placement: Placement,
-        config: Config,
-        model: StartingModel,
-        run_dir: Path,
-        checkpoint: Checkpoint | None,
-        *,
-        speeds: Speeds,
-        lengths: Lengths,
-        per_process: int,
-    ) -> None:
+        self, placement: Placement, config: Config, model: StartingModel, run_dir: Path,
+        checkpoint: Checkpoint | None, *, speeds: Speeds, lengths: Lengths, per_process: int,
+    ) -> None:  # fmt: skip
         """
         Args:
             per_process: Generators in each process.

@@ -55,9 +55,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="module", params=IMPLEMENTATIONS)
 def reloaded(
-    request: pytest.FixtureRequest,
-    tokenizer: PreTrainedTokenizerBase,
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory
 ) -> PreTrainedTokenizerBase:
     """The tokenizer as loaded by AutoTokenizer, saved with a Qwen2 model and with a Llama."""
     folder = tmp_path_factory.mktemp("reloaded")

@@ -31,12 +31,15 @@ def plain(
     return log_probs.float(), compute_entropy(logits).float()
 
 
-@pytest.mark.parametrize("rows_per_chunk", [1, 5, 37, 1000])
+COMPILED = pytest.param(12, True, marks=pytest.mark.campaign)
+
+
+@pytest.mark.parametrize(("rows_per_chunk", "is_compiled"), [(1, 0), (5, 0), (37, 0), (1000, 0), COMPILED])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("rules_out", [False, True])
 @pytest.mark.parametrize("uses", [(1.0, 0.0), (0.0, 1.0), (1.0, 0.3)])
 def test_values_and_gradients_are_those_of_log_softmax(
-    rows_per_chunk: int, temperature: float, rules_out: bool, uses: tuple[float, float]
+    rows_per_chunk: int, is_compiled: bool, temperature: float, rules_out: bool, uses: tuple[float, float]
 ) -> None:
     """Each use weighs log-probabilities and entropies in what is differentiated; 0 leaves one out."""
     hidden, weight, labels, is_ruled_out = inputs(torch.float32)
@@ -44,7 +47,9 @@ def test_values_and_gradients_are_those_of_log_softmax(
     upstream = torch.randn(2, TOKENS)
     results = []
     for outputs in (
-        chunked_log_probs(hidden, weight, labels, temperature, ENDS, mask, rows_per_chunk * 4 * VOCAB),
+        chunked_log_probs(
+            hidden, weight, labels, temperature, ENDS, mask, rows_per_chunk * 4 * VOCAB, is_compiled=is_compiled
+        ),
         plain(hidden, weight, labels, temperature, mask),
     ):
         weighted = [use * (up * out).sum() for use, up, out in zip(uses, upstream, outputs, strict=True) if use]
@@ -55,9 +60,8 @@ def test_values_and_gradients_are_those_of_log_softmax(
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
 def test_bad_temperature(temperature: float) -> None:
-    hidden, weight, labels, _ = inputs(torch.float32)
     with pytest.raises(ValueError, match="temperature must be positive"):
-        chunked_log_probs(hidden, weight, labels, temperature)
+        chunked_log_probs(*inputs(torch.float32)[:3], temperature)
 
 
 def test_bfloat16_is_computed_in_float32_from_the_logits_on() -> None:

@@ -339,6 +339,7 @@ def test_a_micro_batch_takes_what_is_planned(
 
 def test_a_chunk_is_as_large_as_the_learners() -> None:
     assert learner_memory.CHUNK_BYTES == chunked.CHUNK_BYTES
+    assert learner_memory.COMPILED_CHUNK_BYTES == chunked.COMPILED_CHUNK_BYTES
 
 
 DORA = {"rank": 4, "dora": True, "target_modules": ["q_proj", "up_proj"]}

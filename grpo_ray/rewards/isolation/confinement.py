@@ -84,12 +84,9 @@ class Confinement:
     """The sandbox of a fork server's workers, prepared once, after all imports."""
 
     def __init__(
-        self,
-        memory_gib: float,
-        readable: Iterable[str] = (),
-        protection: Protection | None = None,
+        self, memory_gib: float, readable: Iterable[str] = (), protection: Protection | None = None,
         is_offline: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """
         Args:
             readable: files and folders that workers may read besides what their modules need.

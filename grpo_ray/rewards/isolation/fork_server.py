@@ -59,12 +59,9 @@ class _Child:
 
 class _ForkServer:
     def __init__(
-        self,
-        control: socket.socket,
-        rewards: Mapping[str, GroupFn],
-        confinement: Confinement,
+        self, control: socket.socket, rewards: Mapping[str, GroupFn], confinement: Confinement,
         memory_gib: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._control, self._rewards = control, rewards
         self._confinement, self._memory_gib = confinement, memory_gib
         self._by_channel: dict[int, _Child] = {}

@@ -20,7 +20,7 @@ from grpo_ray.tools.planning.gpu_memory import (
 )
 from grpo_ray.tools.planning.model_shape import ModelShape
 
-CHUNK_BYTES = 2**28
+CHUNK_BYTES, COMPILED_CHUNK_BYTES = 2**28, 2**30
 """Bytes of float32 logits that objectives/chunked.py, which imports torch, computes at a time."""
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes per weight: 4 bits, an 8-bit scale per 64 weights, and a float32 scale per 256 of those."""
@@ -195,14 +195,15 @@ def _output_layer(shape: ModelShape, config: Config, tokens: Tokens) -> Item:
     """Return the peak of objectives/chunked.py: a chunk's logits, and gradients of weights and inputs."""
     served, vocab = served_width(config), shape.vocab_size
     width = FLOAT32 if config.model.head_dtype == "float32" else served
-    rows = min(tokens.responses, max(1, CHUNK_BYTES // (FLOAT32 * vocab)))
     is_frozen = config.model.adapter is not None  # its weights have no gradient
+    is_compiled = config.learner.compile and config.learner.num_gpus > 0
+    chunk_bytes = COMPILED_CHUNK_BYTES if is_compiled else CHUNK_BYTES
+    rows = min(tokens.responses, max(1, chunk_bytes // (FLOAT32 * vocab)))
     weights = 0 if is_frozen else FLOAT32 * shape.embedding
     chunk, width_ratio = rows * FLOAT32 * vocab, width / FLOAT32
-    # A chunk's logits and their gradient, with an entropy bonus two more of that size, else the last chunk's.
-    copies = 4.0 if config.algorithm.has_entropy_bonus else 3.0
-    if rows == tokens.responses and not config.algorithm.has_entropy_bonus:
-        copies = 2.0 if width == FLOAT32 else 2.0 + width_ratio
+    # A chunk's logits and their gradient, with an entropy bonus two more of that size, else its cast.
+    copies = 4.0 if config.algorithm.has_entropy_bonus else 2.0 if width == FLOAT32 else 2.0 + width_ratio
+    copies = 2.0 * width_ratio if is_compiled else copies  # what is computed between is not written
     peak = copies * chunk + weights
     if width < FLOAT32:  # the weights' gradient is summed in float32, with one narrow term at a time
         peak = max(peak, (1 + width_ratio) * (chunk + weights))
