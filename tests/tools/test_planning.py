@@ -63,7 +63,9 @@ from grpo_ray.tools.planning.model_shape import ModelShape, find_shape, shape_of
 from grpo_ray.types import TrainBatch
 
 QWEN = "configs/qwen2.5-math-1.5b.yaml"
-SMALL_BATCHES = ("learner.micro_batch_tokens=4096", "learner.gradient_checkpointing=true")
+SMALL_BATCHES = (
+    "learner.micro_batch_tokens=4096", "learner.gradient_checkpointing=true", "learner.compile=false",
+)  # fmt: skip
 ON_ONE_GPU = ("generator.colocated=true", "weight_sync.max_lag=0")
 SMALL = {
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -27,8 +27,8 @@ COPY_TO_HOST = 20 * GB
 """Bytes per second from a GPU to pinned host memory."""
 COPY_TO_STORE = 4 * GB
 """Bytes per second from host memory into Ray's object store."""
-LOAD_FROM_HOST = 6 * GB
-"""Bytes per second from pageable host memory into an engine, while it is paused."""
+LOAD_FROM_HOST = 16 * GB
+"""Bytes per second from page-locked host memory into an engine, while it is paused; 16 to 19 on an H100."""
 
 
 @dataclass(frozen=True)

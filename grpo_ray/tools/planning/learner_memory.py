@@ -179,10 +179,19 @@ def working_items(shape: ModelShape, config: Config, prompt_tokens: int) -> list
         kept, note = width * shape.hidden_size * tokens.all, "the inputs of"
     elif which == "selective":
         kept, note = _kept_selectively(shape, width) * tokens.all, "inputs, matrix products and attention of"
+    elif _is_compiled(config):  # by torch's partitioner: on an H100 it also kept what enters the last product
+        kept = tokens.all * (_kept_selectively(shape, width) + width * shape.intermediate_size)
+        note = "what the compiler keeps of"
     else:
-        note, again = "of", Item("gradients of a layer", gradients, "of its activations")
+        note = "of"
+    if which == "none":
+        again = Item("gradients of a layer", gradients, "of its activations")
     activations = Item("activations", layers * kept + last, f"{note} {layers} layers, of {tokens.all:,} tokens")
     return [activations, max(_output_layer(shape, config, tokens), again, key=lambda item: item.num_bytes)]
+
+
+def _is_compiled(config: Config) -> bool:
+    return config.learner.compile and config.learner.num_gpus > 0
 
 
 def _kept_selectively(shape: ModelShape, width: int) -> int:
@@ -196,14 +205,13 @@ def _output_layer(shape: ModelShape, config: Config, tokens: Tokens) -> Item:
     served, vocab = served_width(config), shape.vocab_size
     width = FLOAT32 if config.model.head_dtype == "float32" else served
     is_frozen = config.model.adapter is not None  # its weights have no gradient
-    is_compiled = config.learner.compile and config.learner.num_gpus > 0
-    chunk_bytes = COMPILED_CHUNK_BYTES if is_compiled else CHUNK_BYTES
+    chunk_bytes = COMPILED_CHUNK_BYTES if _is_compiled(config) else CHUNK_BYTES
     rows = min(tokens.responses, max(1, chunk_bytes // (FLOAT32 * vocab)))
     weights = 0 if is_frozen else FLOAT32 * shape.embedding
     chunk, width_ratio = rows * FLOAT32 * vocab, width / FLOAT32
     # A chunk's logits and their gradient, with an entropy bonus two more of that size, else its cast.
     copies = 4.0 if config.algorithm.has_entropy_bonus else 2.0 if width == FLOAT32 else 2.0 + width_ratio
-    copies = 2.0 * width_ratio if is_compiled else copies  # what is computed between is not written
+    copies = 2.0 * width_ratio if _is_compiled(config) else copies  # what is computed between is not written
     peak = copies * chunk + weights
     if width < FLOAT32:  # the weights' gradient is summed in float32, with one narrow term at a time
         peak = max(peak, (1 + width_ratio) * (chunk + weights))
