@@ -136,10 +136,7 @@ def on_processes(v: Victims) -> Attempts:
             "execute": lambda: os.execv("/bin/true", ["true"]),
             "start a program": lambda: subprocess.run(["/bin/true"], check=True),
         },
-        "start a process or a thread": {
-            "fork": lambda: wait_for(os.fork()),
-            "start a thread": start_a_thread,
-        },
+        "start a process or a thread": {"fork": lambda: wait_for(os.fork()), "start a thread": start_a_thread},
         "signal a process or change its limits, priority or CPUs": {
             "signal": lambda: os.kill(v.pid, 0),
             "have it signalled": own_a_file,
@@ -151,9 +148,7 @@ def on_processes(v: Victims) -> Attempts:
             "read an environment": lambda: open(f"/proc/{v.pid}/environ").read(),
             "read another process's memory": lambda: os.open(f"/proc/{v.pid}/mem", os.O_RDONLY),
         },
-        "outlive its parent": {
-            "outlive its parent": lambda: system(157, 1, 0, 0, 0, 0),
-        },
+        "outlive its parent": {"outlive its parent": lambda: system(157, 1, 0, 0, 0, 0)},
         "raise its limits": {
             "raise its limit": lambda: resource.setrlimit(resource.RLIMIT_CORE, (1, 1)),
             "allocate too much": allocate,
@@ -186,7 +181,7 @@ def on_the_network(v: Victims) -> Attempts:
             "connect to a unix socket": connect(unix, stream, 0, v.path),
             "send from a pair of sockets": send_from_a_pair,
             "pass a file to the pool": lambda: socket.send_fds(v.other, [b"x"], [0]),
-        },
+        }
     }
 
 

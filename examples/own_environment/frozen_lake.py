@@ -12,12 +12,7 @@ LAKE = ["SFF", "FHF", "FFG"]  # from the start past a hole to the goal
 MOVES = ["left", "down", "right", "up"]  # the environment's actions 0 to 3
 
 episode = gymnasium_episode(
-    lambda: gymnasium.make(
-        "FrozenLake-v1",
-        desc=LAKE,
-        is_slippery=False,
-        max_episode_steps=12,
-    ),
+    lambda: gymnasium.make("FrozenLake-v1", desc=LAKE, is_slippery=False, max_episode_steps=12),
     show=lambda cell: f"You stand on {cell}.",
     read_action=lambda text: MOVES.index(text) if text in MOVES else None,
 )

@@ -19,11 +19,7 @@ CONFIG = {
     "model": {"tiny": {"num_layers": 2, "warmup": {"num_steps": 60}}},
     "task": {"prompt": "question_only"},
     "sampling": {"max_tokens": 6},
-    "algorithm": {
-        "num_steps": 40,
-        "prompts_per_step": 16,
-        "samples_per_prompt": 8,
-    },
+    "algorithm": {"num_steps": 40, "prompts_per_step": 16, "samples_per_prompt": 8},
     "learner": {"learning_rate": 3e-3},
     "evaluation": {"every_num_steps": 10},
 }

@@ -92,11 +92,9 @@ class ChatTemplate:
     """A tokenizer's chat template, for conversations that grow."""
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        end_token_ids: Sequence[int],
+        self, tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int],
         arguments: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """
         Args:
             end_token_ids: tokens that end a reply.

@@ -100,11 +100,9 @@ def make_template(
 
 
 def make_renderer(
-    name: str,
-    tokenizer: PreTrainedTokenizerBase,
-    end_token_ids: Sequence[int],
+    name: str, tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int],
     arguments: Mapping[str, Any] | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Return the renderer of that name, `auto` for the one that the package lists for the model.
 
     Args:

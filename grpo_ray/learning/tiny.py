@@ -20,11 +20,9 @@ def cache_folder() -> Path:
 
 
 def build_model(
-    config: TinyModelConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
+    config: TinyModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int,
     implementation: Implementation = "transformers",
-) -> PolicyModel:
+) -> PolicyModel:  # fmt: skip
     """Build a randomly initialised float32 model; the same seed gives the same weights."""
     torch.manual_seed(seed)
     shape: dict[str, Any] = {

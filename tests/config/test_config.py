@@ -211,10 +211,7 @@ def test_wrong_values(tmp_path: Path, overrides: str, parts: str) -> None:
         ("samples_per_prompt=1", ": samples_per_prompt is 1: a group needs at least 2"),
         ("train_batch_size=100", ": train_batch_size (100) must divide ... (256)"),
         ("dual_clip=3 loss=gspo", "dual_clip works only with `grpo_clip` ... `gspo`"),
-        (
-            "dual_clip=1.2 cliprange_high=0.28",
-            "dual_clip (1.2) must be at least 1 + cliprange_high = 1.28",
-        ),
+        ("dual_clip=1.2 cliprange_high=0.28", "dual_clip (1.2) must be at least 1 + cliprange_high = 1.28"),
         (
             "off_policy_correction=[veto,tis]",
             ".off_policy_correction[1]: 'tis' is not valid; allowed: none, trunc",

@@ -150,15 +150,7 @@ async def test_weight_update_calls_the_engine_in_order() -> None:
     assert list(seconds) == ["pause", "load", "finish", "resume", "paused"]
     assert 0 < sum(seconds.values()) - seconds["paused"] <= seconds["paused"]
     await generator.shutdown()
-    assert engine.calls == [
-        "start 6",
-        "stage 7",
-        "pause",
-        "load",
-        "finish 7",
-        "resume",
-        "shutdown",
-    ]
+    assert engine.calls == ["start 6", "stage 7", "pause", "load", "finish 7", "resume", "shutdown"]
     assert repr(generator) == "Generator(generator-0, version=7, wait_for_prompts, 0 groups running)"
 
 

@@ -192,10 +192,7 @@ def tokens_of(sequences: Sequence[TrainSequence]) -> Counter[bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("epochs", "size", "sizes"),
-    [(3, None, [12] * 3), (1, 12, [12]), (2, 4, [4] * 6)],
-)
+@pytest.mark.parametrize(("epochs", "size", "sizes"), [(3, None, [12] * 3), (1, 12, [12]), (2, 4, [4] * 6)])
 def test_each_epoch_updates_on_every_response_once(
     make_learner: MakeLearner, epochs: int, size: int | None, sizes: list[int]
 ) -> None:
@@ -535,9 +532,7 @@ def test_mismatch_of_minibatches_is_that_of_the_first(make_learner: MakeLearner,
     assert [metrics[name] for name in MISMATCH] == pytest.approx(expected, rel=1e-3)
 
 
-def test_the_scale_of_the_gradient_is_measured_where_the_loss_alone_makes_it(
-    make_learner: MakeLearner,
-) -> None:
+def test_the_scale_of_the_gradient_is_measured_where_the_loss_alone_makes_it(make_learner: MakeLearner) -> None:
     learner = make_learner()
     sequences = sequences_of(make_batch(learner, noise=0.0)[:1])
     sums = learner.accumulate_gradient(sequences)

@@ -65,10 +65,7 @@ EXACT = ("dynamic", "replay", "several-updates", "reference")
 @pytest.mark.parametrize("name", EXACT)
 def test_a_synchronous_run_that_is_interrupted_is_the_same_run(tmp_path: Path, name: str) -> None:
     """A schedule's whole state is in the checkpoint: the same steps follow."""
-    options = {
-        **SCHEDULES,
-        "reference": ["algorithm.kl.reference=ema", "algorithm.kl.coefficient=0.1"],
-    }[name]
+    options = {**SCHEDULES, "reference": ["algorithm.kl.reference=ema", "algorithm.kl.coefficient=0.1"]}[name]
     config = make_config(*options, "weight_sync.max_lag=0", "buffer.replay.max_age=4")
     whole, parts = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "parts")
     train(config, whole.path)

@@ -134,9 +134,7 @@ def test_a_float32_head_over_bfloat16(tiny_model: TinyModel, own: bool) -> None:
         assert completion.logprobs[0] == pytest.approx(expected, abs=1e-5)
 
 
-def test_request_seed_gives_the_same_tokens_whatever_the_neighbours(
-    make_torch_engine: MakeEngine,
-) -> None:
+def test_request_seed_gives_the_same_tokens_whatever_the_neighbours(make_torch_engine: MakeEngine) -> None:
     settings = make_settings(num_samples=3, max_tokens=12, seed=7)
     engine = make_torch_engine()
     alone = generate(engine, settings, PROMPTS[:1])[0]
@@ -191,9 +189,7 @@ def test_only_a_synchronous_run_samples_each_request_by_itself(
 
 
 @pytest.mark.slow
-def test_engines_and_requests_have_their_own_seeds(
-    make_torch_engine: MakeEngine,
-) -> None:
+def test_engines_and_requests_have_their_own_seeds(make_torch_engine: MakeEngine) -> None:
     settings = make_settings(num_samples=1, max_tokens=16)
 
     def tokens(index: int) -> list[list[int]]:
@@ -210,9 +206,7 @@ def test_engines_and_requests_have_their_own_seeds(
 # ---- how a response ends ----
 
 
-def test_end_token_ends_a_response_from_min_tokens_on(
-    make_torch_engine: MakeEngine,
-) -> None:
+def test_end_token_ends_a_response_from_min_tokens_on(make_torch_engine: MakeEngine) -> None:
     settings = make_settings(
         num_samples=64, min_tokens=3, max_tokens=40, end_token_ids=tuple(range(150)), seed=0
     )
@@ -246,17 +240,13 @@ def test_stop_string_ends_a_response_and_is_kept(make_torch_engine: MakeEngine, 
             assert len(c.token_ids) == 40
 
 
-def test_requests_beyond_max_num_seqs_wait_and_are_served(
-    make_torch_engine: MakeEngine,
-) -> None:
+def test_requests_beyond_max_num_seqs_wait_and_are_served(make_torch_engine: MakeEngine) -> None:
     settings = make_settings(num_samples=3, max_tokens=6)
     groups = generate(make_torch_engine(max_num_seqs=4), settings, PROMPTS * 3)
     assert [len(group) for group in groups] == [3] * 9
 
 
-async def test_error_reaches_its_request_and_the_engine_keeps_serving(
-    make_torch_engine: MakeEngine,
-) -> None:
+async def test_error_reaches_its_request_and_the_engine_keeps_serving(make_torch_engine: MakeEngine) -> None:
     engine = make_torch_engine()
     cancelled = asyncio.create_task(engine.generate((299_999,), make_settings()))
     refused = asyncio.create_task(engine.generate((299_999,), make_settings()))
@@ -346,9 +336,7 @@ async def test_nothing_is_sampled_while_paused(make_torch_engine: MakeEngine) ->
     assert len(completion.token_ids) == 40
 
 
-async def test_tokens_carry_the_version_the_engine_is_started_with(
-    make_torch_engine: MakeEngine,
-) -> None:
+async def test_tokens_carry_the_version_the_engine_is_started_with(make_torch_engine: MakeEngine) -> None:
     engine = make_torch_engine()
     await engine.start(7)
     (completion,) = await engine.generate(PROMPTS[0], make_settings(max_tokens=3))

@@ -283,10 +283,7 @@ def test_folders_of_transformers_load(tmp_path: Path) -> None:
     ("values", "what"),
     [
         ({"model_type": "qwen2"}, "model_type 'qwen2'"),
-        (
-            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
-            "rope_type 'linear'",
-        ),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "rope_type 'linear'"),
         ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
         ({"attention_bias": True}, "biases (attention_bias)"),
         ({"mlp_bias": True, "hidden_act": "gelu"}, "biases (mlp_bias), hidden_act 'gelu'"),

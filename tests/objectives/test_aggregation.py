@@ -131,13 +131,7 @@ def metrics(
         loss.backward()
         assert log_probs.grad is not None
         counts |= gradient_sums(
-            log_probs.grad,
-            MASK[split],
-            PROBED[split],
-            objective.aggregation,
-            denominator,
-            row_tokens,
-            factors,
+            log_probs.grad, MASK[split], PROBED[split], objective.aggregation, denominator, row_tokens, factors
         )
         add(sums, {name: float(value) for name, value in counts.items()})
     return mean_metrics(sums)

@@ -226,10 +226,9 @@ def test_the_step_against_autograd_of_the_whole_batch_row_by_row(method, normali
         log_ratio = policy - old[row][mask]
         log_ratio = log_ratio.mean().expand(len(policy)) if method == "gspo" else log_ratio
         ratio = log_ratio.exp()
-        objective = {
-            "none": advantage * policy,
-            "noclip": advantage * ratio,
-        }.get(method, torch.minimum(advantage * ratio, advantage * ratio.clamp(0.8, 1.2)))
+        objective = {"none": advantage * policy, "noclip": advantage * ratio}.get(
+            method, torch.minimum(advantage * ratio, advantage * ratio.clamp(0.8, 1.2))
+        )
         total = total - (objective.mean() / 6 if normalization[0] == "sequence" else objective.sum() / 24)
     total.backward()
     gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])

@@ -106,10 +106,7 @@ def test_what_fits_is_accepted(changes: dict[str, Any]) -> None:
         ({"loss": ":bare"}, r"bare: the first parameter must be annotated with LossInputs"),
         ({"loss": ":mean"}, r"mean fails on a small batch: ValueError: the loss of .* has shape"),
         ({"loss": ":raising"}, r"raising fails on a small batch: KeyError: 'no'"),
-        (
-            {"loss": ":cut_off"},
-            r"cut_off must return finite losses that depend on inputs\.policy_log_probs",
-        ),
+        ({"loss": ":cut_off"}, r"cut_off must return finite losses that depend on inputs\.policy_log_probs"),
         (
             {"loss": ":not_finite"},
             r"not_finite must return finite losses that depend on inputs\.policy_log_probs",
@@ -117,10 +114,7 @@ def test_what_fits_is_accepted(changes: dict[str, Any]) -> None:
         ({"loss": ":needing"}, r"needing needs tau; give algorithm\.loss_options: \{tau: \.\.\.\}"),
         ({"loss": ":spo", "loss_options": {"strenght": 1}}, r"has no argument 'strenght'; it takes strength"),
         ({"loss": ":clip", "loss_options": {"mode": "c"}}, r"has mode='c': input should be 'a' or 'b'"),
-        (
-            {"loss": "sapo", "loss_options": {"tau": "x"}},
-            r"algorithm\.loss: sapo has tau='x': input should be",
-        ),
+        ({"loss": "sapo", "loss_options": {"tau": "x"}}, r"algorithm\.loss: sapo has tau='x': input should be"),
         ({"loss": "sapo", "loss_options": {"tau": "2"}}, r"tau='2', which is text; write it without quotes"),
         ({"loss_options": {"tau": 1}}, r"algorithm\.loss: grpo_clip has no argument 'tau'; it takes none"),
         ({"loss_options": {"cliprange": 1}}, r"loss_options: cliprange is a field .* set algorithm\.cliprange"),

@@ -78,9 +78,7 @@ def test_prompts_with_signal_are_asked_more_and_every_prompt_occurs() -> None:
     assert max(middle) - min(middle) <= 1  # each occurs in every epoch
 
 
-def test_a_prompt_whose_signal_returns_is_in_every_epoch_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_prompt_whose_signal_returns_is_in_every_epoch_again(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(min_weight=0.5)
     for _ in range(6):
         step(run)

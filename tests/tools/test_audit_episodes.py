@@ -107,11 +107,7 @@ def split(rows: list[Row]) -> None:
     """Write the first sequence, of turns 0 and 1, as two."""
     first, second = rows[1]["sequences"]
     prompt = [*first["prompt_token_ids"], *rows[1]["token_ids"][:4]]
-    rows[1]["sequences"] = [
-        {**first, "end": 4},
-        {"prompt_token_ids": prompt, "start": 4, "end": 6},
-        second,
-    ]
+    rows[1]["sequences"] = [{**first, "end": 4}, {"prompt_token_ids": prompt, "start": 4, "end": 6}, second]
     rows[1]["num_branches"] = 2
 
 

@@ -419,6 +419,17 @@ def test_figures_of_1_5b_by_hand() -> None:
     assert generator["KV cache"] == 512 * 1280 * (2 * 28 * 2 * 128 * 2)  # sequences, tokens, bytes per token
 
 
+@pytest.mark.parametrize(
+    ("options", "gib"), [({}, 51.4), ({"gradient_checkpointing": "selective"}, 39.7), ({"compile": True}, 44.7)]
+)
+def test_the_plan_is_what_an_h100_took(options: dict[str, Any], gib: float) -> None:
+    """The peaks of docs/lab/gpu.md, which are torch's own: without CUDA's context."""
+    long = {"sampling": {"max_tokens": 8192}, "algorithm": {"prompts_per_step": 1, "samples_per_prompt": 8}}
+    options = {"micro_batch_tokens": 8192, "gradient_checkpointing": "none", **options}
+    learner = budgets_of(plan_config(**long, learner=options), prompt_tokens=512)[1]
+    assert sum(item.num_bytes for item in learner.items) / 2**30 - 1 == pytest.approx(gib, rel=0.01)
+
+
 def test_the_kv_cache_is_divided_among_a_generators_gpus() -> None:
     of_gpus = [plan_config(generator={"num_gpus": n}) for n in (1, 2, 4, 8)]  # 4 key-value heads
     assert [kv_bytes_per_token(SHAPE_7B, config) / 1024 for config in of_gpus] == [56, 28, 14, 14]

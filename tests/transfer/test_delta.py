@@ -118,11 +118,7 @@ def two_versions(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.slow
 @given(two_versions())
-@settings(
-    max_examples=200,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_applied_delta_is_exact(block: int, versions: tuple[np.ndarray, np.ndarray]) -> None:
     old, new = versions
     payload = encode(old, new)

@@ -200,9 +200,7 @@ def tokens(run: RunDirectory) -> list[tuple[Any, ...]]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("model_cache", "any_reward")
-def test_runs_with_deltas_sample_the_same_tokens_and_replaced_generators_get_the_whole(
-    tmp_path: Path,
-) -> None:
+def test_runs_with_deltas_sample_the_same_tokens_and_replaced_generators_get_the_whole(tmp_path: Path) -> None:
     without, undisturbed, run = (RunDirectory(tmp_path / name) for name in ("without", "undisturbed", "run"))
     config = make_config(*SMALL_UPDATES, "weight_sync.delta=true")
     train(make_config(*SMALL_UPDATES, "weight_sync.delta=false"), without.path)

@@ -41,13 +41,11 @@ class KeywordOptions:
     prompt: Annotated[
         str | None,
         ByModel(
-            "NAME|FILE",
-            "question_only, chat, or a template (default: chat if the model has a chat template)",
+            "NAME|FILE", "question_only, chat, or a template (default: chat if the model has a chat template)"
         ),
     ] = None
     temperature: Annotated[float, ByModel("T", "(default: %(default)s)", type=above_zero)] = 1.0
     max_tokens: Annotated[int, ByModel("N", "longest answer (default: %(default)s)", type=positive)] = 64
     max_attempts: Annotated[
-        int,
-        ByModel("N", "answers to try before a prompt is dropped (default: %(default)s)", type=positive),
+        int, ByModel("N", "answers to try before a prompt is dropped (default: %(default)s)", type=positive)
     ] = 4

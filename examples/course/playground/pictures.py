@@ -12,16 +12,7 @@ from examples.course.playground.baseline import Estimates
 from examples.course.playground.comparison import Run
 from examples.course.playground.frozen import LECTURE_W, RATIOS, ascend, gradients
 from examples.course.playground.settings import Settings
-from grpo_ray.tools.drawing.figures import (
-    COLORS,
-    GRID,
-    INK,
-    draw_spread,
-    legend_beside,
-    new_figure,
-    save,
-    tidy,
-)
+from grpo_ray.tools.drawing.figures import COLORS, GRID, INK, draw_spread, legend_beside, new_figure, save, tidy
 
 WIDTH, HEIGHT = 12, 8
 BIN_EDGES = [0.5 * index for index in range(-10, 13)]  # means of 10 samples have few values for finer bins

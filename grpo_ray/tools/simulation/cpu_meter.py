@@ -56,11 +56,9 @@ class CpuMeter:
                 resume, value = steps.throw, error
 
     def make_task(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        work: Coroutine[Any, Any, Any] | Generator[Any, None, Any],
+        self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any] | Generator[Any, None, Any],
         context: Context | None = None,
-    ) -> "asyncio.Task[Any]":
+    ) -> "asyncio.Task[Any]":  # fmt: skip
         """Make a task, as the loop's task factory; the time of one that an actor creates is the actor's."""
         kind = _actor.get() if context is None else context.get(_actor)
         assert asyncio.iscoroutine(work)
