@@ -99,7 +99,7 @@ class _OutputLayer:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return normalisers, log-probabilities at the labels, entropies, `[rows]`, and all log-probabilities.
 
-        The last are None if compiled, so that nobody writes them.
+        The last are None if compiled, so that they are never written.
         """
         logits = self.logits(products, is_ruled_out)
         del products

@@ -27,7 +27,6 @@ from gpu_page.steps import step_config
 from grpo_ray.config import Config
 from grpo_ray.learning.forward_backward import ForwardBackward
 from grpo_ray.learning.sequences import TrainSequence
-from grpo_ray.learning.tiny_tokenizer import END_TOKEN, train_tokenizer
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.snapshot import pack_on_device, pack_weights
 from grpo_ray.types import Completion, SamplingSettings
@@ -81,6 +80,8 @@ def run_engine(case: EngineCase, command: list[str]) -> Iterator[dict[str, Any]]
 
 def _tokenizer(size: int) -> PreTrainedTokenizerBase:
     """Make a tokenizer of as many tokens as the model has: texts of others take vLLM 15 times as long."""
+    from grpo_ray.learning.tiny_tokenizer import END_TOKEN, train_tokenizer
+
     trained = train_tokenizer(["0 1 2 3 4 5 6 7 8 9 + - ="] * 10, VOCAB)
     vocab = trained.get_vocab()
     vocab |= {f"Ġ{number}": number for number in range(len(vocab), size)}
