@@ -90,6 +90,7 @@ def own_transport() -> None:
             return set(self.loaded)
 
     worker = object.__new__(SharedMemoryTransferEngine)
+    worker.device = torch.device("cpu")
     worker.model, worker.model_config = Model(), _Anything()
     buffer = FileBuffer()
     for version in (1, 2):
