@@ -10,6 +10,7 @@ The weights are loaded over the old ones while the engine is paused.
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
     _channel: Channel | None = None
-    _pages: Pages | None = None
+    _place: tuple[Pages, int] | None = None
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
         self._close_wire()
@@ -120,8 +121,9 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
         pages = Pages(update_info.path, update_info.offset_bytes, update_info.num_bytes)
         if self.device.type == "cpu":
             return map_pages(pages)
-        if pages != self._pages:
-            self._pages, self._locked = pages, lock_pages(map_pages(pages, is_shared=True))
+        place = pages, Path(pages.path).stat().st_ino  # another file may have the path by now
+        if place != self._place:
+            self._place, self._locked = place, lock_pages(map_pages(pages, is_shared=True))
         return self._locked
 
     def _new_memory(self, chunk: Chunk) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """The check that a weight sync brought every parameter of vLLM's model."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from grpo_ray.transfer.chunks import Chunk
 from grpo_ray.transfer.messages import WeightSnapshot
-from grpo_ray.transfer.shared_pages import SharedBuffer
+from grpo_ray.transfer.shared_pages import Pages, SharedBuffer
 
 pytestmark = pytest.mark.vllm
 
@@ -43,7 +44,7 @@ def test_a_model_as_it_is_needs_every_parameter() -> None:
         receive(None, LOADED | {"q.scale"}, LOADED)
 
 
-def test_a_gpus_worker_locks_its_pages_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpus_worker_locks_its_pages_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     vllm_worker = pytest.importorskip("grpo_ray.transfer.vllm_worker")
     locked: list[torch.Tensor] = []
     monkeypatch.setattr(vllm_worker, "lock_pages", lambda pages: locked.append(pages) or pages)
@@ -54,3 +55,8 @@ def test_a_gpus_worker_locks_its_pages_once(monkeypatch: pytest.MonkeyPatch) -> 
         mapped = worker._mapped(buffer.write(snapshot))  # which has the fields that are read
         assert (mapped.numpy().tobytes(), len(locked)) == (snapshot.data.tobytes(), times)
     buffer.close()
+    for number in range(2):  # a file of the same name
+        path = tmp_path / "pages"
+        path.unlink(missing_ok=True)
+        path.write_bytes(bytes([number] * 5000))
+        assert worker._mapped(Pages(str(path), 0, 5000))[0] == number
