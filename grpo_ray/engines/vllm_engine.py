@@ -105,7 +105,7 @@ class VllmEngine:
     async def _pages(self, snapshot: WeightSnapshot) -> Pages:
         if not snapshot.data.nbytes:  # they are on the device, or still with the Learner
             return Pages("", 0, snapshot.num_bytes)
-        # A GPU loads five times as fast from page-locked memory, which the store's pages cannot become.
+        # A GPU loads six times as fast from page-locked memory, which the store's pages cannot become.
         pages = None if snapshot.is_kept or self._on_gpu else pages_of(snapshot.data)
         return await asyncio.to_thread(self._buffer.write, snapshot) if pages is None else pages
 

@@ -48,12 +48,9 @@ def masked_normalize(
 
 
 def aggregate_loss(
-    per_token_loss: Tensor,
-    mask: Tensor,
-    aggregation: Aggregation,
-    denominator: float,
+    per_token_loss: Tensor, mask: Tensor, aggregation: Aggregation, denominator: float,
     row_tokens: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Reduce per-token losses to this micro-batch's share of the batch's loss.
 
     The denominator counts the WHOLE batch, over all micro-batches and ranks (see `loss_denominator`), never

@@ -10,11 +10,9 @@ from grpo_ray.objectives.logprobs import MAX_LOG_RATIO, check_shape, clamped_exp
 
 
 def kl_estimate(
-    policy_log_probs: Tensor,
-    reference_log_probs: Tensor,
-    estimator: KLEstimator,
+    policy_log_probs: Tensor, reference_log_probs: Tensor, estimator: KLEstimator,
     old_log_probs: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Estimate KL(policy || reference) at tokens that the policy sampled, in nats, by Schulman's estimators.
 
     ("Approximating KL divergence", joschu.net/blog/kl-approx.html.) With `d = log reference - log policy`:

@@ -93,12 +93,9 @@ _label_log_probs: Callable[[Tensor, Tensor], Tensor] = _LabelLogProbs.apply
 
 
 def get_response_log_probs(
-    model: "PreTrainedModel | Callable[..., Any]",
-    input_ids: Tensor,
-    labels: Tensor,
-    return_token_entropy: bool,
-    temperature: float = 1.0,
-) -> dict[str, Tensor]:
+    model: "PreTrainedModel | Callable[..., Any]", input_ids: Tensor, labels: Tensor,
+    return_token_entropy: bool, temperature: float = 1.0,
+) -> dict[str, Tensor]:  # fmt: skip
     """Return the log-probability that the model assigns to each label, and optionally the entropy there.
 
     No attention mask is needed: with padding on the right, the real tokens of a causal model never attend to

@@ -194,12 +194,9 @@ def unclipped(inputs: RatioInputs) -> tuple[Tensor, Details]:
 
 
 def grpo_clip(
-    inputs: RatioInputs,
-    *,
-    cliprange: float,
-    cliprange_high: float | None = None,
+    inputs: RatioInputs, *, cliprange: float, cliprange_high: float | None = None,
     dual_clip: float | None = None,
-) -> tuple[Tensor, Details]:
+) -> tuple[Tensor, Details]:  # fmt: skip
     """Compute GRPO-Clip: `-min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)`.
 
     This is PPO's clipped surrogate (arXiv:1707.06347, Eq. 7) with group advantages: GRPO's objective

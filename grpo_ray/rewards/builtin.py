@@ -84,12 +84,9 @@ def format_reward_fn(response: str, ground_truth: str, answer_in: AnswerIn = "ta
 
 
 def brevity_reward_fn(
-    response: str,
-    ground_truth: str,
-    free: Annotated[int, Ge(0)] = 200,
-    span: Annotated[int, Gt(0)] = 800,
+    response: str, ground_truth: str, free: Annotated[int, Ge(0)] = 200, span: Annotated[int, Gt(0)] = 800,
     unit: Literal["characters", "words"] = "characters",
-) -> Scores:
+) -> Scores:  # fmt: skip
     """Return clip(1 - (length - free) / span, 0, 1): 1 up to `free`, then falling to 0 at `free + span`.
 
     Args:

@@ -28,7 +28,7 @@ class Pages:
 
 
 def map_pages(pages: Pages, is_shared: bool = False) -> torch.Tensor:
-    """Return the bytes as a flat uint8 tensor; what is written to it stays in this process.
+    """Return the bytes as a flat uint8 tensor; unless shared, what is written to it stays in this process.
 
     The process that gave the pages keeps the bytes as they are for as long as the tensor is read.
 

@@ -58,11 +58,23 @@ def learner_budget(shape: ModelShape, config: Config, prompt_tokens: int, gpu_by
 
 
 def host_remark(shape: ModelShape, config: Config) -> str:
-    """Return the host memory that rank 0 of several needs for whole copies of the model."""
-    if config.learner.num_ranks == 1:
+    """Return the host memory of copies of the weights and of the state, page-locked where there is a GPU."""
+    learner, generator, sync = config.learner, config.generator, config.weight_sync
+    if learner.num_ranks == 1 and not learner.num_gpus:
         return ""
-    loaded, sent = FLOAT32 * shape.num_parameters, served_width(config) * shape.num_parameters
-    return f"host memory of rank 0: {gib(loaded)} while it loads the model in float32, {gib(sent)} per snapshot"
+    sent, trained = served_width(config) * shape.num_parameters, trained_parameters(shape, config)
+    saved = (FLOAT32 + 2 * MOMENT_BYTES[learner.moments]) * trained / num_shards(config)
+    parts = {"checkpoints": saved}
+    if learner.num_gpus and generator.colocated:
+        gradients = FLOAT32 * trained / num_shards(config)  # which are freed
+        parts["the Generators' turn"] = sum(i.num_bytes for i in state_items(shape, config)) - gradients
+    if sync.transport != "ipc" and sync.wire_backend != "nccl":
+        parts["a snapshot"] = sent
+        parts["each Generator's copy"] = sent if generator.num_gpus else 0.0
+    if learner.num_ranks > 1:
+        parts["loading in float32, on rank 0"] = FLOAT32 * shape.num_parameters
+    listed = ", ".join(f"{gib(num_bytes)} for {what}" for what, num_bytes in parts.items() if num_bytes)
+    return f"host memory: {listed}"
 
 
 def state_items(shape: ModelShape, config: Config) -> list[Item]:
