@@ -126,14 +126,11 @@ class Run:
 
 
 def train(
-    config: Mapping[str, Any] | str | Path,
-    *overrides: str,
-    reward: Callable[..., Any] | None = None,
+    config: Mapping[str, Any] | str | Path, *overrides: str, reward: Callable[..., Any] | None = None,
     examples: Iterable["Row | tuple[str, str] | Example"] | None = None,
-    validation: Iterable["Row | tuple[str, str] | Example"] | None = None,
-    on_step: OnStep | None = None,
+    validation: Iterable["Row | tuple[str, str] | Example"] | None = None, on_step: OnStep | None = None,
     local: bool = False,
-) -> Run:
+) -> Run:  # fmt: skip
     """Train a model with GRPO and return its run; after Ctrl-C, the run as far as it came.
 
     Args:

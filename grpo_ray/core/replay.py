@@ -120,7 +120,8 @@ def _rank(sampling: str, rng: random.Random) -> Callable[[ScoredGroup], float]:
         return lambda group: rng.random()
 
     def by_advantage(group: ScoredGroup) -> float:
-        weight = float(np.abs(group.advantages).mean())
+        values = np.concatenate(group.turn_advantages or [group.advantages])
+        weight = float(np.abs(values).mean()) if values.size else 0.0
         draw = -math.log(1.0 - rng.random())
         return draw / weight if weight > 0 else math.inf
 

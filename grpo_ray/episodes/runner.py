@@ -15,6 +15,7 @@ from grpo_ray.episodes.outcome import EpisodeResult, Outcome, Status
 from grpo_ray.episodes.serving_time import ServingTime
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.threads import EpisodeThread, RunningEpisode, SessionElsewhere
+from grpo_ray.records.episode_metrics import CUT, THEN_RAISED
 from grpo_ray.tasks.examples import Example
 
 if TYPE_CHECKING:
@@ -105,11 +106,13 @@ def _result(done: "asyncio.Future[float | Outcome]", session: Session, seconds: 
     outcome, error = _outcome_of(done, session)
     if isinstance(error, asyncio.InvalidStateError):
         reason += f", and ignored its cancellation for {GRACE_S} s"
-    elif error is not None and status is Status.FINISHED:
+    elif error is not None and (status is Status.FINISHED or (status in CUT and _has_returned(done))):
         status = Status.CANCELLED if isinstance(error, asyncio.CancelledError) else Status.ENVIRONMENT_ERROR
         reason = _traceback(error)[-ERROR_CHARS:] + hint_for(error)
         _forget_variables(error)
-    if status in (Status.TRUNCATED_TURNS, Status.TRUNCATED_TOKENS):
+    elif error is not None and status in CUT and reason not in (said := str(error)):
+        reason += f"{THEN_RAISED}{type(error).__name__}: {said}"[:ERROR_CHARS]
+    if status in CUT:
         outcome = outcome or Outcome(session.limits.truncated_reward)
     elif status is Status.ENVIRONMENT_ERROR and session.limits.error_reward is not None:
         outcome = Outcome(session.limits.error_reward)
@@ -118,6 +121,10 @@ def _result(done: "asyncio.Future[float | Outcome]", session: Session, seconds: 
     error_text = "" if status is Status.FINISHED else reason
     rewards = outcome.turn_rewards, outcome.metrics
     return EpisodeResult(status, outcome.reward, session.segments, seconds, *rewards, error=error_text)
+
+
+def _has_returned(done: "asyncio.Future[float | Outcome]") -> bool:
+    return done.done() and not done.cancelled() and done.exception() is None
 
 
 def _traceback(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -37,6 +38,7 @@ class Reply:
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
     reasoning: str = ""
+    turn: int = 0  # its place in `Outcome.turn_rewards`: of calls in flight at once, the first to end is first
 
     @property
     def message(self) -> dict[str, Any]:
@@ -125,7 +127,7 @@ class Session:
         """
         if tools and self._tool_parser is None:
             raise ValueError("the session has tools but no parser for their calls; set a tool_parser")
-        conversation, used = [normalized(message) for message in messages], list(tools or ())
+        conversation, used = [normalized(message) for message in messages], deepcopy(list(tools or ()))
         keys = list(map(_key, conversation))
         turn = self._continued(keys, used)
         if turn is not None:
@@ -243,7 +245,7 @@ class Session:
         token_ids = tuple(completion.token_ids.tolist())
         text, reasoning, calls = self._parsed(completion.text, token_ids, prompt, tools, turn)
         reason = "tool_calls" if calls else completion.finish_reason
-        return Reply(text, calls, reason, token_ids, len(prompt), reasoning)
+        return Reply(text, calls, reason, token_ids, len(prompt), reasoning, turn)
 
     def _parsed(
         self, text: str, token_ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Tool], turn: int

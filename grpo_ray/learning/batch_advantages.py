@@ -134,8 +134,12 @@ def _penalized(group: ScoredGroup, penalties: Sequence[np.ndarray], config: Conf
         terms = group.terms, term_weights(config.task.rewards[group.rollout.item.task])
         fixed = group.is_graded, algorithm, config.sampling.max_tokens, *parts, *terms
         return replace(group, rewards=rewards, advantages=advantages_of(rewards, _lengths(completions), *fixed))
-    pairs = zip(completions, penalties, strict=True)
-    episodes = [_cheaper(episode, own) for episode, own in pairs if isinstance(episode, Episode)]
+    episodes = [completion for completion in completions if isinstance(completion, Episode)]
+    per_turn = turn_rewards_of(episodes)
+    if per_turn is not None:  # one that was cut off has none of its own, but its turns pay for their own tokens
+        rewarded = zip(episodes, per_turn, strict=True)
+        episodes = [replace(e, turn_rewards=None if own is None else tuple(own)) for e, own in rewarded]
+    episodes = [_cheaper(episode, own) for episode, own in zip(episodes, penalties, strict=True)]
     advantages, of_turns = compare_episodes(episodes, *parts, algorithm, config.episodes.turn_discount)
     rollout = replace(group.rollout, completions=tuple(episodes))
     return replace(group, rollout=rollout, rewards=rewards, advantages=advantages, turn_advantages=of_turns)

@@ -195,13 +195,9 @@ def _or_zero(advantages: Tensor, rewards: Tensor) -> Tensor:
 
 
 def group_advantages(
-    rewards: Tensor,
-    kind: AdvantageKind = "mean_std",
-    *,
-    advantage_eps: float = 1e-6,
-    std: Std = "sample",
+    rewards: Tensor, kind: AdvantageKind = "mean_std", *, advantage_eps: float = 1e-6, std: Std = "sample",
     **options: Any,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compare each response's reward with the rewards of its group.
 
     Args:
@@ -232,13 +228,9 @@ def group_advantages(
 
 
 def compute_group_normalized_rewards(
-    reward_fn: Callable[[str, str], dict[str, float]],
-    rollout_responses: Sequence[str],
-    repeated_ground_truths: Sequence[str],
-    group_size: int,
-    advantage_eps: float,
-    normalize_by_std: bool,
-) -> tuple[Tensor, Tensor, dict[str, float]]:
+    reward_fn: Callable[[str, str], dict[str, float]], rollout_responses: Sequence[str],
+    repeated_ground_truths: Sequence[str], group_size: int, advantage_eps: float, normalize_by_std: bool,
+) -> tuple[Tensor, Tensor, dict[str, float]]:  # fmt: skip
     """Score every response and convert the rewards to advantages, group by group.
 
     Args:

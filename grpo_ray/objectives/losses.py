@@ -56,13 +56,9 @@ def compute_naive_policy_gradient_loss(raw_rewards_or_advantages: Tensor, policy
 
 
 def compute_grpo_clip_loss(
-    advantages: Tensor,
-    policy_log_probs: Tensor,
-    old_log_probs: Tensor,
-    cliprange: float,
-    cliprange_high: float | None = None,
-    dual_clip: float | None = None,
-) -> tuple[Tensor, Details]:
+    advantages: Tensor, policy_log_probs: Tensor, old_log_probs: Tensor, cliprange: float,
+    cliprange_high: float | None = None, dual_clip: float | None = None,
+) -> tuple[Tensor, Details]:  # fmt: skip
     """Compute GRPO-Clip; see `grpo_clip`.
 
     Args:
@@ -84,17 +80,11 @@ def compute_grpo_clip_loss(
 
 
 def compute_policy_gradient_loss(
-    policy_log_probs: Tensor,
-    loss_type: LossType,
-    raw_rewards: Tensor | None = None,
-    advantages: Tensor | None = None,
-    old_log_probs: Tensor | None = None,
-    cliprange: float | None = None,
-    response_mask: Tensor | None = None,
-    cliprange_high: float | None = None,
-    dual_clip: float | None = None,
+    policy_log_probs: Tensor, loss_type: LossType, raw_rewards: Tensor | None = None,
+    advantages: Tensor | None = None, old_log_probs: Tensor | None = None, cliprange: float | None = None,
+    response_mask: Tensor | None = None, cliprange_high: float | None = None, dual_clip: float | None = None,
     **loss_options: Any,
-) -> tuple[Tensor, Details]:
+) -> tuple[Tensor, Details]:  # fmt: skip
     """Compute the per-token loss named by `loss_type` from the arguments that it needs, ignoring the others.
 
     `no_baseline` needs raw_rewards, every other loss advantages. The ratio losses also need old_log_probs, and

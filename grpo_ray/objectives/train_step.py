@@ -15,19 +15,11 @@ from grpo_ray.objectives.objective import Objective
 
 
 def policy_gradient_step(
-    policy_log_probs: Tensor,
-    response_mask: Tensor,
-    *,
-    objective: Objective,
-    denominator: float | None = None,
-    advantages: Tensor | None,
-    old_log_probs: Tensor | None = None,
-    weights: Tensor | None = None,
-    reference_log_probs: Tensor | None = None,
-    entropy: Tensor | None = None,
-    row_tokens: Tensor | None = None,
+    policy_log_probs: Tensor, response_mask: Tensor, *, objective: Objective, denominator: float | None = None,
+    advantages: Tensor | None, old_log_probs: Tensor | None = None, weights: Tensor | None = None,
+    reference_log_probs: Tensor | None = None, entropy: Tensor | None = None, row_tokens: Tensor | None = None,
     penalties: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Compute a micro-batch's share of the batch's loss; the caller runs the backward pass.
 
     Per token the loss is `weight * loss + kl_coefficient * KL - entropy_bonus * entropy`, aggregated under the
@@ -120,18 +112,11 @@ def policy_gradient_step(
 
 
 def grpo_microbatch_train_step(
-    policy_log_probs: Tensor,
-    response_mask: Tensor,
-    gradient_accumulation_steps: int,
-    loss_type: LossType,
-    raw_rewards: Tensor | None = None,
-    advantages: Tensor | None = None,
-    old_log_probs: Tensor | None = None,
-    cliprange: float | None = None,
-    cliprange_high: float | None = None,
-    dual_clip: float | None = None,
+    policy_log_probs: Tensor, response_mask: Tensor, gradient_accumulation_steps: int, loss_type: LossType,
+    raw_rewards: Tensor | None = None, advantages: Tensor | None = None, old_log_probs: Tensor | None = None,
+    cliprange: float | None = None, cliprange_high: float | None = None, dual_clip: float | None = None,
     **loss_options: Any,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Compute and backpropagate the loss of one of `gradient_accumulation_steps` micro-batches of equal size.
 
     The loss is each response's masked mean, averaged over the micro-batch and divided by the number of

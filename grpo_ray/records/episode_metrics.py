@@ -22,6 +22,10 @@ class Status(StrEnum):
     CANCELLED = "cancelled"
 
 
+CUT = (Status.TRUNCATED_TURNS, Status.TRUNCATED_TOKENS)
+THEN_RAISED = "; then it raised "  # in the error of an episode that was cut, before that of its function
+
+
 @dataclass(frozen=True)
 class EpisodeFacts:
     """One episode in numbers."""

@@ -57,7 +57,7 @@ class EvaluationSummary:
     """Means over responses, and four counts that add up to all responses.
 
     A response that could not be graded counts as wrong in `accuracy`, `format_reward` and pass@k, which are
-    therefore lower bounds: too low by at most `num_errors` responses.
+    therefore lower bounds: too low by at most `num_errors` responses. In `reward` it has the least, at most 0.
     """
 
     step: int
@@ -113,13 +113,15 @@ def summarise(outcomes: Outcomes, step: int = 0, version: int = 0) -> Evaluation
     per_prompt = np.stack([correct.mean(axis=1), outcomes.format_rewards.mean(axis=1), *passes], axis=1)
     intervals = [(float(low), float(high)) for low, high in bootstrap_intervals(per_prompt)]
     is_graded = ~outcomes.is_error
+    # An error counts as the worst reward: otherwise a policy of negative ones gains by it, and becomes `best`.
+    rewards = np.where(is_graded, outcomes.rewards, min(0.0, float(outcomes.rewards.min())))
     num_correct, num_wrong = int(correct.sum()), int(outcomes.is_wrong_answer.sum())
     return EvaluationSummary(
         step=step,
         version=version,
         num_examples=num_examples,
-        reward=float(outcomes.rewards.mean()),
-        reward_standard_error=standard_error(outcomes.rewards.mean(axis=1)),
+        reward=float(rewards.mean()),
+        reward_standard_error=standard_error(rewards.mean(axis=1)),
         format_reward=float(outcomes.format_rewards.mean()),
         answer_reward=float(outcomes.answer_rewards.mean()),
         num_correct=num_correct,
@@ -136,7 +138,7 @@ def summarise(outcomes: Outcomes, step: int = 0, version: int = 0) -> Evaluation
         pass_at_k_intervals={str(k): interval for k, interval in zip(ks, intervals[2:], strict=True)},
         median_response_tokens=float(np.median(outcomes.num_tokens)),
         max_response_tokens=int(outcomes.num_tokens.max()),
-        reward_by_task=_by_task(outcomes.rewards, outcomes.tasks),
+        reward_by_task=_by_task(rewards, outcomes.tasks),
         accuracy_by_task=_by_task(correct, outcomes.tasks),
         episodes=episode_metrics(outcomes.episodes),
     )

@@ -6,7 +6,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from io import BytesIO
-from itertools import islice
+from itertools import dropwhile, islice
 from pathlib import Path
 from typing import Any
 
@@ -146,16 +146,16 @@ def line_number(path: str | Path, offset: int) -> int:
 
 
 def read_last_lines(path: str | Path, num_lines: int) -> list[dict[str, Any]]:
-    """Return the last whole lines as dicts, reading no more of the file than they take.
+    """Return the last lines as dicts, reading no more of the file than they take; a damaged end is left out.
 
     Raises:
-        ValueError: one of them is not valid JSON.
+        ValueError: one before it is not valid JSON.
     """
-    whole = (line for _, line in lines_from_end(path) if line.endswith(b"\n"))
-    try:
-        return [json.loads(line) for line in islice(whole, num_lines)][::-1]
-    except ValueError as error:
-        raise ValueError(f"{path}: one of its last {num_lines} lines is not valid JSON ({error})") from None
+    parsed = (parse_line(line) for _, line in lines_from_end(path))
+    rows = list(islice(dropwhile(lambda row: row is None, parsed), num_lines))
+    if None in rows:
+        raise ValueError(f"{path}: one of its last {num_lines} lines is not valid JSON")
+    return rows[::-1]  # type: ignore[return-value]
 
 
 def to_json(value: Any) -> Any:

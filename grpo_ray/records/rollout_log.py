@@ -90,7 +90,7 @@ def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
 
 def read_groups(path: str | Path) -> tuple[ScoredGroup, ...]:
     """Return the groups that `write_rollouts` wrote, bit for bit and in the same order."""
-    table = pq.ParquetFile(path).read()
+    table = read_table(path)
     starts = [row for row, sample in enumerate(table["sample"].to_pylist()) if sample == 0]
     columns = _Columns(table)
     return tuple(columns.group(a, b) for a, b in pairwise([*starts, table.num_rows]))

@@ -4,8 +4,10 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from builders import make_completion, make_group, make_item, simple_group
 
@@ -229,6 +231,8 @@ def test_group_without_advantage_is_drawn_last() -> None:
     memory = make_memory(4, sampling="advantage")
     memory.add(BY_WEIGHT)
     assert [g for g, _ in drawn(memory, 1)] == [0, 1, 2, 3]
+    of_turns = replace(with_advantages(4, [0.0]), turn_advantages=(np.array([1.0, -1.0]),))
+    assert frequencies([BY_WEIGHT[3], of_turns], 1, "advantage") == {(4,): 1.0}
 
 
 # ---- repeated draws ----

@@ -1,6 +1,7 @@
 """Running episodes: each ends with a name, and none disturbs another."""
 
 import asyncio
+import contextlib
 import gc
 import sys
 import weakref
@@ -88,6 +89,20 @@ def test_an_episode_may_answer_its_limit_with_a_reward() -> None:
     result = run(episode, Limits(max_turns=2))
     assert (result.status, result.reward) == (Status.TRUNCATED_TURNS, -1.0)
     assert run(endless, Limits(max_turns=2, truncated_reward=-0.5)).reward == -0.5
+
+
+def test_an_error_after_a_limit_is_seen() -> None:
+    async def episode(session: Session, example: Example) -> Outcome:
+        with contextlib.suppress(EpisodeEnded):
+            await endless(session, example)
+        if session.limits.max_tokens > 1000:
+            return Outcome(1.0, turn_rewards=(1.0, 1.0, 1.0))
+        raise KeyError("score")
+
+    assert run(episode, Limits(max_turns=2, max_tokens=5000)).status is Status.ENVIRONMENT_ERROR
+    result = run(episode, Limits(max_turns=2, max_tokens=1000))
+    assert (result.status, result.reward) == (Status.TRUNCATED_TURNS, 0.0)
+    assert result.error.endswith("; then it raised KeyError: 'score'")
 
 
 @pytest.mark.slow

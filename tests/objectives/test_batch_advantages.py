@@ -29,7 +29,7 @@ from slow_advantages import slow_batch
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.core.learner import Learner
-from grpo_ray.learning.batch_advantages import needs_batch, with_batch_advantages
+from grpo_ray.learning.batch_advantages import _penalized, needs_batch, with_batch_advantages
 from grpo_ray.learning.sequences import TrainSequence, sequences_of
 from grpo_ray.objectives.returns import penalties_to_go
 from grpo_ray.types import ScoredGroup, TrainBatch
@@ -258,6 +258,13 @@ def test_a_batch_of_episodes_without_a_sampled_token_has_no_sequence(
     group = make_group(make_item(0), [replace(make_episode([]), reward=float(n)) for n in range(2)], [0, 1])
     found = with_batch_advantages([group], [], config_of(tiny_config, advantage="mean", kl=kl))
     assert found == ([], {"reward/kl_penalty": 0.0})
+
+
+def test_an_episode_that_was_cut_pays_for_the_tokens_of_each_turn(tiny_config: Config) -> None:
+    two = replace(make_episode([((1,), (2,)), ((1, 2, 3), (4,))]), reward=0.0)
+    group = make_group(make_item(0), [replace(two, turn_rewards=(0.0, 0.0)), two], [0, 0])
+    found = _penalized(group, [np.zeros(2), np.array([10.0, 0.0])], config_of(tiny_config, advantage="mean"))
+    assert [advantages.tolist() for advantages in found.turn_advantages] == [[5.0, 0.0], [-5.0, 0.0]]
 
 
 # ---- in the Learner ----

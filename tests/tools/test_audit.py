@@ -510,6 +510,9 @@ def test_missing_changed_and_left_over_files_are_found(run: RunDirectory) -> Non
     } <= set(problems)
     assert any("epoch 0: 4 training prompts were not sampled" in problem for problem in problems)
     assert any("sampled by versions [3, 4], not only by 4" in problem for problem in problems)
+    (run.evaluations / "step-000004.parquet").write_bytes(b"PAR1")
+    shutil.rmtree(run.checkpoints)
+    assert any("not readable as Parquet" in problem for problem in audit(run).problems)
 
 
 def test_an_unfinished_run_is_audited_up_to_its_current_step(run: RunDirectory) -> None:

@@ -55,6 +55,14 @@ def test_a_right_answer_in_the_wrong_format_is_no_format() -> None:
     assert summarise(outcomes_of([group])).num_no_format == 1
 
 
+def test_an_error_has_the_least_reward() -> None:
+    groups = [replace(graded(0), rewards=graded(0).rewards - n) for n in (0, 1)]
+    assert [summarise(outcomes_of([group])).reward for group in groups] == [
+        0.25,
+        -0.75,
+    ]  # (1 + 0 + 0 + 0) / 4, (0 - 1 - 1 - 1) / 4
+
+
 def test_an_interrupted_file_is_resumed_in_any_order(tmp_path: Path) -> None:
     ids = range(EXAMPLES_PER_PART + 20)
     first = ResponseFiles(tmp_path, ids)

@@ -188,6 +188,13 @@ def test_the_configurations_own_kind_uses_all_rows_of_its_files() -> None:
     assert task_of(asked(task="keywords"), generated) == generated
 
 
+def test_another_file_keeps_the_prompt_and_the_reward_of_a_task_of_files(tmp_path: Path) -> None:
+    own = {"kind": "file", "train_path": "mine.jsonl", "prompt": "question_only", "reward": "mine:reward"}
+    path = write_rows(tmp_path / "held-out.jsonl", q="1+1?", a="2")
+    task = task_of(asked(task=path, question_field="q", answer_field="a"), own)
+    assert task.items() >= {**own, "train_path": path, "question_field": "q", "answer_field": "a"}.items()
+
+
 def test_a_keywords_file_is_graded_as_such(tmp_path: Path) -> None:
     row = {"prompt": "Write of trees.", "answer": "A tree.", "keywords": ["tree", "leaf"]}
     path = write_rows(tmp_path / "v.jsonl", **row)

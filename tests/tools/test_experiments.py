@@ -198,7 +198,7 @@ def test_failure_and_divergence_are_named_and_only_the_failure_is_retried(
     assert "- low, seed 0: diverged: validation reward fell" in summary
     assert "low, seed 1" not in summary
     fakes.launched()
-    fakes.script(high_seed0={"rewards": [0.2, 0.6, 0.9]})
+    fakes.script(high_seed0={"rewards": [-1.0, -1.1, -1.2]})  # half of what was never above 0 says nothing
     assert fakes.run(seeds=2)
     assert fakes.launched() == ["high-seed0"]
     assert "failed: " not in fakes.text("summary.md")

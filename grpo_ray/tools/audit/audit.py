@@ -210,7 +210,11 @@ def _audit_evaluations(
         if not file.exists():
             report.problems.append(f"evaluations/{file.name} is missing")
             continue
-        rows = RolloutRows(f"evaluations/{file.name}", read_rollouts(file))
+        try:
+            rows = RolloutRows(f"evaluations/{file.name}", read_rollouts(file))
+        except ArrowInvalid as error:
+            report.problems.append(f"evaluations/{file.name}: {error}")
+            continue
         _add(report, audit_evaluation(rows, summary, config, grader))
 
 
@@ -241,7 +245,7 @@ def _is_finite(value: float | None) -> bool:
 
 def _leftovers(run: RunDirectory) -> list[str]:
     """Return problems with files that a clean end would not have left."""
-    files = [path for path in run.checkpoints.iterdir() if not re.fullmatch(r"step-\d{6,}", path.name)]
+    files = [path for path in run.checkpoints.glob("*") if not re.fullmatch(r"step-\d{6,}", path.name)]
     for folder in (run.rollouts, run.evaluations, run.skipped, run.path):
         files += list(folder.glob(".*.partial"))
     return [f"{path.relative_to(run.path)} is left over" for path in sorted(files)]

@@ -42,7 +42,7 @@ def evaluate(options: EvaluationOptions) -> Path:
             console.warning(notice)
         config = _with_model(plan, console)
         prepared = _prepare(config, examples, console)
-        definition = plan.definition_with(prepared.validation)
+        definition = plan.definition_with(prepared.validation, examples.validation)
         plan.folder.check(definition)
         left = [w for w in plan.subject.weights if read_summary(plan.folder_of(w)) is None]
         if left:

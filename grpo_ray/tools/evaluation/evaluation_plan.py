@@ -16,6 +16,8 @@ from grpo_ray.errors import RunError, shown_plainly
 from grpo_ray.records.resumable_folder import ResumableFolder
 from grpo_ray.records.run_files import step_name
 from grpo_ray.run.machine import on_this_machine
+from grpo_ray.tasks.examples import Example
+from grpo_ray.tasks.input_digests import input_digests
 from grpo_ray.tools.evaluation.subject import Subject, Weights, choose_task, find_subject
 from grpo_ray.tools.look import EvaluationOptions
 from grpo_ray.tools.trust import IGNORED, code_in, is_ignored
@@ -54,10 +56,11 @@ class EvaluationPlan:
         files = sorted(Path(path).glob("*.safetensors")) if path is not None else []
         return _digest(repr((file.name, file.stat().st_size, file.stat().st_mtime_ns)) for file in files)
 
-    def definition_with(self, items: Sequence[PromptItem]) -> dict[str, Any]:
-        """Return the definition with a digest of the prompts: a file's contents may change under its name."""
+    def definition_with(self, items: Sequence[PromptItem], examples: Sequence[Example]) -> dict[str, Any]:
+        """Return the definition with digests: contents of files and of reward modules may change."""
+        inputs = input_digests(self.config, {}, [], examples)
         digest = _digest(json.dumps([item.task, item.prompt, item.ground_truth]) for item in items)
-        return {**self.definition, "prompts": f"{len(items)} of sha256 {digest}"}
+        return {**self.definition, "prompts": f"{len(items)} of sha256 {digest}", "inputs": inputs}
 
     def folder_of(self, weights: Weights) -> Path:
         """Return the folder for the results of these weights; each of several has its own."""
@@ -112,9 +115,16 @@ def plan_evaluation(options: EvaluationOptions) -> EvaluationPlan:
         sampling.top_p if options.top_p is None else options.top_p,
         options.limit,
         ResumableFolder(Path(folder), "evaluation.json", "evaluation", "give another --output"),
-        options.command if options.output else f"{options.command} --output {shlex.quote(folder)}",
+        f"{options.command}{_pinned(subject, options)}"
+        + ("" if options.output else f" --output {shlex.quote(folder)}"),
         options.local,
     )
+
+
+def _pinned(subject: Subject, options: EvaluationOptions) -> str:
+    """Return the option that names the run's checkpoint again, after which the run may go on."""
+    folder = subject.weights[0].folder if len(subject.weights) == 1 and options.checkpoint is None else None
+    return f" --checkpoint {folder.name}" if folder is not None and folder.name.startswith("step-") else ""
 
 
 def _with_trust(subject: Subject, options: EvaluationOptions) -> Subject:

@@ -235,6 +235,9 @@ def _replaced(task: Any, options: EvaluationOptions) -> dict[str, Any]:
     name = options.task
     assert name is not None
     section = _kinds().get(name)
+    if section is None and isinstance(task, Mapping) and task.get("kind") == "file":
+        _refuse_other_files(name)
+        return {**task, **_fields(options), **_one_set(name)}  # with its prompt, reward and fields
     if section is None:
         return _of_file(name, options)
     if options.question_field or options.answer_field:
@@ -252,12 +255,14 @@ def _replaced(task: Any, options: EvaluationOptions) -> dict[str, Any]:
 def _of_file(path: str, options: EvaluationOptions) -> dict[str, Any]:
     """Return the task of a local file or hub dataset, with the given or recognised fields."""
     _refuse_other_files(path)
-    if options.question_field or options.answer_field:
-        names = {"question_field": options.question_field, "answer_field": options.answer_field}
-        return {"kind": "file", **{key: name for key, name in names.items() if name}, **_one_set(path)}
-    if Path(path).suffix not in LOCAL_SUFFIXES:
-        return {"kind": "file", **_one_set(path)}
+    if options.question_field or options.answer_field or Path(path).suffix not in LOCAL_SUFFIXES:
+        return {"kind": "file", **_fields(options), **_one_set(path)}
     return _recognised(Path(path))
+
+
+def _fields(options: EvaluationOptions) -> dict[str, str]:
+    names = {"question_field": options.question_field, "answer_field": options.answer_field}
+    return {key: name for key, name in names.items() if name}
 
 
 def _refuse_other_files(path: str) -> None:

@@ -116,7 +116,7 @@ def _status(
     is_saved = newest is not None and newest.state.step >= num_steps
     if not (is_saved and rows and rows[-1]["step"] >= num_steps):
         return ("not finished", "") if error is None else ("failed", error)
-    if evaluations and evaluations[-1][1] < COLLAPSED * evaluations[0][1]:
+    if evaluations and evaluations[0][1] > 0 and evaluations[-1][1] < COLLAPSED * evaluations[0][1]:
         return "diverged", f"validation reward fell from {evaluations[0][1]:.3f} to {evaluations[-1][1]:.3f}"
     return "finished", ""
 

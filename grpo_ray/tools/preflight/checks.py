@@ -8,12 +8,11 @@ from statistics import median
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_ray.records.episode_metrics import Status
+from grpo_ray.records.episode_metrics import CUT, THEN_RAISED, Status
 from grpo_ray.tools.preflight.findings import Finding
 from grpo_ray.tools.preflight.histories import history_findings, tokens_that_differ
 from grpo_ray.tools.preflight.plays import Play, Played
 
-CUT = (Status.TRUNCATED_TURNS, Status.TRUNCATED_TOKENS)
 CLOSE = 1e-3  # of logprobs that are sampled and recomputed with a cache and without
 OFTEN = 3  # times that a call must hold up the loop: libraries ask git for their version once
 AIMLESS = ("empty", "wanderer", "random")  # policies that earn a good reward by chance alone
@@ -69,7 +68,7 @@ def _errors(episodes: Sequence[Played]) -> Iterator[Finding]:
         at = each.at(-1)
         if each.status == Status.TRUNCATED_TIME:
             yield Finding("slow", f"an episode does not end: {each.error}", **at)
-        elif each.status not in (Status.FINISHED, *CUT):
+        elif each.status not in (Status.FINISHED, *CUT) or THEN_RAISED in each.error:
             said = f"after the reply {each.turns[-1].reply.text[:60]!r}" if each.turns else "at once"
             raised = each.error.strip().splitlines()[-1]
             at |= {"place": each.caught[-1][1]} if each.caught else {}

@@ -81,7 +81,7 @@ def time_shares(rows: Sequence[Row]) -> Shares | None:
         syncs=sum(_total(timed, name) for name in SYNC) / step_s,
         evaluates=_stage_share(timed, "driver", ["evaluate"]),
         copies_state=_total(timed, "timing/checkpoint/capture_s") / step_s,
-        is_synchronous=max((row.get("lag/max") or 0.0) for row in timed) == 0,
+        is_synchronous=not any(row.get("lag/max") for row in timed) and (timed[-1]["step"] or 0) > 1,
         num_generators=len({m["actor"] for m in stages if m and m["actor"].startswith(GENERATOR)}),
     )
 
