@@ -60,10 +60,9 @@ def episode_advantages(
 
 
 def turn_advantages(
-    turn_rewards: Sequence[Sequence[float] | None],
-    discount: float,
+    turn_rewards: Sequence[Sequence[float] | None], discount: float,
     compare: Callable[[Sequence[float | None]], np.ndarray],
-) -> list[np.ndarray]:
+) -> list[np.ndarray]:  # fmt: skip
     """Compare each turn's discounted return with those of the same turn in the group's other episodes.
 
     A turn that only one episode reached has no other to compare with: its advantage is that of a group of 1.

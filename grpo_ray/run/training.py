@@ -48,10 +48,9 @@ class Follower:
     """The Python program that a run belongs to: it sees each step, and may stop the run."""
 
     def __init__(
-        self,
-        on_step: Callable[[int, Mapping[str, float]], object] | None = None,
+        self, on_step: Callable[[int, Mapping[str, float]], object] | None = None,
         stoppable_by: Callable[[Callable[[], None]], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """
         Args:
             on_step: called with each step and its metrics; the run stops if it returns True.

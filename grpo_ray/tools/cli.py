@@ -41,10 +41,9 @@ UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM
 
 
 def main(
-    arguments: Sequence[str] | None = None,
-    commands: Sequence[Command[Any]] = COMMANDS,
+    arguments: Sequence[str] | None = None, commands: Sequence[Command[Any]] = COMMANDS,
     program: str = "grpo-ray",
-) -> int:
+) -> int:  # fmt: skip
     """Run a command; return the exit status."""
     set_library_defaults()
     sys.excepthook = print_traceback

@@ -132,11 +132,18 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        self._repack_lm_head()
+        if self.device.type == "cpu":
+            self._repack()
 
-    def _repack_lm_head(self) -> None:
-        # With tied embeddings vLLM's reload leaves lm_head's packed copy (CPU only) at the old weights.
-        lm_head: Any = getattr(self.model, "lm_head", None)
+    def _repack(self) -> None:
+        """Pack again what vLLM 0.32 packs for a CPU at start-up, and not after a reload."""
+        for layer in self.model.modules():
+            kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+            if kernel is not None:
+                kernel.fused_experts.process_weights_after_loading(layer)
+        lm_head: Any = getattr(
+            self.model, "lm_head", None
+        )  # with tied embeddings it would keep the old weights
         if hasattr(lm_head, "cpu_linear"):
             lm_head.quant_method.process_weights_after_loading(lm_head)
 

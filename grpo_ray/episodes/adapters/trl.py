@@ -21,11 +21,9 @@ NO_TOOLS = ("reset", "get_reward")
 
 
 def trl_episode(
-    environment_class: type[Any],
-    *,
-    columns: Callable[[Example], Mapping[str, Any]] | None = None,
+    environment_class: type[Any], *, columns: Callable[[Example], Mapping[str, Any]] | None = None,
     reward: Callable[[Any], float] | None = None,
-) -> EpisodeFn:
+) -> EpisodeFn:  # fmt: skip
     """Return an episode function that offers the environment's methods as tools until a reply calls none.
 
     A new environment is made for each episode. As in TRL, a call that fails is answered with its error, the

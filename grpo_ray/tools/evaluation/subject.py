@@ -235,10 +235,10 @@ def _replaced(task: Any, options: EvaluationOptions) -> dict[str, Any]:
     name = options.task
     assert name is not None
     section = _kinds().get(name)
-    if section is None and isinstance(task, Mapping) and task.get("kind") == "file":
-        _refuse_other_files(name)
-        return {**task, **_fields(options), **_one_set(name)}  # with its prompt, reward and fields
     if section is None:
+        _refuse_other_files(name)
+        if isinstance(task, Mapping) and task.get("kind") == "file":
+            return {**task, **_fields(options), **_one_set(name)}  # with its prompt, reward and fields
         return _of_file(name, options)
     if options.question_field or options.answer_field:
         raise RunError(f"--question-field, --answer-field need a file, but --task {name} is not a file")
@@ -254,7 +254,6 @@ def _replaced(task: Any, options: EvaluationOptions) -> dict[str, Any]:
 
 def _of_file(path: str, options: EvaluationOptions) -> dict[str, Any]:
     """Return the task of a local file or hub dataset, with the given or recognised fields."""
-    _refuse_other_files(path)
     if options.question_field or options.answer_field or Path(path).suffix not in LOCAL_SUFFIXES:
         return {"kind": "file", **_fields(options), **_one_set(path)}
     return _recognised(Path(path))
