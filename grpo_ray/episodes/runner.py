@@ -104,9 +104,10 @@ def _result(done: "asyncio.Future[float | Outcome]", session: Session, seconds: 
     assert session.ended is not None
     status, reason = session.ended.status, str(session.ended)
     outcome, error = _outcome_of(done, session)
+    has_returned = done.done() and not done.cancelled() and done.exception() is None
     if isinstance(error, asyncio.InvalidStateError):
         reason += f", and ignored its cancellation for {GRACE_S} s"
-    elif error is not None and (status is Status.FINISHED or (status in CUT and _has_returned(done))):
+    elif error is not None and (status is Status.FINISHED or (status in CUT and has_returned)):
         status = Status.CANCELLED if isinstance(error, asyncio.CancelledError) else Status.ENVIRONMENT_ERROR
         reason = _traceback(error)[-ERROR_CHARS:] + hint_for(error)
         _forget_variables(error)
@@ -121,10 +122,6 @@ def _result(done: "asyncio.Future[float | Outcome]", session: Session, seconds: 
     error_text = "" if status is Status.FINISHED else reason
     rewards = outcome.turn_rewards, outcome.metrics
     return EpisodeResult(status, outcome.reward, session.segments, seconds, *rewards, error=error_text)
-
-
-def _has_returned(done: "asyncio.Future[float | Outcome]") -> bool:
-    return done.done() and not done.cancelled() and done.exception() is None
 
 
 def _traceback(error: BaseException) -> str:

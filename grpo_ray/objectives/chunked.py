@@ -18,8 +18,7 @@ from torch.nn.functional import linear
 CHUNK_BYTES = 2**28
 """Size of one chunk's float32 logits, in bytes; forward and backward hold about two and a half of them."""
 COMPILED_CHUNK_BYTES = 2**30
-"""The same for a compiled layer on a GPU, which holds narrow copies alone: each chunk costs a pass over the
-gradient of the weights."""
+"""The same for a compiled layer on a GPU, which holds less: each chunk rewrites the weights' gradient."""
 
 RULED_OUT = torch.finfo(torch.float32).min / 2
 """The logit of a token that the sampler could not draw: its probability is 0, and 0 times it is not NaN."""
@@ -42,8 +41,7 @@ def chunked_log_probs(
         temperature: that of the sampler, above 0.
         ruled_out: token ids that the sampler could not draw at the positions of `is_ruled_out`.
         is_ruled_out: `[tokens]` bool.
-        chunk_bytes: size of the float32 logits of the positions that are computed together; by default one of
-            the two above.
+        chunk_bytes: size of the float32 logits that are computed together; by default one of the two above.
         in_float32: compute the products of forward and backward pass in float32, whatever the dtype of
             `hidden` and `weight`, which is that of their gradients.
         is_compiled: compile what is computed between the products, so that it reads each logit about twice.
@@ -75,10 +73,6 @@ class _OutputLayer:
 
     def chunks(self, num_tokens: int) -> list[slice]:
         return [slice(first, first + self.rows) for first in range(0, num_tokens, self.rows)]
-
-    def ready(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the method, compiled if it shall be."""
-        return _compiled(method) if self.is_compiled else method
 
     def operand(self, weight: Tensor) -> Tensor:
         """Return the weight in the dtype of the products."""
@@ -145,7 +139,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         normaliser = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         log_probs, entropy = torch.empty_like(normaliser), torch.empty_like(normaliser)
         chunks, operand = layer.chunks(len(labels)), layer.operand(weight)
-        summary = layer.ready(_OutputLayer.summary)
+        summary = _compiled(_OutputLayer.summary) if layer.is_compiled else _OutputLayer.summary
         for rows in chunks:
             ruled_out = None if is_ruled_out is None else is_ruled_out[rows]
             # In one expression, here and below, so that the callee can free the products.
@@ -170,7 +164,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         if log_probs_grad is None:
             log_probs_grad = torch.zeros_like(normaliser)
-        gradient_again = layer.ready(_OutputLayer.gradient_again)
+        method = _OutputLayer.gradient_again
+        gradient_again = _compiled(method) if layer.is_compiled else method
         for rows in layer.chunks(len(labels)):
             upstream = labels[rows], log_probs_grad[rows], entropy[rows]
             entropies_grad = None if entropy_grad is None else entropy_grad[rows]

@@ -88,7 +88,7 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
         import_function(config.generator.engine, "generator.engine")
     check_engine_args(config.distillation.engine_args, "distillation")
     algorithm_notices = _check_algorithm(config)
-    _check_rewards(config, None)
+    check_rewards(config, None)
     check_episodes(config)
     _check_bitsandbytes(config)
     _check_heads(config)
@@ -99,7 +99,7 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
     if examples is None:
         check_sft(config)  # not of an evaluation, which brings its examples
         examples = load_examples(config.task, config.run.seed)
-    _check_rewards(config, examples)
+    check_rewards(config, examples)
     per_prompt, num_prompts = config.evaluation.samples_per_prompt, len(examples.validation)
     if num_prompts * per_prompt > MAX_ROLLOUTS:
         raise ValueError(
@@ -119,7 +119,7 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
     return task
 
 
-def _check_rewards(config: Config, examples: ExampleSets | None) -> None:
+def check_rewards(config: Config, examples: ExampleSets | None) -> None:
     """Check the rewards; before the examples are read, not what functions ask their columns for."""
     for name, reward in config.task.rewards.items():
         columns: list[str] | None = []

@@ -11,6 +11,8 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.records.resumable_folder import Definition, changed_values
 from grpo_ray.records.run_files import RunDirectory
+from grpo_ray.run.preparation import check_rewards
+from grpo_ray.tasks.input_digests import input_digests
 from grpo_ray.tools.experiments.experiment import Experiment, check_overrides
 
 
@@ -60,7 +62,8 @@ def plan_experiment(
         for variant, own in experiment.variants.items():
             try:
                 runs.append(_plan_run(folder, base, variant, seed, (*experiment.common, *overrides, *own)))
-            except ConfigError as error:
+                check_rewards(runs[-1].config, None)
+            except ValueError as error:
                 found.setdefault(str(error), []).append(variant)
     if not found:
         found |= _same_variants(runs)
@@ -112,6 +115,7 @@ def definition_of(plan: ExperimentPlan) -> dict[str, Any]:
         "overrides": list(plan.overrides),
         "variants": {label: list(overrides) for label, overrides in plan.experiment.variants.items()},
         "base_config": base,
+        "inputs": {run.variant: input_digests(run.config, {}, [], []) for run in plan.runs},
     }
 
 
@@ -121,6 +125,9 @@ def differences(before: Definition, now: Definition) -> list[str]:
     for key in ("common", "overrides"):
         lines += changed_values({key: before[key]}, {key: now[key]})
     lines += changed_values(before["variants"], now["variants"], "variant ")
+    known, inputs = before.get("inputs", {}), now["inputs"]  # of models, and of modules with rewards
+    for variant in sorted(known.keys() & inputs.keys()):
+        lines += changed_values(known[variant], inputs[variant], f"variant {variant}: ")
     if now["seeds"] < before["seeds"]:
         lines.append(f"seeds: was {before['seeds']}, is {now['seeds']}; seeds can be added, not removed")
     return lines
