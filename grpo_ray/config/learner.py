@@ -42,7 +42,7 @@ class LearnerConfig(Section):
     more time. `selective` also keeps the outputs of matrix products and attention, and recomputes the cheap
     rest. `true` and `false` are accepted for `full` and `none`."""
     compile: bool = False
-    """Compile each block and the output layer with torch.compile: a slower first step, and a C++ compiler."""
+    """Compile blocks and output layer with torch.compile. It takes a C++ compiler and a slower first step."""
     moments: Literal["float32", "bfloat16", "8bit"] = "float32"
     """Data type of AdamW's two moments: 4, 2 or 1 bytes each per parameter. `bfloat16` needs betas of at most
     0.99; `8bit` needs the package bitsandbytes."""

@@ -126,8 +126,9 @@ class _OutputLayer:
 
 
 @cache
-def _compiled(method: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(method, dynamic=True)
+def _ready(method: Callable[..., Any], is_compiled: bool) -> Callable[..., Any]:
+    """Return the method, compiled once if it shall be."""
+    return torch.compile(method, dynamic=True) if is_compiled else method
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -139,7 +140,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         normaliser = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         log_probs, entropy = torch.empty_like(normaliser), torch.empty_like(normaliser)
         chunks, operand = layer.chunks(len(labels)), layer.operand(weight)
-        summary = _compiled(_OutputLayer.summary) if layer.is_compiled else _OutputLayer.summary
+        summary = _ready(_OutputLayer.summary, layer.is_compiled)
         for rows in chunks:
             ruled_out = None if is_ruled_out is None else is_ruled_out[rows]
             # In one expression, here and below, so that the callee can free the products.
@@ -164,8 +165,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         if log_probs_grad is None:
             log_probs_grad = torch.zeros_like(normaliser)
-        method = _OutputLayer.gradient_again
-        gradient_again = _compiled(method) if layer.is_compiled else method
+        gradient_again = _ready(_OutputLayer.gradient_again, layer.is_compiled)
         for rows in layer.chunks(len(labels)):
             upstream = labels[rows], log_probs_grad[rows], entropy[rows]
             entropies_grad = None if entropy_grad is None else entropy_grad[rows]

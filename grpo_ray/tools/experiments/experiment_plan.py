@@ -115,7 +115,7 @@ def definition_of(plan: ExperimentPlan) -> dict[str, Any]:
         "overrides": list(plan.overrides),
         "variants": {label: list(overrides) for label, overrides in plan.experiment.variants.items()},
         "base_config": base,
-        "inputs": {run.variant: input_digests(run.config, {}, [], []) for run in plan.runs},
+        "inputs": {run.variant: input_digests(run.config, {}, [], []) for run in plan.runs if run.seed == 0},
     }
 
 

@@ -39,9 +39,10 @@ def run_experiment(
     plan = plan_experiment(experiment, base, overrides, num_seeds, output)
     remedy = "give another --output or --name"
     folder = ResumableFolder(plan.folder, "experiment.json", "experiment", remedy, differences)
-    folder.check(definition_of(plan))
+    definition = definition_of(plan)
+    folder.check(definition)
     with folder.lock():
-        folder.claim(definition_of(plan))
+        folder.claim(definition)
         jobs = jobs or default_jobs([run.config for run in plan.runs])
         outcomes = _run(plan, jobs, program, command)
         write_report(plan, outcomes, command, jobs)

@@ -40,7 +40,7 @@ class Shares:
     syncs: float
     evaluates: float  # by the driver's clock: `timing/evaluate_s` is mostly time of the next step
     copies_state: float  # for a checkpoint, during which the Learner is blocked
-    is_synchronous: bool  # every token was sampled by the weights that it trained
+    is_synchronous: bool  # every token was sampled by the weights that it trained, also after the first step
     num_generators: int  # with a clock of their own in these steps
 
     @property
