@@ -185,6 +185,8 @@ def _adopt(run: RunDirectory, before: Config, now: Config, step: int, unchecked:
     for kind, text in (texts | {"inputs_unchecked": unchecked}).items():
         if text is not None:
             row = {"time": time.time(), "kind": kind, "actor": None, "step": step, "text": text}
+            if kind == "config_changed":
+                row["before"] = before.model_dump(mode="json")  # what the audit judges the steps so far by
             JsonLines(run.events_path).append(row)
     if changes:
         dump_config(now, run.config_path)

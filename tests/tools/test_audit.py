@@ -19,6 +19,7 @@ from grpo_ray.records.rollout_log import read_rollouts
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.rewards import REWARDS
 from grpo_ray.rewards.base import verdict
+from grpo_ray.run import training
 from grpo_ray.tools.audit.audit import audit
 
 pytestmark = pytest.mark.slow
@@ -109,6 +110,26 @@ def test_a_clean_run_of_any_schedule_is_clean(
     uses = {row["use"] for step in range(1, 9) for row in read_rollouts(run.rollouts_path(step))}
     assert (0 in uses) == any("dynamic_sampling" in change for change in changes)
     assert (2 in uses) == any("replay" in change for change in changes)
+
+
+def test_steps_are_judged_by_the_configuration_that_they_were_trained_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume may change how many samples, advantages and lags are due; groups in the buffer keep theirs."""
+    monkeypatch.setitem(REWARDS, "exact_match", even_reward)
+    changed = [
+        "algorithm.advantage=mean", "weight_sync.max_lag=0", "algorithm.num_steps=8",
+        "evaluation.samples_per_prompt=2", "evaluation.every_num_steps=2",
+    ]  # fmt: skip
+    short = [f"run.output_dir={tmp_path}", "algorithm.num_steps=5"]
+    run = training.train(load_config(QUICKSTART, [*SMALL, *short]), "", is_local=True)
+    run = training.resume(str(run.path), changed, is_local=True)
+    assert audit(run).problems == []
+    run.events_path.unlink()  # then the last one is all that is known
+    problems = "\n".join(audit(run).problems)
+    for text in ("versions old; weight_sync.max_lag is 0", "are recorded, its rewards give", "instead of 2"):
+        assert text in problems
+    assert "no evaluation at step 2" in problems
 
 
 def rewrite(path: Path, change: Callable[[Rows], Rows | None]) -> None:

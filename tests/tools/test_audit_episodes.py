@@ -30,7 +30,7 @@ def make_config(*changes: str) -> Config:
 
 @pytest.fixture(scope="module")
 def grader() -> Regrader:
-    return Regrader(make_config(), run_reward_code=False)
+    return Regrader([make_config()], run_reward_code=False)
 
 
 def audited(
@@ -46,7 +46,7 @@ def audited(
     num_masked = sum(np.count_nonzero(~c.mask & (c.turns != CONTEXT)) for c in completions)
     metrics = {"step": STEP, "lag/max": lag, "lag/masked_tokens": num_masked, **rollout_metrics(groups)}
     change(rows)
-    return audit_step(RolloutRows("step.parquet", rows), metrics, make_config(*changes), grader)
+    return audit_step(RolloutRows("step.parquet", rows), metrics, [make_config(*changes)], grader)
 
 
 def branched_groups() -> list[ScoredGroup]:

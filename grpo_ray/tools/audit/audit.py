@@ -6,6 +6,7 @@ tokens and texts. Every problem is one line of text.
 
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any
 from pyarrow import ArrowInvalid
 
 from grpo_ray.config import Config
-from grpo_ray.config.loading import load_config
+from grpo_ray.config.loading import load_config, make_config
 from grpo_ray.config.user_code import import_from
 from grpo_ray.records.rollout_log import read_rollouts
 from grpo_ray.records.run_files import RunDirectory, read_metrics, step_name
@@ -25,6 +26,7 @@ from grpo_ray.tools.audit.rollouts import GroupPrompt, RolloutFacts, RolloutRows
 from grpo_ray.tools.trust import IGNORED, with_trust
 
 Row = dict[str, Any]
+History = list[tuple[int, Config]]  # each configuration with the last step that it was used for
 
 
 @dataclass
@@ -68,6 +70,7 @@ def audit(run: RunDirectory, trust_remote_code: bool = False, run_reward_code: b
     """
     own = load_config(run.config_path)
     config = with_trust(own, trust_remote_code)
+    history = [*_earlier_configs(run), (sys.maxsize, config)]
     metrics = read_metrics(run.metrics_path) if run.metrics_path.exists() else []
     report = AuditReport(num_steps=len(metrics))
     if own.model.trust_remote_code and not trust_remote_code:
@@ -82,20 +85,36 @@ def audit(run: RunDirectory, trust_remote_code: bool = False, run_reward_code: b
     report.set_aside = tuple(sorted(checkpoint.set_aside))
     if run_reward_code:
         import_from(run.given)
-    grader = Regrader(config, run_reward_code)
+    grader = Regrader([config for _, config in history], run_reward_code)
     report.notes += grader.notes
     try:
-        if config.run.save_rollouts:
-            _audit_training(run, config, metrics, checkpoint, grader, report, run_reward_code)
+        if all(config.run.save_rollouts for _, config in history):
+            _audit_training(run, history, metrics, checkpoint, grader, report, run_reward_code)
         else:
             report.notes.append("run.save_rollouts is false: what was trained cannot be audited")
-        _audit_evaluations(run, config, last, is_finished, grader, report)
+        _audit_evaluations(run, history, last, is_finished, grader, report)
     finally:
         grader.close()
     report.problems += _audit_skipped(run, metrics, report)
     if is_finished:
         report.problems += _leftovers(run)
     return report
+
+
+def _earlier_configs(run: RunDirectory) -> History:
+    """Return the configurations that a resume has replaced, and until which step."""
+    events = read_metrics(run.events_path) if run.events_path.exists() else []
+    return [
+        (event["step"], make_config(event["before"], (), run.events_path))
+        for event in events
+        if event["kind"] == "config_changed" and "before" in event  # not in runs of earlier releases
+    ]
+
+
+def _configs_until(history: History, step: int) -> list[Config]:
+    """Return the configurations that the run had had when it trained a step, that of the step last."""
+    current = next(number for number, (last, _) in enumerate(history) if step <= last)
+    return [config for _, config in history[: current + 1]]
 
 
 def _audit_lines(metrics: Sequence[Row]) -> list[str]:
@@ -111,10 +130,11 @@ def _audit_lines(metrics: Sequence[Row]) -> list[str]:
 
 
 def _audit_training(
-    run: RunDirectory, config: Config, metrics: Sequence[Row], checkpoint: CheckpointFacts, grader: Regrader,
+    run: RunDirectory, history: History, metrics: Sequence[Row], checkpoint: CheckpointFacts, grader: Regrader,
     report: AuditReport, run_code: bool,
 ) -> None:  # fmt: skip
     """Check that each step's file has its groups, whole, within the lag bound, and correctly rewarded."""
+    config = history[-1][1]
     prompts: dict[int, GroupPrompt] = {}
     distinct: dict[GroupPrompt, GroupPrompt] = {}  # an epoch asks all of them again
     trained: Counter[int] = Counter()
@@ -137,7 +157,7 @@ def _audit_training(
             )
             report.problems.append(f"{path.name} is damaged, and {lost}: {error}")
             continue
-        facts = audit_step(rows, row, config, grader)
+        facts = audit_step(rows, row, _configs_until(history, step), grader)
         _add(report, facts)
         report.num_groups += len(facts.prompts)
         report.num_completions += facts.num_completions
@@ -194,13 +214,14 @@ def _add(report: AuditReport, facts: RolloutFacts) -> None:
 
 
 def _audit_evaluations(
-    run: RunDirectory, config: Config, last: int, is_finished: bool, grader: Regrader, report: AuditReport
+    run: RunDirectory, history: History, last: int, is_finished: bool, grader: Regrader, report: AuditReport
 ) -> None:
     """Check that each due step has one evaluation, with correct rewards and a summary that matches them."""
     path = run.evaluations_summary_path
     summaries = read_metrics(path) if path.exists() else []
     steps = Counter(row["step"] for row in summaries)
-    due = set(range(0, last + 1, config.evaluation.every_num_steps)) | ({last} if is_finished else set())
+    due = {s for s in range(last + 1) if s % _configs_until(history, s)[-1].evaluation.every_num_steps == 0}
+    due |= {last} if is_finished else set()
     due -= _skipped_by_preemptions(run)
     report.num_evaluations = len(summaries)
     report.problems += [f"no evaluation at step {step}" for step in sorted(due - steps.keys())]
@@ -215,7 +236,11 @@ def _audit_evaluations(
         except ArrowInvalid as error:
             report.problems.append(f"evaluations/{file.name}: {error}")
             continue
-        _add(report, audit_evaluation(rows, summary, config, grader))
+        # An interrupted one is repeated by the resume, with the values of the step after.
+        around = [_configs_until(history, step)[-1] for step in (summary["step"], summary["step"] + 1)]
+        by_size = {config.evaluation.samples_per_prompt: config for config in around}
+        facts = [audit_evaluation(rows, summary, config, grader) for config in by_size.values()]
+        _add(report, min(facts, key=lambda found: len(found.problems)))
 
 
 def _skipped_by_preemptions(run: RunDirectory) -> set[int]:

@@ -16,18 +16,20 @@ UNTRUSTED = "is code that the run's configuration names; if you trust it, audit 
 class Regrader:
     """The Grader of a run's rewards, except for those that are Python code named by the run."""
 
-    def __init__(self, config: Config, run_reward_code: bool) -> None:
+    def __init__(self, configs: Sequence[Config], run_reward_code: bool) -> None:
         """
         Args:
+            configs: those that the run has had; all have the same task.
             run_reward_code: import and call the run's own rewards and advantages too.
         """
+        config = configs[-1]
         rewards = config.task.rewards
         code = {task: names for task, reward in rewards.items() if (names := code_of(reward))}
         self._skipped = {} if run_reward_code else code
         # A judge may answer otherwise today, and costs money.
         self._judged = {task for task, reward in rewards.items() if any(t.network for t in terms_of(reward))}
-        advantage = config.algorithm.advantage_kind
-        self._skipped_advantage = advantage if is_function_name(advantage) and not run_reward_code else None
+        own = [kind for c in configs if is_function_name(kind := c.algorithm.advantage_kind)]
+        self._skipped_advantage = own[0] if own and not run_reward_code else None
         graded = {t: r for t, r in rewards.items() if not self.skips(t)}
         self._grader = Grader(graded, config.scorer)
 

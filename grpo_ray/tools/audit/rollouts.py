@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -100,19 +100,21 @@ class RolloutFacts:
     num_errors: int = 0
 
 
-def audit_step(rows: RolloutRows, metrics: Row, config: Config, grader: Regrader) -> RolloutFacts:
+def audit_step(rows: RolloutRows, metrics: Row, configs: Sequence[Config], grader: Regrader) -> RolloutFacts:
     """Audit the batch of one step: its own groups (fresh or dropped) and the replayed ones.
 
     Args:
         metrics: the step's line in metrics.jsonl.
+        configs: those of the run until this step, that of the step last. A group may have been scored by an
+            earlier one than the step was trained by.
     """
-    step = metrics["step"]
+    step, config = metrics["step"], configs[-1]
     own = RolloutRows(rows.name, [row for row in rows.rows if row["use"] in (DROPPED, FRESH)])
     replayed = RolloutRows(rows.name, [row for row in rows.rows if row["use"] > FRESH])
     fresh = RolloutRows(rows.name, [row for row in own.rows if row["use"] == FRESH])
     problems = [f"a row is of step {row['step']}" for row in rows.rows if row["step"] != step]
     problems += _audit_size(fresh, own, replayed, config)
-    problems += _audit_groups(rows, config, config.algorithm.samples_per_prompt, grader)
+    problems += _audit_groups(rows, configs, config.algorithm.samples_per_prompt, grader)
     wrong, notes = _audit_rewards(rows, grader)
     problems += wrong
     problems += _audit_lag(fresh, metrics, config.weight_sync.max_lag, "weight_sync.max_lag")
@@ -179,7 +181,7 @@ def audit_evaluation(rows: RolloutRows, summary: Row, config: Config, grader: Re
     Args:
         summary: the validation's line in summary.jsonl.
     """
-    problems = list(_audit_groups(rows, config, config.evaluation.samples_per_prompt, grader))
+    problems = list(_audit_groups(rows, [config], config.evaluation.samples_per_prompt, grader))
     wrong, notes = _audit_rewards(rows, grader)
     problems += wrong
     versions = {version for row in rows.rows for version in (row["min_version"], row["max_version"])}
@@ -227,13 +229,15 @@ def _versions(rows: RolloutRows) -> list[int]:
     ]
 
 
-def _audit_groups(rows: RolloutRows, config: Config, num_samples: int, grader: Regrader) -> Iterator[str]:
+def _audit_groups(
+    rows: RolloutRows, configs: Sequence[Config], num_samples: int, grader: Regrader
+) -> Iterator[str]:
+    masks_old = any(config.episodes.over_age == "mask" for config in configs)
     for group, members in rows.groups.items():
-        masks_old = config.episodes.over_age == "mask"
         compare = audit_comparison if is_episode(members[0]) else _audit_advantages
         problems = list(_audit_members(members, num_samples, masks_old))
         if not grader.skips_advantages:
-            problems += compare(members, config)
+            problems += min((list(compare(members, config)) for config in reversed(configs)), key=len)
         yield from (f"group {group}: {problem}" for problem in problems)
 
 
