@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -92,6 +93,7 @@ class Session:
         """Characters of a conversation beyond which no tokens of it fit into `limits.max_tokens`."""
         self._in_order = asyncio.Lock()  # calls get their seeds in order, also if a long one becomes tokens
         self._num_requests = 0
+        self._in_flight: set[asyncio.Future[None]] = set()
         self._turns: list[_Turn] = []
 
     @property
@@ -147,7 +149,7 @@ class Session:
             EpisodeEnded: the episode has reached a limit, or its Generator failed.
             ValueError: the prompt is empty, or the model has no such token.
         """
-        self._turn_settings(len(token_ids))  # a prompt that is too long is not even copied
+        await self._turn_settings(len(token_ids))  # a prompt that is too long is not even copied
         prompt = tuple(map(int, token_ids))
         unknown = next((token for token in prompt if not 0 <= token < self._vocabulary), None)
         if unknown is not None:
@@ -174,7 +176,7 @@ class Session:
         if (num_chars := sum(map(len, given))) > self.max_chars:
             limit = self.limits.max_tokens
             reason = f"messages of {num_chars} characters leave no room for a reply within {limit} tokens"
-            raise self.end(Status.TRUNCATED_TOKENS, reason)
+            raise await self._at_limit(Status.TRUNCATED_TOKENS, reason)
         make = partial(self._rendered, conversation, tools, turn)
         async with self._in_order:
             if _num_chars(conversation) + _num_chars(tools) <= SHORT_CHARS:
@@ -201,26 +203,43 @@ class Session:
         self, prompt: tuple[int, ...], tools: Sequence[Tool], max_tokens: int | None
     ) -> tuple[int, Reply]:
         """Sample a turn; return its segment and its reply."""
-        settings = self._turn_settings(len(prompt))
+        settings = await self._turn_settings(len(prompt))
         if max_tokens is not None:
             shorter = max(1, settings.min_tokens, min(max_tokens, settings.max_tokens))
             settings = replace(settings, max_tokens=shorter)
         self._num_requests += 1
-        before = self.segments.add_prompt(prompt)
-        try:
-            completion = await self._sampler.sample(prompt, settings)
-        except Exception as error:
-            logger.exception("a turn could not be sampled")
-            reason = f"{type(error).__name__}: {error}"
-            raise self.end(Status.GENERATOR_ERROR, reason) from error
-        if self.ended is not None:
-            raise self.ended
-        # The model's vocabulary may be larger than its tokenizer's.
-        self._vocabulary = max(self._vocabulary, 1 + int(completion.token_ids.max(initial=0)))
-        segment = self.segments.add_sample(before, completion)
+        with self._answering():
+            before = self.segments.add_prompt(prompt)
+            try:
+                completion = await self._sampler.sample(prompt, settings)
+            except Exception as error:
+                logger.exception("a turn could not be sampled")
+                reason = f"{type(error).__name__}: {error}"
+                raise self.end(Status.GENERATOR_ERROR, reason) from error
+            if self.ended is not None:
+                raise self.ended
+            # The model's vocabulary may be larger than its tokenizer's.
+            self._vocabulary = max(self._vocabulary, 1 + int(completion.token_ids.max(initial=0)))
+            segment = self.segments.add_sample(before, completion)
         return segment, self._reply(prompt, completion, tools, self.segments[segment].turn)
 
-    def _turn_settings(self, prompt_length: int) -> SamplingSettings:
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        answered = asyncio.get_running_loop().create_future()
+        self._in_flight.add(answered)
+        try:
+            yield
+        finally:
+            self._in_flight.discard(answered)
+            answered.set_result(None)
+
+    async def _at_limit(self, status: Status, reason: str) -> EpisodeEnded:
+        """End the session once the calls in flight have been answered, so that a limit loses no reply."""
+        while self._in_flight and self.ended is None:
+            await asyncio.wait(set(self._in_flight))
+        return self.end(status, reason)
+
+    async def _turn_settings(self, prompt_length: int) -> SamplingSettings:
         """Return the settings of the next turn.
 
         Raises:
@@ -230,11 +249,13 @@ class Session:
         if self.ended is not None:
             raise self.ended
         if self._num_requests >= limits.max_turns:
-            raise self.end(Status.TRUNCATED_TURNS, f"the episode has had its {limits.max_turns} turns")
+            raise await self._at_limit(
+                Status.TRUNCATED_TURNS, f"the episode has had its {limits.max_turns} turns"
+            )
         room = min(settings.max_tokens, limits.max_tokens - prompt_length)
         if room < max(1, settings.min_tokens):
             reason = f"a prompt of {prompt_length} tokens leaves no room for a reply within {limits.max_tokens}"
-            raise self.end(Status.TRUNCATED_TOKENS, reason)
+            raise await self._at_limit(Status.TRUNCATED_TOKENS, reason)
         return replace(
             settings, num_samples=1, max_tokens=room, seed=turn_seed(settings.seed, self._num_requests)
         )

@@ -91,6 +91,16 @@ def test_an_episode_may_answer_its_limit_with_a_reward() -> None:
     assert run(endless, Limits(max_turns=2, truncated_reward=-0.5)).reward == -0.5
 
 
+def test_calls_beyond_a_limit_lose_no_reply_on_its_way() -> None:
+    async def episode(session: Session, example: Example) -> float:
+        await asyncio.gather(*(one_turn(session, Example(f"branch {n}", "")) for n in range(5)))
+        return 1.0
+
+    result = run(episode, Limits(max_turns=3))
+    assert (result.status, result.reward) == (Status.TRUNCATED_TURNS, 0.0)
+    assert (result.segments.num_turns, len(result.segments.sequences())) == (3, 3)
+
+
 def test_an_error_after_a_limit_is_seen() -> None:
     async def episode(session: Session, example: Example) -> Outcome:
         with contextlib.suppress(EpisodeEnded):
