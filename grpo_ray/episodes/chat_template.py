@@ -117,8 +117,9 @@ class ChatTemplate:
         self, messages: Sequence[Message], num_known: int, prompt: Sequence[int], reply: Sequence[int],
         tools: Sequence[Tool] | None = None,
     ) -> tuple[int, ...] | None:  # fmt: skip
-        """See `Template.continued`; a branch begins where an earlier reply is not kept."""
-        if not self.keeps_replies(messages, tools):
+        """See `Template.continued`; a branch begins where a reply of those tokens is not kept."""
+        dropped = self._dropped(messages, tools)
+        if dropped and not dropped <= self._dropped(messages[: num_known - 1], tools):
             return None
         known = (*prompt, *reply)
         return known + self.suffix(messages, num_known, known[-1], tools)
@@ -205,15 +206,19 @@ class ChatTemplate:
         start, end = ends[0]
         return end, behind[start + len(end) :]
 
-    def keeps_replies(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> bool:
-        """Return whether the template shows all text of every assistant message, apart from white space.
+    def _dropped(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> set[int]:
+        """Return the places of assistant messages of which the template drops text other than white space.
 
         Templates of reasoning models drop the thoughts of earlier replies once the user speaks again.
         """
         shown = _squeezed(self._render(messages, tools))
-        replies = [message for message in messages if message["role"] == "assistant"]
-        texts = [text for reply in replies for text in (reply["content"], reply.get("reasoning_content", ""))]
-        return all(_squeezed(text) in shown for text in texts)
+        return {
+            place
+            for place, message in enumerate(messages)
+            if message["role"] == "assistant"
+            for text in (message["content"], message.get("reasoning_content", ""))
+            if _squeezed(text) not in shown
+        }
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> str:
         if not self.tokenizer.chat_template:

@@ -115,16 +115,18 @@ def test_dropped_thoughts_open_a_branch(name: str) -> None:
 
 @pytest.mark.parametrize("name", THINKING)
 def test_thoughts_stay_while_only_tools_answer(name: str) -> None:
-    replies = ["<think>\nhm\n</think>\n\nlet me see", "<think>\nso\n</think>\n\nit is", "fine"]
-    session, sampler = session_of(name, said(*replies))
-    result = {"role": "tool", "content": "a table"}
-    messages = asyncio.run(converse(session, [[user("one")], [result, result], [user("sure?")]]))
+    replies = ["<think>\nhm\n</think>\n\nlet me see", "<think>\nso\n</think>\n\nit is"]
     tokenizer = tokenizer_of(name)
-    assert sampler.prompts[1] == rendered(tokenizer, messages[:4])
-    assert sampler.prompts[2] == rendered(tokenizer, messages[:6])
+    ids = tokenizer.convert_tokens_to_ids
+    spelled = ids([*"<think>", "Ċ", *"ok", "Ċ", *"</think>", "Ċ", *"four", ENDS[name]])  # no tokenizer would
+    session, sampler = session_of(name, said(*replies, spelled, "fine"))
+    result = {"role": "tool", "content": "a table"}
+    messages = asyncio.run(converse(session, [[user("one")], [result, result], [user("sure?")], [result]]))
+    for turn, num_messages in ((1, 4), (2, 6)):
+        assert sampler.prompts[turn] == rendered(tokenizer, messages[:num_messages])
     first, second = session.segments.sequences()
     assert first.turns[first.mask].max() == 1
-    assert (second.turns == 2).all()
+    assert set(second.turns[second.mask]) == {2, 3}
 
 
 async def test_an_edited_history_opens_a_branch() -> None:
