@@ -20,7 +20,6 @@ from grpo_ray.core.clients import GeneratorClient, LearnerClient, ScorerClient
 from grpo_ray.core.generator import Generator
 from grpo_ray.engines import engine_seed
 from grpo_ray.records.checkpoint import Checkpoint
-from grpo_ray.tools.simulation.cores import cores_of
 from grpo_ray.tools.simulation.speeds import Lengths, Speeds
 from grpo_ray.tools.simulation.workers import SimulatedScorer
 from grpo_ray.types import StartingModel
@@ -93,7 +92,7 @@ class ScaleActors(ActorGroup):
         hosted = self._host(SimulatedScorer, name).options(
             **self._placement.options(name), max_concurrency=1000
         )
-        handle = hosted.remote(self._config, self._speeds, cores_of(None))
+        handle = hosted.remote(self._config, self._speeds)
         return cast(ScorerClient, self._client(SimulatedScorer, name, handle))
 
     def _start_learner(self) -> LearnerClient:

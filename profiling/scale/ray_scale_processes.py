@@ -17,7 +17,6 @@ from ray.actor import ActorHandle
 
 from grpo_ray.config import Config
 from grpo_ray.core.generator import Generator
-from grpo_ray.tools.simulation.cores import cores_of
 from grpo_ray.tools.simulation.engine import SimulatedEngine
 from grpo_ray.tools.simulation.speeds import Lengths, Speeds
 from grpo_ray.tools.simulation.workers import Account, SimulatedLearner
@@ -109,7 +108,7 @@ class AccountingLearner(SimulatedLearner):
 
     def __init__(self, config: Config, speeds: Speeds, account_path: Path, version: int) -> None:
         self._account_path = account_path
-        super().__init__(config, speeds, read_account(account_path, config), version, cores_of(None))
+        super().__init__(config, speeds, read_account(account_path, config), version)
 
     async def train_step(self, batch: TrainBatch) -> StepReport:
         try:

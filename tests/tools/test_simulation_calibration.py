@@ -1,10 +1,8 @@
-"""Calibration: fitting recovers the speeds of a simulated run, and cores are shared as computed by hand."""
+"""Calibration: fitting recovers the speeds of a simulated run."""
 
-import asyncio
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from small_run import QUICKSTART
 
@@ -12,12 +10,9 @@ from grpo_ray.config.loading import load_config
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.simulation.calibration import calibrate
-from grpo_ray.tools.simulation.cores import SharedCores
-from grpo_ray.tools.simulation.engine import SimulatedEngine
 from grpo_ray.tools.simulation.records import read_run
 from grpo_ray.tools.simulation.simulate import simulate
-from grpo_ray.tools.simulation.speeds import LognormalLengths, ReplayedLengths, Speeds, replayed_lengths
-from grpo_ray.types import SamplingSettings
+from grpo_ray.tools.simulation.speeds import LognormalLengths, Speeds
 
 KNOWN = Speeds(
     decode_s=0.02, decode_sequence_s=2e-4, request_s=0.03, prefill_token_s=0.0, prompt_tokens=16,
@@ -70,11 +65,9 @@ def test_what_one_run_cannot_tell_apart_is_said(tmp_path: Path) -> None:
 def test_a_wrong_run_is_refused_with_the_file_and_the_fix(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nothing/config.yaml is missing; give the directory of a run"):
         read_run(str(tmp_path / "nothing"))
-    path = record(tmp_path / "run", "weight_sync.max_lag=1")
-    with pytest.raises(ValueError, match=r"--cores .*max_lag 1; give a run with"):
-        calibrate([read_run(path)], cores=2)
-    with pytest.raises(ValueError, match=r"groups have \[4\] samples; set algorithm.samples_per_prompt"):
-        replayed_lengths(path, 8)
+    path = record(tmp_path / "run", "weight_sync.max_lag=1", "weight_sync.in_flight=true")
+    with pytest.raises(ValueError, match=r"syncs interrupted requests.*; give a run with"):
+        calibrate([read_run(path)])
     (tmp_path / "run/timeline.json").write_text("[{")
     with pytest.raises(ValueError, match=r"timeline.json: .*; give a run that is not being written"):
         read_run(path)
@@ -91,42 +84,8 @@ def test_the_command_saves_speeds_that_it_reads_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, file = record(tmp_path / "run", "weight_sync.max_lag=0"), str(tmp_path / "speeds.json")
-    given = ["--calibrate", run, "--cores", "2", "--save-speeds", file, "--replay", run]
+    given = ["--calibrate", run, "--save-speeds", file, "--recorded", run]
     assert main(["simulate", QUICKSTART, *CHANGES, *given]) == 0
     assert "fit             median error" in capsys.readouterr().out
-    assert json.loads(Path(file).read_text())["cores"] == 2
+    assert json.loads(Path(file).read_text())["decode_s"] > 0
     assert main(["simulate", QUICKSTART, *CHANGES, "--speeds", file]) == 0
-
-
-def test_lengths_are_replayed_in_order() -> None:
-    lengths = ReplayedLengths([np.array([1, 2]), np.array([3, 4])])
-    rng = np.random.default_rng(0)
-    assert [lengths.draw(rng, 2).tolist() for _ in range(3)] == [[1, 2], [3, 4], [1, 2]]
-    assert lengths.draw(rng, 1)[0] in {1, 2, 3, 4}
-
-
-# ---- shared cores, by hand ----
-
-
-@pytest.mark.virtual_time
-async def test_three_actors_on_two_cores() -> None:
-    """All three run at 2/3 until the shortest ends at 3 s; the other two then have a core each."""
-    cores, loop = SharedCores(2), asyncio.get_running_loop()
-
-    async def work(work_s: float) -> float:
-        await cores.work(work_s)
-        return loop.time()
-
-    assert list(await asyncio.gather(work(2.0), work(4.0), work(5.0))) == pytest.approx([3.0, 5.0, 6.0])
-
-
-@pytest.mark.virtual_time
-async def test_an_engine_slows_down_while_another_actor_works() -> None:
-    """The first 4 of 10 s of work take 8 s on half a core; the other actor's 4 s are then done as well."""
-    cores = SharedCores(1)
-    speeds = Speeds(decode_s=1.0, decode_sequence_s=0.0, prefill_token_s=0.0)
-    engine = SimulatedEngine(speeds, ReplayedLengths([np.array([10])]), 8, seed=0, cores=cores)
-    other = asyncio.ensure_future(cores.work(4.0))
-    await engine.generate((), SamplingSettings(1, 1.0, 1.0, 1, 100))
-    await other
-    assert asyncio.get_running_loop().time() == pytest.approx(14.0)

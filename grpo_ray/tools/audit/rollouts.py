@@ -237,7 +237,8 @@ def _audit_groups(
         compare = audit_comparison if is_episode(members[0]) else _audit_advantages
         problems = list(_audit_members(members, num_samples, masks_old))
         if not grader.skips_advantages:
-            problems += min((list(compare(members, config)) for config in reversed(configs)), key=len)
+            found = [list(compare(members, config)) for config in reversed(configs)]
+            problems += min(found, key=lambda texts: len(texts))
         yield from (f"group {group}: {problem}" for problem in problems)
 
 

@@ -9,7 +9,6 @@ from grpo_ray.cluster.local import LocalActors, LocalClient
 from grpo_ray.config import Config
 from grpo_ray.core.generator import Generator as GeneratorActor
 from grpo_ray.records.checkpoint import Checkpoint
-from grpo_ray.tools.simulation.cores import cores_of
 from grpo_ray.tools.simulation.cpu_meter import CpuMeter
 from grpo_ray.tools.simulation.engine import SimulatedEngine
 from grpo_ray.tools.simulation.environments import SimulatedEnvironmentWorker
@@ -71,7 +70,6 @@ class SimulatedActors(LocalActors):
         """
         self._speeds, self._lengths, self._account = speeds, lengths, account
         self.trace, self.meter = trace, meter
-        self._cores = cores_of(speeds.cores)
         self._dispatching = asyncio.Lock()
         super().__init__(config, start, run_dir, checkpoint)
 
@@ -79,7 +77,7 @@ class SimulatedActors(LocalActors):
         """Do the driver's own work for a group that it gives to a Generator, one after another."""
         if self._speeds.dispatch_s:
             async with self._dispatching:
-                await self._cores.work(self._speeds.dispatch_s)
+                await asyncio.sleep(self._speeds.dispatch_s)
 
     def _client(self, name: str, build: Callable[[], Any]) -> SimulatedClient:
         return SimulatedClient(name, build, next(self._numbers), self)
@@ -87,17 +85,17 @@ class SimulatedActors(LocalActors):
     def _start_generator(self, name: str) -> SimulatedClient:
         seed = self._seed_of(name)
         recompute_kv, max_num_seqs = self._config.weight_sync.recompute_kv, self._config.generator.max_num_seqs
-        engine = SimulatedEngine(self._speeds, self._lengths, max_num_seqs, seed, recompute_kv, self._cores)
+        engine = SimulatedEngine(self._speeds, self._lengths, max_num_seqs, seed, recompute_kv)
         if self.meter is not None:
             engine.on_timer = self.meter.timer(name, engine.on_timer)
         slowdown_s = self._config.generator.slowdown_s
         return self._client(name, lambda: GeneratorActor(name, engine, slowdown_s, self._version))
 
     def _start_scorer(self, name: str) -> SimulatedClient:
-        return self._client(name, lambda: SimulatedScorer(self._config, self._speeds, self._cores))
+        return self._client(name, lambda: SimulatedScorer(self._config, self._speeds))
 
     def _start_teacher(self, name: str) -> SimulatedClient:
-        return self._client(name, lambda: SimulatedTeacher(self._speeds, self._cores))
+        return self._client(name, lambda: SimulatedTeacher(self._speeds))
 
     def _start_environment(self, name: str) -> SimulatedClient:
         worker = SimulatedEnvironmentWorker(name, self._config, self._speeds, self._num_starts[name])
@@ -107,7 +105,7 @@ class SimulatedActors(LocalActors):
         return client
 
     def _start_learner(self) -> SimulatedClient:
-        learner = SimulatedLearner(self._config, self._speeds, self._account, self._version, self._cores)
+        learner = SimulatedLearner(self._config, self._speeds, self._account, self._version)
         return self._client("learner", lambda: learner)
 
     def stop(self) -> None:

@@ -71,44 +71,34 @@ def lines_of(calibration: Calibration) -> Iterator[str]:
         yield f"not known       {warning}"
 
 
-def calibrate(runs: Sequence[RecordedRun], cores: float | None = None) -> Calibration:
+def calibrate(runs: Sequence[RecordedRun]) -> Calibration:
     """Fit the speeds to all runs together.
 
     Args:
         runs: the first one should be the most like the runs to simulate: what is no fit comes from it alone.
-        cores: the cores that all actors share.
 
     Raises:
-        ValueError: actors of a run have shared these cores, so that each one's own time is unknown.
+        ValueError: syncs interrupted a run's requests, or it has too few steps.
     """
     for run in runs:
-        _check(run, cores)
+        _check(run)
     warnings: list[str] = []
     engine, sampling_error = _engine(runs, warnings)
     learner, training_error = _learner(runs, warnings)
     speeds = {**engine, **learner, **_medians(runs[0])}
-    if cores is not None:
-        speeds["cores"] = cores
     prompts = np.concatenate([list(run.prompts.values()) for run in runs])
     speeds["prompt_tokens"] = max(1, round(float(np.mean(prompts))))
     return Calibration(speeds, sampling_error, training_error, warnings)
 
 
-def _check(run: RecordedRun, cores: float | None) -> None:
-    num_generators, max_lag = run.config.generator.num_generators, run.config.weight_sync.max_lag
-    if max_lag > 0 and run.config.weight_sync.in_flight:
+def _check(run: RecordedRun) -> None:
+    if run.config.weight_sync.max_lag > 0 and run.config.weight_sync.in_flight:
         raise ValueError(
             f"--calibrate {run.path}: its syncs interrupted requests, so a request's time is not only the "
             "engine's; give a run with weight_sync.in_flight=false"
         )
     if not run.measured:
         raise ValueError(f"--calibrate {run.path}: no step is left to measure; give a longer run")
-    if cores is not None and (num_generators > 1 or max_lag > 0):
-        raise ValueError(
-            f"--calibrate {run.path}: with --cores its actors must not have worked at the same time, but it "
-            f"has {num_generators} Generators and max_lag {max_lag}; give a run with "
-            "generator.num_generators=1 weight_sync.max_lag=0"
-        )
 
 
 # The engines

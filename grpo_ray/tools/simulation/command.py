@@ -57,10 +57,6 @@ class SimulateOptions:
     recorded: Annotated[
         str | None, Option("RUN", "draw lengths from the responses of a run (its rollouts/)", group=RESPONSES)
     ] = None
-    replay: Annotated[
-        str | None,
-        Option("RUN", "give each group the lengths of a run's group, in the run's order", group=RESPONSES),
-    ] = None
     speeds: Annotated[
         str | None,
         Option("FILE", "JSON file of the actors' speeds in seconds; see docs/lab/scale.md", group=SPEEDS),
@@ -68,10 +64,6 @@ class SimulateOptions:
     calibrate: Annotated[
         tuple[str, ...], Option("RUN", "fit the speeds to a finished run; repeatable", group=SPEEDS)
     ] = ()
-    cores: Annotated[
-        float | None,
-        Option("N", "with --calibrate: cores that all actors share", type=above_zero, group=SPEEDS),
-    ] = None
     save_speeds: Annotated[
         str | None, Option("FILE", "with --calibrate: write the speeds for --speeds", group=SPEEDS)
     ] = None
@@ -115,14 +107,12 @@ def _speeds(options: SimulateOptions) -> "Speeds":
     from grpo_ray.tools.simulation.speeds import Speeds, read_speeds
 
     if not options.calibrate:
-        if options.cores is not None or options.save_speeds is not None:
-            raise ValueError(
-                '--cores and --save-speeds go with --calibrate; a file of --speeds may hold "cores"'
-            )
+        if options.save_speeds is not None:
+            raise ValueError("--save-speeds goes with --calibrate; name the runs to fit the speeds to")
         return read_speeds(options.speeds)
     if options.speeds is not None:
         raise ValueError("--speeds and --calibrate both give the speeds; leave one of them out")
-    found = calibrate([read_run(run) for run in options.calibrate], options.cores)
+    found = calibrate([read_run(run) for run in options.calibrate])
     print(*lines_of(found), sep="\n")
     if options.save_speeds is not None:
         Path(options.save_speeds).write_text(json.dumps(found.speeds, indent=2) + "\n")
@@ -130,12 +120,8 @@ def _speeds(options: SimulateOptions) -> "Speeds":
 
 
 def _lengths(options: SimulateOptions, config: "Config") -> "Lengths":
-    from grpo_ray.tools.simulation.speeds import LognormalLengths, recorded_lengths, replayed_lengths
+    from grpo_ray.tools.simulation.speeds import LognormalLengths, recorded_lengths
 
-    if options.replay is not None:
-        if options.recorded is not None:
-            raise ValueError("--recorded and --replay both give the lengths; leave one of them out")
-        return replayed_lengths(options.replay, config.algorithm.samples_per_prompt)
     if options.recorded is not None:
         return recorded_lengths(options.recorded)
     return LognormalLengths(options.length_mean or config.sampling.max_tokens / 4, options.length_sigma)

@@ -15,7 +15,6 @@ from itertools import pairwise
 import numpy as np
 
 from grpo_ray.engines.base import EngineDied
-from grpo_ray.tools.simulation.cores import Cores, Timer
 from grpo_ray.tools.simulation.speeds import Lengths, Speeds
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import Completion, SamplingSettings
@@ -53,23 +52,19 @@ class SimulatedEngine:
     """An engine behind the protocol of engines/base.py that only waits, on the event loop's clock."""
 
     def __init__(
-        self, speeds: Speeds, lengths: Lengths, max_num_seqs: int, seed: int, recompute_kv: bool = True,
-        cores: Cores | None = None,
-    ) -> None:  # fmt: skip
+        self, speeds: Speeds, lengths: Lengths, max_num_seqs: int, seed: int, recompute_kv: bool = True
+    ) -> None:
         """
         Args:
             max_num_seqs: sequences that run at the same time; later ones wait in the order of their arrival.
             seed: of the lengths, and of the engine's death.
             recompute_kv: a sync discards the keys and values of running sequences, which are computed again.
-            cores: shared with other actors; default: its own.
         """
         self._speeds, self._lengths, self._max_num_seqs = speeds, lengths, max_num_seqs
         self._recompute_kv = recompute_kv
-        self._cores = cores or Cores()
-        self._is_busy = False
         self._rng = np.random.default_rng(seed)
-        self._position, self._at = 0.0, 0.0  # and the work time at which it was the position
-        self._prefill_s = 0.0  # seconds of work before the next token of any sequence
+        self._position, self._at = 0.0, 0.0  # and the time at which it was the position
+        self._prefill_s = 0.0  # seconds before the next token of any sequence
         self._running: list[tuple[float, int, _Sequence]] = []  # a heap by end; the number breaks ties
         self._waiting: deque[_Sequence] = deque()
         self._num_started = 0
@@ -77,7 +72,7 @@ class SimulatedEngine:
         """Position and new version of each, since the oldest sequence began."""
         self._version = 0
         self._is_paused = False
-        self._timer: Timer | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._death: asyncio.TimerHandle | None = None
         self._is_dead = False
         self.on_timer = self._end_sequences
@@ -85,7 +80,7 @@ class SimulatedEngine:
 
     async def start(self, version: int) -> None:
         await asyncio.sleep(self._speeds.start_s)
-        self._version, self._at = version, self._cores.work_time()
+        self._version, self._at = version, asyncio.get_running_loop().time()
         if self._speeds.generator_life_s is not None:
             life_s = float(self._rng.exponential(self._speeds.generator_life_s))
             self._death = asyncio.get_running_loop().call_later(life_s, self._die)
@@ -116,7 +111,7 @@ class SimulatedEngine:
 
     async def stage(self, snapshot: WeightSnapshot) -> None:
         self._check_alive()
-        await self._cores.work(self._speeds.stage_s)
+        await asyncio.sleep(self._speeds.stage_s)
         self._check_alive()
 
     async def pause(self) -> None:
@@ -125,11 +120,11 @@ class SimulatedEngine:
         self._advance()
         self._is_paused = True
         self._continue()
-        await self._cores.work(token_s)  # the current token ends
+        await asyncio.sleep(token_s)  # the current token ends
 
     async def load(self) -> None:
         self._check_alive()
-        await self._cores.work(self._speeds.load_s)
+        await asyncio.sleep(self._speeds.load_s)
 
     async def finish(self, version: int) -> None:
         self._check_alive()
@@ -143,7 +138,7 @@ class SimulatedEngine:
 
     async def resume(self) -> None:
         self._check_alive()
-        self._is_paused, self._at = False, self._cores.work_time()
+        self._is_paused, self._at = False, asyncio.get_running_loop().time()
         self._continue()
 
     async def sleep(self) -> None:
@@ -158,7 +153,7 @@ class SimulatedEngine:
 
     def _advance(self) -> None:
         """Bring the position up to now."""
-        now = self._cores.work_time()
+        now = asyncio.get_running_loop().time()
         elapsed, self._at = now - self._at, now
         if self._is_paused or not self._running:
             return
@@ -173,18 +168,12 @@ class SimulatedEngine:
             self._timer = None
         while not self._is_paused and self._waiting and len(self._running) < self._max_num_seqs:
             self._join(self._waiting.popleft())
-        self._set_busy(bool(self._running) and not self._is_paused)
-        if not self._is_busy:
+        if self._is_paused or not self._running:
             self._prefill_s = self._prefill_s if self._running else 0.0
             return
         num_tokens = max(0.0, self._running[0][0] - self._position)
         delay_s = self._prefill_s + num_tokens * self._speeds.token_s(len(self._running))
-        self._timer = self._cores.call_later(delay_s, self.on_timer)
-
-    def _set_busy(self, is_busy: bool) -> None:
-        if is_busy != self._is_busy:
-            self._is_busy = is_busy
-            self._cores.change_busy(self._speeds.engine_cores * (1 if is_busy else -1))
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self.on_timer)
 
     def _join(self, sequence: _Sequence) -> None:
         if not sequence.request.is_prefilled:
@@ -239,7 +228,6 @@ class SimulatedEngine:
             if not request.done.done():
                 request.done.set_exception(EngineDied("the simulated engine has died"))
         self._running, self._waiting = [], deque()
-        self._set_busy(False)
 
 
 def _completion(sequence: _Sequence, is_cut: bool) -> Completion:

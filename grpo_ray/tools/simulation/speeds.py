@@ -1,8 +1,6 @@
 """The speeds of simulated actors, and the lengths of simulated responses."""
 
-import itertools
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -61,11 +59,6 @@ class Speeds(Section):
     """More seconds per response token."""
     snapshot_s: NonNegativeFloat = 1.0
     """Seconds in which the Learner copies its weights, or its state for a checkpoint."""
-    cores: PositiveFloat | None = None
-    """Cores that all actors share, each busy one an equal part; other speeds are then seconds of work on an
-    otherwise idle core. null: every actor has its own device or cores, as on a cluster."""
-    engine_cores: PositiveFloat = 1.0
-    """Cores that an engine keeps busy while it samples; counts only with `cores`."""
     generator_life_s: PositiveFloat | None = None
     """Mean seconds until an engine dies (exponential); null: it never does."""
     environment_life_s: PositiveFloat | None = None
@@ -125,39 +118,6 @@ class RecordedLengths:
     def draw(self, rng: np.random.Generator, num_samples: int) -> np.ndarray:
         drawn: np.ndarray = rng.choice(self.lengths, num_samples)
         return drawn
-
-
-class ReplayedLengths:
-    """Lengths of a real run's groups, in the order in which they were dispatched; then from the first again.
-
-    A request of another size, such as one of a validation, gets lengths drawn with replacement.
-    """
-
-    def __init__(self, groups: Sequence[np.ndarray]) -> None:
-        self._size = len(groups[0])
-        self._groups = itertools.cycle(groups)
-        self._others = RecordedLengths(np.concatenate(groups))
-
-    def draw(self, rng: np.random.Generator, num_samples: int) -> np.ndarray:
-        return next(self._groups) if num_samples == self._size else self._others.draw(rng, num_samples)
-
-
-def replayed_lengths(path: str, num_samples: int) -> ReplayedLengths:
-    """Return the lengths of a run's groups, in the order of their ids.
-
-    Raises:
-        ValueError: the folder holds no rollouts, or its groups are not of `num_samples`.
-    """
-    groups = lengths_by_group(RunDirectory(path))
-    if not groups:
-        raise ValueError(f"--replay {path}: there are no rollouts in it; give a run with run.save_rollouts")
-    sizes = {len(lengths) for lengths in groups.values()}
-    if sizes != {num_samples}:
-        raise ValueError(
-            f"--replay {path}: its groups have {sorted(sizes)} samples; set algorithm.samples_per_prompt, "
-            f"which is {num_samples}, to that number, or draw with --recorded"
-        )
-    return ReplayedLengths([groups[group_id] for group_id in sorted(groups)])
 
 
 def lengths_by_group(run: RunDirectory) -> dict[int, np.ndarray]:

@@ -17,7 +17,6 @@ import numpy as np
 from grpo_ray.config import Config
 from grpo_ray.core.groups import GroupBook
 from grpo_ray.core.staleness import lag_metrics
-from grpo_ray.tools.simulation.cores import Cores
 from grpo_ray.tools.simulation.speeds import Speeds
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import Episode, RolloutGroup, ScoredGroup, StepReport, TrainBatch, Verdict, bulk_and_facts
@@ -84,12 +83,12 @@ class Account:
 class SimulatedLearner:
     """A Learner with steps that take `train_s + train_token_s * tokens`; its calls run one at a time."""
 
-    def __init__(self, config: Config, speeds: Speeds, account: Account, version: int, cores: Cores) -> None:
+    def __init__(self, config: Config, speeds: Speeds, account: Account, version: int) -> None:
         """
         Args:
             account: keeps the batches; steps after `version` are forgotten.
         """
-        self._config, self._speeds, self._account, self._cores = config, speeds, account, cores
+        self._config, self._speeds, self._account = config, speeds, account
         self.version = version
         account.rewind(version)
         self._turn = asyncio.Lock()
@@ -120,10 +119,10 @@ class SimulatedLearner:
                 lags = lag_metrics(batch.groups, self.version, self._config)
             finally:
                 self._account.note(self.version, batch.groups[:num_fresh], batch.groups[num_fresh:])
-            await self._cores.work(self._speeds.gather_s)
+            await asyncio.sleep(self._speeds.gather_s)
             num_tokens = sum(c.num_tokens for group in batch.groups for c in group.rollout.completions)
             with self._clock.stage("train", f"step {self.version + 1}") as duration:
-                await self._cores.work(self._speeds.train_s + self._speeds.train_token_s * num_tokens)
+                await asyncio.sleep(self._speeds.train_s + self._speeds.train_token_s * num_tokens)
             self.version += 1
             self._num_done += 1
             metrics = {
@@ -141,7 +140,7 @@ class SimulatedLearner:
     async def snapshot(self) -> tuple[WeightSnapshot, int]:
         async with self._turn:
             with self._clock.stage("snapshot"):
-                await self._cores.work(self._speeds.snapshot_s)
+                await asyncio.sleep(self._speeds.snapshot_s)
             return WeightSnapshot(self.version, (), NO_BYTES), self.version
 
     @bulk_and_facts
@@ -151,14 +150,14 @@ class SimulatedLearner:
     async def make_room(self) -> None:
         async with self._turn:
             with self._clock.stage("move"):
-                await self._cores.work(self._speeds.move_s)
+                await asyncio.sleep(self._speeds.move_s)
 
     take_room = make_room
 
     async def capture(self) -> StepReport | None:
         async with self._turn:
             with self._clock.stage("capture"):
-                await self._cores.work(self._speeds.snapshot_s)
+                await asyncio.sleep(self._speeds.snapshot_s)
             return self._report
 
     async def write_captured(self, folder: Path) -> dict[str, int]:
@@ -170,8 +169,8 @@ class SimulatedLearner:
 class SimulatedScorer:
     """A Scorer that takes `score_s` per group, and gives rewards of 0 and 1 by chance."""
 
-    def __init__(self, config: Config, speeds: Speeds, cores: Cores) -> None:
-        self._config, self._speeds, self._cores = config, speeds, cores
+    def __init__(self, config: Config, speeds: Speeds) -> None:
+        self._config, self._speeds = config, speeds
         self._workers = asyncio.Semaphore(config.scorer.num_workers)
         self._clock = StageClock(("score",), rest="wait_for_groups")
 
@@ -185,7 +184,7 @@ class SimulatedScorer:
         """Return the rewards of episodes, or some by chance: a group's share of 1 is uniform over groups."""
         async with self._workers:
             with self._clock.stage("score"):
-                await self._cores.work(self._speeds.score_s)
+                await asyncio.sleep(self._speeds.score_s)
         algorithm = self._config.algorithm
         episodes = [each for each in group.completions if isinstance(each, Episode)]
         if episodes:
@@ -204,8 +203,8 @@ class SimulatedScorer:
 class SimulatedTeacher:
     """A Teacher that takes `teacher_s` per group, one at a time."""
 
-    def __init__(self, speeds: Speeds, cores: Cores) -> None:
-        self._speeds, self._cores = speeds, cores
+    def __init__(self, speeds: Speeds) -> None:
+        self._speeds = speeds
         self._turn = asyncio.Lock()
         self._clock = StageClock(("look_up",), rest="wait_for_groups")
 
@@ -221,6 +220,6 @@ class SimulatedTeacher:
         """Return logprobs of the group's tokens, float32 `[group_tokens]`, and the number of sampled ones."""
         async with self._turn:
             with self._clock.stage("look_up"):
-                await self._cores.work(self._speeds.teacher_s)
+                await asyncio.sleep(self._speeds.teacher_s)
         num_tokens = sum(len(completion.token_ids) for completion in group.completions)
         return np.broadcast_to(np.float32(-1), num_tokens), sum(c.num_tokens for c in group.completions)
