@@ -237,8 +237,9 @@ def _audit_groups(
         compare = audit_comparison if is_episode(members[0]) else _audit_advantages
         problems = list(_audit_members(members, num_samples, masks_old))
         if not grader.skips_advantages:
-            found: list[list[str]] = [list(compare(members, config)) for config in reversed(configs)]
-            problems += min(found, key=len)
+            by_config = [list(compare(members, config)) for config in reversed(configs)]
+            fewest = min(by_config, key=len)
+            problems += fewest
         yield from (f"group {group}: {problem}" for problem in problems)
 
 
