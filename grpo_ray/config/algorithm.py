@@ -322,14 +322,14 @@ class AlgorithmConfig(Section):
             )
 
     def _conflicts_of_updates(self) -> Iterator[str]:
-        is_single = self.epochs_per_batch == 1 and self.train_batch_size is None
+        rollouts = self.prompts_per_step * self.samples_per_prompt
+        is_single = self.epochs_per_batch == 1 and (self.train_batch_size or rollouts) >= rollouts
         if self.token_selection == "kl_cov" and self.old_log_probs == "proximal" and is_single:
             yield (
                 "token_selection `kl_cov` penalizes |log(pi / pi_old)|, which is 0 in the only update on a "
                 "batch with old_log_probs `proximal`; set old_log_probs to `behaviour`, or train_batch_size "
                 "for several updates"
             )
-        rollouts = self.prompts_per_step * self.samples_per_prompt
         if rollouts > MAX_ROLLOUTS:
             yield (
                 f"prompts_per_step ({self.prompts_per_step:,}) * samples_per_prompt "

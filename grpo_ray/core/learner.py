@@ -83,12 +83,15 @@ class Learner:
         # When colocated, the Generators have the device first.
         self._home = torch.device("cpu") if config.generator.colocated else self._device
         self.model = self._load(model_path)
+        is_adapter = config.model.adapter is not None
+        if is_adapter and checkpoint is not None and config.algorithm.kl.reference == "ema":
+            load_adapter(self.model, checkpoint.parent)  # an average that begins now begins at the policy
         self._reference = self._make_reference(initial_path or model_path, model_path)
         recompute_in_backward(self.model, config.learner.gradient_checkpointing)
         for model in {self.model, *([self._reference.model] if self._reference else [])}:
             if config.learner.compile:
                 compile_blocks(model)
-        if config.model.adapter is None:
+        if not is_adapter:
             self.masters = MasterWeights(self.model, self._dtype)
         else:
             if checkpoint is not None:

@@ -240,8 +240,8 @@ class ForwardBackward:
         log_probs.retain_grad()
         with record_function("backward"):
             torch.autograd.backward(loss)
-        has_other_terms = self._objective.kl_coefficient or batch.token_penalties is not None
-        if log_probs.grad is not None and not has_other_terms:
+        is_plain = self._objective.has_plain_gradient and batch.token_penalties is None
+        if log_probs.grad is not None and is_plain:
             aggregated = self._objective.aggregation, denominator, batch.sample_tokens
             counts |= gradient_sums(log_probs.grad, mask, batch.advantages, *aggregated, weights)
         counts |= measured | _mismatch_sums(proximal, batch) | self._entropy_sums(entropy, batch)

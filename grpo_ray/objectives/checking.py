@@ -44,6 +44,10 @@ def check_algorithm(config: AlgorithmConfig, weights: Iterable[Mapping[str, floa
     taken: set[str] = set()
     for name in config.corrections:
         taken |= _check_correction(name, config)
+    for key, field in CORRECTION_FIELDS.items():
+        if key not in taken and getattr(config, field) != AlgorithmConfig.model_fields[field].default:
+            raise ValueError(f"algorithm.{field}: no correction in effect has a {key}; leave it out")
+    taken -= CORRECTION_FIELDS.keys()
     if unknown := [key for key in config.correction_options if key not in taken]:
         names = ", ".join(sorted(taken)) or "none"
         raise ValueError(
@@ -125,6 +129,9 @@ def _check_selection(config: AlgorithmConfig) -> None:
     positional = "log_probs, entropies, advantages, rng"
     parameters = keyword_parameters(SELECTIONS[config.token_selection], positional, what) or {}
     check_arguments(parameters, config.selection_options, what, "give algorithm.selection_options: {{}: ...}")
+    options = {name: config.selection_options.get(name, p.default) for name, p in parameters.items()}
+    if config.token_selection == "clip_cov" and options["low"] >= options["high"]:
+        raise ValueError(f"{what}: low is {options['low']} and high {options['high']}; low must be the smaller")
 
 
 def _check_loss(config: AlgorithmConfig) -> None:
@@ -151,13 +158,16 @@ def _check_loss(config: AlgorithmConfig) -> None:
 
 
 def _check_correction(name: str, config: AlgorithmConfig) -> set[str]:
-    """Check one correction; return the names of its arguments that `correction_options` may give."""
+    """Check one correction; return the names of its arguments."""
     what = f"algorithm.off_policy_correction: {name}"
     function = correction_function(name)
     parameters = keyword_parameters(function, "inputs", what) or {}
     own = {key: p for key, p in parameters.items() if key not in CORRECTION_FIELDS}
     options = {key: value for key, value in config.correction_options.items() if key in own}
     check_arguments(own, options, what, "give algorithm.correction_options: {{}: ...}")
+    floor, cap = float(options.get("floor", 0.0)), config.correction_cap
+    if floor > cap and ":" not in name:
+        raise ValueError(f"{what}: floor is {floor:g}, above algorithm.correction_cap, which is {cap:g}")
     if ":" in name:
         behaviour = torch.tensor(LOG_PROBS)
         inputs = CorrectionInputs.of(behaviour + 0.1, behaviour, MASK, ADVANTAGES)
@@ -169,7 +179,8 @@ def _check_correction(name: str, config: AlgorithmConfig) -> set[str]:
             raise ValueError(f"{what} fails on a small batch: {type(error).__name__}: {error}") from error
         if not is_right:
             raise ValueError(f"{what} must return weights of at least 0 and a bool tensor, both [batch, seq]")
-    return set(own)
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {*parameters, *(CORRECTION_FIELDS if takes_any else ())}
 
 
 def _check_fields(field: str, options: Mapping[str, Any], fields: Mapping[str, str]) -> None:

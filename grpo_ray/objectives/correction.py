@@ -11,6 +11,7 @@ from math import inf
 from typing import Any
 
 import torch
+from pydantic import NonNegativeFloat
 from torch import Tensor
 
 from grpo_ray.config.algorithm import Correction
@@ -20,7 +21,9 @@ from grpo_ray.objectives.logprobs import clamped_exp
 Band = tuple[float | None, float | None]  # None: no bound
 
 
-def truncate_token(inputs: CorrectionInputs, *, cap: float = 2.0, floor: float = 0.0) -> tuple[Tensor, Tensor]:
+def truncate_token(
+    inputs: CorrectionInputs, *, cap: float = 2.0, floor: NonNegativeFloat = 0.0
+) -> tuple[Tensor, Tensor]:
     """Weigh each token by `min(max(ratio, floor), cap)`: truncated importance sampling.
 
     (Ionides 2008; between sampler and Learner: Yao, Liu et al. 2025, fengyao.notion.site/off-policy-rl.)
@@ -29,7 +32,7 @@ def truncate_token(inputs: CorrectionInputs, *, cap: float = 2.0, floor: float =
 
 
 def truncate_sequence(
-    inputs: CorrectionInputs, *, cap: float = 2.0, floor: float = 0.0
+    inputs: CorrectionInputs, *, cap: float = 2.0, floor: NonNegativeFloat = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Weigh all tokens of a response by `min(max(product of its ratios, floor), cap)`."""
     return _truncated(_product(inputs), cap, floor)
@@ -62,7 +65,7 @@ def mask_geometric(inputs: CorrectionInputs, *, band: Band = (0.999, 1.001)) -> 
     return _dropping(inputs, _outside(clamped_exp(row_mean(inputs.log_ratio, inputs.mask)), band))
 
 
-def veto(inputs: CorrectionInputs, *, threshold: float = 1e-4) -> tuple[Tensor, Tensor]:
+def veto(inputs: CorrectionInputs, *, threshold: NonNegativeFloat = 1e-4) -> tuple[Tensor, Tensor]:
     """Drop responses with a token of a ratio below the threshold: one catastrophic outlier spoils the response.
 
     (The same source.)
@@ -70,7 +73,7 @@ def veto(inputs: CorrectionInputs, *, threshold: float = 1e-4) -> tuple[Tensor, 
     return _dropping(inputs, (inputs.ratio < threshold).any(dim=1, keepdim=True))
 
 
-def opsm(inputs: CorrectionInputs, *, delta: float) -> tuple[Tensor, Tensor]:
+def opsm(inputs: CorrectionInputs, *, delta: NonNegativeFloat) -> tuple[Tensor, Tensor]:
     """Drop responses with a negative advantage that drifted: mean log(sampler / current policy) above delta.
 
     (Off-policy sequence masking, DeepSeek-V3.2 arXiv:2512.02556, Section 3.1.) Where turns have advantages of

@@ -87,6 +87,12 @@ class Objective:
             object.__setattr__(self, "aggregation", loss_record(self.loss_type).aggregation)
 
     @property
+    def has_plain_gradient(self) -> bool:
+        """True if a token's gradient is its advantage times its share in the aggregation, but for ratios."""
+        is_bent = self.loss_type == "vespo" or self.loss_options.get("kl_tau")  # weights that fade; a pull back
+        return not (self.kl_coefficient or is_bent)
+
+    @property
     def needs_old_log_probs(self) -> bool:
         has_ratio_in_kl = bool(self.kl_coefficient) and self.kl_estimator == "unbiased"
         return uses_ratio(loss_function(self.loss_type)) or has_ratio_in_kl or self.selection == "kl_cov"

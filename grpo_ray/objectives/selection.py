@@ -6,17 +6,21 @@ losses, and coefficients of `|log(pi / pi_old)|`, which is added to them; each `
 """
 
 from collections.abc import Callable
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge, Le
+from pydantic import NonNegativeFloat
 
 from grpo_ray.config.algorithm import TokenSelection
 
 Values = np.ndarray  # [tokens]
 SelectionFn = Callable[..., tuple[Values, Values]]
+Share = Annotated[float, Ge(0), Le(1)]
 
 
 def top_entropy(
-    log_probs: Values, entropies: Values, advantages: Values, rng: np.random.Generator, *, share: float = 0.2
+    log_probs: Values, entropies: Values, advantages: Values, rng: np.random.Generator, *, share: Share = 0.2
 ) -> tuple[Values, Values]:
     """Train only on the `share` of tokens with the largest entropy ("forking tokens").
 
@@ -26,7 +30,7 @@ def top_entropy(
 
 
 def clip_cov(
-    log_probs: Values, entropies: Values, advantages: Values, rng: np.random.Generator, *, share: float = 2e-4,
+    log_probs: Values, entropies: Values, advantages: Values, rng: np.random.Generator, *, share: Share = 2e-4,
     low: float = 1.0, high: float = 5.0,
 ) -> tuple[Values, Values]:  # fmt: skip
     """Leave out a random `share` of the tokens, from those of a covariance between `low` and `high`.
@@ -43,8 +47,8 @@ def clip_cov(
 
 
 def kl_cov(
-    log_probs: Values, entropies: Values, advantages: Values, rng: np.random.Generator, *, share: float = 2e-3,
-    coefficient: float = 1.0,
+    log_probs: Values, entropies: Values, advantages: Values, rng: np.random.Generator, *, share: Share = 2e-3,
+    coefficient: NonNegativeFloat = 1.0,
 ) -> tuple[Values, Values]:  # fmt: skip
     """Hold back the `share` of tokens with the largest covariance by `coefficient` times `|log(pi / pi_old)|`.
 

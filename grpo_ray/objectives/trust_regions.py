@@ -5,6 +5,7 @@ Each takes `RatioInputs`, and returns the loss `[batch, seq]` and the details `c
 """
 
 import torch
+from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from grpo_ray.objectives.inputs import Details, RatioInputs, row_mean, row_sum
@@ -12,8 +13,8 @@ from grpo_ray.objectives.logprobs import MAX_LOG_RATIO, clamped_exp
 
 
 def dppo_tv(
-    inputs: RatioInputs, *, delta: float = 0.15, delta_high: float | None = None, cap: float = 20.0,
-    kl_tau: float = 0.0,
+    inputs: RatioInputs, *, delta: PositiveFloat = 0.15, delta_high: PositiveFloat | None = None,
+    cap: PositiveFloat = 20.0, kl_tau: NonNegativeFloat = 0.0,
 ) -> tuple[Tensor, Details]:  # fmt: skip
     """Compute DPPO with the binary total variation `|pi - pi_old|` as its divergence.
 
@@ -37,8 +38,8 @@ def dppo_tv(
 
 
 def dppo_kl(
-    inputs: RatioInputs, *, delta: float = 0.05, delta_high: float | None = None, cap: float = 20.0,
-    kl_tau: float = 0.0,
+    inputs: RatioInputs, *, delta: PositiveFloat = 0.05, delta_high: PositiveFloat | None = None,
+    cap: PositiveFloat = 20.0, kl_tau: NonNegativeFloat = 0.0,
 ) -> tuple[Tensor, Details]:  # fmt: skip
     """Compute DPPO with the binary KL divergence, that of "this token or another" under old and new policy.
 
@@ -54,7 +55,11 @@ def dppo_kl(
 
 
 def ipo(
-    inputs: RatioInputs, *, delta: float = 0.3, cap: float = 20.0, kl_tau: float = 0.0
+    inputs: RatioInputs,
+    *,
+    delta: PositiveFloat = 0.3,
+    cap: PositiveFloat = 20.0,
+    kl_tau: NonNegativeFloat = 0.0,
 ) -> tuple[Tensor, Details]:
     """Compute IPO: as `dppo_tv`, without any token with `|pi - pi_old| > delta`, whatever its advantage.
 
@@ -71,7 +76,9 @@ def ipo(
     return _within(inputs, difference.abs() > delta, cap, kl_tau)
 
 
-def sapo(inputs: RatioInputs, *, tau: float = 1.0, tau_negative: float = 1.05) -> tuple[Tensor, Details]:
+def sapo(
+    inputs: RatioInputs, *, tau: PositiveFloat = 1.0, tau_negative: PositiveFloat = 1.05
+) -> tuple[Tensor, Details]:
     """Compute SAPO: `-4 / t * sigmoid(t * (ratio - 1)) * A`, with `t = tau` where A > 0, else `tau_negative`.
 
     Soft Adaptive Policy Optimization (arXiv:2511.20347): in place of a clip a gate with slope 1 at ratio 1
@@ -116,8 +123,8 @@ def gmpo(
 
 
 def vespo(
-    inputs: RatioInputs, *, k: float = 2.0, decay: float = 3.0, k_negative: float = 3.0,
-    decay_negative: float = 2.0,
+    inputs: RatioInputs, *, k: NonNegativeFloat = 2.0, decay: PositiveFloat = 3.0,
+    k_negative: NonNegativeFloat = 3.0, decay_negative: PositiveFloat = 2.0,
 ) -> tuple[Tensor, Details]:  # fmt: skip
     """Compute VESPO: `-stopgrad(W^k * exp(decay * (1 - W))) * A * log pi` with the response's ratio W.
 

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
@@ -13,6 +15,12 @@ CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of the tensors' names
 FIELDS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora", "use_dora": "dora"}  # PEFT's and ours
 DIGEST = "base_sha256"  # in the file's metadata, which peft ignores
+OTHER_KINDS = (
+    "alpha_pattern",
+    "use_qalora",
+    "alora_invocation_tokens",
+)  # PEFT's, which change what is computed
+OTHER_BASES = ("pissa", "olora", "corda", "loftq")  # initialisations that change the base, too
 WINDOW_BYTES, NUM_WINDOWS = 4096, 16
 
 
@@ -41,12 +49,24 @@ def check_adapter_files(folder: Path, base: str) -> None:
         raise ValueError(f"model.adapter.path: {str(folder)!r} is damaged ({error}); copy it again") from None
     if saved.get("peft_type") != "LORA":
         raise ValueError(f"model.adapter.path: {str(folder)!r} is of kind {saved.get('peft_type')}, not LORA")
+    _refuse_other_kinds(folder, saved)
     own = base_digest(base)
     if digest and own and digest != own:
         raise ValueError(
             f"model.adapter.path: {str(folder)!r} is the adapter of another base "
             f"({saved.get('base_model_name_or_path')}), with other weights than {base!r}; set model.path to "
             "the base that it was trained on"
+        )
+
+
+def _refuse_other_kinds(folder: Path, saved: Mapping[str, Any]) -> None:
+    others = [name for name in OTHER_KINDS if saved.get(name)]
+    if str(saved.get("init_lora_weights")).startswith(OTHER_BASES):
+        others.append("init_lora_weights")
+    if others:
+        raise ValueError(
+            f"model.adapter.path: {str(folder)!r} has {others[0]}={saved[others[0]]!r}, which would be "
+            "ignored; merge it into its base with PEFT, and give that as model.path"
         )
 
 
@@ -59,9 +79,12 @@ def saved_config(folder: Path) -> tuple[str, AdapterConfig]:
     try:
         saved = json.loads((folder / CONFIG).read_bytes())
         own = {field: saved[name] for name, field in FIELDS.items() if name in saved}
-        targets = sorted({name.rpartition(".")[2] for name in saved["target_modules"]})
+        _refuse_other_kinds(folder, saved)
+        targets = saved["target_modules"]
+        if isinstance(targets, str):
+            raise ValueError(f"target_modules is the pattern {targets!r}; give a list of names")
         base = "@".join(filter(None, (str(saved["base_model_name_or_path"]), saved.get("revision"))))
-        return base, AdapterConfig(**own, target_modules=tuple(targets))
+        return base, AdapterConfig(**own, target_modules=tuple(sorted(targets)))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{folder / CONFIG} cannot be used ({error!r}); copy the adapter again") from error
 

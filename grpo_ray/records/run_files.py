@@ -101,10 +101,10 @@ class RunDirectory:
             raise ValueError(f"{self.path} is a file; give another run.name or run.output_dir")
         # A run that was killed while it created its folders can be created again.
         if not self._folder.is_free(skeleton=self._subfolders, ignored=(self.given.name,)):
+            resume = f"resume it with `{self.resume_command}`, " if self.config_path.exists() else ""
             raise ValueError(
                 f"{self.path} exists already and is not empty, and a run never writes into another run's "
-                f"folder; resume it with `{self.resume_command}`, give another run.name, or move the "
-                "folder away"
+                f"folder; {resume}give another run.name, or move the folder away"
             )
         self._folder.check_writable()
 

@@ -122,14 +122,23 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
 def check_rewards(config: Config, examples: ExampleSets | None) -> None:
     """Check the rewards; before the examples are read, not what functions ask their columns for."""
     for name, reward in config.task.rewards.items():
-        columns: list[str] | None = []
-        fields: tuple[str, ...] = ()
+        field = f"task.parts.{name}.task.reward" if name else "task.reward"
         part = parts_of(config.task)[name]
-        if isinstance(part, ExamplesTaskConfig):
-            fields = part.question_field, part.answer_field
-            own = (e for e in ([*examples.train, *examples.validation] if examples else ()) if e.task == name)
-            columns = next(([*example.row] for example in own), None)
-        check_reward(reward, f"task.parts.{name}.task.reward" if name else "task.reward", columns, fields)
+        if not isinstance(part, ExamplesTaskConfig):
+            check_reward(reward, field)
+            continue
+        fields = part.question_field, part.answer_field
+        firsts: dict[frozenset[str], Example] = {}  # the first example with each set of columns
+        for example in [*examples.train, *examples.validation] if examples and may_ask(part) else ():
+            if example.task == name:
+                firsts.setdefault(frozenset(example.row), example)
+        if not firsts:
+            check_reward(reward, field, None, fields)
+        for example in firsts.values():
+            try:
+                check_reward(reward, field, [*example.row], fields)
+            except ValueError as error:
+                raise ValueError(f"{example.place}: {error}" if len(firsts) > 1 else str(error)) from error
 
 
 def with_trial(config: Config, task: TaskData) -> TaskData:

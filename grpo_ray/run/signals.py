@@ -60,6 +60,10 @@ def signals_answered(run: RunDirectory | None = None) -> Iterator[None]:
     watch.start()
     try:
         yield
+    except KeyboardInterrupt as interrupt:
+        if run is None or str(interrupt) or not run.config_path.exists():
+            raise
+        raise type(interrupt)(f"resume with: {run.resume_command}") from interrupt
     finally:
         signal.set_wakeup_fd(previous)
         for number, handler in before.items():

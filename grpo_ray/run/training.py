@@ -93,7 +93,7 @@ def train(
     run = RunDirectory(Path(config.run.output_dir) / name, is_local)
     with signals_answered(run):
         if config.run.if_exists == "resume" and run.config_path.exists():
-            return _resume(run, config, follower)
+            return _resume(run, config, follower, is_sft_alone)
         return _train(run, config, follower, is_sft_alone)
 
 
@@ -131,8 +131,12 @@ def resume(
         return _resume(run, load_config(run.config_path, overrides), follower)
 
 
-def _resume(run: RunDirectory, config: Config, follower: Follower | None) -> RunDirectory:
+def _resume(
+    run: RunDirectory, config: Config, follower: Follower | None, is_sft_alone: bool = False
+) -> RunDirectory:
     """Resume; whatever can refuse does so before the first change in the run's folder."""
+    if is_sft_alone and run.sft.exists():
+        return run
     import_from(run.given)
     check_dumped(run.config_path)
     before = load_config(run.config_path)
@@ -161,8 +165,16 @@ def _resume(run: RunDirectory, config: Config, follower: Follower | None) -> Run
             _adopt(run, before, config, step, unchecked)
             write_digests(run, digests)
             config, prepared = after_sft(config, prepared, run, learner_host, console.warmup)
-            _run_to_the_end(config, prepared, run, console, host, follower)
+            if not is_sft_alone:
+                _run_to_the_end(config, prepared, run, console, host, follower)
     return run
+
+
+def check_resume(run: RunDirectory, config: Config, task: TaskData) -> None:
+    """Refuse a configuration with which `resume` would refuse the run; raises RunError."""
+    check_dumped(run.config_path)
+    _check_same_prompts(before := load_config(run.config_path), _with_commits_of(before, config))
+    check_inputs(run, input_digests(config, task.templates, task.train, task.validation))
 
 
 def _with_commits_of(before: Config, now: Config) -> Config:
@@ -242,13 +254,19 @@ SAMPLED = ("sampling.temperature", "sampling.min_tokens")  # they decide the log
 
 
 def check_same_sampling(before: Config, now: Config, checkpoint: Checkpoint) -> None:
-    """Refuse another distribution while the checkpoint's buffer holds groups of the earlier one.
+    """Refuse to lose a refreshed reference, or another distribution than that of groups in the buffer.
 
     The Learner would compare their logprobs with its own at the new temperature.
 
     Raises:
         RunError: names the field.
     """
+    kl, new_kl = before.algorithm.kl, now.algorithm.kl
+    if kl.refresh_every_num_steps and new_kl.refresh_every_num_steps is None and new_kl.reference == "initial":
+        raise RunError(
+            "algorithm.kl.refresh_every_num_steps: without it the reference would be the weights of step 0 "
+            f"again; to keep it as it is, give more than the run's {now.algorithm.num_steps} steps"
+        )
     old, new = leaves(before.model_dump()), leaves(now.model_dump())
     changed = [name for name in SAMPLED if old[name] != new[name]]
     num_groups = sum(map(num_groups_in, (checkpoint.groups_path, checkpoint.replay_path)))

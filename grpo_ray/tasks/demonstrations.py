@@ -42,9 +42,14 @@ def read_demonstrations(
     """
     found = []
     for place, row in read_rows(Path(sft.path), ()):
-        messages = row.get(MESSAGES) if sft.prompt_field not in row else None
+        messages = row.get(MESSAGES) if row.get(sft.prompt_field) is None else None
         if messages is not None:
-            made = _of_messages(place, messages, ChatTemplate(), tokenizer, end_token_ids)
+            if not tokenizer.chat_template:
+                raise ValueError(
+                    f"{place}: {MESSAGES!r} needs a model with a chat template; give prompt and response"
+                )
+            chat = template if isinstance(template, ChatTemplate) else ChatTemplate()
+            made = _of_messages(place, messages, chat, tokenizer, end_token_ids)
         else:
             made = _of_fields(place, row, sft, template, tokenizer, end_token_ids)
         length = sum(map(len, made))
@@ -89,7 +94,7 @@ def _of_messages(
         raise ValueError(f"{place}: {MESSAGES!r} must end with a message of the assistant")
     given: Conversation = conversation_of(place, MESSAGES, messages[:-1])
     prompt = template.render(given, tokenizer)
-    written = [*given.messages, {"role": "assistant", "content": text_of(place, last, "content")}]
+    written = [*template.messages(given), {"role": "assistant", "content": text_of(place, last, "content")}]
     whole: str = tokenizer.apply_chat_template(written, tokenize=False)
     if not whole.startswith(prompt):
         raise ValueError(

@@ -20,7 +20,7 @@ from grpo_ray.tasks.prompt_stream import examples_digest
 from grpo_ray.tasks.prompts import PromptTemplate, TextTemplate
 
 MODEL, TEACHER = "model.path", "distillation.teacher"
-COLUMNS = "the other columns of the questions"
+COLUMNS, FACTS = "the other columns of the questions", "the questions' rows"
 
 
 def input_digests(
@@ -40,6 +40,8 @@ def input_digests(
     rows = [example.row for example in (*train, *validation)]
     if any(rows):
         digests[f"{COLUMNS} (for the code that reads them)"] = _sha256(json.dumps(rows).encode())
+    if facts := "\n".join(example.facts for example in (*train, *validation)).strip():
+        digests[f"{FACTS} (for the code that reads them)"] = _sha256(facts.encode())
     for name, reward in config.task.rewards.items():
         names = [reward] if isinstance(reward, str) else [term.reward for term in reward]
         for module, path in _modules_of(names):
@@ -81,7 +83,7 @@ def check_inputs(run: RunDirectory, digests: Mapping[str, str]) -> str | None:
         return f"{run.inputs_path} is missing, so edits of the run's inputs were not looked for"
     try:
         before = json.loads(run.inputs_path.read_text(encoding="utf-8"))
-        fields = (MODEL, TEACHER, COLUMNS)
+        fields = (MODEL, TEACHER, COLUMNS, FACTS)
         new = [field for field in fields if not any(name.startswith(f"{field} (") for name in before)]
         unknown = [name for name in digests if name.partition(" (")[0] in new]  # of a run of an earlier release
         edited = [

@@ -113,8 +113,13 @@ def _check(options: CheckOptions) -> int:
     with shown_plainly():
         task = with_trial(config, check_files(config))
         check_trackers(config)
+        run = RunDirectory(Path(config.run.output_dir) / (config.run.name or "new"))
         if config.run.if_exists != "resume":
-            RunDirectory(Path(config.run.output_dir) / (config.run.name or "new")).check_free()
+            run.check_free()
+        elif run.config_path.exists():
+            from grpo_ray.run.training import check_resume
+
+            check_resume(run, config, task)
     print(f"{options.config}: good; {len(task.train)} training and {len(task.validation)} validation prompts")
     for line in filter(None, (notice, *task.notices, *task.first_prompts)):
         print_visible(f"  {line}")

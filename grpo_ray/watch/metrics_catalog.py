@@ -63,7 +63,7 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "loss/clip_frac/high": "[share] the same, with a ratio above 1",
     "loss/gradient_scale": "sum of the absolute derivatives of the loss by the tokens' logprobs, over that "
     "of the plain policy gradient with the same advantages and aggregation. Near 1 "
-    "with ratios near 1; absent if the loss has a KL term or algorithm.token_selection is set",
+    "with ratios near 1; absent with a KL in the loss, algorithm.token_selection, `vespo` or `kl_tau`",
     "loss/untrained_frac": "[share] tokens without any gradient although they have an advantage other than 0 "
     "and are not clipped; absent where loss/gradient_scale is",
     "loss/kl_ref": "[nats per token] KL of the policy to the reference, estimator k1",

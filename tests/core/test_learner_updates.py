@@ -542,6 +542,8 @@ def test_the_scale_of_the_gradient_is_measured_where_the_loss_alone_makes_it(mak
         replace(s, token_weights=one, token_penalties=one) for s, one in zip(sequences, ones, strict=True)
     ]
     assert "gradient_sum" not in learner.accumulate_gradient(selected)
+    for bent in ({"loss": "vespo"}, {"loss": "dppo_tv", "loss_options": {"kl_tau": 1.0}}):
+        assert "gradient_sum" not in make_learner(algorithm=bent).accumulate_gradient(sequences)
 
 
 @pytest.mark.parametrize("options", [*POPULATION.values(), {"train_batch_size": 6}])

@@ -37,7 +37,7 @@ from grpo_ray.learning.adapters import (
 from grpo_ray.learning.loading import load_policy, skeleton
 from grpo_ray.learning.quantization import dequantized
 from grpo_ray.learning.sequences import sequences_of
-from grpo_ray.records.adapter_files import FILE, saved_config
+from grpo_ray.records.adapter_files import CONFIG, FILE, saved_config
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 from grpo_ray.types import TrainBatch
@@ -90,7 +90,7 @@ def train(learner: Learner, seed: int = 0) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["owner/name", f"owner/name@{'a' * 40}", "LOCAL/a@b"])
 def test_an_adapter_names_its_base_as_peft_does(tmp_path: Path, tiny_model: TinyModel, base: str) -> None:
-    config = AdapterConfig(rank=2, alpha=4)
+    config = AdapterConfig(rank=2, alpha=4, target_modules=("layers.0.self_attn.q_proj", "up_proj"))
     base = base.replace("LOCAL", str(tmp_path))
     model: Any = load_policy(str(tiny_model()))
     add_adapter(model, config, base)
@@ -99,6 +99,7 @@ def test_an_adapter_names_its_base_as_peft_does(tmp_path: Path, tiny_model: Tiny
     named = ("owner/name", "a" * 40) if base.startswith("owner/name@") else (base, None)
     assert (saved["base_model_name_or_path"], saved["revision"]) == named
     assert saved_config(tmp_path)[0] == base
+    assert set(saved_config(tmp_path)[1].target_modules or ()) == set(saved["target_modules"])
 
 
 # ---- the same as PEFT ----
@@ -282,6 +283,20 @@ def test_an_adapter_is_continued_from_elsewhere(make_learner: MakeLearner, tmp_p
     assert abs(train(continued, 1)["loss/kl_ref_k3"]) < 1e-9  # its beginning is this adapter, not the base
 
 
+@pytest.mark.slow
+def test_an_average_that_begins_at_a_resume_begins_at_the_policy(
+    make_learner: MakeLearner, tmp_path: Path
+) -> None:
+    learner = make_learner()
+    train(learner)
+    average = {"reference": "ema", "ema_decay": 0.5, "coefficient": 0.1}
+    resumed = make_learner(written(learner, tmp_path / "step"), algorithm={"kl": average})
+    assert resumed._reference is not None
+    assert [raw(p) for p in resumed._reference.masters.parameters] == [
+        raw(p) for p in learner.masters.parameters
+    ]
+
+
 # ---- four bits ----
 
 
@@ -400,6 +415,15 @@ def test_what_cannot_be_adapted_is_refused_by_name(
     save_file({name: value * torch.nan for name, value in values.items()}, folder / FILE)
     with pytest.raises(ValueError, match="NaN or infinite"):
         load_trained(str(tiny_model()), options(tiny_model(), path=str(folder)), torch.device("cpu"))
+    saved = json.loads((folder / CONFIG).read_text())
+    for change in ({"alpha_pattern": {"q_proj": 64}}, {"init_lora_weights": "pissa_niter_4"}):
+        (folder / CONFIG).write_text(json.dumps(saved | change))
+        check(rf"has {next(iter(change))}=.*, which would be ignored", path=str(folder))
+        with pytest.raises(ValueError, match="which would be ignored"):
+            saved_config(folder)
+    (folder / CONFIG).write_text(json.dumps(saved | {"target_modules": ".*_proj"}))
+    with pytest.raises(ValueError, match="target_modules is the pattern"):
+        saved_config(folder)
     (folder / FILE).write_bytes(b"damaged")
     check(r"is damaged", path=str(folder))
 

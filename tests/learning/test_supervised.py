@@ -80,10 +80,16 @@ def test_a_conversation_has_the_templates_tokens_up_to_the_end_token(
     assert prompt.startswith("<|im_start|>system\nBe short.<|endoftext|>\n<|im_start|>user\nSort 312")
     assert prompt.count("It is 123") == 1  # earlier replies are no response
     assert response == "It is 123<|endoftext|>"
-    (given,) = read(
-        tmp_path, tokenizer, {"prompt": "Sort 312", "response": "123"}, template=ChatTemplate("Be short.")
+    own = {"prompt": None, "response": None, "messages": [USER, REPLY]}  # as Parquet fills in what a row lacks
+    given = read(
+        tmp_path,
+        tokenizer,
+        {"prompt": "Sort 312", "response": "It is 123"},
+        own,
+        template=ChatTemplate("Be short."),
     )
-    assert texts(tokenizer, given)[0].startswith("<|im_start|>system\nBe short.")
+    assert given[0] == given[1]
+    assert texts(tokenizer, given[0])[0].startswith("<|im_start|>system\nBe short.")
 
 
 def test_a_text_template_and_a_template_without_an_end_token(
@@ -126,6 +132,9 @@ def test_what_no_file_can_be_read_with(
         read(tmp_path, tokenizer)
     with pytest.raises(ValueError, match="line 1: the task has no template"):
         read(tmp_path, tokenizer, {"prompt": "a", "response": "b"}, template=None)
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(ValueError, match="line 1: 'messages' needs a model with a chat template"):
+        read(tmp_path, tokenizer, {"messages": [USER, REPLY]}, template=TextTemplate("{question}"))
     last = "{{ messages[-1].content }}"  # as templates that drop earlier thoughts
     monkeypatch.setattr(tokenizer, "chat_template", last)
     with pytest.raises(ValueError, match="line 1: the chat template writes the conversation differently"):
@@ -224,7 +233,10 @@ def test_a_run_begins_with_what_it_was_taught(
     losses = [row["loss/nll"] for row in read_metrics(run / "sft" / "metrics.jsonl")]
     assert losses[-1] < 0.95 < 1 < losses[0]
     written = adapter.stat()
+    again = ["model.adapter.rank=8", "sft.num_steps=40", "sampling.temperature=0.1", "run.if_exists=resume"]
+    assert main(["sft", *job(*again)]) == 0  # as a scheduler submits it: nothing is left to do
     assert not (run / "metrics.jsonl").exists()
+    assert main(["audit", str(run)]) == 0
     assert main(["resume", str(run), "--local", "sft.num_steps=9"]) == 2
     assert "sft.num_steps: this run has" in capsys.readouterr().err
     (tmp_path / "demonstrations.jsonl").unlink()
@@ -245,7 +257,10 @@ def test_a_run_begins_with_what_it_was_taught(
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_in_its_supervised_steps_begins_them_anew(
-    job: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: Callable[..., list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def interrupt(self: Learner, folder: Path) -> None:
         (folder / "half").touch()
@@ -255,6 +270,10 @@ def test_a_run_that_is_killed_in_its_supervised_steps_begins_them_anew(
         patch.setattr(Learner, "write_captured", interrupt)
         assert main(["train", *job()]) == 130
     run = tmp_path / "run"
+    assert (
+        f"interrupted; all actors have been ended; resume with: grpo-ray resume {run}"
+        in capsys.readouterr().err
+    )
     assert not (run / "sft").exists()
     assert main(["resume", str(run), "--local"]) == 0
     assert not (run / "sft" / "half").exists()

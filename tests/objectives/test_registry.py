@@ -135,6 +135,36 @@ def test_what_fits_is_accepted(changes: dict[str, Any]) -> None:
             {"off_policy_correction": "veto", "correction_options": {"band": 1}},
             r"correction_options: band is a field of its own; set algorithm\.correction_band",
         ),
+        ({"loss": "sapo", "loss_options": {"tau": 0}}, r"sapo has tau=0: input should be greater than 0"),
+        (
+            {"loss": "dppo_tv", "loss_options": {"kl_tau": -1}},
+            r"kl_tau=-1: input should be greater than or equal",
+        ),
+        ({"loss": "vespo", "loss_options": {"decay": -3}}, r"decay=-3: input should be greater than 0"),
+        (
+            {"token_selection": "top_entropy", "selection_options": {"share": 20}},
+            r"algorithm\.token_selection: top_entropy has share=20: input should be less than or equal to 1",
+        ),
+        (
+            {"token_selection": "clip_cov", "selection_options": {"low": 5.0}},
+            r"low is 5\.0 and high 5\.0; low must",
+        ),
+        (
+            {
+                "loss": "no_baseline",
+                "off_policy_correction": "truncate_token",
+                "correction_options": {"floor": 5},
+            },
+            r"truncate_token: floor is 5, above algorithm\.correction_cap, which is 2",
+        ),
+        (
+            {"loss": "no_baseline", "off_policy_correction": "truncate_token", "correction_band": (0.9, 1.1)},
+            r"algorithm\.correction_band: no correction in effect has a band",
+        ),
+        (
+            {"correction_cap": 7.0},
+            r"algorithm\.correction_cap: no correction in effect has a cap; leave it out",
+        ),
         ({"off_policy_correction": ":negative"}, r"negative must return weights of at least 0"),
         ({"off_policy_correction": ":alone"}, r"off_policy_correction: .*:alone fails on a small batch"),
         (

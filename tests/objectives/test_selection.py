@@ -85,6 +85,8 @@ def test_options_that_do_not_fit_are_refused(options: dict, message: str) -> Non
 
 
 def test_a_penalty_that_is_always_0_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"kl_cov` penalizes .* set old_log_probs to `behaviour`"):
-        AlgorithmConfig(token_selection="kl_cov", old_log_probs="proximal")
+    for size in (None, 4):
+        sizes = {"prompts_per_step": 2, "samples_per_prompt": 2, "train_batch_size": size}
+        with pytest.raises(ValueError, match=r"kl_cov` penalizes .* set old_log_probs to `behaviour`"):
+            AlgorithmConfig(token_selection="kl_cov", old_log_probs="proximal", **sizes)
     AlgorithmConfig(token_selection="kl_cov", old_log_probs="proximal", epochs_per_batch=2)

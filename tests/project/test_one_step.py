@@ -31,7 +31,7 @@ sys.exit(bool({{"ray", "vllm"}} & set(sys.modules)))
 def test_one_step_of_grpo_raises_the_reward_without_ray_and_vllm(tmp_path: Path) -> None:
     shown = run_without_ray_and_vllm(SCRIPT, tmp_path)
     before, after = map(float, re.findall(r"mean reward (\d\.\d+)", shown))
-    assert after > before + 0.2, shown
+    assert after > before + 0.1, shown
     agreement = re.search(r"agree to (\S+) nats", shown)
     assert agreement is not None
     assert float(agreement[1]) < 1e-4

@@ -83,6 +83,9 @@ def test_a_run_never_writes_into_another_runs_directory(
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "metrics.jsonl").write_text("{}\n")
     assert main(["train", QUICKSTART, f"run.output_dir={tmp_path}", "run.name=taken"]) == 2
+    assert "folder; give another run.name, or move the folder away" in capsys.readouterr().err
+    (tmp_path / "taken" / "config.yaml").touch()
+    assert main(["train", QUICKSTART, f"run.output_dir={tmp_path}", "run.name=taken"]) == 2
     assert f"resume it with `grpo-ray resume {tmp_path / 'taken'}`" in capsys.readouterr().err
     assert (tmp_path / "taken" / "metrics.jsonl").read_text() == "{}\n"
 

@@ -27,11 +27,12 @@ from grpo_ray.records import run_files
 from grpo_ray.records.adapter_files import base_digest
 from grpo_ray.records.checkpoint import CheckpointState, CheckpointStore
 from grpo_ray.records.json_lines import lines_from_end
-from grpo_ray.records.run_files import RunDirectory, last_logged_step, read_metrics
+from grpo_ray.records.run_files import RunDirectory, dump_config, last_logged_step, read_metrics
 from grpo_ray.run import restores, training
 from grpo_ray.run.preparation import check_files
 from grpo_ray.tasks.input_digests import check_inputs, input_digests, write_digests
 from grpo_ray.tasks.prompt_stream import PromptStream
+from grpo_ray.tools.cli import main
 from grpo_ray.watch.run_log import RunLog
 
 TEMPLATE = "Sort: {question}\nAnswer:"
@@ -81,6 +82,10 @@ EDITS = {
         "validation.jsonl",
         '{"question": "validation 0", "answer": "1"}\n',
     ),
+    "the questions' rows (for the code that reads them)": (
+        "train.jsonl",
+        "".join(f'{{"question": "train {n}", "answer": "{n % 23}"}}\n' for n in range(24)),
+    ),
     "task.reward (module my_reward_of_resume, my_reward_of_resume.py)": (
         "my_reward_of_resume.py",
         REWARD.replace("1.0", "0.5"),
@@ -101,7 +106,7 @@ def test_an_edited_input_is_refused_by_name(
     write_digests(run, before)
     check_inputs(run, before)
     (tmp_path / edit[0]).write_text(edit[1])
-    with pytest.raises(RunError, match=f"^{re.escape(name)}: not what this run began with; undo the edit"):
+    with pytest.raises(RunError, match=f"{re.escape(name)}: not what this run began with; undo the edit"):
         training.resume(str(run.path), [])
     run.inputs_path.unlink()  # as the message offers
     assert "is missing, so edits" in str(check_inputs(run, digests(config)))
@@ -204,6 +209,35 @@ def digests(config: Config) -> dict[str, str]:
     return input_digests(config, task.templates, task.train, task.validation)
 
 
+@pytest.mark.slow
+def test_check_refuses_what_a_resume_would(
+    tmp_path: Path, make: Callable[..., Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    config = changed(make(), run={"output_dir": str(tmp_path), "name": "run", "if_exists": "resume"})
+    run.create(config)
+    write_digests(run, digests(config))
+    dump_config(config, tmp_path / "mine.yaml")
+    assert main(["check", str(tmp_path / "mine.yaml")]) == 0
+    assert main(["check", str(tmp_path / "mine.yaml"), "algorithm.prompts_per_step=2"]) == 2
+    assert "prompts_per_step: this run has 4 and cannot be resumed with 2" in capsys.readouterr().err
+
+
+def test_a_column_that_some_rows_lack_is_named_with_the_first_of_them(
+    tmp_path: Path, make: Callable[..., Config]
+) -> None:
+    reward = "def reward(response, ground_truth, level):\n    return float(response == level)\n"
+    (tmp_path / "my_reward_of_resume.py").write_text(reward)
+    rows = [{"question": f"train {n}", "answer": str(n), "level": "a"} for n in range(24)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=r"^validation\.jsonl, line 1: task\.reward: .* needs level"):
+        check_files(make())
+    reward = reward.replace("level)", "level=None)", 1)
+    (tmp_path / "my_reward_of_resume.py").write_text(reward)
+    del sys.modules["my_reward_of_resume"]
+    check_files(make())
+
+
 # ---- sampling ----
 
 
@@ -222,6 +256,18 @@ def test_another_temperature_is_refused_while_the_buffer_holds_groups(
         match=r"sampling.temperature: the buffer of .*step-000002 holds 2 groups sampled with 1.0, .* 0.5",
     ):
         training.check_same_sampling(before, now, checkpoint)
+
+
+def test_a_refreshed_reference_is_not_given_up(tmp_path: Path, make: Callable[..., Config]) -> None:
+    """Without refreshes the reference would jump back to the weights of step 0."""
+    checkpoint = write_checkpoint(RunDirectory(tmp_path / "run"), 2, 0)
+    kls = ({"reference": "initial", "refresh_every_num_steps": every} for every in (1, 100, None))
+    before, fewer, none = (changed(make(), algorithm={"kl": kl}) for kl in kls)
+    training.check_same_sampling(before, fewer, checkpoint)
+    with pytest.raises(
+        RunError, match=r"refresh_every_num_steps: .* step 0 again; .* more than the run's 8 steps"
+    ):
+        training.check_same_sampling(before, none, checkpoint)
 
 
 def write_checkpoint(

@@ -15,11 +15,12 @@ from grpo_ray.run import signals
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["grpo_ray.run.signals"])  # once, as it takes seconds
 BEGIN = """
-import asyncio, ctypes, os, sys, time
+import asyncio, ctypes, os, signal, sys, time
 from pathlib import Path
 from grpo_ray.run import signals
 from grpo_ray.records.run_files import RunDirectory
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup pytest` ignores it
 for number, name in enumerate(("output", "errors"), 1):
     os.dup2(os.open(folder.with_name(name), os.O_CREAT | os.O_WRONLY), number)
 run = RunDirectory(folder)
@@ -154,9 +155,7 @@ def test_the_watch_ends_the_process_at_the_second_signal_that_stops_a_run(
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_first_signal_interrupts_the_main_thread(number: int, folder: Path) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup pytest` ignores it
     process = Started(INTERRUPTED, folder)
-    signal.signal(signal.SIGHUP, before)
     process.send(number)
     assert process.ending() == (130, "ready\ncleaned up\n", "")
 

@@ -235,8 +235,11 @@ def test_a_silent_zero_is_found_and_a_counted_one_is_not_a_problem(run: RunDirec
         compare(rows, row, [other for other in rows if other is not row])
 
     rewrite(path, fail_silently)
-    mean = sum(row["reward"] for row in read_rollouts(path)) / 8
-    rewrite_lines(run.metrics_path, lambda rows: rows[step - 1].update({"reward/mean": mean}))
+    means = {
+        f"reward/{metric}": sum(row[column] for row in read_rollouts(path)) / 8
+        for metric, column in (("mean", "reward"), ("answer", "answer_reward"), ("format", "format_reward"))
+    }
+    rewrite_lines(run.metrics_path, lambda rows: rows[step - 1].update(means))
     (problem,) = audit(run).problems
     assert "reward 0, it earns" in problem
 
@@ -275,6 +278,10 @@ METRICS: dict[str, tuple[Callable[[Rows], Rows | None], str]] = {
     "lines out of order": (lambda rows: [rows[1], rows[0], *rows[2:]], "not in the order of the steps"),
     "another lag": (lambda rows: rows[3].update({"lag/max": 0.0}), "lag/max is recorded as 0.0"),
     "another reward": (lambda rows: rows[3].update({"reward/mean": 0.77}), "reward/mean is recorded as 0.77"),
+    **{
+        name: (lambda rows, name=name: rows[3].update({name: 0.77}), f"{name} is recorded as 0.77")
+        for name in ("lag/mean", "reward/answer", "rollout/response_tokens/mean", "rollout/dropped_groups")
+    },
     "an infinite gradient used": (
         lambda rows: rows[3].update({"optim/grad_norm": None}), "its gradient is not finite and was used",
     ),
@@ -286,6 +293,23 @@ def test_lines_that_were_changed_are_found(run: RunDirectory, name: str) -> None
     change, message = METRICS[name]
     rewrite_lines(run.metrics_path, change)
     assert any(message in problem for problem in audit(run).problems)
+
+
+def test_a_summary_that_was_changed_is_found(run: RunDirectory) -> None:
+    wrong = {
+        "accuracy": 0.987,
+        "answer_reward": 0.9,
+        "format_reward": 0.8,
+        "num_correct": 77,
+        "reward_by_task": {"": 2},
+    }
+    rewrite_lines(run.evaluations_summary_path, lambda rows: rows[1].update(wrong))
+    problems = "\n".join(audit(run).problems)
+    for text in (
+        *(f"{name} is recorded as" for name in wrong if name != "reward_by_task"),
+        "reward of  is recorded",
+    ):
+        assert text in problems
 
 
 def test_a_prompt_sampled_twice_in_an_epoch_is_found(run: RunDirectory) -> None:
@@ -387,7 +411,7 @@ def test_a_replayed_group_that_is_too_old_is_found(mixed: RunDirectory) -> None:
 
         rewrite(path, change)
         rewrite_lines(mixed.metrics_path, lambda rows: rows[step - 1].update({"lag/max": step - 1 - version}))
-        return audit(mixed).problems
+        return [problem for problem in audit(mixed).problems if "lag/mean is recorded" not in problem]
 
     assert tokens > 0
     assert age(step - 1 - 3) == []

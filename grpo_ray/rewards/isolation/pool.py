@@ -28,7 +28,7 @@ MAX_CHUNK = 16  # answers sent to a worker at once
 MAX_CHUNK_BYTES = 64 * 1024  # less than a socket holds, so that pool and worker never both wait to send
 PATIENCE_S = 0.1  # answers wait this long for one sent before them; restarting a worker takes far less
 LEAST_SHARE = 0.25  # of the time limit that a worker must have run, for an answer to have taken too long
-IDLE_SHARE = 0.01  # of a processor; a worker that gets less sleeps or was stopped
+IDLE_SHARE = 0.01  # of a processor; a worker that gets less, and waits for none, sleeps or was stopped
 MAX_EXTENSIONS = 8  # of the time limit, for a worker that runs too little
 MAX_FRUITLESS = 3  # workers in a row that ended without having begun an answer
 
@@ -246,7 +246,7 @@ class RewardPool:
             before, ran = ran, worker.cpu_s()
             if ran - began >= LEAST_SHARE * limit_s:
                 raise TimeoutError
-            if ran - before < IDLE_SHARE * left_s:
+            if ran - before < IDLE_SHARE * left_s and not worker.is_runnable():
                 break
             left_s = limit_s
         raise Starved(f"its worker ran for {max(0, ran - began):.1f} s")

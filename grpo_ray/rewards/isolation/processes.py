@@ -97,6 +97,13 @@ class WorkerProcess:
             return 0.0
         return float(times.user + times.system)
 
+    def is_runnable(self) -> bool:
+        """Return True if the worker would run if it had a processor: it neither sleeps nor is stopped."""
+        try:
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_RUNNING)
+        except psutil.NoSuchProcess:
+            return False
+
     def close(self) -> None:
         """Hang up, upon which the fork server kills the worker."""
         self._channel.close()

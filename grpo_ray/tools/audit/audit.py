@@ -222,6 +222,7 @@ def _audit_evaluations(
     steps = Counter(row["step"] for row in summaries)
     due = {s for s in range(last + 1) if s % _configs_until(history, s)[-1].evaluation.every_num_steps == 0}
     due |= {last} if is_finished else set()
+    due = due - {0} if last == 0 else due  # the first may not have been reached
     due -= _skipped_by_preemptions(run)
     report.num_evaluations = len(summaries)
     report.problems += [f"no evaluation at step {step}" for step in sorted(due - steps.keys())]

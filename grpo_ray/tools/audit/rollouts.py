@@ -74,6 +74,10 @@ class RolloutRows:
     def num_ungradable(self) -> int:
         return sum(row.get("ungradable") is not None for row in self.rows)
 
+    def of_part(self, part: str) -> "RolloutRows":
+        """Return the rows of a mixture's part."""
+        return RolloutRows(self.name, [row for row in self.rows if row["task"] == part])
+
     def mean(self, column: str) -> float:
         return float(sum(row[column] for row in self.rows)) / max(1, len(self.rows))
 
@@ -131,8 +135,18 @@ def audit_step(rows: RolloutRows, metrics: Row, configs: Sequence[Config], grade
     problems += _compare(metrics, "reward/mean", own.mean("reward"))
     problems += _audit_teacher(rows, fresh, metrics, config)
     problems += _compare(metrics, "reward/errors", own.num_errors)
-    if "reward/ungradable" in metrics:  # not in runs of earlier versions
-        problems += _compare(metrics, "reward/ungradable", own.num_ungradable)
+    parts = sorted({row["task"] for row in own.rows} - {""})
+    others = {
+        "reward/ungradable": own.num_ungradable,
+        "reward/format": own.mean("format_reward"),
+        "reward/answer": own.mean("answer_reward"),
+        "rollout/response_tokens/mean": own.mean("num_tokens"),
+        "rollout/dropped_groups": len(own.groups) - len(fresh.groups),
+        "lag/mean": _mean_lag(RolloutRows("", [*fresh.rows, *replayed.rows]), step),
+        **{f"reward/mean/{part}": own.of_part(part).mean("reward") for part in parts},
+    }
+    for name in others.keys() & metrics.keys():  # runs of earlier releases have not all of them
+        problems += _compare(metrics, name, others[name])
     facts = _facts(own, problems, notes)
     facts.trained = list(fresh.groups)
     facts.replayed = {group: members[0]["use"] for group, members in replayed.groups.items()}
@@ -189,6 +203,19 @@ def audit_evaluation(rows: RolloutRows, summary: Row, config: Config, grader: Re
         problems.append(f"sampled by versions {sorted(versions - {None})}, not only by {summary['step']}")
     problems += _compare(summary, "reward", rows.mean("reward"))
     problems += _compare(summary, "num_examples", len(rows.groups))
+    is_right = [r["error"] is None and r["format_reward"] > 0 and r["answer_reward"] > 0 for r in rows.rows]
+    others = {
+        "format_reward": rows.mean("format_reward"),
+        "answer_reward": rows.mean("answer_reward"),
+        "num_correct": sum(is_right),
+        "accuracy": sum(is_right) / max(1, len(is_right)),
+    }
+    for name in others.keys() & summary.keys():
+        problems += _compare(summary, name, others[name])
+    for part, reward in (summary.get("reward_by_task") or {}).items():
+        problems += _compare(
+            {f"reward of {part}": reward}, f"reward of {part}", rows.of_part(part).mean("reward")
+        )
     return _facts(rows, problems, notes)
 
 
@@ -219,14 +246,20 @@ def _lag(rows: RolloutRows, step: int) -> int:
     return version - min(_versions(rows), default=version)
 
 
+def _mean_lag(rows: RolloutRows, step: int) -> float:
+    spans = list(_sampled_spans(rows))
+    ages = sum((version_trained_at(step) - s["version"]) * (s["end"] - s["start"]) for s in spans)
+    return float(ages / max(1, sum(s["end"] - s["start"] for s in spans)))
+
+
 def _versions(rows: RolloutRows) -> list[int]:
-    """Return the versions that sampled tokens; an episode's context has none."""
-    return [
-        span["version"]
-        for row in rows.rows
-        for span in row["versions"]
-        if not is_episode(row) or span["version"] != CONTEXT
-    ]
+    return [span["version"] for span in _sampled_spans(rows)]
+
+
+def _sampled_spans(rows: RolloutRows) -> Iterator[Row]:
+    """Yield spans of tokens with the version that sampled them; an episode's context has none."""
+    for row in rows.rows:
+        yield from (s for s in row["versions"] if not is_episode(row) or s["version"] != CONTEXT)
 
 
 def _audit_groups(

@@ -103,8 +103,3 @@ def _filled_in(metric: str, label: str, names: Collection[str]) -> Iterator[tupl
     matches = filter(None, map(pattern.fullmatch, names))
     for match in sorted(matches, key=lambda match: by_number(label.replace("*", match[1]))):
         yield match[0], label.replace("*", match[1])
-
-
-def charted() -> set[str]:
-    """Return all metrics that a chart shows."""
-    return {metric for panels in PANELS.values() for panel in panels for metric, _ in panel.series}

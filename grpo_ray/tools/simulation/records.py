@@ -57,8 +57,6 @@ class RecordedRun:
     """The lengths of each group's responses, int64 `[samples]`, by the group's id."""
     prompts: Mapping[int, int]
     """The number of tokens of each group's prompt, by the group's id."""
-    left_out: frozenset[int] = frozenset()
-    """Further steps that a calibration leaves out."""
 
     @cached_property
     def groups(self) -> dict[int, list[Rollout]]:
@@ -70,11 +68,11 @@ class RecordedRun:
 
     @cached_property
     def measured(self) -> list[int]:
-        """The steps to fit: without the first ones, the last, those left out, and those beside a validation."""
+        """The steps to fit: without the first ones, the last, and those beside a validation."""
         return [
             step
             for step in range(FIRST_STEPS + 1, max(self.steps))
-            if step in self.groups and step in self.training and step not in self.left_out
+            if step in self.groups and step in self.training
             if not any(self.steps[n].get("time/driver/evaluate_s", 0.0) > 0 for n in (step - 1, step))
         ]
 
