@@ -313,6 +313,7 @@ def test_a_micro_batch_takes_what_is_planned(
             "dtype": dtype, "implementation": options.get("implementation", "transformers"),
             "head_dtype": options.get("head_dtype", "model"),
         },
+        generator={"num_gpus": 0},
         sampling={"max_tokens": num_response},
         algorithm={"entropy_bonus": options.get("entropy_bonus", 0.0), "prompts_per_step": num_groups},
         learner={
