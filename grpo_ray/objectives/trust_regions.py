@@ -55,12 +55,9 @@ def dppo_kl(
 
 
 def ipo(
-    inputs: RatioInputs,
-    *,
-    delta: PositiveFloat = 0.3,
-    cap: PositiveFloat = 20.0,
+    inputs: RatioInputs, *, delta: PositiveFloat = 0.3, cap: PositiveFloat = 20.0,
     kl_tau: NonNegativeFloat = 0.0,
-) -> tuple[Tensor, Details]:
+) -> tuple[Tensor, Details]:  # fmt: skip
     """Compute IPO: as `dppo_tv`, without any token with `|pi - pi_old| > delta`, whatever its advantage.
 
     (Prime Intellect, prime-rl's default loss since August 2026; its documentation, "IPO". A token that the

@@ -15,11 +15,7 @@ CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of the tensors' names
 FIELDS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora", "use_dora": "dora"}  # PEFT's and ours
 DIGEST = "base_sha256"  # in the file's metadata, which peft ignores
-OTHER_KINDS = (
-    "alpha_pattern",
-    "use_qalora",
-    "alora_invocation_tokens",
-)  # PEFT's, which change what is computed
+OTHER_KINDS = "alpha_pattern", "use_qalora", "alora_invocation_tokens"  # of PEFT, which compute something else
 OTHER_BASES = ("pissa", "olora", "corda", "loftq")  # initialisations that change the base, too
 WINDOW_BYTES, NUM_WINDOWS = 4096, 16
 
@@ -79,14 +75,15 @@ def saved_config(folder: Path) -> tuple[str, AdapterConfig]:
     try:
         saved = json.loads((folder / CONFIG).read_bytes())
         own = {field: saved[name] for name, field in FIELDS.items() if name in saved}
-        _refuse_other_kinds(folder, saved)
         targets = saved["target_modules"]
-        if isinstance(targets, str):
-            raise ValueError(f"target_modules is the pattern {targets!r}; give a list of names")
         base = "@".join(filter(None, (str(saved["base_model_name_or_path"]), saved.get("revision"))))
-        return base, AdapterConfig(**own, target_modules=tuple(sorted(targets)))
+        config = AdapterConfig(**own, target_modules=tuple(sorted(targets)))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{folder / CONFIG} cannot be used ({error!r}); copy the adapter again") from error
+    _refuse_other_kinds(folder, saved)
+    if isinstance(targets, str):
+        raise ValueError(f"{folder / CONFIG}: target_modules is the pattern {targets!r}; give a list of names")
+    return base, config
 
 
 def base_digest(path: str) -> str | None:

@@ -188,7 +188,9 @@ def _check_algorithm(config: Config) -> tuple[str, ...]:
     options = [
         getattr(algorithm, f"{part}_options") for part in ("advantage", "loss", "selection", "correction")
     ]
-    has_own = any(":" in name or name in WITH_OPTIONS for name in names) or any(options)
+    limits = ("correction_cap", "correction_band")
+    has_limits = any(getattr(algorithm, x) != type(algorithm).model_fields[x].default for x in limits)
+    has_own = any(":" in name or name in WITH_OPTIONS for name in names) or any(options) or has_limits
     if not has_own and algorithm.loss in RATIO_LOSSES and not algorithm.corrections:
         return ()
     from grpo_ray.objectives import check_algorithm

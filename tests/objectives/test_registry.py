@@ -182,6 +182,8 @@ def test_what_does_not_fit_is_refused_with_its_field(changes: dict[str, Any], me
 def test_the_preflight_checks_it(tiny_config: Config) -> None:
     with pytest.raises(ValueError, match=r"^algorithm\.loss: there is no module 'no_module_4711'"):
         check_files(changed(tiny_config, algorithm={"loss": "no_module_4711:f"}))
+    with pytest.raises(ValueError, match=r"^algorithm\.correction_cap: no correction in effect has a cap"):
+        check_files(changed(tiny_config, algorithm={"correction_cap": 3.0}))
 
 
 def test_options_and_clip_ranges_reach_the_function() -> None:

@@ -145,7 +145,7 @@ def audit_step(rows: RolloutRows, metrics: Row, configs: Sequence[Config], grade
         "lag/mean": _mean_lag(RolloutRows("", [*fresh.rows, *replayed.rows]), step),
         **{f"reward/mean/{part}": own.of_part(part).mean("reward") for part in parts},
     }
-    for name in others.keys() & metrics.keys():  # runs of earlier releases have not all of them
+    for name in filter(metrics.__contains__, others):  # runs of earlier releases have not all of them
         problems += _compare(metrics, name, others[name])
     facts = _facts(own, problems, notes)
     facts.trained = list(fresh.groups)
@@ -210,7 +210,7 @@ def audit_evaluation(rows: RolloutRows, summary: Row, config: Config, grader: Re
         "num_correct": sum(is_right),
         "accuracy": sum(is_right) / max(1, len(is_right)),
     }
-    for name in others.keys() & summary.keys():
+    for name in filter(summary.__contains__, others):
         problems += _compare(summary, name, others[name])
     for part, reward in (summary.get("reward_by_task") or {}).items():
         problems += _compare(
