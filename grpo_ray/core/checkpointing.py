@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from grpo_ray.core.context import RunContext
 from grpo_ray.records.checkpoint import CheckpointState, CheckpointStore
@@ -68,15 +68,16 @@ class Checkpointing:
         with self._calls.call("learner", "copies its state for a checkpoint"):
             report = await self._actors.learner.capture()
         if report is None or report.version == self._last_saved:
+            self.problem = None
             return None
         await self._actors.buffer.capture(report.version)
         return CheckpointState(report.version, self._book_state(), dict(metrics))
 
     async def settle(self) -> None:
         """Wait until no checkpoint is being written."""
-        if self._writing is not None:
-            await self._writing
-            self._writing = None
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await writing
 
     def take_metrics(self) -> Metrics:
         """Return the duration of the last write; empty if it was returned before."""
@@ -102,13 +103,19 @@ class Checkpointing:
         disk = self._log.writer
         folder = await disk.run("a new checkpoint", partial(self._store.begin, state.step))
         with self._calls.call("learner", f"writes the checkpoint of step {state.step}"):
-            files, groups = await asyncio.gather(
+            # Both have ended before the next attempt, also if one fails.
+            written = await asyncio.gather(
                 self._actors.learner.write_captured(folder),
                 self._actors.buffer.write_captured(folder / "training"),
+                return_exceptions=True,
             )
+        for error in written:
+            if isinstance(error, BaseException):
+                raise error
+        files, groups = cast(list[dict[str, int]], written)
         files = {**files, **{f"training/{name}": size for name, size in groups.items()}}
-        if error := await self._actors.buffer.flush() or await self._log.on_disk():
-            return WAITS + error
+        if missing := await self._actors.buffer.flush() or await self._log.on_disk():
+            return WAITS + missing
         await disk.run("a checkpoint", partial(self._store.commit, state.step, state, files))
         return None
 

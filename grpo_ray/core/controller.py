@@ -52,6 +52,7 @@ from grpo_ray.watch.stage_clock import StageClock
 
 T = TypeVar("T")
 RECOVERABLE = (ActorDied, DataLost, Stalled)  # the run can continue from its last checkpoint
+LAST_WRITE_S = 3600.0  # while nothing else moves: a large model's state on a slow file system
 STAGES = ("evaluate", "checkpoint", "train", "join", "publish", "wait_for_batch")
 
 
@@ -138,12 +139,17 @@ class Controller:
                 with contextlib.suppress(_Stopped):
                     await self._unless_stopped(until_all_ready(self._context, self._ready))
                     self._calls.progress()
-                    watching = tasks.create_task(self._stall_watch().run())
+                    limit_s = self._config.recovery.stall_timeout_s
+                    watching = tasks.create_task(self._stall_watch(limit_s).run())
                     await self._unless_stopped(self._begin())
                     self._producer.start(tasks)
                     await self._train()
                 self._producer.cancel()
                 self._pool.cancel()
+                if watching is not None:
+                    watching.cancel()
+                    limit_s = max(limit_s, LAST_WRITE_S)
+                    watching = tasks.create_task(self._stall_watch(limit_s).run())
                 await self._save()
                 if watching is not None:
                     watching.cancel()
@@ -153,9 +159,8 @@ class Controller:
                 await self._save_after_error()
             raise error from None
 
-    def _stall_watch(self) -> StallWatch:
-        limit_s, work_done = self._config.recovery.stall_timeout_s, self._actors.learner.work_done
-        return StallWatch(self._calls, self._pool, self._log, limit_s, work_done)
+    def _stall_watch(self, limit_s: float) -> StallWatch:
+        return StallWatch(self._calls, self._pool, self._log, limit_s, self._actors.learner.work_done)
 
     async def _ready(self, actor: ActorClient) -> None:
         with self._calls.call(actor.name, "starts"):
@@ -213,7 +218,7 @@ class Controller:
                 batch, metrics = await self._unless_stopped(self._next_batch(step))
                 if self._config.generator.colocated:
                     if published is not None:
-                        await published
+                        await self._unless_stopped(published)
                     await self._give_device_to_learner()
                 report = await self._learn(step, batch, metrics)
                 # The Learner's calls run in order: the next step starts once the snapshot has been copied.
@@ -421,13 +426,13 @@ class Controller:
         if not self.has_begun:
             return
         try:
-            async with asyncio.timeout(self._config.weight_sync.phase_timeout_s):
+            async with asyncio.timeout(self._config.recovery.stall_timeout_s):
                 report = await self._actors.learner.capture()
                 if report is not None and report.version > self._version and self._in_training is not None:
                     self._settle_step(report)  # the error came while the Learner finished a step
                 await self._save(patience_s=0)
         except Exception as error:  # the error that ended the run is the one to raise
-            self._log.event("not_saved", None, f"no last checkpoint could be written: {error}")
+            self._log.event("not_saved", None, f"no last checkpoint could be written: {error!r}")
 
 
 class _Stopped(Exception):

@@ -22,10 +22,9 @@ from grpo_ray.core.dispatch import Dispatcher, Incarnation
 from grpo_ray.core.environment_pool import EnvironmentPool
 from grpo_ray.core.starting import until_ready
 from grpo_ray.core.stateless_actors import StatelessActors
-from grpo_ray.core.sync import WeightSyncError
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.errors import ActorDied, DataLost, first_error
-from grpo_ray.types import PromptItem, Ref, RolloutGroup, SamplingSettings, Verdict
+from grpo_ray.types import PromptItem, Ref, RolloutGroup, SamplingSettings, ScoredGroup, Verdict
 from grpo_ray.watch.clock import monotonic
 from grpo_ray.watch.event_loop import FanOut
 from grpo_ray.watch.restarts import BudgetUsedUp, RestartBudget, pause_s
@@ -101,6 +100,14 @@ class GeneratorPool:
         return frozenset(self._replacing.values()).union(*(actors.replacing for actors in self._others))
 
     # Sampling
+
+    async def sample_whole(self, item: PromptItem, num_samples: int, purpose: str) -> ScoredGroup | None:
+        """Sample as `sample`, and fetch the group; again if the node that held it has died."""
+        while (scored := await self.sample(item, num_samples, purpose)) is not None:
+            group, verdict, _ = scored
+            with contextlib.suppress(DataLost):
+                return ScoredGroup.of(await self.actors.fetch(group), verdict)
+        return None
 
     async def sample(
         self, item: PromptItem, num_samples: int, purpose: str, on_dispatch: Callable[[], None] = lambda: None
@@ -238,8 +245,10 @@ class GeneratorPool:
             try:
                 with self._calls.call(name, f"is asked to {what}"):
                     await ask(generator.client)
-            except (ActorDied, EngineDied) as error:
-                self.fail(generator.client.number, str(error))
+            except Exception as error:  # also an engine's own, such as vLLM's EngineDeadError
+                if isinstance(error, ActorDied) and error.name != name:
+                    raise
+                self.fail(generator.client.number, str(error) or type(error).__name__)
 
         await asyncio.gather(*(ask_one(name, generator) for name, generator in self.serving.items()))
 
@@ -295,10 +304,10 @@ class GeneratorPool:
                 self._admitted[client.number] = None
                 with self._calls.call("weight_sync", f"admits {name}", is_retry=True):
                     version = await self._weight_sync.admit(client)
-            except (ActorDied, EngineDied, WeightSyncError, TimeoutError) as again:
-                if isinstance(again, ActorDied) and again.name != name:
+            except Exception as again:  # whatever an engine raises as it starts
+                if isinstance(again, DataLost) or (isinstance(again, ActorDied) and again.name != name):
                     raise
-                failure = str(again)
+                failure = str(again) or type(again).__name__
                 self._admitted.pop(client.number, None)
                 continue
             # A sync that followed at once may have failed it before the answer to `admit` arrived here.

@@ -10,7 +10,7 @@ from grpo_ray.core.clients import ActorClient
 from grpo_ray.core.context import ServingContext
 from grpo_ray.core.starting import until_ready
 from grpo_ray.engines.base import EngineDied
-from grpo_ray.errors import ActorDied
+from grpo_ray.errors import ActorDied, RunError
 from grpo_ray.watch.clock import monotonic
 from grpo_ray.watch.restarts import RestartBudget
 
@@ -90,7 +90,7 @@ class StatelessActors(Generic[ClientT]):
             try:
                 await until_ready(context.actors.restart_worker(name), context)
                 break
-            except (ActorDied, TimeoutError) as again:
+            except (ActorDied, EngineDied, RunError, TimeoutError) as again:
                 error = str(again)
         seconds = monotonic() - started
         context.log.event(f"{self._kind}_back", name, f"works again after {seconds:.1f} s", seconds=seconds)

@@ -64,11 +64,7 @@ class Validation:
 
     async def _sample(self, step: int, item: PromptItem) -> ScoredGroup | None:
         num_samples = self._config.evaluation.samples_per_prompt
-        scored = await self._pool.sample(item, num_samples, f"validation at step {step}")
-        if scored is None:
-            return None
-        group, verdict, _ = scored
-        return ScoredGroup.of(await self._actors.fetch(group), verdict)
+        return await self._pool.sample_whole(item, num_samples, f"validation at step {step}")
 
     def write(self) -> None:
         """Write the evaluations that are not written yet, in order and in the thread of the records."""

@@ -30,6 +30,7 @@ from grpo_ray.records.json_lines import parse_line, to_json
 from grpo_ray.records.run_files import RunDirectory, step_name
 
 LAST, BEST = "last", "best"
+MISSING = FileNotFoundError, NotADirectoryError
 LEFT_BEHIND = re.compile(r"unfinished-step-\d+(-[0-9a-f]{8})?|discarded-step-\d+")
 CHECKSUM_BYTES = 2**26  # a larger file has no checksum: reading it again would take as long as writing it
 VISIBLE_S = 60.0  # a network file system hides another node's file no longer
@@ -73,6 +74,7 @@ def read_checkpoint(path: Path, reads_files: bool = False) -> Checkpoint:
 
     Raises:
         ValueError: the checkpoint is damaged; says how.
+        OSError: a file is there and cannot be read, now or for this user.
     """
     try:
         data = json.loads(_state_path(path).read_text(encoding="utf-8"))
@@ -80,7 +82,7 @@ def read_checkpoint(path: Path, reads_files: bool = False) -> Checkpoint:
         sizes = {path / name: size for name, size in data["files"].items()}
         sums = {path / name: crc for name, crc in data.get("crc32", {}).items()} if reads_files else {}
         state.metrics.update({name: math.nan for name, value in state.metrics.items() if value is None})
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (*MISSING, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"training/state.json is not readable ({error!r})") from error
     for file, size in sizes.items():
         if not file.is_file():
@@ -161,22 +163,29 @@ class CheckpointStore:
         end at every resume, or continue as another.
 
         Only for the process that holds the run's lock.
+
+        Raises:
+            OSError: one cannot be read now; an older one in its place would cost the steps since.
         """
         self._put_back_replaced()
         self.damaged = []
         for step, folder in sorted(self._folders("step"), reverse=True):
-            checkpoint = self._read(step, folder, reads_files=True)
+            checkpoint = self._read(step, folder, reads_files=True, is_strict=True)
             if checkpoint is not None:
                 self._in_use.add(step)
                 return checkpoint
         return None
 
-    def _read(self, step: int, folder: Path, reads_files: bool = False) -> Checkpoint | None:
+    def _read(
+        self, step: int, folder: Path, reads_files: bool = False, is_strict: bool = False
+    ) -> Checkpoint | None:
         try:
             checkpoint = read_checkpoint(folder, reads_files)
             if checkpoint.state.step != step:
                 raise ValueError(f"training/state.json is of step {checkpoint.state.step}")
-        except ValueError as error:
+        except (OSError, ValueError) as error:
+            if is_strict and isinstance(error, OSError):
+                raise
             self.damaged.append(f"{folder}: {error}")
             return None
         return checkpoint
@@ -257,7 +266,11 @@ class CheckpointStore:
 
     def _prune(self, newest: int) -> None:
         """Delete what is not to be kept. A damaged one newer than `newest` stays: the run will replace it."""
-        whole = {checkpoint.state.step for checkpoint in self.all()}
+        try:
+            found = [self._read(*each, is_strict=True) for each in self._folders("step")]
+        except OSError:  # one that cannot be read now may be the best
+            return
+        whole = {checkpoint.state.step for checkpoint in found if checkpoint is not None}
         best = self._best_step(whole) if self._keep_best else None
         kept = {newest, *sorted(whole)[-self._keep :], *self._in_use, best}
         for step, folder in self._folders("step"):

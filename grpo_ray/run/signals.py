@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 from grpo_ray.core.controller import RECOVERABLE, Controller
@@ -22,7 +22,8 @@ from grpo_ray.run.restores import how_to_resume
 CLEAN_UP_S = 60.0  # after `run.on_preemption_s`
 ANSWER_S = 5.0  # for the main thread to take notice of the first signal
 STOPPING = "waiting for the end of this step and its checkpoint; Ctrl-C again ends the run at once"
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+AGAIN = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (*AGAIN, signal.SIGHUP)  # of which a closed terminal sends two
 
 _noticed = threading.Event()  # by the main thread
 
@@ -89,16 +90,18 @@ def _watch(signals: socket.socket, run: RunDirectory | None) -> None:
     if not _next_signal(signals):
         return
     try:
-        has_come = _next_signal(signals, ANSWER_S)
+        has_come = _next_signal(signals, ANSWER_S, AGAIN)
     except TimeoutError:
         if not _noticed.is_set():
             _end_process(f"ended at once, because it did not answer within {ANSWER_S:g} s", run)
-        has_come = _next_signal(signals)
+        has_come = _next_signal(signals, None, AGAIN)
     if has_come:
         _end_process("ended at once, without waiting any longer", run)
 
 
-def _next_signal(signals: socket.socket, limit_s: float | None = None) -> bool:
+def _next_signal(
+    signals: socket.socket, limit_s: float | None = None, counted: Collection[int] = SIGNALS
+) -> bool:
     """Wait for a signal; return False when the watch is over.
 
     Raises:
@@ -106,7 +109,7 @@ def _next_signal(signals: socket.socket, limit_s: float | None = None) -> bool:
     """
     signals.settimeout(limit_s)
     while number := signals.recv(1):
-        if number[0] in SIGNALS:
+        if number[0] in counted:
             return True
     return False
 
@@ -115,7 +118,8 @@ def _end_process(what: str, run: RunDirectory | None) -> None:
     _end_process_after(1.0)  # the terminal or the disk may hang
     hint = f"; {how_to_resume(run)}" if run is not None and run.config_path.exists() else ""
     cursor = "\x1b[?25h" if os.isatty(2) else ""  # a progress bar hides it
-    os.write(2, f"{cursor}\n{visible(what + hint)}\n".encode(errors="replace"))
+    with contextlib.suppress(OSError):  # the terminal may be closed
+        os.write(2, f"{cursor}\n{visible(what + hint)}\n".encode(errors="replace"))
     os._exit(INTERRUPTED)
 
 

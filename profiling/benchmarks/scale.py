@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
+from benchmarks.cpu_meter import CpuMeter
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART
 from grpo_ray.config.loading import load_config
 from grpo_ray.records.run_files import RunDirectory
-from grpo_ray.tools.simulation.cpu_meter import CpuMeter
 from grpo_ray.tools.simulation.simulate import Watch, simulate
 from grpo_ray.tools.simulation.speeds import LognormalLengths, Speeds
 from grpo_ray.watch.memory import imports_left_alone

@@ -25,6 +25,7 @@ from grpo_ray.records.run_files import RunDirectory, step_name
 from grpo_ray.records.validation_files import summarise_groups, write_evaluation
 from grpo_ray.run.preparation import check_files, prepare
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup, TrainBatch
+from grpo_ray.watch.batch_metrics import rollout_metrics
 from grpo_ray.watch.console import RunConsole
 from grpo_ray.watch.run_state import reported
 
@@ -112,8 +113,7 @@ class SyntheticRun:
 
     def _metrics(self) -> Iterator[tuple[str, Any]]:
         """Yield a line's metrics, with those of one Generator repeated for all of them."""
-        rewards = np.concatenate([group.rewards for group in self._first])
-        own: Mapping[str, Any] = {"reward/mean": float(rewards.mean()), "lag/max": 0.0, "reward/errors": 0.0}
+        own: Mapping[str, Any] = {**rollout_metrics(self._first), "lag/mean": 0.0, "lag/max": 0.0}
         for name, value in {**json.loads(LINE.read_text()), **own}.items():
             if OF_FIRST_GENERATOR in name:
                 for index in range(self._config.generator.num_generators):

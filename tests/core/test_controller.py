@@ -460,6 +460,21 @@ def test_a_last_checkpoint_is_written_when_the_disk_has_room_again(
     assert (run.checkpoints / step_name(num_steps)).exists()
 
 
+@pytest.mark.slow
+def test_a_disk_that_fills_after_the_last_checkpoint_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = Controller._save
+
+    async def save_again(self: Controller, **patience: float) -> None:
+        await save(self, **patience)
+        self._checkpointing.problem = "a checkpoint waits for the records before it"
+        await save(self, patience_s=0)
+
+    monkeypatch.setattr(Controller, "_save", save_again)
+    train(make_config("algorithm.num_steps=2"), tmp_path / "run")
+
+
 def fill_the_disk(monkeypatch: pytest.MonkeyPatch, steps: range, has_room_at_the_end: bool = False) -> None:
     """Refuse every write to metrics.jsonl and events.jsonl while the last logged step is one of `steps`."""
     is_full = False
@@ -530,32 +545,40 @@ def test_a_run_that_is_stopped_has_time_for_its_validation_unless_it_is_preempte
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_colocated", [False, True])
 def test_a_preemption_skips_the_validation_that_its_checkpoint_would_wait_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_colocated: bool
 ) -> None:
-    """A validation of step 4 never ends, while the Learner trains step 5; every checkpoint takes too long."""
-    config, run = make_config("run.on_preemption_s=1e-6"), RunDirectory(tmp_path / "run")
-    evaluate, is_slow = Validation.evaluate, True
+    """A validation of step 4 never ends. The Learner trains step 5, or waits for its turn on the device.
+
+    Every checkpoint takes too long.
+    """
+    colocated = ("generator.colocated=true", "weight_sync.max_lag=0") if is_colocated else ()
+    config = make_config("run.on_preemption_s=1e-6", *colocated)
+    run, last = RunDirectory(tmp_path / "run"), 4 if is_colocated else 5
+    evaluate, is_slow, has_begun = Validation.evaluate, True, False
 
     async def slow_evaluate(self: Validation, step: int) -> dict[str, float]:
+        nonlocal has_begun
         if step == 4 and is_slow:
+            has_begun = True
             await asyncio.sleep(1000)
         return await evaluate(self, step)
 
     monkeypatch.setattr(Validation, "evaluate", slow_evaluate)
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
-        await until(lambda: controller._version >= 5)
+        await until(lambda: controller._version >= last and has_begun)
         controller.stop(is_preempted=True)
         await asyncio.sleep(60)
 
     train(config, run.path, meddle)
-    assert [path.name for path in sorted(run.checkpoints.iterdir())][-1] == "step-000005"
-    (skipped,) = events(run, "not_evaluated")
-    assert skipped["validation_step"] == 4
+    assert [path.name for path in sorted(run.checkpoints.iterdir())][-1] == step_name(last)
+    assert [event["validation_step"] for event in events(run, "not_evaluated")] == [4][is_colocated:]
     (notice,) = events(run, "slow_checkpoint")
     assert "longer than run.on_preemption_s (1e-06 s)" in notice["text"]
-    assert [row["step"] for row in read_metrics(run.metrics_path)] == [1, 2, 3, 4]  # 5 is in its checkpoint
+    lines = [row["step"] for row in read_metrics(run.metrics_path)]
+    assert lines == [*range(1, last)]  # the last is in its checkpoint
     is_slow = False
     train(config, run.path)
     assert audit_files(run).problems == []

@@ -290,6 +290,21 @@ async def test_a_generator_that_dies_in_the_learners_turn_starts_after_it(tmp_pa
         assert list(pool.pool.serving) == ["generator-0"]
 
 
+async def test_an_engine_that_fails_at_its_wake_is_replaced(tmp_path: Path) -> None:
+    """Also with an error of vLLM's own, such as EngineDeadError, and if the replacement fails at its start."""
+
+    def answer(asked: str, number: int) -> int:
+        if asked == "wake" or (asked == "generator-0 ready" and number == 0):
+            raise KeyError("the engine's own")
+        return 3
+
+    pool = Pool(tmp_path, answer)
+    async with pool.during():
+        await pool.pool.wake()
+        while pool.actors.starts["generator-0"] < 3 or not pool.pool.serving:
+            await asyncio.sleep(0.001)
+
+
 async def test_the_learners_turn_begins_after_a_generator_has_started(tmp_path: Path) -> None:
     pool = Pool(tmp_path, lambda asked, _: asyncio.sleep(0.1) if asked == "generator-0 ready" else 3)
     async with pool.during():

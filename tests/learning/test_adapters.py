@@ -1,6 +1,7 @@
 """Adapters on a frozen base: their gradients, merged weights, files, and what is refused."""
 
 import json
+import os
 import shutil
 import zlib
 from pathlib import Path
@@ -26,6 +27,7 @@ from transformers import AutoModelForCausalLM
 from grpo_ray.config import Config
 from grpo_ray.config.model import AdapterConfig, ModelConfig
 from grpo_ray.core.learner import Learner
+from grpo_ray.engines.vllm_adapter import ServedAdapter
 from grpo_ray.learning.adapters import (
     add_adapter,
     check_adapter,
@@ -437,3 +439,12 @@ def test_a_4_bit_base_without_an_adapter_is_refused() -> None:
         AdapterConfig(target_modules=())
     with pytest.raises(ValueError, match="greater than 0"):
         AdapterConfig(rank=0)
+
+
+def test_the_folder_of_a_killed_engine_is_removed_by_the_next() -> None:
+    killed, other = (ServedAdapter(AdapterConfig()) for _ in range(2))
+    os.close(killed._lock)  # as the system does
+    last = ServedAdapter(AdapterConfig())
+    folders = [adapter._folder.exists() for adapter in (killed, other, last)]
+    last.close(), other.close()
+    assert folders == [False, True, True]

@@ -13,10 +13,7 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 from examples.course.__main__ import run as run_command
-from examples.course.playground import comparison
-from examples.course.playground.baseline import make_estimates
 from examples.course.playground.comparison import Run
-from examples.course.playground.frozen import RATIOS, frozen, gradients, not_frozen, of_log_probs, slope
 from examples.course.playground.model import SortingModel, sample_responses
 from examples.course.playground.policy_gradient import Point, compute_loss, train_model
 from examples.course.playground.settings import DELTAS, Settings
@@ -186,31 +183,6 @@ def run(label: str, seed: int, reward: float, right: float = 0.0) -> Run:
 # ---- the two small examples ----
 
 
-def test_baseline_example() -> None:
-    raw, centered = make_estimates("raw"), make_estimates("mean")
-    assert centered.deltas.tolist() == [[1, -1], [-1, 1]]  # b(s1) = 10, b(s2) = 1
-    # The lecture's "variances" are standard deviations: the variances are 28.33 and 1.33.
-    assert raw.delta_std == pytest.approx(math.sqrt(85 / 3), abs=1e-4) == pytest.approx(5.32, abs=0.005)
-    assert centered.delta_std == pytest.approx(math.sqrt(4 / 3), abs=1e-4) == pytest.approx(1.15, abs=0.005)
-    # log pi(a1 | s1) has gradient (1/2, -1/2) by s1's logits: 11 of it, and 9 of its negative, a quarter each.
-    assert raw.gradients[0].tolist() == [[5.5, -5.5, 0, 0], [-4.5, 4.5, 0, 0]]
-    assert raw.mean.tolist() == centered.mean.tolist() == [0.25, -0.25, -0.25, 0.25]
-    # E|g|^2 - |E g|^2: (11^2 + 9^2 + 0 + 2^2) / 8 - 1/4, and 4 / 8 - 1/4.
-    assert raw.variance == pytest.approx(25.5)
-    assert centered.variance == pytest.approx(0.25)
-
-
-def test_frozen_denominator_example() -> None:
-    p = 1 / (1 + math.exp(-2))
-    assert slope(frozen, 2.0) == pytest.approx(1 - p) == pytest.approx(0.1192, abs=1e-4)
-    assert slope(not_frozen, 2.0) == 0
-    assert slope(of_log_probs, 2.0) == pytest.approx((1 - p) / math.log(p))  # the wrong direction
-    for ratio in RATIOS.values():
-        log_p = torch.tensor([-0.3, -2.0])
-        assert ratio(log_p, log_p).tolist() == [1, 1]
-    assert (gradients(of_log_probs, torch.linspace(-4, 4, 9)) < 0).all()
-
-
 # ---- the command ----
 
 
@@ -247,59 +219,3 @@ def test_sorting_leaves_picture_and_figures(
     out = capsys.readouterr().out
     assert f"written: {written / 'rewards.png'}, {written / 'figures.json'}" in out
     assert all(label in out for label in labels)
-
-
-@pytest.mark.slow
-def test_examples_leave_picture_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert playground("baseline", "--samples", "20", output=tmp_path) == 0
-    assert playground("frozen", output=tmp_path) == 0
-    for name in ("baseline", "frozen"):
-        assert imread(tmp_path / name / f"{name}.png").shape[:2] == (800, 1200)
-    baseline = json.loads((tmp_path / "baseline" / "figures.json").read_text())
-    assert baseline["command"].startswith("python -m examples.course playground baseline --samples 20")
-    raw, centered = baseline["deltas"].values()
-    assert 0.3 < raw["wrong_sign_frac"] < 0.5
-    assert centered["wrong_sign_frac"] == 0
-    out = capsys.readouterr().out
-    assert "standard deviation of the deltas: 5.32" in out
-    assert "p_old not frozen: gradient +0.0000; ascent takes p from 0.12 to 0.12" in out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_done", [0, 3])
-def test_ctrl_c_keeps_what_is_done(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, num_done: int
-) -> None:
-    calls = iter(range(100))
-
-    def train_until_interrupted(*arguments: object) -> list[Point]:
-        if next(calls) == num_done:
-            raise KeyboardInterrupt
-        return train_model(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(comparison, "train_model", train_until_interrupted)
-    assert playground("sorting", *SHORT, "--compare", "loss", output=tmp_path) == 130
-    out = capsys.readouterr().out
-    assert f"interrupted after {num_done} of 6 runs" in out
-    written = tmp_path / "sorting-loss" / "figures.json"
-    assert written.exists() == (num_done > 0)
-    if num_done:
-        assert len(json.loads(written.read_text())["runs"]) == num_done
-        assert f"{written}" in out
-    else:
-        assert "nothing was written" in out
-
-
-def test_every_wrong_setting_is_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = (
-        "--deltas", "centred", "--numbers", "6", "--learning-rate", "nan", "--steps", "many", "--kl", "-1",
-        "--embedding-std", "1e30",
-    )  # fmt: skip
-    assert playground("sorting", *wrong, output=tmp_path / "out") == 2
-    error = capsys.readouterr().err
-    assert "--deltas centred is not valid; allowed: rewards, centered, normalized or max" in error
-    assert "--numbers 6 is not valid; allowed: integer >= 2 and <= 5" in error
-    assert "--embedding-std 1e30 is not valid; allowed: number > 0 and <= 100" in error
-    for name in ("--learning-rate nan", "--steps many", "--kl -1"):
-        assert f"{name} is not valid; allowed: " in error
-    assert not (tmp_path / "out").exists()

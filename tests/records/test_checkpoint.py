@@ -1,5 +1,6 @@
 """Checkpoints on disk are whole or absent, whatever happens while they are written."""
 
+import errno
 import json
 import math
 import os
@@ -278,6 +279,31 @@ def test_newest_and_best_are_kept(tmp_path: Path) -> None:
     evaluated(tmp_path, {20: 0.8, 40: 0.8, 50: 0.1})
     write(store, 60)  # of equals, the newest
     assert names(tmp_path) == ["step-000040", "step-000050", "step-000060"]
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stale NFS handle costs no checkpoint: no older one is resumed, and none is deleted."""
+    store = make_store(tmp_path, keep=1)
+    evaluated(tmp_path, {10: 0.9})
+    for step in (10, 20):
+        write(store, step)
+    read = Path.read_text
+
+    def stale(self: Path, **options: str) -> str:
+        if self.name == "state.json" and is_stale:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read(self, **options)
+
+    monkeypatch.setattr(Path, "read_text", stale)
+    is_stale = True
+    with pytest.raises(OSError, match="Stale"):
+        store.latest()
+    write(store, 30)
+    assert store.all() == []
+    is_stale = False
+    assert names(tmp_path) == ["step-000010", "step-000020", "step-000030"]
 
 
 def test_the_best_is_only_kept_on_request(tmp_path: Path) -> None:

@@ -136,6 +136,8 @@ def folder(tmp_path: Path) -> Path:
         ([signal.SIGINT], 0),
         ([signal.SIGINT, signal.SIGTERM], 1),
         ([signal.SIGCHLD, signal.SIGTERM, signal.SIGCHLD], 0),
+        ([signal.SIGHUP, signal.SIGHUP], 0),  # of a terminal that closes: by the shell, and by the kernel
+        ([signal.SIGHUP, signal.SIGINT], 1),
     ],
 )
 def test_the_watch_ends_the_process_at_the_second_signal_that_stops_a_run(

@@ -139,7 +139,7 @@ class Evaluator:
 
         async def work() -> None:
             for item in waiting:
-                group = await self._group(item, num_samples)
+                group = await self._pool.sample_whole(item, num_samples, "evaluation")
                 if group is None:
                     failed.append(item.group_id)
                 else:
@@ -151,17 +151,6 @@ class Evaluator:
             for _ in range(min(in_flight, len(items))):
                 tasks.create_task(work())
         return sorted(failed)
-
-    async def _group(self, item: PromptItem, num_samples: int) -> ScoredGroup | None:
-        while True:
-            scored = await self._pool.sample(item, num_samples, "evaluation")
-            if scored is None:
-                return None
-            group, verdict, _ = scored
-            try:
-                return ScoredGroup.of(await self._actors.fetch(group), verdict)
-            except DataLost:  # the node that held the group died
-                continue
 
 
 def _snapshot(config: Config, path: str, version: int) -> WeightSnapshot:

@@ -9,7 +9,6 @@ from grpo_ray.cluster.local import LocalActors, LocalClient
 from grpo_ray.config import Config
 from grpo_ray.core.generator import Generator as GeneratorActor
 from grpo_ray.records.checkpoint import Checkpoint
-from grpo_ray.tools.simulation.cpu_meter import CpuMeter
 from grpo_ray.tools.simulation.engine import SimulatedEngine
 from grpo_ray.tools.simulation.environments import SimulatedEnvironmentWorker
 from grpo_ray.tools.simulation.speeds import Lengths, Speeds
@@ -62,7 +61,7 @@ class SimulatedActors(LocalActors):
     def __init__(
         self, config: Config, start: StartingModel, run_dir: Path, checkpoint: Checkpoint | None, *,
         speeds: Speeds, lengths: Lengths, account: Account, trace: Trace | None = None,
-        meter: CpuMeter | None = None,
+        meter: Any = None,
     ) -> None:  # fmt: skip
         """
         Args:

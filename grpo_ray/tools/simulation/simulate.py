@@ -26,7 +26,6 @@ from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompt_stream import PromptStream
 from grpo_ray.tasks.prompts import Prompter, TextTemplate, make_items
 from grpo_ray.tools.simulation.actors import SimulatedActors, Trace
-from grpo_ray.tools.simulation.cpu_meter import CpuMeter
 from grpo_ray.tools.simulation.speeds import Lengths, Speeds
 from grpo_ray.tools.simulation.virtual_time import VirtualClock
 from grpo_ray.tools.simulation.workers import Account, Faults
@@ -88,13 +87,13 @@ class Simulated:
 
 def simulate(
     config: Config, run: RunDirectory, speeds: Speeds, lengths: Lengths, trace: Trace | None = None,
-    meter: CpuMeter | None = None, watch: Watch | None = None,
+    meter: Any = None, watch: Watch | None = None,
 ) -> Simulated:  # fmt: skip
     """Simulate a run; its records are in `run`, as a real run's.
 
     Args:
         trace: receives a line per call to an actor, the same in every simulation with the same arguments.
-        meter: receives the CPU time of the actors.
+        meter: receives the CPU time of the actors, as the CpuMeter of profiling/benchmarks does.
 
     Raises:
         RunError: the run ended with an error.
