@@ -4,7 +4,7 @@
 #   sbatch [option of sbatch ...] launch/slurm.sh CONFIG [section.key=value ...]
 #
 # Submit from a folder that all nodes share, with .venv and the configuration in it. The run is runs/slurm-JOBID.
-# Two minutes before the time limit the run ends with a checkpoint, and the job is requeued and resumes from there,
+# Three minutes before the time limit the run ends with a checkpoint, and the job is requeued and resumes from there,
 # as it does after a node failure or a preemption. `scancel --signal=TERM --batch JOBID` ends it with a checkpoint.
 #
 #SBATCH --job-name=grpo_ray
@@ -13,7 +13,7 @@
 #SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=32
 #SBATCH --time=24:00:00
-#SBATCH --signal=B:USR1@120
+#SBATCH --signal=B:USR1@180
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%j.out

@@ -17,6 +17,7 @@ import grpo_ray
 from grpo_ray.cluster.placement import Node, shortfalls
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
+from grpo_ray.run.signals import CLEAN_UP_S
 from grpo_ray.tools.cli import parse
 
 ROOT = Path(__file__).parents[2]
@@ -308,7 +309,7 @@ def test_slurm_asks_for_what_the_job_wants_and_stops_it_in_time() -> None:
     assert shortfalls(submitted_by("launch/slurm.sh"), int(asked["nodes"]) * [node]) == []
     assert asked["ntasks-per-node"] == "1"
     (patience_s,) = re.findall(r"run\.on_preemption_s=(\d+)", text)
-    assert int(asked["signal"].removeprefix("B:USR1@")) > int(patience_s)
+    assert int(asked["signal"].removeprefix("B:USR1@")) > int(patience_s) + CLEAN_UP_S
 
 
 def test_slurm_without_a_configuration(slurm: Callable[..., tuple[int, list[list[str]]]]) -> None:
