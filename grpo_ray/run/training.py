@@ -150,7 +150,7 @@ def _resume(
         try:
             checkpoint = make_store(config, run).latest()
         except OSError as error:
-            raise RunError(f"a checkpoint cannot be read: {error}; make it readable, and resume") from error
+            raise RunError(f"a checkpoint cannot be read: {error}; make it readable, or remove it") from error
         step = checkpoint.state.step if checkpoint is not None else 0
         if min(step, last_logged_step(run.metrics_path)) >= config.algorithm.num_steps:
             return run  # `print_ending` says so, and how to train longer
