@@ -29,6 +29,7 @@ from grpo_ray.config.task import SortingTaskConfig
 from grpo_ray.tools.simulation.virtual_time import VirtualClock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would wait for whatever else the machine does
 # Tests compute with one thread. Runs that they start and that ask for two must not spin while these wait for a
 # core that another test has: a warm-up of 25 s took 195 s.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
