@@ -52,6 +52,7 @@ def last_number_reward_fn(response: str, ground_truth: str) -> Scores:
     Raises:
         ValueError: the ground truth is no number.
     """
+    response, ground_truth = (text.replace("\N{MINUS SIGN}", "-") for text in (response, ground_truth))
     truths = NUMBER.findall(ground_truth)
     if len(truths) != 1:
         raise ValueError(f"{ground_truth!r} is not one number; use another reward")

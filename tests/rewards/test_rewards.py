@@ -129,7 +129,7 @@ def test_many_boxes_that_are_all_right_are_not_all_compared() -> None:
         ("48 + 5 = 53", "53", RIGHT),
         ("The answer is 53.", "53", RIGHT),
         ("It is $1,200.50!", "1200.5", RIGHT),
-        ("5 - 8 = -3", "-3", RIGHT),
+        ("5 − 8 = −3", "-3", RIGHT),
         ("so x=-.50", "-0.5", RIGHT),
         ("10-7", "7", RIGHT),
         ("1,2", "2", RIGHT),

@@ -197,7 +197,7 @@ def _compare_lists(answer: str, truth: str) -> bool | None:
     if len(given) == 1 and not OR.search(truth) and (in_order := read_tuple(given[0], wanted)):
         return _is_equal_in_order(in_order, [read_equation(part)[1][0] for part in wanted])
     names = [read_equation(part)[0] for part in wanted]
-    if len(set(names)) > 1 and None in [read_equation(part)[0] for part in given]:
+    if len({*names} - {None}) > 1 and None in [read_equation(part)[0] for part in given]:
         return _is_equal_in_order(given, wanted)  # `x = 1, y = 2` asks for 1 and 2 in this order
     return _is_equal_in_any_order(given, wanted)
 

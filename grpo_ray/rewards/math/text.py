@@ -27,7 +27,6 @@ SIGNS = {
     "≈": r"\approx ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "√": r"\sqrt", "∞": r"\infty ",
     "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "⟨": r"\langle ", "⟩": r"\rangle ",
     "π": r"\pi ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "º": "°",
-    "⁰": "^0", "²": "^2", "³": "^3", "⁴": "^4", "⁻¹": "^{-1}",
     "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
     r"\lbrace": r"\{", r"\rbrace": r"\}",
 }  # fmt: skip
@@ -61,6 +60,8 @@ SPELLINGS = [
     (r" +", " "),
 ]
 SIGN = re.compile("|".join(map(re.escape, SIGNS)))
+SUPERSCRIPT = re.compile("[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+RAISED = str.maketrans("⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "+-0123456789")
 REPLACEMENTS = [(re.compile(pattern), replacement) for pattern, replacement in SPELLINGS]
 
 AROUND = (
@@ -76,6 +77,7 @@ COMMANDS_AROUND = (r"\boxed{", r"\fbox{", r"\text{")
 def normalize(text: str) -> str:
     r"""Return the text unwrapped, with one spelling of every sign; `\text{...}` inside it stays, for units."""
     text = SIGN.sub(lambda match: SIGNS[match[0]], unwrap(text))
+    text = SUPERSCRIPT.sub(lambda found: f"^{{{found[0].translate(RAISED)}}}", text)
     for pattern, replacement in REPLACEMENTS:
         text = pattern.sub(replacement, text)
     return unwrap(_without_double_braces(text))
