@@ -214,6 +214,12 @@ class AlgorithmConfig(Section):
         return names if isinstance(names, tuple) else () if names == "none" else (names,)
 
     @property
+    def limits(self) -> tuple[str, ...]:
+        """Those of `correction_cap` and `correction_band` that are not the defaults: they need a correction."""
+        fields = ("correction_cap", "correction_band")
+        return tuple(name for name in fields if getattr(self, name) != type(self).model_fields[name].default)
+
+    @property
     def has_entropy_bonus(self) -> bool:
         """True if the entropy is part of the objective, at least in some steps."""
         return self.entropy_bonus > 0 or self.entropy_target is not None

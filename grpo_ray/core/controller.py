@@ -135,21 +135,18 @@ class Controller:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 self._pool.start(tasks)
+                watch = self._stall_watch()
                 watching: asyncio.Task[None] | None = None
                 with contextlib.suppress(_Stopped):
                     await self._unless_stopped(until_all_ready(self._context, self._ready))
                     self._calls.progress()
-                    limit_s = self._config.recovery.stall_timeout_s
-                    watching = tasks.create_task(self._stall_watch(limit_s).run())
+                    watching = tasks.create_task(watch.run())
                     await self._unless_stopped(self._begin())
                     self._producer.start(tasks)
                     await self._train()
                 self._producer.cancel()
                 self._pool.cancel()
-                if watching is not None:
-                    watching.cancel()
-                    limit_s = max(limit_s, LAST_WRITE_S)
-                    watching = tasks.create_task(self._stall_watch(limit_s).run())
+                watch.limit_s = max(watch.limit_s, LAST_WRITE_S)
                 await self._save()
                 if watching is not None:
                     watching.cancel()
@@ -159,8 +156,9 @@ class Controller:
                 await self._save_after_error()
             raise error from None
 
-    def _stall_watch(self, limit_s: float) -> StallWatch:
-        return StallWatch(self._calls, self._pool, self._log, limit_s, self._actors.learner.work_done)
+    def _stall_watch(self) -> StallWatch:
+        limit_s, work_done = self._config.recovery.stall_timeout_s, self._actors.learner.work_done
+        return StallWatch(self._calls, self._pool, self._log, limit_s, work_done)
 
     async def _ready(self, actor: ActorClient) -> None:
         with self._calls.call(actor.name, "starts"):

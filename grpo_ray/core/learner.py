@@ -83,19 +83,20 @@ class Learner:
         # When colocated, the Generators have the device first.
         self._home = torch.device("cpu") if config.generator.colocated else self._device
         self.model = self._load(model_path)
-        is_adapter = config.model.adapter is not None
-        if is_adapter and checkpoint is not None and config.algorithm.kl.reference == "ema":
-            load_adapter(self.model, checkpoint.parent)  # an average that begins now begins at the policy
+        adapter = checkpoint.parent if checkpoint is not None and config.model.adapter is not None else None
+        is_average = config.algorithm.kl.reference == "ema"  # one that begins now begins at the policy
+        if adapter is not None and is_average:
+            load_adapter(self.model, adapter)
         self._reference = self._make_reference(initial_path or model_path, model_path)
+        if adapter is not None and not is_average:
+            load_adapter(self.model, adapter)
         recompute_in_backward(self.model, config.learner.gradient_checkpointing)
         for model in {self.model, *([self._reference.model] if self._reference else [])}:
             if config.learner.compile:
                 compile_blocks(model)
-        if not is_adapter:
+        if config.model.adapter is None:
             self.masters = MasterWeights(self.model, self._dtype)
         else:
-            if checkpoint is not None:
-                load_adapter(self.model, checkpoint.parent)
             self.masters = MasterWeights(self.model, self._dtype, trained_parameters(self.model))
         self._optimizer = make_optimizer(self.masters.parameters, config.learner)
         self._clock = StageClock(STAGES, rest="wait_for_batch")

@@ -24,7 +24,7 @@ class StallWatch:
             work_done: asks the Learner for a number that changes while it works.
         """
         self._calls, self._pool, self._log = calls, pool, log
-        self._limit_s, self._look_s = limit_s, min(LOOK_S, limit_s / 4)
+        self.limit_s, self._look_s = limit_s, min(LOOK_S, limit_s / 4)
         self._ask_work_done = work_done
         self._work_done: int | None = None  # at the previous look, while nothing else moves
 
@@ -36,13 +36,13 @@ class StallWatch:
         """
         while True:
             await asyncio.sleep(self._look_s)
-            if self._calls.quiet_s >= self._limit_s / 2:
+            if self._calls.quiet_s >= self.limit_s / 2:
                 await self._look_at_learner()
             else:
                 self._work_done = None
-            if self._calls.quiet_s >= self._limit_s:
+            if self._calls.quiet_s >= self.limit_s:
                 self._report()
-                self._replace_stuck(set(self._calls.stuck(0.7 * self._limit_s)))
+                self._replace_stuck(set(self._calls.stuck(0.7 * self.limit_s)))
                 self._calls.progress()
 
     async def _look_at_learner(self) -> None:
@@ -70,7 +70,7 @@ class StallWatch:
     def _replace_stuck(self, stuck: set[str]) -> None:
         """Replace stuck Generators, Scorers and Teachers; a replacement under way has its own time limit."""
         # A stuck EnvironmentWorker is replaced by environment_pool.py, which asks each one all the time.
-        pool, limit = self._pool, f"{self._limit_s:g} s"
+        pool, limit = self._pool, f"{self.limit_s:g} s"
         for name in stuck & (pool.serving.keys() | pool.actors.scorers.keys() | pool.actors.teachers.keys()):
             pool.retire(name, f"it has not answered for {limit} (recovery.stall_timeout_s)")
         is_starting = bool(pool.being_replaced)  # which has a limit of its own

@@ -1,7 +1,5 @@
 """An adapter served by vLLM's own LoRA layers, and replaced in place under running requests."""
 
-import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -13,11 +11,11 @@ from safetensors.torch import save_file
 
 from grpo_ray.config.model import AdapterConfig
 from grpo_ray.records.adapter_files import CONFIG, FIELDS, FILE
+from grpo_ray.records.locked_folders import make_locked
 from grpo_ray.transfer.kept_weights import KeptWeights
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 
-PREFIX = "grpo_ray-adapter-"  # of folders in memory
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has room for
 
 
@@ -29,14 +27,9 @@ class ServedAdapter:
     def __init__(self, config: AdapterConfig) -> None:
         self._config = config
         self._kept = KeptWeights()
-        memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-        for folder in memory.glob(f"{PREFIX}*"):
-            with contextlib.suppress(OSError):
-                os.close(_locked(folder))  # its process was killed
-                shutil.rmtree(folder)
-        made = Path(tempfile.mkdtemp(prefix=".", dir=memory))
-        self._lock = _locked(made)
-        self._folder = made.rename(memory / f"{PREFIX}{made.name}")  # only now do others look at it
+        memory = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
+        folder, self._lock = make_locked("grpo_ray-adapter-", memory)
+        self._folder = Path(folder)
 
     def engine_arguments(self) -> dict[str, Any]:
         rank = min(rank for rank in RANKS if rank >= self._config.rank)
@@ -68,14 +61,3 @@ class ServedAdapter:
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
         os.close(self._lock)
-
-
-def _locked(folder: Path) -> int:
-    """Return an open file that locks the folder until it is closed, unless another process has done so."""
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(file)
-        raise
-    return file

@@ -5,15 +5,13 @@ one folder for writing, and to a limit of memory. Unlike a grader it keeps the n
 servers. Landlock and capabilities belong to threads, so Ray's own threads go on as before.
 """
 
-import contextlib
-import fcntl
 import os
 import resource
-import shutil
 import tempfile
 from pathlib import Path
 
 from grpo_ray.config.episodes import EpisodesConfig
+from grpo_ray.records.locked_folders import make_locked
 from grpo_ray.rewards.isolation.confinement import NETWORK_FILES, drop_capabilities
 from grpo_ray.rewards.isolation.kernel import forgo_privileges
 from grpo_ray.rewards.isolation.landlock import READ_FOLDER, Ruleset, landlock_version
@@ -56,29 +54,9 @@ def confine(settings: EpisodesConfig, scratch: str) -> None:
 
 
 def make_scratch() -> str:
-    """Make a temporary folder, locked as long as this process lives, and remove those without a lock.
-
-    A lock, unlike a pid, is also seen from another container that shares the folder's file system.
-    """
-    remove_abandoned(tempfile.gettempdir())
-    while True:
-        folder = tempfile.mkdtemp(prefix=SCRATCH)
-        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # never closed: the lock would end
-        if os.path.exists(folder):  # or else another worker removed it before it was locked
-            return folder
-
-
-def remove_abandoned(parent: str) -> None:
-    """Remove this user's temporary folders in `parent` that no living process has locked."""
-    for folder in Path(parent).glob(f"{SCRATCH}*"):
-        with contextlib.suppress(OSError):  # it is locked, no folder, or another worker was faster
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(descriptor).st_uid == os.getuid():
-                    shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(descriptor)
+    """Make a temporary folder, locked as long as this process lives, and remove those without a lock."""
+    folder, _ = make_locked(SCRATCH, tempfile.gettempdir())  # never closed: the lock would end
+    return folder
 
 
 def check_paths(config: EpisodesConfig) -> None:

@@ -15,7 +15,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.secrets import keep_only
 from grpo_ray.engines.sampling_batch import sample_seed
 from grpo_ray.episodes.chat_template import token_bounds
-from grpo_ray.episodes.confinement import confine, make_scratch, remove_abandoned
+from grpo_ray.episodes.confinement import SCRATCH, confine, make_scratch
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.openai_server import ChatServer
 from grpo_ray.episodes.outcome import EpisodeResult, Status
@@ -25,6 +25,7 @@ from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.threads import EpisodeThread, StoppedThreads
 from grpo_ray.episodes.turn_router import RoutedSampler, TurnClient, TurnRouter
 from grpo_ray.learning.model_files import load_tokenizer
+from grpo_ray.records.locked_folders import remove_abandoned
 from grpo_ray.tasks.examples import Example
 from grpo_ray.types import (
     GeneratorFailure,
@@ -89,7 +90,7 @@ class EnvironmentWorker:
         """Remove the temporary folder of the environments, and those that killed workers have left."""
         if self._scratch is not None:
             self._unconfined.submit(shutil.rmtree, self._scratch, ignore_errors=True)
-            self._unconfined.submit(remove_abandoned, os.path.dirname(self._scratch)).result()
+            self._unconfined.submit(remove_abandoned, SCRATCH, os.path.dirname(self._scratch)).result()
 
     async def serve(self, serving: Mapping[int, TurnClient]) -> None:
         """Send turns to these Generators from now on; each has a number of its own."""

@@ -45,7 +45,7 @@ def check_algorithm(config: AlgorithmConfig, weights: Iterable[Mapping[str, floa
     for name in config.corrections:
         taken |= _check_correction(name, config)
     for key, field in CORRECTION_FIELDS.items():
-        if key not in taken and getattr(config, field) != AlgorithmConfig.model_fields[field].default:
+        if key not in taken and field in config.limits:
             raise ValueError(f"algorithm.{field}: no correction in effect has a {key}; leave it out")
     taken -= CORRECTION_FIELDS.keys()
     if unknown := [key for key in config.correction_options if key not in taken]:

@@ -117,10 +117,15 @@ class CheckpointStore:
 
     # ---- reading ----
 
-    def all(self) -> list[Checkpoint]:
-        """Return the whole checkpoints, oldest first; the others are in `damaged`."""
+    def all(self, is_strict: bool = False) -> list[Checkpoint]:
+        """Return the whole checkpoints, oldest first; the others are in `damaged`.
+
+        Raises:
+            OSError: with `is_strict`, one cannot be read now.
+        """
         self.damaged = []
-        checkpoints = [self._read(step, folder) for step, folder in sorted(self._folders("step"))]
+        folders = sorted(self._folders("step"))
+        checkpoints = [self._read(step, folder, is_strict=is_strict) for step, folder in folders]
         return [checkpoint for checkpoint in checkpoints if checkpoint is not None]
 
     def best(self) -> Checkpoint | None:
@@ -267,10 +272,9 @@ class CheckpointStore:
     def _prune(self, newest: int) -> None:
         """Delete what is not to be kept. A damaged one newer than `newest` stays: the run will replace it."""
         try:
-            found = [self._read(*each, is_strict=True) for each in self._folders("step")]
+            whole = {checkpoint.state.step for checkpoint in self.all(is_strict=True)}
         except OSError:  # one that cannot be read now may be the best
             return
-        whole = {checkpoint.state.step for checkpoint in found if checkpoint is not None}
         best = self._best_step(whole) if self._keep_best else None
         kept = {newest, *sorted(whole)[-self._keep :], *self._in_use, best}
         for step, folder in self._folders("step"):

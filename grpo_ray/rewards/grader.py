@@ -40,8 +40,7 @@ class Grader:
             pools: list[RewardPool] = []
             for term in own:
                 if term.network:
-                    num_workers = min(config.num_workers, term.concurrency)
-                    pools.append(RewardPool({task: (term,)}, num_workers, *limits, term))
+                    pools.append(RewardPool({task: (term,)}, config.num_workers, *limits, term))
                 elif shared is not None and shared not in pools:
                     pools.append(shared)
             self._pools[task] = pools

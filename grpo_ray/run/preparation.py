@@ -135,10 +135,11 @@ def check_rewards(config: Config, examples: ExampleSets | None) -> None:
         if not firsts:
             check_reward(reward, field, None, fields)
         for example in firsts.values():
+            place = f"{example.place}: " if len(firsts) > 1 else ""
             try:
                 check_reward(reward, field, [*example.row], fields)
             except ValueError as error:
-                raise ValueError(f"{example.place}: {error}" if len(firsts) > 1 else str(error)) from error
+                raise ValueError(f"{place}{error}") from error
 
 
 def with_trial(config: Config, task: TaskData) -> TaskData:
@@ -188,9 +189,7 @@ def _check_algorithm(config: Config) -> tuple[str, ...]:
     options = [
         getattr(algorithm, f"{part}_options") for part in ("advantage", "loss", "selection", "correction")
     ]
-    limits = ("correction_cap", "correction_band")
-    has_limits = any(getattr(algorithm, x) != type(algorithm).model_fields[x].default for x in limits)
-    has_own = any(":" in name or name in WITH_OPTIONS for name in names) or any(options) or has_limits
+    has_own = any(":" in name or name in WITH_OPTIONS for name in names) or any(options) or algorithm.limits
     if not has_own and algorithm.loss in RATIO_LOSSES and not algorithm.corrections:
         return ()
     from grpo_ray.objectives import check_algorithm

@@ -64,7 +64,7 @@ def signals_answered(run: RunDirectory | None = None) -> Iterator[None]:
     except KeyboardInterrupt as interrupt:
         if run is None or str(interrupt) or not run.config_path.exists():
             raise
-        raise type(interrupt)(f"resume with: {run.resume_command}") from interrupt
+        raise type(interrupt)(how_to_resume(run)) from interrupt
     finally:
         signal.set_wakeup_fd(previous)
         for number, handler in before.items():

@@ -156,6 +156,7 @@ def _resume(
             return run  # `print_ending` says so, and how to train longer
         run.check_records(step)
         if checkpoint is not None:
+            check_same_reference(before, config)
             check_same_sampling(before, config, checkpoint)
         with shown_plainly():
             config = at_commits(config)  # of a run of an earlier release, which has none
@@ -256,20 +257,24 @@ def _check_same_prompts(before: Config, now: Config) -> None:
 SAMPLED = ("sampling.temperature", "sampling.min_tokens")  # they decide the logprobs of sampled tokens
 
 
+def check_same_reference(before: Config, now: Config) -> None:
+    """Refuse to give up a reference that has been refreshed; raises RunError."""
+    old, new = before.algorithm.kl, now.algorithm.kl
+    if old.refresh_every_num_steps and new.refresh_every_num_steps is None and new.reference == "initial":
+        raise RunError(
+            "algorithm.kl.refresh_every_num_steps: without it the reference would be the weights of step 0 "
+            f"again; to keep it as it is, give more than the run's {now.algorithm.num_steps} steps"
+        )
+
+
 def check_same_sampling(before: Config, now: Config, checkpoint: Checkpoint) -> None:
-    """Refuse to lose a refreshed reference, or another distribution than that of groups in the buffer.
+    """Refuse another distribution while the checkpoint's buffer holds groups of the earlier one.
 
     The Learner would compare their logprobs with its own at the new temperature.
 
     Raises:
         RunError: names the field.
     """
-    kl, new_kl = before.algorithm.kl, now.algorithm.kl
-    if kl.refresh_every_num_steps and new_kl.refresh_every_num_steps is None and new_kl.reference == "initial":
-        raise RunError(
-            "algorithm.kl.refresh_every_num_steps: without it the reference would be the weights of step 0 "
-            f"again; to keep it as it is, give more than the run's {now.algorithm.num_steps} steps"
-        )
     old, new = leaves(before.model_dump()), leaves(now.model_dump())
     changed = [name for name in SAMPLED if old[name] != new[name]]
     num_groups = sum(map(num_groups_in, (checkpoint.groups_path, checkpoint.replay_path)))

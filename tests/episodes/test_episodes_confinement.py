@@ -13,15 +13,8 @@ from pathlib import Path
 import pytest
 
 from grpo_ray.config.episodes import EpisodesConfig
-from grpo_ray.episodes.confinement import (
-    HINT,
-    NO_MEMORY_HINT,
-    SCRATCH,
-    check_paths,
-    hint_for,
-    make_scratch,
-    remove_abandoned,
-)
+from grpo_ray.episodes.confinement import HINT, NO_MEMORY_HINT, SCRATCH, check_paths, hint_for, make_scratch
+from grpo_ray.records.locked_folders import remove_abandoned
 from grpo_ray.rewards.isolation.landlock import landlock_version
 
 needs_landlock = pytest.mark.skipif(not landlock_version(), reason="the kernel has no Landlock")
@@ -181,11 +174,11 @@ def test_the_folder_of_a_process_that_is_not_seen_stays(tmp_path: Path) -> None:
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        remove_abandoned(str(tmp_path))
+        remove_abandoned(SCRATCH, str(tmp_path))
         assert other.is_dir()
         process.kill()
         process.wait()
-    remove_abandoned(str(tmp_path))
+    remove_abandoned(SCRATCH, str(tmp_path))
     assert not other.exists()
 
 

@@ -220,9 +220,9 @@ def _audit_evaluations(
     path = run.evaluations_summary_path
     summaries = read_metrics(path) if path.exists() else []
     steps = Counter(row["step"] for row in summaries)
-    due = {s for s in range(last + 1) if s % _configs_until(history, s)[-1].evaluation.every_num_steps == 0}
+    steps_so_far = range(last + 1 if last else 0)  # the first validation may not have been reached
+    due = {s for s in steps_so_far if s % _configs_until(history, s)[-1].evaluation.every_num_steps == 0}
     due |= {last} if is_finished else set()
-    due = due - {0} if last == 0 else due  # the first may not have been reached
     due -= _skipped_by_preemptions(run)
     report.num_evaluations = len(summaries)
     report.problems += [f"no evaluation at step {step}" for step in sorted(due - steps.keys())]

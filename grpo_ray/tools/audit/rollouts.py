@@ -145,8 +145,7 @@ def audit_step(rows: RolloutRows, metrics: Row, configs: Sequence[Config], grade
         "lag/mean": _mean_lag(RolloutRows("", [*fresh.rows, *replayed.rows]), step),
         **{f"reward/mean/{part}": own.of_part(part).mean("reward") for part in parts},
     }
-    for name in filter(metrics.__contains__, others):  # runs of earlier releases have not all of them
-        problems += _compare(metrics, name, others[name])
+    problems += _compare_recorded(metrics, others)
     facts = _facts(own, problems, notes)
     facts.trained = list(fresh.groups)
     facts.replayed = {group: members[0]["use"] for group, members in replayed.groups.items()}
@@ -210,12 +209,10 @@ def audit_evaluation(rows: RolloutRows, summary: Row, config: Config, grader: Re
         "num_correct": sum(is_right),
         "accuracy": sum(is_right) / max(1, len(is_right)),
     }
-    for name in filter(summary.__contains__, others):
-        problems += _compare(summary, name, others[name])
-    for part, reward in (summary.get("reward_by_task") or {}).items():
-        problems += _compare(
-            {f"reward of {part}": reward}, f"reward of {part}", rows.of_part(part).mean("reward")
-        )
+    by_part = summary.get("reward_by_task") or {}
+    others |= {f"reward of {part}": rows.of_part(part).mean("reward") for part in by_part}
+    recorded = {**summary, **{f"reward of {part}": reward for part, reward in by_part.items()}}
+    problems += _compare_recorded(recorded, others)
     return _facts(rows, problems, notes)
 
 
@@ -229,6 +226,12 @@ def _facts(rows: RolloutRows, problems: list[str], notes: list[str]) -> RolloutF
 def _compare(recorded: Mapping[str, Any], name: str, value: float) -> Iterator[str]:
     if recorded[name] is None or not math.isclose(recorded[name], value, rel_tol=1e-5, abs_tol=1e-5):
         yield f"{name} is recorded as {recorded[name]}, its responses give {value:g}"
+
+
+def _compare_recorded(recorded: Mapping[str, Any], values: Mapping[str, float]) -> Iterator[str]:
+    """Compare the values that were recorded; runs of earlier releases have not all of them."""
+    for name in filter(recorded.__contains__, values):
+        yield from _compare(recorded, name, values[name])
 
 
 def _audit_lag(rows: RolloutRows, metrics: Row, bound: int, name: str) -> Iterator[str]:

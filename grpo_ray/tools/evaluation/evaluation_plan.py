@@ -165,7 +165,8 @@ def _serving(config: Config) -> Config:
     # Nothing is trained, so no function of the run's own is imported.
     data["algorithm"] |= {"loss": "grpo_clip", "loss_options": {}}
     data["algorithm"] |= {"off_policy_correction": "none", "correction_options": {}}
-    data["algorithm"] |= {"correction_cap": 2.0, "correction_band": None}
+    for limit in config.algorithm.limits:
+        del data["algorithm"][limit]
     data["algorithm"] |= {"advantage": "raw", "advantage_options": {}, "advantage_scale": "group", "kl": {}}
     data["weight_sync"] |= {"transport": "object_store", "send": "merged"}  # folders of whole models, too
     return Config.model_validate(data)
