@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from grpo_ray.config.loading import make_config, read_config, with_torch
 from grpo_ray.config.user_code import import_from, keyword_parameters
-from grpo_ray.errors import RunError
+from grpo_ray.errors import RunError, shown_plainly
 from grpo_ray.records.json_lines import read_lines
 from grpo_ray.records.rollout_log import read_table
 from grpo_ray.records.run_files import RunDirectory
@@ -219,11 +219,13 @@ class _Given:
     def __init__(self, data: dict[str, Any], overrides: Sequence[str], stem: str) -> None:
         self.data = data
         run = self.data.setdefault("run", {})
-        named = [text.partition("=")[2] for text in overrides if text.startswith("run.name=")]
+        named = _values_of("run.name", overrides)
         name = named[-1] if named else run.setdefault("name", f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
-        parents = [text.partition("=")[2] for text in overrides if text.startswith("run.output_dir=")]
-        self._run = RunDirectory(Path(parents[-1] if parents else run.get("output_dir", "runs")) / name)
+        parents = _values_of("run.output_dir", overrides)
+        parent = Path(parents[-1] if parents else run.get("output_dir", "runs")).expanduser()
+        self._run = RunDirectory(parent / name)
         self._was_there = self._run.path.exists()
+        self._resumes = [run.get("if_exists"), *_values_of("run.if_exists", overrides)][-1] == "resume"
         self._places: dict[str, list[str]] = {}  # of each file's examples in what was given
 
     def add_examples(self, examples: Iterable[Any] | None, validation: Iterable[Any] | None) -> None:
@@ -273,6 +275,9 @@ class _Given:
         return f"{name}:reward"
 
     def _write(self, name: str, text: str) -> Path:
+        if not self._resumes:  # or else another run's files would be overwritten before it is refused
+            with shown_plainly():
+                self._run.check_free()
         self._run.given.mkdir(parents=True, exist_ok=True)
         path = (self._run.given / name).resolve()
         path.write_text(text, encoding="utf-8")
@@ -282,6 +287,10 @@ class _Given:
         """Remove the folder of a run that was refused."""
         if not self._was_there and not self._run.config_path.exists():
             shutil.rmtree(self._run.path, ignore_errors=True)
+
+
+def _values_of(key: str, overrides: Sequence[str]) -> list[str]:
+    return [text.partition("=")[2] for text in overrides if text.startswith(f"{key}=")]
 
 
 def _placed(examples: Iterable[Any], name: str) -> list[tuple[str, dict[str, Any]]]:

@@ -25,7 +25,7 @@ def main() -> int:
     folder, run = Path(os.environ["FAKE_RUNS"]), Path(json.loads(options["run.output_dir"])) / name
     script = json.loads((folder / "script.json").read_text()).get(name, {})
     with (folder / "launches.txt").open("a") as launches:
-        launches.write(f"{name}\n")
+        launches.write(f"{name} {base}\n")
     run.mkdir(parents=True, exist_ok=True)
     (run / "config.yaml").touch()
     ending = script.get("ending", "finishes")

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 
 from grpo_ray.records.evaluation_summary import EvaluationSummary, summarise
 from grpo_ray.records.visible_text import visible
-from grpo_ray.rewards.base import RewardFn, verdict
+from grpo_ray.rewards.base import NOTHING, RewardFn, verdict
 from grpo_ray.rewards.isolation.worker import describe_error
-from grpo_ray.rewards.user_function import as_reward_fn
+from grpo_ray.rewards.user_function import UserFunction
 from grpo_ray.tools.evaluation.responses import SCHEMA, Row, make_row, table_outcomes
 from grpo_ray.tools.evaluation.results import write_results
 from grpo_ray.types import PromptItem
@@ -56,14 +56,14 @@ def evaluate_vllm(
     items = _items(prompts, ground_truths)
     if output is not None and Path(output).exists():
         raise FileExistsError(f"output: {output} exists already; give another folder, or move it away")
-    grade = as_reward_fn(reward_fn, getattr(reward_fn, "__name__", repr(reward_fn)))
+    own = UserFunction(reward_fn, getattr(reward_fn, "__name__", repr(reward_fn)), {})
     inputs: Any = [
         {"prompt_token_ids": list(item.prompt_token_ids)} if item.prompt_token_ids else item.prompt
         for item in items
     ]
     outputs = vllm_model.generate(inputs, eval_sampling_params)
     rows = [
-        _graded(item, sample, response, grade)
+        _graded(item, sample, response, lambda text, truth: own.graded(text, truth, NOTHING))
         for item, answered in zip(items, outputs, strict=True)
         for sample, response in enumerate(answered.outputs)
     ]

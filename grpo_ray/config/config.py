@@ -118,10 +118,10 @@ class Config(Section):
     def turn_silence_s(self) -> float:
         """Seconds after which a Generator that has turns of episodes, and finishes none, is replaced.
 
-        A weight sync, which pauses all turns, has its own limit, so this is no shorter.
+        A weight sync pauses all turns for up to twice its own limit, so this is no shorter.
         """
         longest_turn_s = min(self.recovery.group_timeout_s, self.episodes.max_seconds / 2)
-        return max(self.weight_sync.phase_timeout_s, longest_turn_s)
+        return max(2 * self.weight_sync.phase_timeout_s, longest_turn_s)
 
     @property
     def gpus_per_generator(self) -> float:
@@ -228,6 +228,11 @@ class Config(Section):
                     f"weight_sync.{name}: the bytes never leave the GPUs with transport `{sync.transport}`; "
                     "set it to false, or use `object_store`"
                 )
+        if sync.delta and ":" in generator.engine:
+            yield (
+                f"weight_sync.delta: the engine {generator.engine} would be given differences instead of "
+                "weights; set it to false"
+            )
         reasons = {
             "weight_sync.in_flight is false": not sync.in_flight,
             "generator.colocated is true": generator.colocated,
@@ -267,6 +272,11 @@ class Config(Section):
             yield (
                 "generator.colocated: actors that take turns on a device must be synchronous; set "
                 f"weight_sync.max_lag to 0 (it is {max_lag})"
+            )
+        if self.episode_tasks and self.episodes.over_age == "mask":
+            yield (
+                "episodes.over_age: `mask` lets episodes go on while the Learner trains, but with "
+                "generator.colocated no Generator can answer then; set it to drop"
             )
         if any(shares) and shares != (1, 1):
             yield (

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from grpo_ray.config.section import Cores, Decay, NonNegativeFloat, NonNegativeInt, Section
+from grpo_ray.config.section import Cores, Decay, HomePath, NonNegativeFloat, NonNegativeInt, Section
 
 MAX_PROFILED_STEPS = 20
 LARGEST_BETA_IN_BFLOAT16 = 0.99
@@ -136,7 +136,7 @@ class LearnerConfig(Section):
 class SftConfig(Section):
     """Supervised steps on demonstrations, before the first step of GRPO."""
 
-    path: str
+    path: HomePath
     """`.jsonl` or `.parquet` file of demonstrations. A row has `messages`, the last from the assistant; or a
     question, which `task.prompt` turns into a prompt, and a response."""
     prompt_field: str = "prompt"

@@ -1,20 +1,15 @@
 """The configuration of the model: loaded from a folder or hub, or built tiny."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from grpo_ray.config.section import Section
+from grpo_ray.config.section import HomePath, Section
 
 Attention = Literal["auto", "sdpa", "varlen", "flash_attention_2", "flash_attention_3"]
 Implementation = Literal["transformers", "grpo_ray"]
 HeadDtype = Literal["model", "float32"]
-HomePath = Annotated[
-    str, AfterValidator(lambda path: str(Path(path).expanduser()) if path[:1] == "~" else path)
-]
-"""A path, or another name; `~` is written out."""
 
 
 class WarmupConfig(Section):

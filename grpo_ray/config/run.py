@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import PositiveFloat, PositiveInt, field_validator
 
 from grpo_ray.config.secrets import SECRET_VALUE
-from grpo_ray.config.section import NonNegativeFloat, NonNegativeInt, Section
+from grpo_ray.config.section import HomePath, NonNegativeFloat, NonNegativeInt, Section
 
 DetectorName = Literal[
     "short_outputs", "wrong_mask", "mismatched_logprobs", "wrong_normalizer", "stale_old_logprobs",
@@ -18,7 +18,7 @@ Strategy = Literal["pack", "spread", "strict_spread", "colocate"]
 class RunConfig(Section):
     name: str | None = None
     """Name of the run directory under `output_dir`; default: the config file's name and the time."""
-    output_dir: str = "runs"
+    output_dir: HomePath = "runs"
     """Folder that holds the run directories; on several machines, a folder they share."""
     seed: NonNegativeInt = 0
     """Seed of the task, the prompt order, the engines and the tiny model."""

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from grpo_ray.config.section import Cores, Fraction, NonNegativeFloat, NonNegativeInt, Section
+from grpo_ray.config.section import Cores, Fraction, HomePath, NonNegativeFloat, NonNegativeInt, Section
 from grpo_ray.config.user_code import one_of_or_own
 
 EngineName = Annotated[str, one_of_or_own(("vllm", "torch"))]
@@ -145,7 +145,7 @@ class DistillationConfig(EngineConfig):
         "model.path": "distillation.teacher",
     }
 
-    teacher: str | None = None
+    teacher: HomePath | None = None
     """Teacher model: a folder in Hugging Face format, such as a checkpoint of a run, or a hub name. It must
     have the policy's vocabulary; code shipped with it is never run."""
     coefficient: PositiveFloat = 1.0

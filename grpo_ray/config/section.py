@@ -1,6 +1,7 @@
 """The base class of every section of the configuration, and the types that their fields share."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -19,6 +20,10 @@ def _some_cores(cores: tuple[int, ...] | None) -> tuple[int, ...] | None:
 
 Cores = Annotated[tuple[NonNegativeInt, ...] | None, AfterValidator(_some_cores)]
 """Processor cores by their numbers; null means any."""
+HomePath = Annotated[
+    str, AfterValidator(lambda path: str(Path(path).expanduser()) if path[:1] == "~" else path)
+]
+"""A path, or another name; `~` is written out."""
 
 
 class Section(BaseModel):

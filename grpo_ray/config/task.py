@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from grpo_ray.config.reward import Reward
-from grpo_ray.config.section import Section
+from grpo_ray.config.section import HomePath, Section
 
 Operation = Literal["+", "-", "*"]
 OPENING_TAGS = ("<think>", "<answer>")
@@ -38,7 +38,7 @@ class CurriculumConfig(Section):
 class PlainTaskConfig(Section):
     """Fields of every kind of task except mixtures."""
 
-    prompt: str = "r1_zero"
+    prompt: HomePath = "r1_zero"
     """Template: `question_only`, `r1_zero`, `short`, `few_shot_sorting` (for sorting), `chat` (the model's
     own), or a file with `{question}`, which may begin with examples."""
     system_prompt: str | None = None
@@ -71,7 +71,7 @@ class SortingTaskConfig(PlainTaskConfig):
     """Distinct numbers to train on."""
     num_validation_prompts: PositiveInt = 64
     """Further numbers to validate with."""
-    prompt: str = "short"
+    prompt: HomePath = "short"
     reward: Reward = "exact_match"
 
 
@@ -92,7 +92,7 @@ class ArithmeticTaskConfig(PlainTaskConfig):
     """Distinct questions to train on."""
     num_validation_prompts: PositiveInt = 64
     """Further questions to validate with."""
-    prompt: str = "short"
+    prompt: HomePath = "short"
     reward: Reward = "exact_match"
 
     @field_validator("operations")
@@ -114,11 +114,11 @@ class KeywordsTaskConfig(PlainTaskConfig):
     """Writing a sentence with given words: generated prompts, or files."""
 
     kind: Literal["keywords"] = "keywords"
-    train_path: str | None = None
+    train_path: HomePath | None = None
     """`.jsonl` or `.parquet` file with `prompt`, `answer` (for a warm-up), `keywords`; default: generated."""
-    validation_path: str | None = None
+    validation_path: HomePath | None = None
     """File in the same format to validate with."""
-    keywords_path: str | None = None
+    keywords_path: HomePath | None = None
     """Text file of words to generate prompts from, one per line; default: 256 bundled nouns."""
     num_keywords: tuple[PositiveInt, PositiveInt] = (2, 3)
     """Minimum and maximum keywords per generated prompt."""
@@ -126,7 +126,7 @@ class KeywordsTaskConfig(PlainTaskConfig):
     """Prompts to generate for training; a file is used whole."""
     num_validation_prompts: PositiveInt = 64
     """Prompts to validate with: generated, or the first N of the file."""
-    prompt: str = "question_only"
+    prompt: HomePath = "question_only"
     reward: Reward = "keyword_inclusion"
 
     def _conflicts(self) -> Iterator[str]:
@@ -151,16 +151,16 @@ class ReasoningGymTaskConfig(PlainTaskConfig):
     """Different questions to train on."""
     num_validation_prompts: Annotated[int, Field(ge=1, le=100_000)] = 64
     """Questions to validate with, from other seeds; none of them is trained on."""
-    prompt: str = "chat"
+    prompt: HomePath = "chat"
     reward: Reward = "grpo_ray.tasks.reasoning_gym:verified"
 
 
 class ExamplesTaskConfig(PlainTaskConfig):
     """Questions and answers from local files or a dataset on the hub."""
 
-    train_path: str
+    train_path: HomePath
     """`.jsonl`, `.parquet` or `.csv` file with one example per row, or a dataset on the hub as `owner/name`."""
-    validation_path: str
+    validation_path: HomePath
     """File or dataset to validate with, in the form of `train_path`."""
     subset: str | None = None
     """Subset of a dataset on the hub that has several; default: the dataset's own default."""
@@ -208,8 +208,8 @@ class Gsm8kTaskConfig(ExamplesTaskConfig):
     """GSM8K (Cobbe et al. 2021): `question`, and `answer` with the number after `####`."""
 
     kind: Literal["gsm8k"] = "gsm8k"
-    train_path: str = "openai/gsm8k"
-    validation_path: str = "openai/gsm8k"
+    train_path: HomePath = "openai/gsm8k"
+    validation_path: HomePath = "openai/gsm8k"
     subset: str | None = "main"
     answer_marker: str | None = "####"
 
@@ -218,8 +218,8 @@ class MathTaskConfig(ExamplesTaskConfig):
     r"""MATH (Hendrycks et al. 2021): `problem`, and `solution` with the answer in its last `\boxed{}`."""
 
     kind: Literal["math"] = "math"
-    train_path: str = "DigitalLearningGmbH/MATH-lighteval"
-    validation_path: str = "DigitalLearningGmbH/MATH-lighteval"
+    train_path: HomePath = "DigitalLearningGmbH/MATH-lighteval"
+    validation_path: HomePath = "DigitalLearningGmbH/MATH-lighteval"
     question_field: str = "problem"
     answer_field: str = "solution"
     answer_is_boxed: bool = True
@@ -231,9 +231,9 @@ class EpisodesTaskConfig(Section):
     kind: Literal["episodes"] = "episodes"
     episode: ImportPath
     """`module:function`, an `async def` of (session, example) that returns the reward or an Outcome."""
-    examples: str
+    examples: HomePath
     """`module:function` of (seed) that returns an ExampleSets, or a `.jsonl` or `.parquet` file to train on."""
-    validation_examples: str | None = None
+    validation_examples: HomePath | None = None
     """File to validate with, if `examples` is a file."""
     question_field: str = "question"
     """Field of a file's row that holds the question."""

@@ -145,7 +145,8 @@ class Generator:
                         yield
                 except Exception as error:
                     late = f"not done within {phase_timeout_s:g} s (weight_sync.phase_timeout_s)"
-                    raise RuntimeError(f"phase `{name}`: {str(error) or late}") from error
+                    why = str(error) or (late if isinstance(error, TimeoutError) else repr(error))
+                    raise RuntimeError(f"phase `{name}`: {why}") from error
             seconds[name] = duration.seconds
 
         with self._clock.stage("pause") as paused:

@@ -202,14 +202,18 @@ class GroupBook:
     def _cut_late(self, step: int) -> tuple[int, ...]:
         """Cut off the groups that would be too old for the batch of `step`; return those in flight."""
         oldest = self._oldest_kept = oldest_allowed(version_trained_at(step), self._max_lag)
-        in_flight = []
+        sampled, waiting = [], []
         for group_id in self._by_state[State.IN_FLIGHT]:
             version = self._groups[group_id].version
-            if version is not None and version < oldest and not self._keeps_old(group_id):
-                in_flight.append(group_id)
+            if not self._keeps_old(group_id):
+                if version is None and self.published_version < oldest:
+                    waiting.append(group_id)  # for room, which the others leave now
+                elif version is not None and version < oldest:
+                    sampled.append(group_id)
         self._cut([g for g in self._by_state[State.BUFFERED] if self._is_too_old(g, oldest)])
-        self._cut(in_flight)
-        return tuple(in_flight)
+        self._cut(sampled)
+        self._move(waiting, (State.IN_FLIGHT,), State.WAITING)
+        return *sampled, *waiting
 
     def trained(self, step: int) -> None:
         """Note that the Learner has trained the batch of `step`, and report its outcomes to the stream."""

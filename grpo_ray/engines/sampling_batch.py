@@ -22,6 +22,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     text: str = ""
+    num_early: int = 0  # characters of the text at which no stop string may end: those before `min_tokens`
     finish_reason: str = ""
 
     def append(self, token: int, logprob: float, version: int, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -30,7 +31,10 @@ class Sequence:
         self.versions.append(version)
         self.text = tokenizer.decode(self.token_ids, skip_special_tokens=True)
         settings, length = self.settings, len(self.token_ids)
-        ends = [self.text.index(s) + len(s) for s in settings.stop if s in self.text]
+        if length < settings.min_tokens:
+            self.num_early = len(self.text)
+        starts = [(self.text.find(s, max(0, self.num_early - len(s) + 1)), len(s)) for s in settings.stop]
+        ends = [start + size for start, size in starts if start >= 0]
         if token in settings.end_token_ids:
             self.finish_reason = "stop"
         elif ends and length >= settings.min_tokens:

@@ -16,6 +16,7 @@ from grpo_ray.transfer.kept_weights import KeptWeights
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 
+ROOM_BYTES = 2**30
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has room for
 
 
@@ -27,8 +28,11 @@ class ServedAdapter:
     def __init__(self, config: AdapterConfig) -> None:
         self._config = config
         self._kept = KeptWeights()
-        memory = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
-        folder, self._lock = make_locked("grpo_ray-adapter-", memory)
+        memory = Path("/dev/shm")  # of a container it may have 64 MB
+        has_room = memory.is_dir() and shutil.disk_usage(memory).free > ROOM_BYTES
+        folder, self._lock = make_locked(
+            "grpo_ray-adapter-", str(memory) if has_room else tempfile.gettempdir()
+        )
         self._folder = Path(folder)
 
     def engine_arguments(self) -> dict[str, Any]:

@@ -46,11 +46,12 @@ class VllmEngine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from grpo_ray.engines.vllm_texts import omit_texts_of_logprobs
+        from grpo_ray.engines.vllm_texts import omit_texts_of_logprobs, stop_at_min_tokens
         from grpo_ray.transfer.vllm_worker import BACKEND, WORKER, register
 
         register()
         omit_texts_of_logprobs()
+        stop_at_min_tokens()
         arguments = {
             **_defaults(config),
             **common,
@@ -159,13 +160,15 @@ class VllmEngine:
 
 async def only_output(request: AsyncIterator[Any]) -> Any:
     """Return the one output of a request that is FINAL_ONLY, when every sample has finished."""
-    from vllm.v1.engine.exceptions import EngineDeadError
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
     try:
         async for output in request:
             return output
     except EngineDeadError as error:
         raise EngineDied(f"vLLM's engine died: {error}") from error
+    except EngineGenerateError as error:  # it has no text, and Ray would not bring its cause
+        raise RuntimeError(f"vLLM: {error.__cause__!r}") from error
     raise RuntimeError("vLLM ended a request without an output")
 
 
@@ -240,6 +243,8 @@ def _sampling_params(settings: SamplingSettings) -> Any:
 
 
 def _completion(sample: Any) -> Completion:
+    if sample.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM ended a response with `{sample.finish_reason}`")
     token_ids = np.asarray(sample.token_ids, dtype=np.int32)
     assert list(sample.logprobs.token_ids) == list(sample.token_ids)
     logprobs = np.asarray(sample.logprobs.logprobs, dtype=np.float32)

@@ -13,22 +13,30 @@ from tokenizers.decoders import ByteLevel, DecodeStream
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.logprobs import LogprobsProcessor
 
-_processor: Any = LogprobsProcessor
-_original = _processor.from_new_request.__func__
+processor: Any = LogprobsProcessor
+original = processor.from_new_request.__func__
+detokenizer: Any = IncrementalDetokenizer
+detokenized = detokenizer.from_new_request.__func__
 
 
 def omit_texts_of_logprobs() -> None:
     """Make vLLM's logprobs of this process come without texts, as if a request had asked for no text at all."""
 
     def without_tokenizer(cls: Any, tokenizer: object, request: object) -> Any:
-        return _original(cls, None, request)
+        return original(cls, None, request)
 
-    _processor.from_new_request = classmethod(without_tokenizer)
+    processor.from_new_request = classmethod(without_tokenizer)
 
 
-def keep_texts_of_logprobs() -> None:
-    """Undo `omit_texts_of_logprobs`, for comparisons with vLLM as it is."""
-    _processor.from_new_request = classmethod(_original)
+def stop_at_min_tokens() -> None:
+    """Let a stop string end a response of `min_tokens` tokens; vLLM's own stop strings need one more."""
+
+    def one_less(cls: Any, tokenizer: object, request: Any) -> Any:
+        made = detokenized(cls, tokenizer, request)
+        made.min_tokens = max(0, request.sampling_params.min_tokens - 1)
+        return made
+
+    detokenizer.from_new_request = classmethod(one_less)
 
 
 def decode(tokenizer: Any, prompt: Sequence[int], response: Sequence[int], params: Any) -> str:
@@ -46,8 +54,10 @@ def decode(tokenizer: Any, prompt: Sequence[int], response: Sequence[int], param
         text: str | None = stream.step(backend, list(response))
         if text is not None:
             return text
-    request: Any = SimpleNamespace(request_id="", prompt_token_ids=list(prompt), sampling_params=params)
-    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
-    detokenizer.update(list(response), stop_terminated=False)
-    rest: str = detokenizer.get_next_output_text(finished=True, delta=False)
+    request: Any = SimpleNamespace(
+        request_id="", prompt_token_ids=list(prompt), prompt_embeds=None, sampling_params=params
+    )
+    whole = IncrementalDetokenizer.from_new_request(tokenizer, request)
+    whole.update(list(response), stop_terminated=False)
+    rest: str = whole.get_next_output_text(finished=True, delta=False)
     return rest

@@ -17,6 +17,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.records.visible_text import encodable
+from grpo_ray.tasks.prompts import check_shown
 
 Message = Mapping[str, Any]
 """A message as in OpenAI's chat completions: role, content, tool_calls, tool_call_id."""
@@ -111,7 +112,9 @@ class ChatTemplate:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> tuple[int, ...]:
         """See `Template.prompt`."""
-        return self._encoded(self._render(messages, tools))
+        text = self._render(messages, tools)
+        check_shown(messages, text)
+        return self._encoded(text)
 
     def continued(
         self, messages: Sequence[Message], num_known: int, prompt: Sequence[int], reply: Sequence[int],
@@ -253,7 +256,8 @@ def token_bounds(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
 def normalized(message: Message) -> dict[str, Any]:
     """Return the message as templates expect it, so that equal messages compare equal.
 
-    Content is text, arguments of tool calls are objects, and fields without a value are left out.
+    Content is text, arguments of tool calls are objects, fields without a value are left out, and a developer's
+    message, which most templates do not know, is the system's.
 
     Raises:
         ValueError: there is no role, the content has parts other than text, or a tool call's arguments are not
@@ -269,7 +273,8 @@ def normalized(message: Message) -> dict[str, Any]:
     rest = {key: value for key, value in message.items() if value not in (None, [])}
     if "tool_calls" in rest:
         rest["tool_calls"] = [_normalized_call(call) for call in rest["tool_calls"]]
-    return {**rest, "content": encodable(content)}
+    role = "system" if message["role"] == "developer" else message["role"]
+    return {**rest, "role": role, "content": encodable(content)}
 
 
 def _normalized_call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -92,16 +92,11 @@ def base_digest(path: str) -> str | None:
     It is of each file's name and size, and of 16 windows of 4 KiB in it, so that it takes no time with large
     models. It does not see a change between the windows; training changes all of a file.
     """
-    config = Path(path) / "config.json"
-    if not config.exists():
-        name, _, revision = path.partition("@")
-        known = name.count("/") == 1
-        cached = try_to_load_from_cache(name, "config.json", revision=revision or None) if known else None
-        if not isinstance(cached, str):
-            return None
-        config = Path(cached)
+    folder = folder_of_model(path)
+    if folder is None:
+        return None
     digest = hashlib.sha256()
-    for file in sorted(config.parent.glob("model*.safetensors")):
+    for file in sorted(folder.glob("model*.safetensors")):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
         with file.open("rb") as data:
@@ -109,3 +104,13 @@ def base_digest(path: str) -> str | None:
                 data.seek(size * window // NUM_WINDOWS)
                 digest.update(data.read(WINDOW_BYTES))
     return digest.hexdigest()[:32]
+
+
+def folder_of_model(path: str) -> Path | None:
+    """Return the folder of a local model, or of one of the hub in its cache; None: it is in neither."""
+    if (Path(path) / "config.json").exists():
+        return Path(path)
+    name, _, revision = path.partition("@")
+    known = name.count("/") == 1
+    cached = try_to_load_from_cache(name, "config.json", revision=revision or None) if known else None
+    return Path(cached).parent if isinstance(cached, str) else None

@@ -36,9 +36,12 @@ class NetworkReward:
     def __call__(self, responses: Sequence[str], ground_truths: Sequence[str], about: About) -> list[Graded]:
         if self._runner is None:
             self._runner = asyncio.Runner()
-            self._runner.get_loop().set_default_executor(ThreadPoolExecutor(self._num_slots))
+            self._take_new_threads(self._runner.get_loop())
         outcomes = self._runner.run(self._outcomes(responses, ground_truths, about))
         return [weighted_sum([self._term], [outcome]) for outcome in outcomes]
+
+    def _take_new_threads(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.set_default_executor(ThreadPoolExecutor(self._num_slots))
 
     async def _outcomes(self, responses: Sequence[str], truths: Sequence[str], about: About) -> list[Graded]:
         function, slots = self._function, asyncio.Semaphore(self._num_slots)
@@ -64,6 +67,7 @@ class NetworkReward:
                 error = failure
                 if limit.expired():
                     error = TimeoutError(f"longer than {self._term.timeout_s:g} s (timeout_s of its term)")
+                    self._take_new_threads(asyncio.get_running_loop())  # the call still has its own
             if left:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

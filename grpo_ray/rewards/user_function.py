@@ -19,7 +19,7 @@ from typing import Any
 
 from grpo_ray.config.reward import RewardTerm
 from grpo_ray.config.user_code import check_arguments, import_function, keyword_parameters
-from grpo_ray.rewards.base import NOTHING, About, RewardFn, Scores, scores
+from grpo_ray.rewards.base import About, Scores, scores
 
 FACTS = ("format_reward", "answer_reward")
 BY_NAME = ("question", "prompt", "row", "completions")
@@ -182,12 +182,6 @@ class UserFunction:
         second = names[1] if len(names) > 1 else None
         is_named = second is None or second in (*BY_NAME, "ground_truth", *self._arguments, *columns)
         return self.is_of_trl or ("response" in self._parameters and (is_named or names[0] != "response"))
-
-
-def as_reward_fn(function: Callable[..., Any], name: str) -> RewardFn:
-    """Return a function of (response, ground truth) alone, with a check of its result."""
-    own = UserFunction(function, name, {})
-    return lambda response, ground_truth: own.graded(response, ground_truth, NOTHING)
 
 
 def _values(about: About) -> dict[str, Any]:

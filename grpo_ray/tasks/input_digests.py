@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from grpo_ray.config import Config
+from grpo_ray.config.schema import leaves
 from grpo_ray.errors import RunError
 from grpo_ray.records.adapter_files import base_digest
 from grpo_ray.records.durable import replacing
@@ -20,6 +21,11 @@ from grpo_ray.tasks.prompt_stream import examples_digest
 from grpo_ray.tasks.prompts import PromptTemplate, TextTemplate
 
 MODEL, TEACHER = "model.path", "distillation.teacher"
+# The fields of `model`, `task`, `distillation` and `sft` that may name a file.
+FILE_FIELDS = (
+    "path", "train_path", "validation_path", "keywords_path", "prompt", "teacher", "examples",
+    "validation_examples",
+)  # fmt: skip
 COLUMNS, FACTS = "the other columns of the questions", "the questions' rows"
 
 
@@ -62,6 +68,18 @@ def _of_model(folder: Path) -> Iterator[tuple[str, str]]:
         if path.suffix in (".json", ".jinja", ".model", ".txt", ".py") and path.is_file():
             yield path.name, _sha256(path.read_bytes())
     yield "its weights", str(base_digest(str(folder)))
+
+
+def files_named(config: Config) -> dict[str, str]:
+    """Return the values that may be paths, by their fields; a hub's model or a template's name is not there."""
+    values = leaves(config.model_dump(include={"model", "task", "distillation", "sft"}))
+    return {k: v for k, v in values.items() if v is not None and k.rpartition(".")[2] in FILE_FIELDS}
+
+
+def file_digests(config: Config) -> dict[str, str]:
+    """Return the digest of each file that the configuration names, by its field and name."""
+    named = ((field, Path(name)) for field, name in files_named(config).items())
+    return {f"{field} ({path})": _sha256(path.read_bytes()) for field, path in named if path.is_file()}
 
 
 def write_digests(run: RunDirectory, digests: Mapping[str, str]) -> None:

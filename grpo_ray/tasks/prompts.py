@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
@@ -57,16 +57,30 @@ class ChatTemplate:
                 "task.prompt: `chat` needs the model's chat template, but its tokenizer has none; use a model "
                 f"that was trained on conversations, or give one of {', '.join(template_names())}"
             )
+        messages = self.messages(question)
         try:
-            text: str = tokenizer.apply_chat_template(
-                self.messages(question), tokenize=False, add_generation_prompt=True
-            )
+            text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
             raise ValueError(
                 f"task.prompt: the model's chat template refuses the question ({error}); "
                 "some templates allow no task.system_prompt"
             ) from None
+        check_shown(messages, text)
         return text
+
+
+def check_shown(messages: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Refuse a template that drops a message; it may drop calls and the assistant's earlier thoughts.
+
+    Raises:
+        ValueError: names the role.
+    """
+    for message in messages:
+        if message["role"] not in ("assistant", "tool") and message["content"].strip() not in text:
+            raise ValueError(
+                f"the model's chat template leaves out a message of role {message['role']!r} "
+                f"({message['content'][:40]!r}); use another role, or another template"
+            )
 
 
 PromptTemplate = TextTemplate | ChatTemplate
@@ -124,8 +138,8 @@ class Prompter:
         """
         if isinstance(example.question, Conversation) and not isinstance(self.template, ChatTemplate):
             raise ValueError(
-                f"{example.place}: the question is a list of messages, which only task.prompt `chat` renders; "
-                "set task.prompt to chat, or task.question_field to a field of text"
+                f"{example.place}: the question is a list of messages, which only task.prompt `chat` renders, "
+                "and no episode; set task.question_field to a field of text, or task.prompt to chat"
             )
         prompt = self.template.render(example.question, self.tokenizer)
         token_ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]

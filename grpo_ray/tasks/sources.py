@@ -85,6 +85,9 @@ def _hub_files(name: str, subset: str | None, split: str, revision: str | None) 
     folder = download(patterns)
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     chosen = sorted(name for name in names if any(fnmatch(name, pattern) for pattern in patterns))
+    folders = sorted({name.partition("/")[0] for name in chosen if "/" in name})
+    if subset is None and not configs and len(folders) > 1:
+        raise _Absent(f"has several folders with it; set task.subset to one of {', '.join(folders)}")
     for suffix in SUFFIXES:
         if files := tuple(folder / name for name in chosen if name.endswith(suffix)):
             return files
@@ -129,4 +132,4 @@ def _as_list(paths: str | Iterable[str]) -> list[str]:
 def _guessed(subset: str | None, split: str) -> list[str]:
     """Return usual names for a card that lists no files: `main/train-0.parquet`, `main/train/0000.parquet`."""
     prefix = "" if subset in (None, "default") else f"{subset}/"
-    return [f"{prefix}{start}{split}{end}*" for start in ("", "*/") for end in (".", "-", "_", "/")]
+    return [f"{prefix}{start}{split}{end}*" for start in ("", "*/") for end in (".", "[-_][0-9]", "/")]

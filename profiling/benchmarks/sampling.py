@@ -53,9 +53,9 @@ class Alone:
 
     async def ready(self) -> bool:
         if isinstance(self._engine, VllmEngine):
-            from grpo_ray.engines.vllm_texts import keep_texts_of_logprobs
+            from grpo_ray.engines import vllm_texts
 
-            keep_texts_of_logprobs()
+            vllm_texts.processor.from_new_request = classmethod(vllm_texts.original)
         await self._engine.start(0)
         return True
 

@@ -290,6 +290,7 @@ def test_wrong_algorithms(tmp_path: Path, fields: str, parts: str) -> None:
             "weight_sync.transport=nccl learner.num_gpus=0",
             "`nccl` ... the Learner has none (learner.num_gpus is 0) ... use `collective` or `object_store`",
         ),
+        ("weight_sync.delta=true generator.engine=mine:Engine", "mine:Engine would be given differences"),
         (
             f"{ON_TWO_GPUS} generator.colocated=true weight_sync.max_lag=0",
             "colocated actors share one, which NCCL refuses (generator.colocated; take `ipc`)",
@@ -399,10 +400,12 @@ def test_schema_answers() -> None:
     assert describe(Config).startswith("a mapping of run, model, task")
 
 
-def test_a_model_path_in_the_home_folder_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_in_the_home_folder_are_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
-    config = load_config("configs/quickstart.yaml", ["model.tiny=null", "model.path=~/models/m"])
+    overrides = ["model.tiny=null", "model.path=~/models/m", "run.output_dir=~/runs", "task.prompt=~/p.txt"]
+    config = load_config("configs/quickstart.yaml", overrides)
     assert config.model.path == "/home/someone/models/m"
+    assert (config.run.output_dir, config.task.prompt) == ("/home/someone/runs", "/home/someone/p.txt")
 
 
 def test_corrections_are_none_one_or_several() -> None:

@@ -216,25 +216,23 @@ def test_late_groups_are_cut_off_and_count_their_cuts() -> None:
     book.scored(2, facts())
     batch = book.batch(1)
     assert batch is not None
-    assert (batch.group_ids, batch.late_ids, batch.num_cut) == ((1, 3), (), 1)
+    assert (batch.group_ids, batch.late_ids, batch.num_cut) == ((1, 3), (4,), 1)
     assert book.take_discarded() == [0]
-    assert states(book) == {
-        State.IN_FLIGHT: (4,), State.SCORED: (2,), State.IN_BATCH: (1, 3), State.WAITING: (0,)
-    }  # fmt: skip
+    assert states(book) == {State.SCORED: (2,), State.IN_BATCH: (1, 3), State.WAITING: (0, 4)}
     assert book.num_admissible == 0  # at version 0 it would be cut off again
     assert book.enter(2)
     book.buffered(2)  # it was on its way, and comes too late
     assert book.take_discarded() == [2]
     book.trained(1)
     book.publish(1)
-    assert [(item.group_id, item.num_cuts) for item in book.admit(2)] == [(0, 1), (2, 1)]
+    assert [(item.group_id, item.num_cuts) for item in book.admit(3)] == [(0, 1), (2, 1), (4, 0)]
     book.sampling(0)
     book.sampling(4)
     assert [item.group_id for item in book.admit(9)] == [5, 6]
     buffer(book, 4, 2, oldest_version=1)
     late = book.batch(2)
     assert late is not None
-    assert (late.late_ids, late.num_cut) == ((0,), 2)  # 2 and 0
+    assert (late.late_ids, late.num_cut) == ((0, 5, 6), 2)  # of which 2 and 0 were sampled
     book.trained(2)
     book.publish(2)
     assert [(item.group_id, item.num_cuts) for item in book.admit(1)] == [(0, 2)]

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -83,6 +84,60 @@ def test_logprobs_come_without_texts() -> None:
         vllm_texts.omit_texts_of_logprobs()
         processor = LogprobsProcessor.from_new_request(TOKENIZERS["byte level"], request)
     finally:
-        vllm_texts.keep_texts_of_logprobs()
+        vllm_texts.processor.from_new_request = classmethod(vllm_texts.original)
     assert processor.tokenizer is None
     assert LogprobsProcessor.from_new_request(TOKENIZERS["byte level"], request).tokenizer is not None
+
+
+def test_a_slow_tokenizer_has_texts() -> None:
+    pytest.importorskip("vllm")
+    from transformers import ByT5Tokenizer
+    from vllm import SamplingParams
+
+    from grpo_ray.engines.vllm_texts import decode
+
+    tokenizer = ByT5Tokenizer()
+    response = tokenizer("né", add_special_tokens=False)["input_ids"]
+    assert decode(tokenizer, response, response, SamplingParams(detokenize=False)) == "né"
+
+
+async def test_a_response_that_vllm_aborted_and_an_error_without_text_are_errors() -> None:
+    pytest.importorskip("vllm")
+    from vllm.v1.engine.exceptions import EngineGenerateError
+
+    from grpo_ray.engines.vllm_engine import _completion, only_output
+
+    with pytest.raises(RuntimeError, match="vLLM ended a response with `abort`"):
+        _completion(SimpleNamespace(finish_reason="abort"))
+
+    async def fail() -> Any:
+        raise EngineGenerateError from ZeroDivisionError("their own")
+        yield
+
+    with pytest.raises(RuntimeError, match=r"^vLLM: ZeroDivisionError\('their own'\)$"):
+        await only_output(fail())
+
+
+@pytest.mark.parametrize("min_tokens", range(3, 8))
+def test_a_stop_string_ends_a_response_of_min_tokens_in_both_engines(min_tokens: int) -> None:
+    """The stop string is complete with the fifth token; one before `min_tokens` ends nothing."""
+    pytest.importorskip("vllm")
+    from grpo_ray.engines import vllm_texts
+    from grpo_ray.engines.sampling_batch import Sequence
+    from grpo_ray.engines.vllm_engine import _sampling_params
+    from grpo_ray.types import SamplingSettings
+
+    ids = ids_of("byte level", "5</a> and more")
+    own = SamplingSettings(1, 1.0, 1.0, min_tokens, len(ids), ("</a>",), (END,))
+    request = SimpleNamespace(request_id="", prompt_token_ids=[1], sampling_params=_sampling_params(own))
+    try:
+        vllm_texts.stop_at_min_tokens()
+        theirs = vllm_texts.detokenizer.from_new_request(TOKENIZERS["byte level"], request)
+    finally:
+        vllm_texts.detokenizer.from_new_request = classmethod(vllm_texts.detokenized)
+    ours = Sequence((1,), own, torch.zeros(len(ids)))
+    ends = next((n for n, token in enumerate(ids, 1) if theirs.update([token], False)), len(ids))
+    while not ours.finish_reason:
+        ours.append(ids[len(ours.token_ids)], 0.0, 0, TOKENIZERS["byte level"])
+    assert len(ours.token_ids) == ends == (5 if min_tokens <= 5 else len(ids))
+    assert ours.text == theirs.output_text

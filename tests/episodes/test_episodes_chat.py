@@ -183,6 +183,17 @@ def test_templates_that_cannot_be_used_are_refused(template: str | None, ends: s
         chat.suffix(conversation, 2, 0)
 
 
+async def test_a_developer_is_the_system_and_an_unknown_role_is_refused() -> None:
+    tokenizer = chat_tokenizer(
+        "{% for m in messages if m.role in ['system', 'user'] %}{{ m.content }}{% endfor %}"
+    )
+    sampler = Scripted(tokenizer, lambda prompt: "reply", "<|im_end|>")
+    await make_session(sampler, tokenizer).chat([{"role": "developer", "content": "Be brief."}, user("one")])
+    assert tokenizer.decode(list(sampler.prompts[0])) == "Be brief.one"
+    with pytest.raises(ValueError, match=r"leaves out a message of role 'critic' \('No.'\)"):
+        await make_session(sampler, tokenizer).chat([user("one"), {"role": "critic", "content": "No."}])
+
+
 SHOWN, CALLS = (
     "{{ message.content + '<|im_end|>' }}",
     "{{ message.tool_calls | tojson if message.tool_calls else '' }}",

@@ -1,6 +1,7 @@
 """The ways in which a reward function of the user's is called: by name, batched, as in TRL, over a network."""
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +25,7 @@ from grpo_ray.rewards.answer_formats import written
 from grpo_ray.rewards.base import ScoringError
 from grpo_ray.rewards.configured import GroupReward, check_reward
 from grpo_ray.rewards.grader import Grader
+from grpo_ray.rewards.networked import NetworkReward
 from grpo_ray.rewards.trial import try_rewards
 from grpo_ray.rewards.user_function import UserFunction
 from grpo_ray.tasks.dataset import dataset_examples
@@ -40,7 +42,7 @@ ABOUT = {
 }
 
 MODULE = '''
-import asyncio, os, re, urllib.request, json
+import asyncio, os, re, threading, urllib.request, json
 
 def legacy(answer, truth): return float(answer == truth)
 def by_name(response, ground_truth, question, prompt, row): return len(question) + len(prompt) + row["level"]
@@ -88,6 +90,8 @@ def judge(response, ground_truth): return ask(response)
 async def async_judge(response, ground_truth, question):
     return await asyncio.to_thread(ask, response)
 
+hanging = threading.Event()
+def hangs(response, ground_truth): return len(response) if response != "hang" else hanging.wait()
 async def sleeper(response, ground_truth):
     await asyncio.sleep(3600)
 '''
@@ -272,6 +276,14 @@ def test_a_judge_is_asked_at_the_same_time_and_again(url: str, function: str) ->
     grader.close()
 
 
+def test_a_call_that_hangs_keeps_its_thread_from_no_other() -> None:
+    reward = NetworkReward(own("hangs", network=True, timeout_s=1, retries=0, concurrency=1), num_slots=1)
+    hung, answered = reward(["hang", "answer"], ["", ""], {})
+    assert "longer than 1 s" in str(hung)
+    assert answered["reward"] == 6
+    sys.modules["forms_4711"].hanging.set()
+
+
 @pytest.mark.slow
 def test_a_judge_that_refuses_or_hangs_is_an_error_with_its_reason(url: str) -> None:
     keyless = own("judge", network=True, secrets=("FORMS_URL",), retries=0)
@@ -348,8 +360,8 @@ def test_the_other_columns_travel_only_for_code_that_may_ask(tmp_path: Path) -> 
         def __call__(self, text: str, **_: Any) -> Any:
             return {"input_ids": [1]}
 
-        def apply_chat_template(self, *_: Any, **__: Any) -> str:
-            return "rendered"
+        def apply_chat_template(self, messages: Any, **_: Any) -> str:
+            return str(messages)
 
     item = Prompter(ChatTemplate("Be short."), Tokenizer(), None, True).item(0, sets.train[2])  # type: ignore[arg-type]
     assert json.loads(item.about) == {

@@ -134,6 +134,13 @@ def test_mistakes_are_said_and_leave_nothing_behind() -> None:
         train("run.name=again", reward=lambda response, ground_truth, first: 1.0)
     with pytest.raises(RunError, match="needs second"):
         train("run.name=again", reward=lambda response, ground_truth, second: 1.0)
+    mine = Path("runs/mine/given/train.jsonl")
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    Path("runs/mine/config.yaml").write_text("task: {kind: sorting}\n")
+    with pytest.raises(RunError, match="runs/mine exists already"):
+        train("run.name=mine")
+    assert [path.read_text() for path in mine.parent.iterdir()] == ["mine"]
 
 
 def test_what_is_public_keeps_its_names() -> None:

@@ -138,8 +138,8 @@ def test_an_evaluation_serves_the_exported_weights(finished: Path, tmp_path: Pat
     assert copied.data["model"]["adapter"]["rank"] == 4
     assert main(["export", str(finished), "--merged", str(tmp_path / "model")]) == 0
     config = load_config(finished / "config.yaml")
-    served = unpack(_snapshot(config, str(checkpoint), 1))
-    expected = unpack(_snapshot(config, str(tmp_path / "model"), 1))
+    served = unpack(_snapshot(config, Weights(4, checkpoint), 1))
+    expected = unpack(_snapshot(config, Weights(0, tmp_path / "model"), 1))
     assert served.keys() == expected.keys()
     assert all(torch.equal(served[name], expected[name]) for name in expected)
 

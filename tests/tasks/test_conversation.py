@@ -74,9 +74,17 @@ def test_text_and_messages_may_be_mixed_in_a_file(tmp_path: Path) -> None:
     assert prompts([Example(json.dumps([USER]), "7")]) == [f"[user]{json.dumps([USER])}[assistant]"]
 
 
+def test_a_template_that_drops_a_message_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    show = Tokenizer.apply_chat_template
+    monkeypatch.setattr(Tokenizer, "apply_chat_template", lambda self, m, **how: show(self, m[-1:], **how))
+    assert prompts(read(tmp_path, [USER])) == ["[user]What is 3 + 4?[assistant]"]
+    with pytest.raises(ValueError, match=r"leaves out a message of role 'system' \('Be brief.'\)"):
+        prompts(read(tmp_path, [USER]), "Be brief.")
+
+
 def test_a_template_of_text_refuses_messages(tmp_path: Path) -> None:
     prompter = Prompter(load_template("r1_zero"), Tokenizer())
-    with pytest.raises(ValueError, match=r"rows.jsonl, line 1: .* only task.prompt `chat` renders; "):
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 1: .* only task.prompt `chat` renders, "):
         prompter.item(0, read(tmp_path, [USER])[0])
 
 

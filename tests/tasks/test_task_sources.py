@@ -111,12 +111,20 @@ def test_a_subset_and_a_revision(hub: Path) -> None:
         (["main/train/0000.parquet", "main/test/0000.parquet", "other/train/0000.parquet"], "main",
          ["main/train/0000.parquet"]),
         (["train.jsonl", "train.parquet", "training.parquet", "pretrain.parquet"], None, ["train.parquet"]),
+        (["data/train-0.parquet", "data/train_sft-0.parquet"], None, ["data/train-0.parquet"]),
     ],
 )  # fmt: skip
 def test_files_without_a_card(hub: Path, files: list[str], subset: str | None, expected: list[str]) -> None:
     snapshot = cached(hub, "me/data", dict.fromkeys(files, "{}"))
     task = FileTaskConfig(train_path="me/data", validation_path="me/data", subset=subset)
     assert train_source(task).files == tuple(snapshot / name for name in expected)
+
+
+def test_subsets_without_a_card_are_not_mixed(hub: Path) -> None:
+    cached(hub, "me/data", dict.fromkeys(["main/train-0.parquet", "socratic/train-0.parquet"], "{}"))
+    task = FileTaskConfig(train_path="me/data", validation_path="me/data")
+    with pytest.raises(ValueError, match=r"several folders with it; set task.subset to one of main, socratic$"):
+        train_source(task)
 
 
 def test_a_missing_split_is_refused(hub: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -322,6 +323,24 @@ def test_a_checkpoint_that_cannot_be_used_is_skipped(
     evaluate(options(run.path, curve, checkpoint="all"))  # resumes with the missing ones
     assert read(curve / "step-000006")[1] == before
     assert not (curve / "step-000004").exists()
+
+
+def test_an_adapter_that_is_deleted_meanwhile_is_not_evaluated_as_its_base(
+    run: RunDirectory, tmp_path: Path, serve_locally: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve_locally()
+    folder = run.checkpoints / "step-000004"
+    (folder / "adapter_config.json").write_text("{}")
+    module = sys.modules["grpo_ray.tools.evaluation.evaluate"]
+    prepare = module._prepare
+
+    def delete_and_prepare(*given: Any) -> Any:
+        shutil.rmtree(folder)
+        return prepare(*given)
+
+    monkeypatch.setattr(module, "_prepare", delete_and_prepare)
+    with pytest.raises(RunError, match="nothing was evaluated: none of the weights could be loaded"):
+        evaluate(options(run.path, tmp_path / "e", "model.adapter={}", checkpoint="step-000004"))
 
 
 @pytest.mark.slow

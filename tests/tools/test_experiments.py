@@ -59,6 +59,10 @@ class FakeRuns:
         launches.unlink(missing_ok=True)
         return sorted(names)
 
+    def bases(self) -> list[str]:
+        """Return the configurations that the runs were launched with."""
+        return [line.split()[1] for line in (self.folder / "launches.txt").read_text().splitlines()]
+
     def text(self, name: str) -> str:
         return (self.out / "rates" / name).read_text()
 
@@ -172,6 +176,19 @@ def test_another_definition_is_refused_and_says_what_differs(fakes: FakeRuns) ->
         "seeds: was 2, is 1; seeds can be added, not removed",
     ]
     assert fakes.launched() == []
+
+
+def test_the_runs_read_a_copy_of_the_base_and_edited_questions_are_refused(fakes: FakeRuns) -> None:
+    questions, base = fakes.folder / "pairs.jsonl", fakes.folder / "mine.yaml"
+    questions.write_text('{"prompt": "a", "answer": "b", "keywords": ["b"]}\n')
+    paths = f"train_path: {questions}, validation_path: {questions}"
+    base.write_text(f"model: {{tiny: {{}}}}\ntask: {{kind: keywords, {paths}}}\n")
+    assert fakes.run(base=str(base))
+    assert set(fakes.bases()) == {str(fakes.out / "rates/base.yaml")}
+    assert fakes.text("base.yaml") == base.read_text()
+    questions.write_text(questions.read_text().replace('"a"', '"c"'))
+    with pytest.raises(RunError, match=r"variant low: task\.train_path \(.*pairs\.jsonl\): was"):
+        fakes.run(seeds=2, base=str(base))
 
 
 def test_failure_and_divergence_are_named_and_only_the_failure_is_retried(

@@ -290,6 +290,8 @@ def test_what_the_run_reads_is_uploaded(tmp_path: Path, monkeypatch: pytest.Monk
         check(*data)
     with pytest.raises(RunError, match=r"^model\.path: model/model\.safetensors is not uploaded"):
         check(model)
+    with pytest.raises(RunError, match=r"^sft\.path: data/train\.jsonl is not uploaded"):
+        check("sft.path=data/train.jsonl", data[1])
     with pytest.raises(RunError, match=r"^CONFIG: experiments/mine\.yaml is not uploaded"):
         check(config="experiments/mine.yaml")
     absolute = f"task.train_path={tmp_path}/data/train.jsonl"

@@ -589,7 +589,7 @@ def test_mlflow(tmp_path: Path) -> None:
 
     from grpo_ray.watch.trackers.mlflow_tracker import MlflowTracker
 
-    run = tracked(tmp_path, "tracking.project=sums", f"run.output_dir={tmp_path / 'runs'}")
+    run = tracked(tmp_path / "runs" / "my-run", "tracking.project=sums")
     place = use(MlflowTracker(), run, "interrupted")
     assert place == f"{tmp_path / 'runs' / 'mlruns'}, run {run.id}"
     client = MlflowClient(tracking_uri=str(tmp_path / "runs" / "mlruns"))
@@ -604,7 +604,7 @@ def test_mlflow(tmp_path: Path) -> None:
     with path.open(newline="") as file:
         assert list(csv.DictReader(file)) == [{name: str(value) for name, value in row.items()} for row in ROWS]
     assert client.get_metric_history(run.id, "reward/mean.a-b")[0].value == 0.125
-    again = tracked(tmp_path, "algorithm.num_steps=9", f"run.output_dir={tmp_path / 'runs'}")
+    again = tracked(tmp_path / "runs" / "my-run", "algorithm.num_steps=9")
     go_on(MlflowTracker(), again)
     found = client.get_run(run.id)
     assert found.info.status == "FINISHED"
@@ -622,7 +622,7 @@ def test_mlflow_uses_an_experiment_that_another_run_creates_at_the_same_time(
 
     from grpo_ray.watch.trackers.mlflow_tracker import MlflowTracker
 
-    run = tracked(tmp_path, f"run.output_dir={tmp_path}")
+    run = tracked(tmp_path / "run")
     run.folder.mkdir(parents=True)
     look, looked = MlflowClient.get_experiment_by_name, []
 

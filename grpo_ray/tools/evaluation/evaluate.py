@@ -52,7 +52,10 @@ def evaluate(options: EvaluationOptions) -> Path:
                 with _resumable(plan):
                     _sample(plan, config, left, prepared, console)
         found = [read_summary(plan.folder_of(weights)) for weights in plan.subject.weights]
-        _conclude(plan, [summary for summary in found if summary is not None], console)
+        summaries = [summary for summary in found if summary is not None]
+        if not summaries:
+            raise RunError("nothing was evaluated: none of the weights could be loaded")
+        _conclude(plan, summaries, console)
     return plan.folder.path
 
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
@@ -22,7 +21,6 @@ from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled, first_error
 from grpo_ray.learning.adapters import served_weights
 from grpo_ray.learning.hub_format import in_hub_format
 from grpo_ray.learning.loading import load_policy
-from grpo_ray.records.adapter_files import is_adapter
 from grpo_ray.records.evaluation_summary import Category
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.evaluation.evaluation_plan import EvaluationPlan
@@ -118,13 +116,13 @@ class Evaluator:
                 raise RunError(f"{error}\nThe actors' output is in {logs}/") from error
             raise error from None
 
-    async def load(self, path: str) -> None:
-        """Load the weights in a folder into every Generator; a Generator that fails is replaced.
+    async def load(self, weights: Weights) -> None:
+        """Load the weights into every Generator; a Generator that fails is replaced.
 
         Raises:
             ValueError: the weights cannot be used; the Generators keep their current ones.
         """
-        snapshot = await asyncio.to_thread(_snapshot, self._config, path, self._num_loaded + 1)
+        snapshot = await asyncio.to_thread(_snapshot, self._config, weights, self._num_loaded + 1)
         self._num_loaded += 1
         report = await self._weight_sync.publish(self._num_loaded, Snapshot(self._actors.put(snapshot)))
         for number, error in report.failed.items():
@@ -153,13 +151,14 @@ class Evaluator:
         return sorted(failed)
 
 
-def _snapshot(config: Config, path: str, version: int) -> WeightSnapshot:
-    model = config.model
+def _snapshot(config: Config, weights: Weights, version: int) -> WeightSnapshot:
+    model, path = config.model, weights.folder
+    assert path is not None
     try:
-        if is_adapter(Path(path)):
-            policy = merged_policy(base_folder(config), model, Path(path))
+        if weights.is_adapter:
+            policy = merged_policy(base_folder(config), model, path)
         else:
-            policy = load_policy(path, model.trust_remote_code, model.implementation)
+            policy = load_policy(str(path), model.trust_remote_code, model.implementation)
     except OSError as error:  # a run that is still training may have deleted it
         raise ValueError(f"{path} cannot be read: {error}") from error
     return pack_weights(in_hub_format(policy, served_weights(policy)), version, getattr(torch, model.dtype))
@@ -190,7 +189,7 @@ async def sample(
         for weights in left:
             if weights != plan.subject.weights[0] or weights.is_adapter:
                 try:
-                    await evaluator.load(str(weights.folder))
+                    await evaluator.load(weights)
                 except ValueError as error:
                     console.warning(f"{weights.folder} is skipped: {error}")
                     continue

@@ -5,7 +5,7 @@ The subject is the model of a configuration, a run's checkpoints, or any model.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,10 @@ class Weights:
 
     step: int
     folder: Path | None = None  # None: `model` of the configuration
+    is_adapter: bool = field(init=False)  # now: a run that is still training may delete the folder
 
-    @property
-    def is_adapter(self) -> bool:
-        """True if the folder holds an adapter, which needs the configuration's model as its base."""
-        return self.folder is not None and is_adapter(self.folder)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_adapter", self.folder is not None and is_adapter(self.folder))
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "Weights":
@@ -300,9 +299,9 @@ def _recognised(path: Path) -> dict[str, Any]:
     if all(name in row for name in PAIR_FIELDS):
         paths = {"train_path": str(path), "validation_path": str(path)}
         return {"kind": "keywords", **paths, "num_validation_prompts": ALL_ROWS}
-    for field in ("question", "problem", "prompt"):
-        if field in row and "answer" in row:
-            return {"kind": "file", "question_field": field, **_one_set(str(path))}
+    for name in ("question", "problem", "prompt"):
+        if name in row and "answer" in row:
+            return {"kind": "file", "question_field": name, **_one_set(str(path))}
     raise RunError(
         f"{path}: its fields are {', '.join(map(str, row)) or 'none'}; name those of the question and the "
         "answer with --question-field and --answer-field"

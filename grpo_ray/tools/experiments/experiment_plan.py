@@ -12,7 +12,7 @@ from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.records.resumable_folder import Definition, changed_values
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.run.preparation import check_rewards
-from grpo_ray.tasks.input_digests import input_digests
+from grpo_ray.tasks.input_digests import file_digests, input_digests
 from grpo_ray.tools.experiments.experiment import Experiment, check_overrides
 
 
@@ -42,6 +42,11 @@ class ExperimentPlan:
     num_seeds: int
     folder: Path
     runs: tuple[PlannedRun, ...]  # all variants with seed 0, then with seed 1, ...
+
+    @property
+    def kept_base(self) -> Path:
+        """A copy of the base, which the runs read: somebody may edit theirs before the last one starts."""
+        return self.folder / "base.yaml"
 
 
 def plan_experiment(
@@ -115,8 +120,12 @@ def definition_of(plan: ExperimentPlan) -> dict[str, Any]:
         "overrides": list(plan.overrides),
         "variants": {label: list(overrides) for label, overrides in plan.experiment.variants.items()},
         "base_config": base,
-        "inputs": {run.variant: input_digests(run.config, {}, [], []) for run in plan.runs if run.seed == 0},
+        "inputs": {run.variant: _inputs(run.config) for run in plan.runs if run.seed == 0},
     }
+
+
+def _inputs(config: Config) -> dict[str, str]:
+    return input_digests(config, {}, [], []) | file_digests(config)
 
 
 def differences(before: Definition, now: Definition) -> list[str]:
@@ -125,9 +134,10 @@ def differences(before: Definition, now: Definition) -> list[str]:
     for key in ("common", "overrides"):
         lines += changed_values({key: before[key]}, {key: now[key]})
     lines += changed_values(before["variants"], now["variants"], "variant ")
-    known, inputs = before.get("inputs", {}), now["inputs"]  # of models, and of modules with rewards
+    known, inputs = before.get("inputs", {}), now["inputs"]  # of models, files, and modules with rewards
     for variant in sorted(known.keys() & inputs.keys()):
-        lines += changed_values(known[variant], inputs[variant], f"variant {variant}: ")
+        now_there = {name: inputs[variant].get(name) for name in known[variant]}  # earlier releases had fewer
+        lines += changed_values(known[variant], now_there, f"variant {variant}: ")
     if now["seeds"] < before["seeds"]:
         lines.append(f"seeds: was {before['seeds']}, is {now['seeds']}; seeds can be added, not removed")
     return lines

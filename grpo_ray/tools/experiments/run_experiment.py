@@ -1,9 +1,11 @@
 """`grpo-ray experiment`: from the definition to the table and plots."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_ray.config.loading import find_config
 from grpo_ray.errors import INTERRUPTED
 from grpo_ray.records.durable import replacing
 from grpo_ray.records.resumable_folder import ResumableFolder
@@ -43,6 +45,8 @@ def run_experiment(
     folder.check(definition)
     with folder.lock():
         folder.claim(definition)
+        with replacing(plan.kept_base) as partial:
+            shutil.copyfile(find_config(plan.base), partial)
         jobs = jobs or default_jobs([run.config for run in plan.runs])
         outcomes = _run(plan, jobs, program, command)
         write_report(plan, outcomes, command, jobs)
@@ -63,7 +67,7 @@ def _run(plan: ExperimentPlan, jobs: int, program: Sequence[str], command: str) 
     print(
         f"{plan.experiment.name}: {len(left)} of {len(plan.runs)} runs to do, {jobs} at a time; {plan.folder}"
     )
-    launcher = Launcher(plan.base, jobs, progress.started, progress.ended, program)
+    launcher = Launcher(str(plan.kept_base), jobs, progress.started, progress.ended, program)
     if not launcher.run_all(left):
         raise KeyboardInterrupt(f"resume with: {command}")
     return list(outcomes.values())

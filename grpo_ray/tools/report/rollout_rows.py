@@ -18,7 +18,7 @@ from grpo_ray.learning.loading import load_policy
 from grpo_ray.learning.model_files import check_local_model, end_token_ids, is_local, load_tokenizer
 from grpo_ray.learning.policy_model import with_head_dtype
 from grpo_ray.learning.sequences import TrainSequence, places_in_turns
-from grpo_ray.records.adapter_files import is_adapter, saved_config
+from grpo_ray.records.adapter_files import folder_of_model, is_adapter, saved_config
 from grpo_ray.records.checkpoint import LAST, CheckpointStore
 from grpo_ray.records.episode_columns import is_episode
 from grpo_ray.records.readable_rollouts import shortened
@@ -196,7 +196,7 @@ def show_rollouts(
             checkpoint = _find_checkpoint(run, log_ratio)
             config = with_trust(load_config(run.config_path), trust_remote_code)
             ratios = _ratios(config, checkpoint, sampled)
-        except (RunError, ValueError) as error:
+        except (RuntimeError, ValueError, OSError) as error:  # RuntimeError: also torch's lack of memory
             if log_ratio is not None:
                 raise
             checkpoint = None
@@ -211,8 +211,9 @@ def show_rollouts(
 def _find_checkpoint(run: RunDirectory, log_ratio: str | None) -> Path:
     """Return the folder of the checkpoint to compare with."""
     folder = CheckpointStore(run).choose(log_ratio or LAST, "--log-ratio", (NO_RATIOS,)).model_path
-    folders = [folder, Path(saved_config(folder)[0])] if is_adapter(folder) else [folder]
-    num_bytes = sum(file.stat().st_size for each in folders for file in each.glob("*.safetensors"))
+    folders = [folder, folder_of_model(saved_config(folder)[0])] if is_adapter(folder) else [folder]
+    files = (file for each in folders if each is not None for file in each.glob("*.safetensors"))
+    num_bytes = sum(file.stat().st_size for file in files)
     if log_ratio is None and num_bytes > SMALL_WEIGHTS_BYTES:
         raise RunError(f"weights of {num_bytes / 1e9:.1f} GB take a while; request them with --log-ratio last")
     return folder

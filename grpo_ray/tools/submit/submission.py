@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import find_config, load_config
-from grpo_ray.config.schema import leaves
 from grpo_ray.config.secrets import is_secret
 from grpo_ray.errors import RunError
+from grpo_ray.tasks.input_digests import files_named
 from grpo_ray.tools.submit.uploaded_files import CREDENTIALS, exact_pattern, find_credentials, uploaded_files
 
 # Ray uploads the working directory, and everyone with the cluster's token can read it. Without these patterns
@@ -33,9 +33,6 @@ SENT_ALONG = (
     "GRPO_RAY_CACHE", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "VLLM_LOGGING_LEVEL",
     "NCCL_DEBUG", "WANDB_MODE", "MLFLOW_TRACKING_URI",
 )  # fmt: skip
-
-# The fields of `model` and `task` that may name a file.
-FILE_FIELDS = ("path", "train_path", "validation_path", "keywords_path", "prompt", "teacher")
 
 LIMIT_BYTES = 100 * 2**20  # a head node's dashboard refuses larger requests
 SHOWN = 10  # names of files that are left out
@@ -143,7 +140,7 @@ def _job(
         "excludes": [*excludes, *CREDENTIALS, *map(exact_pattern, left_out)],
         "env_vars": {**variables, "RAY_JOB_STOP_WAIT_TIME_S": str(patience_s)},
     }
-    named = {"CONFIG": arguments[1], **_files_named(config)}
+    named = {"CONFIG": arguments[1], **files_named(config)}
     return Submission(
         command=(*context.program, *arguments),
         runtime_env=runtime_env,
@@ -160,14 +157,8 @@ def missing_here(config: Config, context: SubmissionContext) -> list[str]:
     """
     if context.is_here and context.python is None:
         return []
-    named = _files_named(config).items()
+    named = files_named(config).items()
     return [f"{field}: {name}" for field, name in named if Path(name).is_absolute() and not Path(name).exists()]
-
-
-def _files_named(config: Config) -> dict[str, str]:
-    """Return the values that may be paths, by their fields; a hub's model or a template's name is not there."""
-    values = leaves(config.model_dump(include={"model", "task", "distillation"}))
-    return {k: v for k, v in values.items() if v is not None and k.rpartition(".")[2] in FILE_FIELDS}
 
 
 def _quoted(text: str | Path) -> str:

@@ -5,7 +5,6 @@ import io
 import os
 import time
 from collections.abc import Container, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -102,4 +101,6 @@ def _flat(name: str, names: Container[str]) -> str:
 
 def _store(run: TrackedRun) -> str:
     uri = run.config.tracking.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
-    return uri or str(Path(run.config.run.output_dir).resolve() / "mlruns")
+    return uri or str(
+        run.folder.resolve().parents[2] / "mlruns"
+    )  # where this run lies, from wherever it resumes
