@@ -50,7 +50,7 @@ class ServingGroup(ServingHost):
         self._placement = placement
         self._clients: dict[str, Client] = {}  # each actor's current one, by its name
         self._ending: list[Thread] = []  # each waits for the process of an actor that was killed
-        self._spilled = SpilledBytes(_living_nodes, spilled_bytes_of)
+        self._spilled = SpilledBytes(lambda: [node for node in ray.nodes() if node["Alive"]], spilled_bytes_of)
         super().__init__(*given)
 
     @property
@@ -261,7 +261,3 @@ def on_this_node() -> dict[str, Any]:
     """Return the options of an actor that reserves nothing, and lives and dies with the driver's node."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return {"num_cpus": 0, "scheduling_strategy": here}
-
-
-def _living_nodes() -> list[dict[str, Any]]:
-    return [node for node in ray.nodes() if node["Alive"]]

@@ -170,12 +170,8 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
             raise ConfigError(
                 f"`{'.'.join(keys[:depth])}` is {section!r}, which has no keys; override it as a whole"
             )
-    section[keys[-1]] = _override_value(text)
-
-
-def _override_value(text: str) -> Any:
     # In YAML `#` starts a comment, and `task.answer_marker=####` would silently become null.
-    return text.strip() if text.lstrip().startswith("#") else _parse_yaml(text)
+    section[keys[-1]] = text.strip() if text.lstrip().startswith("#") else _parse_yaml(text)
 
 
 # ---- pydantic's errors ----

@@ -52,7 +52,9 @@ class GroupReward:
             ValueError: there is no such reward, module or function.
         """
         self._terms = named_terms(reward)
-        self._functions = [_function_of(term) for term in self._terms]
+        self._functions: list[UserFunction | RewardFn] = [
+            UserFunction.of(term) if ":" in term.reward else _built_in(term.reward) for term in self._terms
+        ]
 
     @property
     def needs_group(self) -> bool:
@@ -110,10 +112,6 @@ def tried(call: Callable[[], T]) -> T | Exception:
 def for_each(results: list[Scores] | Exception, size: int) -> list[Graded]:
     """Return the outcome of each response of a group; an exception is that of all."""
     return [results] * size if isinstance(results, Exception) else [*results]
-
-
-def _function_of(term: RewardTerm) -> UserFunction | RewardFn:
-    return UserFunction.of(term) if ":" in term.reward else _built_in(term.reward)
 
 
 def _built_in(name: str) -> RewardFn:

@@ -1,6 +1,6 @@
 """The files of a task's examples: a local file, or those of a dataset on the hub, downloaded once."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -121,12 +121,8 @@ def _splits(data_files: Any) -> dict[str, list[str]]:
     splits: dict[str, list[str]] = {}
     for entry in entries:
         name, paths = (entry["split"], entry["path"]) if isinstance(entry, Mapping) else ("train", entry)
-        splits.setdefault(name, []).extend(_as_list(paths))
+        splits.setdefault(name, []).extend([paths] if isinstance(paths, str) else paths)
     return splits
-
-
-def _as_list(paths: str | Iterable[str]) -> list[str]:
-    return [paths] if isinstance(paths, str) else list(paths)
 
 
 def _guessed(subset: str | None, split: str) -> list[str]:

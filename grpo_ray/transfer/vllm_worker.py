@@ -104,7 +104,8 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
         self._check_complete(self.model, loaded)
 
     def _parts(self, update_info: SharedMemoryUpdateInfo) -> Iterator[tuple[Chunk, torch.Tensor]]:
-        specs, num_bytes = _specs(update_info), update_info.num_bytes
+        specs = tuple(TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in update_info.specs)
+        num_bytes = update_info.num_bytes
         if update_info.by_wire:
             assert self._channel is not None, "the Generator joins first"
             expected = WeightSnapshot(update_info.version, specs, np.empty(0, np.uint8), wire_bytes=num_bytes)
@@ -184,10 +185,6 @@ class LoadingWorker:
         with set_current_vllm_config(self.vllm_config):
             engine.load(engine.parse_update_info(update_info))
         self.model_runner.reset_lora_state()
-
-
-def _specs(update_info: SharedMemoryUpdateInfo) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in update_info.specs)
 
 
 def update_info(pages: Pages, snapshot: WeightSnapshot) -> dict[str, Any]:

@@ -10,15 +10,12 @@ import pytest
 import torch
 from matplotlib.image import imread
 from torch import Tensor
-from torch.distributions import Categorical
 
 from examples.course.__main__ import run as run_command
-from examples.course.playground.comparison import Run
-from examples.course.playground.model import SortingModel, sample_responses
+from examples.course.playground.model import SortingModel
 from examples.course.playground.policy_gradient import Point, compute_loss, train_model
-from examples.course.playground.settings import DELTAS, Settings
+from examples.course.playground.settings import Settings
 from examples.course.playground.task import REWARD_FUNCTIONS, make_task
-from grpo_ray.objectives import group_advantages
 
 # A tenth of the lecture's gradient steps, from a less certain initial policy: a run takes 0.1 s.
 QUICK = {"updates": 1, "learning_rate": 0.01, "embedding_std": 0.3}
@@ -68,21 +65,7 @@ def test_task_knows_every_reward_and_the_exact_expectation(reward: str, numbers:
     assert task.rewards_of(responses).tolist() == given
 
 
-# ---- deltas and losses ----
-
-
-@pytest.mark.parametrize(
-    ("deltas", "expected"),
-    [
-        ("rewards", [1.0, 3.0, 5.0, 5.0]),
-        ("centered", [-2.5, -0.5, 1.5, 1.5]),
-        ("normalized", [-2.5 / 1.91485, -0.5 / 1.91485, 1.5 / 1.91485, 1.5 / 1.91485]),  # sqrt(11 / 3)
-        ("max", [0.0, 0.0, 5.0, 5.0]),
-    ],
-)
-def test_the_four_deltas(deltas: str, expected: list[float]) -> None:
-    given = group_advantages(torch.tensor([[1.0, 3.0, 5.0, 5.0]]), DELTAS[deltas], advantage_eps=1e-5)
-    assert given[0].tolist() == pytest.approx(expected, abs=1e-5)
+# ---- losses ----
 
 
 @pytest.mark.parametrize("loss", ["naive", "unclipped", "clipped"])
@@ -117,19 +100,6 @@ def test_loss_is_the_formula_written_out(loss: str, kl: float) -> None:
     assert loss != "clipped" or 0 < num_clipped < 30
 
 
-def test_before_the_first_update_all_losses_have_one_gradient() -> None:
-    responses = torch.randint(4, (2, 5, 3), generator=generator())
-    deltas = torch.randn(2, 5, generator=generator())
-    gradients = []
-    for loss in ("naive", "unclipped", "clipped"):
-        policy = random_log_probs(2, 3, 4).requires_grad_()
-        value, _ = compute_loss(policy, policy, policy, responses, deltas, Settings(loss=loss))
-        gradients.append(torch.autograd.grad(value, policy)[0])
-    assert gradients[0].abs().max() > 0.01
-    for gradient in gradients[1:]:
-        torch.testing.assert_close(gradient, gradients[0])
-
-
 # ---- training ----
 
 
@@ -145,42 +115,6 @@ def test_a_seed_decides_everything() -> None:
     assert first[0] != quick(seed=1)[0]
     assert first[0] == quick(deltas="rewards")[0]  # paired: the same start
     assert first[1] != quick(deltas="rewards")[1]
-
-
-def test_training_is_the_loop_written_out() -> None:
-    settings, task = (
-        Settings(steps=2, updates=2, learning_rate=0.01, embedding_std=0.3),
-        make_task("distance", 3),
-    )
-    draws = generator(3)
-    model = SortingModel(5, settings.dim, 3, settings.embedding_std, draws)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    reference = Categorical(logits=model(task.prompts).detach())
-    for point in train_model(settings, task, seed=3)[1:]:
-        responses = sample_responses(model(task.prompts).detach(), 10, draws)
-        rewards = task.rewards_of(responses)
-        deltas = rewards - rewards.mean(dim=1, keepdim=True)
-        for _ in range(2):
-            log_probs = Categorical(logits=model(task.prompts)[:, None]).log_prob(responses)  # [3, 10, 3]
-            gradients = torch.autograd.grad(-(log_probs * deltas[:, :, None]).mean(), list(model.parameters()))
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter.grad = gradient
-            optimizer.step()
-        policy = Categorical(logits=model(task.prompts).detach())
-        assert point.reward == pytest.approx(task.expected_reward(policy.logits), rel=1e-5)
-        assert point.right == pytest.approx(task.share_right(policy.logits), rel=1e-5)
-        kl = torch.distributions.kl_divergence(policy, reference).sum(dim=1).mean().item()
-        assert point.kl == pytest.approx(kl, rel=1e-3)
-
-
-# ---- comparisons ----
-
-
-def run(label: str, seed: int, reward: float, right: float = 0.0) -> Run:
-    return Run(label, seed, [Point(0, 1.0, 0.0, 0.0, 0.0), Point(1, reward, right, 0.0, 0.0)])
-
-
-# ---- the two small examples ----
 
 
 # ---- the command ----

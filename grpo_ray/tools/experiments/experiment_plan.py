@@ -120,12 +120,12 @@ def definition_of(plan: ExperimentPlan) -> dict[str, Any]:
         "overrides": list(plan.overrides),
         "variants": {label: list(overrides) for label, overrides in plan.experiment.variants.items()},
         "base_config": base,
-        "inputs": {run.variant: _inputs(run.config) for run in plan.runs if run.seed == 0},
+        "inputs": {
+            run.variant: input_digests(run.config, {}, [], []) | file_digests(run.config)
+            for run in plan.runs
+            if run.seed == 0
+        },
     }
-
-
-def _inputs(config: Config) -> dict[str, str]:
-    return input_digests(config, {}, [], []) | file_digests(config)
 
 
 def differences(before: Definition, now: Definition) -> list[str]:

@@ -1,7 +1,6 @@
 """The command `grpo-ray simulate`."""
 
 import contextlib
-import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from grpo_ray.tools.arguments import (
 
 if TYPE_CHECKING:
     from grpo_ray.config import Config
-    from grpo_ray.tools.simulation.speeds import Lengths, Speeds
+    from grpo_ray.tools.simulation.speeds import Lengths
 
 
 RESPONSES = "Lengths of the responses"
@@ -61,12 +60,6 @@ class SimulateOptions:
         str | None,
         Option("FILE", "JSON file of the actors' speeds in seconds; see docs/lab/scale.md", group=SPEEDS),
     ] = None
-    calibrate: Annotated[
-        tuple[str, ...], Option("RUN", "fit the speeds to a finished run; repeatable", group=SPEEDS)
-    ] = ()
-    save_speeds: Annotated[
-        str | None, Option("FILE", "with --calibrate: write the speeds for --speeds", group=SPEEDS)
-    ] = None
     out: Annotated[str | None, Option("DIR", "keep the run's records in this new folder")] = None
     trace: Annotated[str | None, Option("FILE", "write one line per call to an actor")] = None
 
@@ -90,33 +83,16 @@ def _simulate(options: SimulateOptions) -> int:
     config = load_config(options.config, options.changes)
     from grpo_ray.records.run_files import RunDirectory
     from grpo_ray.tools.simulation.simulate import lines_of, simulate
+    from grpo_ray.tools.simulation.speeds import read_speeds
     from grpo_ray.watch.memory import imports_left_alone
 
     with shown_plainly(), imports_left_alone(), contextlib.ExitStack() as open_files:
-        speeds, lengths = _speeds(options), _lengths(options, config)
+        speeds, lengths = read_speeds(options.speeds), _lengths(options, config)
         trace = open_files.enter_context(Path(options.trace).open("w")) if options.trace else None
         folder = options.out or f"{open_files.enter_context(tempfile.TemporaryDirectory())}/run"
         simulated = simulate(config, RunDirectory(folder), speeds, lengths, trace.write if trace else None)
     print(*lines_of(simulated), sep="\n")
     return 0 if simulated.faults.is_none else 1
-
-
-def _speeds(options: SimulateOptions) -> "Speeds":
-    from grpo_ray.tools.simulation.calibration import calibrate, lines_of
-    from grpo_ray.tools.simulation.records import read_run
-    from grpo_ray.tools.simulation.speeds import Speeds, read_speeds
-
-    if not options.calibrate:
-        if options.save_speeds is not None:
-            raise ValueError("--save-speeds goes with --calibrate; name the runs to fit the speeds to")
-        return read_speeds(options.speeds)
-    if options.speeds is not None:
-        raise ValueError("--speeds and --calibrate both give the speeds; leave one of them out")
-    found = calibrate([read_run(run) for run in options.calibrate])
-    print(*lines_of(found), sep="\n")
-    if options.save_speeds is not None:
-        Path(options.save_speeds).write_text(json.dumps(found.speeds, indent=2) + "\n")
-    return Speeds.model_validate(found.speeds)
 
 
 def _lengths(options: SimulateOptions, config: "Config") -> "Lengths":

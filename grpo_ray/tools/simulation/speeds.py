@@ -17,8 +17,8 @@ MAX_RECORDED = 1_000_000  # lengths; the last steps of a longer run
 class Speeds(Section):
     """The speeds of every simulated actor, in seconds; a file `--speeds` replaces some of them.
 
-    The defaults are round numbers for 7 billion parameters and one GPU per engine. They were not measured: fit
-    them to your own run before you rely on a figure.
+    The defaults are round numbers for 7 billion parameters and one GPU per engine. They were not measured: take
+    them from your own run before you rely on a figure.
     """
 
     decode_s: PositiveFloat = 0.012
@@ -118,16 +118,6 @@ class RecordedLengths:
     def draw(self, rng: np.random.Generator, num_samples: int) -> np.ndarray:
         drawn: np.ndarray = rng.choice(self.lengths, num_samples)
         return drawn
-
-
-def lengths_by_group(run: RunDirectory) -> dict[int, np.ndarray]:
-    """Return the lengths of the responses of each group, int64 `[samples]`, by its id."""
-    found: dict[int, np.ndarray] = {}
-    for file in sorted(run.rollouts.glob("step-*.parquet")):
-        table = pq.read_table(file, columns=["group_id", "num_tokens"])
-        ids, lengths = (table[name].to_numpy().astype(np.int64) for name in ("group_id", "num_tokens"))
-        found |= {int(group_id): lengths[ids == group_id] for group_id in np.unique(ids)}
-    return found
 
 
 def recorded_lengths(path: str) -> RecordedLengths:
