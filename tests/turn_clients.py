@@ -46,6 +46,7 @@ class FakeGenerator:
         return await self._alive(self._boxes.of(worker).finished())
 
     async def _sample(self, token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
+        assert settings.num_samples == 1  # a turn has one reply
         self.num_running += 1
         self.num_started += 1
         try:

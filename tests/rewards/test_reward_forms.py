@@ -17,7 +17,7 @@ from builders import make_completion, make_item
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.reward import RewardTerm, named_terms, term_weights
-from grpo_ray.config.task import FileTaskConfig
+from grpo_ray.config.task import EpisodesTaskConfig, FileTaskConfig
 from grpo_ray.core.scorer import Scorer
 from grpo_ray.objectives import advantages_of
 from grpo_ray.records.rollout_log import read_groups, write_rollouts
@@ -28,6 +28,7 @@ from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.networked import NetworkReward
 from grpo_ray.rewards.trial import try_rewards
 from grpo_ray.rewards.user_function import UserFunction
+from grpo_ray.run.preparation import may_ask
 from grpo_ray.tasks.dataset import dataset_examples
 from grpo_ray.tasks.prompts import ChatTemplate, Prompter, TextTemplate
 from grpo_ray.tools.cli import main
@@ -353,6 +354,9 @@ def test_the_other_columns_travel_only_for_code_that_may_ask(tmp_path: Path) -> 
     sets = dataset_examples(FileTaskConfig(**sources, reward="forms_4711:unit_tests"), 0)
     assert sets.train[2].row == {"tests": [2], "level": None}
     assert sets.validation[0].row == {}
+    episodes = {"episode": "games:play", "examples": str(path)}
+    assert may_ask(EpisodesTaskConfig(**episodes, validation_examples=str(other)))
+    assert not may_ask(EpisodesTaskConfig(**episodes | {"examples": "games:examples"}))
 
     class Tokenizer:
         chat_template = "any"
