@@ -24,6 +24,7 @@ from grpo_ray.errors import RunError, shown_plainly
 from grpo_ray.records.json_lines import read_lines
 from grpo_ray.records.rollout_log import read_table
 from grpo_ray.records.run_files import RunDirectory
+from grpo_ray.rewards.user_function import UserFunction
 from grpo_ray.watch.run_state import read_state
 
 if TYPE_CHECKING:
@@ -244,7 +245,7 @@ class _Given:
         task = self.data.setdefault("task", {})
         task.setdefault("kind", "file")
         for field, part in (("train_path", rows), ("validation_path", held_out)):
-            text = "".join(json.dumps(row) + "\n" for _, row in part)
+            text = "".join(json.dumps(row, default=_plain) + "\n" for _, row in part)
             task[field] = path = str(self._write(f"{field.removesuffix('_path')}.jsonl", text))
             self._places[path] = [place for place, _ in part]
 
@@ -263,7 +264,9 @@ class _Given:
                 f"reward: a {type(reward).__name__} is not a function; name others in config: task.reward"
             )
         task = self.data.setdefault("task", {})
-        task["reward"] = _imported_name(reward) or self._pickled(reward)
+        task["reward"] = name = _imported_name(reward) or self._pickled(reward)
+        if UserFunction(reward, name, {}).is_async:  # of a judge
+            task["reward"] = [{"reward": name, "network": True}]
 
     def _pickled(self, reward: Callable[..., Any]) -> str:
         import cloudpickle
@@ -287,6 +290,11 @@ class _Given:
         """Remove the folder of a run that was refused."""
         if not self._was_there and not self._run.config_path.exists():
             shutil.rmtree(self._run.path, ignore_errors=True)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of numpy or torch as Python's own, and of any other library as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _values_of(key: str, overrides: Sequence[str]) -> list[str]:

@@ -47,6 +47,8 @@ class ScoringError(RuntimeError):
 
 
 Result = Scores | Ungradable | ScoringError
+Graded = Scores | Exception
+"""The scores of a response, or what its grading raised."""
 
 
 def verdict(has_format: bool, is_right: bool) -> Scores:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from grpo_ray.config.reward import Reward, RewardTerm, is_own, named_terms, terms_of
 from grpo_ray.config.secrets import check_set
 from grpo_ray.config.user_code import check_arguments, keyword_parameters
-from grpo_ray.rewards.base import NOTHING, About, RewardFn, Scores, scores
+from grpo_ray.rewards.base import NOTHING, About, Graded, RewardFn, Scores, scores
 from grpo_ray.rewards.builtin import ALGEBRAIC, REWARDS
 from grpo_ray.rewards.math.equality import NO_TRUTH
 from grpo_ray.rewards.user_function import UserFunction
@@ -18,8 +18,6 @@ from grpo_ray.types import TERM
 
 T = TypeVar("T")
 
-Graded = Scores | Exception
-"""The scores of a response, or what its grading raised."""
 GroupFn = Callable[[Sequence[str], Sequence[str], About], list[Graded]]
 """(responses of a group, ground truths, facts about the prompt) to the outcome of each response."""
 
@@ -109,7 +107,7 @@ def tried(call: Callable[[], T]) -> T | Exception:
         return error
 
 
-def for_each(results: list[Scores] | Exception, size: int) -> list[Graded]:
+def for_each(results: list[Graded] | Exception, size: int) -> list[Graded]:
     """Return the outcome of each response of a group; an exception is that of all."""
     return [results] * size if isinstance(results, Exception) else [*results]
 

@@ -12,8 +12,8 @@ from math import ceil
 from typing import Any
 
 from grpo_ray.config.reward import RewardTerm
-from grpo_ray.rewards.base import About
-from grpo_ray.rewards.configured import Graded, T, for_each, tried, weighted_sum
+from grpo_ray.rewards.base import About, Graded
+from grpo_ray.rewards.configured import T, for_each, tried, weighted_sum
 from grpo_ray.rewards.user_function import UserFunction
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # between a failed call and the next

@@ -19,10 +19,11 @@ from typing import Any
 
 from grpo_ray.config.reward import RewardTerm
 from grpo_ray.config.user_code import check_arguments, import_function, keyword_parameters
-from grpo_ray.rewards.base import About, Scores, scores
+from grpo_ray.rewards.base import About, Graded, Scores, scores
 
 FACTS = ("format_reward", "answer_reward")
 BY_NAME = ("question", "prompt", "row", "completions")
+NAMES_OF_RESPONSES = ("completion", "completion_ids", "solution_str")  # in other libraries
 LOGGERS = ("log_extra", "log_metric")  # of TRL; what they are told is dropped
 TRUTHS = ("ground_truth", "truth", "answer", "solution", "target", "label", "gold", "reference", "expected")
 TRL_GIVES = ("prompts", *LOGGERS)
@@ -76,6 +77,7 @@ class UserFunction:
             given = ("prompts", "completions") if self.is_of_trl else ("response", "ground_truth")
             own = {n: p for n, p in self._parameters.items() if n not in given and p.kind != p.VAR_POSITIONAL}
         else:
+            self._check_places(what)
             own = keyword_parameters(self._function, "response, ground_truth", what) or {}
         filled = {*BY_NAME, *fields, *(columns or ())} | ({*TRL_GIVES} if self.is_of_trl else set())
         asked = {
@@ -88,6 +90,16 @@ class UserFunction:
         if columns:
             remedy = f"there is no such column, only {', '.join(columns)}; add it to the data, or {remedy}"
         check_arguments(asked, self._arguments, what, remedy)
+
+    def _check_places(self, what: str) -> None:
+        """Refuse names of the first two parameters that mean something other than what their places give."""
+        first, second, *_ = *self._parameters, "", ""
+        if first in (*BY_NAME, "ground_truth", "data_source") or second in NAMES_OF_RESPONSES:
+            raise ValueError(
+                f"{what} would get the response as `{first}` and the ground truth as `{second}`, by their "
+                "places; write `def reward(response, ...)`, which gets everything else by name, such as ground_truth, "
+                "prompt, row, or a column"
+            )
 
     def truth_as(self, columns: Collection[str]) -> str | None:
         """Return the parameter that is the ground truth by its place alone, though its name is another."""
@@ -102,7 +114,10 @@ class UserFunction:
 
     def call_group(self, responses: Sequence[str], ground_truths: Sequence[str], about: About) -> Any:
         """Call the function once for the responses of a group; see `call`."""
-        values = {name: [value] * len(responses) for name, value in _values(about).items()}
+        known = _values(about)
+        if self.is_of_trl:  # there a column has its name whatever it is
+            known |= {**about.get("fields", {}), **about.get("row", {})}
+        values = {name: [value] * len(responses) for name, value in known.items()}
         values["completions"] = list(responses)
         if self.is_of_trl:
             values |= _as_in_trl(responses, about)
@@ -114,7 +129,7 @@ class UserFunction:
 
     def graded_group(
         self, responses: Sequence[str], ground_truths: Sequence[str], about: About
-    ) -> list[Scores]:
+    ) -> list[Graded]:
         """Return what the function gives a group in one call, checked; raises whatever it does."""
         return self.read_group(self.call_group(responses, ground_truths, about), len(responses))
 
@@ -139,11 +154,13 @@ class UserFunction:
         reward = float(given["reward"])
         return scores(reward, given.get("format_reward", 1) == 1, given.get("answer_reward", reward >= 1) == 1)
 
-    def read_group(self, result: Any, size: int) -> list[Scores]:
-        """Check the result of `call_group`; what is None in it does not apply, and has no scores.
+    def read_group(self, result: Any, size: int) -> list[Graded]:
+        """Check the result of `call_group`; what is None in it, or NaN as in TRL, has no scores.
+
+        A value that is none of a reward's is the ValueError of its response alone.
 
         Raises:
-            ValueError: it is no list of `size`, or a value in it is none of a reward's.
+            ValueError: it is no list of `size`.
         """
         values = result.tolist() if hasattr(result, "tolist") else result  # an array or a tensor
         if not isinstance(values, list | tuple) or len(values) != size:
@@ -153,11 +170,21 @@ class UserFunction:
             raise ValueError(
                 f"task.reward: {self.where} returned {found} for {size} responses; return a list of {size}"
             )
-        return [{} if value is None else self.read(value) for value in values]
+        return [self._read_one(value) for value in values]
+
+    def _read_one(self, value: Any) -> Graded:
+        if value is None or (self.is_of_trl and isinstance(value, float) and math.isnan(value)):
+            return {}
+        try:
+            return self.read(value)
+        except ValueError as error:
+            return error
 
     def _apply(self, response: Any, ground_truth: Any, values: dict[str, Any], about: About) -> Any:
         own = {} if self.is_of_trl else {"response": response}
-        values = {**values, **own, "ground_truth": ground_truth, **self._arguments}
+        if not (self.is_of_trl and "ground_truth" in values):
+            values = {**values, "ground_truth": ground_truth}
+        values = {**values, **own, **self._arguments}
         by_position: tuple[Any, ...] = ()
         names = list(self._parameters)
         if not self._is_by_name(about.get("row", ())):

@@ -5,7 +5,7 @@ from pathlib import Path
 from grpo_ray.config.task import EpisodesTaskConfig
 from grpo_ray.config.user_code import import_function
 from grpo_ray.records.visible_text import encodable
-from grpo_ray.tasks.examples import Example, ExampleSets, Pairs
+from grpo_ray.tasks.examples import Conversation, Example, ExampleSets, Pairs
 from grpo_ray.tasks.files import Fields, read_examples
 from grpo_ray.tasks.sources import Source
 
@@ -61,4 +61,9 @@ def _from_files(task: EpisodesTaskConfig, validation_path: str) -> ExampleSets:
     train_from, validation_from = (Source(path, (Path(path),)) for path in (task.examples, validation_path))
     train, notices = read_examples(train_from, fields)
     validation, more = read_examples(validation_from, fields, limit=task.num_validation_prompts)
+    if place := next((e.place for e in (*train, *validation) if isinstance(e.question, Conversation)), None):
+        raise ValueError(
+            f"{place}: the question is a list of messages, but an episode begins with a text; set "
+            "task.question_field to a field of text (messages may stay in another column)"
+        )
     return ExampleSets(train, validation, (*notices, *more))

@@ -65,6 +65,7 @@ def read_examples(source: Source, fields: Fields, limit: int | None = None) -> t
     names = (fields.question, fields.answer)
     rows = chain.from_iterable(read_rows(path, () if fields.keeps_row else names) for path in source.files)
     for place, row in rows:
+        row = _with_nested(row, names)
         question = _question_of(place, row, fields.question)
         truth = fields.ground_truth(answer_of(place, row, fields.answer))
         if truth is None:
@@ -84,6 +85,17 @@ def read_examples(source: Source, fields: Fields, limit: int | None = None) -> t
         raise ValueError(f"{source.name}: holds no examples; give a file with at least one")
     left_out = f"{source.name}: {counted(len(without), 'row')} without a ground truth left out"
     return examples, [f"{left_out}: no {fields.missing_part}, first in {without[0]}"] if without else []
+
+
+def _with_nested(row: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
+    """Add the values that names such as `reward_model.ground_truth` lead to, unless they are columns."""
+    for name in names:
+        value: Any = row
+        for part in [] if name in row else name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None and value is not row:
+            row = {**row, name: value}
+    return row
 
 
 def facts_of(row: Mapping[str, Any], names: Sequence[str]) -> str:

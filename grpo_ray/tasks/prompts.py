@@ -138,8 +138,8 @@ class Prompter:
         """
         if isinstance(example.question, Conversation) and not isinstance(self.template, ChatTemplate):
             raise ValueError(
-                f"{example.place}: the question is a list of messages, which only task.prompt `chat` renders, "
-                "and no episode; set task.question_field to a field of text, or task.prompt to chat"
+                f"{example.place}: the question is a list of messages, which only task.prompt `chat` renders; "
+                "set task.prompt to chat, or task.question_field to a field of text"
             )
         prompt = self.template.render(example.question, self.tokenizer)
         token_ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]

@@ -167,6 +167,7 @@ def refuses(folder: Path, overrides: str, parts: str) -> None:
         ("num_gpus=1", "did you mean generator.num_gpus, distillation.num_gpus or learner.num_gpus?"),
         ("algorithm.temperature=1", "temperature: unknown key; did you mean sampling.temperature?"),
         ("algorithm.beta=0.04", "algorithm.beta: unknown key; TRL's beta is algorithm.kl.coefficient, with"),
+        ("sampling.top_k=5", "TRL's top_k is sampling.top_p, as there is no top_k"),
         ("learner.lr=1e-4", "learner.lr: unknown key; torch's lr is learner.learning_rate"),
         ("learner.learning_rate=fast", "learner.learning_rate: 'fast' is not valid; allowed: number >= 0"),
         ("learner.learning_rate=.nan", "learner.learning_rate: nan is not valid; allowed: number >= 0"),

@@ -45,6 +45,11 @@ ABOUT = {
 MODULE = '''
 import asyncio, os, re, threading, urllib.request, json
 
+def rubric(prompt, completion, answer, **kwargs): return float(answer in completion)
+def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1.0
+def columns(completions, question, ground_truth): return [len(q + t) for q, t in zip(question, ground_truth)]
+def not_numbers(completions, **kwargs): return [float("nan"), 0.5, "x"]
+def not_a_number(response): return [float("nan"), 0.5]
 def legacy(answer, truth): return float(answer == truth)
 def by_name(response, ground_truth, question, prompt, row): return len(question) + len(prompt) + row["level"]
 def any_order(question, response): return float(question in response)
@@ -161,6 +166,8 @@ def test_a_row_without_the_column_is_an_error_of_that_answer() -> None:
         (own("sleeper"), [], "is an `async def`, which needs a term with the network"),
         (own("sleeper", network=True), [], None),
         (own("legacy", arguments={"margin": 1}), [], "has no argument 'margin'"),
+        (own("rubric"), [], "would get the response as `prompt` and the ground truth as `completion`, by"),
+        (own("compute_score"), [], "would get the response as `data_source` and the ground"),
     ],
 )
 def test_the_signature_is_compared_with_the_columns(
@@ -180,7 +187,7 @@ def test_a_batched_function_gets_lists() -> None:
     assert rewards_of(own("batched", batched=True), ["a", "abc"]) == [4, 6]
     first, second = rewards_of(own("too_few", batched=True), ["a", "b"])
     assert first == second
-    assert "too_few (forms_4711.py:14) returned 1 values for 2 responses; return a list of 2" in str(first)
+    assert "too_few (forms_4711.py:19) returned 1 values for 2 responses; return a list of 2" in str(first)
 
 
 def test_functions_of_trl_work_as_they_are() -> None:
@@ -190,6 +197,21 @@ def test_functions_of_trl_work_as_they_are() -> None:
     answers = ["<think>a</think><answer>42</answer>", "42"]
     assert rewards_of(own("format_reward_func"), answers, chat) == [1, 0]
     assert rewards_of(own("undecided"), ["x", "y"]) == ["none", 1]
+
+
+def test_in_trls_form_every_column_has_its_own_name() -> None:
+    about = {"question": "[messages]", "row": {"question": "Q?", "ground_truth": "42!"}}
+    assert rewards_of(own("columns"), ["a"], about) == [5]
+    assert rewards_of(own("columns"), ["a"], {"question": "Q"}) == [3]  # no such columns: the task's own
+
+
+def test_a_value_that_is_no_reward_concerns_its_response_alone() -> None:
+    absent, half, wrong = rewards_of(own("not_numbers"), ["a", "b", "c"])
+    assert (absent, half) == ("none", 0.5)
+    assert "returned 'x' as 'reward'; it must be a finite number" in str(wrong)
+    wrong, half = rewards_of(own("not_a_number", batched=True), ["a", "b"])
+    assert half == 0.5
+    assert "returned nan" in str(wrong)
 
 
 def test_a_term_that_does_not_apply_adds_nothing() -> None:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -113,6 +114,7 @@ def test_mistakes_are_said_and_leave_nothing_behind() -> None:
         ({"validation": [{"question": "?"}]}, r"(?<!\w)validation\[0\]: no field 'answer'"),
         ({"on_step": lambda step: None}, r"on_step: the function must take \(step, metrics\)"),
         ({"reward": "r1_zero"}, "reward: a str is not a function"),
+        ({"examples": [{"question": np.int64(3), "answer": np.float64("nan")}] * 3}, r"examples\[0\]: 'answer' is nan"),
         ({"examples": None, "validation": EXAMPLES}, "validation needs `examples` too"),
         (
             {"reward": lambda response, ground_truth, colour: 0},

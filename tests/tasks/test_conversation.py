@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_ray.config.task import FileTaskConfig
+from grpo_ray.config.task import EpisodesTaskConfig, FileTaskConfig
+from grpo_ray.tasks import load_examples
 from grpo_ray.tasks.dataset import dataset_examples
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompts import Prompter, load_template
@@ -74,6 +75,30 @@ def test_text_and_messages_may_be_mixed_in_a_file(tmp_path: Path) -> None:
     assert prompts([Example(json.dumps([USER]), "7")]) == [f"[user]{json.dumps([USER])}[assistant]"]
 
 
+def test_an_episode_begins_with_a_text(tmp_path: Path) -> None:
+    read(tmp_path, "Say 3", [USER])
+    files = {
+        "examples": str(tmp_path / "rows.jsonl"),
+        "validation_examples": str(tmp_path / "validation.jsonl"),
+    }
+    task = EpisodesTaskConfig(episode="games:play", question_field="messages", **files)
+    with pytest.raises(ValueError, match="line 2: the question is a list of messages, but an episode"):
+        load_examples(task, 0)
+
+
+def test_dots_lead_into_nested_fields(tmp_path: Path) -> None:
+    rows = [{"prompt": "Say 3", "reward_model": {"ground_truth": "3"}, "a.b": "x"}]
+    pq.write_table(pa.Table.from_pylist(rows), path := tmp_path / "rows.parquet")
+    paths = {"train_path": str(path), "validation_path": str(path), "duplicates": "keep"}
+    for field, truth in (("reward_model.ground_truth", "3"), ("a.b", "x")):
+        task = FileTaskConfig(**paths, question_field="prompt", answer_field=field)
+        assert [e.ground_truth for e in dataset_examples(task, 0).train] == [truth]
+    with pytest.raises(
+        ValueError, match=r"no field 'reward_model.style'; the fields are prompt, reward_model, a.b"
+    ):
+        dataset_examples(FileTaskConfig(**paths, question_field="prompt", answer_field="reward_model.style"), 0)
+
+
 def test_a_template_that_drops_a_message_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     show = Tokenizer.apply_chat_template
     monkeypatch.setattr(Tokenizer, "apply_chat_template", lambda self, m, **how: show(self, m[-1:], **how))
@@ -84,7 +109,7 @@ def test_a_template_that_drops_a_message_is_refused(tmp_path: Path, monkeypatch:
 
 def test_a_template_of_text_refuses_messages(tmp_path: Path) -> None:
     prompter = Prompter(load_template("r1_zero"), Tokenizer())
-    with pytest.raises(ValueError, match=r"rows.jsonl, line 1: .* only task.prompt `chat` renders, "):
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 1: .* only task.prompt `chat` renders; "):
         prompter.item(0, read(tmp_path, [USER])[0])
 
 

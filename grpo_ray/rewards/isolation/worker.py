@@ -16,8 +16,8 @@ from itertools import dropwhile
 from mmap import mmap
 from typing import Any
 
-from grpo_ray.rewards.base import NotGraded, Result, RewardFn, ScoringError, Ungradable
-from grpo_ray.rewards.configured import Graded, GroupFn, tried
+from grpo_ray.rewards.base import Graded, NotGraded, Result, RewardFn, ScoringError, Ungradable
+from grpo_ray.rewards.configured import GroupFn, tried
 from grpo_ray.rewards.isolation.confinement import Confinement, MappedMemory
 from grpo_ray.rewards.isolation.messages import LARGEST_REWARD, MAX_BYTES, is_storable, storable
 

@@ -31,8 +31,8 @@ from grpo_ray.episodes.session import Session
 from grpo_ray.learning.model_files import end_token_ids, load_tokenizer
 from grpo_ray.learning.tiny_tokenizer import tiny_tokenizer
 from grpo_ray.rewards.answer_formats import written
-from grpo_ray.rewards.base import About
-from grpo_ray.rewards.configured import Graded, GroupReward, check_reward, weighted_sum
+from grpo_ray.rewards.base import About, Graded
+from grpo_ray.rewards.configured import GroupReward, check_reward, weighted_sum
 from grpo_ray.rewards.grader import about_of
 from grpo_ray.rewards.user_function import UserFunction
 from grpo_ray.tasks import load_examples, parts_of
