@@ -75,6 +75,14 @@ def check_still_held(path: Path, what: Path) -> None:
         )
 
 
+def is_taken_since(path: Path, time: float) -> bool:
+    """Return True if a process of this machine, which is alive, took the lock `path` after `time`."""
+    holder = _holder(path)
+    if holder.get("machine") != _identity()["machine"] or path.stat().st_mtime <= time:
+        return False
+    return Path(f"/proc/{holder['pid']}").exists()
+
+
 def _release(descriptor: int) -> None:
     if _held.pop(descriptor, None) is not None:  # not in a forked child, where it is closed
         os.close(descriptor)

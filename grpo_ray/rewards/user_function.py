@@ -97,7 +97,7 @@ class UserFunction:
         if first in (*BY_NAME, "ground_truth", "data_source") or second in NAMES_OF_RESPONSES:
             raise ValueError(
                 f"{what} would get the response as `{first}` and the ground truth as `{second}`, by their "
-                "places; write `def reward(response, ...)`, which gets everything else by name, such as ground_truth, "
+                "places; write `def reward(response, ...)`. It gets everything else by name: ground_truth, "
                 "prompt, row, or a column"
             )
 

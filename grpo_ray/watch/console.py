@@ -59,6 +59,7 @@ class RunConsole:
             TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn(),
             TimeRemainingColumn(compact=True), TextColumn("{task.fields[details]}", markup=False),
             console=self.console, disable=not self.console.is_terminal, transient=True,
+            speed_estimate_period=3600,  # of the remaining time; a step may take minutes
         )  # fmt: skip
         self._bar = self._progress.add_task("starting", total=num_steps, details="")
 
@@ -85,7 +86,7 @@ class RunConsole:
                 self._bar, description="warm-up", completed=step, total=num_steps, details=f"loss {loss:.3f}"
             )
             if step == num_steps:
-                self._progress.update(self._bar, completed=0, total=self._num_steps, details="")
+                self._progress.reset(self._bar, total=self._num_steps, details="")
         elif step % 100 == 0:
             self.print(f"warm-up {step}/{num_steps}  loss {loss:.3f}")
 

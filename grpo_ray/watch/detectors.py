@@ -22,6 +22,7 @@ ENTROPY, NO_SIGNAL = "policy/entropy", "rollout/zero_variance_groups"
 UNTRAINED, SCALE, CLIPPED = "loss/untrained_frac", "loss/gradient_scale", "loss/clip_frac"
 KL, ESS = "mismatch/kl", "mismatch/ess_frac"
 ERRORS, UNGRADABLE = "reward/errors", "reward/ungradable"
+DROPPED, FINISHED = "rollout/dropped_groups", "episodes/status/finished"
 MEAN_LAG, MAX_LAG, NUM_UPDATES = "lag/mean", "lag/max", "optim/num_updates"
 
 Row = Mapping[str, Any]
@@ -59,6 +60,25 @@ class RecentSteps:
         """Return the median over the latest steps; the default unless each has a finite value."""
         return _median(self.latest, metric, default)
 
+    def silent_share(self, rows: Sequence[Row]) -> float:
+        """Return the rows' median share of the sampled groups that give no signal, dropped ones included."""
+        shares = [_finite(row, NO_SIGNAL, math.nan) / self._num_groups(row) for row in rows]
+        return _median([{NO_SIGNAL: share} for share in shares], NO_SIGNAL)
+
+    @property
+    def num_sampled(self) -> float:
+        """The responses that were sampled for the newest step."""
+        return self._num_groups((self.latest or self.first)[-1]) * self.setup.samples_per_prompt
+
+    def _num_groups(self, row: Row) -> float:
+        return self.setup.fresh_groups + _finite(row, DROPPED, 0.0)
+
+    @property
+    def learns(self) -> bool:
+        """True if the reward rises where the share of right responses says nothing: it stays 0 or 1."""
+        right = self.at_first(ANSWER)
+        return right in (0, 1) and self.now(ANSWER) == right and self.now(REWARD) > self.at_first(REWARD)
+
     def newest(self, metric: str, default: float = math.nan) -> float:
         """Return the value at the newest step; the default unless it is finite."""
         return _finite((self.latest or self.first)[-1], metric, default)
@@ -81,7 +101,7 @@ def _short_outputs(window: RecentSteps) -> str | None:
     """
     before, now = window.at_first(LENGTH), window.now(LENGTH)
     right_before, right_now = window.at_first(ANSWER), window.now(ANSWER)
-    if not (now <= 0.5 * before and right_now <= right_before + 0.05):
+    if not (now <= 0.5 * before and right_now <= min(right_before + 0.05, 0.95)) or window.learns:
         return None
     return (
         f"responses shrank from {before:.1f} to {now:.1f} tokens ({LENGTH}) and {right_now:.0%} are right, "
@@ -141,12 +161,12 @@ def _stale_old_logprobs(window: RecentSteps) -> str | None:
 
 def _satisfied_reward(window: RecentSteps) -> str | None:
     """Find a reward that nearly every response earned from the first steps on."""
-    reward, no_signal = window.at_first(REWARD), window.at_first(NO_SIGNAL)
-    if not (reward >= 0.9 and no_signal >= 0.9 * window.setup.fresh_groups):
+    reward, no_signal = window.at_first(REWARD), window.silent_share(window.first)
+    if not (reward >= 0.9 and no_signal >= 0.9):
         return None
     return (
-        f"the first steps' reward was {reward:.2f}, and {no_signal:.0f} of {window.setup.fresh_groups} groups "
-        f"gave no signal ({NO_SIGNAL}): an empty response may earn the reward too"
+        f"the first steps' reward was {reward:.2f}, and {no_signal:.0%} of the groups gave no signal "
+        f"({NO_SIGNAL}): an empty response may earn the reward too"
     )
 
 
@@ -158,15 +178,12 @@ def _entropy_collapse(window: RecentSteps) -> str | None:
     """
     before, now = window.at_first(ENTROPY), window.now(ENTROPY)
     right_before, right_now = window.at_first(ANSWER), window.now(ANSWER)
-    equal_before, equal_now = window.at_first(NO_SIGNAL), window.now(NO_SIGNAL)
-    groups = window.setup.fresh_groups
+    equal_before, equal_now = window.silent_share(window.first), window.silent_share(window.latest)
     has_fallen = now <= 0.2 * before and right_now <= right_before + 0.1
-    are_equal = equal_before <= 0.4 * groups and equal_now >= 0.6 * groups and right_now <= right_before
-    if math.isnan(before + now) or not (has_fallen or are_equal):
+    are_equal = equal_before <= 0.4 and equal_now >= 0.6 and right_now <= right_before
+    if math.isnan(before + now) or not (has_fallen or are_equal) or window.learns:
         return None
-    equal = (
-        "" if math.isnan(equal_now) else f", {equal_now:.0f} of {groups} groups give no signal ({NO_SIGNAL})"
-    )
+    equal = "" if math.isnan(equal_now) else f", {equal_now:.0%} of the groups give no signal ({NO_SIGNAL})"
     return (
         f"the entropy went from {before:.3g} to {now:.3g} nats per token ({ENTROPY}){equal}, and "
         f"{right_now:.0%} of the responses are right, {right_before:.0%} at the start: the policy no longer "
@@ -208,9 +225,12 @@ def _narrow_clip(window: RecentSteps) -> str | None:
 def _reward_errors(window: RecentSteps) -> str | None:
     """Find a reward function that fails; an answer that is too much to grade now and then is no failure."""
     errors, ungradable = window.newest(ERRORS, 0.0), window.newest(UNGRADABLE, 0.0)
+    if FINISHED in (window.latest or window.first)[-1]:  # an episode may run out of time now and then
+        text = f"{errors:.0f} episodes ended without a reward ({ERRORS}): episodes/status/ says how"
+        return text if errors >= 0.1 * window.num_sampled else None
     if errors:
         return f"{errors:.0f} responses could not be graded ({ERRORS}): the reward fails on them"
-    if ungradable < 0.1 * window.setup.fresh_groups * window.setup.samples_per_prompt or not ungradable:
+    if ungradable < 0.1 * window.num_sampled or not ungradable:
         return None
     return f"{ungradable:.0f} responses were too costly to grade ({UNGRADABLE}): the reward may hang on them"
 

@@ -119,7 +119,9 @@ async def test_a_response_that_vllm_aborted_and_an_error_without_text_are_errors
 
 
 @pytest.mark.parametrize("min_tokens", range(3, 8))
-def test_a_stop_string_ends_a_response_of_min_tokens_in_both_engines(min_tokens: int) -> None:
+def test_a_stop_string_ends_a_response_of_min_tokens_in_both_engines(
+    min_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The stop string is complete with the fifth token; one before `min_tokens` ends nothing."""
     pytest.importorskip("vllm")
     from grpo_ray.engines import vllm_texts
@@ -130,11 +132,10 @@ def test_a_stop_string_ends_a_response_of_min_tokens_in_both_engines(min_tokens:
     ids = ids_of("byte level", "5</a> and more")
     own = SamplingSettings(1, 1.0, 1.0, min_tokens, len(ids), ("</a>",), (END,))
     request = SimpleNamespace(request_id="", prompt_token_ids=[1], sampling_params=_sampling_params(own))
-    try:
-        vllm_texts.stop_at_min_tokens()
-        theirs = vllm_texts.detokenizer.from_new_request(TOKENIZERS["byte level"], request)
-    finally:
-        vllm_texts.detokenizer.from_new_request = classmethod(vllm_texts.detokenized)
+    theirs = vllm_texts.detokenizer
+    monkeypatch.setattr(theirs, "from_new_request", theirs.from_new_request)  # to be undone
+    vllm_texts.stop_at_min_tokens()
+    theirs = theirs.from_new_request(TOKENIZERS["byte level"], request)
     ours = Sequence((1,), own, torch.zeros(len(ids)))
     ends = next((n for n, token in enumerate(ids, 1) if theirs.update([token], False)), len(ids))
     while not ours.finish_reason:

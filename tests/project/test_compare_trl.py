@@ -109,11 +109,3 @@ def test_both_sides_of_the_losses_have_every_case(profiling_script: Callable[[st
     same = [name for name, (loss, _) in found.items() if name != "grpo" and abs(loss - plain) < 1e-6]
     assert same == []
     assert found["entropy bonus"][1][1].norm() > 0
-
-
-def test_comparing_losses_without_trl_is_refused(
-    profiling_script: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = profiling_script("compare_trl_losses")
-    assert script.main(["--trl-python", str(tmp_path / "none")]) == 2
-    assert "there is no" in capsys.readouterr().err

@@ -1,9 +1,7 @@
 """profiling/mutants: which changes are made, and which test files are to notice them; none is tried."""
 
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -63,36 +61,3 @@ def test_what_is_changed_and_nothing_else(scripts: tuple[ModuleType, ModuleType]
         assert changed.count(b"\n") == source.count(b"\n")
         assert len(changed) - len(source) == len(mutant.after) - len(mutant.before)
         assert source[mutant.start : mutant.end].decode() == mutant.before
-
-
-def test_the_files_for_a_mutant(
-    scripts: tuple[ModuleType, ModuleType], tmp_path: Path, monkeypatch: Any
-) -> None:
-    mutants, sites = scripts
-    monkeypatch.setattr(mutants, "ROOT", tmp_path)
-    names = [f"t{place}.py" for place in range(20)]
-    for name in names:
-        (tmp_path / name).write_text("from grpo_ray.run import other, row\n" if name == "t19.py" else "")
-    executed = {name: [1, 2, 7] if name == "t18.py" else [1, 2] for name in names[:19]}
-    covering = {
-        "seconds": {name: float(place) for place, name in enumerate(names)},
-        "failed": ["t0.py"],
-        "lines": {"grpo_ray/run/row.py": executed},
-    }
-
-    def files(line: int, in_function: bool = True) -> tuple[list[str], bool]:
-        mutant = sites.Mutant("grpo_ray/run/row.py", line, 0, 1, "<", "<=", line, in_function)
-        found, is_covered = mutants.files_for(mutant, covering)
-        return found, is_covered
-
-    assert files(7) == (["t18.py"], True)
-    chosen, is_covered = files(2)
-    assert (len(chosen), chosen[0], chosen[-1], is_covered) == (12, "t1.py", "t18.py", True)  # t0.py fails
-    assert files(2)[0] == sorted(chosen, key=names.index)
-    chosen, is_covered = files(9)  # not executed: what executes the module, or names it
-    assert (len(chosen), chosen[-2:], is_covered) == (12, ["t18.py", "t19.py"], False)
-    assert files(9, in_function=False) == (chosen, True)
-    covering["seconds"] = dict.fromkeys(names, 100.0)
-    assert len(files(2)[0]) == 2
-    covering["seconds"] = dict.fromkeys(names, 1000.0)
-    assert len(files(2)[0]) == 1

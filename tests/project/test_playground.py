@@ -13,12 +13,9 @@ from torch import Tensor
 
 from examples.course.__main__ import run as run_command
 from examples.course.playground.model import SortingModel
-from examples.course.playground.policy_gradient import Point, compute_loss, train_model
+from examples.course.playground.policy_gradient import compute_loss
 from examples.course.playground.settings import Settings
 from examples.course.playground.task import REWARD_FUNCTIONS, make_task
-
-# A tenth of the lecture's gradient steps, from a less certain initial policy: a run takes 0.1 s.
-QUICK = {"updates": 1, "learning_rate": 0.01, "embedding_std": 0.3}
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -29,9 +26,6 @@ def random_log_probs(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator(seed)).log_softmax(dim=-1)
 
 
-# ---- the model ----
-
-
 def test_the_model_equals_loops_over_positions() -> None:
     model = SortingModel(vocab_size=5, dim=4, length=3, embedding_std=0.5, generator=generator())
     prompts = torch.tensor([[1, 0, 2], [3, 2, 4]])
@@ -40,9 +34,6 @@ def test_the_model_equals_loops_over_positions() -> None:
         for pos in range(3):
             logits = model.embedding @ (hidden @ model.decode[pos])
             torch.testing.assert_close(given[pos], logits.log_softmax(dim=0))
-
-
-# ---- the task ----
 
 
 @pytest.mark.parametrize("reward", REWARD_FUNCTIONS)
@@ -63,9 +54,6 @@ def test_task_knows_every_reward_and_the_exact_expectation(reward: str, numbers:
     responses = torch.randint(task.vocab_size, (3, 7, numbers), generator=generator())
     given = [[function(p, r) for r in rs] for p, rs in zip(prompts, responses.tolist(), strict=True)]
     assert task.rewards_of(responses).tolist() == given
-
-
-# ---- losses ----
 
 
 @pytest.mark.parametrize("loss", ["naive", "unclipped", "clipped"])
@@ -98,26 +86,6 @@ def test_loss_is_the_formula_written_out(loss: str, kl: float) -> None:
     assert given.item() == pytest.approx(fmean(token_losses) + kl * fmean(response_kls), rel=1e-4)
     assert clip_fraction == pytest.approx(num_clipped / 30)
     assert loss != "clipped" or 0 < num_clipped < 30
-
-
-# ---- training ----
-
-
-def quick(seed: int = 0, **settings: object) -> list[Point]:
-    chosen = Settings.model_validate({**QUICK, "steps": 12, **settings})
-    return train_model(chosen, make_task(chosen.reward, chosen.numbers), seed)
-
-
-def test_a_seed_decides_everything() -> None:
-    first = quick()
-    assert first == quick()
-    assert [point.step for point in first] == list(range(13))
-    assert first[0] != quick(seed=1)[0]
-    assert first[0] == quick(deltas="rewards")[0]  # paired: the same start
-    assert first[1] != quick(deltas="rewards")[1]
-
-
-# ---- the command ----
 
 
 def playground(*arguments: str, output: Path | None = None) -> int:

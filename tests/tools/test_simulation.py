@@ -1,6 +1,7 @@
 """Whole simulated runs: they repeat to the byte, survive faults, and keep every schedule's promise."""
 
 import json
+import re
 import tempfile
 from array import array
 from pathlib import Path
@@ -19,7 +20,7 @@ from grpo_ray.records.json_lines import read_lines
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.audit.audit import audit
 from grpo_ray.tools.cli import main
-from grpo_ray.tools.simulation.simulate import Simulated, simulate
+from grpo_ray.tools.simulation.simulate import Simulated, lines_of, simulate
 from grpo_ray.tools.simulation.speeds import LognormalLengths, Speeds, read_speeds, recorded_lengths
 from grpo_ray.tools.simulation.workers import Account, Faults
 from grpo_ray.watch.metrics_catalog import check_names
@@ -240,6 +241,15 @@ def test_the_command_prints_what_happened(tmp_path: Path, capsys: pytest.Capture
     assert {"time/generators/generate_s", "time/slowest-generator/generate_s"} <= row.keys()
     assert not any(name.startswith("time/generator-") for name in row)
     assert " generator-19 switch\n" in (tmp_path / "trace").read_text()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_that_was_restored_has_a_summary(tmp_path: Path, seed: int) -> None:
+    result = simulated(tmp_path, f"run.seed={seed}", "checkpoint.every_num_steps=1", speeds=FAULTS)
+    (line,) = [line for line in lines_of(result) if line.startswith("step ")]
+    mean, median, low, high, longest = map(float, re.findall(r"-?\d+\.\d+", line))
+    assert 0 < low <= median <= high <= longest
+    assert low <= mean <= longest
 
 
 def test_recorded_lengths_are_those_of_the_runs_responses(tmp_path: Path) -> None:

@@ -614,6 +614,15 @@ def test_a_frame_of_a_run_that_has_ended_or_died(tmp_path: Path) -> None:
     assert "resume with: grpo-ray resume" in text
 
 
+def test_an_ending_counts_until_the_run_is_resumed(tmp_path: Path) -> None:
+    run = make_run(tmp_path, make_state(ending=Ending(kind="finished")), [step(1)])
+    assert read_view(run).is_over
+    with run.lock():  # which comes long before the first state of its own
+        assert not read_view(run).is_over
+    (tmp_path / ".lock").write_text(json.dumps({"pid": 2**30, "host": "h", "machine": "other"}))
+    assert read_view(run).is_over
+
+
 def test_a_frame_of_a_run_without_state_or_steps(tmp_path: Path) -> None:
     text = drawn(view_of(make_run(tmp_path / "run", None, [])))
     assert "no state.json yet" in text

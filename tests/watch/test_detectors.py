@@ -103,6 +103,19 @@ def test_what_looks_like_a_failure_and_is_none(name: DetectorName, after: Mappin
     assert watched(course({}, after), silent=others, setup=setup_of(name)) == []
 
 
+def test_a_judges_reward_dropped_groups_and_late_episodes_are_none() -> None:
+    never = {"reward/answer": 0.0}  # of a judge that gives less than 1
+    learned = {"reward/mean": 0.75, "rollout/response_tokens/mean": 7.9, "policy/entropy": 0.01}
+    assert watched(course({**never, "reward/mean": 0.2}, {**never, **learned})) == []
+    equal = {"rollout/zero_variance_groups": 10.0}
+    assert [found.name for found in watched(course({}, equal))] == ["entropy_collapse"]
+    assert watched(course({}, equal | {"rollout/dropped_groups": 8.0})) == []  # 10 of 24
+    late = {"episodes/status/finished": 0.98, "reward/errors": 2.0}
+    assert watched(course({}, late)) == []
+    (found,) = watched(course({}, late | {"reward/errors": 20.0}))
+    assert "20 episodes ended without a reward" in found.text
+
+
 def test_many_clipped_tokens_are_a_failure_unless_the_clip_range_is_narrow() -> None:
     rows = course({}, {"lag/mean": 9.0, "lag/max": 9.0, "loss/clip_frac": 0.2})
     assert [found.name for found in watched(rows)] == ["large_lag"]

@@ -454,13 +454,16 @@ ROWS: list[Row] = [
 ]
 
 
+OWN = {"episodes/metrics/pass@1": 0.5, "episodes/metrics/acc/easy": 1.0}  # an episode names them as it likes
+
+
 def use(tracker: Tracker, run: TrackedRun, end: End = "finished") -> str:
     """Log a run of two steps, the second of which is repeated after a restore to step 1."""
     run.folder.mkdir(parents=True, exist_ok=True)
     place = tracker.start(run)
     tracker.resume_from(0)
     # As a mixture has them:
-    tracker.metrics(1, {"reward/mean": 0.25, "reward/mean/a-b": 0.125, "loss/policy": float("nan")})
+    tracker.metrics(1, {"reward/mean": 0.25, "reward/mean/a-b": 0.125, "loss/policy": float("nan"), **OWN})
     tracker.table("rollouts", 1, ROWS)
     tracker.metrics(2, {"reward/mean": 0.5})
     tracker.resume_from(1)
@@ -604,6 +607,7 @@ def test_mlflow(tmp_path: Path) -> None:
     with path.open(newline="") as file:
         assert list(csv.DictReader(file)) == [{name: str(value) for name, value in row.items()} for row in ROWS]
     assert client.get_metric_history(run.id, "reward/mean.a-b")[0].value == 0.125
+    assert client.get_metric_history(run.id, "episodes/metrics/pass_1")[0].value == 0.5
     again = tracked(tmp_path / "runs" / "my-run", "algorithm.num_steps=9")
     go_on(MlflowTracker(), again)
     found = client.get_run(run.id)

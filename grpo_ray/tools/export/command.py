@@ -73,8 +73,10 @@ def export_merged(options: ExportOptions) -> Path:
             unfinished.chmod(0o755)  # mkdtemp lets only its owner in
             sync_tree(unfinished)
             unfinished.rename(folder)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(unfinished, ignore_errors=True)
+            if isinstance(error, shutil.Error):  # of several files, such as a full disk's, or pruned by the run
+                raise RunError(f"{checkpoint} could not be copied: {error.args[0][0][-1]}") from error
             raise
     sync(folder.parent)
     return folder

@@ -126,7 +126,11 @@ def _warnings(plan: MemoryPlan, run: MeasuredRun) -> Iterator[str]:
     of_run = Workload(plan.work.shape, plan.work.prompt_tokens, run.response_tokens)
     own = step_time(run.config, of_run, plan.machine, run)
     yield f"  by this estimate a step of the measured run takes {_s(own.step_s)}; it took {_s(run.step_s)}"
-    parameters = find_shape(run.config.model).num_parameters
+    try:
+        parameters = find_shape(run.config.model).num_parameters
+    except ValueError as error:
+        yield f"  ! the measured run's model cannot be compared with this one: {error}"
+        parameters = plan.work.shape.num_parameters
     if parameters != plan.work.shape.num_parameters:
         yield f"  ! the rates come from another model ({parameters:,} parameters) and say little about this one"
     measured, planned = ((c.generator.num_gpus, c.learner.num_gpus) for c in (run.config, plan.config))

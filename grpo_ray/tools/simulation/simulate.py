@@ -161,9 +161,9 @@ def prepared_for(config: Config, speeds: Speeds) -> Prepared:
 def lines_of(simulated: Simulated) -> Iterator[str]:
     """Yield the lines of the summary that `grpo-ray simulate` prints."""
     config, steps, faults = simulated.config, simulated.steps, simulated.faults
-    rows = steps[FIRST_STEPS:] or steps
+    rows = [row for row in steps[FIRST_STEPS:] or steps if "timing/step_s" in row]  # a restored one has none
     seconds = [row["timing/step_s"] for row in rows]
-    tenths = quantiles(seconds, n=10) if len(seconds) > 1 else seconds * 9
+    tenths = quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds * 9
     groups = config.algorithm.num_steps * config.algorithm.prompts_per_step
     yield (
         f"{config.generator.num_generators:,} Generators, {config.algorithm.num_steps:,} steps of "

@@ -11,7 +11,9 @@ import psutil
 from grpo_ray.config.loading import read_config
 from grpo_ray.errors import RunError
 from grpo_ray.records.json_lines import read_last_lines
+from grpo_ray.records.resumable_folder import LOCK_NAME
 from grpo_ray.records.run_files import RunDirectory
+from grpo_ray.records.run_lock import is_taken_since
 from grpo_ray.watch.run_state import RunState, read_state
 
 NUM_STEPS, NUM_EVENTS = 20, 5
@@ -29,10 +31,11 @@ class RunView:
     read_at: float  # seconds since the epoch
     silence: str | None  # a sentence about a driver that has stopped writing
     config: dict[str, Any]  # config.yaml as it is
+    is_resumed: bool = False  # by a process that has not written a state yet
 
     @property
     def is_over(self) -> bool:
-        return self.state is not None and self.state.ending is not None
+        return self.state is not None and self.state.ending is not None and not self.is_resumed
 
 
 def read_view(run: RunDirectory) -> RunView:
@@ -53,6 +56,7 @@ def read_view(run: RunDirectory) -> RunView:
             read_at=now,
             silence=None if state is None else silence_of(state, now),
             config=read_config(run.config_path),
+            is_resumed=state is not None and is_taken_since(run.path / LOCK_NAME, state.time),
         )
     except (OSError, ValueError) as error:
         raise RunError(str(error)) from error

@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+import re
 import time
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from grpo_ray.watch.trackers.tracker import End, Row, TrackedRun
 # MLflow's own limits on parameters per call, and on a parameter's length.
 PARAMS_AT_A_TIME = 100
 PARAM_CHARACTERS = 6000
+OWN = "episodes/metrics/"
 STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 
 
@@ -93,8 +95,11 @@ def _experiment(client: Any, name: str) -> str:
 def _flat(name: str, names: Container[str]) -> str:
     """Return `eval/reward.sorting` for `eval/reward/sorting` if `eval/reward` exists too.
 
-    MLflow's folder store has one file per metric, and a path cannot be both a file and a folder.
+    MLflow's folder store has one file per metric, and a path cannot be both a file and a folder. An episode's
+    own metrics, of any names, stay in one folder, with the characters that MLflow allows.
     """
+    if name.startswith(OWN):
+        return OWN + re.sub(r"[^\w. :-]", "_", name.removeprefix(OWN))
     parent, _, last = name.rpartition("/")
     return f"{parent}.{last}" if parent in names else name
 
