@@ -22,7 +22,7 @@ quickstart-pretrained: $(READY)
 # Every promise once, in three processes, as they often wait. A file's tests stay together, as they share what is
 # expensive to start; tests/conftest.py puts the files that take longest first.
 test: $(READY) $(VENV)/.environments
-	$(PYTEST) -n 3 -m "not campaign"
+	$(PYTEST) -n 4 -m "not campaign"
 
 # What needs neither Ray nor vLLM, but for tests that are slow by nature: many whole runs, a browser, real waits.
 quick: $(READY)
