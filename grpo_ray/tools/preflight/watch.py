@@ -73,6 +73,7 @@ class Watch:
     @contextlib.contextmanager
     def noting(self, what: str | None) -> Iterator[None]:
         """Note `exceptions` in the user's code, for their episode; or `calls` that wait or read clocks."""
+        before = sys.gettrace(), threading.gettrace(), sys.getprofile(), threading.getprofile()
         if what == "exceptions":
             threading.settrace(self._enter)
             sys.settrace(self._enter)
@@ -82,8 +83,9 @@ class Watch:
         try:
             yield
         finally:
-            for stop in (sys.settrace, threading.settrace, sys.setprofile, threading.setprofile):
-                stop(None)
+            setters: Any = sys.settrace, threading.settrace, sys.setprofile, threading.setprofile
+            for put, earlier in zip(setters, before, strict=True):  # of a debugger, or of a coverage tool
+                put(earlier)
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
         return self._on_event if self.is_own(frame.f_code.co_filename) else None
