@@ -32,7 +32,7 @@ class Browser:
         self._last_id += 1
         self._socket.send(json.dumps({"id": self._last_id, "method": method, "params": parameters}))
         while True:
-            message = json.loads(self._socket.recv(timeout=30))
+            message = json.loads(self._socket.recv(timeout=120))
             if message.get("id") == self._last_id:
                 assert "error" not in message, message
                 return message["result"]
@@ -58,8 +58,16 @@ class Browser:
     def wait_for(self, condition: str, limit_s: float = 120) -> None:
         """Wait until the expression is true in the page."""
         deadline = time.monotonic() + limit_s
-        while not self.run(f"!!({condition})"):
+        while not self._holds(condition):
             assert time.monotonic() < deadline, (condition, self.errors())
+
+    def _holds(self, condition: str) -> bool:
+        try:
+            return bool(self.run(f"!!({condition})"))
+        except AssertionError as error:
+            if "navigated" in str(error) or "context" in str(error):  # the page is being replaced by another
+                return False
+            raise
 
     def settle(self) -> None:
         """Wait for two frames, after which size observers have drawn."""

@@ -13,6 +13,8 @@ from grpo_ray.core.context import ServingContext
 from grpo_ray.core.starting import until_all_ready
 from grpo_ray.errors import Stalled
 from grpo_ray.records.run_files import RunDirectory
+from grpo_ray.tools.simulation.virtual_time import VirtualClock
+from grpo_ray.watch.clock import simulated_by
 from grpo_ray.watch.open_calls import OpenCalls
 from grpo_ray.watch.run_log import RunLog
 
@@ -55,10 +57,10 @@ class Starts:
             assert isinstance(actor, FakeClient)
             await actor.ready()
 
-        asyncio.run(until_all_ready(self.context, ready))
+        with simulated_by(clock := VirtualClock()):
+            clock.run(until_all_ready(self.context, ready))
 
 
-@pytest.mark.slow
 def test_generators_start_in_waves_and_the_others_at_once(tmp_path: Path) -> None:
     starts = Starts(tmp_path, 7, "generator.max_starting=3")
     starts.run()
@@ -67,7 +69,6 @@ def test_generators_start_in_waves_and_the_others_at_once(tmp_path: Path) -> Non
     assert sorted(starts.began) == sorted(starts.actors.by_name())
 
 
-@pytest.mark.slow
 def test_the_run_says_how_many_actors_are_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starting, "REPORT_S", 0.15)
     monkeypatch.setattr(starting, "NOTICE_S", 0.4)
@@ -81,14 +82,12 @@ def test_the_run_says_how_many_actors_are_up(tmp_path: Path, monkeypatch: pytest
     assert reports[-1].endswith(waiting)
 
 
-@pytest.mark.slow
 def test_the_time_of_a_start_counts_from_its_turn(tmp_path: Path) -> None:
     starts = Starts(tmp_path, 6, "generator.max_starting=1", "recovery.start_timeout_s=0.4")
     starts.run()  # 0.6 s in all
     assert starts.most == 1
 
 
-@pytest.mark.slow
 def test_only_actors_that_had_their_turn_are_late(tmp_path: Path) -> None:
     starts = Starts(tmp_path, 4, "generator.max_starting=2", "recovery.start_timeout_s=0.5")
     starts.seconds |= {"generator-0": 30.0, "generator-1": 30.0}

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,7 +127,7 @@ class JobClient:
                 time.sleep(POLL_S)
             self._report_end(job_id)
             if run is not None:
-                print(visible(f"resume it with: grpo-ray submit --resume {run}"))
+                print(visible(f"resume it with: grpo-ray submit --resume {shlex.quote(run)}"))
             return True
 
     async def _print_output(self, job_id: str) -> None:
