@@ -226,9 +226,9 @@ def _reward_errors(window: RecentSteps) -> str | None:
     """Find a reward function that fails; an answer that is too much to grade now and then is no failure."""
     errors, ungradable = window.newest(ERRORS, 0.0), window.newest(UNGRADABLE, 0.0)
     if FINISHED in (window.latest or window.first)[-1]:  # an episode may run out of time now and then
-        text = f"{errors:.0f} episodes ended without a reward ({ERRORS}): episodes/status/ says how"
-        return text if errors >= 0.1 * window.num_sampled else None
-    if errors:
+        if errors >= 0.1 * window.num_sampled:
+            return f"{errors:.0f} episodes ended without a reward ({ERRORS}): episodes/status/ says how"
+    elif errors:
         return f"{errors:.0f} responses could not be graded ({ERRORS}): the reward fails on them"
     if ungradable < 0.1 * window.num_sampled or not ungradable:
         return None

@@ -454,7 +454,7 @@ ROWS: list[Row] = [
 ]
 
 
-OWN = {"episodes/metrics/pass@1": 0.5, "episodes/metrics/acc/easy": 1.0}  # an episode names them as it likes
+OWN = {"episodes/metrics/pass@1": 0.5, "eval/episodes/metrics/acc/easy": 1.0}  # of any names
 
 
 def use(tracker: Tracker, run: TrackedRun, end: End = "finished") -> str:

@@ -98,14 +98,14 @@ def _flat(name: str, names: Container[str]) -> str:
     MLflow's folder store has one file per metric, and a path cannot be both a file and a folder. An episode's
     own metrics, of any names, stay in one folder, with the characters that MLflow allows.
     """
-    if name.startswith(OWN):
-        return OWN + re.sub(r"[^\w. :-]", "_", name.removeprefix(OWN))
+    before, is_own, own = name.partition(OWN)
+    if is_own:
+        return before + OWN + re.sub(r"[^\w. :-]", "_", own)
     parent, _, last = name.rpartition("/")
     return f"{parent}.{last}" if parent in names else name
 
 
 def _store(run: TrackedRun) -> str:
     uri = run.config.tracking.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
-    return uri or str(
-        run.folder.resolve().parents[2] / "mlruns"
-    )  # where this run lies, from wherever it resumes
+    # The run lies there, wherever it is resumed from.
+    return uri or str(run.folder.resolve().parents[2] / "mlruns")
