@@ -19,7 +19,7 @@ quickstart-pretrained: $(READY)
 	$(BIN)/grpo-ray data smollm2 smollm2
 	$(BIN)/grpo-ray train configs/smollm2-sums.yaml model.path=smollm2
 
-# Every promise once, in three processes, as they often wait. A file's tests stay together, as they share what is
+# Every promise once, in four processes, as they often wait. A file's tests stay together, as they share what is
 # expensive to start; tests/conftest.py puts the files that take longest first.
 test: $(READY) $(VENV)/.environments
 	$(PYTEST) -n 4 -m "not campaign"
@@ -32,7 +32,8 @@ quick: $(READY)
 campaign: $(READY) $(VENV)/.environments
 	$(PYTEST) -n 2 -m campaign
 
-lint: $(READY)
+# mypy reads the examples, which import those packages, too.
+lint: $(READY) $(VENV)/.environments
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
