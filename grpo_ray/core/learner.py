@@ -15,6 +15,7 @@ from torch.profiler import record_function
 
 from grpo_ray.config import Config
 from grpo_ray.core.staleness import UpdateCounts, lag_metrics
+from grpo_ray.errors import RunError
 from grpo_ray.learning.adapters import load_adapter, load_trained, trained_parameters
 from grpo_ray.learning.batch_advantages import needs_batch, with_batch_advantages
 from grpo_ray.learning.device import Offload, hold_to_cores
@@ -109,6 +110,7 @@ class Learner:
         profiled = config.learner.profile_steps if self._ranks.is_first else None
         self._profiler = StepProfiler(profiled, profile_folder)
         self._last_report: StepReport | None = None
+        self._is_between = False  # updates of a batch: the weights are of no version
         self._captured: TrainingState | None = None
         self._spare: TrainingState | None = None  # a written state; the next takes its memory
         self._publisher = Publisher(config, host, self._device, self._ranks)
@@ -190,6 +192,7 @@ class Learner:
         events = {kind: text for kind, text in found.items() if text is not None}
         events |= self._forward_backward.take_layout_notes()
         self._last_report = StepReport(self.version, metrics, events)
+        self._is_between = False
         return self._last_report
 
     def _metrics_of_ranks(self, own: Mapping[str, float]) -> dict[str, float]:
@@ -260,6 +263,7 @@ class Learner:
             ages.append(self._updates.age(min((s.oldest_version for s in minibatch), default=NO_VERSION)))
             if updates:  # from then on it would measure the policy's change, not the engines' difference
                 of_this = {name: value for name, value in of_this.items() if name not in MISMATCH}
+            self._is_between = True
             with self._clock.stage("optimizer"):
                 update = self._update(of_this["loss"])
             updates.append({**update, "loss/policy": of_this["loss"]})
@@ -366,10 +370,16 @@ class Learner:
                 self._reference.masters.to(device, self._offload, are_constant=not self._reference.moves)
 
     def capture(self) -> StepReport | None:
-        """Copy the whole state to host memory, for `write_captured`; return the last step's report."""
+        """Copy the whole state to host memory, for `write_captured`; return the last step's report.
+
+        Raises:
+            RunError: an error ended the last step between its updates.
+        """
         counters: dict[str, float] = {"version": self.version, "skipped_in_a_row": self._skipped_in_a_row}
         counters |= self._forward_backward.entropy_bonus.state() | self._updates.state()
         spare, self._spare, self._captured = self._captured or self._spare, None, None
+        if self._is_between:
+            raise RunError(f"step {self._step} ended between its updates: the weights are of no version")
         with self._clock.stage("capture", f"version {self.version}"):
             reference = self._reference.weights() if self._reference is not None else {}
             self._captured = capture_state(self.masters, self._optimizer, counters, reference, spare)

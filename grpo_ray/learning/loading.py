@@ -1,12 +1,13 @@
 """Loading a policy with its weights, and checking them."""
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from grpo_ray.config.model import Implementation
 from grpo_ray.learning.attention import NAME as ATTENTION
@@ -26,6 +27,8 @@ def skeleton(path: str, trust_remote_code: bool, implementation: Implementation)
         model = _with_sdpa(
             AutoModelForCausalLM.from_config, config, dtype=torch.float32, trust_remote_code=trust_remote_code
         )
+    with suppress(OSError):  # a model need not have the file, which may name more end tokens than config.json
+        model.generation_config = GenerationConfig.from_pretrained(path)
     return _with_tree_attention(model)
 
 

@@ -3,7 +3,7 @@
 Its options: compilation of its blocks, what the backward pass recomputes, and a float32 output layer.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -151,7 +151,10 @@ def recompute_in_backward(model: PolicyModel, which: Recomputation) -> None:
     if which == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_or_recompute)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    for module in model.modules():  # transformers checkpoints in training mode only; dropout inside stays off
+    # transformers checkpoints in training mode only, in which some models drop values without a module for it.
+    for module in model.modules():
+        for name in [n for n, rate in vars(module).items() if "drop" in n and isinstance(rate, float)]:
+            setattr(module, name, 0.0)
         module.training = getattr(module, "gradient_checkpointing", False)
 
 
@@ -161,7 +164,13 @@ def _keep_or_recompute(_: Any, operation: Any, *args: Any, **kwargs: Any) -> Che
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def blocks_of(model: PolicyModel) -> Iterable[nn.Module]:
+    """Return the blocks: `model.layers`, or in models of another layout, such as GPT-2, their longest list."""
+    layers: Iterable[nn.Module] | None = getattr(getattr(model, "model", None), "layers", None)
+    return layers or max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
+
+
 def compile_blocks(model: PolicyModel) -> None:
     """Compile blocks and output layer in place, for any batch and sequence length; names of parameters stay."""
-    for module in (*model.model.layers, model.get_output_embeddings()):
+    for module in (*blocks_of(model), model.get_output_embeddings()):
         module.compile(dynamic=True)

@@ -27,7 +27,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from grpo_ray.learning.policy_model import PolicyModel
+from grpo_ray.learning.policy_model import PolicyModel, blocks_of
 from grpo_ray.learning.quantization import is_quantized
 from grpo_ray.learning.rendezvous import NUM_BYTES, SignedStore, prove
 
@@ -188,7 +188,7 @@ class Ranks:
             "ignored_params": whole,
         }
         root: Any = model
-        for part in (*model.model.layers, root):
+        for part in (*blocks_of(model), root):
             fully_shard(part, **options)
         root.apply_whole = lambda compute, *args: compute(*args)
         register_fsdp_forward_method(root, "apply_whole")

@@ -70,11 +70,15 @@ def _receive_values(model: Any, complete: Any, ranks: Ranks) -> None:
     """Fill the sharded parameters and the buffers with the first rank's values.
 
     Raises:
-        RuntimeError: the two do not have the same tensors.
+        ValueError: the two do not have the same tensors.
     """
     sources = dict(complete.named_parameters()) | dict(complete.named_buffers()) if complete is not None else {}
     targets = dict(model.named_parameters()) | dict(model.named_buffers())
-    ranks.agree("the names of the model's tensors", sorted(ranks.from_first(sorted(sources)) and targets))
+    if others := {*ranks.from_first(sorted(sources))} ^ {*targets}:
+        raise ValueError(
+            f"the model's files and its config.json differ in the weights {', '.join(sorted(others)[:4])}; "
+            "correct config.json, such as tie_word_embeddings"
+        )
     for name, target in targets.items():
         if is_quantized(target):
             continue

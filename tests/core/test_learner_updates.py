@@ -34,6 +34,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.losses import RATIO_LOSSES
 from grpo_ray.config.presets import PRESETS
 from grpo_ray.core.learner import Learner
+from grpo_ray.errors import RunError
 from grpo_ray.learning.sequences import TrainSequence, sequences_of
 from grpo_ray.objectives import group_advantages
 from grpo_ray.types import ScoredGroup, TrainBatch
@@ -294,6 +295,20 @@ def test_every_step_shuffles_anew(make_learner: MakeLearner) -> None:
             dealt.append([tokens_of(update.sequences) for update in updates])
     assert dealt[0] != dealt[1]
     assert dealt[0] != dealt[2]
+
+
+def test_weights_between_two_updates_are_not_captured(
+    make_learner: MakeLearner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make_learner(algorithm={"epochs_per_batch": 1, "train_batch_size": 6})
+    batch, accumulate, calls = make_batch(learner), learner.accumulate_gradient, iter((False, True))
+    step(learner, batch)
+    learner.capture()
+    monkeypatch.setattr(learner, "accumulate_gradient", lambda s: 1 / 0 if next(calls) else accumulate(s))
+    with pytest.raises(ZeroDivisionError):
+        step(learner, batch)
+    with pytest.raises(RunError, match="step 2 ended between its updates"):
+        learner.capture()
 
 
 def test_skipped_update_leaves_the_others_of_its_batch(make_learner: MakeLearner) -> None:

@@ -7,9 +7,11 @@ import pytest
 import torch
 from builders import ENDS, MakeLearner, TinyModel, changed, gradient, make_batch, relative_difference
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import OPTConfig, OPTForCausalLM, Starcoder2Config, Starcoder2ForCausalLM
 
 from grpo_ray.config import Config, LearnerConfig
 from grpo_ray.core.learner import Learner
+from grpo_ray.learning.policy_model import blocks_of, recompute_in_backward
 from grpo_ray.learning.sequences import sequences_of
 
 FAMILIES = ("transformers", "grpo_ray")
@@ -41,6 +43,19 @@ def test_recomputing_changes_no_gradient(
     plain, recomputing = make_learner(family, dtype), make_learner(family, dtype, gradient_checkpointing=which)
     batch = make_batch(plain)
     assert torch.equal(accumulated(recomputing, batch), accumulated(plain, batch))
+
+
+def test_recomputing_drops_no_value_and_blocks_are_found_in_any_layout() -> None:
+    """Some models drop values by a function, with a rate that is a plain attribute of a module."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
+    starcoder = Starcoder2Config(**sizes, intermediate_size=32, num_key_value_heads=1, embedding_dropout=0.5)
+    opt = OPTConfig(**sizes, ffn_dim=32, word_embed_proj_dim=16, dropout=0.5)
+    for model in (Starcoder2ForCausalLM(starcoder).eval(), OPTForCausalLM(opt).eval()):
+        tokens = torch.arange(8)[None]
+        plain = model(input_ids=tokens).logits
+        recompute_in_backward(model, "full")
+        assert torch.equal(model(input_ids=tokens).logits, plain)
+        assert len(list(blocks_of(model))) == 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,7 +17,7 @@ from grpo_ray.config.loading import load_config
 from grpo_ray.config.model import Implementation, TinyModelConfig, WarmupConfig
 from grpo_ray.config.task import FileTaskConfig, SortingTaskConfig
 from grpo_ray.learning import model_files
-from grpo_ray.learning.loading import load_policy
+from grpo_ray.learning.loading import load_policy, skeleton
 from grpo_ray.learning.model_files import (
     at_commit,
     check_lengths,
@@ -378,3 +378,10 @@ def test_few_digits_still_make_a_tokenizer() -> None:
     full = task | {"num_train_prompts": 80}
     with pytest.raises(ValueError, match="leave no number"):
         tiny_tokenizer(Config(model={"tiny": {"warmup": None}}, task=full))
+
+
+def test_the_skeleton_has_the_end_tokens_of_the_file(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Of several ranks it is what writes a checkpoint."""
+    folder = shutil.copytree(tiny_model(), tmp_path / "model")
+    GenerationConfig(eos_token_id=[0, 17]).save_pretrained(folder)
+    assert skeleton(str(folder), False, "transformers").generation_config.eos_token_id == [0, 17]

@@ -1,6 +1,5 @@
 """profiling/bench.py: cheap benchmarks run and write their results, and two results can be compared."""
 
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +7,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 CHEAP = (
     "adapter_memory",
@@ -184,13 +182,3 @@ def test_a_synthetic_run_is_as_training_would_leave_it(bench: ModuleType, tmp_pa
     assert len({path.stat().st_ino for path in run.rollouts.iterdir()}) == 5
     assert len(list(run.rollouts.iterdir())) == 12
     assert len(list(run.evaluations.glob("*.parquet"))) == 4
-
-
-def test_skipped_cases_are_reported(bench: ModuleType) -> None:
-    from benchmarks.results import Row, print_result
-
-    result = make_result(bench, {"plain": (1.0,)})
-    result.rows.append(Row("ipc", skipped="there is no GPU"))
-    console = Console(file=io.StringIO(), width=160)
-    print_result(result, console)
-    assert "ipc is skipped: there is no GPU" in console.file.getvalue()  # type: ignore[attr-defined]

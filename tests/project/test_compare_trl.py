@@ -1,6 +1,5 @@
 """profiling/compare_trl.py, without TRL: both sides get the same work, and what is missing is said."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -81,22 +80,6 @@ def test_both_sides_get_the_same_work(
         texts = [text for text, _ in prompts["prompts"]]
         assert len(set(texts)) == len(texts)
         assert {len(tokenizer(text)["input_ids"]) for text in texts[:20]} == {250}
-
-
-def test_the_first_steps_and_the_last_are_left_out(compare_trl: ModuleType) -> None:
-    found = compare_trl.summary([9.0, 9.0, 9.0, 9.0, 1.0, 2.0, 6.0, 9.0], [17.0, 19.0])
-    assert found == {"median": 2.0, "mean": 3.0, "response_tokens": 18.0}
-    with pytest.raises(ValueError, match="give more"):
-        compare_trl.summary([1.0] * 5, [17.0])
-
-
-def test_a_case_that_does_not_exist_is_refused(
-    compare_trl: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare_trl, "trl_problem", lambda python: None)
-        assert compare_trl.main(["--trl-python", sys.executable, "--case", "nothing"]) == 2
-    assert "no case has 'nothing' in its name: quickstart, " in capsys.readouterr().err
 
 
 def test_both_sides_of_the_losses_have_every_case(profiling_script: Callable[[str], ModuleType]) -> None:
