@@ -381,7 +381,7 @@ def test_few_digits_still_make_a_tokenizer() -> None:
 
 
 def test_the_skeleton_has_the_end_tokens_of_the_file(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Of several ranks it is what writes a checkpoint."""
+    """Several ranks write their checkpoint from it."""
     folder = shutil.copytree(tiny_model(), tmp_path / "model")
     GenerationConfig(eos_token_id=[0, 17]).save_pretrained(folder)
     assert skeleton(str(folder), False, "transformers").generation_config.eos_token_id == [0, 17]
