@@ -202,17 +202,14 @@ class GroupBook:
     def _cut_late(self, step: int) -> tuple[int, ...]:
         """Cut off the groups that would be too old for the batch of `step`; return those in flight."""
         oldest = self._oldest_kept = oldest_allowed(version_trained_at(step), self._max_lag)
-        sampled, waiting = [], []
-        for group_id in self._by_state[State.IN_FLIGHT]:
-            version = self._groups[group_id].version
-            if not self._keeps_old(group_id):
-                if version is None and self.published_version < oldest:
-                    waiting.append(group_id)  # for room, which the others leave now
-                elif version is not None and version < oldest:
-                    sampled.append(group_id)
+        in_flight = {
+            g: self._groups[g].version for g in self._by_state[State.IN_FLIGHT] if not self._keeps_old(g)
+        }
+        sampled = [g for g, version in in_flight.items() if version is not None and version < oldest]
+        waiting = [g for g, version in in_flight.items() if version is None and self.published_version < oldest]
         self._cut([g for g in self._by_state[State.BUFFERED] if self._is_too_old(g, oldest)])
         self._cut(sampled)
-        self._move(waiting, (State.IN_FLIGHT,), State.WAITING)
+        self._move(waiting, (State.IN_FLIGHT,), State.WAITING)  # they would get the room that the others leave
         return *sampled, *waiting
 
     def trained(self, step: int) -> None:

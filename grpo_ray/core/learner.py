@@ -375,11 +375,11 @@ class Learner:
         Raises:
             RunError: an error ended the last step between its updates.
         """
+        if self._is_between:
+            raise RunError(f"step {self._step} ended between its updates: the weights are of no version")
         counters: dict[str, float] = {"version": self.version, "skipped_in_a_row": self._skipped_in_a_row}
         counters |= self._forward_backward.entropy_bonus.state() | self._updates.state()
         spare, self._spare, self._captured = self._captured or self._spare, None, None
-        if self._is_between:
-            raise RunError(f"step {self._step} ended between its updates: the weights are of no version")
         with self._clock.stage("capture", f"version {self.version}"):
             reference = self._reference.weights() if self._reference is not None else {}
             self._captured = capture_state(self.masters, self._optimizer, counters, reference, spare)

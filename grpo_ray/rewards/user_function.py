@@ -181,10 +181,10 @@ class UserFunction:
             return error
 
     def _apply(self, response: Any, ground_truth: Any, values: dict[str, Any], about: About) -> Any:
-        own = {} if self.is_of_trl else {"response": response}
-        if not (self.is_of_trl and "ground_truth" in values):
-            values = {**values, "ground_truth": ground_truth}
-        values = {**values, **own, **self._arguments}
+        if self.is_of_trl:
+            values = {"ground_truth": ground_truth, **values, **self._arguments}
+        else:
+            values = {**values, "response": response, "ground_truth": ground_truth, **self._arguments}
         by_position: tuple[Any, ...] = ()
         names = list(self._parameters)
         if not self._is_by_name(about.get("row", ())):

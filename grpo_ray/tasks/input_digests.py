@@ -76,10 +76,10 @@ def files_named(config: Config) -> dict[str, str]:
     return {k: v for k, v in values.items() if v is not None and k.rpartition(".")[2] in FILE_FIELDS}
 
 
-def file_digests(config: Config) -> dict[str, str]:
-    """Return the digest of each file that the configuration names, by its field and name."""
-    named = ((field, Path(name)) for field, name in files_named(config).items())
-    return {f"{field} ({path})": _sha256(path.read_bytes()) for field, path in named if path.is_file()}
+def file_digest(path: str) -> str:
+    """Return a digest of a file of any size."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def write_digests(run: RunDirectory, digests: Mapping[str, str]) -> None:

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.records.resumable_folder import Definition, changed_values
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.run.preparation import check_rewards
-from grpo_ray.tasks.input_digests import file_digests, input_digests
+from grpo_ray.tasks.input_digests import file_digest, files_named, input_digests
 from grpo_ray.tools.experiments.experiment import Experiment, check_overrides
 
 
@@ -110,7 +111,12 @@ def _message(experiment: Experiment, found: Mapping[str, Sequence[str]]) -> str:
 
 def definition_of(plan: ExperimentPlan) -> dict[str, Any]:
     """Return the contents of `experiment.json`."""
-    base = load_config(plan.base).model_dump(mode="json")
+    base, digest = load_config(plan.base).model_dump(mode="json"), cache(file_digest)
+
+    def inputs(config: Config) -> dict[str, str]:  # variants have most files in common
+        files = {field: path for field, path in files_named(config).items() if Path(path).is_file()}
+        return input_digests(config, {}, [], []) | {f"{k} ({path})": digest(path) for k, path in files.items()}
+
     return {
         "name": plan.experiment.name,
         "base": plan.base,
@@ -120,11 +126,7 @@ def definition_of(plan: ExperimentPlan) -> dict[str, Any]:
         "overrides": list(plan.overrides),
         "variants": {label: list(overrides) for label, overrides in plan.experiment.variants.items()},
         "base_config": base,
-        "inputs": {
-            run.variant: input_digests(run.config, {}, [], []) | file_digests(run.config)
-            for run in plan.runs
-            if run.seed == 0
-        },
+        "inputs": {run.variant: inputs(run.config) for run in plan.runs if run.seed == 0},
     }
 
 

@@ -168,8 +168,8 @@ class Problems:
     def __init__(self, config: Mapping[str, Any], rows: Iterable[Mapping[str, Any]] = ()) -> None:
         """Note the rows; `config` is the run's `config.yaml`, with the number of responses per step."""
         algorithm = config.get("algorithm", {})
-        replayed = (config.get("buffer", {}).get("replay") or {}).get("frac", 0)
-        self._num_prompts = round((1 - replayed) * algorithm.get("prompts_per_step", 0))
+        num_prompts, replay = algorithm.get("prompts_per_step", 0), config.get("buffer", {}).get("replay") or {}
+        self._num_prompts = num_prompts - round(num_prompts * replay.get("frac", 0))  # `Config.fresh_per_step`
         self._num_samples = algorithm.get("samples_per_prompt", 0)
         self._sums: Counter[str] = Counter()
         for row in rows:

@@ -56,7 +56,7 @@ def read_view(run: RunDirectory) -> RunView:
             read_at=now,
             silence=None if state is None else silence_of(state, now),
             config=read_config(run.config_path),
-            is_resumed=state is not None and is_taken_since(run.path / LOCK_NAME, state.time),
+            is_resumed=bool(state and state.ending and is_taken_since(run.path / LOCK_NAME, state.time)),
         )
     except (OSError, ValueError) as error:
         raise RunError(str(error)) from error
