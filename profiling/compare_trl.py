@@ -13,7 +13,7 @@ every step does the same work), and two threads: TRL's trainer both, grpo_ray's 
 
     python profiling/compare_trl.py --trl-python ~/trl/bin/python --until 0.9 --rounds 3 --steps 60
 
-`--set` and `--trl-set` change both sides, for example to run on a GPU, which has not been tried.
+`--set` and `--trl-set` change both sides, for example to run on a GPU (docs/lab/gpu.md).
 
 With --until, both sides learn, with the configuration's learning rate and reward; a run counts until the mean
 training reward of three steps has passed the bound. Each round has a seed of its own.

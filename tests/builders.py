@@ -38,7 +38,7 @@ TinyModel = Callable[..., Path]
 GPUS = int(os.environ.get("GRPO_RAY_TEST_GPUS", "0"))
 TEST_ENGINE = {"num_gpus": GPUS, "kv_cache_gib": 0.05 if GPUS == 0 else 0.5, "gpu_memory_utilization": 0.2}
 """The `generator` section of tests with vLLM: on a CPU, or with GRPO_RAY_TEST_GPUS=1 on a GPU."""
-ROUNDING = 1e-4 if GPUS == 0 else 5e-3  # of vLLM's float32, in nats: its kernels for GPUs multiply in TF32
+ROUNDING = 1e-4 if GPUS == 0 else 2e-2  # of vLLM's float32, in nats: its kernels for GPUs multiply in TF32
 # A test before may have used CUDA in this process, which a fork cannot then.
 os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"} if GPUS else {}
 

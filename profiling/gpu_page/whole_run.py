@@ -1,6 +1,6 @@
 """The second part of the page: a whole run of the quickstart on one GPU, Generator and Learner colocated.
 
-It needs Ray and vLLM. It was written without a GPU at hand and has not run on one yet.
+It needs Ray and vLLM.
 """
 
 import importlib.util

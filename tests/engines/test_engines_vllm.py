@@ -193,7 +193,7 @@ def test_two_syncs_later_every_token_is_the_new_weights(record: Record) -> None:
         for completion in group:
             assert (completion.versions == 2).all()
             assert logprob_error(record.models[2], prompt, completion, SETTINGS).max() < ROUNDING
-            assert logprob_error(record.models[1], prompt, completion, SETTINGS).max() > 1e-2
+            assert logprob_error(record.models[1], prompt, completion, SETTINGS).max() > 0.1
 
 
 def test_weights_replaced_in_flight(record: Record) -> None:
@@ -208,8 +208,8 @@ def test_weights_replaced_in_flight(record: Record) -> None:
         errors = {v: logprob_error(record.models[v], prompt, completion, LONG) for v in (old, new)}
         assert errors[old][versions == old].max() < ROUNDING
         assert errors[new][versions == new].max() < ROUNDING
-        assert errors[new][versions == old].max() > 1e-2
-        assert errors[old][versions == new].max() > 1e-2
+        assert errors[new][versions == old].max() > 0.1
+        assert errors[old][versions == new].max() > 0.1
 
 
 def test_end_tokens_come_only_from_min_tokens_on_and_end_the_response(record: Record) -> None:
