@@ -316,6 +316,11 @@ class AlgorithmConfig(Section):
         smallest, largest = self.correction_band or (None, None)
         if smallest is not None and largest is not None and smallest >= largest:
             yield f"correction_band is ({smallest:g}, {largest:g}): the first must be the smaller"
+        if self.entropy_target is not None and self.entropy_bonus > self.entropy_bonus_max:
+            yield (
+                f"entropy_bonus ({self.entropy_bonus:g}), from which entropy_target starts, is above "
+                f"entropy_bonus_max ({self.entropy_bonus_max:g}); lower it, or raise entropy_bonus_max"
+            )
         self.refuse_two_ratios(loss_record(self.loss).has_ratio and not is_function_name(self.loss))
 
     def refuse_two_ratios(self, uses_ratio: bool) -> None:

@@ -351,6 +351,16 @@ class Config(Section):
 
     def _conflicts_of_distillation(self) -> Iterator[str]:
         is_vllm, sampling = self.distillation.engine == "vllm", self.sampling
+        if not self.distillation.use_reward and self.algorithm.kl.placement != "loss":
+            yield (
+                f"algorithm.kl.placement: `{self.algorithm.kl.placement}` changes advantages, which "
+                "distillation.use_reward false replaces with the teacher's; set it to `loss`"
+            )
+        if not self.distillation.use_reward and self.algorithm.advantage_scale != "group":
+            yield (
+                f"algorithm.advantage_scale: `{self.algorithm.advantage_scale}` scales advantages, which "
+                "distillation.use_reward false replaces with the teacher's; set it to `group`"
+            )
         if self.algorithm.dynamic_sampling_tries:
             yield (
                 "algorithm.dynamic_sampling_tries replaces groups without signal, but with "

@@ -203,17 +203,18 @@ class ForwardBackward:
 
     def _entropy_sums(self, entropy: torch.Tensor, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Sum the entropies of tokens with an advantage; with a target, of all that the bonus acts on."""
-        mask = batch.advantage_mask
-        if self._steers_entropy:
-            mask = batch.response_mask
-            if self._omits_without_behaviour:
-                mask = mask & batch.behaviour_logprobs.isfinite()
+        mask = self._loss_mask(batch) if self._steers_entropy else batch.advantage_mask
         return {"entropy": entropy.detach().masked_fill(~mask, 0.0).sum(), "entropy_tokens": mask.sum()}
 
     @property
     def _omits_without_behaviour(self) -> bool:
         """True if a token without a finite logprob of the sampler has no ratio, and so is not in the loss."""
         return self._objective.needs_old_log_probs and self._config.algorithm.old_log_probs == "behaviour"
+
+    def _loss_mask(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the tokens in the loss, bool `[batch, resp]`."""
+        mask = batch.response_mask
+        return mask & batch.behaviour_logprobs.isfinite() if self._omits_without_behaviour else mask
 
     def _backward(self, model: PolicyModel, batch: MicroBatch, denominator: float) -> dict[str, torch.Tensor]:
         algorithm, mask = self._config.algorithm, batch.response_mask
@@ -243,7 +244,9 @@ class ForwardBackward:
         is_plain = self._objective.has_plain_gradient and batch.token_penalties is None
         if log_probs.grad is not None and is_plain:
             aggregated = self._objective.aggregation, denominator, batch.sample_tokens
-            counts |= gradient_sums(log_probs.grad, mask, batch.advantages, *aggregated, weights)
+            counts |= gradient_sums(
+                log_probs.grad, self._loss_mask(batch), batch.advantages, *aggregated, weights
+            )
         counts |= measured | _mismatch_sums(proximal, batch) | self._entropy_sums(entropy, batch)
         return counts | {"kl_tokens": counts["num_tokens"], "loss": loss.detach()}
 

@@ -122,13 +122,11 @@ def loss_denominator(
     raise ValueError(_unknown(aggregation))
 
 
-def batch_denominator(aggregation: Aggregation, mask: Tensor, row_tokens: Tensor | None = None) -> float:
-    """Return the denominator of `aggregate_loss` for rows that are the whole batch.
+def batch_denominator(aggregation: Aggregation, mask: Tensor) -> float:
+    """Return the denominator of `aggregate_loss` for rows that are the whole batch, each with a mean of its own.
 
     Args:
         mask: bool `[batch, seq]`, the tokens in the loss.
-        row_tokens: as for `aggregate_loss`. The rows of one unit then count as one: their shares of its tokens
-            add up to 1.
 
     Raises:
         ValueError: the aggregation is `constant`, which divides by the maximum response length, or unknown.
@@ -138,10 +136,7 @@ def batch_denominator(aggregation: Aggregation, mask: Tensor, row_tokens: Tensor
             "the aggregation constant divides by the maximum response length, which a batch does not contain; "
             "give denominator=loss_denominator('constant', num_sequences, num_tokens, max_tokens)"
         )
-    lengths, units = mask.sum(dim=1), len(mask)
-    if row_tokens is not None:
-        units = round((lengths / row_tokens.clamp(min=1)).sum().item())
-    return max(loss_denominator(aggregation, units, int(lengths.sum()), 0, units), 1.0)
+    return max(loss_denominator(aggregation, len(mask), int(mask.sum()), 0, len(mask)), 1.0)
 
 
 def _masked_sum(tensor: Tensor, mask: Tensor, dim: int | None) -> Tensor:

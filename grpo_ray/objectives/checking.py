@@ -101,10 +101,17 @@ def _check_advantage(config: AlgorithmConfig, weights: Iterable[Mapping[str, flo
     own = {name: p for name, p in parameters.items() if name not in ADVANTAGE_FIELDS}
     check_arguments(own, config.advantage_options, what, "give algorithm.advantage_options: {{}: ...}")
     k = config.advantage_options.get("k")
-    if kind == "pass_at_k" and isinstance(k, int) and k > config.samples_per_prompt:
+    if kind == "pass_at_k" and isinstance(k, int) and k >= config.samples_per_prompt:
         raise ValueError(
-            f"algorithm.advantage_options: k is {k}, but a group has only {config.samples_per_prompt} "
-            "responses (algorithm.samples_per_prompt); give at most that"
+            f"algorithm.advantage_options: k is {k} and a group has {config.samples_per_prompt} responses "
+            f"(algorithm.samples_per_prompt): only groups of more than k can differ; give at most "
+            f"{config.samples_per_prompt - 1}, or raise algorithm.samples_per_prompt"
+        )
+    is_by_terms = kind == "gdpo" and any(map(len, weights)) and not parameters.keys() & config.advantage_options
+    if is_by_terms and config.overlong_buffer_tokens:
+        raise ValueError(
+            "algorithm.overlong_buffer_tokens: with several terms in task.reward, `gdpo` compares those alone, "
+            "and the penalty belongs to none; set it to 0, or algorithm.advantage to another"
         )
     if ":" in kind:
         size = config.samples_per_prompt

@@ -78,7 +78,9 @@ def policy_gradient_step(
     per_token_loss, details = objective.policy_gradient_loss(policy_log_probs, mask, advantages, old_log_probs)
     if weights is not None:
         per_token_loss = per_token_loss * weights.detach().masked_fill(~mask, 0.0)
-    if penalties is not None and old_log_probs is not None:
+    if penalties is not None:
+        if old_log_probs is None:
+            raise ValueError("penalties need old_log_probs, from which the drift is measured")
         known = old_log_probs.isfinite()  # a loss without a ratio keeps the others, which have not drifted
         drift = (policy_log_probs - torch.where(known, old_log_probs, policy_log_probs).detach()).abs()
         per_token_loss = per_token_loss + penalties.detach().masked_fill(~mask, 0.0) * drift
@@ -107,7 +109,9 @@ def policy_gradient_step(
         per_token_loss = per_token_loss - objective.entropy_bonus * entropy
     aggregation = objective.aggregation
     if denominator is None:
-        denominator = batch_denominator(aggregation, mask, row_tokens)
+        if row_tokens is not None:
+            raise ValueError("row_tokens needs denominator: rows do not say how many units they belong to")
+        denominator = batch_denominator(aggregation, mask)
     return aggregate_loss(per_token_loss, mask, aggregation, denominator, row_tokens), sums
 
 

@@ -313,6 +313,10 @@ def test_wrong_algorithms(tmp_path: Path, fields: str, parts: str) -> None:
             "min_tokens (2000) must not exceed max_tokens (24)",
         ),
         ("learner.lr_schedule=linear learner.warmup_steps=200", "a warm-up of 200 ... leaves none of the 200"),
+        (
+            "algorithm.entropy_target=0.5 algorithm.entropy_bonus=2",
+            "entropy_bonus (2), from which entropy_target starts, is above entropy_bonus_max (1)",
+        ),
         ("learner.min_lr_ratio=0.1", "learner.min_lr_ratio needs a decay; set learner.lr_schedule to"),
     ],
 )

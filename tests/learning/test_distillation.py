@@ -181,6 +181,20 @@ def test_the_audit_finds_what_is_missing_or_not_finite(tmp_path: Path) -> None:
         (["task.curriculum={}"], "task.curriculum .* remove it"),
         (["distillation.engine=vllm", "sampling.temperature=0.7"], "sampling.temperature is 0.7, but vLLM"),
         (["distillation.engine=vllm"], "sampling.min_tokens is 4: .* set it to 0"),
+        (
+            [
+                "distillation.use_reward=false",
+                "algorithm.kl.reference=initial",
+                "algorithm.kl.coefficient=1",
+                "algorithm.kl.placement=reward",
+                "algorithm.advantage=mean",
+            ],
+            "algorithm.kl.placement: `reward` changes advantages, which .* set it to `loss`",
+        ),
+        (
+            ["distillation.use_reward=false", "algorithm.advantage=mean", "algorithm.advantage_scale=batch"],
+            "algorithm.advantage_scale: `batch` scales advantages, which .* set it to `group`",
+        ),
         (["distillation.coefficient=0"], "distillation.coefficient: 0 is not valid"),
         (
             ["distillation.engine=vllm", "distillation.engine_args.tensor_parallel_size=2"],

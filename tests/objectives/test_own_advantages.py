@@ -66,7 +66,7 @@ def config_of(name: str, **changes: Any) -> AlgorithmConfig:
         (":median", {"advantage_options": {"factor": 2}, "samples_per_prompt": 1, "prompts_per_step": 4}),
         (":median", {"advantage_scale": "batch"}),
         (":parts", {"dynamic_sampling_tries": 1, "advantage_scale": "whiten_tokens"}),
-        ("pass_at_k", {"advantage_options": {"k": 8, "threshold": 0.2}}),
+        ("pass_at_k", {"advantage_options": {"k": 7, "threshold": 0.2}}),
         ("gdpo", {"advantage_options": {"format_weight": 0.1}}),
         *[(name, {}) for name in ADVANTAGES if name != "pass_at_k"],
     ],
@@ -74,6 +74,17 @@ def config_of(name: str, **changes: Any) -> AlgorithmConfig:
 )
 def test_what_fits_is_accepted(name: str, changes: dict[str, Any]) -> None:
     check_algorithm(config_of(name, **changes))
+
+
+def test_a_penalty_on_length_belongs_to_none_of_the_terms_that_gdpo_compares() -> None:
+    weights = [{"right": 1.0, "short": 0.5}]
+    check_algorithm(config_of("gdpo", overlong_buffer_tokens=2))
+    by_reward = config_of("gdpo", overlong_buffer_tokens=2, advantage_options={"reward_weight": 1.0})
+    check_algorithm(by_reward, weights)
+    with pytest.raises(
+        ValueError, match=r"^algorithm\.overlong_buffer_tokens: with several terms .* set it to 0"
+    ):
+        check_algorithm(config_of("gdpo", overlong_buffer_tokens=2), weights)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +101,7 @@ def test_what_fits_is_accepted(name: str, changes: dict[str, Any]) -> None:
         (":dividing", {}, r"dividing returned \[nan, .*\] for the rewards \[0\.0, "),
         ("pass_at_k", {}, r"pass_at_k needs k; give algorithm\.advantage_options: \{k: \.\.\.\}"),
         ("pass_at_k", {"k": 0}, r"pass_at_k has k=0: input should be greater than or equal to 1"),
-        ("pass_at_k", {"k": 9}, r"k is 9, but a group has only 8 responses \(algorithm\.samples_per_prompt\)"),
+        ("pass_at_k", {"k": 8}, r"k is 8 and a group has 8 responses .*give at most 7"),
         ("mean", {"k": 2}, r"algorithm\.advantage: mean has no argument 'k'; it takes none"),
     ],
 )

@@ -154,24 +154,20 @@ def test_an_entropy_without_gradient_is_refused():
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("row_tokens", [None, [3, 3, 2, 2]])
-@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "sequence_sum", "prompt_mean"])
-def test_without_a_denominator_the_rows_are_the_whole_batch(aggregation, row_tokens):
-    """Four rows of 1, 2, 2 and 0 tokens; or two units of 3 and 2 tokens in two rows each."""
-    mask = torch.tensor([[1, 0], [1, 1], [1, 1], [0, 0]])
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "sequence_sum"])
+def test_without_a_denominator_the_rows_are_the_whole_batch(aggregation):
+    """Four rows of 1, 2, 2 and 0 tokens."""
+    mask, row_tokens = torch.tensor([[1, 0], [1, 1], [1, 1], [0, 0]]), torch.tensor([3, 3, 2, 2])
     policy, advantages = torch.rand(4, 2), torch.tensor([[1.0], [-2.0], [3.0], [0.5]])
-    counts = None if row_tokens is None else torch.tensor(row_tokens)
-    arguments = {"advantages": advantages, "row_tokens": counts}
-    arguments["objective"] = Objective("reinforce_with_baseline", aggregation)
-    if row_tokens is None and aggregation == "prompt_mean":
-        with pytest.raises(ValueError, match="prompt_mean needs row_tokens"):
-            policy_gradient_step(policy, mask, **arguments)
-        return
-    units = 4 if row_tokens is None else 2
+    arguments = {"advantages": advantages, "objective": Objective("reinforce_with_baseline", aggregation)}
     expected = policy_gradient_step(
-        policy, mask, denominator=loss_denominator(aggregation, units, 5, 8, units), **arguments
+        policy, mask, denominator=loss_denominator(aggregation, 4, 5, 8, 4), **arguments
     )
     assert policy_gradient_step(policy, mask, **arguments)[0] == expected[0]
+    with pytest.raises(ValueError, match="row_tokens needs denominator"):
+        policy_gradient_step(policy, mask, row_tokens=row_tokens, **arguments)
+    with pytest.raises(ValueError, match="penalties need old_log_probs"):
+        policy_gradient_step(policy, mask, penalties=torch.ones(4, 2), **arguments)
 
 
 def test_a_constant_needs_its_denominator():
