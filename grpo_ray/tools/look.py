@@ -24,11 +24,7 @@ from grpo_ray.tools.trust import RunRewardCode, TrustRemoteCode, stay_offline
 
 @dataclass(frozen=True)
 class TopOptions:
-    target: Annotated[str, Argument("RUN|JOB", "a run's directory, or the name of a submitted job")]
-    address: Annotated[
-        str | None,
-        Option("URL", "dashboard of the job's cluster (default: RAY_ADDRESS, or the cluster on this machine)"),
-    ] = None
+    run: Annotated[str, Argument("RUN", "the run's directory")]
     once: Annotated[bool, Flag("print one frame and exit (the default without a terminal)")] = False
     every_s: Annotated[
         float, Option("SECONDS", "time between frames (default: %(default)g)", name="--every", type=above_zero)

@@ -33,7 +33,7 @@ from grpo_ray.tools.top.bottleneck import Problems, Shares, bottleneck, time_sha
 from grpo_ray.tools.top.frame import draw_frame, stage_shares
 from grpo_ray.tools.top.learner_figures import RankFigures, learner_figures, rank_figures, rank_hint, ranks_line
 from grpo_ray.tools.top.run_view import RunView, is_alive, read_view, silence_of
-from grpo_ray.tools.top.watch_run import TopOptions, job_of, keys, top
+from grpo_ray.tools.top.watch_run import TopOptions, keys, top
 from grpo_ray.watch import run_state
 from grpo_ray.watch.run_state import ActorState, Ending, LiveStatus, RunState, read_state, reported
 
@@ -83,9 +83,9 @@ def step(
     return row | {name.replace("__", "/"): value for name, value in changes.items()}
 
 
-def drawn(view: RunView, width: int = 80, job: str | None = None) -> str:
+def drawn(view: RunView, width: int = 80) -> str:
     console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(draw_frame(view, console, job))
+    console.print(draw_frame(view, console))
     return console.export_text()
 
 
@@ -554,13 +554,12 @@ def test_steps_of_episodes_have_columns_of_their_own(tmp_path: Path) -> None:
 
 def test_a_frame_shows_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", make_state(), [step(n) for n in range(1, 5)])
-    text = drawn(view_of(run), job="job raysubmit_1: RUNNING")
+    text = drawn(view_of(run))
     assert "training  step 4/8" in text
     assert f"process {os.getpid()} on {socket.gethostname()}, for 0:01:06" in text
     assert "samples group 9 (and 3 more)" in text
     assert "7 groups in sampling or grading, 2 in the buffer; Generators run version 3" in text
     assert "Learner waits 62% of the time: add Generators" in text
-    assert "job raysubmit_1: RUNNING" in text
     (last,) = [line.split() for line in text.splitlines() if line.strip().startswith("4 ")]
     assert last == ["4", "0.250", "1", "2.00", "1.90", "1.24", "0.70", "1,234"]
 
@@ -646,7 +645,7 @@ def test_once_prints_one_frame(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["top", str(run.path)]) == 0  # no terminal
     assert capsys.readouterr().out.count("No step") == 0
     assert main(["top", str(tmp_path / "none")]) == 2
-    assert "no such folder" in capsys.readouterr().err
+    assert "not a run to watch" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -669,78 +668,19 @@ def test_following_ends_with_the_run_or_with_q(tmp_path: Path, terminal: int) ->
     run = make_run(tmp_path / "run", make_state(), [step(1)])
     console = Console(width=80, height=24, force_terminal=True, file=io.StringIO())
     os.write(terminal, b"q")
-    top(TopOptions(str(run.path), None, False, 0.01), console)  # returns because of the key
+    top(TopOptions(str(run.path), False, 0.01), console)  # returns because of the key
     ending = threading.Timer(
         0.1, lambda: run.state_path.write_text(make_state(ending=Ending(kind="finished")).model_dump_json())
     )
     ending.start()
     try:
-        top(TopOptions(str(run.path), None, False, 0.01), console)
+        top(TopOptions(str(run.path), False, 0.01), console)
     finally:
         ending.join()
     assert "finished after 0:01:05" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-class FakeJobs:
-    def __init__(self, metadata: dict[str, str], status: str = "RUNNING") -> None:
-        self._metadata, self._status = metadata, status
-
-    def status(self, job_id: str) -> str:
-        if self._status == "gone":
-            raise RunError("no Ray dashboard answers")
-        return self._status
-
-    def metadata(self, job_id: str) -> dict[str, str]:
-        return self._metadata
-
-
-def test_a_jobs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_run(tmp_path / "run", make_state(), [step(1)])
-
-    def show(jobs: FakeJobs) -> str:
-        console = Console(width=200, file=io.StringIO())
-        monkeypatch.setattr("grpo_ray.tools.top.watch_run.find_job", lambda name, address: job_of(jobs, name))
-        top(TopOptions("raysubmit_1", None, False, 1), console)
-        return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
-
-    assert "job raysubmit_1: RUNNING" in show(FakeJobs({"run": str(run.path)}))
-    assert "job raysubmit_1: unknown: Ray does not answer" in show(FakeJobs({"run": str(run.path)}, "gone"))
-    assert "yet, or not on this machine" in show(FakeJobs({"run": str(tmp_path / "later")}, "PENDING"))
-    with pytest.raises(RunError, match="there is no run in its folder"):
-        show(FakeJobs({"run": str(tmp_path / "later")}, "FAILED"))
-    (tmp_path / "later").mkdir()  # a run makes its folder before its configuration
-    assert "yet, or not on this machine" in show(FakeJobs({"run": str(tmp_path / "later")}))
-    with pytest.raises(RunError, match="does not name its run's folder"):
-        show(FakeJobs({}))
-
-
-@pytest.mark.usefixtures("terminal")
-def test_a_job_that_resumes_a_run_is_watched_despite_its_earlier_ending(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make_run(tmp_path / "run", make_state(ending=Ending(kind="stopped")), [step(1)])
-    statuses = ["PENDING", "RUNNING", "SUCCEEDED"]
-
-    class Resumed(FakeJobs):
-        def status(self, job_id: str) -> str:
-            return statuses[0]
-
-    def next_frame(seconds: float) -> str:
-        statuses.pop(0)  # the job's status changes between two frames
-        return ""
-
-    job = job_of(Resumed({"run": str(run.path)}), "raysubmit_1")
-    monkeypatch.setattr("grpo_ray.tools.top.watch_run.find_job", lambda name, address: job)
-    monkeypatch.setattr("grpo_ray.tools.top.watch_run.JOB_EVERY_S", 0.0)
-    monkeypatch.setattr("grpo_ray.tools.top.watch_run.keys", lambda: contextlib.nullcontext(next_frame))
-    console = Console(width=80, height=24, force_terminal=True, file=io.StringIO())
-    top(TopOptions("raysubmit_1", None, False, 0.01), console)
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert all(f"raysubmit_1: {status}" in shown for status in ("PENDING", "RUNNING", "SUCCEEDED"))
-    assert statuses == ["SUCCEEDED"]
-
-
-@pytest.mark.parametrize("part", ["_read", "find_job", "draw_frame"])
+@pytest.mark.parametrize("part", ["read_view", "draw_frame"])
 def test_ctrl_c_ends_only_the_watching(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -749,7 +689,7 @@ def test_ctrl_c_ends_only_the_watching(
 
     run = make_run(tmp_path / "run", make_state(), [step(1)])
     monkeypatch.setattr(f"grpo_ray.tools.top.watch_run.{part}", interrupted)
-    assert main(["top", "raysubmit_1" if part == "find_job" else str(run.path)]) == 0
+    assert main(["top", str(run.path)]) == 0
     assert "have been ended" not in capsys.readouterr().err
 
 
@@ -760,6 +700,6 @@ def test_ctrl_c_leaves_the_last_frame_on_the_terminal(tmp_path: Path, monkeypatc
     run = make_run(tmp_path / "run", make_state(), [step(1)])
     monkeypatch.setattr("grpo_ray.tools.top.watch_run.keys", lambda: contextlib.nullcontext(interrupted))
     console = Console(width=80, height=24, force_terminal=True, file=io.StringIO())
-    top(TopOptions(str(run.path), None, False, 0.01), console)
+    top(TopOptions(str(run.path), False, 0.01), console)
     _, _, after = console.file.getvalue().rpartition("\x1b[?1049l")  # type: ignore[attr-defined]
     assert "Learner waits 62% of the time" in after

@@ -105,16 +105,6 @@ class JobClient:
                 )
             return self._report_end(job_id)
 
-    def status(self, job_id: str) -> str:
-        """Return PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
-        with _explained(self.address):
-            return str(self._client.get_job_status(job_id).value)
-
-    def metadata(self, job_id: str) -> dict[str, str]:
-        """Return the metadata of the job, with `grpo-ray submit` its `run` and `config`."""
-        with _explained(self.address):
-            return dict(self._client.get_job_info(job_id).metadata or {})
-
     def stop(self, job_id: str) -> bool:
         """Ask the job to end and wait until it has; its run finishes the step and writes a checkpoint."""
         with _explained(self.address):

@@ -1,6 +1,7 @@
 """`grpo-ray submit`: check a job here, submit it, and follow it; or follow or stop one that was submitted."""
 
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -84,6 +85,6 @@ def _print_submitted(job_id: str, job: Submission, address: str | None) -> None:
         print(visible(f"! {warning}"))
     print(f"submitted  {job_id}")
     print(f"run        {job.metadata['run']}")
-    print(f"watch      grpo-ray top {job_id}{at}")
+    print(f"watch      grpo-ray top {shlex.quote(job.metadata['run'])}")
     print(f"follow     grpo-ray submit --follow {job_id}{at}")
     print(f"stop       grpo-ray submit --stop {job_id}{at}", flush=True)

@@ -54,13 +54,9 @@ EPISODE_COLUMNS: tuple[Column, ...] = (
 """Shown if the run's newest steps have episodes; the last one only with space for all columns."""
 
 
-def draw_frame(view: RunView, console: Console, job: str | None = None) -> RenderableType:
-    """Draw the view as wide as the console and, on a terminal, no higher.
-
-    Args:
-        job: a line about the job that the run belongs to.
-    """
-    above = [*_header(view, job), *_actors(view, console.width), _bottleneck(view)]
+def draw_frame(view: RunView, console: Console) -> RenderableType:
+    """Draw the view as wide as the console and, on a terminal, no higher."""
+    above = [*_header(view), *_actors(view, console.width), _bottleneck(view)]
     below = _events(view)
     height = STEPS_WITHOUT_TERMINAL
     if console.is_terminal:
@@ -69,11 +65,9 @@ def draw_frame(view: RunView, console: Console, job: str | None = None) -> Rende
     return Group(*above, _steps(view.steps[-height:], console.width), *below)
 
 
-def _header(view: RunView, job: str | None) -> list[RenderableType]:
+def _header(view: RunView) -> list[RenderableType]:
     state = view.state
     lines: list[RenderableType] = [plain_text(str(view.path), "bold")]
-    if job is not None:
-        lines.append(plain_text(job, "dim"))
     if state is None:
         lines.append(Text("no state.json yet: the run is starting"))
         return lines
