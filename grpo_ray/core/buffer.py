@@ -168,10 +168,9 @@ class TrajectoryBuffer:
         uses = [r.num_uses for r in replayed]
         write = asyncio.to_thread
         with self._clock.stage("write_checkpoint"):
-            first = await write(write_rollouts, folder / GROUPS, None, groups, fsync=True)
+            await write(write_rollouts, folder / GROUPS, None, groups, fsync=True)
             memory = [r.group for r in replayed]
-            second = await write(write_rollouts, folder / REPLAY, None, memory, uses, fsync=True)
-            self._notes += filter(None, (first, second))
+            await write(write_rollouts, folder / REPLAY, None, memory, uses, fsync=True)
             return {name: (folder / name).stat().st_size for name in (GROUPS, REPLAY)}
 
     def _restore(self, folder: Path) -> None:
