@@ -94,7 +94,7 @@ def audit(run: RunDirectory, trust_remote_code: bool = False, run_reward_code: b
             report.notes.append("run.save_rollouts is false: what was trained cannot be audited")
         _audit_evaluations(run, history, last, is_finished, grader, report)
     finally:
-        grader.close()
+        grader.grader.close()
     report.problems += _audit_skipped(run, metrics, report)
     if is_finished:
         report.problems += _leftovers(run)

@@ -5,10 +5,8 @@ from collections.abc import Sequence
 from grpo_ray.config import Config
 from grpo_ray.config.reward import terms_of
 from grpo_ray.config.user_code import is_function_name
-from grpo_ray.rewards.base import Result, Scores, ScoringError
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.tools.trust import code_of
-from grpo_ray.types import PromptItem
 
 UNTRUSTED = "is code that the run's configuration names; if you trust it, audit with --run-reward-code"
 
@@ -31,7 +29,8 @@ class Regrader:
         own = [kind for c in configs if is_function_name(kind := c.algorithm.advantage_kind)]
         self._skipped_advantage = own[0] if own and not run_reward_code else None
         graded = {t: r for t, r in rewards.items() if not self.skips(t)}
-        self._grader = Grader(graded, config.scorer)
+        self.grader = Grader(graded, config.scorer)
+        """Close it at the end."""
 
     @property
     def skips_advantages(self) -> bool:
@@ -55,18 +54,3 @@ class Regrader:
     def skips(self, task: str) -> bool:
         """Return True if the task's reward is code that is not run, or asks the network."""
         return task in self._skipped or task in self._judged
-
-    def grade(self, task: str, pairs: Sequence[tuple[str, str]], item: PromptItem) -> list[Result]:
-        """Return what each (response, ground truth) to the prompt earns, or the reason why it has no scores.
-
-        Raises:
-            RunError: workers cannot be started.
-        """
-        return self._grader.grade(task, pairs, item)
-
-    def wrong_scores(self, task: str, response: str, ground_truth: str) -> Scores | ScoringError:
-        """Return what a response earns that was a wrong one because it could not be graded."""
-        return self._grader.wrong_scores(task, response, ground_truth)
-
-    def close(self) -> None:
-        self._grader.close()

@@ -338,7 +338,9 @@ def _earned(members: list[Row], grader: Regrader) -> list[Result]:
     prompt = PromptItem(
         first["group_id"], first["prompt"], (), first["ground_truth"], about=first.get("about") or ""
     )
-    results = iter(grader.grade(task, [(row["response"], row["ground_truth"]) for row in graded], prompt))
+    results = iter(
+        grader.grader.grade(task, [(row["response"], row["ground_truth"]) for row in graded], prompt)
+    )
     return [_earned_by(row, results, grader) for row in members]
 
 
@@ -346,7 +348,7 @@ def _earned_by(row: Row, results: Iterator[Result], grader: Regrader) -> Result:
     if row["error"] is not None:
         return UNGRADED
     if row.get("ungradable") is not None:
-        return grader.wrong_scores(row["task"], row["response"], row["ground_truth"])
+        return grader.grader.wrong_scores(row["task"], row["response"], row["ground_truth"])
     return next(results)
 
 
