@@ -219,21 +219,13 @@ def unpack(packed: PackedRows) -> tuple[Completion, ...]:
 
 
 @dataclass(frozen=True)
-class GroupOutcome:
-    """The result of sampling a prompt as a group."""
-
-    pass_rate: float  # share of its graded responses that are correct
-    has_signal: bool  # as in ScoredGroup
-
-
-@dataclass(frozen=True)
 class GroupFacts:
     """The facts about a scored group by which the driver decides; they come with its verdict."""
 
     oldest_version: int  # of a sampled token
     has_signal: bool  # that of `algorithm.dynamic_sampling_metric`
     num_bytes: int  # in the buffer
-    outcome: GroupOutcome | None  # None if no response was graded
+    outcome: bool | None  # ScoredGroup.has_signal; None if no response was graded
 
 
 @dataclass(frozen=True)
@@ -298,10 +290,9 @@ class ScoredGroup(Verdict):
         return self.rollout.item.group_id
 
     @property
-    def outcome(self) -> GroupOutcome | None:
-        """The group's outcome; None if no response was graded."""
-        graded = self.answer_rewards[self.is_graded]
-        return GroupOutcome(float(np.mean(graded > 0)), self.has_signal) if len(graded) else None
+    def outcome(self) -> bool | None:
+        """`has_signal`, by which a curriculum goes; None if no response was graded."""
+        return self.has_signal if self.is_graded.any() else None
 
     @property
     def has_signal(self) -> bool:

@@ -218,7 +218,8 @@ class GroupBook:
         assert batch is not None, "no batch was taken"
         assert batch.step == step, f"step {batch.step} is in training"
         done = [*batch.group_ids, *batch.dropped_ids]
-        self._prompts.observe({g: outcome for g in done if (outcome := self._groups[g].facts.outcome)})
+        outcomes = {group: self._groups[group].facts.outcome for group in done}
+        self._prompts.observe({group: known for group, known in outcomes.items() if known is not None})
         self._leave(done, (State.IN_BATCH,))
         self.num_trained += len(batch.group_ids)
         self.num_dropped += len(batch.dropped_ids)

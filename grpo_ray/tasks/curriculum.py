@@ -6,7 +6,6 @@ from typing import Any
 
 from grpo_ray.config.task import CurriculumConfig
 from grpo_ray.tasks.prompt_order import EpochOrder
-from grpo_ray.types import GroupOutcome
 
 
 class CurriculumOrder(EpochOrder):
@@ -27,8 +26,8 @@ class CurriculumOrder(EpochOrder):
         self._next_place = 0  # in the epoch order
         self._num_drawn = 0
         self._drawn: dict[int, int] = {}  # example of each group that is not done
-        self._pass_rates: dict[int, float] = {}  # of each example, when last seen
-        self._settled: set[int] = set()  # examples that had no signal then
+        self._seen: set[int] = set()  # examples
+        self._settled: set[int] = set()  # those that had no signal when last seen
 
     def index(self, group_id: int) -> int:
         if group_id not in self._drawn:
@@ -48,11 +47,11 @@ class CurriculumOrder(EpochOrder):
         """Return the current probability that an epoch includes the example."""
         return self._min_weight if example in self._settled else 1.0
 
-    def observe(self, outcomes: Mapping[int, GroupOutcome]) -> None:
-        for group_id, outcome in sorted(outcomes.items()):  # of two groups of one prompt, the later one counts
+    def observe(self, outcomes: Mapping[int, bool]) -> None:
+        for group_id, has_signal in sorted(outcomes.items()):  # of two groups of one prompt the later counts
             example = self._drawn[group_id]
-            self._pass_rates[example] = outcome.pass_rate
-            (self._settled.discard if outcome.has_signal else self._settled.add)(example)
+            self._seen.add(example)
+            (self._settled.discard if has_signal else self._settled.add)(example)
 
     def forget(self, group_ids: Iterable[int]) -> None:
         for group_id in group_ids:
@@ -63,7 +62,7 @@ class CurriculumOrder(EpochOrder):
             "next_place": self._next_place,
             "num_drawn": self._num_drawn,
             "drawn": sorted(self._drawn.items()),
-            "pass_rates": sorted(self._pass_rates.items()),
+            "seen": sorted(self._seen),
             "settled": sorted(self._settled),
         }
 
@@ -72,19 +71,13 @@ class CurriculumOrder(EpochOrder):
             raise ValueError("the checkpoint was written without task.curriculum; resume without it")
         self._next_place, self._num_drawn = state["next_place"], state["num_drawn"]
         self._drawn = dict(state["drawn"])
-        self._pass_rates = dict(state["pass_rates"])
+        self._seen = set(state["seen"] if "seen" in state else dict(state["pass_rates"]))
         self._settled = set(state["settled"])
 
     def metrics(self) -> dict[str, float]:
-        """Return how hard the prompts were when last seen, and how many were skipped since the run began."""
-        settled_frac = len(self._settled) / self.num_examples
-        metrics = {
-            "curriculum/seen_frac": len(self._pass_rates) / self.num_examples,
-            "curriculum/settled_frac": settled_frac,
-            "curriculum/weight/mean": 1.0 - settled_frac * (1.0 - self._min_weight),
-            "curriculum/weight/min": self._min_weight if self._settled else 1.0,
+        """Return the shares of the prompts that were seen and settled, and how many were skipped so far."""
+        return {
+            "curriculum/seen_frac": len(self._seen) / self.num_examples,
+            "curriculum/settled_frac": len(self._settled) / self.num_examples,
             "curriculum/skipped": float(self._next_place - self._num_drawn),
         }
-        if self._pass_rates:
-            metrics["curriculum/pass_rate/mean"] = sum(self._pass_rates.values()) / len(self._pass_rates)
-        return metrics

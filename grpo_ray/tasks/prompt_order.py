@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
-from grpo_ray.types import GroupOutcome
-
 
 class EpochOrder:
     """Epochs that are each a permutation: group g asks example `permutation(epoch g // n)[g % n]`.
@@ -26,8 +24,8 @@ class EpochOrder:
         epoch, place = divmod(group_id, self.num_examples)
         return self._permutation(epoch)[place]
 
-    def observe(self, outcomes: Mapping[int, GroupOutcome]) -> None:
-        """Take note of the outcomes of sampled groups."""
+    def observe(self, outcomes: Mapping[int, bool]) -> None:
+        """Take note of sampled groups: True for those that had a signal."""
 
     def forget(self, group_ids: Iterable[int]) -> None:
         """Drop the state kept for groups that are done."""
@@ -96,8 +94,8 @@ class MixtureOrder(EpochOrder):
         part, place = self.locate(group_id)
         return self._offsets[part] + self._orders[part].index(place)
 
-    def observe(self, outcomes: Mapping[int, GroupOutcome]) -> None:
-        by_part: dict[int, dict[int, GroupOutcome]] = defaultdict(dict)
+    def observe(self, outcomes: Mapping[int, bool]) -> None:
+        by_part: dict[int, dict[int, bool]] = defaultdict(dict)
         for group_id, outcome in outcomes.items():
             part, place = self.locate(group_id)
             by_part[part][place] = outcome

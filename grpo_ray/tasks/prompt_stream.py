@@ -8,7 +8,7 @@ from typing import Any
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompt_order import EpochOrder
 from grpo_ray.tasks.prompts import Prompters
-from grpo_ray.types import GroupOutcome, PromptItem
+from grpo_ray.types import PromptItem
 
 
 class PromptStream:
@@ -38,7 +38,7 @@ class PromptStream:
         """Return the part of a mixture that the group's prompt belongs to."""
         return self._examples[self._order.index(group_id)].task
 
-    def observe(self, outcomes: Mapping[int, GroupOutcome]) -> None:
+    def observe(self, outcomes: Mapping[int, bool]) -> None:
         """Take note of the outcomes of groups that are about to be done; a curriculum follows them."""
         self._order.observe(outcomes)
 

@@ -48,12 +48,8 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "have no reward",
     "episodes/status/cancelled": "[share] cancelled episodes: they have no reward",
     "episodes/metrics/*": "a metric that the episodes return, mean over those that return it",
-    "curriculum/pass_rate/mean": "[share] correct responses when a prompt was last seen, mean over seen "
-    "prompts",
     "curriculum/seen_frac": "[share] training prompts that have been seen",
     "curriculum/settled_frac": "[share] training prompts with a group without signal when last seen",
-    "curriculum/weight/mean": "[share] epochs in which a training prompt is sampled, mean over all prompts",
-    "curriculum/weight/min": "[share] epochs in which the least sampled training prompt is sampled",
     "curriculum/skipped": "[prompts] prompts left out of their epochs since the start of the run",
     "curriculum/*": "a curriculum metric of a mixture part",
     "loss/policy": "loss with KL penalty and entropy bonus, mean over the updates",
@@ -82,7 +78,6 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "optim/skipped_in_a_row": "[updates] consecutive steps without a finite update, up to and including this "
     "one",
     "optim/num_updates": "[updates] optimizer updates on the batch",
-    "reward/baseline_variance": "estimated variance of a group's mean reward, mean over the groups",
     "reward/errors": "[responses] responses that the grader failed on: reward 0, and left out of their groups",
     "reward/ungradable": "[responses] responses too long, too deep or too costly to grade: they count as wrong",
     "reward/kl_penalty": "reward subtracted from a response of the batch by algorithm.kl.placement reward or "

@@ -15,7 +15,7 @@ from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompt_order import EpochOrder
 from grpo_ray.tasks.prompt_stream import PromptStream
 from grpo_ray.tasks.prompts import Prompter, TextTemplate, make_items
-from grpo_ray.types import NO_VERSION, GroupFacts, GroupOutcome
+from grpo_ray.types import NO_VERSION, GroupFacts
 
 SIZE = 2  # groups per step
 
@@ -54,7 +54,7 @@ def make_book(
 
 
 def facts(oldest_version: int = 0, has_signal: bool = True, num_bytes: int = 10) -> GroupFacts:
-    return GroupFacts(oldest_version, has_signal, num_bytes, GroupOutcome(0.5, has_signal))
+    return GroupFacts(oldest_version, has_signal, num_bytes, has_signal)
 
 
 def admit(book: GroupBook, max_groups: int = 100) -> list[int]:

@@ -96,8 +96,7 @@ def test_facts_of_a_group_are_the_same_from_the_scorer_and_from_the_restored_buf
     for has_teacher in (True, False):  # a teacher always teaches something
         said = parts(flat)[1].with_facts(flat.rollout, "advantage", has_teacher).facts
         assert said is not None
-        assert said.outcome is not None
-        assert said.has_signal == said.outcome.has_signal == has_teacher
+        assert said.has_signal == said.outcome == has_teacher
 
 
 def test_oldest_version_is_over_all_completions() -> None:
@@ -125,7 +124,6 @@ def test_rollout_metrics_by_hand() -> None:
         "reward/errors": 3.0,
         "reward/ungradable": 0.0,
         # rewards 1 and 0: their sample variance, 1/2, divided by 2; rewards 0 and 0: 0
-        "reward/baseline_variance": (1 / 4 + 0) / 2,
         "rollout/response_tokens/mean": (4 + 10 + 3 + 3) / 4,
         "rollout/response_tokens/max": 10.0,
         "rollout/truncated_frac": 1 / 4,
@@ -146,11 +144,6 @@ def test_entropy_is_that_of_all_sampled_tokens_and_absent_without_logprobs() -> 
     assert entropy == pytest.approx((1.0 + 2.0 + 0.3 + 0.1 + 0.1) / 5)
     blind = make_group(make_item(2), [make_completion([5, 6], [np.nan, -np.inf])] * 2)
     assert "policy/entropy" not in rollout_metrics([blind])
-
-
-def test_one_response_has_no_baseline_variance() -> None:
-    group = make_group(make_item(), [make_completion([5])], [1.0])
-    assert rollout_metrics([group])["reward/baseline_variance"] == 0.0
 
 
 def test_lengths_of_groups_that_were_cut_off_before_by_hand() -> None:

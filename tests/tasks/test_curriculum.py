@@ -20,15 +20,10 @@ from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompt_order import EpochOrder
 from grpo_ray.tasks.prompt_stream import PromptStream
 from grpo_ray.tasks.prompts import Prompter, TextTemplate
-from grpo_ray.types import GroupOutcome, PromptItem, ScoredGroup
+from grpo_ray.types import PromptItem, ScoredGroup
 
 NUM_EXAMPLES = 30
 RATES = {str(i): (0.0, 0.5, 1.0)[i % 3] for i in range(NUM_EXAMPLES)}  # by prompt
-
-
-def outcome(pass_rate: float) -> GroupOutcome:
-    """Make the outcome of a group with rewards of 0 and 1."""
-    return GroupOutcome(pass_rate, has_signal=0 < pass_rate < 1)
 
 
 def tokenizer(text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
@@ -54,7 +49,7 @@ class Run:
 
     def finish(self, items: Iterable[PromptItem]) -> None:
         for item in items:
-            self.prompts.observe({item.group_id: outcome(RATES[item.prompt])})
+            self.prompts.observe({item.group_id: 0 < RATES[item.prompt] < 1})
             self.prompts.forget([item.group_id])
 
 
@@ -94,20 +89,16 @@ def test_a_prompt_whose_signal_returns_is_in_every_epoch_again(monkeypatch: pyte
 def test_without_outcomes_it_is_the_epoch_order() -> None:
     order, plain = CurriculumOrder(7, 3, CurriculumConfig()), EpochOrder(7, 3)
     assert [order.index(group) for group in range(50)] == [plain.index(group) for group in range(50)]
-    assert order.metrics()["curriculum/weight/mean"] == 1.0
-    assert "curriculum/pass_rate/mean" not in order.metrics()
+    assert order.metrics()["curriculum/settled_frac"] == 0.0
 
 
 def test_metrics() -> None:
     order = CurriculumOrder(4, 0, CurriculumConfig(min_weight=0.2))
     indices = [order.index(group) for group in range(4)]
-    order.observe({0: outcome(0.0), 1: outcome(1.0), 2: outcome(0.25)})
+    order.observe({0: False, 1: False, 2: True})
     assert order.metrics() == {
-        "curriculum/pass_rate/mean": pytest.approx(1.25 / 3),
         "curriculum/seen_frac": 0.75,
         "curriculum/settled_frac": 0.5,
-        "curriculum/weight/mean": pytest.approx((0.2 + 0.2 + 1 + 1) / 4),
-        "curriculum/weight/min": 0.2,
         "curriculum/skipped": 0.0,
     }
     assert [order.weight(index) for index in indices] == [0.2, 0.2, 1.0, 1.0]
@@ -130,7 +121,6 @@ def test_equal_rewards_settle_a_prompt_at_any_pass_rate() -> None:
     groups = [score(0, [0.4, 0.6]), score(1, [0.6, 0.6]), score(2, [0.9, 0.8])]
     order.observe({group.group_id: group.outcome for group in groups if group.outcome is not None})
     assert [order.weight(index) for index in indices] == [1.0, 0.2, 1.0, 1.0]
-    assert order.metrics()["curriculum/pass_rate/mean"] == 0.0
     assert order.metrics()["curriculum/settled_frac"] == 0.25
 
 
@@ -164,12 +154,10 @@ def test_late_outcomes_change_only_groups_not_yet_taken() -> None:
     assert Counter(RATES[item.prompt] for item in run.take(10))[0.5] > 5
 
 
-def test_the_pass_rate_is_of_the_graded_responses() -> None:
+def test_a_group_without_a_graded_response_has_no_outcome() -> None:
     group = make_group(make_item(4), [make_completion([1])] * 4, rewards=[1, 0, 0, 1])
-    assert group.outcome == GroupOutcome(0.5, has_signal=True)
-    assert replace(group, errors={1: "too slow", 2: "too large"}).outcome == GroupOutcome(1.0, has_signal=True)
-    unknown = replace(group, errors=dict.fromkeys(range(4), "too slow"))
-    assert unknown.outcome is None
+    assert replace(group, errors={1: "too slow", 2: "too large"}).outcome is True
+    assert replace(group, errors=dict.fromkeys(range(4), "too slow")).outcome is None
 
 
 def test_only_unfinished_groups_are_remembered() -> None:
@@ -180,7 +168,7 @@ def test_only_unfinished_groups_are_remembered() -> None:
     run.prompts.forget([aside.group_id, dropped.group_id])
     state: dict[str, Any] = run.prompts.state_dict()["order"]
     assert [group for group, _ in state["drawn"]] == [in_flight.group_id]
-    assert len(state["pass_rates"]) == NUM_EXAMPLES
+    assert len(state["seen"]) == NUM_EXAMPLES
     assert len(state["settled"]) == NUM_EXAMPLES * 2 // 3
 
 
