@@ -114,8 +114,6 @@ def test_the_command_shows_tokens_and_findings_writes_json_and_a_page_and_ends_w
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "exactly one of them"),
-        (["--env", "chess"], "give reasoning_gym:NAME"),
         (["no_such_module:episode"], "there is no module 'no_such_module'"),
         (["nowhere.py:episode"], "nowhere.py: there is no such file"),
         (["grpo_ray.tasks.reasoning_gym:verified"], "has no `examples`"),

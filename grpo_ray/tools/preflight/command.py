@@ -14,15 +14,12 @@ from grpo_ray.tools.arguments import Argument, Command, Option, positive
 @dataclass(frozen=True)
 class PreflightOptions:
     target: Annotated[
-        str | None,
+        str,
         Argument(
             "TARGET", "MODULE:FUNCTION or FILE.py:FUNCTION (an episode, a reward, a TRL class), or a CONFIG"
         ),
-    ] = None
+    ]
     overrides: Annotated[tuple[str, ...], Argument("KEY=VALUE", "changes to a CONFIG")] = ()
-    env: Annotated[
-        str | None, Option("NAME", "instead: reasoning_gym:NAME, gymnasium:ID or verifiers:TASKSET")
-    ] = None
     template: Annotated[
         str | None, Option("MODEL", "the model with the tokenizer and chat template to use, or a .jinja file")
     ] = None

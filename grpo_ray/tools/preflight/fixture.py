@@ -12,7 +12,7 @@ def preflight() -> Callable[..., Any]:
     from grpo_ray.tools.preflight.command import PreflightOptions
     from grpo_ray.tools.preflight.preflight import preflight as run
 
-    def checked(target: str | None = None, **options: Any) -> Any:
+    def checked(target: str, **options: Any) -> Any:
         found = run(PreflightOptions(target, **options))
         if found.faults:
             pytest.fail("\n".join(map(str, found.faults)), pytrace=False)

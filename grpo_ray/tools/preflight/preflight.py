@@ -43,7 +43,7 @@ def preflight(options: PreflightOptions) -> Preflight:
     Raises:
         ConfigError: the configuration is not valid.
         RunError: there is no such file.
-        ValueError: there is no such function, environment, template or example, or no fault of an allowed name.
+        ValueError: there is no such function, template or example, or no fault of an allowed name.
     """
     for name in options.allow:
         if name not in CURES:

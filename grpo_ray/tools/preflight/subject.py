@@ -3,11 +3,9 @@
 import asyncio
 import dataclasses
 import inspect
-import re
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,13 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.reward import Reward, RewardTerm, named_terms, terms_of
-from grpo_ray.config.task import ReasoningGymTaskConfig
 from grpo_ray.config.user_code import import_function, importable
-from grpo_ray.episodes.adapters import required
-from grpo_ray.episodes.adapters.gymnasium import gymnasium_episode
 from grpo_ray.episodes.adapters.rehearsal import plain_tokenizer
 from grpo_ray.episodes.adapters.trl import trl_episode
-from grpo_ray.episodes.adapters.verifiers import VerifiersEpisodes
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.outcome import Outcome
 from grpo_ray.episodes.runner import EpisodeFn, load_episode
@@ -102,17 +96,12 @@ def load_subject(options: PreflightOptions) -> Subject:
     Raises:
         ConfigError: the configuration is not valid.
         RunError: there is no such file.
-        ValueError: there is no such function, environment, template or example.
+        ValueError: there is no such function, template or example.
     """
-    if (options.target is None) == (options.env is None):
-        raise ValueError("give a MODULE:FUNCTION, a CONFIG, or --env NAME: exactly one of them")
-    is_function = options.target is not None and ":" in options.target
+    is_function = ":" in options.target
     if options.examples is not None and not is_function:
-        raise ValueError("--examples is for a MODULE:FUNCTION alone: a CONFIG and --env have their own")
-    if is_function:
-        subject = _of_function(options)
-    else:
-        subject = _of_catalogue(options) if options.target is None else _of_config(options)
+        raise ValueError("--examples is for a MODULE:FUNCTION alone: a CONFIG has its own")
+    subject = _of_function(options) if is_function else _of_config(options)
     found, number = subject.examples, options.num_examples
     chosen = [len(found) * n // number for n in range(number)] if len(found) > number else range(len(found))
     own_seeds = [dataclasses.replace(found[n], seed=1000 + n) for n in chosen]
@@ -120,8 +109,7 @@ def load_subject(options: PreflightOptions) -> Subject:
 
 
 def _of_function(options: PreflightOptions) -> Subject:
-    target = str(options.target)
-    name = importable(target)
+    name = importable(options.target)
     found: Any = import_function(name, "TARGET")
     module = sys.modules[name.partition(":")[0]]
     examples = _examples(module, options.examples, options.seed)
@@ -137,11 +125,11 @@ def _of_function(options: PreflightOptions) -> Subject:
         check_reward(reward, "TARGET", [*examples[0].row], ("question", "answer"))
         episode = _graded(reward, Prompter(ChatTemplate(), tokenizer, with_facts=True))
         own = {"rewards": {"": reward}}
-    return Subject(target, {"": episode}, examples, tokenizer, ends, (module,), **own)
+    return Subject(options.target, {"": episode}, examples, tokenizer, ends, (module,), **own)
 
 
 def _of_config(options: PreflightOptions) -> Subject:
-    config = load_config(str(options.target), options.overrides)
+    config = load_config(options.target, options.overrides)
     model = options.template or config.model.path
     if model is None:
         tokenizer = tiny_tokenizer(config)
@@ -158,44 +146,11 @@ def _of_config(options: PreflightOptions) -> Subject:
     named = [task.episode for task in config.episode_tasks.values()]
     named += [term.reward for reward in rewards.values() for term in terms_of(reward) if ":" in term.reward]
     return Subject(
-        str(options.target), episodes, load_examples(config.task, options.seed).train, tokenizer, ends,
+        options.target, episodes, load_examples(config.task, options.seed).train, tokenizer, ends,
         tuple(sys.modules[name.partition(":")[0]] for name in named), rewards, config.episodes,
         REPLY_TOKENS if model and model.endswith(".jinja") else config.sampling.max_tokens,  # of bytes
         bool(config.episode_tasks) or any(isinstance(each, ChatTemplate) for each in prompts.values()),
     )  # fmt: skip
-
-
-def _of_catalogue(options: PreflightOptions) -> Subject:
-    """Return an environment of another package: `reasoning_gym:NAME`, `gymnasium:ID` or `verifiers:TASKSET`."""
-    name = str(options.env)
-    package, _, own = name.partition(":")
-    tokenizer, ends = _tokenizer(options.template)
-    if package == "reasoning_gym" and own:
-        task = ReasoningGymTaskConfig(name=own, num_train_prompts=32, num_validation_prompts=8)
-        episode = _graded(task.reward, Prompter(ChatTemplate(), tokenizer, with_facts=True))
-        examples = load_examples(task, options.seed).train
-        return Subject(name, {"": episode}, examples, tokenizer, ends, rewards=task.rewards)
-    if package == "gymnasium" and own:
-        size = getattr(required("gymnasium").make(own).action_space, "n", None)
-        if size is None:
-            raise ValueError(
-                f"--env {name}: its actions are not numbers from 0; write an episode, MODULE:FUNCTION"
-            )
-        episode = gymnasium_episode(own, str, partial(_action, int(size)), malformed="Reply with a number.")
-        question = f"Play {own}: reply to each observation with a number from 0 to {size - 1}."
-        return Subject(name, {"": episode}, [Example(question, "")] * 8, tokenizer, ends)
-    if package == "verifiers" and own:
-        found = VerifiersEpisodes({"taskset": {"id": own}}, num_train=64, num_validation=8)
-        return Subject(name, {"": found.episode}, found.examples(options.seed).train, tokenizer, ends)
-    raise ValueError(
-        f"--env {name}: give reasoning_gym:NAME, gymnasium:ID or verifiers:TASKSET; for one of your own, "
-        "MODULE:FUNCTION"
-    )
-
-
-def _action(size: int, text: str) -> int | None:
-    found = re.search(r"\d{1,9}", text, re.ASCII)
-    return int(found[0]) if found and int(found[0]) < size else None
 
 
 def _graded(reward: Reward, prompter: Prompter) -> EpisodeFn:
