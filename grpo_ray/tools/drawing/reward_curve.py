@@ -11,7 +11,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 from grpo_ray.records.step_lines import StepLines
-from grpo_ray.tools.drawing.figures import GRID, INK, new_figure, save
+from grpo_ray.tools.drawing.figures import INK, new_figure, save, tidy
 
 TRAINING, VALIDATION = "#9bbbd8", "#c0392b"
 TIMES = ("timing/wait_for_batch_s", "timing/train_s", "timing/step_s")
@@ -39,8 +39,9 @@ def draw_reward_curve(metrics_path: str | Path, evaluations_summary_path: str | 
     if timed:
         _plot_times(axes[1], timed)
     for axis in axes:
-        _tidy(axis)
-    axes[-1].set_xlabel("step")
+        tidy(axis, "", axis.get_ylabel())
+        axis.margins(x=0.02)
+    axes[-1].set_xlabel("step", fontsize=12, color=INK)
     axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 
@@ -123,15 +124,3 @@ def _series(rows: Sequence[dict[str, Any]], name: str) -> tuple[np.ndarray, np.n
     """Return steps and values without the missing ones (a value that was not finite is null)."""
     pairs = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     return np.array([step for step, _ in pairs]), np.array([value for _, value in pairs], dtype=float)
-
-
-def _tidy(axis: Axes) -> None:
-    axis.grid(axis="y", color=GRID, linewidth=0.8)
-    axis.set_axisbelow(True)
-    axis.margins(x=0.02)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.spines[["left", "bottom"]].set_color(INK)
-    axis.tick_params(colors=INK, labelsize=12)
-    for label in (axis.xaxis.label, axis.yaxis.label):
-        label.set_fontsize(13)
-        label.set_color(INK)
