@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -226,20 +225,3 @@ def test_the_whole_run_is_a_valid_configuration(gpu: ModuleType) -> None:
     found = summary(rows)
     assert found["medians"] == {"timing/step_s": 6.5}
     assert found["reward_first_and_last"] == [0.0, 0.9]
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(1860)
-def test_the_page_runs_with_the_torch_of_machines_that_have_an_older_one(tmp_path: Path) -> None:
-    """torch 2.11 lacks arguments that 2.13 has; the first GPU that this project ran on had it."""
-    python, run = tmp_path / "venv/bin/python", partial(subprocess.run, check=True, cwd=ROOT, timeout=1800)
-    run([sys.executable, "-m", "venv", tmp_path / "venv"])
-    needed = ["torch==2.11.0", "transformers==5.17.0", "pydantic", "psutil", "numpy"]
-    run([python, "-m", "pip", "install", "-q", *needed])
-    parts = ["--parts", "exactness", "weights", "throughput", "--out", tmp_path / "gpu.json"]
-    run([python, "profiling/gpu.py", *TINY, "--checkpointing", "selective", *parts])
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    assert found["versions"]["torch"].startswith("2.11.0")
-    assert not [row for row in found["exactness"] + found["throughput"] if row.get("error")]
-    assert max(row["gradient"] for row in found["exactness"] if row["dtype"] == "float32") < 1e-5
-    assert [row["case"]["way"] for row in found["throughput"]] == ["plain", "repeated", "shared"]
