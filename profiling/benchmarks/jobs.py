@@ -16,11 +16,10 @@ QUICK_STEPS = 8
 
 
 def train(
-    name: str, overrides: Sequence[str], folder: Path, program: Sequence[str] = ("-m", "grpo_ray"),
-    config: str = "configs/quickstart.yaml",
-) -> RunDirectory:  # fmt: skip
-    """Train a configuration with `overrides` through the command line `program`; raises when it fails."""
-    command = [sys.executable, *program, "train", config, *overrides]
+    name: str, overrides: Sequence[str], folder: Path, config: str = "configs/quickstart.yaml"
+) -> RunDirectory:
+    """Train a configuration with `overrides` through the command line; raises when it fails."""
+    command = [sys.executable, "-m", "grpo_ray", "train", config, *overrides]
     command += [f"run.output_dir={folder}", f"run.name={name}"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return RunDirectory(folder / name)
@@ -43,7 +42,7 @@ def steady_means(run: RunDirectory) -> Mapping[str, float]:
 
 def compare_runs(
     cases: Mapping[str, Sequence[str]], common: Sequence[str], options: Options, facts: Mapping[str, str], *,
-    num_steps: int, rounds: int, has_seeds: bool = False, program: Sequence[str] = ("-m", "grpo_ray"),
+    num_steps: int, rounds: int, has_seeds: bool = False,
     also: Callable[[RunDirectory], Mapping[str, float]] = lambda run: {},
 ) -> list[Row]:  # fmt: skip
     """Train each case in turns; return a row per case: seconds per step of each run, and means of metrics.
@@ -62,9 +61,7 @@ def compare_runs(
             for place, (name, overrides) in enumerate(cases.items()):
                 given = [*common, f"algorithm.num_steps={QUICK_STEPS if options.quick else num_steps}"]
                 given += [f"run.seed={number}"] * has_seeds
-                run = train(
-                    f"{place}-{number}", [*given, *overrides, *options.overrides], Path(folder), program
-                )
+                run = train(f"{place}-{number}", [*given, *overrides, *options.overrides], Path(folder))
                 means[name].append({**steady_means(run), **also(run)})
     return [
         Row(

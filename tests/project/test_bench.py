@@ -21,7 +21,6 @@ CHEAP = (
 OTHERS = {
     "episode_turns",
     "episodes",
-    "checkpointing",
     "learner_step",
     "long_run",
     "objectives",
