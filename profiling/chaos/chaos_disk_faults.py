@@ -211,11 +211,6 @@ def delete_logs(run: ChaosRun, draw: random.Random) -> str:
     return "the logs were deleted"
 
 
-def delete_all_logs(run: ChaosRun, draw: random.Random) -> str:
-    shutil.rmtree(run.run.logs)
-    return "logs/ was deleted"
-
-
 def empty_pids(run: ChaosRun, draw: random.Random) -> str | None:
     """Hang a Generator, after emptying the files that name each actor's process, as a full disk leaves them."""
     since = time.time()

@@ -1,10 +1,10 @@
 """The Grafana dashboard and the Prometheus configuration match what a run exports."""
 
-import importlib.util
 import json
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -19,14 +19,9 @@ from grpo_ray.watch.ray_metrics import RayMetrics
 PROFILING = Path("profiling")
 
 
-def script() -> ModuleType:
-    """Import profiling/check_dashboard.py, which is not part of the package."""
-    spec = importlib.util.spec_from_file_location("check_dashboard", PROFILING / "check_dashboard.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(scope="module")
+def check(profiling_script: Callable[[str], ModuleType]) -> ModuleType:
+    return profiling_script("check_dashboard")
 
 
 def exported() -> set[str]:
@@ -42,10 +37,8 @@ def exported() -> set[str]:
     return names
 
 
-def test_every_query_reads_what_is_exported_and_everything_exported_is_read() -> None:
-    read = {
-        name for queries in script().queries().values() for q in queries for name in script().metric_names(q)
-    }
+def test_every_query_reads_what_is_exported_and_everything_exported_is_read(check: ModuleType) -> None:
+    read = {name for queries in check.queries().values() for q in queries for name in check.metric_names(q)}
     assert read <= exported()
     unread = exported() - read
     assert unread == {"ray_grpo_ray_stage_seconds_sum"}  # Ray's histogram sum is not exact
@@ -142,8 +135,7 @@ def test_a_line_is_exported_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(FakeMetric.told) == sorted(ray_metrics.names())
 
 
-def test_panels_of_ranks_may_be_empty_only_without_ranks() -> None:
-    check = script()
+def test_panels_of_ranks_may_be_empty_only_without_ranks(check: ModuleType) -> None:
     assert exported() >= check.OF_RANKS
     one, several = [{"step": 1}], [{"step": 1}, {"step": 2, "ranks/slowest": 0.0}]
     of_ranks = {
@@ -170,11 +162,11 @@ def test_nothing_is_exported_if_rays_metrics_are_off(
     [(0.97, 1.0, True), (0.95, 1.0, False), (1.0, 0.9, False)],
     ids=["within 2%", "does not add up", "the accounts differ"],
 )
-def test_accounts_are_compared(scored: float, scraped: float, expected: bool) -> None:
+def test_accounts_are_compared(check: ModuleType, scored: float, scraped: float, expected: bool) -> None:
     row = {"timing/step_s": 2.0, "time/scorer/score_s": scored, "time/scorer/wait_for_groups_s": 1.0}
     same = {("scorer", "score"): 2 * scored, ("scorer", "wait_for_groups"): 2.0}
     others = {"timeline": same, "Prometheus": {**same, ("scorer", "score"): 2 * scored * scraped}}
-    assert script().compare([{"step": step, **row} for step in (1, 2)], others) is expected
+    assert check.compare([{"step": step, **row} for step in (1, 2)], others) is expected
 
 
 @pytest.mark.ray
@@ -183,9 +175,8 @@ def test_accounts_are_compared(scored: float, scraped: float, expected: bool) ->
     shutil.which("prometheus") is None, reason="no prometheus; install it (Debian: apt-get install prometheus)"
 )
 def test_every_panel_has_data_on_a_real_prometheus(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     short = ["algorithm.num_steps=8", "evaluation.every_num_steps=4"]
     monkeypatch.setattr(sys, "argv", ["check_dashboard.py", *short])
-    status = script().main()
-    assert status == 0, capsys.readouterr().out
+    assert check.main() == 0, capsys.readouterr().out
