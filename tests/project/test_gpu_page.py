@@ -202,17 +202,6 @@ def test_a_case_that_fails_on_a_gpu_ends_alone(gpu: ModuleType) -> None:
     assert "no kernel image is available" in throughput_table([found])
 
 
-def test_options_are_combined(gpu: ModuleType) -> None:
-    options = gpu._parser().parse_args(
-        ["--models", "1.5B", "7B", "--attention", "sdpa", "varlen", "--micro-batch-tokens", "8192", "32768"]
-    )
-    cases = gpu.cases(options)
-    assert len(cases) == 2 * 2 * (2 + 2 * 4)  # models, lengths; the plain way has no attention to choose
-    assert {case.checkpointing for case in cases if case.model == "7B"} == {"true"}
-    assert {case.num_groups for case in cases if case.response_tokens == 2048} == {4}
-    assert "learner.share_prompts=never" in next(c for c in cases if c.way == "repeated").learner_overrides
-
-
 def test_the_whole_run_is_a_valid_configuration(gpu: ModuleType) -> None:
     from gpu_page.whole_run import OVERRIDES, summary
 
