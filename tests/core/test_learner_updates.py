@@ -442,6 +442,7 @@ def test_every_aggregation_over_minibatches_of_parts_of_groups(
     losses, norms = zip(*((u.expected_loss, u.expected.norm().item()) for u in updates), strict=True)
     assert metrics["loss/policy"] == pytest.approx(np.mean(losses), rel=1e-4, abs=1e-6)
     assert metrics["optim/grad_norm"] == pytest.approx(np.mean(norms), rel=1e-4)
+    assert metrics["loss/untrained_frac"] == 0  # a token without the sampler's logprob is not in the loss
 
 
 BAND = {"off_policy_correction": "mask_band", "correction_band": (3, 4), "loss": "reinforce_with_baseline"}
