@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
-from grpo_ray.config.loading import make_config, read_config, with_torch
+from grpo_ray.config.loading import find_config, make_config, overridden, read_config, with_torch
 from grpo_ray.config.user_code import import_from, keyword_parameters
 from grpo_ray.errors import RunError, shown_plainly
 from grpo_ray.records.json_lines import read_lines
@@ -150,16 +149,19 @@ def train(
     from grpo_ray.run import training
 
     _check_overrides(overrides)
-    is_file = isinstance(config, str | Path)
-    source = Path(config) if is_file else Path("config")  # type: ignore[arg-type]
-    data = read_config(source) if is_file else json.loads(json.dumps(config))
-    if local:
-        overrides = with_torch(data, overrides)
-    given = _Given(data, overrides, source.stem)
+    if on_step is not None and not callable(on_step):
+        raise ValueError(f"on_step: a {type(on_step).__name__} is not a function")
+    if isinstance(config, str | Path):
+        data = read_config(source := find_config(config))
+    elif isinstance(config, Mapping):
+        source, data = Path("config"), json.loads(json.dumps(config, default=_plain))
+    else:
+        raise ValueError(f"config: a {type(config).__name__} is neither a file's path nor a mapping")
+    given = _Given(overridden(data, with_torch(data, overrides) if local else overrides, source), source)
     try:
         given.add_examples(examples, validation)
         given.add_reward(reward)
-        resolved = make_config(given.data, overrides, source)
+        resolved = make_config(given.data, (), source)
         return _finished(lambda stop: training.train(resolved, str(source), local, _following(on_step, stop)))
     except BaseException as error:
         given.remove_if_unused()
@@ -179,6 +181,7 @@ def evaluate(target: str | Path | Run, *overrides: str, **options: Any) -> "Eval
     Raises:
         ConfigError, RunError: as the command.
     """
+    from grpo_ray.tools.arguments import converted
     from grpo_ray.tools.evaluation.evaluate import evaluate as run_evaluation
     from grpo_ray.tools.evaluation.results import read_summary
     from grpo_ray.tools.look import EvaluationOptions
@@ -188,8 +191,10 @@ def evaluate(target: str | Path | Run, *overrides: str, **options: Any) -> "Eval
             "checkpoint: `all` has several summaries; call it for each, or use `grpo-ray evaluate`"
         )
     path = str(target.path if isinstance(target, Run) else target)
+    _check_overrides(overrides)
     command = f"the same call of grpo_ray.evaluate({path!r}, ...)"
-    asked = EvaluationOptions(path, overrides=overrides, command=command, **options)
+    given = converted(EvaluationOptions, options)
+    asked = EvaluationOptions(path, overrides=overrides, command=command, **given)
     summary = read_summary(_in_own_thread(lambda stop: run_evaluation(asked)))
     assert summary is not None
     return summary
@@ -217,17 +222,24 @@ def read_rollouts(path: str | Path) -> pa.Table:
 class _Given:
     """Files for what a run is given from Python, in `given/` of its directory, which is chosen now."""
 
-    def __init__(self, data: dict[str, Any], overrides: Sequence[str], stem: str) -> None:
-        self.data = data
-        run = self.data.setdefault("run", {})
-        named = _values_of("run.name", overrides)
-        name = named[-1] if named else run.setdefault("name", f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
-        parents = _values_of("run.output_dir", overrides)
-        parent = Path(parents[-1] if parents else run.get("output_dir", "runs")).expanduser()
-        self._run = RunDirectory(parent / name)
+    def __init__(self, data: dict[str, Any], source: Path) -> None:
+        from grpo_ray.run.training import run_name
+
+        self.data, self._source = data, source
+        section = self._section("run")
+        # Of a run that lacks nothing else: what is wrong with this section is said before files are written.
+        config = make_config({"run": section, "model": {"tiny": {}}, "task": {"kind": "sorting"}}, (), source)
+        section["name"] = run_name(config, str(source))
+        self._run = RunDirectory(Path(config.run.output_dir) / section["name"])
         self._was_there = self._run.path.exists()
-        self._resumes = [run.get("if_exists"), *_values_of("run.if_exists", overrides)][-1] == "resume"
+        self._resumes = config.run.if_exists == "resume"
         self._places: dict[str, list[str]] = {}  # of each file's examples in what was given
+
+    def _section(self, name: str) -> dict[str, Any]:
+        section = self.data[name] = {} if self.data.get(name) is None else self.data[name]
+        if not isinstance(section, dict):
+            make_config(self.data, (), self._source)  # refuses it
+        return section
 
     def add_examples(self, examples: Iterable[Any] | None, validation: Iterable[Any] | None) -> None:
         if examples is None and validation is None:
@@ -242,7 +254,7 @@ class _Given:
             rows, held_out = rows[:-size], rows[-size:]
         else:
             held_out = _placed(validation, "validation")
-        task = self.data.setdefault("task", {})
+        task = self._section("task")
         task.setdefault("kind", "file")
         for field, part in (("train_path", rows), ("validation_path", held_out)):
             text = "".join(json.dumps(row, default=_plain) + "\n" for _, row in part)
@@ -252,8 +264,9 @@ class _Given:
     def named(self, text: str) -> str:
         """Return an error's text with the examples in place of the lines of their files."""
         for path, places in self._places.items():
-            for number in re.findall(rf"{re.escape(path)}, line (\d+):", text):
-                text = text.replace(f"{path}, line {number}:", f"{places[int(number) - 1]}:")
+            for number in re.findall(rf"{re.escape(path)}, line (\d+)", text):
+                text = re.sub(rf"{re.escape(path)}, line {number}\b", places[int(number) - 1], text)
+            text = text.replace(path, "the given examples")
         return text
 
     def add_reward(self, reward: Callable[..., Any] | None) -> None:
@@ -263,7 +276,7 @@ class _Given:
             raise ValueError(
                 f"reward: a {type(reward).__name__} is not a function; name others in config: task.reward"
             )
-        task = self.data.setdefault("task", {})
+        task = self._section("task")
         task["reward"] = name = _imported_name(reward) or self._pickled(reward)
         if UserFunction(reward, name, {}).is_async:  # of a judge
             task["reward"] = [{"reward": name, "network": True}]
@@ -272,7 +285,11 @@ class _Given:
         import cloudpickle
 
         name = "given_" + "".join(c if c.isalnum() else "_" for c in self._run.path.name)
-        text = f"import cloudpickle\n\nreward = cloudpickle.loads({cloudpickle.dumps(reward)!r})\n"
+        try:
+            pickled = cloudpickle.dumps(reward)
+        except Exception as error:  # of what the function holds: a lock, a connection
+            raise ValueError(f"reward: it cannot be sent to other processes: {error}") from error
+        text = f"import cloudpickle\n\nreward = cloudpickle.loads({pickled!r})\n"
         import_from(self._write(f"{name}.py", text).parent)
         sys.modules.pop(name, None)  # of a run of this name that was refused
         return f"{name}:reward"
@@ -295,10 +312,6 @@ class _Given:
 def _plain(value: Any) -> Any:
     """Return a value of numpy or torch as Python's own, and of any other library as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-def _values_of(key: str, overrides: Sequence[str]) -> list[str]:
-    return [text.partition("=")[2] for text in overrides if text.startswith(f"{key}=")]
 
 
 def _placed(examples: Iterable[Any], name: str) -> list[tuple[str, dict[str, Any]]]:

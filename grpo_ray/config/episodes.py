@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, FiniteFloat, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from grpo_ray.config.secrets import SecretName
-from grpo_ray.config.section import Section
+from grpo_ray.config.section import HomePath, Section
 
 GRACE_S = 5.0  # for an episode to end after it was cancelled
 
@@ -48,9 +48,9 @@ class EpisodesConfig(Section):
     """Limit the tools that replies call to Python's own files and to `memory_gib`, with the threads of episodes
     and what they start. It is not a sandbox for hostile code: what `exec` runs in the worker's process reaches
     the network, and Ray's threads, which are not confined."""
-    readable_paths: tuple[str, ...] = ()
+    readable_paths: tuple[HomePath, ...] = ()
     """Files and folders that a confined environment can read; it can read modules anyway."""
-    writable_paths: tuple[str, ...] = ()
+    writable_paths: tuple[HomePath, ...] = ()
     """Folders that a confined environment can write to, besides a temporary one of its own."""
     secrets: tuple[SecretName, ...] = ()
     """Environment variables that environments need, by name. A worker has no other credentials: the rest,

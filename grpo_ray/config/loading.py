@@ -1,7 +1,9 @@
 """Reading a configuration: YAML, then dotted overrides, then validation, with every problem in one message."""
 
+import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +34,17 @@ class ConfigError(ValueError):
 def find_config(path: str | Path) -> Path:
     """Return the bundled configuration that a bare name such as `quickstart` means, or the path as it is."""
     path = Path(path)
-    bundled = BUNDLED / f"{path}.yaml"
-    return bundled if len(path.parts) == 1 and bundled.is_file() and not path.is_file() else path
+    names = {file.stem: file for file in BUNDLED.glob("*.yaml")}
+    return names[str(path)] if str(path) in names and not path.is_file() else path
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = (), is_local: bool = False) -> Config:
     """Load a YAML file, or a bundled one by its name, and apply overrides such as `learner.learning_rate=1e-4`.
 
     An override's value is YAML: `a.b=null`, `model.tiny={}`, `sampling.stop=["</answer>"]`.
+
+    Args:
+        is_local: put the torch engine in place of vLLM.
 
     Raises:
         ConfigError: names all problems at once.
@@ -49,7 +54,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         data = _read_mapping(path)
     except ConfigError as error:
         raise ConfigError(_message(path, [str(error), *_apply_overrides({}, overrides)])) from None
-    return make_config(data, overrides, path)
+    return make_config(data, with_torch(data, overrides) if is_local else overrides, path)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -73,6 +78,14 @@ def make_config(data: Mapping[str, Any], overrides: Sequence[str], source: str |
     if problems:
         raise ConfigError(_message(source, problems))
     return config
+
+
+def overridden(data: Mapping[str, Any], overrides: Sequence[str], source: str | Path) -> dict[str, Any]:
+    """Return a copy of the mapping with overrides applied, not validated; raises ConfigError."""
+    changed = deepcopy(dict(data))
+    if problems := _apply_overrides(changed, overrides):
+        raise ConfigError(_message(source, problems))
+    return changed
 
 
 def with_torch(data: Mapping[str, Any], overrides: Sequence[str]) -> tuple[str, ...]:
@@ -115,6 +128,8 @@ def _read_mapping(path: Path) -> dict[str, Any]:
         raise ConfigError("this is a folder; give a .yaml file in it") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"byte {error.start} is not UTF-8; save the file as UTF-8 text") from None
+    except OSError as error:
+        raise ConfigError(f"it cannot be read: {error.strerror}") from None
     data = _parse_yaml(text)
     if not isinstance(data, dict):
         kind = "is empty" if data is None else f"holds a {type(data).__name__}"
@@ -131,6 +146,10 @@ def _parse_yaml(text: str) -> Any:
         raise ConfigError(f"{where}not valid YAML: {error.problem}; check indentation and quotes") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:  # a month 13, for example
+        raise ConfigError(f"not valid YAML: {error}; put text in quotes") from None
 
 
 def _neighbours(path: Path) -> str:
@@ -171,7 +190,9 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
                 f"`{'.'.join(keys[:depth])}` is {section!r}, which has no keys; override it as a whole"
             )
     # In YAML `#` starts a comment, and `task.answer_marker=####` would silently become null.
-    section[keys[-1]] = text.strip() if text.lstrip().startswith("#") else _parse_yaml(text)
+    value = section[keys[-1]] = text.strip() if text.lstrip().startswith("#") else _parse_yaml(text)
+    if isinstance(value, str) and re.search(r"\s#", text) and "#" not in value:
+        raise ConfigError("` #` starts a comment in YAML; put the value in quotes")
 
 
 # ---- pydantic's errors ----
@@ -189,9 +210,13 @@ def _explain(detail: Mapping[str, Any]) -> str:
         kinds = ", ".join(map(kind_of, sections_of(annotation)))
         given = f"{value['kind']!r} is not valid" if kind == "union_tag_invalid" else "required, but not given"
         return f"{path}.kind: {given}; allowed: {kinds}"
+    if location[-1] == "[key]":
+        return f"{path}: the name {value!r} is not text; put it in quotes"
     if kind == "missing":
         return f"{path}: required, but not given; allowed: {describe(annotation)}"
-    return f"{path}: {value!r} is not valid; allowed: {describe(annotation)}"
+    is_text = kind == "string_type" and isinstance(value, bool | int | float | date)
+    remedy = "; to give it as text, put it in quotes" if is_text else ""
+    return f"{path}: {value!r} is not valid; allowed: {describe(annotation)}{remedy}"
 
 
 MANY_KEYS = 12  # too many to list in a message

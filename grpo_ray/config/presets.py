@@ -42,7 +42,9 @@ PRESETS: dict[PresetName, Preset] = {
     "reinforce_pp_baseline": Preset("arXiv:2501.03262", {
         "advantage": "mean", "advantage_scale": "whiten_tokens", "aggregation": "token_mean"}),
     "scale_rl": Preset("arXiv:2510.13786", {
-        "loss": "cispo", "advantage": "mean", "advantage_scale": "whiten_responses", "aggregation": "prompt_mean"}),
+        "loss": "cispo", "advantage": "mean", "advantage_scale": "whiten_responses",
+        "aggregation": "prompt_mean",
+    }),
     "prime_rl": Preset("prime-rl's default loss", {"loss": "ipo", "aggregation": "token_mean"}),
 }  # fmt: skip
 

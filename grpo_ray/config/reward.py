@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from grpo_ray.config.secrets import SecretName
-from grpo_ray.config.section import NonNegativeFloat, Section
+from grpo_ray.config.section import HomePath, NonNegativeFloat, Section
 from grpo_ray.config.user_code import one_of_or_own
 
 REWARD_NAMES = (
@@ -168,5 +168,5 @@ class ScorerConfig(Section):
     """Memory to grade one response, in GiB (libraries excluded); a worker that needs more is killed."""
     ungradable_reward: FiniteFloat | None = 0.0
     """Reward if your function exceeds these limits; null: an error, and the response leaves its group."""
-    readable_paths: tuple[str, ...] = ()
+    readable_paths: tuple[HomePath, ...] = ()
     """Files and folders that your function can read while it grades; it can read modules anyway."""

@@ -1,8 +1,8 @@
 """The configuration of a run as a whole: its directory, validation, checkpoints, recovery, nodes, trackers."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from grpo_ray.config.secrets import SECRET_VALUE
 from grpo_ray.config.section import HomePath, NonNegativeFloat, NonNegativeInt, Section
@@ -20,7 +20,7 @@ class RunConfig(Section):
     """Name of the run directory under `output_dir`; default: the config file's name and the time."""
     output_dir: HomePath = "runs"
     """Folder that holds the run directories; on several machines, a folder they share."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the task, the prompt order, the engines and the tiny model."""
     save_rollouts: bool = True
     """Write every trained rollout to `rollouts/step-*.parquet`."""

@@ -1,7 +1,7 @@
 """The configuration of engines: the distribution of responses, the Generators that draw them, and Teachers."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
@@ -58,7 +58,7 @@ class SamplingConfig(Section):
     responses close, as in `r1_zero`."""
     max_tokens: PositiveInt = 1024
     """Maximum response length in tokens. If omitted, 24 for `model.tiny`."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end a response and stay in the output. If omitted, `</answer>` if a prompt of the task ends
     with `<think>` or `<answer>`, as in `r1_zero` and `short`; none for `chat` and `question_only`."""
 
@@ -145,6 +145,8 @@ class DistillationConfig(EngineConfig):
         "model.path": "distillation.teacher",
     }
 
+    engine: Literal["vllm", "torch"] = "vllm"
+    """Engine that scores."""
     teacher: HomePath | None = None
     """Teacher model: a folder in Hugging Face format, such as a checkpoint of a run, or a hub name. It must
     have the policy's vocabulary; code shipped with it is never run."""
@@ -156,10 +158,3 @@ class DistillationConfig(EngineConfig):
     """Add the rewards' advantages to the teacher's; if false, rewards are only measured."""
     num_teachers: PositiveInt = 1
     """Teacher actors, each with its own engine."""
-
-    @field_validator("engine")
-    @classmethod
-    def _engine_has_teachers(cls, engine: str) -> str:
-        if ":" in engine:
-            raise ValueError(f"{engine!r} is not valid; allowed: vllm, torch")
-        return engine

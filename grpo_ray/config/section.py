@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -20,10 +20,26 @@ def _some_cores(cores: tuple[int, ...] | None) -> tuple[int, ...] | None:
 
 Cores = Annotated[tuple[NonNegativeInt, ...] | None, AfterValidator(_some_cores)]
 """Processor cores by their numbers; null means any."""
-HomePath = Annotated[
-    str, AfterValidator(lambda path: str(Path(path).expanduser()) if path[:1] == "~" else path)
-]
+
+
+def _at_home(path: str) -> str:
+    if "\0" in path:
+        raise ValueError("a path cannot contain a null character")
+    try:
+        return str(Path(path).expanduser()) if path[:1] == "~" else path
+    except RuntimeError:
+        raise ValueError(f"there is no home folder of {Path(path).parts[0]!r}; write the path out") from None
+
+
+HomePath = Annotated[str, AfterValidator(_at_home)]
 """A path, or another name; `~` is written out."""
+
+
+def _parts_of(annotation: Any) -> Iterator[Any]:
+    """Yield the types that make up an annotation, at every depth."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from _parts_of(part)
 
 
 class Section(BaseModel):
@@ -32,6 +48,17 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_yes_as_a_number(cls, given: Any) -> Any:
+        """Refuse `yes`, which pydantic takes for 1."""
+        for name, value in given.items() if isinstance(given, dict) else ():
+            field = cls.model_fields.get(name)
+            kinds = set(_parts_of(field.annotation)) if field and isinstance(value, bool) else set()
+            if kinds & {int, float} and bool not in kinds:
+                raise ValueError(f"{name} is {'yes' if value else 'no'}, which is not a number")
+        return given
 
     def _conflicts(self) -> Iterator[str]:
         """Yield what is wrong with values that are valid one by one; the first is reported, and ends it."""

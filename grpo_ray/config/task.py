@@ -177,7 +177,7 @@ class ExamplesTaskConfig(PlainTaskConfig):
     answer_field: str = "answer"
     """Field of a row that holds the ground truth, or ends with it. Dots lead into nested fields, such as
     `reward_model.ground_truth`."""
-    answer_marker: str | None = None
+    answer_marker: Annotated[str, Field(min_length=1)] | None = None
     """Take only the text after the marker's last occurrence as ground truth; GSM8K's marker is `####`."""
     answer_is_boxed: bool = False
     r"""Take only the content of the last `\boxed{}` as ground truth, as in MATH."""

@@ -204,7 +204,8 @@ def _defaults(config: GeneratorConfig) -> dict[str, Any]:
     """
     if config.num_gpus:
         return {"max_num_batched_tokens": max(8192, config.max_num_seqs)}
-    return {"block_size": 32}  # the smallest that vLLM's kernels for CPUs prefer
+    # The smallest block that vLLM's kernels for CPUs prefer, and vLLM's own default where it suffices.
+    return {"block_size": 32, "max_num_batched_tokens": max(2048, config.max_num_seqs)}
 
 
 def _set_environment(cpu: EngineConfig | None) -> None:

@@ -123,7 +123,7 @@ def loss_denominator(
 
 
 def batch_denominator(aggregation: Aggregation, mask: Tensor) -> float:
-    """Return the denominator of `aggregate_loss` for rows that are the whole batch, each with a mean of its own.
+    """Return the denominator of `aggregate_loss` for rows that are the whole batch, each a unit.
 
     Args:
         mask: bool `[batch, seq]`, the tokens in the loss.

@@ -27,6 +27,7 @@ from grpo_ray.learning.model_files import (
     is_local,
     load_tokenizer,
     max_positions,
+    text_config,
 )
 from grpo_ray.learning.tiny_tokenizer import tiny_tokenizer
 from grpo_ray.rewards import needs_isolation
@@ -330,6 +331,27 @@ def _check_adapter(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         check_adapter(model, skeleton(path, model.trust_remote_code, model.implementation))
 
 
+def _check_engine(config: Config, positions: int | None) -> None:
+    """Refuse what vLLM would refuse once its actors have started."""
+    asked, num_gpus, model = config.generator.max_model_len, config.generator.num_gpus, config.model
+    if config.generator.engine != "vllm":
+        return
+    if asked is not None and positions is not None and asked > positions:
+        raise ValueError(
+            f"generator.max_model_len is {asked}, but the model has {positions} positions; give at most that"
+        )
+    if num_gpus < 2:
+        return
+    num_heads = model.tiny.num_heads if model.tiny is not None else None
+    if model.path is not None:
+        num_heads = getattr(text_config(model.path, model.trust_remote_code), "num_attention_heads", None)
+    if num_heads is not None and num_heads % num_gpus:
+        raise ValueError(
+            f"generator.num_gpus is {num_gpus}, but vLLM cannot divide the model's {num_heads} attention heads "
+            "by it; give a divisor, and more generator.num_generators"
+        )
+
+
 @dataclass(frozen=True)
 class _FittedPart:
     examples: ExampleSets  # with notices of the changes that made them fit
@@ -340,6 +362,7 @@ class _FittedPart:
 def _fit_prompts(config: Config, task: TaskData) -> TaskData:
     """Return the task with its longest prompt known, after handling those that are too long."""
     tokenizer, positions = _tokenizer_and_positions(config)
+    _check_engine(config, positions)
     check_template(config, tokenizer)
     prompters = task.prompters(tokenizer)
     parts = {

@@ -120,9 +120,10 @@ def check_sft(config: Config) -> None:
             "them with `grpo-ray sft` and one rank, and set model.path to the folder that it writes"
         )
     if config.model.tiny is not None:
-        raise ValueError("sft: a tiny model already has a warm-up (model.tiny.warmup); remove sft")
+        raise ValueError("sft: a tiny model has a warm-up instead (model.tiny.warmup); remove sft")
     if is_local(path := str(config.model.path)):
-        demonstrations_of(config, StartingModel(path, end_token_ids(path, load_tokenizer(path)), 0))
+        tokenizer = load_tokenizer(path, config.model.trust_remote_code)
+        demonstrations_of(config, StartingModel(path, end_token_ids(path, tokenizer), 0))
 
 
 def demonstrations_of(config: Config, model: StartingModel) -> list[Demonstration]:

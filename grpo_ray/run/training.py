@@ -89,12 +89,18 @@ def train(
     config, notice = on_this_machine(config, is_local)
     if notice is not None:
         print(f"! {notice}")
-    name = config.run.name or f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run = RunDirectory(Path(config.run.output_dir) / name, is_local)
+    run = RunDirectory(Path(config.run.output_dir) / run_name(config, config_path), is_local)
     with signals_answered(run):
         if config.run.if_exists == "resume" and run.config_path.exists():
             return _resume(run, config, follower, is_sft_alone)
         return _train(run, config, follower, is_sft_alone)
+
+
+def run_name(config: Config, config_path: str) -> str:
+    """Return the run's name, by default of the file's name and the time; raises RunError."""
+    if config.run.if_exists == "resume" and config.run.name is None:
+        raise RunError("run.if_exists: `resume` needs run.name; without one, each run gets a name of its own")
+    return config.run.name or f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _train(run: RunDirectory, config: Config, follower: Follower | None, is_sft_alone: bool) -> RunDirectory:

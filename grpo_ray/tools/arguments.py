@@ -17,9 +17,12 @@ options, it takes the values of all of them.
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
+from os import PathLike
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from grpo_ray.config.schema import nearest_name
 
 Options = TypeVar("Options")
 EXCLUSIVE = "exclusive"
@@ -135,6 +138,31 @@ def make_options(options: type[Options], parsed: argparse.Namespace, typed: str)
             value = getattr(parsed, name)
             values[name] = tuple(value) if isinstance(value, list) else value
     return options(**values)
+
+
+def converted(options: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of options that are given from Python, checked as typed ones are.
+
+    Raises:
+        ValueError: names the option.
+    """
+    declared = {field.name: (kind, one) for field, kind, one in _declarations(options)}
+    found = dict(values)
+    for name, value in values.items():
+        if name not in declared or isinstance(declared[name][1], Argument):
+            nearest = nearest_name(name, list(declared))
+            raise ValueError(f"there is no option {name!r}{f'; did you mean {nearest!r}?' if nearest else ''}")
+        kind, one = declared[name]
+        if value is None or isinstance(one, Flag):
+            continue
+        convert = getattr(one, "type", None) or _one_value(kind)[0]
+        if convert is str and not isinstance(value, str | PathLike):
+            raise ValueError(f"{name}: {value!r} is not text")
+        try:
+            found[name] = convert(str(value))
+        except (argparse.ArgumentTypeError, ValueError) as error:
+            raise ValueError(f"{name}: {error}") from None
+    return found
 
 
 def _declarations(options: type) -> Iterator[tuple[Field[Any], Any, Argument | Option | Flag]]:

@@ -96,7 +96,7 @@ def parse(
     # Overrides may stand both before and after options; argparse itself takes them in one place only.
     if any(argument.startswith("-") for argument in rest) or (rest and "overrides" not in parsed):
         hint = _as_override(rest, arguments) if "overrides" in parsed else ""
-        hint = _flag_meant(rest, parsed.chosen) or hint
+        hint = hint or _flag_meant(rest, parsed.chosen)
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:
         parsed.overrides = [*parsed.overrides, *rest]

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from grpo_ray.cluster.placement import Node, amounts_of, bundles_of, listed, shortfalls
 from grpo_ray.config import Config
-from grpo_ray.config.loading import ConfigError, find_config, load_config, make_config, read_config, with_torch
+from grpo_ray.config.loading import ConfigError, find_config, load_config, read_config, with_torch
 from grpo_ray.errors import shown_plainly
 from grpo_ray.records.visible_text import print_visible
 from grpo_ray.tools.arguments import Argument, Command, ConfigFile, Flag, Local, Option, Overrides
@@ -57,16 +57,9 @@ class ResumeOptions:
     local: Local = False
 
 
-def _loaded(options: TrainOptions) -> Config:
-    config = load_config(options.config, options.overrides)
-    if not options.local:
-        return config
-    data = read_config(source := find_config(options.config))
-    return make_config(data, with_torch(data, options.overrides), source)
-
-
 def _train(options: TrainOptions) -> int:
-    config = _loaded(options)  # refuses a mistake before Ray and torch are imported
+    # Refuses a mistake before Ray and torch are imported.
+    config = load_config(options.config, options.overrides, options.local)
     from grpo_ray.run.training import train
     from grpo_ray.tools.report.ending import print_ending
 
@@ -76,7 +69,7 @@ def _train(options: TrainOptions) -> int:
 
 
 def _sft(options: TrainOptions) -> int:
-    config = _loaded(options)
+    config = load_config(options.config, options.overrides, options.local)
     if config.sft is None:
         raise ConfigError(
             f"{options.config}: has no section `sft`; give the file of demonstrations in sft.path"
@@ -105,6 +98,7 @@ def _check(options: CheckOptions) -> int:
     from grpo_ray.records.run_files import RunDirectory
     from grpo_ray.run.machine import on_this_machine, shortfalls_here
     from grpo_ray.run.preparation import check_files, with_trial
+    from grpo_ray.run.training import check_resume, run_name
     from grpo_ray.watch.trackers import check_trackers
 
     notice = None
@@ -113,12 +107,10 @@ def _check(options: CheckOptions) -> int:
     with shown_plainly():
         task = with_trial(config, check_files(config))
         check_trackers(config)
-        run = RunDirectory(Path(config.run.output_dir) / (config.run.name or "new"))
+        run = RunDirectory(Path(config.run.output_dir) / run_name(config, options.config))
         if config.run.if_exists != "resume":
             run.check_free()
         elif run.config_path.exists():
-            from grpo_ray.run.training import check_resume
-
             check_resume(run, config, task)
     print(f"{options.config}: good; {len(task.train)} training and {len(task.validation)} validation prompts")
     for line in filter(None, (notice, *task.notices, *task.first_prompts)):

@@ -337,6 +337,16 @@ def test_settings_that_cannot_be_combined(tmp_path: Path, overrides: str, parts:
         ("task: {kind: sorting}\n", "model: required, but not given; allowed: a mapping of path, tiny"),
         (MINIMAL + "5: 6\n", "5: unknown key; docs/configuration.md"),
         (MINIMAL + "[1, 2]: 6\n", "not valid YAML"),
+        (MINIMAL + "run: {name: 2024-13-45}\n", "not valid YAML: month must be in 1..12; put text in quotes"),
+        (MINIMAL + "run: {name: 2024-01-05}\n", "; to give it as text, put it in quotes"),
+        (MINIMAL + "run: {output_dir: ~nobody_4711/runs}\n", "run.output_dir: there is no home folder of"),
+        (MINIMAL + "generator: {engine_args: {1: 2}}\n", "the name 1 is not text; put it in quotes"),
+        (MINIMAL + "learner: {learning_rate: yes}\n", "learner: learning_rate is yes, which is not a number"),
+        (MINIMAL + "sampling: {stop: ['']}\n", "sampling.stop[0]: '' is not valid"),
+        (
+            MINIMAL + "distillation: {engine: 'a:b'}\n",
+            "distillation.engine: 'a:b' is not valid; allowed: vllm or torch",
+        ),
     ],
 )
 def test_wrong_files(tmp_path: Path, text: str, part: str) -> None:
@@ -356,6 +366,11 @@ def test_missing_file_names_its_neighbours(tmp_path: Path) -> None:
     assert "this is a folder" in error_of(tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"run: {name: caf\xe9}")
     assert "byte 15 is not UTF-8" in error_of(tmp_path / "latin.yaml")
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    assert "it cannot be read: Too many levels of symbolic links" in error_of(tmp_path / "loop.yaml")
+    assert "` #` starts a comment in YAML; put the value in quotes" in error_of(
+        write(tmp_path), ("task.answer_marker=A # b",)
+    )
 
 
 def test_a_bundled_configuration_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,7 +289,7 @@ def test_a_run_that_is_killed_in_its_supervised_steps_begins_them_anew(
         (["learner.num_ranks=2"], "sft: supervised steps run on one rank, but learner.num_ranks is 2"),
         (["sft.path=missing.jsonl"], "missing.jsonl: there is no such file"),
         (["sft.prompt_field=question"], "no field 'question'; the fields are prompt, response"),
-        (["model.path=null", "model.tiny={}"], "sft: a tiny model already has a warm-up"),
+        (["model.path=null", "model.tiny={}"], "sft: a tiny model has a warm-up instead"),
     ],
 )
 def test_what_cannot_be_taught_is_refused_first(

@@ -16,6 +16,8 @@ MISTAKES = {
     "model.path: no folder './no/such/model'": ["model.tiny=null", "model.path=./no/such/model"],
     "do not fit the model's positions (512); set it to 497 or less": ["sampling.max_tokens=600"],
     "do not fit generator.max_model_len (20)": ["generator.max_model_len=20"],
+    "generator.max_model_len is 9999, but the model has 512 positions": ["generator.max_model_len=9999"],
+    "vLLM cannot divide the model's 4 attention heads by it": ["generator.num_gpus=3"],
 }
 
 

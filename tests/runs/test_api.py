@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import inspect
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,8 @@ def test_mistakes_are_said_and_leave_nothing_behind() -> None:
         ({"validation": [{"question": "?"}]}, r"(?<!\w)validation\[0\]: no field 'answer'"),
         ({"on_step": lambda step: None}, r"on_step: the function must take \(step, metrics\)"),
         ({"reward": "r1_zero"}, "reward: a str is not a function"),
+        ({"reward": threading.Lock().acquire}, "reward: it cannot be sent to other processes: .* pickle"),
+        ({"on_step": 5}, "on_step: a int is not a function"),
         ({"examples": [{"question": np.int64(3), "answer": np.float64("nan")}] * 3}, r"examples\[0\]: 'answer' is nan"),
         ({"examples": None, "validation": EXAMPLES}, "validation needs `examples` too"),
         (
@@ -123,11 +126,30 @@ def test_mistakes_are_said_and_leave_nothing_behind() -> None:
     ):
         with pytest.raises((ValueError, RunError), match=message):
             train(**options)
+    for wrong, message in (
+        (CONFIG | {"run": []}, r"run: \[\] is not valid"),
+        (CONFIG | {"run": {"name": 5}}, "run.name: 5 is not valid"),
+        (CONFIG | {"task": [1]}, r"task: \[1\] is not valid"),
+        (CONFIG | {"run": {"if_exists": "resume"}}, "`resume` needs run.name"),
+        ([1], "config: a list is neither a file's path nor a mapping"),
+    ):
+        with pytest.raises((ValueError, RunError), match=message):
+            grpo_ray.train(wrong, examples=EXAMPLES, local=True)
+    for options, message in (
+        ({"temperature": -1.0}, r"temperature: '-1.0' is not a number of at least 0"),
+        ({"limit": 0}, "limit: '0' is not a number of at least 1"),
+        ({"task": ["x"]}, r"task: \['x'\] is not text"),
+        ({"limits": 3}, "no option 'limits'; did you mean 'limit'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            grpo_ray.evaluate("anything", local=True, **options)
     assert not any(Path("runs").glob("*"))
     with pytest.raises(RunError, match="no run"):
         grpo_ray.Run("nowhere")
     with pytest.raises(RunError, match="no rollouts"):
         grpo_ray.read_rollouts("nowhere")
+    with pytest.raises(ConfigError, match="num_stepz"):  # a name in quotes is the run's name without them
+        train('run.name="quoted"', "algorithm.num_stepz=1")
     # A corrected call replaces the refused one, also after an import that found its folder gone.
     with pytest.raises(ConfigError, match="num_stepz"):
         train("run.name=again", "algorithm.num_stepz=1")

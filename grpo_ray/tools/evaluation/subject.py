@@ -213,7 +213,7 @@ def _refuse_for_mixture(task: Mapping[str, Any], options: EvaluationOptions) -> 
 
 def _is_of_files(task: Mapping[str, Any]) -> bool:
     """Return whether the task's validation prompts are rows of a file rather than generated."""
-    section = _kinds().get(task.get("kind", ""))
+    section = _section_of(task)
     if section is None or "validation_path" not in section.model_fields:
         return False
     return issubclass(section, ExamplesTaskConfig) or task.get("validation_path") is not None
@@ -224,8 +224,12 @@ def _kinds() -> dict[str, type[Section]]:
     return {section.model_fields["kind"].default: section for section in sections}
 
 
+def _section_of(task: Mapping[str, Any]) -> type[Section] | None:
+    return next((section for kind, section in _kinds().items() if kind == task.get("kind")), None)
+
+
 def _reward(task: Mapping[str, Any]) -> Any:
-    section = _kinds().get(task.get("kind", ""))
+    section = _section_of(task)
     default = section.model_fields["reward"].default if section and "reward" in section.model_fields else None
     return task.get("reward", default)
 
