@@ -101,7 +101,7 @@ class Completion:
 
     @property
     def mask(self) -> np.ndarray:
-        """The tokens that the policy sampled, bool `[response_tokens]`; all but in episodes."""
+        """The tokens to train, bool `[response_tokens]`: all, but in episodes those sampled and not masked."""
         mask: np.ndarray = self.versions != CONTEXT
         return mask
 
@@ -139,6 +139,11 @@ class Episode(Completion):
     turn_rewards: tuple[float, ...] | None = None  # one per turn
     metrics: Mapping[str, float] = field(default_factory=dict)
     error: str = ""  # the end of the traceback, or the limit that was reached
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of sampled tokens, masked ones included."""
+        return int(np.count_nonzero(self.turns != CONTEXT))
 
     @property
     def num_turns(self) -> int:

@@ -115,7 +115,8 @@ async def result_of(name: str, reference: Awaitable[T]) -> T:
 def last_line(error: BaseException) -> str:
     """Return the end of Ray's long message, which has the actor's own error or the cause of its exit."""
     text = str(error)
-    cause = text.partition("The actor is dead because ")[2] or text.strip().splitlines()[-1]
+    place = 0 if isinstance(error, OutOfMemoryError) else -1  # then advice follows
+    cause = text.partition("The actor is dead because ")[2] or text.strip().splitlines()[place]
     return cause.partition("Some common causes")[0].strip()[:500]
 
 

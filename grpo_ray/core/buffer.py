@@ -142,8 +142,7 @@ class TrajectoryBuffer:
         for group in [self._groups[group_id] for group_id in group_ids]:
             if group.rollout.oldest_version < oldest_version:
                 rollout = group.rollout.masked_before(oldest_version)
-                num_masked += sum(c.num_tokens for c in group.rollout.completions)
-                num_masked -= sum(c.num_tokens for c in rollout.completions)
+                num_masked += sum(c.num_tokens - int(np.count_nonzero(c.mask)) for c in rollout.completions)
                 self._groups[group.group_id] = replace(group, rollout=rollout)
         return num_masked
 

@@ -99,7 +99,7 @@ def kl_penalties(
     for group in groups:
         penalties.append([])
         for completion in group.rollout.completions:
-            own = slice(start, start + completion.num_tokens)
+            own = slice(start, start + int(np.count_nonzero(completion.mask)))
             logprobs = of_policy[own].astype(np.float64)
             log_ratio = logprobs - reference[own]
             penalties[-1].append(coefficient * np.where(np.isfinite(logprobs), log_ratio, 0.0))

@@ -67,4 +67,6 @@ class StepLines:
             raise ValueError(
                 f"{self._path}, line {number + 1}: not valid JSON ({error}); remove the line"
             ) from None
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise ValueError(f"{self._path}, line {number + 1}: it has no step; remove the line")
         return row

@@ -107,6 +107,7 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "replay/evicted_uses": "[groups] groups evicted after buffer.replay.max_uses batches",
     "replay/evicted_room": "[groups] groups evicted to make room for newer ones",
     "lag/mean": "[versions] mean lag of a trained token",
+    "lag/masked_tokens": "[tokens] sampled tokens of episodes that are too old and so not trained",
     "lag/max": "[versions] largest lag of a trained token",
     "lag/updates/max": "[updates] largest number of updates between those that sampled a token and the one "
     "that trains on it, over the step; skipped updates do not count. It equals lag/max "

@@ -247,7 +247,8 @@ async def test_each_token_has_the_version_that_sampled_it(model: StartingModel) 
     masked = group.masked_before(2)
     assert masked.oldest_version == 2
     (cut,) = episodes_of(masked)
-    assert cut.num_tokens == 2 + 6 + 3
+    assert np.count_nonzero(cut.mask) == 2 + 6 + 3
+    assert cut.num_tokens == episode.num_tokens == 18  # masked ones were sampled, too
     assert cut.turns.tolist() == episode.turns.tolist()
 
 

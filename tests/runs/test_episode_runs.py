@@ -17,6 +17,7 @@ from grpo_ray.config import Config
 from grpo_ray.core.controller import Controller
 from grpo_ray.episodes.session import Session
 from grpo_ray.records.run_files import RunDirectory, read_metrics
+from grpo_ray.watch.metrics_catalog import check_names
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tools.audit.audit import audit
 
@@ -140,6 +141,8 @@ def test_no_token_beyond_the_lag_is_trained(tmp_path: Path, over_age: str) -> No
     assert all(row["lag/max"] <= 1 for row in rows)
     if over_age == "mask":
         assert sum(row["lag/masked_tokens"] for row in rows) > 0
+        assert check_names(set().union(*rows) - {"step", "time"}) == []
+        assert min(row["rollout/response_tokens/mean"] for row in rows) >= 1
     else:
         assert sum(row.get("rollout/cut_groups", 0) for row in rows) > 0
     assert audit(run).problems == []

@@ -143,6 +143,11 @@ def rewrite_lines(path: Path, change: Callable[[Rows], Rows | None]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in change(rows) or rows))
 
 
+def rewrite_config(run: RunDirectory, old: str, new: str) -> None:
+    """Change the configuration, without the line that says how it was."""
+    run.config_path.write_text(run.config_path.read_text().partition("\n")[2].replace(old, new))
+
+
 def rewrite_state(run: RunDirectory, change: Callable[[dict[str, Any]], None], step: int = 8) -> None:
     path = run.checkpoint_path(step) / "training" / "state.json"
     state = json.loads(path.read_text())
@@ -161,6 +166,8 @@ def step_with_signal(run: RunDirectory) -> Path:
 
 
 ROLLOUTS: dict[str, tuple[Callable[[Rows], Rows | None], str]] = {
+    "a logprob above 0": (lambda rows: rows[2]["logprobs"].__setitem__(0, 5.0), "token 0 has logprob 5.0"),
+    "another use": (lambda rows: rows[2].update(use=0), "has more than one use"),
     "a group is gone": (lambda rows: rows[2:], "has 3 groups of its own instead of 4"),
     "a completion is dropped": (lambda rows: rows[1:], "has completions [1] instead of 2"),
     "a group is trained twice": (
@@ -280,7 +287,10 @@ METRICS: dict[str, tuple[Callable[[Rows], Rows | None], str]] = {
     "another reward": (lambda rows: rows[3].update({"reward/mean": 0.77}), "reward/mean is recorded as 0.77"),
     **{
         name: (lambda rows, name=name: rows[3].update({name: 0.77}), f"{name} is recorded as 0.77")
-        for name in ("lag/mean", "reward/answer", "rollout/response_tokens/mean", "rollout/dropped_groups")
+        for name in (
+            "lag/mean", "reward/answer", "rollout/response_tokens/mean", "rollout/response_tokens/max",
+            "rollout/truncated_frac", "rollout/dropped_groups", "policy/entropy",
+        )
     },
     "an infinite gradient used": (
         lambda rows: rows[3].update({"optim/grad_norm": None}), "its gradient is not finite and was used",
@@ -301,15 +311,21 @@ def test_a_summary_that_was_changed_is_found(run: RunDirectory) -> None:
         "answer_reward": 0.9,
         "format_reward": 0.8,
         "num_correct": 77,
-        "reward_by_task": {"": 2},
+        "num_errors": 1,
+        "pass_at_k": {"1": 2},
+        "accuracy_interval": [2, 2],
     }
     rewrite_lines(run.evaluations_summary_path, lambda rows: rows[1].update(wrong))
     problems = "\n".join(audit(run).problems)
-    for text in (
-        *(f"{name} is recorded as" for name in wrong if name != "reward_by_task"),
-        "reward of  is recorded",
-    ):
-        assert text in problems
+    for name in wrong:
+        place = {"pass_at_k": ".1", "accuracy_interval": "[0]"}.get(name, "")
+        assert f"{name}{place} is recorded as" in problems
+
+
+def test_an_edited_configuration_is_found(run: RunDirectory) -> None:
+    text = run.config_path.read_text()
+    run.config_path.write_text(text.replace("max_lag: ", "max_lag: 1"))
+    assert f"{run.config_path} was edited, or is damaged" in audit(run).problems
 
 
 def test_a_prompt_sampled_twice_in_an_epoch_is_found(run: RunDirectory) -> None:
@@ -463,8 +479,7 @@ def test_a_dropped_group_with_a_signal_is_found(mixed: RunDirectory) -> None:
 
 def test_too_many_dropped_groups_are_found(mixed: RunDirectory) -> None:
     step, _ = first_with(mixed, lambda row: row["use"] == 0)
-    text = mixed.config_path.read_text()
-    mixed.config_path.write_text(text.replace("dynamic_sampling_tries: 2", "dynamic_sampling_tries: 0"))
+    rewrite_config(mixed, "dynamic_sampling_tries: 2", "dynamic_sampling_tries: 0")
     problems = audit(mixed).problems
     assert any(
         mixed.rollouts_path(step).name in p and "left out" in p and "groups, more than 0" in p for p in problems
@@ -561,8 +576,7 @@ def test_missing_changed_and_left_over_files_are_found(run: RunDirectory) -> Non
 
 
 def test_an_unfinished_run_is_audited_up_to_its_current_step(run: RunDirectory) -> None:
-    text = run.config_path.read_text()
-    run.config_path.write_text(text.replace("num_steps: 8\n", "num_steps: 12\n"))
+    rewrite_config(run, "num_steps: 8\n", "num_steps: 12\n")
     run.rollouts_path(8).unlink()
     shutil.rmtree(run.checkpoint_path(8))
     report = audit(run)
@@ -582,8 +596,7 @@ def test_a_damaged_file_of_rollouts_is_named(run: RunDirectory, step: int, then:
 
 
 def test_the_checkpoint_of_an_interrupted_run_may_be_a_step_ahead_of_its_lines(run: RunDirectory) -> None:
-    text = run.config_path.read_text()
-    run.config_path.write_text(text.replace("num_steps: 8\n", "num_steps: 12\n"))
+    rewrite_config(run, "num_steps: 8\n", "num_steps: 12\n")
     lines = run.metrics_path.read_text().splitlines(keepends=True)
     run.metrics_path.write_text("".join(lines[:-1]))
     state_path = run.checkpoint_path(8) / "training" / "state.json"

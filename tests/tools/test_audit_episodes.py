@@ -255,7 +255,7 @@ def test_a_validation_of_episodes(tmp_path: Path, grader: Regrader) -> None:
         write_rollouts(tmp_path / "step.parquet", 3, [group])
         rows = RolloutRows("step.parquet", read_rollouts(tmp_path / "step.parquet"))
         summary = {"step": 3, "reward": 0.75, "num_examples": 1}
-        return audit_evaluation(rows, summary, make_config(), grader).problems
+        return audit_evaluation(rows, summary, {"reward": 0.75}, make_config(), grader).problems
 
     assert problems_of(3, 3, 3) == []
     assert problems_of(3, 2, 3) == ["step.parquet: sampled by versions [2, 3], not only by 3"]

@@ -1,7 +1,7 @@
 """The audit of a run's files: every prompt trained once, within the lag bound, and with the right reward.
 
 Nothing here trusts the program that wrote the files: lags, rewards, advantages and counts are recomputed from
-tokens and texts. Every problem is one line of text.
+tokens and texts. That the texts are those of the tokens is not checked. Every problem is one line of text.
 """
 
 import math
@@ -9,7 +9,8 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pyarrow import ArrowInvalid
@@ -17,8 +18,10 @@ from pyarrow import ArrowInvalid
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config, make_config
 from grpo_ray.config.user_code import import_from
-from grpo_ray.records.rollout_log import read_rollouts
-from grpo_ray.records.run_files import RunDirectory, read_metrics, step_name
+from grpo_ray.errors import RunError
+from grpo_ray.records.rollout_log import read_groups, read_rollouts
+from grpo_ray.records.run_files import RunDirectory, check_dumped, read_metrics, step_name
+from grpo_ray.records.validation_files import summarise_groups
 from grpo_ray.tools.audit.checkpoint import CheckpointFacts, audit_checkpoint
 from grpo_ray.tools.audit.epochs import audit_epochs
 from grpo_ray.tools.audit.regrader import Regrader
@@ -73,6 +76,10 @@ def audit(run: RunDirectory, trust_remote_code: bool = False, run_reward_code: b
     history = [*_earlier_configs(run), (sys.maxsize, config)]
     metrics = read_metrics(run.metrics_path) if run.metrics_path.exists() else []
     report = AuditReport(num_steps=len(metrics))
+    try:
+        check_dumped(run.config_path)
+    except RunError as error:
+        report.problems.append(str(error).partition(". ")[0])
     if own.model.trust_remote_code and not trust_remote_code:
         report.notes.append(IGNORED)
     last = max((row["step"] for row in metrics), default=0)
@@ -240,8 +247,17 @@ def _audit_evaluations(
         # An interrupted one is repeated by the resume, with the values of the step after.
         around = [_configs_until(history, step)[-1] for step in (summary["step"], summary["step"] + 1)]
         by_size = {config.evaluation.samples_per_prompt: config for config in around}
-        facts = [audit_evaluation(rows, summary, config, grader) for config in by_size.values()]
+        found = _summary_of(file, summary["step"])
+        facts = [audit_evaluation(rows, summary, found, config, grader) for config in by_size.values()]
         _add(report, min(facts, key=lambda found: len(found.problems)))
+
+
+def _summary_of(file: Path, step: int) -> Row | None:
+    """Return the summary of a validation's groups; None if they are damaged or not of one size."""
+    try:
+        return asdict(summarise_groups(step, read_groups(file)))
+    except (ValueError, AssertionError):
+        return None
 
 
 def _skipped_by_preemptions(run: RunDirectory) -> set[int]:

@@ -17,6 +17,7 @@ from grpo_ray.objectives.returns import episode_advantages, rewards_per_turn, tu
 from grpo_ray.types import CONTEXT
 
 Row = dict[str, Any]
+LARGEST = 1e-3  # of a logprob: rounding may put a certain token's above 0
 WITH_REWARD = (Status.FINISHED, Status.TRUNCATED_TURNS, Status.TRUNCATED_TOKENS)
 
 
@@ -55,7 +56,7 @@ def _audit_mask(row: Row, versions: np.ndarray, turns: np.ndarray, may_be_masked
         yield f"token {place} of turn {turns[place]} is masked, but has logprob {logprobs[place]}"
     for place in np.flatnonzero(is_sampled & ~is_masked & (versions < 0))[:1]:
         yield f"token {place} of turn {turns[place]} has version {versions[place]}"
-    for place in np.flatnonzero(is_sampled & ~np.isfinite(logprobs))[:1]:
+    for place in np.flatnonzero(is_sampled & (~np.isfinite(logprobs) | (logprobs > LARGEST)))[:1]:
         yield f"token {place} of turn {turns[place]} has logprob {logprobs[place]}"
     for place in np.flatnonzero(~is_sampled & (versions != CONTEXT))[:1]:
         yield f"token {place} is context, but has version {versions[place]}"
@@ -137,10 +138,10 @@ def num_unrelated(row: Row) -> int:
 
 
 def _audit_counts(row: Row, versions: np.ndarray, turns: np.ndarray) -> Iterator[str]:
-    sampled = versions[versions != CONTEXT]
+    sampled, num_tokens = versions[versions != CONTEXT], int(np.count_nonzero(turns != CONTEXT))
     expected = {
-        "num_tokens": len(sampled),
-        "num_context_tokens": len(versions) - len(sampled),
+        "num_tokens": num_tokens,
+        "num_context_tokens": len(turns) - num_tokens,
         "num_turns": int(turns.max(initial=CONTEXT)) + 1,
         "num_branches": max(0, len(row["sequences"]) - 1),
         "min_version": int(sampled.min()) if len(sampled) else None,

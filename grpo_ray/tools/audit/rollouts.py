@@ -16,7 +16,7 @@ from grpo_ray.objectives import advantages_of
 from grpo_ray.records.episode_columns import is_episode
 from grpo_ray.records.rollout_log import DROPPED, FRESH
 from grpo_ray.rewards.base import Result, ScoringError, Ungradable
-from grpo_ray.tools.audit.episodes import audit_comparison, audit_episode, num_masked, num_unrelated
+from grpo_ray.tools.audit.episodes import LARGEST, audit_comparison, audit_episode, num_masked, num_unrelated
 from grpo_ray.tools.audit.regrader import Regrader
 from grpo_ray.types import CONTEXT, TERM, PromptItem
 
@@ -38,7 +38,7 @@ def audit_teacher(row: dict[str, Any], has_teacher: bool) -> Iterator[str]:
     is_context = np.zeros(len(values), bool)
     for span in row["turns"] if is_episode(row) else ():
         is_context[span["start"] : span["end"]] = span["turn"] == CONTEXT
-    for place in np.flatnonzero(~np.isfinite(values) | (values > 1e-3))[:1]:
+    for place in np.flatnonzero(~np.isfinite(values) | (values > LARGEST))[:1]:
         yield f"token {place} has the teacher's logprob {values[place]}"
     for place in np.flatnonzero(is_context & (values != 0.0))[:1]:
         yield f"token {place} is context, but has a teacher's logprob"
@@ -141,6 +141,9 @@ def audit_step(rows: RolloutRows, metrics: Row, configs: Sequence[Config], grade
         "reward/format": own.mean("format_reward"),
         "reward/answer": own.mean("answer_reward"),
         "rollout/response_tokens/mean": own.mean("num_tokens"),
+        "rollout/response_tokens/max": max((row["num_tokens"] for row in own.rows), default=0),
+        "rollout/truncated_frac": float(np.mean([row["finish_reason"] == "length" for row in own.rows] or [0])),
+        **_entropy(own),
         "rollout/dropped_groups": len(own.groups) - len(fresh.groups),
         "lag/mean": _mean_lag(RolloutRows("", [*fresh.rows, *replayed.rows]), step),
         **{f"reward/mean/{part}": own.of_part(part).mean("reward") for part in parts},
@@ -188,11 +191,14 @@ def _has_signal(members: list[Row], metric: str) -> bool:
     return any(map(any, by_turn)) if by_turn else any(row["advantage"] for row in members)
 
 
-def audit_evaluation(rows: RolloutRows, summary: Row, config: Config, grader: Regrader) -> RolloutFacts:
+def audit_evaluation(
+    rows: RolloutRows, summary: Row, found: Row | None, config: Config, grader: Regrader
+) -> RolloutFacts:
     """Audit one validation; all its tokens must be of its step's version.
 
     Args:
         summary: the validation's line in summary.jsonl.
+        found: what its groups give; None if they are not whole.
     """
     problems = list(_audit_groups(rows, [config], config.evaluation.samples_per_prompt, grader))
     wrong, notes = _audit_rewards(rows, grader)
@@ -200,20 +206,21 @@ def audit_evaluation(rows: RolloutRows, summary: Row, config: Config, grader: Re
     versions = {version for row in rows.rows for version in (row["min_version"], row["max_version"])}
     if versions - {None} and versions - {None} != {summary["step"]}:
         problems.append(f"sampled by versions {sorted(versions - {None})}, not only by {summary['step']}")
-    problems += _compare(summary, "reward", rows.mean("reward"))
     problems += _compare(summary, "num_examples", len(rows.groups))
-    is_right = [r["error"] is None and r["format_reward"] > 0 and r["answer_reward"] > 0 for r in rows.rows]
-    others = {
-        "format_reward": rows.mean("format_reward"),
-        "answer_reward": rows.mean("answer_reward"),
-        "num_correct": sum(is_right),
-        "accuracy": sum(is_right) / max(1, len(is_right)),
-    }
-    by_part = summary.get("reward_by_task") or {}
-    others |= {f"reward of {part}": rows.of_part(part).mean("reward") for part in by_part}
-    recorded = {**summary, **{f"reward of {part}": reward for part, reward in by_part.items()}}
-    problems += _compare_recorded(recorded, others)
+    problems += _compare_recorded(dict(_numbers(summary)), dict(_numbers(found or {})))
     return _facts(rows, problems, notes)
+
+
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a summary by dotted path."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _numbers(part, f"{name}.{key}" if name else key)
+    elif isinstance(value, list | tuple):
+        for place, part in enumerate(value):
+            yield from _numbers(part, f"{name}[{place}]")
+    elif value is not None:
+        yield name, value
 
 
 def _facts(rows: RolloutRows, problems: list[str], notes: list[str]) -> RolloutFacts:
@@ -224,8 +231,9 @@ def _facts(rows: RolloutRows, problems: list[str], notes: list[str]) -> RolloutF
 
 
 def _compare(recorded: Mapping[str, Any], name: str, value: float) -> Iterator[str]:
-    if recorded[name] is None or not math.isclose(recorded[name], value, rel_tol=1e-5, abs_tol=1e-5):
-        yield f"{name} is recorded as {recorded[name]}, its responses give {value:g}"
+    given = recorded.get(name)
+    if given is None or not math.isclose(given, value, rel_tol=1e-5, abs_tol=1e-5):
+        yield f"{name} is recorded as {given}, its responses give {value:g}"
 
 
 def _compare_recorded(recorded: Mapping[str, Any], values: Mapping[str, float]) -> Iterator[str]:
@@ -249,20 +257,30 @@ def _lag(rows: RolloutRows, step: int) -> int:
     return version - min(_versions(rows), default=version)
 
 
+def _entropy(rows: RolloutRows) -> dict[str, float]:
+    """Return the mean of -log p over the sampled tokens with a finite logprob; none without any."""
+    values = [
+        np.array(row["logprobs"][span["start"] : span["end"]], np.float64) for row, span in _sampled_spans(rows)
+    ]
+    finite = [each[np.isfinite(each)] for each in values]
+    joined = np.concatenate(finite or [np.empty(0)])
+    return {"policy/entropy": float(-joined.mean())} if len(joined) else {}
+
+
 def _mean_lag(rows: RolloutRows, step: int) -> float:
-    spans = list(_sampled_spans(rows))
+    spans = [span for _, span in _sampled_spans(rows)]
     ages = sum((version_trained_at(step) - s["version"]) * (s["end"] - s["start"]) for s in spans)
     return float(ages / max(1, sum(s["end"] - s["start"] for s in spans)))
 
 
 def _versions(rows: RolloutRows) -> list[int]:
-    return [span["version"] for span in _sampled_spans(rows)]
+    return [span["version"] for _, span in _sampled_spans(rows)]
 
 
-def _sampled_spans(rows: RolloutRows) -> Iterator[Row]:
-    """Yield spans of tokens with the version that sampled them; an episode's context has none."""
+def _sampled_spans(rows: RolloutRows) -> Iterator[tuple[Row, Row]]:
+    """Yield rows with their spans of tokens that a version sampled; an episode's context has none."""
     for row in rows.rows:
-        yield from (s for s in row["versions"] if not is_episode(row) or s["version"] != CONTEXT)
+        yield from ((row, s) for s in row["versions"] if not is_episode(row) or s["version"] != CONTEXT)
 
 
 def _audit_groups(
@@ -283,8 +301,8 @@ def _audit_members(members: list[Row], num_samples: int, masks_old: bool) -> Ite
     """Check that the group has one prompt, and each completion once and whole."""
     if [row["sample"] for row in members] != list(range(num_samples)):
         yield f"has completions {[row['sample'] for row in members]} instead of {num_samples}"
-    for name in ("task", "prompt", "ground_truth", "prompt_token_ids", "generator"):
-        if any(row[name] != members[0][name] for row in members):
+    for name in ("task", "prompt", "ground_truth", "prompt_token_ids", "generator", "use"):
+        if any(row.get(name) != members[0].get(name) for row in members):
             yield f"has more than one {name}"
     if len({is_episode(row) for row in members}) > 1:
         yield "only some of its completions are episodes"
@@ -297,6 +315,10 @@ def _audit_tokens(row: Row) -> Iterator[str]:
     """Check that each token has a logprob, and that the spans cover all tokens with rising versions."""
     if not row["num_tokens"] == len(row["token_ids"]) == len(row["logprobs"]):
         yield "numbers of tokens and logprobs differ"
+    for place, logprob in enumerate(row["logprobs"]):
+        if logprob is not None and logprob > LARGEST:
+            yield f"token {place} has logprob {logprob}"
+            break
     spans = row["versions"]
     ends = [0, *(span["end"] for span in spans)]
     if [span["start"] for span in spans] != ends[:-1] or ends[-1] != row["num_tokens"]:

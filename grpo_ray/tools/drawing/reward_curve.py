@@ -63,7 +63,7 @@ def _plot_rewards(axis: Axes, metrics: Sequence[dict[str, Any]], evaluations: Se
         axis.set_ylim(0, 1)
     if evaluated.size:
         _label_ends(axis, evaluated, validation)
-    axis.set_ylabel("reward (share of responses right)")
+    axis.set_ylabel("mean reward")
     axis.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="none", fontsize=12)
 
 

@@ -40,7 +40,7 @@ def plot_validation_reward(results: Sequence[VariantResult], title: str, path: P
     rewards = [reward for result in results for _, values in _rewards(result) for reward in values]
     if not rewards or (min(rewards) >= 0 and max(rewards) <= 1):
         over_steps.set_ylim(-0.02, 1.02)
-    tidy(over_steps, "step", "validation reward (share of responses right)")
+    tidy(over_steps, "step", "validation reward")
     tidy(over_seconds, "seconds of training (without startup)", "")
     over_steps.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.suptitle(title, fontsize=14)

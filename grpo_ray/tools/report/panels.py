@@ -71,7 +71,8 @@ PANELS: dict[str, tuple[Panel, ...]] = {
         Panel("Training rate", "tokens/s per device", (("perf/tokens_per_s_per_device", "trained"),)),
         Panel("Computed tokens", "share",
               (("perf/prompt_frac", "prompts"), ("perf/padding_frac", "padding")), True),
-        Panel("Peak memory of the Learner's GPU", "bytes", (("memory/learner_device_peak_bytes", "peak"),)),
+        Panel("Peak memory of the Learner's GPU", "GiB",
+              (("memory/learner_device_peak_bytes", "peak"),), scale=GIB),
     ),
     RANKS: (
         Panel("Time in collectives", "s per step", (("ranks/learner-*/collectives_s", "learner-*"),)),

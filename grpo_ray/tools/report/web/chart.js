@@ -9,13 +9,15 @@ function frame(width, steps, values, yTicks, unit) {
   const x = (step) => LEFT + ((step - steps[0]) / (steps[1] - steps[0])) * (width - LEFT - RIGHT);
   const y = (value) => TOP + ((values[1] - value) / (values[1] - values[0])) * (HEIGHT - TOP - BOTTOM);
   const root = svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, width, height: HEIGHT, "aria-hidden": "true" });
-  for (const tick of yTicks) {
+  const labels = tickLabels(yTicks);
+  for (const [place, tick] of yTicks.entries()) {
     root.append(svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(tick), y2: y(tick) }));
-    root.append(svg("text", { class: "tick", x: LEFT - 6, y: y(tick) + 4, "text-anchor": "end" }, number(tick)));
+    root.append(svg("text", { class: "tick", x: LEFT - 6, y: y(tick) + 4, "text-anchor": "end" }, labels[place]));
   }
   const whole = ticks(steps[0], steps[1], Math.max(2, Math.floor(width / 90))).filter(Number.isInteger);
   for (const tick of whole) {
-    root.append(svg("text", { class: "tick", x: x(tick), y: HEIGHT - 22, "text-anchor": "middle" }, tick.toLocaleString("en")));
+    const text = tick.toLocaleString("en"), right = Math.min(x(tick) + 4 * text.length, width - 1);
+    root.append(svg("text", { class: "tick", x: right, y: HEIGHT - 22, "text-anchor": "end" }, text));
   }
   const middle = (TOP + HEIGHT - BOTTOM) / 2;
   root.append(svg("text", { class: "tick", x: (LEFT + width - RIGHT) / 2, y: HEIGHT - 5, "text-anchor": "middle" }, "step"));

@@ -47,6 +47,16 @@ function number(value) {
   return String(Number(value.toPrecision(3)));
 }
 
+/** Return texts of evenly spaced numbers, with as many digits as tell them apart. */
+function tickLabels(ticks) {
+  const step = ticks[1] - ticks[0] || 1, most = Math.max(...ticks.map(Math.abs));
+  const digits = Math.max(1, Math.ceil(Math.log10(most / step)) + 1);
+  if (most >= 1e6) return ticks.map((tick) => tick.toLocaleString("en", { notation: "compact", maximumSignificantDigits: digits }));
+  if (step < 1e-3) return ticks.map((tick) => tick === 0 ? "0" : tick.toExponential(digits - 1));
+  const decimals = Math.max(0, Math.ceil(-Math.log10(step) - 1e-9));
+  return ticks.map((tick) => tick.toLocaleString("en", { maximumFractionDigits: decimals }));
+}
+
 /** Replace characters that cannot be seen, or that act on the text around them, as records/visible_text.py does. */
 const UNSEEN = /[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff0-\ufffb\ud800-\udfff\u{e0000}-\u{e0fff}]/gu;
 

@@ -3,12 +3,17 @@
 
 const [OPEN, CLOSE] = ["<tool_call>", "</tool_call>"];
 
+/** Return the turn that sampled an episode's token, -1 for context. */
+function turnAt(row, place) {
+  return row.episode.turns.findLast(([, start]) => start <= place)[0];
+}
+
 /** Return the advantage of each token shown, null for context; null for other responses. */
 function advantages(row) {
   if (!row.episode || !row.tokens) return null;
-  const { turns, turn_advantages: own } = row.episode;
+  const own = row.episode.turn_advantages;
   return row.tokens.map((_, place) => {
-    const turn = turns.findLast(([, start]) => start <= place)[0];
+    const turn = turnAt(row, place);
     return turn < 0 ? null : own ? own[turn] ?? null : row.advantage;
   });
 }

@@ -33,16 +33,16 @@ function runCard(run) {
 /** Make a table of the same validation prompts before and after training. */
 function samplesTable(run) {
   const steps = [...new Set(run.samples.map((each) => each.step))];
-  const answer = (row, step) => {
-    const found = run.samples.find((each) => each.step === step && each.prompt === row.prompt);
-    if (!found) return el("td", {}, "–");
+  const answer = (row, place, step) => {
+    const found = run.samples.filter((each) => each.step === step)[place];  // several prompts may have one text
+    if (found?.prompt !== row.prompt) return el("td", {}, "–");
     const isGraded = found.error === null;
     return el("td", { "data-label": `Step ${step}` }, el("pre", { dir: "auto" }, found.response || "(empty)"),
       el("small", { class: isGraded ? null : "notice error" }, isGraded ? `reward ${number(found.reward)}` : `not graded: ${found.error}`));
   };
   const head = ["Prompt", "Ground truth", ...steps.map((step) => `Step ${step.toLocaleString("en")}`)];
-  const rows = run.samples.filter((each) => each.step === steps[0]).map((row) => el("tr", {}, el("td", { "data-label": "Prompt" }, el("pre", { dir: "auto" }, row.prompt)),
-    el("td", { "data-label": "Ground truth" }, el("pre", { dir: "auto" }, row.ground_truth)), ...steps.map((step) => answer(row, step))));
+  const rows = run.samples.filter((each) => each.step === steps[0]).map((row, place) => el("tr", {}, el("td", { "data-label": "Prompt" }, el("pre", { dir: "auto" }, row.prompt)),
+    el("td", { "data-label": "Ground truth" }, el("pre", { dir: "auto" }, row.ground_truth)), ...steps.map((step) => answer(row, place, step))));
   return el("div", {}, DATA.runs.length > 1 ? el("h3", {}, run.name) : null,
     el("table", { class: "samples" }, el("thead", {}, el("tr", {}, ...head.map((text) => el("th", { scope: "col" }, text)))), el("tbody", {}, ...rows)));
 }

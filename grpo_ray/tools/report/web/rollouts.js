@@ -92,7 +92,7 @@ class Rollouts {
     return (this.run.select.value === "" || String(row.run.place) === this.run.select.value)
       && (this.step.select.value === "" || String(row.step) === this.step.select.value)
       && (this.task.select.value === "" || row.task === this.task.select.value)
-      && (Number.isNaN(least) || row.reward >= least) && (Number.isNaN(most) || row.reward <= most)
+      && (Number.isNaN(least) || row.reward >= Math.fround(least)) && (Number.isNaN(most) || row.reward <= Math.fround(most))
       && (this.outcome.select.value === "" || outcome(row) === this.outcome.select.value)
       && row.text.includes(this.search.value.toLowerCase());
   }
@@ -179,7 +179,7 @@ function tokenMarks(row, coloring) {
   const [, valuesOf, largest] = COLORINGS[coloring], values = valuesOf(row);
   const readout = el("p", { class: "readout", "aria-live": "polite" });
   const version = (place) => row.spans.findLast(([, start]) => start <= place)?.[0];
-  const isContext = (place) => Boolean(row.episode) && version(place) < 0;
+  const isContext = (place) => Boolean(row.episode) && turnAt(row, place) < 0;
   const marks = (row.tokens ?? []).map((text, place) => {
     const mark = el("span", { class: "token" }, text.replaceAll("\n", "↵\n"));
     if (!isContext(place)) paint(mark, values?.[place], largest);
@@ -191,7 +191,7 @@ function tokenMarks(row, coloring) {
     at = place;
     marks[at]?.classList.add("selected");
     const ratio = row.ratios ? `, log-ratio ${number(row.ratios[at])}` : "";
-    const values = at < 0 ? "" : isContext(at) ? "context, not sampled" : `logprob ${number(row.logprobs[at])}${ratio}, version ${version(at)}`;
+    const values = at < 0 ? "" : isContext(at) ? "context, not sampled" : version(at) < 0 ? "sampled, too old to be trained" : `logprob ${number(row.logprobs[at])}${ratio}, version ${version(at)}`;
     readout.textContent = at < 0 ? "" : `token ${at + 1} ${JSON.stringify(visible(row.tokens[at]))}: ${values}`;
   };
   const handlers = {
