@@ -246,7 +246,7 @@ class Controller:
             await self._actors.learner.take_room()
 
     async def _give_device_to_generators(self) -> None:
-        """Move the Learner off the device, and wake the Generators.
+        """Let the Learner make room on the device, and wake the Generators.
 
         The Learner's calls run in order, so its snapshot has been copied by then.
         """

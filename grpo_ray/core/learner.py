@@ -350,8 +350,15 @@ class Learner:
         self._publisher.sender.release(version)
 
     def make_room(self) -> None:
-        """Move off the colocated device, to leave it to the Generators until `take_room`."""
-        if self._device.type == "cuda":
+        """Leave the colocated device to the Generators until `take_room`; move unless their share is free."""
+        if self._device.type != "cuda":
+            return
+        self._optimizer.zero_grad()  # otherwise the last gradient would stay, or move as well
+        torch.cuda.empty_cache()
+        generator = self._config.generator
+        share = generator.gpu_memory_utilization if generator.engine == "vllm" else 1.0
+        free, total = torch.cuda.mem_get_info(self._device)
+        if free < share * total:
             self._move(torch.device("cpu"))
             torch.cuda.empty_cache()
 
@@ -363,7 +370,6 @@ class Learner:
 
     def _move(self, device: torch.device) -> None:
         with self._clock.stage("move", f"to {device}"):
-            self._optimizer.zero_grad()  # otherwise the last gradient would move as well
             self.masters.to(device, self._offload)
             move_optimizer(self._optimizer, device, self._offload)
             if self._reference is not None:

@@ -456,3 +456,19 @@ def test_batch_without_groups_is_refused(make_learner: MakeLearner) -> None:
     with pytest.raises(ValueError, match="the batch of version 0 has no groups"):
         learner.train_step(TrainBatch(()))
     assert learner.version == 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "free", "moves"), [("vllm", 84, True), ("vllm", 85, False), ("torch", 99, True)]
+)
+def test_a_colocated_learner_moves_only_if_the_generators_share_is_not_free(
+    make_learner: MakeLearner, monkeypatch: pytest.MonkeyPatch, engine: str, free: int, moves: bool
+) -> None:
+    """The Generators may take 0.85 of a device's 100 bytes."""
+    learner, to = make_learner(generator={"engine": engine}), []
+    monkeypatch.setattr(learner, "_device", torch.device("cuda", 0))
+    monkeypatch.setattr(learner, "_move", to.append)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 100))
+    learner.make_room()
+    assert to == [torch.device("cpu")] * moves
