@@ -29,6 +29,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup], num_dropped: int = 0) -> dict
         **term_metrics(groups),
         "reward/errors": float(sum(len(group.errors) for group in groups)),
         "reward/ungradable": float(sum(len(group.ungradable) for group in groups)),
+        "reward/baseline_variance": float(np.mean([baseline_variance(g.rewards[g.is_graded]) for g in groups])),
         "rollout/response_tokens/mean": float(lengths.mean()),
         "rollout/response_tokens/max": float(lengths.max()),
         "rollout/truncated_frac": float(np.mean([c.is_truncated for c in completions])),
@@ -104,6 +105,11 @@ def teacher_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     values = np.concatenate(gaps or [np.empty(0)])
     finite = values[np.isfinite(values)]
     return {"distillation/kl": float(finite.mean(dtype=np.float64))} if len(finite) else {}
+
+
+def baseline_variance(rewards: np.ndarray) -> float:
+    """Estimate the variance of a group's mean reward, which is its baseline: s^2 / G, from `[G]` rewards."""
+    return float(rewards.var(ddof=1) / len(rewards)) if len(rewards) > 1 else 0.0
 
 
 def cut_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:

@@ -78,6 +78,7 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "optim/skipped_in_a_row": "[updates] consecutive steps without a finite update, up to and including this "
     "one",
     "optim/num_updates": "[updates] optimizer updates on the batch",
+    "reward/baseline_variance": "estimated variance of the mean of a group's graded rewards, mean over groups",
     "reward/errors": "[responses] responses that the grader failed on: reward 0, and left out of their groups",
     "reward/ungradable": "[responses] responses too long, too deep or too costly to grade: they count as wrong",
     "reward/kl_penalty": "reward subtracted from a response of the batch by algorithm.kl.placement reward or "

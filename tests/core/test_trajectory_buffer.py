@@ -123,7 +123,7 @@ def test_rollout_metrics_by_hand() -> None:
         "reward/answer": 1 / 4,
         "reward/errors": 3.0,
         "reward/ungradable": 0.0,
-        # rewards 1 and 0: their sample variance, 1/2, divided by 2; rewards 0 and 0: 0
+        "reward/baseline_variance": 0.0,  # at most one response of each group is graded
         "rollout/response_tokens/mean": (4 + 10 + 3 + 3) / 4,
         "rollout/response_tokens/max": 10.0,
         "rollout/truncated_frac": 1 / 4,
@@ -144,6 +144,13 @@ def test_entropy_is_that_of_all_sampled_tokens_and_absent_without_logprobs() -> 
     assert entropy == pytest.approx((1.0 + 2.0 + 0.3 + 0.1 + 0.1) / 5)
     blind = make_group(make_item(2), [make_completion([5, 6], [np.nan, -np.inf])] * 2)
     assert "policy/entropy" not in rollout_metrics([blind])
+
+
+def test_the_variance_of_a_baseline_is_that_of_graded_rewards() -> None:
+    """Rewards 1, 0, 1: their sample variance, 1/3, divided by 3; a fourth was not graded."""
+    group = make_group(make_item(), [make_completion([5])] * 4, [1.0, 0.0, 1.0, 0.0], [0.5, -1, 0.5, 0])
+    metrics = rollout_metrics([replace(group, errors={3: "too long"})])
+    assert metrics["reward/baseline_variance"] == pytest.approx(1 / 9)
 
 
 def test_lengths_of_groups_that_were_cut_off_before_by_hand() -> None:

@@ -24,6 +24,7 @@ from grpo_ray.tools.experiments.experiment import Experiment
 from grpo_ray.tools.experiments.experiment_plan import plan_experiment
 from grpo_ray.tools.experiments.resources import GpuPool, cores_of, default_jobs, gpus_of
 from grpo_ray.tools.experiments.run_experiment import run_experiment
+from grpo_ray.watch.metrics_catalog import check_names
 
 FAKE = (sys.executable, str(Path(__file__).parents[1] / "fake_run_cli.py"))
 pytestmark = pytest.mark.slow  # each starts processes that stand in for runs
@@ -83,6 +84,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRuns:
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_variant_of_every_experiment_is_a_valid_configuration(name: str, tmp_path: Path) -> None:
     experiment = EXPERIMENTS[name]
+    assert check_names(experiment.metrics) == []
     plan = plan_experiment(experiment, QUICKSTART, [], num_seeds=2, output=str(tmp_path))
     assert len(plan.runs) == 2 * len(experiment.variants) >= 4
     for run in plan.runs:
