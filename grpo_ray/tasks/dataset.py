@@ -142,7 +142,9 @@ def _first_of_each(examples: Sequence[Example], path: str) -> tuple[list[Example
     first: dict[str, Example] = {}
     for example in examples:
         first.setdefault(_key(example), example)
-    return list(first.values()), _notice(path, len(examples) - len(first), "dropped")
+    apart = sum(first[_key(example)].facts != example.facts for example in examples)
+    fate = f"dropped, {apart:,} with other columns: `task.duplicates: keep` uses them" if apart else "dropped"
+    return list(first.values()), _notice(path, len(examples) - len(first), fate)
 
 
 def _without(train: Sequence[Example], evaluated: Iterable[Example]) -> list[Example]:

@@ -58,6 +58,12 @@ def test_duplicates_are_dropped_and_counted(tmp_path: Path) -> None:
         f"{task.train_path}: 1 duplicate question of {task.validation_path} kept out of training",
         f"{task.validation_path}: 1 duplicate question dropped",
     )
+    rows = [{"question": "a?", "answer": "1", "level": level} for level in (1, 2, 1)]
+    rows.append({"question": "b?", "answer": "1", "level": 1})
+    Path(task.train_path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = task.model_copy(update={"reward": "mine:reward"})
+    expected = "2 duplicate questions dropped, 1 with other columns: `task.duplicates: keep` uses them"
+    assert load_examples(own, seed=0).notices[0].endswith(expected)
 
 
 def test_duplicates_are_kept_when_asked(tmp_path: Path) -> None:
