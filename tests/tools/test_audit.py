@@ -322,6 +322,13 @@ def test_a_summary_that_was_changed_is_found(run: RunDirectory) -> None:
         assert f"{name}{place} is recorded as" in problems
 
 
+def test_another_prompt_of_a_later_validation_is_found(run: RunDirectory) -> None:
+    rewrite(
+        run.evaluations / "step-000008.parquet", lambda rows: rows[0].update(ground_truth="12345", reward=0.0)
+    )
+    assert "evaluations/step-000008.parquet: has other prompts than the first validation" in audit(run).problems
+
+
 def test_an_edited_configuration_is_found(run: RunDirectory) -> None:
     text = run.config_path.read_text()
     run.config_path.write_text(text.replace("max_lag: ", "max_lag: 1"))

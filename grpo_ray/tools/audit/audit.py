@@ -234,6 +234,7 @@ def _audit_evaluations(
     report.num_evaluations = len(summaries)
     report.problems += [f"no evaluation at step {step}" for step in sorted(due - steps.keys())]
     report.problems += [f"{n} evaluations at step {step}" for step, n in steps.items() if n > 1]
+    prompts: dict[int, GroupPrompt] = {}
     for summary in summaries:
         file = run.evaluations / f"{step_name(summary['step'])}.parquet"
         if not file.exists():
@@ -249,7 +250,11 @@ def _audit_evaluations(
         by_size = {config.evaluation.samples_per_prompt: config for config in around}
         found = _summary_of(file, summary["step"])
         facts = [audit_evaluation(rows, summary, found, config, grader) for config in by_size.values()]
-        _add(report, min(facts, key=lambda found: len(found.problems)))
+        best = min(facts, key=lambda found: len(found.problems))
+        _add(report, best)
+        prompts = prompts or best.prompts
+        if len(history) == 1 and best.prompts != prompts:  # a resume may change their number
+            report.problems.append(f"{rows.name}: has other prompts than the first validation")
 
 
 def _summary_of(file: Path, step: int) -> Row | None:
