@@ -22,7 +22,7 @@ from grpo_ray.config.user_code import import_from, keyword_parameters
 from grpo_ray.errors import RunError, shown_plainly
 from grpo_ray.records.json_lines import read_lines
 from grpo_ray.records.rollout_log import read_table
-from grpo_ray.records.run_files import RunDirectory
+from grpo_ray.records.run_files import RunDirectory, run_name
 from grpo_ray.rewards.user_function import UserFunction
 from grpo_ray.watch.run_state import read_state
 
@@ -223,8 +223,6 @@ class _Given:
     """Files for what a run is given from Python, in `given/` of its directory, which is chosen now."""
 
     def __init__(self, data: dict[str, Any], source: Path) -> None:
-        from grpo_ray.run.training import run_name
-
         self.data, self._source = data, source
         section = self._section("run")
         # Of a run that lacks nothing else: what is wrong with this section is said before files are written.

@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 import shlex
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -64,6 +65,13 @@ def check_dumped(path: Path) -> None:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def run_name(config: Config, config_path: str) -> str:
+    """Return the run's name, by default of the file's name and the time; raises RunError."""
+    if config.run.if_exists == "resume" and config.run.name is None:
+        raise RunError("run.if_exists: `resume` needs run.name; without one, each run gets a name of its own")
+    return config.run.name or f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 class RunDirectory:

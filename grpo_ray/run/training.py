@@ -22,7 +22,7 @@ from grpo_ray.records.checkpoint import Checkpoint, make_store
 from grpo_ray.records.json_lines import JsonLines
 from grpo_ray.records.resumable_folder import changed_values
 from grpo_ray.records.rollout_log import num_groups_in
-from grpo_ray.records.run_files import RunDirectory, check_dumped, dump_config, last_logged_step
+from grpo_ray.records.run_files import RunDirectory, check_dumped, dump_config, last_logged_step, run_name
 from grpo_ray.records.visible_text import print_visible
 from grpo_ray.run.machine import on_this_machine
 from grpo_ray.run.preparation import (
@@ -94,13 +94,6 @@ def train(
         if config.run.if_exists == "resume" and run.config_path.exists():
             return _resume(run, config, follower, is_sft_alone)
         return _train(run, config, follower, is_sft_alone)
-
-
-def run_name(config: Config, config_path: str) -> str:
-    """Return the run's name, by default of the file's name and the time; raises RunError."""
-    if config.run.if_exists == "resume" and config.run.name is None:
-        raise RunError("run.if_exists: `resume` needs run.name; without one, each run gets a name of its own")
-    return config.run.name or f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _train(run: RunDirectory, config: Config, follower: Follower | None, is_sft_alone: bool) -> RunDirectory:

@@ -95,10 +95,9 @@ def _resume(options: ResumeOptions) -> int:
 
 def _check(options: CheckOptions) -> int:
     config = load_config(options.config, options.overrides)
-    from grpo_ray.records.run_files import RunDirectory
+    from grpo_ray.records.run_files import RunDirectory, run_name
     from grpo_ray.run.machine import on_this_machine, shortfalls_here
     from grpo_ray.run.preparation import check_files, with_trial
-    from grpo_ray.run.training import check_resume, run_name
     from grpo_ray.watch.trackers import check_trackers
 
     notice = None
@@ -111,6 +110,8 @@ def _check(options: CheckOptions) -> int:
         if config.run.if_exists != "resume":
             run.check_free()
         elif run.config_path.exists():
+            from grpo_ray.run.training import check_resume
+
             check_resume(run, config, task)
     print(f"{options.config}: good; {len(task.train)} training and {len(task.validation)} validation prompts")
     for line in filter(None, (notice, *task.notices, *task.first_prompts)):
