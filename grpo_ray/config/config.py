@@ -13,7 +13,7 @@ from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.episodes import GRACE_S, EpisodesConfig
 from grpo_ray.config.learner import LearnerConfig, SftConfig
 from grpo_ray.config.model import ModelConfig
-from grpo_ray.config.reward import ScorerConfig, secrets_in
+from grpo_ray.config.reward import ScorerConfig, secrets_in, term_weights
 from grpo_ray.config.run import (
     CheckpointConfig,
     EvaluationConfig,
@@ -193,6 +193,15 @@ class Config(Section):
             yield (
                 "tracking.rollouts_every_num_steps needs the run's rollout files; set run.save_rollouts to "
                 "true, or tracking.rollouts_every_num_steps to 0"
+            )
+        is_by_terms = self.algorithm.advantage_kind == "gdpo" and any(
+            map(term_weights, self.task.rewards.values())
+        )
+        has_weights = any(name.endswith("_weight") for name in self.algorithm.advantage_options)
+        if buffer_tokens and is_by_terms and not has_weights:
+            yield (
+                "algorithm.overlong_buffer_tokens: `gdpo` compares the terms of task.reward, and the penalty "
+                "belongs to none of them; set it to 0, or choose another algorithm.advantage"
             )
         if buffer_tokens >= max_tokens:
             yield (

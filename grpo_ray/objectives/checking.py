@@ -107,12 +107,6 @@ def _check_advantage(config: AlgorithmConfig, weights: Iterable[Mapping[str, flo
             f"(algorithm.samples_per_prompt): only groups of more than k can differ; give at most "
             f"{config.samples_per_prompt - 1}, or raise algorithm.samples_per_prompt"
         )
-    is_by_terms = kind == "gdpo" and any(map(len, weights)) and not parameters.keys() & config.advantage_options
-    if is_by_terms and config.overlong_buffer_tokens:
-        raise ValueError(
-            "algorithm.overlong_buffer_tokens: with several terms in task.reward, `gdpo` compares those alone, "
-            "and the penalty belongs to none; set it to 0, or algorithm.advantage to another"
-        )
     if ":" in kind:
         size = config.samples_per_prompt
         alone = np.ones(1)  # as if the grader had failed on the others

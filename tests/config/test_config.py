@@ -314,6 +314,11 @@ def test_wrong_algorithms(tmp_path: Path, fields: str, parts: str) -> None:
         ),
         ("learner.lr_schedule=linear learner.warmup_steps=200", "a warm-up of 200 ... leaves none of the 200"),
         (
+            "algorithm.advantage=gdpo algorithm.overlong_buffer_tokens=3 "
+            'task.reward=[{"reward":"exact_match"},{"reward":"brevity"}]',
+            "overlong_buffer_tokens: `gdpo` compares the terms of task.reward ... set it to 0",
+        ),
+        (
             "algorithm.entropy_target=0.5 algorithm.entropy_bonus=2",
             "entropy_bonus (2), from which entropy_target starts, is above entropy_bonus_max (1)",
         ),

@@ -76,17 +76,6 @@ def test_what_fits_is_accepted(name: str, changes: dict[str, Any]) -> None:
     check_algorithm(config_of(name, **changes))
 
 
-def test_a_penalty_on_length_belongs_to_none_of_the_terms_that_gdpo_compares() -> None:
-    weights = [{"right": 1.0, "short": 0.5}]
-    check_algorithm(config_of("gdpo", overlong_buffer_tokens=2))
-    by_reward = config_of("gdpo", overlong_buffer_tokens=2, advantage_options={"reward_weight": 1.0})
-    check_algorithm(by_reward, weights)
-    with pytest.raises(
-        ValueError, match=r"^algorithm\.overlong_buffer_tokens: with several terms .* set it to 0"
-    ):
-        check_algorithm(config_of("gdpo", overlong_buffer_tokens=2), weights)
-
-
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
