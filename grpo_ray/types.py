@@ -392,7 +392,7 @@ class BatchFacts:
     metrics: dict[str, float]
     write_error: str | None = None  # the reason that rollouts of an earlier batch are not on disk yet
     ungraded: "Ungraded | None" = None  # among the fresh and dropped groups
-    notes: tuple[str, ...] = ()  # on files of rollouts that could not be written, since the last batch
+    notes: tuple[str, ...] = ()  # on groups that could not be written as they were, since the last batch
 
 
 @dataclass(frozen=True)

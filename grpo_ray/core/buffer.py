@@ -167,9 +167,10 @@ class TrajectoryBuffer:
         uses = [r.num_uses for r in replayed]
         write = asyncio.to_thread
         with self._clock.stage("write_checkpoint"):
-            await write(write_rollouts, folder / GROUPS, None, groups, fsync=True)
+            first = await write(write_rollouts, folder / GROUPS, None, groups, fsync=True)
             memory = [r.group for r in replayed]
-            await write(write_rollouts, folder / REPLAY, None, memory, uses, fsync=True)
+            second = await write(write_rollouts, folder / REPLAY, None, memory, uses, fsync=True)
+            self._notes += filter(None, (first, second))
             return {name: (folder / name).stat().st_size for name in (GROUPS, REPLAY)}
 
     def _restore(self, folder: Path) -> None:

@@ -76,15 +76,16 @@ class Validation:
         while self._unwritten and error is None:
             summary, groups = self._unwritten[0]
             try:
-                write_evaluation(self._log.run.evaluations, summary, groups)
+                note = write_evaluation(self._log.run.evaluations, summary, groups)
             except OSError as full:
                 error = f"{len(self._unwritten)} evaluations could not be written yet: {full}"
                 continue
             except Exception as mistake:  # it would come again
                 kind = type(mistake).__name__
                 note = f"the evaluation of step {summary.step} is not written: {kind}: {mistake}"
-                self._log.event("rollouts_changed", None, note)
             self._unwritten.popleft()
+            if note is not None:
+                self._log.event("rollouts_changed", None, note)
         for number in range(len(self._unwritten) - MAX_UNWRITTEN):
             self._unwritten[number] = self._unwritten[number][0], []  # only the metrics of the oldest are kept
         self._log.warning("evaluations", error)

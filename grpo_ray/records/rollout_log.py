@@ -4,8 +4,10 @@ The format is lossless: a checkpoint keeps the groups that are waiting to be tra
 are documented in docs/rollouts.md.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from grpo_ray.records.episode_columns import (
     lists,
     run_lengths,
 )
-from grpo_ray.records.visible_text import encodable
+from grpo_ray.records.visible_text import encodable, visible
 from grpo_ray.types import TERM, Completion, Episode, PromptItem, RolloutGroup, ScoredGroup, Verdict
 
 SCHEMA_VERSION = "1"  # increased when a column changes its meaning; new columns leave it
@@ -34,15 +36,29 @@ DROPPED, FRESH = 0, 1  # values of `use`: sampled for the step but left out, or 
 def write_rollouts(
     path: str | Path, step: int | None, groups: Sequence[ScoredGroup], uses: Sequence[int] | None = None,
     fsync: bool = False,
-) -> None:  # fmt: skip
+) -> str | None:  # fmt: skip
     """Write groups to a file, which appears whole or not at all.
 
     Args:
         step: the step that the groups were trained in; None: they are still waiting.
         uses: for each group, the number of batches it has been in, including this one; default FRESH.
+
+    Returns:
+        A note on groups that Parquet cannot hold as they are: they are written as `_storable` makes them.
     """
+    note = None
     with replacing(Path(path), fsync) as partial:
-        pq.write_table(_table(step, groups, uses or [FRESH] * len(groups)), partial, compression="zstd")
+        uses = uses or [FRESH] * len(groups)
+        try:
+            table = _table(step, groups, uses)
+        except Exception:  # one group must not keep the others from being written
+            problems = [_problem(group) for group in groups]
+            fixed = [_storable(g) if problem else g for g, problem in zip(groups, problems, strict=True)]
+            table = _table(step, fixed, uses)
+            note = f"{path}: not written as they were: {'; '.join(filter(None, problems))}"
+            logging.warning("%s", note)
+        pq.write_table(table, partial, compression="zstd")
+    return note
 
 
 def read_table(path: str | Path) -> pa.Table:
@@ -180,16 +196,18 @@ def _table(step: int | None, groups: Sequence[ScoredGroup], uses: Sequence[int])
         "group_id": pa.array(per_group(lambda group: group.group_id), pa.int64()),
         "task": pa.array(per_group(lambda group: group.rollout.item.task), pa.string()),
         "sample": pa.array([sample for size in sizes for sample in range(size)], pa.int32()),
-        "prompt": _texts(per_group(lambda group: group.rollout.item.prompt)),
-        "response": _texts([completion.text for completion in completions]),
-        "ground_truth": _texts(per_group(lambda group: group.rollout.item.ground_truth)),
+        "prompt": pa.array(per_group(lambda group: group.rollout.item.prompt), pa.string()),
+        "response": pa.array([completion.text for completion in completions], pa.string()),
+        "ground_truth": pa.array(per_group(lambda group: group.rollout.item.ground_truth), pa.string()),
         "reward": joined("rewards"),
         "format_reward": joined("format_rewards"),
         "answer_reward": joined("answer_rewards"),
         "advantage": joined("advantages"),
         "num_tokens": pa.array([completion.num_tokens for completion in completions], pa.int32()),
-        "error": _texts([g.errors.get(s) for g in groups for s in range(len(g.rewards))]),
-        "ungradable": _texts([g.ungradable.get(s) for g in groups for s in range(len(g.rewards))]),
+        "error": pa.array([g.errors.get(s) for g in groups for s in range(len(g.rewards))], pa.string()),
+        "ungradable": pa.array(
+            [g.ungradable.get(s) for g in groups for s in range(len(g.rewards))], pa.string()
+        ),
         "finish_reason": pa.array([completion.finish_reason for completion in completions], pa.string()),
         "min_version": pa.array([low for low, _ in version_ranges], pa.int32()),
         "max_version": pa.array([high for _, high in version_ranges], pa.int32()),
@@ -205,12 +223,55 @@ def _table(step: int | None, groups: Sequence[ScoredGroup], uses: Sequence[int])
     return pa.table(columns, metadata={"grpo_ray.rollouts": SCHEMA_VERSION})
 
 
-def _texts(values: Sequence[str | None]) -> pa.Array:
-    """Return a column of texts; lone surrogates, which UTF-8 has no bytes for, are written out."""
+def _problem(group: ScoredGroup) -> str:
+    """Return the reason that Parquet cannot hold the group; empty if it can."""
     try:
-        return pa.array(values, pa.string())
-    except UnicodeEncodeError:
-        return pa.array([value and encodable(value) for value in values], pa.string())
+        _table(None, [group], [FRESH])
+    except Exception as error:
+        return visible(f"group {group.group_id} ({type(error).__name__}: {error})")
+    return ""
+
+
+def _storable(group: ScoredGroup) -> ScoredGroup:
+    """Return the group with its texts escaped and its numbers as floats; what is neither is left out."""
+    item = replace(group.rollout.item, **_texts(group.rollout.item, "prompt", "ground_truth", "task", "about"))
+    completions = tuple(map(_storable_completion, group.rollout.completions))
+    rollout = replace(group.rollout, item=item, completions=completions, **_texts(group.rollout, "generator"))
+    errors, ungradable = (
+        {sample: _text(text) for sample, text in some.items()} for some in (group.errors, group.ungradable)
+    )
+    return replace(group, rollout=rollout, errors=errors, ungradable=ungradable)
+
+
+def _storable_completion(completion: Completion) -> Completion:
+    fields: dict[str, Any] = _texts(completion, "text", "finish_reason")
+    if isinstance(completion, Episode):
+        numbers = {_text(name): _float(value) for name, value in completion.metrics.items()}
+        per_turn = tuple(map(_float, completion.turn_rewards or ()))
+        fields |= _texts(completion, "status", "error")
+        fields["metrics"] = {name: value for name, value in numbers.items() if value is not None}
+        fields["reward"], fields["seconds"] = _float(completion.reward), _float(completion.seconds)
+        is_whole = completion.turn_rewards is not None and None not in per_turn
+        fields["turn_rewards"] = per_turn if is_whole else None
+    return replace(completion, **fields)
+
+
+def _texts(message: object, *names: str) -> dict[str, Any]:
+    return {name: _text(getattr(message, name)) for name in names}
+
+
+def _text(value: object) -> str:
+    try:
+        return encodable(str(value))
+    except Exception:
+        return ""
+
+
+def _float(value: Any) -> float | None:
+    try:
+        return float(value)
+    except Exception:
+        return None
 
 
 def _columns_of_own_rewards(groups: Sequence[ScoredGroup]) -> dict[str, pa.Array]:

@@ -51,15 +51,18 @@ def find_evaluation(folder: str | Path, step: int) -> EvaluationSummary | None:
     return None
 
 
-def write_evaluation(folder: str | Path, summary: EvaluationSummary, groups: Sequence[ScoredGroup]) -> None:
-    """Write `step-000040.parquet`, then append the summary to `summary.jsonl`.
+def write_evaluation(
+    folder: str | Path, summary: EvaluationSummary, groups: Sequence[ScoredGroup]
+) -> str | None:
+    """Write `step-000040.parquet`, then append the summary to `summary.jsonl`; return `write_rollouts`' note.
 
     Raises:
         OSError: a full disk, for example; no line was appended, and the call can be repeated.
     """
     folder = Path(folder)
     path = folder / f"{step_name(summary.step)}.parquet"
-    write_rollouts(path, summary.step, groups, fsync=True)
+    note = write_rollouts(path, summary.step, groups, fsync=True)
     error = JsonLines(folder / "summary.jsonl").append(asdict(summary))
     if error is not None:
         raise OSError(error)
+    return note

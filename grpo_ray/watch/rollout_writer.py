@@ -17,7 +17,7 @@ MAX_UNSYNCED = 64  # files; also with checkpoints that are far apart
 
 
 class RolloutWriter:
-    """A queue of batches to write; `error` says why some wait, and `notes` what is left out."""
+    """A queue of batches to write; `error` says why some wait, and `notes` what is changed or left out."""
 
     def __init__(self, folder: Path, max_bytes: int, clock: StageClock) -> None:
         """Start with an empty queue.
@@ -80,15 +80,16 @@ class RolloutWriter:
             path = self._folder / f"{step_name(step)}.parquet"
             try:
                 with self._clock.stage("write_rollouts", f"step {step}, {len(groups)} groups"):
-                    await asyncio.to_thread(write_rollouts, path, step, groups, uses)
+                    note = await asyncio.to_thread(write_rollouts, path, step, groups, uses)
             except OSError as error:
                 self._keep_what_fits()
                 self.error = self._message(path, error)
                 return
             except Exception as error:  # a mistake: it would come again, and training does not need the file
-                self.notes.append(f"{path} is not written: {type(error).__name__}: {error}")
+                note = f"{path} is not written: {type(error).__name__}: {error}"
             else:
                 self._unsynced.append(path)
+            self.notes += [note] if note else []
             if len(self._unsynced) >= MAX_UNSYNCED:
                 await self._sync()  # an error waits for `flush`, which tries again
             self._drop_oldest()

@@ -1,5 +1,6 @@
-"""Texts that a file cannot hold as they are: they are written out or refused, and end no writer."""
+"""A group that a file cannot hold as it is: it is written otherwise and named, and ends no writer."""
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable
@@ -8,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import make_completion, make_group, make_item, same_groups, simple_group
+import torch
+from builders import make_buffer, make_completion, make_group, make_item, parts, same_groups, simple_group
 from episode_groups import branched_episode, make_episode_group
-from local_runs import Recorder, make_config
+from local_runs import Recorder, make_config, train
 from report_runs import make_run, metrics_of, write_lines
 
+from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config.task import EpisodesTaskConfig
-from grpo_ray.records.rollout_log import read_groups, write_rollouts
+from grpo_ray.core.controller import Controller
+from grpo_ray.records.rollout_log import read_groups, read_rollouts, write_rollouts
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tasks.episode_examples import episode_examples
 from grpo_ray.tasks.examples import Example, ExampleSets
@@ -25,22 +29,111 @@ from grpo_ray.watch.run_log import MAX_OWN_NAMES, RunLog
 from grpo_ray.watch.run_state import Ending, LiveStatus, RunState, read_state, reported
 
 HALF = "\ud83d"  # of a surrogate pair
+PLENTY = 2**30
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        make_group(make_item(1), [make_completion([5], text=HALF)]),
-        replace(make_group(make_item(1), [make_completion([5])]), errors={0: HALF}),
-    ],
-)
-def test_half_a_pair_is_written_out(bad: ScoredGroup, tmp_path: Path) -> None:
+class Unspeakable:
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def bad_group(group_id: int) -> ScoredGroup:
+    """Make a group of episodes that has passed no check."""
+    odd: dict[str, Any] = {
+        "reward": torch.tensor(0.5),
+        "turn_rewards": (torch.tensor(0.25), 10**400),
+        "metrics": {7: 1.0, HALF: torch.tensor(2.0), "text": "text"},
+        "error": f"there is no {HALF}",
+    }
+    episodes = [replace(branched_episode(), **odd), branched_episode(reward=1.0)]
+    group = make_episode_group(group_id, [branched_episode(), episodes[1]])
+    return replace(group, rollout=replace(group.rollout, completions=tuple(episodes)))
+
+
+BAD: dict[str, Callable[[int], ScoredGroup]] = {
+    "an episode": bad_group,
+    "a truth": lambda g: make_group(replace(make_item(g), ground_truth=7), [make_completion([5])]),  # type: ignore[arg-type]
+    "a prompt": lambda g: make_group(replace(make_item(g), prompt=Unspeakable()), [make_completion([5])]),  # type: ignore[arg-type]
+    "a response": lambda g: make_group(make_item(g), [make_completion([5], text=HALF)]),
+    "an error": lambda g: replace(make_group(make_item(g), [make_completion([5])]), errors={0: HALF}),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_group_is_written_with_escaped_texts(name: str, tmp_path: Path) -> None:
     path = tmp_path / "rollouts.parquet"
     good = [simple_group(0), simple_group(2)]
-    write_rollouts(path, 3, [good[0], bad, good[1]], [1, 2, 1])
+    note = write_rollouts(path, 3, [good[0], BAD[name](1), good[1]], [1, 2, 1])
+    assert note is not None
+    assert note.startswith(f"{path}: not written as they were: group 1 (")
+    note.encode()
     first, found, last = read_groups(path)
     assert same_groups([first, last], good)  # bit for bit
-    assert r"\ud83d" in (found.rollout.completions[0].text, found.errors.get(0))
+    assert (found.group_id, len(found.rewards)) == (1, len(BAD[name](1).rewards))
+    assert write_rollouts(path, 3, [found]) is None
+
+
+def test_what_can_be_kept_of_an_episode_is_kept(tmp_path: Path) -> None:
+    write_rollouts(tmp_path / "rollouts.parquet", 1, [bad_group(0)])
+    row = read_rollouts(tmp_path / "rollouts.parquet")[0]
+    assert (row["episode_reward"], row["turn_rewards"]) == (0.5, None)
+    assert row["episode_error"] == r"there is no \ud83d"
+    assert dict(row["metrics"]) == {"7": 1.0, r"\ud83d": 2.0}
+
+
+async def test_a_buffer_writes_its_rollouts_and_its_part_of_a_checkpoint(tmp_path: Path) -> None:
+    buffer = make_buffer(tmp_path, size=1)
+    for group_id in range(3):
+        group = BAD["an error"](group_id) if group_id != 1 else simple_group(1)
+        await buffer.put(*parts(group))
+    await buffer.take(1, [0], (), 0)
+    await buffer.capture(0)
+    sizes = await buffer.write_captured(tmp_path)
+    assert sizes.keys() == {"groups.parquet", "replay.parquet"}
+    assert await buffer.flush() is None
+    _, facts = await buffer.take(2, [1], (), 0)
+    assert await buffer.flush() is None
+    _, later = await buffer.take(3, [2], (), 0)
+    assert later.notes == ()
+    first, second = sorted(facts.notes)
+    assert "groups.parquet: not written as they were: group 2 (" in first
+    assert "step-000001.parquet: not written as they were: group 0 (" in second
+    assert [group.group_id for group in read_groups(tmp_path / "groups.parquet")] == [1, 2]
+    assert read_rollouts(tmp_path / "step-000001.parquet")[0]["error"] == r"\ud83d"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("model_cache")
+def test_a_run_says_what_it_wrote_otherwise_and_goes_on(tmp_path: Path) -> None:
+    """Give the buffer and the validation texts that no file can hold, behind all checks."""
+
+    async def spoil(actors: LocalActors, controller: Controller) -> None:
+        buffer = actors.buffer.actor
+        put = buffer.put
+
+        async def spoiled(rollout: Any, *others: Any) -> Any:
+            rows = (replace(rollout.completions[0], text=HALF), *rollout.completions[1:])
+            return await put(replace(rollout, completions=rows), *others)
+
+        buffer.put = spoiled
+        fetch = actors.fetch
+
+        async def fetch_spoiled(reference: Any) -> Any:
+            group = await fetch(reference)
+            return replace(group, item=replace(group.item, ground_truth=7))
+
+        actors.fetch = fetch_spoiled  # type: ignore[method-assign]
+        await asyncio.Event().wait()
+
+    run = RunDirectory(tmp_path / "run")
+    recorder = train(make_config("algorithm.num_steps=4"), run.path, spoil)
+    assert [row["step"] for row in read_metrics(run.metrics_path)] == [1, 2, 3, 4]
+    said = [row["text"] for row in read_metrics(run.events_path) if row["kind"] == "rollouts_changed"]
+    assert any("rollouts/step-000001.parquet: not written as they were" in text for text in said)
+    assert any("evaluations/step-" in text and "not written as they were" in text for text in said)
+    assert set(recorder.warnings) > {text for text in said if "evaluations" in text}
+    assert (run.checkpoint_path(4) / "training" / "groups.parquet").exists()
+    assert len(read_metrics(run.evaluations_summary_path)) == len(list(run.evaluations.glob("*.parquet"))) > 0
 
 
 def test_all_episodes_that_fail_end_the_run_with_a_reward_too() -> None:
