@@ -4,6 +4,7 @@ They work in a script, in a thread and in a notebook: where an event loop is run
 """
 
 import asyncio
+import hashlib
 import json
 import os
 import re
@@ -256,7 +257,7 @@ class _Given:
         task.setdefault("kind", "file")
         for field, part in (("train_path", rows), ("validation_path", held_out)):
             text = "".join(json.dumps(row, default=_plain) + "\n" for _, row in part)
-            task[field] = path = str(self._write(f"{field.removesuffix('_path')}.jsonl", text))
+            task[field] = path = str(self._write(field.removesuffix("_path"), ".jsonl", text))
             self._places[path] = [place for place, _ in part]
 
     def named(self, text: str) -> str:
@@ -275,29 +276,44 @@ class _Given:
                 f"reward: a {type(reward).__name__} is not a function; name others in config: task.reward"
             )
         task = self._section("task")
-        task["reward"] = name = _imported_name(reward) or self._pickled(reward)
+        name = _imported_name(reward) or self._stored_reward() or self._pickled(reward)
+        task["reward"] = name
         if UserFunction(reward, name, {}).is_async:  # of a judge
             task["reward"] = [{"reward": name, "network": True}]
 
     def _pickled(self, reward: Callable[..., Any]) -> str:
         import cloudpickle
 
-        name = "given_" + "".join(c if c.isalnum() else "_" for c in self._run.path.name)
         try:
             pickled = cloudpickle.dumps(reward)
         except Exception as error:  # of what the function holds: a lock, a connection
             raise ValueError(f"reward: it cannot be sent to other processes: {error}") from error
         text = f"import cloudpickle\n\nreward = cloudpickle.loads({pickled!r})\n"
-        import_from(self._write(f"{name}.py", text).parent)
-        sys.modules.pop(name, None)  # of a run of this name that was refused
-        return f"{name}:reward"
+        path = self._write("given", ".py", text)
+        import_from(path.parent)
+        return f"{path.stem}:reward"
 
-    def _write(self, name: str, text: str) -> Path:
+    def _stored_reward(self) -> str | None:
+        """Return the pickled reward of the run that goes on; a new pickle of the same function may differ."""
+        if not (self._resumes and self._run.config_path.exists()):
+            return None
+        stored = (read_config(self._run.config_path).get("task") or {}).get("reward")
+        for term in stored if isinstance(stored, list) else [stored]:
+            name = str(term.get("reward") if isinstance(term, dict) else term)
+            if (self._run.given / f"{name.partition(':')[0]}.py").exists():
+                print(f"! the run goes on with its own reward, which is stored in {self._run.given}")
+                import_from(self._run.given.resolve())
+                return name
+        return None
+
+    def _write(self, stem: str, suffix: str, text: str) -> Path:
+        """Write a file named by its content: another start of this run, or one that is refused, has others."""
         if not self._resumes:  # or else another run's files would be overwritten before it is refused
             with shown_plainly():
                 self._run.check_free()
         self._run.given.mkdir(parents=True, exist_ok=True)
-        path = (self._run.given / name).resolve()
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        path = (self._run.given / f"{stem}_{digest}{suffix}").resolve()
         path.write_text(text, encoding="utf-8")
         return path
 
@@ -321,7 +337,8 @@ def _placed(examples: Iterable[Any], name: str) -> list[tuple[str, dict[str, Any
 def _row(example: Any, place: str) -> dict[str, Any]:
     if isinstance(example, Mapping):
         return dict(example)
-    question, answer = getattr(example, "question", None), getattr(example, "ground_truth", None)
+    question = getattr(example, "question", None)
+    answer = getattr(example, "ground_truth", getattr(example, "answer", None))  # of a named tuple
     if question is None and isinstance(example, tuple | list) and len(example) == 2:
         question, answer = example
     if question is None:

@@ -30,7 +30,7 @@ from ray.exceptions import (
 )
 
 from grpo_ray.cluster.reaper import process_at
-from grpo_ray.config.user_code import import_from
+from grpo_ray.config.user_code import IMPORTED, import_from
 from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.records.durable import replacing
 from grpo_ray.watch.actor_log import redirect_output
@@ -144,10 +144,12 @@ def as_actor(cls: type, name: str, logs: Path, beside: Mapping[str, int] = NOTHI
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # before the pid is known elsewhere
         with contextlib.suppress(OSError), replacing(logs / f"{name}.pid", fsync=False) as pid:  # a full disk
             pid.write_text(_address())
-        import_from(logs.parent / "given")
+        for folder in (*imported, logs.parent / "given"):
+            import_from(folder)
         built = [argument.build() if isinstance(argument, Deferred) else argument for argument in args]
         cls.__init__(self, *built)  # type: ignore[misc]  # not of an instance of `cls` itself
 
+    imported = tuple(IMPORTED)
     members: dict[str, Any] = {"__init__": __init__, "__module__": cls.__module__, "__repr__": lambda _: name}
     for method in beside:
         members[method] = ray.method(concurrency_group=method)(getattr(cls, method))

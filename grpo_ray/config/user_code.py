@@ -30,11 +30,16 @@ def one_of_or_own(names: tuple[str, ...]) -> AfterValidator:
     return AfterValidator(known)
 
 
+IMPORTED: list[Path] = []
+"""Folders that this process imports from, for the actors that it starts."""
+
+
 def import_from(folder: Path) -> None:
-    """Let this process, and those that it starts to grade, import the modules in `folder` if it exists."""
+    """Let this process, and those that it starts, import the modules in `folder` if it exists."""
     path = str(folder.resolve())
     if folder.is_dir() and path not in sys.path:
         sys.path.insert(0, path)
+        IMPORTED.append(folder.resolve())
     importlib.invalidate_caches()  # an import may have noted that the folder is not there
 
 

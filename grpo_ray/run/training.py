@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from threading import Thread
 
+import numpy as np
+
 from grpo_ray.cluster import local
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
@@ -67,7 +69,8 @@ class Follower:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a step to the program."""
-        if self.on_step is not None and self.on_step(step, metrics) is True:
+        result = self.on_step(step, metrics) if self.on_step is not None else None
+        if isinstance(result, bool | np.bool_) and result:
             self._stop()
 
 

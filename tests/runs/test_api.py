@@ -85,9 +85,30 @@ def test_a_run_from_a_closure_and_a_list(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("untried")
+def test_a_call_that_resumes_keeps_the_reward_and_one_that_is_refused_the_data(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A new process pickles the same function to other bytes, so a pickle cannot say whether it is the same."""
+    again = ("run.name=job", "run.if_exists=resume")
+    run = train(*again, "algorithm.num_steps=1", reward=lambda response: 0.25)
+    train(*again, "algorithm.num_steps=2", reward=lambda response: 0.75)
+    assert "the run goes on with its own reward, which is stored in runs/job/given" in capsys.readouterr().out
+    assert run.metrics()["reward/mean"].to_pylist() == [0.25, 0.25]
+    others = [{"question": f"{n}?", "answer": "1", "level": 0} for n in range(12)]
+    with pytest.raises(RunError, match="cannot be resumed with .the given examples.; leave it"):
+        train(*again, "algorithm.num_steps=3", examples=others, reward=lambda response: 0.75)
+    assert run.resume("algorithm.num_steps=3", local=True).is_finished
+    assert run.metrics()["reward/mean"].to_pylist() == [0.25] * 3
+    checkpoint = run.path / "checkpoints" / "step-000003"
+    found = grpo_ray.evaluate(checkpoint, local=True, run_reward_code=True, limit=1, output="evaluated")
+    assert found.reward == 0.25
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("any_reward")
 async def test_a_run_in_a_notebook_another_in_a_thread_and_one_stopped_by_its_program() -> None:
-    first = train("run.name=first", on_step=lambda step, _: step == 2)
+    first = train("run.name=first", on_step=lambda step, _: np.int64(step) == 2)
     second = await asyncio.to_thread(train, "run.name=second", "algorithm.num_steps=1")
     assert (first.path / "checkpoints" / "step-000002").exists()
     assert not (first.path / "checkpoints" / "step-000003").exists()

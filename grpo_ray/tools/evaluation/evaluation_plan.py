@@ -94,7 +94,7 @@ def plan_evaluation(options: EvaluationOptions) -> EvaluationPlan:
         of_model = make_config(subject.data, _of_model(subject, options), subject.source)
         model_config = on_this_machine(of_model)[0]
     if options.run_reward_code:
-        import_from(Path(options.target) / "given")  # of a run that Python began
+        import_from(Path(subject.source).resolve().parent / "given")  # of a run that Python began
     if not (subject.is_own or options.run_reward_code):
         _refuse_code(code_in(config), options)
         if any(weights.folder is None for weights in subject.weights):  # a tiny model is built by its own task
