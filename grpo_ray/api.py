@@ -31,9 +31,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from grpo_ray.records.evaluation_summary import EvaluationSummary
+    from grpo_ray.run.training import Follower
     from grpo_ray.tasks.examples import Example
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in a terminal; torch, which reads it, comes later
+os.environ.setdefault("GOMP_SPINCOUNT", "8000")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of loading a model, which bury a run's lines
 T = TypeVar("T")
 Row = Mapping[str, Any]
@@ -121,9 +123,7 @@ class Run:
         _check_overrides(overrides)
         if local:
             overrides = with_torch(read_config(self._run.config_path), overrides)
-        return _finished(
-            lambda stop: training.resume(str(self.path), overrides, local, _following(on_step, stop))
-        )
+        return _finished(lambda follower: training.resume(str(self.path), overrides, local, follower), on_step)
 
 
 def train(
@@ -163,7 +163,7 @@ def train(
         given.add_examples(examples, validation)
         given.add_reward(reward)
         resolved = make_config(given.data, (), source)
-        return _finished(lambda stop: training.train(resolved, str(source), local, _following(on_step, stop)))
+        return _finished(lambda follower: training.train(resolved, str(source), local, follower), on_step)
     except BaseException as error:
         given.remove_if_unused()
         if isinstance(error, RunError):
@@ -196,7 +196,8 @@ def evaluate(target: str | Path | Run, *overrides: str, **options: Any) -> "Eval
     command = f"the same call of grpo_ray.evaluate({path!r}, ...)"
     given = converted(EvaluationOptions, options)
     asked = EvaluationOptions(path, overrides=overrides, command=command, **given)
-    summary = read_summary(_in_own_thread(lambda stop: run_evaluation(asked)))
+    stop = _Stop()
+    summary = read_summary(_in_own_thread(lambda: run_evaluation(asked, stop.can_be_asked_by), stop))
     assert summary is not None
     return summary
 
@@ -245,6 +246,8 @@ class _Given:
             return
         if examples is None:
             raise ValueError("validation needs `examples` too: the ones to train on")
+        from grpo_ray.tools.evaluation.subject import task_kinds
+
         rows = _placed(examples, "examples")
         if len(rows) < (2 if validation is None else 1):
             raise ValueError(f"examples has {len(rows)}; give more: to train on, and a tenth to validate with")
@@ -254,7 +257,13 @@ class _Given:
         else:
             held_out = _placed(validation, "validation")
         task = self._section("task")
-        task.setdefault("kind", "file")
+        kind = task.setdefault("kind", "file")
+        section = task_kinds().get(kind)
+        if section is not None and "train_path" not in section.model_fields:
+            raise ValueError(
+                f'examples: a task of kind {kind!r} makes its own; add the override "task={{kind: file}}", '
+                "with the prompt and the reward of these"
+            )
         for field, part in (("train_path", rows), ("validation_path", held_out)):
             text = "".join(json.dumps(row, default=_plain) + "\n" for _, row in part)
             task[field] = path = str(self._write(field.removesuffix("_path"), ".jsonl", text))
@@ -363,10 +372,10 @@ class _Stop:
     """A way to end a run from the thread that waits for it."""
 
     def __init__(self) -> None:
-        self._request: Callable[[], None] | None = None
+        self._request: Callable[[], object] | None = None
         self._is_asked = False
 
-    def can_be_asked_by(self, request: Callable[[], None]) -> None:
+    def can_be_asked_by(self, request: Callable[[], object]) -> None:
         self._request = request
         if self._is_asked:
             request()
@@ -383,44 +392,43 @@ def _check_overrides(overrides: Sequence[Any]) -> None:
             raise ValueError(f'override {each!r}: write it as text, such as "learner.learning_rate=1e-4"')
 
 
-def _following(on_step: OnStep | None, stop: _Stop) -> Any:
+def _finished(work: "Callable[[Follower], RunDirectory]", on_step: OnStep | None) -> Run:
+    """Return the run that `work` trains, also one that was interrupted."""
+    from grpo_ray.run.signals import Interrupted
     from grpo_ray.run.training import Follower
 
     if on_step is not None:
         keyword_parameters(on_step, "step, metrics", "on_step: the function")
-    return Follower(on_step, stop.can_be_asked_by)
-
-
-def _finished(work: Callable[[_Stop], RunDirectory]) -> Run:
-    """Return the run that `work` trains, also one that was interrupted."""
-    from grpo_ray.run.signals import Interrupted
-
+    stop = _Stop()
+    follower = Follower(on_step, stop.can_be_asked_by)
     try:
-        return Run(_in_own_thread(work).path)
+        return Run(_in_own_thread(lambda: work(follower), stop).path)
     except Interrupted as interrupted:
+        if follower.exit is not None:
+            raise follower.exit from None
         if interrupted.run is None:
             raise
         return Run(interrupted.run.path)
 
 
-def _in_own_thread(work: Callable[[_Stop], T]) -> T:
+def _in_own_thread(work: Callable[[], T], stop: _Stop) -> T:
     """Run `work` here if no event loop runs in this thread, and else in a thread.
 
     Ctrl-C while waiting asks the run to stop with a checkpoint; a second one stops waiting.
     """
-    stop = _Stop()
     loop: asyncio.AbstractEventLoop | None = None
     with suppress(RuntimeError):
         loop = asyncio.get_running_loop()
     if loop is None:
-        return work(stop)
+        return work()
     thread = ThreadPoolExecutor(1, "grpo_ray")
-    future = thread.submit(work, stop)
+    future = thread.submit(work)
     thread.shutdown(wait=False)
     try:
         return future.result()
     except KeyboardInterrupt:
-        stop()
+        with suppress(RuntimeError):  # its event loop has just ended
+            stop()
         return future.result()
 
 

@@ -34,6 +34,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would wait for wha
 # core that another test has: a warm-up of 25 s took 195 s.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "8000")
 
 
 Joining = Callable[[], contextlib.AbstractContextManager[None]]
@@ -128,7 +129,7 @@ def joining_ray() -> Iterator[Joining]:
             yield
         _read_environment_again()
 
-    with ray_head(environment, "--num-cpus=4", "--include-dashboard=false") as (_, address):
+    with ray_head(environment, "--num-cpus=16", "--num-gpus=4", "--include-dashboard=false") as (_, address):
         yield joining
 
 

@@ -134,6 +134,11 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         kind = "is empty" if data is None else f"holds a {type(data).__name__}"
         raise ConfigError(f"the file {kind}; it must be a mapping of {', '.join(field_names(Config))}")
+    task: Any = data.get("task")
+    for field in ("train_path", "validation_path") if isinstance(task, dict) else ():
+        there = Path(str(task.get(field)))
+        if there.parent.name == "given" and (here := path.parent / "given" / there.name).exists():
+            task[field] = str(here.resolve())  # given from Python, in a folder that was moved or copied since
     return data
 
 

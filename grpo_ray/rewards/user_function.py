@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from grpo_ray.config.reward import RewardTerm
+from grpo_ray.config.reward import Reward, RewardTerm, terms_of
 from grpo_ray.config.user_code import check_arguments, import_function, keyword_parameters
 from grpo_ray.rewards.base import About, Graded, Scores, scores
 
@@ -209,6 +209,11 @@ class UserFunction:
         second = names[1] if len(names) > 1 else None
         is_named = second is None or second in (*BY_NAME, "ground_truth", *self._arguments, *columns)
         return self.is_of_trl or ("response" in self._parameters and (is_named or names[0] != "response"))
+
+
+def own_functions(reward: Reward) -> list[UserFunction]:
+    """Return the functions of the user's among a reward's terms."""
+    return [UserFunction.of(term) for term in terms_of(reward) if ":" in term.reward]
 
 
 def _values(about: About) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import MAX_ROLLOUTS
 from grpo_ray.config.losses import RATIO_LOSSES
-from grpo_ray.config.reward import is_own, term_weights, terms_of
+from grpo_ray.config.reward import is_own, term_weights
 from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig, PlainTask
 from grpo_ray.config.user_code import import_function
 from grpo_ray.core.context import Prepared, PreparedServing
@@ -34,7 +34,7 @@ from grpo_ray.rewards import needs_isolation
 from grpo_ray.rewards.configured import check_reward
 from grpo_ray.rewards.isolation.confinement import protection_here
 from grpo_ray.rewards.trial import try_rewards
-from grpo_ray.rewards.user_function import UserFunction
+from grpo_ray.rewards.user_function import own_functions
 from grpo_ray.run.supervised import check_sft
 from grpo_ray.tasks import join_parts, load_examples, make_order, parts_of
 from grpo_ray.tasks.examples import Example, ExampleSets
@@ -141,6 +141,13 @@ def check_rewards(config: Config, examples: ExampleSets | None) -> None:
                 check_reward(reward, field, [*example.row], fields)
             except ValueError as error:
                 raise ValueError(f"{place}{error}") from error
+        for own in own_functions(reward):
+            if len({own.truth_as(columns) for columns in firsts}) > 1:
+                column, lacking = next((c, firsts[row]) for row in firsts if (c := own.truth_as(row)))
+                raise ValueError(
+                    f"{lacking.place}: no column {column!r}, which {own.where} gets from other rows; here it "
+                    "would get the ground truth. Add the column to every row, null where there is none"
+                )
 
 
 def with_trial(config: Config, task: TaskData) -> TaskData:
@@ -166,7 +173,7 @@ def with_trial(config: Config, task: TaskData) -> TaskData:
         }
     trials, notices = try_rewards(config.task.rewards, items, config.scorer)
     for name, reward in config.task.rewards.items():
-        for own in (UserFunction.of(term) for term in terms_of(reward) if ":" in term.reward):
+        for own in own_functions(reward):
             if name in firsts and (parameter := own.truth_as(firsts[name].row)):
                 notices.append(f"{own.where}: no column is called {parameter!r}, so it is the ground truth")
     lines = tuple(line for trial in trials for line in trial.lines)

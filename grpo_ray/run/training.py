@@ -60,6 +60,7 @@ class Follower:
         """
         self.on_step, self._stoppable_by = on_step, stoppable_by
         self._stop: Callable[[], None] = lambda: None
+        self.exit: SystemExit | None = None  # by which the program asked to end
 
     def can_stop(self, stop: Callable[[], None]) -> None:
         """Note how the run can be stopped."""
@@ -69,7 +70,10 @@ class Follower:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a step to the program."""
-        result = self.on_step(step, metrics) if self.on_step is not None else None
+        try:
+            result = self.on_step(step, metrics) if self.on_step is not None else None
+        except SystemExit as error:  # it would end the event loop before there is a checkpoint
+            self.exit, result = error, True
         if isinstance(result, bool | np.bool_) and result:
             self._stop()
 

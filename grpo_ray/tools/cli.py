@@ -140,5 +140,6 @@ def set_library_defaults() -> None:
     # It says at every start on a CPU that a faster kernel could be fetched from a hub; its own one is fine.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # the actors' own output goes to the run's logs
-    # Threads that spin while they wait make a busy machine several times slower.
+    # Waiting threads that spin for long slow down a busy machine; those that sleep at once, an idle one.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "8000")

@@ -1,8 +1,6 @@
 """Unit and meaning of every metric, for the report, the docs, and the test that no other is logged."""
 
 import re
-from collections.abc import Iterable
-from fnmatch import fnmatchcase
 
 STAGE = re.compile(r"time/(?P<actor>[^/]+)/(?P<stage>.+)_s")
 """Metric of an actor's clock."""
@@ -180,13 +178,3 @@ def _unit_and_meaning(text: str) -> tuple[str, str]:
 
 METRICS = {name: _unit_and_meaning(text) for name, text in _CATALOG.items()}
 """Unit and meaning of every metric by its name, or by a pattern of names."""
-
-
-def check_names(metrics: Iterable[str]) -> list[str]:
-    """Return the names that the catalog does not know, sorted."""
-    patterns = [name for name in METRICS if "*" in name]
-    return sorted(
-        name
-        for name in metrics
-        if name not in METRICS and not any(fnmatchcase(name, pattern) for pattern in patterns)
-    )

@@ -1,52 +1,46 @@
 """The GPUs that Ray gives a run's actors, on a cluster that claims to have four."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+import os
+from typing import Any
 
 import pytest
+import ray
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = """
-import json, os, ray
-from grpo_ray.cluster.environment import enable_token_auth, private_ray_folder
+from grpo_ray.cluster import session
 from grpo_ray.cluster.placement import bundles_of
-from grpo_ray.cluster.session import placed
 from grpo_ray.config.loading import load_config
 
-class Actor:
-    def gpus(self):
-        return os.environ["CUDA_VISIBLE_DEVICES"]
+Found = tuple[list[dict[str, str]], str]
+SHARED = ("generator.colocated=true", "weight_sync.max_lag=0", "weight_sync.transport=ipc")
+TWO = ("generator.num_generators=2", "learner.num_ranks=2")
 
-def start(placement, name):
-    actor = ray.remote(Actor).options(**placement.options(name)).remote()
-    return actor, ray.get(actor.gpus.remote())
 
-def gpus(*changes):
-    config = load_config("configs/quickstart.yaml", ["generator.num_gpus=1", "learner.num_gpus=1", *changes])
-    with placed(config) as placement:
+def gpus(*changes: str) -> Found:
+    """Return the GPUs of each bundle's actors, and those of generator-0 once it has been replaced."""
+
+    class Actor:  # inside, so that it travels by value: workers cannot import this file
+        def gpus(self) -> str:
+            return os.environ["CUDA_VISIBLE_DEVICES"]
+
+    config = load_config("quickstart", ["generator.num_gpus=1", "learner.num_gpus=1", *changes])
+    with session.placed(config) as placement:
+
+        def start(name: str) -> tuple[Any, str]:
+            actor = ray.remote(Actor).options(**placement.options(name)).remote()
+            return actor, ray.get(actor.gpus.remote())
+
         bundles = [[name for name in bundle.actors if "scorer" not in name] for bundle in bundles_of(config)]
-        started = {name: start(placement, name) for bundle in bundles for name in bundle}
+        started = {name: start(name) for bundle in bundles for name in bundle}
         ray.kill(started["generator-0"][0])
-        replacement, again = start(placement, "generator-0")
-        found = [{name: started[name][1] for name in bundle} for bundle in bundles if bundle]
-    return found, again
-
-enable_token_auth()
-ray.init(address="local", num_gpus=4, num_cpus=16, include_dashboard=False, log_to_driver=False,
-         _temp_dir=private_ray_folder())
-shared = "generator.colocated=true", "weight_sync.max_lag=0", "weight_sync.transport=ipc"
-two = "generator.num_generators=2", "learner.num_ranks=2"
-print(json.dumps([gpus(*two), gpus(*two, *shared), gpus("generator.num_gpus=2")]))
-"""
+        _, again = start("generator-0")
+        return [{name: started[name][1] for name in bundle} for bundle in bundles if bundle], again
 
 
 @pytest.mark.ray
+@pytest.mark.usefixtures("shared_ray")
 def test_each_actor_sees_its_own_gpus_and_its_replacement_the_same() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr
-    apart, shared, parallel = json.loads(done.stdout.splitlines()[-1])
+    with session.connected():
+        apart, shared, parallel = gpus(*TWO), gpus(*TWO, *SHARED), gpus("generator.num_gpus=2")
     for bundles, of_the_replacement in (apart, shared, parallel):
         (before,) = (bundle["generator-0"] for bundle in bundles if "generator-0" in bundle)
         assert of_the_replacement == before

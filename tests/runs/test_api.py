@@ -4,6 +4,8 @@ import asyncio
 import importlib.util
 import inspect
 import json
+import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -72,7 +74,8 @@ def test_a_run_from_a_closure_and_a_list(capsys: pytest.CaptureFixture[str]) -> 
     model, tokenizer = run.model()
     assert model.config.hidden_size == 32
     assert tokenizer("1 + 1?")["input_ids"]
-    # It goes on from the command line, where the closure is found in the run's directory.
+    # It goes on from the command line, where the closure and the examples are found in the moved directory.
+    run = grpo_ray.Run(run.path.rename("moved"))
     out = capsys.readouterr().out
     assert "its reward: " in out
     assert main(["resume", str(run.path), "algorithm.num_steps=4", "--local"]) == 0
@@ -126,6 +129,23 @@ def test_the_programs_own_error_ends_the_run_as_it_is() -> None:
 
     with pytest.raises(ZeroDivisionError, match="mine"):
         train(on_step=fail)
+    with pytest.raises(SystemExit, match="enough"):
+        train("run.name=exits", "checkpoint.every_num_steps=9", on_step=lambda step, _: sys.exit("enough"))
+    assert Path("runs/exits/checkpoints/step-000001").exists()
+
+
+@pytest.mark.slow
+async def test_ctrl_c_in_a_notebook_stops_evaluate(monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
+    async def without_end(*_: Any) -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        await asyncio.sleep(1000)
+
+    monkeypatch.setattr("grpo_ray.tools.evaluation.evaluate.sample", without_end)
+    Path("mine.yaml").write_text(json.dumps(CONFIG | {"task": {"kind": "sorting"}}))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a notebook's, not asyncio.run's
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    with pytest.raises(KeyboardInterrupt, match=r"the same call of .* with output='evaluations/mine-"):
+        grpo_ray.evaluate("mine.yaml", local=True)
 
 
 def test_mistakes_are_said_and_leave_nothing_behind() -> None:
@@ -141,6 +161,10 @@ def test_mistakes_are_said_and_leave_nothing_behind() -> None:
         ({"examples": [{"question": np.int64(3), "answer": np.float64("nan")}] * 3}, r"examples\[0\]: 'answer' is nan"),
         ({"examples": None, "validation": EXAMPLES}, "validation needs `examples` too"),
         (
+            {"examples": [*EXAMPLES, {"question": "?", "answer": "1", "tests": 1}], "reward": lambda response, tests: 0},
+            r"examples\[0\]: no column 'tests'",
+        ),
+        (
             {"reward": lambda response, ground_truth, colour: 0},
             "needs colour; there is no such column, only level",
         ),
@@ -148,6 +172,7 @@ def test_mistakes_are_said_and_leave_nothing_behind() -> None:
         with pytest.raises((ValueError, RunError), match=message):
             train(**options)
     for wrong, message in (
+        (CONFIG | {"task": {"kind": "sorting"}}, "examples: a task of kind 'sorting' makes its own"),
         (CONFIG | {"run": []}, r"run: \[\] is not valid"),
         (CONFIG | {"run": {"name": 5}}, "run.name: 5 is not valid"),
         (CONFIG | {"task": [1]}, r"task: \[1\] is not valid"),

@@ -10,7 +10,7 @@ from matplotlib.image import imread
 
 from grpo_ray.config.loading import ConfigError
 from grpo_ray.tools.drawing.figures import draw_spread, new_figure
-from grpo_ray.tools.experiments.curves import plot_metrics, plot_timing, plot_validation_reward, weight_sync
+from grpo_ray.tools.experiments.curves import plot_metrics, plot_timing, plot_validation_reward, seconds_of
 from grpo_ray.tools.experiments.experiment import Experiment, make_sweep, split_values
 from grpo_ray.tools.experiments.outcome import ExperimentOutcome, Status
 from grpo_ray.tools.experiments.table import by_variant, comparison_table, short, write_csv, write_summary
@@ -180,12 +180,9 @@ def test_bands_are_one_sample_standard_deviation_on_either_side() -> None:
     assert corners == {(x, round(y, 6)) for x, y in expected}
 
 
-def test_weight_sync_is_the_sum_of_its_phases_without_the_first_step() -> None:
-    run = outcome(
-        "a", [], timing__weight_sync__pause_s=[9, *[1] * 7], timing__weight_sync__join_s=[9, *[2] * 7]
-    )
-    assert weight_sync(run) == 3
-    assert weight_sync(outcome("a", [])) is None
+def test_seconds_are_the_mean_without_the_first_step() -> None:
+    assert seconds_of("timing/train_s", outcome("a", [], timing__train_s=[9, *[2] * 7])) == 2
+    assert seconds_of("timing/train_s", outcome("a", [])) is None
 
 
 # ---- sweeps ----

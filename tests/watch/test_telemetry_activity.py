@@ -1,7 +1,8 @@
 """The actors' clocks in a step's metrics: every second is counted once, and no metric is wrong."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,13 @@ from grpo_ray.errors import ActorDied
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.report.series import stage_times
 from grpo_ray.watch.activity import Activity, Window
-from grpo_ray.watch.metrics_catalog import check_names
+from grpo_ray.watch.metrics_catalog import METRICS
 from grpo_ray.watch.stage_clock import ActorStats, StageClock, StageTimes
+
+
+def check_names(metrics: Iterable[str]) -> list[str]:
+    """Return the names that the catalog does not know."""
+    return [name for name in metrics if not any(fnmatchcase(name, known) for known in METRICS)]
 
 
 class Actor:

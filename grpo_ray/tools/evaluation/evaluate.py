@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from grpo_ray.cluster import local
@@ -23,9 +24,14 @@ from grpo_ray.tools.evaluation.subject import Weights
 from grpo_ray.tools.look import EvaluationOptions
 from grpo_ray.types import StartingModel
 
+StoppableBy = Callable[[Callable[[], object]], None]
 
-def evaluate(options: EvaluationOptions) -> Path:
+
+def evaluate(options: EvaluationOptions, stoppable_by: StoppableBy = lambda stop: None) -> Path:
     """Sample, grade and summarise; return the folder of results.
+
+    Args:
+        stoppable_by: given a function that stops the evaluation as Ctrl-C does, which any thread may call.
 
     Raises:
         ConfigError, RunError: the options, the files, the model, the cluster or an actor.
@@ -50,7 +56,7 @@ def evaluate(options: EvaluationOptions) -> Path:
             with plan.folder.lock():
                 plan.folder.claim(definition)
                 with _resumable(plan):
-                    _sample(plan, config, left, prepared, console)
+                    _sample(plan, config, left, prepared, console, stoppable_by)
         found = [read_summary(plan.folder_of(weights)) for weights in plan.subject.weights]
         summaries = [summary for summary in found if summary is not None]
         if not summaries:
@@ -104,10 +110,18 @@ def _resumable(plan: EvaluationPlan) -> Iterator[None]:
 
 def _sample(
     plan: EvaluationPlan, config: Config, left: Sequence[Weights], prepared: PreparedServing,
-    console: EvaluationConsole,
+    console: EvaluationConsole, stoppable_by: StoppableBy,
 ) -> None:  # fmt: skip
+    async def until_stopped() -> None:
+        sampling = asyncio.ensure_future(sample(plan, config, left, prepared, actors, console))
+        stoppable_by(partial(asyncio.get_running_loop().call_soon_threadsafe, sampling.cancel))
+        await sampling
+
     with signals_answered(), _served(plan, config, prepared.model, console) as actors:
-        asyncio.run(sample(plan, config, left, prepared, actors, console))
+        try:
+            asyncio.run(until_stopped())
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
 
 
 @contextlib.contextmanager

@@ -115,16 +115,19 @@ def plan_evaluation(options: EvaluationOptions) -> EvaluationPlan:
         sampling.top_p if options.top_p is None else options.top_p,
         options.limit,
         ResumableFolder(Path(folder), "evaluation.json", "evaluation", "give another --output"),
-        f"{options.command}{_pinned(subject, options)}"
-        + ("" if options.output else f" --output {shlex.quote(folder)}"),
+        _again(subject, options, folder),
         options.local,
     )
 
 
-def _pinned(subject: Subject, options: EvaluationOptions) -> str:
-    """Return the option that names the run's checkpoint again, after which the run may go on."""
+def _again(subject: Subject, options: EvaluationOptions, output: str) -> str:
+    """Return what resumes the evaluation, with the checkpoint, as the run may go on, and the folder."""
     folder = subject.weights[0].folder if len(subject.weights) == 1 and options.checkpoint is None else None
-    return f" --checkpoint {folder.name}" if folder is not None and folder.name.startswith("step-") else ""
+    more = {"checkpoint": folder.name} if folder is not None and folder.name.startswith("step-") else {}
+    more |= {} if options.output else {"output": output}
+    if not options.command.startswith("grpo-ray"):  # a call from Python
+        return options.command + " with " * bool(more) + ", ".join(f"{k}={v!r}" for k, v in more.items())
+    return options.command + "".join(f" --{name} {shlex.quote(value)}" for name, value in more.items())
 
 
 def _with_trust(subject: Subject, options: EvaluationOptions) -> Subject:

@@ -2,7 +2,8 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
@@ -21,12 +22,11 @@ from grpo_ray.tools.drawing.figures import (
 )
 from grpo_ray.tools.experiments.outcome import ExperimentOutcome
 from grpo_ray.tools.experiments.table import VariantResult
-from grpo_ray.watch.metrics_catalog import METRICS, SYNC
+from grpo_ray.watch.metrics_catalog import METRICS
 
 LEGEND = "line: mean of the seeds\nband: ± sample standard deviation"
 NUM_COLUMNS = 3
 
-Seconds = Callable[[ExperimentOutcome], float | None]
 BAR = 0.8  # fraction of a variant's height
 
 
@@ -104,62 +104,34 @@ def by_step(courses: Sequence[Sequence[tuple[int, float]]]) -> Points:
 # The time of a step, with one bar per variant
 
 
-def mean_of(name: str) -> Seconds:
+def seconds_of(name: str, outcome: ExperimentOutcome) -> float | None:
     """Return a metric's mean without the first step, as `ExperimentOutcome.seconds_per_step`."""
-
-    def value(outcome: ExperimentOutcome) -> float | None:
-        values = [value for _, value in outcome.series(name)]
-        return fmean(values[1:] or values) if values else None
-
-    return value
-
-
-def weight_sync(outcome: ExperimentOutcome) -> float | None:
-    """Return the seconds of all phases of a sync."""
-    phases = [mean_of(name)(outcome) for name in ("timing/weight_sync/join_s", *SYNC)]
-    known = [phase for phase in phases if phase is not None]
-    return sum(known) if known else None
-
-
-# These overlap: a Generator samples while the Learner trains.
-SIDE_BY_SIDE: dict[str, Seconds] = {
-    "whole step": mean_of("timing/step_s"),
-    "generation (busiest Generator)": mean_of("timing/generate_s"),
-    "training": mean_of("timing/train_s"),
-    "Learner waits for its batch": mean_of("timing/wait_for_batch_s"),
-    "weight sync (all phases)": weight_sync,
-}
-SIDE_COLORS = ("#999999", COLORS[2], COLORS[0], COLORS[4], COLORS[1])
+    values = [value for _, value in outcome.series(name)]
+    return fmean(values[1:] or values) if values else None
 
 
 def plot_timing(results: Sequence[VariantResult], title: str, path: Path) -> None:
-    """Draw `timing.png`: the Learner's time, which adds up to the step, and all parts, which overlap."""
+    """Draw `timing.png`: what the Learner does in the seconds of a step."""
     timed = [result for result in results if result.seconds_per_step is not None]
     height = 2.6 + 0.75 * max(2, len(timed))  # inches
-    figure = new_figure(15, height)
-    learner, all_parts = figure.subplots(1, 2, sharey=True)
-    _stack(learner, timed)
-    _side_by_side(all_parts, timed)
-    learner.set_yticks(range(len(timed)), [result.label for result in timed])
-    learner.set_ylim(max(1, len(timed)) - 0.5, -0.5)  # the first variant on top
-    learner.set_title("The Learner's time (adds up to the step)", fontsize=12)
-    all_parts.set_title("All parts (they overlap and do not add up)", fontsize=12)
-    for axis in (learner, all_parts):
-        tidy(axis, "seconds per step", "")
-        axis.grid(axis="y", visible=False)
-        axis.grid(axis="x", color=GRID, linewidth=0.8)
-        below = (0.5, -1.1 / height)
-        axis.legend(loc="upper center", bbox_to_anchor=below, ncols=2, frameon=False, fontsize=10)
-    figure.suptitle(title, fontsize=14)
+    figure = new_figure(9, height)
+    axis = figure.subplots()
+    _stack(axis, timed)
+    axis.set_yticks(range(len(timed)), [result.label for result in timed])
+    axis.set_ylim(max(1, len(timed)) - 0.5, -0.5)  # the first variant on top
+    tidy(axis, "seconds per step", "")
+    axis.grid(axis="y", visible=False)
+    axis.grid(axis="x", color=GRID, linewidth=0.8)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -1.1 / height), ncols=3, frameon=False, fontsize=10)
+    figure.suptitle(f"{title}: the Learner's time", fontsize=14)
     save(figure, path)
 
 
 def _stack(axis: Axes, results: Sequence[VariantResult]) -> None:
-    waiting, training = (
-        [result.mean(mean_of(name)) or 0.0 for result in results]
-        for name in ("timing/wait_for_batch_s", "timing/train_s")
+    waiting, training, steps = (
+        [result.mean(partial(seconds_of, name)) or 0.0 for result in results]
+        for name in ("timing/wait_for_batch_s", "timing/train_s", "timing/step_s")
     )
-    steps = [result.mean(mean_of("timing/step_s")) or 0.0 for result in results]
     rest = [max(0.0, step - wait - train) for step, wait, train in zip(steps, waiting, training, strict=True)]
     left = [0.0] * len(results)
     parts = (("training", training, COLORS[0]), ("waiting for its batch", waiting, COLORS[4]),
@@ -172,11 +144,3 @@ def _stack(axis: Axes, results: Sequence[VariantResult]) -> None:
             f"{step:.2f}", (left[index], index), xytext=(4, 0), textcoords="offset points", va="center"
         )
     axis.margins(x=0.1)
-
-
-def _side_by_side(axis: Axes, results: Sequence[VariantResult]) -> None:
-    height = BAR / len(SIDE_BY_SIDE)
-    for place, (label, seconds) in enumerate(SIDE_BY_SIDE.items()):
-        at = [index - BAR / 2 + (place + 0.5) * height for index in range(len(results))]
-        widths = [result.mean(seconds) or 0.0 for result in results]
-        axis.barh(at, widths, height, color=SIDE_COLORS[place], label=label)
