@@ -283,6 +283,7 @@ METRICS: dict[str, tuple[Callable[[Rows], Rows | None], str]] = {
     "a line is lost": (lambda rows: rows[:3] + rows[4:], "metrics.jsonl: step 4 has no line"),
     "a line twice": (lambda rows: rows[:4] + rows[3:], "metrics.jsonl: step 4 has 2 lines"),
     "lines out of order": (lambda rows: [rows[1], rows[0], *rows[2:]], "not in the order of the steps"),
+    "a metric is lost": (lambda rows: [*rows[:3], {"step": 4}, *rows[4:]], "its line lacks optim/grad_norm"),
     "another lag": (lambda rows: rows[3].update({"lag/max": 0.0}), "lag/max is recorded as 0.0"),
     "another reward": (lambda rows: rows[3].update({"reward/mean": 0.77}), "reward/mean is recorded as 0.77"),
     **{

@@ -148,8 +148,6 @@ def test_summary_of_a_first_variant_without_a_result() -> None:
     assert "within" not in summary.lower().replace("within the spread: the means", "")
 
 
-# ---- plots ----
-
 ODD = {
     "results": OUTCOMES,
     "nothing": [],

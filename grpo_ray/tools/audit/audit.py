@@ -273,11 +273,13 @@ def _skipped_by_preemptions(run: RunDirectory) -> set[int]:
 
 def _audit_skipped(run: RunDirectory, metrics: Sequence[Row], report: AuditReport) -> list[str]:
     """Check that every non-finite update was skipped and counted, and that only skipped batches are kept."""
-    skipped = {step_name(row["step"]) for row in metrics if row["optim/skipped_updates"]}
-    report.num_skipped_updates = int(sum(row["optim/skipped_updates"] for row in metrics))
+    needed = ("optim/grad_norm", "optim/skipped_updates")
+    lacking = [f"step {row['step']}: its line lacks {n}" for row in metrics for n in needed if n not in row]
+    skipped = {step_name(row["step"]) for row in metrics if row.get("optim/skipped_updates")}
+    report.num_skipped_updates = int(sum(row.get("optim/skipped_updates", 0) for row in metrics))
     kept = {path.stem for path in run.skipped.glob("step-*.parquet")}
-    infinite = [row["step"] for row in metrics if not _is_finite(row["optim/grad_norm"])]
-    problems = [
+    infinite = [row["step"] for row in metrics if not _is_finite(row.get("optim/grad_norm", 0.0))]
+    problems = lacking + [
         f"skipped/{name}.parquet: no update of that step was skipped" for name in sorted(kept - skipped)
     ]
     problems += [
