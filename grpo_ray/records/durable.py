@@ -1,6 +1,7 @@
 """Files that survive a power cut: whatever was renamed into place, or synced, is whole and on disk."""
 
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -50,6 +51,7 @@ def replacing(path: Path, fsync: bool = True) -> Iterator[Path]:
             sync(partial)
         os.replace(partial, path)
     except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # of a folder
         with suppress(OSError):  # the first error is the one to report
             partial.unlink(missing_ok=True)
         raise

@@ -27,9 +27,11 @@ def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
         _write_to_a_full_disk(partial)
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == [path.name]
+    with pytest.raises(KeyError), replacing(path) as partial:
+        raise KeyError(partial.mkdir())
     with pytest.raises(FileNotFoundError), replacing(path):
         pass  # nothing was written
-    assert path.read_text() == "old"
+    assert (path.read_text(), os.listdir(tmp_path)) == ("old", [path.name])
 
 
 @pytest.mark.parametrize("planted", [".page.html.partial", "page.html"])

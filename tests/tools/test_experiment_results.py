@@ -105,9 +105,6 @@ def test_short_numbers(value: float | None, text: str) -> None:
     assert short(value) == text
 
 
-# ---- the summary ----
-
-
 def summary_of(**finals: list[float]) -> str:
     outcomes = [
         outcome(name, [(0, 0.1), (8, reward)], seed, timing__step_s=lambda _, name=name: 1.0 + (name != "a"))
@@ -181,9 +178,6 @@ def test_bands_are_one_sample_standard_deviation_on_either_side() -> None:
 def test_seconds_are_the_mean_without_the_first_step() -> None:
     assert seconds_of("timing/train_s", outcome("a", [], timing__train_s=[9, *[2] * 7])) == 2
     assert seconds_of("timing/train_s", outcome("a", [])) is None
-
-
-# ---- sweeps ----
 
 
 def test_sweep_is_the_product_with_readable_labels() -> None:
