@@ -7,6 +7,7 @@ import resource
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from grpo_ray.core.learner import Learner
 from grpo_ray.engines.base import Engine
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings, ScoredGroup, Verdict
+from grpo_ray.watch.metrics_catalog import METRICS
 
 ENDS = (0, 17)
 MakeLearner = Callable[..., Learner]
@@ -309,3 +311,8 @@ def file_size_limit(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def check_names(metrics: Iterable[str]) -> list[str]:
+    """Return the names that the catalog does not know."""
+    return [name for name in metrics if not any(fnmatchcase(name, known) for known in METRICS)]

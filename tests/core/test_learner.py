@@ -18,6 +18,7 @@ from builders import (
     MakeLearner,
     TinyModel,
     changed,
+    check_names,
     file_size_limit,
     flat_weights,
     gradient,
@@ -40,7 +41,6 @@ from grpo_ray.records.rollout_log import read_groups
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.snapshot import as_tensor, check_snapshot, unpack_weights
 from grpo_ray.types import ScoredGroup, StepReport, TrainBatch
-from grpo_ray.watch.metrics_catalog import check_names
 
 
 @pytest.fixture

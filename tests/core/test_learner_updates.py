@@ -16,6 +16,7 @@ from builders import (
     MakeLearner,
     TinyModel,
     changed,
+    check_names,
     flat_weights,
     gradient,
     make_batch,
@@ -38,7 +39,6 @@ from grpo_ray.errors import RunError
 from grpo_ray.learning.sequences import TrainSequence, sequences_of
 from grpo_ray.objectives import group_advantages
 from grpo_ray.types import ScoredGroup, TrainBatch
-from grpo_ray.watch.metrics_catalog import check_names
 
 AGGREGATIONS = ("sequence_mean", "token_mean", "constant", "sequence_sum", "prompt_mean")
 CORRECTIONS = ("truncate_token", "truncate_sequence", "mask_band")

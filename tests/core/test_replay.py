@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders import make_completion, make_group, make_item, simple_group
+from builders import check_names, make_completion, make_group, make_item, simple_group
 
 from grpo_ray.config.schedule import ReplayConfig
 from grpo_ray.core.replay import ReplayMemory
 from grpo_ray.types import CONTEXT, ScoredGroup
-from grpo_ray.watch.metrics_catalog import check_names
 
 LONG = {"max_age": 1000, "max_uses": 1000}
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import (
+    check_names,
     file_size_limit,
     make_buffer,
     make_completion,
@@ -24,7 +25,6 @@ from grpo_ray.core.buffer import TrajectoryBuffer
 from grpo_ray.records.rollout_log import read_groups, read_rollouts, read_uses, write_rollouts
 from grpo_ray.types import INT_BYTES, BatchFacts, ScoredGroup, TrainBatch
 from grpo_ray.watch.batch_metrics import cut_metrics, rollout_metrics
-from grpo_ray.watch.metrics_catalog import check_names
 from grpo_ray.watch.rollout_writer import RolloutWriter
 from grpo_ray.watch.stage_clock import StageClock
 

@@ -10,6 +10,7 @@ from builders import (
     MakeLearner,
     TinyModel,
     changed,
+    check_names,
     flat_weights,
     make_batch,
     make_completion,
@@ -26,7 +27,6 @@ from safetensors.torch import load_file
 from grpo_ray.config import Config
 from grpo_ray.core.learner import Learner
 from grpo_ray.types import TrainBatch
-from grpo_ray.watch.metrics_catalog import check_names
 
 FROZEN = {"reference": "initial"}
 REFRESHED = {"reference": "initial", "refresh_every_num_steps": 2}

@@ -13,6 +13,7 @@ from builders import (
     MakeLearner,
     TinyModel,
     changed,
+    check_names,
     gradient,
     make_batch,
     make_completion,
@@ -33,7 +34,6 @@ from grpo_ray.learning.batch_advantages import _penalized, needs_batch, with_bat
 from grpo_ray.learning.sequences import TrainSequence, sequences_of
 from grpo_ray.objectives.returns import penalties_to_go
 from grpo_ray.types import ScoredGroup, TrainBatch
-from grpo_ray.watch.metrics_catalog import check_names
 
 MAX_TOKENS = 16
 KL = {"reference": "initial", "coefficient": 0.5, "placement": "reward"}

@@ -162,11 +162,11 @@ def test_a_synthetic_run_is_as_training_would_leave_it(bench: ModuleType, tmp_pa
     """Its audit is clean, its catalog complete, and only its first steps have files of their own."""
     from benchmarks.long_run import SMALL
     from benchmarks.synthetic_run import SyntheticRun
+    from builders import check_names
 
     from grpo_ray.config.loading import load_config
     from grpo_ray.records.run_files import read_metrics
     from grpo_ray.tools.audit.audit import audit
-    from grpo_ray.watch.metrics_catalog import check_names
 
     changes = ["algorithm.num_steps=12", "generator.num_generators=3", "evaluation.every_num_steps=5"]
     config = load_config("configs/quickstart.yaml", [*SMALL, *changes])

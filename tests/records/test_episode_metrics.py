@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders import make_completion, make_group, make_item, simple_group
+from builders import check_names, make_completion, make_group, make_item, simple_group
 from episode_groups import branched_episode, make_episode, make_episode_group, play, random_episode_group
 from rich.console import Console
 
@@ -22,7 +22,7 @@ from grpo_ray.tools.evaluation.responses import SCHEMA, ResponseFiles, read_outc
 from grpo_ray.tools.evaluation.results import summary_table, write_examples
 from grpo_ray.types import ScoredGroup
 from grpo_ray.watch.batch_metrics import cut_metrics, rollout_metrics
-from grpo_ray.watch.metrics_catalog import METRICS, check_names
+from grpo_ray.watch.metrics_catalog import METRICS
 
 
 def two_episodes() -> ScoredGroup:

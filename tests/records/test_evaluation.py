@@ -12,7 +12,7 @@ from typing import Any
 import builders
 import numpy as np
 import pytest
-from builders import make_completion, make_item
+from builders import check_names, make_completion, make_item
 
 from grpo_ray.core.validation import MAX_UNWRITTEN, Validation
 from grpo_ray.records.evaluation_summary import bootstrap_intervals, pass_at_k, powers_of_two, standard_error
@@ -21,7 +21,6 @@ from grpo_ray.records.rollout_log import read_rollouts
 from grpo_ray.records.run_files import read_metrics, step_name
 from grpo_ray.records.validation_files import summarise_groups, write_evaluation
 from grpo_ray.types import ScoredGroup
-from grpo_ray.watch.metrics_catalog import check_names
 
 
 def make_group(group_id: int, formats: list[float], answers: list[float], num_tokens: int = 3) -> ScoredGroup:

@@ -13,7 +13,7 @@ from pathlib import Path
 import builders
 import numpy as np
 import pytest
-from builders import file_size_limit, make_completion, make_item, same_groups
+from builders import check_names, file_size_limit, make_completion, make_item, same_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +23,7 @@ from grpo_ray.errors import RunError
 from grpo_ray.records.rollout_log import read_groups, read_rollouts, read_uses, write_rollouts
 from grpo_ray.records.run_files import JsonLines, RunDirectory, last_logged_step, read_metrics, step_name
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup
-from grpo_ray.watch.metrics_catalog import METRICS, check_names
+from grpo_ray.watch.metrics_catalog import METRICS
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)  # a lone surrogate is not valid text
 

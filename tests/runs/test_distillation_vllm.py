@@ -14,7 +14,7 @@ from grpo_ray.config.loading import load_config
 from grpo_ray.records.rollout_log import read_rollouts
 from grpo_ray.records.run_files import read_metrics
 from grpo_ray.tools.audit.audit import audit
-from grpo_ray.watch.metrics_catalog import check_names
+from builders import check_names
 
 
 @pytest.mark.ray

@@ -17,7 +17,7 @@ from grpo_ray.config import Config
 from grpo_ray.core.controller import Controller
 from grpo_ray.episodes.session import Session
 from grpo_ray.records.run_files import RunDirectory, read_metrics
-from grpo_ray.watch.metrics_catalog import check_names
+from builders import check_names
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tools.audit.audit import audit
 

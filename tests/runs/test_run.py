@@ -19,7 +19,7 @@ from grpo_ray.records.checkpoint import make_store
 from grpo_ray.records.rollout_log import read_rollouts
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run.preparation import check_files, prepare
-from grpo_ray.watch.metrics_catalog import check_names
+from builders import check_names
 from grpo_ray.watch.restarts import RestartBudget
 from grpo_ray.watch.run_log import RunLog
 

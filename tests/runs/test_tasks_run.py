@@ -20,7 +20,7 @@ from grpo_ray.records.rollout_log import read_groups, read_rollouts
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run.preparation import check_files
 from grpo_ray.tools.audit.audit import audit
-from grpo_ray.watch.metrics_catalog import check_names
+from builders import check_names
 
 pytestmark = pytest.mark.usefixtures("model_cache", "any_reward")
 

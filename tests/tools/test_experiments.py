@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from builders import check_names
 from matplotlib.image import imread
 from small_run import QUICKSTART, SMALL
 
@@ -24,7 +25,6 @@ from grpo_ray.tools.experiments.experiment import Experiment
 from grpo_ray.tools.experiments.experiment_plan import plan_experiment
 from grpo_ray.tools.experiments.resources import GpuPool, cores_of, default_jobs, gpus_of
 from grpo_ray.tools.experiments.run_experiment import run_experiment
-from grpo_ray.watch.metrics_catalog import check_names
 
 FAKE = (sys.executable, str(Path(__file__).parents[1] / "fake_run_cli.py"))
 pytestmark = pytest.mark.slow  # each starts processes that stand in for runs

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from builders import TinyModel, changed, make_completion, make_group, make_item, plain_logprobs
+from builders import TinyModel, changed, check_names, make_completion, make_group, make_item, plain_logprobs
 from report_runs import ALL, add_checkpoint, group, make_run, metrics_of, ranks_of, write_lines
 
 from grpo_ray.config import Config
@@ -28,7 +28,6 @@ from grpo_ray.tools.report.rollout_sample import sample_rollouts, standard_error
 from grpo_ray.tools.report.run_data import Bounds, run_data
 from grpo_ray.tools.report.series import RankTotals, make_series, stage_times
 from grpo_ray.tools.report.write_report import make_page
-from grpo_ray.watch.metrics_catalog import check_names
 
 # ---- series ----
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders import make_completion, make_group, make_item
+from builders import check_names, make_completion, make_group, make_item
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_run import QUICKSTART
@@ -23,7 +23,6 @@ from grpo_ray.tools.cli import main
 from grpo_ray.tools.simulation.simulate import Simulated, lines_of, simulate
 from grpo_ray.tools.simulation.speeds import LognormalLengths, Speeds, read_speeds, recorded_lengths
 from grpo_ray.tools.simulation.workers import Account, Faults
-from grpo_ray.watch.metrics_catalog import check_names
 
 SMALL = [
     "generator.num_generators=3",

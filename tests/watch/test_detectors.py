@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from builders import check_names
 from local_runs import make_config, train
 
 from grpo_ray.config.run import DetectorName
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.watch.detectors import DETECTORS, Setup
 from grpo_ray.watch.failure_watch import NUM_CLEAR_STEPS, Detection, FailureWatch, detections
-from grpo_ray.watch.metrics_catalog import check_names
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "tests/recorded_runs"  # the watched metrics of real runs

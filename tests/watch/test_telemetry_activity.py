@@ -1,25 +1,19 @@
 """The actors' clocks in a step's metrics: every second is counted once, and no metric is wrong."""
 
 import asyncio
-from collections.abc import Callable, Iterable
-from fnmatch import fnmatchcase
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import check_names
 from local_runs import make_config, train
 
 from grpo_ray.errors import ActorDied
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.report.series import stage_times
 from grpo_ray.watch.activity import Activity, Window
-from grpo_ray.watch.metrics_catalog import METRICS
 from grpo_ray.watch.stage_clock import ActorStats, StageClock, StageTimes
-
-
-def check_names(metrics: Iterable[str]) -> list[str]:
-    """Return the names that the catalog does not know."""
-    return [name for name in metrics if not any(fnmatchcase(name, known) for known in METRICS)]
 
 
 class Actor:

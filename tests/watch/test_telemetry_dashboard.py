@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 import pytest
 import yaml
+from builders import check_names
 
 from grpo_ray.watch import ray_metrics
-from grpo_ray.watch.metrics_catalog import check_names
 from grpo_ray.watch.ray_metrics import RayMetrics
 
 PROFILING = Path("profiling")
