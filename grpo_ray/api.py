@@ -191,11 +191,12 @@ def evaluate(target: str | Path | Run, *overrides: str, **options: Any) -> "Eval
         raise ValueError(
             "checkpoint: `all` has several summaries; call it for each, or use `grpo-ray evaluate`"
         )
+    if not isinstance(target, str | Path | Run):
+        raise ValueError(f"target: a {type(target).__name__} is neither a run nor the path of a file or folder")
     path = str(target.path if isinstance(target, Run) else target)
     _check_overrides(overrides)
-    command = f"the same call of grpo_ray.evaluate({path!r}, ...)"
-    given = converted(EvaluationOptions, options)
-    asked = EvaluationOptions(path, overrides=overrides, command=command, **given)
+    own: Any = {"overrides": overrides, "command": f"the same call of grpo_ray.evaluate({path!r}, ...)"}
+    asked = EvaluationOptions(path, **own, **converted(EvaluationOptions, options))
     stop = _Stop()
     summary = read_summary(_in_own_thread(lambda: run_evaluation(asked, stop.can_be_asked_by), stop))
     assert summary is not None

@@ -189,6 +189,8 @@ def test_mistakes_are_said_and_leave_nothing_behind() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             grpo_ray.evaluate("anything", local=True, **options)
+    with pytest.raises(ValueError, match="target: a dict is neither a run nor the path"):
+        grpo_ray.evaluate(CONFIG, local=True)  # type: ignore[arg-type]
     assert not any(Path("runs").glob("*"))
     with pytest.raises(RunError, match="no run"):
         grpo_ray.Run("nowhere")
