@@ -3,6 +3,7 @@
 The functions of spring 2025 are in `grpo_ray.objectives`, two under the same names with other arguments.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -38,12 +39,18 @@ def compute_rollout_rewards(
         Rewards `[n]` float32, and metrics: `reward/mean`, `/std`, `/min`, `/max`, `/format`, `/answer`.
 
     Raises:
-        ValueError: there are no responses, or the number of ground truths differs.
+        ValueError: there are no responses, the number of ground truths differs, or a reward is not such a dict
+            of finite numbers.
     """
     if not 0 < (n := len(rollout_responses)) == len(repeated_ground_truths):
         raise ValueError(f"{n} rollout_responses and {len(repeated_ground_truths)} repeated_ground_truths")
     scores = [reward_fn(*pair) for pair in zip(rollout_responses, repeated_ground_truths, strict=True)]
     keys = ("reward", "format_reward", "answer_reward")
+    for score in scores:
+        if not (
+            isinstance(score, Mapping) and {*keys} <= {*score} and all(math.isfinite(score[k]) for k in keys)
+        ):
+            raise ValueError(f"reward_fn returned {score!r}, not a dict with finite {', '.join(keys)}")
     columns = torch.tensor([[score[key] for key in keys] for score in scores], dtype=torch.float32).T
     means = {"reward/format": columns[1].mean().item(), "reward/answer": columns[2].mean().item()}
     return columns[0], _summary("reward", columns[0]) | means
@@ -68,13 +75,15 @@ def compute_group_normalized_rewards(
         exactly 0 with the baseline `mean`; without a baseline, `std` divides it by `advantage_eps` alone.
 
     Raises:
-        ValueError: the rewards do not fill groups; `std` with groups of one; the normalizer `mean` with a
-            negative reward (a negative mean would turn every advantage around); or an unknown name.
+        ValueError: the rewards are no floats or do not fill groups; `std` with groups of one; the normalizer
+            `mean` with a negative reward (a negative mean would turn every advantage around); an unknown name.
     """
     _check_choice("baseline", baseline, Baseline)
     _check_choice("advantage_normalizer", advantage_normalizer, AdvantageNormalizer)
     if raw_rewards.ndim != 1 or group_size < 1 or not len(raw_rewards) or len(raw_rewards) % group_size:
         raise ValueError(f"raw_rewards {list(raw_rewards.shape)} must be [n], in groups of {group_size=}")
+    if not raw_rewards.is_floating_point():
+        raise ValueError(f"raw_rewards are {raw_rewards.dtype}; give floats: raw_rewards.float()")
     groups = raw_rewards.view(-1, group_size)
     advantages = group_advantages(groups, "mean" if baseline == "mean" else "raw")
     if advantage_normalizer == "std":
@@ -85,6 +94,8 @@ def compute_group_normalized_rewards(
         if (groups < 0).any():
             raise ValueError("advantage_normalizer 'mean' needs rewards of at least 0; use 'std' or 'none'")
         advantages = advantages / (groups.mean(dim=1, keepdim=True) + advantage_eps)
+    if baseline == "mean":  # with an advantage_eps of 0 it would be 0 / 0
+        advantages = advantages.masked_fill((groups == groups[:, :1]).all(dim=1, keepdim=True), 0.0)
     return advantages.flatten(), _summary("advantage", advantages)
 
 
@@ -116,6 +127,9 @@ def compute_policy_gradient_loss(
     method, weights = importance_reweighting_method, raw_rewards_or_advantages
     _check_method(method, old_log_probs, cliprange)
     weights = weights.unsqueeze(1) if weights.ndim == 1 else weights
+    for name, tensor in (("response_mask", response_mask), ("old_log_probs", old_log_probs)):
+        if tensor is not None:  # before they are filled: that would broadcast them
+            check_shape(name, tensor, policy_log_probs)
     if response_mask is not None:  # filled first: in the backward pass of exp, 0 times NaN would be NaN
         response_mask = response_mask.bool()
         policy_log_probs = policy_log_probs.masked_fill(~response_mask, 0.0)

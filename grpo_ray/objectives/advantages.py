@@ -212,11 +212,10 @@ def group_advantages(
         group of size 1. `gdpo` sees no parts of the rewards here.
 
     Raises:
-        ValueError: rewards are not two-dimensional, kind or std is unknown, or `leave_one_out` is applied to
-            groups of size 1.
+        ValueError: rewards are not floats `[groups, G]`, a name is unknown, or G is 1 with `leave_one_out`.
     """
-    if rewards.ndim != 2:
-        raise ValueError(f"rewards must be [groups, G], got shape {tuple(rewards.shape)}")
+    if rewards.ndim != 2 or not rewards.is_floating_point():
+        raise ValueError(f"rewards must be floats [groups, G], got {rewards.dtype} {tuple(rewards.shape)}")
     if kind not in ADVANTAGES:
         raise ValueError(f"unknown advantage kind {kind!r}; allowed: {', '.join(ADVANTAGES)}")
     if std not in get_args(Std):
@@ -245,19 +244,14 @@ def compute_group_normalized_rewards(
         Advantages `[n]`, raw rewards `[n]` (both float32), and metrics of the batch as floats.
 
     Raises:
-        ValueError: the two lists differ in length, or n is not a positive multiple of `group_size`.
+        ValueError: the lists differ in length or do not fill groups, or a reward is not such a dict.
     """
     num_responses = len(rollout_responses)
     if num_responses != len(repeated_ground_truths):
-        raise ValueError(
-            f"{num_responses} rollout_responses but {len(repeated_ground_truths)} repeated_ground_truths; "
-            "repeat each ground truth group_size times"
-        )
+        found = f"{num_responses} rollout_responses but {len(repeated_ground_truths)} repeated_ground_truths"
+        raise ValueError(f"{found}; repeat each ground truth group_size times")
     if group_size < 1 or num_responses < 1 or num_responses % group_size:
-        raise ValueError(
-            f"{num_responses} rollout_responses do not fill groups of group_size {group_size}: "
-            "give a positive multiple of it"
-        )
+        raise ValueError(f"{num_responses} rollout_responses do not fill groups of group_size {group_size}")
     scores = [reward_fn(*pair) for pair in zip(rollout_responses, repeated_ground_truths, strict=True)]
     raw_rewards = _column(scores, "reward")
     groups = raw_rewards.view(-1, group_size)
@@ -281,4 +275,6 @@ def _has_equal_rewards(rewards: Tensor) -> Tensor:
 
 
 def _column(scores: list[dict[str, float]], key: str) -> Tensor:
+    if wrong := [score for score in scores if not (isinstance(score, dict) and key in score)]:
+        raise ValueError(f"reward_fn returned {wrong[0]!r}, not a dict with all of its three scores: {key!r}")
     return torch.tensor([score[key] for score in scores], dtype=torch.float32)

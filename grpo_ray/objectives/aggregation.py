@@ -140,6 +140,8 @@ def batch_denominator(aggregation: Aggregation, mask: Tensor) -> float:
 
 
 def _masked_sum(tensor: Tensor, mask: Tensor, dim: int | None) -> Tensor:
+    if mask.shape != tensor.shape:  # one that broadcasts would count each of its tokens several times
+        raise ValueError(f"the mask has shape {tuple(mask.shape)}, the tensor {tuple(tensor.shape)}")
     kept = torch.where(mask, tensor, torch.zeros_like(tensor))
     return kept.sum() if dim is None else kept.sum(dim)
 

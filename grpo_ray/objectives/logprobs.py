@@ -56,10 +56,12 @@ def token_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0) ->
         `[batch, seq]` float32.
 
     Raises:
-        ValueError: the temperature is not positive.
+        ValueError: the temperature is not positive, or the shapes differ.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(f"labels {tuple(labels.shape)} do not fit logits {tuple(logits.shape)}")
     logits = logits.float()
     if temperature != 1.0:
         logits = logits / temperature

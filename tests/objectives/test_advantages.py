@@ -89,6 +89,10 @@ def test_nan_is_not_hidden(kind):
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match=r"\[groups, G\]"):
         group_advantages(torch.ones(4))
+    with pytest.raises(ValueError, match=r"floats .*, got torch.int64"):
+        group_advantages(torch.ones(1, 4, dtype=torch.int64), "pass_at_k", k=2)
+    with pytest.raises(ValueError, match=r"reward_fn returned 1.0, not a dict"):
+        compute_group_normalized_rewards(lambda *_: 1.0, ["1"], ["1"], 1, 1e-6, True)
     with pytest.raises(ValueError, match=r"leave_one_out.*at least 2"):
         group_advantages(torch.ones(4, 1), "leave_one_out")
     with pytest.raises(ValueError, match=r"'max'.*mean_std, mean, .*raw, max_rl, pass_at_k, gdpo"):

@@ -14,7 +14,7 @@ from examples.course.cs336_2026 import (
     compute_rollout_rewards,
     grpo_train_step,
 )
-from grpo_ray.objectives import tokenize_prompt_and_output
+from grpo_ray.objectives import masked_mean, token_log_probs, tokenize_prompt_and_output
 
 PROMPTS = ["ab", "ab", "abc", "abc", "d", "d"]
 RESPONSES = ["c", "de", "", "fghi", "abc", "b"]  # the third has no tokens
@@ -80,7 +80,7 @@ def test_eps_is_added_to_either_divisor_and_not_to_none():
 @pytest.mark.parametrize("normalizer", ["std", "mean", "none"])
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3])
 def test_equal_rewards_have_no_advantage_with_a_baseline(normalizer, reward):
-    advantages, _ = compute_group_normalized_rewards(torch.full((6,), reward), 3, "mean", 1e-12, normalizer)
+    advantages, _ = compute_group_normalized_rewards(torch.full((6,), reward), 3, "mean", 0.0, normalizer)
     assert advantages.tolist() == [0.0] * 6
 
 
@@ -277,31 +277,29 @@ def test_gradients_from_before_are_discarded():
 def test_bad_arguments_are_refused_by_name():
     policy, old = log_probs()
     rewards = torch.ones(4)
+    normalized, loss_of = compute_group_normalized_rewards, compute_policy_gradient_loss
     cases = [
         ("2 rollout_responses and 1 repeated_ground_truths", compute_rollout_rewards, (len, ["a", "b"], ["a"])),
         ("0 rollout_responses", compute_rollout_rewards, (len, [], [])),
-        ("group_size=3", compute_group_normalized_rewards, (rewards, 3)),
-        ("group_size=0", compute_group_normalized_rewards, (rewards, 0)),
-        ("raw_rewards", compute_group_normalized_rewards, (rewards[:, None], 2)),
-        ("raw_rewards", compute_group_normalized_rewards, (rewards[:0], 2)),
-        ("'std'.*group_size of at least 2", compute_group_normalized_rewards, (rewards, 1)),
-        ("'mean'.*at least 0", compute_group_normalized_rewards, (rewards - 1.1, 2, "mean", 1e-6, "mean")),
-        ("unknown baseline 'std'; allowed: mean, none", compute_group_normalized_rewards, (rewards, 2, "std")),
-        (
-            "unknown advantage_normalizer 'max'",
-            compute_group_normalized_rewards,
-            (rewards, 2, "mean", 0, "max"),
-        ),
-        (
-            "unknown importance_reweighting_method 'clip'",
-            compute_policy_gradient_loss,
-            (rewards, policy, "clip"),
-        ),
-        ("'noclip' needs old_log_probs", compute_policy_gradient_loss, (rewards, policy, "noclip")),
-        ("'grpo' needs cliprange", compute_policy_gradient_loss, (rewards, policy, "grpo", old)),
-        ("needs response_mask", compute_policy_gradient_loss, (rewards, policy, "gspo", old, 0.2)),
-        ("shape", compute_policy_gradient_loss, (rewards, policy, "grpo", old[:, :4], 0.2)),
-        (r"\[batch, 1\]", compute_policy_gradient_loss, (rewards[:3], policy)),
+        ("reward_fn returned 1, not a dict", compute_rollout_rewards, (lambda *_: 1, ["a"], ["a"])),
+        ("group_size=3", normalized, (rewards, 3)),
+        ("group_size=0", normalized, (rewards, 0)),
+        ("raw_rewards", normalized, (rewards[:, None], 2)),
+        ("raw_rewards", normalized, (rewards[:0], 2)),
+        ("'std'.*group_size of at least 2", normalized, (rewards, 1)),
+        ("'mean'.*at least 0", normalized, (rewards - 1.1, 2, "mean", 1e-6, "mean")),
+        ("unknown baseline 'std'; allowed: mean, none", normalized, (rewards, 2, "std")),
+        ("raw_rewards are torch.int64", normalized, (rewards.long(), 2)),
+        ("unknown advantage_normalizer 'max'", normalized, (rewards, 2, "mean", 0, "max")),
+        ("unknown importance_reweighting_method 'clip'", loss_of, (rewards, policy, "clip")),
+        ("old_log_probs has shape", loss_of, (rewards, policy, "grpo", old[:, :1], 0.2, MASK)),
+        ("labels .* do not fit logits", token_log_probs, (torch.zeros(2, 3, 7), torch.zeros(1, 3).long())),
+        ("the mask has shape", masked_mean, (policy, MASK[0])),
+        ("'noclip' needs old_log_probs", loss_of, (rewards, policy, "noclip")),
+        ("'grpo' needs cliprange", loss_of, (rewards, policy, "grpo", old)),
+        ("needs response_mask", loss_of, (rewards, policy, "gspo", old, 0.2)),
+        ("shape", loss_of, (rewards, policy, "grpo", old[:, :4], 0.2)),
+        (r"\[batch, 1\]", loss_of, (rewards[:3], policy)),
         ("mask has shape", aggregate_loss_across_microbatch, (policy, MASK[:, :1])),
         ("unknown loss_normalization 'token'", aggregate_loss_across_microbatch, (policy, MASK, "token")),
         ("normalization_constant", aggregate_loss_across_microbatch, (policy, MASK, "constant")),
