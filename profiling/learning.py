@@ -20,7 +20,7 @@ from benchmarks import jobs
 
 from grpo_ray.records.run_files import read_metrics
 from grpo_ray.tools.cli import set_library_defaults
-from grpo_ray.tools.drawing.figures import draw_spread, legend_beside, new_figure, save, tidy
+from grpo_ray.tools.drawing.figures import draw_spread, legend_beside, new_figure, tidy
 
 Rewards = dict[int, tuple[float, int]]  # by step: the mean, and the number of responses
 
@@ -62,7 +62,7 @@ def plot(seeds: list[Rewards], control: Rewards, control_name: str, path: Path) 
     axis.set_ylim(0, 1)
     tidy(axis, "step", "validation reward")
     legend_beside(figure, axis, "")
-    save(figure, path)
+    figure.savefig(path)
 
 
 def main() -> None:

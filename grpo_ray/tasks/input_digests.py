@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from grpo_ray.config import Config
+from grpo_ray.config.reward import terms_of
 from grpo_ray.config.schema import leaves
 from grpo_ray.errors import RunError
 from grpo_ray.records.adapter_files import base_digest
@@ -48,10 +49,7 @@ def input_digests(
         digests[f"{COLUMNS} (for the code that reads them)"] = _sha256(json.dumps(rows).encode())
     if facts := "\n".join(example.facts for example in (*train, *validation)).strip():
         digests[f"{FACTS} (for the code that reads them)"] = _sha256(facts.encode())
-    for name, reward in config.task.rewards.items():
-        names = [reward] if isinstance(reward, str) else [term.reward for term in reward]
-        for module, path in _modules_of(names):
-            digests[f"{_field(name)}.reward (module {module}, {path.name})"] = _sha256(path.read_bytes())
+    digests |= _of_rewards(config)
     for name, part in config.episode_tasks.items():
         for module, path in _modules_of((part.episode, part.examples, part.warmup or "")):
             digests[f"{_field(name)}.episode (module {module}, {path.name})"] = _sha256(path.read_bytes())
@@ -60,6 +58,21 @@ def input_digests(
         if folder is not None and Path(folder).is_dir():
             digests |= {f"{field} ({name})": digest for name, digest in _of_model(Path(folder))}
     return digests
+
+
+def _of_rewards(config: Config) -> dict[str, str]:
+    return {
+        f"{_field(name)}.reward (module {module}, {path.name})": _sha256(path.read_bytes())
+        for name, reward in config.task.rewards.items()
+        for module, path in _modules_of(term.reward for term in terms_of(reward))
+    }
+
+
+def edited_rewards(run: RunDirectory, config: Config) -> list[str]:
+    """Return a line for each imported module with a reward that is not the one that the run began with."""
+    before = json.loads(run.inputs_path.read_text(encoding="utf-8")) if run.inputs_path.exists() else {}
+    edited = [name for name, digest in _of_rewards(config).items() if before.get(name, digest) != digest]
+    return [f"{name}: not what this run began with" for name in edited]
 
 
 def _of_model(folder: Path) -> Iterator[tuple[str, str]]:

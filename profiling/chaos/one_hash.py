@@ -24,7 +24,7 @@ from chaos_scenarios import BUDGETS, SMALL, TORCH
 
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.hashes import first_difference, hashes
-from grpo_ray.tools.drawing.figures import COLORS, GRID, new_figure, save, tidy
+from grpo_ray.tools.drawing.figures import COLORS, GRID, new_figure, tidy
 
 EXACT = (*SMALL, *TORCH, *BUDGETS, "weight_sync.max_lag=0", "checkpoint.every_num_steps=1")
 DRIVER, LIMIT_S = "driver", 300.0
@@ -100,7 +100,7 @@ def plot(runs: Sequence[RunDirectory], hit: Sequence[tuple[int, str]], path: Pat
     below.scatter(*zip(*sorted(hit, key=lambda kill: kill[1]), strict=True), marker="x", color=COLORS[1])
     tidy(above, "", "reward")
     tidy(below, "step", f"{len(hit)} kills")
-    save(figure, path)
+    figure.savefig(path)
 
 
 def main() -> int:

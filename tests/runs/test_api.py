@@ -83,6 +83,10 @@ def test_a_run_from_a_closure_and_a_list(capsys: pytest.CaptureFixture[str]) -> 
     capsys.readouterr()
     assert main(["audit", str(run.path), "--run-reward-code"]) == 0
     assert "are not checked" not in capsys.readouterr().out
+    (module,) = (run.path / "given").glob("*.py")
+    module.write_text(module.read_text() + "# edited\n")
+    assert main(["audit", str(run.path), "--run-reward-code"]) == 0
+    assert f"(module {module.stem}, {module.name}): not what this run began with" in capsys.readouterr().out
     evaluated = grpo_ray.evaluate(run, local=True, run_reward_code=True, limit=1, output="evaluated")
     assert evaluated.num_examples == 1
 

@@ -22,6 +22,8 @@ from grpo_ray.errors import RunError
 from grpo_ray.records.rollout_log import read_groups, read_rollouts
 from grpo_ray.records.run_files import RunDirectory, check_dumped, read_metrics, step_name
 from grpo_ray.records.validation_files import summarise_groups
+from grpo_ray.rewards.user_function import own_functions
+from grpo_ray.tasks.input_digests import edited_rewards
 from grpo_ray.tools.audit.checkpoint import CheckpointFacts, audit_checkpoint
 from grpo_ray.tools.audit.epochs import audit_epochs
 from grpo_ray.tools.audit.regrader import Regrader
@@ -92,8 +94,9 @@ def audit(run: RunDirectory, trust_remote_code: bool = False, run_reward_code: b
     report.set_aside = tuple(sorted(checkpoint.set_aside))
     if run_reward_code:
         import_from(run.given)
+        list(map(own_functions, config.task.rewards.values()))  # imports them
     grader = Regrader([config for _, config in history], run_reward_code)
-    report.notes += grader.notes
+    report.notes += grader.notes + edited_rewards(run, config)
     try:
         if all(config.run.save_rollouts for _, config in history):
             _audit_training(run, history, metrics, checkpoint, grader, report, run_reward_code)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from statistics import fmean, stdev
 
 from matplotlib.axes import Axes
@@ -61,8 +60,3 @@ def tidy(axis: Axes, x_label: str, y_label: str) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     axis.spines[["left", "bottom"]].set_color(INK)
     axis.tick_params(colors=INK, labelsize=11)
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write the figure as PNG."""
-    figure.savefig(path)

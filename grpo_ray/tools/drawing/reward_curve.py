@@ -11,7 +11,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 from grpo_ray.records.step_lines import StepLines
-from grpo_ray.tools.drawing.figures import INK, new_figure, save, tidy
+from grpo_ray.tools.drawing.figures import INK, new_figure, tidy
 
 TRAINING, VALIDATION = "#9bbbd8", "#c0392b"
 TIMES = ("timing/wait_for_batch_s", "timing/train_s", "timing/step_s")
@@ -23,7 +23,7 @@ def plot_reward_curve(
     metrics_path: str | Path, evaluations_summary_path: str | Path, out_png: str | Path
 ) -> None:
     """Write a 1200x800 PNG from `metrics.jsonl` and `evaluations/summary.jsonl`; either may not exist yet."""
-    save(draw_reward_curve(metrics_path, evaluations_summary_path), Path(out_png))
+    draw_reward_curve(metrics_path, evaluations_summary_path).savefig(out_png)
 
 
 def draw_reward_curve(metrics_path: str | Path, evaluations_summary_path: str | Path) -> Figure:

@@ -29,7 +29,7 @@ from grpo_ray.records.episode_metrics import Status
 from grpo_ray.records.evaluation_summary import Category, EvaluationSummary, Interval, summarise
 from grpo_ray.records.json_lines import to_json
 from grpo_ray.records.visible_text import visible
-from grpo_ray.tools.drawing.figures import COLORS, new_figure, save, tidy
+from grpo_ray.tools.drawing.figures import COLORS, new_figure, tidy
 from grpo_ray.tools.evaluation.responses import Row, read_outcomes, sample_rows
 
 EXAMPLES_OF_EACH = 10
@@ -176,7 +176,7 @@ def plot_curve(summaries: Sequence[EvaluationSummary], title: str, path: Path) -
     axis.margins(x=0.04)
     axis.legend(loc="best", framealpha=0.85, edgecolor="none", fontsize=12, title="with 95% bands")
     axis.set_title(title, fontsize=14)
-    save(figure, path)
+    figure.savefig(path)
 
 
 def _draw(

@@ -10,23 +10,13 @@ from statistics import fmean, median
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from grpo_ray.tools.drawing.figures import (
-    COLORS,
-    GRID,
-    Points,
-    draw_spread,
-    legend_beside,
-    new_figure,
-    save,
-    tidy,
-)
+from grpo_ray.tools.drawing.figures import COLORS, GRID, Points, draw_spread, legend_beside, new_figure, tidy
 from grpo_ray.tools.experiments.outcome import ExperimentOutcome
 from grpo_ray.tools.experiments.table import VariantResult
 from grpo_ray.watch.metrics_catalog import METRICS
 
 LEGEND = "line: mean of the seeds\nband: ± sample standard deviation"
 NUM_COLUMNS = 3
-
 BAR = 0.8  # fraction of a variant's height
 
 
@@ -45,7 +35,7 @@ def plot_validation_reward(results: Sequence[VariantResult], title: str, path: P
     over_steps.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.suptitle(title, fontsize=14)
     legend_beside(figure, over_steps, LEGEND)
-    save(figure, path)
+    figure.savefig(path)
 
 
 def plot_metrics(results: Sequence[VariantResult], metrics: Sequence[str], title: str, path: Path) -> None:
@@ -61,7 +51,7 @@ def plot_metrics(results: Sequence[VariantResult], metrics: Sequence[str], title
     figure.suptitle(title, fontsize=14)
     drawn = (axis for axis in figure.axes if axis.get_legend_handles_labels()[0])
     legend_beside(figure, next(drawn, figure.axes[0]), LEGEND)
-    save(figure, path)
+    figure.savefig(path)
 
 
 def _plot_metric(axis: Axes, results: Sequence[VariantResult], metric: str) -> None:
@@ -124,7 +114,7 @@ def plot_timing(results: Sequence[VariantResult], title: str, path: Path) -> Non
     axis.grid(axis="x", color=GRID, linewidth=0.8)
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -1.1 / height), ncols=3, frameon=False, fontsize=10)
     figure.suptitle(f"{title}: the Learner's time", fontsize=14)
-    save(figure, path)
+    figure.savefig(path)
 
 
 def _stack(axis: Axes, results: Sequence[VariantResult]) -> None:
