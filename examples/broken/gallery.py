@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from grpo_ray.tools.drawing.figures import draw_spread, legend_beside, new_figure, save, tidy
+from grpo_ray.tools.drawing.figures import draw_spread, legend_beside, new_figure, tidy
 from grpo_ray.tools.experiments.curves import LEGEND, by_step
 from grpo_ray.tools.experiments.table import VariantResult
 
@@ -38,7 +38,7 @@ def plot_gallery(
     handles = figure.axes[0]
     handles.lines[1].set_label("the failure")
     legend_beside(figure, handles, LEGEND)
-    save(figure, folder / "gallery.png")
+    figure.savefig(folder / "gallery.png")
 
 
 def _plot(axis: Axes, first: VariantResult, other: VariantResult, metric: str) -> None:

@@ -12,7 +12,7 @@ from examples.course.playground.baseline import Estimates
 from examples.course.playground.comparison import Run
 from examples.course.playground.frozen import LECTURE_W, RATIOS, ascend, gradients
 from examples.course.playground.settings import Settings
-from grpo_ray.tools.drawing.figures import COLORS, GRID, INK, draw_spread, legend_beside, new_figure, save, tidy
+from grpo_ray.tools.drawing.figures import COLORS, GRID, INK, draw_spread, legend_beside, new_figure, tidy
 
 WIDTH, HEIGHT = 12, 8
 BIN_EDGES = [0.5 * index for index in range(-10, 13)]  # means of 10 samples have few values for finer bins
@@ -46,7 +46,7 @@ def plot_runs(
         rewards,
         f"line: mean of {num_seeds} seed{'s' if num_seeds > 1 else ''}\nband: ± sample standard deviation",
     )
-    save(figure, path)
+    figure.savefig(path)
 
 
 def plot_baseline(
@@ -80,7 +80,7 @@ def plot_baseline(
     for axis in (deltas, histogram):
         axis.legend(loc="upper right", frameon=False, fontsize=11)
     figure.suptitle("A baseline removes noise and keeps the mean", fontsize=14)
-    save(figure, path)
+    figure.savefig(path)
 
 
 def plot_frozen(path: Path) -> None:
@@ -103,7 +103,7 @@ def plot_frozen(path: Path) -> None:
     figure.suptitle("All ratios are 1 at every w: only their gradients differ", fontsize=14)
     handles, labels = slopes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=11)
-    save(figure, path)
+    figure.savefig(path)
 
 
 def _draw(axis: Axes, runs: Sequence[Run], name: str) -> None:
