@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import plain_logprobs
+from builders import check_names, plain_logprobs
 from small_run import QUICKSTART, SMALL
 from test_distillation_runs import teacher_of
 from test_run import run_actors
@@ -14,7 +14,6 @@ from grpo_ray.config.loading import load_config
 from grpo_ray.records.rollout_log import read_rollouts
 from grpo_ray.records.run_files import read_metrics
 from grpo_ray.tools.audit.audit import audit
-from builders import check_names
 
 
 @pytest.mark.ray

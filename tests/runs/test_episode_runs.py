@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import check_names
 from local_runs import Killed, Watcher, kill_after, train, until
 from run_process import untimed
 from safetensors.torch import load_file
@@ -17,7 +18,6 @@ from grpo_ray.config import Config
 from grpo_ray.core.controller import Controller
 from grpo_ray.episodes.session import Session
 from grpo_ray.records.run_files import RunDirectory, read_metrics
-from builders import check_names
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tools.audit.audit import audit
 

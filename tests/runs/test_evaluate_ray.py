@@ -1,7 +1,6 @@
 """`grpo-ray evaluate` with its real actors on Ray: random models, files of questions, a run's checkpoints."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq

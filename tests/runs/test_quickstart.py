@@ -16,7 +16,7 @@ from grpo_ray.tools.experiments.launch import PROGRAM
 @pytest.mark.timeout(1860)  # of which it needs the most on a busy machine
 @pytest.mark.usefixtures("model_cache")
 def test_the_quickstart_learns_through_vllm_one_version_behind(tmp_path: Path) -> None:
-    """The real model, task, engine and schedule: fewer steps, and one thread, as other tests have the second core."""
+    """The real model, task, engine and schedule: fewer steps; one thread, as others have a core."""
     command = [*PROGRAM, "train", QUICKSTART, f"run.output_dir={tmp_path}", "run.name=r"]
     command += ["algorithm.num_steps=12", "task.num_validation_prompts=64", "model.tiny.warmup.num_threads=1"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from builders import check_names
 from local_runs import Recorder, train
 from small_run import QUICKSTART, SMALL
 
@@ -19,7 +20,6 @@ from grpo_ray.records.checkpoint import make_store
 from grpo_ray.records.rollout_log import read_rollouts
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run.preparation import check_files, prepare
-from builders import check_names
 from grpo_ray.watch.restarts import RestartBudget
 from grpo_ray.watch.run_log import RunLog
 

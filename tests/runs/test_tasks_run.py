@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders import TinyModel
+from builders import TinyModel, check_names
 from local_runs import make_config, train, until
 from transformers import AutoTokenizer
 
@@ -20,7 +20,6 @@ from grpo_ray.records.rollout_log import read_groups, read_rollouts
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run.preparation import check_files
 from grpo_ray.tools.audit.audit import audit
-from builders import check_names
 
 pytestmark = pytest.mark.usefixtures("model_cache", "any_reward")
 
