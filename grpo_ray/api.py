@@ -247,7 +247,7 @@ class _Given:
             return
         if examples is None:
             raise ValueError("validation needs `examples` too: the ones to train on")
-        from grpo_ray.tools.evaluation.subject import task_kinds
+        from grpo_ray.tools.evaluation.subject import section_of
 
         rows = _placed(examples, "examples")
         if len(rows) < (2 if validation is None else 1):
@@ -258,12 +258,12 @@ class _Given:
         else:
             held_out = _placed(validation, "validation")
         task = self._section("task")
-        kind = task.setdefault("kind", "file")
-        section = task_kinds().get(kind)
+        task.setdefault("kind", "file")
+        section = section_of(task)
         if section is not None and "train_path" not in section.model_fields:
             raise ValueError(
-                f'examples: a task of kind {kind!r} makes its own; add the override "task={{kind: file}}", '
-                "with the prompt and the reward of these"
+                f"examples: a task of kind {task['kind']!r} makes its own; add the override "
+                '"task={kind: file}", with the prompt and the reward of these'
             )
         for field, part in (("train_path", rows), ("validation_path", held_out)):
             text = "".join(json.dumps(row, default=_plain) + "\n" for _, row in part)
@@ -428,8 +428,7 @@ def _in_own_thread(work: Callable[[], T], stop: _Stop) -> T:
     try:
         return future.result()
     except KeyboardInterrupt:
-        with suppress(RuntimeError):  # its event loop has just ended
-            stop()
+        stop()
         return future.result()
 
 

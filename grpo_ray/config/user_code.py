@@ -41,8 +41,9 @@ def import_from(folder: Path) -> None:
         sys.path.insert(0, path)
         IMPORTED.append(folder.resolve())
     importlib.invalidate_caches()  # an import may have noted that the folder is not there
-    for name in [name for name in sys.modules if name.startswith("given_")]:
-        if not Path(str(sys.modules[name].__file__)).exists():  # of a run that was moved or removed
+    for name, module in list(sys.modules.items()):
+        file = Path(getattr(module, "__file__", None) or "")
+        if file.parent in IMPORTED and not file.exists():  # of a run that was moved or removed
             del sys.modules[name]
 
 

@@ -70,7 +70,7 @@ def _of_rewards(config: Config) -> dict[str, str]:
 
 def edited_rewards(run: RunDirectory, config: Config) -> list[str]:
     """Return a line for each imported module with a reward that is not the one that the run began with."""
-    before = json.loads(run.inputs_path.read_text(encoding="utf-8")) if run.inputs_path.exists() else {}
+    before = _read_digests(run) if run.inputs_path.exists() else {}
     edited = [name for name, digest in _of_rewards(config).items() if before.get(name, digest) != digest]
     return [f"{name}: not what this run began with" for name in edited]
 
@@ -112,22 +112,25 @@ def check_inputs(run: RunDirectory, digests: Mapping[str, str]) -> str | None:
     """
     if not run.inputs_path.exists():
         return f"{run.inputs_path} is missing, so edits of the run's inputs were not looked for"
-    try:
-        before = json.loads(run.inputs_path.read_text(encoding="utf-8"))
-        fields = (MODEL, TEACHER, COLUMNS, FACTS)
-        new = [field for field in fields if not any(name.startswith(f"{field} (") for name in before)]
-        unknown = [name for name in digests if name.partition(" (")[0] in new]  # of a run of an earlier release
-        edited = [
-            name for name in sorted({*before, *digests} - {*unknown}) if before.get(name) != digests.get(name)
-        ]
-    except (ValueError, TypeError, AttributeError) as error:
-        raise RunError(f"{run.inputs_path} is not readable ({error}); remove it to resume without it") from None
+    before, fields = _read_digests(run), (MODEL, TEACHER, COLUMNS, FACTS)
+    new = [field for field in fields if not any(name.startswith(f"{field} (") for name in before)]
+    unknown = [name for name in digests if name.partition(" (")[0] in new]  # of a run of an earlier release
+    edited = [
+        name for name in sorted({*before, *digests} - {*unknown}) if before.get(name) != digests.get(name)
+    ]
     if edited:
         raise RunError(
             f"{'; '.join(edited)}: not what this run began with; undo the edit, or train a new run (to "
             f"continue with a harmless edit, remove {run.inputs_path})"
         )
     return f"{run.inputs_path} has no digests of {unknown[0].partition(' (')[0]}" if unknown else None
+
+
+def _read_digests(run: RunDirectory) -> dict[str, str]:
+    try:
+        return dict(json.loads(run.inputs_path.read_text(encoding="utf-8")).items())
+    except (ValueError, AttributeError) as error:
+        raise RunError(f"{run.inputs_path} is not readable ({error}); remove it to resume without it") from None
 
 
 def _field(part: str) -> str:

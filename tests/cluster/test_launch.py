@@ -88,7 +88,7 @@ def test_a_run_on_two_nodes(two_nodes: dict[str, str], tmp_path: Path) -> None:
     """
     overrides = [
         *SMALL, "learner.num_ranks=2", "generator.num_generators=2", "generator.num_cpus=1",
-        "placement.strategy=spread", f"run.output_dir={tmp_path}", "run.name=job",
+        "placement.strategy=spread", f"run.output_dir={tmp_path}", "run.name=job", "scorer.num_scorers=2",
         "task.reward=examples.trl_reward.rewards:only_digits",  # a module that travels with the job
     ]  # fmt: skip
     result = submit(two_nodes, QUICKSTART, *overrides)

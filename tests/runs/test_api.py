@@ -103,7 +103,7 @@ def test_a_call_that_resumes_keeps_the_reward_and_one_that_is_refused_the_data(
     assert "the run goes on with its own reward, which is stored in runs/job/given" in capsys.readouterr().out
     assert run.metrics()["reward/mean"].to_pylist() == [0.25, 0.25]
     others = [{"question": f"{n}?", "answer": "1", "level": 0} for n in range(12)]
-    with pytest.raises(RunError, match="cannot be resumed with .the given examples.; leave it"):
+    with pytest.raises(RunError, match=r"cannot be resumed with .the given examples.; leave it"):
         train(*again, "algorithm.num_steps=3", examples=others, reward=lambda response: 0.75)
     assert run.resume("algorithm.num_steps=3", local=True).is_finished
     assert run.metrics()["reward/mean"].to_pylist() == [0.25] * 3
@@ -153,6 +153,7 @@ async def test_ctrl_c_in_a_notebook_stops_evaluate(monkeypatch: pytest.MonkeyPat
 
 
 def test_mistakes_are_said_and_leave_nothing_behind() -> None:
+    odd = [*EXAMPLES, {"question": "?", "answer": "1", "tests": 1}]
     for options, message in (
         ({"examples": [1]}, r"examples\[0\] is 1; give a dict with question and answer, or a pair of them"),
         ({"examples": EXAMPLES[:1]}, "examples has 1; give more: to train on, and a tenth to validate with"),
@@ -162,12 +163,12 @@ def test_mistakes_are_said_and_leave_nothing_behind() -> None:
         ({"reward": "r1_zero"}, "reward: a str is not a function"),
         ({"reward": threading.Lock().acquire}, "reward: it cannot be sent to other processes: .* pickle"),
         ({"on_step": 5}, "on_step: a int is not a function"),
-        ({"examples": [{"question": np.int64(3), "answer": np.float64("nan")}] * 3}, r"examples\[0\]: 'answer' is nan"),
-        ({"examples": None, "validation": EXAMPLES}, "validation needs `examples` too"),
         (
-            {"examples": [*EXAMPLES, {"question": "?", "answer": "1", "tests": 1}], "reward": lambda response, tests: 0},
-            r"examples\[0\]: no column 'tests'",
+            {"examples": [{"question": np.int64(3), "answer": np.float64("nan")}] * 3},
+            r"examples\[0\]: 'answer' is nan",
         ),
+        ({"examples": None, "validation": EXAMPLES}, "validation needs `examples` too"),
+        ({"examples": odd, "reward": lambda response, tests: 0}, r"examples\[0\]: no column 'tests'"),
         (
             {"reward": lambda response, ground_truth, colour: 0},
             "needs colour; there is no such column, only level",
@@ -177,6 +178,7 @@ def test_mistakes_are_said_and_leave_nothing_behind() -> None:
             train(**options)
     for wrong, message in (
         (CONFIG | {"task": {"kind": "sorting"}}, "examples: a task of kind 'sorting' makes its own"),
+        (CONFIG | {"task": {"kind": ["file"]}}, r"task.kind: \['file'\] is not valid"),
         (CONFIG | {"run": []}, r"run: \[\] is not valid"),
         (CONFIG | {"run": {"name": 5}}, "run.name: 5 is not valid"),
         (CONFIG | {"task": [1]}, r"task: \[1\] is not valid"),

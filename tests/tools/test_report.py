@@ -12,7 +12,7 @@ from report_runs import write_lines
 
 from grpo_ray.records.rollout_log import write_rollouts
 from grpo_ray.records.run_files import RunDirectory, step_name
-from grpo_ray.tools.drawing.reward_curve import plot_reward_curve
+from grpo_ray.tools.drawing.reward_curve import draw_reward_curve
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
 from grpo_ray.tools.report.ending import OWN, print_ending
 from grpo_ray.tools.report.run_header import warnings_in
@@ -39,7 +39,7 @@ def test_plot_is_written(
     for path, rows in zip(paths, (metrics, evaluations), strict=True):
         if rows is not None:
             write_lines(path, rows)
-    plot_reward_curve(*paths, tmp_path / "curve.png")
+    draw_reward_curve(*paths).savefig(tmp_path / "curve.png")
     image = imread(tmp_path / "curve.png")
     assert image.shape[:2] == (800, 1200)
     assert image.std() > 0.01  # it is not blank

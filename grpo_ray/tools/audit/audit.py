@@ -78,8 +78,13 @@ def audit(run: RunDirectory, trust_remote_code: bool = False, run_reward_code: b
     history = [*_earlier_configs(run), (sys.maxsize, config)]
     metrics = read_metrics(run.metrics_path) if run.metrics_path.exists() else []
     report = AuditReport(num_steps=len(metrics))
+    if run_reward_code:
+        import_from(run.given)
+        for reward in config.task.rewards.values():
+            own_functions(reward)  # imports them
     try:
         check_dumped(run.config_path)
+        report.notes += edited_rewards(run, config) if run_reward_code else []
     except RunError as error:
         report.problems.append(str(error).partition(". ")[0])
     if own.model.trust_remote_code and not trust_remote_code:
@@ -92,11 +97,8 @@ def audit(run: RunDirectory, trust_remote_code: bool = False, run_reward_code: b
     checkpoint = audit_checkpoint(run, last, is_finished)
     report.problems += checkpoint.problems
     report.set_aside = tuple(sorted(checkpoint.set_aside))
-    if run_reward_code:
-        import_from(run.given)
-        list(map(own_functions, config.task.rewards.values()))  # imports them
     grader = Regrader([config for _, config in history], run_reward_code)
-    report.notes += grader.notes + edited_rewards(run, config)
+    report.notes += grader.notes
     try:
         if all(config.run.save_rollouts for _, config in history):
             _audit_training(run, history, metrics, checkpoint, grader, report, run_reward_code)

@@ -19,15 +19,8 @@ DRAWN = ("step", "reward/mean", *TIMES)
 TIME_COLORS = {"waiting for a batch": "#e8c07d", "training": "#5b8db8", "rest": "#c9cdd2"}
 
 
-def plot_reward_curve(
-    metrics_path: str | Path, evaluations_summary_path: str | Path, out_png: str | Path
-) -> None:
-    """Write a 1200x800 PNG from `metrics.jsonl` and `evaluations/summary.jsonl`; either may not exist yet."""
-    draw_reward_curve(metrics_path, evaluations_summary_path).savefig(out_png)
-
-
 def draw_reward_curve(metrics_path: str | Path, evaluations_summary_path: str | Path) -> Figure:
-    """Draw the figure; see `plot_reward_curve`."""
+    """Draw 1200x800 pixels from `metrics.jsonl` and `evaluations/summary.jsonl`; either may not exist yet."""
     # A line has hundreds of metrics, and a run 100,000 lines.
     metrics = [{name: row.get(name) for name in DRAWN} for row in StepLines(metrics_path)]
     evaluations = list(StepLines(evaluations_summary_path))

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 from grpo_ray.cluster import local
@@ -114,7 +113,8 @@ def _sample(
 ) -> None:  # fmt: skip
     async def until_stopped() -> None:
         sampling = asyncio.ensure_future(sample(plan, config, left, prepared, actors, console))
-        stoppable_by(partial(asyncio.get_running_loop().call_soon_threadsafe, sampling.cancel))
+        loop = asyncio.get_running_loop()
+        stoppable_by(lambda: loop.is_closed() or loop.call_soon_threadsafe(sampling.cancel))
         await sampling
 
     with signals_answered(), _served(plan, config, prepared.model, console) as actors:

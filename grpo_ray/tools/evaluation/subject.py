@@ -213,23 +213,24 @@ def _refuse_for_mixture(task: Mapping[str, Any], options: EvaluationOptions) -> 
 
 def _is_of_files(task: Mapping[str, Any]) -> bool:
     """Return whether the task's validation prompts are rows of a file rather than generated."""
-    section = _section_of(task)
+    section = section_of(task)
     if section is None or "validation_path" not in section.model_fields:
         return False
     return issubclass(section, ExamplesTaskConfig) or task.get("validation_path") is not None
 
 
-def task_kinds() -> dict[str, type[Section]]:
+def _kinds() -> dict[str, type[Section]]:
     sections = sections_of(Config.model_fields["task"].annotation)
     return {section.model_fields["kind"].default: section for section in sections}
 
 
-def _section_of(task: Mapping[str, Any]) -> type[Section] | None:
-    return next((section for kind, section in task_kinds().items() if kind == task.get("kind")), None)
+def section_of(task: Mapping[str, Any]) -> type[Section] | None:
+    """Return the section of a task's kind; None for a kind that there is not."""
+    return next((section for kind, section in _kinds().items() if kind == task.get("kind")), None)
 
 
 def _reward(task: Mapping[str, Any]) -> Any:
-    section = _section_of(task)
+    section = section_of(task)
     default = section.model_fields["reward"].default if section and "reward" in section.model_fields else None
     return task.get("reward", default)
 
@@ -237,7 +238,7 @@ def _reward(task: Mapping[str, Any]) -> Any:
 def _replaced(task: Any, options: EvaluationOptions) -> dict[str, Any]:
     name = options.task
     assert name is not None
-    section = task_kinds().get(name)
+    section = _kinds().get(name)
     if section is None:
         _refuse_other_files(name)
         if isinstance(task, Mapping) and task.get("kind") == "file":
@@ -279,7 +280,7 @@ def _refuse_other_files(path: str) -> None:
         )
     if path.count("/") != 1:
         raise RunError(
-            f"--task: {path!r} is not a task kind ({', '.join(task_kinds())}), a {FILE_KINDS} file, or a "
+            f"--task: {path!r} is not a task kind ({', '.join(_kinds())}), a {FILE_KINDS} file, or a "
             "dataset on the hub (owner/name)"
         )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.records.step_lines import StepLines
-from grpo_ray.tools.drawing.reward_curve import plot_reward_curve
+from grpo_ray.tools.drawing.reward_curve import draw_reward_curve
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
 from grpo_ray.tools.report.run_header import validation_samples
 from grpo_ray.watch.failure_watch import is_detection
@@ -19,7 +19,7 @@ def print_ending(print_line: Callable[[str], None], run: RunDirectory) -> None:
     """Print the ending from the run's files alone, so that a resumed run shows its whole history."""
     curve = run.path / "reward_curve.png"
     try:
-        plot_reward_curve(run.metrics_path, run.evaluations_summary_path, curve)
+        draw_reward_curve(run.metrics_path, run.evaluations_summary_path).savefig(curve)
     except OSError as error:  # such as a full disk; the run itself is saved
         print_line(f"\n{curve} could not be drawn: {error}")
     rewards = [(row["step"], row["reward"]) for row in read_metrics(run.evaluations_summary_path)]
