@@ -136,7 +136,7 @@ def slow_loss(
             is_clipped = change > options.get("delta_high", delta) if a > 0 else -change > delta
             if name == "ipo":
                 is_clipped = abs(change) > delta
-            losses[t] = 0.0 * new[t] if is_clipped else -min(q / p, 20.0) * a * new[t]
+            losses[t] = 0.0 * new[t] if is_clipped else -min(q / p, options.get("cap", 20.0)) * a * new[t]
             losses[t] = losses[t] + options.get("kl_tau", 0.0) * (new[t] - old[t]) ** 2
         num_clipped += is_clipped
     return losses, num_clipped
