@@ -152,12 +152,11 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("algorithm", CASES, ids=str)
-def test_responses_are_as_in_a_slow_loop(tiny_config: Config, algorithm: dict[str, Any], seed: int) -> None:
+def test_responses_are_as_in_a_slow_loop(tiny_config: Config, algorithm: dict[str, Any]) -> None:
     config = config_of(tiny_config, **algorithm)
     assert needs_batch(config.algorithm)
-    check(plain_groups(np.random.default_rng(seed), 3), config, seed)
+    check(plain_groups(np.random.default_rng(1), 3), config, 1)
 
 
 @pytest.mark.parametrize("discount", [None, 0.5])
@@ -185,22 +184,6 @@ def test_the_batch_scale_by_hand(tiny_config: Config) -> None:
     std = (8.75 / 3) ** 0.5
     assert [s.advantage for s in found] == pytest.approx([0.5 / std, -0.5 / std, 1 / std, -1 / std])
     assert metrics == {"advantage/batch_std": pytest.approx(std)}
-
-
-def test_whitening_by_hand(tiny_config: Config) -> None:
-    """Rewards 1 (one token) and 0 (three): over tokens mean 0.25 and population std sqrt(3) / 4."""
-    groups = [
-        make_group(make_item(0), [make_completion([1]), make_completion([1, 2, 3])], [1, 0]),
-        make_group(make_item(1), [make_completion([])], [9]),  # of no token, so of no weight
-    ]
-    algorithm = {"advantage": "raw", "std": "population", "advantage_eps": 1e-9}
-    config = config_of(tiny_config, advantage_scale="whiten_tokens", **algorithm)
-    found, _ = with_batch_advantages(groups, sequences_of(groups), config)
-    assert [s.advantage for s in found[:2]] == pytest.approx([3**0.5, -(3**-0.5)])
-    config = config_of(tiny_config, advantage_scale="whiten_responses", **algorithm)
-    found, _ = with_batch_advantages(groups[:1], sequences_of(groups[:1]), config)
-    assert [s.advantage for s in found] == pytest.approx([1, -1])
-    assert all(s.has_signal for s in found)  # also the response with reward 0
 
 
 def test_reinforce_plus_plus_by_hand(tiny_config: Config) -> None:

@@ -51,6 +51,7 @@ def test_weights_of_a_loop_over_tokens(corrections):
         (7, (None, None), None),
     ):
         advantages = noise(12, columns)
+        advantages[::3] = 0.0
         options = {"cap": 1.4, "floor": 0.7, "band": band, "threshold": 0.5, "delta": 0.05}
         inputs = CorrectionInputs.of(learner, behaviour, mask, advantages, now)
         weights, _ = correction_weights(inputs, [(f, arguments_of(f, options)) for f in functions])
