@@ -6,16 +6,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
+from run_process import until
 
 from grpo_ray.cluster import reaper
-from grpo_ray.cluster.reaper import LOOK_S, start_reaper
+from grpo_ray.cluster.reaper import LOOK_S, process_at, start_reaper
 
 pytestmark = pytest.mark.slow
 
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(120)"]
+END_S = 60.0  # for processes to be ended, less than they sleep
 # Each has a session of its own, as Ray's processes do: the end of one does not end those below it.
 MIDDLE = """
 import subprocess, sys, time
@@ -45,24 +47,6 @@ def started() -> Iterator[list[int]]:
             os.kill(pid, signal.SIGKILL)
 
 
-def is_alive(pid: int) -> bool:
-    """Return whether the process runs; a zombie does not."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def within(seconds: float, condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 def sleeper(started: list[int]) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(SLEEP)
     started.append(process.pid)
@@ -83,19 +67,18 @@ def test_all_descendants_of_a_killed_driver_are_ended_and_nothing_else(started: 
         families.append([int(word) for word in driver.stdout.readline().split()])
         started += families[-1]
     time.sleep(2 * LOOK_S + 0.5)
-    assert all(is_alive(pid) for family in families for pid in family)  # while the drivers live, so do they
+    assert all(process_at(pid) for family in families for pid in family)  # while the drivers live, so do they
     _, middle, below = families[0]
     os.kill(middle, signal.SIGKILL)
     time.sleep(2 * LOOK_S)
-    assert is_alive(below)
+    assert process_at(below)
     for driver in drivers:
         driver.kill()
         driver.wait()
         assert driver.stdout is not None
         driver.stdout.close()
     for watcher, middle, below in families:
-        assert within(60, lambda pids=(middle, below): not any(map(is_alive, pids)))  # type: ignore[misc]
-        assert within(60, lambda watcher=watcher: not is_alive(watcher))  # type: ignore[misc]
+        until(lambda pids=(middle, below, watcher): not any(map(process_at, pids)), END_S)  # type: ignore[misc]
     assert stranger.poll() is None
 
 
@@ -120,8 +103,7 @@ def test_a_driver_with_a_thread_that_waits_in_the_kernel_is_dead_although_its_pi
     assert driver.stdout is not None
     watcher, child = map(int, driver.stdout.readline().split())
     started += [watcher, child]
-    assert within(60, lambda: not is_alive(child))
-    assert within(60, lambda: not is_alive(watcher))
+    until(lambda: not process_at(child) and not process_at(watcher), END_S)
     assert driver.poll() is None  # its thread keeps it, and the pipe
     driver.kill()
     driver.wait()
@@ -155,7 +137,7 @@ def test_a_driver_that_is_killed_while_ray_starts_leaves_no_agent(started: list[
         agent = int(driver.stdout.readline())
         started.append(agent)
         driver.kill()
-    assert within(60, lambda: not is_alive(agent))
+    until(lambda: not process_at(agent), END_S)
 
 
 GENTLE_DRIVER = """
@@ -190,13 +172,14 @@ def test_descendants_are_those_at_any_depth(started: list[int]) -> None:
 
 
 def test_a_process_that_has_ended_is_not_alive_nor_one_that_has_its_pid() -> None:
-    _, own = reaper._stat(str(os.getpid())) or (0, (0, ""))
+    own = process_at(os.getpid())
+    assert own is not None
     assert own[0] == os.getpid()
     assert reaper._alive({own}) == {own}
     assert reaper._alive({(own[0], str(int(own[1]) - 1))}) == set()
     with subprocess.Popen([sys.executable, "-S", "-c", "pass"]) as child:
-        assert within(60, lambda: reaper._stat(str(child.pid)) is None)  # not waited for: a zombie
-    assert reaper._stat(str(child.pid)) is None
+        until(lambda: process_at(child.pid) is None)  # not waited for: a zombie
+    assert process_at(child.pid) is None
 
 
 HOLDER = """
@@ -230,4 +213,4 @@ def test_a_killed_process_loses_its_semaphore_and_a_living_one_keeps_it(started:
         assert [path.exists() for path in paths] == [False, True]
         assert living.poll() is None  # a reaper that is dismissed kills nothing
         living.terminate()
-    assert within(10, lambda: not paths[1].exists())  # its own tracker's work
+    until(lambda: not paths[1].exists(), 10)  # its own tracker's work

@@ -116,7 +116,7 @@ def test_pass_at_k_of_more_than_the_group_takes_the_whole_group():
     """Nothing then tells the responses apart; the threshold says what succeeds."""
     rewards = torch.tensor([[1.0, 0.0]])
     assert group_advantages(rewards, "pass_at_k", k=4).tolist() == [[0.0, 0.0]]
-    rewards = torch.tensor([[3.0, 1.0, 0.0]])
+    rewards = torch.tensor([[3.0, 2.0, 0.0]])
     high = group_advantages(rewards, "pass_at_k", k=1, threshold=2.0)
     torch.testing.assert_close(high, group_advantages((rewards > 2).float(), std="population"))
 
@@ -210,6 +210,7 @@ def test_overlong_penalties_by_hand():
     lengths = torch.tensor([0, 1, 8])
     assert overlong_penalties(lengths, 8, buffer_tokens=8, penalty=1.0).tolist() == [0.0, -0.125, -1.0]
     assert overlong_penalties(lengths, 4, buffer_tokens=0, penalty=1.0).tolist() == [0.0, 0.0, 0.0]
+    assert not overlong_penalties(lengths, 4, buffer_tokens=4, penalty=0.0).any()
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,11 @@ import zlib
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grpo_ray.transfer import delta
 from grpo_ray.transfer.delta import apply, encode, fingerprint
-
-
-def words(*values: int) -> np.ndarray:
-    return np.array(values, np.uint16).view(np.uint8)
 
 
 def zeros(num_words: int) -> np.ndarray:
@@ -60,13 +55,6 @@ def test_dense_changes_are_a_bit_per_word() -> None:
     assert np.array_equal(restored(old, payload), new)
 
 
-def test_unchanged_weights_are_a_header_alone() -> None:
-    payload = encode(zeros(1000), zeros(1000))
-    assert payload is not None
-    assert payload.tolist() == [0] * 12
-    assert np.array_equal(restored(zeros(1000), payload), zeros(1000))
-
-
 def test_no_weights_at_all() -> None:
     assert encode(zeros(0), zeros(0)) is None  # nothing is shorter than nothing
 
@@ -86,15 +74,6 @@ def test_differences_wrap_around() -> None:
     assert payload[:12].view(np.uint32).tolist() == [2, 2, 0]
     assert payload[12:].tolist() == [0, 62, 1 | 2 << 4]
     assert np.array_equal(restored(old, payload), new)
-
-
-def test_neighbours_in_bfloat16_take_a_byte_and_a_half_each() -> None:
-    old = torch.linspace(0.5, 0.9, 64 * 16).to(torch.bfloat16)
-    new = old.clone()
-    new[::16] = (new[::16].view(torch.int16) + 1).view(torch.bfloat16)
-    payload = encode(old.view(torch.uint8).numpy(), new.view(torch.uint8).numpy())
-    assert payload is not None
-    assert payload.nbytes == 12 + 64 + 32
 
 
 # ---- any bytes ----
@@ -129,16 +108,6 @@ def test_applied_delta_is_exact(block: int, versions: tuple[np.ndarray, np.ndarr
     assert np.array_equal(restored(old, payload), new)
 
 
-def test_large_buffers_on_several_threads() -> None:
-    random = np.random.default_rng(0)
-    old = random.integers(0, 2**16, 3 * delta.BLOCK + 11).astype(np.uint16)
-    new = old + (random.random(len(old)) < 0.05)
-    payload = encode(old.view(np.uint8), new.view(np.uint8))
-    assert payload is not None
-    assert payload.nbytes < 0.05 * old.nbytes
-    assert np.array_equal(restored(old.view(np.uint8), payload), new.view(np.uint8))
-
-
 # ---- refusals ----
 
 
@@ -160,11 +129,12 @@ def test_payload_for_another_size_is_refused(num_words: int) -> None:
 
 
 def test_payload_that_is_cut_off_is_refused() -> None:
-    payload = encode(words(*range(99)), words(*range(1, 100)))
+    old = np.arange(99, dtype=np.uint16)
+    payload = encode(old.view(np.uint8), (old + np.uint16(1)).view(np.uint8))
     assert payload is not None
     for num_bytes in range(payload.nbytes):
         with pytest.raises(ValueError, match=r"is cut off|does not fit"):
-            apply(payload[:num_bytes], words(*range(99)))
+            apply(payload[:num_bytes], old.view(np.uint8))
 
 
 @pytest.mark.slow
@@ -192,26 +162,18 @@ def test_flipped_bit_writes_nothing_outside_and_is_refused_or_seen(place: int, b
 # ---- fingerprints ----
 
 
-@pytest.mark.parametrize("num_bytes", [0, 2, 64, 4096, 4096 * 3, 4096 * 3 + 66])
-def test_any_changed_word_changes_the_fingerprint(num_bytes: int) -> None:
+WHOLE_BLOCKS = 2 * 8 * delta.ROWS * delta.COLUMNS
+
+
+@pytest.mark.parametrize("num_bytes", [0, 2, 4096, WHOLE_BLOCKS, WHOLE_BLOCKS + 66])
+def test_any_changed_byte_changes_the_fingerprint(num_bytes: int) -> None:
     data = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
     assert fingerprint(data) == fingerprint(data.copy())
     assert 0 <= fingerprint(data) < 2**64
-    for place in range(0, num_bytes, 61):
+    for place in np.linspace(0, num_bytes - 1, min(num_bytes, 40), dtype=int):
         changed = data.copy()
         changed[place] ^= 128
         assert fingerprint(changed) != fingerprint(data)
-
-
-def test_fingerprint_tells_sizes_and_orders_apart() -> None:
-    first, second = np.random.default_rng(0).integers(0, 256, (2, 4096), np.uint8)
-    found = {
-        fingerprint(np.concatenate(parts))
-        for parts in ([first, second], [first], [second, second], [first] * 3)
-    }
-    assert len(found) == 4
-    half = np.concatenate([first[2048:], first[:2048]])
-    assert fingerprint(half) != fingerprint(first)
 
 
 def test_blocks_in_another_order_have_another_fingerprint() -> None:

@@ -14,7 +14,6 @@ from torch.multiprocessing import reductions
 
 from grpo_ray.transfer import device_buffer
 from grpo_ray.transfer import snapshot as snapshot_module
-from grpo_ray.transfer.chunks import chunks
 from grpo_ray.transfer.messages import DeviceHandle, TensorSpec, WeightSnapshot
 from grpo_ray.transfer.snapshot import (
     ReusedMemory,
@@ -134,19 +133,6 @@ def test_snapshot_on_a_device_is_checked_by_its_own_size() -> None:
         check_snapshot(
             WeightSnapshot(3, (spec,), np.empty(0, np.uint8), on_device=(replace(handle, num_bytes=79),))
         )
-
-
-def test_chunks_on_a_device_hold_what_the_host_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot_module, "CHUNK_BYTES", 100)
-    monkeypatch.setattr(snapshot_module, "share", lambda buffer: buffer)
-    _, buffers = pack_on_device(TENSORS, 3, torch.float32, torch.device("cpu"))
-    whole = packed()
-    parts = list(zip(chunks(whole.specs, whole.num_bytes, 100), buffers, strict=True))
-    assert len(parts) > 2
-    loaded = {name: tensor for chunk, part in parts for name, tensor in unpack_weights(chunk.rebased(), part)}
-    assert loaded.keys() == {name for name, _ in TENSORS}
-    for name, tensor in TENSORS:
-        assert torch.equal(loaded[name], tensor), name
 
 
 @pytest.mark.slow

@@ -185,13 +185,6 @@ def test_a_version_that_waits_to_be_published_is_not_overwritten(threads: Thread
         sender.send("a", 1)
 
 
-def test_the_same_version_again_replaces_it() -> None:
-    sender = make_sender()
-    for _ in range(3):
-        pack(sender, 4)
-    assert list(sender._kept) == [4]
-
-
 # ---- ends that fail ----
 
 
