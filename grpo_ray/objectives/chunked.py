@@ -110,7 +110,7 @@ class _OutputLayer:
         """Return the gradient of a chunk's products, `[rows, vocab]`."""
         grad = all_log_probs.exp().mul_(-log_probs_grad[:, None])
         if entropy_grad is not None:
-            grad -= _entropy_part(all_log_probs, entropy, entropy_grad)
+            grad -= all_log_probs.exp().mul_(entropy_grad[:, None]).mul_(all_log_probs + entropy[:, None])
         at_labels = grad.gather(-1, labels[:, None]) + log_probs_grad[:, None]
         if self.temperature != 1.0:
             grad, at_labels = grad.div_(self.temperature), at_labels / self.temperature
@@ -190,8 +190,3 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
 
 _apply: Callable[..., tuple[Tensor, Tensor]] = _ChunkedLogProbs.apply
-
-
-def _entropy_part(all_log_probs: Tensor, entropy: Tensor, entropy_grad: Tensor) -> Tensor:
-    """Return the negative gradient of a chunk's logits through the entropies, `[rows, vocab]`."""
-    return all_log_probs.exp().mul_(entropy_grad[:, None]).mul_(all_log_probs + entropy[:, None])

@@ -12,7 +12,6 @@ from grpo_ray.learning.hub_format import in_hub_format
 from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.learning.ranks import Ranks
 from grpo_ray.learning.sharded import gathered
-from grpo_ray.transfer.channels import join
 from grpo_ray.transfer.kept_weights import KeptWeights
 from grpo_ray.transfer.messages import DeviceHandle, WeightSnapshot
 from grpo_ray.transfer.sender import make_sender
@@ -34,7 +33,7 @@ class Publisher:
         self._shared: list[torch.Tensor] = []  # the bytes of the last snapshot, on the device
         self._kept = KeptWeights()  # with weight_sync.delta, those that Generators have
         self._whole: WeightSnapshot | None = None  # the last snapshot, until `delta`
-        self.sender = make_sender(config, host, device, join)
+        self.sender = make_sender(config, host, device)
 
     def snapshot(self, model: PolicyModel, version: int) -> WeightSnapshot:
         """Return a copy of the weights in the served dtype, unaffected by later steps."""

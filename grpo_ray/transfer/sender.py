@@ -12,6 +12,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from grpo_ray.config import Config
 from grpo_ray.learning.rendezvous import NUM_BYTES, open_store
+from grpo_ray.transfer.channels import join
 from grpo_ray.transfer.chunks import CHUNK_BYTES
 from grpo_ray.transfer.meeting import Backend, Meeting, WireError
 from grpo_ray.transfer.messages import WeightSnapshot
@@ -149,9 +150,7 @@ class Sender:
             wire[1].close()
 
 
-def make_sender(
-    config: Config, host: str, device: torch.device, join: Callable[[Meeting, int, torch.device], Channel]
-) -> Sender:
+def make_sender(config: Config, host: str, device: torch.device) -> Sender:
     """Return the Learner's end of all wires.
 
     Args:

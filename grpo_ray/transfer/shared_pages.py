@@ -4,6 +4,7 @@ A snapshot that Ray brought to a node lies once in its object store, whatever th
 it. vLLM's workers are no workers of Ray's; they open the store's memory through a process that has it open.
 """
 
+import contextlib
 import mmap
 import os
 from collections.abc import Iterator
@@ -77,22 +78,13 @@ def _path_of(device: int, inode: int) -> str | None:
     The parent of a worker of Ray's is the raylet, which made the store's memory; its file has no name any more.
     """
     for process in (os.getpid(), os.getppid()):
-        folder = Path(f"/proc/{process}/fd")
-        try:
-            for path in folder.iterdir():
-                found = _status(path)
-                if found is not None and (found.st_dev, found.st_ino) == (device, inode):
-                    return str(path)
-        except OSError:  # of another user
-            continue
+        with contextlib.suppress(OSError):  # of another user
+            for path in Path(f"/proc/{process}/fd").iterdir():
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    found = path.stat()
+                    if (found.st_dev, found.st_ino) == (device, inode):
+                        return str(path)
     return None
-
-
-def _status(path: Path) -> os.stat_result | None:
-    try:
-        return path.stat()
-    except OSError:  # closed meanwhile
-        return None
 
 
 def shared_memory(fd: int, num_bytes: int) -> np.ndarray:

@@ -77,7 +77,7 @@ async def both(received: Awaitable[T], sent: Awaitable[Any]) -> T:
 
     The sender also fails when its receiver does, and often first, but the receiver's error has the cause.
     """
-    receiving, sending = asyncio.ensure_future(_awaited(received)), asyncio.ensure_future(_awaited(sent))
+    receiving, sending = asyncio.ensure_future(received), asyncio.ensure_future(sent)
     sending.add_done_callback(lambda end: end.cancelled() or end.exception())  # not always asked for
     try:
         await asyncio.wait({receiving, sending}, return_when=asyncio.FIRST_EXCEPTION)
@@ -89,7 +89,3 @@ async def both(received: Awaitable[T], sent: Awaitable[Any]) -> T:
         return receiving.result()
     finally:
         receiving.cancel()  # the Learner's call ends by its own time limit
-
-
-async def _awaited(answer: Awaitable[T]) -> T:
-    return await answer
