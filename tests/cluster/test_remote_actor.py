@@ -24,10 +24,15 @@ from grpo_ray.errors import ActorDied, DataLost
 
 
 class Reference:
-    """A reference as Ray's: it may be awaited or not."""
+    """A reference as Ray's, to 7 or to an error: it may be awaited or not."""
+
+    def __init__(self, error: RayError | None = None) -> None:
+        self._error = error
 
     def __await__(self) -> Any:
         yield from asyncio.sleep(0).__await__()
+        if self._error is not None:
+            raise self._error
         return 7
 
 
@@ -58,17 +63,6 @@ async def test_an_answer_can_be_awaited_gathered_and_given_a_time_limit() -> Non
     assert await asyncio.wait_for(actor.ready(), 120) == 7
 
 
-class Failing:
-    """A reference to an error of Ray's."""
-
-    def __init__(self, error: RayError) -> None:
-        self._error = error
-
-    def __await__(self) -> Any:
-        yield from asyncio.sleep(0).__await__()
-        raise self._error
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -84,7 +78,7 @@ class Failing:
 async def test_every_end_of_an_actor_is_its_death(error: RayError) -> None:
     """Only some of Ray's errors for it are a RayActorError; a kill for memory is none."""
     with pytest.raises(ActorDied, match="scorer died: ") as caught:
-        await result_of("scorer", Failing(error))
+        await result_of("scorer", Reference(error))
     assert caught.value.name == "scorer"
 
 
@@ -93,7 +87,7 @@ async def test_every_end_of_an_actor_is_its_death(error: RayError) -> None:
 )
 async def test_an_argument_that_died_with_its_owner_is_no_death_of_the_actor(error: RayError) -> None:
     with pytest.raises(DataLost, match="scorer: "):
-        await result_of("scorer", Failing(RayTaskError("score", "traceback", error)))
+        await result_of("scorer", Reference(RayTaskError("score", "traceback", error)))
 
 
 @pytest.mark.slow

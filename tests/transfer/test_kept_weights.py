@@ -193,10 +193,9 @@ def tokens(run: RunDirectory) -> list[tuple[Any, ...]]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("model_cache", "any_reward")
 def test_runs_with_deltas_sample_the_same_tokens_and_replaced_generators_get_the_whole(tmp_path: Path) -> None:
-    without, undisturbed, run = (RunDirectory(tmp_path / name) for name in ("without", "undisturbed", "run"))
+    without, run = (RunDirectory(tmp_path / name) for name in ("without", "run"))
     config = make_config(*SMALL_UPDATES, "weight_sync.delta=true")
     train(make_config(*SMALL_UPDATES, "weight_sync.delta=false"), without.path)
-    train(config, undisturbed.path)
 
     async def kill_a_generator_then_the_driver(actors: Any, controller: Any) -> None:
         await until(lambda: controller._version >= 3)
@@ -207,15 +206,14 @@ def test_runs_with_deltas_sample_the_same_tokens_and_replaced_generators_get_the
     with pytest.raises(Killed):
         train(config, run.path, kill_a_generator_then_the_driver)
     train(config, run.path)
-    for each in (without, undisturbed, run):
+    for each in (without, run):
         assert audit(each).problems == []
-        assert tokens(each) == tokens(without)
+    assert tokens(run) == tokens(without)
     assert all(SENT not in row for row in read_metrics(without.metrics_path))
-    shares = [row[SENT] for row in read_metrics(undisturbed.metrics_path)]
-    assert shares[0] == 1
-    assert all(0 < share < 0.5 for share in shares[1:])
-    assert max(shares[1:]) > 0.01
     # A step that ended in its checkpoint has no metrics of its sync.
     shares = [row[SENT] for row in read_metrics(run.metrics_path) if SENT in row]
     assert shares[0] == 1
-    assert sum(share == 1 for share in shares) == 2  # the first version of each process
+    parts = [share for share in shares if share != 1]
+    assert len(shares) - len(parts) == 2  # the first version of each process
+    assert 0.01 < max(parts) < 0.5
+    assert min(parts) > 0
