@@ -35,8 +35,7 @@ COMPILED = pytest.param(12, True, marks=pytest.mark.campaign)
 
 
 @pytest.mark.parametrize(("rows_per_chunk", "is_compiled"), [(1, 0), (5, 0), (37, 0), (1000, 0), COMPILED])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("rules_out", [False, True])
+@pytest.mark.parametrize(("temperature", "rules_out"), [(1.0, False), (0.6, True)])
 @pytest.mark.parametrize("uses", [(1.0, 0.0), (0.0, 1.0), (1.0, 0.3)])
 def test_values_and_gradients_are_those_of_log_softmax(
     rows_per_chunk: int, is_compiled: bool, temperature: float, rules_out: bool, uses: tuple[float, float]
