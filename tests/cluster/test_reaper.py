@@ -161,16 +161,6 @@ def test_processes_have_time_to_end_by_themselves() -> None:
     assert done.stdout.split() == ["None", "None", str(-signal.SIGTERM), "0"], done.stderr
 
 
-def test_descendants_are_those_at_any_depth(started: list[int]) -> None:
-    with subprocess.Popen([sys.executable, "-S", "-c", MIDDLE, *SLEEP], stdout=subprocess.PIPE) as middle:
-        assert middle.stdout is not None
-        below = int(middle.stdout.readline())
-        started += [middle.pid, below]
-        assert {middle.pid, below} <= {pid for pid, _ in reaper._descendants([os.getpid()])}
-        assert {pid for pid, _ in reaper._descendants([middle.pid])} == {below}
-        middle.kill()
-
-
 def test_a_process_that_has_ended_is_not_alive_nor_one_that_has_its_pid() -> None:
     own = process_at(os.getpid())
     assert own is not None
