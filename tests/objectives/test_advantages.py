@@ -1,4 +1,4 @@
-"""Advantages against plain loops over any rewards, and overlong penalties by hand."""
+"""Advantages by hand and against plain loops over any rewards, and overlong penalties by hand."""
 
 from itertools import combinations
 from statistics import fmean, pstdev, stdev
@@ -27,6 +27,25 @@ def last_char_reward(response: str, ground_truth: str) -> dict[str, float]:
     """Reward a last character that is the right digit; any digit has the right format."""
     answer = float(response[-1] == ground_truth)
     return {"reward": answer, "format_reward": float(response[-1].isdigit()), "answer_reward": answer}
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("mean_std", [0.7303, 0.7303, -1.0954, 0.7303, -1.0954]),
+        ("mean", [0.4, 0.4, -0.6, 0.4, -0.6]),
+        ("leave_one_out", [0.5, 0.5, -0.75, 0.5, -0.75]),  # 1 - 2/4 and 0 - 3/4
+        ("max_only", [1.0, 1.0, 0.0, 1.0, 0.0]),
+        ("raw", [1.0, 1.0, 0.0, 1.0, 0.0]),
+        ("max_rl", [0.6667, 0.6667, -1.0, 0.6667, -1.0]),  # 0.4 / 0.6, -0.6 / 0.6
+        # Of 10 pairs one fails, so std is 0.3; of the 4 pairs with a wrong response one: (0.1 - 0.25) / 0.3.
+        ("pass_at_k", [0.3333, 0.3333, -0.5, 0.3333, -0.5]),
+        ("gdpo", [0.7303, 0.7303, -1.0954, 0.7303, -1.0954]),  # without parts as `mean_std`
+    ],
+)
+def test_advantages_by_hand(kind, expected):
+    advantages = group_advantages(REWARDS, kind, advantage_eps=0.0, **OPTIONS.get(kind, {}))
+    torch.testing.assert_close(advantages, torch.tensor([expected]), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,4 @@
-"""Masked reductions by hand, and the gradient that a loss has per token.
-
-Aggregations of a batch are compared with slow loops in test_algorithm_combinations.py.
-"""
+"""Masked reductions and aggregations by hand, and the gradient that a loss has per token."""
 
 import math
 from typing import get_args
@@ -54,6 +51,22 @@ def test_masked_out_poison_does_not_leak(poison):
     torch.stack(results).sum().backward()
     # 1/3 + 1 + (1 or 1/2) + 1 + 1 + 1 at the live tokens, exactly 0 at the poisoned one
     torch.testing.assert_close(tensor.grad, torch.tensor([[16 / 3, 0.0], [29 / 6, 29 / 6]]))
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("sequence_mean", (1.5 + 6.0) / 2),
+        ("token_mean", (1.0 + 2.0 + 6.0) / 3),
+        ("constant", (1.0 + 2.0 + 6.0) / (2 * 4)),
+        ("sequence_sum", (1.0 + 2.0 + 6.0) / 2),
+    ],
+)
+def test_aggregation_by_hand(aggregation, expected):
+    per_token_loss = torch.tensor([[1.0, 2.0, 9.0], [6.0, 9.0, 9.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    denominator = loss_denominator(aggregation, num_sequences=2, num_tokens=3, max_tokens=4)
+    assert aggregate_loss(per_token_loss, mask, aggregation, denominator).item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("denominator", [0.0, -1.0, float("nan")])

@@ -1,0 +1,137 @@
+"""DPPO, IPO, SAPO, GMPO, LUSPO and VESPO by hand."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_ray.config.algorithm import AlgorithmConfig
+from grpo_ray.objectives import LOSSES, RatioInputs
+
+
+def inputs_of(new: list[list[float]], old: list[list[float]], advantages: list[list[float]]) -> RatioInputs:
+    """Make inputs of probabilities; a probability of 0 stands for a token outside the mask."""
+    policy, before = torch.tensor(new, dtype=torch.float64), torch.tensor(old, dtype=torch.float64)
+    mask = before > 0
+    log_probs = policy.log().masked_fill(~mask, 0.0).requires_grad_()
+    advantage = torch.tensor(advantages, dtype=torch.float64)
+    return RatioInputs(log_probs, advantage, mask, before.log().masked_fill(~mask, 0.0))
+
+
+def loss_and_gradient(
+    name: str, inputs: RatioInputs, **options: Any
+) -> tuple[list[float], list[float], list[bool]]:
+    """Return the loss, its gradient and the clipped tokens, flattened, of the tokens in the mask."""
+    loss, details = LOSSES[name](inputs, **options)  # type: ignore[index]
+    (gradient,) = torch.autograd.grad(loss[inputs.mask].sum(), inputs.policy_log_probs)
+    clipped = details["clipped"].expand_as(inputs.mask)[inputs.mask]
+    return loss[inputs.mask].tolist(), gradient[inputs.mask].tolist(), clipped.tolist()
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+@pytest.mark.parametrize(
+    ("old", "new", "advantage", "is_clipped"),
+    [
+        (0.5, 0.69, 1.0, False),  # kl 0.078
+        (0.5, 0.71, 1.0, True),  # kl 0.097
+        (0.5, 0.71, -1.0, False),  # on its way back
+        (0.5, 0.29, -1.0, True),
+        (0.5, 0.29, 1.0, False),
+        (0.5, 0.31, -1.0, False),
+    ],
+)
+def test_dppo_stops_at_a_change_of_probability(
+    name: str, old: float, new: float, advantage: float, is_clipped: bool
+) -> None:
+    inputs = inputs_of([[new]], [[old]], [[advantage]])
+    delta = {"dppo_tv": 0.2, "dppo_kl": 0.085}[name]
+    (loss,), (gradient,), (clipped,) = loss_and_gradient(name, inputs, delta=delta)
+    ratio = 0.0 if is_clipped else new / old
+    assert loss == pytest.approx(-ratio * advantage * math.log(new))
+    assert gradient == pytest.approx(-ratio * advantage)
+    assert clipped is is_clipped
+
+
+def test_dppo_lets_rare_tokens_rise_and_holds_frequent_ones() -> None:
+    """A ratio of 3 of a rare token is a small change; a ratio of 1.4 of a frequent one is large."""
+    inputs = inputs_of([[0.003, 0.7]], [[0.001, 0.5]], [[1.0]])
+    for name in ("dppo_tv", "dppo_kl"):
+        _, gradient, clipped = loss_and_gradient(name, inputs)
+        assert gradient == pytest.approx([-3.0, 0.0])
+        assert clipped == [False, True]
+
+
+def test_dppo_has_two_bounds_and_a_cap() -> None:
+    inputs = inputs_of([[0.3, 0.0004]], [[0.2, 0.00001]], [[1.0]])
+    assert loss_and_gradient("dppo_tv", inputs, delta=0.05, delta_high=0.2)[1] == pytest.approx([-1.5, -20.0])
+    assert loss_and_gradient("dppo_tv", inputs, delta=0.2, delta_high=0.05, cap=7.0)[1] == [0.0, -7.0]
+
+
+def test_ipo_leaves_out_both_directions_whatever_the_advantage() -> None:
+    """Changes of 0.25, -0.35 and 0.35: those beyond 0.3 have no gradient, up or down."""
+    for advantage in (1.0, -1.0):
+        inputs = inputs_of([[0.5, 0.2, 0.9]], [[0.25, 0.55, 0.55]], [[advantage]])
+        loss, gradient, clipped = loss_and_gradient("ipo", inputs)
+        assert gradient == pytest.approx([-2 * advantage, 0.0, 0.0])
+        assert loss == pytest.approx([-2 * advantage * math.log(0.5), 0.0, 0.0])
+        assert clipped == [False, True, True]
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl", "ipo"])
+def test_the_squared_log_ratio_by_hand(name: str) -> None:
+    """0.1 -> 0.2 and 0.2 -> 0.9, which is outside: ln(2)^2 and ln(4.5)^2, with gradients of twice the logs."""
+    inputs = inputs_of([[0.2, 0.9]], [[0.1, 0.2]], [[1.0]])
+    plain, without, _ = loss_and_gradient(name, inputs, delta=0.15)
+    loss, gradient, clipped = loss_and_gradient(name, inputs, delta=0.15, kl_tau=0.3)
+    logs = [math.log(2), math.log(4.5)]
+    assert clipped == [False, True]
+    assert loss == pytest.approx([a + 0.3 * log**2 for a, log in zip(plain, logs, strict=True)])
+    assert gradient == pytest.approx([a + 0.6 * log for a, log in zip(without, logs, strict=True)])
+    assert without == pytest.approx([-2.0, 0.0])
+
+
+def test_vespo_by_hand() -> None:
+    """Ratios 2 and 0.75, so W = 1.5: 1.5^2 e^(3 - 4.5) = 0.502043 up, 1.5^3 e^(2 - 3) = 1.241594 down."""
+    for advantage, weight in ((2.0, 0.5020429), (-2.0, 1.2415931)):
+        inputs = inputs_of([[0.4, 0.3, 0.0]], [[0.2, 0.4, 0.0]], [[advantage]])
+        loss, gradient, clipped = loss_and_gradient("vespo", inputs)
+        assert gradient == pytest.approx([-weight * advantage] * 2, rel=1e-6)
+        assert loss == pytest.approx([-weight * advantage * math.log(p) for p in (0.4, 0.3)], rel=1e-6)
+        assert not any(clipped)
+
+
+def test_sapo_by_hand() -> None:
+    """sigmoid(0) = 1/2 gives 4/t * 1/2 = 2/t; at ratio 2 and t = 1 the gate is 4 * 0.731059, its slope
+    0.786448."""
+    inputs = inputs_of([[0.2, 0.4], [0.2, 0.4]], [[0.2, 0.2], [0.2, 0.2]], [[1.0], [-1.0]])
+    loss, gradient, clipped = loss_and_gradient("sapo", inputs)
+    low = 4 / 1.05 / (1 + math.exp(-1.05))
+    slope = 4 * math.exp(-1.05) / (1 + math.exp(-1.05)) ** 2
+    assert loss == pytest.approx([-2.0, -4 * 0.7310585786, 2 / 1.05, low])
+    assert gradient == pytest.approx([-1.0, -2 * 0.7864477330, 1.0, 2 * slope])  # d ratio / d log pi = ratio
+    assert not any(clipped)
+    assert loss_and_gradient("sapo", inputs, tau=2.0)[0][0] == pytest.approx(-1.0)
+
+
+def test_gmpo_by_hand() -> None:
+    """Log ratios 0.6, 0.1 and -0.7: up, the first is held at 0.4; down, the last at -0.4."""
+    old = [[0.3, 0.3, 0.3, 0.0]]
+    new = [[0.3 * math.exp(log) for log in (0.6, 0.1, -0.7)] + [0.0]]
+    for advantage, logs, clipped in (
+        (2.0, (0.4, 0.1, -0.7), [True, False, False]),
+        (-2.0, (0.6, 0.1, -0.4), [False, False, True]),
+    ):
+        mean = math.exp(sum(logs) / 3)
+        loss, gradient, found = loss_and_gradient("gmpo", inputs_of(new, old, [[advantage]]), cliprange=0.4)
+        assert loss == pytest.approx([-advantage * mean] * 3)
+        # Each of the three equal losses has a third of the mean's derivative at a token that is not held.
+        assert gradient == pytest.approx([0.0 if is_held else -advantage * mean for is_held in clipped])
+        assert found == clipped
+
+
+def test_luspo_is_gspo_summed_over_each_response() -> None:
+    assert LOSSES["luspo"] is LOSSES["gspo"]
+    config = AlgorithmConfig(loss="luspo")
+    assert config.loss_aggregation == "sequence_sum"
+    assert config.clip_epsilons == (3e-4, 4e-4)
