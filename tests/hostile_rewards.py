@@ -170,7 +170,6 @@ TAKEN_OVER = {
     "forget": _forget,
     "real-time-signal": lambda: os.kill(os.getpid(), 35),
     "forge-right": lambda: _forge(SCORES % (b"1", b"1"))(),
-    "forge-surrogate": lambda: _forge(b'["error", "\\ud800 \\ud800"]')(),
     **{f"forge-{name}": _forge(line) for name, line in FORGERIES.items()},
 }
 ACTIONS: dict[str, Any] = {**UNGRADABLE, **DEADLY, **RAISING, **HARMLESS, **TAKEN_OVER}
