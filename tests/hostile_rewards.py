@@ -119,6 +119,7 @@ FORGERIES = {
     "digits": SCORES % (b"9" * 400, b"1"),
     "many-digits": SCORES % (b"9" * 5000, b"1"),
     "half": SCORES % (b"1", b"0.5"),
+    "unknown-score": SCORES % (b"1", b'1, "other": 1'),
     "null": b'["error", null]',
     "ready": b'["ready", 1]',
     "failed": b'["failed", "x"]',
