@@ -82,6 +82,14 @@ def test_the_bundled_templates_that_end_with_a_tag_are_known() -> None:
     assert {name for name, is_tagged in ends.items() if is_tagged} == set(TAGGED)
 
 
+def test_episodes_among_the_parts_of_a_task(tmp_path: Path) -> None:
+    games, sums = "{kind: episodes, episode: a:b, examples: c:d}", "{kind: arithmetic}"
+    mixed = f"{{kind: mixture, parts: {{one: {{task: {games}}}, two: {{task: {sums}}}}}}}"
+    for task, names, is_all in ((games, [""], True), (sums, [], False), (mixed, ["one"], False)):
+        config = load_config(write(tmp_path), [f"task={task}"])
+        assert ([*config.episode_tasks], config.has_only_episodes) == (names, is_all)
+
+
 def test_a_tiny_model_has_short_responses(tmp_path: Path) -> None:
     assert load_config(write(tmp_path)).sampling.max_tokens == 24
     sampling = load_config(write(tmp_path), ["sampling.min_tokens=30"]).sampling
