@@ -119,6 +119,7 @@ FORGERIES = {
     "digits": SCORES % (b"9" * 400, b"1"),
     "many-digits": SCORES % (b"9" * 5000, b"1"),
     "half": SCORES % (b"1", b"0.5"),
+    "unknown-score": SCORES % (b"1", b'1, "other": 1'),
     "null": b'["error", null]',
     "ready": b'["ready", 1]',
     "failed": b'["failed", "x"]',
@@ -170,7 +171,6 @@ TAKEN_OVER = {
     "forget": _forget,
     "real-time-signal": lambda: os.kill(os.getpid(), 35),
     "forge-right": lambda: _forge(SCORES % (b"1", b"1"))(),
-    "forge-surrogate": lambda: _forge(b'["error", "\\ud800 \\ud800"]')(),
     **{f"forge-{name}": _forge(line) for name, line in FORGERIES.items()},
 }
 ACTIONS: dict[str, Any] = {**UNGRADABLE, **DEADLY, **RAISING, **HARMLESS, **TAKEN_OVER}

@@ -6,12 +6,12 @@ The names that fields choose among stand here alone; `grpo_ray.objectives` imple
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, Tag, model_validator
 
 from grpo_ray.config.losses import Aggregation, LossType, clip_epsilons, loss_record, refuse_clip_range
 from grpo_ray.config.presets import PresetName, with_preset
 from grpo_ray.config.reward import Argument
-from grpo_ray.config.section import Decay, NonNegativeFloat, NonNegativeInt, Section
+from grpo_ray.config.section import NAME_OR_LIST, Decay, NonNegativeFloat, NonNegativeInt, Section
 from grpo_ray.config.user_code import is_function_name, one_of_or_own
 
 AdvantageKind = Literal["mean_std", "mean", "leave_one_out", "max_only", "raw", "max_rl", "pass_at_k", "gdpo"]
@@ -40,20 +40,12 @@ def _several(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _form(value: Any) -> str | None:
-    """Return the form that was meant, so that errors concern that form alone."""
-    if isinstance(value, str):
-        return "name"
-    return "names" if isinstance(value, list | tuple) else None
-
-
 AdvantageName = Annotated[str, one_of_or_own(get_args(AdvantageKind))]
 LossName = Annotated[str, one_of_or_own(get_args(LossType))]
 CorrectionName = Annotated[str, one_of_or_own(("none", *get_args(Correction)))]
 CorrectionNames = Annotated[tuple[CorrectionName, ...], AfterValidator(_several)]
 Corrections = Annotated[
-    Annotated[CorrectionName, Tag("name")] | Annotated[CorrectionNames, Tag("names")],
-    Discriminator(_form, custom_error_type="corrections", custom_error_message="neither a name nor a list"),
+    Annotated[CorrectionName, Tag("name")] | Annotated[CorrectionNames, Tag("list")], NAME_OR_LIST
 ]
 
 

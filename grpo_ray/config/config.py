@@ -25,7 +25,7 @@ from grpo_ray.config.run import (
 from grpo_ray.config.sampling import DistillationConfig, GeneratorConfig, SamplingConfig
 from grpo_ray.config.schedule import BufferConfig, WeightSyncConfig
 from grpo_ray.config.section import Section
-from grpo_ray.config.task import EpisodesTaskConfig, MixtureTaskConfig, PlainTask, Task, opens_tag
+from grpo_ray.config.task import EpisodesTaskConfig, Task, opens_tag, parts_of
 
 
 class Config(Section):
@@ -96,11 +96,8 @@ class Config(Section):
     @property
     def episode_tasks(self) -> dict[str, EpisodesTaskConfig]:
         """The parts of the task that are episodes, by `PromptItem.task`."""
-        task = self.task
-        if not isinstance(task, MixtureTaskConfig):
-            return {"": task} if isinstance(task, EpisodesTaskConfig) else {}
-        parts = {name: part.task for name, part in task.parts.items()}
-        return {name: part for name, part in parts.items() if isinstance(part, EpisodesTaskConfig)}
+        parts = parts_of(self.task).items()
+        return {name: part for name, part in parts if isinstance(part, EpisodesTaskConfig)}
 
     @property
     def secrets(self) -> list[str]:
@@ -111,8 +108,7 @@ class Config(Section):
     @property
     def has_only_episodes(self) -> bool:
         """True if no part of the task is single-turn."""
-        parts = len(self.task.parts) if isinstance(self.task, MixtureTaskConfig) else 1
-        return len(self.episode_tasks) == parts
+        return len(self.episode_tasks) == len(parts_of(self.task))
 
     @property
     def turn_silence_s(self) -> float:
@@ -141,7 +137,9 @@ class Config(Section):
         task, model = info.data.get("task"), info.data.get("model")
         if task is None or model is None:  # not valid themselves
             return sampling
-        opens = [opens_tag(getattr(each, "prompt", "")) for each in _parts(task)]  # an episode has no template
+        opens = [
+            opens_tag(getattr(each, "prompt", "")) for each in parts_of(task).values()
+        ]  # an episode has no template
         values: dict[str, Any] = {"stop": ("</answer>",)} if any(opens) else {}
         if all(opens):
             values["min_tokens"] = min(4, sampling.max_tokens)
@@ -375,7 +373,7 @@ class Config(Section):
                 "algorithm.dynamic_sampling_tries replaces groups without signal, but with "
                 "distillation.teacher every group has one; set it to 0"
             )
-        if any(each.curriculum is not None for each in _parts(self.task)):
+        if any(each.curriculum is not None for each in parts_of(self.task).values()):
             yield (
                 "task.curriculum skips prompts of groups without signal, but with distillation.teacher every "
                 "group has one; remove it"
@@ -391,10 +389,6 @@ class Config(Section):
                 "tokens, but vLLM's scores of given tokens do not; set it to 0, or distillation.engine to "
                 "`torch`"
             )
-
-
-def _parts(task: Task) -> list[PlainTask]:
-    return [part.task for part in task.parts.values()] if isinstance(task, MixtureTaskConfig) else [task]
 
 
 def _true_of(facts: Mapping[str, bool]) -> list[str]:

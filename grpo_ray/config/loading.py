@@ -16,7 +16,6 @@ from grpo_ray.config.other_names import other_name
 from grpo_ray.config.schema import (
     describe,
     either,
-    field_names,
     kind_of,
     nearest_keys,
     nearest_name,
@@ -133,7 +132,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     data = _parse_yaml(text)
     if not isinstance(data, dict):
         kind = "is empty" if data is None else f"holds a {type(data).__name__}"
-        raise ConfigError(f"the file {kind}; it must be a mapping of {', '.join(field_names(Config))}")
+        raise ConfigError(f"the file {kind}; it must be a mapping of {', '.join(Config.model_fields)}")
     task: Any = data.get("task")
     for field in ("train_path", "validation_path") if isinstance(task, dict) else ():
         there = Path(str(task.get(field)))
@@ -230,7 +229,7 @@ MANY_KEYS = 12  # too many to list in a message
 def _explain_unknown_key(location: Sequence[int | str]) -> str:
     path, _ = resolve([*location[:-1], str(location[-1])])
     _, section = resolve(location[:-1])
-    names = [name for candidate in sections_of(section) for name in field_names(candidate)]
+    names = [name for candidate in sections_of(section) for name in candidate.model_fields]
     if (other := other_name(str(location[-1]))) is not None:
         return f"{path}: unknown key; {other[1]}"
     hint = (

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    Discriminator,
     Field,
     FiniteFloat,
     NonNegativeInt,
@@ -20,7 +19,7 @@ from pydantic import (
 )
 
 from grpo_ray.config.secrets import SecretName
-from grpo_ray.config.section import HomePath, NonNegativeFloat, Section
+from grpo_ray.config.section import NAME_OR_LIST, HomePath, NonNegativeFloat, Section
 from grpo_ray.config.user_code import one_of_or_own
 
 REWARD_NAMES = (
@@ -99,17 +98,10 @@ def _some_terms(terms: tuple[RewardTerm, ...]) -> tuple[RewardTerm, ...]:
     return terms
 
 
-def _form(value: Any) -> str | None:
-    """Return the form that was meant, so that errors concern that form alone."""
-    if isinstance(value, str):
-        return "name"
-    return "terms" if isinstance(value, list | tuple) else None
-
-
 RewardTerms = Annotated[tuple[RewardTerm, ...], AfterValidator(_some_terms)]
 Reward = Annotated[
-    Annotated[RewardName, Tag("name")] | Annotated[RewardTerms, Tag("terms")],
-    Discriminator(_form, custom_error_type="reward_form", custom_error_message="neither a name nor a list"),
+    Annotated[RewardName, Tag("name")] | Annotated[RewardTerms, Tag("list")],
+    NAME_OR_LIST,
     BeforeValidator(lambda value: [value] if isinstance(value, Mapping) else value),  # a sum of one term
 ]
 

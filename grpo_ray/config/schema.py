@@ -28,10 +28,6 @@ TYPE_NAMES = {
 }
 
 
-def field_names(section: type[Section]) -> tuple[str, ...]:
-    return tuple(section.model_fields)
-
-
 def nearest_name(name: str, names: Sequence[str]) -> str | None:
     """Return the name in `names` that `name` probably misspells, if there is one."""
     matches = get_close_matches(name, names, n=1, cutoff=0.6)
@@ -102,7 +98,7 @@ def describe(annotation: Any) -> str:
     if (sections := sections_of(annotation)) and NoneType not in arguments:
         if len(sections) > 1:
             return f"a mapping of kind ({', '.join(map(kind_of, sections))}) and the fields of that kind"
-        return f"a mapping of {', '.join(field_names(sections[0]))}"
+        return f"a mapping of {', '.join(sections[0].model_fields)}"
     if origin is Annotated:
         bounds = _bounds(arguments[1:])
         return f"{describe(arguments[0])} {' and '.join(bounds)}" if bounds else describe(arguments[0])

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, model_validator
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
@@ -29,6 +29,18 @@ def _at_home(path: str) -> str:
         return str(Path(path).expanduser()) if path[:1] == "~" else path
     except RuntimeError:
         raise ValueError(f"there is no home folder of {Path(path).parts[0]!r}; write the path out") from None
+
+
+def _form(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "name"
+    return "list" if isinstance(value, list | tuple) else None
+
+
+NAME_OR_LIST = Discriminator(
+    _form, custom_error_type="name_or_list", custom_error_message="neither a name nor a list"
+)
+"""The form that was meant, by the tags `name` and `list`, so that errors concern that form alone."""
 
 
 HomePath = Annotated[str, AfterValidator(_at_home)]

@@ -299,3 +299,10 @@ class MixtureTaskConfig(Section):
 
 
 Task = PlainTask | MixtureTaskConfig
+
+
+def parts_of(task: Task) -> dict[str, PlainTask]:
+    """Return the task's parts by `Example.task`; only a mixture has other parts than itself, named ""."""
+    if isinstance(task, MixtureTaskConfig):
+        return {name: part.task for name, part in task.parts.items()}
+    return {"": task}

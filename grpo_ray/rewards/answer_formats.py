@@ -3,7 +3,7 @@ r"""Where a response gives its answer: in `<answer>` tags after a thought, or in
 from collections.abc import Mapping
 from typing import Literal
 
-from grpo_ray.config.reward import Reward
+from grpo_ray.config.reward import Reward, terms_of
 from grpo_ray.rewards.math.text import brace_pairs
 
 AnswerIn = Literal["tags", "boxed"]
@@ -23,16 +23,15 @@ IN_A_PLACE = ("exact_match", "graded", "question_only", "r1_zero", "sort_distanc
 
 def written(reward: Reward, answer: str) -> str:
     """Return a response with this answer as the reward's first term reads it; for own functions, the answer."""
-    first = reward if isinstance(reward, str) else reward[0].reward
+    first = terms_of(reward)[0].reward
     return ENDINGS[answer_place(reward)].format(answer=answer) if first in IN_A_PLACE else answer
 
 
 def answer_place(reward: Reward) -> AnswerIn:
     """Return where a reward, or any term of a sum, reads the answer; `tags` if none says otherwise."""
-    if isinstance(reward, str):
-        return "boxed" if reward == "question_only" else "tags"
     is_boxed = any(
-        term.reward == "question_only" or term.arguments.get("answer_in") == "boxed" for term in reward
+        term.reward == "question_only" or term.arguments.get("answer_in") == "boxed"
+        for term in terms_of(reward)
     )
     return "boxed" if is_boxed else "tags"
 

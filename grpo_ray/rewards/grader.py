@@ -31,19 +31,14 @@ class Grader:
         self._asks_about = {task for task, reward in rewards.items() if is_own(reward)}
         terms = {task: named_terms(reward) for task, reward in rewards.items() if needs_isolation(reward)}
         offline = {task: tuple(term for term in own if not term.network) for task, own in terms.items()}
-        limits = config.timeout_s, config.memory_gib, config.readable_paths
-        # One pool for all terms without the network, and one for each with it, as only that has its secrets.
         offline = {task: own for task, own in offline.items() if own}
-        shared = RewardPool(offline, config.num_workers, *limits) if offline else None
+        limits = config.num_workers, config.timeout_s, config.memory_gib, config.readable_paths
+        # One pool for all terms without the network, and one for each with it, as only that has its secrets.
+        shared = RewardPool(offline, *limits) if offline else None
         self._pools: dict[str, list[RewardPool]] = {}  # in the order of their first terms
         for task, own in terms.items():
-            pools: list[RewardPool] = []
-            for term in own:
-                if term.network:
-                    pools.append(RewardPool({task: (term,)}, config.num_workers, *limits, term))
-                elif shared is not None and shared not in pools:
-                    pools.append(shared)
-            self._pools[task] = pools
+            pools = [RewardPool({task: (term,)}, *limits, term) if term.network else shared for term in own]
+            self._pools[task] = list(dict.fromkeys(pool for pool in pools if pool is not None))
 
     def start(self) -> None:
         """Wait until answers can be graded.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from grpo_ray.rewards.answer_formats import read_answer
-from grpo_ray.rewards.base import Scores
+from grpo_ray.rewards.base import Scores, scores
 
 INTEGERS = re.compile(r"\[?\s*([+-]?\d{1,18}(?:\s*,\s*|\s+|\s*;\s*))*[+-]?\d{1,18}\s*\]?")
 INTEGER = re.compile(r"[+-]?\d+")
@@ -63,12 +63,8 @@ def _score(response: str, ground_truth: str, reward: Callable[[Sequence[int], Se
         raise ValueError(
             f"the ground truth {ground_truth!r} is not a list of integers, which the sorting rewards require"
         )
-    is_comparable = len(numbers) == len(wanted)
-    return {
-        "reward": reward(wanted, numbers) / reward(wanted, wanted) if is_comparable else 0.0,
-        "format_reward": float(answer is not None),
-        "answer_reward": float(numbers == wanted),
-    }
+    share = reward(wanted, numbers) / reward(wanted, wanted) if len(numbers) == len(wanted) else 0.0
+    return scores(share, has_format=answer is not None, is_right=numbers == wanted)
 
 
 def _numbers(text: str, are_digits: bool) -> list[int]:

@@ -8,7 +8,7 @@ from grpo_ray.config.reward import Reward, terms_of
 from grpo_ray.rewards.answer_formats import written
 from grpo_ray.rewards.base import Result, Scores, ScoringError, Ungradable
 from grpo_ray.rewards.grader import Grader
-from grpo_ray.types import PromptItem
+from grpo_ray.types import TERM, PromptItem
 
 LONGEST = 300  # characters shown of a prompt's beginning, and of its end
 NO_JUDGES = ("brevity", "format")  # of an answer
@@ -95,7 +95,7 @@ def _judged(field: str, reward: Reward, trial: Trial) -> Sequence[str]:
 
 def _shown(result: Scores | Exception) -> str:
     if isinstance(result, dict):
-        terms = {name: value for name, value in result.items() if name.startswith("reward/")}
-        own = ", ".join(f"{name.removeprefix('reward/')} {value:g}" for name, value in terms.items())
+        terms = [(name.removeprefix(TERM), value) for name, value in result.items() if name.startswith(TERM)]
+        own = ", ".join(f"{name} {value:g}" for name, value in terms)
         return f"{result['reward']:g}{f' ({own})' if own else ''}"
     return f"none ({str(result).splitlines()[0]})"

@@ -12,7 +12,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.algorithm import MAX_ROLLOUTS
 from grpo_ray.config.losses import RATIO_LOSSES
 from grpo_ray.config.reward import is_own, term_weights
-from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig, PlainTask
+from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig, PlainTask, parts_of
 from grpo_ray.config.user_code import import_function
 from grpo_ray.core.context import Prepared, PreparedServing
 from grpo_ray.engines.engine_args import check_engine_args
@@ -36,7 +36,7 @@ from grpo_ray.rewards.isolation.confinement import protection_here
 from grpo_ray.rewards.trial import try_rewards
 from grpo_ray.rewards.user_function import own_functions
 from grpo_ray.run.supervised import check_sft
-from grpo_ray.tasks import join_parts, load_examples, make_order, parts_of
+from grpo_ray.tasks import join_parts, load_examples, make_order
 from grpo_ray.tasks.examples import Example, ExampleSets
 from grpo_ray.tasks.kinds import check_warmup
 from grpo_ray.tasks.prompt_lengths import Lengths, check_cut, count_tokens, cut_notices, skip_long

@@ -13,19 +13,12 @@ The functions below are the entry: the examples of a configured task, and their 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from grpo_ray.config.task import MixtureTaskConfig, PlainTask, Task
+from grpo_ray.config.task import MixtureTaskConfig, PlainTask, Task, parts_of
 from grpo_ray.tasks.curriculum import CurriculumOrder
 from grpo_ray.tasks.dataset import keep_validation_out
 from grpo_ray.tasks.examples import Example, ExampleSets
 from grpo_ray.tasks.kinds import KINDS
 from grpo_ray.tasks.prompt_order import EpochOrder, MixtureOrder
-
-
-def parts_of(task: Task) -> dict[str, PlainTask]:
-    """Return the task's parts by `Example.task`; only a mixture has other parts than itself, named ""."""
-    if isinstance(task, MixtureTaskConfig):
-        return {name: part.task for name, part in task.parts.items()}
-    return {"": task}
 
 
 def load_examples(task: Task, seed: int) -> ExampleSets:

@@ -309,18 +309,18 @@ def test_a_call_that_hangs_keeps_its_thread_from_no_other() -> None:
 
 @pytest.mark.slow
 def test_a_judge_that_refuses_or_hangs_is_an_error_with_its_reason(url: str) -> None:
-    keyless = own("judge", network=True, secrets=("FORMS_URL",), retries=0)
-    hanging = own("sleeper", network=True, timeout_s=0.2, retries=1)
-    offline = own("judge", secrets=SECRETS)
-    for term, reason in (
-        (keyless, "HTTPError: HTTP Error 401"),
-        (hanging, "TimeoutError: longer than 0.2 s (timeout_s of its term)"),
-        (offline, "URLError: <urlopen error [Errno 1] Operation not permitted>"),
+    keyless = (own("judge", network=True, secrets=("FORMS_URL",), retries=0),)
+    hanging = (own("sleeper", network=True, timeout_s=0.2, retries=1),)
+    offline = (own("judge", secrets=SECRETS),)
+    grader = Grader({"keyless": keyless, "hanging": hanging, "offline": offline}, ScorerConfig(num_workers=1))
+    for task, reason in (
+        ("keyless", "HTTPError: HTTP Error 401"),
+        ("hanging", "TimeoutError: longer than 0.2 s (timeout_s of its term)"),
+        ("offline", "URLError: <urlopen error [Errno 1] Operation not permitted>"),
     ):
-        grader = Grader({"": (term,)}, ScorerConfig(num_workers=1))
-        results = grader.grade("", [("a", ""), ("b", "")])
-        grader.close()
+        results = grader.grade(task, [("a", ""), ("b", "")])
         assert all(isinstance(each, ScoringError) and reason in str(each) for each in results), results
+    grader.close()
 
 
 @pytest.mark.parametrize(

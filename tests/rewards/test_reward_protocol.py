@@ -49,22 +49,12 @@ def are_right(results: list[Result]) -> bool:
 
 
 @slow
-@pytest.mark.parametrize(
-    "word", ["flood", "fill", "forge-no-json", "forge-ended-short", "forge-ready", "forge-failed"]
-)
+@pytest.mark.parametrize("word", ["flood", "fill", "forge-no-json", "forge-ready"])
 def test_garbage_is_an_error_of_its_answer_alone(pool: RewardPool, word: str) -> None:
     garbage, *others = grade(pool, f"{word} 72", *RIGHT)
     assert isinstance(garbage, ScoringError)
     assert "its worker sent " in str(garbage)
     assert len(str(garbage)) < 700
-    assert are_right(others)
-
-
-@slow
-def test_text_that_no_file_can_hold_is_replaced(pool: RewardPool) -> None:
-    error, *others = grade(pool, "forge-surrogate 72", *RIGHT)
-    assert str(error) == "? ?"
-    str(error).encode()
     assert are_right(others)
 
 
@@ -131,6 +121,7 @@ def test_a_message_is_read_as_sent() -> None:
     scores = {"reward": -2, "format_reward": 1, "answer_reward": 0}
     assert read_message(json.dumps(["scores", scores]).encode()) == ["scores", scores]
     assert read_message(b'["ended", "SIGKILL", false, 3]') == ["ended", "SIGKILL", False, 3]
+    assert read_message(b'["error", "\\ud800 \\ud800"]') == ["error", "? ?"]  # no file can hold these
 
 
 @slow

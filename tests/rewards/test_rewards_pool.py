@@ -23,7 +23,7 @@ from grpo_ray.rewards.base import Overrun, Result, ScoringError, Ungradable, ver
 from grpo_ray.rewards.builtin import r1_zero_reward_fn
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.isolation import processes
-from grpo_ray.rewards.isolation.confinement import protection_here
+from grpo_ray.rewards.isolation.confinement import die_with_parent, protection_here
 from grpo_ray.rewards.isolation.pool import RewardPool
 from grpo_ray.rewards.isolation.worker import try_to_grade
 
@@ -127,12 +127,21 @@ def test_an_answer_without_a_grade_has_its_reason_and_costs_no_other(pool: Rewar
     assert str(bad).startswith(REASONS[word][1])
 
 
-def test_a_reward_that_raises_keeps_its_worker(pool: RewardPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "grpo_ray.rewards.isolation.pool.PATIENCE_S", 60.0
-    )  # so that a busy machine alone ends no worker
+def test_errors_ungradable_answers_and_unreadable_truths_cost_no_worker(
+    pool: RewardPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A busy machine alone ends no worker: the patience is at most half of the limit.
+    monkeypatch.setattr("grpo_ray.rewards.isolation.pool.PATIENCE_S", 60.0)
+    monkeypatch.setattr(pool, "_timeout_s", 120.0)
     before = {worker.pid for worker in workers_of(pool)}
     obeyed(pool, *(f"{word} 72" for word in RAISING for _ in range(10)))
+    answers = ["72", "(" * 200 + "72" + ")" * 200, "71"]
+    right, ungradable, wrong = pool.grade("maths", [(respond(answer), "72") for answer in answers])
+    assert (right, wrong) == (verdict(True, True), verdict(True, False))
+    assert isinstance(ungradable, Ungradable)
+    assert str(ungradable) == "brackets nested more than 7 deep"
+    (unread,) = pool.grade("maths", [(respond("72"), r"\frac{7}{")])
+    assert (kind_of(unread), "ground truth" in str(unread)) == ("error", True)
     assert {worker.pid for worker in workers_of(pool)} == before
 
 
@@ -145,12 +154,8 @@ MATHS = {  # sympy parses those with powers first; the integral takes until its 
     r"((10^{999})^{999})^{999}": "ungradable",
     "99999999!": "ungradable",
     r"\int_0^{\infty} \sin(x^x)^{x^x} dx": "ungradable",
-    "9" * 100_000: "ungradable",
-    "(" * 200 + "5" + ")" * 200: "ungradable",
     r"\sqrt" * 20_000: "ungradable",
-    "\ud800" * 1000: "ungradable",
     r"\sum_{n=1}^{10^{12}} \frac{1}{n^n}": 0,
-    "7\x002": 0,
     r"\begin{pmatrix}" + r" \\ ".join([" & ".join(["x"] * 12)] * 12) + r"\end{pmatrix}^{9999}": 0,
     r"\frac{144}{2}": 1,
     "73": 0,
@@ -181,18 +186,6 @@ def test_four_threads_of_hostile_inputs_get_the_right_results(pool: RewardPool) 
         results = [result for part in threads.map(grade, [tasks[i::4] for i in range(4)]) for result in part]
     assert len(results) == len(tasks)
     assert [(task, found) for task, found in results if found != expected[task]] == []
-
-
-def test_an_ungradable_answer_and_an_unreadable_truth_cost_no_worker(pool: RewardPool) -> None:
-    before = {worker.pid for worker in workers_of(pool)}
-    answers = ["72", "(" * 200 + "72" + ")" * 200, "71"]
-    right, ungradable, wrong = pool.grade("maths", [(respond(answer), "72") for answer in answers])
-    assert (right, wrong) == (verdict(True, True), verdict(True, False))
-    assert isinstance(ungradable, Ungradable)
-    assert str(ungradable) == "brackets nested more than 7 deep"
-    (unread,) = pool.grade("maths", [(respond("72"), r"\frac{7}{")])
-    assert (kind_of(unread), "ground truth" in str(unread)) == ("error", True)
-    assert {worker.pid for worker in workers_of(pool)} == before
 
 
 # Processes
@@ -332,10 +325,8 @@ def test_a_killed_owner_leaves_no_process_even_during_a_computation() -> None:
 
 
 def test_a_process_does_not_outlive_a_parent_that_has_already_ended() -> None:
-    script = "from grpo_ray.rewards.isolation.confinement import die_with_parent\ndie_with_parent(1)"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert result.returncode == 1
-    assert "gone" in result.stderr
+    with pytest.raises(SystemExit, match="gone"):
+        die_with_parent(os.getppid() + 1, number=0)  # no signal: this process goes on
 
 
 def test_workers_that_cannot_start_raise_an_error_with_the_cause(tmp_path, monkeypatch) -> None:
@@ -361,9 +352,8 @@ def test_a_module_that_hangs_on_import_raises_an_error_that_says_so(tmp_path, mo
 
 
 def test_a_worker_whose_limits_are_refused_raises_an_error_with_the_cause() -> None:
-    pool = RewardPool(
-        {"own": OWN}, num_workers=1, timeout_s=5, memory_gib=2**40
-    )  # more than setrlimit can take
+    too_much_gib = 2**40  # more than setrlimit can take
+    pool = RewardPool({"own": OWN}, num_workers=1, timeout_s=5, memory_gib=too_much_gib)
     with pytest.raises(RunError, match="no worker can be started"):
         obeyed(pool, "72")
     pool.close()

@@ -16,7 +16,6 @@ from grpo_ray.config.task import FileTaskConfig
 from grpo_ray.run.preparation import TaskData, check_files, prepare
 from grpo_ray.tasks import files, load_examples
 from grpo_ray.tasks.prompts import load_template
-from grpo_ray.tools.cli import main
 
 
 def line(question: str, answer: str = "2") -> bytes:
@@ -321,32 +320,3 @@ def test_limits_that_leave_nothing_are_refused(tmp_path: Path, local: Callable[.
     assert "task.long_prompts: a prompt cut to 3 tokens keeps nothing of its question" in message
     task = write_task(tmp_path, line("a?"), long_prompts="truncate")
     assert "a prompt cut to 0 tokens" in failure(local(task, sampling={"max_tokens": 600}))
-
-
-# ---- the command line ----
-
-
-def write_config(folder: Path, task: FileTaskConfig, model: Path) -> str:
-    data = {"task": task.model_dump(), "model": {"path": str(model)}, "sampling": {"max_tokens": 16}}
-    (folder / "run.yaml").write_text(json.dumps(data))
-    return str(folder / "run.yaml")
-
-
-@pytest.mark.parametrize(
-    ("fields", "code", "message"),
-    [
-        ({}, 2, f"do not fit the model's positions (512); {CHOICES}"),
-        ({"long_prompts": "skip"}, 0, "good; 1 training and 1 validation prompts"),
-        ({"prompt": "r2_zero"}, 2, "grpo-ray: task.prompt: cannot read 'r2_zero'"),
-    ],
-)
-@pytest.mark.usefixtures("untried")
-def test_check_by_its_exit_status(
-    tmp_path: Path, tiny_model: TinyModel, capsys: pytest.CaptureFixture[str],
-    fields: dict[str, Any], code: int, message: str,
-) -> None:  # fmt: skip
-    task = write_task(tmp_path, line("a?") + line(LONG * 3), **fields)
-    assert main(["check", write_config(tmp_path, task, tiny_model())]) == code
-    output = capsys.readouterr()
-    assert message in output.out + output.err
-    assert "Traceback" not in output.err

@@ -6,21 +6,18 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from builders import make_completion, make_group, make_item
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.task import CurriculumConfig
-from grpo_ray.objectives import advantages_of
 from grpo_ray.tasks.curriculum import CurriculumOrder
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompt_order import EpochOrder
 from grpo_ray.tasks.prompt_stream import PromptStream
 from grpo_ray.tasks.prompts import Prompter, TextTemplate
-from grpo_ray.types import PromptItem, ScoredGroup
+from grpo_ray.types import PromptItem
 
 NUM_EXAMPLES = 30
 RATES = {str(i): (0.0, 0.5, 1.0)[i % 3] for i in range(NUM_EXAMPLES)}  # by prompt
@@ -107,23 +104,6 @@ def test_metrics() -> None:
     assert Counter(asked)[indices[2]] > Counter(asked)[indices[0]]
 
 
-def test_equal_rewards_settle_a_prompt_at_any_pass_rate() -> None:
-    """Signal does not require right answers: `sort_distance` may have none yet, and `brevity` never has."""
-
-    def score(group_id: int, rewards: list[float]) -> ScoredGroup:
-        lengths, are_graded = np.full(2, 3), np.full(2, True)
-        advantages = advantages_of(np.float32(rewards), lengths, are_graded, AlgorithmConfig(), 8)
-        group = make_group(make_item(group_id), [make_completion([1])] * 2, rewards, advantages.tolist())
-        return replace(group, answer_rewards=np.zeros(2, np.float32))
-
-    order = CurriculumOrder(4, 0, CurriculumConfig(min_weight=0.2))
-    indices = [order.index(group) for group in range(4)]
-    groups = [score(0, [0.4, 0.6]), score(1, [0.6, 0.6]), score(2, [0.9, 0.8])]
-    order.observe({group.group_id: group.outcome for group in groups if group.outcome is not None})
-    assert [order.weight(index) for index in indices] == [1.0, 0.2, 1.0, 1.0]
-    assert order.metrics()["curriculum/settled_frac"] == 0.25
-
-
 @pytest.mark.slow
 @settings(max_examples=30)
 @given(num_steps=st.integers(0, 30), num_lost=st.integers(0, 5))
@@ -154,7 +134,10 @@ def test_late_outcomes_change_only_groups_not_yet_taken() -> None:
     assert Counter(RATES[item.prompt] for item in run.take(10))[0.5] > 5
 
 
-def test_a_group_without_a_graded_response_has_no_outcome() -> None:
+def test_a_groups_outcome_is_its_signal_at_any_pass_rate_and_none_without_a_graded_response() -> None:
+    """Signal does not require right answers: `sort_distance` may have none yet, and `brevity` never has."""
+    for rewards, advantages, has_signal in (([0.4, 0.6], [-1, 1], True), ([0.6, 0.6], [0, 0], False)):
+        assert make_group(make_item(), [make_completion([1])] * 2, rewards, advantages).outcome is has_signal
     group = make_group(make_item(4), [make_completion([1])] * 4, rewards=[1, 0, 0, 1])
     assert replace(group, errors={1: "too slow", 2: "too large"}).outcome is True
     assert replace(group, errors=dict.fromkeys(range(4), "too slow")).outcome is None

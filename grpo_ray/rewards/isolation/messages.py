@@ -59,12 +59,10 @@ def read_message(line: bytes) -> list[Any]:
 
 
 def _scores(values: dict[str, Any]) -> Scores:
-    numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
-    facts = {name: numbers.pop(name) for name in FACTS if name in numbers}
-    is_whole = len(facts) == 2 and "reward" in numbers and all(fact in (0, 1) for fact in facts.values())
-    are_terms = all(name == "reward" or name.startswith(TERM) for name in numbers)
-    are_numbers = len(numbers) + len(facts) == len(values) and all(map(is_storable, numbers.values()))
-    if not are_numbers or not are_terms or (values and not is_whole):
+    are_numbers = all(type(value) in (int, float) and is_storable(value) for value in values.values())
+    are_known = all(name in ("reward", *FACTS) or name.startswith(TERM) for name in values)
+    is_whole = "reward" in values and all(values.get(fact) in (0, 1) for fact in FACTS)
+    if not are_numbers or not are_known or (values and not is_whole):
         raise Garbage(f"no scores: {storable(repr(values)[:100])}")
     return {name: float(value) for name, value in values.items()}
 

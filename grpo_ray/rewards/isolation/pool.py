@@ -100,7 +100,7 @@ class RewardPool:
         """
         self._fork_server.new_worker().close()
 
-    def grade(self, task: str, pairs: Sequence[tuple[str, str]], about: About | None = None) -> list[Result]:
+    def grade(self, task: str, pairs: Sequence[tuple[str, str]], about: About = NOTHING) -> list[Result]:
         """Return the task's scores of each (response, ground truth), or the reason why it has none.
 
         Ungradable is the answer's doing: it is an Overrun, or the reward says so.
@@ -115,8 +115,6 @@ class RewardPool:
         if not pairs:
             return []
         batch = _Batch([None] * len(pairs), len(pairs))
-        # JSON escapes line breaks and lone surrogates.
-        about = about or NOTHING
         if task in self._own and self._fork_server.is_graded_together(task):
             responses, truths = zip(*pairs, strict=True)
             line = _line(task, responses, truths, about)
@@ -201,9 +199,7 @@ class RewardPool:
                 kind, *value = self._receive(worker, chunk)
                 if kind == "ended":
                     ending, is_answers_doing, num_begun = value
-                    if (
-                        num_begun > worker.num_settled
-                    ):  # otherwise it died between answers, and not because of one
+                    if num_begun > worker.num_settled:  # else it died between answers, not because of one
                         self._settle(chunk.popleft(), (Overrun if is_answers_doing else ScoringError)(ending))
                     return False
                 result = _result(kind, value[0] if value else None, chunk[0].size)
@@ -270,7 +266,7 @@ class RewardPool:
 
 
 def _line(task: str, response: Any, ground_truth: Any, about: About) -> bytes:
-    return json.dumps([task, response, ground_truth, about]).encode() + b"\n"
+    return json.dumps([task, response, ground_truth, about]).encode() + b"\n"  # escaped: breaks, surrogates
 
 
 def _result(kind: str, value: Any, size: int | None) -> Result | list[Result]:

@@ -30,8 +30,9 @@ def readable_paths(extra: Iterable[str] = ()) -> list[str]:
     libraries = [os.path.join(prefix, name) for prefix in prefixes for name in LIBRARIES]
     linked = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":"))
     whole = {os.path.realpath(path) for path in (*SYSTEM, *libraries, *linked, *_packages(), *_named(extra))}
-    folders = {os.path.realpath(path or os.curdir) for path in sys.path}
-    visible = [path for folder in folders if not _is_in(folder, whole) for path in _visible(Path(folder))]
+    visible = [
+        path for folder in listable_folders() if not _is_in(folder, whole) for path in _visible(Path(folder))
+    ]
     return _outermost({*whole, *visible})
 
 

@@ -77,8 +77,7 @@ def try_to_grade(reward_fn: RewardFn, response: str, ground_truth: str) -> Resul
 def result_of(outcome: Graded) -> Result:
     """Return scores that can be stored, Ungradable for the answer's doing, or the error of the grader."""
     if isinstance(outcome, dict):
-        numbers = [value for name, value in outcome.items() if name.startswith("reward")]
-        for value in numbers:
+        for value in outcome.values():
             if not is_storable(value):
                 return ScoringError(f"the reward is {value:g}; it must be within +-{LARGEST_REWARD:g}")
         return outcome

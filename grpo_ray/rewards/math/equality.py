@@ -209,7 +209,7 @@ def _members(text: str) -> list[str]:
         return intervals
     parts = read_list(text)
     brackets = read_brackets(text) if len(parts) == 1 else None
-    return list(brackets.parts) if brackets and brackets.is_set else parts
+    return list(brackets.parts) if brackets and brackets.opening == r"\{" else parts
 
 
 def _is_equal_in_order(given: Sequence[str], wanted: Sequence[str]) -> bool:

@@ -47,10 +47,6 @@ class Bracketed:
     closing: str
     parts: tuple[str, ...]
 
-    @property
-    def is_set(self) -> bool:
-        return self.opening == r"\{"
-
 
 def split(text: str, separator: re.Pattern[str]) -> list[str]:
     """Split the text at the separators outside all brackets; the parts are stripped."""

@@ -63,9 +63,8 @@ UNITS = {
 }
 PHRASES = {"mph": "mile/h", "kmph": "km/h", "kph": "km/h", "kmh": "km/h", "cc": "cm^3"}
 MULTIPLIERS = {
-    word: 10**exponent
-    for word, exponent in {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}.items()
-} | {"dozen": 12}
+    "dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12,
+}  # fmt: skip
 
 SCALE = re.compile(r"(?:degrees? |°) ?([CF])(?:elsius|ahrenheit)?", re.IGNORECASE)
 CURRENCY = re.compile(r"(?P<sign>[+-]?) ?(?:\\?\$|(?P<symbol>[€£¥₹])|(?:Rs\.?|USD) ?) ?(?P<value>[^$€£¥₹]+)")

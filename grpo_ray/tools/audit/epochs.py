@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from grpo_ray.config import Config
-from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig
+from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig, parts_of
 from grpo_ray.learning.model_files import load_tokenizer
-from grpo_ray.tasks import load_examples, make_order, parts_of
+from grpo_ray.tasks import load_examples, make_order
 from grpo_ray.tasks.prompt_order import MixtureOrder
 from grpo_ray.tasks.prompts import ChatTemplate, template_of
 from grpo_ray.tools.audit.checkpoint import CheckpointFacts

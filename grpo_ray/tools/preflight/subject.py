@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.reward import Reward, RewardTerm, named_terms, terms_of
+from grpo_ray.config.task import parts_of
 from grpo_ray.config.user_code import import_function, importable
 from grpo_ray.episodes.adapters.rehearsal import plain_tokenizer
 from grpo_ray.episodes.adapters.trl import trl_episode
@@ -29,7 +30,7 @@ from grpo_ray.rewards.base import About, Graded
 from grpo_ray.rewards.configured import GroupReward, check_reward, weighted_sum
 from grpo_ray.rewards.grader import about_of
 from grpo_ray.rewards.user_function import UserFunction
-from grpo_ray.tasks import load_examples, parts_of
+from grpo_ray.tasks import load_examples
 from grpo_ray.tasks.examples import Example, ExampleSets
 from grpo_ray.tasks.files import Fields, facts_of, read_examples
 from grpo_ray.tasks.prompts import ChatTemplate, Prompter, PromptTemplate, template_of

@@ -15,13 +15,14 @@ from statistics import fmean, quantiles
 from typing import Any
 
 from grpo_ray.config import Config
+from grpo_ray.config.task import parts_of
 from grpo_ray.core.context import Prepared
 from grpo_ray.core.controller import Controller
 from grpo_ray.core.groups import GroupBook
 from grpo_ray.records.evaluation_summary import EvaluationSummary
 from grpo_ray.records.run_files import RunDirectory, last_of_each_step
 from grpo_ray.run.restores import train_through_restores
-from grpo_ray.tasks import make_order, parts_of
+from grpo_ray.tasks import make_order
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompt_stream import PromptStream
 from grpo_ray.tasks.prompts import Prompter, TextTemplate, make_items
