@@ -137,9 +137,8 @@ class Config(Section):
         task, model = info.data.get("task"), info.data.get("model")
         if task is None or model is None:  # not valid themselves
             return sampling
-        opens = [
-            opens_tag(getattr(each, "prompt", "")) for each in parts_of(task).values()
-        ]  # an episode has no template
+        # An episode has no template.
+        opens = [opens_tag(getattr(each, "prompt", "")) for each in parts_of(task).values()]
         values: dict[str, Any] = {"stop": ("</answer>",)} if any(opens) else {}
         if all(opens):
             values["min_tokens"] = min(4, sampling.max_tokens)
