@@ -148,5 +148,3 @@ def test_ending_lists_the_groups_set_aside_and_the_warnings_of_detectors(tmp_pat
     aside = f"\nSet aside, never finished: groups 4, 19 (see {run.events_path})"
     assert told == [f"\nWarning at {text}", aside]
     assert warnings_in(run.events_path) == [text]
-    write_lines(run.events_path, [{"kind": "restored", "step": 0, "text": "?"}])
-    assert "Set aside" not in "\n".join(ending(run))
