@@ -421,6 +421,9 @@ def test_a_fresh_group_and_a_replayed_one_have_their_own_bounds(
 
 def test_a_group_that_is_replayed_too_often_and_a_gap_in_its_uses_are_found(mixed: RunDirectory) -> None:
     step, group_id = first_with(mixed, lambda row: row["use"] == 2)
+    later, other = first_with(mixed, lambda row: row["use"] == 2 and row["step"] > step)
+    change_group(mixed, later, other, group_id=group_id, use=3)
+    assert not any("is replayed with use" in problem for problem in audit(mixed).problems)
     change_group(mixed, step, group_id, use=5)
     name, problems = mixed.rollouts_path(step).name, audit(mixed).problems
     assert f"{name}: group {group_id} is used 5 times, 4 are allowed" in problems
