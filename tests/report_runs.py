@@ -1,11 +1,13 @@
-"""Folders of runs as training leaves them, written by hand, for the tests of the web page."""
+"""Folders of runs as training leaves them, written or changed by hand."""
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from builders import make_completion, make_group, make_item
 
 from grpo_ray.config import Config
@@ -15,6 +17,7 @@ from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.report.run_data import Bounds
 from grpo_ray.types import ScoredGroup
 
+Rows = list[dict[str, Any]]
 NEAR_DEFAULT = Config.model_validate(
     {"model": {"tiny": {}, "dtype": "float32"}, "task": {"kind": "sorting"}, "generator": {"num_gpus": 0}}
 )
@@ -92,6 +95,13 @@ def group(
 
 def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def rewrite(path: Path, change: Callable[[Rows], Rows | None]) -> None:
+    """Change the rows of a file of rollouts, in place unless `change` returns others."""
+    table = pq.ParquetFile(path).read()
+    rows = table.to_pylist()
+    pq.write_table(pa.Table.from_pylist(change(rows) or rows, schema=table.schema), path)
 
 
 def add_checkpoint(run: RunDirectory, step: int, model: Path) -> Path:

@@ -160,5 +160,5 @@ def test_a_run_is_evaluated_from_the_adapter_that_it_began_with(finished: Path, 
 def test_a_report_compares_tokens_with_the_adapter_s_policy(finished: Path, tmp_path: Path) -> None:
     assert main(["report", str(finished), "--output", str(tmp_path / "page.html"), "--log-ratio", "last"]) == 0
     rows = [{"prompt_token_ids": [5, 6], "token_ids": [7, 8], "logprobs": [-1.0, -1.0]}]
-    found = log_ratios(lora_config(), finished / "checkpoints/step-000004", rows, 5)
+    found = log_ratios(lora_config(), finished / "checkpoints/step-000004", rows)
     assert found[0].shape == (2,)

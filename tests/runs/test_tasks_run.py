@@ -6,11 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from builders import TinyModel, check_names
 from local_runs import make_config, train, until
+from report_runs import rewrite
 from transformers import AutoTokenizer
 
 from grpo_ray.cluster.local import LocalActors
@@ -48,12 +47,10 @@ async def stop_after_three(actors: LocalActors, controller: Controller) -> None:
 def tampered(run: RunDirectory, change: Callable[[list[dict[str, Any]]], None]) -> list[str]:
     """Return the audit's problems after a change to the rollouts of step 1."""
     path = run.rollouts_path(1)
-    table = pq.ParquetFile(path).read()
-    rows = table.to_pylist()
-    change(rows)
-    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
+    kept = path.read_bytes()
+    rewrite(path, change)
     problems = audit(run).problems
-    pq.write_table(table, path)
+    path.write_bytes(kept)
     return problems
 
 

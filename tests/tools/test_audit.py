@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from local_runs import train
+from report_runs import Rows, rewrite, write_lines
 from safetensors.torch import load_file, save_file
 from small_run import QUICKSTART, SMALL
 
@@ -21,10 +20,9 @@ from grpo_ray.rewards import REWARDS
 from grpo_ray.rewards.base import verdict
 from grpo_ray.run import training
 from grpo_ray.tools.audit.audit import audit
+from grpo_ray.tools.audit.checkpoint import UNFINISHED
 
 pytestmark = pytest.mark.slow
-
-Rows = list[dict[str, Any]]
 
 
 def even_reward(response: str, ground_truth: str) -> dict[str, float]:
@@ -132,15 +130,9 @@ def test_steps_are_judged_by_the_configuration_that_they_were_trained_with(
     assert "no evaluation at step 2" in problems
 
 
-def rewrite(path: Path, change: Callable[[Rows], Rows | None]) -> None:
-    table = pq.ParquetFile(path).read()
-    rows = table.to_pylist()
-    pq.write_table(pa.Table.from_pylist(change(rows) or rows, schema=table.schema), path)
-
-
 def rewrite_lines(path: Path, change: Callable[[Rows], Rows | None]) -> None:
     rows = read_metrics(path)
-    path.write_text("".join(json.dumps(row) + "\n" for row in change(rows) or rows))
+    write_lines(path, change(rows) or rows)
 
 
 def rewrite_config(run: RunDirectory, old: str, new: str) -> None:
@@ -174,20 +166,9 @@ ROLLOUTS: dict[str, tuple[Callable[[Rows], Rows | None], str]] = {
         lambda rows: [{**row, "group_id": 0} if row["group_id"] == 4 else row for row in rows],
         "group 0 was trained 2 times",
     ),
-    "another prompt": (
-        lambda rows: [{**r, "prompt": "?"} if r["group_id"] == 4 else r for r in rows], "epoch 0: samples '?'",
-    ),
     "another ground truth": (
         lambda rows: [{**r, "ground_truth": "?"} if r["group_id"] == 4 else r for r in rows],
         "with another ground truth",
-    ),
-    "a token from the past": (
-        lambda rows: rows[0]["versions"][0].update(version=-1) or rows[0].update(min_version=-1),
-        "a token is 2 versions old; weight_sync.max_lag is 1",
-    ),
-    "a token from the future": (
-        lambda rows: rows[0]["versions"][-1].update(version=7) or rows[0].update(max_version=7),
-        "a token is of version 7, which did not exist yet",
     ),
     "a version span too short": (
         lambda rows: rows[0]["versions"][-1].update(end=0), "its version spans do not cover its tokens",
@@ -284,15 +265,6 @@ METRICS: dict[str, tuple[Callable[[Rows], Rows | None], str]] = {
     "a line twice": (lambda rows: rows[:4] + rows[3:], "metrics.jsonl: step 4 has 2 lines"),
     "lines out of order": (lambda rows: [rows[1], rows[0], *rows[2:]], "not in the order of the steps"),
     "a metric is lost": (lambda rows: [*rows[:3], {"step": 4}, *rows[4:]], "its line lacks optim/grad_norm"),
-    "another lag": (lambda rows: rows[3].update({"lag/max": 0.0}), "lag/max is recorded as 0.0"),
-    "another reward": (lambda rows: rows[3].update({"reward/mean": 0.77}), "reward/mean is recorded as 0.77"),
-    **{
-        name: (lambda rows, name=name: rows[3].update({name: 0.77}), f"{name} is recorded as 0.77")
-        for name in (
-            "lag/mean", "reward/answer", "rollout/response_tokens/mean", "rollout/response_tokens/max",
-            "rollout/truncated_frac", "rollout/dropped_groups", "policy/entropy",
-        )
-    },
     "an infinite gradient used": (
         lambda rows: rows[3].update({"optim/grad_norm": None}), "its gradient is not finite and was used",
     ),
@@ -304,6 +276,16 @@ def test_lines_that_were_changed_are_found(run: RunDirectory, name: str) -> None
     change, message = METRICS[name]
     rewrite_lines(run.metrics_path, change)
     assert any(message in problem for problem in audit(run).problems)
+
+
+def test_metrics_that_were_changed_are_found(run: RunDirectory) -> None:
+    wrong = (
+        "lag/max", "lag/mean", "reward/mean", "reward/answer", "rollout/response_tokens/mean",
+        "rollout/response_tokens/max", "rollout/truncated_frac", "rollout/dropped_groups", "policy/entropy",
+    )  # fmt: skip
+    rewrite_lines(run.metrics_path, lambda rows: rows[3].update(dict.fromkeys(wrong, 0.77)))
+    problems = "\n".join(audit(run).problems)
+    assert [name for name in wrong if f"{name} is recorded as 0.77" not in problems] == []
 
 
 def test_a_summary_that_was_changed_is_found(run: RunDirectory) -> None:
@@ -363,11 +345,7 @@ def test_another_group_replaces_one_set_aside(run: RunDirectory) -> None:
     assert report.set_aside == (31,)
 
 
-LEDGER: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
-    "a group in no place": (
-        lambda ledger: ledger.update(next_group_id=33),
-        "counts 32 trained groups and 0 dropped, together not 33",
-    ),
+LEDGER: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a group in two places": (
         lambda ledger: ledger.update(waiting=[32], in_flight=[32], next_group_id=33),
         "several states, or an impossible one, for groups [32]",
@@ -379,18 +357,11 @@ LEDGER: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
         lambda ledger: ledger.update(waiting=[3], num_trained=31),
         "groups [3] are done, but unfinished in the checkpoint",
     ),
-    "another count": (
-        lambda ledger: ledger.update(num_trained=31), "counts 31 trained groups and 0 dropped, together not 32",
-    ),
     "dropped groups that were not": (
         lambda ledger: ledger.update(num_dropped=2), "counts 32 trained groups and 2 dropped, together not 32",
     ),
+    "a key is lost": (lambda ledger: ledger.pop("num_dropped"), "its ledger has no num_dropped"),
 }  # fmt: skip
-
-
-def test_a_ledger_without_a_key_is_a_problem_not_an_error(run: RunDirectory) -> None:
-    rewrite_state(run, lambda state: state["ledger"].pop("num_dropped"))
-    assert "checkpoints/step-000008: its ledger has no num_dropped" in audit(run).problems
 
 
 @pytest.mark.parametrize("name", LEDGER)
@@ -421,49 +392,42 @@ def change_group(run: RunDirectory, step: int, group: int, **values: Any) -> Non
     rewrite(run.rollouts_path(step), change)
 
 
-def test_a_replayed_group_that_is_too_old_is_found(mixed: RunDirectory) -> None:
+def aged(run: RunDirectory, step: int, group: int, lag: int) -> list[str]:
+    """Return the audit's problems after all tokens of a group were given this lag."""
+    version = step - 1 - lag
+
+    def change(rows: Rows) -> None:
+        for row in rows:
+            if row["group_id"] == group:
+                spans = [{"version": version, "start": 0, "end": row["num_tokens"]}]
+                row.update(versions=spans, min_version=version, max_version=version)
+
+    rewrite(run.rollouts_path(step), change)
+    rewrite_lines(run.metrics_path, lambda rows: rows[step - 1].update({"lag/max": lag}))
+    return [problem for problem in audit(run).problems if "lag/mean is recorded" not in problem]
+
+
+@pytest.mark.parametrize(
+    ("use", "allowed", "field"), [(1, 1, "weight_sync.max_lag"), (2, 3, "buffer.replay.max_age")]
+)
+def test_a_fresh_group_and_a_replayed_one_have_their_own_bounds(
+    mixed: RunDirectory, use: int, allowed: int, field: str
+) -> None:
+    step, group = first_with(mixed, lambda row: row["use"] == use)
+    too_old = f"step-{step:06d}.parquet: a token is {allowed + 1} versions old; {field} is {allowed}"
+    assert too_old not in aged(mixed, step, group, allowed)
+    assert too_old in aged(mixed, step, group, allowed + 1)
+
+
+def test_a_group_that_is_replayed_too_often_and_a_gap_in_its_uses_are_found(mixed: RunDirectory) -> None:
     step, group_id = first_with(mixed, lambda row: row["use"] == 2)
-    tokens = max(row["num_tokens"] for row in read_rollouts(mixed.rollouts_path(step)))
-    path = mixed.rollouts_path(step)
-
-    def age(version: int) -> list[str]:
-        def change(rows: Rows) -> None:
-            for row in rows:
-                if row["group_id"] == group_id:
-                    spans = [{"version": version, "start": 0, "end": row["num_tokens"]}]
-                    row.update(versions=spans, min_version=version, max_version=version)
-
-        rewrite(path, change)
-        rewrite_lines(mixed.metrics_path, lambda rows: rows[step - 1].update({"lag/max": step - 1 - version}))
-        return [problem for problem in audit(mixed).problems if "lag/mean is recorded" not in problem]
-
-    assert tokens > 0
-    assert age(step - 1 - 3) == []
-    assert age(step - 1 - 4) == [f"{path.name}: a token is 4 versions old; buffer.replay.max_age is 3"]
-
-
-def test_a_fresh_group_has_to_meet_the_lag_bound_next_to_replayed_ones(mixed: RunDirectory) -> None:
-    step, group_id = first_with(mixed, lambda row: row["use"] == 1 and row["min_version"] is not None)
-    version = step - 1 - 2
-    for row in read_rollouts(mixed.rollouts_path(step)):
-        if row["group_id"] == group_id:
-            spans = [{"version": version, "start": 0, "end": row["num_tokens"]}]
-            change_group(mixed, step, group_id, versions=spans, min_version=version, max_version=version)
-    assert any("a token is 2 versions old; weight_sync.max_lag is 1" in p for p in audit(mixed).problems)
-
-
-def test_a_group_that_is_replayed_too_often_is_found(mixed: RunDirectory) -> None:
-    step, group_id = first_with(mixed, lambda row: row["use"] == 2)
+    later, other = first_with(mixed, lambda row: row["use"] == 2 and row["step"] > step)
+    change_group(mixed, later, other, group_id=group_id, use=3)
+    assert not any("is replayed with use" in problem for problem in audit(mixed).problems)
     change_group(mixed, step, group_id, use=5)
-    name = mixed.rollouts_path(step).name
-    assert f"{name}: group {group_id} is used 5 times, 4 are allowed" in audit(mixed).problems
-
-
-def test_a_replayed_group_with_a_gap_in_its_uses_is_found(mixed: RunDirectory) -> None:
-    step, group_id = first_with(mixed, lambda row: row["use"] == 2)
-    change_group(mixed, step, group_id, use=3)
-    name = mixed.rollouts_path(step).name
-    assert f"{name}: group {group_id} is replayed with use 3 after use 1" in audit(mixed).problems
+    name, problems = mixed.rollouts_path(step).name, audit(mixed).problems
+    assert f"{name}: group {group_id} is used 5 times, 4 are allowed" in problems
+    assert f"{name}: group {group_id} is replayed with use 5 after use 1" in problems
 
 
 def test_too_many_replayed_groups_are_found(mixed: RunDirectory) -> None:
@@ -513,10 +477,9 @@ def test_an_unfinished_group_in_the_checkpoint_is_not_lost(mixed: RunDirectory) 
     number = ledger["next_group_id"]
     rewrite_state(mixed, lambda state: state["ledger"].update(next_group_id=number + 1))
     assert any(f"groups [{number}] are lost" in problem for problem in audit(mixed).problems)
-    for place in ("waiting", "in_flight", "buffered"):
-        values = {"waiting": [], "in_flight": [], "buffered": [], place: [*ledger[place], number]}
-        others = {name: ledger[name] for name in ("waiting", "in_flight", "buffered") if name != place}
-        rewrite_state(mixed, lambda state, v={**values, **others}: state["ledger"].update(v))
+    for place in UNFINISHED:
+        changed = {**ledger, "next_group_id": number + 1, place: [*ledger[place], number]}
+        rewrite_state(mixed, lambda state, changed=changed: state.update(ledger=changed))
         assert audit(mixed).problems == []
 
 

@@ -1,13 +1,11 @@
 """Equal runs have equal hashes, whatever the order of arrival; the first difference is named."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from local_runs import make_config, train
+from report_runs import Rows, rewrite
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -32,32 +30,22 @@ def other(run: RunDirectory, tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path / "other")
 
 
-def rewrite(run: RunDirectory, step: int, change: Callable[[list[dict[str, object]]], object]) -> None:
-    path = run.rollouts_path(step)
-    table = pq.read_table(path)
-    rows = table.to_pylist()
-    change(rows)
-    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
-
-
 def test_the_order_of_arrival_and_names_do_not_count(run: RunDirectory, other: RunDirectory) -> None:
-    def change(rows: list[dict[str, object]]) -> None:
+    def change(rows: Rows) -> None:
         rows.reverse()
         for row in rows:
             row["generator"] = "generator-9"
 
-    rewrite(other, 2, change)
+    rewrite(other.rollouts_path(2), change)
     assert hashes(other) == hashes(run)
     assert first_difference(run, other) is None
 
 
 def test_one_token_changes_the_hash_of_rollouts_alone(run: RunDirectory, other: RunDirectory) -> None:
-    def change(rows: list[dict[str, object]]) -> None:
-        tokens = rows[-1]["token_ids"]
-        assert isinstance(tokens, list)
-        tokens[1] += 1
+    def change(rows: Rows) -> None:
+        rows[-1]["token_ids"][1] += 1
 
-    rewrite(other, 2, change)
+    rewrite(other.rollouts_path(2), change)
     found, expected = hashes(other), hashes(run)
     assert [name for name in expected if found[name] != expected[name]] == ["rollouts"]
     difference = first_difference(run, other)

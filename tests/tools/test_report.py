@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from builders import make_completion, make_group, make_item
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from report_runs import write_lines
 
@@ -122,8 +123,11 @@ def test_ending_shows_the_first_and_last_samples_and_the_next_commands(
 
 
 @pytest.mark.slow
-def test_ending_of_a_long_run_does_not_hold_its_metrics_in_memory(tmp_path: Path) -> None:
+def test_ending_of_a_long_run_does_not_hold_its_metrics_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = finished_run(tmp_path, None)
+    monkeypatch.setattr(Figure, "savefig", lambda *_: None)  # slow while memory is traced
     many = {f"time/generator-{index}/generate_s": 0.125 for index in range(300)}
     with run.metrics_path.open("w") as file:
         for step in range(1, 301):
@@ -148,5 +152,3 @@ def test_ending_lists_the_groups_set_aside_and_the_warnings_of_detectors(tmp_pat
     aside = f"\nSet aside, never finished: groups 4, 19 (see {run.events_path})"
     assert told == [f"\nWarning at {text}", aside]
     assert warnings_in(run.events_path) == [text]
-    write_lines(run.events_path, [{"kind": "restored", "step": 0, "text": "?"}])
-    assert "Set aside" not in "\n".join(ending(run))

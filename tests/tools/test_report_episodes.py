@@ -1,6 +1,7 @@
 """Episodes on a run's web page: the data of turns and branches, and the page in a browser."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from browser import CHROMIUM, DESKTOP, PHONE, Browser, browser
 from builders import TinyModel, changed, plain_logprobs, simple_group
 from episode_groups import branched_episode, make_episode, make_episode_group, play, spoken_episode
 from report_runs import ALL, HOSTILE, NEAR_DEFAULT, add_checkpoint, make_run
+from test_report_page_browser import choose, field
 
 from grpo_ray.episodes.segments import Segments
 from grpo_ray.learning.loading import load_policy
@@ -84,6 +86,7 @@ def test_rows_of_episodes_have_texts_and_log_ratios(tmp_path: Path, tiny_model: 
         assert np.isnan(found[~episode.mask[own]]).all()
 
 
+@pytest.mark.slow
 def test_long_episodes_are_cut(tmp_path: Path, tiny_model: TinyModel) -> None:
     segments = Segments()
     play(segments, [1], [5] * (MAX_EPISODE_TOKENS - 10))
@@ -91,8 +94,8 @@ def test_long_episodes_are_cut(tmp_path: Path, tiny_model: TinyModel) -> None:
     play(segments, [1, 3], [7])
     run = make_run(tmp_path / "run", NEAR_DEFAULT, 1, [[make_episode_group(0, [make_episode(segments)] * 2)]])
     add_checkpoint(run, 1, tiny_model())
-    row = run_data(run, "run", ALL, "none")["rollouts"][0]
-    assert len(row["tokens"]) == len(row["logprobs"]) == MAX_EPISODE_TOKENS
+    row = run_data(run, "run", ALL, "last")["rollouts"][0]
+    assert len(row["tokens"]) == len(row["logprobs"]) == len(row["ratios"]) == MAX_EPISODE_TOKENS
     assert row["episode"]["num_tokens"] == MAX_EPISODE_TOKENS + 11
 
 
@@ -133,7 +136,10 @@ def page(tmp_path_factory: pytest.TempPathFactory, tiny_model: TinyModel) -> Pat
     return report(ReportOptions((str(run.path),)))
 
 
-pages = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+def pages(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that needs a browser."""
+    is_missing = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+    return pytest.mark.slow(is_missing(test))
 
 
 @pytest.fixture
@@ -146,7 +152,6 @@ def opened(browser: Browser, page: Path) -> Browser:
 
 
 @pages
-@pytest.mark.slow
 def test_turns_calls_and_branches_are_shown(opened: Browser, page: Path) -> None:
     assert opened.errors() == []
     assert opened.requests() == [page.as_uri()]
@@ -164,7 +169,6 @@ def test_turns_calls_and_branches_are_shown(opened: Browser, page: Path) -> None
 
 
 @pages
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "found"),
     [
@@ -184,14 +188,10 @@ def test_tool_calls_are_found_in_linear_time(opened: Browser, text: str, found: 
 
 
 @pages
-@pytest.mark.slow
 def test_context_has_no_colour(opened: Browser) -> None:
     colored = "getComputedStyle(mark).backgroundColor !== 'rgba(0, 0, 0, 0)'"
     for coloring in ("ratio", "logprob", "advantage"):
-        opened.run(f"""(() => {{
-          const box = [...document.querySelectorAll('#rollouts label.field')]
-            .find(label => label.innerText.startsWith('Colour')).querySelector('select');
-          box.value = {coloring!r}; box.dispatchEvent(new Event('change')); }})()""")
+        choose(opened, "Colour tokens by", coloring)
         num_colored = [
             opened.run(f"[...document.querySelectorAll('{kind} .token')].filter(mark => {colored}).length")
             for kind in (".context", ".turn")
@@ -202,7 +202,6 @@ def test_context_has_no_colour(opened: Browser) -> None:
 
 
 @pages
-@pytest.mark.slow
 def test_arrow_keys_walk_through_the_whole_episode(opened: Browser) -> None:
     opened.run("document.querySelector('.episode').focus()")
     opened.press("End")
@@ -210,19 +209,17 @@ def test_arrow_keys_walk_through_the_whole_episode(opened: Browser) -> None:
     assert "logprob" in last
     places = opened.run("document.querySelectorAll('.episode .turn .token').length")
     assert last.startswith(f"token {places} ")
-    walked = set()
-    for _ in range(places):
-        walked.add(opened.texts(".episode + .readout", kind="innerText")[0])
-        opened.press("ArrowLeft")
-    assert len(walked) == places
+    walked = opened.run(f"""[...Array({places})].map(() => {{
+      const line = document.querySelector('.episode + .readout').innerText;
+      document.querySelector('.episode').dispatchEvent(new KeyboardEvent('keydown', {{key: 'ArrowLeft'}}));
+      return line; }})""")
+    assert len(set(walked)) == places
     assert any("context, not sampled" in line for line in walked)
 
 
 @pages
-@pytest.mark.slow
 def test_ends_are_outcomes_to_choose_from(opened: Browser) -> None:
-    options = opened.run("""[...document.querySelectorAll('#rollouts label.field')]
-      .find(label => label.innerText.startsWith('Outcome')).querySelector('select').innerText""")
+    options = opened.run(f"{field('Outcome')}.innerText")
     assert options.split("\n") == ["all outcomes", "environment error", "finished", "truncated turns"]
     assert len(opened.texts(".rollouts th", kind="innerText")) == 8
     for place in range(1, 4):
@@ -234,7 +231,6 @@ def test_ends_are_outcomes_to_choose_from(opened: Browser) -> None:
 
 
 @pages
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_nothing_is_wider_than_the_screen(opened: Browser, size: tuple[int, int]) -> None:
     opened.look(size)
@@ -243,7 +239,6 @@ def test_nothing_is_wider_than_the_screen(opened: Browser, size: tuple[int, int]
 
 
 @pages
-@pytest.mark.slow
 def test_a_page_without_episodes_has_no_trace_of_them(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", NEAR_DEFAULT, 2, [[simple_group(0)], [simple_group(1)]])
     browser.open(report(ReportOptions((str(run.path),))))

@@ -125,11 +125,10 @@ def script_data(page: str) -> Any:
     return json.loads(re.split("</script", inside, maxsplit=1, flags=re.I)[0])
 
 
-@pytest.mark.parametrize("text", HOSTILE)
-def test_no_text_of_a_run_escapes_from_the_data(text: str) -> None:
-    embedded = embedded_json({text: [text, math.nan]})
+def test_no_text_of_a_run_escapes_from_the_data() -> None:
+    embedded = embedded_json({text: [text, math.nan] for text in HOSTILE})
     assert not re.search("[<>&\u2028\u2029]", embedded)
-    assert json.loads(embedded) == {text: [text, None]}
+    assert json.loads(embedded) == {text: [text, None] for text in HOSTILE}
 
 
 def test_hostile_texts_arrive_intact_and_add_no_script(tmp_path: Path, tiny_config: Config) -> None:
@@ -212,12 +211,6 @@ def test_a_damaged_file_is_named(
     run.metrics_path.write_text('{"step": 1}\nno json\n')
     assert main(["report", str(run.path)]) == 2
     assert f"{run.metrics_path}, line 2: not valid JSON" in capsys.readouterr().err
-
-
-def test_a_resumed_runs_step_counts_once(tmp_path: Path, tiny_config: Config) -> None:
-    run = make_run(tmp_path / "run", tiny_config, num_steps=2)
-    write_lines(run.metrics_path, [{"step": 1, "reward/mean": 0.0}, {"step": 1, "reward/mean": 0.5}])
-    assert run_data(run, "run", ALL, None)["series"][0]["columns"]["reward/mean"] == [0.5]
 
 
 def test_runs_of_the_same_name_are_distinguished(tmp_path: Path) -> None:

@@ -76,8 +76,13 @@ def field(label: str) -> str:
 
 
 def choose(browser: Browser, label: str, value: str) -> None:
+    enter(browser, field(label), value)
+
+
+def enter(browser: Browser, control: str, value: str) -> None:
+    """Give the control that the expression returns a value, as a user does."""
     browser.run(f"""(() => {{
-      const box = {field(label)};
+      const box = {control};
       box.value = {value!r};
       for (const kind of ["input", "change"]) box.dispatchEvent(new Event(kind));
     }})()""")
@@ -373,8 +378,7 @@ def test_a_run_with_ranks_is_compared_with_one_without(browser: Browser, tmp_pat
 
 
 def test_any_metric_can_be_drawn(opened: Browser) -> None:
-    opened.run("(() => { const box = document.querySelector('#any-metric select'); "
-               "box.value = 'policy/entropy'; box.dispatchEvent(new Event('change')) })()")  # fmt: skip
+    enter(opened, "document.querySelector('#any-metric select')", "policy/entropy")
     opened.settle()
     unit, meaning = METRICS["policy/entropy"]
     assert opened.run("document.querySelector('#any-metric h3').textContent") == "policy/entropy"
@@ -399,8 +403,7 @@ def test_the_configurations_differences_come_first_then_changed_keys_then_the_re
     assert opened.run(f"{tables}.slice(0, 2).every({is_whole})")  # no changed key is hidden below the edge
     assert opened.run(f"{tables}[2].checkVisibility()") is False
     opened.run("document.querySelector('#configuration summary').click()")
-    opened.run("(() => { const box = document.querySelector('#configuration input'); "
-               "box.value = 'cliprange_h'; box.dispatchEvent(new Event('input')) })()")  # fmt: skip
+    enter(opened, "document.querySelector('#configuration input')", "cliprange_h")
     assert opened.run(f"{tables}[2].checkVisibility()") is True
     assert opened.run(keys)[2] == ["algorithm.cliprange_high"]
 

@@ -307,10 +307,10 @@ def test_log_ratios_are_the_checkpoints_logprobs_minus_the_samplers(
         {"prompt_token_ids": [3, 4, 5], "token_ids": [7, 8, 9, 10], "logprobs": [-0.5, -1.0, None, -2.0]},
         {"prompt_token_ids": [6], "token_ids": [11, 12, 13], "logprobs": [-3.0] * 3},
     ]
-    found = log_ratios(config, tiny_model(), rows, max_tokens=3)
+    found = log_ratios(config, tiny_model(), rows)
     for row, ratio in zip(rows, found, strict=True):
-        plain = plain_logprobs(model, row["prompt_token_ids"], row["token_ids"][:3], 0.7).numpy()
-        behaviour = [np.nan if value is None else value for value in row["logprobs"][:3]]
+        plain = plain_logprobs(model, row["prompt_token_ids"], row["token_ids"], 0.7).numpy()
+        behaviour = [np.nan if value is None else value for value in row["logprobs"]]
         np.testing.assert_allclose(ratio, plain - behaviour, atol=1e-5)
 
 
@@ -326,7 +326,7 @@ def test_rows_have_tokens_ratios_and_version_spans(
     assert [shown.checkpoint for shown in by_choice.values()] == [
         "step-000003", "step-000003", "step-000002", "step-000002",
     ]  # fmt: skip
-    expected = log_ratios(tiny_config, tiny_model(), sample, 400)
+    expected = log_ratios(tiny_config, tiny_model(), sample)
     for row, ratio in zip(by_choice["step-000002"].rows, expected, strict=True):
         assert row["ratios"] == pytest.approx(ratio.tolist(), abs=1e-3)
     row = by_choice["last"].rows[-1]
@@ -336,12 +336,14 @@ def test_rows_have_tokens_ratios_and_version_spans(
     assert show_rollouts(run, sample, "none").rows[0]["ratios"] is None
 
 
-def test_long_texts_are_cut_visibly(tmp_path: Path, tiny_config: Config) -> None:
+def test_long_texts_are_cut_visibly(tmp_path: Path, tiny_config: Config, tiny_model: TinyModel) -> None:
     long = group(0, ["x" * (MAX_CHARACTERS + 1234)], size=MAX_TOKENS + 7)
     run = make_run(tmp_path / "run", tiny_config, num_steps=1, steps=[[long]])
+    add_checkpoint(run, 1, tiny_model())
     (row,) = show_rollouts(run, sample_rollouts(step_files(run), 1, 0), None).rows
     assert row["response"].endswith("x… (1,234 more characters)")
     assert row["num_tokens"] == MAX_TOKENS + 7
+    assert len(row["tokens"]) == len(row["ratios"]) == MAX_TOKENS
 
 
 def test_without_a_checkpoint_a_notice_explains_the_missing_tokens(tmp_path: Path, tiny_config: Config) -> None:

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -444,23 +445,16 @@ def test_the_cause_of_waits_in_collectives() -> None:
 
 
 def test_a_frame_shows_each_rank_and_the_slowest(tmp_path: Path) -> None:
-    actors = [
-        ActorState(name=f"learner-{rank}", doing="trains version 5", for_s=0.2, num_calls=1) for rank in (0, 1)
-    ]
-    state = make_state(now=LiveStatus(step=4, actors=tuple(actors)))
+    actors = tuple(ActorState(name=f"learner-{rank}", doing="trains", num_calls=1) for rank in (0, 1))
     rows = [rank_step(number, collectives=(0.6, 0.1)) for number in range(1, 5)]
-    run = make_run(tmp_path / "run", state, rows)
-    for width in (80, 140):
-        text = drawn(view_of(run), width)
-        (first,) = [line for line in text.splitlines() if line.startswith("learner-0")]
-        (second,) = [line for line in text.splitlines() if line.startswith("learner-1")]
-        assert "trains version 5" in first
-        assert "train 90%" in first
-        assert "; collectives 30%" in first
-        assert "; collectives 5%" in second
-        words = " ".join(text.split())
-        assert "! 30% of the time of most ranks is in collectives, waiting for learner-1" in words
-        assert "Ranks: slowest learner-1 (3 of 3 steps)" in words
+    run = make_run(tmp_path / "run", make_state(now=LiveStatus(step=4, actors=actors)), rows)
+    text = drawn(view_of(run))
+    first, second = [line for line in text.splitlines() if line.startswith("learner-")]
+    assert "train 90%; collectives 30%" in first
+    assert "; collectives 5%" in second
+    words = " ".join(text.split())
+    assert "! 30% of the time of most ranks is in collectives, waiting for learner-1" in words
+    assert "Ranks: slowest learner-1 (3 of 3 steps)" in words
 
 
 def test_one_more_generator_saves_its_part_of_the_sampling_but_no_more_than_the_learner_waits() -> None:
@@ -535,7 +529,7 @@ def test_every_remedy_is_in_the_tuning_guide_and_in_the_configuration() -> None:
 def view_of(run: RunDirectory, at: float = NOW + 1) -> RunView:
     seen = read_view(run)
     silence = None if seen.state is None else silence_of(seen.state, at)
-    return RunView(seen.path, seen.state, seen.steps, seen.events, at, silence, seen.config)
+    return replace(seen, read_at=at, silence=silence)
 
 
 def test_steps_of_episodes_have_columns_of_their_own(tmp_path: Path) -> None:
@@ -680,15 +674,14 @@ def test_following_ends_with_the_run_or_with_q(tmp_path: Path, terminal: int) ->
     assert "finished after 0:01:05" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("part", ["read_view", "draw_frame"])
 def test_ctrl_c_ends_only_the_watching(
-    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
     run = make_run(tmp_path / "run", make_state(), [step(1)])
-    monkeypatch.setattr(f"grpo_ray.tools.top.watch_run.{part}", interrupted)
+    monkeypatch.setattr("grpo_ray.tools.top.watch_run.read_view", interrupted)
     assert main(["top", str(run.path)]) == 0
     assert "have been ended" not in capsys.readouterr().err
 

@@ -115,12 +115,16 @@ def audit(run: RunDirectory, trust_remote_code: bool = False, run_reward_code: b
 
 def _earlier_configs(run: RunDirectory) -> History:
     """Return the configurations that a resume has replaced, and until which step."""
-    events = read_metrics(run.events_path) if run.events_path.exists() else []
     return [
         (event["step"], make_config(event["before"], (), run.events_path))
-        for event in events
-        if event["kind"] == "config_changed" and "before" in event  # not in runs of earlier releases
+        for event in _events(run, "config_changed")
+        if "before" in event  # not in runs of earlier releases
     ]
+
+
+def _events(run: RunDirectory, kind: str) -> list[Row]:
+    events = read_metrics(run.events_path) if run.events_path.exists() else []
+    return [event for event in events if event["kind"] == kind]
 
 
 def _configs_until(history: History, step: int) -> list[Config]:
@@ -235,7 +239,7 @@ def _audit_evaluations(
     steps_so_far = range(last + 1 if last else 0)  # the first validation may not have been reached
     due = {s for s in steps_so_far if s % _configs_until(history, s)[-1].evaluation.every_num_steps == 0}
     due |= {last} if is_finished else set()
-    due -= _skipped_by_preemptions(run)
+    due -= {event["validation_step"] for event in _events(run, "not_evaluated")}  # a preemption left no time
     report.num_evaluations = len(summaries)
     report.problems += [f"no evaluation at step {step}" for step in sorted(due - steps.keys())]
     report.problems += [f"{n} evaluations at step {step}" for step, n in steps.items() if n > 1]
@@ -268,12 +272,6 @@ def _summary_of(file: Path, step: int) -> Row | None:
         return asdict(summarise_groups(step, read_groups(file)))
     except (ValueError, AssertionError):
         return None
-
-
-def _skipped_by_preemptions(run: RunDirectory) -> set[int]:
-    """Return the steps that a preemption left no time to validate, as the run's events say."""
-    events = read_metrics(run.events_path) if run.events_path.exists() else []
-    return {event["validation_step"] for event in events if event["kind"] == "not_evaluated"}
 
 
 def _audit_skipped(run: RunDirectory, metrics: Sequence[Row], report: AuditReport) -> list[str]:

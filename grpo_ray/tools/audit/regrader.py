@@ -23,34 +23,24 @@ class Regrader:
         config = configs[-1]
         rewards = config.task.rewards
         code = {task: names for task, reward in rewards.items() if (names := code_of(reward))}
-        self._skipped = {} if run_reward_code else code
+        if run_reward_code:
+            code = {}
         # A judge may answer otherwise today, and costs money.
-        self._judged = {task for task, reward in rewards.items() if any(t.network for t in terms_of(reward))}
+        judged = {task for task, reward in rewards.items() if any(t.network for t in terms_of(reward))}
         own = [kind for c in configs if is_function_name(kind := c.algorithm.advantage_kind)]
-        self._skipped_advantage = own[0] if own and not run_reward_code else None
-        graded = {t: r for t, r in rewards.items() if not self.skips(t)}
-        self.grader = Grader(graded, config.scorer)
-        """Close it at the end."""
-
-    @property
-    def skips_advantages(self) -> bool:
+        self._skipped = judged | code.keys()
+        self.skips_advantages = bool(own) and not run_reward_code
         """True if the run's advantage is code that is not run."""
-        return self._skipped_advantage is not None
-
-    @property
-    def notes(self) -> list[str]:
-        """One line per task that is not graded again, and one for advantages that are not computed again."""
-        skipped = [self._skipped_advantage] if self._skipped_advantage else []
-        notes = [f"advantages are not checked, because {name} {UNTRUSTED}" for name in skipped]
-        notes += [
-            f"{f'task {task}: ' if task else ''}rewards are not checked, because they come over the network"
-            for task in sorted(self._judged - self._skipped.keys())
-        ]
-        return notes + [
-            f"{f'task {task}: ' if task else ''}rewards are not checked, because {', '.join(names)} {UNTRUSTED}"
-            for task, names in self._skipped.items()
-        ]
+        skipped = own[:1] if self.skips_advantages else []
+        self.notes = [f"advantages are not checked, because {name} {UNTRUSTED}" for name in skipped]
+        """One line for advantages that are not computed again, and one per task that is not graded again."""
+        whys = dict.fromkeys(sorted(judged - code.keys()), "they come over the network")
+        whys |= {task: f"{', '.join(names)} {UNTRUSTED}" for task, names in code.items()}
+        for task, why in whys.items():
+            self.notes.append(f"{f'task {task}: ' if task else ''}rewards are not checked, because {why}")
+        self.grader = Grader({t: r for t, r in rewards.items() if not self.skips(t)}, config.scorer)
+        """Close it at the end."""
 
     def skips(self, task: str) -> bool:
         """Return True if the task's reward is code that is not run, or asks the network."""
-        return task in self._skipped or task in self._judged
+        return task in self._skipped

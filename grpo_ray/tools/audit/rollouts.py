@@ -116,6 +116,7 @@ def audit_step(rows: RolloutRows, metrics: Row, configs: Sequence[Config], grade
     own = RolloutRows(rows.name, [row for row in rows.rows if row["use"] in (DROPPED, FRESH)])
     replayed = RolloutRows(rows.name, [row for row in rows.rows if row["use"] > FRESH])
     fresh = RolloutRows(rows.name, [row for row in own.rows if row["use"] == FRESH])
+    trained = RolloutRows(rows.name, [*fresh.rows, *replayed.rows])
     problems = [f"a row is of step {row['step']}" for row in rows.rows if row["step"] != step]
     problems += _audit_size(fresh, own, replayed, config)
     problems += _audit_groups(rows, configs, config.algorithm.samples_per_prompt, grader)
@@ -129,7 +130,7 @@ def audit_step(rows: RolloutRows, metrics: Row, configs: Sequence[Config], grade
         problems += [
             f"group {g} is used {n} times, {allowed} are allowed" for g, n in uses.items() if n > allowed
         ]
-    problems += _compare(metrics, "lag/max", _lag(RolloutRows("", [*fresh.rows, *replayed.rows]), step))
+    problems += _compare(metrics, "lag/max", _lag(trained, step))
     if config.episodes.over_age == "mask":
         problems += _compare(metrics, "lag/masked_tokens", sum(map(num_masked, fresh.rows)))
     problems += _compare(metrics, "reward/mean", own.mean("reward"))
@@ -145,7 +146,7 @@ def audit_step(rows: RolloutRows, metrics: Row, configs: Sequence[Config], grade
         "rollout/truncated_frac": float(np.mean([row["finish_reason"] == "length" for row in own.rows] or [0])),
         **_entropy(own),
         "rollout/dropped_groups": len(own.groups) - len(fresh.groups),
-        "lag/mean": _mean_lag(RolloutRows("", [*fresh.rows, *replayed.rows]), step),
+        "lag/mean": _mean_lag(trained, step),
         **{f"reward/mean/{part}": own.of_part(part).mean("reward") for part in parts},
     }
     problems += _compare_recorded(metrics, others)
@@ -354,24 +355,23 @@ def _audit_rewards(rows: RolloutRows, grader: Regrader) -> tuple[list[str], list
 
 def _earned(members: list[Row], grader: Regrader) -> list[Result]:
     """Return what each response earns; nothing, or a wrong one's, for those that the run could not grade."""
-    task = members[0]["task"]
+    first, task = members[0], members[0]["task"]
     graded = [row for row in members if row["error"] is None and row.get("ungradable") is None]
-    first = members[0]
     prompt = PromptItem(
         first["group_id"], first["prompt"], (), first["ground_truth"], about=first.get("about") or ""
     )
     results = iter(
         grader.grader.grade(task, [(row["response"], row["ground_truth"]) for row in graded], prompt)
     )
-    return [_earned_by(row, results, grader) for row in members]
-
-
-def _earned_by(row: Row, results: Iterator[Result], grader: Regrader) -> Result:
-    if row["error"] is not None:
-        return UNGRADED
-    if row.get("ungradable") is not None:
-        return grader.grader.wrong_scores(row["task"], row["response"], row["ground_truth"])
-    return next(results)
+    earned: list[Result] = []
+    for row in members:
+        if row["error"] is not None:
+            earned.append(UNGRADED)
+        elif row.get("ungradable") is not None:
+            earned.append(grader.grader.wrong_scores(task, row["response"], row["ground_truth"]))
+        else:
+            earned.append(next(results))
+    return earned
 
 
 def _audit_advantages(members: list[Row], config: Config) -> Iterator[str]:

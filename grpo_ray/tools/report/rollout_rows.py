@@ -81,23 +81,6 @@ class TokenTexts:
         return text
 
 
-def by_sequence(row: Row) -> list[Row]:
-    """Return each sequence of an episode as a row of its own, up to the episode's last token that is shown."""
-    bounds = [(each["prompt_token_ids"], each["start"], each["end"]) for each in row["sequences"]]
-    turns = [span["turn"] for span in row["turns"] for _ in range(span["start"], span["end"])]
-    values = {"token_ids": row["token_ids"], "logprobs": row["logprobs"], "turns": turns}
-    return [
-        {"prompt_token_ids": prompt, **{name: each[start:end] for name, each in values.items()}}
-        for prompt, start, end in bounds
-        if start < MAX_EPISODE_TOKENS
-    ]
-
-
-def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the values of an episode's tokens from those of its sequences."""
-    return np.concatenate([np.empty(0, np.float32), *arrays])
-
-
 def shown_episode(row: Row, texts: TokenTexts | None) -> Row:
     """Return what the page shows of an episode beside its tokens.
 
@@ -188,7 +171,8 @@ def show_rollouts(
     """
     if not sampled:
         return ShownRollouts([], None, [])
-    checkpoint, ratios = None, None
+    checkpoint: Path | None = None
+    ratios: Sequence[np.ndarray | None] = [None] * len(sampled)
     model = read_config(run.config_path).get("model")
     notices = [IGNORED] if is_ignored(model, trust_remote_code) else []
     if log_ratio != NO_RATIOS:
@@ -202,9 +186,7 @@ def show_rollouts(
             checkpoint = None
             notices.append(f"no log-ratios: {error}")
     texts = _token_texts(run, model, trust_remote_code, notices)
-    rows = [
-        _shown(row, texts, ratios[place] if ratios is not None else None) for place, row in enumerate(sampled)
-    ]
+    rows = [_shown(row, texts, of_row) for row, of_row in zip(sampled, ratios, strict=True)]
     return ShownRollouts(rows, checkpoint.name if checkpoint is not None else None, notices)
 
 
@@ -220,14 +202,27 @@ def _find_checkpoint(run: RunDirectory, log_ratio: str | None) -> Path:
 
 
 def _ratios(config: Config, checkpoint: Path, rows: Sequence[Row]) -> list[np.ndarray]:
-    """Return the log-ratios of each row's first tokens; those of context are NaN."""
-    parts = [by_sequence(row) if is_episode(row) else [_beginning(row)] for row in rows]
-    found = iter(log_ratios(config, checkpoint, [part for row in parts for part in row], MAX_EPISODE_TOKENS))
-    return [joined([next(found) for _ in row]) for row in parts]
+    """Return the log-ratios of each row's tokens that are shown; those of context are NaN."""
+    parts = [_parts(row) for row in rows]
+    found = iter(log_ratios(config, checkpoint, [part for of_row in parts for part in of_row]))
+    return [np.concatenate([np.empty(0, np.float32), *(next(found) for _ in of_row)]) for of_row in parts]
 
 
-def _beginning(row: Row) -> Row:
-    return {**row, **{name: row[name][:MAX_TOKENS] for name in ("token_ids", "logprobs")}}
+def _parts(row: Row) -> list[Row]:
+    """Return the shown tokens as rows for `log_ratios`: one, or one for each sequence of an episode."""
+    if not is_episode(row):
+        return [{**row, **{name: row[name][:MAX_TOKENS] for name in ("token_ids", "logprobs")}}]
+    turns = [span["turn"] for span in row["turns"] for _ in range(span["start"], span["end"])]
+    values = {"token_ids": row["token_ids"], "logprobs": row["logprobs"], "turns": turns}
+    shown = {name: each[:MAX_EPISODE_TOKENS] for name, each in values.items()}
+    return [
+        {
+            "prompt_token_ids": sequence["prompt_token_ids"],
+            **{name: each[sequence["start"] : sequence["end"]] for name, each in shown.items()},
+        }
+        for sequence in row["sequences"]
+        if sequence["start"] < MAX_EPISODE_TOKENS
+    ]
 
 
 def _token_texts(
@@ -258,7 +253,7 @@ def _shown(row: Row, texts: TokenTexts | None, ratios: np.ndarray | None) -> Row
         shown |= {
             "tokens": texts.of(token_ids),
             "logprobs": [_number(value) for value in row["logprobs"][:most]],
-            "ratios": [_number(value) for value in ratios[:most]] if ratios is not None else None,
+            "ratios": [_number(value) for value in ratios] if ratios is not None else None,
             "spans": [[span["version"], span["start"]] for span in row["versions"]],
         }
     return shown
@@ -268,10 +263,8 @@ def _number(value: float | None) -> float | None:
     return round(float(value), 3) if value is not None and np.isfinite(value) else None
 
 
-def log_ratios(
-    config: Config, model_path: Path, rows: Sequence[dict[str, Any]], max_tokens: int
-) -> list[np.ndarray]:
-    """Return `log pi_checkpoint - log pi_behaviour`, in nats, of each row's first tokens: `[response_tokens]`.
+def log_ratios(config: Config, model_path: Path, rows: Sequence[Row]) -> list[np.ndarray]:
+    """Return `log pi_checkpoint - log pi_behaviour`, in nats, of each row's tokens: `[response_tokens]`.
 
     Those of an episode's context are NaN.
 
@@ -283,7 +276,6 @@ def log_ratios(
         model_path: the checkpoint, in Hugging Face format or PEFT's.
         rows: rollouts, with `prompt_token_ids`, `token_ids` and `logprobs`; of an episode's sequence also the
             turn of each token, `turns`.
-        max_tokens: number of response tokens to compute; later tokens do not influence them.
 
     Raises:
         ValueError: the checkpoint cannot be loaded.
@@ -298,7 +290,7 @@ def log_ratios(
     with_head_dtype(model, model_config.head_dtype)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ends = end_token_ids(path, load_tokenizer(path, model_config.trust_remote_code))
-    sequences = [_sequence(row, max_tokens) for row in rows]
+    sequences = [_sequence(row) for row in rows]
     sampled = [sequence for sequence in sequences if sequence.num_sampled]
     found = iter(ForwardBackward(config, ends, device).with_proximal(model.to(device), sampled))
     return [_ratios_of(next(found) if sequence.num_sampled else sequence) for sequence in sequences]
@@ -312,16 +304,16 @@ def _ratios_of(sequence: TrainSequence) -> np.ndarray:
     return ratios
 
 
-def _sequence(row: dict[str, Any], max_tokens: int) -> TrainSequence:
-    logprobs = np.array(row["logprobs"][:max_tokens], dtype=np.float32)  # nan for None
+def _sequence(row: Row) -> TrainSequence:
+    logprobs = np.array(row["logprobs"], dtype=np.float32)  # nan for None
     mask = places = None
     if row.get("turns") is not None:  # null in plain rows of a file with episodes
-        turns = np.array(row["turns"][:max_tokens], dtype=np.int32)
+        turns = np.array(row["turns"], dtype=np.int32)
         mask = turns != CONTEXT
         logprobs, places = logprobs[mask], places_in_turns(turns, mask)
     return TrainSequence(
         prompt_token_ids=tuple(row["prompt_token_ids"]),
-        response_token_ids=np.array(row["token_ids"][:max_tokens], dtype=np.int32),
+        response_token_ids=np.array(row["token_ids"], dtype=np.int32),
         behaviour_logprobs=logprobs,
         advantage=0.0,
         mask=mask,

@@ -59,10 +59,9 @@ def embedded_json(value: Any) -> str:
 
 def _panels(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     names = {name for run in runs for part in run["series"] for name in part["columns"]}
-    sections = {title: [expanded(panel, names) for panel in panels] for title, panels in PANELS.items()}
     return [
-        {"title": title, "panels": [{**vars(panel), "series": list(panel.series)} for panel in panels]}
-        for title, panels in sections.items()
+        {"title": title, "panels": [vars(expanded(panel, names)) for panel in panels]}
+        for title, panels in PANELS.items()
     ]
 
 

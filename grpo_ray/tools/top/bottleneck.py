@@ -4,8 +4,8 @@ All figures are shares of the time of the last steps. Shares of an actor's stage
 (`time/<actor>/<stage>_s`), the others from the Controller's (`timing/*`).
 """
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -71,31 +71,36 @@ def time_shares(rows: Sequence[Row]) -> Shares | None:
     step_s = _total(timed, "timing/step_s")
     if not step_s:
         return None
-    stages = [STAGE.fullmatch(name) for row in timed for name in row]
+    seconds = stage_seconds(timed)
+
+    def share(kind: str, *stages: str) -> float:
+        """Return the stages' share of the time of all actors with names that start with `kind`."""
+        own = [of_actor for actor, of_actor in seconds.items() if actor.startswith(kind)]
+        whole = sum(sum(of_actor.values()) for of_actor in own)
+        return sum(of_actor.get(stage, 0.0) for of_actor in own for stage in stages) / (whole or 1.0)
+
     return Shares(
-        learner_waits=_stage_share(timed, "learner", ["wait_for_batch"]),
-        learner_trains=_stage_share(timed, "learner", TRAINING),
-        generators_sample=_stage_share(timed, "generator", ["generate"]),
-        scores=_stage_share(timed, "scorer", ["score"]),
-        looks_up=_stage_share(timed, "teacher", ["look_up"]),
+        learner_waits=share("learner", "wait_for_batch"),
+        learner_trains=share("learner", *TRAINING),
+        generators_sample=share("generator", "generate"),
+        scores=share("scorer", "score"),
+        looks_up=share("teacher", "look_up"),
         syncs=sum(_total(timed, name) for name in SYNC) / step_s,
-        evaluates=_stage_share(timed, "driver", ["evaluate"]),
+        evaluates=share("driver", "evaluate"),
         copies_state=_total(timed, "timing/checkpoint/capture_s") / step_s,
         is_synchronous=not any(row.get("lag/max") for row in timed) and (timed[-1]["step"] or 0) > 1,
-        num_generators=len({m["actor"] for m in stages if m and m["actor"].startswith(GENERATOR)}),
+        num_generators=sum(actor.startswith(GENERATOR) for actor in seconds),
     )
 
 
-def _stage_share(rows: Sequence[Row], actor: str, stages: Collection[str]) -> float:
-    """Return the stages' share of the time of all actors with names that start with `actor`."""
-    spent = whole = 0.0
+def stage_seconds(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Return the seconds over all steps, by actor and stage."""
+    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for row in rows:
         for name, seconds in row.items():
-            match = STAGE.fullmatch(name)
-            if match and match["actor"].startswith(actor):
-                whole += seconds or 0.0
-                spent += (seconds or 0.0) if match["stage"] in stages else 0.0
-    return spent / whole if whole else 0.0
+            if match := STAGE.fullmatch(name):
+                found[match["actor"]][match["stage"]] += seconds or 0.0
+    return found
 
 
 def _from_outside(shares: Shares) -> str | None:

@@ -1,7 +1,6 @@
 """One frame of `grpo-ray top`: a run's view, drawn with rich."""
 
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,10 +12,10 @@ from rich.text import Text
 
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.records.visible_text import visible
-from grpo_ray.tools.top.bottleneck import Problems, bottleneck, steady
+from grpo_ray.tools.top.bottleneck import Problems, bottleneck, stage_seconds, steady
 from grpo_ray.tools.top.learner_figures import learner_figures, rank_figures, rank_hint, ranks_line
 from grpo_ray.tools.top.run_view import RunView
-from grpo_ray.watch.metrics_catalog import STAGE, SYNC
+from grpo_ray.watch.metrics_catalog import SYNC
 from grpo_ray.watch.run_state import ActorState, RunState
 
 WIDE = 112  # console columns from which everything is shown
@@ -132,13 +131,8 @@ def _doing(actor: ActorState) -> Text:
 
 def stage_shares(rows: Sequence[Row], num_stages: int) -> dict[str, str]:
     """Return each actor's largest stages by its own clock: `train 61%, wait for batch 35%`."""
-    seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for row in rows:
-        for name, value in row.items():
-            if match := STAGE.fullmatch(name):
-                seconds[match["actor"]][match["stage"]] += value or 0.0
     texts = {}
-    for actor, stages in seconds.items():
+    for actor, stages in stage_seconds(rows).items():
         whole = sum(stages.values())
         largest = sorted(stages.items(), key=lambda stage: -stage[1])[:num_stages]
         parts = [f"{name.replace('_', ' ')} {spent / whole:.0%}" for name, spent in largest if spent]
