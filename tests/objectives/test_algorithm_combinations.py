@@ -158,7 +158,7 @@ def loop_gradient(config: AlgorithmConfig, batch: Batch) -> Result:
 def compare(loss: str, aggregation: str, features: Sequence[str], seed: int) -> int:
     """Compare loss and gradient; return the number of clipped tokens, which is the same, too."""
     batch, low = Batch(features, seed), clip_range(loss, 0.2)
-    bare = low if loss in ("gspo", "luspo") else {}  # whose own range of 3e-4 clips every token
+    bare = low if loss in ("gspo", "luspo") else {}  # their own range of 3e-4 clips every token
     given = [bare, low, low | OPTIONS.get(loss, {})][seed % 3]
     config = AlgorithmConfig(loss=loss, aggregation=aggregation, **given, **batch.terms)
     total, slope, num_clipped = fast_gradient(config, batch)

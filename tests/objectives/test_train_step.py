@@ -18,7 +18,7 @@ CLIPRANGE = 0.2
 
 
 def test_clipped_tokens_are_told_apart_by_their_bound_and_counted_where_there_is_an_advantage():
-    """Ratios 1, e, 1/e and e^2: with A > 0 the upper bound clips, with A < 0 the lower, and with A = 0 none."""
+    """Ratios 1, e^0.5, 1/e, e^2: with A > 0 the upper bound clips, with A < 0 the lower, with A = 0 none."""
     for advantage, dual_clip, expected in (
         (1, None, (4, 2, 0)),
         (-1, None, (4, 1, 1)),
@@ -26,7 +26,7 @@ def test_clipped_tokens_are_told_apart_by_their_bound_and_counted_where_there_is
         (0, None, (0, 0, 0)),
     ):
         _, sums = policy_gradient_step(
-            torch.tensor([[0.0, 1.0, -1.0, 2.0]]),
+            torch.tensor([[0.0, 0.5, -1.0, 2.0]]),
             torch.ones(1, 4),
             objective=Objective("grpo_clip", "constant", CLIPRANGE, dual_clip=dual_clip),
             denominator=4,
