@@ -70,8 +70,9 @@ def examples(seed: int, num_train: int = 2000, num_validation: int = 64) -> Exam
             f"there are only {len(TERMS) ** 2} products of two numbers from {TERMS[0]} to {TERMS[-1]}; "
             "ask for fewer"
         )
-    drawn = _drawn(seed, num_train + num_validation)
-    found = [Example(_question(a, b), str(a * b)) for a, b in drawn]
+    numbers = random.Random(f"calculator/{seed}").sample(range(len(TERMS) ** 2), num_train + num_validation)
+    pairs = [(TERMS[n // len(TERMS)], TERMS[n % len(TERMS)]) for n in numbers]
+    found = [Example(_question(a, b), str(a * b)) for a, b in pairs]
     return ExampleSets(found[:num_train], found[num_train:])
 
 
@@ -104,8 +105,3 @@ def call_text(expression: str) -> str:
 
 def _question(a: int, b: int) -> str:
     return f"What is {a} * {b}?"
-
-
-def _drawn(seed: int, count: int) -> list[tuple[int, int]]:
-    numbers = random.Random(f"calculator/{seed}").sample(range(len(TERMS) ** 2), count)
-    return [(TERMS[n // len(TERMS)], TERMS[n % len(TERMS)]) for n in numbers]

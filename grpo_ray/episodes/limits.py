@@ -5,11 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one episode; each has a status of its own (`Status`).
-
-    Raises:
-        ValueError: a limit is not positive.
-    """
+    """Limits of one episode; each has a status of its own (`Status`)."""
 
     max_turns: int = 32
     """Number of replies that may be sampled."""
@@ -21,8 +17,3 @@ class Limits:
     """Reward after the end of turns or tokens, unless the episode function handles it and returns its own."""
     error_reward: float | None = None
     """Reward after an error of the environment; None: it says nothing about the policy."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_turns", "max_tokens", "max_seconds"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; an episode needs more than 0")

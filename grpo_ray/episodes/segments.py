@@ -69,7 +69,7 @@ class Segments:
 
     def token_ids(self, index: int) -> tuple[int, ...]:
         """Return the tokens from the root to the end of `index`."""
-        return tuple(_concatenated([self._segments[i].token_ids for i in self.path(index)]).tolist())
+        return tuple(np.concatenate([self._segments[i].token_ids for i in self.path(index)]).tolist())
 
     def add_prompt(self, token_ids: Sequence[int]) -> int:
         """Return the segment that ends the prompt, after adding the tokens that continue an earlier path.
@@ -114,10 +114,10 @@ class Segments:
         turns = np.repeat([s.turn for s in segments], [len(s.token_ids) for s in segments]).astype(np.int32)
         return TrainedPath(
             prompt_token_ids=self.token_ids(prompt[-1]),
-            response_token_ids=_concatenated([s.token_ids for s in segments]),
+            response_token_ids=np.concatenate([s.token_ids for s in segments]),
             mask=turns != CONTEXT,
-            logprobs=_concatenated([s.logprobs for s in segments]),
-            versions=_concatenated([s.versions for s in segments]),
+            logprobs=np.concatenate([s.logprobs for s in segments]),
+            versions=np.concatenate([s.versions for s in segments]),
             turns=turns,
         )
 
@@ -138,7 +138,3 @@ class Segments:
         self._segments.append(segment)
         self._children.setdefault(segment.parent, []).append(index)
         return index
-
-
-def _concatenated(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate(arrays)

@@ -215,11 +215,6 @@ def test_episodes_are_found_by_their_import_path(tmp_path: Path, monkeypatch: py
             load_episode(name)
 
 
-def test_limits_that_leave_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="max_turns is 0; an episode needs more than 0"):
-        Limits(max_turns=0)
-
-
 def test_an_episode_may_be_as_long_as_the_model_and_the_engine_take_and_no_longer() -> None:
     def config(**generator: int) -> Config:
         task = {"kind": "episodes", "episode": "games:play", "examples": "games:examples"}
