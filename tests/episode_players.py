@@ -182,6 +182,21 @@ def make_session(
     return Session(sampler, settings, template, limits or Limits(max_tokens=5000), parser)
 
 
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+async def converse(
+    session: Session, turns: Sequence[Sequence[dict[str, Any]]], tools: Sequence[dict[str, Any]] = ()
+) -> list[dict[str, Any]]:
+    """Send each turn's messages after the replies so far; return the whole conversation."""
+    messages: list[dict[str, Any]] = []
+    for new in turns:
+        messages += new
+        messages.append((await session.chat(messages, tools)).message)
+    return messages
+
+
 def said(*replies: str | Sequence[int]) -> Policy:
     """Return a policy that says these in turn."""
     left = iter(replies)

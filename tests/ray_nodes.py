@@ -8,11 +8,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+from run_process import wait_until
 
 AGENT_PORTS = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port")
 
@@ -56,18 +56,8 @@ def ray_head(environment: dict[str, str], *options: str) -> Iterator[tuple[subpr
     command = ["launch/start_head.sh", f"--port={address.partition(':')[2]}"]
     command += [f"--ray-client-server-port={free_port()}", *options]
     with ray_node(command, environment) as process:
-        wait_until(lambda: _answers(address), process)
+        wait_until(process, lambda: _answers(address))
         yield process, address
-
-
-def wait_until(
-    condition: Callable[[], bool], process: subprocess.Popen[bytes], timeout_s: float = 120.0
-) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert process.poll() is None, "the node ended"
-        assert time.monotonic() < deadline, "the node did not come up"
-        time.sleep(0.2)
 
 
 def _answers(address: str) -> bool:

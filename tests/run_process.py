@@ -25,11 +25,12 @@ def until(condition: Callable[[], bool], limit_s: float = 600) -> None:
         time.sleep(0.005)
 
 
-def wait_until(process: subprocess.Popen[str], condition: Callable[[], bool], timeout_s: float = 600) -> None:
+def wait_until(process: subprocess.Popen[Any], condition: Callable[[], bool], timeout_s: float = 600) -> None:
+    """Wait for what a process does, which must not end before."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "the run did not get that far"
+        assert time.monotonic() < deadline, "it did not get that far"
         time.sleep(0.02)
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
-from ray_nodes import free_port, ray_head, ray_node, token_environment, wait_until
+from ray_nodes import free_port, ray_head, ray_node, token_environment
+from run_process import wait_until
 from small_run import QUICKSTART, SMALL
 
 from grpo_ray.records.rollout_log import read_rollouts
@@ -36,9 +37,9 @@ def two_nodes(tmp_path: Path) -> Iterator[dict[str, str]]:
     }
     of_nodes = {**environment, **SECRET}
     with ray_head(of_nodes, f"--dashboard-port={dashboard}", "--num-cpus=2") as (head, address):
-        wait_until(lambda: is_up(environment), head)
+        wait_until(head, lambda: is_up(environment))
         with ray_node(["launch/join.sh", address, "--num-cpus=1"], of_nodes) as second:
-            wait_until(lambda: num_alive(environment) == 2, second)
+            wait_until(second, lambda: num_alive(environment) == 2)
             for node in (head, second):
                 assert_secret_is_not_inherited(psutil.Process(node.pid))
             yield environment

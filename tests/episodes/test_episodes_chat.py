@@ -15,10 +15,12 @@ from episode_players import (
     TOOL,
     Scripted,
     chat_tokenizer,
+    converse,
     make_session,
     said,
     session_of,
     tokenizer_of,
+    user,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,22 +36,9 @@ TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_si
 REPLIES = TEXTS.map(lambda text: f"a{text}z")
 
 
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
 def rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]]) -> tuple[int, ...]:
     text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-async def converse(session: Session, turns: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Send each turn's messages after the replies so far; return the whole conversation."""
-    messages: list[dict[str, Any]] = []
-    for new in turns:
-        messages += new
-        messages.append((await session.chat(messages)).message)
-    return messages
 
 
 @pytest.mark.slow

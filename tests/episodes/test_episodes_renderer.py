@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from episode_players import CALL, QWEN3, TOOL, Scripted, chat_tokenizer, said
+from episode_players import CALL, QWEN3, TOOL, Scripted, chat_tokenizer, converse, said, user
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
@@ -54,10 +54,6 @@ def ends_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")]
 
 
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
 def configured(**fields: Any) -> Any:
     tokenizer = tokenizer_of_qwen3()
     return make_template(EpisodesConfig(**fields), tokenizer, ends_of(tokenizer))
@@ -83,15 +79,7 @@ def play(
     sampler = Scripted(template.tokenizer, said(*replies), "<|im_end|>")
     fields = {"num_samples": 1, "temperature": 1.0, "top_p": 1.0, "min_tokens": 0, "max_tokens": 500, **changes}
     session = Session(sampler, SamplingSettings(**fields), template, Limits(max_tokens=5000), parser)
-
-    async def converse() -> list[dict[str, Any]]:
-        messages: list[dict[str, Any]] = []
-        for new in turns:
-            messages += new
-            messages.append((await session.chat(messages, tools)).message)
-        return messages
-
-    return session, sampler, asyncio.run(converse())
+    return session, sampler, asyncio.run(converse(session, turns, tools))
 
 
 def check_prefixes(session: Session, sampler: Scripted) -> None:

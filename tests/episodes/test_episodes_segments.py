@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from builders import make_completion
+from episode_groups import play
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,11 +12,6 @@ from grpo_ray.learning.segments import NO_PARENT
 from grpo_ray.types import CONTEXT
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=4)  # few tokens, so that paths often agree
-
-
-def turn(segments: Segments, prompt: list[int], reply: list[int], version: int = 0) -> int:
-    parent = segments.add_prompt(prompt)
-    return segments.add_sample(parent, make_completion(reply, versions=version))
 
 
 def rows(sequence: TrainedPath) -> tuple[list[int], list[int], list[int]]:
@@ -28,8 +24,8 @@ def rows(sequence: TrainedPath) -> tuple[list[int], list[int], list[int]]:
 
 def test_turns_that_continue_are_one_sequence() -> None:
     segments = Segments()
-    turn(segments, [1, 2], [3, 4], version=5)
-    turn(segments, [1, 2, 3, 4, 9, 9], [6], version=7)
+    play(segments, [1, 2], [3, 4], 5)
+    play(segments, [1, 2, 3, 4, 9, 9], [6], 7)
     (sequence,) = segments.sequences()
     assert rows(sequence) == ([1, 2], [3, 4, 9, 9, 6], [1, 1, 0, 0, 1])
     assert sequence.versions.tolist() == [5, 5, CONTEXT, CONTEXT, 7]
@@ -40,9 +36,9 @@ def test_turns_that_continue_are_one_sequence() -> None:
 
 def test_a_rewritten_history_branches_after_the_whole_segments_that_agree() -> None:
     segments = Segments()
-    turn(segments, [1, 2], [3, 4])
-    turn(segments, [1, 2, 4, 9], [6])  # without the reply's first token
-    turn(segments, [1, 2, 3, 4, 8], [7])
+    play(segments, [1, 2], [3, 4])
+    play(segments, [1, 2, 4, 9], [6])  # without the reply's first token
+    play(segments, [1, 2, 3, 4, 8], [7])
     assert [rows(s) for s in segments.sequences()] == [
         ([1, 2, 4, 9], [6], [1]),
         ([1, 2], [3, 4, 8, 7], [1, 1, 0, 1]),
@@ -51,15 +47,15 @@ def test_a_rewritten_history_branches_after_the_whole_segments_that_agree() -> N
 
 def test_what_branches_share_is_trained_in_the_first() -> None:
     segments = Segments()
-    turn(segments, [1], [2])
-    turn(segments, [1, 2, 5], [3])
-    turn(segments, [1, 2, 6], [4])
+    play(segments, [1], [2])
+    play(segments, [1, 2, 5], [3])
+    play(segments, [1, 2, 6], [4])
     assert [rows(s) for s in segments.sequences()] == [([1], [2, 5, 3], [1, 0, 1]), ([1, 2, 6], [4], [1])]
 
 
 def test_a_context_that_nothing_was_sampled_after_is_not_trained() -> None:
     segments = Segments()
-    turn(segments, [1], [2])
+    play(segments, [1], [2])
     segments.add_prompt([1, 2, 5])  # its sampling failed
     assert [rows(s) for s in segments.sequences()] == [([1], [2], [1])]
 
