@@ -20,16 +20,8 @@ def test_the_rewards_are_the_same(compare_trl: ModuleType) -> None:
     from trl_side import REWARDS
 
     right = " ascending </think> <answer> 12369 </answer>"
-    others = (
-        right.replace("12369", "16329"),
-        "12369",
-        right[:-9],
-        right + right,
-        f"</think>{right}",
-        right + " 1",
-        "",
-    )
-    for text in (right, *others):
+    wrong = right.replace("12369", "16329")
+    for text in (right, wrong, "12369", right[:-9], right + right, f"</think>{right}", right + " 1", ""):
         expected = exact_match_reward_fn(text, "12369")["reward"]
         assert REWARDS["exact_match"](text, "12369") == expected, text
     for text in ("", "x" * 10, "x" * 999, "x" * 2000):

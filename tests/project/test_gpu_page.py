@@ -157,17 +157,9 @@ def test_a_page_goes_on_where_its_time_ended(gpu: ModuleType, tmp_path: Path) ->
 @pytest.mark.vllm
 def test_every_stage_of_vllm_runs_without_a_gpu(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    asked = [
-        "--parts",
-        "engine",
-        "--running",
-        "8",
-        "--engine-tokens",
-        "16",
-        "--out",
-        str(tmp_path / "gpu.json"),
-    ]
-    subprocess.run([sys.executable, "profiling/gpu.py", *TINY, *asked], check=True, cwd=ROOT, timeout=900)
+    asked = ["--parts", "engine", "--running", "8", "--engine-tokens", "16"]
+    command = [sys.executable, "profiling/gpu.py", *TINY, *asked, "--out", str(tmp_path / "gpu.json")]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=900)
     rows = {row["stage"]: row for row in json.loads((tmp_path / "gpu.json").read_text())["engine"]}
     assert list(rows) == ["start", "sample", "mismatch", "sync", "in_flight", "sleep"]
     assert not any("error" in row for row in rows.values())

@@ -45,18 +45,17 @@ def test_a_lock_accepts_the_same_file_only(tmp_path: Path) -> None:
     assert re.fullmatch(r"pinned==1\.0 --hash=sha256:[0-9a-f]{64}\n", locked.read_text())
 
     def install(target: str) -> subprocess.CompletedProcess[str]:
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
+        options = [
             "--no-deps",
             "--require-hashes",
             "-r",
             str(locked),
             *source,
+            "--target",
+            str(tmp_path / target),
         ]
-        return subprocess.run([*pip, "--target", str(tmp_path / target)], capture_output=True, text=True)
+        command = [sys.executable, "-m", "pip", "install", *options]
+        return subprocess.run(command, capture_output=True, text=True)
 
     assert install("first").returncode == 0
     assert (tmp_path / "first" / "pinned.py").read_text() == "x = 1\n"

@@ -21,19 +21,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source)
     for folder in ("configs", "examples", "grpo_ray"):
         shutil.copytree(ROOT / folder, source / folder, symlinks=True)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        built,
-        source,
-    ]
-    subprocess.run(command, check=True)
+    options = ["-q", "--no-deps", "--no-build-isolation", "-w", built]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, source], check=True)
     (path,) = built.glob("*.whl")
     return path
 

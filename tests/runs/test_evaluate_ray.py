@@ -40,17 +40,8 @@ def test_two_generators_and_the_scorer_evaluate_a_model_on_a_mixture(
     }
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(config))
     folder = tmp_path / "out"
-    arguments = [
-        "evaluate",
-        str(tmp_path / "mixture.yaml"),
-        "--n",
-        "2",
-        "--limit",
-        "6",
-        "--output",
-        str(folder),
-    ]
-    assert main(arguments) == 0
+    options = ["--n", "2", "--limit", "6", "--output", str(folder)]
+    assert main(["evaluate", str(tmp_path / "mixture.yaml"), *options]) == 0
     assert "12 prompts of mixture x 2" in capsys.readouterr().out
 
     rows = pq.read_table(folder / "examples.parquet").to_pylist()
