@@ -3,7 +3,6 @@
 import asyncio
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.config.task import SortingTaskConfig
-from grpo_ray.engines.base import Engine
 from grpo_ray.episodes.chat_template import ChatTemplate
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.openai_server import ChatServer
@@ -130,17 +128,6 @@ tokenizer_of = cache(lambda name: chat_tokenizer(TEMPLATES[name]))
 
 def parser_of(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolParser:
     return make_tool_parser(name, tokenizer, RESPONSE if name == "transformers" else None)
-
-
-class EngineSampler:
-    """A sampler that asks one engine in the same process."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    async def sample(self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
-        (completion,) = await self._engine.generate(prompt_token_ids, replace(settings, num_samples=1))
-        return completion
 
 
 class Scripted:

@@ -1,28 +1,23 @@
-"""The two environments, played by scripts and by the torch engine."""
+"""The two environments, played by scripts."""
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import TinyModel
-from episode_players import EngineSampler, Scripted, make_session, play
+from episode_players import Scripted, make_session, play
 from transformers import PreTrainedTokenizerBase
 
-from grpo_ray.config import GeneratorConfig
-from grpo_ray.engines.torch_engine import TorchEngine
+from grpo_ray.config.loading import load_config
 from grpo_ray.episodes import calculator, guess_number
 from grpo_ray.episodes.chat_template import ChatTemplate
 from grpo_ray.episodes.outcome import EpisodeResult, Status
-from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner
-from grpo_ray.episodes.session import Session
+from grpo_ray.episodes.runner import EpisodeFn
 from grpo_ray.episodes.tool_calls import make_tool_parser
-from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.learning.plain_chat import give_plain_chat
 from grpo_ray.learning.tiny_tokenizer import train_tokenizer
+from grpo_ray.run.preparation import check_files
 from grpo_ray.tasks.examples import Example
-from grpo_ray.types import SamplingSettings
 
 END = "<|endoftext|>"
 
@@ -153,36 +148,12 @@ def test_examples_are_what_they_should_be() -> None:
         calculator.examples(seed=0, num_train=8000)
 
 
-# ---- with an engine ----
-
-
-def make_engine(folder: Path) -> TorchEngine:
-    config = GeneratorConfig.model_validate({"engine": "torch", "num_gpus": 0, "max_num_seqs": 16})
-    return TorchEngine(str(folder), config, "float32", seed=0)
-
-
-def settings(seed: int | None, max_tokens: int = 12) -> SamplingSettings:
-    return SamplingSettings(1, 1.0, 1.0, 2, max_tokens, end_token_ids=(0,), seed=seed)
-
-
-async def test_a_single_turn_is_what_the_engine_samples(tiny_model: TinyModel) -> None:
-    """The same tokens, logprobs and versions, to the last bit, as `Engine.generate` with the seed."""
-    folder = tiny_model()
-    model_tokenizer = load_tokenizer(str(folder))
-
-    async def single(session: Session, example: Example) -> float:
-        reply = await session.sample(session.encode(example.question))
-        return float(len(reply.token_ids))
-
-    for seed, prompt in enumerate(("Sort 51423:", "Sort 98:", "Sort 7:")):
-        engine = make_engine(folder)
-        ids = tuple(model_tokenizer(prompt, add_special_tokens=False)["input_ids"])
-        (completion,) = await engine.generate(ids, settings(seed))
-        session = make_session(EngineSampler(engine), model_tokenizer, ends=(0,), **vars(settings(seed)))
-        result = await EpisodeRunner(single).run(session, Example(prompt, ""))
-        (sequence,) = result.segments.sequences()
-        assert model_tokenizer.decode(list(sequence.prompt_token_ids)) == prompt
-        for name in ("response_token_ids", "logprobs", "versions"):
-            expected = getattr(completion, name.removeprefix("response_"))
-            assert getattr(sequence, name).tobytes() == expected.tobytes(), name
-        assert sequence.mask.all()
+@pytest.mark.usefixtures("model_cache")
+@pytest.mark.parametrize("name", ["guess-number", "calculator"])
+def test_the_configuration_passes_its_checks(name: str) -> None:
+    config = load_config(f"configs/{name}.yaml")
+    check_files(config)
+    assert config.sampling.min_tokens == 1  # a guess is one digit, or two
+    tiny = config.model.tiny
+    assert tiny is not None
+    assert tiny.hidden_size // tiny.num_heads == 32  # which vLLM's attention on a CPU has
