@@ -252,22 +252,6 @@ async def test_each_token_has_the_version_that_sampled_it(model: StartingModel) 
     assert cut.turns.tolist() == episode.turns.tolist()
 
 
-async def test_no_turn_is_lost_when_its_generator_dies(model: StartingModel) -> None:
-    async with working(model, "long") as (worker, generator):
-        playing = asyncio.gather(*(play(worker, number) for number in range(4)))
-        await until(lambda: generator.num_started > 30)
-        generator.die()
-        (failure,) = await worker.failures(0)
-        assert failure.number == 0
-        await worker.serve({1: FakeGenerator("generator-0", spoken(version=1))})
-        groups = [group for group, _ in await playing]
-    assert [statuses(group) for group in groups] == [["finished"] * 4] * 4
-    episodes = episodes_of(*groups)
-    assert {episode.num_turns for episode in episodes} == {6}
-    assert {v for e in episodes for v in e.versions[e.mask].tolist()} == {0, 1}
-    assert all(np.all(np.diff(e.versions[e.mask]) >= 0) for e in episodes)
-
-
 @pytest.mark.slow
 async def test_time_without_generators_is_not_the_episodes_own(
     model: StartingModel, monkeypatch: pytest.MonkeyPatch
