@@ -1,6 +1,7 @@
 """The layout of grpo_ray/: floors, each of which imports only what stands below it, and its budgets."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,9 +31,14 @@ LINES = {"grpo_ray/core": 3_900, "grpo_ray": 48_700, "tests": 51_700, "profiling
 LONGEST_FILE, LONGEST_FUNCTION = 440, 70
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imported(path: Path) -> set[str]:
     """Return the entries of grpo_ray/ that a module imports, also inside of functions."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = nodes_of(path)
     names = [f"{node.module}." for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
     names += [f"{alias.name}." for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     return {name.split(".")[1] for name in names if re.match(r"grpo_ray\.\w", name)}
@@ -67,7 +73,7 @@ def test_no_folder_outgrows_its_budget(folder: str) -> None:
 
 def functions_of(path: Path) -> Iterator[tuple[str, int]]:
     """Yield each function of a file with its number of lines, without the docstring."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             docstring = ast.get_docstring(node, clean=False) or ""
