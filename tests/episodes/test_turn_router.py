@@ -194,6 +194,7 @@ async def test_a_generator_that_dies_in_the_middle_of_turns_costs_the_turns_only
     got = await turns
     assert [(end.token_ids.tolist(), number) for end, number in got] == [([n], 1) for n in range(20)]
     assert dying.num_started == 20
+    assert len(await router.failures(0)) == 1  # it was not asked again
 
 
 class Stopped(FakeGenerator):
