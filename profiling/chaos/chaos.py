@@ -129,7 +129,10 @@ class Campaign:
                 jobs.append(pool.submit(fault.inject, self.run, random.Random(seed)))
                 if len(faults) > 1:
                     time.sleep(seed)
-            return [job.result() for job in jobs]
+            did = [job.result() for job in jobs]
+        if any(fault.ends_driver for fault in faults) and not self.run.is_driven:
+            self.run.resume()
+        return did
 
     def _recover(self, faults: list[Fault], step: int, since: float) -> str:
         """Wait until the run has handled every fault and made progress; returns the outcome."""
