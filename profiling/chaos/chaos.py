@@ -91,8 +91,8 @@ class Campaign:
         if status != INTERRUPTED:
             raise RunEnded(f"the run ended with status {status}: {self.run.last_words()}")
 
-    def _wait_for_step(self, step: int, timeout_s: float = LONGEST_S) -> None:
-        self.run.wait_for(lambda: self.run.last_step() >= step, timeout_s, f"step {step}")
+    def _wait_for_step(self, step: int) -> None:
+        self.run.wait_for(lambda: self.run.last_step() >= step, LONGEST_S, f"step {step}")
 
     def _one_fault(self, faults: list[Fault], draw: random.Random) -> None:
         """Inject the faults at once, wait, and record the outcome."""
