@@ -139,10 +139,9 @@ def test_many_answers_that_are_too_much_to_grade_are_a_reward_that_hangs() -> No
 
 def test_missing_metrics_are_skipped() -> None:
     for metric in GOOD:
-        for value in ({}, {metric: None}, {metric: float("nan")}):
-            without = {name: number for name, number in GOOD.items() if name != metric}
+        for value in (None, float("nan")):  # a metric that is absent is looked up as None
             for rows, _ in FAILURES.values():
-                watched([{**row, **value} if value else without for row in rows])
+                watched([{**row, metric: value} for row in rows])
     assert watched([{}] * 10) == []
 
 
