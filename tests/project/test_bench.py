@@ -8,15 +8,7 @@ from typing import Any
 
 import pytest
 
-CHEAP = (
-    "adapter_memory",
-    "agreement",
-    "head_memory",
-    "learner_shared",
-    "scale",
-    "scoring",
-    "weight_delta",
-)
+CHEAP = ("adapter_memory", "agreement", "head_memory", "learner_shared", "scale", "scoring", "weight_delta")
 OTHERS = {
     "episode_turns",
     "episodes",
