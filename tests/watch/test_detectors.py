@@ -143,6 +143,7 @@ def test_missing_metrics_are_skipped() -> None:
             for rows, _ in FAILURES.values():
                 watched([{**row, metric: value} for row in rows])
     assert watched([{}] * 10) == []
+    assert watched([{**GOOD, "reward/errors": float("nan")}] * 4) == []  # and is not taken for errors
 
 
 def test_a_failure_that_comes_back_is_reported_again_and_one_that_stays_is_not() -> None:
