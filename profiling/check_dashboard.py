@@ -54,9 +54,9 @@ Seconds = Mapping[tuple[str, str], float]  # by actor and stage
 Series = dict[str, Any]  # Prometheus's form: {"metric": labels, "values": [[time, text], ...]}
 
 
-def queries(dashboard: Path = DASHBOARD) -> dict[str, list[str]]:
+def queries() -> dict[str, list[str]]:
     """Return each panel's expressions, by its title."""
-    panels = json.loads(dashboard.read_text())["panels"]
+    panels = json.loads(DASHBOARD.read_text())["panels"]
     return {panel["title"]: [target["expr"] for target in panel["targets"]] for panel in panels}
 
 

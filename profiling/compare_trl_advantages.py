@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks.tiny_learner import QUICKSTART
-from compare_trl_losses import MAX_TOKENS, SEQ, TOLERANCE, options_of, run_side
+from compare_trl_losses import MAX_TOKENS, TOLERANCE, make_tensors, options_of, run_side
 from torch import Tensor
 
 from grpo_ray.config import Config
@@ -114,25 +114,6 @@ def make_rewards(seed: int, has_failures: bool, has_partial_failures: bool = Fal
     return [first, [None if n in failed else r for n, r in enumerate(second)] if has_failures else second]
 
 
-def make_tensors(seed: int) -> dict[str, Tensor]:
-    """Make log-probabilities `[batch, seq]` and the mask of ragged completions."""
-    generator = torch.Generator().manual_seed(seed)
-    num_rows = GROUPS * SIZE
-
-    def noise(scale: float) -> Tensor:
-        return scale * torch.randn(num_rows, SEQ, generator=generator, dtype=torch.float64)
-
-    old = -3 * torch.rand(num_rows, SEQ, generator=generator, dtype=torch.float64) - 0.5
-    lengths = torch.randint(1, SEQ + 1, (num_rows, 1), generator=generator)
-    lengths[0] = SEQ
-    return {
-        "old": old,
-        "policy": old + noise(0.3),
-        "reference": old + noise(0.3),
-        "mask": torch.arange(SEQ) < lengths,
-    }
-
-
 def config_of(case: Case) -> Config:
     """Return the quickstart's configuration with the case's algorithm; TRL adds 1e-4 to what it divides by."""
     config = load_config(QUICKSTART, [])
@@ -222,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name: make_rewards(options.seed, case.has_failures, case.has_partial_failures)
         for name, case in chosen.items()
     }
-    tensors = make_tensors(options.seed)
+    tensors = make_tensors(options.seed, GROUPS * SIZE)
     jobs = {name: job_of(case, rewards[name]) for name, case in chosen.items()}
     theirs = run_side(options.trl_python, tensors, jobs)
     num_different = 0

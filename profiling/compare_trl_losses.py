@@ -104,23 +104,24 @@ CASES = {
 }
 
 
-def make_tensors(seed: int) -> dict[str, Tensor]:
+def make_tensors(seed: int, batch: int = BATCH) -> dict[str, Tensor]:
     """Make log-probabilities `[batch, seq]` and the rest of a batch; ragged, with both signs of advantages."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(scale: float) -> Tensor:
-        return scale * torch.randn(BATCH, SEQ, generator=generator, dtype=torch.float64)
+        return scale * torch.randn(batch, SEQ, generator=generator, dtype=torch.float64)
 
-    sampler = -3 * torch.rand(BATCH, SEQ, generator=generator, dtype=torch.float64) - 0.5
+    sampler = -3 * torch.rand(batch, SEQ, generator=generator, dtype=torch.float64) - 0.5
     old = sampler + noise(0.35)
-    lengths = torch.randint(1, SEQ + 1, (BATCH, 1), generator=generator)
+    lengths = torch.randint(1, SEQ + 1, (batch, 1), generator=generator)
+    lengths[0] = SEQ  # the trainers pad to the longest
     return {
         "sampler": sampler,
         "old": old,
         "policy": old + noise(0.3),
         "reference": old + noise(0.3),
         "entropy": noise(1.0).square(),
-        "advantages": torch.randn(BATCH, generator=generator, dtype=torch.float64),
+        "advantages": torch.randn(batch, generator=generator, dtype=torch.float64),
         "mask": torch.arange(SEQ) < lengths,
     }
 

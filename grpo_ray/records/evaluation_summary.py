@@ -177,14 +177,14 @@ def powers_of_two(num_samples: int) -> list[int]:
     return sorted({1 << exponent for exponent in range(num_samples.bit_length())} | {num_samples})
 
 
-def bootstrap_intervals(values: np.ndarray, seed: int = 0) -> np.ndarray:
+def bootstrap_intervals(values: np.ndarray) -> np.ndarray:
     """Return 95% percentile intervals of the mean over prompts; `[statistics, 2]` from `[prompts, statistics]`.
 
     Prompts are resampled rather than responses, because the responses to one prompt are correlated (Efron &
     Tibshirani 1993, chapter 13). If all prompts agree the interval has no width, even with few prompts.
     """
     num_prompts, num_statistics = values.shape
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)  # the same intervals for the same responses
     means = np.empty((NUM_RESAMPLES, num_statistics))
     at_a_time = max(1, MAX_DRAWS // (num_prompts * num_statistics))
     for start in range(0, NUM_RESAMPLES, at_a_time):

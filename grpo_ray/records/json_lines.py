@@ -80,11 +80,7 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         DamagedLine: another line cannot be read.
     """
-    return list(iterate_lines(path))
-
-
-def iterate_lines(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield what `read_lines` returns, in bounded memory."""
+    rows: list[dict[str, Any]] = []
     damaged = 0
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -94,7 +90,8 @@ def iterate_lines(path: str | Path) -> Iterator[dict[str, Any]]:
             elif damaged:
                 raise damaged_line(path, damaged)
             else:
-                yield row
+                rows.append(row)
+    return rows
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:

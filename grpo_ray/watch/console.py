@@ -140,7 +140,10 @@ def step_line(metrics: Metrics, is_sampled: bool = False, is_short: bool = False
 
 def banner(config: Config, longest_prompt: int, run_dir: str) -> Table:
     """Return what the configuration amounts to, as a table."""
-    return two_columns([*settings(config, longest_prompt), ("directory", run_dir)])
+    table = Table.grid(padding=(0, 2))
+    for name, value in (*settings(config, longest_prompt), ("directory", run_dir)):
+        table.add_row(f"  {name}", value)
+    return table
 
 
 def settings(config: Config, longest_prompt: int | None = None) -> list[tuple[str, str]]:
@@ -191,14 +194,6 @@ def _other_actors(config: Config) -> str:
         number = config.episodes.num_workers
         names.append(f"EnvironmentWorker x{number}" if number > 1 else "EnvironmentWorker")
     return ", ".join(names)
-
-
-def two_columns(rows: Iterable[tuple[str, str]]) -> Table:
-    """Return a table of names and values without borders."""
-    table = Table.grid(padding=(0, 2))
-    for name, value in rows:
-        table.add_row(f"  {name}", value)
-    return table
 
 
 def _learner(config: Config) -> str:

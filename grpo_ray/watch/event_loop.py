@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 PER_TURN = 32  # calls begun per turn of the event loop
-EVERY_S = 0.25
+EVERY_S = 0.25  # between two rings of the timer that measures the delay
 MAX_DELAYS = 10_000  # kept between two readings
 
 
@@ -87,14 +87,13 @@ class Changes:
 class LoopLag:
     """Delays of a timer that rings at equal intervals; it ends with its event loop."""
 
-    def __init__(self, every_s: float = EVERY_S) -> None:
-        self._every_s = every_s
+    def __init__(self) -> None:
         self._delays: deque[float] = deque(maxlen=MAX_DELAYS)
 
     def start(self) -> None:
         """Begin to measure, on the running event loop."""
         loop = asyncio.get_running_loop()
-        due = loop.time() + self._every_s
+        due = loop.time() + EVERY_S
 
         def ring() -> None:
             self._delays.append(max(0.0, loop.time() - due))

@@ -87,7 +87,7 @@ class ModelSize:
     @classmethod
     def of(cls, model: Model) -> "ModelSize":
         """Read the sizes of a transformers model or a TransformerLM from its parameters and configuration."""
-        config, output = _config(model), model.get_output_embeddings().weight
+        config, output = model.config.get_text_config(), model.get_output_embeddings().weight
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         shares = _active_shares(model, config)
         counted = [
@@ -176,10 +176,6 @@ def _num_values(parameter: Any) -> int:
     """Return the number of values in a matrix; one in 4 bits has two of them per byte."""
     state = getattr(parameter, "quant_state", None)
     return int(parameter.numel() if state is None else state.shape.numel())
-
-
-def _config(model: Any) -> Any:
-    return model.config.get_text_config()
 
 
 def _active_shares(model: Model, config: Any) -> dict[str, float]:

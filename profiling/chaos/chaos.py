@@ -91,8 +91,8 @@ class Campaign:
         if status != INTERRUPTED:
             raise RunEnded(f"the run ended with status {status}: {self.run.last_words()}")
 
-    def _wait_for_step(self, step: int, timeout_s: float = LONGEST_S) -> None:
-        self.run.wait_for(lambda: self.run.last_step() >= step, timeout_s, f"step {step}")
+    def _wait_for_step(self, step: int) -> None:
+        self.run.wait_for(lambda: self.run.last_step() >= step, LONGEST_S, f"step {step}")
 
     def _one_fault(self, faults: list[Fault], draw: random.Random) -> None:
         """Inject the faults at once, wait, and record the outcome."""
@@ -129,7 +129,10 @@ class Campaign:
                 jobs.append(pool.submit(fault.inject, self.run, random.Random(seed)))
                 if len(faults) > 1:
                     time.sleep(seed)
-            return [job.result() for job in jobs]
+            did = [job.result() for job in jobs]
+        if any(fault.ends_driver for fault in faults) and not self.run.is_driven:
+            self.run.resume()
+        return did
 
     def _recover(self, faults: list[Fault], step: int, since: float) -> str:
         """Wait until the run has handled every fault and made progress; returns the outcome."""

@@ -39,9 +39,8 @@ def in_own_namespace(arguments: Sequence[str]) -> bool:
 class Disk:
     """The disk below `folder`, mounted from `mount` to `unmount`."""
 
-    def __init__(self, folder: Path, num_bytes: int = GIB) -> None:
-        self.path, self.view = folder / "disk", folder / "view"
-        self._image, self._num_bytes = folder / "image", num_bytes
+    def __init__(self, folder: Path) -> None:
+        self.path, self.view, self._image = folder / "disk", folder / "view", folder / "image"
         self._filler = self.view / "filler"
         self._cover: subprocess.Popen[bytes] | None = None
 
@@ -51,14 +50,14 @@ class Disk:
             path.mkdir(parents=True, exist_ok=True)
         if not self._image.exists():
             with self._image.open("wb") as file:
-                file.truncate(self._num_bytes)
+                file.truncate(GIB)
             _run("mkfs.ext4", "-q", "-m", "0", str(self._image))
         _run("mount", "-o", "loop,noatime", str(self._image), str(self.path))
         _run("mount", "--bind", str(self.path), str(self.view))
 
-    def unmount(self, timeout_s: float = 20.0) -> None:
+    def unmount(self) -> None:
         self.thaw()
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + 20.0
         for path in (self.view, self.path):
             while subprocess.run(["umount", str(path)], capture_output=True, check=False).returncode:
                 if time.monotonic() > deadline:

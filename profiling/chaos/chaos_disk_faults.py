@@ -7,7 +7,7 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -67,53 +67,44 @@ def frozen_disk(run: ChaosRun, draw: random.Random) -> str:
     return f"every write hung for {seconds:.1f} s"
 
 
-def ended_on_frozen_disk(number: int) -> Inject:
+def ended_on_frozen_disk(run: ChaosRun, draw: random.Random, number: int) -> str:
     """End the driver while writes hang: it must be gone by its deadline, and with it all that it started.
 
     Until the thaw the kernel keeps a thread that waits for the disk, even after SIGKILL. Such a process counts
     as gone: the driver once its main thread has ended, the others also while they wait for the disk.
     """
-
-    def inject(run: ChaosRun, draw: random.Random) -> str:
-        assert run.disk is not None
-        processes, driver = run.processes(), psutil.Process(run.driver_pid)
-        run.disk.freeze()
-        try:
-            time.sleep(1.0)
-            started = time.monotonic()
-            run.signal(number)
-            allowed = run.config.run.on_preemption_s + CLEAN_UP_S
-            if wait_until_gone([driver], allowed):
-                run.wrong.append(f"the driver did not end within {allowed:g} s while writes hung")
-            seconds = time.monotonic() - started
-            left = wait_until_gone(processes, 30.0, waiting_counts=False)
-            run.wrong += [f"process {process.pid} was still there while writes hung" for process in left]
-        finally:
-            run.disk.thaw()
-        status = run.wait_for_end(60.0)
-        if status not in (INTERRUPTED, -signal.SIGKILL):
-            run.wrong.append(f"exit status {status} instead of {INTERRUPTED}: {run.last_words()}")
-        run.wrong += [f"process {process.pid} was still there" for process in wait_until_gone(processes, 60.0)]
-        run.resume()
-        name = signal.Signals(number).name
-        return f"{name} while every write hung; the driver ended after {seconds:.1f} s with status {status}"
-
-    return inject
+    assert run.disk is not None
+    processes, driver = run.processes(), psutil.Process(run.driver_pid)
+    run.disk.freeze()
+    try:
+        time.sleep(1.0)
+        started = time.monotonic()
+        run.signal(number)
+        allowed = run.config.run.on_preemption_s + CLEAN_UP_S
+        if wait_until_gone([driver], allowed):
+            run.wrong.append(f"the driver did not end within {allowed:g} s while writes hung")
+        seconds = time.monotonic() - started
+        left = wait_until_gone(processes, 30.0, waiting_counts=False)
+        run.wrong += [f"process {process.pid} was still there while writes hung" for process in left]
+    finally:
+        run.disk.thaw()
+    status = run.wait_for_end(60.0)
+    if status not in (INTERRUPTED, -signal.SIGKILL):
+        run.wrong.append(f"exit status {status} instead of {INTERRUPTED}: {run.last_words()}")
+    run.wrong += [f"process {process.pid} was still there" for process in wait_until_gone(processes, 60.0)]
+    name = signal.Signals(number).name
+    return f"{name} while every write hung; the driver ended after {seconds:.1f} s with status {status}"
 
 
-def covered(error: int | None) -> Inject:
+def covered(run: ChaosRun, draw: random.Random, error: int | None) -> str:
     """Hide the run's folder behind a file system that answers with an error, or not at all."""
-
-    def inject(run: ChaosRun, draw: random.Random) -> str:
-        assert run.disk is not None
-        seconds = draw.uniform(2.0, 4.0) if error else run.config.recovery.stall_timeout_s + 3.0
-        run.disk.cover(run.path, error)
-        time.sleep(seconds)
-        run.disk.uncover(run.path)
-        what = f"failed with {errno.errorcode[error]}" if error else "hung"
-        return f"every access to the run's folder {what} for {seconds:.1f} s"
-
-    return inject
+    assert run.disk is not None
+    seconds = draw.uniform(2.0, 4.0) if error else run.config.recovery.stall_timeout_s + 3.0
+    run.disk.cover(run.path, error)
+    time.sleep(seconds)
+    run.disk.uncover(run.path)
+    what = f"failed with {errno.errorcode[error]}" if error else "hung"
+    return f"every access to the run's folder {what} for {seconds:.1f} s"
 
 
 def read_only(run: ChaosRun, draw: random.Random) -> str:
@@ -136,39 +127,30 @@ def power_cut(run: ChaosRun, draw: random.Random) -> str:
     for process in processes:
         signalled(process, signal.SIGKILL)
     run.disk.restore_power()
-    kept = run.last_step()
-    run.resume()
-    return f"the disk and all processes lost their power; the lines of steps {kept + 1} to {before} were lost"
+    lost = f"the lines of steps {run.last_step() + 1} to {before} were lost"
+    return f"the disk and all processes lost their power; {lost}"
 
 
 # Damage
 
 
-def _with_driver_down(change: Callable[[ChaosRun, random.Random], str]) -> Inject:
-    def inject(run: ChaosRun, draw: random.Random) -> str:
-        _wait_for_one(run)
-        run.kill()
-        said = change(run, draw)
-        run.resume()
-        return f"SIGKILL to the driver; {said}"
-
-    return inject
+def with_driver_down(run: ChaosRun, draw: random.Random, change: Inject) -> str:
+    """Kill the driver once there is a checkpoint, and change files before it is resumed."""
+    _newest(run)
+    run.kill()
+    return f"SIGKILL to the driver; {change(run, draw)}"
 
 
-def _wait_for_one(run: ChaosRun) -> None:
-    run.wait_for(lambda: _newest(run) is not None, 120.0, "a checkpoint")
+def _newest(run: ChaosRun) -> Path:
+    """Wait for a checkpoint; return the newest."""
+    store = CheckpointStore(run.run)
+    run.wait_for(lambda: bool(store.all()), 120.0, "a checkpoint")
+    return store.all()[-1].path
 
 
-def _newest(run: ChaosRun) -> Path | None:
-    checkpoints = CheckpointStore(run.run).all()
-    return checkpoints[-1].path if checkpoints else None
-
-
-def _damage(run: ChaosRun, draw: random.Random) -> str:
-    """Damage a file of the newest checkpoint: shorter, longer, empty or gone."""
+def damage(run: ChaosRun, draw: random.Random) -> str:
+    """Damage a file of the newest checkpoint: half of it, empty or gone."""
     newest = _newest(run)
-    if newest is None:
-        return "there was no checkpoint to damage"
     file = draw.choice([path for path in sorted(newest.rglob("*")) if path.is_file()])
     how = draw.choice(["half", "empty", "gone"])
     if how == "gone":
@@ -179,18 +161,12 @@ def _damage(run: ChaosRun, draw: random.Random) -> str:
     return f"{file.relative_to(newest.parent)} was {how}"
 
 
-def _flip(run: ChaosRun, draw: random.Random) -> str:
-    """Change bytes in the middle of the newest checkpoint's weights; its size stays."""
-    newest = _newest(run)
-    if newest is None:
-        return "there was no checkpoint to damage"
-    file = newest / "model.safetensors"
+def flip(run: ChaosRun, draw: random.Random) -> str:
+    """Change the first bytes of the newest checkpoint's weights; its size stays."""
+    file = _newest(run) / "model.safetensors"
     with file.open("r+b") as opened:
         opened.write(bytes(draw.randrange(256) for _ in range(6)))  # the length of the header
-    return f"the first bytes of {file.relative_to(newest.parent)} were random"
-
-
-damaged_checkpoint, flipped_checkpoint = _with_driver_down(_damage), _with_driver_down(_flip)
+    return f"the first bytes of {file.relative_to(run.run.checkpoints)} were random"
 
 
 def half_lines(run: ChaosRun, draw: random.Random) -> str:
@@ -199,9 +175,6 @@ def half_lines(run: ChaosRun, draw: random.Random) -> str:
         with path.open("ab") as file:
             file.write(b'{"step": 1, "half')
     return "half a line at the end of every log"
-
-
-torn_logs = _with_driver_down(half_lines)
 
 
 def delete_logs(run: ChaosRun, draw: random.Random) -> str:
@@ -214,7 +187,7 @@ def delete_logs(run: ChaosRun, draw: random.Random) -> str:
 def empty_pids(run: ChaosRun, draw: random.Random) -> str | None:
     """Hang a Generator, after emptying the files that name each actor's process, as a full disk leaves them."""
     since = time.time()
-    said = hang("generator")(run, draw)
+    said = hang(run, draw, "generator")
     texts = {path: path.read_text() for path in run.run.logs.glob("*.pid")}
     for path in texts:
         path.write_text("")
@@ -227,11 +200,9 @@ def empty_pids(run: ChaosRun, draw: random.Random) -> str | None:
 
 def delete_checkpoint(run: ChaosRun, draw: random.Random) -> str:
     """Delete the newest checkpoint, and kill the Learner, which would have gone back to it."""
-    _wait_for_one(run)
     newest = _newest(run)
-    if newest is not None:
-        shutil.rmtree(newest)
+    shutil.rmtree(newest)
     learner = run.actor("learner")
     if learner is not None:
         signalled(learner, signal.SIGKILL)
-    return f"{newest.name if newest else 'no checkpoint'} was deleted; SIGKILL to learner"
+    return f"{newest.name} was deleted; SIGKILL to learner"

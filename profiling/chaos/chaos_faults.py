@@ -3,6 +3,7 @@
 import errno
 import signal
 from dataclasses import dataclass
+from functools import partial
 
 import chaos_disk_faults as disk
 import chaos_moment_faults as moment
@@ -21,7 +22,10 @@ NODE_LOST = ("replaced", "replaced, restored")  # if it had Generators or the Sc
 
 @dataclass(frozen=True)
 class Fault:
-    """One kind of fault; `inject` returns what it did when it is done, or None if it could not."""
+    """One kind of fault; `inject` returns what it did when it is done, or None if it could not.
+
+    One that ends the driver does not resume it: the campaign does.
+    """
 
     name: str
     inject: Inject
@@ -59,16 +63,16 @@ def _ridden(name: str, inject: Inject, needs: str = "", or_else: tuple[str, ...]
 
 _ALL = (
     # Processes
-    _replaced("kill_generator", process.kill("generator"), is_plain=True),
-    _replaced("kill_scorer", process.kill("scorer"), is_plain=True),
-    _restored("kill_buffer", process.kill("buffer"), is_plain=True),
-    _restored("kill_learner", process.kill("learner"), is_plain=True),
-    _restored("kill_weight_sync", process.kill("weight_sync"), is_plain=True),
-    _replaced("hang_generator", process.hang("generator"), is_plain=True),
-    _replaced("hang_scorer", process.hang("scorer"), is_plain=True),
-    _restored("hang_buffer", process.hang("buffer")),
-    _restored("hang_learner", process.hang("learner")),
-    _restored("hang_weight_sync", process.hang("weight_sync")),
+    _replaced("kill_generator", partial(process.kill, prefix="generator"), is_plain=True),
+    _replaced("kill_scorer", partial(process.kill, prefix="scorer"), is_plain=True),
+    _restored("kill_buffer", partial(process.kill, prefix="buffer"), is_plain=True),
+    _restored("kill_learner", partial(process.kill, prefix="learner"), is_plain=True),
+    _restored("kill_weight_sync", partial(process.kill, prefix="weight_sync"), is_plain=True),
+    _replaced("hang_generator", partial(process.hang, prefix="generator"), is_plain=True),
+    _replaced("hang_scorer", partial(process.hang, prefix="scorer"), is_plain=True),
+    _restored("hang_buffer", partial(process.hang, prefix="buffer")),
+    _restored("hang_learner", partial(process.hang, prefix="learner")),
+    _restored("hang_weight_sync", partial(process.hang, prefix="weight_sync")),
     Fault("delay", process.delay, (RODE_THROUGH,), is_plain=True),
     Fault("stop_generators", process.stop_generators, REPLACED, or_else=(RODE_THROUGH,)),
     _ridden("stop_driver", process.stop_driver),
@@ -77,37 +81,46 @@ _ALL = (
     _resumed("interrupt", process.interrupt),
     _resumed("interrupt_twice", process.interrupt_twice),
     _ridden("second_driver", process.second_driver),
-    _resumed("kill_raylet", process.rays_own("raylet"), "local"),
-    _resumed("kill_gcs", process.rays_own("gcs_server"), "local"),
-    _replaced("kill_engine", process.kill_child("generator-0"), "vllm"),
-    _replaced("hang_engine", process.hang_child("generator-0"), "vllm"),
-    _ridden("kill_grader", process.kill_child("scorer", is_leaf=True), "graders", (COUNTED,)),
-    _ridden("hang_grader", process.hang_child("scorer", is_leaf=True), "graders", (COUNTED,)),
-    _ridden("kill_fork_server", process.kill_child("scorer"), "graders", (COUNTED, "replaced")),
+    _resumed("kill_raylet", partial(process.rays_own, name="raylet"), "local"),
+    _resumed("kill_gcs", partial(process.rays_own, name="gcs_server"), "local"),
+    _replaced("kill_engine", partial(process.kill_child, actor="generator-0"), "vllm"),
+    _replaced("hang_engine", partial(process.hang_child, actor="generator-0"), "vllm"),
+    _ridden("kill_grader", partial(process.kill_child, actor="scorer", is_leaf=True), "graders", (COUNTED,)),
+    _ridden("hang_grader", partial(process.hang_child, actor="scorer", is_leaf=True), "graders", (COUNTED,)),
+    _ridden("kill_fork_server", partial(process.kill_child, actor="scorer"), "graders", (COUNTED, "replaced")),
     _ridden("hang_fork_server", process.hang_fork_server, "graders", (COUNTED,)),
     # Memory and files
-    _replaced("kernel_kill_generator", process.kernel_kill("generator"), "memory"),
-    _replaced("kernel_kill_scorer", process.kernel_kill("scorer"), "memory"),
-    _restored("kernel_kill_learner", process.kernel_kill("learner"), "memory"),
-    Fault("monitor_kill_generator", process.memory_monitor("generator"), REPLACED, None, "memory", WITH_OTHERS),
-    Fault("monitor_kill_scorer", process.memory_monitor("scorer"), REPLACED, None, "memory", WITH_OTHERS),
-    _restored("monitor_kill", process.memory_monitor(""), "memory"),
+    _replaced("kernel_kill_generator", partial(process.kernel_kill, prefix="generator"), "memory"),
+    _replaced("kernel_kill_scorer", partial(process.kernel_kill, prefix="scorer"), "memory"),
+    _restored("kernel_kill_learner", partial(process.kernel_kill, prefix="learner"), "memory"),
+    *(
+        Fault(
+            f"monitor_kill_{name}",
+            partial(process.memory_monitor, newest=name),
+            REPLACED,
+            None,
+            "memory",
+            WITH_OTHERS,
+        )
+        for name in ("generator", "scorer")
+    ),
+    _restored("monitor_kill", partial(process.memory_monitor, newest=""), "memory"),
     _ridden("full_shm", process.full_shm, "memory", ("replaced", "replaced, restored", "restored")),
     _ridden("few_files", process.few_files, or_else=("retried", "replaced", COUNTED)),
     # The run's files
     Fault("fill_disk", disk.fill_disk, (RODE_THROUGH,), is_plain=True),
     _ridden("full_disk", disk.full_disk, "disk"),
     _ridden("read_only", disk.read_only, "disk"),
-    _ridden("io_error", disk.covered(errno.EIO), "disk"),
-    _ridden("stale_handle", disk.covered(errno.ESTALE), "disk"),
-    _ridden("hung_folder", disk.covered(None), "disk", ("restored",)),
+    _ridden("io_error", partial(disk.covered, error=errno.EIO), "disk"),
+    _ridden("stale_handle", partial(disk.covered, error=errno.ESTALE), "disk"),
+    _ridden("hung_folder", partial(disk.covered, error=None), "disk", ("restored",)),
     _ridden("frozen_disk", disk.frozen_disk, "disk", ("restored",)),
-    _resumed("interrupt_on_frozen_disk", disk.ended_on_frozen_disk(signal.SIGTERM), "disk"),
-    _resumed("kill_on_frozen_disk", disk.ended_on_frozen_disk(signal.SIGKILL), "disk"),
+    _resumed("interrupt_on_frozen_disk", partial(disk.ended_on_frozen_disk, number=signal.SIGTERM), "disk"),
+    _resumed("kill_on_frozen_disk", partial(disk.ended_on_frozen_disk, number=signal.SIGKILL), "disk"),
     _resumed("power_cut", disk.power_cut, "disk"),
-    _resumed("damaged_checkpoint", disk.damaged_checkpoint),
-    _resumed("flipped_checkpoint", disk.flipped_checkpoint),
-    _resumed("torn_logs", disk.torn_logs),
+    _resumed("damaged_checkpoint", partial(disk.with_driver_down, change=disk.damage)),
+    _resumed("flipped_checkpoint", partial(disk.with_driver_down, change=disk.flip)),
+    _resumed("torn_logs", partial(disk.with_driver_down, change=disk.half_lines)),
     _ridden("delete_logs", disk.delete_logs),
     _replaced("hang_generator_with_empty_pids", disk.empty_pids),
     _restored("delete_checkpoint", disk.delete_checkpoint),
@@ -119,29 +132,31 @@ _ALL = (
     _resumed("kill_start", moment.kill_start),
     _resumed("interrupt_checkpoint", moment.interrupt_checkpoint),
     _resumed("kill_checkpoint", moment.kill_checkpoint),
-    _replaced("hang_generators_replacement", moment.hang_replacement("generator")),
-    _replaced("hang_scorers_replacement", moment.hang_replacement("scorer")),
+    _replaced("hang_generators_replacement", partial(moment.hang_replacement, actor="generator")),
+    _replaced("hang_scorers_replacement", partial(moment.hang_replacement, actor="scorer")),
     _ridden("jump_clock", moment.jump_clock),
     # From inside
-    Fault("poison_reward", moment.trigger("poison_reward"), (COUNTED,), is_plain=True),
-    Fault("scorer_error", moment.trigger("scorer_error"), ("retried",), "group_failed"),
-    Fault("nan_gradient", moment.trigger("nan_gradient"), SKIPPED, "update_skipped", is_plain=True),
+    Fault("poison_reward", partial(moment.trigger, name="poison_reward"), (COUNTED,), is_plain=True),
+    Fault("scorer_error", partial(moment.trigger, name="scorer_error"), ("retried",), "group_failed"),
+    Fault(
+        "nan_gradient", partial(moment.trigger, name="nan_gradient"), SKIPPED, "update_skipped", is_plain=True
+    ),
     Fault("poison_prompt", moment.poison_prompt, ("replaced", "set aside"), "set_aside"),
     # Episodes and their environments
-    _replaced("kill_environment", process.kill("environment"), "episodes"),
-    _replaced("hang_environment", process.hang("environment"), "episodes"),
-    _replaced("exit_in_environment", moment.trigger("exit_in_environment"), "episodes"),
+    _replaced("kill_environment", partial(process.kill, prefix="environment"), "episodes"),
+    _replaced("hang_environment", partial(process.hang, prefix="environment"), "episodes"),
+    _replaced("exit_in_environment", partial(moment.trigger, name="exit_in_environment"), "episodes"),
     *(
-        Fault(name, moment.trigger(name), (COUNTED,), None, "episodes")
+        Fault(name, partial(moment.trigger, name=name), (COUNTED,), None, "episodes")
         for name in ("raise_in_environment", "leave_environment", "block_environment")
     ),
     *(
-        Fault(name, moment.trigger(name), (COUNTED,), None, "episodes", (RODE_THROUGH,))
+        Fault(name, partial(moment.trigger, name=name), (COUNTED,), None, "episodes", (RODE_THROUGH,))
         for name in ("poison_text", "poison_number", "poison_metrics", "huge_tool_result")
     ),
     Fault(
         "fill_environment",
-        moment.trigger("fill_environment"),
+        partial(moment.trigger, name="fill_environment"),
         (COUNTED,),
         None,
         "episodes",
@@ -149,7 +164,7 @@ _ALL = (
     ),
     # Ranks of the Learner
     *(
-        _restored(f"{kind}_rank_{stage}", moment.at_stage(kind, stage), "ranks")
+        _restored(f"{kind}_rank_{stage}", partial(moment.at_stage, kind=kind, stage=stage), "ranks")
         for stage in moment.STAGES
         for kind in moment.CAUSES
     ),
@@ -159,13 +174,13 @@ _ALL = (
     _ridden("fill_disk_of_rank", moment.fill_disk_of_rank, "ranks"),
     # Weight syncs
     *(
-        _replaced(f"{kind}_sync_{phase}", moment.in_phase(kind, phase))
+        _replaced(f"{kind}_sync_{phase}", partial(moment.in_phase, kind=kind, phase=phase))
         for phase in moment.PHASES
         for kind in moment.SAYS
     ),
     _replaced("flip_sync_bits", moment.flip_bits, "checksum"),
-    _restored("kill_learner_sending", moment.sending("kill_learner"), "wires"),
-    _replaced("drop_wire_sending", moment.sending("drop_wire"), "wires"),
+    _restored("kill_learner_sending", partial(moment.request, name="kill_learner_sending"), "wires"),
+    _replaced("drop_wire_sending", partial(moment.request, name="drop_wire_sending"), "wires"),
     # Nodes
     Fault("lose_node", moment.lose_node, RESTORED, None, "cluster", NODE_LOST),
     _resumed("lose_head_in_checkpoint", moment.lose_head_in_checkpoint, "cluster"),

@@ -9,10 +9,9 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable
 
 from chaos_disk_faults import limited_files
-from chaos_process_faults import Inject, interrupted, kill, pick, signalled
+from chaos_process_faults import interrupted, kill, pick, signalled
 from chaos_run import INTERRUPTED, ChaosRun
 
 RESTORED = "restored"
@@ -27,7 +26,7 @@ SAYS = {"kill": "", "stop": "did not finish", "fail": "failed in"}
 def _while_restoring(run: ChaosRun, draw: random.Random) -> None:
     """Kill the Learner, and wait for a moment of the restore that follows."""
     since = time.time()
-    kill("learner")(run, draw)
+    kill(run, draw, "learner")
     run.wait_for(lambda: bool(run.events(since, RESTORED)), 120.0, "a restore")
     time.sleep(draw.uniform(0.0, 10.0))
 
@@ -45,16 +44,12 @@ def die_again(run: ChaosRun, draw: random.Random) -> str:
 
 def interrupt_restore(run: ChaosRun, draw: random.Random) -> str:
     _while_restoring(run, draw)
-    said = interrupted(run)
-    run.resume()
-    return f"SIGKILL to learner; during the restore {said}"
+    return f"SIGKILL to learner; during the restore {interrupted(run)}"
 
 
 def kill_restore(run: ChaosRun, draw: random.Random) -> str:
     _while_restoring(run, draw)
-    said = run.kill()
-    run.resume()
-    return f"SIGKILL to learner; during the restore to the driver; {said}"
+    return f"SIGKILL to learner; during the restore to the driver; {run.kill()}"
 
 
 def interrupt_start(run: ChaosRun, draw: random.Random) -> str:
@@ -63,7 +58,6 @@ def interrupt_start(run: ChaosRun, draw: random.Random) -> str:
     seconds = draw.uniform(3.0, 12.0)
     time.sleep(seconds)
     said = interrupted(run, (INTERRUPTED, -signal.SIGTERM))  # as for any program that is still importing
-    run.resume()
     return f"{seconds:.1f} s after the start {said}"
 
 
@@ -72,9 +66,7 @@ def kill_start(run: ChaosRun, draw: random.Random) -> str:
     run.resume()
     seconds = draw.uniform(3.0, 12.0)
     time.sleep(seconds)
-    said = run.kill()
-    run.resume()
-    return f"{seconds:.1f} s after the start SIGKILL to the driver; {said}"
+    return f"{seconds:.1f} s after the start SIGKILL to the driver; {run.kill()}"
 
 
 def wait_for_checkpoint(run: ChaosRun) -> None:
@@ -82,31 +74,21 @@ def wait_for_checkpoint(run: ChaosRun) -> None:
     run.wait_for(lambda: any(run.run.checkpoints.glob("unfinished-*")), 120.0, "a checkpoint", 0.002)
 
 
-def _while_writing(then: Callable[[ChaosRun], str]) -> Inject:
-    """Act while a checkpoint is being written."""
-
-    def inject(run: ChaosRun, draw: random.Random) -> str:
-        wait_for_checkpoint(run)
-        said = then(run)
-        run.resume()
-        return f"while a checkpoint was written {said}"
-
-    return inject
+def interrupt_checkpoint(run: ChaosRun, draw: random.Random) -> str:
+    wait_for_checkpoint(run)
+    return f"while a checkpoint was written {interrupted(run)}"
 
 
-interrupt_checkpoint = _while_writing(interrupted)
-kill_checkpoint = _while_writing(lambda run: f"SIGKILL to the driver; {run.kill()}")
+def kill_checkpoint(run: ChaosRun, draw: random.Random) -> str:
+    wait_for_checkpoint(run)
+    return f"while a checkpoint was written SIGKILL to the driver; {run.kill()}"
 
 
-def hang_replacement(actor: str) -> Inject:
+def hang_replacement(run: ChaosRun, draw: random.Random, actor: str) -> str | None:
     """Kill an actor, and let its replacement hang as it starts."""
-
-    def inject(run: ChaosRun, draw: random.Random) -> str | None:
-        (run.triggers / f"hang_{actor}_start").touch()
-        said = kill(actor)(run, draw)
-        return said and f"{said}, and its replacement hung as it started"
-
-    return inject
+    (run.triggers / f"hang_{actor}_start").touch()
+    said = kill(run, draw, actor)
+    return said and f"{said}, and its replacement hung as it started"
 
 
 def poison_prompt(run: ChaosRun, draw: random.Random) -> str:
@@ -127,17 +109,13 @@ def jump_clock(run: ChaosRun, draw: random.Random) -> str:
     return f"the wall clock was an hour ahead for {seconds:.1f} s, then back"
 
 
-def trigger(name: str) -> Inject:
+def trigger(run: ChaosRun, draw: random.Random, name: str) -> str:
     """Request a fault from inside: see profiling/chaos/chaos_driver.py."""
-
-    def inject(run: ChaosRun, draw: random.Random) -> str:
-        (run.triggers / name).touch()
-        return name
-
-    return inject
+    (run.triggers / name).touch()
+    return name
 
 
-def _request(run: ChaosRun, name: str) -> str:
+def request(run: ChaosRun, draw: random.Random, name: str) -> str:
     """Request a fault from inside, and wait until it has happened."""
     trigger = run.triggers / name
     trigger.touch()
@@ -148,22 +126,18 @@ def _request(run: ChaosRun, name: str) -> str:
 # Ranks of the Learner
 
 
-def at_stage(kind: str, stage: str) -> Inject:
+def at_stage(run: ChaosRun, draw: random.Random, kind: str, stage: str) -> str | None:
     """Kill or stop a rank, or let it run out of memory, at its next work of this kind."""
-
-    def inject(run: ChaosRun, draw: random.Random) -> str | None:
-        picked = pick(run, draw, "learner-")
-        if picked is None:
-            return None
-        name, cause = picked[0], re.escape(CAUSES[kind])
-        run.must_say.append(("run_failed", rf"^learner died: (.*; )?{name} {PLACE}: [^;]*{cause}"))
-        if kind == "oom" and stage in HALVES:
-            run.must_say.append(("learner_out_of_memory", r"goes on with learner\.micro_batch_tokens \d+"))
-        _must_all_end(run)
-        _request(run, f"{kind}_rank_{name.rpartition('-')[2]}_{stage}")
-        return f"{kind} of {name} at {stage}"
-
-    return inject
+    picked = pick(run, draw, "learner-")
+    if picked is None:
+        return None
+    name, cause = picked[0], re.escape(CAUSES[kind])
+    run.must_say.append(("run_failed", rf"^learner died: (.*; )?{name} {PLACE}: [^;]*{cause}"))
+    if kind == "oom" and stage in HALVES:
+        run.must_say.append(("learner_out_of_memory", r"goes on with learner\.micro_batch_tokens \d+"))
+    _must_all_end(run)
+    request(run, draw, f"{kind}_rank_{name.rpartition('-')[2]}_{stage}")
+    return f"{kind} of {name} at {stage}"
 
 
 def pause_rank(run: ChaosRun, draw: random.Random) -> str | None:
@@ -194,14 +168,12 @@ def stop_ranks(run: ChaosRun, draw: random.Random) -> str | None:
 
 def interrupt_with_hung_rank(run: ChaosRun, draw: random.Random) -> str | None:
     """Send SIGTERM to the driver while a rank hangs, and another waits for it in a collective."""
-    said = at_stage("stop", draw.choice(("forward", "backward")))(run, draw)
+    said = at_stage(run, draw, "stop", draw.choice(("forward", "backward")))
     if said is None:
         return None
     time.sleep(draw.uniform(1.0, 5.0))
     run.must_say = []  # a run that was stopped is not restored
-    ended = interrupted(run)
-    run.resume()
-    return f"{said}; {ended}"
+    return f"{said}; {interrupted(run)}"
 
 
 def fill_disk_of_rank(run: ChaosRun, draw: random.Random) -> str | None:
@@ -224,33 +196,20 @@ def _must_all_end(run: ChaosRun) -> None:
 # Weight syncs
 
 
-def in_phase(kind: str, phase: str) -> Inject:
+def in_phase(run: ChaosRun, draw: random.Random, kind: str, phase: str) -> str:
     """Kill or stop a Generator, or let it fail, as it begins a phase of the next sync."""
-
-    def inject(run: ChaosRun, draw: random.Random) -> str:
-        if SAYS[kind]:
-            where = "`stage`" if phase == "stage" else "`switch`"
-            if kind == "fail" and phase != "stage":
-                where += f": phase `{phase}`"
-            run.must_say.append(("generator_failed", rf"^weight sync: generator-\d {SAYS[kind]} {where}"))
-        return _request(run, f"{kind}_sync_{phase}")
-
-    return inject
+    if SAYS[kind]:
+        where = "`stage`" if phase == "stage" else "`switch`"
+        if kind == "fail" and phase != "stage":
+            where += f": phase `{phase}`"
+        run.must_say.append(("generator_failed", rf"^weight sync: generator-\d {SAYS[kind]} {where}"))
+    return request(run, draw, f"{kind}_sync_{phase}")
 
 
 def flip_bits(run: ChaosRun, draw: random.Random) -> str:
     """Let the weights arrive with another checksum than theirs."""
     run.must_say.append(("generator_failed", r"did not arrive complete"))
-    return _request(run, "flip_sync_bits")
-
-
-def sending(what: str) -> Inject:
-    """Kill the Learner, or close the wire, between two chunks of a version on its way."""
-
-    def inject(run: ChaosRun, draw: random.Random) -> str:
-        return _request(run, f"{what}_sending")
-
-    return inject
+    return request(run, draw, "flip_sync_bits")
 
 
 # Nodes
@@ -310,5 +269,4 @@ def lose_head_in_checkpoint(run: ChaosRun, draw: random.Random) -> str | None:
         run.wrong.append("exit status 0")
     run.cluster.stop()
     run.cluster.start()
-    run.resume()
     return f"the head was lost in a checkpoint; the driver ended with status {status} after {seconds:.0f} s"

@@ -29,23 +29,17 @@ def pick(run: ChaosRun, draw: random.Random, prefix: str = "") -> tuple[str, psu
     return draw.choice(present) if present else None
 
 
-def kill(prefix: str) -> Inject:
-    def inject(run: ChaosRun, draw: random.Random) -> str | None:
-        picked = pick(run, draw, prefix)
-        return f"SIGKILL to {picked[0]}" if picked and signalled(picked[1], signal.SIGKILL) else None
-
-    return inject
+def kill(run: ChaosRun, draw: random.Random, prefix: str) -> str | None:
+    picked = pick(run, draw, prefix)
+    return f"SIGKILL to {picked[0]}" if picked and signalled(picked[1], signal.SIGKILL) else None
 
 
-def hang(prefix: str) -> Inject:
-    def inject(run: ChaosRun, draw: random.Random) -> str | None:
-        picked = pick(run, draw, prefix)
-        if picked is None or not signalled(picked[1], signal.SIGSTOP):
-            return None
-        run.stopped.append(picked[1])
-        return f"SIGSTOP to {picked[0]}"
-
-    return inject
+def hang(run: ChaosRun, draw: random.Random, prefix: str) -> str | None:
+    picked = pick(run, draw, prefix)
+    if picked is None or not signalled(picked[1], signal.SIGSTOP):
+        return None
+    run.stopped.append(picked[1])
+    return f"SIGSTOP to {picked[0]}"
 
 
 def _stopped_for(processes: list[psutil.Process], seconds: float) -> None:
@@ -92,26 +86,20 @@ def _child(run: ChaosRun, actor: str, is_leaf: bool) -> psutil.Process | None:
     return None
 
 
-def kill_child(actor: str, is_leaf: bool = False) -> Inject:
-    def inject(run: ChaosRun, draw: random.Random) -> str | None:
-        child = _child(run, actor, is_leaf)
-        if child is None or not signalled(child, signal.SIGKILL):
-            return None
-        time.sleep(2.0)  # until the actor notices
-        return f"SIGKILL to a child of {actor}"
-
-    return inject
+def kill_child(run: ChaosRun, draw: random.Random, actor: str, is_leaf: bool = False) -> str | None:
+    child = _child(run, actor, is_leaf)
+    if child is None or not signalled(child, signal.SIGKILL):
+        return None
+    time.sleep(2.0)  # until the actor notices
+    return f"SIGKILL to a child of {actor}"
 
 
-def hang_child(actor: str, is_leaf: bool = False) -> Inject:
-    def inject(run: ChaosRun, draw: random.Random) -> str | None:
-        child = _child(run, actor, is_leaf)
-        if child is None or not signalled(child, signal.SIGSTOP):
-            return None
-        run.stopped.append(child)
-        return f"SIGSTOP to a child of {actor}"
-
-    return inject
+def hang_child(run: ChaosRun, draw: random.Random, actor: str, is_leaf: bool = False) -> str | None:
+    child = _child(run, actor, is_leaf)
+    if child is None or not signalled(child, signal.SIGSTOP):
+        return None
+    run.stopped.append(child)
+    return f"SIGSTOP to a child of {actor}"
 
 
 def hang_fork_server(run: ChaosRun, draw: random.Random) -> str | None:
@@ -128,39 +116,32 @@ def hang_fork_server(run: ChaosRun, draw: random.Random) -> str | None:
 # Memory and files
 
 
-def kernel_kill(prefix: str) -> Inject:
-    def inject(run: ChaosRun, draw: random.Random) -> str | None:
-        picked = pick(run, draw, prefix)
-        if picked is None:
-            return None
-        with out_of_memory(picked[1]):
-            if wait_until_gone([picked[1]], 30.0):
-                run.wrong.append(f"{picked[0]} was still there: the kernel did not kill it")
-        return f"{picked[0]} in a memory group of 64 KiB"
-
-    return inject
+def kernel_kill(run: ChaosRun, draw: random.Random, prefix: str) -> str | None:
+    picked = pick(run, draw, prefix)
+    if picked is None:
+        return None
+    with out_of_memory(picked[1]):
+        if wait_until_gone([picked[1]], 30.0):
+            run.wrong.append(f"{picked[0]} was still there: the kernel did not kill it")
+    return f"{picked[0]} in a memory group of 64 KiB"
 
 
-def memory_monitor(newest: str) -> Inject:
+def memory_monitor(run: ChaosRun, draw: random.Random, newest: str) -> str | None:
     """Show Ray's monitor a full memory until it kills; the newest is first, so an actor is replaced before."""
-
-    def inject(run: ChaosRun, draw: random.Random) -> str | None:
-        assert run.memory is not None
-        since = time.time()
-        if newest:
-            kill(newest)(run, draw)
-            back = f"{newest.partition('-')[0]}_back"
-            run.wait_for(lambda: bool(run.events(since, back)), 120.0, back)
-        before = {name: run.actor(name) for name in run.actors()}
-        run.memory.use(0.951)  # Ray kills as many processes as bring it below 0.95
-        try:
-            run.wait_for(lambda: bool(_ended(before)), 30.0, "a kill by Ray's memory monitor")
-        finally:
-            run.memory.use(0.2)
-        time.sleep(1.0)
-        return f"Ray's memory monitor killed {', '.join(_ended(before))}"
-
-    return inject
+    assert run.memory is not None
+    since = time.time()
+    if newest:
+        kill(run, draw, newest)
+        back = f"{newest.partition('-')[0]}_back"
+        run.wait_for(lambda: bool(run.events(since, back)), 120.0, back)
+    before = {name: run.actor(name) for name in run.actors()}
+    run.memory.use(0.951)  # Ray kills as many processes as bring it below 0.95
+    try:
+        run.wait_for(lambda: bool(_ended(before)), 30.0, "a kill by Ray's memory monitor")
+    finally:
+        run.memory.use(0.2)
+    time.sleep(1.0)
+    return f"Ray's memory monitor killed {', '.join(_ended(before))}"
 
 
 def _ended(processes: dict[str, psutil.Process | None]) -> list[str]:
@@ -192,21 +173,15 @@ def few_files(run: ChaosRun, draw: random.Random) -> str | None:
 
 
 def kill_driver(run: ChaosRun, draw: random.Random) -> str:
-    said = run.kill()
-    run.resume()
-    return f"SIGKILL to the driver; {said}"
+    return f"SIGKILL to the driver; {run.kill()}"
 
 
 def hang_up(run: ChaosRun, draw: random.Random) -> str:
-    said = run.kill(signal.SIGHUP)
-    run.resume()
-    return f"SIGHUP to the driver, as from a closed terminal; {said}"
+    return f"SIGHUP to the driver, as from a closed terminal; {run.kill(signal.SIGHUP)}"
 
 
 def interrupt(run: ChaosRun, draw: random.Random) -> str:
-    said = interrupted(run)
-    run.resume()
-    return said
+    return interrupted(run)
 
 
 def interrupted(run: ChaosRun, allowed: Sequence[int] = (INTERRUPTED,)) -> str:
@@ -228,7 +203,6 @@ def interrupt_twice(run: ChaosRun, draw: random.Random) -> str:
             run.signal(signal.SIGTERM)
         started = time.monotonic()
         run.wait_for_end(30.0)
-    run.resume()
     return f"SIGTERM twice to the driver; it ended {time.monotonic() - started:.1f} s later; {gone[0]}"
 
 
@@ -247,24 +221,19 @@ def second_driver(run: ChaosRun, draw: random.Random) -> str:
     return f"a second driver; refused: {text.splitlines()[-1][:120] if text else ''}"
 
 
-def rays_own(name: str) -> Inject:
+def rays_own(run: ChaosRun, draw: random.Random, name: str) -> str | None:
     """Kill one of Ray's own processes on the driver's node; the run cannot continue, and must end by itself."""
-
-    def inject(run: ChaosRun, draw: random.Random) -> str | None:
-        found = [process for process in run.processes() if _program(process) == name]
-        if not found:
-            return None
-        with run.gone_afterwards() as gone:
-            signalled(found[0], signal.SIGKILL)
-            started = time.monotonic()
-            status = run.wait_for_end(180.0)
-            seconds = time.monotonic() - started
-        if status == 0:
-            run.wrong.append("exit status 0")
-        run.resume()
-        return f"SIGKILL to {name}; the driver ended with status {status} after {seconds:.1f} s; {gone[0]}"
-
-    return inject
+    found = [process for process in run.processes() if _program(process) == name]
+    if not found:
+        return None
+    with run.gone_afterwards() as gone:
+        signalled(found[0], signal.SIGKILL)
+        started = time.monotonic()
+        status = run.wait_for_end(180.0)
+        seconds = time.monotonic() - started
+    if status == 0:
+        run.wrong.append("exit status 0")
+    return f"SIGKILL to {name}; the driver ended with status {status} after {seconds:.1f} s; {gone[0]}"
 
 
 def _program(process: psutil.Process) -> str:

@@ -150,10 +150,10 @@ class ChaosRun:
         assert self._driver is not None
         self._driver.send_signal(number)
 
-    def interrupt(self, timeout_s: float = 120.0) -> int:
+    def interrupt(self) -> int:
         """Send SIGTERM to the driver; returns its exit status, or raises TimeoutError."""
         self.signal(signal.SIGTERM)
-        return self.wait_for_end(timeout_s)
+        return self.wait_for_end(120.0)
 
     def wait_for_end(self, timeout_s: float) -> int:
         assert self._driver is not None
@@ -273,7 +273,7 @@ class ChaosRun:
         while not condition():
             self.check_alive()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{what}: not within {timeout_s:g} s")
+                raise TimeoutError(f"{what}: not within {timeout_s:g} s: {self.last_words()}")
             time.sleep(every_s)
 
     @property

@@ -71,17 +71,12 @@ def killed(run: ChaosRun, victim: str) -> bool:
 
 def wait_for_progress(run: ChaosRun, step: int) -> bool:
     """Wait for a line of a later step; return False if the run is finished."""
-    deadline = time.monotonic() + LIMIT_S
-    while run.last_step() <= step:
-        try:
-            run.check_alive()
-        except RunEnded as error:
-            if error.status != 0:
-                raise
-            return False
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"no step after {step} within {LIMIT_S:g} s: {run.last_words()}")
-        time.sleep(0.2)
+    try:
+        run.wait_for(lambda: run.last_step() > step, LIMIT_S, f"a step after {step}", 0.2)
+    except RunEnded as error:
+        if error.status != 0:
+            raise
+        return False
     return True
 
 

@@ -41,23 +41,6 @@ def test_a_warning_is_shown_after_every_step_until_it_is_cleared(log: RunLog, di
     assert display.take() == []
 
 
-def test_a_line_that_cannot_be_written_is_a_warning_until_it_is_written(log: RunLog, display: Recorder) -> None:
-    path = log.run.metrics_path
-    path.mkdir()  # nothing can be appended to it
-    log.line(1, {"reward/mean": 0.5})
-    settle(log)
-    log.show_warnings()
-    (shown,) = display.take()
-    assert str(path) in shown
-    assert "1 lines wait in memory" in shown
-    path.rmdir()
-    log.line(2, {"reward/mean": 0.75})
-    settle(log)
-    log.show_warnings()
-    assert display.take() == []
-    assert read_metrics(path) == [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.75}]
-
-
 def test_event_is_written_with_its_step_and_shown(log: RunLog, display: Recorder) -> None:
     log.step = 7
     before = time.time()
@@ -93,23 +76,28 @@ def test_events_of_earlier_processes_count(log: RunLog, display: Recorder) -> No
     assert RunLog(log.run, display).num_events("generator_failed") == 3
 
 
-def test_an_event_that_the_disk_refused_is_retried_after_the_next_step(
-    log: RunLog, display: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_the_disk_refused_is_a_warning_until_it_is_retried_after_the_next_step(
+    log: RunLog, display: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
+    paths = log.run.metrics_path, log.run.events_path
     with monkeypatch.context() as patch:
         patch.setattr("grpo_ray.records.json_lines._write_whole", full)
+        log.line(1, {"reward/mean": 0.5})
         log.event("scorer_back", "scorer", "scores again")
         settle(log)
+        display.take()
         log.show_warnings()
-        assert any("1 lines wait in memory" in text for text in display.take())
+        error = "[Errno 28] No space left on device; 1 lines wait in memory"
+        assert display.take() == [f"{path}: {error}" for path in paths]
         assert log.num_events("scorer_back") == 1
-    settle(log)
-    log.show_warnings()  # which retries without another event
+        settle(log)
+    log.show_warnings()  # which retries without another line or event
     settle(log)
     display.take()
     log.show_warnings()
     assert display.take() == []
-    assert [event["kind"] for event in read_metrics(tmp_path / "events.jsonl")] == ["scorer_back"]
+    assert read_metrics(paths[0]) == [{"step": 1, "reward/mean": 0.5}]
+    assert [event["kind"] for event in read_metrics(paths[1])] == ["scorer_back"]

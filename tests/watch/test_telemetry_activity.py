@@ -2,16 +2,12 @@
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from builders import check_names
-from local_runs import make_config, train
 
 from grpo_ray.errors import ActorDied
-from grpo_ray.records.run_files import RunDirectory, read_metrics
-from grpo_ray.tools.report.series import stage_times
 from grpo_ray.watch.activity import Activity, Window
 from grpo_ray.watch.stage_clock import ActorStats, StageClock, StageTimes
 
@@ -168,35 +164,3 @@ def test_many_generators_share_their_mean_and_the_slowest() -> None:
     more = {f"generator_{n}": {"generate": 1.0, "wait_for_prompts": 3.0} for n in range(200)}
     assert len(window(**more, learner=LEARNER).metrics(num_generators=200)) == len(metrics)
     assert list(whole.drawn) == [*(f"generator-{n}" for n in range(16)), "learner"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("model_cache")
-def test_a_runs_stages_add_up_to_its_time(tmp_path: Path) -> None:
-    """Check each actor between the first and last line, and in the report; test_run.py does so on Ray."""
-    train(make_config("weight_sync.max_lag=1", "generator.num_generators=2"), tmp_path / "run")
-    lines = read_metrics(RunDirectory(tmp_path / "run").metrics_path)
-    assert check_names({name for line in lines for name in line} - {"step"}) == []
-    whole = sum(line["timing/step_s"] for line in lines)
-    columns = {name: [line.get(name) for line in lines] for line in lines for name in line}
-    actors = stage_times(columns)
-    assert actors.keys() == {
-        "driver", "learner", "buffer", "scorer", "weight_sync", "generator-0", "generator-1",
-    }  # fmt: skip
-    for name, stages in actors.items():
-        # Here all actors share one thread: one that is asked while others work answers late, once at each end.
-        assert sum(map(sum, stages.values())) == pytest.approx(whole, abs=0.02 * whole + 0.1), name
-        assert all(seconds >= 0 for each in stages.values() for seconds in each), name
-    for stage in ("train", "optimizer", "snapshot", "capture", "wait_for_batch"):
-        assert sum(actors["learner"][stage]) > 0, stage
-    for name in (
-        "buffer/make_batch", "buffer/write_rollouts", "scorer/score", "weight_sync/stage",
-        "generator-1/generate", "generator-1/load_weights",
-        "driver/train", "driver/evaluate", "driver/checkpoint",
-    ):  # fmt: skip
-        actor, _, stage = name.partition("/")
-        assert sum(actors[actor][stage]) > 0, (actor, stage)
-    # The step's durations come from the same clock, so they agree except at the edges of the windows.
-    trained = sum(line["timing/train_s"] for line in lines)
-    in_turns = sum(sum(actors["learner"][stage]) for stage in ("train", "optimizer", "logprobs"))
-    assert in_turns == pytest.approx(trained, rel=0.02, abs=0.01)

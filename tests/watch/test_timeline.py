@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import check_names
 from local_runs import make_config, train, until
 
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.core.controller import Controller
 from grpo_ray.records.run_files import RunDirectory, last_logged_step, read_metrics
+from grpo_ray.tools.report.series import stage_times
 from grpo_ray.watch.stage_clock import Span, StageTimes
 from grpo_ray.watch.timeline import Timeline, row_of
 
@@ -141,9 +143,12 @@ def test_a_full_disk_is_reported_and_survived(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("model_cache")
-def test_a_runs_timeline_is_its_metrics(tmp_path: Path) -> None:
-    """Rows have no gaps or overlaps, and the seconds of metrics.jsonl, even if a Generator dies."""
-    config = make_config("generator.num_generators=2")
+def test_a_runs_stages_add_up_to_its_time_and_its_timeline_has_them(tmp_path: Path) -> None:
+    """Rows have no gaps or overlaps, and the seconds of metrics.jsonl, even if a Generator dies.
+
+    Each actor's stages add up to the time between the first and last line.
+    """
+    config = make_config("weight_sync.max_lag=1", "generator.num_generators=2")
 
     async def end_a_generator(actors: LocalActors, controller: Controller) -> None:
         await until(lambda: controller._version >= 3)
@@ -175,6 +180,31 @@ def test_a_runs_timeline_is_its_metrics(tmp_path: Path) -> None:
     begun, ended = ([e["id"] for e in events if e["ph"] == phase] for phase in "be")
     assert begun == ended
     assert len(set(begun)) == len(begun) >= 32
+    check_stages(lines)
+
+
+def check_stages(lines: list[dict[str, Any]]) -> None:
+    assert check_names({name for line in lines for name in line} - {"step"}) == []
+    whole = sum(line["timing/step_s"] for line in lines)
+    actors = stage_times({name: [line.get(name) for line in lines] for line in lines for name in line})
+    del actors["generator-1"]  # which died
+    for name, stages in actors.items():
+        # Here all actors share one thread: one that is asked while others work answers late, once at each end.
+        assert sum(map(sum, stages.values())) == pytest.approx(whole, abs=0.02 * whole + 0.1), name
+        assert all(seconds >= 0 for each in stages.values() for seconds in each), name
+    for stage in ("train", "optimizer", "snapshot", "capture", "wait_for_batch"):
+        assert sum(actors["learner"][stage]) > 0, stage
+    for name in (
+        "buffer/make_batch", "buffer/write_rollouts", "scorer/score", "weight_sync/stage",
+        "generator-0/generate", "generator-0/load_weights",
+        "driver/train", "driver/evaluate", "driver/checkpoint",
+    ):  # fmt: skip
+        actor, _, stage = name.partition("/")
+        assert sum(actors[actor][stage]) > 0, (actor, stage)
+    # The step's durations come from the same clock, so they agree except at the edges of the windows.
+    trained = sum(line["timing/train_s"] for line in lines)
+    in_turns = sum(sum(actors["learner"][stage]) for stage in ("train", "optimizer", "logprobs"))
+    assert in_turns == pytest.approx(trained, rel=0.02, abs=0.01)
 
 
 @pytest.mark.slow
