@@ -398,22 +398,6 @@ def test_a_batch_of_which_nothing_is_trained_leaves_the_weights(
     assert torch.equal(flat_weights(learner.model), before)
 
 
-def test_mismatch_clipping_and_effective_samples_by_hand(make_learner: MakeLearner) -> None:
-    learner = make_learner()
-    log_ratios = np.array([0.0, 0.5, -0.5, 1.0])
-    group = by_log_ratios(learner, log_ratios)
-    metrics = step(learner, [group])
-    weights = np.exp(log_ratios)
-    assert metrics["mismatch/ess_frac"] == pytest.approx(
-        weights.sum() ** 2 / (4 * (weights**2).sum()), rel=1e-4
-    )
-    assert metrics["mismatch/kl"] == pytest.approx((weights - 1 - log_ratios).mean(), rel=1e-4)
-    assert metrics["mismatch/logprob_diff/max"] == pytest.approx(1.0, abs=1e-5)
-    # Above 1.2 with an advantage above 0 are e^0.5 and e^1; below 0.8 with one below 0 is e^-0.5.
-    assert metrics["loss/clip_frac"] == pytest.approx(3 / 8)
-    assert metrics["throughput/trained_tokens"] == 8
-
-
 def by_log_ratios(learner: Learner, log_ratios: np.ndarray) -> ScoredGroup:
     """Make a group of two equal responses with the given differences of logprobs, Learner minus sampler."""
     response = [21, 22, 23, 24][: len(log_ratios)]
