@@ -88,25 +88,26 @@ def parts(group: ScoredGroup, metric: str = "advantage") -> tuple[RolloutGroup, 
     return group.rollout, Verdict(**of_verdict, facts=group.facts_for(metric))
 
 
+def schedule_config(**sections: Any) -> Config:
+    """Make a configuration of groups of two responses, for what needs no model."""
+    sections["algorithm"] = {"samples_per_prompt": 2, **sections["algorithm"]}
+    return Config.model_validate({"model": {"path": "m"}, "task": {"kind": "sorting"}, **sections})
+
+
 def make_buffer(
     rollouts: Path | None = None, checkpoint: Path | None = None, *, size: int = 2, max_bytes: int = 2**30,
     masks_old: bool = False, num_replayed: int = 0, replay: dict[str, Any] | None = None, seed: int = 0,
 ) -> TrajectoryBuffer:  # fmt: skip
     """Make a buffer with batches of `size` fresh groups and `num_replayed` earlier ones."""
     prompts = size + num_replayed
-    config = Config.model_validate(
-        {
-            "model": {"path": "m"},
-            "task": {"kind": "sorting"},
-            "run": {"seed": seed},
-            "algorithm": {"num_steps": 100, "prompts_per_step": prompts, "samples_per_prompt": 2},
-            "buffer": {
-                "max_gib": max_bytes / 2**30,
-                "replay": {"frac": num_replayed / prompts, **(replay or {})},
-            },
-            "episodes": {"over_age": "mask" if masks_old else "wait"},
-        }
-    )
+    config = schedule_config(
+        run={"seed": seed},
+        algorithm={"num_steps": 100, "prompts_per_step": prompts},
+        buffer={
+            "max_gib": max_bytes / 2**30, "replay": {"frac": num_replayed / prompts, **(replay or {})}
+        },
+        episodes={"over_age": "mask" if masks_old else "wait"},
+    )  # fmt: skip
     return TrajectoryBuffer(config, rollouts, checkpoint)
 
 

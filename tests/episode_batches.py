@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ class Turn:
     advantage: float = 0.0
     sequence: int = 0  # of its episode's sequences, the one that trains it
     weights: list[float] | None = None  # factor of each token's loss
+    penalties: list[float] | None = None  # of each token, times |log(pi / pi_old)|
     teacher: list[float] | None = None  # the teacher's logprobs
 
 
@@ -157,70 +158,87 @@ def _joined(turns: Sequence[Turn], versions: int) -> Episode:
 
 
 def slow_gradient(
-    model: torch.nn.Module, config: Config, samples: Sequence[Sequence[Turn]], reference: Any = None
-) -> tuple[float, torch.Tensor]:
-    """Compute loss and gradient of the first update by one row per turn."""
+    model: torch.nn.Module, config: Config, samples: Sequence[Sequence[Turn]], reference: Any = None,
+    first: Any = None, groups: Sequence[int] | None = None,
+) -> tuple[float, torch.Tensor, int]:  # fmt: skip
+    """Compute loss and gradient of an update by one row per turn, and the number of clipped tokens.
+
+    Args:
+        first: the policy before the batch's first update; None: this is that update.
+        groups: the group of each sample; None: groups are whole.
+    """
     algorithm = config.algorithm
     played = [turn for turns in samples for turn in turns]
-    rows, of_reference = rows_of_turns(model, config, played), dict[int, list[torch.Tensor]]()
-    if reference is not None:
-        with torch.no_grad():
-            of_reference = rows_of_turns(reference, config, played)
-    per_sample = [slow_losses(config, turns, rows, of_reference) for turns in samples]
-    groups = [place // config.algorithm.samples_per_prompt for place in range(len(samples))]
+    rows = Rows(rows_of_turns(model, config, played))
+    with torch.no_grad():
+        rows.first = rows_of_turns(first, config, played) if first is not None else rows.policy
+        rows.reference = rows_of_turns(reference, config, played) if reference is not None else {}
+    per_sample = [slow_losses(config, turns, rows) for turns in samples]
+    groups = groups or [place // algorithm.samples_per_prompt for place in range(len(samples))]
     total = slow_total(algorithm, per_sample, groups, config.sampling.max_tokens)
     gradients = torch.autograd.grad(total, list(model.parameters()))
-    return total.item(), torch.cat([gradient.flatten() for gradient in gradients])
+    return total.item(), torch.cat([gradient.flatten() for gradient in gradients]), rows.num_clipped
 
 
-Rows = Mapping[int, Sequence[torch.Tensor]]  # of each turn, by its `id`
+@dataclass
+class Rows:
+    """The log-distributions of each turn, by its `id`, under each policy that a loss compares."""
+
+    policy: Mapping[int, Sequence[torch.Tensor]]
+    first: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)
+    reference: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)
+    num_clipped: int = 0  # tokens so far
 
 
-def slow_losses(config: Config, turns: Sequence[Turn], rows: Rows, of_reference: Rows) -> list[torch.Tensor]:
+def slow_losses(config: Config, turns: Sequence[Turn], rows: Rows) -> list[torch.Tensor]:
     """Compute the losses of a sample's tokens, those of a ratio loss only with a finite old logprob."""
     losses = []
     for number in sorted({turn.sequence for turn in turns}):
-        own = [turn for turn in turns if turn.sequence == number]
-        losses += _losses_of_sequence(config, own, rows, of_reference)
+        losses += _losses_of_sequence(config, [turn for turn in turns if turn.sequence == number], rows)
     return losses
 
 
-def _losses_of_sequence(
-    config: Config, turns: Sequence[Turn], rows_of_policy: Rows, rows_of_reference: Rows
-) -> list[Any]:
+def _losses_of_sequence(config: Config, turns: Sequence[Turn], all_rows: Rows) -> list[Any]:
     algorithm = config.algorithm
-    rows, new, behaviour, advantages, of_reference = [], [], [], [], []
+    rows, new, first, behaviour, advantages, of_reference = [], [], [], [], [], []
     factors: list[float] = []
+    penalties: list[float] = []
     teacher: list[float] = []
     for turn in turns:
-        of_turn = rows_of_policy[id(turn)]
-        rows += of_turn
-        new += [row[token] for row, token in zip(of_turn, turn.reply, strict=True)]
+        rows += all_rows.policy[id(turn)]
+        new += _log_probs(all_rows.policy, turn)
+        first += [value.item() for value in _log_probs(all_rows.first, turn)]
+        of_reference += _log_probs(all_rows.reference, turn) if all_rows.reference else []
         behaviour += turn.logprobs
         given = 0.0 if turn.teacher and not config.distillation.use_reward else turn.advantage
         advantages += [given] * len(turn.reply)
         factors += turn.weights or [1.0] * len(turn.reply)
+        penalties += turn.penalties or [0.0] * len(turn.reply)
         teacher += turn.teacher or []
-        if rows_of_reference:
-            own = zip(rows_of_reference[id(turn)], turn.reply, strict=True)
-            of_reference += [row[token] for row, token in own]
-    first = [value.item() for value in new]
     for t, taught in enumerate(teacher):
         bound = config.distillation.max_gap
         gap = min(max(taught - first[t], -bound), bound)
         advantages[t] += config.distillation.coefficient * gap
     old = first if algorithm.old_log_probs == "proximal" else behaviour
-    kept = [t for t in range(len(new)) if algorithm.loss not in RATIO_LOSSES or math.isfinite(old[t])]
+    has_ratio = algorithm.loss in RATIO_LOSSES or (all_rows.reference and algorithm.kl.estimator == "unbiased")
+    kept = [t for t in range(len(new)) if not has_ratio or math.isfinite(old[t])]
     logs = [a - b if math.isfinite(b) else None for a, b in zip(first, behaviour, strict=True)]
-    weights = slow_product(algorithm, logs, advantages)
-    of_loss, _ = slow_loss(algorithm, new, old, advantages, kept)
+    drift = [b - a.item() if math.isfinite(b) else None for a, b in zip(new, behaviour, strict=True)]
+    weights = slow_product(algorithm, logs, advantages, drift)
+    of_loss, num_clipped = slow_loss(algorithm, new, old, advantages, kept)
+    all_rows.num_clipped += num_clipped
     losses = []
     for t in kept:
         loss = factors[t] * weights[t] * of_loss[t]
-        if rows_of_reference:
-            loss = loss + algorithm.kl.coefficient * slow_kl(
-                algorithm.kl.estimator, new[t], of_reference[t], old[t]
-            )
+        if penalties[t]:
+            loss = loss + penalties[t] * abs(new[t] - old[t])
+        if of_reference:
+            kl = slow_kl(algorithm.kl.estimator, new[t], of_reference[t].item(), old[t])
+            loss = loss + algorithm.kl.coefficient * kl
         possible = rows[t][rows[t].isfinite()]
         losses.append(loss + algorithm.entropy_bonus * (possible.exp() * possible).sum())
     return losses
+
+
+def _log_probs(rows: Mapping[int, Sequence[torch.Tensor]], turn: Turn) -> list[torch.Tensor]:
+    return [row[token] for row, token in zip(rows[id(turn)], turn.reply, strict=True)]

@@ -3,10 +3,11 @@
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from grpo_ray.core.context import RunContext
 from grpo_ray.records.checkpoint import CheckpointState, CheckpointStore
+from grpo_ray.watch.event_loop import gathered
 from grpo_ray.watch.run_log import Metrics
 from grpo_ray.watch.stage_clock import Duration
 
@@ -104,15 +105,9 @@ class Checkpointing:
         folder = await disk.run("a new checkpoint", partial(self._store.begin, state.step))
         with self._calls.call("learner", f"writes the checkpoint of step {state.step}"):
             # Both have ended before the next attempt, also if one fails.
-            written = await asyncio.gather(
-                self._actors.learner.write_captured(folder),
-                self._actors.buffer.write_captured(folder / "training"),
-                return_exceptions=True,
-            )
-        for error in written:
-            if isinstance(error, BaseException):
-                raise error
-        files, groups = cast(list[dict[str, int]], written)
+            of_learner = self._actors.learner.write_captured(folder)
+            of_buffer = self._actors.buffer.write_captured(folder / "training")
+            files, groups = await gathered([of_learner, of_buffer])
         files = {**files, **{f"training/{name}": size for name, size in groups.items()}}
         if missing := await self._actors.buffer.flush() or await self._log.on_disk():
             return WAITS + missing

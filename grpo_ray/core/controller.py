@@ -62,8 +62,8 @@ class Packed:
 
     whole: Ref[WeightSnapshot]
     copied: Awaitable[int]
-    changes: Ref[WeightSnapshot | None] | None = None
-    sent_frac: Awaitable[float] | None = None
+    changes: Ref[WeightSnapshot | None] | None
+    sent_frac: Awaitable[float] | None
 
 
 class Controller:
@@ -135,7 +135,8 @@ class Controller:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 self._pool.start(tasks)
-                watch = self._stall_watch()
+                limit_s, work_done = self._config.recovery.stall_timeout_s, self._actors.learner.work_done
+                watch = StallWatch(self._calls, self._pool, self._log, limit_s, work_done)
                 watching: asyncio.Task[None] | None = None
                 with contextlib.suppress(_Stopped):
                     await self._unless_stopped(until_all_ready(self._context, self._ready))
@@ -155,10 +156,6 @@ class Controller:
             if not isinstance(error, RECOVERABLE):
                 await self._save_after_error()
             raise error from None
-
-    def _stall_watch(self) -> StallWatch:
-        limit_s, work_done = self._config.recovery.stall_timeout_s, self._actors.learner.work_done
-        return StallWatch(self._calls, self._pool, self._log, limit_s, work_done)
 
     async def _ready(self, actor: ActorClient) -> None:
         with self._calls.call(actor.name, "starts"):
@@ -201,11 +198,9 @@ class Controller:
     def _pack(self) -> Packed:
         """Have the Learner copy its weights, and with `weight_sync.delta` find what has changed in them."""
         learner = self._actors.learner
-        packed = Packed(*learner.snapshot())
-        if not self._config.weight_sync.delta:
-            return packed
-        changes, sent_frac = learner.delta()
-        return replace(packed, changes=changes, sent_frac=sent_frac)
+        whole, copied = learner.snapshot()
+        changes, sent_frac = learner.delta() if self._config.weight_sync.delta else (None, None)
+        return Packed(whole, copied, changes, sent_frac)
 
     # Training
 

@@ -57,7 +57,6 @@ class Dispatcher:
         """
         self._max_num_seqs = max_num_seqs
         self._serving: dict[str, Incarnation] = {}
-        self._names: dict[int, str] = {}  # of the same, by the number of the process
         self._loads: list[tuple[int, int, Incarnation]] = []  # a heap by sequences; some entries are outdated
         self._waiting: deque[tuple[int, asyncio.Future[Incarnation]]] = deque()
         for client in generators:
@@ -70,18 +69,17 @@ class Dispatcher:
 
     def name_of(self, number: int) -> str | None:
         """Return the name of the Generator that serves in this process, if one does."""
-        return self._names.get(number)
+        return next((name for name, each in self._serving.items() if each.client.number == number), None)
 
     def add(self, client: GeneratorClient) -> None:
         """Let a Generator serve."""
         generator = self._serving[client.name] = Incarnation(client)
-        self._names[client.number] = client.name
         self._load(generator, 0)
         self._hand_out()
 
     def remove(self, name: str) -> None:
         """Give no more groups to a Generator; those that it has end by themselves, with an error."""
-        del self._names[self._serving.pop(name).client.number]
+        del self._serving[name]
 
     @contextlib.asynccontextmanager
     async def room(self, num_sequences: int, is_alone: bool = False) -> AsyncIterator[Incarnation]:
@@ -92,11 +90,15 @@ class Dispatcher:
         """
         if is_alone:
             num_sequences = max(num_sequences, SURPLUS * self._max_num_seqs)
-        generator = await self._room(num_sequences)
+        room: asyncio.Future[Incarnation] = asyncio.get_running_loop().create_future()
+        self._waiting.append((num_sequences, room))
+        self._hand_out()
         try:
-            yield generator
+            yield await room
         finally:
-            self._release(generator, num_sequences)
+            if room.done() and not room.cancelled():  # also if the wait was cancelled as the room was given
+                self._load(room.result(), -num_sequences)
+                self._hand_out()
 
     @contextlib.asynccontextmanager
     async def slot(self, generator: Incarnation, num_sequences: int, limit_s: float) -> AsyncIterator[None]:
@@ -115,21 +117,6 @@ class Dispatcher:
             finally:
                 generator.slots.remove(slot)
                 generator.schedule(self._max_num_seqs)
-
-    async def _room(self, num_sequences: int) -> Incarnation:
-        room: asyncio.Future[Incarnation] = asyncio.get_running_loop().create_future()
-        self._waiting.append((num_sequences, room))
-        self._hand_out()
-        try:
-            return await room
-        except asyncio.CancelledError:
-            if room.done() and not room.cancelled():
-                self._release(room.result(), num_sequences)
-            raise
-
-    def _release(self, generator: Incarnation, num_sequences: int) -> None:
-        self._load(generator, -num_sequences)
-        self._hand_out()
 
     def _load(self, generator: Incarnation, num_sequences: int) -> None:
         """Add sequences to a Generator's load, and an entry to the heap, which stays in proportion to them."""

@@ -9,7 +9,7 @@
 
 A group without a record is NEW (its id was never given out) or gone: trained, dropped for lack of signal, or
 set aside because every attempt to finish it failed. A WAITING group was lost, cut off, or refused as too old;
-it is dispatched again, so no prompt of an epoch is skipped. Each move names the states that it may start from,
+it is dispatched again, so no prompt of an epoch is skipped. Each move names the state that it starts from,
 so no group is lost, and none is trained twice.
 
 The buffer holds the bytes of groups that are BUFFERED, DROPPED or, until they are handed out, IN_BATCH.
@@ -119,7 +119,7 @@ class GroupBook:
     def admit(self, max_groups: int) -> list[PromptItem]:
         """Move up to `max_groups` groups into flight, waiting ones first; return their prompts."""
         again = sorted(self._by_state[State.WAITING])[: min(self._num_again, max_groups)]
-        self._move(again, (State.WAITING,), State.IN_FLIGHT)
+        self._move(again, State.WAITING, State.IN_FLIGHT)
         new = range(self.next_id, self.next_id + min(self._num_new, max_groups - len(again)))
         for group_id in new:
             self._groups[group_id] = _Group(State.IN_FLIGHT)
@@ -131,21 +131,21 @@ class GroupBook:
 
     def sampling(self, group_id: int) -> None:
         """Note that a Generator has been given the group, under the published version."""
-        self._checked([group_id], (State.IN_FLIGHT,))
+        self._checked([group_id], State.IN_FLIGHT)
         self._groups[group_id].version = self.published_version
 
     def scored(self, group_id: int, facts: GroupFacts) -> None:
         """Note the Scorer's verdict; from here on the group is not cut off, and it waits for room."""
-        self._move([group_id], (State.IN_FLIGHT,), State.SCORED)
+        self._move([group_id], State.IN_FLIGHT, State.SCORED)
         self._groups[group_id].facts = facts
 
     def enter(self, group_id: int) -> bool:
         """Let a scored group into the buffer if there is room, or the next batch waits for it."""
-        self._checked([group_id], (State.SCORED,))
+        self._checked([group_id], State.SCORED)
         num_bytes = self._num_bytes + self._groups[group_id].facts.num_bytes
         if num_bytes > self._max_bytes and not self._queue.is_awaited(group_id):
             return False
-        self._move([group_id], (State.SCORED,), State.ENTERING)
+        self._move([group_id], State.SCORED, State.ENTERING)
         return True
 
     def buffered(self, group_id: int) -> bool:
@@ -154,19 +154,20 @@ class GroupBook:
         Returns:
             True if groups left the order of batches, so that others may have room now.
         """
-        self._move([group_id], (State.ENTERING,), State.BUFFERED)
+        self._move([group_id], State.ENTERING, State.BUFFERED)
         is_late = self._is_too_old(group_id, self._oldest_kept)
         if is_late:
-            self._cut([group_id])
+            self._count_cuts([group_id])
+            self._discard([group_id])
         return self._settle() or is_late
 
     def lost(self, group_ids: Iterable[int]) -> None:
         """Let groups that were lost on their way into the buffer wait to be dispatched again."""
-        self._move(group_ids, (State.ENTERING,), State.WAITING)
+        self._move(group_ids, State.ENTERING, State.WAITING)
 
     def set_aside(self, group_id: int) -> None:
         """Give up a group that could not be finished; another one gets its slot."""
-        self._leave([group_id], (State.IN_FLIGHT,))
+        self._leave([group_id], State.IN_FLIGHT)
         self.given_up.add(group_id)
         self.num_set_aside += 1
         self._queue.leave([group_id])
@@ -189,8 +190,8 @@ class GroupBook:
             self._discard(refused)
             return None
         dropped_ids = tuple(sorted(self._by_state[State.DROPPED]))
-        self._move(group_ids, (State.BUFFERED,), State.IN_BATCH)
-        self._move(dropped_ids, (State.DROPPED,), State.IN_BATCH)
+        self._move(group_ids, State.BUFFERED, State.IN_BATCH)
+        self._move(dropped_ids, State.DROPPED, State.IN_BATCH)
         self._queue.train(group_ids)
         late_ids = self._cut_late(step + 1) if self._cuts_late else ()
         self._settle()
@@ -207,9 +208,11 @@ class GroupBook:
         }
         sampled = [g for g, version in in_flight.items() if version is not None and version < oldest]
         waiting = [g for g, version in in_flight.items() if version is None and self.published_version < oldest]
-        self._cut([g for g in self._by_state[State.BUFFERED] if self._is_too_old(g, oldest)])
-        self._cut(sampled)
-        self._move(waiting, (State.IN_FLIGHT,), State.WAITING)  # they would get the room that the others leave
+        buffered = [g for g in self._by_state[State.BUFFERED] if self._is_too_old(g, oldest)]
+        self._count_cuts([*buffered, *sampled])
+        self._discard(buffered)
+        # Those that wait for a Generator, too: they would get the room that the others leave.
+        self._move([*sampled, *waiting], State.IN_FLIGHT, State.WAITING)
         return *sampled, *waiting
 
     def trained(self, step: int) -> None:
@@ -220,7 +223,7 @@ class GroupBook:
         done = [*batch.group_ids, *batch.dropped_ids]
         outcomes = {group: self._groups[group].facts.outcome for group in done}
         self._prompts.observe({group: known for group, known in outcomes.items() if known is not None})
-        self._leave(done, (State.IN_BATCH,))
+        self._leave(done, State.IN_BATCH)
         self.num_trained += len(batch.group_ids)
         self.num_dropped += len(batch.dropped_ids)
 
@@ -289,24 +292,23 @@ class GroupBook:
 
     # Moves
 
-    def _checked(self, group_ids: Iterable[int], sources: Sequence[State]) -> list[int]:
+    def _checked(self, group_ids: Iterable[int], source: State) -> list[int]:
         """Return the ids as a list.
 
         Raises:
-            ValueError: a group is in none of the states `sources`, or is listed twice; nothing has changed.
+            ValueError: a group is not in the state `source`, or is listed twice; nothing has changed.
         """
         ids = list(group_ids)
-        wrong = {g for g in ids if g not in self._groups or self._groups[g].state not in sources}
+        wrong = {g for g in ids if g not in self._groups or self._groups[g].state is not source}
         if len(set(ids)) < len(ids):
             wrong |= {g for g in ids if ids.count(g) > 1}
         if wrong:
-            names = " or ".join(state.value for state in sources)
-            raise ValueError(f"groups {sorted(wrong)} are not {names} (or listed twice)")
+            raise ValueError(f"groups {sorted(wrong)} are not {source.value} (or listed twice)")
         return ids
 
-    def _move(self, group_ids: Iterable[int], sources: Sequence[State], target: State) -> None:
+    def _move(self, group_ids: Iterable[int], source: State, target: State) -> None:
         """Move groups to another state; all of them, or none if one is in another state."""
-        for group_id in self._checked(group_ids, sources):
+        for group_id in self._checked(group_ids, source):
             group = self._groups[group_id]
             self._take_from(group_id, group)
             group.state = target
@@ -314,9 +316,9 @@ class GroupBook:
                 group.version, group.facts = None, UNKNOWN
             self._put_into(target, group_id)
 
-    def _leave(self, group_ids: Iterable[int], sources: Sequence[State]) -> None:
+    def _leave(self, group_ids: Iterable[int], source: State) -> None:
         """Remove the records of groups that are done."""
-        ids = self._checked(group_ids, sources)
+        ids = self._checked(group_ids, source)
         for group_id in ids:
             self._take_from(group_id, self._groups.pop(group_id))
         self._prompts.forget(ids)
@@ -330,24 +332,20 @@ class GroupBook:
         del self._by_state[group.state][group_id]
         self._num_bytes -= group.facts.num_bytes if group.state in (State.ENTERING, State.BUFFERED) else 0
 
-    def _cut(self, group_ids: Sequence[int]) -> None:
-        """Let groups that come too late for the next batch wait, and count the cut."""
+    def _count_cuts(self, group_ids: Sequence[int]) -> None:
+        """Count the cut of groups that come too late for the next batch."""
         for group_id in group_ids:
             self._groups[group_id].num_cuts += 1
         self._num_cut += len(group_ids)
-        in_flight = self._by_state[State.IN_FLIGHT]
-        unsampled = [group_id for group_id in group_ids if group_id in in_flight]
-        self._discard([group_id for group_id in group_ids if group_id not in in_flight])
-        self._move(unsampled, (State.IN_FLIGHT,), State.WAITING)
 
     def _discard(self, group_ids: Sequence[int]) -> None:
         self.discarded += group_ids
-        self._move(group_ids, (State.BUFFERED,), State.WAITING)
+        self._move(group_ids, State.BUFFERED, State.WAITING)
 
     def _settle(self) -> bool:
         """Drop groups without signal, which give their slots to others; return True if there were any."""
         dropped = self._queue.drop(self._by_state[State.BUFFERED])
-        self._move(dropped, (State.BUFFERED,), State.DROPPED)
+        self._move(dropped, State.BUFFERED, State.DROPPED)
         self._admission.extra_slots += len(dropped)
         return bool(dropped)
 

@@ -95,10 +95,8 @@ class Learner:
         for model in {self.model, *([self._reference.model] if self._reference else [])}:
             if config.learner.compile:
                 compile_blocks(model)
-        if config.model.adapter is None:
-            self.masters = MasterWeights(self.model, self._dtype)
-        else:
-            self.masters = MasterWeights(self.model, self._dtype, trained_parameters(self.model))
+        trained = None if config.model.adapter is None else trained_parameters(self.model)
+        self.masters = MasterWeights(self.model, self._dtype, trained)
         self._optimizer = make_optimizer(self.masters.parameters, config.learner)
         self._clock = StageClock(STAGES, rest="wait_for_batch")
         torch.manual_seed(config.run.seed)  # otherwise every process starts with a different state

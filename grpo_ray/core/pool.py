@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from grpo_ray.config import SamplingConfig
-from grpo_ray.core.clients import GeneratorClient, ServingActors, TeacherClient, WeightSyncClient
+from grpo_ray.core.clients import GeneratorClient, TeacherClient, WeightSyncClient
 from grpo_ray.core.context import ServingContext
 from grpo_ray.core.dispatch import Dispatcher, Incarnation
 from grpo_ray.core.environment_pool import EnvironmentPool
@@ -55,7 +55,7 @@ class GeneratorPool:
     ) -> None:  # fmt: skip
         self._context = context
         self._config, self._calls, self._log = context.config, context.calls, context.log
-        self._actors, self._weight_sync = context.actors, weight_sync
+        self.actors, self._weight_sync = context.actors, weight_sync
         self._settings, self._budget = settings, budget
         self._dispatcher = Dispatcher(context.actors.generators.values(), context.config.generator.max_num_seqs)
         self._admitted: dict[int, str | None] = {}  # by process that does not serve yet: its error in a sync
@@ -85,10 +85,6 @@ class GeneratorPool:
             actors.cancel()
         for task in self._replacing:
             task.cancel()
-
-    @property
-    def actors(self) -> ServingActors:
-        return self._actors
 
     @property
     def serving(self) -> Mapping[str, Incarnation]:
@@ -180,7 +176,7 @@ class GeneratorPool:
     async def _judge(self, group: Ref[RolloutGroup], item: PromptItem, is_retry: bool, purpose: str) -> Scored:
         """Have the group scored and, in training, looked up by a Teacher at the same time."""
         scoring = self._scorers.ask(f"scores group {item.group_id}", is_retry, lambda each: each.score(group))
-        if purpose != "train" or not self._actors.teachers:
+        if purpose != "train" or not self.actors.teachers:
             return group, await scoring, None
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -275,9 +271,9 @@ class GeneratorPool:
 
     def retire(self, name: str, error: str) -> None:
         """Replace the actor that serves under this name now, unless that has begun already."""
-        if name in self._actors.scorers:
+        if name in self.actors.scorers:
             self._scorers.retire(name, error)
-        elif name in self._actors.teachers:
+        elif name in self.actors.teachers:
             self._teachers.retire(name, error)
         elif (generator := self._dispatcher.serving.get(name)) is not None:
             self._dispatcher.remove(name)
@@ -299,7 +295,7 @@ class GeneratorPool:
             await self._device_is_ours.wait()
             try:
                 async with self._starts:
-                    client = self._actors.restart_generator(name)
+                    client = self.actors.restart_generator(name)
                     await until_ready(client, self._context)
                 self._admitted[client.number] = None
                 with self._calls.call("weight_sync", f"admits {name}", is_retry=True):

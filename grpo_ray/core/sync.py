@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -138,9 +138,9 @@ class WeightSync:
                 slowest[phase] = max(slowest[phase], value)
 
         # A snapshot can be lost while it is staged; until then no Generator has another version.
-        await _all(call(g, "stage", partial(g.stage_weights, weights)) for g in generators)
-        limit_s = self._phase_timeout_s
-        await _all(call(g, "switch", partial(g.switch, limit_s)) for g in generators if g.number not in failed)
+        await gathered(call(g, "stage", partial(g.stage_weights, weights)) for g in generators)
+        staged = [g for g in generators if g.number not in failed]
+        await gathered(call(g, "switch", partial(g.switch, self._phase_timeout_s)) for g in staged)
         return {f"timing/weight_sync/{name}_s": seconds for name, seconds in slowest.items()}, failed
 
     async def _drop_wire(self, name: str) -> None:
@@ -165,10 +165,3 @@ class WeightSync:
             if isinstance(error, ActorDied) and error.name != generator.name:
                 raise  # the Learner's death, in the middle of a transfer
             raise WeightSyncError(f"weight sync: {generator.name} failed in `{what}`: {error}") from error
-
-
-async def _all(work: Iterable[Awaitable[None]]) -> None:
-    """Wait until all work has ended, then raise an error of any."""
-    for result in await gathered(work):
-        if isinstance(result, BaseException):
-            raise result

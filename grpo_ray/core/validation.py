@@ -43,8 +43,11 @@ class Validation:
             if (found := await self._log.writer.run("summary.jsonl", find)) is not None:
                 self._has_graded = True
                 return found.metrics
+        sample, num_samples = self._pool.sample_whole, self._config.evaluation.samples_per_prompt
         with self._clock.stage("evaluate", f"step {step}") as duration:
-            sampled = await asyncio.gather(*(self._sample(step, item) for item in self._items))
+            sampled = await asyncio.gather(
+                *(sample(item, num_samples, f"validation at step {step}") for item in self._items)
+            )
         groups = [group for group in sampled if group is not None]
         if not groups:
             raise RunError(
@@ -61,10 +64,6 @@ class Validation:
         self.write()
         self._log.evaluation(summary, groups)
         return {**summary.metrics, "timing/evaluate_s": duration.seconds}
-
-    async def _sample(self, step: int, item: PromptItem) -> ScoredGroup | None:
-        num_samples = self._config.evaluation.samples_per_prompt
-        return await self._pool.sample_whole(item, num_samples, f"validation at step {step}")
 
     def write(self) -> None:
         """Write the evaluations that are not written yet, in order and in the thread of the records."""

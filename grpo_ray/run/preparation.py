@@ -158,19 +158,16 @@ def with_trial(config: Config, task: TaskData) -> TaskData:
         ValueError: a function of the user's fails.
     """
     firsts = {e.task: e for e in reversed([*task.train, *task.validation]) if e.task in config.task.rewards}
-    if all(map(is_local, model_paths(config))):
-        prompters = task.prompters(_tokenizer_and_positions(config)[0])
-        items = {name: (prompters[name].item(0, example), example.place) for name, example in firsts.items()}
-    else:  # the tokenizer is not here yet; without it, a chat's prompt is not known
-        texts = {
-            name: t.render(firsts[name].question)
-            for name, t in task.templates.items()
-            if name in firsts and isinstance(t, TextTemplate)
-        }
-        items = {
-            name: (PromptItem(0, text, (), firsts[name].ground_truth, task=name), firsts[name].place)
-            for name, text in texts.items()
-        }
+    is_here = all(map(is_local, model_paths(config)))
+    prompters = task.prompters(_tokenizer_and_positions(config)[0]) if is_here else {}
+    items: dict[str, tuple[PromptItem, str]] = {}
+    for name, first in firsts.items():
+        template = task.templates[name]
+        if is_here:
+            items[name] = prompters[name].item(0, first), first.place
+        elif isinstance(template, TextTemplate):  # a chat's prompt needs the tokenizer, which is not here yet
+            prompt = PromptItem(0, template.render(first.question), (), first.ground_truth, task=name)
+            items[name] = prompt, first.place
     trials, notices = try_rewards(config.task.rewards, items, config.scorer)
     for name, reward in config.task.rewards.items():
         for own in own_functions(reward):

@@ -16,8 +16,8 @@ EVERY_S = 0.25  # between two rings of the timer that measures the delay
 MAX_DELAYS = 10_000  # kept between two readings
 
 
-async def gathered(work: Iterable[Awaitable[T]]) -> list[T | BaseException]:
-    """Begin all work, a few per turn; return every result in order, the errors among them.
+async def gathered(work: Iterable[Awaitable[T]]) -> list[T]:
+    """Begin all work, a few per turn; once all has ended, return every result in order, or raise an error.
 
     If this is cancelled, all that has begun is cancelled, and nothing more begins.
     """
@@ -26,11 +26,12 @@ async def gathered(work: Iterable[Awaitable[T]]) -> list[T | BaseException]:
         for each in work:
             begun.append(asyncio.ensure_future(each))
             await breathe(len(begun))
-        return await asyncio.gather(*begun, return_exceptions=True)
+        await asyncio.gather(*begun, return_exceptions=True)
     except BaseException:
         for task in begun:
             task.cancel()
         raise
+    return [task.result() for task in begun]
 
 
 class FanOut:

@@ -12,17 +12,6 @@ from grpo_ray.core.batch_queue import BatchQueue
 # ---- the window ----
 
 
-def test_strict_batches_by_hand() -> None:
-    queue = BatchQueue(2)
-    assert queue.window() == [0, 1]
-    assert queue.batch([]) is None
-    assert queue.batch([1, 2, 3]) is None  # 0 is waited for
-    assert queue.batch([3, 1, 2, 0]) == (0, 1)
-    queue.train((0, 1))
-    assert queue.window() == [2, 3]
-    assert queue.batch([3, 2]) == (2, 3)
-
-
 def test_look_ahead_by_hand() -> None:
     queue = BatchQueue(2, lookahead=3)
     assert queue.window() == [0, 1, 2, 3]
@@ -33,16 +22,6 @@ def test_look_ahead_by_hand() -> None:
     assert queue.window()[0] == 0
     assert queue.batch([2, 4]) is None  # 0 may be one batch late, and no more
     assert queue.batch([0, 2]) == (0, 2)
-
-
-def test_group_that_was_overtaken_as_often_as_allowed_is_waited_for() -> None:
-    queue = BatchQueue(2, lookahead=2)  # at most one batch late
-    assert queue.batch([1, 2]) == (1, 2)
-    queue.train((1, 2))
-    assert queue.batch([3, 4, 5, 6]) is None  # 0 has to be in this batch
-    assert queue.batch([3, 4, 5, 0]) == (0, 3)
-    queue.train((0, 3))
-    assert queue.batch([4, 5]) == (4, 5)
 
 
 def test_straggler_is_known_after_a_resume() -> None:
@@ -59,15 +38,6 @@ def test_first_come_by_hand() -> None:
     queue.train((7, 900))
     assert queue.batch([7, 3]) is None  # 7 is no longer in the queue
     assert queue.batch([7, 3, 0]) == (0, 3)
-
-
-def test_removed_group_is_replaced_in_the_window() -> None:
-    queue = BatchQueue(2)
-    queue.leave([1])
-    assert queue.window() == [0, 2]
-    queue.leave([0, 3])
-    assert queue.window() == [2, 4]
-    assert [group_id for group_id in range(7) if queue.holds(group_id)] == [2, 4, 5, 6]
 
 
 def test_groups_that_are_awaited_by_hand() -> None:

@@ -269,20 +269,6 @@ async def test_a_group_that_is_cut_off_does_not_end_the_replacement_that_it_bega
     assert len(pool.events("environment_failed")) == len(pool.events("environment_back")) == 1
 
 
-async def test_groups_go_to_the_least_busy_worker(tmp_path: Path) -> None:
-    asked: list[str] = []
-
-    async def after(worker: str) -> PlayReport:
-        asked.append(worker)
-        await asyncio.sleep(0.02)
-        return good("", 0)
-
-    pool = Pool(tmp_path, lambda worker, number: after(worker), num_workers=2)
-    async with pool.during():
-        await asyncio.gather(*(pool.play(n) for n in range(8)))
-    assert sorted(asked) == ["environment-0"] * 4 + ["environment-1"] * 4
-
-
 def test_seeds_differ_by_group_and_purpose_and_repeat_over_validations() -> None:
     seeds = {
         (purpose, group): environment_seed(3, purpose, group)

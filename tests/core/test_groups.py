@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from builders import schedule_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,19 +38,17 @@ def make_book(
     *, max_lag: int = 1, lookahead: int = 1, oversampled: float = 0.0, dropped_batches: int = 0,
     max_bytes: int = 10**9, version: int = 0, task: dict[str, Any] | None = None, over_age: str = "wait",
 ) -> GroupBook:  # fmt: skip
-    config = Config.model_validate(
-        {
-            "model": {"path": "m"},
-            "task": task or {"kind": "sorting"},
-            "algorithm": {
-                "num_steps": 1000, "prompts_per_step": SIZE, "samples_per_prompt": 2,
-                "oversample_frac": oversampled, "dynamic_sampling_tries": dropped_batches,
-            },
-            "episodes": {"over_age": over_age},
-            "buffer": {"lookahead": lookahead, "max_gib": max(max_bytes, 1) / 2**30},
-            "weight_sync": {"max_lag": max_lag},
-        }
-    )  # fmt: skip
+    algorithm = {
+        "num_steps": 1000, "prompts_per_step": SIZE, "oversample_frac": oversampled,
+        "dynamic_sampling_tries": dropped_batches,
+    }  # fmt: skip
+    config = schedule_config(
+        task=task or {"kind": "sorting"},
+        algorithm=algorithm,
+        episodes={"over_age": over_age},
+        buffer={"lookahead": lookahead, "max_gib": max(max_bytes, 1) / 2**30},
+        weight_sync={"max_lag": max_lag},
+    )
     return GroupBook(config, make_prompts(), version)
 
 
@@ -157,18 +156,6 @@ def test_a_group_that_was_set_aside_or_dropped_gives_its_slot_to_another() -> No
     book.trained(1)
     assert (book.num_trained, book.num_dropped, book.unfinished) == (2, 1, frozenset())
     assert book.metrics() == {"rollout/set_aside_groups": 1.0}
-
-
-def test_a_group_that_was_lost_is_admitted_again_with_its_prompt() -> None:
-    book = make_book(max_lag=0)
-    (first, _), _ = book.admit(2), None
-    book.scored(0, facts())
-    assert book.enter(0)
-    book.lost([0])
-    assert (book.ids_in(State.WAITING), book.num_admissible) == ((0,), 1)
-    assert book.admit(5) == [first]
-    buffer(book, 0, 1)
-    assert book.batch(1) is not None
 
 
 def test_a_group_with_too_old_a_token_is_refused_and_sampled_again() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from builders import make_buffer, parts
+from builders import make_buffer, parts, schedule_config
 from episode_groups import branched_episode, make_episode, make_episode_group, play
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,20 +87,14 @@ class EpisodeSchedule(Schedule):
 
 
 def make_config(over_age: str, max_lag: int, prompts: int, oversample: float, lookahead: int) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": "m"},
-            "task": {"kind": "episodes", "episode": "games:play", "examples": "games:examples"},
-            "sampling": {"max_tokens": 8},
-            "episodes": {"over_age": over_age},
-            "algorithm": {
-                "num_steps": 6, "prompts_per_step": prompts, "samples_per_prompt": 2,
-                "oversample_frac": oversample,
-            },
-            "buffer": {"lookahead": lookahead},
-            "weight_sync": {"max_lag": max_lag},
-        }
-    )  # fmt: skip
+    return schedule_config(
+        task={"kind": "episodes", "episode": "games:play", "examples": "games:examples"},
+        sampling={"max_tokens": 8},
+        episodes={"over_age": over_age},
+        algorithm={"num_steps": 6, "prompts_per_step": prompts, "oversample_frac": oversample},
+        buffer={"lookahead": lookahead},
+        weight_sync={"max_lag": max_lag},
+    )
 
 
 @st.composite

@@ -5,11 +5,10 @@ import itertools
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import local_runs
 import pytest
-from builders import TinyModel, changed, make_batch
+from builders import ENDS, TinyModel, changed, make_batch
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError
@@ -46,7 +45,8 @@ def test_a_run_leaves_a_trace_of_each_profiled_step(tmp_path: Path) -> None:
 def test_the_parts_of_a_step_are_consecutive(
     tiny_config: Config, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    learner = make_learner(tiny_config, tiny_model, tmp_path / "profile", [1, 1])
+    config = changed(tiny_config, learner={"profile_steps": [1, 1], "micro_batch_tokens": 24})
+    learner = Learner(str(tiny_model()), config, ENDS, profile_folder=tmp_path / "profile")
     learner.train_step(TrainBatch(tuple(make_batch(learner))))
     trace = json.loads(gzip.decompress((tmp_path / "profile" / "step-000001.json.gz").read_bytes()))
     spans: dict[str, list[tuple[float, float]]] = {}
@@ -60,12 +60,6 @@ def test_the_parts_of_a_step_are_consecutive(
     assert parts[-1][1] <= end
     assert all(earlier[1] <= later[0] for earlier, later in itertools.pairwise(parts))
     assert any(e["name"] == "aten::mm" for e in trace["traceEvents"] if e.get("cat") == "cpu_op")
-
-
-@pytest.mark.slow
-def test_profiling_is_off_by_default(tmp_path: Path) -> None:
-    local_runs.train(local_runs.make_config("algorithm.num_steps=2"), tmp_path / "run")
-    assert not (tmp_path / "run" / "profile").exists()
 
 
 @pytest.mark.slow
@@ -94,8 +88,3 @@ def test_a_trace_that_cannot_be_written_is_a_warning_and_training_continues(tmp_
 def test_steps_that_cannot_be_profiled_are_refused(steps: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected.replace("[", r"\[")):
         local_runs.make_config(f"learner.profile_steps={steps}")
-
-
-def make_learner(config: Config, tiny_model: TinyModel, folder: Path, steps: Any) -> Learner:
-    config = changed(config, learner={"profile_steps": steps, "micro_batch_tokens": 24})
-    return Learner(str(tiny_model()), config, (0, 17), profile_folder=folder)

@@ -14,6 +14,7 @@ from builders import make_item, make_settings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_runs import FakeServing, make_config
+from test_generator_pool import FakeWeightSync
 from turn_clients import FakeGenerator, completion, until_death
 
 from grpo_ray.core.pool import GeneratorPool
@@ -165,13 +166,6 @@ class Worker:
         return await until_death(work, self.dead, ActorDied(self.name, "killed by a signal"))
 
 
-class WeightSync:
-    async def retire(self, number: int) -> None: ...
-
-    async def admit(self, client: Any) -> int:
-        return 5
-
-
 def config_of(plan: Plan) -> Any:
     games = {"kind": "episodes", "episode": "small_episodes:talk", "examples": "small_episodes:examples"}
     parts = {GAMES: {"task": {**games, "warmup": "small_episodes:warmup_pairs"}}}
@@ -198,7 +192,7 @@ def play(plan: Plan, folder: Path, max_restarts: int = 1000) -> tuple[set[int], 
 
     async def main() -> tuple[set[int], World]:
         world = World(plan, config, draw)
-        given, sync = FakeServing(folder, config, world, max_restarts), cast(Any, WeightSync())
+        given, sync = FakeServing(folder, config, world, max_restarts), cast(Any, FakeWeightSync())
         pool = GeneratorPool(given.context, sync, make_settings(), given.budget)
         async with asyncio.TaskGroup() as tasks:
             pool.start(tasks)

@@ -2,7 +2,8 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,6 @@ from grpo_ray.watch.rollout_writer import RolloutWriter
 from grpo_ray.watch.stage_clock import StageClock
 
 
-async def is_done(*tasks: asyncio.Task) -> list[bool]:
-    """Return for each task whether it has ended, after all tasks that can continue have done so."""
-    await asyncio.sleep(0.05)
-    return [task.done() for task in tasks]
-
-
 def ids(groups: tuple[ScoredGroup, ...]) -> list[int]:
     return [group.group_id for group in groups]
 
@@ -52,18 +47,6 @@ async def held(buffer: TrajectoryBuffer) -> list[int]:
 
 
 # ---- batches ----
-
-
-@pytest.mark.parametrize("arrival", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
-async def test_batches_hold_the_groups_that_are_asked_for_whatever_the_arrival(
-    arrival: tuple[int, ...],
-) -> None:
-    buffer = make_buffer()
-    for group_id in arrival:
-        await buffer.put(*parts(simple_group(group_id)))
-    batches = [await take(buffer, step, 2 * step - 2, 2 * step - 1) for step in (1, 2)]
-    assert [ids(batch.groups) for batch, _ in batches] == [[0, 1], [2, 3]]
-    assert all(check_names(facts.metrics) == [] for _, facts in batches)
 
 
 async def test_group_that_arrives_twice_is_refused() -> None:
@@ -217,7 +200,6 @@ async def test_batch_has_its_fresh_groups_first_and_then_the_replayed_ones(tmp_p
         await buffer.put(*parts(simple_group(group_id, versions=group_id // 2, has_signal=group_id < 4)))
     batches = [await take(buffer, step, 2 * step - 2, 2 * step - 1) for step in range(1, 5)]
     await buffer.flush()
-    batches = batches
     # No group is drawn for its own batch; of equally recent groups the smaller id is; two uses are the limit.
     assert [ids(batch.groups) for batch, _ in batches] == [[0, 1], [2, 3, 0], [4, 5, 2], [6, 7, 4]]
     uses = [read_uses(tmp_path / f"step-00000{step}.parquet") for step in range(1, 5)]
@@ -353,13 +335,20 @@ async def test_batches_beyond_the_memory_are_dropped_oldest_first(tmp_path: Path
 async def test_take_waits_for_a_slow_disk_once_too_much_is_unwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_write = _hold_writing(monkeypatch)
+    may_write = threading.Event()
+
+    def write(*args: Any) -> None:
+        assert may_write.wait(30)
+        write_rollouts(*args)
+
+    monkeypatch.setattr("grpo_ray.watch.rollout_writer.write_rollouts", write)
     buffer = make_buffer(tmp_path, size=1, max_bytes=simple_group(0).num_bytes)
     for step in (1, 2, 3):
         await buffer.put(*parts(simple_group(step - 1)))
         taken = asyncio.create_task(take(buffer, step, step - 1))
-        assert await is_done(taken) == [step < 3]
-    may_write()
+        await asyncio.sleep(0.05)
+        assert taken.done() == (step < 3)
+    may_write.set()
     await asyncio.wait_for(taken, 120)
     await buffer.flush()
     assert len(os.listdir(tmp_path)) == 3
@@ -377,17 +366,3 @@ async def test_bug_in_writing_is_said_and_ends_nothing(tmp_path: Path, monkeypat
     assert await buffer.flush() is None
     _, facts = await take(buffer, 2, 1)
     assert facts.notes == (f"{tmp_path / 'step-000001.parquet'} is not written: TypeError: a mistake",)
-
-
-def _hold_writing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Hold back the writing of rollouts until the returned function is called."""
-    import threading
-
-    allowed = threading.Event()
-
-    def write(*args: object) -> None:
-        assert allowed.wait(30)
-        write_rollouts(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("grpo_ray.watch.rollout_writer.write_rollouts", write)
-    return allowed.set

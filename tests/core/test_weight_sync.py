@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from turn_clients import until
 
 from grpo_ray.core.sync import CALLS, PHASES, WeightSync, WeightSyncError
 from grpo_ray.errors import DataLost
@@ -175,14 +176,11 @@ async def test_generator_that_fails_the_sync_is_named_and_excluded_and_the_other
     assert good.loaded == ["weights 1", "weights 2"]
 
 
-@pytest.mark.parametrize("call", CALLS)
-async def test_version_is_published_even_if_the_only_generator_failed(call: str) -> None:
-    bad = FakeGenerator("a", fails=call)
-    sync = make_sync(bad)
-    assert list((await publish(sync, 1)).failed) == [bad.number]
+async def test_version_is_published_even_if_the_only_generator_failed() -> None:
+    sync, fresh = make_sync(FakeGenerator("a", fails="switch")), FakeGenerator("a")
+    await publish(sync, 1)
     assert await sync.versions() == {}
     assert (await publish(sync, 2)).failed == {}  # to no Generator
-    fresh = FakeGenerator("a")
     assert await admit(sync, fresh) == 2
     assert fresh.loaded == ["weights 2"]
 
@@ -202,12 +200,6 @@ async def test_generator_retired_during_a_publish_is_excluded_from_it() -> None:
     assert dead.log == before
 
 
-async def until(condition: object) -> None:
-    async with asyncio.timeout(120):
-        while not condition():  # type: ignore[operator]
-            await asyncio.sleep(0.001)
-
-
 async def test_lost_snapshot_is_raised_and_no_generator_is_blamed() -> None:
     generators = [FakeGenerator(name, fails="stage", error=DataLost("the node is gone")) for name in "ab"]
     sync = make_sync(*generators)
@@ -220,35 +212,31 @@ async def test_lost_snapshot_is_raised_and_no_generator_is_blamed() -> None:
 # ---- admitting a replacement ----
 
 
-@pytest.mark.parametrize("start", [0, 5])
-async def test_admitted_generator_gets_the_published_weights_and_is_in_every_later_sync(start: int) -> None:
+async def test_admitted_generator_gets_the_published_weights_and_is_in_every_later_sync() -> None:
     good, fresh = FakeGenerator("a"), FakeGenerator("b")
-    sync = make_sync(good, FakeGenerator("b", fails="switch"), version=start)
-    await publish(sync, start + 1)
-    await publish(sync, start + 2)
+    sync = make_sync(good, FakeGenerator("b", fails="switch"), version=5)
+    await publish(sync, 6)
+    await publish(sync, 7)
     before = list(good.log)
-    assert await admit(sync, fresh) == start + 2
+    assert await admit(sync, fresh) == 7
     assert fresh.asked == DONE
-    assert fresh.loaded == [f"weights {start + 2}"]
     assert good.log == before  # the others keep sampling
-    assert await sync.versions() == {"a": start + 2, "b": start + 2}
-    await publish(sync, start + 3)
-    assert fresh.loaded == [f"weights {start + 2}", f"weights {start + 3}"]
-    assert await sync.versions() == {"a": start + 3, "b": start + 3}
+    assert await sync.versions() == {"a": 7, "b": 7}
+    await publish(sync, 8)
+    assert fresh.loaded == ["weights 7", "weights 8"]
+    assert await sync.versions() == {"a": 8, "b": 8}
 
 
-@pytest.mark.parametrize("start", [0, 5])
-async def test_generator_admitted_before_the_first_publish_already_has_the_right_weights(start: int) -> None:
-    fresh = FakeGenerator("b")
-    dead = FakeGenerator("b")
-    sync = make_sync(FakeGenerator("a"), dead, version=start)
+async def test_generator_admitted_before_the_first_publish_already_has_the_right_weights() -> None:
+    fresh, dead = FakeGenerator("b"), FakeGenerator("b")
+    sync = make_sync(FakeGenerator("a"), dead, version=5)
     await sync.retire(dead.number)
-    assert await sync.versions() == {"a": start}
-    assert await admit(sync, fresh) == start
+    assert await sync.versions() == {"a": 5}
+    assert await admit(sync, fresh) == 5
     assert fresh.log == []
-    assert await sync.versions() == {"a": start, "b": start}
-    await publish(sync, start + 1)
-    assert fresh.loaded == [f"weights {start + 1}"]
+    assert await sync.versions() == {"a": 5, "b": 5}
+    await publish(sync, 6)
+    assert fresh.loaded == ["weights 6"]
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import asyncio
 import pickle
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -10,7 +10,6 @@ from test_weight_sync import FakeGenerator, admit, fakes, publish
 
 from grpo_ray.core.sync import WeightSync, WeightSyncError
 from grpo_ray.errors import ActorDied, OutOfDeviceMemory
-from grpo_ray.tools.simulation.virtual_time import VirtualClock
 from grpo_ray.transfer import wires
 from grpo_ray.transfer.meeting import Meeting, WireError
 from grpo_ray.transfer.wires import Wires
@@ -19,13 +18,13 @@ pytestmark = pytest.mark.virtual_time
 
 
 class FakeLearner:
-    """The Learner's end; `sends[name]` is awaited in place of a transfer."""
+    """The Learner's end; `sends[name]` is called in place of a transfer."""
 
     name = "learner"
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.sends: dict[str, Awaitable[None]] = {}
+        self.sends: dict[str, Callable[[], Awaitable[None]]] = {}
         self.num_wires = 0
         self.is_dead = False
 
@@ -46,7 +45,7 @@ class FakeLearner:
     async def send(self, name: str, version: int) -> None:
         await self._called("send", name, version)
         if name in self.sends:
-            await self.sends[name]
+            await self.sends[name]()
 
     async def drop_wire(self, name: str) -> None:
         await self._called("drop", name)
@@ -136,9 +135,9 @@ async def test_a_generator_that_fails_a_transfer_is_retired_alone_with_its_own_e
             await fail(ActorDied("a", "killed"), 0.05)
 
         bad.stage_weights = lambda snapshot: late()  # type: ignore[method-assign]
-        learner.sends["a"] = _later(lambda: fail(WireError("the other end is gone")))
+        learner.sends["a"] = lambda: fail(WireError("the other end is gone"))
     else:
-        learner.sends["a"] = _later(hang)
+        learner.sends["a"] = hang
     sync = make_sync(learner, bad, good)
     report = await publish(sync, 1)
     assert list(report.failed) == [bad.number]
@@ -150,7 +149,7 @@ async def test_a_generator_that_fails_a_transfer_is_retired_alone_with_its_own_e
 @pytest.mark.slow
 async def test_a_transfer_that_hangs_is_dropped_after_the_time_limit() -> None:
     learner, bad, good = FakeLearner(), Joining("a", hangs="stage"), Joining("b")
-    learner.sends["a"] = _later(hang)
+    learner.sends["a"] = hang
     sync = make_sync(learner, bad, good, timeout_s=0.2)
     report = await publish(sync, 1)
     assert "a did not finish `stage` within 0.2 s" in report.failed[bad.number]
@@ -158,13 +157,13 @@ async def test_a_transfer_that_hangs_is_dropped_after_the_time_limit() -> None:
     assert await sync.versions() == {"b": 1}
 
 
-def test_a_send_that_fails_excludes_its_generator_even_if_that_says_nothing(
+async def test_a_send_that_fails_excludes_its_generator_even_if_that_says_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(wires, "GRACE_S", 0.05)
     learner, bad = FakeLearner(), Joining("a", hangs="stage")
-    learner.sends["a"] = _later(lambda: fail(WireError("gone or silent")))
-    report = VirtualClock().run(publish(make_sync(learner, bad, Joining("b")), 1))
+    learner.sends["a"] = lambda: fail(WireError("gone or silent"))
+    report = await publish(make_sync(learner, bad, Joining("b")), 1)
     assert "gone or silent" in report.failed[bad.number]
 
 
@@ -175,9 +174,9 @@ async def test_the_learners_death_is_no_generators_fault(generator_fails_first: 
     closed = WireError("Connection closed by peer")
     generators = [Joining(name, fails="stage", error=closed) for name in "ab"]
     if generator_fails_first:
-        learner.sends = {name: _later(hang) for name in "ab"}
+        learner.sends = dict.fromkeys("ab", hang)
     else:
-        learner.sends = {name: _later(lambda: fail(ActorDied("learner", "killed"))) for name in "ab"}
+        learner.sends = {name: lambda: fail(ActorDied("learner", "killed")) for name in "ab"}
     sync = make_sync(learner, *generators)
     publishing = asyncio.create_task(publish(sync, 1))
     while len(learner.of("send")) < 2:
@@ -220,13 +219,3 @@ def test_a_death_that_another_actor_reports_keeps_its_name() -> None:
     for error in (ActorDied("learner", "killed"), OutOfDeviceMemory("learner", "CUDA", 4096)):
         there = pickle.loads(pickle.dumps(error))
         assert (type(there), str(there), vars(there)) == (type(error), str(error), vars(error))
-
-
-class _later:
-    """An awaitable that begins its work when it is awaited."""
-
-    def __init__(self, work: Any) -> None:
-        self._work = work
-
-    def __await__(self) -> Any:
-        return self._work().__await__()

@@ -52,7 +52,7 @@ def check(learner: Learner, seed: int, reference: Any = None) -> None:
     config, passes = learner._config, learner._forward_backward
     groups, samples = random_batch(seed, learner.model, config)
     assert any(len({turn.sequence for turn in turns}) > 1 for turns in samples)
-    expected_loss, expected = slow_gradient(learner.model, config, samples, reference)
+    expected_loss, expected, _ = slow_gradient(learner.model, config, samples, reference)
     sequences = sequences_of(groups)
     if reference is not None:
         sequences = passes.with_reference(reference, sequences)

@@ -256,7 +256,7 @@ def check_update(base: Config, model: str, loss: str, layout: str, factor: str, 
     config = config_of(base, loss, layout, factor, seed)
     learner = Learner(model, config, ENDS)
     groups, samples = batch_of(learner.model, config, seed)
-    expected_loss, expected = slow_gradient(learner.model, config, samples)
+    expected_loss, expected, _ = slow_gradient(learner.model, config, samples)
     found_loss, found = gradient_of(learner, groups)
     case = f"{loss}, {layout}, {factor}, {config.algorithm.aggregation}, seed {seed}"
     assert expected.norm() > 1e-3, case

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import json
 import re
 import shutil
@@ -15,6 +16,7 @@ import pytest
 import torch
 from builders import TinyModel, changed, make_buffer, parts, simple_group
 from huggingface_hub import constants
+from local_runs import Recorder
 from safetensors.torch import load_file, save_file
 
 from grpo_ray.config import Config
@@ -439,16 +441,14 @@ def test_a_restore_gives_up_in_the_end(tmp_path: Path, monkeypatch: pytest.Monke
     def read_only(self: RunDirectory, step: int) -> None:
         raise OSError(30, "Read-only file system")
 
-    shown: list[str] = []
-    display = Silent()
-    display.warning = shown.append  # type: ignore[attr-defined]
+    display = Recorder()
     monkeypatch.setattr(RunDirectory, "rewind", read_only)
     monkeypatch.setattr(restores, "RETRY_S", 0.02)
     monkeypatch.setattr(restores, "GIVE_UP_S", 0.2)
     run = RunDirectory(tmp_path)
     with pytest.raises(RunError, match=r"Read-only file system; make it writable, and resume"):
-        restores._restore(CheckpointStore(run), run, display)  # type: ignore[arg-type]
-    assert 2 <= len(shown) <= 11
+        restores._restore(CheckpointStore(run), run, display)
+    assert 2 <= len(display.warnings) <= 11
 
 
 # ---- long runs ----
@@ -461,59 +461,38 @@ def test_a_resume_reads_the_end_of_the_metrics_alone(tmp_path: Path, monkeypatch
     padding = "x" * 3000
     lines = [f'{{"step": {step}, "text": "{padding}"}}\n' for step in range(1, num_steps + 1)]
     run.metrics_path.write_text("".join(lines))
-    num_bytes = CountedReads(monkeypatch)
+    monkeypatch.setattr(Path, "open", lambda path, mode: io.BufferedReader(CountedFile(path, mode)))
     assert last_logged_step(run.metrics_path) == num_steps
-    assert num_bytes.take() <= 2**17
+    assert CountedFile.take() <= 2**17
     run.rewind(num_steps - 20)
-    assert num_bytes.take() <= 2 * (2**20 + 2**18)  # `check_records` and the cut
+    assert CountedFile.take() <= 2 * (2**20 + 2**18)  # `check_records` and the cut
     assert run.metrics_path.stat().st_size == sum(map(len, lines[: num_steps - 20]))
     assert last_logged_step(run.metrics_path) == num_steps - 20
-    num_bytes.take()
-    RunLog(run, Silent()).close()  # type: ignore[arg-type]
-    assert num_bytes.take() <= 2**18
+    CountedFile.take()
+    RunLog(run, Recorder()).close()
+    assert CountedFile.take() <= 2**18
 
 
-class CountedReads:
-    """A count of the bytes that are read from logs."""
+class CountedFile(io.FileIO):
+    """A file on disk; the class counts the bytes that are read from all of them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._num_bytes = 0
-        original = Path.open
+    num_bytes = 0
 
-        def opened(path: Path, *args: Any, **options: Any) -> Any:
-            file = original(path, *args, **options)
-            if path.suffix == ".jsonl" and "b" in "".join(args):
-                read = file.read
-
-                def counted(size: int = -1) -> bytes:
-                    data: bytes = read(size)
-                    self._num_bytes += len(data)
-                    return data
-
-                file = CountedFile(file, counted)
-            return file
-
-        monkeypatch.setattr(Path, "open", opened)
-
-    def take(self) -> int:
-        num_bytes, self._num_bytes = self._num_bytes, 0
+    @classmethod
+    def take(cls) -> int:
+        """Return the bytes read since the last call."""
+        num_bytes, cls.num_bytes = cls.num_bytes, 0
         return num_bytes
 
+    def readinto(self, buffer: Any) -> int:
+        num_bytes = super().readinto(buffer)
+        CountedFile.num_bytes += num_bytes
+        return num_bytes
 
-class CountedFile:
-    """A file that can be read in blocks alone: going through its lines fails."""
-
-    def __init__(self, file: Any, read: Callable[[int], bytes]) -> None:
-        self._file, self.read = file, read
-
-    def seek(self, *where: int) -> int:
-        return int(self._file.seek(*where))
-
-    def __enter__(self) -> "CountedFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+    def readall(self) -> bytes:
+        data = super().readall()
+        CountedFile.num_bytes += len(data)
+        return data
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 2**16])
@@ -528,12 +507,10 @@ def test_lines_from_the_end_are_those_of_the_file(tmp_path: Path, block: int, te
 
 
 def test_damaged_events_are_removed_and_the_others_counted(tmp_path: Path) -> None:
-    run, shown = RunDirectory(tmp_path), []
+    run, display = RunDirectory(tmp_path), Recorder()
     good = '{"time": 1.5, "kind": "restored", "actor": null, "step": 3, "text": "?"}\n'
     run.events_path.write_text(good + "\0" * 20 + "\n" + good + '{"kind": "odd"}\n' + '{"kind": "half')
-    display = Silent()
-    display.warning = shown.append  # type: ignore[attr-defined]
-    log = RunLog(run, display)  # type: ignore[arg-type]
+    log = RunLog(run, display)
     assert (log.num_events("restored"), log.num_events("odd")) == (2, 1)
     assert [row["kind"] for row in read_metrics(run.events_path)] == ["restored", "restored", "odd"]
-    assert shown == [f"{run.events_path}: 1 damaged lines are removed"]
+    assert display.warnings == [f"{run.events_path}: 1 damaged lines are removed"]

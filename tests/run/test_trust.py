@@ -13,7 +13,7 @@ import yaml
 from builders import TinyModel
 from local_runs import make_config, train
 from local_serving import serve_locally as serve_locally
-from report_runs import group, make_run
+from report_runs import make_run
 from test_report_page import script_data
 
 from grpo_ray.cluster import reaper
@@ -257,16 +257,6 @@ def test_evaluate_refuses_a_reward_that_is_code(
     assert not (tmp_path / "e").exists()
 
 
-def test_evaluate_refuses_an_engine_that_is_code(
-    evil: RunDirectory, marker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rewrite(evil, lambda data: data["generator"].update(engine="evil_loss:Engine"))
-    command = ["evaluate", str(evil.path), "--reward", "exact_match", "--output", str(tmp_path / "e")]
-    assert main(command) == 2
-    assert "generator.engine: evil_loss:Engine is code that the run's" in capsys.readouterr().err
-    assert not marker.exists()
-
-
 @pytest.mark.slow
 def test_evaluate_samples_an_evil_run_with_another_reward(
     evil: RunDirectory, marker: Path, tmp_path: Path, serve_locally: Any, capsys: pytest.CaptureFixture[str],
@@ -383,9 +373,3 @@ def test_top_loads_nothing(evil: RunDirectory, marker: Path, capsys: pytest.Capt
     assert main(["top", str(evil.path), "--once"]) == 0
     assert "reward" in capsys.readouterr().out
     assert not marker.exists()
-
-
-def test_a_made_up_run_needs_no_more_than_its_folder(tmp_path: Path, tiny_config: Any) -> None:
-    """The evil folder differs from this one by its evil alone."""
-    run = make_run(tmp_path / "run", tiny_config, num_steps=1, steps=[[group(0)]])
-    assert report(run)["notices"][0].startswith("no log-ratios")
