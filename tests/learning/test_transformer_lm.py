@@ -1,7 +1,6 @@
 """TransformerLM: its layers by hand, and the whole against LlamaForCausalLM on the same folder."""
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -225,12 +224,6 @@ def test_initial_weights() -> None:
             expected = 0.005 if "o_proj" in name or "down_proj" in name else 0.02
             assert parameter.std().item() == pytest.approx(expected, rel=0.1), name
             assert abs(parameter.mean().item()) < expected / 10, name
-    with torch.no_grad():
-        entropy = torch.distributions.Categorical(logits=model(make_ids(4, 16)).logits).entropy()
-    assert entropy.mean().item() == pytest.approx(math.log(VOCABULARY), abs=0.05)
-    torch.manual_seed(5)
-    again = TransformerLM(model.config)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
 
 
 def test_bfloat16_is_close_to_float32() -> None:
@@ -310,14 +303,15 @@ def test_impossible_shapes_are_refused_by_their_config(tmp_path: Path) -> None:
 
 def test_refused_before_anything_is_started(tiny_config: Config, tiny_model: TinyModel) -> None:
     """The tiny model of transformers is a Qwen2 and is refused; that of TransformerLM passes."""
-    for own, passes in ((False, False), (True, True)):
-        model = {"path": str(tiny_model(own=own)), "tiny": None, "implementation": "grpo_ray"}
-        config = changed(tiny_config, model=model)
-        if passes:
-            assert check_files(config).longest_prompt
-        else:
-            with pytest.raises(ValueError, match=r"model\.implementation: .* has model_type 'qwen2'; set"):
-                check_files(config)
+    passing, refused = (
+        changed(
+            tiny_config, model={"path": str(tiny_model(own=own)), "tiny": None, "implementation": "grpo_ray"}
+        )
+        for own in (True, False)
+    )
+    assert check_files(passing).longest_prompt
+    with pytest.raises(ValueError, match=r"model\.implementation: .* has model_type 'qwen2'; set"):
+        check_files(refused)
 
 
 def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
