@@ -29,7 +29,16 @@ from grpo_ray.core.buffer import TrajectoryBuffer
 from grpo_ray.core.learner import Learner
 from grpo_ray.engines.base import Engine
 from grpo_ray.transfer.messages import WeightSnapshot
-from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings, ScoredGroup, Verdict
+from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
+from grpo_ray.types import (
+    Completion,
+    PromptItem,
+    RolloutGroup,
+    SamplingSettings,
+    ScoredGroup,
+    TrainBatch,
+    Verdict,
+)
 from grpo_ray.watch.metrics_catalog import METRICS
 
 ENDS = (0, 17)
@@ -200,6 +209,10 @@ async def update(engine: Engine, snapshot: WeightSnapshot) -> None:
     await engine.resume()
 
 
+def tensors_of(snapshot: WeightSnapshot) -> dict[str, torch.Tensor]:
+    return dict(unpack_weights(snapshot.specs, as_tensor(snapshot.data)))
+
+
 @torch.no_grad()
 def perturb(model: torch.nn.Module, seed: int, scale: float) -> None:
     """Add noise to every weight, biases and norms included, so that omitting one is noticed."""
@@ -271,6 +284,12 @@ def make_batch(learner: Learner, seed: int = 0, noise: float = 0.3, versions: in
     for (_, c), rows in zip(drawn, found, strict=True):
         c.logprobs[:] += [row[token].item() for row, token in zip(rows, c.token_ids, strict=True)]
     return groups
+
+
+def train_step(learner: Learner, seed: int = 0) -> dict[str, float]:
+    """Train a step on a batch of `make_batch` that was sampled by the current version; return its metrics."""
+    groups = make_batch(learner, seed=seed, versions=learner.version)
+    return learner.train_step(TrainBatch(tuple(groups))).metrics
 
 
 def own_logprobs(learner: Learner, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
