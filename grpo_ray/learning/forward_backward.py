@@ -75,11 +75,11 @@ class ForwardBackward:
 
     def with_proximal(self, model: PolicyModel, sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
         """Add the model's current log-probabilities to the sequences, and its entropies for a selection."""
-        found = self._look_up(model, sequences)
-        with_log_probs = [replace(s, proximal_logprobs=found[n][0]) for n, s in enumerate(sequences)]
-        if not self.selects_tokens:
-            return with_log_probs
-        return [replace(s, entropies=found[n][1]) for n, s in enumerate(with_log_probs)]
+        found, selects = self._look_up(model, sequences), self.selects_tokens
+        return [
+            replace(s, proximal_logprobs=found[n][0], entropies=found[n][1] if selects else None)
+            for n, s in enumerate(sequences)
+        ]
 
     @property
     def selects_tokens(self) -> bool:
