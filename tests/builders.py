@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import json
 import os
 import resource
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     DynamicCache,
     PreTrainedModel,
@@ -219,6 +221,17 @@ def perturb(model: torch.nn.Module, seed: int, scale: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+def edit_json(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Rewrite a model's weights; `change` changes the tensors in place."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def tiny_mixture(tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeForCausalLM:

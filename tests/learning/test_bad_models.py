@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import TinyModel
-from safetensors.torch import load_file, save_file
+from builders import TinyModel, change_weights, edit_json
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import TinyModelConfig
@@ -36,10 +35,6 @@ def of_folder(tiny_config: Config, folder: Path) -> Callable[..., Config]:
         return Config.model_validate(data)
 
     return config
-
-
-def edit(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def refusal(function: Callable[..., Any], *arguments: Any) -> str:
@@ -93,12 +88,6 @@ def test_damaged_json_is_named(
 # ---- weights ----
 
 
-def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    change(tensors)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-
-
 def test_weights_that_are_not_finite_are_refused(folder: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     change_weights(
@@ -128,8 +117,8 @@ def test_weights_of_another_shape_are_refused(folder: Path) -> None:
 
 @pytest.fixture
 def without_end(folder: Path) -> Path:
-    edit(folder / "tokenizer_config.json", eos_token=None)
-    edit(folder / "generation_config.json", eos_token_id=None)
+    edit_json(folder / "tokenizer_config.json", eos_token=None)
+    edit_json(folder / "generation_config.json", eos_token_id=None)
     return folder
 
 
@@ -145,8 +134,8 @@ def test_without_end_token_or_stop_string_a_response_would_never_end(
 
 
 def test_an_end_token_in_either_place_is_enough(folder: Path, of_folder: Callable[..., Config]) -> None:
-    edit(folder / "tokenizer_config.json", eos_token=None)
-    edit(folder / "generation_config.json", eos_token_id=7)
+    edit_json(folder / "tokenizer_config.json", eos_token=None)
+    edit_json(folder / "generation_config.json", eos_token_id=7)
     config = of_folder(sampling={"stop": ()})
     assert prepare(config, check_files(config)).model.end_token_ids == (7,)
 
@@ -166,7 +155,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
 
 
 def test_an_end_token_outside_the_vocabulary_is_refused(folder: Path, of_folder: Callable[..., Config]) -> None:
-    edit(folder / "generation_config.json", eos_token_id=[0, 300])
+    edit_json(folder / "generation_config.json", eos_token_id=[0, 300])
     message = refusal(check_files, of_folder())
     assert "has the end tokens [300], but the model's vocab_size is 300; correct eos_token_id" in message
 

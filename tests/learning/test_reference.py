@@ -90,30 +90,20 @@ def test_average_follows_its_formula(make_learner: MakeLearner) -> None:
     assert relative_difference(flat_weights(learner.model).double(), expected) > 1e-5
 
 
-@pytest.mark.parametrize("kl", [FROZEN, REFRESHED, AVERAGE])
-def test_reference_has_no_gradient_and_shares_no_memory(make_learner: MakeLearner, kl: dict) -> None:
-    learner = make_learner({**kl, "coefficient": 0.5})
-    step(learner, 0)
-    assert learner._reference is not None
-    own = {parameter.data_ptr() for parameter in learner.model.parameters()}
-    for parameter in learner._reference.model.parameters():
-        assert not parameter.requires_grad
-        assert parameter.grad is None
-        assert parameter.data_ptr() not in own
-    assert not learner._reference.model.training
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kl", [FROZEN, REFRESHED, AVERAGE])
 def test_reference_computes_in_the_served_dtype_and_only_an_average_keeps_float32(
     make_learner: MakeLearner, kl: dict
 ) -> None:
-    learner = make_learner(kl, model={"dtype": "bfloat16"})
+    learner = make_learner({**kl, "coefficient": 0.5}, model={"dtype": "bfloat16"})
     step(learner, 0)
     step(learner, 1)
     reference = learner._reference
     assert reference is not None
-    assert {p.dtype for p in reference.model.parameters()} == {torch.bfloat16}
+    assert {(p.dtype, p.requires_grad, p.grad) for p in reference.model.parameters()} == {
+        (torch.bfloat16, False, None)
+    }
+    assert not reference.model.training
     assert {p.dtype for p in reference.masters.parameters} == {
         torch.float32 if kl is AVERAGE else torch.bfloat16
     }

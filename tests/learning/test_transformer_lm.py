@@ -1,16 +1,16 @@
 """TransformerLM: its layers by hand, and the whole against LlamaForCausalLM on the same folder."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import TinyModel, changed, perturb, relative_difference
+from builders import TinyModel, change_weights, changed, edit_json, perturb, relative_difference
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from grpo_ray.config import Config
@@ -60,11 +60,6 @@ def largest_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     assert actual.shape == expected.shape
     assert expected.std() > 0.5  # otherwise any two would be close
     return (actual - expected).abs().max().item()
-
-
-def edit_config(folder: str, **values: Any) -> None:
-    path = Path(folder) / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 # ---- the layers, by hand ----
@@ -141,11 +136,10 @@ def test_left_padding_changes_no_real_token(pair: tuple[TransformerLM, LlamaForC
     with torch.no_grad():
         logits = ours(ids, attention_mask=mask, position_ids=positions).logits
         from_place = ours(ids, attention_mask=mask).logits  # distances between positions are the same
-        other = theirs(ids, attention_mask=mask, position_ids=positions).logits
         assert logits.isfinite().all()  # padding has nothing to attend to; this must not spread as NaN
         for row, length in enumerate(lengths):
             alone = theirs(ids[row : row + 1, -length:]).logits[0]
-            for padded in (logits, from_place, other):
+            for padded in (logits, from_place):
                 assert largest_difference(padded[row, -length:], alone) < 1e-4
 
 
@@ -288,7 +282,7 @@ def test_other_models_are_refused_with_their_unsupported_properties(
     values: dict[str, Any], what: str, tmp_path: Path
 ) -> None:
     path = saved(make_model(), tmp_path)
-    edit_config(path, **values)
+    edit_json(tmp_path / "config.json", **values)
     with pytest.raises(ValueError, match=r"model\.implementation: grpo_ray computes plain Llama") as caught:
         load_policy(path, implementation="grpo_ray")
     assert str(caught.value).endswith(f"{path!r} has {what}; set it to transformers")
@@ -296,7 +290,7 @@ def test_other_models_are_refused_with_their_unsupported_properties(
 
 def test_impossible_shapes_are_refused_by_their_config(tmp_path: Path) -> None:
     path = saved(make_model(), tmp_path)
-    edit_config(path, head_dim=7)  # rotary positions need pairs of components
+    edit_json(tmp_path / "config.json", head_dim=7)  # rotary positions need pairs of components
     with pytest.raises(ValueError, match=r"(?s)model\.path: config\.json of .* cannot be used: .*even rotary"):
         load_policy(path, implementation="grpo_ray")
 
@@ -312,12 +306,6 @@ def test_refused_before_anything_is_started(tiny_config: Config, tiny_model: Tin
     assert check_files(passing).longest_prompt
     with pytest.raises(ValueError, match=r"model\.implementation: .* has model_type 'qwen2'; set"):
         check_files(refused)
-
-
-def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def test_missing_reshaped_and_unknown_tensors_are_named(tmp_path: Path) -> None:
