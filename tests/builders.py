@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import json
 import os
 import resource
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     DynamicCache,
     PreTrainedModel,
@@ -29,7 +31,16 @@ from grpo_ray.core.buffer import TrajectoryBuffer
 from grpo_ray.core.learner import Learner
 from grpo_ray.engines.base import Engine
 from grpo_ray.transfer.messages import WeightSnapshot
-from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings, ScoredGroup, Verdict
+from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
+from grpo_ray.types import (
+    Completion,
+    PromptItem,
+    RolloutGroup,
+    SamplingSettings,
+    ScoredGroup,
+    TrainBatch,
+    Verdict,
+)
 from grpo_ray.watch.metrics_catalog import METRICS
 
 ENDS = (0, 17)
@@ -201,12 +212,27 @@ async def update(engine: Engine, snapshot: WeightSnapshot) -> None:
     await engine.resume()
 
 
+def tensors_of(snapshot: WeightSnapshot) -> dict[str, torch.Tensor]:
+    return dict(unpack_weights(snapshot.specs, as_tensor(snapshot.data)))
+
+
 @torch.no_grad()
 def perturb(model: torch.nn.Module, seed: int, scale: float) -> None:
     """Add noise to every weight, biases and norms included, so that omitting one is noticed."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+def edit_json(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Rewrite a model's weights; `change` changes the tensors in place."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def tiny_mixture(tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeForCausalLM:
@@ -272,6 +298,12 @@ def make_batch(learner: Learner, seed: int = 0, noise: float = 0.3, versions: in
     for (_, c), rows in zip(drawn, found, strict=True):
         c.logprobs[:] += [row[token].item() for row, token in zip(rows, c.token_ids, strict=True)]
     return groups
+
+
+def train_step(learner: Learner, seed: int = 0) -> dict[str, float]:
+    """Train a step on a batch of `make_batch` that was sampled by the current version; return its metrics."""
+    groups = make_batch(learner, seed=seed, versions=learner.version)
+    return learner.train_step(TrainBatch(tuple(groups))).metrics
 
 
 def own_logprobs(learner: Learner, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:

@@ -11,18 +11,32 @@ import torch
 
 from grpo_ray.config import GeneratorConfig
 from grpo_ray.config.model import HeadDtype, Implementation
+from grpo_ray.config.sampling import EngineConfig
 from grpo_ray.engines.sampling_batch import SamplingBatch, Sequence, new_sequences
 from grpo_ray.learning.device import hold_to_cores
 from grpo_ray.learning.hub_format import in_hub_format, load_hub_format, model_tensors
 from grpo_ray.learning.loading import cast_parameters, load_policy
 from grpo_ray.learning.model_files import load_tokenizer
-from grpo_ray.learning.policy_model import with_head_dtype
+from grpo_ray.learning.policy_model import PolicyModel, with_head_dtype
 from grpo_ray.transfer.kept_weights import KeptWeights
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 from grpo_ray.types import Completion, SamplingSettings
 
 _Waiting = tuple[list[Sequence], "asyncio.Future[tuple[Completion, ...]]"]
+
+
+def load_served(
+    path: str, config: EngineConfig, dtype: str, head_dtype: HeadDtype, trust_remote_code: bool = False,
+    implementation: Implementation = "transformers",
+) -> PolicyModel:  # fmt: skip
+    """Load a model in `dtype` on the configured device, with this process held to the configured cores."""
+    if not config.num_gpus:
+        torch.set_num_threads(config.num_threads)
+        hold_to_cores(config.cpu_cores)
+    model = load_policy(path, trust_remote_code, implementation).to("cuda" if config.num_gpus else "cpu")
+    cast_parameters(with_head_dtype(model, head_dtype).parameters(), getattr(torch, dtype))
+    return model
 
 
 class TorchEngine:
@@ -37,14 +51,8 @@ class TorchEngine:
         joins_requests: bool = True, implementation: Implementation = "transformers", recompute_kv: bool = True,
         head_dtype: HeadDtype = "model",
     ) -> None:  # fmt: skip
-        device = "cuda" if config.num_gpus else "cpu"
-        if device == "cpu":
-            torch.set_num_threads(config.num_threads)
-            hold_to_cores(config.cpu_cores)
         self._tokenizer = load_tokenizer(model_path, trust_remote_code)
-        model = load_policy(model_path, trust_remote_code, implementation)
-        self._model = with_head_dtype(model.to(device), head_dtype)
-        cast_parameters(self._model.parameters(), getattr(torch, dtype))
+        self._model = load_served(model_path, config, dtype, head_dtype, trust_remote_code, implementation)
         self._version = 0
         self._staged: dict[str, torch.Tensor] = {}
         self._kept = KeptWeights()

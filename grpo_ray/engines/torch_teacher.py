@@ -4,13 +4,10 @@ import asyncio
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from grpo_ray.config import Config
-from grpo_ray.learning.device import hold_to_cores
+from grpo_ray.engines.torch_engine import load_served
 from grpo_ray.learning.forward_backward import ForwardBackward
-from grpo_ray.learning.loading import cast_parameters, load_policy
-from grpo_ray.learning.policy_model import with_head_dtype
 from grpo_ray.learning.sequences import TrainSequence
 
 
@@ -23,13 +20,8 @@ class TorchTeacher:
     def __init__(self, config: Config, end_token_ids: tuple[int, ...]) -> None:
         teacher = config.distillation
         assert teacher.teacher is not None
-        device = torch.device("cuda" if teacher.num_gpus else "cpu")
-        if device.type == "cpu":
-            torch.set_num_threads(teacher.num_threads)
-            hold_to_cores(teacher.cpu_cores)
-        self._model = with_head_dtype(load_policy(teacher.teacher).to(device), config.model.head_dtype)
-        cast_parameters(self._model.parameters(), getattr(torch, config.model.dtype))
-        self._forward = ForwardBackward(config, end_token_ids, device)
+        self._model = load_served(teacher.teacher, teacher, config.model.dtype, config.model.head_dtype)
+        self._forward = ForwardBackward(config, end_token_ids, self._model.device)
         self._turn = asyncio.Lock()
 
     async def logprobs(self, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:

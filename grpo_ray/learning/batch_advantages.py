@@ -58,15 +58,8 @@ def with_batch_advantages(
     is_by_token = placement == "reward_to_go" or scale == "whiten_tokens"
     if is_by_token:  # NaN marks what was not graded until every token has its advantage
         groups = [replace(g, advantages=np.where(g.is_graded, g.advantages, np.nan)) for g in groups]
-    final = [
-        replace(
-            new,
-            reference_logprobs=old.reference_logprobs,
-            proximal_logprobs=old.proximal_logprobs,
-            entropies=old.entropies,
-        )
-        for new, old in zip(sequences_of(groups, algorithm.mask_truncated), sequences, strict=True)
-    ]
+    compared = zip(sequences, sequences_of(groups, algorithm.mask_truncated), strict=True)
+    final = [replace(old, advantage=new.advantage) for old, new in compared]
     if placement == "reward_to_go":
         final = _with_penalties_to_go(final, groups, penalties, config.episodes.turn_discount)
     if scale == "whiten_tokens":

@@ -7,27 +7,14 @@ several prompts, and sequences with different ones share all with which they beg
 
 from collections.abc import Sequence
 from itertools import chain, pairwise
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from grpo_ray.learning.segments import NO_PARENT, SegmentTree
 
-
-class GroupSequence(Protocol):
-    """A prompt and a response, such as learning/sequences.py's."""
-
-    @property
-    def prompt_token_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def sample(self) -> tuple[int, int] | None:
-        """The places of its group and of its episode in the group; None: it is no episode's."""
-
-    def __len__(self) -> int: ...
-
-    def tokens(self, start: int = ..., end: int = ...) -> np.ndarray:
-        """Return the tokens `[start, end)` of prompt and response together; all by default."""
+if TYPE_CHECKING:  # it imports this module
+    from grpo_ray.learning.sequences import TrainSequence
 
 
 Family = list[tuple[int, int]]
@@ -35,7 +22,7 @@ Family = list[tuple[int, int]]
 In their order nothing else is shared with any before it, in every run of consecutive sequences too."""
 
 
-def families_of(sequences: Sequence[GroupSequence]) -> list[Family]:
+def families_of(sequences: "Sequence[TrainSequence]") -> list[Family]:
     """Return the families, in the order of their first sequences."""
     by_group: dict[object, list[int]] = {}
     for index, s in enumerate(sequences):
@@ -53,7 +40,7 @@ def families_of(sequences: Sequence[GroupSequence]) -> list[Family]:
     return families
 
 
-def _overlap(one: GroupSequence, other: GroupSequence) -> int:
+def _overlap(one: "TrainSequence", other: "TrainSequence") -> int:
     if one.prompt_token_ids == other.prompt_token_ids:
         return len(one.prompt_token_ids)
     shorter = min(len(one), len(other))
@@ -61,7 +48,7 @@ def _overlap(one: GroupSequence, other: GroupSequence) -> int:
     return int(differ[0]) if len(differ) else shorter
 
 
-def segments_of(sequences: Sequence[GroupSequence]) -> tuple[SegmentTree, list[np.ndarray], list[int]]:
+def segments_of(sequences: "Sequence[TrainSequence]") -> tuple[SegmentTree, list[np.ndarray], list[int]]:
     """Return the sequences as one tree, each segment's tokens, and the segment in which each sequence ends."""
     indices, overlaps = zip(*chain(*families_of(sequences)), strict=True)
     tree, parts, last = grow_tree([len(sequences[index]) for index in indices], overlaps)

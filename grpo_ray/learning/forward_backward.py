@@ -75,11 +75,11 @@ class ForwardBackward:
 
     def with_proximal(self, model: PolicyModel, sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
         """Add the model's current log-probabilities to the sequences, and its entropies for a selection."""
-        found = self._look_up(model, sequences)
-        with_log_probs = [replace(s, proximal_logprobs=found[n][0]) for n, s in enumerate(sequences)]
-        if not self.selects_tokens:
-            return with_log_probs
-        return [replace(s, entropies=found[n][1]) for n, s in enumerate(with_log_probs)]
+        found, selects = self._look_up(model, sequences), self.selects_tokens
+        return [
+            replace(s, proximal_logprobs=found[n][0], entropies=found[n][1] if selects else None)
+            for n, s in enumerate(sequences)
+        ]
 
     @property
     def selects_tokens(self) -> bool:
@@ -171,19 +171,19 @@ class ForwardBackward:
         computed = [s for s in sequences if s.has_signal or has_other_terms]
         if not denominator:  # the loss counts no token of any sequence
             computed = []
-        sums = DeviceSums()
+        sums: dict[str, torch.Tensor] = {}
         omitted = [s for s in sequences if not (s.has_signal or has_other_terms)]
         measured = [s for s in omitted if s.reference_logprobs is not None or self._steers_entropy]
         for _, batch in self._batches(model, measured):
-            sums.add(self._measure(model, batch))
+            _add_on_device(sums, self._measure(model, batch))
         counts: Sums = {"loss": 0.0}
         for indices, batch in self._batches(model, computed):
-            sums.add(self._backward(model, batch, denominator))
+            _add_on_device(sums, self._backward(model, batch, denominator))
             add(counts, _sizes(batch) if indices else {})
         self.work.add_forward(model, lengths_of(measured))
         self.work.add_training(model, lengths_of(computed))
         total: Sums = {}
-        for of_rank in self._ranks.gathered({**counts, **sums.read()}):
+        for of_rank in self._ranks.gathered({**counts, **_read(sums)}):
             add(total, of_rank)
         return {**total, "trained_tokens": float(sum(s.num_sampled for s in computed))}
 
@@ -322,30 +322,23 @@ class ForwardBackward:
         return sequence.num_sampled
 
 
-class DeviceSums:
-    """Sums of scalars that stay on the device, so that a micro-batch does not wait for the one before it."""
+def _add_on_device(sums: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
+    """Add scalars as `add` does, but on the device, so that no micro-batch waits for the one before it."""
+    for name, value in more.items():
+        value = value.detach().double()
+        if name not in sums:
+            sums[name] = value
+        elif name.endswith("_min"):
+            sums[name] = torch.minimum(sums[name], value)
+        elif name.endswith("_max"):
+            sums[name] = torch.maximum(sums[name], value)
+        else:
+            sums[name] = sums[name] + value
 
-    def __init__(self) -> None:
-        self._sums: dict[str, torch.Tensor] = {}
 
-    def add(self, more: Mapping[str, torch.Tensor]) -> None:
-        """Add scalars; of names that end in `_min` or `_max` keep the smallest or largest. NaN stays NaN."""
-        for name, value in more.items():
-            value = value.detach().double()
-            if name not in self._sums:
-                self._sums[name] = value
-            elif name.endswith("_min"):
-                self._sums[name] = torch.minimum(self._sums[name], value)
-            elif name.endswith("_max"):
-                self._sums[name] = torch.maximum(self._sums[name], value)
-            else:
-                self._sums[name] = self._sums[name] + value
-
-    def read(self) -> Sums:
-        """Return the sums, waiting for the device once."""
-        if not self._sums:
-            return {}
-        return dict(zip(self._sums, torch.stack(list(self._sums.values())).tolist(), strict=True))
+def _read(sums: Mapping[str, torch.Tensor]) -> Sums:
+    """Return sums that are on the device, waiting for it once."""
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
 
 
 def _sizes(batch: MicroBatch) -> Sums:

@@ -47,9 +47,8 @@ def texts(draw: st.DrawFn) -> tuple[str, list[int], list[int]]:
 
 
 def ids_of(name: str, text: str) -> list[int]:
-    first = 1 if name == "sentence pieces" else None
-    if first is not None:
-        return [first + byte for byte in text.encode()]
+    if name == "sentence pieces":
+        return [1 + byte for byte in text.encode()]
     alphabet = {byte: token for token, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()), 1)}
     return [alphabet[c] for piece, _ in pre_tokenizers.ByteLevel(False).pre_tokenize_str(text) for c in piece]
 

@@ -1,23 +1,18 @@
 """Models and tokenizers with defects: each is refused before training starts, or shown to work."""
 
-import asyncio
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from builders import TinyModel, make_settings, perturb
-from safetensors.torch import load_file, save_file
+from builders import TinyModel, change_weights, edit_json
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import TinyModelConfig
-from grpo_ray.core.learner import Learner
-from grpo_ray.engines.torch_engine import TorchEngine
-from grpo_ray.learning.loading import check_finite, load_policy
+from grpo_ray.learning.loading import load_policy
 from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.learning.tiny import build_model
 from grpo_ray.run.preparation import check_files, prepare
@@ -40,10 +35,6 @@ def of_folder(tiny_config: Config, folder: Path) -> Callable[..., Config]:
         return Config.model_validate(data)
 
     return config
-
-
-def edit(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def refusal(function: Callable[..., Any], *arguments: Any) -> str:
@@ -97,41 +88,15 @@ def test_damaged_json_is_named(
 # ---- weights ----
 
 
-def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    change(tensors)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_weights_that_are_not_finite_are_refused(
-    folder: Path, of_folder: Callable[..., Config], value: float
-) -> None:
+def test_weights_that_are_not_finite_are_refused(folder: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
-
-    def spoil(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[name][0, :3] = value
-        tensors["model.norm.weight"][1] = value
-
-    change_weights(folder, spoil)
-    config = of_folder()
-    starts = [
-        lambda: Learner(str(folder), config, (0,)),
-        lambda: TorchEngine(str(folder), config.generator, "float32", seed=0),
-    ]
-    for start in starts:
-        message = refusal(start)
-        assert f"model.path: 3 of 2,048 values of {name!r} in {str(folder)!r} are NaN or infinite" in message
-        assert ", and some in 1 of its other tensors; use a checkpoint from before the model broke" in message
-
-
-def test_finite_weights_pass() -> None:
-    model = torch.nn.Linear(2, 2)
-    check_finite(model, "m")
-    with torch.no_grad():
-        model.bias[1] = float("nan")
-    with pytest.raises(ValueError, match=r"1 of 2 values of 'bias' in 'm' are NaN or infinite; use"):
-        check_finite(model, "m")
+    change_weights(
+        folder, lambda tensors: tensors[name].view(-1)[:3].copy_(torch.tensor([torch.nan, torch.inf, 1]))
+    )
+    bad = f"model.path: 2 of 2,048 values of {name!r} in {str(folder)!r} are NaN or infinite"
+    assert f"{bad}; use a checkpoint from before the model broke" in refusal(load_policy, str(folder))
+    change_weights(folder, lambda tensors: tensors["model.norm.weight"][1].fill_(-torch.inf))
+    assert f"{bad}, and some in 1 of its other tensors; use" in refusal(load_policy, str(folder))
 
 
 def test_missing_weights_are_refused_rather_than_made_up(folder: Path) -> None:
@@ -152,8 +117,8 @@ def test_weights_of_another_shape_are_refused(folder: Path) -> None:
 
 @pytest.fixture
 def without_end(folder: Path) -> Path:
-    edit(folder / "tokenizer_config.json", eos_token=None)
-    edit(folder / "generation_config.json", eos_token_id=None)
+    edit_json(folder / "tokenizer_config.json", eos_token=None)
+    edit_json(folder / "generation_config.json", eos_token_id=None)
     return folder
 
 
@@ -164,24 +129,13 @@ def test_without_end_token_or_stop_string_a_response_would_never_end(
     message = refusal(check_files, of_folder(sampling={"stop": ()}))
     assert f"sampling.stop: neither the tokenizer of {str(without_end)!r} nor its generation_config" in message
     assert "give sampling.stop, or set eos_token in tokenizer_config.json" in message
-
-
-@pytest.mark.slow
-def test_a_stop_string_is_end_enough(without_end: Path, of_folder: Callable[..., Config]) -> None:
     config = of_folder(sampling={"stop": ("5",)})
-    prepared = prepare(config, check_files(config))
-    assert prepared.model.end_token_ids == ()
-    engine = TorchEngine(str(without_end), config.generator, "float32", seed=0)
-    settings = make_settings(num_samples=64, min_tokens=1, max_tokens=40, stop=("5",))
-    completions = asyncio.run(engine.generate((40, 41), settings))
-    stopped = [completion for completion in completions if completion.finish_reason == "stop"]
-    assert stopped
-    assert all(completion.text.endswith("5") for completion in stopped)
+    assert prepare(config, check_files(config)).model.end_token_ids == ()
 
 
 def test_an_end_token_in_either_place_is_enough(folder: Path, of_folder: Callable[..., Config]) -> None:
-    edit(folder / "tokenizer_config.json", eos_token=None)
-    edit(folder / "generation_config.json", eos_token_id=7)
+    edit_json(folder / "tokenizer_config.json", eos_token=None)
+    edit_json(folder / "generation_config.json", eos_token_id=7)
     config = of_folder(sampling={"stop": ()})
     assert prepare(config, check_files(config)).model.end_token_ids == (7,)
 
@@ -201,12 +155,11 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
 
 
 def test_an_end_token_outside_the_vocabulary_is_refused(folder: Path, of_folder: Callable[..., Config]) -> None:
-    edit(folder / "generation_config.json", eos_token_id=[0, 300])
+    edit_json(folder / "generation_config.json", eos_token_id=[0, 300])
     message = refusal(check_files, of_folder())
     assert "has the end tokens [300], but the model's vocab_size is 300; correct eos_token_id" in message
 
 
-@pytest.mark.slow
 def test_a_padded_vocabulary_is_allowed_and_its_unknown_tokens_have_no_text(
     folder: Path, of_folder: Callable[..., Config]
 ) -> None:
@@ -214,19 +167,8 @@ def test_a_padded_vocabulary_is_allowed_and_its_unknown_tokens_have_no_text(
     shape = TinyModelConfig(
         hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=64, vocab_size=1000
     )
-    model = build_model(shape, tokenizer, seed=0)
-    perturb(model, seed=0, scale=0.05)
-    model.save_pretrained(folder)
+    build_model(shape, tokenizer, seed=0).save_pretrained(folder)
     config = of_folder()
-    prepared = prepare(config, check_files(config))
-
-    engine = TorchEngine(str(folder), config.generator, "float32", seed=0)
-    settings = make_settings(num_samples=20, max_tokens=16, end_token_ids=prepared.model.end_token_ids)
-    completions = asyncio.run(engine.generate((40, 41), settings))
-    sampled = np.concatenate([completion.token_ids for completion in completions])
-    assert (sampled >= len(tokenizer)).mean() > 0.5  # the tokenizer knows a third of the vocabulary
-    for completion in completions:
-        known = [int(token) for token in completion.token_ids if token < len(tokenizer)]
-        assert completion.text == tokenizer.decode(known, skip_special_tokens=True)
-        assert len(completion.token_ids) == len(completion.logprobs)
-        assert np.isfinite(completion.logprobs).all()
+    assert prepare(config, check_files(config)).model.end_token_ids == (tokenizer.eos_token_id,)
+    known = tokenizer("Sort 5")["input_ids"]
+    assert tokenizer.decode([*known, 999]) == tokenizer.decode(known) == "Sort 5"

@@ -24,7 +24,6 @@ from small_run import QUICKSTART
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.core.learner import Learner
-from grpo_ray.learning.microbatch import collate_padded
 from grpo_ray.learning.model_files import check_teacher, load_tokenizer
 from grpo_ray.learning.sequences import sequences_of
 from grpo_ray.learning.tiny_tokenizer import train_tokenizer
@@ -52,26 +51,6 @@ def test_the_term_is_the_bounded_log_ratio_to_the_current_policy() -> None:
     term = teacher_term(teacher, policy, 10.0)
     assert term.tolist() == [1.0, -2.0, -10.0, -10.0, 10.0]
     assert not term.requires_grad
-
-
-def test_an_episode_has_the_teachers_logprob_of_each_sampled_token() -> None:
-    rng = np.random.default_rng(2)
-    episodes = [random_episode(rng, branch=0.5, with_turn_rewards=True) for _ in range(5)]
-    group = taught(make_episode_group(0, episodes))
-    expected = []
-    for episode, row in zip(episodes, group.teacher_rows, strict=True):
-        for part in episode.sequences:
-            own = slice(part.start, part.end)
-            mask = episode.mask[own]
-            if mask.any():
-                assert row is not None
-                expected.append(row[own][mask])
-    sequences = sequences_of([group])
-    assert len(expected) == len(sequences) > len(episodes) - 2
-    batch = collate_padded(sequences)
-    assert batch.teacher_logprobs is not None
-    found = batch.teacher_logprobs[batch.response_mask]
-    np.testing.assert_array_equal(found.numpy(), np.concatenate(expected))
 
 
 def test_tokens_that_are_too_old_have_no_term() -> None:

@@ -81,30 +81,11 @@ def test_added_terms_and_weights(make_learner: MakeLearner, algorithm: dict[str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("estimator", ["k3", "k3+", "unbiased"])
-def test_distance_to_a_reference(make_learner: MakeLearner, tiny_model: TinyModel, estimator: str) -> None:
+def test_distance_to_a_reference(make_learner: MakeLearner, tiny_model: TinyModel) -> None:
     reference = load_policy(str(tiny_model()))
     perturb(reference, 1, 0.05)
-    kl = {"coefficient": 0.1, "reference": "initial", "estimator": estimator}
+    kl = {"coefficient": 0.1, "reference": "initial", "estimator": "unbiased"}
     check(make_learner(algorithm={"kl": kl}), 12, reference)
-
-
-# ---- layouts and micro-batches ----
-
-
-def test_context_has_no_influence_but_as_input(make_learner: MakeLearner) -> None:
-    learner = make_learner()
-    groups, _ = random_batch(7, learner.model, learner._config)
-    learner.accumulate_gradient(sequences_of(groups))
-    before = gradient(learner)
-    num_context = 0
-    for group in groups:
-        for c in group.rollout.completions:
-            c.logprobs[~c.mask] = np.nan
-            num_context += int((~c.mask).sum())
-    assert num_context > 5
-    learner.accumulate_gradient(sequences_of(groups))
-    assert torch.equal(gradient(learner), before)
 
 
 # ---- one turn ----
@@ -249,21 +230,6 @@ def test_a_step_without_any_sampled_token_changes_nothing(make_learner: MakeLear
         assert learner.version == 1
         assert metrics["throughput/trained_tokens"] == metrics["optim/skipped_updates"] == 0
         assert torch.equal(learner.masters.parameters[0], before)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"train_batch_size": 3, "epochs_per_batch": 2}])
-def test_steps_on_episodes(make_learner: MakeLearner, options: dict[str, Any]) -> None:
-    kl = {"kl": {"coefficient": 0.1, "reference": "ema"}, "old_log_probs": "proximal"}
-    learner = make_learner(algorithm=options | (kl if options else {}))
-    for version in range(2):
-        groups, samples = random_batch(version, learner.model, learner._config, versions=version)
-        metrics = learner.train_step(TrainBatch(tuple(groups))).metrics
-        num_epochs = options.get("epochs_per_batch", 1)
-        sampled = sum(len(turn.reply) for turns in samples for turn in turns)
-        assert metrics["throughput/trained_tokens"] == num_epochs * sampled
-        assert (metrics["lag/mean"], metrics["optim/skipped_updates"]) == (0, 0)
-        assert metrics["optim/num_updates"] == (6 if options else 1)
 
 
 def test_lag_is_that_of_sampled_tokens(tiny_config: Config) -> None:

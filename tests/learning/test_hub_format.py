@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import ENDS, TinyModel, changed, make_batch, make_settings, perturb, written
+from builders import ENDS, TinyModel, changed, make_batch, make_settings, perturb, tensors_of, written
 from safetensors.torch import load_file
 from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
 
@@ -19,8 +19,7 @@ from grpo_ray.learning import hub_format
 from grpo_ray.learning.adapters import served_weights
 from grpo_ray.learning.hub_format import in_hub_format, load_hub_format, model_tensors
 from grpo_ray.learning.loading import load_policy
-from grpo_ray.transfer.messages import WeightSnapshot
-from grpo_ray.transfer.snapshot import as_tensor, pack_weights, unpack_weights
+from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.types import TrainBatch
 
 
@@ -114,28 +113,15 @@ def test_persistent_buffers_are_sent_as_they_are(tiny_moe: Path) -> None:
     assert sent["model.layers.0.mlp.gate.weight"].dtype == torch.bfloat16
 
 
-def tensors_of(snapshot: WeightSnapshot) -> dict[str, torch.Tensor]:
-    return dict(unpack_weights(snapshot.specs, as_tensor(snapshot.data)))
-
-
-def test_a_checkpoint_has_persistent_buffers_as_they_are(
-    tiny_moe: Path, tiny_config: Config, tmp_path: Path
-) -> None:
-    learner = Learner(str(tiny_moe), changed(tiny_config, model={"dtype": "bfloat16"}), ENDS)
-    correction = torch.randn(4)
-    gate: Any = learner.model.get_submodule("model.layers.1.mlp.gate")
-    gate.register_buffer("e_score_correction_bias", correction)
-    files = load_file(written(learner, tmp_path / "checkpoint") / "model.safetensors")
-    assert torch.equal(files["model.layers.1.mlp.gate.e_score_correction_bias"], correction)
-    assert files["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_learner_sends_what_its_checkpoint_holds(
     dtype: str, tiny_moe: Path, tiny_config: Config, tmp_path: Path
 ) -> None:
     learner = Learner(str(tiny_moe), changed(tiny_config, model={"dtype": dtype}), ENDS)
+    gate: Any = learner.model.get_submodule("model.layers.1.mlp.gate")
+    correction = torch.randn(4)  # in float32 whatever the weights are
+    gate.register_buffer("e_score_correction_bias", correction)
     before = tensors_of(learner.snapshot()[0])
     report = learner.train_step(TrainBatch(tuple(make_batch(learner))))
     assert report.events == {}
@@ -143,6 +129,8 @@ def test_a_learner_sends_what_its_checkpoint_holds(
     files = load_file(written(learner, tmp_path / "checkpoint") / "model.safetensors")
     assert sent.keys() == files.keys()
     assert all(torch.equal(sent[name], files[name]) for name in files)
+    assert torch.equal(sent.pop("model.layers.1.mlp.gate.e_score_correction_bias"), correction)
+    assert {tensor.dtype for tensor in sent.values()} == {getattr(torch, dtype)}
     moved = {name for name in sent if not torch.equal(sent[name], before[name])}
     assert {name for name in sent if ".experts." in name or "mlp.gate" in name} <= moved
 

@@ -1,6 +1,5 @@
 """Sequences, minibatches, and the layouts of micro-batches, by hand-made examples and properties."""
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -110,15 +109,6 @@ def test_values_of_labels_return_to_their_responses() -> None:
     assert flat.grad.tolist() == [2, 4, 6, 8, 10]
 
 
-def test_logprobs_that_were_not_computed_are_none() -> None:
-    sequence = make_sequence([11], [14, 15])
-    batch = collate_padded([sequence])
-    assert (batch.proximal_logprobs, batch.reference_logprobs) == (None, None)
-    moved = batch.to(torch.device("cpu"))
-    assert (moved.proximal_logprobs, moved.reference_logprobs) == (None, None)
-    assert torch.equal(moved.input_ids, batch.input_ids)
-
-
 def test_sequences_of_pairs_each_completion_with_its_own_advantage() -> None:
     first = make_group(make_item(0, [1]), [make_completion([5, 6]), make_completion([7])], [1, 0], [0.7, 0.0])
     second = make_group(make_item(1, [2, 3]), [make_completion([8], [-0.25])], [1], [0])
@@ -183,28 +173,6 @@ def test_shuffling_depends_on_the_seed_alone() -> None:
 
 
 # ---- plan ----
-
-
-@pytest.mark.slow
-@given(
-    lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), max_size=30),
-    num_prompts=st.integers(1, 5),
-    budget=st.integers(1, 60),
-    shares_prompts=st.booleans(),
-)
-def test_micro_batches_hold_every_sequence_once_within_the_budget(
-    lengths: list[tuple[int, int]], num_prompts: int, budget: int, shares_prompts: bool
-) -> None:
-    sequences = [
-        make_sequence([place % num_prompts] * (p if num_prompts == 5 else 4), [8] * r)
-        for place, (p, r) in enumerate(lengths)
-    ]
-    planned = plan(sequences, budget, shares_prompts)
-    for indices in planned:
-        taken = [sequences[index] for index in indices]
-        batch = collate_packed(taken, BlockAttention.of) if shares_prompts else collate_padded(taken)
-        assert batch.input_ids.numel() <= budget or len(indices) == 1
-    assert sorted(itertools.chain(*planned)) == list(range(len(lengths)))
 
 
 def test_too_long_sequence_goes_alone_and_others_fill_the_budget() -> None:

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from builders import ENDS, MakeLearner, TinyModel, changed, make_batch, relative_difference, written
+from builders import ENDS, MakeLearner, TinyModel, changed, relative_difference, train_step, written
 
 from grpo_ray.config import Config, LearnerConfig
 from grpo_ray.core.learner import Learner
 from grpo_ray.learning.device import Offload
 from grpo_ray.learning.optimizer import check_moments, learning_rate, make_optimizer, move_optimizer
-from grpo_ray.types import TrainBatch
 
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
@@ -81,7 +80,7 @@ def make_learner(tiny_config: Config, tiny_model: TinyModel, copied_models: None
 
 
 def train(learner: Learner, seed: int) -> torch.Tensor:
-    learner.train_step(TrainBatch(tuple(make_batch(learner, seed=seed, versions=learner.version))))
+    train_step(learner, seed)
     return torch.cat([master.detach().flatten().clone() for master in learner.masters.parameters])
 
 
@@ -161,8 +160,7 @@ def test_a_learner_decays_with_the_runs_steps_also_after_a_resume(
     config = changed(tiny_config, learner=options, algorithm=sizes)
 
     def step(learner: Learner) -> float:
-        batch = TrainBatch(tuple(make_batch(learner, versions=learner.version)))
-        return learner.train_step(batch).metrics["optim/lr"]
+        return train_step(learner)["optim/lr"]
 
     learner = Learner(str(tiny_model()), config, ENDS)
     assert [step(learner), step(learner)] == pytest.approx([0.8, 0.8])

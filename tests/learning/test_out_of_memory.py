@@ -60,9 +60,9 @@ def limit_memory(learner: Learner, max_tokens: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("algorithm", "dtype"), [({}, "float32"), (EVERYTHING, "float32"), (EVERYTHING, "bfloat16")]
+    ("share_prompts", "limit", "algorithm", "dtype"),
+    [("auto", 24, EVERYTHING, "float32"), ("never", 60, EVERYTHING, "bfloat16"), ("never", 60, {}, "float32")],
 )
-@pytest.mark.parametrize(("share_prompts", "limit"), [("auto", 24), ("never", 60)])
 def test_step_is_the_same_with_smaller_micro_batches(
     make_learner: MakeLearner, share_prompts: str, limit: int, algorithm: dict, dtype: str
 ) -> None:

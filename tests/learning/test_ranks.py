@@ -12,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from builders import ENDS, TinyModel, changed, file_size_limit, make_batch
+from builders import ENDS, TinyModel, changed, file_size_limit, make_batch, tensors_of
 from episode_batches import random_batch
 from rank_workers import meeting, on_ranks
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -22,8 +22,6 @@ from grpo_ray.core.learner import Learner
 from grpo_ray.learning import shards
 from grpo_ray.learning.ranks import Ranks, Seat
 from grpo_ray.learning.sharded import local_part, whole
-from grpo_ray.transfer.messages import WeightSnapshot
-from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 from grpo_ray.types import ScoredGroup, TrainBatch
 
 EXACT = 1e-6
@@ -88,10 +86,6 @@ def runs(
     """Run `steps` with one configuration after another, each on its own batches; they meet at one port each."""
     places = [replace(seat, port=port) for port in ports]
     return [steps(*each) for each in zip(places, [model] * len(places), configs, batches, strict=True)]
-
-
-def snapshot_tensors(snapshot: WeightSnapshot) -> dict[str, torch.Tensor]:
-    return dict(unpack_weights(snapshot.specs, as_tensor(snapshot.data)))
 
 
 @pytest.fixture
@@ -212,7 +206,7 @@ def test_two_ranks_give_the_gradient_of_one_on_episodes(
     name: str, tiny_config: Config, tiny_model: TinyModel
 ) -> None:
     sizes = {"algorithm": {"prompts_per_step": 3, "samples_per_prompt": 3}}
-    config, model = changed(tiny_config, **merged(SMOOTH, sizes, EPISODES[name])), str(tiny_model())
+    config, model = changed(tiny_config, **merged(SMOOTH, sizes, EPISODES[name])), str(tiny_model(tied=False))
     learner = Learner(model, config, ENDS)
     batches = [random_batch(seed, learner.model, config)[0] for seed in (1, 2)]
     many = on_ranks(2, steps, model, changed(config, learner={"num_ranks": 2}), batches)
@@ -228,7 +222,7 @@ def test_a_mixture_of_experts(tiny_config: Config, tiny_moe: Path) -> None:
     many = on_ranks(2, steps, str(tiny_moe), changed(config, learner={"num_ranks": 2}), batches)
     one = steps(None, str(tiny_moe), config, batches)
     same(many[0], one, 5 * EXACT)
-    sent, expected = (snapshot_tensors(each["weights"]) for each in (many[0], one))
+    sent, expected = (tensors_of(each["weights"]) for each in (many[0], one))
     assert sent.keys() == expected.keys()
     assert "model.layers.1.mlp.experts.3.down_proj.weight" in sent
     for name, tensor in expected.items():
@@ -239,25 +233,19 @@ def test_a_mixture_of_experts(tiny_config: Config, tiny_moe: Path) -> None:
 def test_replicas_give_the_gradient_of_one_rank_and_others_resume_them(
     tiny_config: Config, tiny_model: TinyModel, batches: list[list[ScoredGroup]], tmp_path: Path
 ) -> None:
-    config = changed(tiny_config, **SMOOTH)
+    """The model is a TransformerLM; those of transformers are in the other tests."""
+    config, model = (
+        changed(tiny_config, **SMOOTH, model={"implementation": "grpo_ray"}),
+        str(tiny_model(own=True)),
+    )
     many = changed(config, learner={"num_ranks": 4, "replicas": 2})
     folder = tmp_path / "step"
-    found = on_ranks(4, steps, str(tiny_model()), many, batches[:1], None, folder, replicas=2)
-    resumed = steps(None, str(tiny_model()), config, [], folder)
+    found = on_ranks(4, steps, model, many, batches[:1], None, folder, replicas=2)
+    resumed = steps(None, model, config, [], folder)
     assert np.array_equal(resumed["exact"], found[0]["exact"])
-    one = steps(None, str(tiny_model()), config, batches[:1])
+    one = steps(None, model, config, batches[:1])
     same(found[0], one)
     assert sum(rank["held"] for rank in found) == 2 * one["held"]
-
-
-@pytest.mark.slow
-def test_untied_and_own_models(
-    tiny_config: Config, tiny_model: TinyModel, batches: list[list[ScoredGroup]]
-) -> None:
-    for model, implementation in ((tiny_model(tied=False), "transformers"), (tiny_model(own=True), "grpo_ray")):
-        config = changed(tiny_config, **SMOOTH, model={"implementation": implementation})
-        many = on_ranks(2, steps, str(model), changed(config, learner={"num_ranks": 2}), batches)
-        same(many[0], steps(None, str(model), config, batches))
 
 
 @pytest.mark.slow
@@ -289,7 +277,7 @@ def test_adapters_and_dtypes(
     else:  # the sums over a batch's gradients are rounded to bfloat16 in other places
         difference = np.linalg.norm(many[0]["gradients"][0] - one["gradients"][0])
         assert difference < 0.02 * np.linalg.norm(one["gradients"][0])
-    sent, expected = (snapshot_tensors(each["weights"]) for each in (many[0], one))
+    sent, expected = (tensors_of(each["weights"]) for each in (many[0], one))
     assert sent.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(sent[name], tensor, rtol=0.02, atol=1e-3 if dtype == "bfloat16" else 1e-5)

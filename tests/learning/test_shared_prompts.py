@@ -28,13 +28,12 @@ from transformers import (
 )
 
 from grpo_ray.config import Config, SamplingConfig
-from grpo_ray.config.learner import Recomputation
 from grpo_ray.learning.attention import NAME, BlockAttention, VarlenAttention, tree_obstacle
 from grpo_ray.learning.forward_backward import ForwardBackward
 from grpo_ray.learning.layout import Layout, choose_layout
 from grpo_ray.learning.loading import _with_sdpa, cast_parameters, load_policy
 from grpo_ray.learning.log_probs import ResponseLogProbs, model_inputs
-from grpo_ray.learning.policy_model import PolicyModel, recompute_in_backward, with_head_dtype
+from grpo_ray.learning.policy_model import PolicyModel, with_head_dtype
 from grpo_ray.learning.segments import NO_PARENT, SegmentTree
 from grpo_ray.learning.sequences import TrainSequence
 
@@ -92,25 +91,10 @@ def test_logprobs_are_those_of_each_sequence_alone(
             torch.testing.assert_close(row[: len(expected)], expected, atol=1e-5, rtol=0)
 
 
-def test_end_tokens_are_impossible_before_min_tokens_only(policy: PolicyModel) -> None:
-    sequence = TrainSequence((5, 6, 7), np.array([17, 9, 17, 0]), np.zeros(4, np.float32), 1.0)
-    layout = Layout(ResponseLogProbs(SamplingConfig(min_tokens=2), ENDS), BlockAttention.of)
-    with torch.no_grad():
-        found, entropy = layout.log_probs(policy, layout.collate([sequence]))
-    assert found[0, 0] < -1e30
-    assert (found[0, 1:] > -20).all()
-    assert entropy.isfinite().all()
-
-
 # ---- gradients ----
 
 # Every loss in every layout, against loops over tokens: tests/objectives/test_algorithm_combinations.py.
 ALGORITHMS: list[dict[str, Any]] = [
-    {"loss": "gspo", "aggregation": "constant"},
-    {
-        "loss": "vespo", "aggregation": "prompt_mean",
-        "off_policy_correction": "mask_geometric", "correction_band": (None, 1.0),
-    },
     {"old_log_probs": "proximal", "off_policy_correction": "truncate_sequence", "aggregation": "token_mean"},
     {"entropy_bonus": 0.01, "kl": {"coefficient": 0.1, "reference": "initial", "estimator": "unbiased"}},
 ]  # fmt: skip
@@ -215,15 +199,6 @@ def test_attention_along_random_trees(seed: int) -> None:
         torch.testing.assert_close(attention(queries, keys, values), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_tree_of_depth_three() -> None:
-    tree = SegmentTree((2, 3, 1, 2), (-1, 0, 1, 0))
-    assert tree.starts == (0, 2, 5, 6)
-    assert tree.depths == (0, 2, 5, 2)
-    assert tree.positions().tolist() == [0, 1, 2, 3, 4, 5, 2, 3]
-    assert tree.path(2).tolist() == [0, 1, 2, 3, 4, 5]
-    assert tree.path(3).tolist() == [0, 1, 6, 7]
-
-
 def test_segments_much_shorter_than_a_blocks_longest_begin_another() -> None:
     """Else most of a block would be padding. Here they begin below 0.75 of 8, and of 5."""
 
@@ -282,22 +257,15 @@ def random_model(config: PreTrainedConfig) -> Any:
     return model
 
 
-@pytest.mark.parametrize("message", ["no scaled_dot_product_attention yet", "no such model"])
-def test_a_model_without_torchs_attention_has_its_own(message: str) -> None:
-    tried: list[str] = []
-
-    def make(config: str, attn_implementation: str) -> str:
-        tried.append(attn_implementation)
+def test_a_model_without_torchs_attention_has_its_own() -> None:
+    def make(message: str, attn_implementation: str) -> str:
         if attn_implementation == "sdpa":
             raise ValueError(message)
-        return config
+        return attn_implementation
 
-    if "attention" in message:
-        assert _with_sdpa(make, "made") == "made"
-        assert tried == ["sdpa", "eager"]
-    else:
-        with pytest.raises(ValueError, match="no such model"):
-            _with_sdpa(make, "made")
+    assert _with_sdpa(make, "no scaled_dot_product_attention yet") == "eager"
+    with pytest.raises(ValueError, match="no such model"):
+        _with_sdpa(make, "no such model")
 
 
 @pytest.mark.parametrize("architecture", SHARING, ids=lambda config: config.model_type)
@@ -338,7 +306,6 @@ CAPPED = Gemma2Config(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("architecture", "is_chunked"),
     [
@@ -350,24 +317,22 @@ CAPPED = Gemma2Config(
     ids=["cap", "no cap", "scale", "scale of 1"],
 )
 def test_a_cap_or_scale_of_small_logits_is_read_from_the_configuration(
-    architecture: PreTrainedConfig, is_chunked: bool, dtype: torch.dtype, tiny_config: Config
+    architecture: PreTrainedConfig, is_chunked: bool, tiny_config: Config
 ) -> None:
     """Logits of 0.1 are far below the cap, so that no comparison of log-probabilities finds it."""
-    model = random_model(architecture).to(dtype)
+    model = random_model(architecture)
     torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.02)
     layout, _ = choose_layout(model, tiny_config, ENDS)
     assert layout.log_probs.is_chunked == is_chunked
 
 
-@pytest.mark.parametrize("share_prompts", ["auto", "never"])
 @pytest.mark.parametrize(
     "architecture", [DogeConfig(**SIZES, keep_window_size=4), BertConfig(**SIZES)], ids=["Doge", "Bert"]
 )
 def test_a_model_that_later_tokens_change_is_refused(
-    architecture: PreTrainedConfig, share_prompts: str, tiny_config: Config
+    architecture: PreTrainedConfig, tiny_config: Config
 ) -> None:
     """A new Doge keeps keys of equal scores, and which ones depends on the row's length; Bert has no mask."""
-    config = changed(tiny_config, learner={"share_prompts": share_prompts})
     model = random_model(architecture)
     for name, parameter in model.named_parameters():
         if name.endswith("self_attn.A"):
@@ -375,7 +340,7 @@ def test_a_model_that_later_tokens_change_is_refused(
     with pytest.raises(
         ValueError, match=r"model.path: (Doge|Bert)\w+ cannot be trained in padded rows: its log-prob"
     ):
-        choose_layout(model, config, ENDS)
+        choose_layout(model, tiny_config, ENDS)
 
 
 def test_a_model_that_sees_the_next_token_is_refused(tiny_config: Config, policy: Any) -> None:
@@ -498,15 +463,3 @@ def test_the_reason_is_told_once(tiny_config: Config) -> None:
     passes.backward(model, random_sequences(4, SHAPES[:2]))
     assert passes.take_layout_notes() == {"prompts_not_shared": "its attention has a sliding window"}
     assert passes.take_layout_notes() == {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("which", ["full", "selective"])
-def test_recomputation_leaves_dropout_off(which: Recomputation, tiny_config: Config) -> None:
-    model = random_model(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64))
-    sequences = random_sequences(2, SHAPES)
-    _, expected = gradient_of(tiny_config, model, sequences)
-    recompute_in_backward(model, which)
-    assert [type(module).__name__ for module in model.modules() if module.training] != []
-    _, found = gradient_of(tiny_config, model, sequences)
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)

@@ -39,8 +39,7 @@ def look_up(teacher: Teacher, group: RolloutGroup) -> tuple[np.ndarray, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share_prompts", ["auto", "never"])
-@pytest.mark.parametrize(("temperature", "min_tokens"), [(1.0, 0), (0.7, 3)])
+@pytest.mark.parametrize(("share_prompts", "temperature", "min_tokens"), [("auto", 1.0, 0), ("never", 0.7, 3)])
 def test_logprobs_are_those_of_a_plain_forward_pass(
     make_teacher: Callable[..., Teacher], teacher_path: str, share_prompts: str, temperature: float,
     min_tokens: int,
