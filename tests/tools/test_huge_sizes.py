@@ -25,7 +25,7 @@ def test_more_responses_of_a_validation_than_memory_holds_are_refused() -> None:
 
 @pytest.mark.slow
 def test_the_driver_answers_while_a_very_large_step_is_dispatched(tmp_path: Path) -> None:
-    num_groups = 200_000
+    num_groups = 20_000
     seen: list[int] = []
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:

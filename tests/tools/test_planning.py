@@ -695,10 +695,12 @@ def test_the_longest_prompt_is_what_the_models_length_leaves(folder_of: Folder) 
 
 
 @pytest.mark.slow
-def test_a_plan_needs_neither_torch_nor_ray(folder_of: Folder) -> None:
+def test_a_plan_and_the_start_of_an_experiment_need_neither_torch_nor_ray(folder_of: Folder) -> None:
     code = (
         "import sys; from grpo_ray.tools.cli import main; assert main(sys.argv[1:]) == 0; "
-        "print(sorted({'torch', 'ray', 'transformers', 'vllm'} & set(sys.modules)))"
+        "assert not {'transformers', 'vllm'} & set(sys.modules); "
+        "import grpo_ray.tools.experiments.run_experiment; "
+        "print(sorted({'torch', 'ray', 'matplotlib'} & set(sys.modules)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "plan", QWEN, folder_of(QWEN_1_5B)],
