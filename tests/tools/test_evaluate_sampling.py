@@ -1,8 +1,6 @@
 """Greedy and nucleus sampling of the torch engine match a slow loop over the distribution."""
 
-import asyncio
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,20 +16,13 @@ from grpo_ray.types import Completion, SamplingSettings
 PROMPT = (40, 41, 42)
 
 
-@pytest.fixture
-def sampled(tiny_config: Config, tiny_model: TinyModel) -> Callable[..., tuple[Completion, ...]]:
-    def run(settings: SamplingSettings) -> tuple[Completion, ...]:
-        async def generate() -> tuple[Completion, ...]:
-            engine = make_engine(tiny_config, str(tiny_model()), 64, 0)
-            await engine.start(0)
-            try:
-                return await engine.generate(PROMPT, settings)
-            finally:
-                await engine.shutdown()
-
-        return asyncio.run(generate())
-
-    return run
+async def sample(config: Config, model_path: Path, settings: SamplingSettings) -> tuple[Completion, ...]:
+    engine = make_engine(config, str(model_path), 64, 0)
+    await engine.start(0)
+    try:
+        return await engine.generate(PROMPT, settings)
+    finally:
+        await engine.shutdown()
 
 
 def rows_of(model_path: Path, completion: Completion, min_tokens: int = 0) -> list[Tensor]:
@@ -40,15 +31,13 @@ def rows_of(model_path: Path, completion: Completion, min_tokens: int = 0) -> li
         return plain_rows(model, PROMPT, completion.token_ids.tolist(), 1.0, min_tokens, (0, 17))
 
 
-def test_temperature_0_samples_the_most_likely_token(
-    sampled: Callable[..., tuple[Completion, ...]], tiny_model: TinyModel
-) -> None:
+async def test_temperature_0_samples_the_most_likely_token(tiny_config: Config, tiny_model: TinyModel) -> None:
     greedy = {"temperature": 0.0, "max_tokens": 12, "min_tokens": 3, "end_token_ids": (0, 17)}
-    (completion,) = sampled(make_settings(**greedy, seed=1))
+    (completion,) = await sample(tiny_config, tiny_model(), make_settings(**greedy, seed=1))
     rows = rows_of(tiny_model(), completion, min_tokens=3)
     assert completion.token_ids.tolist() == [int(row.argmax()) for row in rows]
     assert completion.logprobs.tolist() == [0.0] * len(rows)
-    (again,) = sampled(make_settings(**greedy, seed=2))
+    (again,) = await sample(tiny_config, tiny_model(), make_settings(**greedy, seed=2))
     assert again.token_ids.tolist() == completion.token_ids.tolist()
 
 
@@ -64,10 +53,9 @@ def nucleus(row: Tensor, top_p: float) -> list[int]:
 
 
 @pytest.mark.slow
-def test_top_p_samples_only_from_the_nucleus(
-    sampled: Callable[..., tuple[Completion, ...]], tiny_model: TinyModel
-) -> None:
-    completions = sampled(make_settings(num_samples=2000, top_p=0.2, max_tokens=1, seed=3))
+async def test_top_p_samples_only_from_the_nucleus(tiny_config: Config, tiny_model: TinyModel) -> None:
+    settings = make_settings(num_samples=2000, top_p=0.2, max_tokens=1, seed=3)
+    completions = await sample(tiny_config, tiny_model(), settings)
     (row,) = rows_of(tiny_model(), completions[0])
     kept = nucleus(row, 0.2)
     assert 1 < len(kept) < 100

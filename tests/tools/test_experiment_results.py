@@ -148,8 +148,10 @@ def test_summary_of_a_first_variant_without_a_result() -> None:
 ODD = {
     "results": OUTCOMES,
     "nothing": [],
-    "no seconds, negative rewards": [outcome("a", [(0, -3.0), (8, 2.0)]), outcome("b", [(0, 0.0), (8, 0.5)])],
-    "runs away": [outcome("a", [(0, 0.1)], x__y=[1, 1, 1, 1, 1e9, None, None, 1])],
+    "no seconds, negative rewards, a metric that runs away": [
+        outcome("a", [(0, -3.0), (8, 2.0)], x__y=[1, 1, 1, 1, 1e9, None, None, 1]),
+        outcome("b", [(0, 0.0), (8, 0.5)]),
+    ],
 }
 
 

@@ -327,15 +327,9 @@ def test_each_run_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert GpuPool([load_config(QUICKSTART)]).take(load_config(QUICKSTART)) == []
 
 
-def test_planning_imports_no_torch() -> None:
-    code = (
-        "import sys; from grpo_ray.tools.cli import main; main(['experiment', '--list']); "
-        "import grpo_ray.tools.experiments.run_experiment; "
-        "print({'torch', 'ray', 'matplotlib'} & set(sys.modules))"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.splitlines()[-1] == "set()"
-    assert len(result.stdout.splitlines()) == len(EXPERIMENTS) + 1
+def test_the_experiments_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["experiment", "--list"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(EXPERIMENTS)
 
 
 # ---- the command line ----
@@ -347,18 +341,11 @@ def test_planning_imports_no_torch() -> None:
         (["experiment", "kl-drif"], "'kl-drif' is not an experiment; did you mean kl-drift?"),
         (["experiment"], "give the name of an experiment: learning-rate, "),
         (["experiment", "async", "--config", "nowhere.yaml"], "nowhere.yaml: 1 problem"),
-        (["sweep", QUICKSTART, "--seeds", "2", "a.b"], "'a.b': write it as section.key=value"),
     ],
 )
 def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
-
-
-def test_jobs_is_at_least_one(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["experiment", "async", "--jobs=0"])
-    assert "'0' is not a number of at least 1" in capsys.readouterr().err
 
 
 def test_overrides_before_and_after_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +361,7 @@ def test_overrides_before_and_after_options(monkeypatch: pytest.MonkeyPatch) -> 
     assert (second[0].name, second[3]) == ("mine", 1)
     assert list(second[0].variants) == ["b=1,d=3", "b=1,d=4", "b=2,d=3", "b=2,d=4"]
     with pytest.raises(SystemExit):
-        main(["experiment", "async", "--sedes", "2"])
+        main(["experiment", "async", "--jobs", "0"])
 
 
 # ---- a real one ----

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pyarrow.dataset import dataset
 
 from grpo_ray.records.durable import replacing
 from grpo_ray.records.episode_metrics import EpisodeFacts
@@ -213,19 +214,11 @@ def _episodes(table: pa.Table) -> Iterator[EpisodeFacts]:
                 yield EpisodeFacts(**{**row, "metrics": dict(row["metrics"])})
 
 
-def sample_rows(path: Path, category: Category, num_rows: int, seed: int = 0) -> list[Row]:
-    """Return `num_rows` random rows of the category, without replacement, in the file's order."""
-    categories = pq.read_table(path, columns=["category"])["category"].to_pylist()
+def sample_rows(path: Path, category: Category, num_rows: int) -> list[Row]:
+    """Return random rows of the category, with a fixed seed and without replacement, in the file's order."""
+    responses = dataset(path)
+    categories = responses.to_table(columns=["category"])["category"].to_pylist()
     indices = [index for index, name in enumerate(categories) if name == category]
-    chosen = np.random.default_rng(seed).permutation(len(indices))[:num_rows]
-    return list(_rows_at(path, sorted(indices[number] for number in chosen)))
-
-
-def _rows_at(path: Path, indices: Sequence[int]) -> Iterator[Row]:
-    """Yield the rows at ascending indices, with one batch of the file in memory at a time."""
-    waiting, start = list(indices), 0
-    with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=256):
-            while waiting and waiting[0] < start + batch.num_rows:
-                yield batch.slice(waiting.pop(0) - start, 1).to_pylist()[0]
-            start += batch.num_rows
+    chosen = np.random.default_rng(0).permutation(len(indices))[:num_rows]
+    rows: list[Row] = responses.take(sorted(indices[number] for number in chosen), batch_size=256).to_pylist()
+    return rows

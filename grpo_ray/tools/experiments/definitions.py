@@ -8,13 +8,6 @@ from grpo_ray.tools.experiments.experiment import Experiment
 
 FILE = Path(__file__).parent / "bundled.yaml"
 EXPERIMENTS = {
-    name: Experiment(
-        name,
-        fields["title"],
-        {label: tuple(overrides) for label, overrides in fields["variants"].items()},
-        tuple(fields["metrics"]),
-        common=tuple(fields.get("common", ())),
-        problem=fields.get("problem"),
-    )
+    name: Experiment(name, **fields)
     for name, fields in yaml.safe_load(FILE.read_text(encoding="utf-8")).items()
 }

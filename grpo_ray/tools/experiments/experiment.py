@@ -3,9 +3,9 @@
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
+
+from pydantic.dataclasses import dataclass
 
 from grpo_ray.config.loading import ConfigError
 from grpo_ray.config.schema import nearest_name
@@ -26,9 +26,6 @@ class Experiment:
     common: tuple[str, ...] = ()  # overrides of every variant; a user's overrides come after them
     problem: int | None = None  # of the course handout
     draw: Callable[..., None] | None = None  # further figures: (results by variant, title, folder)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "variants", MappingProxyType(dict(self.variants)))
 
     @property
     def varied_keys(self) -> set[str]:

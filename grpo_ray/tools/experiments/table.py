@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from grpo_ray.errors import counted
 from grpo_ray.records.durable import replacing
 from grpo_ray.tools.experiments.experiment import Experiment
 from grpo_ray.tools.experiments.outcome import ExperimentOutcome
@@ -207,7 +208,7 @@ def _rewards(results: Sequence[VariantResult]) -> Iterator[str]:
         if result.final is None:
             yield f"**{result.label}**: no result"
             continue
-        runs = f"{result.final.num_runs} run{'s' if result.final.num_runs > 1 else ''}"
+        runs = counted(result.final.num_runs, "run")
         difference = ""
         if result is not first and first.final is not None:
             difference = f"; {difference_in_words(first.final, result.final)} {first.label}"

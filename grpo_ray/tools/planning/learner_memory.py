@@ -7,7 +7,6 @@ with what torch allocates.
 from dataclasses import dataclass
 
 from grpo_ray.config import Config
-from grpo_ray.config.model import AdapterConfig
 from grpo_ray.tools.planning.gpu_memory import (
     CONTEXT_BYTES,
     ENGINE_BYTES,
@@ -78,51 +77,40 @@ def host_remark(shape: ModelShape, config: Config) -> str:
 
 
 def state_items(shape: ModelShape, config: Config) -> list[Item]:
-    """Return the memory that lasts from step to step: with several ranks, one rank's shards."""
-    if config.model.adapter is not None:
-        return adapter_items(shape, config, config.model.adapter)
-    parameters, width = shape.num_parameters / num_shards(config), served_width(config)
+    """Return the memory that lasts from step to step: with several ranks, one rank's shards.
+
+    An adapter's reference is a second set of its values, which share the base.
+    """
+    adapter, width, moments = config.model.adapter, served_width(config), config.learner.moments
+    num_trained = trained_parameters(shape, config)
+    trained, moment_bytes = num_trained / num_shards(config), 2 * MOMENT_BYTES[moments]
     is_sharded = config.learner.num_ranks > 1  # then a bfloat16 copy exists only of the layers at work
-    copy = 0 if width == FLOAT32 or is_sharded else width * parameters  # as learning/master_weights.py holds it
-    items = [
-        Item("weights", FLOAT32 * parameters, "float32 master weights, 4 bytes per parameter"),
-        Item("copy of the weights", copy, f"{config.model.dtype}, for the passes"),
-        Item("gradients", FLOAT32 * parameters, "float32"),
-        Item(
-            "AdamW's moments",
-            2 * MOMENT_BYTES[config.learner.moments] * parameters,
-            f"two, {config.learner.moments}",
-        ),
-    ]
+    copy = 0 if width == FLOAT32 or is_sharded else width  # per value, as learning/master_weights.py holds it
+    if adapter is None:
+        items = [
+            Item("weights", FLOAT32 * trained, "float32 master weights, 4 bytes per parameter"),
+            Item("copy of the weights", copy * trained, f"{config.model.dtype}, for the passes"),
+            Item("gradients", FLOAT32 * trained, "float32"),
+            Item("AdamW's moments", moment_bytes * trained, f"two, {moments}"),
+        ]
+    else:
+        note = f"rank {adapter.rank}, {num_trained:,} parameters: weights, gradients and AdamW's moments"
+        items = [_base(shape, config), Item("adapter", (2 * FLOAT32 + copy + moment_bytes) * trained, note)]
     if (reference := config.algorithm.kl.reference) != "none":
         # A frozen one has no float32 weights, a moving average has them beside its copy.
-        num_bytes = width * parameters if reference == "initial" else FLOAT32 * parameters + copy
-        items.append(Item("reference", num_bytes, f"algorithm.kl.reference: {reference}"))
+        own = width if reference == "initial" else FLOAT32 + copy
+        note = f"algorithm.kl.reference: {reference}{'' if adapter is None else ', on the same base'}"
+        items.append(Item("reference", own * trained, note))
     return [item for item in items if item.num_bytes]
 
 
-def adapter_items(shape: ModelShape, config: Config, adapter: AdapterConfig) -> list[Item]:
-    """Return the lasting memory of a frozen base and an adapter (learning/adapters.py).
-
-    A reference is a second set of the adapter's values, which share the base. Ranks shard all but an nf4 base.
-    """
-    width, matrices = served_width(config), shape.num_layers * shape.layer_matrices
-    num_trained, shards = shape.adapter_parameters(adapter), num_shards(config)
-    if config.model.base_quantization == "nf4":
-        others = width * (shape.num_parameters - matrices)
-        note = f"frozen; linear layers in nf4, the rest in {config.model.dtype}"
-        base = Item("base", NF4_BYTES * matrices + others, note)
-    else:
-        base = Item("base", width * shape.num_parameters / shards, f"frozen, {config.model.dtype}")
-    copy = 0 if width == FLOAT32 or config.learner.num_ranks > 1 else width
-    moments = 2 * MOMENT_BYTES[config.learner.moments]
-    note = f"rank {adapter.rank}, {num_trained:,} parameters: weights, gradients and AdamW's moments"
-    trained = num_trained / shards
-    items = [base, Item("adapter", (2 * FLOAT32 + copy + moments) * trained, note)]
-    if (reference := config.algorithm.kl.reference) != "none":
-        own = width if reference == "initial" else FLOAT32 + copy
-        items.append(Item("reference", own * trained, f"algorithm.kl.reference: {reference}, on the same base"))
-    return items
+def _base(shape: ModelShape, config: Config) -> Item:
+    """Return the frozen base of an adapter (learning/adapters.py); ranks shard all but one in nf4."""
+    width, matrices, dtype = served_width(config), shape.num_layers * shape.layer_matrices, config.model.dtype
+    if config.model.base_quantization != "nf4":
+        return Item("base", width * shape.num_parameters / num_shards(config), f"frozen, {dtype}")
+    others = width * (shape.num_parameters - matrices)
+    return Item("base", NF4_BYTES * matrices + others, f"frozen; linear layers in nf4, the rest in {dtype}")
 
 
 def largest_micro_batch(config: Config, prompt_tokens: int) -> Tokens:

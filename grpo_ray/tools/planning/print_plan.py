@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from grpo_ray.errors import counted
 from grpo_ray.tools.experiments.resources import gpus_of
 from grpo_ray.tools.planning.gpu_memory import Budget, gib
 from grpo_ray.tools.planning.hardware import (
@@ -110,7 +111,7 @@ def _training_note(plan: MemoryPlan, time: StepTime) -> str:
     ranks = plan.run.config.learner.num_ranks
     if ranks == learner.num_ranks:
         return rate
-    return f"{rate} with {ranks} rank{'s' if ranks > 1 else ''}; {of_ranks or 'one rank'}"
+    return f"{rate} with {counted(ranks, 'rank')}; {of_ranks or 'one rank'}"
 
 
 def _assumptions(plan: MemoryPlan) -> Iterator[str]:
