@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 from process_census import CensusPlugin
 from ray_nodes import ray_head, token_environment
-from sampled import leave_the_others_to_the_campaign
 from xdist.scheduler import LoadFileScheduling
 
 from grpo_ray.config import Config
@@ -64,6 +63,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for file in files
     }
     items.sort(key=lambda item: places[item.path])
+
+
+def leave_the_others_to_the_campaign(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+    """Mark each case that the mark `kept` of its test does not name.
+
+    Args:
+        items: all that was collected, before any is deselected.
+
+    Raises:
+        pytest.UsageError: a test lacks a case that its mark names. If it was renamed, it would be left to the
+            campaign without a word.
+    """
+    kept: dict[str, Sequence[str]] = {}
+    cases: dict[str, set[str]] = {}
+    for item in items:
+        mark = item.get_closest_marker("kept")
+        if mark is not None:
+            test, _, case = item.nodeid.removesuffix("]").partition("[")
+            kept[test] = mark.args
+            cases.setdefault(test, set()).add(case)
+            if case not in mark.args:
+                item.add_marker(pytest.mark.campaign)
+    if config.getoption("lf", False) or any("[" in arg for arg in config.args):
+        return  # single cases were collected
+    for test, names in kept.items():
+        if missing := set(names) - cases[test]:
+            problem = f"{test} is to keep {sorted(missing)}, and its cases are {sorted(cases[test])}"
+            items[0].session.shouldfail = problem  # pytest-xdist shows this of a worker, and loses the error
+            raise pytest.UsageError(problem)
 
 
 @pytest.hookimpl(tryfirst=True)

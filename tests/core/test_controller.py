@@ -270,6 +270,7 @@ def test_a_group_that_never_finishes_is_retried_and_then_set_aside(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["generator-0", "scorer", "learner"])
+@pytest.mark.kept("scorer", "learner")
 def test_a_stall_is_explained_and_ended(tmp_path: Path, victim: str) -> None:
     config = make_config(f"recovery.stall_timeout_s={LIMIT_S}")
     method = {"generator-0": "generate", "scorer": "score", "learner": "train_step"}[victim]

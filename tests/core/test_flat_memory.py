@@ -171,6 +171,7 @@ def container_bytes() -> Sizes:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("overrides", [[], EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.kept("everything")
 async def test_memory_does_not_grow_with_the_steps(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,7 @@ SCHEDULES: dict[str, list[str]] = {
         *((name, True) for name in ("lookahead", "oversampled-async", "dynamic-async", "everything")),
     ],
 )
+@pytest.mark.kept("colocated-False", "replay-advantage-False", "oversampled-async-True", "everything-True")
 def test_every_schedule_trains_each_prompt_once_on_recent_tokens(
     tmp_path: Path, name: str, in_flight: bool
 ) -> None:
@@ -63,6 +64,7 @@ EXACT = ("dynamic", "replay", "several-updates", "reference")
 
 
 @pytest.mark.parametrize("name", EXACT)
+@pytest.mark.kept("dynamic")
 def test_a_synchronous_run_that_is_interrupted_is_the_same_run(tmp_path: Path, name: str) -> None:
     """A schedule's whole state is in the checkpoint: the same steps follow."""
     options = {**SCHEDULES, "reference": ["algorithm.kl.reference=ema", "algorithm.kl.coefficient=0.1"]}[name]
@@ -81,6 +83,7 @@ def test_a_synchronous_run_that_is_interrupted_is_the_same_run(tmp_path: Path, n
 
 
 @pytest.mark.parametrize("name", ["lookahead", "oversampled-async", "dynamic-async", "everything"])
+@pytest.mark.kept("everything")
 def test_kills_lose_nothing_in_asynchronous_schedules(tmp_path: Path, name: str) -> None:
     config = make_config(*SCHEDULES[name], "generator.slowdown_s=0.01", "generator.num_generators=2")
     run = RunDirectory(tmp_path / "run")

@@ -257,6 +257,7 @@ def test_snapshot_without_a_tensor_is_refused(record: Record) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.kept("True")
 def test_a_float32_head_over_bfloat16_before_and_after_a_sync(tiny_model: TinyModel, tied: bool) -> None:
     pytest.importorskip("vllm")
     path = tiny_model(tied=tied, hidden_size=64)

@@ -169,6 +169,7 @@ OF_TWO_STEPS = ("KL", "REINFORCE++", "narrow moments")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.kept("2")
 def test_every_setting_gives_the_gradients_of_one_rank(
     size: int, tiny_config: Config, tiny_model: TinyModel, batches: list[list[ScoredGroup]]
 ) -> None:
@@ -202,6 +203,7 @@ EPISODES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EPISODES)
+@pytest.mark.kept("branches on both ranks")
 def test_two_ranks_give_the_gradient_of_one_on_episodes(
     name: str, tiny_config: Config, tiny_model: TinyModel
 ) -> None:
@@ -257,6 +259,7 @@ def test_replicas_give_the_gradient_of_one_rank_and_others_resume_them(
         ("lora", "bfloat16", "float32"),
     ],
 )
+@pytest.mark.kept("full-bfloat16-float32", "dora-bfloat16-model", "4 bits-float32-model")
 def test_adapters_and_dtypes(
     kind: str, dtype: str, head_dtype: str, tiny_config: Config, tiny_model: TinyModel,
     batches: list[list[ScoredGroup]],
@@ -300,6 +303,7 @@ CONTINUED: dict[str, dict[str, dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONTINUED)
+@pytest.mark.kept("float32")
 def test_resuming_with_as_many_ranks_is_exact_and_with_others_is_close(
     name: str, tiny_config: Config, tiny_model: TinyModel, batches: list[list[ScoredGroup]], tmp_path: Path,
 ) -> None:  # fmt: skip

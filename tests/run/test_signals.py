@@ -156,6 +156,7 @@ def test_the_watch_ends_the_process_at_the_second_signal_that_stops_a_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.kept("1", "2")
 def test_a_first_signal_interrupts_the_main_thread(number: int, folder: Path) -> None:
     process = Started(INTERRUPTED, folder)
     process.send(number)
@@ -208,6 +209,7 @@ def test_the_first_ctrl_c_says_what_is_waited_for_and_the_second_ends_the_run_at
     [([], "hangs"), (["recovery.stall_timeout_s=2", "checkpoint.every_num_steps=2"], "nothing has moved")],
     ids=["deadline", "stall"],
 )
+@pytest.mark.kept("deadline")
 def test_a_driver_ends_in_time_although_a_write_hangs(
     folder: Path, tiny_model: TinyModel, overrides: list[str], sign: str
 ) -> None:

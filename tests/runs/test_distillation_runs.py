@@ -83,6 +83,7 @@ def test_a_synchronous_run_that_is_killed_and_resumed_equals_one_that_was_not(tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.kept("2")
 def test_a_teacher_that_dies_is_replaced_and_looks_up_again(tmp_path: Path, number: int) -> None:
     run = RunDirectory(tmp_path / "run")
 
@@ -136,6 +137,7 @@ def test_a_group_is_sampled_again_if_its_look_up_fails(tmp_path: Path) -> None:
         ["algorithm.loss=no_baseline", "learner.share_prompts=never", "sampling.temperature=0.8"],
     ],
 )  # fmt: skip
+@pytest.mark.kept("overrides2")
 def test_combinations(tmp_path: Path, overrides: list[str]) -> None:
     run = RunDirectory(tmp_path / "run")
     config = make_config(*with_teacher(*overrides), "algorithm.num_steps=5")

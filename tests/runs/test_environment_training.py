@@ -32,6 +32,7 @@ SMALL = (
         ("play_numbers", "verifiers.v1", ("episodes.max_turns=3",)),
     ],
 )
+@pytest.mark.kept("frozen_lake-gymnasium-overrides0")
 def test_the_pages_environments_are_trained(
     environments_page: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     name: str, package: str, overrides: tuple[str, ...],

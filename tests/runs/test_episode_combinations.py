@@ -95,6 +95,7 @@ def run(folder: Path, *overrides: str) -> RunDirectory:
 
 
 @pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.kept("kl", "collective", "curriculum", "reinforce_plus_plus")
 def test_episodes_train_with(feature: str, tmp_path: Path) -> None:
     run(tmp_path, *FEATURES[feature])
 

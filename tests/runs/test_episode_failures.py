@@ -111,6 +111,7 @@ SCHEDULES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.kept("many workers")
 def test_an_example_that_ends_its_worker_is_set_aside_and_costs_no_other_group(
     schedule: str, tmp_path: Path
 ) -> None:
@@ -126,6 +127,7 @@ def test_an_example_that_ends_its_worker_is_set_aside_and_costs_no_other_group(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_lag", [0, 1])
+@pytest.mark.kept("1")
 def test_a_prompt_that_ends_its_generator_is_set_aside_and_costs_no_other_group(
     max_lag: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +150,7 @@ def test_a_prompt_that_ends_its_generator_is_set_aside_and_costs_no_other_group(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_generators", [1, 2])
+@pytest.mark.kept("2")
 def test_a_turn_that_ends_its_generator_is_set_aside_and_costs_no_other_group(
     num_generators: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

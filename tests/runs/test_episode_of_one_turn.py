@@ -100,6 +100,7 @@ def two_runs(folder: Path, *overrides: str) -> tuple[RunDirectory, RunDirectory]
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_at_a_time", "untried")
 @pytest.mark.parametrize("sharing", ["auto", "never"])
+@pytest.mark.kept("auto")
 def test_the_run_is_the_same(sharing: str, tmp_path: Path) -> None:
     episodes, plain = two_runs(tmp_path, f"learner.share_prompts={sharing}")
     for path in sorted(plain.rollouts.glob("*.parquet")):

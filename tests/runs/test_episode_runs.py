@@ -73,6 +73,7 @@ def kept(row: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [1, 3])
+@pytest.mark.kept("3")
 def test_a_synchronous_run_that_is_killed_and_resumed_equals_one_that_was_not(
     tmp_path: Path, num_steps: int
 ) -> None:
@@ -97,6 +98,7 @@ def test_a_synchronous_run_that_is_killed_and_resumed_equals_one_that_was_not(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("over_age", ["mask", "drop"])
+@pytest.mark.kept("mask")
 def test_no_token_beyond_the_lag_is_trained(tmp_path: Path, over_age: str) -> None:
     """With oversampling the slow games come after several weight syncs."""
     config = make_config(

@@ -99,6 +99,11 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize("changes", SCHEDULES, ids=str)
+@pytest.mark.kept(
+    "('buffer.replay.frac=0.25', 'buffer.replay.max_age=3', 'algorithm.dynamic_sampling_tries=2')",
+    "('algorithm.oversample_frac=0.5', 'algorithm.dynamic_sampling_tries=1')",
+    "('algorithm.overlong_buffer_tokens=3', 'algorithm.advantage=leave_one_out')",
+)
 def test_a_clean_run_of_any_schedule_is_clean(
     finished_run: Callable[..., RunDirectory], changes: tuple[str, ...]
 ) -> None:

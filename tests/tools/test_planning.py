@@ -301,6 +301,11 @@ def peak_bytes(work: Callable[[], object]) -> int:
         ("bfloat16", False, 8192, 2**22, {"head_dtype": "float32"}),
     ],
 )
+@pytest.mark.kept(
+    "float32-False-320-268435456-options0",
+    "float32-True-8192-4194304-options5",
+    "bfloat16-False-8192-4194304-options10",
+)
 def test_a_micro_batch_takes_what_is_planned(
     monkeypatch: pytest.MonkeyPatch, dtype: str, recomputation: bool, vocab_size: int, chunk_bytes: int,
     options: dict[str, Any],

@@ -75,6 +75,7 @@ def measure_rank(rank: int, backend: str, num_ranks: int, port: int, sizes: dict
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "vocab_size"), [(2, 512), (2, 32768), (3, 32768)])
 @pytest.mark.parametrize("backend", ["fake", "gloo"])
+@pytest.mark.kept("fake-2-512")
 def test_a_rank_holds_what_is_planned(backend: str, num_ranks: int, vocab_size: int, tmp_path: Path) -> None:
     """With few tokens of a large vocabulary the peak is where the root's gradient is reduced.
 

@@ -325,6 +325,7 @@ def test_stages_have_colours_of_their_own_and_the_largest_is_first(browser: Brow
 
 
 @pytest.mark.parametrize(("size", "scheme"), SCREENS)
+@pytest.mark.kept("size0-light")
 def test_ranks_have_curves_and_a_table(
     browser: Browser, tmp_path: Path, size: tuple[int, int], scheme: str
 ) -> None:
@@ -476,6 +477,7 @@ CONTRASTS = """(() => {
 
 
 @pytest.mark.parametrize(("size", "scheme"), SCREENS)
+@pytest.mark.kept("size0-light", "size3-dark")
 def test_every_text_has_enough_contrast_and_nothing_is_wider_than_the_window(
     browser: Browser, page: Path, size: tuple[int, int], scheme: str, tmp_path: Path
 ) -> None:

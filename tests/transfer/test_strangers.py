@@ -146,6 +146,7 @@ def joined_after_the_deed(seat: Seat) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_a_pickle", [False, True])
+@pytest.mark.kept("True")
 def test_ranks_whose_store_is_overwritten_fail_and_those_after_them_meet(
     with_a_pickle: bool, stranger: Callable[..., None]
 ) -> None:
@@ -172,6 +173,7 @@ def in_anothers_place(seat: Seat, its_rank: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "replicas", "its_rank"), [(2, 1, 1), (3, 1, 0), (4, 2, 3)])
+@pytest.mark.kept("3-1-0")
 def test_a_stranger_with_a_ranks_connections_is_noticed_by_all_that_it_has_one_to(
     size: int, replicas: int, its_rank: int
 ) -> None:
