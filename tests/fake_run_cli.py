@@ -79,16 +79,10 @@ def write_run(run: Path, script: dict[str, Any], last: int, num_steps: int) -> N
     rewards = script.get("rewards", [0.2, 0.6, 0.9])
     every = num_steps // (len(rewards) - 1)
     evaluations = [{"step": i * every, "reward": r} for i, r in enumerate(rewards) if i * every <= last]
-    metrics = script.get("metrics", {})
-    rows = [{"step": s, "timing/step_s": 1.0, "lag/max": 1, **at(metrics, s)} for s in range(1, last + 1)]
+    rows = [{"step": step, "timing/step_s": 1.0, "lag/max": 1} for step in range(1, last + 1)]
     (run / "evaluations").mkdir(exist_ok=True)
     write_lines(run / "metrics.jsonl", rows)
     write_lines(run / "evaluations" / "summary.jsonl", evaluations)
-
-
-def at(metrics: dict[str, Any], step: int) -> dict[str, Any]:
-    """Return the metrics at a step: a list has one value per step, a number is constant."""
-    return {name: value[step - 1] if isinstance(value, list) else value for name, value in metrics.items()}
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:

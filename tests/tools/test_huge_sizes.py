@@ -8,6 +8,7 @@ from local_runs import make_config, train, until
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config.loading import ConfigError
 from grpo_ray.core.controller import Controller
+from grpo_ray.core.producer import SLICE
 from grpo_ray.run.preparation import check_files
 
 
@@ -25,7 +26,7 @@ def test_more_responses_of_a_validation_than_memory_holds_are_refused() -> None:
 
 @pytest.mark.slow
 def test_the_driver_answers_while_a_very_large_step_is_dispatched(tmp_path: Path) -> None:
-    num_groups = 20_000
+    num_groups = 5 * SLICE
     seen: list[int] = []
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
