@@ -425,6 +425,11 @@ def test_figures_of_1_5b_by_hand() -> None:
     assert learner["output layer"] == 1.5 * 4 * 151_936 * (441 + 1536) + 2 * 2 * 3840 * 1536
     assert generator["weights"] == 2 * parameters
     assert generator["KV cache"] == 512 * 1280 * (2 * 28 * 2 * 128 * 2)  # sequences, tokens, bytes per token
+    # Weights, their copy and the moments are moved, 14 bytes per parameter; the gradients are freed.
+    together = plan_config(generator={"colocated": True}, weight_sync={"max_lag": 0})
+    assert "20.1 GiB for the Generators' turn, " in budgets_of(together)[1].remark
+    on_cpu = plan_config(learner={"num_gpus": 0}, generator={"num_gpus": 0, "kv_cache_gib": 1.0})
+    assert budgets_of(on_cpu)[1].remark == ""
 
 
 @pytest.mark.parametrize(
