@@ -76,6 +76,8 @@ def test_a_run_without_a_name_gets_one_that_the_metadata_knows() -> None:
     config = load_config(QUICKSTART, job.command[5:])
     assert str(config.run.name).startswith("quickstart-2")
     assert job.metadata["run"] == f"{config.run.output_dir}/{config.run.name}"
+    with pytest.raises(RunError, match=r"run\.if_exists: `resume` needs run\.name"):
+        training_job(QUICKSTART, ["run.if_exists=resume"], make_context())
 
 
 def test_the_python_of_the_cluster() -> None:

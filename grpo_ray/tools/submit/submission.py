@@ -5,7 +5,6 @@ import math
 import os
 import shlex
 import sys
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import find_config, load_config
 from grpo_ray.config.secrets import is_secret
 from grpo_ray.errors import RunError
+from grpo_ray.records.run_files import run_name
 from grpo_ray.tasks.input_digests import files_named
 from grpo_ray.tools.submit.uploaded_files import CREDENTIALS, exact_pattern, find_credentials, uploaded_files
 
@@ -92,11 +92,12 @@ def training_job(path: str, overrides: Sequence[str], context: SubmissionContext
     The job runs in a copy of the working directory, so it gets the run's name and its absolute directory.
 
     Raises:
-        RunError: the file is outside the working directory, or a variable is not set.
+        RunError: the file is outside the working directory, a variable is not set, or a run that may be
+            resumed has no name.
         ConfigError: the configuration is wrong.
     """
     config = load_config(path, overrides)
-    name = config.run.name or f"{find_config(path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = run_name(config, str(find_config(path)))
     output_dir = (context.folder / config.run.output_dir).resolve()
     settled = (f"run.output_dir={_quoted(output_dir)}", f"run.name={_quoted(name)}")
     return _job(
