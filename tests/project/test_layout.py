@@ -27,7 +27,7 @@ FLOORS = [
 ORDER = [entry for floor in FLOORS for entry in floor]
 
 # A budget is lowered when it can be, and not raised.
-LINES = {"grpo_ray/core": 3_900, "grpo_ray": 48_700, "tests": 51_700, "profiling": 9_440}
+LINES = {"grpo_ray/core": 3_860, "grpo_ray": 48_510, "tests": 49_980, "profiling": 9_210}
 LONGEST_FILE, LONGEST_FUNCTION = 440, 70
 
 
