@@ -21,6 +21,7 @@ training reward of three steps has passed the bound. Each round has a seed of it
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -269,7 +270,11 @@ def run_trl(python: Path, job: Mapping[str, Any], folder: Path, script: Path = T
     """Run a script of TRL's side with that Python; return its result."""
     (folder / "job.json").write_text(json.dumps(job))
     command = [str(python), str(script), str(folder / "job.json"), str(folder / "result.json")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    # Its threads wait as they do for TRL's users; ours are told otherwise by set_library_defaults.
+    own = {
+        name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    }
+    done = subprocess.run(command, capture_output=True, text=True, env=own)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     found: dict[str, Any] = json.loads((folder / "result.json").read_text())

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from builders import check_names
-from local_runs import Killed, kill_after, train
+from local_runs import Killed, Watcher, kill_after, train, until
 from run_process import untimed
 from safetensors.torch import load_file
 from tiny_games import game_config
 
+from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config import Config
+from grpo_ray.core.controller import Controller
 from grpo_ray.episodes.session import Session
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tasks.examples import Example
@@ -94,6 +96,35 @@ def test_a_synchronous_run_that_is_killed_and_resumed_equals_one_that_was_not(
         assert tensors.keys() == resumed.keys()
         assert all(torch.equal(tensors[name], resumed[name]) for name in tensors), file
     assert audit(run).problems == []
+
+
+def killing(kind: str, times: int) -> Watcher:
+    """End an actor of this kind in every step."""
+
+    async def meddle(actors: LocalActors, controller: Controller) -> None:
+        for number in range(times):
+            await until(lambda number=number: controller._version > number)  # type: ignore[misc]
+            clients = getattr(actors, kind)
+            clients[sorted(clients)[number % len(clients)]].die()
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(60)
+
+    return meddle
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["environments", "generators"])
+def test_actors_that_die_cost_turns_or_tries_and_no_group(tmp_path: Path, kind: str) -> None:
+    overrides = ["generator.num_generators=2", "episodes.num_workers=2", "evaluation.every_num_steps=6"]
+    config, run = make_config("wandering", *overrides), RunDirectory(tmp_path / "run")
+    train(config, run.path, killing(kind, 3))
+    rows = read_metrics(run.metrics_path)
+    assert [row["step"] for row in rows] == list(range(1, 7))
+    assert audit(run).problems == []
+    events = [event["kind"] for event in read_metrics(run.events_path)]
+    expected = "environment_failed" if kind == "environments" else "generator_failed"
+    assert events.count(expected) == 3
+    assert all(row["reward/errors"] == 0 for row in rows)
 
 
 @pytest.mark.slow
