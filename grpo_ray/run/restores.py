@@ -138,7 +138,7 @@ def _until_the_disk_lets(work: Callable[[], T], display: Display) -> T:
                 return disk.call("the run directory", work).result(give_up_at - time.monotonic())
             except OSError as error:
                 reason = str(error) or "the disk does not answer"
-                if time.monotonic() + RETRY_S > give_up_at:
+                if time.monotonic() + RETRY_S >= give_up_at:  # another try would have no time
                     raise RunError(
                         f"the run directory could not be reset to its last checkpoint for {GIVE_UP_S:g} s: "
                         f"{reason}; make it writable, and resume"

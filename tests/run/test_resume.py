@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -441,14 +442,15 @@ def test_a_restore_gives_up_in_the_end(tmp_path: Path, monkeypatch: pytest.Monke
     def read_only(self: RunDirectory, step: int) -> None:
         raise OSError(30, "Read-only file system")
 
-    display = Recorder()
+    display, slept = Recorder(), list[float]()
     monkeypatch.setattr(RunDirectory, "rewind", read_only)
-    monkeypatch.setattr(restores, "RETRY_S", 0.02)
-    monkeypatch.setattr(restores, "GIVE_UP_S", 0.2)
+    monkeypatch.setattr(restores, "RETRY_S", 60)
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
+    monkeypatch.setattr(restores, "time", clock)
     run = RunDirectory(tmp_path)
     with pytest.raises(RunError, match=r"Read-only file system; make it writable, and resume"):
         restores._restore(CheckpointStore(run), run, display)
-    assert 2 <= len(display.warnings) <= 11
+    assert len(display.warnings) == len(slept) == 600 / 60 - 1  # the last try has 60 s, too
 
 
 # ---- long runs ----
