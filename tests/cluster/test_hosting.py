@@ -1,6 +1,7 @@
 """Actors as Ray actors: how a call fails, what is killed, and the stacks of stuck processes."""
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -89,6 +90,14 @@ def test_stuck_processes_write_their_stacks(actors: ActorGroup, folder: Path) ->
     for name in actors.by_name():
         log = folder / "logs" / f"{name}.log"
         until(lambda log=log: "most recent call first" in log.read_text())  # type: ignore[misc]
+
+
+async def test_what_an_actor_has_imported_is_left_out_of_garbage_collections(actors: ActorGroup) -> None:
+    is_enabled, num_left_out = await actors.learner.handle.__ray_call__.remote(
+        lambda _: (gc.isenabled(), gc.get_freeze_count())
+    )
+    assert is_enabled
+    assert num_left_out > 100_000
 
 
 def test_spilling_is_seen(actors: ActorGroup) -> None:
