@@ -120,7 +120,7 @@ def make_tensors(seed: int, batch: int = BATCH) -> dict[str, Tensor]:
         "old": old,
         "policy": old + noise(0.3),
         "reference": old + noise(0.3),
-        "entropy": noise(1.0).square(),
+        "entropy": noise(1.0).square().float().double(),  # TRL's quantile of them is in float32
         "advantages": torch.randn(batch, generator=generator, dtype=torch.float64),
         "mask": torch.arange(SEQ) < lengths,
     }
