@@ -25,6 +25,7 @@ from grpo_ray.records.json_lines import read_lines
 from grpo_ray.records.rollout_log import read_table
 from grpo_ray.records.run_files import RunDirectory, run_name
 from grpo_ray.rewards.user_function import UserFunction
+from grpo_ray.run.machine import let_waiting_threads_sleep
 from grpo_ray.watch.run_state import read_state
 
 if TYPE_CHECKING:
@@ -34,8 +35,7 @@ if TYPE_CHECKING:
     from grpo_ray.run.training import Follower
     from grpo_ray.tasks.examples import Example
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in a terminal; torch, which reads it, comes later
-os.environ.setdefault("GOMP_SPINCOUNT", "8000")
+let_waiting_threads_sleep()  # as in a terminal; torch is imported later
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of loading a model, which bury a run's lines
 T = TypeVar("T")
 Row = Mapping[str, Any]

@@ -42,6 +42,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.records.run_files import RunDirectory, read_metrics
+from grpo_ray.run.machine import WAITING_THREADS
 from grpo_ray.run.tiny_model import tiny_model_folder
 from grpo_ray.tasks import load_examples
 from grpo_ray.tasks.prompts import Prompter, template_of
@@ -271,9 +272,7 @@ def run_trl(python: Path, job: Mapping[str, Any], folder: Path, script: Path = T
     (folder / "job.json").write_text(json.dumps(job))
     command = [str(python), str(script), str(folder / "job.json"), str(folder / "result.json")]
     # Its threads wait as they do for TRL's users; ours are told otherwise by set_library_defaults.
-    own = {
-        name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-    }
+    own = {name: value for name, value in os.environ.items() if name not in WAITING_THREADS}
     done = subprocess.run(command, capture_output=True, text=True, env=own)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")

@@ -4,7 +4,6 @@ Imports nothing heavy: the process that only hands out tests to the workers load
 """
 
 import asyncio
-import atexit
 import contextlib
 import functools
 import gc
@@ -14,7 +13,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,7 +26,9 @@ from xdist.scheduler import LoadFileScheduling
 from grpo_ray.config import Config
 from grpo_ray.config.model import Implementation, TinyModelConfig
 from grpo_ray.config.task import SortingTaskConfig
+from grpo_ray.run.machine import let_waiting_threads_sleep
 from grpo_ray.tools.simulation.virtual_time import VirtualClock
+from grpo_ray.watch.memory import imports_left_alone
 
 gc.disable()  # until the tests are collected: its passes take a fifth of the time that imports need
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub
@@ -35,8 +36,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would wait for wha
 # Tests compute with one thread. Runs that they start and that ask for two must not spin while these wait for a
 # core that another test has: a warm-up of 25 s took 195 s.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("GOMP_SPINCOUNT", "8000")
+let_waiting_threads_sleep()
 
 
 Joining = Callable[[], contextlib.AbstractContextManager[None]]
@@ -66,9 +66,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for file in files
     }
     items.sort(key=lambda item: places[item.path])
-    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop() -> Generator[None, object, object]:
     gc.enable()
-    atexit.register(gc.unfreeze)  # or libraries report leaks
+    with imports_left_alone():
+        return (yield)
 
 
 def leave_the_others_to_the_campaign(config: pytest.Config, items: Sequence[pytest.Item]) -> None:

@@ -36,6 +36,7 @@ from grpo_ray.config.user_code import IMPORTED, import_from
 from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.records.durable import replacing
 from grpo_ray.watch.actor_log import redirect_output
+from grpo_ray.watch.memory import imports_left_alone
 
 T = TypeVar("T")
 NOTHING: Mapping[str, int] = {}
@@ -151,9 +152,10 @@ def as_actor(cls: type, name: str, logs: Path, beside: Mapping[str, int] = NOTHI
             import_from(folder)
         built = [argument.build() if isinstance(argument, Deferred) else argument for argument in args]
         cls.__init__(self, *built)  # type: ignore[misc]  # not of an instance of `cls` itself
-        gc.freeze()  # imports are 600,000 objects, and a full pass over them takes 0.3 s
         gc.enable()
-        atexit.register(gc.unfreeze)  # or libraries report leaks
+        for_life = contextlib.ExitStack()
+        atexit.register(for_life.close)  # or libraries report leaks
+        for_life.enter_context(imports_left_alone())
 
     imported = tuple(IMPORTED)
     members: dict[str, Any] = {"__init__": __init__, "__module__": cls.__module__, "__repr__": lambda _: name}

@@ -13,7 +13,17 @@ FEW_CPUS = 0.5
 CPU_INFO = Path("/proc/cpuinfo")
 BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # a CPU's instructions, as Linux names them
 EMULATED = "this CPU has no instructions for bfloat16"
+WAITING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "8000"}
 GPU_DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")  # of NVIDIA, of Windows below Linux, of AMD
+
+
+def let_waiting_threads_sleep() -> None:
+    """Have waiting threads spin for 0.1 ms and then sleep, unless the environment says otherwise.
+
+    Those that spin for long slow down a busy machine; those that sleep at once, an idle one.
+    """
+    for name, value in WAITING_THREADS.items():
+        os.environ.setdefault(name, value)
 
 
 def on_this_machine(config: Config, is_local: bool = False) -> tuple[Config, str | None]:

@@ -20,6 +20,7 @@ from grpo_ray.config.loading import ConfigError
 from grpo_ray.config.schema import key_meant, nearest_name
 from grpo_ray.errors import INTERRUPTED, RunError
 from grpo_ray.records.visible_text import visible
+from grpo_ray.run.machine import let_waiting_threads_sleep
 from grpo_ray.tools.arguments import Command, add_commands, flag_names, make_options
 from grpo_ray.tools.data import DATA
 from grpo_ray.tools.experiments.command import EXPERIMENT, SWEEP
@@ -140,6 +141,4 @@ def set_library_defaults() -> None:
     # It says at every start on a CPU that a faster kernel could be fetched from a hub; its own one is fine.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # the actors' own output goes to the run's logs
-    # Waiting threads that spin for long slow down a busy machine; those that sleep at once, an idle one.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("GOMP_SPINCOUNT", "8000")
+    let_waiting_threads_sleep()

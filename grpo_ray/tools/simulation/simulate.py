@@ -30,12 +30,11 @@ from grpo_ray.tools.simulation.actors import SimulatedActors, Trace
 from grpo_ray.tools.simulation.speeds import Lengths, Speeds
 from grpo_ray.tools.simulation.virtual_time import VirtualClock
 from grpo_ray.tools.simulation.workers import Account, Faults
-from grpo_ray.tools.top.bottleneck import bottleneck
+from grpo_ray.tools.top.bottleneck import bottleneck, stage_seconds
 from grpo_ray.types import StartingModel
 from grpo_ray.watch.activity import ALL, GENERATOR
 from grpo_ray.watch.clock import simulated_by
 from grpo_ray.watch.memory import ProcessFamily
-from grpo_ray.watch.metrics_catalog import STAGE
 from grpo_ray.watch.run_log import Metrics
 
 MAX_EXAMPLES = 4096  # per part; more only take memory
@@ -208,11 +207,10 @@ def _share(rows: list[Metrics], name: str) -> float:
 def _idle(rows: list[Metrics]) -> str:
     """Return the shares of the Generators' other stages, the largest first."""
     spent: dict[str, float] = {}
-    for row in rows:
-        for name, seconds in row.items():
-            match = STAGE.fullmatch(name)
-            if match and (match["actor"] == ALL or match["actor"].startswith(GENERATOR)):
-                spent[match["stage"]] = spent.get(match["stage"], 0.0) + seconds
+    for actor, stages in stage_seconds(rows).items():
+        if actor == ALL or actor.startswith(GENERATOR):
+            for stage, seconds in stages.items():
+                spent[stage] = spent.get(stage, 0.0) + seconds
     whole = sum(spent.values()) or 1.0
     others = sorted(((s, stage) for stage, s in spent.items() if stage != "generate" and s > 0), reverse=True)
     return ", ".join(f"{stage.replace('_', ' ')} {s / whole:.0%}" for s, stage in others[:3]) or "nothing else"
