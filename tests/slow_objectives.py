@@ -21,7 +21,7 @@ def slow_weights(
     known = [log for log in logs if log is not None]
     own_drift = [-log for log in known] if drift is None else [d for d in drift if d is not None]
     product = math.exp(sum(known))
-    defaults = {"mask_band": (0.5, 5.0), "mask_product": (None, 3.0), "mask_geometric": (0.99, 1.01)}
+    defaults = {"mask_band": (0.5, 5.0), "mask_product": (None, 3.0), "mask_geometric": (0.999, 1.001)}
     low, high = band or defaults.get(name, (None, None))
 
     def is_inside(value: float) -> bool:

@@ -85,6 +85,8 @@ def aggregate_loss(
         raise ValueError(f"denominator must be positive, got {denominator}")
     if aggregation == "prompt_mean" and row_tokens is None:
         raise ValueError("prompt_mean needs row_tokens: the tokens of each row's prompt")
+    if row_tokens is not None and row_tokens.shape != mask.shape[:1]:
+        raise ValueError(f"row_tokens must be [batch] = [{len(mask)}], got {list(row_tokens.shape)}")
     if aggregation in ("sequence_mean", "prompt_mean"):
         mask = mask.bool()
         num_tokens = mask.sum(dim=1) if row_tokens is None else row_tokens

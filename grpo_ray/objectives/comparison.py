@@ -60,6 +60,7 @@ def compare_group(
     Raises:
         ValueError: a function of the user's own returns another shape than `[1, responses]`.
     """
+    is_graded = np.asarray(is_graded, bool)  # 0 and 1 would be indices
     advantages = np.zeros(len(rewards), np.float32)
     num_graded = int(np.count_nonzero(is_graded))
     kind = algorithm.advantage_kind

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from grpo_ray.objectives.logprobs import clamped_exp
+from grpo_ray.objectives.logprobs import check_advantages, check_shape, clamped_exp
 
 Details = dict[str, Tensor]
 
@@ -66,6 +66,8 @@ class CorrectionInputs:
         cls, first: Tensor, behaviour: Tensor, mask: Tensor, advantages: Tensor, current: Tensor | None = None
     ) -> "CorrectionInputs":
         """Make them of log-probabilities `[batch, seq]`: before the first update, the sampler's and current."""
+        check_shape("behaviour", behaviour, first)
+        check_advantages("advantages", advantages, first)
         mask = mask.bool() & behaviour.isfinite()
         current = first if current is None else current
         log_ratio, drift = first - behaviour, behaviour - current

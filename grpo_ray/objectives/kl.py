@@ -66,6 +66,7 @@ def kl_estimate(
     if estimator == "unbiased":
         if old_log_probs is None:
             raise ValueError("the KL estimator `unbiased` needs old_log_probs")
+        check_shape("old_log_probs", old_log_probs, policy_log_probs)
         return clamped_exp(policy_log_probs - old_log_probs.detach()) * estimate
     return estimate
 
@@ -134,6 +135,6 @@ def logprob_mismatch(learner_log_probs: Tensor, behaviour_log_probs: Tensor, mas
     return {
         "kl_sum": (torch.expm1(log_ratio) - log_ratio).sum(),
         "abs_diff_sum": abs_diff.sum(),
-        "abs_diff_max": abs_diff.max(),
+        "abs_diff_max": abs_diff.amax() if abs_diff.numel() else abs_diff.sum(),
         "num_tokens": mask.sum(),
     }

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from grpo_ray.config.algorithm import AlgorithmConfig, KLEstimator, TokenSelection
 from grpo_ray.config.losses import LOSS_RECORDS, Aggregation, clip_epsilons, loss_record, refuse_clip_range
-from grpo_ray.objectives.correction import correction_weights
+from grpo_ray.objectives.correction import CORRECTIONS, correction_weights
 from grpo_ray.objectives.inputs import CorrectionInputs, Details, arguments_of, refuse_unknown, uses_ratio
 from grpo_ray.objectives.losses import apply_loss
 from grpo_ray.objectives.registry import correction_function, loss_function
@@ -72,6 +72,7 @@ class Objective:
             ("aggregation", self.aggregation, get_args(Aggregation)),
             ("KL estimator", self.kl_estimator, get_args(KLEstimator)),
             ("token selection", self.selection, get_args(TokenSelection)),
+            *(("correction", name, CORRECTIONS) for name in self.corrections if ":" not in name),
         ):
             if name is not None and name not in allowed:
                 raise ValueError(f"unknown {what} {name!r}; allowed: {', '.join(allowed)}")

@@ -88,7 +88,7 @@ def sapo(
             a token down spreads its probability over all others.
     """
     ratio = clamped_exp(inputs.log_ratio)
-    positive, negative = (torch.full_like(inputs.advantages, t) for t in (tau, tau_negative))
+    positive, negative = (ratio.new_full(inputs.advantages.shape, t) for t in (tau, tau_negative))
     temperature = torch.where(inputs.advantages > 0, positive, negative)
     gate = torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature
     return -gate * inputs.advantages, details(torch.zeros_like(inputs.mask), ratio)

@@ -75,6 +75,8 @@ class Flag:
     """An option without a value."""
 
     help: str
+    group: str = ""
+    """As of an `Option`."""
 
     def add(self, target: argparse._ActionsContainer, field: Field[Any], kind: Any) -> None:
         target.add_argument(_dashed(field), dest=field.name, action="store_true", help=self.help)
@@ -118,7 +120,7 @@ def add_commands(
         own.set_defaults(chosen=command)
         groups: dict[str, argparse._ActionsContainer] = {"": own}
         for field, kind, declared in _declarations(command.options):
-            group = declared.group if isinstance(declared, Option) else ""
+            group = "" if isinstance(declared, Argument) else declared.group
             if group == EXCLUSIVE and group not in groups:
                 groups[group] = own.add_mutually_exclusive_group()
             elif group not in groups:

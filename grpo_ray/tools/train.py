@@ -12,7 +12,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, find_config, load_config, read_config, with_torch
 from grpo_ray.errors import shown_plainly
 from grpo_ray.records.visible_text import print_visible
-from grpo_ray.tools.arguments import Argument, Command, ConfigFile, Flag, Local, Option, Overrides
+from grpo_ray.tools.arguments import EXCLUSIVE, Argument, Command, ConfigFile, Flag, Local, Option, Overrides
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,10 @@ class CheckOptions:
             "NxGPUS",
             "compare with a cluster, such as 2x8: two nodes of eight GPUs; 2x8x96: each with 96 CPUs",
             type=_nodes,
+            group=EXCLUSIVE,
         ),
     ] = None
-    here: Annotated[bool, Flag("exit with 1 if this machine lacks something")] = False
+    here: Annotated[bool, Flag("exit with 1 if this machine lacks something", EXCLUSIVE)] = False
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from grpo_ray.run.restores import train_through_restores
 from grpo_ray.tools.simulation.simulate import Watch, prepared_for
 from grpo_ray.tools.simulation.speeds import LognormalLengths, Speeds
 from grpo_ray.watch.event_loop import LoopLag
-from grpo_ray.watch.memory import ProcessFamily
+from grpo_ray.watch.memory import ProcessFamily, imports_left_alone
 from grpo_ray.watch.run_state import reported
 
 
@@ -104,7 +104,8 @@ def measure(plan: Plan, run: RunDirectory) -> Measured:
             measured.training_s = time.monotonic() - stopwatch.began_at
             measured.driver_cpu_s = time.process_time() - stopwatch.cpu_s
 
-        with reported(run, config.algorithm.num_steps, watch) as reporter:
+        running = reported(run, config.algorithm.num_steps, watch)
+        with imports_left_alone(), running as reporter:  # as in a run
             train_through_restores(config, prepared, run, reporter, host, drive)
     account = read_account(account_path(run.path), config)
     faults = account.faults(books[-1])

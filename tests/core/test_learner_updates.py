@@ -345,6 +345,18 @@ def test_selected_tokens_are_those_of_the_whole_batch_before_the_first_update(
         assert chosen == pytest.approx([0.7 * (c >= bound) for c in covariance])
 
 
+def test_rounding_of_another_layout_moves_no_penalized_token(make_learner: MakeLearner) -> None:
+    """Before the first update, |log(pi / pi_old)| would have the sign of the rounding."""
+    options = {"token_selection": "kl_cov", "selection_options": {"share": 0.1}}
+    options |= {"old_log_probs": "proximal", "train_batch_size": 6}
+    gradients = []
+    for tokens in (16, 4096):
+        learner = make_learner(algorithm=options, learner={"micro_batch_tokens": tokens})
+        updates, _ = updates_of(learner, all_with_signal(make_batch(learner, noise=0.3)))
+        gradients.append(updates[0].gradient)
+    assert relative_difference(*gradients) < 1e-5
+
+
 def test_corrections_of_a_list_are_multiplied(make_learner: MakeLearner) -> None:
     options = {
         "off_policy_correction": ("truncate_sequence", "mask_product", "veto"), "correction_cap": 1.2,

@@ -85,6 +85,8 @@ def test_an_unknown_aggregation_lists_the_allowed():
 def test_a_mean_per_prompt_needs_the_tokens_of_each_prompt() -> None:
     with pytest.raises(ValueError, match="prompt_mean needs row_tokens"):
         aggregate_loss(torch.ones(1, 1), torch.ones(1, 1), "prompt_mean", 1.0)
+    with pytest.raises(ValueError, match=r"must be \[batch\] = \[1\], got \[1, 1\]"):
+        aggregate_loss(torch.ones(1, 1), torch.ones(1, 1), "prompt_mean", 1.0, torch.ones(1, 1))
 
 
 # ---- the gradient at every token ----

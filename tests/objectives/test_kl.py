@@ -33,6 +33,8 @@ def test_straight_through_has_the_value_of_one_and_the_gradient_of_k2():
 def test_unbiased_without_old_log_probabilities_is_refused():
     with pytest.raises(ValueError, match="`unbiased` needs old_log_probs"):
         kl_estimate(LOGITS, REFERENCE, "unbiased")
+    with pytest.raises(ValueError, match="old_log_probs has shape"):
+        kl_estimate(LOGITS, REFERENCE, "unbiased", LOGITS[:1])
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "unbiased"])
@@ -104,4 +106,5 @@ def test_nan_of_the_learner_is_hidden_outside_the_mask_alone_and_an_empty_mask_g
         "num_tokens": 0,
     }
     assert not any(value.requires_grad for value in result.values())
+    assert logprob_mismatch(*3 * [torch.zeros(1, 0)]) == result
     assert logprob_mismatch(learner, torch.zeros(1, 2), torch.ones(1, 2))["kl_sum"].isnan()

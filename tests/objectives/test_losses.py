@@ -14,6 +14,7 @@ from grpo_ray.objectives import (
     LOSSES,
     RATIO_LOSSES,
     AlgorithmConfig,
+    CorrectionInputs,
     LossType,
     Objective,
     RatioInputs,
@@ -106,6 +107,10 @@ def test_an_objective_refuses_what_it_would_ignore(arguments, message):
 def test_an_unknown_loss_type_lists_the_allowed():
     with pytest.raises(ValueError, match=rf"'ppo'.*{', '.join(get_args(LossType))}"):
         compute_policy_gradient_loss(torch.ones(1, 1), "ppo")
+    with pytest.raises(ValueError, match="unknown correction 'truncate_tokens'; allowed: truncate_token, "):
+        Objective("unclipped", corrections=("truncate_tokens",))
+    with pytest.raises(ValueError, match=r"must be \[batch, seq\], got \[1\]"):
+        compute_naive_policy_gradient_loss(torch.ones(1), torch.ones(1))
 
 
 @pytest.mark.parametrize("shape", [(3,), (1, 3), (3, 2), (1, 1)])
@@ -113,6 +118,10 @@ def test_shapes_that_would_broadcast_are_refused(shape):
     log_probs = torch.zeros(3, 3)
     with pytest.raises(ValueError, match=r"\[3, 1\]"):
         compute_naive_policy_gradient_loss(torch.ones(shape), log_probs)
+    with pytest.raises(ValueError, match=r"advantages must be .*\[3, 1\]"):
+        CorrectionInputs.of(log_probs, log_probs, torch.ones(3, 3), torch.ones(shape))
+    with pytest.raises(ValueError, match="behaviour has shape"):
+        CorrectionInputs.of(log_probs, torch.ones(shape), torch.ones(3, 3), torch.ones(3, 1))
     with pytest.raises(ValueError, match=r"advantages must be .*\[3, 1\]"):
         compute_grpo_clip_loss(torch.ones(shape), log_probs, log_probs, 0.2)
     with pytest.raises(ValueError, match="old_log_probs"):

@@ -105,6 +105,7 @@ def test_rewards_parts_and_options_reach_the_function() -> None:
     config = config_of(":median", advantage_options={"factor": 2.0}, advantage_eps=1.0)
     found = advantages_of(rewards, np.ones(4, int), is_graded, config, max_tokens=8)
     assert found.tolist() == [-1, 0, 0, 2]
+    assert (advantages_of(rewards, np.ones(4, int), is_graded.astype(int), config, max_tokens=8) == found).all()
     formats, answers = np.array([1, 1, 0, 1]), np.array([0, 1, 1, 1])
     parts = advantages_of(rewards, np.ones(4, int), is_graded, config_of(":parts"), 8, formats, answers)
     assert parts.tolist() == [10, 0, 101, 113]

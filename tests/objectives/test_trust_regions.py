@@ -1,6 +1,7 @@
 """DPPO, IPO, SAPO, GMPO, LUSPO and VESPO by hand."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -112,6 +113,8 @@ def test_sapo_by_hand() -> None:
     assert gradient == pytest.approx([-1.0, -2 * 0.7864477330, 1.0, 2 * slope])  # d ratio / d log pi = ratio
     assert not any(clipped)
     assert loss_and_gradient("sapo", inputs, tau=2.0)[0][0] == pytest.approx(-1.0)
+    whole = replace(inputs, advantages=inputs.advantages.int())  # the temperatures are no integers for that
+    assert loss_and_gradient("sapo", whole)[0] == pytest.approx(loss)
 
 
 def test_gmpo_by_hand() -> None:

@@ -108,5 +108,7 @@ def test_check_says_what_would_happen_here(tmp_path: Path, capsys: pytest.Captur
     capsys.readouterr()
     assert main(["check", str(file), "learner.num_gpus=1"]) == 0
     assert "! this machine lacks GPU: 2 needed" in capsys.readouterr().out
+    with pytest.raises(SystemExit):  # one is about this machine, the other about a cluster
+        main(["check", str(file), "--nodes", "2x1", "--here"])
     assert main(["check", str(file), "--nodes", "2x1"]) == 0
     assert "no GPU here" not in capsys.readouterr().out

@@ -67,7 +67,7 @@ def _device(budget: Budget) -> Iterator[str]:
     elif budget.fits:
         yield f"  fits, {gib(budget.capacity_bytes - budget.needed_bytes)} to spare; {largest}"
     else:
-        yield f"  DOES NOT FIT: {gib(budget.missing_bytes)} too much; {largest}"
+        yield f"  DOES NOT FIT: {gib(max(budget.missing_bytes, 2**20))} too much; {largest}"
 
 
 def _time(plan: MemoryPlan, time: StepTime) -> Iterator[str]:
