@@ -51,7 +51,7 @@ class Run:
         Raises:
             RunError: there is no run at this path.
         """
-        self._run = RunDirectory(path)
+        self._run = RunDirectory(Path(path).absolute())
         if not self._run.config_path.exists():
             raise RunError(f"{path}: no run (it has no config.yaml)")
 

@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -196,19 +197,16 @@ class CheckpointStore:
         return checkpoint
 
     def _best_of(self, checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
-        by_step = {checkpoint.state.step: checkpoint for checkpoint in checkpoints}
-        step = self._best_step(by_step)
-        return None if step is None else by_step[step]
+        rewards = self._rewards()
+        validated = [each for each in checkpoints if rewards.get(each.state.step) is not None]
+        return max(validated, key=lambda each: (rewards[each.state.step], each.state.step), default=None)
 
-    def _best_step(self, steps: Iterable[int]) -> int | None:
+    def _rewards(self) -> dict[Any, Any]:
+        """Return the validation reward of each step; of a damaged line there is none."""
         path = self._run.evaluations_summary_path
-        if not path.exists():
-            return None
-        with path.open("rb") as lines:  # a damaged line costs only its own evaluation
+        with path.open("rb") if path.exists() else BytesIO() as lines:
             rows = [row for line in lines if (row := parse_line(line)) is not None]
-        rewards = {row.get("step"): row.get("reward") for row in rows}
-        evaluated = [step for step in steps if rewards.get(step) is not None]
-        return max(evaluated, key=lambda step: (rewards[step], step), default=None)
+        return {row.get("step"): row.get("reward") for row in rows}
 
     # ---- writing ----
 
@@ -222,6 +220,7 @@ class CheckpointStore:
         """
         self._run.check_lock()
         self.discard_unfinished()
+        self._folder.mkdir(exist_ok=True)  # not its parents: the run may have been moved away
         self._unfinished = self._folder / f"unfinished-{step_name(step)}-{uuid.uuid4().hex[:8]}"
         (self._unfinished / "training").mkdir(parents=True)
         return self._unfinished
@@ -272,11 +271,16 @@ class CheckpointStore:
     def _prune(self, newest: int) -> None:
         """Delete what is not to be kept. A damaged one newer than `newest` stays: the run will replace it."""
         try:
-            whole = {checkpoint.state.step for checkpoint in self.all(is_strict=True)}
+            whole = {checkpoint.state.step: checkpoint for checkpoint in self.all(is_strict=True)}
         except OSError:  # one that cannot be read now may be the best
             return
-        best = self._best_step(whole) if self._keep_best else None
-        kept = {newest, *sorted(whole)[-self._keep :], *self._in_use, best}
+        kept = {newest, *sorted(whole)[-self._keep :], *self._in_use}
+        if self._keep_best:
+            best = self._best_of(whole.values())
+            # One whose validation has lost its line may be the best, too.
+            files = {step for step in whole if (self._run.evaluations / f"{step_name(step)}.parquet").exists()}
+            kept |= {best.state.step} if best else set()
+            kept |= files - self._rewards().keys()
         for step, folder in self._folders("step"):
             if step not in kept and (step < newest or step in whole):
                 with suppress(OSError):  # the next checkpoint tries again

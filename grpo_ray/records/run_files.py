@@ -4,9 +4,9 @@ import hashlib
 import os
 import re
 import shlex
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from datetime import datetime
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,7 +71,7 @@ def run_name(config: Config, config_path: str) -> str:
     """Return the run's name, by default of the file's name and the time; raises RunError."""
     if config.run.if_exists == "resume" and config.run.name is None:
         raise RunError("run.if_exists: `resume` needs run.name; without one, each run gets a name of its own")
-    return config.run.name or f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return config.run.name or f"{Path(config_path).stem}-{datetime.now():%Y%m%d-%H%M%S-%f}"
 
 
 class RunDirectory:

@@ -105,6 +105,8 @@ def tried(call: Callable[[], T]) -> T | Exception:
         raise
     except Exception as error:  # a function of the user's may raise anything
         return error
+    except SystemExit as error:  # of code that it runs
+        return RuntimeError(f"SystemExit: {error}").with_traceback(error.__traceback__)
 
 
 def for_each(results: list[Graded] | Exception, size: int) -> list[Graded]:

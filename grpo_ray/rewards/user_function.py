@@ -51,7 +51,8 @@ class UserFunction:
         self.is_async = inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(
             getattr(plain, "__call__", None)  # noqa: B004
         )
-        self.is_of_trl = "completions" in self._parameters and "response" not in self._parameters
+        is_own = "response" in self._parameters and "prompts" not in self._parameters
+        self.is_of_trl = "completions" in self._parameters and not is_own  # where a column may be `response`
         self.takes_group = is_batched or self.is_of_trl  # in one call
         self.needs_group = self.takes_group or "completions" in self._parameters
         code = plain.__code__ if inspect.isfunction(plain) else None
@@ -146,6 +147,7 @@ class UserFunction:
                 f"{said} a dict of {', '.join(map(repr, given)) or 'nothing'}; it needs 'reward', and may have "
                 "'format_reward' and 'answer_reward'"
             )
+        given = {key: _plain(value) for key, value in given.items()}
         for key, value in given.items():
             if not isinstance(value, Real) or not math.isfinite(value):
                 raise ValueError(f"{said} {value!r} as {key!r}; it must be a finite number")
@@ -173,6 +175,7 @@ class UserFunction:
         return [self._read_one(value) for value in values]
 
     def _read_one(self, value: Any) -> Graded:
+        value = _plain(value)
         if value is None or (self.is_of_trl and isinstance(value, float) and math.isnan(value)):
             return {}
         try:
@@ -207,6 +210,8 @@ class UserFunction:
         """
         names = [n for n, p in self._parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
         second = names[1] if len(names) > 1 else None
+        if "response" in self._parameters and self._parameters["response"].kind in UNNAMED:
+            return False
         is_named = second is None or second in (*BY_NAME, "ground_truth", *self._arguments, *columns)
         return self.is_of_trl or ("response" in self._parameters and (is_named or names[0] != "response"))
 
@@ -214,6 +219,11 @@ class UserFunction:
 def own_functions(reward: Reward) -> list[UserFunction]:
     """Return the functions of the user's among a reward's terms."""
     return [UserFunction.of(term) for term in terms_of(reward) if ":" in term.reward]
+
+
+def _plain(value: Any) -> Any:
+    """Return a scalar of numpy or torch as Python's own."""
+    return value.item() if getattr(value, "shape", None) == () else value
 
 
 def _values(about: About) -> dict[str, Any]:

@@ -153,13 +153,20 @@ def _resume(
     digests = input_digests(config, task.templates, task.train, task.validation)
     unchecked = check_inputs(run, digests)
     with run.lock():
+        store, logged = make_store(config, run), last_logged_step(run.metrics_path)
         try:
-            checkpoint = make_store(config, run).latest()
+            checkpoint = store.latest()
         except OSError as error:
             raise RunError(f"a checkpoint cannot be read: {error}; make it readable, or remove it") from error
         step = checkpoint.state.step if checkpoint is not None else 0
-        if min(step, last_logged_step(run.metrics_path)) >= config.algorithm.num_steps:
+        if min(step, logged) >= config.algorithm.num_steps:
             return run  # `print_ending` says so, and how to train longer
+        first = min(config.checkpoint.every_num_steps + 1, before.algorithm.num_steps)
+        if checkpoint is None and (store.damaged or logged >= first):
+            raise RunError(
+                f"{run.checkpoints} has no whole checkpoint, so the run would begin again and delete the "
+                f"records of its {logged} steps; put one back, or train a new run. " + "; ".join(store.damaged)
+            )
         run.check_records(step)
         if checkpoint is not None:
             check_same_reference(before, config)

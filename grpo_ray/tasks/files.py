@@ -156,6 +156,7 @@ def num_rows(path: Path) -> int:
 def _csv_rows(path: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
     """Yield the rows below the line of names; each value is text, so that an answer such as 007 stays one."""
     with path.open(encoding="utf-8-sig", newline="") as file:
+        csv.field_size_limit(MAX_LINE_BYTES)
         rows = csv.DictReader(file, strict=True)
         try:
             _check_names(path, rows.fieldnames or ())

@@ -23,6 +23,7 @@ WEIGHTS = save({"weights": np.zeros(2, "<f4")})
 
 
 def make_store(folder: Path, keep: int = 2, keep_best: bool = True) -> CheckpointStore:
+    folder.mkdir(exist_ok=True)
     return CheckpointStore(RunDirectory(folder), keep, keep_best)
 
 
@@ -304,6 +305,25 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(
     assert store.all() == []
     is_stale = False
     assert names(tmp_path) == ["step-000010", "step-000020", "step-000030"]
+
+
+def test_one_whose_validation_has_lost_its_line_may_be_the_best(tmp_path: Path) -> None:
+    store = make_store(tmp_path, keep=1)
+    for step in (10, 20):
+        (tmp_path / "evaluations").mkdir(exist_ok=True)
+        (tmp_path / "evaluations" / f"step-{step:06d}.parquet").touch()
+    evaluated(tmp_path, {20: 0.1})
+    for step in (10, 20, 30, 40):
+        write(store, step)
+    assert names(tmp_path) == ["step-000010", "step-000020", "step-000040"]
+
+
+def test_a_run_that_was_moved_away_gets_no_second_folder(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with pytest.raises(FileNotFoundError):
+        store.begin(10)
+    assert [path.name for path in tmp_path.iterdir()] == ["moved"]
 
 
 def test_the_best_is_only_kept_on_request(tmp_path: Path) -> None:

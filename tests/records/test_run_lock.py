@@ -30,7 +30,7 @@ def test_a_file_system_without_locks_is_refused_with_the_cure(
 
 
 def test_a_second_writer_on_another_machine_is_noticed_at_the_next_checkpoint(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run")
+    run = RunDirectory(tmp_path)
     store = CheckpointStore(run)
     store.begin(1)  # without a lock there is nothing to compare
     with run.lock():

@@ -44,11 +44,16 @@ ABOUT = {
 
 MODULE = '''
 import asyncio, os, re, threading, urllib.request, json
+import numpy as np
 
 def rubric(prompt, completion, answer, **kwargs): return float(answer in completion)
 def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1.0
 def columns(completions, question, ground_truth): return [len(q + t) for q, t in zip(question, ground_truth)]
 def not_numbers(completions, **kwargs): return [float("nan"), 0.5, "x"]
+def of_numpy(completions, **kwargs): return [np.float32("nan"), np.True_, np.array(0.5)]
+def of_column(prompts, completions, response): return [float(len(r)) for r in response]
+def by_place(response, ground_truth, /): return float(response == ground_truth)
+def leaves(response): exec("import sys; sys.exit(3)")
 def not_a_number(response): return [float("nan"), 0.5]
 def legacy(answer, truth): return float(answer == truth)
 def by_name(response, ground_truth, question, prompt, row): return len(question) + len(prompt) + row["level"]
@@ -125,6 +130,8 @@ def rewards_of(term: RewardTerm, responses: Sequence[str], about: Any = ABOUT) -
     ("name", "expected"),
     [
         ("legacy", [1, 0]),
+        ("by_place", [1, 0]),
+        ("leaves", ["SystemExit: 3"] * 2),
         ("by_name", [6 + 12 + 3] * 2),
         ("any_order", [0, 0]),
         ("unit_tests", [1, 0]),  # the column `tests`, not the truth
@@ -187,7 +194,7 @@ def test_a_batched_function_gets_lists() -> None:
     assert rewards_of(own("batched", batched=True), ["a", "abc"]) == [4, 6]
     first, second = rewards_of(own("too_few", batched=True), ["a", "b"])
     assert first == second
-    assert "too_few (forms_4711.py:19) returned 1 values for 2 responses; return a list of 2" in str(first)
+    assert "too_few (forms_4711.py:24) returned 1 values for 2 responses; return a list of 2" in str(first)
 
 
 def test_functions_of_trl_work_as_they_are() -> None:
@@ -203,11 +210,13 @@ def test_in_trls_form_every_column_has_its_own_name() -> None:
     about = {"question": "[messages]", "row": {"question": "Q?", "ground_truth": "42!"}}
     assert rewards_of(own("columns"), ["a"], about) == [5]
     assert rewards_of(own("columns"), ["a"], {"question": "Q"}) == [3]  # no such columns: the task's own
+    assert rewards_of(own("of_column"), ["a"], {"row": {"response": "gold"}}) == [4]
 
 
 def test_a_value_that_is_no_reward_concerns_its_response_alone() -> None:
     absent, half, wrong = rewards_of(own("not_numbers"), ["a", "b", "c"])
     assert (absent, half) == ("none", 0.5)
+    assert rewards_of(own("of_numpy"), ["a", "b", "c"]) == ["none", 1, 0.5]
     assert "returned 'x' as 'reward'; it must be a finite number" in str(wrong)
     wrong, half = rewards_of(own("not_a_number", batched=True), ["a", "b"])
     assert half == 0.5

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from examples.rewards import json_object, numeric_tolerance, regex_format, shuffled
 from grpo_ray.config import Config
@@ -29,6 +30,8 @@ def result_of(value: Any) -> dict[str, float]:
         (0.99, (0.99, 1, 0)),
         (-1.0, (-1, 1, 0)),
         (np.float32(0.5), (0.5, 1, 0)),
+        (np.True_, (1, 1, 1)),
+        (torch.tensor(0.5), (0.5, 1, 0)),
         ({"reward": 0.3}, (0.3, 1, 0)),
         ({"reward": 0.3, "answer_reward": 1.0}, (0.3, 1, 1)),
         ({"reward": 1, "format_reward": 0, "answer_reward": 0}, (1, 0, 0)),

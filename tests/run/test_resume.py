@@ -275,6 +275,7 @@ def test_a_refreshed_reference_is_not_given_up(tmp_path: Path, make: Callable[..
 def write_checkpoint(
     run: RunDirectory, step: int, num_groups: int, ledger: dict[str, Any] | None = None
 ) -> Any:
+    run.path.mkdir(exist_ok=True)
     store = CheckpointStore(run)
     folder = store.begin(step)
 
@@ -345,6 +346,23 @@ def test_a_ledger_of_other_questions_is_refused_before_anything_changes(
     monkeypatch.setattr(training, "_hosted", free)
     with pytest.raises(RunError, match="prompt order has examples_sha256 of others"):
         training.resume(str(run.path), ["learner.learning_rate=9"])
+    assert contents(run) == before
+
+
+def test_a_run_without_a_whole_checkpoint_keeps_its_records(
+    tmp_path: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would begin again. A run that is killed before its first checkpoint does."""
+    run = RunDirectory(tmp_path / "run")
+    run.create(changed(make(), checkpoint={"every_num_steps": 2}))
+    run.metrics_path.write_text('{"step": 1}\n{"step": 2}\n')
+    monkeypatch.setattr(training, "_hosted", free)
+    monkeypatch.setattr(training, "_run_to_the_end", Silent())
+    training.resume(str(run.path), [])
+    run.metrics_path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    before = contents(run)
+    with pytest.raises(RunError, match=r"has no whole checkpoint, .* the records of its 3 steps; put one back"):
+        training.resume(str(run.path), [])
     assert contents(run) == before
 
 

@@ -58,7 +58,7 @@ def test_a_run_from_a_closure_and_a_list(capsys: pytest.CaptureFixture[str]) -> 
     run = train(on_step=lambda step, metrics: seen.append(step) or None)
     assert seen == [1, 2, 3]
     assert run.is_finished
-    assert run.path.parent == Path("runs")
+    assert run.path.parent == Path("runs").absolute()  # also after a change of folder
     metrics = run.metrics()
     assert metrics["step"].to_pylist() == [1, 2, 3]
     assert all(0 <= value <= 3 for value in metrics["reward/mean"].to_pylist())

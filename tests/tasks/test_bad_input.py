@@ -187,6 +187,10 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     task = write_task(tmp_path, line("a?"))
     (tmp_path / "folder.parquet").mkdir()
     (tmp_path / "data.tsv").write_text("question\tanswer\n1\t2\n")
+    (tmp_path / "long.csv").write_text(f"question,answer\n{'x' * 200_000},2\n")
+    assert [len(row["question"]) for _, row in files.read_rows(tmp_path / "long.csv", ["question"])] == [
+        200_000
+    ]
     (tmp_path / "comma.csv").write_text("question,answer\n1,2\n1, or 2?,3\n")
     (tmp_path / "open.csv").write_text('question,answer\n"1,2\n')
     (tmp_path / "latin.csv").write_bytes("question,answer\né,2\n".encode("latin-1"))
