@@ -121,12 +121,15 @@ class CheckpointStore:
     def all(self, is_strict: bool = False) -> list[Checkpoint]:
         """Return the whole checkpoints, oldest first; the others are in `damaged`.
 
+        Args:
+            is_strict: do not read the files, and do not call damaged what cannot be read now.
+
         Raises:
             OSError: with `is_strict`, one cannot be read now.
         """
         self.damaged = []
         folders = sorted(self._folders("step"))
-        checkpoints = [self._read(step, folder, is_strict=is_strict) for step, folder in folders]
+        checkpoints = [self._read(step, folder, not is_strict, is_strict) for step, folder in folders]
         return [checkpoint for checkpoint in checkpoints if checkpoint is not None]
 
     def best(self) -> Checkpoint | None:

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from any_reward_cli import patch_graders
+from builders import trained_so
 from local_runs import make_config, train
 from local_serving import LocalServing, serve_locally
 from safetensors.torch import load_file, save_file
@@ -311,6 +312,7 @@ def test_a_checkpoint_that_cannot_be_used_is_skipped(
     tensors = load_file(weights)
     next(iter(tensors.values()))[:] = torch.nan
     save_file(tensors, weights, metadata={"format": "pt"})
+    trained_so(weights.parent)
     curve = evaluate(options(run.path, tmp_path / "curve", checkpoint="all"))
     assert [line.split(",")[0] for line in (curve / "curve.csv").read_text().splitlines()] == [
         "step", "0", "2", "6", "8",

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from builders import trained_so
 from local_runs import make_config, train
 from report_runs import Rows, rewrite
 from safetensors import safe_open
@@ -67,6 +68,7 @@ def test_one_value_changes_the_hash_of_its_tensors(
     key = max(tensors, key=lambda key: tensors[key].numel())
     tensors[key].flatten()[0] += 1
     save_file(tensors, path, metadata)
+    trained_so(sorted(other.checkpoints.iterdir())[-1])
     found, expected = hashes(other), hashes(run)
     assert [each for each in expected if found[each] != expected[each]] == [name]
     assert first_difference(run, other) == f"the newest checkpoint's {key}"

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from report_runs import write_lines
 
+from grpo_ray.records.checkpoint import CheckpointState, CheckpointStore
 from grpo_ray.records.rollout_log import write_rollouts
 from grpo_ray.records.run_files import RunDirectory, step_name
 from grpo_ray.tools.drawing.reward_curve import draw_reward_curve
@@ -152,3 +153,9 @@ def test_ending_lists_the_groups_set_aside_and_the_warnings_of_detectors(tmp_pat
     aside = f"\nSet aside, never finished: groups 4, 19 (see {run.events_path})"
     assert told == [f"\nWarning at {text}", aside]
     assert warnings_in(run.events_path) == [text]
+    store = CheckpointStore(run)
+    store.begin(3)
+    store.commit(3, CheckpointState(3, {"set_aside": [4]}, {}), {})  # 19 was trained after a restore
+    assert aside.replace("4, 19", "4") in ending(run)
+    run.evaluations_summary_path.unlink(missing_ok=True)
+    assert "All 5 steps are done" in "".join(ending(run))

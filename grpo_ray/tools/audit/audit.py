@@ -93,8 +93,8 @@ def audit(run: RunDirectory, trust_remote_code: bool = False, run_reward_code: b
     is_finished = last >= config.algorithm.num_steps
     if not is_finished:
         report.notes.append(f"the run is at step {last} of {config.algorithm.num_steps}")
-    report.problems += _audit_lines(metrics)
     checkpoint = audit_checkpoint(run, last, is_finished)
+    report.problems += _audit_lines(metrics, checkpoint.step)
     report.problems += checkpoint.problems
     report.set_aside = tuple(sorted(checkpoint.set_aside))
     grader = Regrader([config for _, config in history], run_reward_code)
@@ -115,11 +115,13 @@ def audit(run: RunDirectory, trust_remote_code: bool = False, run_reward_code: b
 
 def _earlier_configs(run: RunDirectory) -> History:
     """Return the configurations that a resume has replaced, and until which step."""
-    return [
-        (event["step"], make_config(event["before"], (), run.events_path))
-        for event in _events(run, "config_changed")
-        if "before" in event  # not in runs of earlier releases
-    ]
+    history: History = []
+    for event in _events(run, "config_changed"):
+        if "before" in event:  # not in runs of earlier releases
+            step = event["step"]  # the later ones were trained again, if there were any
+            history = [(min(last, step), config) for last, config in history]
+            history.append((step, make_config(event["before"], (), run.events_path)))
+    return history
 
 
 def _events(run: RunDirectory, kind: str) -> list[Row]:
@@ -133,10 +135,10 @@ def _configs_until(history: History, step: int) -> list[Config]:
     return [config for _, config in history[: current + 1]]
 
 
-def _audit_lines(metrics: Sequence[Row]) -> list[str]:
-    """Check that every step has one line, in order."""
+def _audit_lines(metrics: Sequence[Row], checkpoint_step: int) -> list[str]:
+    """Check that every step has one line, in order; that of the checkpoint's step may be yet to come."""
     steps = [row["step"] for row in metrics]
-    expected = list(range(1, max(steps, default=0) + 1))
+    expected = list(range(1, max([*steps, checkpoint_step - 1]) + 1))
     if steps == expected:
         return []
     counts = Counter(steps)
@@ -157,6 +159,7 @@ def _audit_training(
     uses: Counter[int] = Counter()  # number of batches that a group has been in
     dropped: set[int] = set()
     due: set[int] = set()  # groups that the checkpoint must have as trained or dropped
+    audited: set[int] = set()
     for row in _with_line_to_come(metrics, checkpoint):
         step, path = row["step"], run.rollouts_path(row["step"])
         if not path.exists():
@@ -174,6 +177,7 @@ def _audit_training(
             report.problems.append(f"{path.name} is damaged, and {lost}: {error}")
             continue
         facts = audit_step(rows, row, _configs_until(history, step), grader)
+        audited.add(step)
         _add(report, facts)
         report.num_groups += len(facts.prompts)
         report.num_completions += facts.num_completions
@@ -196,6 +200,10 @@ def _audit_training(
     for file in sorted(run.rollouts.glob("step-*.parquet")):
         if int(file.stem.removeprefix("step-")) > last and last >= config.algorithm.num_steps:
             report.problems.append(f"{file.name}: rollouts of a step that has no line in metrics.jsonl")
+    if unknown := sorted(set(range(1, checkpoint.step + 1)) - audited):
+        steps = ", ".join(map(str, unknown[:10]))
+        report.notes.append(f"what was trained at steps {steps} is lost, so groups and epochs are not counted")
+        return
     report.problems += _audit_account(checkpoint, due)
     problems, notes = audit_epochs(config, prompts, checkpoint, run_code)
     report.problems += problems
@@ -255,10 +263,12 @@ def _audit_evaluations(
             report.problems.append(f"evaluations/{file.name}: {error}")
             continue
         # An interrupted one is repeated by the resume, with the values of the step after.
-        around = [_configs_until(history, step)[-1] for step in (summary["step"], summary["step"] + 1)]
-        by_size = {config.evaluation.samples_per_prompt: config for config in around}
-        found = _summary_of(file, summary["step"])
-        facts = [audit_evaluation(rows, summary, found, config, grader) for config in by_size.values()]
+        step = summary["step"]
+        around = [_configs_until(history, step)[-1], _configs_until(history, step + 1)[-1]]
+        around += [config for until, config in history if until == step]
+        found = _summary_of(file, step)
+        distinct = {id(config): config for config in around}.values()
+        facts = [audit_evaluation(rows, summary, found, config, grader) for config in distinct]
         best = min(facts, key=lambda found: len(found.problems))
         _add(report, best)
         prompts = prompts or best.prompts

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from grpo_ray.records.checkpoint import CheckpointStore
+from grpo_ray.records.readable_rollouts import ReadableRollout
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.records.step_lines import StepLines
 from grpo_ray.tools.drawing.reward_curve import draw_reward_curve
@@ -22,9 +24,15 @@ def print_ending(print_line: Callable[[str], None], run: RunDirectory) -> None:
         draw_reward_curve(run.metrics_path, run.evaluations_summary_path).savefig(curve)
     except OSError as error:  # such as a full disk; the run itself is saved
         print_line(f"\n{curve} could not be drawn: {error}")
-    rewards = [(row["step"], row["reward"]) for row in read_metrics(run.evaluations_summary_path)]
+    rows = read_metrics(run.evaluations_summary_path) if run.evaluations_summary_path.exists() else []
+    rewards = [(row["step"], row["reward"]) for row in rows]
     print_line(f"\n{terminal_curve(rewards, title='validation reward')}")
-    for step, samples in validation_samples(run, [step for step, _ in rewards]).items():
+    samples_of: dict[int, list[ReadableRollout]] = {}
+    try:
+        samples_of = validation_samples(run, [step for step, _ in rewards])
+    except (OSError, ValueError) as error:  # damaged since; the run itself is saved
+        print_line(f"\nThe validation samples cannot be read: {error}")
+    for step, samples in samples_of.items():
         print_line(f"\nSamples at step {step}:")
         for sample in samples:
             reward = f"{sample.reward:g}" if sample.error is None else "none (not graded)"
@@ -42,6 +50,8 @@ def _print_events(print_line: Callable[[str], None], run: RunDirectory) -> None:
         if is_detection(event["kind"]):
             print_line(f"\nWarning at {event['text']}")
     group_ids = sorted({event["group_id"] for event in events if event["kind"] == "set_aside"})
+    for newest in CheckpointStore(run).all(is_strict=True)[-1:]:  # a restore undoes events
+        group_ids = sorted(newest.state.ledger["set_aside"])
     if group_ids:
         print_line(
             f"\nSet aside, never finished: groups {', '.join(map(str, group_ids))} (see {run.events_path})"
