@@ -12,9 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.config.task import SortingTaskConfig
 from grpo_ray.episodes.chat_template import ChatTemplate
-from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.openai_server import ChatServer
-from grpo_ray.episodes.outcome import EpisodeResult
+from grpo_ray.episodes.outcome import EpisodeResult, Limits
 from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.tool_calls import ToolParser, make_tool_parser

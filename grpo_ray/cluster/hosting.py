@@ -33,8 +33,8 @@ from grpo_ray.learning.ranks import Seat
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.transfer.wires import Wires
 from grpo_ray.types import Ref, StartingModel, methods_with_bulk
+from grpo_ray.watch.memory import SpilledBytes
 from grpo_ray.watch.ray_metrics import RayMetrics, are_on
-from grpo_ray.watch.spilling import SpilledBytes
 
 T = TypeVar("T")
 

@@ -9,8 +9,12 @@ from functools import partial
 from grpo_ray.core.context import RunContext
 from grpo_ray.core.pool import GeneratorPool
 from grpo_ray.errors import RunError
-from grpo_ray.records.evaluation_summary import EvaluationSummary
-from grpo_ray.records.validation_files import find_evaluation, summarise_groups, write_evaluation
+from grpo_ray.records.evaluation_summary import (
+    EvaluationSummary,
+    find_evaluation,
+    summarise_groups,
+    write_evaluation,
+)
 from grpo_ray.types import PromptItem, ScoredGroup
 from grpo_ray.watch.batch_metrics import ungraded_in
 from grpo_ray.watch.run_log import Metrics

@@ -61,9 +61,9 @@ def make_teacher_engine(config: Config, start: StartingModel) -> TeacherEngine:
         start: the policy's; its lengths and end tokens are those of the samples.
     """
     if config.distillation.engine == "torch":
-        from grpo_ray.engines.torch_teacher import TorchTeacher
+        from grpo_ray.engines.torch_engine import TorchTeacher
 
         return TorchTeacher(config, start.end_token_ids)
-    from grpo_ray.engines.vllm_teacher import VllmTeacher
+    from grpo_ray.engines.vllm_engine import VllmTeacher
 
     return VllmTeacher(config.distillation, config.model.dtype, start.max_model_len, config.model.head_dtype)

@@ -1,23 +1,27 @@
-"""The reference engine: torch in the Generator's own process.
+"""The reference engine and teacher: torch in the actor's own process.
 
-It serves fast tests, comparisons with vLLM, and models that vLLM does not support.
+The engine serves fast tests, comparisons with vLLM, and models that vLLM does not support.
 """
 
 import asyncio
 import itertools
+from collections import abc
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
-from grpo_ray.config import GeneratorConfig
+from grpo_ray.config import Config, GeneratorConfig
 from grpo_ray.config.model import HeadDtype, Implementation
 from grpo_ray.config.sampling import EngineConfig
 from grpo_ray.engines.sampling_batch import SamplingBatch, Sequence, new_sequences
 from grpo_ray.learning.device import hold_to_cores
+from grpo_ray.learning.forward_backward import ForwardBackward
 from grpo_ray.learning.hub_format import in_hub_format, load_hub_format, model_tensors
 from grpo_ray.learning.loading import cast_parameters, load_policy
 from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.learning.policy_model import PolicyModel, with_head_dtype
+from grpo_ray.learning.sequences import TrainSequence
 from grpo_ray.transfer.kept_weights import KeptWeights
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
@@ -150,3 +154,24 @@ def _misfit(shapes: Mapping[str, torch.Size], parameters: Mapping[str, torch.Ten
         f"the snapshot does not fit the model: missing {missing}, unexpected {unexpected}, "
         f"of another shape {reshaped}"
     )
+
+
+class TorchTeacher:
+    """An engine that computes one group after another, each prompt once if the model allows it.
+
+    Which groups come together changes no value, so a synchronous run is resumed exactly.
+    """
+
+    def __init__(self, config: Config, end_token_ids: tuple[int, ...]) -> None:
+        teacher = config.distillation
+        assert teacher.teacher is not None
+        self._model = load_served(teacher.teacher, teacher, config.model.dtype, config.model.head_dtype)
+        self._forward = ForwardBackward(config, end_token_ids, self._model.device)
+        self._turn = asyncio.Lock()
+
+    async def logprobs(self, sequences: abc.Sequence[TrainSequence]) -> list[np.ndarray]:
+        async with self._turn:
+            found = await asyncio.to_thread(self._forward.with_reference, self._model, sequences)
+        return [s.reference_logprobs for s in found if s.reference_logprobs is not None]
+
+    async def shutdown(self) -> None: ...

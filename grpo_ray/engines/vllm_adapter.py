@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from grpo_ray.config.model import AdapterConfig
 from grpo_ray.records.adapter_files import CONFIG, FIELDS, FILE
-from grpo_ray.records.locked_folders import make_locked
+from grpo_ray.records.run_lock import make_locked
 from grpo_ray.transfer.kept_weights import KeptWeights
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.snapshot import as_tensor, unpack_weights

@@ -1,9 +1,9 @@
-"""The production engine: vLLM's AsyncLLM, which runs in its own processes."""
+"""The production engine and teacher: vLLM's AsyncLLM, which runs in its own processes."""
 
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,10 +11,11 @@ import numpy as np
 
 from grpo_ray.config import GeneratorConfig
 from grpo_ray.config.model import AdapterConfig, HeadDtype
-from grpo_ray.config.sampling import EngineConfig
+from grpo_ray.config.sampling import DistillationConfig, EngineConfig
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.engines.vllm_adapter import ServedAdapter
 from grpo_ray.learning.model_files import located
+from grpo_ray.learning.sequences import TrainSequence
 from grpo_ray.transfer.meeting import Meeting
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.shared_pages import Pages, SharedBuffer, pages_of
@@ -253,3 +254,53 @@ def _completion(sample: Any) -> Completion:
     for span in sample.weight_versions:
         versions[span.start : span.end] = int(span.version)
     return Completion(sample.text, token_ids, logprobs, versions, sample.finish_reason)
+
+
+class VllmTeacher:
+    """vLLM without sampling: each sequence is one request, and all of a group run concurrently.
+
+    vLLM reads no cached prefix for such requests, so a prompt is computed once per completion.
+    """
+
+    def __init__(
+        self, config: DistillationConfig, dtype: str, max_model_len: int, head_dtype: HeadDtype = "model"
+    ) -> None:
+        common = common_arguments(config, dtype, head_dtype)  # first: it sets the environment
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from grpo_ray.engines.vllm_texts import omit_texts_of_logprobs
+
+        omit_texts_of_logprobs()
+        assert config.teacher is not None
+        # vLLM draws one token after the sequence, which needs a place.
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=located(config.teacher, weights=True),
+                max_model_len=max_model_len + 1,
+                trust_remote_code=False,
+                **common,
+            )
+        )
+        self._request_ids = itertools.count()
+
+    async def logprobs(self, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
+        return await asyncio.gather(*map(self._of_one, sequences))
+
+    async def _of_one(self, sequence: TrainSequence) -> np.ndarray:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+        tokens = sequence.tokens().tolist()
+        request = self._llm.generate({"prompt_token_ids": tokens}, params, str(next(self._request_ids)))
+        found = (await only_output(request)).prompt_logprobs
+        assert found.token_ids == tokens[1:]
+        return sequence.sampled(np.asarray(found.logprobs, np.float32)[len(sequence.prompt_token_ids) - 1 :])
+
+    async def shutdown(self) -> None:
+        await asyncio.to_thread(self._llm.shutdown)
+        del self._llm  # now, while the modules that its finalizer calls are still loaded

@@ -11,11 +11,11 @@ import tempfile
 from pathlib import Path
 
 from grpo_ray.config.episodes import EpisodesConfig
-from grpo_ray.records.locked_folders import make_locked
+from grpo_ray.records.run_lock import make_locked
 from grpo_ray.rewards.isolation.confinement import NETWORK_FILES, drop_capabilities
-from grpo_ray.rewards.isolation.kernel import forgo_privileges
 from grpo_ray.rewards.isolation.landlock import READ_FOLDER, Ruleset, landlock_version
 from grpo_ray.rewards.isolation.readable import listable_folders, readable_paths
+from grpo_ray.rewards.isolation.system_calls import forgo_privileges
 
 HINT = (
     "\n(the worker is confined: allow paths with episodes.readable_paths and episodes.writable_paths, or set "

@@ -16,16 +16,15 @@ from grpo_ray.config.secrets import keep_only
 from grpo_ray.engines.sampling_batch import sample_seed
 from grpo_ray.episodes.chat_template import token_bounds
 from grpo_ray.episodes.confinement import SCRATCH, confine, make_scratch
-from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.openai_server import ChatServer
-from grpo_ray.episodes.outcome import EpisodeResult, Status
+from grpo_ray.episodes.outcome import EpisodeResult, Limits, Status
 from grpo_ray.episodes.renderer_template import make_template
 from grpo_ray.episodes.runner import EpisodeRunner, load_episode
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.threads import EpisodeThread, StoppedThreads
 from grpo_ray.episodes.turn_router import RoutedSampler, TurnClient, TurnRouter
 from grpo_ray.learning.model_files import load_tokenizer
-from grpo_ray.records.locked_folders import remove_abandoned
+from grpo_ray.records.run_lock import remove_abandoned
 from grpo_ray.tasks.examples import Example
 from grpo_ray.types import (
     GeneratorFailure,

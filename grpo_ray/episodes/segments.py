@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_ray.learning.segments import NO_PARENT
+from grpo_ray.learning.families import NO_PARENT
 from grpo_ray.types import CONTEXT, Completion
 
 

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 
 from grpo_ray.engines import derived_seed
 from grpo_ray.episodes.chat_template import Message, Template, Tool, normalized, token_bounds
-from grpo_ray.episodes.limits import Limits
-from grpo_ray.episodes.outcome import EpisodeEnded, Status
+from grpo_ray.episodes.outcome import EpisodeEnded, Limits, Status
 from grpo_ray.episodes.segments import Segments
 from grpo_ray.episodes.tool_calls import ToolCall, ToolParser
 from grpo_ray.records.visible_text import encodable

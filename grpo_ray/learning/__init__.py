@@ -2,7 +2,7 @@
 
 Models: `policy_model.py` is what the Learner and the torch engine ask of one, and how blocks are compiled or
 recomputed; `loading.py` opens its folder. `attention.py` lets transformers' models attend in rows of
-`segments.py`, on GPUs with the kernels of `attention_kernels.py`. `adapters.py` and `quantization.py` train a
+`families.py`, on GPUs with the kernels of `attention_kernels.py`. `adapters.py` and `quantization.py` train a
 few parameters on a frozen base, and `sharded.py` reads parameters spread over ranks. `transformer_lm/` is the
 package's own implementation of a Llama; `tiny.py` builds a small model for runs on a CPU.
 

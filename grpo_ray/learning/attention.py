@@ -16,8 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from grpo_ray.learning.families import NO_PARENT, SegmentTree, concatenated, padded
 from grpo_ray.learning.policy_model import TreeAttention
-from grpo_ray.learning.segments import NO_PARENT, SegmentTree, concatenated, padded
 
 NAME = "grpo_ray"
 FULLEST = 0.75

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from grpo_ray.config.model import Attention
 from grpo_ray.learning.attention import Kernel, VarlenAttention
+from grpo_ray.learning.families import SegmentTree
 from grpo_ray.learning.policy_model import TreeAttention
-from grpo_ray.learning.segments import SegmentTree
 
 PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 """The module with each kernel that torch does not bring along."""

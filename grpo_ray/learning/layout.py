@@ -9,11 +9,11 @@ from torch.distributed import DistError
 from grpo_ray.config import Config, SamplingConfig
 from grpo_ray.learning.attention import BlockAttention, tree_obstacle
 from grpo_ray.learning.attention_kernels import make_varlen
+from grpo_ray.learning.families import SegmentTree
 from grpo_ray.learning.log_probs import ResponseLogProbs, has_plain_output_layer
 from grpo_ray.learning.microbatch import MicroBatch, collate_packed, collate_padded
 from grpo_ray.learning.policy_model import Float32Head, PolicyModel, TreeAttention
 from grpo_ray.learning.ranks import Ranks
-from grpo_ray.learning.segments import SegmentTree
 from grpo_ray.learning.sequences import TrainSequence, plan
 from grpo_ray.objectives import token_log_probs
 

@@ -12,9 +12,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from grpo_ray.learning.families import segments_of
+from grpo_ray.learning.families import SegmentTree, concatenated, segments_of
 from grpo_ray.learning.policy_model import TreeAttention
-from grpo_ray.learning.segments import SegmentTree, concatenated
 from grpo_ray.learning.sequences import TrainSequence
 
 

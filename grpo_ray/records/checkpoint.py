@@ -280,7 +280,7 @@ class CheckpointStore:
         kept = {newest, *sorted(whole)[-self._keep :], *self._in_use}
         if self._keep_best:
             best = self._best_of(whole.values())
-            # One whose validation has lost its line may be the best, too.
+            # One without the line of its validation may be the best, too.
             files = {step for step in whole if (self._run.evaluations / f"{step_name(step)}.parquet").exists()}
             kept |= {best.state.step} if best else set()
             kept |= files - self._rewards().keys()

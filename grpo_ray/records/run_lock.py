@@ -1,10 +1,16 @@
-"""One writer per run directory: a lock that the kernel holds, and releases however its process ends."""
+"""Locks that the kernel holds, and releases however their process ends: of a run, and of temporary folders.
 
+Unlike a pid, a lock is also seen from another container that shares the folder's file system.
+"""
+
+import contextlib
 import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -102,3 +108,28 @@ def _holder(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return holder if isinstance(holder, dict) else {}
+
+
+def make_locked(prefix: str, parent: str) -> tuple[str, int]:
+    """Make a folder in `parent`, and remove those of killed processes; return it, and the file that locks."""
+    remove_abandoned(prefix, parent)
+    while True:
+        folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.path.exists(folder):  # or else another process removed it before it was locked
+            return folder, descriptor
+        os.close(descriptor)
+
+
+def remove_abandoned(prefix: str, parent: str) -> None:
+    """Remove this user's folders with that prefix in `parent` that no living process has locked."""
+    for folder in Path(parent).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # it is locked, no folder, or another process was faster
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(descriptor).st_uid == os.getuid():
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)

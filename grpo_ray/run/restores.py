@@ -16,7 +16,7 @@ from grpo_ray.records.checkpoint import Checkpoint, CheckpointStore, make_store
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.types import StartingModel
 from grpo_ray.watch.background import BackgroundThread
-from grpo_ray.watch.failure_watch import FailureWatch
+from grpo_ray.watch.detectors import FailureWatch
 from grpo_ray.watch.restarts import RestartBudget
 from grpo_ray.watch.run_log import Display, RunLog
 from grpo_ray.watch.trackers import NO_TRACKERS, Trackers

@@ -14,11 +14,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from grpo_ray.config.task import MixtureTaskConfig, PlainTask, Task, parts_of
-from grpo_ray.tasks.curriculum import CurriculumOrder
 from grpo_ray.tasks.dataset import keep_validation_out
 from grpo_ray.tasks.examples import Example, ExampleSets
 from grpo_ray.tasks.kinds import KINDS
-from grpo_ray.tasks.prompt_order import EpochOrder, MixtureOrder
+from grpo_ray.tasks.prompt_order import CurriculumOrder, EpochOrder, MixtureOrder
 
 
 def load_examples(task: Task, seed: int) -> ExampleSets:

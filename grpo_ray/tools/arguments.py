@@ -76,7 +76,7 @@ class Flag:
 
     help: str
     group: str = ""
-    """As of an `Option`."""
+    """The group, as of an `Option`."""
 
     def add(self, target: argparse._ActionsContainer, field: Field[Any], kind: Any) -> None:
         target.add_argument(_dashed(field), dest=field.name, action="store_true", help=self.help)

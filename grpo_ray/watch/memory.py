@@ -1,4 +1,4 @@
-"""Resident memory of a process."""
+"""The resident memory of a process, and the bytes that object stores have spilled to disk."""
 
 import contextlib
 import gc
@@ -7,12 +7,15 @@ import os
 import resource
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import psutil
 
+from grpo_ray.watch.background import BackgroundThread
 from grpo_ray.watch.clock import is_simulated
 
+ASK_EVERY_S = 10.0
 SEARCH_EVERY_S = 30.0
 
 
@@ -77,3 +80,27 @@ def imports_left_alone() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+Node = Mapping[str, Any]  # an entry of `ray.nodes()`
+
+
+class SpilledBytes:
+    """The newest answer of each node; one that hangs delays the others' next answers, and nothing else."""
+
+    def __init__(self, nodes: Callable[[], Iterable[Node]], ask: Callable[[Node], int]) -> None:
+        self._nodes, self._ask = nodes, ask
+        self._answers: dict[str, int] = {}  # by node; that of a node that was lost is kept
+        self._thread = BackgroundThread("spilled-bytes")
+
+    def total(self) -> int:
+        """Return the sum of the newest answers at once; have the nodes asked again if that is due."""
+        if not self._thread.busy_s and not self._thread.num_waiting:
+            self._thread.submit("the bytes that nodes have spilled", self._ask_all)
+        return sum(list(self._answers.values()))
+
+    def _ask_all(self) -> None:
+        for node in self._nodes():
+            with contextlib.suppress(Exception):  # without an answer the last one stands
+                self._answers[node["NodeID"]] = self._ask(node)
+        time.sleep(ASK_EVERY_S)

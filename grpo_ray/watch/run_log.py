@@ -12,7 +12,7 @@ from grpo_ray.records.run_files import JsonLines, RunDirectory, last_row
 from grpo_ray.types import ScoredGroup, Ungraded
 from grpo_ray.watch.background import background_thread
 from grpo_ray.watch.clock import wall_time
-from grpo_ray.watch.failure_watch import FailureWatch
+from grpo_ray.watch.detectors import FailureWatch
 from grpo_ray.watch.trackers import NO_TRACKERS, Trackers
 
 CLOSE_S = 10.0  # a disk that hangs delays the end of a run no longer

@@ -23,9 +23,8 @@ from benchmarks.tiny_learner import QUICKSTART, model_folder
 from grpo_ray.config.loading import load_config
 from grpo_ray.episodes.chat_template import ChatTemplate
 from grpo_ray.episodes.environment_worker import EnvironmentWorker
-from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.openai_server import ChatServer
-from grpo_ray.episodes.outcome import Status
+from grpo_ray.episodes.outcome import Limits, Status
 from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.turn_box import FinishedTurns, Turn, TurnBox, Worker

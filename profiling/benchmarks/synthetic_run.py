@@ -20,9 +20,9 @@ from grpo_ray.core.learner import Learner
 from grpo_ray.core.scorer import Scorer
 from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.records.checkpoint import CheckpointState, make_store
+from grpo_ray.records.evaluation_summary import summarise_groups, write_evaluation
 from grpo_ray.records.rollout_log import write_rollouts
 from grpo_ray.records.run_files import RunDirectory, step_name
-from grpo_ray.records.validation_files import summarise_groups, write_evaluation
 from grpo_ray.run.preparation import check_files, prepare
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup, TrainBatch
 from grpo_ray.watch.batch_metrics import rollout_metrics

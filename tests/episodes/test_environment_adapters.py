@@ -16,9 +16,8 @@ from grpo_ray.config.loading import load_config
 from grpo_ray.episodes.adapters.gymnasium import gymnasium_episode
 from grpo_ray.episodes.adapters.rehearsal import rehearse
 from grpo_ray.episodes.adapters.trl import describe_tools, trl_episode
-from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.openai_server import ChatServer
-from grpo_ray.episodes.outcome import EpisodeResult, Status
+from grpo_ray.episodes.outcome import EpisodeResult, Limits, Status
 from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner, load_episode
 from grpo_ray.tasks.examples import Example
 

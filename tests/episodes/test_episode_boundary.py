@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from local_runs import train
 
 from grpo_ray.config.loading import load_config
-from grpo_ray.episodes.limits import Limits
-from grpo_ray.episodes.outcome import EpisodeResult, Outcome, Status
+from grpo_ray.episodes.outcome import EpisodeResult, Limits, Outcome, Status
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.tool_calls import checked
 from grpo_ray.records.rollout_log import read_rollouts, write_rollouts

@@ -27,8 +27,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.episodes.chat_template import ChatTemplate, Recent
-from grpo_ray.episodes.limits import Limits
-from grpo_ray.episodes.outcome import EpisodeEnded, Status
+from grpo_ray.episodes.outcome import EpisodeEnded, Limits, Status
 from grpo_ray.episodes.session import SHORT_CHARS, Session
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12)

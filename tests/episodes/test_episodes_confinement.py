@@ -14,7 +14,7 @@ import pytest
 
 from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.episodes.confinement import HINT, NO_MEMORY_HINT, SCRATCH, check_paths, hint_for, make_scratch
-from grpo_ray.records.locked_folders import remove_abandoned
+from grpo_ray.records.run_lock import remove_abandoned
 from grpo_ray.rewards.isolation.landlock import landlock_version
 
 needs_landlock = pytest.mark.skipif(not landlock_version(), reason="the kernel has no Landlock")

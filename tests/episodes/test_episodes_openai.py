@@ -17,9 +17,8 @@ from episode_players import CALL, TOOL, Scripted, play, said, session_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.openai_server import RETRY_HEADER, ChatServer
-from grpo_ray.episodes.outcome import Status
+from grpo_ray.episodes.outcome import Limits, Status
 from grpo_ray.episodes.session import Session
 from grpo_ray.tasks.examples import Example
 

@@ -19,7 +19,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.episodes.chat_template import ChatTemplate, Template
 from grpo_ray.episodes.checking import check_episodes, check_template
-from grpo_ray.episodes.limits import Limits
+from grpo_ray.episodes.outcome import Limits
 from grpo_ray.episodes.renderer_template import RendererTemplate, check_renderer, make_renderer, make_template
 from grpo_ray.episodes.session import Session
 from grpo_ray.types import SamplingSettings

@@ -14,8 +14,7 @@ from episode_players import HELLO, make_session, play, session_of, tokenizer_of
 from grpo_ray.config import Config
 from grpo_ray.episodes import runner as runner_module
 from grpo_ray.episodes.checking import check_room
-from grpo_ray.episodes.limits import Limits
-from grpo_ray.episodes.outcome import EpisodeEnded, EpisodeResult, Outcome, Status
+from grpo_ray.episodes.outcome import EpisodeEnded, EpisodeResult, Limits, Outcome, Status
 from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner, load_episode
 from grpo_ray.episodes.session import Session, turn_seed
 from grpo_ray.tasks.examples import Example

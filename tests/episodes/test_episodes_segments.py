@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_ray.episodes.segments import Segments, TrainedPath
-from grpo_ray.learning.segments import NO_PARENT
+from grpo_ray.learning.families import NO_PARENT
 from grpo_ray.types import CONTEXT
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=4)  # few tokens, so that paths often agree

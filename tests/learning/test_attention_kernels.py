@@ -14,11 +14,11 @@ from grpo_ray.config import Config
 from grpo_ray.learning import layout
 from grpo_ray.learning.attention import BlockAttention
 from grpo_ray.learning.attention_kernels import _torch_kernel
+from grpo_ray.learning.families import SegmentTree
 from grpo_ray.learning.layout import choose_layout
 from grpo_ray.learning.loading import load_policy
 from grpo_ray.learning.microbatch import collate_packed
 from grpo_ray.learning.policy_model import PolicyModel
-from grpo_ray.learning.segments import SegmentTree
 from grpo_ray.learning.sequences import TrainSequence
 from grpo_ray.objectives import chunked_log_probs
 

@@ -10,12 +10,11 @@ from test_shared_prompts import plain_kernel
 
 from grpo_ray.config import SamplingConfig
 from grpo_ray.learning.attention import BlockAttention, VarlenAttention
-from grpo_ray.learning.families import families_of, segments_of
+from grpo_ray.learning.families import SegmentTree, families_of, segments_of
 from grpo_ray.learning.layout import Layout
 from grpo_ray.learning.loading import load_policy
 from grpo_ray.learning.log_probs import ResponseLogProbs
 from grpo_ray.learning.microbatch import collate_packed, collate_padded
-from grpo_ray.learning.segments import SegmentTree
 from grpo_ray.learning.sequences import TrainSequence, lengths_of, plan
 from grpo_ray.watch.flops import num_pairs, num_tokens
 

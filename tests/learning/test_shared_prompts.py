@@ -29,12 +29,12 @@ from transformers import (
 
 from grpo_ray.config import Config, SamplingConfig
 from grpo_ray.learning.attention import NAME, BlockAttention, VarlenAttention, tree_obstacle
+from grpo_ray.learning.families import NO_PARENT, SegmentTree
 from grpo_ray.learning.forward_backward import ForwardBackward
 from grpo_ray.learning.layout import Layout, choose_layout
 from grpo_ray.learning.loading import _with_sdpa, cast_parameters, load_policy
 from grpo_ray.learning.log_probs import ResponseLogProbs, model_inputs
 from grpo_ray.learning.policy_model import PolicyModel, with_head_dtype
-from grpo_ray.learning.segments import NO_PARENT, SegmentTree
 from grpo_ray.learning.sequences import TrainSequence
 
 ENDS = (0, 17)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_ray.config import Config
 from grpo_ray.core.teacher import Teacher
-from grpo_ray.engines.torch_teacher import TorchTeacher
+from grpo_ray.engines.torch_engine import TorchTeacher
 from grpo_ray.learning.sequences import TrainSequence
 from grpo_ray.types import Episode, RolloutGroup
 

@@ -1,12 +1,16 @@
-"""The count of processes that tests start."""
+"""The suite's own rules: the count of processes that tests start, and the cases of a table that stay."""
 
 import os
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import process_census
 import pytest
+from conftest import leave_the_others_to_the_campaign
 from process_census import FREE_CPU_S, Census, CensusPlugin, cpu_seconds_of
 
 CHILD = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
@@ -66,3 +70,41 @@ def test_beyond_a_budget_it_says_of_what() -> None:
     plugin = CensusPlugin(counts_here=False)
     plugin._total.update({"clusters of Ray": 7, "other programs": 40})
     assert plugin.exceeded() == ["clusters of Ray"]
+
+
+KEPT = pytest.mark.kept("y/[0]").mark
+
+
+def left(cases: Sequence[str], *args: str, last_failed: bool = False, session: Any = None) -> list[str]:
+    """Return the cases that are left to the campaign when `pytest *args` has collected these, and a test."""
+    marked: list[str] = []
+    items: list[Any] = [
+        SimpleNamespace(
+            nodeid=f"tests/test_one.py::test_a[{case}]",
+            get_closest_marker=lambda name: KEPT if name == "kept" else None,
+            add_marker=lambda _, case=case: marked.append(case),
+            session=session,
+        )
+        for case in cases
+    ]
+    items.append(SimpleNamespace(nodeid="tests/test_two.py::test_b", get_closest_marker=lambda name: None))
+    config: Any = SimpleNamespace(args=list(args), getoption=lambda name, default: last_failed)
+    leave_the_others_to_the_campaign(config, items)
+    return marked
+
+
+def test_cases_that_are_not_kept_are_left_to_the_campaign() -> None:
+    assert left(["x", "y/[0]"], "../tests") == ["x"]
+
+
+def test_a_kept_case_that_the_test_lacks_is_an_error() -> None:
+    session: Any = SimpleNamespace(shouldfail=False)
+    text = r"test_one\.py::test_a is to keep \['y/\[0\]'\], and its cases are \['x', 'z'\]$"
+    with pytest.raises(pytest.UsageError, match=text) as caught:
+        left(["z", "x"], "../tests", session=session)
+    assert session.shouldfail == str(caught.value)  # it is all that is seen of a worker's error
+
+
+def test_a_single_case_may_be_asked_for() -> None:
+    assert left(["x"], "../tests/test_one.py::test_a[x]", "../tests/test_two.py") == ["x"]
+    assert left(["x"], last_failed=True) == ["x"]

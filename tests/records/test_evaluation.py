@@ -15,11 +15,16 @@ import pytest
 from builders import check_names, make_completion, make_item
 
 from grpo_ray.core.validation import MAX_UNWRITTEN, Validation
-from grpo_ray.records.evaluation_summary import bootstrap_intervals, pass_at_k, powers_of_two, standard_error
+from grpo_ray.records.evaluation_summary import (
+    bootstrap_intervals,
+    pass_at_k,
+    powers_of_two,
+    standard_error,
+    summarise_groups,
+)
 from grpo_ray.records.readable_rollouts import readable_rollouts
 from grpo_ray.records.rollout_log import read_rollouts
 from grpo_ray.records.run_files import step_name
-from grpo_ray.records.validation_files import summarise_groups
 from grpo_ray.types import ScoredGroup
 
 

@@ -14,8 +14,8 @@ from builders import simple_group
 from test_top import NOW, make_run, make_state, step
 
 from examples.course.evaluate_vllm import evaluate_vllm
+from grpo_ray.records.evaluation_summary import summarise_groups
 from grpo_ray.records.json_lines import JsonLines
-from grpo_ray.records.validation_files import summarise_groups
 from grpo_ray.records.visible_text import UNSEEN, visible
 from grpo_ray.tools.audit.audit import AuditReport
 from grpo_ray.tools.cli import main

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from builders import TinyModel
+from builders import TinyModel, trained_so
 from local_runs import make_config, train
 from local_serving import serve_locally as serve_locally
 from report_runs import make_run
@@ -60,14 +60,6 @@ def poison(model: Path, marker: Path) -> None:
         (model / name).write_bytes(pickle.dumps(Touch(marker)))
 
 
-def recount(checkpoint: Path) -> None:
-    """Make the checkpoint look whole: an attacker can write the sizes of its files, too."""
-    state = checkpoint / "training" / "state.json"
-    data = json.loads(state.read_text())
-    data["files"] = {f: (checkpoint / f).stat().st_size for f in data["files"] if (checkpoint / f).exists()}
-    state.write_text(json.dumps(data))
-
-
 def rewrite(run: RunDirectory, change: Callable[[dict[str, Any]], Any]) -> None:
     data = yaml.safe_load(run.config_path.read_text())
     change(data)
@@ -95,7 +87,7 @@ def evil(honest: Path, tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyP
     run = RunDirectory(shutil.copytree(honest, tmp_path / "run"))
     for checkpoint in run.checkpoints.glob("step-*"):
         poison(checkpoint, marker)
-        recount(checkpoint)
+        trained_so(checkpoint)
 
     def change(data: dict[str, Any]) -> None:
         data["model"]["trust_remote_code"] = True
@@ -119,7 +111,7 @@ def keep_to_transformers(run: RunDirectory) -> None:
     for path in run.checkpoints.glob("step-*/tokenizer_config.json"):
         edit(path, tokenizer_class="PreTrainedTokenizerFast")
         edit(path.with_name("config.json"), model_type="qwen2")
-        recount(path.parent)
+        trained_so(path.parent)
 
 
 # ---- report ----
@@ -160,7 +152,7 @@ def test_report_unpickles_nothing(evil: RunDirectory, marker: Path) -> None:
     keep_to_transformers(evil)
     for weights in evil.checkpoints.glob("step-*/model.safetensors"):
         weights.unlink()
-        recount(weights.parent)
+        trained_so(weights.parent)
     assert "no log-ratios" in " ".join(report(evil)["notices"])
     assert not marker.exists()
 

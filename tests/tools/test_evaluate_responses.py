@@ -10,8 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from builders import make_completion, make_group, make_item
 
-from grpo_ray.records.evaluation_summary import Category, summarise
-from grpo_ray.records.validation_files import outcomes_of
+from grpo_ray.records.evaluation_summary import Category, outcomes_of, summarise
 from grpo_ray.tools.evaluation.responses import (
     EPISODE,
     EXAMPLES_PER_PART,

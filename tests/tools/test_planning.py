@@ -25,12 +25,12 @@ from grpo_ray.core.learner import Learner
 from grpo_ray.learning import log_probs
 from grpo_ray.learning.attention import NAME as ATTENTION
 from grpo_ray.learning.attention import BlockAttention, VarlenAttention
+from grpo_ray.learning.families import SegmentTree
 from grpo_ray.learning.forward_backward import ForwardBackward
 from grpo_ray.learning.loading import cast_parameters
 from grpo_ray.learning.log_probs import model_inputs
 from grpo_ray.learning.microbatch import MicroBatch, collate_packed, collate_padded
 from grpo_ray.learning.policy_model import with_head_dtype
-from grpo_ray.learning.segments import SegmentTree
 from grpo_ray.learning.sequences import TrainSequence
 from grpo_ray.learning.tiny import build_model
 from grpo_ray.learning.tiny_tokenizer import tiny_tokenizer

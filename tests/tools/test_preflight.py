@@ -17,7 +17,7 @@ import pytest
 from small_run import QUICKSTART
 
 from grpo_ray.episodes.chat_template import ChatTemplate
-from grpo_ray.episodes.limits import Limits
+from grpo_ray.episodes.outcome import Limits
 from grpo_ray.episodes.renderer_template import make_template
 from grpo_ray.episodes.session import Reply
 from grpo_ray.episodes.tool_calls import Parsed

@@ -13,8 +13,7 @@ from local_runs import make_config, train
 
 from grpo_ray.config.run import DetectorName
 from grpo_ray.records.run_files import RunDirectory, read_metrics
-from grpo_ray.watch.detectors import DETECTORS, Setup
-from grpo_ray.watch.failure_watch import NUM_CLEAR_STEPS, Detection, FailureWatch, detections
+from grpo_ray.watch.detectors import DETECTORS, NUM_CLEAR_STEPS, Detection, FailureWatch, Setup, detections
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "tests/recorded_runs"  # the watched metrics of real runs

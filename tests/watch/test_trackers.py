@@ -23,9 +23,9 @@ from grpo_ray.config.loading import ConfigError
 from grpo_ray.config.run import TrackerName
 from grpo_ray.core.controller import Controller
 from grpo_ray.errors import RunError
+from grpo_ray.records.evaluation_summary import summarise_groups
 from grpo_ray.records.rollout_log import read_rollouts, write_rollouts
 from grpo_ray.records.run_files import RunDirectory, read_metrics
-from grpo_ray.records.validation_files import summarise_groups
 from grpo_ray.run import training
 from grpo_ray.watch.run_log import RunLog
 from grpo_ray.watch.trackers import Trackers, check_trackers, tracking

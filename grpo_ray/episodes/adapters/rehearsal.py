@@ -9,8 +9,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.episodes.chat_template import ChatTemplate
-from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.openai_server import ChatServer
+from grpo_ray.episodes.outcome import Limits
 from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.tool_calls import make_tool_parser

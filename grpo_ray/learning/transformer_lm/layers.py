@@ -56,7 +56,7 @@ class Context:
 
     allowed: Tensor | None = None  # bool [batch or 1, 1, seq, keys]
     cache: Cache | None = None  # each layer's rotated keys and values of earlier tokens
-    tree: TreeAttention | None = None  # the batch is one row of segments (learning/segments.py)
+    tree: TreeAttention | None = None  # the batch is one row of segments (learning/families.py)
 
 
 class Attention(nn.Module):

@@ -15,10 +15,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from grpo_ray.rewards.isolation.kernel import call
 from grpo_ray.rewards.isolation.landlock import READ_FOLDER, Ruleset, landlock_version
 from grpo_ray.rewards.isolation.readable import listable_folders, readable_paths
 from grpo_ray.rewards.isolation.seccomp import CallFilter, is_filter_available
+from grpo_ray.rewards.isolation.system_calls import call
 
 PR_SET_PDEATHSIG = 1
 CAPABILITY_VERSION = 0x20080522

@@ -9,7 +9,7 @@ import os
 import stat
 from collections.abc import Iterable
 
-from grpo_ray.rewards.isolation.kernel import call, forgo_privileges
+from grpo_ray.rewards.isolation.system_calls import call, forgo_privileges
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same on every architecture
 CREATE_RULESET_VERSION = 1

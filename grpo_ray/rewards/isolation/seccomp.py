@@ -15,8 +15,7 @@ import socket
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 
-from grpo_ray.rewards.isolation.kernel import call, forgo_privileges
-from grpo_ray.rewards.isolation.system_calls import NUMBERS
+from grpo_ray.rewards.isolation.system_calls import NUMBERS, call, forgo_privileges
 
 PR_SET_SECCOMP, MODE_FILTER = 22, 2
 ALLOW, DENY = 0x7FFF0000, 0x00050000 | errno.EPERM

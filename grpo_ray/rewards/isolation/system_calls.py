@@ -1,7 +1,12 @@
-"""The system calls that a grading worker may make, with their numbers; seccomp.py refuses all others.
+"""The system calls that a grading worker may make, with their numbers, and raw calls that Python lacks.
 
-Some are restricted further, by their arguments. Numbers: x86_64, and aarch64 (None: it has no such call).
+seccomp.py refuses all others, and restricts some by their arguments. Numbers: x86_64, and aarch64 (None: it has
+no such call).
 """
+
+import ctypes
+import os
+from typing import Any
 
 # fmt: off
 NUMBERS: dict[str, tuple[int, int | None]] = {
@@ -51,3 +56,26 @@ NUMBERS: dict[str, tuple[int, int | None]] = {
     "exit_group": (231, 94),
 }
 # fmt: on
+
+
+PR_SET_NO_NEW_PRIVS = 38
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def call(name: str, *arguments: Any) -> int:
+    """Call a function of the C library and return its result.
+
+    Raises:
+        OSError: it returned -1.
+    """
+    result: int = getattr(_libc, name)(*arguments)
+    if result == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}{arguments}: {os.strerror(number)}")
+    return result
+
+
+def forgo_privileges() -> None:
+    """Gain no privilege by executing a program, which the kernel demands before a process restricts itself."""
+    call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)

@@ -19,9 +19,9 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config, make_config
 from grpo_ray.config.user_code import import_from
 from grpo_ray.errors import RunError
+from grpo_ray.records.evaluation_summary import summarise_groups
 from grpo_ray.records.rollout_log import read_groups, read_rollouts
 from grpo_ray.records.run_files import RunDirectory, check_dumped, read_metrics, step_name
-from grpo_ray.records.validation_files import summarise_groups
 from grpo_ray.rewards.user_function import own_functions
 from grpo_ray.tasks.input_digests import edited_rewards
 from grpo_ray.tools.audit.checkpoint import CheckpointFacts, audit_checkpoint

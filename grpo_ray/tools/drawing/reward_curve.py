@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from grpo_ray.records.step_lines import StepLines
+from grpo_ray.records.json_lines import StepLines
 from grpo_ray.tools.drawing.figures import INK, new_figure, tidy
 
 TRAINING, VALIDATION = "#9bbbd8", "#c0392b"

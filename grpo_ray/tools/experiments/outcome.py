@@ -11,7 +11,7 @@ from typing import Any, Literal
 from grpo_ray.records.checkpoint import Checkpoint, make_store
 from grpo_ray.records.run_files import last_of_each_step
 from grpo_ray.tools.experiments.experiment_plan import PlannedRun
-from grpo_ray.watch.failure_watch import detections
+from grpo_ray.watch.detectors import detections
 
 Status = Literal["finished", "diverged", "failed", "not finished"]
 NOT_FINITE = "recovery.max_skipped_updates"  # beginning of the run's error

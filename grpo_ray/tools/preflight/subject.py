@@ -19,8 +19,7 @@ from grpo_ray.config.task import parts_of
 from grpo_ray.config.user_code import import_function, importable
 from grpo_ray.episodes.adapters.rehearsal import plain_tokenizer
 from grpo_ray.episodes.adapters.trl import trl_episode
-from grpo_ray.episodes.limits import Limits
-from grpo_ray.episodes.outcome import Outcome
+from grpo_ray.episodes.outcome import Limits, Outcome
 from grpo_ray.episodes.runner import EpisodeFn, load_episode
 from grpo_ray.episodes.session import Session
 from grpo_ray.learning.model_files import end_token_ids, load_tokenizer

@@ -8,8 +8,8 @@ from typing import Any
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config, read_config
 from grpo_ray.config.schema import leaves
+from grpo_ray.records.json_lines import StepLines
 from grpo_ray.records.run_files import RunDirectory
-from grpo_ray.records.step_lines import StepLines
 from grpo_ray.tools.report.panels import REWARD, VALIDATION
 from grpo_ray.tools.report.rollout_rows import show_rollouts
 from grpo_ray.tools.report.rollout_sample import sample_rollouts, step_files

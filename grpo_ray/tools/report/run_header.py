@@ -19,7 +19,7 @@ from grpo_ray.tools.report.panels import REWARD
 from grpo_ray.tools.report.rollout_sample import StepFiles
 from grpo_ray.tools.top.run_view import NUM_STEPS
 from grpo_ray.watch.console import settings
-from grpo_ray.watch.failure_watch import KIND, is_detection
+from grpo_ray.watch.detectors import KIND, is_detection
 from grpo_ray.watch.run_state import read_state
 
 NUM_SAMPLES = 3  # prompts with answers to compare, here and at the end of a run's output
