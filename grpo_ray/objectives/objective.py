@@ -1,5 +1,6 @@
 """The training objective: a policy-gradient loss, its aggregation and the terms added to it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -150,7 +151,7 @@ class EntropyBonus:
     def observe(self, entropy: float | None) -> None:
         """Adapt to the policy's mean entropy in the step, in nats per token; None if nothing was measured."""
         target = self._config.entropy_target
-        if target is None or entropy is None:
+        if target is None or entropy is None or math.isnan(entropy):
             return
         self._is_low = entropy <= target
         change = self._config.entropy_step if self._is_low else -self._config.entropy_step

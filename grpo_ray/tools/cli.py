@@ -38,7 +38,15 @@ COMMANDS: tuple[Command[Any], ...] = (
     REPORT, REWARD, SFT, DATA,
 )  # fmt: skip
 
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+UNWRITABLE = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENAMETOOLONG,
+    errno.EISDIR,
+)
 
 
 def main(
@@ -72,7 +80,7 @@ def main(
         if error.errno not in UNWRITABLE:
             raise
         place = error.filename or "a file, or standard output,"
-        print(visible(f"{program}: {place} cannot be written: {error.strerror}"), file=sys.stderr)
+        print(visible(f"{program}: {place} cannot be read or written: {error.strerror}"), file=sys.stderr)
         return 2
 
 

@@ -125,11 +125,11 @@ def test_a_constant_weight_stays() -> None:
 def test_an_adapted_weight_by_hand() -> None:
     config = AlgorithmConfig(entropy_bonus=0.1, entropy_target=0.5, entropy_step=0.04, entropy_bonus_max=0.16)
     bonus, weights = EntropyBonus(config), []
-    for entropy in (0.4, 0.5, 0.3, 0.6, None, 0.9, 0.9, 0.9, 0.9, 0.2):
+    for entropy in (0.4, 0.5, 0.3, 0.6, None, 0.9, 0.9, 0.9, float("nan"), 0.9, 0.2):
         weights.append(bonus.weight)
         bonus.observe(entropy)
     # The coefficient: 0.1, 0.14, 0.16, 0.16, 0.12, 0.12, 0.08, 0.04, 0, 0, 0.04.
-    assert weights == pytest.approx([0, 0.14, 0.16, 0.16, 0, 0, 0, 0, 0, 0])
+    assert weights == pytest.approx([0, 0.14, 0.16, 0.16, 0, 0, 0, 0, 0, 0, 0])
     assert bonus.weight == pytest.approx(0.04)
     other = EntropyBonus(config)
     other.restore(bonus.state())
