@@ -213,7 +213,7 @@ def _adopt(run: RunDirectory, before: Config, now: Config, step: int, unchecked:
     lines = lines_from_end(run.events_path) if run.events_path.exists() else ()
     rows = [row for _, line in lines if (row := parse_line(line)) is not None]
     change = f"resumed with other values: {'; '.join(changes)}" if changes else None
-    if any(row["kind"] == "config_changed" and row["step"] > step for row in rows):
+    if any(row.get("kind") == "config_changed" and row["step"] > step for row in rows):
         change = change or "resumed from a step before other values were given"
     texts = {"config_changed": change}
     for kind, text in (texts | {"inputs_unchecked": unchecked}).items():

@@ -38,15 +38,9 @@ COMMANDS: tuple[Command[Any], ...] = (
     REPORT, REWARD, SFT, DATA,
 )  # fmt: skip
 
-UNWRITABLE = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ENAMETOOLONG,
-    errno.EISDIR,
-)
+UNUSABLE = (
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EISDIR,
+)  # fmt: skip
 
 
 def main(
@@ -77,7 +71,7 @@ def main(
         print(visible(f"{program}: {error}"), file=sys.stderr)
         return 2
     except OSError as error:
-        if error.errno not in UNWRITABLE:
+        if error.errno not in UNUSABLE:
             raise
         place = error.filename or "a file, or standard output,"
         print(visible(f"{program}: {place} cannot be read or written: {error.strerror}"), file=sys.stderr)

@@ -3,6 +3,7 @@
 import shlex
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from grpo_ray.records.checkpoint import CheckpointStore
@@ -50,8 +51,9 @@ def _print_events(print_line: Callable[[str], None], run: RunDirectory) -> None:
         if is_detection(event["kind"]):
             print_line(f"\nWarning at {event['text']}")
     group_ids = sorted({event["group_id"] for event in events if event["kind"] == "set_aside"})
-    for newest in CheckpointStore(run).all(is_strict=True)[-1:]:  # a restore undoes events
-        group_ids = sorted(newest.state.ledger["set_aside"])
+    with suppress(OSError):
+        for newest in CheckpointStore(run).all(is_strict=True)[-1:]:  # a restore undoes events
+            group_ids = sorted(newest.state.ledger.get("set_aside", ()))
     if group_ids:
         print_line(
             f"\nSet aside, never finished: groups {', '.join(map(str, group_ids))} (see {run.events_path})"
