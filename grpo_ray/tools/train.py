@@ -53,7 +53,7 @@ class CheckOptions:
 
 @dataclass(frozen=True)
 class ResumeOptions:
-    run: Annotated[str, Argument("RUN", "the run's directory, such as runs/quickstart-20260101-120000")]
+    run: Annotated[str, Argument("RUN", "the run's directory, such as runs/quickstart-20260101-120000-123456")]
     overrides: Overrides = ()
     local: Local = False
 
