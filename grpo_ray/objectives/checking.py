@@ -13,6 +13,7 @@ from grpo_ray.config.user_code import check_arguments, keyword_parameters
 from grpo_ray.objectives.comparison import compare_group
 from grpo_ray.objectives.correction import CORRECTIONS
 from grpo_ray.objectives.inputs import CorrectionInputs, uses_ratio
+from grpo_ray.objectives.logprobs import check_shape
 from grpo_ray.objectives.objective import Objective
 from grpo_ray.objectives.registry import advantage_function, correction_function, loss_function
 from grpo_ray.objectives.selection import SELECTIONS
@@ -114,11 +115,9 @@ def _check_advantage(config: AlgorithmConfig, weights: Iterable[Mapping[str, flo
             try:
                 are_graded, lengths = np.ones(len(rewards), bool), np.arange(1, len(rewards) + 1)
                 terms = dict.fromkeys(own_weights, rewards), own_weights
-                found = compare_group(rewards, are_graded, config, rewards, rewards, lengths, *terms)
+                compare_group(rewards, are_graded, config, rewards, rewards, lengths, *terms)
             except Exception as error:  # the function is the user's: show whatever it raises
                 raise ValueError(f"{what} fails on a small batch: {type(error).__name__}: {error}") from error
-            if not np.isfinite(found).all():
-                raise ValueError(f"{what} returned {found.tolist()} for the rewards {rewards.tolist()}")
 
 
 def _check_selection(config: AlgorithmConfig) -> None:
@@ -149,7 +148,11 @@ def _check_loss(config: AlgorithmConfig) -> None:
         log_probs = torch.tensor(LOG_PROBS, requires_grad=True)
         try:
             objective = Objective.from_config(config)
-            loss, _ = objective.policy_gradient_loss(log_probs, MASK, ADVANTAGES, log_probs.detach() - 0.1)
+            loss, found = objective.policy_gradient_loss(log_probs, MASK, ADVANTAGES, log_probs.detach() - 0.1)
+            for name in found.keys() & {"clipped", "ratio"}:
+                check_shape(name, found[name], log_probs)
+            if found.get("clipped", MASK).dtype != torch.bool:
+                raise TypeError("`clipped` must be bool")
             acts_without_advantage(objective)
             is_right = loss.requires_grad and bool(loss[MASK].isfinite().all())
         except Exception as error:  # the function is the user's: show whatever it raises
@@ -175,7 +178,7 @@ def _check_correction(name: str, config: AlgorithmConfig) -> set[str]:
         own_only = config.model_copy(update={"off_policy_correction": name})
         try:
             weights, _ = Objective.from_config(own_only).correction_weights(inputs)
-            is_right = weights.shape == MASK.shape and bool((weights >= 0).all())
+            is_right = weights.shape == MASK.shape and bool((weights.isfinite() & (weights >= 0)).all())
         except Exception as error:
             raise ValueError(f"{what} fails on a small batch: {type(error).__name__}: {error}") from error
         if not is_right:

@@ -58,7 +58,7 @@ def compare_group(
     Parts of the rewards that are not given are 0, and lengths 1.
 
     Raises:
-        ValueError: a function of the user's own returns another shape than `[1, responses]`.
+        ValueError: a function of the user's own returns another shape than `[1, responses]`, or NaN.
     """
     is_graded = np.asarray(is_graded, bool)  # 0 and 1 would be indices
     advantages = np.zeros(len(rewards), np.float32)
@@ -81,6 +81,9 @@ def compare_group(
             f"algorithm.advantage: {kind} returned shape {tuple(found.shape)} for rewards of shape "
             f"{tuple(inputs.rewards.shape)}; return one advantage per reward"
         )
+    if ":" in kind and not found.isfinite().all():
+        values, given = found[0].tolist(), shaped[0].tolist()
+        raise ValueError(f"algorithm.advantage: {kind} returned {values} for the rewards {given}")
     advantages[is_graded] = found[0].detach().numpy()
     return advantages
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
-from grpo_ray.transfer.chunks import CHUNK_BYTES
+from grpo_ray.transfer.messages import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from grpo_ray.learning.rendezvous import SignedStore

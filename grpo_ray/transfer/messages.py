@@ -1,10 +1,13 @@
 """The messages that carry weights from the Learner to the Generators."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from grpo_ray.types import Ref
+
+CHUNK_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -76,3 +79,27 @@ class Snapshot:
     whole: Ref[WeightSnapshot]
     changes: Ref[WeightSnapshot | None] | None = None
     """The difference from the version before, for the Generators that have that one."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Neighbouring tensors, `specs`, with the bytes from `start` to `end` of the buffer."""
+
+    specs: Sequence[TensorSpec]
+    start: int
+    end: int
+
+    def rebased(self) -> list[TensorSpec]:
+        """Return the specs with offsets in the chunk instead of the whole buffer."""
+        return [replace(spec, offset_bytes=spec.offset_bytes - self.start) for spec in self.specs]
+
+
+def chunks(specs: Sequence[TensorSpec], num_bytes: int, limit: int) -> Iterator[Chunk]:
+    """Cut a buffer of `num_bytes` at tensor borders, into chunks of at most `limit` bytes or one tensor."""
+    ends = [spec.offset_bytes for spec in specs[1:]] + [num_bytes]
+    first = 0
+    for place in range(len(specs)):
+        start = specs[first].offset_bytes
+        if place + 1 == len(specs) or ends[place + 1] - start > limit:
+            yield Chunk(specs[first : place + 1], start, ends[place])
+            first = place + 1

@@ -13,9 +13,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from grpo_ray.config import Config
 from grpo_ray.learning.rendezvous import NUM_BYTES, open_store
 from grpo_ray.transfer.channels import join
-from grpo_ray.transfer.chunks import CHUNK_BYTES
 from grpo_ray.transfer.meeting import Backend, Meeting, WireError
-from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.messages import CHUNK_BYTES, WeightSnapshot
 from grpo_ray.transfer.snapshot import NamedWeights, host_zeros, pack
 from grpo_ray.transfer.wire import SENDER, Channel, send
 

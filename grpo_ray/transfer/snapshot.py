@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from grpo_ray.learning.device import lock_pages, whole_pages
-from grpo_ray.transfer.chunks import CHUNK_BYTES, chunks
 from grpo_ray.transfer.device_buffer import share
-from grpo_ray.transfer.messages import TensorSpec, WeightSnapshot
+from grpo_ray.transfer.messages import CHUNK_BYTES, TensorSpec, WeightSnapshot, chunks
 
 ALIGNMENT_BYTES = 64  # any dtype can be viewed in place
 

@@ -16,9 +16,8 @@ import torch
 from torch.distributed import ProcessGroupGloo
 
 from grpo_ray.learning.rendezvous import NUM_BYTES, prove
-from grpo_ray.transfer.chunks import Chunk, chunks
 from grpo_ray.transfer.meeting import Meeting, WireError
-from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.messages import Chunk, WeightSnapshot, chunks
 
 SENDER = 0  # the Learner's rank in every wire; the receivers follow
 

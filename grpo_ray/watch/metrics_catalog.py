@@ -17,7 +17,7 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "reward/*/mean": "mean reward of a named term of task.reward, without its weight, where it applies",
     "rollout/response_tokens/mean": "[tokens] mean response length, in sampled tokens",
     "rollout/response_tokens/max": "[tokens] longest response of the step, in sampled tokens",
-    "rollout/truncated_frac": "[share] responses cut off at sampling.max_tokens",
+    "rollout/truncated_frac": "[share] responses cut off at sampling.max_tokens, or episodes at a limit",
     "rollout/zero_variance_groups": "[groups] groups with all advantages 0, and therefore no policy gradient",
     "rollout/retried_groups": "[groups] groups sampled again since the last step: aborted, or their Generator "
     "died",
@@ -166,7 +166,7 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "eval/format": "[share] validation responses in the required format",
     "eval/answer": "[share] validation responses in the required format with a correct answer",
     "eval/response_tokens/mean": "[tokens] mean length of a validation response, in sampled tokens",
-    "eval/truncated_frac": "[share] validation responses cut off at sampling.max_tokens",
+    "eval/truncated_frac": "[share] validation responses cut off so, or episodes at a limit",
     "eval/episodes/*": "the metric episodes/* of the validation's episodes",
 }
 

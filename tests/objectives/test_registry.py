@@ -48,6 +48,7 @@ def nothing(): ...
 def needing(inputs: RatioInputs, *, tau: float): return -inputs.log_ratio * tau, {}
 def raising(inputs: RatioInputs): raise KeyError("no")
 def cut_off(inputs: LossInputs): return inputs.policy_log_probs.detach(), {}
+def counting(inputs: RatioInputs): return -inputs.log_ratio, {"clipped": inputs.mask.float()}
 def not_finite(inputs: LossInputs): return inputs.policy_log_probs / 0, {}
 
 def halve(inputs: CorrectionInputs, *, factor: float = 0.5, cap: float):
@@ -55,6 +56,7 @@ def halve(inputs: CorrectionInputs, *, factor: float = 0.5, cap: float):
     return weights, weights >= cap
 
 def negative(inputs: CorrectionInputs): return -inputs.ratio, inputs.mask
+def across(inputs: CorrectionInputs): return inputs.ratio.mean(dim=0), inputs.mask
 def alone(inputs: CorrectionInputs): return inputs.ratio
 """
 
@@ -105,6 +107,7 @@ def test_what_fits_is_accepted(changes: dict[str, Any]) -> None:
         ({"loss": ":nothing"}, r"algorithm\.loss: my_losses_4711:nothing must take \(inputs\)"),
         ({"loss": ":bare"}, r"bare: the first parameter must be annotated with LossInputs"),
         ({"loss": ":mean"}, r"mean fails on a small batch: ValueError: the loss of .* has shape"),
+        ({"loss": ":counting"}, r"counting fails on a small batch: TypeError: `clipped` must be bool"),
         ({"loss": ":raising"}, r"raising fails on a small batch: KeyError: 'no'"),
         ({"loss": ":cut_off"}, r"cut_off must return finite losses that depend on inputs\.policy_log_probs"),
         ({"loss": ":not_finite"}, r"not_finite must return finite losses that depend on inputs\."),
@@ -168,6 +171,7 @@ def test_what_fits_is_accepted(changes: dict[str, Any]) -> None:
             r"algorithm\.correction_cap: no correction in effect has a cap; leave it out",
         ),
         ({"off_policy_correction": ":negative"}, r"negative must return weights of at least 0"),
+        ({"off_policy_correction": ":across"}, r"the weights of a correction must be \[batch, 1\]"),
         ({"off_policy_correction": ":alone"}, r"off_policy_correction: .*:alone fails on a small batch"),
         (
             {"loss": ":spo", "off_policy_correction": "truncate_token"},

@@ -23,7 +23,7 @@ from grpo_ray.run.preparation import check_files
 from grpo_ray.run.tiny_model import tiny_model_folder
 from grpo_ray.tools.audit.audit import audit
 from grpo_ray.tools.cli import main
-from grpo_ray.tools.experiments.definitions import EXPERIMENTS
+from grpo_ray.tools.experiments.experiment import EXPERIMENTS
 from grpo_ray.tools.experiments.experiment_plan import plan_experiment
 from grpo_ray.tools.planning.command import PlanOptions
 from grpo_ray.tools.planning.memory_plan import plan_memory

@@ -12,7 +12,7 @@ from grpo_ray.learning.tiny_tokenizer import tiny_tokenizer
 from grpo_ray.rewards import get_reward_fn
 from grpo_ray.tasks.prompts import load_template
 from grpo_ray.tasks.sorting import sorting_examples, warmup_pairs
-from grpo_ray.tools.experiments.definitions import EXPERIMENTS
+from grpo_ray.tools.experiments.experiment import EXPERIMENTS
 
 BOXED_TERMS = [
     [{"reward": "question_only"}, {"reward": "brevity", "weight": 0.1}],

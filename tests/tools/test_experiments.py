@@ -20,8 +20,7 @@ from grpo_ray.errors import RunError
 from grpo_ray.records.run_files import read_metrics
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.experiments import curves
-from grpo_ray.tools.experiments.definitions import EXPERIMENTS
-from grpo_ray.tools.experiments.experiment import Experiment
+from grpo_ray.tools.experiments.experiment import EXPERIMENTS, Experiment
 from grpo_ray.tools.experiments.experiment_plan import plan_experiment
 from grpo_ray.tools.experiments.resources import GpuPool, cores_of, default_jobs, gpus_of
 from grpo_ray.tools.experiments.run_experiment import run_experiment
@@ -236,9 +235,9 @@ def test_exactly_as_many_parallel_runs_as_jobs(fakes: FakeRuns) -> None:
 PROGRAM = f"""
 import sys
 from grpo_ray.tools import cli
-from grpo_ray.tools.experiments import definitions, run_experiment
+from grpo_ray.tools.experiments import experiment, run_experiment
 from grpo_ray.tools.experiments.experiment import Experiment
-definitions.EXPERIMENTS["rates"] = Experiment("rates", "?", {dict(LOW_HIGH.variants)}, (), {LOW_HIGH.common})
+experiment.EXPERIMENTS["rates"] = Experiment("rates", "?", {dict(LOW_HIGH.variants)}, (), {LOW_HIGH.common})
 run_experiment.run_experiment.__defaults__ = ({FAKE},)
 sys.exit(cli.main(sys.argv[1:]))
 """

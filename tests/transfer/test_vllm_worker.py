@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_ray.transfer.chunks import Chunk
-from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.messages import Chunk, WeightSnapshot
 from grpo_ray.transfer.shared_pages import Pages, SharedBuffer
 
 pytestmark = pytest.mark.vllm

@@ -23,10 +23,9 @@ import pytest
 import torch
 
 from grpo_ray.transfer.channels import NcclChannel
-from grpo_ray.transfer.chunks import chunks
 from grpo_ray.transfer.inbox import Inbox
 from grpo_ray.transfer.meeting import Meeting, WireError
-from grpo_ray.transfer.messages import TensorSpec, WeightSnapshot
+from grpo_ray.transfer.messages import TensorSpec, WeightSnapshot, chunks
 from grpo_ray.transfer.sender import Sender
 from grpo_ray.transfer.shared_pages import map_pages, pages_of
 from grpo_ray.transfer.snapshot import check_snapshot, pack_weights, unpack_weights

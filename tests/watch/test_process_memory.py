@@ -30,7 +30,7 @@ def child_of_64_mib() -> Iterator[None]:
 @pytest.mark.slow
 def test_resident_memory_counts_children() -> None:
     """In a process of its own: that of the tests may have other children, such as the Ray that they share."""
-    script = f"import {__name__}; {__name__}.check_with_children()"
+    script = f"import sys; sys.path.append('..'); import {__name__}; {__name__}.check_with_children()"
     subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent, check=True)
 
 

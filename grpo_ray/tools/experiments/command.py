@@ -50,8 +50,7 @@ class SweepOptions:
 
 
 def _experiment(options: ExperimentOptions) -> int:
-    from grpo_ray.tools.experiments.definitions import EXPERIMENTS
-    from grpo_ray.tools.experiments.experiment import find
+    from grpo_ray.tools.experiments.experiment import EXPERIMENTS, find
 
     if options.list:
         width = max(map(len, EXPERIMENTS))

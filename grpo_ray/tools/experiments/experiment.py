@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import yaml
 from pydantic.dataclasses import dataclass
 
 from grpo_ray.config.loading import ConfigError
@@ -141,3 +142,13 @@ def _short_names(keys: Sequence[str]) -> dict[str, str]:
 
 def _folder_safe(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._=,+-]+", "_", text)
+
+
+# ---- the bundled experiments ----
+
+EXPERIMENTS = {
+    name: Experiment(name, **fields)
+    for name, fields in yaml.safe_load(
+        (Path(__file__).parent / "bundled.yaml").read_text(encoding="utf-8")
+    ).items()
+}
