@@ -142,18 +142,12 @@ def test_what_fits_is_accepted(changes: dict[str, Any]) -> None:
             {"token_selection": "top_entropy", "selection_options": {"share": 20}},
             r"algorithm\.token_selection: top_entropy has share=20: input should be less than or equal to 1",
         ),
-        (
-            {"selection_options": {"share": 0.1}},
-            r"selection_options: token_selection is `none`, which takes none",
-        ),
+        ({"selection_options": {"share": 0.1}}, r"token_selection is `none`, which takes none"),
         (
             {"token_selection": "top_entropy", "selection_options": {"low": 1}},
             r"token_selection: top_entropy has no argument 'low'; it takes share",
         ),
-        (
-            {"token_selection": "clip_cov", "selection_options": {"low": 5.0}},
-            r"low is 5\.0 and high 5\.0; low must",
-        ),
+        ({"token_selection": "clip_cov", "selection_options": {"low": 5.0}}, r"low is 5\.0 and high 5\.0; "),
         (
             {
                 "loss": "no_baseline",

@@ -193,6 +193,10 @@ def test_another_file_keeps_the_prompt_and_the_reward_of_a_task_of_files(tmp_pat
     path = write_rows(tmp_path / "held-out.jsonl", q="1+1?", a="2")
     task = task_of(asked(task=path, question_field="q", answer_field="a"), own)
     assert task.items() >= {**own, "train_path": path, "question_field": "q", "answer_field": "a"}.items()
+    task = task_of(asked(task=path, question_field="q", answer_field="a"), {**own, "kind": "gsm8k"})
+    assert (task["kind"], task["prompt"], task["reward"]) == ("file", "question_only", "mine:reward")
+    with pytest.raises(RunError, match="--task: episodes make their own questions"):
+        task_of(asked(task=path), {"kind": "episodes"})
 
 
 def test_a_keywords_file_is_graded_as_such(tmp_path: Path) -> None:

@@ -243,7 +243,10 @@ def _replaced(task: Any, options: EvaluationOptions) -> dict[str, Any]:
         _refuse_other_files(name)
         if isinstance(task, Mapping) and task.get("kind") == "file":
             return {**task, **_fields(options), **_one_set(name)}  # with its prompt, reward and fields
-        return _of_file(name, options)
+        if isinstance(task, Mapping) and task.get("kind") == "episodes":
+            raise RunError("--task: episodes make their own questions; set task.examples instead")
+        kept = ("prompt", "system_prompt", "reward") if isinstance(task, Mapping) and _is_of_files(task) else ()
+        return {**_of_file(name, options), **{key: task[key] for key in kept if key in task}}
     if options.question_field or options.answer_field:
         raise RunError(f"--question-field, --answer-field need a file, but --task {name} is not a file")
     if isinstance(task, Mapping) and task.get("kind") == name:

@@ -30,7 +30,7 @@ class ExperimentOptions:
         str | None, Argument("NAME", "an experiment that --list prints, or your own as module:function")
     ] = None
     list: Annotated[bool, Flag("print the experiments and exit")] = False
-    config: Annotated[str, Option("CONFIG", "the job (default: %(default)s)")] = "configs/quickstart.yaml"
+    config: Annotated[str, Option("CONFIG", "the job (default: %(default)s)")] = "quickstart"
     seeds: Seeds = 3
     output: Output = "experiments"
     jobs: Jobs = None

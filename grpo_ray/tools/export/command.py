@@ -64,6 +64,8 @@ def export_merged(options: ExportOptions) -> Path:
         unfinished = Path(tempfile.mkdtemp(prefix=f"unfinished-{folder.name}-", dir=folder.parent))
         try:
             if config.model.adapter is None:
+                if not (checkpoint / "config.json").exists():  # of a simulation
+                    raise RunError(f"{checkpoint} has no config.json; it is not a model")
                 ignored = shutil.ignore_patterns("training")
                 shutil.copytree(checkpoint, unfinished, ignore=ignored, dirs_exist_ok=True)
             else:
