@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_ray.config.algorithm import Correction
 from grpo_ray.objectives.inputs import CorrectionFn, CorrectionInputs, ones, row_mean, row_sum
-from grpo_ray.objectives.logprobs import check_advantages, clamped_exp
+from grpo_ray.objectives.logprobs import check_rows, clamped_exp
 
 Band = tuple[float | None, float | None]  # None: no bound
 
@@ -109,7 +109,7 @@ def correction_weights(
     weights, is_limited = ones(inputs), torch.zeros_like(inputs.mask)
     for correction, options in corrections:
         own, is_own = correction(inputs, **options)
-        check_advantages("the weights of a correction", own, weights)
+        check_rows("the weights of a correction", own, weights)
         weights, is_limited = weights * own, is_limited | is_own
     return weights.masked_fill(~inputs.mask, 0.0), is_limited
 

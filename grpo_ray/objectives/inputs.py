@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from grpo_ray.objectives.logprobs import check_advantages, check_shape, clamped_exp
+from grpo_ray.objectives.logprobs import check_rows, check_shape, clamped_exp
 
 Details = dict[str, Tensor]
 
@@ -67,7 +67,7 @@ class CorrectionInputs:
     ) -> "CorrectionInputs":
         """Make them of log-probabilities `[batch, seq]`: before the first update, the sampler's and current."""
         check_shape("behaviour", behaviour, first)
-        check_advantages("advantages", advantages, first)
+        check_rows("advantages", advantages, first)
         mask = mask.bool() & behaviour.isfinite()
         current = first if current is None else current
         log_ratio, drift = first - behaviour, behaviour - current

@@ -27,15 +27,15 @@ def check_shape(name: str, tensor: Tensor, policy_log_probs: Tensor) -> None:
         )
 
 
-def check_advantages(name: str, advantages: Tensor, policy_log_probs: Tensor) -> None:
+def check_rows(name: str, tensor: Tensor, policy_log_probs: Tensor) -> None:
     """Refuse a `[batch]` vector: it would broadcast along the wrong axis whenever batch == seq."""
     if policy_log_probs.ndim != 2:
         raise ValueError(f"log-probabilities must be [batch, seq], got {list(policy_log_probs.shape)}")
     batch, seq = policy_log_probs.shape
-    if advantages.shape not in ((batch, 1), (batch, seq)):
+    if tensor.shape not in ((batch, 1), (batch, seq)):
         raise ValueError(
             f"{name} must be [batch, 1] = [{batch}, 1] or [batch, seq] = [{batch}, {seq}], "
-            f"got {list(advantages.shape)}"
+            f"got {list(tensor.shape)}"
         )
 
 

@@ -29,7 +29,7 @@ from grpo_ray.objectives.inputs import (
     row_mean,
     uses_ratio,
 )
-from grpo_ray.objectives.logprobs import check_advantages, check_shape, clamped_exp
+from grpo_ray.objectives.logprobs import check_rows, check_shape, clamped_exp
 from grpo_ray.objectives.trust_regions import details, dppo_kl, dppo_tv, gmpo, ipo, sapo, token_form, vespo
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ def compute_naive_policy_gradient_loss(raw_rewards_or_advantages: Tensor, policy
     Raises:
         ValueError: the rewards are neither a `[batch, 1]` column nor `[batch, seq]`.
     """
-    check_advantages("raw_rewards_or_advantages", raw_rewards_or_advantages, policy_log_probs)
+    check_rows("raw_rewards_or_advantages", raw_rewards_or_advantages, policy_log_probs)
     return -raw_rewards_or_advantages * policy_log_probs
 
 
@@ -150,7 +150,7 @@ def apply_loss(
     """
     refuse_unknown(f"the loss {name}", [loss_fn], options or {})
     advantages = _required("raw_rewards" if name == "no_baseline" else "advantages", advantages, name)
-    check_advantages("advantages", advantages, policy_log_probs)
+    check_rows("advantages", advantages, policy_log_probs)
     check_shape("response_mask", mask, policy_log_probs)
     inputs = LossInputs(policy_log_probs, advantages, mask.bool())
     if uses_ratio(loss_fn):

@@ -101,7 +101,7 @@ def read_checkpoint(path: Path, reads_files: bool = False) -> Checkpoint:
 class CheckpointStore:
     """The checkpoints of one run.
 
-    Anyone may read: `all`, `best`, `choose`. Writing, and `latest`, which repairs what a crash left, are for
+    Anyone may read: `all`, `best_of`, `choose`. Writing, and `latest`, which repairs what a crash left, are for
     the process that holds the run's lock. Checkpoints are written one at a time: `begin`, the writers,
     `commit`.
     """
@@ -132,10 +132,6 @@ class CheckpointStore:
         checkpoints = [self._read(step, folder, not is_strict, is_strict) for step, folder in folders]
         return [checkpoint for checkpoint in checkpoints if checkpoint is not None]
 
-    def best(self) -> Checkpoint | None:
-        """Return the one with the highest validation reward, the newest of equals; None: none was validated."""
-        return self._best_of(self.all())
-
     def choose(self, choice: str, option: str, others: Sequence[str] = ()) -> Checkpoint:
         """Return the checkpoint that a user asked for: `last`, `best` or a name such as `step-000040`.
 
@@ -152,7 +148,7 @@ class CheckpointStore:
         if choice == LAST:
             return checkpoints[-1]
         if choice == BEST:
-            if best := self._best_of(checkpoints):
+            if best := self.best_of(checkpoints):
                 return best
             raise RunError(f"{option} best: no checkpoint of {self._run.path} was validated; give its name")
         by_name = {checkpoint.path.name: checkpoint for checkpoint in checkpoints}
@@ -199,10 +195,11 @@ class CheckpointStore:
             return None
         return checkpoint
 
-    def _best_of(self, checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
-        rewards = self._rewards()
-        validated = [each for each in checkpoints if rewards.get(each.state.step) is not None]
-        return max(validated, key=lambda each: (rewards[each.state.step], each.state.step), default=None)
+    def best_of(self, checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
+        """Return the one with the highest validation reward, the newest of equals; None: none was validated."""
+        by_step = {checkpoint.state.step: checkpoint for checkpoint in checkpoints}
+        best = _best_step(by_step, self._rewards())
+        return None if best is None else by_step[best]
 
     def _rewards(self) -> dict[Any, Any]:
         """Return the validation reward of each step; of a damaged line there is none."""
@@ -274,16 +271,15 @@ class CheckpointStore:
     def _prune(self, newest: int) -> None:
         """Delete what is not to be kept. A damaged one newer than `newest` stays: the run will replace it."""
         try:
-            whole = {checkpoint.state.step: checkpoint for checkpoint in self.all(is_strict=True)}
+            whole = {checkpoint.state.step for checkpoint in self.all(is_strict=True)}
         except OSError:  # one that cannot be read now may be the best
             return
-        kept = {newest, *sorted(whole)[-self._keep :], *self._in_use}
+        kept: set[int | None] = {newest, *sorted(whole)[-self._keep :], *self._in_use}
         if self._keep_best:
-            best = self._best_of(whole.values())
-            # One without the line of its validation may be the best, too.
+            rewards = self._rewards()
             files = {step for step in whole if (self._run.evaluations / f"{step_name(step)}.parquet").exists()}
-            kept |= {best.state.step} if best else set()
-            kept |= files - self._rewards().keys()
+            # One without the line of its validation may be the best, too.
+            kept |= {_best_step(whole, rewards), *(files - rewards.keys())}
         for step, folder in self._folders("step"):
             if step not in kept and (step < newest or step in whole):
                 with suppress(OSError):  # the next checkpoint tries again
@@ -309,6 +305,12 @@ class CheckpointStore:
 def make_store(config: Config, run: RunDirectory) -> CheckpointStore:
     """Return the run's store, with its configuration's limits on what is kept."""
     return CheckpointStore(run, config.checkpoint.keep, config.checkpoint.keep_best)
+
+
+def _best_step(steps: Iterable[int], rewards: Mapping[Any, Any]) -> int | None:
+    """Return the step with the highest validation reward, the newest of equals; None if none has one."""
+    validated = [step for step in steps if rewards.get(step) is not None]
+    return max(validated, key=lambda step: (rewards[step], step), default=None)
 
 
 def _state_path(folder: Path) -> Path:

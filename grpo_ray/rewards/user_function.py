@@ -210,10 +210,9 @@ class UserFunction:
         """
         names = [n for n, p in self._parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
         second = names[1] if len(names) > 1 else None
-        if "response" in self._parameters and self._parameters["response"].kind in UNNAMED:
-            return False
         is_named = second is None or second in (*BY_NAME, "ground_truth", *self._arguments, *columns)
-        return self.is_of_trl or ("response" in self._parameters and (is_named or names[0] != "response"))
+        is_asked = any(n == "response" and p.kind not in UNNAMED for n, p in self._parameters.items())
+        return self.is_of_trl or (is_asked and (is_named or names[0] != "response"))
 
 
 def own_functions(reward: Reward) -> list[UserFunction]:

@@ -227,14 +227,14 @@ def test_an_invalid_state_is_a_value_error(tmp_path: Path, text: str) -> None:
 
 def test_all_are_found_oldest_first_and_the_best_among_them(tmp_path: Path) -> None:
     store = make_store(tmp_path, keep=9)
-    assert (store.all(), store.best()) == ([], None)
+    assert (store.all(), store.best_of(store.all())) == ([], None)
     written = [write(store, step) for step in (1, 2, 3, 4)]
     assert store.all() == written
-    assert store.best() is None
+    assert store.best_of(store.all()) is None
     evaluated(tmp_path, {1: 0.7, 2: 0.9, 3: 0.7, 4: 0.2, 9: 1.0})
-    assert store.best() == written[1]
+    assert store.best_of(store.all()) == written[1]
     (written[1].path / "config.json").unlink()
-    assert store.best() == written[2]  # the newest of equals
+    assert store.best_of(store.all()) == written[2]  # the newest of equals
     assert store.damaged == [f"{written[1].path}: config.json is missing"]
     assert store.all() == [written[0], *written[2:]]
 
@@ -263,7 +263,7 @@ def test_readers_change_nothing(tmp_path: Path) -> None:
     final = tmp_path / "checkpoints" / "step-000020"
     final.rename(final.with_name("replaced-step-000020"))
     store = make_store(tmp_path)
-    assert (store.all(), store.best()) == ([], None)
+    assert (store.all(), store.best_of(store.all())) == ([], None)
     assert names(tmp_path) == ["replaced-step-000020"]
 
 

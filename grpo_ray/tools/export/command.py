@@ -41,10 +41,10 @@ def export_merged(options: ExportOptions) -> Path:
 
     Raises:
         RunError: there is no such run or checkpoint, it has links, or the folder exists already.
-        ValueError: the base or the adapter cannot be used.
+        ValueError: the checkpoint, the base or the adapter cannot be used.
         OSError: it could not be written.
     """
-    from grpo_ray.learning.model_files import load_tokenizer
+    from grpo_ray.learning.model_files import check_local_model, load_tokenizer
     from grpo_ray.run.signals import sigterm_interrupts
     from grpo_ray.tools.export.merge import base_folder, merged_policy
 
@@ -59,13 +59,13 @@ def export_merged(options: ExportOptions) -> Path:
         print_visible(f"! skipped, because it is damaged: {line}")
     _check_no_links(checkpoint)
     config = with_trust(load_config(run.config_path), options.trust_remote_code)
+    if config.model.adapter is None:
+        check_local_model(str(checkpoint), "--checkpoint")  # a simulation's is none
     folder.parent.mkdir(parents=True, exist_ok=True)
     with sigterm_interrupts():
         unfinished = Path(tempfile.mkdtemp(prefix=f"unfinished-{folder.name}-", dir=folder.parent))
         try:
             if config.model.adapter is None:
-                if not (checkpoint / "config.json").exists():  # of a simulation
-                    raise RunError(f"{checkpoint} has no config.json; it is not a model")
                 ignored = shutil.ignore_patterns("training")
                 shutil.copytree(checkpoint, unfinished, ignore=ignored, dirs_exist_ok=True)
             else:
