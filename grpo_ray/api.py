@@ -433,6 +433,6 @@ def _in_own_thread(work: Callable[[], T], stop: _Stop) -> T:
 
 
 def _table(path: Path) -> pa.Table:
-    found = read_lines(path) if path.exists() else []
+    found = read_lines(path)
     names = list(dict.fromkeys(name for row in found for name in row))
     return pa.table({name: pa.array([row.get(name) for row in found]) for name in names})

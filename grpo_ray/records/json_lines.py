@@ -7,8 +7,8 @@ import re
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from io import BytesIO
-from itertools import dropwhile, islice
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +75,20 @@ def _write_whole(descriptor: int, line: bytes) -> None:
 
 
 class DamagedLine(RunError, ValueError):
-    """A line that is not valid JSON, with valid ones after it, so that it cannot be half of the last write."""
+    """A line that cannot be read, and cannot be half of the last write."""
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """Return the lines as dicts; a tail that cannot be read, as a crash leaves it, is left out.
+    """Return the lines as dicts, none of a file that is missing.
+
+    A tail that cannot be read, as a crash leaves it, is left out.
 
     Raises:
         DamagedLine: another line cannot be read.
     """
     rows: list[dict[str, Any]] = []
     damaged = 0
-    with Path(path).open("rb") as file:
+    with suppress(FileNotFoundError), Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             row = parse_line(line)
             if row is None:
@@ -109,16 +111,14 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def damaged_line(path: str | Path, number: int) -> DamagedLine:
+def damaged_line(path: str | Path, number: int, problem: str = "not valid JSON") -> DamagedLine:
     """Return the error that names a damaged line."""
-    return DamagedLine(
-        f"{path}, line {number}: not valid JSON; remove the line, or put back a copy of the file"
-    )
+    return DamagedLine(f"{path}, line {number}: {problem}; remove the line, or put back a copy of the file")
 
 
 def lines_from_end(path: str | Path, block: int = 2**16) -> Iterator[tuple[int, bytes]]:
     """Yield each line's offset and bytes, the last one first; no more of the file is read than is used."""
-    with Path(path).open("rb") as file:
+    with suppress(FileNotFoundError), Path(path).open("rb") as file:
         start = file.seek(0, os.SEEK_END)
         rest = b""  # of the file from `start` on, what is not yielded yet
         while start:
@@ -150,13 +150,18 @@ def read_last_lines(path: str | Path, num_lines: int) -> list[dict[str, Any]]:
     """Return the last lines as dicts, reading no more of the file than they take; a damaged end is left out.
 
     Raises:
-        ValueError: one before it is not valid JSON.
+        DamagedLine: one before it cannot be read.
     """
-    parsed = (parse_line(line) for _, line in lines_from_end(path))
-    rows = list(islice(dropwhile(lambda row: row is None, parsed), num_lines))
-    if None in rows:
-        raise ValueError(f"{path}: one of its last {num_lines} lines is not valid JSON")
-    return rows[::-1]  # type: ignore[return-value]
+    rows: list[dict[str, Any]] = []
+    for offset, line in lines_from_end(path):
+        row = parse_line(line)
+        if row is not None:
+            rows.append(row)
+        elif rows:
+            raise damaged_line(path, line_number(path, offset))
+        if len(rows) == num_lines:
+            break
+    return rows[::-1]
 
 
 def to_json(value: Any) -> Any:
@@ -185,40 +190,37 @@ def drop_half_line(path: Path) -> None:
 
     A resumed run would append its first line to it.
     """
-    if not path.exists():
-        return
-    size = end = path.stat().st_size
+    end = None
     for offset, line in lines_from_end(path):
         if parse_line(line) is not None:
             break
         end = offset
-    if end < size:
+    if end is not None:
         os.truncate(path, end)
 
 
 class StepLines:
     """The log's rows by step. A resumed run repeats some steps: the last row of a step counts.
 
-    An incomplete last line is left out, and a file that does not exist has no rows.
+    An incomplete last line is left out, and a file that is missing has no rows.
     """
 
     def __init__(self, path: str | Path) -> None:
         """Find the lines.
 
         Raises:
-            ValueError: a line has no step.
+            DamagedLine: a line has no step.
         """
         self._path = Path(path)
         self._starts = array("q")
         last: dict[int, int] = {}  # by step: the number of its last line
-        if self._path.exists():
-            start = 0
-            with self._path.open("rb") as file:
-                for number, line in enumerate(file):
-                    if line.endswith(b"\n"):
-                        last[self._step(number, line)] = number
-                        self._starts.append(start)
-                        start += len(line)
+        start = 0
+        with suppress(FileNotFoundError), self._path.open("rb") as file:
+            for number, line in enumerate(file):
+                if line.endswith(b"\n"):
+                    last[self._step(number, line)] = number
+                    self._starts.append(start)
+                    start += len(line)
         self.steps = array("q", sorted(last))
         self._numbers = array("q", (last[step] for step in self.steps))
 
@@ -229,7 +231,7 @@ class StepLines:
         """Yield the rows in the order of their steps.
 
         Raises:
-            ValueError: a line is not valid JSON.
+            DamagedLine: a line is not valid JSON.
         """
         if not self.steps:
             return
@@ -245,12 +247,7 @@ class StepLines:
         return step
 
     def _parsed(self, number: int, line: bytes) -> Row:
-        try:
-            row: Row = json.loads(line)
-        except ValueError as error:  # not JSON, or not UTF-8
-            raise ValueError(
-                f"{self._path}, line {number + 1}: not valid JSON ({error}); remove the line"
-            ) from None
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise ValueError(f"{self._path}, line {number + 1}: it has no step; remove the line")
+        row = parse_line(line)
+        if row is None or not isinstance(row.get("step"), int):
+            raise damaged_line(self._path, number + 1, "not valid JSON" if row is None else "it has no step")
         return row

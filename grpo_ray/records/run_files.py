@@ -26,7 +26,6 @@ __all__ = [
     "check_dumped",
     "dump_config",
     "last_logged_step",
-    "last_of_each_step",
     "last_row",
     "read_metrics",
     "step_name",
@@ -198,12 +197,6 @@ class RunDirectory:
         return *self._subfolders, self.skipped, self.profile
 
 
-def last_of_each_step(path: str | Path) -> list[dict[str, Any]]:
-    """Return a log's rows by step: a resumed run repeats some steps, and the last row of a step counts."""
-    rows = read_metrics(path) if Path(path).exists() else []
-    return [row for _, row in sorted({row["step"]: row for row in rows}.items())]
-
-
 def last_logged_step(path: str | Path) -> int:
     """Return the last step with a line in the metrics file; 0 without any."""
     return int(last_row(path).get("step", 0))
@@ -211,7 +204,7 @@ def last_logged_step(path: str | Path) -> int:
 
 def last_row(path: str | Path) -> dict[str, Any]:
     """Return the last row of a log, read from its end; empty without any."""
-    rows = (parse_line(line) for _, line in lines_from_end(path)) if Path(path).exists() else ()
+    rows = (parse_line(line) for _, line in lines_from_end(path))
     return next((row for row in rows if row is not None), {})
 
 
@@ -237,7 +230,7 @@ def kept_part(path: Path, step: int) -> KeptPart:
         DamagedLine: a line of a step up to `step` cannot be read.
     """
     end, last_step = 0, 0
-    for offset, line in lines_from_end(path) if path.exists() else ():
+    for offset, line in lines_from_end(path):
         found = (parse_line(line) or {}).get("step")
         if found is None and end:
             raise damaged_line(path, line_number(path, offset))

@@ -232,7 +232,7 @@ def test_the_tail_of_a_long_file(tmp_path: Path) -> None:
     path.write_text('{"n": 1}\n\0\0\0\n')
     assert read_last_lines(path, 3) == [{"n": 1}]  # a power cut has left the end
     path.write_text('{]\n{"n": 1}\n')
-    with pytest.raises(ValueError, match="not valid JSON"):
+    with pytest.raises(ValueError, match="line 1: not valid JSON"):
         read_last_lines(path, 3)
 
 

@@ -76,7 +76,7 @@ def audit(run: RunDirectory, trust_remote_code: bool = False, run_reward_code: b
     own = load_config(run.config_path)
     config = with_trust(own, trust_remote_code)
     history = [*_earlier_configs(run), (sys.maxsize, config)]
-    metrics = read_metrics(run.metrics_path) if run.metrics_path.exists() else []
+    metrics = read_metrics(run.metrics_path)
     report = AuditReport(num_steps=len(metrics))
     if run_reward_code:
         import_from(run.given)
@@ -125,7 +125,7 @@ def _earlier_configs(run: RunDirectory) -> History:
 
 
 def _events(run: RunDirectory, kind: str) -> list[Row]:
-    events = read_metrics(run.events_path) if run.events_path.exists() else []
+    events = read_metrics(run.events_path)
     return [event for event in events if event["kind"] == kind]
 
 
@@ -242,7 +242,7 @@ def _audit_evaluations(
 ) -> None:
     """Check that each due step has one evaluation, with correct rewards and a summary that matches them."""
     path = run.evaluations_summary_path
-    summaries = read_metrics(path) if path.exists() else []
+    summaries = read_metrics(path)
     steps = Counter(row["step"] for row in summaries)
     steps_so_far = range(last + 1 if last else 0)  # the first validation may not have been reached
     due = {s for s in steps_so_far if s % _configs_until(history, s)[-1].evaluation.every_num_steps == 0}

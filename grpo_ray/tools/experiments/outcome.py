@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from grpo_ray.records.checkpoint import Checkpoint, make_store
-from grpo_ray.records.run_files import last_of_each_step
+from grpo_ray.records.json_lines import StepLines
 from grpo_ray.tools.experiments.experiment_plan import PlannedRun
 from grpo_ray.watch.detectors import detections
 
@@ -95,10 +95,10 @@ def read_outcome(run: PlannedRun, error: str | None = None) -> ExperimentOutcome
     """
     directory, num_steps = run.directory, run.config.algorithm.num_steps
     with directory.lock() if directory.path.exists() else nullcontext():
-        rows = last_of_each_step(directory.metrics_path)
+        rows = list(StepLines(directory.metrics_path))
         evaluations = [
             (row["step"], float(row["reward"]))
-            for row in last_of_each_step(directory.evaluations_summary_path)
+            for row in StepLines(directory.evaluations_summary_path)
             if row["reward"] is not None
         ]
         status, reason = _status(run, rows, evaluations, error)

@@ -6,7 +6,8 @@ from statistics import median
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.records.run_files import RunDirectory, last_of_each_step
+from grpo_ray.records.json_lines import StepLines
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.watch.metrics_catalog import PAUSED
 
 FIRST_STEPS = 2  # engine and allocator are slower in these
@@ -46,7 +47,7 @@ def measure(path: str | Path) -> MeasuredRun:
     if not run.config_path.exists():
         raise ValueError(f"--from {path}: no run there (it has no config.yaml)")
     config = load_config(run.config_path)
-    rows = last_of_each_step(run.metrics_path)
+    rows = list(StepLines(run.metrics_path))
     steady = rows[FIRST_STEPS if len(rows) > 2 * FIRST_STEPS else 0 :]
     steady = [row for row in steady if all(row.get(name, 0) > 0 for name in NEEDED)]
     if not steady:

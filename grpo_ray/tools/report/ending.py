@@ -25,7 +25,7 @@ def print_ending(print_line: Callable[[str], None], run: RunDirectory) -> None:
         draw_reward_curve(run.metrics_path, run.evaluations_summary_path).savefig(curve)
     except OSError as error:  # such as a full disk; the run itself is saved
         print_line(f"\n{curve} could not be drawn: {error}")
-    rows = read_metrics(run.evaluations_summary_path) if run.evaluations_summary_path.exists() else []
+    rows = read_metrics(run.evaluations_summary_path)
     rewards = [(row["step"], row["reward"]) for row in rows]
     print_line(f"\n{terminal_curve(rewards, title='validation reward')}")
     samples_of: dict[int, list[ReadableRollout]] = {}
@@ -46,7 +46,7 @@ def print_ending(print_line: Callable[[str], None], run: RunDirectory) -> None:
 
 def _print_events(print_line: Callable[[str], None], run: RunDirectory) -> None:
     """Print the warnings of detectors, and the groups that were given up."""
-    events = read_metrics(run.events_path) if run.events_path.exists() else []
+    events = read_metrics(run.events_path)
     for event in events:
         if is_detection(event["kind"]):
             print_line(f"\nWarning at {event['text']}")

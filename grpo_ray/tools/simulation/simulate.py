@@ -20,7 +20,8 @@ from grpo_ray.core.context import Prepared
 from grpo_ray.core.controller import Controller
 from grpo_ray.core.groups import GroupBook
 from grpo_ray.records.evaluation_summary import EvaluationSummary
-from grpo_ray.records.run_files import RunDirectory, last_of_each_step
+from grpo_ray.records.json_lines import StepLines
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.run.restores import train_through_restores
 from grpo_ray.tasks import make_order
 from grpo_ray.tasks.examples import Example
@@ -131,7 +132,7 @@ def simulate(
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     faults = account.faults(books[-1])
     cpu_s = time.process_time() - began
-    steps = last_of_each_step(run.metrics_path)
+    steps = list(StepLines(run.metrics_path))
     return Simulated(config, watch, steps, account, faults, clock.now, cpu_s, peak_bytes)
 
 

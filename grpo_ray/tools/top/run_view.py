@@ -63,7 +63,7 @@ def read_view(run: RunDirectory) -> RunView:
 
 
 def _tail(path: Path, num_lines: int) -> list[dict[str, Any]]:
-    return read_last_lines(path, num_lines) if path.exists() else []
+    return read_last_lines(path, num_lines)
 
 
 def silence_of(state: RunState, now: float) -> str | None:
