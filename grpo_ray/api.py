@@ -5,6 +5,7 @@ They work in a script, in a thread and in a notebook: where an event loop is run
 
 import asyncio
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -12,14 +13,14 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
 from grpo_ray.config.loading import find_config, make_config, overridden, read_config, with_torch
-from grpo_ray.config.user_code import import_from, keyword_parameters
+from grpo_ray.config.user_code import check_arguments, import_from, keyword_parameters
 from grpo_ray.errors import RunError, shown_plainly
 from grpo_ray.records.json_lines import read_lines
 from grpo_ray.records.rollout_log import read_table
@@ -399,11 +400,17 @@ def _finished(work: "Callable[[Follower], RunDirectory]", on_step: OnStep | None
     from grpo_ray.run.training import Follower
 
     if on_step is not None:
-        keyword_parameters(on_step, "step, metrics", "on_step: the function")
+        further = keyword_parameters(on_step, "step, metrics", what := "on_step: the function") or {}
+        check_arguments(further, {}, what, "it is called with step and metrics alone; give {} a default")
+        if inspect.iscoroutinefunction(on_step):
+            raise ValueError(f"{what} is `async`, and nothing would wait for it; write it without")
     stop = _Stop()
     follower = Follower(on_step, stop.can_be_asked_by)
+    # A run's seed is not the caller's, who may draw numbers afterwards.
+    torch = sys.modules.get("torch")
     try:
-        return Run(_in_own_thread(lambda: work(follower), stop).path)
+        with torch.random.fork_rng(devices=()) if torch else nullcontext():
+            return Run(_in_own_thread(lambda: work(follower), stop).path)
     except Interrupted as interrupted:
         if follower.exit is not None:
             raise follower.exit from None

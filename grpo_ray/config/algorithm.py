@@ -195,6 +195,11 @@ class AlgorithmConfig(Section):
         return "raw" if self.loss == "no_baseline" else self.advantage
 
     @property
+    def whitens_uncentred(self) -> bool:
+        """True if groups in which every advantage is 0 have another one in the end."""
+        return self.advantage_scale.startswith("whiten") and self.advantage_kind in UNCENTRED
+
+    @property
     def loss_aggregation(self) -> Aggregation:
         """The aggregation in effect: that of CISPO's paper divides by tokens, that of LUSPO's sums them."""
         return self.aggregation or loss_record(self.loss).aggregation
@@ -239,7 +244,6 @@ class AlgorithmConfig(Section):
                 f"samples_per_prompt is {self.samples_per_prompt}: a group needs at least 2 completions, "
                 f"or its only advantage is 0 and `{self.loss}` learns nothing"
             )
-        whitens_uncentred = scale.startswith("whiten") and kind in UNCENTRED
         if self.loss == "no_baseline" and scale != "group":
             yield (
                 f"advantage_scale: `no_baseline` takes raw rewards, and `{scale}` would change them; set it to "
@@ -250,7 +254,7 @@ class AlgorithmConfig(Section):
                 "advantage_scale: `batch` needs advantages that are centred but not yet scaled; set advantage "
                 f"to `mean` or `leave_one_out` (it is `{kind}`)"
             )
-        if whitens_uncentred and self.dynamic_sampling_tries:
+        if self.whitens_uncentred and self.dynamic_sampling_tries:
             yield (
                 f"dynamic_sampling_tries drops groups in which every advantage is 0, but `{kind}` with "
                 f"`{scale}` would give those groups advantages; set it to 0, or advantage to `mean`"
@@ -297,7 +301,7 @@ class AlgorithmConfig(Section):
 
     def _conflicts_of_losses(self) -> Iterator[str]:
         refuse_clip_range(self.loss, cliprange=self.cliprange, cliprange_high=self.cliprange_high)
-        if self.dual_clip is not None and self.loss != "grpo_clip":
+        if self.dual_clip is not None and self.loss != "grpo_clip" and not is_function_name(self.loss):
             yield f"dual_clip works only with `grpo_clip`, but loss is `{self.loss}`; set dual_clip to null"
         _, high = self.clip_epsilons
         if self.dual_clip is not None and self.dual_clip < 1 + high:

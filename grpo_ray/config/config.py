@@ -200,6 +200,12 @@ class Config(Section):
                 "algorithm.overlong_buffer_tokens: `gdpo` compares the terms of task.reward, and the penalty "
                 "belongs to none of them; set it to 0, or choose another algorithm.advantage"
             )
+        if self.algorithm.whitens_uncentred and any(each.curriculum for each in parts_of(self.task).values()):
+            yield (
+                "task.curriculum skips prompts of groups whose advantages are all 0, but "
+                f"algorithm.advantage_scale `{self.algorithm.advantage_scale}` gives those others; remove it, "
+                "or set algorithm.advantage to `mean`"
+            )
         if buffer_tokens >= max_tokens:
             yield (
                 f"algorithm.overlong_buffer_tokens ({buffer_tokens}) must be below "

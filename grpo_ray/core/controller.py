@@ -420,6 +420,7 @@ class Controller:
             return
         try:
             async with asyncio.timeout(self._config.recovery.stall_timeout_s):
+                await self._checkpointing.settle()  # or a checkpoint would be written of what is replaced now
                 report = await self._actors.learner.capture()
                 if report is not None and report.version > self._version and self._in_training is not None:
                     self._settle_step(report)  # the error came while the Learner finished a step

@@ -274,7 +274,10 @@ class Learner:
             measured["loss/entropy_bonus"] = bonus.weight
         bonus.observe(measured.get("policy/entropy/exact"))
         num_skipped = sum(update["optim/skipped_updates"] for update in updates)
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if num_skipped == len(updates) else 0
+        sampled = np.concatenate([c.logprobs[c.mask] for g in groups for c in g.rollout.completions])
+        # Weights that give no numbers are not finite either, although no token is left for the loss.
+        is_dead = passes.omits_without_behaviour and sampled.size > 0 and not np.isfinite(sampled).any()
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if is_dead or num_skipped == len(updates) else 0
         known = [age for age in ages if age is not None]
         return {
             **({"lag/updates/max": float(max(known))} if len(known) == len(ages) else {}),

@@ -207,14 +207,14 @@ class ForwardBackward:
         return {"entropy": entropy.detach().masked_fill(~mask, 0.0).sum(), "entropy_tokens": mask.sum()}
 
     @property
-    def _omits_without_behaviour(self) -> bool:
+    def omits_without_behaviour(self) -> bool:
         """True if a token without a finite logprob of the sampler has no ratio, and so is not in the loss."""
         return self._objective.needs_old_log_probs and self._config.algorithm.old_log_probs == "behaviour"
 
     def _loss_mask(self, batch: MicroBatch) -> torch.Tensor:
         """Return the tokens in the loss, bool `[batch, resp]`."""
         mask = batch.response_mask
-        return mask & batch.behaviour_logprobs.isfinite() if self._omits_without_behaviour else mask
+        return mask & batch.behaviour_logprobs.isfinite() if self.omits_without_behaviour else mask
 
     def _backward(self, model: PolicyModel, batch: MicroBatch, denominator: float) -> dict[str, torch.Tensor]:
         algorithm, mask = self._config.algorithm, batch.response_mask
@@ -317,7 +317,7 @@ class ForwardBackward:
 
     def _num_counted(self, sequence: TrainSequence) -> int:
         """Count the sampled tokens in the loss: a ratio needs a finite old logprob."""
-        if self._omits_without_behaviour:
+        if self.omits_without_behaviour:
             return int(np.isfinite(sequence.behaviour_logprobs).sum())
         return sequence.num_sampled
 

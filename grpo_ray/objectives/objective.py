@@ -77,16 +77,24 @@ class Objective:
         ):
             if name is not None and name not in allowed:
                 raise ValueError(f"unknown {what} {name!r}; allowed: {', '.join(allowed)}")
+        if self.dual_clip is not None and self.loss_type not in ("grpo_clip", *own):
+            raise ValueError(f"dual_clip works only with `grpo_clip`, but the loss is `{self.loss_type}`")
         low, high = clip_epsilons(self.loss_type, self.cliprange, self.cliprange_high)
         if loss_record(self.loss_type).epsilons is None:
             refuse_clip_range(self.loss_type, cliprange=self.cliprange, cliprange_high=self.cliprange_high)
         else:
-            object.__setattr__(self, "cliprange", low)
-            object.__setattr__(self, "cliprange_high", high)
-        if self.dual_clip is not None and self.loss_type not in ("grpo_clip", *own):
-            raise ValueError(f"dual_clip works only with `grpo_clip`, but the loss is `{self.loss_type}`")
+            function = loss_function(self.loss_type)
+            given = {name: value for name, value in self._ranges.items() if value is not None}
+            refuse_unknown(f"the loss `{self.loss_type}`", [function], given)
+            for name, value in arguments_of(function, {"cliprange": low, "cliprange_high": high}).items():
+                object.__setattr__(self, name, value)
         if self.aggregation is None:
             object.__setattr__(self, "aggregation", loss_record(self.loss_type).aggregation)
+
+    @property
+    def _ranges(self) -> dict[str, float | None]:
+        names = "cliprange", "cliprange_high", "dual_clip"
+        return {name: getattr(self, name) for name in names}
 
     @property
     def has_plain_gradient(self) -> bool:
@@ -110,14 +118,9 @@ class Objective:
             advantages: `[batch, 1]` or `[batch, seq]`; the raw rewards for `no_baseline`.
             old_log_probs: `[batch, seq]`, for the ratio losses.
         """
-        ranges = {
-            "cliprange": self.cliprange,
-            "cliprange_high": self.cliprange_high,
-            "dual_clip": self.dual_clip,
-        }
         tensors = policy_log_probs, mask, advantages, old_log_probs
         function = loss_function(self.loss_type)
-        return apply_loss(function, self.loss_type, *tensors, ranges, self.loss_options)
+        return apply_loss(function, self.loss_type, *tensors, self._ranges, self.loss_options)
 
     def correction_weights(self, inputs: CorrectionInputs) -> tuple[Tensor, Tensor]:
         """Return the weights of this objective's corrections and where they intervened; see correction.py.

@@ -69,6 +69,11 @@ def policy_gradient_step(
             f"the corrections {', '.join(objective.corrections)} act through weights, but weights is None; "
             "give objective.correction_weights(CorrectionInputs.of(first, behaviour, mask, advantages))[0]"
         )
+    if objective.selection != "none" and weights is None and penalties is None:
+        raise ValueError(
+            f"the selection {objective.selection} acts through weights and penalties, but both are None; give "
+            f"what SELECTIONS[{objective.selection!r}] returns for the whole batch"
+        )
     mask = response_mask.bool()
     if objective.needs_old_log_probs and old_log_probs is not None:
         mask = mask & old_log_probs.isfinite()

@@ -120,7 +120,8 @@ def summarise(outcomes: Outcomes, step: int = 0, version: int = 0) -> Evaluation
     per_prompt = np.stack([correct.mean(axis=1), outcomes.format_rewards.mean(axis=1), *passes], axis=1)
     intervals = [(float(low), float(high)) for low, high in bootstrap_intervals(per_prompt)]
     is_graded = ~outcomes.is_error
-    least = min(0.0, float(outcomes.rewards.min()))  # or a policy of negative rewards would gain by errors
+    # Of its own part: a policy of negative rewards must not gain by errors.
+    least = np.array([[min(0.0, outcomes.rewards[outcomes.tasks == task].min())] for task in outcomes.tasks])
     rewards = np.where(is_graded, outcomes.rewards, least)
     num_correct, num_wrong = int(correct.sum()), int(outcomes.is_wrong_answer.sum())
     return EvaluationSummary(

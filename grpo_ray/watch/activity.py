@@ -82,7 +82,8 @@ class Window:
         generating = [times.seconds["generate"] for times in stages.values() if "generate" in times.seconds]
         if generating and self.is_complete:
             metrics["timing/generate_s"] = max(generating)
-            metrics["utilization/generators"] = sum(generating) / num_generators / self.seconds
+            shares = (t.seconds["generate"] / t.wall_s for t in stages.values() if "generate" in t.seconds)
+            metrics["utilization/generators"] = sum(shares) / num_generators
         ranks = [times for name, times in stages.items() if RANK.fullmatch(name)]
         if ranks:  # they train the same batches together, so those that answered stand for all
             training = (sum(times.seconds[stage] for stage in TRAINING) / times.wall_s for times in ranks)

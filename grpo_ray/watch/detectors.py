@@ -26,6 +26,7 @@ NUM_STEPS = 3  # at the start of a run, and at its end so far: a single odd step
 LENGTH, ANSWER, REWARD = "rollout/response_tokens/mean", "reward/answer", "reward/mean"
 ENTROPY, NO_SIGNAL = "policy/entropy", "rollout/zero_variance_groups"
 UNTRAINED, SCALE, CLIPPED = "loss/untrained_frac", "loss/gradient_scale", "loss/clip_frac"
+SKIPPED = "optim/skipped_updates"  # which have no gradient to judge
 KL, ESS = "mismatch/kl", "mismatch/ess_frac"
 ERRORS, UNGRADABLE = "reward/errors", "reward/ungradable"
 DROPPED, FINISHED = "rollout/dropped_groups", "episodes/status/finished"
@@ -118,7 +119,7 @@ def _short_outputs(window: RecentSteps) -> str | None:
 def _wrong_mask(window: RecentSteps) -> str | None:
     """Find tokens that should have a gradient and have none. In a right loss only clipped ones have none."""
     share = window.newest(UNTRAINED)
-    if not share >= 0.02:
+    if not share >= 0.02 or window.newest(SKIPPED, 0.0):
         return None
     return f"{share:.1%} of the tokens with an advantage have no gradient ({UNTRAINED}): check the loss's mask"
 
@@ -140,7 +141,7 @@ def _mismatched_logprobs(window: RecentSteps) -> str | None:
 def _wrong_normalizer(window: RecentSteps) -> str | None:
     """Find a gradient of another size than the aggregation gives; clipping and ratios change it by far less."""
     scale, clipped = window.newest(SCALE), window.newest(CLIPPED, 0.0)
-    if not (scale <= 0.5 or scale >= 2) or clipped > 0.1:
+    if not (scale <= 0.5 or scale >= 2) or clipped > 0.1 or window.newest(SKIPPED, 0.0):
         return None
     return (
         f"the loss's gradient is {scale:.2g} times that of its aggregation over the whole batch ({SCALE}): "

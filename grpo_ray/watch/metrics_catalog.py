@@ -10,15 +10,16 @@ SYNC = tuple(f"timing/weight_sync/{phase}_s" for phase in ("stage", "pause", "lo
 """Seconds of a weight sync, without the join before it, during which running groups are still sampled."""
 
 _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
-    "reward/mean": "[share] mean reward of the step's responses",
-    "reward/mean/*": "[share] mean reward of a mixture part's responses",
+    "reward/mean": "mean reward of the step's responses",
+    "reward/mean/*": "mean reward of a mixture part's responses",
     "reward/format": "[share] responses in the required format",
-    "reward/answer": "[share] responses in the required format with a correct answer",
+    "reward/answer": "[share] responses with a correct answer; the default rewards ask for the format, too",
     "reward/*/mean": "mean reward of a named term of task.reward, without its weight, where it applies",
     "rollout/response_tokens/mean": "[tokens] mean response length, in sampled tokens",
     "rollout/response_tokens/max": "[tokens] longest response of the step, in sampled tokens",
     "rollout/truncated_frac": "[share] responses cut off at sampling.max_tokens, or episodes at a limit",
-    "rollout/zero_variance_groups": "[groups] groups with all advantages 0, and therefore no policy gradient",
+    "rollout/zero_variance_groups": "[groups] groups whose advantages are all 0, before "
+    "algorithm.advantage_scale and a KL in the reward",
     "rollout/retried_groups": "[groups] groups sampled again since the last step: aborted, or their Generator "
     "died",
     "rollout/set_aside_groups": "[groups] groups given up so far: no attempt returned a response, and other "
@@ -154,17 +155,17 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "ranks/*/collectives_s": "[s] time that a rank of the Learner spent in the step's collectives: transfer, "
     "and waiting for others",
     "ranks/slowest": "number of the rank with the least time in collectives: the others waited for it",
-    "ranks/imbalance": "largest planned cost of a rank's share of the batch over the mean; 1 is even",
+    "ranks/imbalance": "largest planned cost of a rank's share of the last update over the mean; 1 is even",
     "recovery/restarts": "[restarts] Generators, Scorers, Teachers and EnvironmentWorkers restarted so far",
     "recovery/restores": "[restores] restores from the last checkpoint so far",
     "memory/object_store_spilled_bytes": "[bytes] bytes that Ray's object store has spilled to disk so far",
     "memory/learner_device_peak_bytes": "[bytes] most memory that torch has held on the Learner's GPU since "
     "the previous step",
     "memory/*": "[bytes] memory of a process or device",
-    "eval/reward": "[share] mean validation reward",
-    "eval/reward/*": "[share] mean validation reward of a mixture part",
+    "eval/reward": "mean validation reward",
+    "eval/reward/*": "mean validation reward of a mixture part",
     "eval/format": "[share] validation responses in the required format",
-    "eval/answer": "[share] validation responses in the required format with a correct answer",
+    "eval/answer": "[share] validation responses with a correct answer, as reward/answer",
     "eval/response_tokens/mean": "[tokens] mean length of a validation response, in sampled tokens",
     "eval/truncated_frac": "[share] validation responses cut off so, or episodes at a limit",
     "eval/episodes/*": "the metric episodes/* of the validation's episodes",

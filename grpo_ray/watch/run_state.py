@@ -151,7 +151,7 @@ class RunReporter:
         self._warnings, self._phase = [], "training"
         self._show(self._display.step, step, dict(metrics))
         if self.on_step is not None:
-            self.on_step(step, metrics)
+            self.on_step(step, dict(metrics))
 
     def evaluation(self, summary: EvaluationSummary) -> None:
         self._show(self._display.evaluation, summary)

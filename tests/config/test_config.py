@@ -320,6 +320,10 @@ def test_wrong_algorithms(tmp_path: Path, fields: str, parts: str) -> None:
             "sampling.min_tokens=2000 sampling.max_tokens=24",
             "min_tokens (2000) must not exceed max_tokens (24)",
         ),
+        (
+            "task.curriculum={} algorithm.advantage_scale=whiten_tokens algorithm.advantage=raw",
+            "task.curriculum skips prompts ... `whiten_tokens` ... remove it, or set algorithm.advantage to",
+        ),
         ("learner.lr_schedule=linear learner.warmup_steps=200", "a warm-up of 200 ... leaves none of the 200"),
         (
             "algorithm.advantage=gdpo algorithm.overlong_buffer_tokens=3 "

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -339,9 +340,24 @@ def test_updates_that_are_not_finite_are_skipped_and_several_in_a_row_end_the_ru
 
     poisoned |= {3, 4}
     other = RunDirectory(tmp_path / "other")
-    config = make_config("recovery.max_skipped_updates=3")
+    config = make_config("recovery.max_skipped_updates=3", "checkpoint.every_num_steps=5")
+    write, capture, written_now, at_capture = Learner.write_captured, Learner.capture, [], []
+
+    def write_slowly(self: Learner, folder: Path) -> Any:
+        written_now.append(folder)
+        time.sleep(0.3)
+        files = write(self, folder)
+        written_now.remove(folder)
+        return files
+
+    monkeypatch.setattr(Learner, "write_captured", write_slowly)
+    monkeypatch.setattr(
+        Learner, "capture", lambda self: (at_capture.append(list(written_now)), capture(self))[1]
+    )
     with pytest.raises(RunError, match="3 steps in a row had no finite update"):
         train(config, other.path)
+    assert at_capture  # of the one that was due at step 5, and of that of the ending
+    assert not any(at_capture)  # none replaces what is being written
     checkpoint = make_store(config, other).latest()
     assert checkpoint is not None
     assert checkpoint.state.step == 5

@@ -57,6 +57,13 @@ def test_bad_arguments_are_refused():
 # ---- what the library refuses instead of ignoring it, and what it works out ----
 
 
+def test_a_selection_without_weights_is_refused():
+    arguments = {"advantages": torch.ones(1, 1), "old_log_probs": torch.zeros(1, 2)}
+    objective = Objective("grpo_clip", selection="top_entropy")
+    with pytest.raises(ValueError, match=r"top_entropy acts through weights.*SELECTIONS\['top_entropy'\]"):
+        policy_gradient_step(torch.zeros(1, 2), torch.ones(1, 2), objective=objective, **arguments)
+
+
 def test_corrections_without_weights_are_refused():
     policy, behaviour, mask = torch.zeros(1, 2), torch.tensor([[-1.0, 0.0]]), torch.ones(1, 2)
     advantages = torch.ones(1, 1)

@@ -58,6 +58,19 @@ def test_summary() -> None:
     assert check_names(summary.metrics) == []
 
 
+def test_what_could_not_be_graded_has_the_least_reward_of_its_own_part() -> None:
+    parts = {"a": [-10.0, -10.0], "b": [1.0, 0.0]}
+    groups = []
+    for number, (part, rewards) in enumerate(parts.items()):
+        group = make_group(number, [1, 1], rewards)
+        item = replace(group.rollout.item, task=part)
+        groups.append(replace(group, rollout=replace(group.rollout, item=item)))
+    groups[1].errors[1] = "no answer in time"
+    summary = summarise_groups(0, groups)
+    assert summary.reward_by_task == {"a": -10.0, "b": 0.5}
+    assert summary.reward == -4.75
+
+
 def test_readable_rollouts_do_not_depend_on_the_order() -> None:
     chosen = readable_rollouts(GROUPS, 2)
     assert [(r.prompt, r.response, r.ground_truth, r.reward) for r in chosen] == [

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
 import grpo_ray
 from grpo_ray.config.loading import ConfigError
@@ -55,7 +56,16 @@ def train(*overrides: str, **options: Any) -> grpo_ray.Run:
 @pytest.mark.usefixtures("untried")
 def test_a_run_from_a_closure_and_a_list(capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[int] = []
-    run = train(on_step=lambda step, metrics: seen.append(step) or None)
+
+    def take_away(step: int, metrics: dict[str, Any]) -> None:
+        """As a callback does that renames metrics for another tool."""
+        seen.append(step)
+        metrics.clear()
+
+    torch.manual_seed(5)
+    expected, _ = torch.rand(1), torch.manual_seed(5)
+    run = train(on_step=take_away)
+    assert torch.equal(torch.rand(1), expected)  # a run's seed is not the caller's
     assert seen == [1, 2, 3]
     assert run.is_finished
     assert run.path.parent == Path("runs").absolute()  # also after a change of folder
@@ -153,6 +163,8 @@ async def test_ctrl_c_in_a_notebook_stops_evaluate(monkeypatch: pytest.MonkeyPat
 
 
 def test_mistakes_are_said_and_leave_nothing_behind() -> None:
+    async def waits(step: int, metrics: dict[str, Any]) -> None: ...
+
     odd = [*EXAMPLES, {"question": "?", "answer": "1", "tests": 1}]
     for options, message in (
         ({"examples": [1]}, r"examples\[0\] is 1; give a dict with question and answer, or a pair of them"),
@@ -160,6 +172,8 @@ def test_mistakes_are_said_and_leave_nothing_behind() -> None:
         ({"examples": [*EXAMPLES, {"question": "?"}]}, r"(?<!\w)examples\[12\]: no field 'answer'"),
         ({"validation": [{"question": "?"}]}, r"(?<!\w)validation\[0\]: no field 'answer'"),
         ({"on_step": lambda step: None}, r"on_step: the function must take \(step, metrics\)"),
+        ({"on_step": lambda step, metrics, *, name: None}, "on_step: the function needs name; it is called"),
+        ({"on_step": waits}, "on_step: the function is `async`"),
         ({"reward": "r1_zero"}, "reward: a str is not a function"),
         ({"reward": threading.Lock().acquire}, "reward: it cannot be sent to other processes: .* pickle"),
         ({"on_step": 5}, "on_step: a int is not a function"),

@@ -57,14 +57,14 @@ def test_a_runs_settings_and_ending(tmp_path: Path, tiny_config: Config) -> None
     run.state_path.write_text(state.model_dump_json())
     shown = about(run, tiny_config)
     assert shown["state"] == "not finished: training, step 12 of 1,000, 2023-11-14 22:14 UTC"
-    assert shown["started"] == "2023-11-14 22:13 UTC, on node-1"
+    assert shown["last start"] == "2023-11-14 22:13 UTC, on node-1"
     assert shown["task"] == "sorting"
     assert shown["run"].endswith(f"grpo_clip, learning rate {tiny_config.learner.learning_rate:g}")
     failed = state.model_copy(update={"ending": Ending(kind="failed", text="no GPU")})
     run.state_path.write_text(failed.model_dump_json())
     data = run_data(run, "run", ALL, None)
     assert data["errors"] == ["failed at step 12 of 1,000, 2023-11-14 22:14 UTC: no GPU"]
-    assert next(iter(data["about"])) == "started"
+    assert next(iter(data["about"])) == "last start"
 
 
 def test_problems_and_the_bottleneck_are_those_of_top(tmp_path: Path, tiny_config: Config) -> None:

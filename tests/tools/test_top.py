@@ -599,7 +599,7 @@ def test_a_frame_of_a_run_that_has_ended_or_died(tmp_path: Path) -> None:
     ending = Ending(kind="failed", text="the cluster lacks GPUs")
     run = make_run(tmp_path / "run", make_state(ending=ending), [step(1)])
     text = drawn(view_of(run))
-    assert "failed after 0:01:05: the cluster lacks GPUs" in text
+    assert "failed 0:01:05 after the last start: the cluster lacks GPUs" in text
     assert "samples group" not in text
     run.state_path.write_text(make_state(process_started=1.0).model_dump_json())
     text = " ".join(drawn(view_of(run, NOW + 30)).split())
@@ -671,7 +671,7 @@ def test_following_ends_with_the_run_or_with_q(tmp_path: Path, terminal: int) ->
         top(TopOptions(str(run.path), False, 0.01), console)
     finally:
         ending.join()
-    assert "finished after 0:01:05" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "finished 0:01:05 after the last start" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_ctrl_c_ends_only_the_watching(

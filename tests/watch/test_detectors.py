@@ -85,6 +85,8 @@ def test_a_detector_warns_once_of_its_failure_and_of_no_other(name: DetectorName
         ("short_outputs", {"rollout/response_tokens/mean": 7.9, "reward/answer": 0.6}),  # briefer, and better
         ("short_outputs", {"rollout/response_tokens/mean": 9.0, "reward/answer": 0.0}),
         ("wrong_mask", {"loss/untrained_frac": 0.01}),
+        ("wrong_mask", {"loss/untrained_frac": 1.0, "optim/skipped_updates": 1.0}),
+        ("wrong_normalizer", {"loss/gradient_scale": 0.0, "optim/skipped_updates": 1.0}),
         ("mismatched_logprobs", {"mismatch/kl": 0.4}),  # the weights differ
         ("wrong_normalizer", {"loss/gradient_scale": 0.6}),
         ("wrong_normalizer", {"loss/gradient_scale": 0.3, "loss/clip_frac": 0.5, "lag/mean": 1.2}),

@@ -40,7 +40,7 @@ def about(run: RunDirectory, config: Config | None) -> dict[str, str]:
         facts["state"] = f"not finished: {state.phase}, {where}"
         if state.ending is not None:
             facts["state"] = ": ".join(filter(None, [f"{state.ending.kind} at {where}", state.ending.text]))
-        facts["started"] = f"{_clock(state.began)}, on {state.host}"
+        facts["last start"] = f"{_clock(state.began)}, on {state.host}"
     return facts | dict(settings(config) if config is not None else ())
 
 

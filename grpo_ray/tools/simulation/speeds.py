@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 import pyarrow.parquet as pq
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from grpo_ray.config.section import NonNegativeFloat, Section
 from grpo_ray.records.run_files import RunDirectory
@@ -81,8 +81,9 @@ def read_speeds(path: str | None) -> Speeds:
         return Speeds()
     try:
         return Speeds.model_validate_json(Path(path).read_bytes())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--speeds {path}: {error}") from None
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise ValueError(f"--speeds {path}: {'; '.join(problems)}") from None
 
 
 class Lengths(Protocol):

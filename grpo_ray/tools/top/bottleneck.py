@@ -202,5 +202,5 @@ class Problems:
     def cut_off(self) -> list[str]:
         """Return a hint if many responses are cut off."""
         share = self._sums[CUT_OFF] / (self._sums[STEPS] or 1)
-        hint = f"{share:.0%} of the responses are cut off at sampling.max_tokens: raise it, or read some"
-        return [hint] if share >= WAITS else []
+        hint = f"{share:.0%} of the responses are cut off at sampling.max_tokens, or at a limit of their "
+        return [f"{hint}episodes (turns, tokens, time): raise it, or read some"] if share >= WAITS else []

@@ -75,7 +75,7 @@ def _header(view: RunView) -> list[RenderableType]:
     if state.ending is not None:
         style = ENDING_STYLES[state.ending.kind]
         text = f": {state.ending.text}" if state.ending.text else ""
-        lines.append(plain_text(f"{state.ending.kind} after {began}{text}", style))
+        lines.append(plain_text(f"{state.ending.kind} {began} after the last start{text}", style))
     elif view.silence is not None:
         command = (
             f"resume with: {RunDirectory(view.path).resume_command}" if "and is gone" in view.silence else ""
