@@ -265,10 +265,11 @@ def normalized(message: Message) -> dict[str, Any]:
     """
     if "role" not in message:
         raise ValueError("a message has no role")
-    content = message.get("content") or ""
+    content = "" if message.get("content") is None else message["content"]
     if not isinstance(content, str):
-        if any(part.get("type") != "text" for part in content):
-            raise ValueError("a message has content other than text; only text is supported")
+        parts = content if isinstance(content, list | tuple) else [content]
+        if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
+            raise ValueError(f"a message has the content {content!r:.80}; only text is supported")
         content = "".join(part["text"] for part in content)
     rest = {key: value for key, value in message.items() if value not in (None, [])}
     if "tool_calls" in rest:

@@ -11,12 +11,13 @@ import json
 import secrets
 import time
 from collections.abc import Iterator
-from typing import Any, TypeGuard
+from typing import Any
 
 from aiohttp import web
 
 from grpo_ray.episodes.outcome import EpisodeEnded, Status
 from grpo_ray.episodes.session import Reply, Session
+from grpo_ray.episodes.tool_calls import has_name
 
 HOST = "127.0.0.1"
 MAX_REQUEST_BYTES = 64 * 2**20
@@ -115,9 +116,6 @@ def _read(raw: bytes) -> dict[str, Any]:
     body = json.loads(raw)
     if not isinstance(body, dict) or not _has_objects(body.get("messages")):
         raise ValueError("the request must be an object with a list of messages")
-    tools = body.get("tools") or []
-    if not _has_objects(tools) or not all(_has_name(tool.get("function")) for tool in tools):
-        raise ValueError("tools: a session takes only a list of objects, each with a function that has a name")
     for message in body["messages"]:
         _check_message(message)
     for name, kind in (("stream", bool), ("stream_options", dict)):
@@ -155,11 +153,7 @@ def _is_text(part: dict[str, Any]) -> bool:
 def _is_function_call(call: dict[str, Any]) -> bool:
     function = call.get("function")
     has_id = isinstance(call.get("id"), str | None)
-    return has_id and _has_name(function) and isinstance(function.get("arguments"), str | dict)
-
-
-def _has_name(function: object) -> TypeGuard[dict[str, Any]]:
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+    return has_id and has_name(function) and isinstance(function.get("arguments"), str | dict)
 
 
 def _max_tokens(body: dict[str, Any]) -> int | None:

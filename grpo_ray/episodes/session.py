@@ -13,7 +13,7 @@ from grpo_ray.engines import derived_seed
 from grpo_ray.episodes.chat_template import Message, Template, Tool, normalized, token_bounds
 from grpo_ray.episodes.outcome import EpisodeEnded, Limits, Status
 from grpo_ray.episodes.segments import Segments
-from grpo_ray.episodes.tool_calls import ToolCall, ToolParser
+from grpo_ray.episodes.tool_calls import ToolCall, ToolParser, check_tools
 from grpo_ray.records.visible_text import encodable
 from grpo_ray.types import Completion, SamplingSettings
 
@@ -128,6 +128,7 @@ class Session:
         """
         if tools and self._tool_parser is None:
             raise ValueError("the session has tools but no parser for their calls; set a tool_parser")
+        check_tools(tools or ())
         conversation, used = [normalized(message) for message in messages], deepcopy(list(tools or ()))
         keys = list(map(_key, conversation))
         turn = self._continued(keys, used)

@@ -1,9 +1,9 @@
 """Tool calls in a reply, found by transformers' or vLLM's parsers."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from transformers import PreTrainedTokenizerBase
 
@@ -33,9 +33,21 @@ Raises:
 """
 
 
+def has_name(function: object) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
+
+
+def check_tools(tools: object) -> None:
+    """Raise ValueError unless these are descriptions in OpenAI's form: no parser would find their calls."""
+    each = tools if isinstance(tools, Sequence) else [tools]
+    if not all(isinstance(tool, Mapping) and has_name(tool.get("function")) for tool in each):
+        raise ValueError("tools: a session takes only a list of objects, each with a function that has a name")
+
+
 def make_tool_parser(
-    name: str, tokenizer: PreTrainedTokenizerBase, response_template: Mapping[str, Any] | None = None
-) -> ToolParser:
+    name: str, tokenizer: PreTrainedTokenizerBase, response_template: Mapping[str, Any] | None = None,
+    end_token_ids: Collection[int] = (),
+) -> ToolParser:  # fmt: skip
     """Return the parser of that name: `transformers`, or one of vLLM's (`hermes`, `llama3_json`, ...).
 
     Args:
@@ -46,7 +58,7 @@ def make_tool_parser(
     """
     if name == TRANSFORMERS:
         return checked(_transformers_parser(tokenizer, response_template))
-    return checked(_vllm_parser(name, tokenizer))
+    return checked(_vllm_parser(name, tokenizer, end_token_ids))
 
 
 def checked(parse: ToolParser) -> ToolParser:
@@ -85,7 +97,7 @@ def _transformers_parser(
     return parse
 
 
-def _vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolParser:
+def _vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase, end_token_ids: Collection[int]) -> ToolParser:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
@@ -97,9 +109,15 @@ def _vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolParser:
 
     def parse(token_ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Tool]) -> Parsed:
         request = ChatCompletionRequest.model_validate({"messages": [], "tools": list(tools)})
-        text = tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        # Without its end, as vLLM's server parses it: some parsers read calls only in the whole text.
+        said = token_ids[:-1] if token_ids and token_ids[-1] in end_token_ids else token_ids
+        text = tokenizer.decode(list(said), skip_special_tokens=False)
         found = parser_class(tokenizer, request.tools).extract_tool_calls(text, request)
         calls = [(call.function.name, json.loads(call.function.arguments)) for call in found.tool_calls]
         return found.content or "", "", calls
 
+    try:
+        parse((), (), [{"type": "function", "function": {"name": "any"}}])
+    except RuntimeError as error:  # it lacks one of the parser's tokens, or the parser reads no text
+        raise ValueError(f"tool_parser: {name} does not fit the tokenizer: {error}") from error
     return parse

@@ -79,7 +79,7 @@ def check_shown(messages: Sequence[Mapping[str, Any]], text: str) -> None:
         if message["role"] not in ("assistant", "tool") and message["content"].strip() not in text:
             raise ValueError(
                 f"the model's chat template leaves out a message of role {message['role']!r} "
-                f"({message['content'][:40]!r}); use another role, or another template"
+                f"({message['content'][:40]!r}); use another role or template, or episodes.template_arguments"
             )
 
 

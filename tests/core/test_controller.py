@@ -24,7 +24,7 @@ from grpo_ray.core.learner import Learner
 from grpo_ray.core.validation import Validation
 from grpo_ray.errors import ActorDied, RunError
 from grpo_ray.records import json_lines
-from grpo_ray.records.checkpoint import make_store
+from grpo_ray.records.checkpoint import CheckpointStore, make_store
 from grpo_ray.records.rollout_log import read_rollouts
 from grpo_ray.records.run_files import JsonLines, RunDirectory, read_metrics, step_name
 from grpo_ray.run.preparation import check_files, prepare
@@ -340,23 +340,27 @@ def test_updates_that_are_not_finite_are_skipped_and_several_in_a_row_end_the_ru
 
     poisoned |= {3, 4}
     other = RunDirectory(tmp_path / "other")
-    config = make_config("recovery.max_skipped_updates=3", "checkpoint.every_num_steps=5")
-    write, capture, written_now, at_capture = Learner.write_captured, Learner.capture, [], []
+    config = make_config("recovery.max_skipped_updates=3", "checkpoint.every_num_steps=4")
+    begin, write, capture = CheckpointStore.begin, Learner.write_captured, Learner.capture
+    begun: list[int] = []
+    at_capture: list[list[int]] = []
 
-    def write_slowly(self: Learner, folder: Path) -> Any:
-        written_now.append(folder)
-        time.sleep(0.3)
+    def begin_slowly(self: CheckpointStore, step: int) -> Path:
+        begun.append(step)
+        time.sleep(1.5)  # longer than a step
+        return begin(self, step)
+
+    def write_and_note(self: Learner, folder: Path) -> Any:
         files = write(self, folder)
-        written_now.remove(folder)
+        begun.clear()
         return files
 
-    monkeypatch.setattr(Learner, "write_captured", write_slowly)
-    monkeypatch.setattr(
-        Learner, "capture", lambda self: (at_capture.append(list(written_now)), capture(self))[1]
-    )
+    monkeypatch.setattr(CheckpointStore, "begin", begin_slowly)
+    monkeypatch.setattr(Learner, "write_captured", write_and_note)
+    monkeypatch.setattr(Learner, "capture", lambda self: (at_capture.append(list(begun)), capture(self))[1])
     with pytest.raises(RunError, match="3 steps in a row had no finite update"):
         train(config, other.path)
-    assert at_capture  # of the one that was due at step 5, and of that of the ending
+    assert at_capture  # for the checkpoint that was due at step 4, and for that of the ending
     assert not any(at_capture)  # none replaces what is being written
     checkpoint = make_store(config, other).latest()
     assert checkpoint is not None

@@ -138,6 +138,9 @@ async def test_other_tools_open_a_branch() -> None:
     tokenizer = chat_tokenizer("{{ tools | tojson if tools else '' }}" + QWEN25)
     sampler = Scripted(tokenizer, lambda prompt: "reply", "<|im_end|>")
     session = make_session(sampler, tokenizer, parser=lambda ids, prompt, tools: ("", "", []))
+    for wrong in (TOOL["function"], {"type": "function", "name": "look"}, print):
+        with pytest.raises(ValueError, match="tools: a session takes only a list of objects, each with"):
+            await session.chat([user("one")], tools=[wrong])
     reply = await session.chat([user("one")])
     await session.chat([user("one"), reply.message, user("two")], tools=[TOOL])
     assert '"look"' in tokenizer.decode(list(sampler.prompts[1]))
@@ -231,8 +234,9 @@ async def test_messages_are_read_as_clients_write_them() -> None:
     first = await session.chat([{"role": "user", "content": [{"type": "text", "text": "one"}]}])
     echoed = {**first.message, "refusal": None, "tool_calls": []}
     await session.chat([user("one"), echoed, user("two")])
-    with pytest.raises(ValueError, match="only text is supported"):
-        await session.chat([{"role": "user", "content": [{"type": "image_url"}]}])
+    for other in ([{"type": "image_url"}], ["one"], 0, False, 7, {}):
+        with pytest.raises(ValueError, match="only text is supported"):
+            await session.chat([{"role": "user", "content": other}])
     with pytest.raises(ValueError, match="a message has no role"):
         await session.chat([{"content": "hello"}])
     with pytest.raises(ValueError, match="set a tool_parser"):

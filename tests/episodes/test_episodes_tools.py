@@ -97,6 +97,21 @@ def test_the_tokenizers_own_response_template_is_used() -> None:
 
 
 @pytest.mark.vllm
+def test_a_parser_reads_the_reply_without_its_end() -> None:
+    tokenizer = chat_tokenizer(QWEN25)
+    parse = make_tool_parser("pythonic", tokenizer, end_token_ids=(tokenizer.eos_token_id,))
+    ids = tokenizer(f"[look(place='here')]{tokenizer.eos_token}")["input_ids"]
+    assert parse(ids, (), [TOOL]) == ("", "", [("look", {"place": "here"})])
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", ["openai", "llama3_json"])
+def test_a_parser_that_does_not_fit_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"tool_parser: {name} does not fit the tokenizer"):
+        make_tool_parser(name, chat_tokenizer(QWEN25))
+
+
+@pytest.mark.vllm
 def test_unknown_parsers_are_refused_with_the_known() -> None:
     with pytest.raises(ValueError, match=r"there is no parser 'hermess'; choose from transformers, .*hermes"):
         make_tool_parser("hermess", chat_tokenizer(QWEN25))

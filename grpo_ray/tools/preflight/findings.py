@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 CURES = {
-    "hangs": "await what takes long, and give each wait a limit",
+    "hangs": "await what takes long (an OpenAI client, too: AsyncOpenAI), and give each wait a limit",
     "crashes": "keep what may crash or exit in a process of its own",
     "raises": "return the reward of a wrong answer for a reply that cannot be read",
     "slow": "give each wait a limit of its own",

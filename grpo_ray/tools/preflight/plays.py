@@ -166,8 +166,8 @@ async def _play(subject: Subject, seed: int, kind: Kind, watch: Watch) -> Play:
     await server.start()
     runners = {task: EpisodeRunner(each, server=server) for task, each in subject.episodes.items()}
     ends = subject.end_token_ids
-    template, parser = make_template(subject.settings, subject.tokenizer, ends)
-    parser = parser or no_calls
+    template, own_parser = make_template(subject.settings, subject.tokenizer, ends)
+    parser, reads_calls = own_parser or no_calls, own_parser is not None or not subject.is_configured
     tiny = TinyPolicy(subject, parser)
     players: list[tuple[str, ScriptedSampler | TinyPolicy]] = [
         (name, ScriptedSampler(script, subject, parser))
@@ -181,7 +181,8 @@ async def _play(subject: Subject, seed: int, kind: Kind, watch: Watch) -> Play:
         example, (name, sampler) = subject.examples[index], players[sample]
         own = derived_seed(seed, index, sample)
         settings = SamplingSettings(1, 1.0, 1.0, 0, subject.reply_tokens, (), ends, own)
-        session = WatchedSession(example, watch, sampler, settings, template, subject.limits, sampler.parse)
+        parse = sampler.parse if reads_calls else None  # as in the run: it refuses tools
+        session = WatchedSession(example, watch, sampler, settings, template, subject.limits, parse)
         caught: list[tuple[str, str]] = []
         watch.caught.set(caught)
         result = await runners[example.task].run(session, example)

@@ -8,7 +8,7 @@ from grpo_ray.config.schema import nearest_name
 from grpo_ray.tools.preflight.checks import Plays, play_findings
 from grpo_ray.tools.preflight.command import PreflightOptions
 from grpo_ray.tools.preflight.findings import CURES, Finding
-from grpo_ray.tools.preflight.plays import Kind, Played, play
+from grpo_ray.tools.preflight.plays import Kind, Play, Played, play
 from grpo_ray.tools.preflight.subject import Subject, load_subject
 from grpo_ray.tools.preflight.template import template_findings
 
@@ -54,7 +54,12 @@ def preflight(options: PreflightOptions) -> Preflight:
     subject = load_subject(options)
     found, plays = [*template_findings(subject)], Plays()
     if all(each.is_note for each in found):  # otherwise every episode would show the template's fault
-        plays = Plays(**{kind: play(subject, options.seed, kind) for kind in get_args(Kind)})
+        played: dict[Kind, Play] = {}
+        for kind in get_args(Kind):
+            played[kind] = play(subject, options.seed, kind)
+            if played[kind].failure is not None:  # that of the others would be the same
+                break
+        plays = Plays(**played)
         found += play_findings(plays, subject.is_reward, subject.tokenizer)
     found = [replace(each, is_note=True) if each.name in options.allow else each for each in found]
     right = [each for each in plays.first.episodes.values() if each.policy.startswith("right")]

@@ -54,6 +54,7 @@ class Subject:
     rewards: Mapping[str, Reward] = field(default_factory=dict)  # by task; no reward: it is an environment
     settings: EpisodesConfig = field(default_factory=lambda: EpisodesConfig(max_turns=MAX_TURNS))
     reply_tokens: int = REPLY_TOKENS
+    is_configured: bool = False  # else any tool calls are read
     has_chat: bool = True  # False: all prompts are texts, which no chat template writes
 
     @property
@@ -149,6 +150,7 @@ def _of_config(options: PreflightOptions) -> Subject:
         options.target, episodes, load_examples(config.task, options.seed).train, tokenizer, ends,
         tuple(sys.modules[name.partition(":")[0]] for name in named), rewards, config.episodes,
         REPLY_TOKENS if model and model.endswith(".jinja") else config.sampling.max_tokens,  # of bytes
+        True,
         bool(config.episode_tasks) or any(isinstance(each, ChatTemplate) for each in prompts.values()),
     )  # fmt: skip
 
