@@ -5,7 +5,6 @@ They work in a script, in a thread and in a notebook: where an event loop is run
 
 import asyncio
 import hashlib
-import inspect
 import json
 import os
 import re
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pyarrow as pa
 
 from grpo_ray.config.loading import find_config, make_config, overridden, read_config, with_torch
-from grpo_ray.config.user_code import check_arguments, import_from, keyword_parameters
+from grpo_ray.config.user_code import import_from
 from grpo_ray.errors import RunError, shown_plainly
 from grpo_ray.records.json_lines import read_lines
 from grpo_ray.records.rollout_log import read_table
@@ -151,8 +150,6 @@ def train(
     from grpo_ray.run import training
 
     _check_overrides(overrides)
-    if on_step is not None and not callable(on_step):
-        raise ValueError(f"on_step: a {type(on_step).__name__} is not a function")
     if isinstance(config, str | Path):
         data = read_config(source := find_config(config))
     elif isinstance(config, Mapping):
@@ -399,14 +396,9 @@ def _finished(work: "Callable[[Follower], RunDirectory]", on_step: OnStep | None
     from grpo_ray.run.signals import Interrupted
     from grpo_ray.run.training import Follower
 
-    if on_step is not None:
-        further = keyword_parameters(on_step, "step, metrics", what := "on_step: the function") or {}
-        check_arguments(further, {}, what, "it is called with step and metrics alone; give {} a default")
-        if inspect.iscoroutinefunction(on_step):
-            raise ValueError(f"{what} is `async`, and nothing would wait for it; write it without")
     stop = _Stop()
     follower = Follower(on_step, stop.can_be_asked_by)
-    # A run's seed is not the caller's, who may draw numbers afterwards.
+    # A run's seed is not the caller's: numbers may be drawn afterwards.
     torch = sys.modules.get("torch")
     try:
         with torch.random.fork_rng(devices=()) if torch else nullcontext():

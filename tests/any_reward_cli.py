@@ -11,7 +11,7 @@ from grpo_ray.core import scorer
 from grpo_ray.core.scorer import Scorer
 from grpo_ray.rewards import trial
 from grpo_ray.rewards.grader import Grader
-from grpo_ray.tools.audit import regrader
+from grpo_ray.tools.audit import rollouts
 from grpo_ray.tools.cli import main
 
 
@@ -25,7 +25,7 @@ class ParityGrader(Grader):
 
 
 def patch_graders(patch: pytest.MonkeyPatch) -> None:
-    for module in (scorer, regrader, trial):
+    for module in (scorer, rollouts, trial):
         patch.setattr(module, "Grader", ParityGrader)
 
 

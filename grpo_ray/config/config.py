@@ -202,7 +202,7 @@ class Config(Section):
             )
         if self.algorithm.whitens_uncentred and any(each.curriculum for each in parts_of(self.task).values()):
             yield (
-                "task.curriculum skips prompts of groups whose advantages are all 0, but "
+                "task.curriculum skips prompts of groups in which every advantage is 0, but "
                 f"algorithm.advantage_scale `{self.algorithm.advantage_scale}` gives those others; remove it, "
                 "or set algorithm.advantage to `mean`"
             )

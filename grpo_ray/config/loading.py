@@ -12,13 +12,13 @@ from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
 from grpo_ray.config import Config
-from grpo_ray.config.other_names import other_name
 from grpo_ray.config.schema import (
     describe,
     either,
     kind_of,
     nearest_keys,
     nearest_name,
+    other_name,
     resolve,
     sections_of,
 )  # fmt: skip

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 
 from grpo_ray.engines.base import Engine, ReceivingEngine
 from grpo_ray.episodes.turn_box import FinishedTurns, TurnBoxes, Turns, Worker
-from grpo_ray.transfer.meeting import Meeting
-from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.messages import Meeting, WeightSnapshot
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings, bulk_and_facts
 from grpo_ray.watch.event_loop import Changes
 from grpo_ray.watch.memory import resident_bytes
 from grpo_ray.watch.stage_clock import ActorStats, StageClock
 
 if TYPE_CHECKING:  # it loads torch
-    from grpo_ray.transfer.inbox import Inbox
+    from grpo_ray.transfer.wire import Inbox
 
 # Weights are staged while groups are sampled, which then counts.
 STAGES = (
@@ -101,7 +100,7 @@ class Generator:
             assert isinstance(self._engine, ReceivingEngine), "the configuration refuses it"
             await self._engine.join(meeting)
             return
-        from grpo_ray.transfer.inbox import Inbox
+        from grpo_ray.transfer.wire import Inbox
 
         self._inbox = self._inbox or Inbox()
         await asyncio.to_thread(self._inbox.join, meeting)

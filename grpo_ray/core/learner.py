@@ -35,16 +35,14 @@ from grpo_ray.learning.sharded_loading import load_in_shards
 from grpo_ray.learning.training_state import TrainingState, capture_state, restore_state, write_state
 from grpo_ray.records.rollout_log import write_rollouts
 from grpo_ray.records.run_files import step_name
-from grpo_ray.transfer.meeting import Meeting
-from grpo_ray.transfer.messages import WeightSnapshot
-from grpo_ray.transfer.publisher import Publisher
+from grpo_ray.transfer.messages import Meeting, WeightSnapshot
+from grpo_ray.transfer.sender import Publisher
 from grpo_ray.types import NO_VERSION, ScoredGroup, StepReport, TrainBatch, bulk_and_facts
 from grpo_ray.watch.flops import DEVICE_PEAK, Performance
-from grpo_ray.watch.learner_metrics import Sums, add, mean_metrics
+from grpo_ray.watch.learner_metrics import StepProfiler, Sums, add, mean_metrics
 from grpo_ray.watch.memory import resident_bytes
 from grpo_ray.watch.ranks import IMBALANCE, SLOWEST, collectives_of, rank_name
 from grpo_ray.watch.stage_clock import ActorStats, StageClock
-from grpo_ray.watch.step_profile import StepProfiler
 
 STAGES = ("optimizer", "logprobs", "train", "snapshot", "capture", "move", "write_checkpoint", "write_profile")
 

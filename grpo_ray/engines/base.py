@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from grpo_ray.transfer.meeting import Meeting
-from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.messages import Meeting, WeightSnapshot
 from grpo_ray.types import Completion, SamplingSettings
 
 if TYPE_CHECKING:  # it loads torch

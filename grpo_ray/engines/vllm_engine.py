@@ -16,8 +16,7 @@ from grpo_ray.engines.base import EngineDied
 from grpo_ray.engines.vllm_adapter import ServedAdapter
 from grpo_ray.learning.model_files import located
 from grpo_ray.learning.sequences import TrainSequence
-from grpo_ray.transfer.meeting import Meeting
-from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.messages import Meeting, WeightSnapshot
 from grpo_ray.transfer.shared_pages import Pages, SharedBuffer, pages_of
 from grpo_ray.types import Completion, SamplingSettings
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from grpo_ray.cluster import local
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.schema import leaves
-from grpo_ray.config.user_code import import_from
+from grpo_ray.config.user_code import check_arguments, import_from, keyword_parameters
 from grpo_ray.core.context import Prepared
 from grpo_ray.core.controller import Controller
 from grpo_ray.errors import RunError, all_of, ray_needed, shown_plainly
@@ -58,6 +59,13 @@ class Follower:
             on_step: called with each step and its metrics; the run stops if it returns True.
             stoppable_by: given a function that stops the run, which any thread may call.
         """
+        if on_step is not None:
+            if not callable(on_step):
+                raise ValueError(f"on_step: a {type(on_step).__name__} is not a function")
+            if inspect.iscoroutinefunction(on_step):
+                raise ValueError("on_step: nothing would wait for an `async` function; write it without")
+            further = keyword_parameters(on_step, "step, metrics", "on_step: the function") or {}
+            check_arguments(further, {}, "on_step: the function", "it is called with step and metrics alone")
         self.on_step, self._stoppable_by = on_step, stoppable_by
         self._stop: Callable[[], None] = lambda: None
         self.exit: SystemExit | None = None  # by which the program asked to end

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from grpo_ray.learning.rendezvous import NUM_BYTES, prove
-from grpo_ray.transfer.meeting import Meeting, WireError
+from grpo_ray.transfer.messages import Meeting, WireError
 from grpo_ray.transfer.wire import SENDER, Channel, GlooChannel
 
 POLL_S = 0.0005

@@ -28,21 +28,10 @@ def open_shared(handle: DeviceHandle, device: torch.device) -> torch.Tensor:
     Args:
         device: this process's name for the same GPU.
     """
-    buffer: torch.Tensor = rebuild_cuda_tensor(
-        torch.Tensor,
-        torch.Size([handle.num_bytes]),
-        (1,),
-        0,
-        torch.UntypedStorage,
-        torch.uint8,
-        device.index or 0,
-        handle.storage_handle,
-        handle.storage_size_bytes,
-        handle.storage_offset_bytes,
-        False,
-        handle.ref_counter_handle,
-        handle.ref_counter_offset,
-        handle.event_handle,
-        handle.event_sync_required,
-    )
+    flat = torch.Tensor, torch.Size([handle.num_bytes]), (1,), 0, torch.UntypedStorage, torch.uint8
+    storage = handle.storage_handle, handle.storage_size_bytes, handle.storage_offset_bytes
+    counter, event = (handle.ref_counter_handle, handle.ref_counter_offset), handle.event_handle
+    is_synced = handle.event_sync_required
+    index, gradient = device.index or 0, False
+    buffer: torch.Tensor = rebuild_cuda_tensor(*flat, index, *storage, gradient, *counter, event, is_synced)
     return buffer

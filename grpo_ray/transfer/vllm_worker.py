@@ -23,8 +23,15 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from grpo_ray.learning.device import lock_pages
 from grpo_ray.transfer.channels import join
 from grpo_ray.transfer.device_buffer import gpu_of, open_shared
-from grpo_ray.transfer.meeting import Meeting
-from grpo_ray.transfer.messages import CHUNK_BYTES, Chunk, DeviceHandle, TensorSpec, WeightSnapshot, chunks
+from grpo_ray.transfer.messages import (
+    CHUNK_BYTES,
+    Chunk,
+    DeviceHandle,
+    Meeting,
+    TensorSpec,
+    WeightSnapshot,
+    chunks,
+)
 from grpo_ray.transfer.shared_pages import Pages, map_pages
 from grpo_ray.transfer.snapshot import unpack_weights
 from grpo_ray.transfer.wire import Channel, receive

@@ -2,22 +2,26 @@
 
 Each Generator has its own, so that one that fails holds up no other, and a replacement joins like the first.
 The bytes are one flat buffer, cut at the borders of tensors, so that a receiver can load a chunk while the next
-one arrives. A header goes ahead of them: both ends must mean the same version in the same layout.
+one arrives. A header goes ahead of them: both ends must mean the same version in the same layout. An `Inbox`
+is a Generator's end in host memory.
 """
 
+import os
 import socket
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from time import monotonic
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch.distributed import ProcessGroupGloo
 
 from grpo_ray.learning.rendezvous import NUM_BYTES, prove
-from grpo_ray.transfer.meeting import Meeting, WireError
-from grpo_ray.transfer.messages import Chunk, WeightSnapshot, chunks
+from grpo_ray.transfer.messages import Chunk, Meeting, WeightSnapshot, WireError, chunks
+from grpo_ray.transfer.shared_pages import shared_memory
 
 SENDER = 0  # the Learner's rank in every wire; the receivers follow
 
@@ -142,3 +146,50 @@ def _header(snapshot: WeightSnapshot) -> torch.Tensor:
     """Return version, size and layout of the weights as bytes, uint8 [24]."""
     layout = zlib.crc32(repr(snapshot.specs).encode())
     return torch.tensor([snapshot.version, snapshot.num_bytes, layout]).view(torch.uint8)
+
+
+class Inbox:
+    """Receives each version into the same pages, which the engine's own processes can map.
+
+    They have no name in /dev/shm, so they cannot outlive this process, however it dies.
+    """
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("grpo_ray-inbox")
+        self._data = np.empty(0, np.uint8)
+        self._meeting: Meeting | None = None
+        self._channel: GlooChannel | None = None
+
+    def join(self, meeting: Meeting) -> None:
+        """Join the wire, in place of an earlier one.
+
+        Raises:
+            WireError: the Learner did not come.
+        """
+        self._meeting, self._channel = meeting, None
+        self._channel = GlooChannel(meeting, rank=1)
+
+    def received(self, snapshot: WeightSnapshot) -> WeightSnapshot:
+        """Return the snapshot with its bytes, which come over the wire now; the previous ones are overwritten.
+
+        Raises:
+            WireError: they did not come.
+        """
+        if self._channel is None or self._meeting is None:
+            raise WireError("join a wire first")
+        if self._data.nbytes != snapshot.wire_bytes:
+            self._data = shared_memory(self._fd, snapshot.wire_bytes)
+        buffer = torch.from_numpy(self._data)
+        try:
+            for _ in receive(
+                self._channel, self._meeting, snapshot, lambda chunk: buffer[chunk.start : chunk.end]
+            ):
+                pass
+        except WireError:
+            self._channel = None
+            raise
+        return replace(snapshot, data=self._data, wire_bytes=0)
+
+    def close(self) -> None:
+        self._channel = None
+        os.close(self._fd)

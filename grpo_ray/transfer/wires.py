@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
-from grpo_ray.transfer.meeting import Meeting
+from grpo_ray.transfer.messages import Meeting
 
 T = TypeVar("T")
 GRACE_S = 5.0  # for the Generator's own error, after the Learner's that follows from it

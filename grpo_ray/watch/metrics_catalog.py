@@ -18,7 +18,7 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "rollout/response_tokens/mean": "[tokens] mean response length, in sampled tokens",
     "rollout/response_tokens/max": "[tokens] longest response of the step, in sampled tokens",
     "rollout/truncated_frac": "[share] responses cut off at sampling.max_tokens, or episodes at a limit",
-    "rollout/zero_variance_groups": "[groups] groups whose advantages are all 0, before "
+    "rollout/zero_variance_groups": "[groups] groups in which every advantage is 0, before "
     "algorithm.advantage_scale and a KL in the reward",
     "rollout/retried_groups": "[groups] groups sampled again since the last step: aborted, or their Generator "
     "died",

@@ -8,8 +8,7 @@ import pytest
 
 from grpo_ray.config import AlgorithmConfig, Config
 from grpo_ray.config.loading import ConfigError, find_config, load_config, make_config
-from grpo_ray.config.other_names import OTHER_NAMES
-from grpo_ray.config.schema import _keys
+from grpo_ray.config.schema import OTHER_NAMES, _keys
 from grpo_ray.config.task import OPENING_TAGS, TAGGED
 from grpo_ray.objectives import Objective
 from grpo_ray.records.run_files import dump_config

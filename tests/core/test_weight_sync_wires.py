@@ -11,7 +11,7 @@ from test_weight_sync import FakeGenerator, admit, fakes, publish
 from grpo_ray.core.sync import WeightSync, WeightSyncError
 from grpo_ray.errors import ActorDied, OutOfDeviceMemory
 from grpo_ray.transfer import wires
-from grpo_ray.transfer.meeting import Meeting, WireError
+from grpo_ray.transfer.messages import Meeting, WireError
 from grpo_ray.transfer.wires import Wires
 
 pytestmark = pytest.mark.virtual_time

@@ -1,11 +1,23 @@
 """vLLM's sleep in a colocated run, with an engine that records what it is asked: no GPU is needed."""
 
 import asyncio
+import importlib.util
+import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from small_run import QUICKSTART
 
+from grpo_ray.config import Config
+from grpo_ray.config.loading import ConfigError, load_config
+from grpo_ray.config.sampling import DECIDED
+from grpo_ray.engines import engine_args
+from grpo_ray.engines.engine_args import check_engine_args
 from grpo_ray.engines.vllm_engine import VllmEngine
+from grpo_ray.run.preparation import check_files
+from grpo_ray.tools.cli import main
 
 
 class Recorder:
@@ -53,3 +65,112 @@ async def test_an_engine_that_is_not_colocated_never_sleeps(engine: VllmEngine) 
     await engine.sleep()
     await engine.wake()
     assert engine._llm.asked == []
+
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM's source")
+
+
+def quickstart(*overrides: str) -> Config:
+    return load_config(QUICKSTART, list(overrides))
+
+
+def test_overrides_reach_into_the_mapping_and_nest() -> None:
+    speculative = "generator.engine_args.speculative_config={method: ngram, num_speculative_tokens: 3}"
+    config = quickstart("generator.engine_args.kv_cache_dtype=fp8", speculative)
+    assert config.generator.engine_args == {
+        "kv_cache_dtype": "fp8",
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+    }
+    assert Config.model_validate(config.model_dump(mode="json")) == config  # as a resumed run reads it
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("model", "set model.path"),
+        ("dtype", "set model.dtype"),
+        ("hf_overrides", "set model.head_dtype for its head_dtype"),
+        ("seed", "set run.seed"),
+        ("max_model_len", "set generator.max_model_len"),
+        ("tensor_parallel_size", "set generator.num_gpus"),
+        ("weight_transfer_config", "set weight_sync.transport"),
+        ("logprobs_mode", "behaviour logprobs are taken at the sampling temperature"),
+        ("generation_config", "only the fields of sampling may shape the distribution"),
+        ("load_format", "never from a pickle"),
+    ],
+)
+def test_what_the_run_decides_is_refused_by_name(name: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=rf"generator.engine_args: {name} is decided by the run.*{remedy}"):
+        quickstart(f"generator.engine_args.{name}=1")
+
+
+def test_an_own_engine_has_no_float32_head() -> None:
+    own = ["generator.engine=my_engines:Mine", "model.head_dtype=float32"]
+    with pytest.raises(ConfigError, match=r"model.head_dtype: `float32` .*generator.engine `my_engines:Mine`"):
+        quickstart(*own, "model.dtype=bfloat16")
+    assert quickstart(*own, "model.dtype=float32").model.head_dtype == "float32"  # as every head is then
+    assert quickstart("model.head_dtype=float32", "model.dtype=bfloat16").model.head_dtype == "float32"
+
+
+def test_the_torch_engine_takes_none() -> None:
+    with pytest.raises(ConfigError, match=r"generator: engine_args are for vLLM, but engine is `torch`"):
+        quickstart("generator.engine=torch", "generator.engine_args.quantization=fp8")
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_unknown_names_are_refused_with_the_nearest_one_and_without_importing_vllm() -> None:
+    refusal = r"no argument .max_num_batched_token.; did you mean max_num_batched_tokens\?"
+    with pytest.raises(ValueError, match=refusal):
+        check_files(quickstart("generator.engine_args.max_num_batched_token=4096"))
+    before = "vllm" in sys.modules
+    with pytest.raises(ValueError, match=refusal):
+        check_engine_args(["max_num_batched_token"])
+    assert ("vllm" in sys.modules) == before
+    check_engine_args(["max_num_batched_tokens", "quantization", "kv_cache_dtype", "enable_expert_parallel"])
+    check_engine_args(["enable_log_requests"])  # a field of the subclass
+
+
+@needs_vllm
+def test_every_decided_name_is_one_of_vllms() -> None:
+    known = engine_args._known_names()
+    assert known is not None
+    assert set(DECIDED) <= known
+
+
+def test_every_argument_that_the_engine_sets_is_refused_in_the_configuration() -> None:
+    source = (Path(engine_args.__file__).parent / "vllm_engine.py").read_text()
+    own = source[source.index("**common,") : source.index("AsyncEngineArgs(trust")]
+    common = source[source.index("**config.engine_args,") : source.index("def _defaults")]
+    names = set(re.findall(r'^ +"(\w+)":', own + common, re.M))
+    assert len(names) > 15
+    assert names <= set(DECIDED)
+
+
+def test_names_are_not_checked_where_vllm_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_args, "find_spec", lambda name: None)
+    check_engine_args(["anything"])
+
+
+def test_more_sequences_at_a_time_on_gpus() -> None:
+    assert quickstart("generator.num_gpus=1").generator.max_num_seqs == 256  # the file says so
+    plain: dict[str, Any] = {"model": {"tiny": {}}, "task": {"kind": "sorting"}}
+    assert Config.model_validate(plain).generator.max_num_seqs == 512
+    assert Config.model_validate({**plain, "generator": {"num_gpus": 0}}).generator.max_num_seqs == 256
+    assert Config.model_validate({**plain, "generator": {"max_num_seqs": 7}}).generator.max_num_seqs == 7
+
+
+def test_the_engines_defaults_on_gpus_and_cpus() -> None:
+    from grpo_ray.engines.vllm_engine import _defaults
+
+    few = {"block_size": 32, "max_num_batched_tokens": 2048}
+    assert _defaults(quickstart().generator) == few
+    assert _defaults(quickstart("generator.max_num_seqs=5000").generator)["max_num_batched_tokens"] == 5000
+    assert _defaults(quickstart("generator.num_gpus=1").generator) == {"max_num_batched_tokens": 8192}
+    many = quickstart("generator.num_gpus=1", "generator.max_num_seqs=10000")
+    assert _defaults(many.generator) == {"max_num_batched_tokens": 10000}
+
+
+def test_a_plan_says_what_it_does_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", QUICKSTART, "generator.engine_args.quantization=fp8"])
+    assert "not counted: generator.engine_args (quantization)" in capsys.readouterr().out

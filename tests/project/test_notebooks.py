@@ -74,3 +74,15 @@ def test_your_reward_your_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [row["step"] for row in shown[1]] == [0, 2]
     assert names["run"].is_finished
     assert shown[-1].endswith(" parameters")
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_examples_are_short_and_say_how_to_run_them() -> None:
+    folders = [path.parent for path in EXAMPLES.glob("*/README.md")]
+    assert len(folders) >= 3
+    for folder in folders:
+        code = [line for path in folder.glob("*.py") for line in path.read_text().splitlines()]
+        assert 0 < len(code) <= 60, folder
+        assert re.search(r"^    (grpo-ray train|python examples/)", (folder / "README.md").read_text(), re.M)

@@ -22,8 +22,7 @@ from grpo_ray.records.evaluation_summary import (
     standard_error,
     summarise_groups,
 )
-from grpo_ray.records.readable_rollouts import readable_rollouts
-from grpo_ray.records.rollout_log import read_rollouts
+from grpo_ray.records.rollout_log import read_rollouts, readable_rollouts
 from grpo_ray.records.run_files import step_name
 from grpo_ray.types import ScoredGroup
 

@@ -1,5 +1,6 @@
 """A folder is resumed by the job with its definition, and refuses every other job."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -7,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from grpo_ray.errors import RunError
+from grpo_ray.records import run_lock
+from grpo_ray.records.checkpoint import CheckpointStore
+from grpo_ray.records.durable import replacing, sync_tree
 from grpo_ray.records.resumable_folder import Definition, ResumableFolder
+from grpo_ray.records.run_files import RunDirectory
 
 DEFINITION = {"seed": 0, "sampling": {"temperature": 1.0, "stop": ["</a>"]}}
 
@@ -90,3 +95,121 @@ def test_a_place_where_nothing_can_be_created_is_refused(tmp_path: Path) -> None
     for path in (tmp_path / "file", tmp_path / "file" / "job", Path("/proc/job")):
         with pytest.raises(RunError, match=rf"^{path} cannot be written \(.*\); give another --output$"):
             make(path).check(DEFINITION)
+
+
+@pytest.mark.parametrize(
+    ("number", "cure"),
+    [(errno.ENOLCK, r"; .* no locks: mount it with `-o flock`"), (errno.EIO, "; give another folder")],
+)
+def test_a_file_system_without_locks_is_refused_with_the_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, cure: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    message = rf"{tmp_path / 'run'} cannot be locked \({os.strerror(number)}\){cure}"
+    with pytest.raises(RunError, match=message), RunDirectory(tmp_path / "run").lock():
+        pass
+
+
+def test_a_second_writer_on_another_machine_is_noticed_at_the_next_checkpoint(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    store = CheckpointStore(run)
+    store.begin(1)  # without a lock there is nothing to compare
+    with run.lock():
+        store.begin(2)
+        (run.path / ".lock").write_text(json.dumps({"pid": 7, "host": "node-b"}))  # its flock was granted there
+        with pytest.raises(RunError, match=r"pid 7 on host node-b also writes to .*, because"):
+            store.begin(3)
+
+
+# ---- planted links ----
+
+
+def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (tmp_path / ".lock").symlink_to(mine)
+    message = r"\.lock cannot be opened \(Too many levels of symbolic links\); remove it"
+    with pytest.raises(RunError, match=message):
+        run_lock.locked(tmp_path / ".lock", tmp_path).__enter__()
+    assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "checkpoints", "logs/learner.log"])
+def test_a_run_with_a_link_to_elsewhere_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    run = RunDirectory(tmp_path / "run")
+    (tmp_path / "mine").mkdir()
+    run.logs.mkdir(parents=True)
+    (run.path / name).symlink_to(tmp_path / "mine")
+    with pytest.raises(
+        RunError, match=f"^{run.path / name} is a link to {tmp_path / 'mine'}, and a run writes"
+    ):
+        run.lock()
+    (run.path / name).unlink()
+    (run.path / "latest").symlink_to("logs")  # of the user's
+    (run.trackers / "wandb").mkdir(parents=True)
+    (run.trackers / "wandb" / "debug.log").symlink_to(tmp_path / "mine")  # of a tracker's library
+    with run.lock():
+        pass
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path: Path, fsync: bool) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("old")
+    with replacing(path, fsync) as partial:
+        partial.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("old")
+    with pytest.raises(OSError, match="No space left"), replacing(path) as partial:
+        _write_to_a_full_disk(partial)
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == [path.name]
+    with pytest.raises(KeyError), replacing(path) as partial:
+        raise KeyError(partial.mkdir())
+    with pytest.raises(FileNotFoundError), replacing(path):
+        pass  # nothing was written
+    assert (path.read_text(), os.listdir(tmp_path)) == ("old", [path.name])
+
+
+@pytest.mark.parametrize("planted", [".page.html.partial", "page.html"])
+def test_a_planted_link_is_replaced_and_not_followed(tmp_path: Path, planted: str) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / planted).symlink_to(mine)
+    with replacing(folder / "page.html") as partial:
+        partial.write_text("new")
+    assert mine.read_text() == "mine"
+    assert os.listdir(folder) == ["page.html"]
+    assert not (folder / "page.html").is_symlink()
+    assert (folder / "page.html").read_text() == "new"
+
+
+def test_a_folder_that_a_killed_start_left_is_the_callers_to_delete(tmp_path: Path) -> None:
+    (tmp_path / ".data.partial" / "old").mkdir(parents=True)
+    with replacing(tmp_path / "data") as partial:
+        (partial / "old").rmdir()
+    assert os.listdir(tmp_path) == ["data"]
+
+
+def test_a_tree_can_be_synced(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "file").touch()
+    sync_tree(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        sync_tree(tmp_path / "missing")
+
+
+def _write_to_a_full_disk(path: Path) -> None:
+    path.write_text("ne")
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

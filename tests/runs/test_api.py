@@ -58,7 +58,7 @@ def test_a_run_from_a_closure_and_a_list(capsys: pytest.CaptureFixture[str]) -> 
     seen: list[int] = []
 
     def take_away(step: int, metrics: dict[str, Any]) -> None:
-        """As a callback does that renames metrics for another tool."""
+        """Change what it is given, for another tool."""
         seen.append(step)
         metrics.clear()
 
@@ -173,7 +173,7 @@ def test_mistakes_are_said_and_leave_nothing_behind() -> None:
         ({"validation": [{"question": "?"}]}, r"(?<!\w)validation\[0\]: no field 'answer'"),
         ({"on_step": lambda step: None}, r"on_step: the function must take \(step, metrics\)"),
         ({"on_step": lambda step, metrics, *, name: None}, "on_step: the function needs name; it is called"),
-        ({"on_step": waits}, "on_step: the function is `async`"),
+        ({"on_step": waits}, "on_step: nothing would wait for an `async` function"),
         ({"reward": "r1_zero"}, "reward: a str is not a function"),
         ({"reward": threading.Lock().acquire}, "reward: it cannot be sent to other processes: .* pickle"),
         ({"on_step": 5}, "on_step: a int is not a function"),

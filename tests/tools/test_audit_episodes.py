@@ -12,8 +12,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.episodes.segments import Segments
 from grpo_ray.records.rollout_log import read_rollouts, write_rollouts
-from grpo_ray.tools.audit.regrader import Regrader
-from grpo_ray.tools.audit.rollouts import RolloutFacts, RolloutRows, audit_evaluation, audit_step
+from grpo_ray.tools.audit.rollouts import Regrader, RolloutFacts, RolloutRows, audit_evaluation, audit_step
 from grpo_ray.types import CONTEXT, Episode, ScoredGroup
 from grpo_ray.watch.batch_metrics import rollout_metrics
 

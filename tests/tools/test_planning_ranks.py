@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from local_runs import make_config, train, until
 from test_planning import peak_bytes, plan_config
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,6 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from grpo_ray.cluster.local import LocalActors
+from grpo_ray.config.loading import ConfigError
+from grpo_ray.core.controller import Controller
+from grpo_ray.core.producer import SLICE
+from grpo_ray.run.preparation import check_files
 from grpo_ray.tools.planning.learner_memory import state_items, with_unsharded
 from grpo_ray.tools.planning.model_shape import shape_of
 
@@ -106,3 +112,31 @@ def test_a_rank_holds_what_is_planned(backend: str, num_ranks: int, vocab_size: 
         one_more = (2 + 4) * shape.block_parameters  # gathered in bfloat16, to reduce in float32
         least = (0.6 if backend == "gloo" else 0.5) * planned  # oneDNN's scratch differs by processor
         assert least <= peak <= planned + 1.1 * one_more
+
+
+@pytest.mark.parametrize("size", ["prompts_per_step=100000000", "samples_per_prompt=100000000"])
+def test_more_responses_per_step_than_memory_holds_are_refused(size: str) -> None:
+    with pytest.raises(ConfigError, match=r"prompts_per_step \(.*0 responses per step.*at most 4,194,304"):
+        make_config(f"algorithm.{size}")
+
+
+def test_more_responses_of_a_validation_than_memory_holds_are_refused() -> None:
+    config = make_config("evaluation.samples_per_prompt=100000000")
+    with pytest.raises(ValueError, match=r"evaluation\.samples_per_prompt: 100,000,000 responses to each of 4"):
+        check_files(config)
+
+
+@pytest.mark.slow
+def test_the_driver_answers_while_a_very_large_step_is_dispatched(tmp_path: Path) -> None:
+    num_groups = 5 * SLICE
+    seen: list[int] = []
+
+    async def meddle(actors: LocalActors, controller: Controller) -> None:
+        await until(lambda: controller.live_status().num_sampling > 0)
+        seen.append(controller.live_status().num_sampling)
+        controller.stop()
+        await until(lambda: False)
+
+    config = make_config(f"algorithm.prompts_per_step={num_groups}")
+    train(config, tmp_path / "run", meddle)
+    assert 0 < seen[0] < num_groups

@@ -23,7 +23,7 @@ from grpo_ray.episodes.session import Reply
 from grpo_ray.episodes.tool_calls import Parsed
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tools.cli import main
-from grpo_ray.tools.preflight.checks import Plays, play_findings
+from grpo_ray.tools.preflight.checks import Plays, play_findings, template_findings
 from grpo_ray.tools.preflight.command import PreflightOptions
 from grpo_ray.tools.preflight.findings import Finding
 from grpo_ray.tools.preflight.plays import Play, Played, Turn, WatchedSession
@@ -31,7 +31,6 @@ from grpo_ray.tools.preflight.policies import ASKED, Asked, Said, ScriptedSample
 from grpo_ray.tools.preflight.preflight import preflight as run
 from grpo_ray.tools.preflight.show import as_text, runs_of
 from grpo_ray.tools.preflight.subject import Subject, load_subject
-from grpo_ray.tools.preflight.template import template_findings
 from grpo_ray.tools.preflight.watch import Watch, shift_clocks
 from grpo_ray.types import SamplingSettings
 

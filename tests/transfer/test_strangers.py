@@ -33,9 +33,9 @@ from grpo_ray.learning.ranks import Ranks, Seat
 from grpo_ray.learning.rendezvous import NUM_BYTES, SignedStore, open_store, prove
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.transfer.channels import NcclChannel
-from grpo_ray.transfer.inbox import Inbox
-from grpo_ray.transfer.meeting import WireError
+from grpo_ray.transfer.messages import WireError
 from grpo_ray.transfer.snapshot import unpack_weights
+from grpo_ray.transfer.wire import Inbox
 
 LIMIT = timedelta(minutes=2)
 

@@ -23,13 +23,11 @@ import pytest
 import torch
 
 from grpo_ray.transfer.channels import NcclChannel
-from grpo_ray.transfer.inbox import Inbox
-from grpo_ray.transfer.meeting import Meeting, WireError
-from grpo_ray.transfer.messages import TensorSpec, WeightSnapshot, chunks
+from grpo_ray.transfer.messages import Meeting, TensorSpec, WeightSnapshot, WireError, chunks
 from grpo_ray.transfer.sender import Sender
 from grpo_ray.transfer.shared_pages import map_pages, pages_of
 from grpo_ray.transfer.snapshot import check_snapshot, pack_weights, unpack_weights
-from grpo_ray.transfer.wire import GlooChannel
+from grpo_ray.transfer.wire import GlooChannel, Inbox
 
 CPU = torch.device("cpu")
 

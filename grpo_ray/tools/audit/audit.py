@@ -26,8 +26,14 @@ from grpo_ray.rewards.user_function import own_functions
 from grpo_ray.tasks.input_digests import edited_rewards
 from grpo_ray.tools.audit.checkpoint import CheckpointFacts, audit_checkpoint
 from grpo_ray.tools.audit.epochs import audit_epochs
-from grpo_ray.tools.audit.regrader import Regrader
-from grpo_ray.tools.audit.rollouts import GroupPrompt, RolloutFacts, RolloutRows, audit_evaluation, audit_step
+from grpo_ray.tools.audit.rollouts import (
+    GroupPrompt,
+    Regrader,
+    RolloutFacts,
+    RolloutRows,
+    audit_evaluation,
+    audit_step,
+)
 from grpo_ray.tools.trust import IGNORED, with_trust
 
 Row = dict[str, Any]

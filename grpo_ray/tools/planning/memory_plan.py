@@ -10,10 +10,9 @@ from grpo_ray.tools.planning.command import PlanOptions
 from grpo_ray.tools.planning.gpu_memory import GIB, Budget, generator_budget
 from grpo_ray.tools.planning.hardware import GB, GPU_TYPES, Machine
 from grpo_ray.tools.planning.learner_memory import learner_budget
-from grpo_ray.tools.planning.measured_run import MeasuredRun, measure
 from grpo_ray.tools.planning.model_shape import find_shape
 from grpo_ray.tools.planning.splits import Split, remedy_of, splits
-from grpo_ray.tools.planning.step_time import StepTime, Workload, step_time
+from grpo_ray.tools.planning.step_time import MeasuredRun, StepTime, Workload, measure, step_time
 
 DEFAULT_PROMPT_TOKENS = 256
 

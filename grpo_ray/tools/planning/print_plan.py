@@ -13,11 +13,17 @@ from grpo_ray.tools.planning.hardware import (
     SAMPLING_UTILIZATION,
     TRAINING_UTILIZATION,
 )
-from grpo_ray.tools.planning.measured_run import MeasuredRun
 from grpo_ray.tools.planning.memory_plan import MemoryPlan
 from grpo_ray.tools.planning.model_shape import find_shape
 from grpo_ray.tools.planning.splits import Split, best_split
-from grpo_ray.tools.planning.step_time import StepTime, Workload, decoding, num_micro_batches, step_time
+from grpo_ray.tools.planning.step_time import (
+    MeasuredRun,
+    StepTime,
+    Workload,
+    decoding,
+    num_micro_batches,
+    step_time,
+)
 
 
 def print_plan(plan: MemoryPlan) -> None:

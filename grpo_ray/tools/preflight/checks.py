@@ -1,17 +1,19 @@
-"""The checks of plays: each yields its fault at the first place that shows it."""
+"""The checks of plays, histories and the chat template: each yields its fault at the first place that shows it."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, pairwise
 from statistics import median
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo_ray.episodes.chat_template import normalized
 from grpo_ray.records.episode_metrics import CUT, THEN_RAISED, Status
 from grpo_ray.tools.preflight.findings import Finding
-from grpo_ray.tools.preflight.histories import history_findings, tokens_that_differ
 from grpo_ray.tools.preflight.plays import Play, Played
+from grpo_ray.tools.preflight.subject import Subject
 
 CLOSE = 1e-3  # of logprobs that are sampled and recomputed with a cache and without
 OFTEN = 3  # times that a call must hold up the loop: libraries ask git for their version once
@@ -233,3 +235,120 @@ def _is_cut_best(group: list[Played]) -> Played | None:
     if best is None or best.reward is None or not ended:
         return None
     return best if best.reward >= max(ended) and best.reward > min(ended) else None
+
+
+HELLO, REPLY = {"role": "user", "content": "Hello."}, {"role": "assistant", "content": "A reply, in full."}
+PROBES = (
+    ("system", [{"role": "system", "content": "A system message."}, HELLO]),
+    ("user", [HELLO, REPLY, {"role": "user", "content": "A second message."}]),
+)
+
+
+def template_findings(subject: Subject) -> Iterator[Finding]:
+    """Yield what is wrong with the tokenizer's chat template, if there is one that prompts are made by."""
+    tokenizer = subject.tokenizer
+    if not tokenizer.chat_template or not subject.has_chat or subject.settings.renderer is not None:
+        return
+    arguments = subject.settings.template_arguments
+
+    def shown(messages: list[dict[str, str]], is_prompt: bool = True) -> str:
+        text: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=is_prompt, **arguments
+        )
+        return text
+
+    if shown([HELLO]) == shown([HELLO], is_prompt=False):
+        text = (
+            "a prompt ends without the header of a reply, so the policy would sample the header, and train it"
+        )
+        yield Finding("no_generation_prompt", text, token=shown([HELLO])[-40:])
+    ends = [tokenizer.convert_ids_to_tokens(token) for token in subject.end_token_ids]
+    _, _, behind = shown([HELLO, REPLY, HELLO], is_prompt=False).partition(REPLY["content"])
+    between, _, _ = behind.partition(HELLO["content"])
+    first = min((between.index(end) for end in ends if end in between), default=None)
+    if first is None:
+        named = ", ".join(ends)
+        text = (
+            f"a reply ends with none of the tokens that end one in sampling ({named}): no end is ever trained"
+        )
+        yield Finding("end_of_turn", text, token=between[:40])
+    elif first > 0:
+        text = f"{between[:first]!r} stands between a reply and its end token; a sampled reply ends without it"
+        yield Finding("end_of_turn", text, token=between[:first])
+    for role, messages in PROBES:
+        try:
+            text = shown(messages)
+        except Exception as error:  # the template's own
+            yield Finding("message_refused", f"it refuses a {role} message: {error}", is_note=True)
+            continue
+        if lacking := [message["content"] for message in messages if message["content"] not in text]:
+            yield Finding("message_dropped", f"it does not show {lacking[0]!r} next to a {role} message")
+    if "strftime_now" in tokenizer.chat_template and "date_string" not in arguments:
+        text = "it writes today's date: prompts change at midnight, and a resumed run differs"
+        yield Finding("template_reads_clock", text, is_note=True)
+
+
+def history_findings(played: Played, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
+    """Yield a fault for each turn that shows an earlier reply otherwise than it was sampled."""
+    for number, turn in enumerate(played.turns):
+        if turn.asked.is_chat:
+            yield from _edited(played, number)
+        else:
+            yield from _encoded_again(played, number, tokenizer)
+
+
+def _edited(played: Played, number: int) -> Iterator[Finding]:
+    """Find an assistant message that is not the reply which was sampled in its place."""
+    said = played.turns[number].asked.messages
+    earlier = [turn for turn in played.turns[:number] if turn.asked.is_chat]
+    asked = [
+        (length, turn.reply)
+        for turn in earlier
+        if said[: (length := len(turn.asked.messages))] == turn.asked.messages
+        and [message["role"] for message in said[length : length + 1]] == ["assistant"]
+    ]
+    length = max((length for length, _ in asked), default=0)
+    replies = [_content(reply.message) for own, reply in asked if own == length]
+    shown = _content(said[length]) if replies else ""
+    if not replies or shown in replies:
+        return
+    start = _first_difference(replies[-1], shown)
+    first, last = max(0, start - 10), start + 40
+    text = (
+        f"{replies[-1][first:last]!r} was sampled, and {shown[first:last]!r} is in the conversation. Such a "
+        "turn begins a branch: its prompt is computed again, and the policy reads what it did not say"
+    )
+    yield Finding("history_edited", text, token=shown[start:last], **played.at(number))
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """Return what an assistant's message says and calls, without the ids of calls."""
+    plain = normalized(message)
+    functions = [call["function"] for call in plain.get("tool_calls", ())]
+    return str(plain["content"]) + "".join(f"{each['name']}({each['arguments']})" for each in functions)
+
+
+def _encoded_again(played: Played, number: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
+    """Find a prompt that spells an earlier prompt and its reply with other tokens."""
+    prompt = played.turns[number].prompt
+    for earlier, before in enumerate(played.turns[:number]):
+        known, length = (*before.prompt, *before.reply.token_ids), len(before.prompt)
+        if prompt[: len(known)] == known or prompt[:length] != before.prompt:
+            continue
+        rest = tokenizer.decode(list(prompt[length:]), skip_special_tokens=True)
+        if (kept := before.reply.text.strip()) and kept in rest:
+            text = f"the prompt repeats the reply of turn {earlier} in other tokens than were sampled"
+            differs = tokens_that_differ(known, prompt, tokenizer)
+            yield Finding("retokenised", text, token=differs, **played.at(number))
+            return
+
+
+def tokens_that_differ(ours: Sequence[int], theirs: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of the first tokens in which the two differ."""
+    start = _first_difference(ours, theirs)
+    return " / ".join(tokenizer.decode(list(ids[start : start + 6])) for ids in (ours, theirs))
+
+
+def _first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(ours), len(theirs)))

@@ -5,12 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from grpo_ray.config.schema import nearest_name
-from grpo_ray.tools.preflight.checks import Plays, play_findings
+from grpo_ray.tools.preflight.checks import Plays, play_findings, template_findings
 from grpo_ray.tools.preflight.command import PreflightOptions
 from grpo_ray.tools.preflight.findings import CURES, Finding
 from grpo_ray.tools.preflight.plays import Kind, Play, Played, play
 from grpo_ray.tools.preflight.subject import Subject, load_subject
-from grpo_ray.tools.preflight.template import template_findings
 
 
 @dataclass(frozen=True)
