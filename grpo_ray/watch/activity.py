@@ -79,10 +79,11 @@ class Window:
         for name, stats in shown.items():
             metrics |= {f"time/{name}/{stage}_s": spent for stage, spent in stats.stages.seconds.items()}
         metrics |= {f"memory/{name}_bytes": float(stats.resident_bytes) for name, stats in shown.items()}
-        generating = [times.seconds["generate"] for times in stages.values() if "generate" in times.seconds]
-        if generating and self.is_complete:
-            metrics["timing/generate_s"] = max(generating)
-            shares = (t.seconds["generate"] / t.wall_s for t in stages.values() if "generate" in t.seconds)
+        generators = [times for times in stages.values() if "generate" in times.seconds]
+        if generators and self.is_complete:
+            metrics["timing/generate_s"] = max(times.seconds["generate"] for times in generators)
+            # An answer that came late covers more than the window, and that of a replacement less.
+            shares = (times.seconds["generate"] / max(times.wall_s, self.seconds) for times in generators)
             metrics["utilization/generators"] = sum(shares) / num_generators
         ranks = [times for name, times in stages.items() if RANK.fullmatch(name)]
         if ranks:  # they train the same batches together, so those that answered stand for all

@@ -3,7 +3,7 @@
     TRITON_INTERPRET=1 PYTHONPATH=.:profiling:TRITON python profiling/gpu_page/v2_sampler.py
 
 Its Triton kernels run in Triton's interpreter, on a CPU; TRITON is a folder with the package triton, which
-vLLM's CPU wheel does not need. tests/engines/test_v2_sampler.py makes it (in `make campaign`).
+vLLM's CPU wheel does not need. tests/engines/test_vllm_texts.py makes it (in `make campaign`).
 """
 
 import json

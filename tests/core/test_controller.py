@@ -342,8 +342,7 @@ def test_updates_that_are_not_finite_are_skipped_and_several_in_a_row_end_the_ru
     other = RunDirectory(tmp_path / "other")
     config = make_config("recovery.max_skipped_updates=3", "checkpoint.every_num_steps=4")
     begin, write, capture = CheckpointStore.begin, Learner.write_captured, Learner.capture
-    begun: list[int] = []
-    at_capture: list[list[int]] = []
+    begun, at_capture = list[int](), list[list[int]]()
 
     def begin_slowly(self: CheckpointStore, step: int) -> Path:
         begun.append(step)

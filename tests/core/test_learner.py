@@ -390,9 +390,8 @@ def test_update_that_is_not_finite_is_skipped(
     report = resumed.train_step(poisoned(make_batch(resumed, versions=3)))
     assert report.metrics["optim/skipped_in_a_row"] == 3.0
     unknown = make_batch(resumed, versions=4)  # as of weights that give no numbers
-    for group in unknown:
-        for completion in group.rollout.completions:
-            completion.logprobs[:] = np.nan
+    for completion in (each for group in unknown for each in group.rollout.completions):
+        completion.logprobs[:] = np.nan
     report = resumed.train_step(TrainBatch(tuple(unknown)))
     assert (report.metrics["optim/skipped_updates"], report.metrics["optim/skipped_in_a_row"]) == (0.0, 4.0)
     after = train(learner, [4])[0]  # the non-finite gradient is gone

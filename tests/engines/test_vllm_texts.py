@@ -1,5 +1,10 @@
 """Texts of whole responses against those that vLLM makes token by token, to the byte."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,3 +146,34 @@ def test_a_stop_string_ends_a_response_of_min_tokens_in_both_engines(
         ours.append(ids[len(ours.token_ids)], 0.0, 0, TOKENIZERS["byte level"])
     assert len(ours.token_ids) == ends == (5 if min_tokens <= 5 else len(ids))
     assert ours.text == theirs.output_text
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.campaign
+def test_the_sampler_of_gpus_draws_from_the_learners_distribution(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--target",
+        str(tmp_path),
+        "triton==3.6.0",
+    ]
+    subprocess.run(pip, check=True, capture_output=True)
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "profiling", tmp_path)))
+    done = subprocess.run(
+        [sys.executable, "profiling/gpu_page/v2_sampler.py"], capture_output=True, text=True, cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["logprob_max"] < 1e-5
+    freedom = found["degrees_of_freedom"]
+    assert freedom > 50
+    assert found["chi_square"] < freedom + 5 * (2 * freedom) ** 0.5  # five standard deviations above its mean

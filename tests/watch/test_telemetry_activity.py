@@ -124,6 +124,11 @@ def test_metrics_by_hand() -> None:
     assert check_names(metrics) == []
 
 
+@pytest.mark.parametrize(("seconds", "expected"), [(5.0, 1.0), (1.0, 0.25)], ids=["late", "a replacement"])
+def test_a_generator_is_busy_for_at_most_the_window(seconds: float, expected: float) -> None:
+    assert window(generator_0={"generate": seconds}).metrics(1)["utilization/generators"] == expected
+
+
 def test_the_learners_utilization_is_the_mean_of_its_ranks() -> None:
     stages = {"optimizer": 0.0, "logprobs": 0.0, "wait_for_batch": 1.0}
     metrics = window(

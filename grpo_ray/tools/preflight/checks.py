@@ -1,4 +1,4 @@
-"""The checks of plays, histories and the chat template: each yields its fault at the first place that shows it."""
+"""The checks of plays, histories and templates: each yields its fault at the first place that shows it."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
