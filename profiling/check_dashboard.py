@@ -31,7 +31,7 @@ import yaml
 
 from grpo_ray.records.run_files import read_metrics
 from grpo_ray.tools.report.series import make_series, stage_times
-from grpo_ray.watch.ranks import SLOWEST
+from grpo_ray.watch.metrics_catalog import SLOWEST
 
 HERE = Path(__file__).parent
 DASHBOARD = HERE / "grafana" / "grpo_ray.json"

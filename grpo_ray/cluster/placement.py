@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from grpo_ray.config import Config
-from grpo_ray.watch.ranks import rank_name
+from grpo_ray.watch.metrics_catalog import rank_name
 
 Resources = Mapping[str, float]  # "GPU" and "CPU"; zero amounts are left out
 

@@ -42,9 +42,8 @@ from grpo_ray.records.checkpoint import Checkpoint, CheckpointStore
 from grpo_ray.records.run_files import step_name
 from grpo_ray.transfer.messages import Snapshot, WeightSnapshot
 from grpo_ray.types import BatchFacts, Ref, StepReport, SyncReport, TrainBatch
-from grpo_ray.watch.metrics_catalog import SENT
+from grpo_ray.watch.metrics_catalog import RANK, SENT
 from grpo_ray.watch.open_calls import OpenCalls
-from grpo_ray.watch.ranks import RANK
 from grpo_ray.watch.restarts import RestartBudget
 from grpo_ray.watch.run_log import Metrics, RunLog
 from grpo_ray.watch.run_state import LiveStatus

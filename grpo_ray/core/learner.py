@@ -41,7 +41,7 @@ from grpo_ray.types import NO_VERSION, ScoredGroup, StepReport, TrainBatch, bulk
 from grpo_ray.watch.flops import DEVICE_PEAK, Performance
 from grpo_ray.watch.learner_metrics import StepProfiler, Sums, add, mean_metrics
 from grpo_ray.watch.memory import resident_bytes
-from grpo_ray.watch.ranks import IMBALANCE, SLOWEST, collectives_of, rank_name
+from grpo_ray.watch.metrics_catalog import IMBALANCE, SLOWEST, collectives_of, rank_name
 from grpo_ray.watch.stage_clock import ActorStats, StageClock
 
 STAGES = ("optimizer", "logprobs", "train", "snapshot", "capture", "move", "write_checkpoint", "write_profile")

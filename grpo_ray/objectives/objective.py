@@ -82,19 +82,11 @@ class Objective:
         low, high = clip_epsilons(self.loss_type, self.cliprange, self.cliprange_high)
         if loss_record(self.loss_type).epsilons is None:
             refuse_clip_range(self.loss_type, cliprange=self.cliprange, cliprange_high=self.cliprange_high)
-        else:
-            function = loss_function(self.loss_type)
-            given = {name: value for name, value in self._ranges.items() if value is not None}
-            refuse_unknown(f"the loss `{self.loss_type}`", [function], given)
-            for name, value in arguments_of(function, {"cliprange": low, "cliprange_high": high}).items():
-                object.__setattr__(self, name, value)
+        elif not own:  # which is imported only to be computed, and not by a report
+            object.__setattr__(self, "cliprange", low)
+            object.__setattr__(self, "cliprange_high", high)
         if self.aggregation is None:
             object.__setattr__(self, "aggregation", loss_record(self.loss_type).aggregation)
-
-    @property
-    def _ranges(self) -> dict[str, float | None]:
-        names = "cliprange", "cliprange_high", "dual_clip"
-        return {name: getattr(self, name) for name in names}
 
     @property
     def has_plain_gradient(self) -> bool:
@@ -120,7 +112,12 @@ class Objective:
         """
         tensors = policy_log_probs, mask, advantages, old_log_probs
         function = loss_function(self.loss_type)
-        return apply_loss(function, self.loss_type, *tensors, self._ranges, self.loss_options)
+        low, high = clip_epsilons(self.loss_type, self.cliprange, self.cliprange_high)
+        ranges = {"cliprange": low, "cliprange_high": high, "dual_clip": self.dual_clip}
+        if ":" in self.loss_type:
+            given = [name for name in ranges if getattr(self, name) is not None]
+            refuse_unknown(f"the loss `{self.loss_type}`", [function], dict.fromkeys(given))
+        return apply_loss(function, self.loss_type, *tensors, ranges, self.loss_options)
 
     def correction_weights(self, inputs: CorrectionInputs) -> tuple[Tensor, Tensor]:
         """Return the weights of this objective's corrections and where they intervened; see correction.py.

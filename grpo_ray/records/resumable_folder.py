@@ -10,7 +10,7 @@ from typing import Any
 from grpo_ray.config.schema import leaves
 from grpo_ray.errors import RunError
 from grpo_ray.records.durable import replacing
-from grpo_ray.records.rollout_log import shortened
+from grpo_ray.records.readable_rollouts import shortened
 from grpo_ray.records.run_lock import check_still_held, locked
 
 LOCK_NAME = ".lock"

@@ -1,13 +1,13 @@
 """Rollouts as Parquet: one row per completion, with every token's id, logprob and version.
 
 The format is lossless: a checkpoint keeps the groups that are waiting to be trained in such a file. Its columns
-are documented in docs/rollouts.md. At the end: a few of them for people to read.
+are documented in docs/rollouts.md.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from grpo_ray.records.episode_columns import (
     lists,
     run_lengths,
 )
-from grpo_ray.records.episode_metrics import ending_line
 from grpo_ray.records.visible_text import encodable, visible
 from grpo_ray.types import TERM, Completion, Episode, PromptItem, RolloutGroup, ScoredGroup, Verdict
 
@@ -298,47 +297,3 @@ def _teacher_columns(groups: Sequence[ScoredGroup]) -> dict[str, pa.Array]:
     """Return the column that a file has only with a teacher; then every group has its logprobs."""
     rows = [row for group in groups for row in group.teacher_rows if row is not None]
     return {"teacher_logprobs": lists(rows, np.float32)} if rows else {}
-
-
-MAX_CHARACTERS = 4000
-
-
-@dataclass(frozen=True)
-class ReadableRollout:
-    """A prompt, one response to it, and its reward."""
-
-    prompt: str
-    response: str
-    ground_truth: str
-    reward: float
-    error: str | None = None
-    """Reason why it could not be graded."""
-
-
-def readable_rollouts(groups: Sequence[ScoredGroup], num_rollouts: int) -> list[ReadableRollout]:
-    """Return first completions of prompts spread evenly over the set: the same prompts at every validation."""
-    ordered = sorted(groups, key=lambda group: group.group_id)
-    num_rollouts = min(num_rollouts, len(ordered))
-    chosen = [ordered[index * len(ordered) // num_rollouts] for index in range(num_rollouts)]
-    return [
-        ReadableRollout(
-            prompt=group.rollout.item.prompt,
-            response=readable_response(group.rollout.completions[0]),
-            ground_truth=group.rollout.item.ground_truth,
-            reward=float(group.rewards[0]),
-            error=group.errors.get(0),
-        )
-        for group in chosen
-    ]
-
-
-def readable_response(completion: Completion) -> str:
-    """Return the text of a completion; of an episode its last line says how it went."""
-    ending = ending_line(completion)
-    return f"{completion.text}\n({ending})".lstrip() if ending else completion.text
-
-
-def shortened(text: str, max_characters: int = MAX_CHARACTERS) -> str:
-    """Return the text, cut at `max_characters` with a note of how much is missing."""
-    num_cut = len(text) - max_characters
-    return text if num_cut <= 0 else f"{text[:max_characters]}… ({num_cut:,} more characters)"

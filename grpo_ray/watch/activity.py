@@ -9,7 +9,7 @@ from typing import Protocol
 
 from grpo_ray.watch.event_loop import breathe
 from grpo_ray.watch.memory import resident_bytes
-from grpo_ray.watch.ranks import RANK, by_number
+from grpo_ray.watch.metrics_catalog import RANK, by_number
 from grpo_ray.watch.run_log import Metrics
 from grpo_ray.watch.stage_clock import ActorStats, StageClock, StageTimes
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from grpo_ray.watch.metrics_catalog import STAGE
-from grpo_ray.watch.ranks import COLLECTIVES, IMBALANCE, SLOWEST
+from grpo_ray.watch.metrics_catalog import COLLECTIVES, IMBALANCE, SLOWEST, STAGE
 
 MEMORY = re.compile(r"memory/(?P<process>.+)_bytes")
 SECONDS = [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0]

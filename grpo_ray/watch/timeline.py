@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ray.records.durable import replacing
-from grpo_ray.watch.ranks import RANK
+from grpo_ray.watch.metrics_catalog import RANK
 from grpo_ray.watch.stage_clock import Span, StageTimes
 
 MAX_BYTES = 64 * 2**20  # beyond it the older half is dropped

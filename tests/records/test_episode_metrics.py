@@ -16,7 +16,7 @@ from rich.console import Console
 from grpo_ray.episodes.outcome import Status
 from grpo_ray.episodes.segments import Segments
 from grpo_ray.records.evaluation_summary import find_evaluation, summarise, summarise_groups, write_evaluation
-from grpo_ray.records.rollout_log import readable_rollouts
+from grpo_ray.records.readable_rollouts import readable_rollouts
 from grpo_ray.tools.evaluation.responses import SCHEMA, ResponseFiles, read_outcomes
 from grpo_ray.tools.evaluation.results import summary_table, write_examples
 from grpo_ray.types import ScoredGroup

@@ -22,7 +22,8 @@ from grpo_ray.records.evaluation_summary import (
     standard_error,
     summarise_groups,
 )
-from grpo_ray.records.rollout_log import read_rollouts, readable_rollouts
+from grpo_ray.records.readable_rollouts import readable_rollouts
+from grpo_ray.records.rollout_log import read_rollouts
 from grpo_ray.records.run_files import step_name
 from grpo_ray.types import ScoredGroup
 
@@ -58,9 +59,8 @@ def test_summary() -> None:
 
 
 def test_what_could_not_be_graded_has_the_least_reward_of_its_own_part() -> None:
-    parts = {"a": [-10.0, -10.0], "b": [1.0, 0.0]}
     groups = []
-    for number, (part, rewards) in enumerate(parts.items()):
+    for number, (part, rewards) in enumerate({"a": [-10.0, -10.0], "b": [1.0, 0.0]}.items()):
         group = make_group(number, [1, 1], rewards)
         item = replace(group.rollout.item, task=part)
         groups.append(replace(group, rollout=replace(group.rollout, item=item)))

@@ -211,8 +211,7 @@ def test_a_tool_parser_that_misses_a_call_of_the_chat_template_is_noted() -> Non
 
 
 def test_tools_without_a_parser_are_the_fault_that_they_would_be_in_the_run() -> None:
-    config = ROOT / "configs/calculator.yaml"
-    found = run(PreflightOptions(str(config), ("episodes.tool_parser=null",)))
+    found = run(PreflightOptions(str(ROOT / "configs/calculator.yaml"), ("episodes.tool_parser=null",)))
     assert "set a tool_parser" in next(each.text for each in found.faults if each.name == "raises")
 
 

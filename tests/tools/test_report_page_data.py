@@ -17,7 +17,8 @@ from report_runs import ALL, add_checkpoint, group, make_run, metrics_of, ranks_
 from grpo_ray.config import Config
 from grpo_ray.learning.loading import load_policy
 from grpo_ray.learning.model_files import load_tokenizer
-from grpo_ray.records.rollout_log import MAX_CHARACTERS, read_rollouts, write_rollouts
+from grpo_ray.records.readable_rollouts import MAX_CHARACTERS
+from grpo_ray.records.rollout_log import read_rollouts, write_rollouts
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.report import rollout_sample

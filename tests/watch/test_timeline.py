@@ -180,17 +180,17 @@ def test_a_runs_stages_add_up_to_its_time_and_its_timeline_has_them(tmp_path: Pa
     begun, ended = ([e["id"] for e in events if e["ph"] == phase] for phase in "be")
     assert begun == ended
     assert len(set(begun)) == len(begun) >= 32
-    check_stages(lines)
+    check_stages(lines, max(event["dur"] for row in by_row.values() for event in row) / 1e6)
 
 
-def check_stages(lines: list[dict[str, Any]]) -> None:
+def check_stages(lines: list[dict[str, Any]], longest_s: float) -> None:
     assert check_names({name for line in lines for name in line} - {"step"}) == []
     whole = sum(line["timing/step_s"] for line in lines)
     actors = stage_times({name: [line.get(name) for line in lines] for line in lines for name in line})
     del actors["generator-1"]  # which died
     for name, stages in actors.items():
-        # Here all actors share one thread: one that is asked while others work answers late, once at each end.
-        assert sum(map(sum, stages.values())) == pytest.approx(whole, abs=0.02 * whole + 0.1), name
+        # Here all actors share one thread: one that is asked while others work answers late, by up to a turn.
+        assert sum(map(sum, stages.values())) == pytest.approx(whole, abs=0.02 * whole + longest_s), name
         assert all(seconds >= 0 for each in stages.values() for seconds in each), name
     for stage in ("train", "optimizer", "snapshot", "capture", "wait_for_batch"):
         assert sum(actors["learner"][stage]) > 0, stage
@@ -233,4 +233,4 @@ def test_steps_that_are_trained_again_are_drawn_again(tmp_path: Path) -> None:
     trained = [event["args"]["what"] for event in by_row[row_of("learner")] if event["name"] == "train"]
     steps = [int(what.split()[1].rstrip(",")) for what, _ in groupby(trained)]
     assert steps[:6] == [1, 2, 3, 4, 5, 6]
-    assert steps[6:] in ([*range(1, 9)], [7, *range(1, 9)])  # the next step begins while the line is written
+    assert steps[6:] in [[*range(7, last + 1), *range(1, 9)] for last in (6, 7, 8)]  # begun before the death

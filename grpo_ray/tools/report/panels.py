@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-from grpo_ray.watch.ranks import IMBALANCE, SLOWEST, by_number
+from grpo_ray.watch.metrics_catalog import IMBALANCE, SLOWEST, by_number
 
 
 @dataclass(frozen=True)

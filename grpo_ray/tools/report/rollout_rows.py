@@ -21,7 +21,7 @@ from grpo_ray.learning.sequences import TrainSequence, places_in_turns
 from grpo_ray.records.adapter_files import folder_of_model, is_adapter, saved_config
 from grpo_ray.records.checkpoint import LAST, CheckpointStore
 from grpo_ray.records.episode_columns import is_episode
-from grpo_ray.records.rollout_log import shortened
+from grpo_ray.records.readable_rollouts import shortened
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.export.merge import base_folder, merged_policy
 from grpo_ray.tools.report.rollout_sample import Row

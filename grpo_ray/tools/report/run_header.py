@@ -12,7 +12,8 @@ from grpo_ray.config import Config
 from grpo_ray.config.schema import leaves
 from grpo_ray.config.section import Section
 from grpo_ray.records.json_lines import parse_line
-from grpo_ray.records.rollout_log import ReadableRollout, read_groups, readable_rollouts, shortened
+from grpo_ray.records.readable_rollouts import ReadableRollout, readable_rollouts, shortened
+from grpo_ray.records.rollout_log import read_groups
 from grpo_ray.records.run_files import RunDirectory, step_name
 from grpo_ray.tools.report.panels import REWARD
 from grpo_ray.tools.report.rollout_sample import StepFiles

@@ -9,8 +9,7 @@ from itertools import islice
 from statistics import mode
 from typing import Any
 
-from grpo_ray.watch.metrics_catalog import STAGE
-from grpo_ray.watch.ranks import COLLECTIVES, SLOWEST, by_number, rank_name
+from grpo_ray.watch.metrics_catalog import COLLECTIVES, SLOWEST, STAGE, by_number, rank_name
 
 Row = Mapping[str, Any]
 DIGITS = 5  # significant digits; no chart shows more

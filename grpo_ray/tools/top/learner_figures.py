@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from grpo_ray.tools.top.bottleneck import BUSY, WAITS
-from grpo_ray.watch.ranks import COLLECTIVES, IMBALANCE, SLOWEST, rank_name
+from grpo_ray.watch.metrics_catalog import COLLECTIVES, IMBALANCE, SLOWEST, rank_name
 
 Row = Mapping[str, float | None]
 FIGURES = (

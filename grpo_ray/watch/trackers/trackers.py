@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from grpo_ray.config import Config
 from grpo_ray.config.run import TrackingConfig
 from grpo_ray.records.evaluation_summary import EvaluationSummary
-from grpo_ray.records.rollout_log import readable_rollouts, shortened
+from grpo_ray.records.readable_rollouts import readable_rollouts, shortened
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.types import ScoredGroup
 from grpo_ray.watch.trackers.delivery import Delivery, Message

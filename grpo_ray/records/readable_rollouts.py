@@ -1,0 +1,50 @@
+"""A few rollouts for people to read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grpo_ray.records.episode_metrics import ending_line
+from grpo_ray.types import Completion, ScoredGroup
+
+MAX_CHARACTERS = 4000
+
+
+@dataclass(frozen=True)
+class ReadableRollout:
+    """A prompt, one response to it, and its reward."""
+
+    prompt: str
+    response: str
+    ground_truth: str
+    reward: float
+    error: str | None = None
+    """Reason why it could not be graded."""
+
+
+def readable_rollouts(groups: Sequence[ScoredGroup], num_rollouts: int) -> list[ReadableRollout]:
+    """Return first completions of prompts spread evenly over the set: the same prompts at every validation."""
+    ordered = sorted(groups, key=lambda group: group.group_id)
+    num_rollouts = min(num_rollouts, len(ordered))
+    chosen = [ordered[index * len(ordered) // num_rollouts] for index in range(num_rollouts)]
+    return [
+        ReadableRollout(
+            prompt=group.rollout.item.prompt,
+            response=readable_response(group.rollout.completions[0]),
+            ground_truth=group.rollout.item.ground_truth,
+            reward=float(group.rewards[0]),
+            error=group.errors.get(0),
+        )
+        for group in chosen
+    ]
+
+
+def readable_response(completion: Completion) -> str:
+    """Return the text of a completion; of an episode its last line says how it went."""
+    ending = ending_line(completion)
+    return f"{completion.text}\n({ending})".lstrip() if ending else completion.text
+
+
+def shortened(text: str, max_characters: int = MAX_CHARACTERS) -> str:
+    """Return the text, cut at `max_characters` with a note of how much is missing."""
+    num_cut = len(text) - max_characters
+    return text if num_cut <= 0 else f"{text[:max_characters]}… ({num_cut:,} more characters)"
