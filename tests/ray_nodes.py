@@ -18,9 +18,11 @@ AGENT_PORTS = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port")
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Return a port below those of clients, one of which could be given it before a node that starts slowly."""
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("127.0.0.1", 20_000 + secrets.randbelow(12_000)))
+            return int(listener.getsockname()[1])
 
 
 def token_environment() -> dict[str, str]:
@@ -33,8 +35,7 @@ def token_environment() -> dict[str, str]:
 def ray_node(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """Run one of the launch scripts; the node ends with the block, and nothing of it stays.
 
-    Every port is its own, so that no other cluster on this machine is in the way. Paths are short: Ray's
-    sockets lie under the node's folder, and a socket's name may have 107 characters.
+    Every port is its own. Paths are short: Ray's sockets lie there, with names of up to 107 characters.
     """
     folder = tempfile.mkdtemp(prefix="gr", dir="/tmp")
     ports = [f"--{port}={free_port()}" for port in AGENT_PORTS]
@@ -52,17 +53,16 @@ def ray_node(command: list[str], environment: dict[str, str]) -> Iterator[subpro
 @contextlib.contextmanager
 def ray_head(environment: dict[str, str], *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Start a head node; gives its process and its address, which answers."""
-    address = f"127.0.0.1:{free_port()}"
-    command = ["launch/start_head.sh", f"--port={address.partition(':')[2]}"]
-    command += [f"--ray-client-server-port={free_port()}", *options]
-    with ray_node(command, environment) as process:
+    port = free_port()
+    address, ports = f"127.0.0.1:{port}", [f"--port={port}", f"--ray-client-server-port={free_port()}"]
+    with ray_node(["launch/start_head.sh", *ports, *options], environment) as process:
         wait_until(process, lambda: _answers(address))
         yield process, address
 
 
 def _answers(address: str) -> bool:
-    host, _, port = address.partition(":")
-    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
+    place = "127.0.0.1", int(address.partition(":")[2])
+    with contextlib.suppress(OSError), socket.create_connection(place, timeout=1):
         return True
     return False
 
