@@ -288,9 +288,8 @@ class Controller:
         """Account for a finished step: its prompts are trained, and its metrics can be written."""
         assert self._in_training is not None
         metrics = self._in_training
-        metrics |= {
-            **report.metrics, **self._producer.step_trained(report.version), **self._step_metrics.of_recovery()
-        }  # fmt: skip
+        metrics |= report.metrics | self._producer.step_trained(report.version)
+        metrics |= self._step_metrics.of_recovery()
         self._unlogged[report.version] = metrics
         self._version = self._log.step = report.version
         self._in_training = None
@@ -304,9 +303,8 @@ class Controller:
             self._log.event("update_skipped", "learner", text)
         if in_a_row >= self._config.recovery.max_skipped_updates:
             raise RunError(
-                f"recovery.max_skipped_updates: {in_a_row} steps in a row had no finite update. The last good "
-                f"weights are in the newest checkpoint, the batches in {folder}; "
-                "try a lower learner.learning_rate"
+                f"recovery.max_skipped_updates: {in_a_row} steps in a row had no finite update. Batches are in "
+                f"{folder}, the last good weights in the newest checkpoint; try a lower learner.learning_rate"
             )
 
     # Publishing
@@ -423,6 +421,11 @@ class Controller:
                 report = await self._actors.learner.capture()
                 if report is not None and report.version > self._version and self._in_training is not None:
                     self._settle_step(report)  # the error came while the Learner finished a step
+                for step in [*self._unlogged.keys() - {self._version}]:  # the error ended its publication
+                    self._log.line(step, self._unlogged.pop(step))
+                    if self._validation.is_due(step):
+                        text = f"the error left no time to validate step {step}"
+                        self._log.event("not_evaluated", None, text, validation_step=step)
                 await self._save(patience_s=0)
         except Exception as error:  # the error that ended the run is the one to raise
             self._log.event("not_saved", None, f"no last checkpoint could be written: {error!r}")

@@ -43,9 +43,7 @@ def locked(path: Path, what: Path) -> Iterator[None]:
         try:  # a link could have any file of the user's emptied
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         except OSError as error:
-            raise RunError(
-                f"{path} cannot be opened ({error.strerror}); remove it, or give another folder"
-            ) from error
+            raise RunError(f"{path}: {error.strerror}; make its folder writable, or remove it") from error
         _held[descriptor] = path
         stack.callback(_release, descriptor)
         try:

@@ -170,7 +170,9 @@ def _resume(
         if min(step, logged) >= config.algorithm.num_steps:
             return run  # `print_ending` says so, and how to train longer
         first = min(config.checkpoint.every_num_steps + 1, before.algorithm.num_steps)
-        if checkpoint is None and (store.damaged or logged >= first):
+        due = min(before.checkpoint.every_num_steps, before.algorithm.num_steps)
+        is_first = any(run.checkpoints.glob(f"unfinished-step-{due:06d}*"))  # killed while it wrote that one
+        if checkpoint is None and (store.damaged or (logged >= first and not is_first)):
             raise RunError(
                 f"{run.checkpoints} has no whole checkpoint, so the run would begin again and delete the "
                 f"records of its {logged} steps; put one back, or train a new run. " + "; ".join(store.damaged)

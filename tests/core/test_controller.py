@@ -369,6 +369,34 @@ def test_updates_that_are_not_finite_are_skipped_and_several_in_a_row_end_the_ru
 
 
 @pytest.mark.slow
+def test_an_error_while_a_version_is_validated_leaves_a_run_that_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step of that version has a line, as the checkpoint of a later one needs."""
+    run = RunDirectory(tmp_path / "run")
+    config = make_config("weight_sync.max_lag=2", "evaluation.every_num_steps=2")
+    evaluate, train_step = Validation.evaluate, Learner.train_step
+
+    async def hang(self: Validation, step: int) -> Any:
+        return await (asyncio.Event().wait() if step == 2 else evaluate(self, step))
+
+    def fail(self: Learner, batch: Any) -> Any:
+        report = train_step(self, batch)
+        if self.version == 3:
+            raise ValueError("broken")
+        return report
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Validation, "evaluate", hang)
+        patch.setattr(Learner, "train_step", fail)
+        with pytest.raises(ValueError, match="broken"):
+            train(config, run.path)
+    assert [row["step"] for row in read_metrics(run.metrics_path)] == [1, 2]  # the third is in the checkpoint
+    train(config, run.path)
+    audit(run, config)
+
+
+@pytest.mark.slow
 def test_a_resumed_run_may_change_fields_that_are_not_fixed(tmp_path: Path) -> None:
     train(make_config(), tmp_path / "run")
     longer = make_config("algorithm.num_steps=12", "weight_sync.max_lag=0", "generator.num_generators=2")

@@ -360,6 +360,11 @@ def test_a_run_without_a_whole_checkpoint_keeps_its_records(
     monkeypatch.setattr(training, "_run_to_the_end", Silent())
     training.resume(str(run.path), [])
     run.metrics_path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    unfinished = run.checkpoint_path(2).with_name("unfinished-step-000002-0123abcd")
+    unfinished.mkdir()  # it was slow to write
+    training.resume(str(run.path), [])
+    unfinished.rmdir()
+    run.metrics_path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     before = contents(run)
     with pytest.raises(RunError, match=r"has no whole checkpoint, .* the records of its 3 steps; put one back"):
         training.resume(str(run.path), [])

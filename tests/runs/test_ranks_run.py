@@ -4,6 +4,8 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 import ray.cloudpickle
 import torch
 from local_runs import Recorder
-from run_process import interrupt, num_lines, pid_of, resume, start, untimed, wait_for_step
+from run_process import PROGRAM, interrupt, num_lines, pid_of, resume, start, untimed, wait_for_step
 from safetensors.torch import load_file
 from small_run import QUICKSTART, SMALL
 
@@ -115,3 +117,28 @@ def test_a_run_with_a_killed_rank_ends_like_one_rank_that_was_not_killed(
     for of_ranks, of_one in zip(*rows, strict=True):
         assert of_ranks["optim/grad_norm"] == pytest.approx(of_one["optim/grad_norm"], rel=1e-4)
     assert any(row["optim/grad_norm"] > 0 for row in rows[0])
+
+
+def test_episodes_train_on_two_ranks_and_the_workers_are_quiet(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    overrides = ["learner.num_ranks=2", "episodes.confined=true", "episodes.num_workers=2"]
+    overrides += [f"run.output_dir={tmp_path}", "run.name=run"]
+    ended = subprocess.run(
+        [sys.executable, PROGRAM, "train", "tests/small_episodes.yaml", *overrides],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.getcwd()])},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "EnvironmentWorker x2" in " ".join(ended.stdout.split())
+    assert audit(run, run_reward_code=True).problems == []
+    rows = read_metrics(run.metrics_path)
+    assert len(rows) == 4
+    assert any(row["optim/grad_norm"] for row in rows)
+    # Every actor answers with its stage times, also the confined ones.
+    assert all({"time/environment-0/play_s", "timing/generate_s"} <= row.keys() for row in rows[1:])
+    assert not run.events_path.exists()
+    for name in ("environment-0", "environment-1"):
+        assert "Traceback" not in (run.logs / f"{name}.log").read_text()
