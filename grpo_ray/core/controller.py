@@ -421,7 +421,7 @@ class Controller:
                 report = await self._actors.learner.capture()
                 if report is not None and report.version > self._version and self._in_training is not None:
                     self._settle_step(report)  # the error came while the Learner finished a step
-                for step in sorted(self._unlogged.keys() - {self._version}):  # the error ended it
+                for step in sorted(self._unlogged.keys() - {self._version}):  # the error ended its publication
                     self._log.line(step, self._unlogged.pop(step))
                     if self._validation.is_due(step):
                         text = f"the error left no time to validate step {step}"
