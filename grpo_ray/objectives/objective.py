@@ -79,10 +79,10 @@ class Objective:
                 raise ValueError(f"unknown {what} {name!r}; allowed: {', '.join(allowed)}")
         if self.dual_clip is not None and self.loss_type not in ("grpo_clip", *own):
             raise ValueError(f"dual_clip works only with `grpo_clip`, but the loss is `{self.loss_type}`")
-        low, high = clip_epsilons(self.loss_type, self.cliprange, self.cliprange_high)
         if loss_record(self.loss_type).epsilons is None:
             refuse_clip_range(self.loss_type, cliprange=self.cliprange, cliprange_high=self.cliprange_high)
         elif not own:  # which is imported only to be computed, and not by a report
+            low, high = clip_epsilons(self.loss_type, self.cliprange, self.cliprange_high)
             object.__setattr__(self, "cliprange", low)
             object.__setattr__(self, "cliprange_high", high)
         if self.aggregation is None:

@@ -121,7 +121,8 @@ def summarise(outcomes: Outcomes, step: int = 0, version: int = 0) -> Evaluation
     intervals = [(float(low), float(high)) for low, high in bootstrap_intervals(per_prompt)]
     is_graded = ~outcomes.is_error
     # Of its own part: a policy of negative rewards must not gain by errors.
-    least = np.array([[min(0.0, outcomes.rewards[outcomes.tasks == task].min())] for task in outcomes.tasks])
+    worst = {task: outcomes.rewards[outcomes.tasks == task].min(initial=0.0) for task in set(outcomes.tasks)}
+    least = np.array([[worst[task]] for task in outcomes.tasks])
     rewards = np.where(is_graded, outcomes.rewards, least)
     num_correct, num_wrong = int(correct.sum()), int(outcomes.is_wrong_answer.sum())
     return EvaluationSummary(
@@ -237,8 +238,7 @@ def summarise_groups(step: int, groups: Sequence[ScoredGroup]) -> EvaluationSumm
 
 def find_evaluation(folder: str | Path, step: int) -> EvaluationSummary | None:
     """Return the summary of the validation at a step, read from the end of its file; None without one."""
-    path = Path(folder) / "summary.jsonl"
-    for _, line in lines_from_end(path) if path.exists() else ():
+    for _, line in lines_from_end(Path(folder) / "summary.jsonl"):
         row = parse_line(line)
         if row is not None and row["step"] <= step:
             return EvaluationSummary(**row) if row["step"] == step else None

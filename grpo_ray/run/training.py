@@ -220,8 +220,7 @@ def _with_commits_of(before: Config, now: Config) -> Config:
 def _adopt(run: RunDirectory, before: Config, now: Config, step: int, unchecked: str | None) -> None:
     """Replace the run's configuration; events say what changes, and what was not compared."""
     changes = changed_values(before.model_dump(mode="json"), now.model_dump(mode="json"))
-    lines = lines_from_end(run.events_path) if run.events_path.exists() else ()
-    rows = [row for _, line in lines if (row := parse_line(line)) is not None]
+    rows = [row for _, line in lines_from_end(run.events_path) if (row := parse_line(line)) is not None]
     change = f"resumed with other values: {'; '.join(changes)}" if changes else None
     if any(row.get("kind") == "config_changed" and row["step"] > step for row in rows):
         change = change or "resumed from a step before other values were given"

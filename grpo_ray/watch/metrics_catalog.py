@@ -180,7 +180,6 @@ def _unit_and_meaning(text: str) -> tuple[str, str]:
 METRICS = {name: _unit_and_meaning(text) for name, text in _CATALOG.items()}
 """Unit and meaning of every metric by its name, or by a pattern of names."""
 
-
 RANK = re.compile(r"learner(?:-(?P<number>\d+))?")
 """Name of a rank's actor: `learner` if there is only one, else `learner-0` and so on."""
 COLLECTIVES = re.compile(r"ranks/(?P<actor>learner-\d+)/collectives_s")

@@ -41,8 +41,7 @@ def broken(function: str, fault: str, *overrides: str) -> Any:
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    path = RunDirectory(folder).metrics_path
-    return read_metrics(path) if path.exists() else []
+    return read_metrics(RunDirectory(folder).metrics_path)
 
 
 @pytest.mark.slow

@@ -227,8 +227,7 @@ VARIED = (
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    path = RunDirectory(folder).events_path
-    return [row for row in (read_metrics(path) if path.exists() else []) if "detected" in row["kind"]]
+    return [row for row in read_metrics(RunDirectory(folder).events_path) if "detected" in row["kind"]]
 
 
 @pytest.mark.slow
