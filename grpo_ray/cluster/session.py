@@ -1,12 +1,20 @@
-"""The Ray session: joining or starting a cluster, and reserving the resources of a run."""
+"""The Ray session: joining or starting a cluster, and reserving the resources of a run.
+
+Every process of a local Ray inherits the environment of the one that starts it, and keeps it readable in
+/proc for as long as it lives. Variables that look like credentials are removed first.
+"""
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
+import stat
+import tempfile
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NoReturn
 
 import ray
@@ -14,13 +22,12 @@ import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from grpo_ray.cluster.environment import enable_token_auth, private_ray_folder, without_secrets
 from grpo_ray.cluster.placement import Node, bundles_of, describe, reservations, shortfalls
-from grpo_ray.cluster.ray_internals import bootstrap_address, free_resources_by_node
+from grpo_ray.cluster.ray_internals import bootstrap_address, forget_cached_token, free_resources_by_node
 from grpo_ray.cluster.reaper import dismiss, start_reaper
 from grpo_ray.config import Config
 from grpo_ray.config.run import Strategy
-from grpo_ray.config.secrets import HUB_ACCESS
+from grpo_ray.config.secrets import HUB_ACCESS, RAY_TOKEN, public_environment
 from grpo_ray.errors import RunError
 
 
@@ -236,3 +243,53 @@ def _refuse(lacking: Sequence[str], what: str, also: str = "") -> None:
             "learner.num_ranks, or num_gpus and num_cpus of generator, learner, scorer, distillation and "
             f"episodes (0 GPUs runs on the CPU){also}"
         )
+
+
+@contextlib.contextmanager
+def without_secrets(keep: Collection[str] = ()) -> Iterator[None]:
+    """Remove the secrets from `os.environ` while processes are started; restore them afterwards.
+
+    Ray's raylet starts every worker, so no actor ever sees a variable that the raylet did not inherit.
+    """
+    public = public_environment(os.environ, keep)
+    hidden = {name: value for name, value in os.environ.items() if name not in public}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def enable_token_auth() -> None:
+    """Set an access token for the Ray that this process is about to start; call it before `ray.init`.
+
+    Ray turns token authentication on for a local Ray, but takes the token from ~/.ray/auth_token, which it
+    writes with the umask's permissions (usually 0644) and never changes. A token given by RAY_AUTH_TOKEN or
+    RAY_AUTH_TOKEN_PATH is kept; RAY_AUTH_MODE=disabled turns authentication off.
+
+    The token stays in `os.environ`: Ray's processes read it there, and so do threads of a Ray that is shutting
+    down. The next Ray of this process has the same one.
+    """
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return
+    if not any(os.environ.get(name) for name in RAY_TOKEN):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    forget_cached_token()
+
+
+def private_ray_folder() -> str:
+    """Return a folder for the sessions of a local Ray that no other user of the machine can enter.
+
+    Ray makes world-writable folders with sockets and packages in them, by default in /tmp/ray.
+
+    Raises:
+        RunError: the folder exists, but other users can enter it.
+    """
+    folder = Path(tempfile.gettempdir()) / f"grpo_ray-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+    if status.st_uid != os.getuid() or not is_private:
+        raise RunError(f"{folder}: must be a folder that only you can enter; remove it, or set another TMPDIR")
+    return str(folder / "ray")  # one deeper, because Ray makes the folder that it is given world-writable

@@ -12,7 +12,7 @@ from grpo_ray.core.context import ServingContext
 from grpo_ray.core.dispatch import Incarnation
 from grpo_ray.core.stateless_actors import StatelessActors
 from grpo_ray.episodes.environment_worker import environment_seed
-from grpo_ray.episodes.serving_time import ServingTime
+from grpo_ray.episodes.turn_router import ServingTime
 from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.types import PromptItem, Ref, RolloutGroup, SamplingSettings
 from grpo_ray.watch.event_loop import Changes

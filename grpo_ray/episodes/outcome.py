@@ -1,7 +1,7 @@
 """Limits and results of episodes: the status of an end, the user's outcome, and all that a trainer needs."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -46,8 +46,9 @@ class Outcome:
     """The rewards that an episode function returns instead of a plain number; numbers become floats.
 
     Raises:
-        ValueError: a reward or a metric is not a finite number within its bound, there are more than
-            MAX_METRICS metrics, or the name of one is no text of at most LONGEST_NAME characters.
+        ValueError: a reward or a metric is not a finite number within its bound, `turn_rewards` is no sequence,
+            `metrics` no mapping or one of more than MAX_METRICS, or a name no text of at most LONGEST_NAME
+            characters.
     """
 
     reward: float
@@ -61,12 +62,18 @@ class Outcome:
     def __post_init__(self) -> None:
         per_turn = self.turn_rewards
         if per_turn is not None:
+            if isinstance(per_turn, Mapping | str) or not isinstance(per_turn, Iterable):
+                raise ValueError(
+                    f"an episode returned {_shown(per_turn)} as turn_rewards; list a number per turn"
+                )
             per_turn = tuple(_number(value, "a reward of a turn", LARGEST_REWARD) for value in per_turn)
         reward = _number(self.reward, "its reward", LARGEST_REWARD)
         vars(self).update(reward=reward, turn_rewards=per_turn, metrics=_checked_metrics(self.metrics))
 
 
 def _checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"an episode returned {_shown(metrics)} as metrics; return a dict of numbers by name")
     if len(metrics) > MAX_METRICS:
         raise ValueError(f"an episode returned {len(metrics)} metrics; return at most {MAX_METRICS}")
     checked = {}

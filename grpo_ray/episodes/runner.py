@@ -12,9 +12,9 @@ from grpo_ray.config.episodes import GRACE_S
 from grpo_ray.config.user_code import import_function
 from grpo_ray.episodes.confinement import hint_for
 from grpo_ray.episodes.outcome import EpisodeResult, Outcome, Status
-from grpo_ray.episodes.serving_time import ServingTime
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.threads import EpisodeThread, RunningEpisode, SessionElsewhere
+from grpo_ray.episodes.turn_router import ServingTime
 from grpo_ray.records.episode_metrics import CUT, THEN_RAISED
 from grpo_ray.tasks.examples import Example
 

@@ -7,7 +7,9 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from grpo_ray.episodes.chat_template import Message, Tool
@@ -61,6 +63,7 @@ class EpisodeThread:
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
+        loop.set_default_executor(calls := _Calls())
         try:
             while not self._is_stopping:
                 # Of a task that an episode began; its awaiter gets it, too.
@@ -71,10 +74,37 @@ class EpisodeThread:
                 task.cancel()
             loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
             loop.run_until_complete(loop.shutdown_asyncgens())
-            # Waits for calls of asyncio.to_thread, so that this thread is alive, and counted, while one hangs.
-            loop.run_until_complete(loop.shutdown_default_executor())
+            calls.shutdown()  # waits, so that this thread is alive, and counted, while a call hangs
         finally:
             loop.close()
+
+
+class _Calls(ThreadPoolExecutor):
+    """Daemon threads for `asyncio.to_thread`: a call that hangs does not keep the process from ending."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._started: list[threading.Thread] = []
+
+    def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+        call = partial(function, *args, **kwargs)
+        thread = threading.Thread(target=_answer, args=(future, call), daemon=True)
+        thread.start()
+        self._started = [each for each in self._started if each.is_alive()] + [thread]
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        for thread in self._started if wait else ():
+            thread.join()
+
+
+def _answer(future: Future[T], call: Callable[[], T]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
 
 
 class StoppedThreads:

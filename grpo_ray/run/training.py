@@ -169,8 +169,8 @@ def _resume(
         step = checkpoint.state.step if checkpoint is not None else 0
         if min(step, logged) >= config.algorithm.num_steps:
             return run  # `print_ending` says so, and how to train longer
-        first = min(config.checkpoint.every_num_steps + 1, before.algorithm.num_steps)
-        due = min(before.checkpoint.every_num_steps, before.algorithm.num_steps)
+        every, last = before.checkpoint.every_num_steps, before.algorithm.num_steps
+        first, due = min(every + 1, last), min(every, last)
         is_first = any(run.checkpoints.glob(f"unfinished-step-{due:06d}*"))  # killed while it wrote that one
         if checkpoint is None and (store.damaged or (logged >= first and not is_first)):
             raise RunError(

@@ -1,6 +1,7 @@
 """Weights as one buffer of bytes, packed by the Learner and read by every engine."""
 
 import math
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -8,10 +9,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from grpo_ray.learning.device import lock_pages, whole_pages
-from grpo_ray.transfer.device_buffer import share
-from grpo_ray.transfer.messages import CHUNK_BYTES, TensorSpec, WeightSnapshot, chunks
+from grpo_ray.transfer.messages import CHUNK_BYTES, DeviceHandle, TensorSpec, WeightSnapshot, chunks
 
 ALIGNMENT_BYTES = 64  # any dtype can be viewed in place
 
@@ -173,8 +174,37 @@ def unpack_weights(specs: Iterable[TensorSpec], buffer: torch.Tensor) -> Iterato
 
 def as_tensor(data: np.ndarray) -> torch.Tensor:
     """Return a uint8 tensor over the array's memory, which may be read-only and must only be read."""
-    import warnings
-
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(data)
+
+
+def share(buffer: torch.Tensor) -> DeviceHandle:
+    """Return the handle by which another process on the same GPU reads a flat uint8 tensor in place (`ipc`).
+
+    It has CUDA's interprocess handles, which are valid as long as the caller keeps the tensor.
+    """
+    _, arguments = reduce_tensor(buffer)
+    storage_handle, storage_size, storage_offset = arguments[7:10]
+    place = storage_handle, storage_size, storage_offset, *arguments[11:15]
+    return DeviceHandle(*[buffer.numel(), *place, gpu_of(buffer.device)])
+
+
+def gpu_of(device: torch.device) -> str:
+    """Return the UUID of a GPU, which is the same in every process."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def open_shared(handle: DeviceHandle, device: torch.device) -> torch.Tensor:
+    """Open a shared buffer without copying it.
+
+    Args:
+        device: this process's name for the same GPU.
+    """
+    flat = torch.Tensor, torch.Size([handle.num_bytes]), (1,), 0, torch.UntypedStorage, torch.uint8
+    storage = handle.storage_handle, handle.storage_size_bytes, handle.storage_offset_bytes
+    counter, event = (handle.ref_counter_handle, handle.ref_counter_offset), handle.event_handle
+    is_synced = handle.event_sync_required
+    index, gradient = device.index or 0, False
+    buffer: torch.Tensor = rebuild_cuda_tensor(*flat, index, *storage, gradient, *counter, event, is_synced)
+    return buffer

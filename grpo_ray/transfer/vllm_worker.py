@@ -3,7 +3,7 @@
 `object_store`: Ray brings the snapshot to the Generator's node, and the engine's workers map the same pages
 (shared_pages.py) and load from them. It works on any device, and needs no network between the workers and the
 Learner. `collective`: the Generator receives them in pages that the workers map as well. `nccl`: each worker
-receives them on its GPU, chunk by chunk (wire.py). `ipc`: the bytes stay on the GPU (device_buffer.py).
+receives them on its GPU, chunk by chunk (wire.py). `ipc`: the bytes stay on the GPU (snapshot.py).
 
 The weights are loaded over the old ones while the engine is paused.
 """
@@ -22,7 +22,6 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from grpo_ray.learning.device import lock_pages
 from grpo_ray.transfer.channels import join
-from grpo_ray.transfer.device_buffer import gpu_of, open_shared
 from grpo_ray.transfer.messages import (
     CHUNK_BYTES,
     Chunk,
@@ -33,7 +32,7 @@ from grpo_ray.transfer.messages import (
     chunks,
 )
 from grpo_ray.transfer.shared_pages import Pages, map_pages
-from grpo_ray.transfer.snapshot import unpack_weights
+from grpo_ray.transfer.snapshot import gpu_of, open_shared, unpack_weights
 from grpo_ray.transfer.wire import Channel, receive
 
 BACKEND = "grpo_ray"

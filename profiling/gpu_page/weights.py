@@ -9,9 +9,8 @@ import torch
 from gpu_page.shapes import build_model
 from gpu_page.throughput import seconds_of
 from grpo_ray.learning.device import host_memory
-from grpo_ray.transfer.device_buffer import open_shared
 from grpo_ray.transfer.messages import CHUNK_BYTES, WeightSnapshot, chunks
-from grpo_ray.transfer.snapshot import pack_on_device, pack_weights, unpack_weights
+from grpo_ray.transfer.snapshot import open_shared, pack_on_device, pack_weights, unpack_weights
 
 ROUNDS = 5
 COPY = "copy of the bytes on the device"

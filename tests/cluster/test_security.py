@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_ray.cluster import environment
+from grpo_ray.cluster import session
 from grpo_ray.config import secrets as config_secrets
 from grpo_ray.config.model import ModelConfig
 from grpo_ray.errors import RunError
@@ -121,11 +121,11 @@ CREDENTIALS = {
 def test_what_looks_like_a_credential_is_hidden_and_put_back(monkeypatch):
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
-    with environment.without_secrets(keep=("HF_TOKEN",)):
+    with session.without_secrets(keep=("HF_TOKEN",)):
         assert CREDENTIALS.keys() & os.environ.keys() == {"HF_TOKEN"}
         child = subprocess.run(["env"], capture_output=True, text=True, check=True).stdout
         assert CREDENTIALS.keys() & {line.partition("=")[0] for line in child.splitlines()} == {"HF_TOKEN"}
-    with pytest.raises(RuntimeError), environment.without_secrets():
+    with pytest.raises(RuntimeError), session.without_secrets():
         raise RuntimeError
     assert CREDENTIALS.items() <= os.environ.items()
 
@@ -146,22 +146,22 @@ def test_settings_stay(setting):
 
 def test_a_ray_folder_that_others_can_enter_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = Path(environment.private_ray_folder()).parent
+    folder = Path(session.private_ray_folder()).parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert environment.private_ray_folder() == str(folder / "ray")
+    assert session.private_ray_folder() == str(folder / "ray")
     folder.chmod(0o755)
     with pytest.raises(RunError, match="only you can enter"):
-        environment.private_ray_folder()
+        session.private_ray_folder()
     folder.rmdir()
     folder.symlink_to(tmp_path)
     with pytest.raises(RunError, match="only you can enter"):
-        environment.private_ray_folder()
+        session.private_ray_folder()
 
 
 START = """
 import json, os, psutil
 import ray
-from grpo_ray.cluster.environment import enable_token_auth, private_ray_folder, without_secrets
+from grpo_ray.cluster.session import enable_token_auth, private_ray_folder, without_secrets
 
 def start():
     enable_token_auth()

@@ -14,7 +14,7 @@ import pytest
 from turn_clients import Answer, FakeGenerator, completion, never, until
 
 from grpo_ray.config.loading import load_config
-from grpo_ray.episodes import runner, serving_time, threads
+from grpo_ray.episodes import runner, threads, turn_router
 from grpo_ray.episodes.environment_worker import EnvironmentWorker
 from grpo_ray.episodes.session import Session
 from grpo_ray.learning.model_files import load_tokenizer
@@ -257,7 +257,7 @@ async def test_time_without_generators_is_not_the_episodes_own(
     model: StartingModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The only Generator dies, and its replacement takes longer than an episode may last."""
-    monkeypatch.setattr(serving_time, "LOOK_S", 0.02)
+    monkeypatch.setattr(turn_router, "LOOK_S", 0.02)
     async with working(model, "long", "episodes.max_seconds=1") as (worker, generator):
         playing = asyncio.ensure_future(play(worker))
         await until(lambda: generator.num_started > 8)

@@ -101,7 +101,7 @@ ENDINGS: dict[str, Callable[[], Any]] = {
     "a reward that cannot be shown": Unknown,
     "a reward of a turn beyond its bound": lambda: Outcome(1.0, (-1e300,)),
     "rewards of too many turns": lambda: Outcome(1.0, (0.5, 0.5, 0.5)),
-    "a number in place of rewards of turns": lambda: Outcome(1.0, 0.5),  # type: ignore[arg-type]
+    "a mapping in place of rewards of turns": lambda: Outcome(1.0, {0: 0.5}),  # type: ignore[arg-type]
     "an error that cannot be shown": raises(Unspeakable()),
     "an error with odd attributes": odd_syntax,
     "errors in a circle": circle,
@@ -178,6 +178,8 @@ def test_messages_name_the_field() -> None:
         ),
         ("a reward that is text", "returned '0.5' as its reward; return a finite number within +-1e+12, or an"),
         ("rewards of too many turns", "3 turn_rewards for 1 sampled turns"),
+        ("a mapping in place of rewards of turns", "returned {0: 0.5} as turn_rewards; list a number"),
+        ("metrics that are a list", "returned [1.0] as metrics; return a dict of numbers by name"),
         ("a reward that cannot be shown", "returned a value of type Unknown as its reward"),
         ("many names", "returned 65 metrics; return at most 64"),
         ("names that are no text", "a metric named 7; a name is text of 1 to 100 characters"),
@@ -189,6 +191,8 @@ def test_messages_name_the_field() -> None:
     ):
         assert message in ended(ENDINGS[name]).error
     assert Outcome(1.0, metrics={HALF: 1}).metrics == {r"\ud83d": 1.0}
+    with pytest.raises(ValueError, match=r"returned 0\.5 as turn_rewards; list a number per turn"):
+        Outcome(1.0, 0.5)  # type: ignore[arg-type]
 
 
 def test_an_error_earns_what_the_configuration_says(tmp_path: Path) -> None:

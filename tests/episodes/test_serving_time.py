@@ -5,8 +5,7 @@ import asyncio
 import pytest
 from turn_clients import SETTINGS, FakeGenerator, at_once, never
 
-from grpo_ray.episodes.serving_time import ServingTime
-from grpo_ray.episodes.turn_router import TurnRouter
+from grpo_ray.episodes.turn_router import ServingTime, TurnRouter
 
 
 class Clock:

@@ -17,9 +17,9 @@ from grpo_ray.episodes.segments import Segments
 from grpo_ray.learning.loading import load_policy
 from grpo_ray.learning.model_files import end_token_ids, load_tokenizer
 from grpo_ray.records.rollout_log import read_rollouts, write_rollouts
-from grpo_ray.tools.report.panels import PANELS, expanded
 from grpo_ray.tools.report.rollout_rows import MAX_EPISODE_TOKENS, shown_episode
 from grpo_ray.tools.report.run_data import run_data
+from grpo_ray.tools.report.series import PANELS, expanded
 from grpo_ray.tools.report.write_report import ReportOptions, report
 from grpo_ray.types import Episode, ScoredGroup
 

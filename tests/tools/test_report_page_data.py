@@ -22,11 +22,10 @@ from grpo_ray.records.rollout_log import read_rollouts, write_rollouts
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.report import rollout_sample
-from grpo_ray.tools.report.panels import PANELS, RANKS, Panel, expanded
 from grpo_ray.tools.report.rollout_rows import MAX_TOKENS, TokenTexts, log_ratios, show_rollouts
 from grpo_ray.tools.report.rollout_sample import sample_rollouts, standard_error_of, step_files
 from grpo_ray.tools.report.run_data import Bounds, run_data
-from grpo_ray.tools.report.series import RankTotals, make_series, stage_times
+from grpo_ray.tools.report.series import PANELS, RANKS, Panel, RankTotals, expanded, make_series, stage_times
 from grpo_ray.tools.report.write_report import make_page
 
 # ---- series ----

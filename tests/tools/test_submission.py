@@ -23,14 +23,15 @@ from grpo_ray.tools.cli import main
 from grpo_ray.tools.submit import job_client
 from grpo_ray.tools.submit.job_client import JobClient, check_token, job_address
 from grpo_ray.tools.submit.submission import (
+    CREDENTIALS,
     LIMIT_BYTES,
     SENT_ALONG,
     SubmissionContext,
     check_upload,
     resumption_job,
     training_job,
+    uploaded_files,
 )
-from grpo_ray.tools.submit.uploaded_files import CREDENTIALS, uploaded_files
 
 HERE = "http://127.0.0.1:8265"
 ELSEWHERE = "http://head.example:8265"

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from grpo_ray.transfer import device_buffer
 from grpo_ray.transfer import snapshot as snapshot_module
 from grpo_ray.transfer.messages import DeviceHandle, TensorSpec, WeightSnapshot
 from grpo_ray.transfer.snapshot import (
@@ -112,16 +111,16 @@ def test_handle_carries_torch_s_own_arguments_to_the_other_process(monkeypatch: 
     }  # fmt: skip
     arguments = tuple(given[name] for name in names)
     monkeypatch.setattr(
-        device_buffer, "reduce_tensor", lambda tensor: (reductions.rebuild_cuda_tensor, arguments)
+        snapshot_module, "reduce_tensor", lambda tensor: (reductions.rebuild_cuda_tensor, arguments)
     )
-    monkeypatch.setattr(device_buffer, "gpu_of", lambda device: "GPU-1")
+    monkeypatch.setattr(snapshot_module, "gpu_of", lambda device: "GPU-1")
     rebuilt: list[tuple[object, ...]] = []
-    monkeypatch.setattr(device_buffer, "rebuild_cuda_tensor", lambda *args: rebuilt.append(args))
+    monkeypatch.setattr(snapshot_module, "rebuild_cuda_tensor", lambda *args: rebuilt.append(args))
 
-    handle = device_buffer.share(torch.zeros(96, dtype=torch.uint8))
+    handle = snapshot_module.share(torch.zeros(96, dtype=torch.uint8))
     assert handle.num_bytes == 96
     sent = DeviceHandle(**msgspec.msgpack.decode(msgspec.msgpack.encode(asdict(handle))))
-    device_buffer.open_shared(sent, torch.device("cuda", 2))
+    snapshot_module.open_shared(sent, torch.device("cuda", 2))
     assert dict(zip(names, rebuilt[0], strict=True)) == {**given, "storage_device": 2}
 
 

@@ -5,8 +5,14 @@ from collections.abc import Sequence
 
 from grpo_ray.config.task import KeywordsTaskConfig
 from grpo_ray.tasks.examples import Example, ExampleSets, Pairs
-from grpo_ray.tasks.keywords.pairs import not_evaluated, pair_examples, read_pairs
-from grpo_ray.tasks.keywords.word_list import Keywords, draw_keywords, read_words
+from grpo_ray.tasks.keywords.pairs import (
+    Keywords,
+    draw_keywords,
+    not_evaluated,
+    pair_examples,
+    read_pairs,
+    read_words,
+)
 
 
 def keyword_examples(config: KeywordsTaskConfig, seed: int) -> ExampleSets:

@@ -10,7 +10,6 @@ from grpo_ray.config.loading import load_config, read_config
 from grpo_ray.config.schema import leaves
 from grpo_ray.records.json_lines import StepLines
 from grpo_ray.records.run_files import RunDirectory
-from grpo_ray.tools.report.panels import REWARD, VALIDATION
 from grpo_ray.tools.report.rollout_rows import show_rollouts
 from grpo_ray.tools.report.rollout_sample import sample_rollouts, step_files
 from grpo_ray.tools.report.run_header import (
@@ -22,7 +21,7 @@ from grpo_ray.tools.report.run_header import (
     shown_samples,
     warnings_in,
 )
-from grpo_ray.tools.report.series import RankTotals, make_series, stage_times
+from grpo_ray.tools.report.series import REWARD, VALIDATION, RankTotals, make_series, stage_times
 from grpo_ray.tools.top.bottleneck import Problems, bottleneck, steady
 from grpo_ray.tools.top.learner_figures import rank_figures, rank_hint
 

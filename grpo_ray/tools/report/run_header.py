@@ -15,8 +15,8 @@ from grpo_ray.records.json_lines import parse_line
 from grpo_ray.records.readable_rollouts import ReadableRollout, readable_rollouts, shortened
 from grpo_ray.records.rollout_log import read_groups
 from grpo_ray.records.run_files import RunDirectory, step_name
-from grpo_ray.tools.report.panels import REWARD
 from grpo_ray.tools.report.rollout_sample import StepFiles
+from grpo_ray.tools.report.series import REWARD
 from grpo_ray.tools.top.run_view import NUM_STEPS
 from grpo_ray.watch.console import settings
 from grpo_ray.watch.detectors import KIND, is_detection

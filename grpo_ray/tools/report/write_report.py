@@ -17,8 +17,8 @@ from grpo_ray.records.json_lines import to_json
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.records.visible_text import visible
 from grpo_ray.tools.look import ReportOptions
-from grpo_ray.tools.report.panels import PANELS, expanded
 from grpo_ray.tools.report.run_data import Bounds, run_data
+from grpo_ray.tools.report.series import PANELS, expanded
 from grpo_ray.watch.metrics_catalog import METRICS
 
 WEB = resources.files("grpo_ray.tools.report") / "web"

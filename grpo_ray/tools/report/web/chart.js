@@ -99,7 +99,7 @@ class Figure {
   }
 }
 
-/** A chart of one panel (panels.py). */
+/** A chart of one panel (series.py). */
 class LineChart extends Figure {
   constructor(panel, runs) {
     super(panel.title, panel.unit);
