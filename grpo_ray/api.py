@@ -83,7 +83,7 @@ class Run:
 
     def plot(self) -> "Figure":
         """Draw the rewards and the time of each step, as in `reward_curve.png`."""
-        from grpo_ray.tools.drawing.reward_curve import draw_reward_curve
+        from grpo_ray.tools.drawing.figures import draw_reward_curve
 
         return draw_reward_curve(self._run.metrics_path, self._run.evaluations_summary_path)
 

@@ -22,7 +22,7 @@ class Objective:
     `Objective(name)` is the objective of a configuration with that loss: its defaults are the same.
 
     Raises:
-        ValueError: a name is unknown, or a clip range is given to a loss that has none.
+        ValueError: a name is unknown, a number out of bounds, or a clip range is given to a loss without one.
     """
 
     loss_type: str
@@ -77,6 +77,11 @@ class Objective:
         ):
             if name is not None and name not in allowed:
                 raise ValueError(f"unknown {what} {name!r}; allowed: {', '.join(allowed)}")
+        for name, least in (("cliprange", 0), ("cliprange_high", 0), ("dual_clip", 1)):
+            if (value := getattr(self, name)) is not None and not value > least:
+                raise ValueError(f"{name} is {value:g}; it must be above {least}")
+        if not self.kl_coefficient >= 0:
+            raise ValueError(f"kl_coefficient is {self.kl_coefficient:g}; it must be at least 0")
         if self.dual_clip is not None and self.loss_type not in ("grpo_clip", *own):
             raise ValueError(f"dual_clip works only with `grpo_clip`, but the loss is `{self.loss_type}`")
         if loss_record(self.loss_type).epsilons is None:

@@ -96,6 +96,8 @@ def test_misspelt_options_are_refused():
         ({"loss_type": "dppo_tv", "cliprange": 0.2}, "cliprange: the loss `dppo_tv` has no clip range"),
         ({"loss_type": "sapo", "cliprange_high": 0.2}, "cliprange_high: the loss `sapo` has no clip range"),
         ({"loss_type": "cispo", "dual_clip": 3.0}, "dual_clip works only with `grpo_clip`"),
+        ({"loss_type": "grpo_clip", "cliprange": -0.2}, "cliprange is -0.2; it must be above 0"),
+        ({"loss_type": "grpo_clip", "kl_coefficient": -1.0}, "kl_coefficient is -1; it must be at least 0"),
     ],
     ids=str,
 )

@@ -14,7 +14,7 @@ from report_runs import write_lines
 from grpo_ray.records.checkpoint import CheckpointState, CheckpointStore
 from grpo_ray.records.rollout_log import write_rollouts
 from grpo_ray.records.run_files import RunDirectory, step_name
-from grpo_ray.tools.drawing.reward_curve import draw_reward_curve
+from grpo_ray.tools.drawing.figures import draw_reward_curve
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
 from grpo_ray.tools.report.ending import OWN, print_ending
 from grpo_ray.tools.report.run_header import warnings_in

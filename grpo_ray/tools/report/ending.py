@@ -10,7 +10,7 @@ from grpo_ray.records.checkpoint import CheckpointStore
 from grpo_ray.records.json_lines import StepLines
 from grpo_ray.records.readable_rollouts import ReadableRollout
 from grpo_ray.records.run_files import RunDirectory, read_metrics
-from grpo_ray.tools.drawing.reward_curve import draw_reward_curve
+from grpo_ray.tools.drawing.figures import draw_reward_curve
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
 from grpo_ray.tools.report.run_header import validation_samples
 from grpo_ray.watch.detectors import is_detection
