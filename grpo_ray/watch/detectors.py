@@ -107,6 +107,8 @@ def _short_outputs(window: RecentSteps) -> str | None:
     A policy that learns to answer briefly also gets shorter, but more of its answers are right.
     """
     before, now = window.at_first(LENGTH), window.now(LENGTH)
+    if before == 0 and not now > 0:
+        return f"no token was sampled ({LENGTH}), so nothing is trained: episodes may not call their session"
     right_before, right_now = window.at_first(ANSWER), window.now(ANSWER)
     if not (now <= 0.5 * before and right_now <= min(right_before + 0.05, 0.95)) or window.learns:
         return None

@@ -117,6 +117,13 @@ def test_a_judges_reward_dropped_groups_and_late_episodes_are_none() -> None:
     assert "20 episodes ended without a reward" in found.text
 
 
+def test_episodes_that_sample_nothing_are_reported() -> None:
+    silent = {"rollout/response_tokens/mean": 0.0}
+    (found,) = watched(course(silent, silent))
+    assert (found.name, found.step) == ("short_outputs", 3)
+    assert "no token was sampled (rollout/response_tokens/mean)" in found.text
+
+
 def test_many_clipped_tokens_are_a_failure_unless_the_clip_range_is_narrow() -> None:
     rows = course({}, {"lag/mean": 9.0, "lag/max": 9.0, "loss/clip_frac": 0.2})
     assert [found.name for found in watched(rows)] == ["large_lag"]
