@@ -8,8 +8,15 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, Tag, model_validator
 
-from grpo_ray.config.losses import Aggregation, LossType, clip_epsilons, loss_record, refuse_clip_range
-from grpo_ray.config.presets import PresetName, with_preset
+from grpo_ray.config.losses import (
+    Aggregation,
+    LossType,
+    PresetName,
+    clip_epsilons,
+    loss_record,
+    refuse_clip_range,
+    with_preset,
+)
 from grpo_ray.config.reward import Argument
 from grpo_ray.config.section import NAME_OR_LIST, Decay, NonNegativeFloat, NonNegativeInt, Section
 from grpo_ray.config.user_code import is_function_name, one_of_or_own

@@ -1,7 +1,7 @@
 """Restores from the last checkpoint, for when an actor dies that cannot be replaced on its own."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import TypeVar
@@ -13,7 +13,7 @@ from grpo_ray.core.context import Prepared
 from grpo_ray.core.controller import RECOVERABLE, Controller
 from grpo_ray.errors import FORGED, OutOfDeviceMemory, RunError, shown_plainly
 from grpo_ray.records.checkpoint import Checkpoint, CheckpointStore, make_store
-from grpo_ray.records.run_files import RunDirectory
+from grpo_ray.records.run_files import RunDirectory, last_logged_step
 from grpo_ray.types import StartingModel
 from grpo_ray.watch.background import BackgroundThread
 from grpo_ray.watch.detectors import FailureWatch
@@ -46,7 +46,7 @@ def train_through_restores(
     restores = _Restores(recovery.max_restores)
     store = make_store(config, run)
     while True:
-        checkpoint = _restore(store, run, display)
+        checkpoint = _restore(store, run, display, config if restores.num_failures else None)
         with shown_plainly():
             prepared.prompts.load_state_dict(checkpoint.state.ledger if checkpoint else None)
         log = RunLog(run, display, trackers, FailureWatch.of_run(config, run.metrics_path))
@@ -108,16 +108,37 @@ class _Restores:
             )
 
 
-def _restore(store: CheckpointStore, run: RunDirectory, display: Display) -> Checkpoint | None:
+def check_has_had_none(run: RunDirectory, damaged: Sequence[str], config: Config) -> None:
+    """Refuse to begin a run again that has had a checkpoint; its records would be deleted; raises RunError."""
+    logged = last_logged_step(run.metrics_path)
+    every, last = config.checkpoint.every_num_steps, config.algorithm.num_steps
+    # The process may have been killed while it wrote the first one.
+    is_first = any(run.checkpoints.glob(f"unfinished-step-{min(every, last):06d}*"))
+    if damaged or (logged >= min(every + 1, last) and not is_first):
+        raise RunError(
+            f"{run.checkpoints} has no whole checkpoint, so the run would begin again and delete the "
+            f"records of its {logged} steps; put one back, or train a new run. " + "; ".join(damaged)
+        )
+
+
+def _restore(
+    store: CheckpointStore, run: RunDirectory, display: Display, config: Config | None
+) -> Checkpoint | None:
     """Return the newest complete checkpoint, after removing all later steps from the run directory.
 
+    Args:
+        config: the run's so far; None at the start of this process, where `resume` has decided.
+
     Raises:
-        RunError: the records before that checkpoint are damaged, or nothing can be changed for `GIVE_UP_S`.
+        RunError: the records before that checkpoint are damaged, there is none any more, or nothing can be
+            changed for `GIVE_UP_S`.
     """
 
     def restore() -> Checkpoint | None:
-        store.discard_unfinished()
         newest = store.latest()
+        if newest is None and config is not None:
+            check_has_had_none(run, store.damaged, config)
+        store.discard_unfinished()
         run.rewind(newest.state.step if newest else 0)
         return newest
 

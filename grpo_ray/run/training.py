@@ -37,7 +37,7 @@ from grpo_ray.run.preparation import (
     with_models,
     with_trial,
 )
-from grpo_ray.run.restores import Host, train_through_restores
+from grpo_ray.run.restores import Host, check_has_had_none, train_through_restores
 from grpo_ray.run.signals import run_until_signal, signals_answered, sigterm_interrupts
 from grpo_ray.run.supervised import LearnerHost, after_sft
 from grpo_ray.tasks.input_digests import check_inputs, input_digests, write_digests
@@ -169,14 +169,8 @@ def _resume(
         step = checkpoint.state.step if checkpoint is not None else 0
         if min(step, logged) >= config.algorithm.num_steps:
             return run  # `print_ending` says so, and how to train longer
-        every, last = before.checkpoint.every_num_steps, before.algorithm.num_steps
-        first, due = min(every + 1, last), min(every, last)
-        is_first = any(run.checkpoints.glob(f"unfinished-step-{due:06d}*"))  # killed while it wrote that one
-        if checkpoint is None and (store.damaged or (logged >= first and not is_first)):
-            raise RunError(
-                f"{run.checkpoints} has no whole checkpoint, so the run would begin again and delete the "
-                f"records of its {logged} steps; put one back, or train a new run. " + "; ".join(store.damaged)
-            )
+        if checkpoint is None:
+            check_has_had_none(run, store.damaged, before)
         run.check_records(step)
         if checkpoint is not None:
             check_same_reference(before, config)

@@ -32,7 +32,7 @@ class TopOptions:
 
 
 def _top(options: TopOptions) -> int:
-    from grpo_ray.tools.top.watch_run import top
+    from grpo_ray.tools.top.frame import top
 
     with contextlib.suppress(KeyboardInterrupt):  # this command has no actors to shut down
         top(options)

@@ -134,7 +134,7 @@ def _ending(run: RunDirectory) -> Callable[[], None]:
 
 def _top(run: RunDirectory) -> Callable[[], None]:
     from grpo_ray.tools.look import TopOptions
-    from grpo_ray.tools.top.watch_run import top
+    from grpo_ray.tools.top.frame import top
 
     return lambda: top(TopOptions(str(run.path), once=True))
 

@@ -15,8 +15,7 @@ from episode_groups import make_episode, make_episode_group, play
 
 from grpo_ray.config.algorithm import AlgorithmConfig, KLConfig
 from grpo_ray.config.loading import ConfigError, load_config
-from grpo_ray.config.losses import LOSS_RECORDS
-from grpo_ray.config.presets import PRESETS, PresetName
+from grpo_ray.config.losses import LOSS_RECORDS, PRESETS, PresetName
 from grpo_ray.episodes.segments import Segments
 from grpo_ray.errors import RunError
 from grpo_ray.records.run_files import dump_config

@@ -212,6 +212,21 @@ def test_a_run_restores_itself_when_an_actor_dies_that_cannot_be_replaced(
 
 
 @pytest.mark.slow
+def test_a_restore_without_a_whole_checkpoint_keeps_the_records(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+
+    async def meddle(actors: LocalActors, controller: Controller) -> None:
+        await until(lambda: controller._version >= 4 and (run.checkpoints / "step-000003").exists())
+        (run.checkpoints / "step-000003/training/state.json").write_text("{")
+        actors.learner.die()
+        await asyncio.sleep(60)
+
+    with pytest.raises(RunError, match=r"has no whole checkpoint, so the run would begin again"):
+        train(make_config("checkpoint.every_num_steps=3"), run.path, once(meddle))
+    assert [row["step"] for row in read_metrics(run.metrics_path)][:3] == [1, 2, 3]
+
+
+@pytest.mark.slow
 def test_restores_are_bounded_and_the_first_error_is_shown(tmp_path: Path) -> None:
     victims = iter(["buffer", "learner", "learner"])
 

@@ -32,7 +32,7 @@ from builders import (
 from episode_batches import Turn, distribution, slow_gradient
 
 from grpo_ray.config import Config
-from grpo_ray.config.presets import PRESETS
+from grpo_ray.config.losses import PRESETS
 from grpo_ray.core.learner import Learner
 from grpo_ray.errors import RunError
 from grpo_ray.learning.sequences import TrainSequence, sequences_of

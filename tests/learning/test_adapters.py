@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from grpo_ray.config import Config
 from grpo_ray.config.model import AdapterConfig, ModelConfig
 from grpo_ray.core.learner import Learner
-from grpo_ray.engines.vllm_adapter import ServedAdapter
+from grpo_ray.engines.vllm_engine import ServedAdapter
 from grpo_ray.learning.adapters import (
     add_adapter,
     check_adapter,

@@ -28,8 +28,8 @@ from grpo_ray.tools.preflight.command import PreflightOptions
 from grpo_ray.tools.preflight.findings import Finding
 from grpo_ray.tools.preflight.plays import Play, Played, Turn, WatchedSession
 from grpo_ray.tools.preflight.policies import ASKED, Asked, Said, ScriptedSampler, no_calls, scripts_of
+from grpo_ray.tools.preflight.preflight import as_text, runs_of
 from grpo_ray.tools.preflight.preflight import preflight as run
-from grpo_ray.tools.preflight.show import as_text, runs_of
 from grpo_ray.tools.preflight.subject import Subject, load_subject
 from grpo_ray.tools.preflight.watch import Watch, shift_clocks
 from grpo_ray.types import SamplingSettings

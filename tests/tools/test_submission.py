@@ -20,8 +20,7 @@ from grpo_ray.cluster.ray_internals import forget_cached_token
 from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.errors import INTERRUPTED, RunError
 from grpo_ray.tools.cli import main
-from grpo_ray.tools.submit import job_client
-from grpo_ray.tools.submit.job_client import JobClient, check_token, job_address
+from grpo_ray.tools.submit import submit
 from grpo_ray.tools.submit.submission import (
     CREDENTIALS,
     LIMIT_BYTES,
@@ -32,6 +31,7 @@ from grpo_ray.tools.submit.submission import (
     training_job,
     uploaded_files,
 )
+from grpo_ray.tools.submit.submit import JobClient, check_token, job_address
 
 HERE = "http://127.0.0.1:8265"
 ELSEWHERE = "http://head.example:8265"
@@ -418,8 +418,8 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeJobs:
     if Path("configs").exists():
         shutil.copytree("configs", tmp_path / "here/configs")
         monkeypatch.chdir(tmp_path / "here")  # where fewer files are looked through
-    monkeypatch.setattr(job_client, "_connect", lambda address: fake)
-    monkeypatch.setattr(job_client, "POLL_S", 0.0)
+    monkeypatch.setattr(submit, "_connect", lambda address: fake)
+    monkeypatch.setattr(submit, "POLL_S", 0.0)
     return fake
 
 
@@ -530,7 +530,7 @@ def test_a_head_that_takes_no_jobs(
     jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     jobs.not_ready = 9
-    monkeypatch.setattr(job_client, "STARTING_S", 0.0)
+    monkeypatch.setattr(submit, "STARTING_S", 0.0)
     assert main(["submit", QUICKSTART]) == 2
     assert f"grpo-ray: {HERE}: the head node accepts no jobs" in capsys.readouterr().err
 

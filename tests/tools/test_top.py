@@ -31,10 +31,9 @@ from grpo_ray.records.json_lines import read_last_lines
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.top.bottleneck import Problems, Shares, bottleneck, time_shares
-from grpo_ray.tools.top.frame import draw_frame, stage_shares
+from grpo_ray.tools.top.frame import TopOptions, draw_frame, keys, stage_shares, top
 from grpo_ray.tools.top.learner_figures import RankFigures, learner_figures, rank_figures, rank_hint, ranks_line
 from grpo_ray.tools.top.run_view import RunView, is_alive, read_view, silence_of
-from grpo_ray.tools.top.watch_run import TopOptions, keys, top
 from grpo_ray.watch import run_state
 from grpo_ray.watch.run_state import ActorState, Ending, LiveStatus, RunState, read_state, reported
 
@@ -681,7 +680,7 @@ def test_ctrl_c_ends_only_the_watching(
         raise KeyboardInterrupt
 
     run = make_run(tmp_path / "run", make_state(), [step(1)])
-    monkeypatch.setattr("grpo_ray.tools.top.watch_run.read_view", interrupted)
+    monkeypatch.setattr("grpo_ray.tools.top.frame.read_view", interrupted)
     assert main(["top", str(run.path)]) == 0
     assert "have been ended" not in capsys.readouterr().err
 
@@ -691,7 +690,7 @@ def test_ctrl_c_leaves_the_last_frame_on_the_terminal(tmp_path: Path, monkeypatc
         raise KeyboardInterrupt
 
     run = make_run(tmp_path / "run", make_state(), [step(1)])
-    monkeypatch.setattr("grpo_ray.tools.top.watch_run.keys", lambda: contextlib.nullcontext(interrupted))
+    monkeypatch.setattr("grpo_ray.tools.top.frame.keys", lambda: contextlib.nullcontext(interrupted))
     console = Console(width=80, height=24, force_terminal=True, file=io.StringIO())
     top(TopOptions(str(run.path), False, 0.01), console)
     _, _, after = console.file.getvalue().rpartition("\x1b[?1049l")  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from grpo_ray.config import Config
 from grpo_ray.config.model import AdapterConfig
 from grpo_ray.core.learner import Learner
-from grpo_ray.engines.vllm_adapter import ServedAdapter
+from grpo_ray.engines.vllm_engine import ServedAdapter
 from grpo_ray.records.adapter_files import FILE
 from grpo_ray.records.rollout_log import read_rollouts
 from grpo_ray.records.run_files import RunDirectory, read_metrics

@@ -6,5 +6,5 @@ plays.py      episodes in a forked process
 checks.py     the faults that plays, histories and the chat template show
 findings.py   a fault, with its place and its cure
 fixture.py    pytest's fixture
-show.py       a conversation as the tokens that would be trained, for the terminal and as HTML
+preflight.py  all of it, and a conversation as the tokens that would be trained, for the terminal and as HTML
 """

@@ -35,8 +35,7 @@ class PreflightOptions:
 
 
 def _preflight(options: PreflightOptions) -> int:
-    from grpo_ray.tools.preflight.preflight import preflight
-    from grpo_ray.tools.preflight.show import show
+    from grpo_ray.tools.preflight.preflight import preflight, show
 
     with shown_plainly(), contextlib.redirect_stdout(sys.stderr):  # a module may print as it is imported
         found = preflight(options)

@@ -1,18 +1,24 @@
 """`grpo-ray submit`: check a job here, submit it, and follow it; or follow or stop one that was submitted."""
 
+import asyncio
+import contextlib
+import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.loading import load_config
-from grpo_ray.errors import INTERRUPTED, RunError, shown_plainly
+from grpo_ray.config.secrets import RAY_TOKEN
+from grpo_ray.errors import INTERRUPTED, RunError, ray_needed, shown_plainly
 from grpo_ray.records.visible_text import visible
 from grpo_ray.tools.submit.command import SubmitOptions
-from grpo_ray.tools.submit.job_client import JobClient, check_token, job_address
 from grpo_ray.tools.submit.submission import (
+    RUN_KEY,
     Submission,
     SubmissionContext,
     check_upload,
@@ -88,3 +94,153 @@ def _print_submitted(job_id: str, job: Submission, address: str | None) -> None:
     print(f"watch      grpo-ray top {shlex.quote(job.metadata['run'])}")
     print(f"follow     grpo-ray submit --follow {job_id}{at}")
     print(f"stop       grpo-ray submit --stop {job_id}{at}", flush=True)
+
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobSubmissionClient
+
+DEFAULT_ADDRESS = "http://127.0.0.1:8265"
+STARTING_S = 60.0  # a head node answers some seconds before it accepts jobs
+POLL_S = 0.5
+NO_AGENT = (
+    "the head node accepts no jobs, because its agent is not running; if another Ray on that machine holds the "
+    "agent's port, start the head with --dashboard-agent-listen-port=0"
+)
+
+
+def job_address(given: str | None) -> str:
+    """Return the dashboard that jobs go to: the given one, RAY_ADDRESS, or that of a head on this machine.
+
+    Raises:
+        RunError: the address is not a dashboard's.
+    """
+    address = given or os.environ.get("RAY_ADDRESS") or DEFAULT_ADDRESS
+    if not address.startswith(("http://", "https://")):
+        source = "--address" if given else "RAY_ADDRESS"
+        raise RunError(
+            f"{source} is {address}: jobs go to the dashboard of a cluster's head node; "
+            "give its address, such as http://HOST:8265"
+        )
+    return address.rstrip("/")
+
+
+def check_token(context: SubmissionContext) -> None:
+    """Use the cluster's token if there is one here; call before Ray is imported, which reads the mode once.
+
+    Raises:
+        RunError: the cluster is another machine, there is no token, and RAY_AUTH_MODE is not `disabled`.
+    """
+    file = Path(os.environ.get(RAY_TOKEN[1]) or Path.home() / ".ray" / "auth_token")
+    has_token = bool(os.environ.get(RAY_TOKEN[0])) or (file.is_file() and file.stat().st_size > 0)
+    if has_token:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if not (context.is_here or has_token or os.environ.get("RAY_AUTH_MODE") == "disabled"):
+        raise RunError(
+            f"no token for {context.address}; set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's, or "
+            "RAY_AUTH_MODE=disabled if it has none and anyone with access may run anything on it"
+        )
+
+
+class JobClient:
+    """The jobs of one cluster."""
+
+    def __init__(self, address: str) -> None:
+        """Connect to the cluster.
+
+        Raises:
+            RunError: nothing answers at the address, or the cluster refuses the token.
+        """
+        os.environ["RAY_API_SERVER_ADDRESS"] = address  # Ray prefers this to its argument
+        self.address = address
+        with _explained(address):
+            self._client = _connect(address)
+
+    def submit(self, job: Submission) -> str:
+        """Upload the working directory and start the job; return its id."""
+        deadline = time.monotonic() + STARTING_S
+        with _explained(self.address):
+            while True:
+                try:
+                    job_id: str = self._client.submit_job(
+                        entrypoint=job.entrypoint,
+                        runtime_env=dict(job.runtime_env),
+                        metadata=dict(job.metadata),
+                    )
+                    return job_id
+                except RuntimeError as error:
+                    if "No available agent" not in str(error):
+                        raise
+                    if time.monotonic() > deadline:
+                        raise RuntimeError(NO_AGENT) from error
+                    time.sleep(POLL_S)
+
+    def follow(self, job_id: str) -> bool:
+        """Print the job's output until it ends; return True if it succeeded."""
+        with _explained(self.address):
+            self._client.get_job_info(job_id)  # raises if there is no such job, which the output does not
+            with contextlib.suppress(RuntimeError):  # the connection broke
+                asyncio.run(self._print_output(job_id))
+            if not self._client.get_job_status(job_id).is_terminal():
+                raise RuntimeError(
+                    f"the connection ended, and the job keeps running; follow it again with --follow {job_id}"
+                )
+            return self._report_end(job_id)
+
+    def stop(self, job_id: str) -> bool:
+        """Ask the job to end and wait until it has; its run finishes the step and writes a checkpoint."""
+        with _explained(self.address):
+            run = (self._client.get_job_info(job_id).metadata or {}).get(RUN_KEY)
+            if not self._client.stop_job(job_id):
+                self._report_end(job_id)
+                return True
+            print(f"job {job_id} is stopping, with a checkpoint after its current step", flush=True)
+            while not self._client.get_job_status(job_id).is_terminal():
+                time.sleep(POLL_S)
+            self._report_end(job_id)
+            if run is not None:
+                print(visible(f"resume it with: grpo-ray submit --resume {shlex.quote(run)}"))
+            return True
+
+    async def _print_output(self, job_id: str) -> None:
+        async for lines in self._client.tail_job_logs(job_id):
+            print(visible(lines), end="", flush=True)
+
+    def _report_end(self, job_id: str) -> bool:
+        info: Any = self._client.get_job_info(job_id)
+        why = ""
+        if info.status == "FAILED":  # Ray appends the end of the output, which was already printed
+            why = f": {(info.message or '').partition(', last available logs')[0]}"
+        print(visible(f"job {job_id}: {info.status.lower()}{why}"))
+        return bool(info.status == "SUCCEEDED")
+
+
+def _connect(address: str) -> "JobSubmissionClient":
+    from ray.job_submission import JobSubmissionClient
+
+    for handler in logging.getLogger("ray").handlers:  # otherwise Ray lists every file that it does not upload
+        handler.setLevel(logging.ERROR)
+    return JobSubmissionClient(address)
+
+
+@contextlib.contextmanager
+def _explained(address: str) -> Iterator[None]:
+    """Turn the errors of Ray's client into a RunError."""
+    with ray_needed():
+        from ray.exceptions import AuthenticationError
+    import aiohttp
+    import requests
+
+    try:
+        yield
+    except (ConnectionError, requests.ConnectionError, aiohttp.ClientError) as error:
+        raise RunError(
+            f"no Ray dashboard answers at {address}; start a head node with launch/start_head.sh, or give "
+            "another with --address or RAY_ADDRESS"
+        ) from error
+    except AuthenticationError as error:
+        raise RunError(
+            f"{address} refuses this token; RAY_AUTH_TOKEN, or the file RAY_AUTH_TOKEN_PATH "
+            "(~/.ray/auth_token), must hold the cluster's"
+        ) from error
+    except (RuntimeError, ValueError) as error:  # its HTTP errors; a folder that is too large to upload
+        raise RunError(f"{address}: {error}") from error

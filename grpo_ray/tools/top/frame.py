@@ -1,20 +1,29 @@
 """One frame of `grpo-ray top`: a run's view, drawn with rich."""
 
+import contextlib
+import os
+import select
+import sys
+import termios
 import time
-from collections.abc import Mapping, Sequence
+import tty
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.records.visible_text import visible
+from grpo_ray.tools.look import TopOptions
 from grpo_ray.tools.top.bottleneck import Problems, bottleneck, stage_seconds, steady
 from grpo_ray.tools.top.learner_figures import learner_figures, rank_figures, rank_hint, ranks_line
-from grpo_ray.tools.top.run_view import RunView
+from grpo_ray.tools.top.run_view import RunView, read_view
+from grpo_ray.watch.console import VisibleConsole
 from grpo_ray.watch.metrics_catalog import SYNC
 from grpo_ray.watch.run_state import ActorState, RunState
 
@@ -199,3 +208,50 @@ def _line(text: str, style: str) -> Text:
 def plain_text(text: str, style: str = "") -> Text:
     """Return the text with characters that a terminal would obey shown instead."""
     return Text(visible(text), style=style)
+
+
+@contextlib.contextmanager
+def keys() -> Iterator[Callable[[float], str]]:
+    """Provide `wait(seconds)`, which returns the key that was pressed meanwhile, or "".
+
+    The terminal's mode is restored at the end. If the input is not a terminal, no key is ever pressed.
+    """
+    source = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
+    before = termios.tcgetattr(source) if source is not None else None
+
+    def wait(seconds: float) -> str:
+        ready, _, _ = select.select([] if source is None else [source], [], [], seconds)
+        return os.read(ready[0], 1).decode(errors="replace") if ready else ""
+
+    try:
+        if source is not None:
+            tty.setcbreak(source, termios.TCSADRAIN)  # keeps the keys typed before
+        yield wait
+    finally:
+        if source is not None and before is not None:
+            termios.tcsetattr(source, termios.TCSADRAIN, before)
+
+
+def top(options: TopOptions, console: Console | None = None) -> None:
+    """Show a run until it has ended, or until q or Ctrl-C, which do not stop the run.
+
+    Raises:
+        RunError: there is no such run, or its folder cannot be read here.
+    """
+    console, run = console or VisibleConsole(), RunDirectory(options.run)
+    if options.once or not console.is_terminal:
+        console.print(draw_frame(read_view(run), console))
+        return
+    _follow(run, console, options.every_s)
+
+
+def _follow(run: RunDirectory, console: Console, every_s: float) -> None:
+    view = read_view(run)  # before the screen is taken, so that an error stays visible
+    screen = Live(console=console, screen=True, auto_refresh=False)
+    with contextlib.suppress(KeyboardInterrupt), keys() as wait, screen as live:
+        while not view.is_over:
+            live.update(draw_frame(view, console), refresh=True)
+            if wait(every_s) == "q":
+                break
+            view = read_view(run)
+    console.print(draw_frame(view, console))
