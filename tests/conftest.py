@@ -27,7 +27,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.model import Implementation, TinyModelConfig
 from grpo_ray.config.task import SortingTaskConfig
 from grpo_ray.run.machine import let_waiting_threads_sleep
-from grpo_ray.tools.simulation.virtual_time import VirtualClock
+from grpo_ray.watch.clock import VirtualClock
 from grpo_ray.watch.memory import imports_left_alone
 
 gc.disable()  # until the tests are collected: its passes take a fifth of the time that imports need

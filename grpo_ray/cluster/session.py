@@ -76,6 +76,7 @@ def address_of_node(is_local: bool) -> str:
     return "127.0.0.1" if is_local else str(ray.util.get_node_ip_address())
 
 
+LONGEST_FOLDER = 39  # of 107 bytes: "/ray/session_<time>_<pid>/sockets/plasma_store" has 68
 # Each actor writes to the run's logs/ (remote_actor.py), so Ray need not forward its output.
 QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
 
@@ -122,7 +123,10 @@ def _own_cluster(secrets_kept: Collection[str]) -> Iterator[None]:
     reaper = start_reaper()  # first, because Ray's agents outlive a driver that is killed while Ray starts
     try:
         with without_secrets(keep=secrets_kept), _hangups_ignored():
-            ray.init(address="local", include_dashboard=False, _temp_dir=folder, **QUIET)
+            try:
+                ray.init(address="local", include_dashboard=False, _temp_dir=folder, **QUIET)
+            except Exception as error:  # such as "The current node timed out during startup"
+                raise RunError(f"Ray did not start on this machine: {error}") from error
         yield
     finally:
         dismiss(reaper)
@@ -284,9 +288,13 @@ def private_ray_folder() -> str:
     Ray makes world-writable folders with sockets and packages in them, by default in /tmp/ray.
 
     Raises:
-        RunError: the folder exists, but other users can enter it.
+        RunError: the folder exists, but other users can enter it; or its path is too long for Ray's sockets.
     """
     folder = Path(tempfile.gettempdir()) / f"grpo_ray-{os.getuid()}"
+    if (length := len(os.fsencode(folder))) > LONGEST_FOLDER:
+        raise RunError(
+            f"{folder} has {length} bytes; Ray's sockets allow {LONGEST_FOLDER}: set a shorter TMPDIR"
+        )
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077

@@ -16,8 +16,7 @@ from grpo_ray.episodes.turn_router import ServingTime
 from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.types import PromptItem, Ref, RolloutGroup, SamplingSettings
 from grpo_ray.watch.event_loop import Changes
-from grpo_ray.watch.restarts import RestartBudget
-from grpo_ray.watch.suspects import Gate
+from grpo_ray.watch.restarts import Gate, RestartBudget
 
 GRACE_S = 60.0  # for the end of a group after its episodes have ended or were given up
 PING_S = 5.0  # between two calls that show that a worker answers

@@ -27,8 +27,7 @@ from grpo_ray.errors import ActorDied, DataLost, first_error
 from grpo_ray.types import PromptItem, Ref, RolloutGroup, SamplingSettings, ScoredGroup, Verdict
 from grpo_ray.watch.clock import monotonic
 from grpo_ray.watch.event_loop import FanOut
-from grpo_ray.watch.restarts import BudgetUsedUp, RestartBudget, pause_s
-from grpo_ray.watch.suspects import Gate, Losses, Suspects
+from grpo_ray.watch.restarts import BudgetUsedUp, Gate, Losses, RestartBudget, Suspects, pause_s
 
 Scored = tuple[Ref[RolloutGroup], Verdict, Ref[np.ndarray] | None]
 

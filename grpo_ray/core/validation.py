@@ -31,7 +31,7 @@ class Validation:
         self._items, self._pool = items, pool
         self._restored_step = context.log.step  # its validation may have been written already
         self._has_graded = False  # a later outage of a grader does not end the run
-        self._unwritten: deque[tuple[EvaluationSummary, list[ScoredGroup]]] = deque()
+        self._unwritten: deque[tuple[EvaluationSummary, list[ScoredGroup] | None]] = deque()
 
     def is_due(self, step: int) -> bool:
         return step % self._config.evaluation.every_num_steps == 0 or step == self._config.algorithm.num_steps
@@ -49,14 +49,11 @@ class Validation:
                 return found.metrics
         sample, num_samples = self._pool.sample_whole, self._config.evaluation.samples_per_prompt
         with self._clock.stage("evaluate", f"step {step}") as duration:
-            sampled = await asyncio.gather(
-                *(sample(item, num_samples, f"validation at step {step}") for item in self._items)
-            )
+            samples = (sample(item, num_samples, f"validation at step {step}") for item in self._items)
+            sampled = await asyncio.gather(*samples)
         groups = [group for group in sampled if group is not None]
         if not groups:
-            raise RunError(
-                f"no validation prompt could be sampled at step {step}; see {self._log.run.events_path}"
-            )
+            raise RunError(f"no prompt of validation {step} could be sampled; see {self._log.run.events_path}")
         if not self._has_graded:
             ungraded = ungraded_in(groups, with_late=False)  # at the start, engines may still be slow
             if ungraded is not None and ungraded.is_all:
@@ -84,11 +81,13 @@ class Validation:
                 error = f"{len(self._unwritten)} evaluations could not be written yet: {full}"
                 continue
             except Exception as mistake:  # it would come again
-                kind = type(mistake).__name__
-                note = f"the evaluation of step {summary.step} is not written: {kind}: {mistake}"
+                note = f"the evaluation of step {summary.step} is not written: {mistake!r}"
             self._unwritten.popleft()
+            if groups is None:
+                text = f"the disk had no room for the responses of the validation at step {summary.step}"
+                self._log.event("responses_lost", None, text, validation_step=summary.step)
             if note is not None:
                 self._log.event("rollouts_changed", None, note)
         for number in range(len(self._unwritten) - MAX_UNWRITTEN):
-            self._unwritten[number] = self._unwritten[number][0], []  # only the metrics of the oldest are kept
+            self._unwritten[number] = self._unwritten[number][0], None  # of the oldest only metrics are kept
         self._log.warning("evaluations", error)

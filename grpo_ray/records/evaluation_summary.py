@@ -246,16 +246,20 @@ def find_evaluation(folder: str | Path, step: int) -> EvaluationSummary | None:
 
 
 def write_evaluation(
-    folder: str | Path, summary: EvaluationSummary, groups: Sequence[ScoredGroup]
+    folder: str | Path, summary: EvaluationSummary, groups: Sequence[ScoredGroup] | None
 ) -> str | None:
     """Write `step-000040.parquet`, then append the summary to `summary.jsonl`; return `write_rollouts`' note.
+
+    Args:
+        groups: None writes no responses.
 
     Raises:
         OSError: a full disk, for example; no line was appended, and the call can be repeated.
     """
     folder = Path(folder)
-    path = folder / f"{step_name(summary.step)}.parquet"
-    note = write_rollouts(path, summary.step, groups, fsync=True)
+    path, note = folder / f"{step_name(summary.step)}.parquet", None
+    if groups is not None:
+        note = write_rollouts(path, summary.step, groups, fsync=True)
     error = JsonLines(folder / "summary.jsonl").append(asdict(summary))
     if error is not None:
         raise OSError(error)

@@ -202,25 +202,30 @@ def drop_half_line(path: Path) -> None:
 class StepLines:
     """The log's rows by step. A resumed run repeats some steps: the last row of a step counts.
 
-    An incomplete last line is left out, and a file that is missing has no rows.
+    A tail that cannot be read is left out, and a file that is missing has no rows.
     """
 
     def __init__(self, path: str | Path) -> None:
         """Find the lines.
 
         Raises:
-            DamagedLine: a line has no step.
+            DamagedLine: a line has no step, or cannot be read and is not of the tail.
         """
         self._path = Path(path)
         self._starts = array("q")
         last: dict[int, int] = {}  # by step: the number of its last line
-        start = 0
+        start, damaged = 0, None
         with suppress(FileNotFoundError), self._path.open("rb") as file:
             for number, line in enumerate(file):
-                if line.endswith(b"\n"):
-                    last[self._step(number, line)] = number
-                    self._starts.append(start)
-                    start += len(line)
+                step = self._step(number, line)
+                if step is None:
+                    damaged = damaged or damaged_line(path, number + 1)
+                elif damaged is not None:
+                    raise damaged
+                else:
+                    last[step] = number
+                self._starts.append(start)
+                start += len(line)
         self.steps = array("q", sorted(last))
         self._numbers = array("q", (last[step] for step in self.steps))
 
@@ -241,10 +246,11 @@ class StepLines:
                     file.seek(self._starts[number])
                 yield self._parsed(number, file.readline())
 
-    def _step(self, number: int, line: bytes) -> int:
-        match = STEP_FIRST.match(line)
-        step: int = int(match[1]) if match else self._parsed(number, line)["step"]
-        return step
+    def _step(self, number: int, line: bytes) -> int | None:
+        """Return the line's step; None if the line cannot be read, as a crash leaves the last ones."""
+        if line.endswith(b"\n") and (match := STEP_FIRST.match(line)):
+            return int(match[1])
+        return None if parse_line(line) is None else int(self._parsed(number, line)["step"])
 
     def _parsed(self, number: int, line: bytes) -> Row:
         row = parse_line(line)

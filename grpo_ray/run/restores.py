@@ -63,12 +63,12 @@ def train_through_restores(
                 if isinstance(error, OutOfDeviceMemory):
                     config = _with_smaller_micro_batches(config, error.num_tokens, log)
                 is_disturbed = FORGED in str(error)  # by a process that is no part of the run
+                where = f"The actors' output is in {run.logs}/; {how_to_resume(run)}"
                 if not controller.has_begun and not restores.num_failures and not is_disturbed:
-                    raise RunError(f"{error}\nThe actors' output is in {run.logs}/") from error
+                    raise RunError(f"{error}\n{where}") from error
                 try:
                     restores.count(controller.version, str(error))
                 except RunError as used_up:
-                    where = f"The actors' output is in {run.logs}/; {how_to_resume(run)}"
                     raise RunError(f"{used_up}\n{where}") from error
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.config.learner import SftConfig
-from grpo_ray.tasks.examples import Conversation, conversation_of
+from grpo_ray.tasks.examples import conversation_of, messages_of
 from grpo_ray.tasks.files import read_rows, text_of
 from grpo_ray.tasks.prompts import ChatTemplate, PromptTemplate
 
@@ -48,6 +48,8 @@ def read_demonstrations(
                 raise ValueError(
                     f"{place}: {MESSAGES!r} needs a model with a chat template; give prompt and response"
                 )
+            if row.get("tools"):
+                raise ValueError(f"{place}: 'tools' cannot be imitated, only text; leave the row out")
             chat = template if isinstance(template, ChatTemplate) else ChatTemplate()
             made = _of_messages(place, messages, chat, tokenizer, end_token_ids)
         else:
@@ -89,10 +91,13 @@ def _of_messages(
     place: str, messages: Any, template: ChatTemplate, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
 ) -> Demonstration:
     """Encode a conversation; its last message is the response."""
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    if not isinstance(last, dict) or last.get("role") != "assistant":
-        raise ValueError(f"{place}: {MESSAGES!r} must end with a message of the assistant")
-    given: Conversation = conversation_of(place, MESSAGES, messages[:-1])
+    known = messages_of(place, MESSAGES, messages) if isinstance(messages, list) else []
+    if [message["role"] for message in known[-2:]] != ["user", "assistant"]:
+        raise ValueError(
+            f"{place}: {MESSAGES!r} must end with a message of the user and the assistant's answer"
+        )
+    *before, last = known
+    given = conversation_of(place, MESSAGES, before)
     prompt = template.render(given, tokenizer)
     written = [*template.messages(given), {"role": "assistant", "content": text_of(place, last, "content")}]
     whole: str = tokenizer.apply_chat_template(written, tokenize=False)

@@ -51,21 +51,31 @@ class Conversation(str):
         return found
 
 
-def conversation_of(place: str, field: str, value: list[Any]) -> Conversation:
-    """Return a row's list of messages as a question.
+def messages_of(place: str, field: str, value: list[Any]) -> list[dict[str, str]]:
+    """Return a row's list of messages.
 
     Raises:
-        ValueError: one is no message, or the last is not the user's, so there is nothing to answer.
+        ValueError: one has not a role and text, or more than these, such as calls of tools.
     """
     for index, message in enumerate(value):
         items = message.items() if isinstance(message, dict) else ()
         given = {key: text for key, text in items if text is not None}  # Parquet fills in nulls
-        if set(given) != {"role", "content"} or given["role"] not in ROLES:
+        is_text = set(given) == {"role", "content"} and isinstance(given["content"], str)
+        if not is_text or given["role"] not in ROLES:
             raise ValueError(
                 f"{place}: {field!r}[{index}] is {repr(message)[:80]}; each message must have a `role` of "
-                f"{', '.join(ROLES)}, a `content`, and nothing else"
+                f"{', '.join(ROLES)}, a `content` of text, and nothing else"
             )
-    messages = [{key: message[key] for key in ("role", "content")} for message in value]
+    return [{key: message[key] for key in ("role", "content")} for message in value]
+
+
+def conversation_of(place: str, field: str, value: list[Any]) -> Conversation:
+    """Return a row's list of messages as a question.
+
+    Raises:
+        ValueError: as `messages_of`, or the last is not the user's, so there is nothing to answer.
+    """
+    messages = messages_of(place, field, value)
     roles = [message["role"] for message in messages]
     if roles[-1:] != ["user"] or "system" in roles[1:]:
         raise ValueError(

@@ -9,9 +9,8 @@ from typing import Any, Generic, TypeVar
 
 from grpo_ray.config.section import Section
 from grpo_ray.config.task import ReasoningGymTaskConfig, Task
-from grpo_ray.tasks import arithmetic, dataset, episode_examples, sorting
+from grpo_ray.tasks import arithmetic, dataset, episode_examples, keywords, sorting
 from grpo_ray.tasks.examples import ExampleSets, Pairs
-from grpo_ray.tasks.keywords import examples as keywords
 
 ConfigT = TypeVar("ConfigT", bound=Section)
 

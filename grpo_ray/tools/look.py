@@ -105,7 +105,7 @@ def _audit(options: AuditOptions) -> int:
     stay_offline()
     from grpo_ray.records.run_files import RunDirectory
     from grpo_ray.tools.audit.audit import audit
-    from grpo_ray.tools.audit.hashes import first_difference, hashes
+    from grpo_ray.tools.audit.checkpoint import first_difference, hashes
 
     runs = [RunDirectory(path) for path in (options.run, options.other) if path is not None]
     for each in runs:

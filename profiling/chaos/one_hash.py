@@ -23,7 +23,7 @@ from chaos_run import ChaosRun, RunEnded
 from chaos_scenarios import BUDGETS, SMALL, TORCH
 
 from grpo_ray.records.run_files import RunDirectory, read_metrics
-from grpo_ray.tools.audit.hashes import first_difference, hashes
+from grpo_ray.tools.audit.checkpoint import first_difference, hashes
 from grpo_ray.tools.drawing.figures import COLORS, GRID, new_figure, tidy
 
 EXACT = (*SMALL, *TORCH, *BUDGETS, "weight_sync.max_lag=0", "checkpoint.every_num_steps=1")

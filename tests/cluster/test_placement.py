@@ -14,8 +14,8 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.run import PlacementConfig
 from grpo_ray.errors import RunError
+from grpo_ray.run.machine import gpus_of
 from grpo_ray.tools.cli import main
-from grpo_ray.tools.experiments.resources import gpus_of
 
 EIGHT_GPUS = "configs/qwen2.5-math-1.5b-8gpu.yaml"
 

@@ -146,6 +146,9 @@ def test_settings_stay(setting):
 
 def test_a_ray_folder_that_others_can_enter_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(RunError, match="Ray's sockets allow 39: set a shorter TMPDIR"):
+        session.private_ray_folder()
+    monkeypatch.setattr(session, "LONGEST_FOLDER", 1000)
     folder = Path(session.private_ray_folder()).parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert session.private_ray_folder() == str(folder / "ray")

@@ -13,8 +13,7 @@ from grpo_ray.core.context import ServingContext
 from grpo_ray.core.starting import until_all_ready
 from grpo_ray.errors import Stalled
 from grpo_ray.records.run_files import RunDirectory
-from grpo_ray.tools.simulation.virtual_time import VirtualClock
-from grpo_ray.watch.clock import simulated_by
+from grpo_ray.watch.clock import VirtualClock, simulated_by
 from grpo_ray.watch.open_calls import OpenCalls
 from grpo_ray.watch.run_log import RunLog
 

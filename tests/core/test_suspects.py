@@ -20,11 +20,9 @@ from turn_clients import FakeGenerator, completion, until_death
 from grpo_ray.core.pool import GeneratorPool
 from grpo_ray.episodes.turn_router import RoutedSampler, TurnRouter
 from grpo_ray.errors import ActorDied, DataLost, RunError, TurnLost, first_error
-from grpo_ray.tools.simulation.virtual_time import VirtualClock
 from grpo_ray.types import GeneratorFailure, PlayReport, PromptItem, SamplingSettings
-from grpo_ray.watch.clock import simulated_by
-from grpo_ray.watch.restarts import BudgetUsedUp
-from grpo_ray.watch.suspects import MAX_LONE, Gate, Suspects
+from grpo_ray.watch.clock import VirtualClock, simulated_by
+from grpo_ray.watch.restarts import MAX_LONE, BudgetUsedUp, Gate, Suspects
 
 PLAIN, GAMES = "sums", "games"
 

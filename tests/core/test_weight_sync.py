@@ -12,9 +12,9 @@ from turn_clients import until
 
 from grpo_ray.core.sync import CALLS, PHASES, WeightSync, WeightSyncError
 from grpo_ray.errors import DataLost
-from grpo_ray.tools.simulation.virtual_time import VirtualClock
 from grpo_ray.transfer.messages import Snapshot
 from grpo_ray.types import SyncReport
+from grpo_ray.watch.clock import VirtualClock
 
 pytestmark = pytest.mark.virtual_time
 

@@ -309,6 +309,12 @@ def test_a_rehearsal_that_fails_says_so() -> None:
     with pytest.raises(RuntimeError, match="the robot is stuck"):
         rehearse(episode, [Example("", "")], lambda transcript: "1", 5)
 
+    async def stopped(session: object, example: Example) -> float:
+        raise KeyboardInterrupt  # as a signal does, wherever the process is
+
+    with pytest.raises(KeyboardInterrupt):
+        rehearse(stopped, [Example("", "")], lambda transcript: "1", 5)
+
 
 # The page
 

@@ -110,11 +110,13 @@ def test_a_text_template_and_a_template_without_an_end_token(
         ({"question": "a", "response": "b"}, "line 2: no field 'prompt'; .* question, response. Set sft"),
         ({"prompt": "a", "answer": "b"}, r"line 2: no field 'response'; .* Set sft.response_field"),
         ({"prompt": "a", "response": " "}, "line 2: 'response' is empty"),
-        ({"messages": [USER]}, "line 2: 'messages' must end with a message of the assistant"),
-        ({"messages": "hello"}, "line 2: 'messages' must end with a message of the assistant"),
-        ({"messages": [REPLY]}, "line 2: 'messages' has messages of nothing"),
-        ({"messages": [REPLY, REPLY]}, "line 2: 'messages' has messages of assistant; the last must"),
-        ({"messages": [USER, {**REPLY, "content": None}]}, "line 2: 'content' is None; it must be text"),
+        *(
+            ({"messages": messages}, "line 2: 'messages' must end with a message of the user and")
+            for messages in ([USER], "hello", [REPLY], [REPLY, REPLY])
+        ),
+        ({"messages": [USER, {**REPLY, "content": None}]}, r"'messages'\[1\] is .* a `content` of text"),
+        ({"messages": [USER, {**REPLY, "tool_calls": [1]}]}, r"line 2: 'messages'\[1\] is .*nothing else"),
+        ({"messages": [USER, REPLY], "tools": [{}]}, "line 2: 'tools' cannot be imitated, only text"),
         ({"prompt": "a" * 199, "response": "b"}, r"line 2: .* have \d+ tokens, but the model takes 160"),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""profiling/bench.py: cheap benchmarks run and write their results, and two results can be compared; a short chaos run."""
+"""Scripts of profiling/: cheap benchmarks write results to compare, and a short chaos run is clean."""
 
 import json
 import subprocess

@@ -84,11 +84,13 @@ def test_readable_rollouts_do_not_depend_on_the_order() -> None:
 def test_a_full_disk_fills_no_memory_with_evaluations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The responses of the oldest are given up; every evaluation keeps its metrics."""
     warnings: list[str | None] = []
+    lost: list[int] = []
     log = SimpleNamespace(
         step=0,
         run=SimpleNamespace(evaluations=tmp_path),
         writer=SimpleNamespace(submit=lambda topic, write: write()),
         warning=lambda topic, text: warnings.append(text),
+        event=lambda *_, validation_step: lost.append(validation_step),
     )
     context: Any = SimpleNamespace(config=None, actors=None, log=log, clock=None)
     evaluations: Any = Validation(context, [], None)  # type: ignore[arg-type]
@@ -108,8 +110,10 @@ def test_a_full_disk_fills_no_memory_with_evaluations(tmp_path: Path, monkeypatc
     assert warnings[-1] is None
     summaries = (tmp_path / "summary.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in summaries] == list(steps)
-    num_rows = [len(read_rollouts(tmp_path / f"{step_name(step)}.parquet")) for step in steps]
-    assert num_rows == [0] * 3 + [sum(len(group.rewards) for group in GROUPS)] * MAX_UNWRITTEN
+    files = sorted(tmp_path.glob("*.parquet"))
+    assert [file.stem for file in files] == [step_name(step) for step in steps[3:]]
+    assert all(len(read_rollouts(file)) == sum(len(group.rewards) for group in GROUPS) for file in files)
+    assert lost == [1, 2, 3]
 
 
 @pytest.mark.parametrize("n", [1, 3, 8])

@@ -348,6 +348,7 @@ def test_the_catalog_knows_its_names() -> None:
         '{"step": 1}\n{"step": 2, "a": 0}\n{"step": 1, "a": 3}\n{"step": 4, "a": null}\n',  # step 1 twice
         '{"a": 1, "step": 7}\n{"step":6}\n{"step": 12}\n',  # as another program might write it
         '{"step": 3, "a": "é"}\n{"step": 4, "a"',  # killed while it wrote
+        '{"step": 3}\n\0\0\n\0\n',  # after a power cut
     ],
 )
 def test_the_last_row_of_a_step_counts(tmp_path: Path, text: str) -> None:

@@ -14,8 +14,7 @@ from pydantic import ValidationError
 from grpo_ray.config.task import KeywordsTaskConfig
 from grpo_ray.tasks import load_examples
 from grpo_ray.tasks.examples import Example
-from grpo_ray.tasks.keywords.examples import sentence, warmup_pairs
-from grpo_ray.tasks.keywords.pairs import draw_keywords, read_words
+from grpo_ray.tasks.keywords import draw_keywords, read_words, sentence, warmup_pairs
 
 
 def words_of(text: str) -> list[str]:

@@ -20,7 +20,7 @@ from grpo_ray.config.task import KeywordsTaskConfig
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.tasks import load_examples
-from grpo_ray.tasks.keywords.pairs import KeywordPair
+from grpo_ray.tasks.keywords import KeywordPair
 from grpo_ray.types import Completion, SamplingSettings
 
 

@@ -9,19 +9,22 @@ from typing import Any
 import pytest
 import torch
 from builders import trained_so
-from local_runs import train
+from local_runs import make_config, train
 from report_runs import Rows, rewrite, write_lines
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_run import QUICKSTART, SMALL
 
 from grpo_ray.config.loading import load_config
+from grpo_ray.errors import RunError
 from grpo_ray.records.rollout_log import read_rollouts
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.rewards import REWARDS
 from grpo_ray.rewards.base import verdict
 from grpo_ray.run import training
 from grpo_ray.tools.audit.audit import audit
-from grpo_ray.tools.audit.checkpoint import UNFINISHED
+from grpo_ray.tools.audit.checkpoint import UNFINISHED, first_difference, hashes
+from grpo_ray.tools.cli import main
 
 pytestmark = pytest.mark.slow
 
@@ -565,9 +568,13 @@ def test_an_unfinished_run_is_audited_up_to_its_current_step(run: RunDirectory) 
     rewrite_config(run, "num_steps: 8\n", "num_steps: 12\n")
     run.rollouts_path(8).unlink()
     shutil.rmtree(run.checkpoint_path(8))
+    (run.evaluations / "step-000004.parquet").unlink()
+    lost = {"kind": "responses_lost", "step": 4, "validation_step": 4}
+    run.events_path.write_text(f"{json.dumps(lost)}\n")
     report = audit(run)
     assert report.problems == []
-    assert report.notes == ["the run is at step 8 of 12"]
+    missing = "evaluations/step-000004.parquet is missing: the disk had no room"
+    assert set(report.notes) == {"the run is at step 8 of 12", missing}
 
 
 @pytest.mark.parametrize(("step", "then"), [(5, "its rows are lost"), (8, "a resume removes it")])
@@ -605,3 +612,84 @@ def test_the_checkpoint_of_an_interrupted_run_may_be_a_step_ahead_of_its_lines(r
     report = audit(run)
     assert report.problems == []
     assert report.notes == ["the run is at step 7 of 12"]
+
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def hashed(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    folder = tmp_path_factory.mktemp("hashed") / "run"
+    train(make_config("algorithm.num_steps=2", "weight_sync.max_lag=0"), folder)
+    return RunDirectory(folder)
+
+
+@pytest.fixture
+def other(hashed: RunDirectory, tmp_path: Path) -> RunDirectory:
+    shutil.copytree(hashed.path, tmp_path / "other")
+    return RunDirectory(tmp_path / "other")
+
+
+def test_the_order_of_arrival_and_names_do_not_count(hashed: RunDirectory, other: RunDirectory) -> None:
+    def change(rows: Rows) -> None:
+        rows.reverse()
+        for row in rows:
+            row["generator"] = "generator-9"
+
+    rewrite(other.rollouts_path(2), change)
+    assert hashes(other) == hashes(hashed)
+    assert first_difference(hashed, other) is None
+
+
+def test_one_token_changes_the_hash_of_rollouts_alone(hashed: RunDirectory, other: RunDirectory) -> None:
+    def change(rows: Rows) -> None:
+        rows[-1]["token_ids"][1] += 1
+
+    rewrite(other.rollouts_path(2), change)
+    found, expected = hashes(other), hashes(hashed)
+    assert [name for name in expected if found[name] != expected[name]] == ["rollouts"]
+    difference = first_difference(hashed, other)
+    assert difference is not None
+    assert difference.startswith("step-000002: group ")
+    assert ", token_ids from place 1 on: [" in difference
+
+
+@pytest.mark.parametrize(
+    ("files", "name"), [("*.safetensors", "weights"), ("training/*.safetensors", "optimizer")]
+)
+def test_one_value_changes_the_hash_of_its_tensors(
+    hashed: RunDirectory, other: RunDirectory, files: str, name: str
+) -> None:
+    (path,) = sorted(other.checkpoints.iterdir())[-1].glob(files)
+    tensors = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()  # with which the file keeps its size, which a checkpoint knows
+    key = max(tensors, key=lambda key: tensors[key].numel())
+    tensors[key].flatten()[0] += 1
+    save_file(tensors, path, metadata)
+    trained_so(sorted(other.checkpoints.iterdir())[-1])
+    found, expected = hashes(other), hashes(hashed)
+    assert [each for each in expected if found[each] != expected[each]] == [name]
+    assert first_difference(hashed, other) == f"the newest checkpoint's {key}"
+
+
+def test_the_command_prints_hashes_and_the_first_difference(
+    hashed: RunDirectory, other: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", "--hash", str(hashed.path)]) == 0
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [
+        list(pair) for pair in hashes(hashed).items()
+    ]
+    assert main(["audit", str(hashed.path), str(other.path)]) == 0
+    assert "the two runs are the same" in capsys.readouterr().out
+    other.rollouts_path(1).unlink()
+    assert main(["audit", str(hashed.path), str(other.path)]) == 1
+    assert "step-000001.parquet stands where the other run has step-000002" in capsys.readouterr().out
+
+
+def test_a_step_more_and_a_missing_checkpoint_are_named(hashed: RunDirectory, other: RunDirectory) -> None:
+    other.rollouts_path(2).unlink()
+    assert first_difference(hashed, other) == "2 steps of rollouts, and 1"
+    shutil.rmtree(other.checkpoints)
+    with pytest.raises(RunError, match="there is no checkpoint to hash"):
+        hashes(other)

@@ -18,11 +18,11 @@ from small_run import QUICKSTART, SMALL
 from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.errors import RunError
 from grpo_ray.records.run_files import read_metrics
+from grpo_ray.run.machine import GpuPool, cores_of, default_jobs, gpus_of
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.experiments import curves
 from grpo_ray.tools.experiments.experiment import EXPERIMENTS, Experiment
 from grpo_ray.tools.experiments.experiment_plan import plan_experiment
-from grpo_ray.tools.experiments.resources import GpuPool, cores_of, default_jobs, gpus_of
 from grpo_ray.tools.experiments.run_experiment import run_experiment
 
 FAKE = (sys.executable, str(Path(__file__).parents[1] / "fake_run_cli.py"))
@@ -310,7 +310,7 @@ def test_jobs_by_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_run_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("grpo_ray.tools.experiments.resources.visible_gpus", lambda: ["4", "5", "6", "7"])
+    monkeypatch.setattr("grpo_ray.run.machine.visible_gpus", lambda: ["4", "5", "6", "7"])
     apart = load_config(QUICKSTART, ["generator.num_gpus=1", "learner.num_gpus=1"])
     together = load_config(
         QUICKSTART,

@@ -28,9 +28,8 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.records.run_files import dump_config
 from grpo_ray.tools.planning.command import PlanOptions
-from grpo_ray.tools.planning.hardware import GB, GPU_TYPES, Machine
 from grpo_ray.tools.planning.memory_plan import plan_memory
-from grpo_ray.tools.planning.model_shape import ModelShape
+from grpo_ray.tools.planning.model_shape import GB, GPU_TYPES, Machine, ModelShape
 from grpo_ray.tools.planning.splits import Split, best_split, divided, divisions, splits
 from grpo_ray.tools.planning.step_time import (
     Collectives,

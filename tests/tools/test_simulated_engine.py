@@ -12,9 +12,9 @@ from builders import update
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.tools.simulation.engine import SimulatedEngine
 from grpo_ray.tools.simulation.speeds import LognormalLengths, RecordedLengths, Speeds
-from grpo_ray.tools.simulation.virtual_time import Deadlock, VirtualClock
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import Completion, SamplingSettings
+from grpo_ray.watch.clock import Deadlock, VirtualClock
 
 # 1 s per token, and 0.5 s more for every running sequence; a prompt of 4 tokens takes 2 s.
 SPEEDS = Speeds(decode_s=1.0, decode_sequence_s=0.5, prefill_token_s=0.5, start_s=10.0, stage_s=3.0, load_s=7.0)

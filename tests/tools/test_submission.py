@@ -200,6 +200,9 @@ def test_ray_uploads_neither_credentials_nor_runs(checkout: Path, tmp_path: Path
     expected = {*HARMLESS, *wanted}
     assert packed(checkout, job.runtime_env["excludes"]) == expected
     assert listed(checkout, job.runtime_env["excludes"]) == expected
+    (checkout / "loop").symlink_to(checkout)
+    with pytest.raises(RunError, match="loop is a link to a folder that it lies in"):
+        listed(checkout, job.runtime_env["excludes"])
 
 
 def test_the_files_that_are_left_out_are_named(
@@ -468,7 +471,10 @@ def test_stop_says_how_to_go_on(jobs: FakeJobs, capsys: pytest.CaptureFixture[st
     assert "step 1" not in capsys.readouterr().out
     assert main(["submit", "--stop", "job-1"]) == 0
     printed = capsys.readouterr().out
-    assert f"job job-1: stopped\nresume it with: grpo-ray submit --resume {Path.cwd()}/runs/a\n" in printed
+    assert (
+        f"job job-1: stopped\nresume it, if it had begun, with: grpo-ray submit --resume {Path.cwd()}/runs/a\n"
+        in printed
+    )
     assert main(["submit", "--stop", "job-1"]) == 0  # a second time there is nothing to do
     assert capsys.readouterr().out == "job job-1: stopped\n"
     jobs.stopped_by = KeyboardInterrupt()

@@ -540,6 +540,7 @@ def test_steps_of_episodes_have_columns_of_their_own(tmp_path: Path) -> None:
         assert re.search(r" 3\.2 +88%", text)
         assert "tokens/s" in text
     assert ("longest" in narrow, "42 s" in narrow) == (False, False)
+    assert re.search(r"step +reward +lag +seconds *\n +1 ", drawn(view_of(run), width=30))  # whole numbers
     assert ("longest" in wide, "42 s" in wide, "eval" in wide) == (True, True, True)
     plain = make_run(tmp_path / "plain", make_state(), [step(1)])
     assert "turns " not in drawn(view_of(plain), width=140)

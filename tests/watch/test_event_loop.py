@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from grpo_ray.tools.simulation.virtual_time import VirtualClock
+from grpo_ray.watch.clock import VirtualClock
 from grpo_ray.watch.event_loop import PER_TURN, Changes, FanOut, LoopLag, gathered
 
 

@@ -23,8 +23,7 @@ from grpo_ray.config.task import KeywordsTaskConfig
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.errors import RunError, counted, shown_plainly
 from grpo_ray.run.preparation import check_files
-from grpo_ray.tasks.keywords.examples import make_example, task_keywords
-from grpo_ray.tasks.keywords.pairs import KeywordPair, Keywords, read_words
+from grpo_ray.tasks.keywords import KeywordPair, Keywords, make_example, read_words, task_keywords
 
 AT_ONCE = 256  # prompts in the engine at a time
 

@@ -11,7 +11,7 @@ from grpo_ray.records.durable import replacing, sync_tree
 from grpo_ray.records.json_lines import JsonLines, read_lines
 from grpo_ray.records.resumable_folder import Definition, ResumableFolder
 from grpo_ray.rewards.builtin import keyword_inclusion_reward_fn
-from grpo_ray.tasks.keywords.pairs import KeywordPair, Keywords
+from grpo_ray.tasks.keywords import KeywordPair, Keywords
 
 TRAIN_FRAC = 0.8
 FEWEST_PAIRS = 5  # the fewest with at least one pair for validation

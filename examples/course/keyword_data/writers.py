@@ -13,8 +13,7 @@ from grpo_ray.engines import make_engine
 from grpo_ray.engines.base import Engine
 from grpo_ray.learning.model_files import check_local_model, is_local, load_tokenizer
 from grpo_ray.run.preparation import TaskData, prepare_serving
-from grpo_ray.tasks.keywords.examples import make_example, sentence
-from grpo_ray.tasks.keywords.pairs import Keywords
+from grpo_ray.tasks.keywords import Keywords, make_example, sentence
 from grpo_ray.tasks.prompts import CHAT, Prompter
 from grpo_ray.types import SamplingSettings
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from examples.course.playground.settings import make_settings
 from grpo_ray.errors import INTERRUPTED, RunError
 from grpo_ray.records.durable import replacing
-from grpo_ray.tools.experiments.resources import describe_machine
+from grpo_ray.run.machine import describe_machine
 
 if TYPE_CHECKING:
     from examples.course.playground.comparison import Run

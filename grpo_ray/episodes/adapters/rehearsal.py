@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.episodes.chat_template import ChatTemplate
 from grpo_ray.episodes.openai_server import ChatServer
-from grpo_ray.episodes.outcome import Limits
+from grpo_ray.episodes.outcome import Limits, Outcome
 from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.tool_calls import make_tool_parser
@@ -75,14 +75,26 @@ async def _rehearsed(
     parser = make_tool_parser("transformers", tokenizer)
     template = ChatTemplate(tokenizer, [tokenizer.eos_token_id])
     settings = SamplingSettings(1, 1.0, 1.0, 0, MAX_TOKENS // 2)
+    stops: list[KeyboardInterrupt] = []  # of this process, which the runner takes for the episode's
+
+    async def heard(session: Session, example: Example) -> float | Outcome:
+        try:
+            return await episode(session, example)
+        except KeyboardInterrupt as stop:
+            stops.append(stop)
+            raise
+
     await server.start()
     try:
         for seed, example in enumerate(cycle(examples)):
             before = len(script.pairs)
             session = Session(script, settings, template, Limits(max_tokens=MAX_TOKENS), parser)
-            result = await EpisodeRunner(episode, server=server).run(session, replace(example, seed=seed))
+            result = await EpisodeRunner(heard, server=server).run(session, replace(example, seed=seed))
+            if stops:
+                raise stops[0]
             if result.reward is None or len(script.pairs) == before:
-                raise RuntimeError(f"an episode that was played for the warm-up cannot be used: {result}")
+                reason = result.error or "it sampled nothing"
+                raise RuntimeError(f"an episode that was played for the warm-up cannot be used: {reason}")
             if len(script.pairs) >= num_pairs:
                 break
     finally:

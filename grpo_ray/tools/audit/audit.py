@@ -257,11 +257,14 @@ def _audit_evaluations(
     report.num_evaluations = len(summaries)
     report.problems += [f"no evaluation at step {step}" for step in sorted(due - steps.keys())]
     report.problems += [f"{n} evaluations at step {step}" for step, n in steps.items() if n > 1]
+    lost = {event["validation_step"] for event in _events(run, "responses_lost")}
     prompts: dict[int, GroupPrompt] = {}
     for summary in summaries:
         file = run.evaluations / f"{step_name(summary['step'])}.parquet"
         if not file.exists():
-            report.problems.append(f"evaluations/{file.name} is missing")
+            is_lost = summary["step"] in lost
+            notes = report.notes if is_lost else report.problems
+            notes.append(f"evaluations/{file.name} is missing" + is_lost * ": the disk had no room")
             continue
         try:
             rows = RolloutRows(f"evaluations/{file.name}", read_rollouts(file))

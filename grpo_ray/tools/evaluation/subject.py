@@ -20,7 +20,7 @@ from grpo_ray.records.adapter_files import is_adapter, saved_config
 from grpo_ray.records.checkpoint import LAST, Checkpoint, CheckpointStore
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tasks.files import read_rows
-from grpo_ray.tasks.keywords.pairs import FIELDS as PAIR_FIELDS
+from grpo_ray.tasks.keywords import FIELDS as PAIR_FIELDS
 from grpo_ray.tasks.sources import FILE_KINDS, LOCAL_SUFFIXES
 from grpo_ray.tools.look import EvaluationOptions
 

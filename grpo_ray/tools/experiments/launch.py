@@ -20,8 +20,8 @@ from types import FrameType
 from typing import IO
 
 from grpo_ray.rewards.isolation.confinement import die_with_parent
+from grpo_ray.run.machine import GpuPool
 from grpo_ray.tools.experiments.experiment_plan import PlannedRun
-from grpo_ray.tools.experiments.resources import GpuPool
 
 PROGRAM = (sys.executable, "-m", "grpo_ray")
 POLL_S = 0.1

@@ -10,6 +10,7 @@ from grpo_ray.errors import INTERRUPTED
 from grpo_ray.records.durable import replacing
 from grpo_ray.records.resumable_folder import ResumableFolder
 from grpo_ray.records.visible_text import print_visible, visible
+from grpo_ray.run.machine import default_jobs, describe_machine
 from grpo_ray.tools.experiments.experiment import Experiment
 from grpo_ray.tools.experiments.experiment_plan import (
     ExperimentPlan,
@@ -20,7 +21,6 @@ from grpo_ray.tools.experiments.experiment_plan import (
 )
 from grpo_ray.tools.experiments.launch import PROGRAM, Ended, Launcher
 from grpo_ray.tools.experiments.outcome import ExperimentOutcome, read_outcome
-from grpo_ray.tools.experiments.resources import default_jobs, describe_machine
 from grpo_ray.tools.experiments.table import by_variant, comparison_table, write_csv, write_summary
 
 

@@ -5,12 +5,11 @@ from dataclasses import dataclass, replace
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.tools.experiments.resources import gpus_of
+from grpo_ray.run.machine import gpus_of
 from grpo_ray.tools.planning.command import PlanOptions
 from grpo_ray.tools.planning.gpu_memory import GIB, Budget, generator_budget
-from grpo_ray.tools.planning.hardware import GB, GPU_TYPES, Machine
 from grpo_ray.tools.planning.learner_memory import learner_budget
-from grpo_ray.tools.planning.model_shape import find_shape
+from grpo_ray.tools.planning.model_shape import GB, GPU_TYPES, Machine, find_shape
 from grpo_ray.tools.planning.splits import Split, remedy_of, splits
 from grpo_ray.tools.planning.step_time import MeasuredRun, StepTime, Workload, measure, step_time
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from grpo_ray.config import Config
 from grpo_ray.tools.planning.gpu_memory import GIB, generator_budget, gib
-from grpo_ray.tools.planning.hardware import Machine
 from grpo_ray.tools.planning.learner_memory import learner_budget
-from grpo_ray.tools.planning.model_shape import ModelShape
+from grpo_ray.tools.planning.model_shape import Machine, ModelShape
 from grpo_ray.tools.planning.step_time import MeasuredRun, StepTime, Workload, step_time
 
 MOST_RANKS = 64

@@ -4,7 +4,7 @@ Operations are counted as in watch/flops.py, which imports torch, and with recom
 bytes of ring collectives over the bandwidth of the slowest link: a ring of n ranks passes (n - 1) / n of the
 bytes through every rank in an all-gather or a reduce-scatter, and twice that in an all-reduce (Patarasu and
 Yuan 2009). Across nodes the rings share the nodes' adapters, so all ranks of a node together pass those bytes
-once. The assumed shares of peaks and bandwidths are in hardware.py.
+once. The assumed shares of peaks and bandwidths are in model_shape.py.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,14 @@ from grpo_ray.tools.planning.gpu_memory import (
     kv_bytes_per_token,
     served_width,
 )
-from grpo_ray.tools.planning.hardware import (
+from grpo_ray.tools.planning.learner_memory import (
+    MOMENT_BYTES,
+    gathered_parameters,
+    num_shards,
+    responses_per_prompt,
+    trained_parameters,
+)
+from grpo_ray.tools.planning.model_shape import (
     ALL_REDUCE_S,
     COPY_TO_HOST,
     COPY_TO_STORE,
@@ -37,15 +44,8 @@ from grpo_ray.tools.planning.hardware import (
     TRAINING_UTILIZATION,
     GpuType,
     Machine,
+    ModelShape,
 )
-from grpo_ray.tools.planning.learner_memory import (
-    MOMENT_BYTES,
-    gathered_parameters,
-    num_shards,
-    responses_per_prompt,
-    trained_parameters,
-)
-from grpo_ray.tools.planning.model_shape import ModelShape
 from grpo_ray.watch.metrics_catalog import PAUSED
 
 FIRST_STEPS = 2  # engine and allocator are slower in these

@@ -38,6 +38,9 @@ def _preflight(options: PreflightOptions) -> int:
     from grpo_ray.tools.preflight.preflight import preflight, show
 
     with shown_plainly(), contextlib.redirect_stdout(sys.stderr):  # a module may print as it is imported
+        for path in filter(None, (options.json, options.html)):
+            if path != "-":
+                Path(path).open("a").close()  # can it be written? It is said now, not after all plays
         found = preflight(options)
     if options.json == "-":
         print(json.dumps(found.as_json()))

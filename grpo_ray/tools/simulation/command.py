@@ -99,6 +99,8 @@ def _lengths(options: SimulateOptions, config: "Config") -> "Lengths":
     from grpo_ray.tools.simulation.speeds import LognormalLengths, recorded_lengths
 
     if options.recorded is not None:
+        if options.length_mean is not None or options.length_sigma != SimulateOptions.length_sigma:
+            raise ValueError("--recorded gives the lengths; leave out --length-mean and --length-sigma")
         return recorded_lengths(options.recorded)
     return LognormalLengths(options.length_mean or config.sampling.max_tokens / 4, options.length_sigma)
 

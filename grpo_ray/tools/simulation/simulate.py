@@ -29,12 +29,11 @@ from grpo_ray.tasks.prompt_stream import PromptStream
 from grpo_ray.tasks.prompts import Prompter, TextTemplate, make_items
 from grpo_ray.tools.simulation.actors import SimulatedActors, Trace
 from grpo_ray.tools.simulation.speeds import Lengths, Speeds
-from grpo_ray.tools.simulation.virtual_time import VirtualClock
 from grpo_ray.tools.simulation.workers import Account, Faults
 from grpo_ray.tools.top.bottleneck import bottleneck, stage_seconds
 from grpo_ray.types import StartingModel
 from grpo_ray.watch.activity import ALL, GENERATOR
-from grpo_ray.watch.clock import simulated_by
+from grpo_ray.watch.clock import VirtualClock, simulated_by
 from grpo_ray.watch.memory import ProcessFamily
 from grpo_ray.watch.run_log import Metrics
 

@@ -271,13 +271,20 @@ def uploaded_files(folder: Path, excludes: Sequence[str]) -> dict[Path, int]:
     """Return the files that Ray uploads from the folder, with their sizes; it does not compress them.
 
     What stays is in `excludes`, and in each folder's .gitignore and .rayignore.
+
+    Raises:
+        RunError: a link leads to a folder that it lies in, so that there is no end of files.
     """
     names = [".gitignore", ".rayignore"]
     if os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE") == "1":  # as Ray's client decides
         names.remove(".gitignore")
     sizes: dict[Path, int] = {}
 
-    def walk(inner: Path, lists: list[tuple[Path, GitIgnoreSpec]]) -> None:
+    def walk(inner: Path, lists: list[tuple[Path, GitIgnoreSpec]], above: frozenset[Path]) -> None:
+        if (real := inner.resolve()) in above:
+            raise RunError(
+                f"{inner} is a link to a folder that it lies in; name it in .rayignore, or remove it"
+            )
         found = [inner / name for name in names if (inner / name).is_file()]
         texts = [path.read_text("utf-8", "replace") for path in found]
         lists = [*lists, *((inner, GitIgnoreSpec.from_lines(text.splitlines())) for text in texts)]
@@ -285,11 +292,11 @@ def uploaded_files(folder: Path, excludes: Sequence[str]) -> dict[Path, int]:
             if any(spec.match_file(path.relative_to(root).as_posix()) for root, spec in lists):
                 continue
             if path.is_dir():
-                walk(path, lists)
+                walk(path, lists, above | {real})
             elif path.is_file():
                 sizes[path] = path.stat().st_size
 
-    walk(folder, [(folder, GitIgnoreSpec.from_lines(excludes))])
+    walk(folder, [(folder, GitIgnoreSpec.from_lines(excludes))], frozenset())
     return sizes
 
 

@@ -198,7 +198,12 @@ class JobClient:
                 time.sleep(POLL_S)
             self._report_end(job_id)
             if run is not None:
-                print(visible(f"resume it with: grpo-ray submit --resume {shlex.quote(run)}"))
+                at = "" if self.address == DEFAULT_ADDRESS else f" --address {self.address}"
+                print(
+                    visible(
+                        f"resume it, if it had begun, with: grpo-ray submit --resume {shlex.quote(run)}{at}"
+                    )
+                )
             return True
 
     async def _print_output(self, job_id: str) -> None:

@@ -170,13 +170,17 @@ def _steps(rows: Sequence[Row], width: int) -> RenderableType:
     if not rows:
         return Group()
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    columns = _columns(rows, width)
-    for heading, _, _ in columns:
+    columns = []
+    for heading, names, form in _columns(rows, width):
+        known = [[row[name] for name in names if row.get(name) is not None] for row in rows]
+        cells = [form.format(sum(values)) if values else "" for values in known]
+        width -= max(map(len, (heading, *cells))) + 2
+        if width < 0:
+            break  # numbers that are cut would mislead
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        known = [[row[name] for name in names if row.get(name) is not None] for _, names, _ in columns]
-        cells = zip(columns, known, strict=True)
-        table.add_row(*(form.format(sum(values)) if values else "" for (_, _, form), values in cells))
+        columns.append(cells)
+    for each in zip(*columns, strict=True):
+        table.add_row(*each)
     return Group(Text(), table)
 
 
