@@ -74,7 +74,7 @@ class VirtualClock:
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer whenever nothing is ready.
+    """An event loop that jumps to the next timer whenever nothing is ready.
 
     The order of events depends on nothing but the timers. Work in an executor (`asyncio.to_thread`) runs at
     once, in no virtual time, because a thread would end at a moment of real time.

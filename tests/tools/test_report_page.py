@@ -208,7 +208,7 @@ def test_a_damaged_file_is_named(
     assert main(["report", str(run.path)]) == 2
     assert f"{run.rollouts_path(3)}: not a Parquet file" in capsys.readouterr().err
     run.rollouts_path(3).unlink()
-    run.metrics_path.write_text('{"step": 1}\nno json\n')
+    run.metrics_path.write_text('{"step": 1}\nno json\n{"step": 2}\n')
     assert main(["report", str(run.path)]) == 2
     assert f"{run.metrics_path}, line 2: not valid JSON" in capsys.readouterr().err
 
