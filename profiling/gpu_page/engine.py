@@ -60,7 +60,8 @@ def run_engine(case: EngineCase, command: list[str]) -> Iterator[dict[str, Any]]
     assert process.stdout is not None
     assert process.stderr is not None
     errors: list[str] = []
-    Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True).start()
+    reading = Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True)
+    reading.start()
     ended = Timer(limit_s, lambda: os.killpg(process.pid, signal.SIGKILL))
     ended.start()
     has_failed = False
@@ -71,6 +72,7 @@ def run_engine(case: EngineCase, command: list[str]) -> Iterator[dict[str, Any]]
                 has_failed |= "error" in found
                 yield found
         if process.wait() or has_failed:  # vLLM's processes say the cause on their standard error
+            reading.join(60)  # a process that is left behind may keep it open
             yield {"stage": "process", "error": f"ended with {process.returncode}: {''.join(errors)[-6000:]}"}
     finally:
         ended.cancel()
