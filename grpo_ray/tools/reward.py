@@ -62,10 +62,10 @@ def _reward(options: RewardOptions) -> int:
 
 
 def _importable(name: str) -> str:
-    name = importable(name)
-    if name not in REWARD_NAMES and not is_function_name(name):
+    found = importable(name)
+    if found not in REWARD_NAMES and not is_function_name(found):
         raise ValueError(f"{name!r} is not a reward; give FILE.py:FUNCTION, or {', '.join(REWARD_NAMES)}")
-    return name
+    return found
 
 
 def _mapping(option: str, text: str) -> dict[str, Any]:
