@@ -82,9 +82,7 @@ def read_speeds(path: str | None) -> Speeds:
     try:
         return Speeds.model_validate_json(Path(path).read_bytes())
     except ValidationError as error:
-        problems = (
-            f"{'.'.join(map(str, each['loc'])) or 'its text'}: {each['msg']}" for each in error.errors()
-        )
+        problems = (f"{'.'.join(map(str, e['loc'])) or 'its text'}: {e['msg']}" for e in error.errors())
         raise ValueError(f"--speeds {path}: {'; '.join(problems)}") from None
 
 
