@@ -225,8 +225,7 @@ def _adopt(run: RunDirectory, before: Config, now: Config, step: int, unchecked:
             if kind == "config_changed":
                 row["before"] = before.model_dump(mode="json")  # what the audit judges the steps so far by
             JsonLines(run.events_path).append(row)
-    if changes:
-        dump_config(now, run.config_path)
+    dump_config(now, run.config_path)  # also what a kill has left half written
     run.state_path.unlink(missing_ok=True)  # it describes how the run ended the last time
 
 
