@@ -1,4 +1,4 @@
-"""The losses by name, one record each: the facts that configuration, library and Learner go by; and presets.
+"""The losses by name, with the facts that configuration, library and Learner go by; and published algorithms.
 
 The functions are in `grpo_ray.objectives`; this module needs no torch.
 """

@@ -53,7 +53,7 @@ class Validation:
             sampled = await asyncio.gather(*samples)
         groups = [group for group in sampled if group is not None]
         if not groups:
-            raise RunError(f"no prompt of validation {step} could be sampled; see {self._log.run.events_path}")
+            raise RunError(f"no prompt could be sampled at step {step}; see {self._log.run.events_path}")
         if not self._has_graded:
             ungraded = ungraded_in(groups, with_late=False)  # at the start, engines may still be slow
             if ungraded is not None and ungraded.is_all:

@@ -1,4 +1,4 @@
-"""The production engine and teacher: vLLM's AsyncLLM, which runs in its own processes."""
+"""The production engine, its adapter, and the teacher: vLLM's AsyncLLM, which runs in its own processes."""
 
 import asyncio
 import itertools
@@ -27,6 +27,9 @@ from grpo_ray.transfer.messages import Meeting, WeightSnapshot
 from grpo_ray.transfer.shared_pages import Pages, SharedBuffer, pages_of
 from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 from grpo_ray.types import Completion, SamplingSettings
+
+ROOM_BYTES = 2**30
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has room for
 
 
 class VllmEngine:
@@ -311,10 +314,6 @@ class VllmTeacher:
     async def shutdown(self) -> None:
         await asyncio.to_thread(self._llm.shutdown)
         del self._llm  # now, while the modules that its finalizer calls are still loaded
-
-
-ROOM_BYTES = 2**30
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has room for
 
 
 class ServedAdapter:

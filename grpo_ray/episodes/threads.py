@@ -74,29 +74,27 @@ class EpisodeThread:
                 task.cancel()
             loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
             loop.run_until_complete(loop.shutdown_asyncgens())
-            calls.shutdown()  # waits, so that this thread is alive, and counted, while a call hangs
+            while calls.open:  # this thread is alive, and counted, while a call hangs
+                open_calls = (asyncio.wrap_future(call, loop=loop) for call in tuple(calls.open))
+                loop.run_until_complete(asyncio.gather(*open_calls, return_exceptions=True))
         finally:
             loop.close()
 
 
 class _Calls(ThreadPoolExecutor):
-    """Daemon threads for `asyncio.to_thread`: a call that hangs does not keep the process from ending."""
+    """A daemon thread per call of `asyncio.to_thread`: one that hangs does not keep the process from ending."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._started: list[threading.Thread] = []
+        self.open: set[Future[Any]] = set()
 
     def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         future: Future[T] = Future()
         call = partial(function, *args, **kwargs)
-        thread = threading.Thread(target=_answer, args=(future, call), daemon=True)
-        thread.start()
-        self._started = [each for each in self._started if each.is_alive()] + [thread]
+        threading.Thread(target=_answer, args=(future, call), daemon=True).start()
+        self.open.add(future)
+        future.add_done_callback(self.open.discard)
         return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        for thread in self._started if wait else ():
-            thread.join()
 
 
 def _answer(future: Future[T], call: Callable[[], T]) -> None:

@@ -1,6 +1,6 @@
 """The way of an episode's turns to the Generators: to the one with the prefix, while it is not overloaded.
 
-Turns to one Generator go out together, and come back together (turn_box.py).
+Turns to one Generator go out together, and come back together (turn_box.py). `ServingTime` limits them.
 """
 
 import asyncio

@@ -115,6 +115,7 @@ class CheckpointStore:
         self._unfinished: Path | None = None  # the folder of the current attempt
         self._in_use: set[int] = set()  # returned by `latest`: engines may load them again
         self.damaged: list[str] = []  # by the last reading: each damaged checkpoint, and how
+        self.has_had_one = False  # this object has read or written a whole checkpoint
 
     # ---- reading ----
 
@@ -178,6 +179,7 @@ class CheckpointStore:
             checkpoint = self._read(step, folder, reads_files=True, is_strict=True)
             if checkpoint is not None:
                 self._in_use.add(step)
+                self.has_had_one = True
                 return checkpoint
         return None
 
@@ -248,6 +250,7 @@ class CheckpointStore:
             _delete(replaced)
             final.rename(replaced)
         unfinished.rename(final)
+        self.has_had_one = True
         sync(self._folder)
         _delete(replaced)
         self._prune(newest=step)

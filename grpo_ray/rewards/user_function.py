@@ -88,11 +88,10 @@ class UserFunction:
             or (n not in filled and (columns is not None or p.default is not p.empty))
         }  # fmt: skip
         remedy = f"give `arguments` in a list: [{{reward: {self._name}, arguments: {{{{}}: ...}}}}]"
-        if columns is not None:
-            only = f", only {', '.join(columns)}" if columns else ""
-            remedy = (
-                f"there is no such column{only}; add it to the data (`grpo-ray reward`: --row), or {remedy}"
-            )
+        if columns:
+            remedy = f"there is no such column, only {', '.join(columns)}; add it to the data, or {remedy}"
+        elif columns is not None:
+            remedy += ", or add a column of that name to the data (`grpo-ray reward`: --row)"
         check_arguments(asked, self._arguments, what, remedy)
 
     def _check_places(self, what: str) -> None:

@@ -1,4 +1,4 @@
-"""The machine as it is: a configuration that names no GPU runs on the CPU of a machine without one."""
+"""The machine as it is: a CPU in place of a GPU that is missing, and the runs that fit at once."""
 
 import contextlib
 import os

@@ -39,14 +39,14 @@ def train_through_restores(
         drive: runs the controller to its end.
 
     Raises:
-        RunError: `recovery.max_restores` are used up, or the actors did not even start.
+        RunError: `recovery.max_restores` are used up, the actors did not even start, or no checkpoint is whole.
     """
     recovery = config.recovery
     budget = RestartBudget("recovery.max_restarts", recovery.max_restarts, recovery.restart_backoff_s)
     restores = _Restores(recovery.max_restores)
-    store = make_store(config, run)
+    store, failure = make_store(config, run), ""
     while True:
-        checkpoint = _restore(store, run, display, config if restores.num_failures else None)
+        checkpoint = _restore(store, run, display, failure)
         with shown_plainly():
             prepared.prompts.load_state_dict(checkpoint.state.ledger if checkpoint else None)
         log = RunLog(run, display, trackers, FailureWatch.of_run(config, run.metrics_path))
@@ -63,12 +63,13 @@ def train_through_restores(
                 if isinstance(error, OutOfDeviceMemory):
                     config = _with_smaller_micro_batches(config, error.num_tokens, log)
                 is_disturbed = FORGED in str(error)  # by a process that is no part of the run
-                where = f"The actors' output is in {run.logs}/; {how_to_resume(run)}"
+                failure = f"{error}\nThe actors' output is in {run.logs}/"
                 if not controller.has_begun and not restores.num_failures and not is_disturbed:
-                    raise RunError(f"{error}\n{where}") from error
+                    raise RunError(f"{failure}; {how_to_resume(run)}") from error
                 try:
                     restores.count(controller.version, str(error))
                 except RunError as used_up:
+                    where = f"The actors' output is in {run.logs}/; {how_to_resume(run)}"
                     raise RunError(f"{used_up}\n{where}") from error
 
 
@@ -108,36 +109,30 @@ class _Restores:
             )
 
 
-def check_has_had_none(run: RunDirectory, damaged: Sequence[str], config: Config) -> None:
-    """Refuse to begin a run again that has had a checkpoint; its records would be deleted; raises RunError."""
-    logged = last_logged_step(run.metrics_path)
-    every, last = config.checkpoint.every_num_steps, config.algorithm.num_steps
-    # The process may have been killed while it wrote the first one.
-    is_first = any(run.checkpoints.glob(f"unfinished-step-{min(every, last):06d}*"))
-    if damaged or (logged >= min(every + 1, last) and not is_first):
-        raise RunError(
-            f"{run.checkpoints} has no whole checkpoint, so the run would begin again and delete the "
-            f"records of its {logged} steps; put one back, or train a new run. " + "; ".join(damaged)
-        )
+def no_whole_checkpoint(run: RunDirectory, damaged: Sequence[str]) -> str:
+    """Return the reason not to begin a run again that has had a checkpoint: its records would be deleted."""
+    return (
+        f"{run.checkpoints} has no whole checkpoint, so the run would begin again and delete the records of "
+        f"its {last_logged_step(run.metrics_path)} steps; put one back, or train a new run. "
+        + "; ".join(damaged)
+    )
 
 
-def _restore(
-    store: CheckpointStore, run: RunDirectory, display: Display, config: Config | None
-) -> Checkpoint | None:
+def _restore(store: CheckpointStore, run: RunDirectory, display: Display, failure: str) -> Checkpoint | None:
     """Return the newest complete checkpoint, after removing all later steps from the run directory.
 
     Args:
-        config: the run's so far; None at the start of this process, where `resume` has decided.
+        failure: of this process's last try, for the error.
 
     Raises:
-        RunError: the records before that checkpoint are damaged, there is none any more, or nothing can be
-            changed for `GIVE_UP_S`.
+        RunError: the records before that checkpoint are damaged, all are gone, or nothing can be changed for
+            `GIVE_UP_S`.
     """
 
     def restore() -> Checkpoint | None:
         newest = store.latest()
-        if newest is None and config is not None:
-            check_has_had_none(run, store.damaged, config)
+        if newest is None and store.has_had_one:
+            raise RunError(f"{no_whole_checkpoint(run, store.damaged)}\n{failure}")
         store.discard_unfinished()
         run.rewind(newest.state.step if newest else 0)
         return newest

@@ -37,7 +37,7 @@ from grpo_ray.run.preparation import (
     with_models,
     with_trial,
 )
-from grpo_ray.run.restores import Host, check_has_had_none, train_through_restores
+from grpo_ray.run.restores import Host, no_whole_checkpoint, train_through_restores
 from grpo_ray.run.signals import run_until_signal, signals_answered, sigterm_interrupts
 from grpo_ray.run.supervised import LearnerHost, after_sft
 from grpo_ray.tasks.input_digests import check_inputs, input_digests, write_digests
@@ -169,8 +169,11 @@ def _resume(
         step = checkpoint.state.step if checkpoint is not None else 0
         if min(step, logged) >= config.algorithm.num_steps:
             return run  # `print_ending` says so, and how to train longer
-        if checkpoint is None:
-            check_has_had_none(run, store.damaged, before)
+        every, last = before.checkpoint.every_num_steps, before.algorithm.num_steps
+        # The process may have been killed while it wrote the first one.
+        is_first = any(run.checkpoints.glob(f"unfinished-step-{min(every, last):06d}*"))
+        if checkpoint is None and (store.damaged or (logged >= min(every + 1, last) and not is_first)):
+            raise RunError(no_whole_checkpoint(run, store.damaged))
         run.check_records(step)
         if checkpoint is not None:
             check_same_reference(before, config)

@@ -1,10 +1,10 @@
 """Tasks: questions and ground truths, the prompts made of them, and the order in which they are asked.
 
     kinds.py           every kind of task, by the name in `task.kind`; a new kind is one entry there
-    arithmetic.py, sorting.py   kinds that generate their questions; keywords/ has one more
+    arithmetic.py, keywords.py, sorting.py   kinds that generate their questions
     dataset.py         kinds that read them from files (files.py), here or on the hub (sources.py)
     prompts.py         from a question to a prompt: chat templates, and the texts in templates/
-    prompt_order.py    which example each group asks, epoch after epoch; curriculum.py skips some
+    prompt_order.py    which example each group asks, epoch after epoch; a curriculum skips some
     prompt_stream.py   the prompt of every group, by its id
 
 The functions below are the entry: the examples of a configured task, and their order.

@@ -42,14 +42,14 @@ def read_demonstrations(
     """
     found = []
     for place, row in read_rows(Path(sft.path), ()):
+        if row.get("tools") not in (None, [], "", "[]"):
+            raise ValueError(f"{place}: 'tools' cannot be imitated, only text; leave the row out")
         messages = row.get(MESSAGES) if row.get(sft.prompt_field) is None else None
         if messages is not None:
             if not tokenizer.chat_template:
                 raise ValueError(
                     f"{place}: {MESSAGES!r} needs a model with a chat template; give prompt and response"
                 )
-            if row.get("tools"):
-                raise ValueError(f"{place}: 'tools' cannot be imitated, only text; leave the row out")
             chat = template if isinstance(template, ChatTemplate) else ChatTemplate()
             made = _of_messages(place, messages, chat, tokenizer, end_token_ids)
         else:

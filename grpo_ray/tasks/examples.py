@@ -55,7 +55,7 @@ def messages_of(place: str, field: str, value: list[Any]) -> list[dict[str, str]
     """Return a row's list of messages.
 
     Raises:
-        ValueError: one has not a role and text, or more than these, such as calls of tools.
+        ValueError: a message lacks a role or text, or has other fields, such as calls of tools.
     """
     for index, message in enumerate(value):
         items = message.items() if isinstance(message, dict) else ()

@@ -18,6 +18,12 @@ BUILT_IN = Path(__file__).parent / "keywords.txt"  # nouns, which `sentence` req
 WORD = re.compile(r"[^\W_]+(['’-][^\W_]+)*")  # `o'clock`, `ice-cream`; a comma would separate two
 
 Keywords = tuple[str, ...]  # in the order of the prompt
+FIELDS = ("prompt", "answer", "keywords")
+HABITS = {"all": 0.35, "one left out": 0.35, "one replaced": 0.3}
+DETERMINERS = ("the", "the", "our", "that", "my")
+VERBS = ("found", "followed", "watched", "hid", "moved", "touched", "liked", "passed")
+PREPOSITIONS = ("near", "behind", "beside", "under", "with", "without")
+QUALITIES = ("quiet", "new", "alone", "missing", "ready", "gone")
 
 
 def read_words(path: str | Path | None) -> list[str]:
@@ -72,9 +78,6 @@ def draw_keywords(
             seen.add(frozenset(keywords))
             drawn.append(keywords)
     return drawn
-
-
-FIELDS = ("prompt", "answer", "keywords")
 
 
 @dataclass(frozen=True)
@@ -193,8 +196,6 @@ def task_keywords(config: KeywordsTaskConfig, seed: int) -> list[Keywords]:
 
 # ---- warm-up ----
 
-HABITS = {"all": 0.35, "one left out": 0.35, "one replaced": 0.3}
-
 
 def warmup_pairs(config: KeywordsTaskConfig, seed: int, num_pairs: int) -> Pairs:
     """Draw (question, response) pairs from a dataset's own answers, or generate them.
@@ -230,11 +231,6 @@ def _nouns(rng: random.Random, keywords: Keywords, words: Sequence[str]) -> list
 
 
 # ---- a grammar of simple sentences around given nouns: `The tree hid our boat near the bird.` ----
-
-DETERMINERS = ("the", "the", "our", "that", "my")
-VERBS = ("found", "followed", "watched", "hid", "moved", "touched", "liked", "passed")
-PREPOSITIONS = ("near", "behind", "beside", "under", "with", "without")
-QUALITIES = ("quiet", "new", "alone", "missing", "ready", "gone")
 
 
 def sentence(rng: random.Random, nouns: Sequence[str]) -> str:

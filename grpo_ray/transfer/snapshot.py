@@ -1,4 +1,4 @@
-"""Weights as one buffer of bytes, packed by the Learner and read by every engine."""
+"""Weights as one buffer of bytes, packed by the Learner and read by every engine, also in place on a GPU."""
 
 import math
 import warnings

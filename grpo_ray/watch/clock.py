@@ -1,4 +1,4 @@
-"""The time, for everything that measures or waits in a run; a simulation puts a virtual clock in its place.
+"""The time, for everything that measures or waits in a run, and the virtual clock of a simulation.
 
 The functions may be bound early, as default arguments: each call asks for the current clock.
 """
@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class Clock(Protocol):
@@ -46,9 +48,6 @@ def simulated_by(clock: Clock) -> Iterator[None]:
         yield
     finally:
         _simulated = None
-
-
-T = TypeVar("T")
 
 
 class Deadlock(RuntimeError):

@@ -102,7 +102,7 @@ def _finite(row: Row, metric: str, default: float) -> float:
 
 
 def _short_outputs(window: RecentSteps) -> str | None:
-    """Find responses that became half as long while no more of them are right.
+    """Find responses that became half as long while no more of them are right, or that never have a token.
 
     A policy that learns to answer briefly also gets shorter, but more of its answers are right.
     """

@@ -1,4 +1,7 @@
-"""The budget of restarts: a limit on how many actors die per hour, and the pause before each restart."""
+"""The budget of restarts, and the suspects: groups that may end the process that samples them.
+
+A group that is lost twice with its process is a suspect. It is then played alone: its next losses are its own.
+"""
 
 import asyncio
 import contextlib
@@ -13,6 +16,8 @@ HOUR_S = 3600.0
 COMMON_CAUSE_S = 30.0  # actors that die within this time of the first share a cause: a node, a network, a sync
 FORGIVEN_AFTER_S = 600.0  # a death this long after the previous one starts a new series
 LONGEST_PAUSE_S = 60.0
+LOSSES = 2  # alongside other groups, until a group is a suspect
+MAX_LONE = 8  # suspects lost one after another, while no group finishes, that cannot all be to blame
 
 
 def pause_s(backoff_s: float, num_before: int) -> float:
@@ -72,10 +77,6 @@ class RestartBudget:
         self._in_series = self._in_series + 1 if now - self._last_at < FORGIVEN_AFTER_S else 0
         self._cause_at = self._last_at = now
         self._victims.clear()
-
-
-LOSSES = 2  # alongside other groups, until a group is a suspect
-MAX_LONE = 8  # suspects lost one after another, while no group finishes, that cannot all be to blame
 
 
 @dataclass

@@ -93,9 +93,13 @@ async def test_a_call_of_to_thread_that_hangs_is_stuck_until_it_returns(
     stopped, thread, release = StoppedThreads(), EpisodeThread("group"), threading.Event()
     begun = threading.Event()
 
+    def call(loop: asyncio.AbstractEventLoop) -> None:
+        release.wait(30)
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(30)
+
     async def hangs() -> float:
         begun.set()
-        await asyncio.to_thread(release.wait, 30)
+        await asyncio.to_thread(call, asyncio.get_running_loop())
         return 1.0
 
     running = RunningEpisode(hangs(), thread)
@@ -107,7 +111,7 @@ async def test_a_call_of_to_thread_that_hangs_is_stuck_until_it_returns(
         stopped.stop(thread)
         await asyncio.sleep(0.2)  # the thread has had its time to end
         assert stopped.num_stuck() == 1
-        assert thread.loop._default_executor._started[0].daemon  # type: ignore[attr-defined]
+        assert all(each.daemon for each in threading.enumerate() if "_answer" in each.name)
     finally:
         release.set()
     assert thread._thread is not None

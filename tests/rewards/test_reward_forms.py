@@ -166,7 +166,7 @@ def test_a_row_without_the_column_is_an_error_of_that_answer() -> None:
     [
         (own("unit_tests"), ["level"], None),  # the second parameter is the truth then
         (own("batched", batched=True), ["tests"], "needs level; there is no such column, only tests; add it"),
-        (own("batched", batched=True), [], "needs level; there is no such column; add it"),
+        (own("batched", batched=True), [], "needs level; give `arguments` in a list"),
         (own("batched", batched=True), None, None),
         (own("batched", batched=True), ["level"], None),
         (own("length"), [], None),

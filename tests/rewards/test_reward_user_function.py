@@ -108,7 +108,7 @@ def test_a_module_in_the_current_folder_is_found() -> None:
         ("failing_4711:reward", {}, "importing 'failing_4711' failed: ZeroDivisionError: division by zero"),
         ("leaving_4711:reward", {}, "importing 'leaving_4711' failed: SystemExit: 3"),
         ("needing_4711:reward", {}, "'needing_4711' imports 'no_such_library_4711', which is not installed"),
-        ("my_rewards_4711:three", {}, "my_rewards_4711:three needs margin; there is no such column; add it"),
+        ("my_rewards_4711:three", {}, "my_rewards_4711:three needs margin; give `arguments` in a list"),
         ("my_rewards_4711:reward", {"scale": 1}, "has no argument 'scale'; it takes none"),
         ("my_rewards_4711:scaled", {"scael": 1}, "has no argument 'scael'; it takes scale, mode"),
         ("my_rewards_4711:scaled", {"scale": "x"}, "has scale='x': input should be a valid number"),

@@ -474,7 +474,7 @@ def test_a_restore_gives_up_in_the_end(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(restores, "time", clock)
     run = RunDirectory(tmp_path)
     with pytest.raises(RunError, match=r"Read-only file system; make it writable, and resume"):
-        restores._restore(CheckpointStore(run), run, display, None)
+        restores._restore(CheckpointStore(run), run, display, "")
     assert len(display.warnings) == len(slept) == 600 / 60 - 1  # the last try has 60 s, too
 
 

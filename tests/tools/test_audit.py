@@ -614,9 +614,6 @@ def test_the_checkpoint_of_an_interrupted_run_may_be_a_step_ahead_of_its_lines(r
     assert report.notes == ["the run is at step 7 of 12"]
 
 
-pytestmark = pytest.mark.slow
-
-
 @pytest.fixture(scope="module")
 def hashed(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     folder = tmp_path_factory.mktemp("hashed") / "run"

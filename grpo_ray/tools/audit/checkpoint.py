@@ -1,4 +1,4 @@
-"""The audit of a run's newest checkpoint: it loads, it is finite, and its prompt ledger adds up."""
+"""The audit of a run's newest checkpoint (it loads, is finite, and its prompt ledger adds up), and its hashes."""
 
 import hashlib
 from collections import Counter
@@ -18,6 +18,13 @@ from grpo_ray.records.run_files import RunDirectory
 
 UNFINISHED = ("in_flight", "buffered", "waiting")
 LEDGER = (*UNFINISHED, "set_aside", "next_group_id", "num_trained", "num_dropped", "num_examples")
+FILES = {"weights": "*.safetensors", "optimizer": "training/**/*.safetensors"}  # of a checkpoint
+ROW = ("group_id", "sample", "use")
+COMPARED = (
+    "prompt_token_ids", "versions", "token_ids", "logprobs", "reward", "advantage", "turns", "sequences",
+    "turn_advantages", "teacher_logprobs",
+)  # fmt: skip
+"""Columns of rollouts that training reads. Texts follow from tokens; names, errors and times may differ."""
 
 
 @dataclass
@@ -104,15 +111,6 @@ def _audit_ledger(checkpoint: Checkpoint) -> Iterator[str]:
 
 def _unfinished(ledger: dict[str, Any]) -> frozenset[int]:
     return frozenset(group for name in UNFINISHED for group in ledger[name])
-
-
-FILES = {"weights": "*.safetensors", "optimizer": "training/**/*.safetensors"}  # of a checkpoint
-ROW = ("group_id", "sample", "use")
-COMPARED = (
-    "prompt_token_ids", "versions", "token_ids", "logprobs", "reward", "advantage", "turns", "sequences",
-    "turn_advantages", "teacher_logprobs",
-)  # fmt: skip
-"""Columns of rollouts that training reads. Texts follow from tokens; names, errors and times may differ."""
 
 
 def hashes(run: RunDirectory) -> dict[str, str]:

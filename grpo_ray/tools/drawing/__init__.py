@@ -1,1 +1,1 @@
-"""Drawing for several commands: figures as PNG (figures.py), a run's reward curve, and a curve as text."""
+"""Drawing for several commands: figures as PNG (figures.py), and a reward curve as text."""

@@ -1,4 +1,4 @@
-"""A preflight from the target to its findings."""
+"""A preflight from the target to its findings, and a conversation as the tokens that would be trained."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +17,13 @@ from grpo_ray.tools.preflight.command import PreflightOptions
 from grpo_ray.tools.preflight.findings import CURES, Finding
 from grpo_ray.tools.preflight.plays import Kind, Play, Played, play
 from grpo_ray.tools.preflight.subject import Subject, load_subject
+
+LONGEST_RUN = 60  # tokens shown of a stretch of context: its beginning and its end
+TRAINED, END, CONTEXT = "green", "bold green reverse", "dim"
+PAGE = (
+    "<!doctype html><meta charset=utf-8><title>Preflight</title><style>{stylesheet}</style>"
+    "<pre style='white-space:pre-wrap;font:14px/1.7 ui-monospace,monospace'>{code}</pre>"
+)
 
 
 @dataclass(frozen=True)
@@ -72,14 +79,6 @@ def preflight(options: PreflightOptions) -> Preflight:
     shown = max(right, key=lambda each: len(each.turns), default=None)
     count = sum(len(each.episodes) for each in vars(plays).values())
     return Preflight(subject, found, shown, count, time.monotonic() - started)
-
-
-LONGEST_RUN = 60  # tokens shown of a stretch of context: its beginning and its end
-TRAINED, END, CONTEXT = "green", "bold green reverse", "dim"
-PAGE = (
-    "<!doctype html><meta charset=utf-8><title>Preflight</title><style>{stylesheet}</style>"
-    "<pre style='white-space:pre-wrap;font:14px/1.7 ui-monospace,monospace'>{code}</pre>"
-)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A job for a Ray cluster: a command, the files that it needs, and a few environment variables."""
+"""A job for a Ray cluster: a command, a few environment variables, and files to upload, without credentials."""
 
 import json
 import math
@@ -43,6 +43,23 @@ RUN_KEY = "run"  # in a job's metadata: its run's directory
 
 # To end a run's actors, after the time that it may take for its last checkpoint. Ray itself would wait 3 s.
 TIME_TO_END_S = 30
+# As in a .gitignore, and in lower case; capitals are recognised, too.
+CREDENTIALS = (
+    ".ssh/", ".gnupg/", ".aws/", ".azure/", ".oci/", ".kube/", ".kaggle/", ".huggingface/", ".terraform.d/",
+    "**/.config/gcloud/", "**/.config/gh/", "**/.docker/config.json", "**/huggingface/token",
+    "**/huggingface/stored_tokens",
+    ".env*", "*.env", ".netrc", "_netrc", ".git-credentials", ".npmrc", ".yarnrc*", ".pypirc", ".pgpass",
+    ".my.cnf", ".s3cfg", ".boto", ".dockercfg", ".vault-token", ".databrickscfg", ".htpasswd",
+    "auth_token", ".auth_token",
+    "id_rsa", "id_dsa", "id_ecdsa", "id_ecdsa_sk", "id_ed25519", "id_ed25519_sk",
+    "*.pem", "*.key", "*.p8", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.ppk", "*.kdbx", "*.keytab",
+    "*credentials*.json", "service-account*.json", "service_account*.json", "client_secret*.json",
+    "kubeconfig", "kaggle.json", "secrets.json", "secrets.toml", "secrets.yaml", "secrets.yml",
+)  # fmt: skip
+HEAD_BYTES = 64 * 2**10
+PRIVATE_KEY = re.compile(rb"-----BEGIN [A-Z0-9 ]*PRIVATE KEY|^PuTTY-User-Key-File-|^AGE-SECRET-KEY-1", re.M)
+CLOUD_ACCOUNT = re.compile(rb'"type"\s*:\s*"(?:service_account|authorized_user)"')
+ITS_SECRET = re.compile(rb'"(?:private_key|refresh_token)"\s*:')
 
 
 @dataclass(frozen=True)
@@ -245,26 +262,6 @@ def check_upload(job: Submission) -> None:
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:.0f} MiB"
-
-
-# As in a .gitignore, and in lower case; capitals are recognised, too.
-CREDENTIALS = (
-    ".ssh/", ".gnupg/", ".aws/", ".azure/", ".oci/", ".kube/", ".kaggle/", ".huggingface/", ".terraform.d/",
-    "**/.config/gcloud/", "**/.config/gh/", "**/.docker/config.json", "**/huggingface/token",
-    "**/huggingface/stored_tokens",
-    ".env*", "*.env", ".netrc", "_netrc", ".git-credentials", ".npmrc", ".yarnrc*", ".pypirc", ".pgpass",
-    ".my.cnf", ".s3cfg", ".boto", ".dockercfg", ".vault-token", ".databrickscfg", ".htpasswd",
-    "auth_token", ".auth_token",
-    "id_rsa", "id_dsa", "id_ecdsa", "id_ecdsa_sk", "id_ed25519", "id_ed25519_sk",
-    "*.pem", "*.key", "*.p8", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.ppk", "*.kdbx", "*.keytab",
-    "*credentials*.json", "service-account*.json", "service_account*.json", "client_secret*.json",
-    "kubeconfig", "kaggle.json", "secrets.json", "secrets.toml", "secrets.yaml", "secrets.yml",
-)  # fmt: skip
-
-HEAD_BYTES = 64 * 2**10
-PRIVATE_KEY = re.compile(rb"-----BEGIN [A-Z0-9 ]*PRIVATE KEY|^PuTTY-User-Key-File-|^AGE-SECRET-KEY-1", re.M)
-CLOUD_ACCOUNT = re.compile(rb'"type"\s*:\s*"(?:service_account|authorized_user)"')
-ITS_SECRET = re.compile(rb'"(?:private_key|refresh_token)"\s*:')
 
 
 def uploaded_files(folder: Path, excludes: Sequence[str]) -> dict[Path, int]:

@@ -27,6 +27,16 @@ from grpo_ray.tools.submit.submission import (
     training_job,
 )
 
+if TYPE_CHECKING:
+    from ray.job_submission import JobSubmissionClient
+DEFAULT_ADDRESS = "http://127.0.0.1:8265"
+STARTING_S = 60.0  # a head node answers some seconds before it accepts jobs
+POLL_S = 0.5
+NO_AGENT = (
+    "the head node accepts no jobs, because its agent is not running; if another Ray on that machine holds the "
+    "agent's port, start the head with --dashboard-agent-listen-port=0"
+)
+
 
 def submit(options: SubmitOptions) -> int:
     """Run the command; return the exit status.
@@ -94,18 +104,6 @@ def _print_submitted(job_id: str, job: Submission, address: str | None) -> None:
     print(f"watch      grpo-ray top {shlex.quote(job.metadata['run'])}")
     print(f"follow     grpo-ray submit --follow {job_id}{at}")
     print(f"stop       grpo-ray submit --stop {job_id}{at}", flush=True)
-
-
-if TYPE_CHECKING:
-    from ray.job_submission import JobSubmissionClient
-
-DEFAULT_ADDRESS = "http://127.0.0.1:8265"
-STARTING_S = 60.0  # a head node answers some seconds before it accepts jobs
-POLL_S = 0.5
-NO_AGENT = (
-    "the head node accepts no jobs, because its agent is not running; if another Ray on that machine holds the "
-    "agent's port, start the head with --dashboard-agent-listen-port=0"
-)
 
 
 def job_address(given: str | None) -> str:

@@ -1,4 +1,4 @@
-"""One frame of `grpo-ray top`: a run's view, drawn with rich."""
+"""Frames of `grpo-ray top`: a run's view, drawn with rich until the run has ended or the user quits."""
 
 import contextlib
 import os
