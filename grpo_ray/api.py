@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -66,8 +66,9 @@ class Run:
     @property
     def is_finished(self) -> bool:
         """True if all steps are done."""
-        state = read_state(self._run)
-        return state is not None and state.ending is not None and state.ending.kind == "finished"
+        if (state := read_state(self._run)) is None or state.ending is None:
+            return False
+        return state.ending.kind != "failed" and state.now.step >= state.num_steps
 
     def metrics(self) -> pa.Table:
         """Return one row per step, one column per metric (docs/metrics.md); null where a step lacks one."""
@@ -263,6 +264,8 @@ class _Given:
                 f"examples: a task of kind {task['kind']!r} makes its own; add the override "
                 '"task={kind: file}", with the prompt and the reward of these'
             )
+        if validation is None and task.get("validation_path"):
+            raise ValueError("task.validation_path would not be read: give `validation`, or leave it out")
         for field, part in (("train_path", rows), ("validation_path", held_out)):
             text = "".join(json.dumps(row, default=_plain) + "\n" for _, row in part)
             task[field] = path = str(self._write(field.removesuffix("_path"), ".jsonl", text))
@@ -280,9 +283,7 @@ class _Given:
         if reward is None:
             return
         if not callable(reward):
-            raise ValueError(
-                f"reward: a {type(reward).__name__} is not a function; name others in config: task.reward"
-            )
+            raise ValueError(f"reward: a {type(reward).__name__} is not a function; name others in task.reward")
         task = self._section("task")
         name = _imported_name(reward) or self._stored_reward() or self._pickled(reward)
         task["reward"] = name
@@ -332,7 +333,9 @@ class _Given:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of numpy or torch as Python's own, and of any other library as text."""
+    """Return a value of numpy or torch as Python's own, a mapping or set as JSON's, and any other as text."""
+    if isinstance(value, Mapping | Set):
+        return dict(value) if isinstance(value, Mapping) else list(value)
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
@@ -353,7 +356,7 @@ def _row(example: Any, place: str) -> dict[str, Any]:
         raise ValueError(
             f"{place} is {repr(example)[:80]}; give a dict with question and answer, or a pair of them"
         )
-    return {"question": question, "answer": answer}
+    return {**getattr(example, "_asdict", dict)(), "question": question, "answer": answer}
 
 
 def _imported_name(function: Callable[..., Any]) -> str | None:

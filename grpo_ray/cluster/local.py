@@ -153,6 +153,18 @@ async def _value_of(argument: Any) -> Any:
     return await argument if isinstance(argument, Answer | Part | asyncio.Future) else argument
 
 
+@contextlib.contextmanager
+def threads_kept() -> Iterator[None]:
+    """Give torch back the caller's number of threads, of which the actors of this process take fewer."""
+    import torch
+
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class LocalServing(ServingHost):
     """The counterpart of `hosting.ServingGroup` in this process."""
 

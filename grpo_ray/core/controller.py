@@ -52,6 +52,7 @@ from grpo_ray.watch.stage_clock import StageClock
 T = TypeVar("T")
 RECOVERABLE = (ActorDied, DataLost, Stalled)  # the run can continue from its last checkpoint
 LAST_WRITE_S = 3600.0  # while nothing else moves: a large model's state on a slow file system
+LAST_LINE_S = 5.0  # for a version that is being published, and perhaps validated, when the run is stopped
 STAGES = ("evaluate", "checkpoint", "train", "join", "publish", "wait_for_batch")
 
 
@@ -228,6 +229,8 @@ class Controller:
                 await self._unless_stopped(published)
         except _Stopped:
             if published is not None:
+                if not self._is_preempted:
+                    await asyncio.wait({published}, timeout=LAST_LINE_S)
                 published.cancel()  # the checkpoint holds the metrics of its step known so far
 
     async def _give_device_to_learner(self) -> None:

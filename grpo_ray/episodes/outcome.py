@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 
@@ -63,7 +62,10 @@ class Outcome:
     def __post_init__(self) -> None:
         per_turn = self.turn_rewards
         if per_turn is not None:
-            listed = None if isinstance(per_turn, Mapping | Set | str | bytes) else _listed(per_turn)
+            try:
+                listed = None if isinstance(per_turn, Mapping | Set | str | bytes) else list(per_turn)
+            except TypeError:  # a single number, also of NumPy or torch
+                listed = None
             if listed is None:
                 raise ValueError(
                     f"an episode returned {_shown(per_turn)} as turn_rewards; list a number per turn"
@@ -71,13 +73,6 @@ class Outcome:
             per_turn = tuple(_number(value, "a reward of a turn", LARGEST_REWARD) for value in listed)
         reward = _number(self.reward, "its reward", LARGEST_REWARD)
         vars(self).update(reward=reward, turn_rewards=per_turn, metrics=_checked_metrics(self.metrics))
-
-
-def _listed(values: Any) -> list[Any] | None:
-    try:
-        return list(values)
-    except TypeError:  # a single number, also of NumPy or torch
-        return None
 
 
 def _checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

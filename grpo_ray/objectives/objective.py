@@ -80,6 +80,10 @@ class Objective:
         for name, least in (("cliprange", 0), ("cliprange_high", 0), ("dual_clip", 1)):
             if (value := getattr(self, name)) is not None and not value > least:
                 raise ValueError(f"{name} is {value:g}; it must be above {least}")
+        if self.correction_options and not self.corrections:
+            raise ValueError("correction_options need corrections; leave them out")
+        if self.selection_options and self.selection == "none":
+            raise ValueError("selection_options need a selection; leave them out")
         if not self.kl_coefficient >= 0:
             raise ValueError(f"kl_coefficient is {self.kl_coefficient:g}; it must be at least 0")
         if self.dual_clip is not None and self.loss_type not in ("grpo_clip", *own):

@@ -248,7 +248,7 @@ class StepLines:
 
     def _step(self, number: int, line: bytes) -> int | None:
         """Return the line's step; None if the line cannot be read, as a crash leaves the last ones."""
-        if line.endswith(b"\n") and (match := STEP_FIRST.match(line)):
+        if line.endswith(b"}\n") and (match := STEP_FIRST.match(line)):
             return int(match[1])
         return None if parse_line(line) is None else int(self._parsed(number, line)["step"])
 

@@ -318,7 +318,8 @@ def _hosted(config: Config, is_local: bool) -> Iterator[tuple[RunConsole, Host, 
     """
     with RunConsole(config.algorithm.num_steps, config.weight_sync.max_lag) as console:
         if is_local:
-            yield console, local.LocalActors, local.learning
+            with local.threads_kept():
+                yield console, local.LocalActors, local.learning
             return
         console.status("starting Ray")
         importing = Thread(target=importlib.import_module, args=("grpo_ray.cluster.hosting",), daemon=True)

@@ -83,8 +83,7 @@ def test_readable_rollouts_do_not_depend_on_the_order() -> None:
 
 def test_a_full_disk_fills_no_memory_with_evaluations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The responses of the oldest are given up; every evaluation keeps its metrics."""
-    warnings: list[str | None] = []
-    lost: list[int] = []
+    warnings, lost = list[str | None](), list[int]()
     log = SimpleNamespace(
         step=0,
         run=SimpleNamespace(evaluations=tmp_path),

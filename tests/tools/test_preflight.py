@@ -25,8 +25,7 @@ from grpo_ray.tasks.examples import Example
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.preflight.checks import Plays, play_findings, template_findings
 from grpo_ray.tools.preflight.command import PreflightOptions
-from grpo_ray.tools.preflight.findings import Finding
-from grpo_ray.tools.preflight.plays import Play, Played, Turn, WatchedSession
+from grpo_ray.tools.preflight.plays import Finding, Play, Played, Turn, WatchedSession
 from grpo_ray.tools.preflight.policies import ASKED, Asked, Said, ScriptedSampler, no_calls, scripts_of
 from grpo_ray.tools.preflight.preflight import as_text, runs_of
 from grpo_ray.tools.preflight.preflight import preflight as run

@@ -201,7 +201,7 @@ def test_ray_uploads_neither_credentials_nor_runs(checkout: Path, tmp_path: Path
     assert packed(checkout, job.runtime_env["excludes"]) == expected
     assert listed(checkout, job.runtime_env["excludes"]) == expected
     (checkout / "loop").symlink_to(checkout)
-    with pytest.raises(RunError, match="loop is a link to a folder that it lies in"):
+    with pytest.raises(RunError, match=r"loop leads back into .* without an end"):
         listed(checkout, job.runtime_env["excludes"])
 
 

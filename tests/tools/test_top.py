@@ -30,9 +30,18 @@ from grpo_ray.errors import RunError
 from grpo_ray.records.json_lines import read_last_lines
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.cli import main
-from grpo_ray.tools.top.bottleneck import Problems, Shares, bottleneck, time_shares
+from grpo_ray.tools.top.bottleneck import (
+    Problems,
+    RankFigures,
+    Shares,
+    bottleneck,
+    learner_figures,
+    rank_figures,
+    rank_hint,
+    ranks_line,
+    time_shares,
+)
 from grpo_ray.tools.top.frame import TopOptions, draw_frame, keys, stage_shares, top
-from grpo_ray.tools.top.learner_figures import RankFigures, learner_figures, rank_figures, rank_hint, ranks_line
 from grpo_ray.tools.top.run_view import RunView, is_alive, read_view, silence_of
 from grpo_ray.watch import run_state
 from grpo_ray.watch.run_state import ActorState, Ending, LiveStatus, RunState, read_state, reported
@@ -516,7 +525,6 @@ def test_every_remedy_is_in_the_tuning_guide_and_in_the_configuration() -> None:
     known = set(leaves(load_config("configs/quickstart.yaml").model_dump()))
     guide = Path("docs/tuning.md").read_text()
     source = Path("grpo_ray/tools/top/bottleneck.py").read_text().partition("def _from_outside")[2]
-    source += Path("grpo_ray/tools/top/learner_figures.py").read_text().partition("def rank_hint")[2]
     named = {word for word in re.findall(r"\b[a-z_]+\.[a-z_]+\b", source) if word in known}
     assert len(named) >= 13
     assert [name for name in sorted(named) if name not in guide] == []

@@ -1,4 +1,4 @@
-"""The audit of a run's newest checkpoint: it loads, is finite, and its prompt ledger adds up. And its hashes."""
+"""The audit of a run's newest checkpoint (it loads, is finite, and its ledger adds up), and hashes of runs."""
 
 import hashlib
 from collections import Counter

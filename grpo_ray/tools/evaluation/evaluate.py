@@ -130,7 +130,7 @@ def _served(
 ) -> Iterator[PuttingActors]:
     """Yield the actors, in this process or on Ray; end them however the block is left."""
     if plan.is_local:
-        with local.LocalServing(config, model, plan.folder.path) as here:
+        with local.threads_kept(), local.LocalServing(config, model, plan.folder.path) as here:
             yield here
         return
     console.status("starting Ray")

@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.episodes.chat_template import normalized
 from grpo_ray.records.episode_metrics import CUT, THEN_RAISED, Status
-from grpo_ray.tools.preflight.findings import Finding
-from grpo_ray.tools.preflight.plays import Play, Played
+from grpo_ray.tools.preflight.plays import Finding, Play, Played
 from grpo_ray.tools.preflight.subject import Subject
 
 CLOSE = 1e-3  # of logprobs that are sampled and recomputed with a cache and without

@@ -14,8 +14,7 @@ from grpo_ray.errors import counted
 from grpo_ray.records.visible_text import visible
 from grpo_ray.tools.preflight.checks import Plays, play_findings, template_findings
 from grpo_ray.tools.preflight.command import PreflightOptions
-from grpo_ray.tools.preflight.findings import CURES, Finding
-from grpo_ray.tools.preflight.plays import Kind, Play, Played, play
+from grpo_ray.tools.preflight.plays import CURES, Finding, Kind, Play, Played, play
 from grpo_ray.tools.preflight.subject import Subject, load_subject
 
 LONGEST_RUN = 60  # tokens shown of a stretch of context: its beginning and its end

@@ -22,8 +22,7 @@ from grpo_ray.tools.report.run_header import (
     warnings_in,
 )
 from grpo_ray.tools.report.series import REWARD, VALIDATION, RankTotals, make_series, stage_times
-from grpo_ray.tools.top.bottleneck import Problems, bottleneck, steady
-from grpo_ray.tools.top.learner_figures import rank_figures, rank_hint
+from grpo_ray.tools.top.bottleneck import Problems, bottleneck, rank_figures, rank_hint, steady
 
 
 @dataclass(frozen=True)

@@ -278,16 +278,15 @@ def uploaded_files(folder: Path, excludes: Sequence[str]) -> dict[Path, int]:
     sizes: dict[Path, int] = {}
 
     def walk(inner: Path, lists: list[tuple[Path, GitIgnoreSpec]], above: frozenset[Path]) -> None:
-        if (real := inner.resolve()) in above:
-            raise RunError(
-                f"{inner} is a link to a folder that it lies in; name it in .rayignore, or remove it"
-            )
         found = [inner / name for name in names if (inner / name).is_file()]
         texts = [path.read_text("utf-8", "replace") for path in found]
+        real = inner.resolve()
         lists = [*lists, *((inner, GitIgnoreSpec.from_lines(text.splitlines())) for text in texts)]
         for path in inner.iterdir():
             if any(spec.match_file(path.relative_to(root).as_posix()) for root, spec in lists):
                 continue
+            if real in above:
+                raise RunError(f"{inner} leads back into {real}, without an end; name it in .rayignore")
             if path.is_dir():
                 walk(path, lists, above | {real})
             elif path.is_file():

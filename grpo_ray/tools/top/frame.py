@@ -20,8 +20,16 @@ from rich.text import Text
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.records.visible_text import visible
 from grpo_ray.tools.look import TopOptions
-from grpo_ray.tools.top.bottleneck import Problems, bottleneck, stage_seconds, steady
-from grpo_ray.tools.top.learner_figures import learner_figures, rank_figures, rank_hint, ranks_line
+from grpo_ray.tools.top.bottleneck import (
+    Problems,
+    bottleneck,
+    learner_figures,
+    rank_figures,
+    rank_hint,
+    ranks_line,
+    stage_seconds,
+    steady,
+)
 from grpo_ray.tools.top.run_view import RunView, read_view
 from grpo_ray.watch.console import VisibleConsole
 from grpo_ray.watch.metrics_catalog import SYNC
