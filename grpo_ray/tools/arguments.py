@@ -155,6 +155,8 @@ def converted(options: type, values: Mapping[str, Any]) -> dict[str, Any]:
             nearest = nearest_name(name, list(declared))
             raise ValueError(f"there is no option {name!r}{f'; did you mean {nearest!r}?' if nearest else ''}")
         kind, one = declared[name]
+        if isinstance(one, Flag) and not isinstance(value, bool | None):
+            raise ValueError(f"{name}: {value!r} is neither True nor False")
         if value is None or isinstance(one, Flag):
             continue
         convert = getattr(one, "type", None) or _one_value(kind)[0]

@@ -203,8 +203,8 @@ def test_mistakes_are_said_and_leave_nothing_behind() -> None:
             grpo_ray.train(wrong, examples=EXAMPLES, local=True)
     for options, message in (
         ({"temperature": -1.0}, r"temperature: '-1.0' is not a number of at least 0"),
-        ({"limit": 0}, "limit: '0' is not a number of at least 1"),
         ({"task": ["x"]}, r"task: \['x'\] is not text"),
+        ({"run_reward_code": "no"}, "'no' is neither True nor"),
         ({"limits": 3}, "no option 'limits'; did you mean 'limit'"),
     ):
         with pytest.raises(ValueError, match=message):
