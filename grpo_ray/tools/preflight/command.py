@@ -38,10 +38,10 @@ def _preflight(options: PreflightOptions) -> int:
     from grpo_ray.tools.preflight.preflight import preflight, show
 
     with shown_plainly(), contextlib.redirect_stdout(sys.stderr):  # a module may print as it is imported
-        for path in {options.json, options.html} - {None, "-"}:
-            if not Path(str(path)).exists():  # an error comes now, and not after all plays
-                Path(str(path)).touch()
-                Path(str(path)).unlink()
+        for path in [Path(each) for each in (options.json, options.html) if each and each != "-"]:
+            if not path.exists():  # an error comes now, and not after all plays
+                path.touch()
+                path.unlink()
         found = preflight(options)
     if options.json == "-":
         print(json.dumps(found.as_json()))
