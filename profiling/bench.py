@@ -32,7 +32,7 @@ WIDTH = 200  # of the tables, on any terminal: no figure is cut off
 
 def main(arguments: Sequence[str] | None = None) -> int:
     set_library_defaults()
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_intermixed_args(arguments)
     console = Console(highlight=False, soft_wrap=True, width=WIDTH)
     if options.list:
         _list(console)

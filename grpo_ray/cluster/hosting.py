@@ -13,11 +13,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_ray.cluster.crew import Crew, RankMeeting
 from grpo_ray.cluster.hosts import ServingHost
-from grpo_ray.cluster.placement import LEARNER, rank_names
+from grpo_ray.cluster.placement import LEARNER, joins_cluster, rank_names
 from grpo_ray.cluster.ray_internals import spilled_bytes_of
 from grpo_ray.cluster.reaper import KILL_AFTER_S, Process, kill_if_left, send_stack_signal
 from grpo_ray.cluster.remote_actor import DEATHS, NOTHING, Client, Deferred, as_actor, last_line, result_of
-from grpo_ray.cluster.session import Placement, address_of_node, is_local
+from grpo_ray.cluster.session import Placement, address_of_node
 from grpo_ray.config import Config
 from grpo_ray.config.secrets import values_of
 from grpo_ray.core.buffer import TrajectoryBuffer
@@ -197,13 +197,13 @@ class ActorGroup(ServingGroup):
         if len(names) == 1:
             self.ranks = [self._start_rank(LEARNER)]
             return self.ranks[0]
-        self._meeting = RankMeeting(self._config, address_of_node(is_local()))  # open as long as the ranks
+        self._meeting = RankMeeting(self._config, address_of_node(joins_cluster()))  # open as long as the ranks
         self.ranks = [self._start_rank(name, self._meeting.seat(rank)) for rank, name in enumerate(names)]
         return Crew(LEARNER, self.ranks, self._place_of, self._config.learner.collective_timeout_s)
 
     def _start_rank(self, name: str, seat: Seat | None = None) -> Client:
         actor = self._host(Learner, name, beside=self._beside_training())
-        address = Deferred(partial(address_of_node, is_local()))
+        address = Deferred(partial(address_of_node, joins_cluster()))
         handle = actor.options(**self._placement.options(name)).remote(*self._learner_arguments, seat, address)
         return self._client(Learner, name, handle)
 

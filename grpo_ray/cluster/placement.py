@@ -1,5 +1,6 @@
 """The placement of a run's actors: bundles of resources, each on one node, and what a cluster lacks."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,11 @@ class Node:
     def room_for(self, size: Resources) -> int:
         """Return how many bundles of this size would fit, if nothing else were here."""
         return min(int(_exact([self.resources.get(name, 0) / amount])) for name, amount in size.items())
+
+
+def joins_cluster() -> bool:
+    """Return whether RAY_ADDRESS names a cluster; otherwise a run starts a Ray of its own on this machine."""
+    return os.environ.get("RAY_ADDRESS") not in (None, "", "local")
 
 
 def generator_names(config: Config) -> list[str]:

@@ -22,7 +22,7 @@ import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from grpo_ray.cluster.placement import Node, bundles_of, describe, reservations, shortfalls
+from grpo_ray.cluster.placement import Node, bundles_of, describe, joins_cluster, reservations, shortfalls
 from grpo_ray.cluster.ray_internals import bootstrap_address, forget_cached_token, free_resources_by_node
 from grpo_ray.cluster.reaper import dismiss, start_reaper
 from grpo_ray.config import Config
@@ -66,14 +66,9 @@ def connected(needs_hub: bool = False) -> Iterator[None]:
             ray.shutdown()
 
 
-def is_local() -> bool:
-    """Return whether this driver's cluster is this machine alone."""
-    return (os.environ.get("RAY_ADDRESS") or "local") == "local"
-
-
-def address_of_node(is_local: bool) -> str:
+def address_of_node(on_cluster: bool) -> str:
     """Return the address at which the run's other processes reach this one."""
-    return "127.0.0.1" if is_local else str(ray.util.get_node_ip_address())
+    return str(ray.util.get_node_ip_address()) if on_cluster else "127.0.0.1"
 
 
 LONGEST_FOLDER = 39  # of 107 bytes: "/ray/session_<time>_<pid>/sockets/plasma_store" has 68
@@ -151,7 +146,7 @@ def check_machine(config: Config) -> None:
     Raises:
         ResourceError: as `placed`.
     """
-    if not os.environ.get("RAY_ADDRESS"):
+    if not joins_cluster():
         engines = {"generator.engine": config.generator.engine}
         if config.distillation.teacher:
             engines["distillation.engine"] = config.distillation.engine

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import machine, python_version
 
-from grpo_ray.cluster.placement import Node, bundles_of, shortfalls, total
+from grpo_ray.cluster.placement import Node, bundles_of, joins_cluster, shortfalls, total
 from grpo_ray.config import Config
 
 FEW_CPUS = 0.5
@@ -41,7 +41,7 @@ def on_this_machine(config: Config, is_local: bool = False) -> tuple[Config, str
     Args:
         is_local: all actors are in this process, on its CPU.
     """
-    if not is_local and _joins_cluster():
+    if not is_local and joins_cluster():
         return config, None
     where, values = EMULATED, dict[str, dict[str, object]](model={"dtype": "float32"})
     if not _names_gpus(config) and (is_local or not _num_gpus()):
@@ -68,7 +68,7 @@ def shortfalls_here(config: Config) -> list[str]:
     """Return a line per resource that this machine lacks for the run; none if the run joins a cluster."""
     num_gpus = _num_gpus() if total(bundles_of(config), "GPU") else 0
     there = {"GPU": num_gpus, "CPU": os.cpu_count() or 1}
-    return [] if _joins_cluster() else shortfalls(config, [Node("this machine", there)])
+    return [] if joins_cluster() else shortfalls(config, [Node("this machine", there)])
 
 
 def _num_gpus() -> int:
@@ -86,10 +86,6 @@ def _emulates_bfloat16(config: Config) -> bool:
     with contextlib.suppress(OSError):
         return BFLOAT16.isdisjoint(CPU_INFO.read_text().split())
     return True
-
-
-def _joins_cluster() -> bool:
-    return os.environ.get("RAY_ADDRESS") not in (None, "", "local")
 
 
 def _names_gpus(config: Config) -> bool:
@@ -114,7 +110,7 @@ def gpus_of(config: Config) -> int:
 def default_jobs(configs: Sequence[Config]) -> int:
     """Return how many runs of the largest size fit at once; 1 on a shared cluster or with pinned cores."""
     is_pinned = any(config.generator.cpu_cores or config.learner.cpu_cores for config in configs)
-    if is_pinned or os.environ.get("RAY_ADDRESS"):
+    if is_pinned or joins_cluster():
         return 1
     num_gpus = max(map(gpus_of, configs))
     if num_gpus:
@@ -139,7 +135,7 @@ class GpuPool:
     """The machine's GPUs, lent to runs: each run's Ray sees only its own."""
 
     def __init__(self, configs: Sequence[Config]) -> None:
-        is_used = any(map(gpus_of, configs)) and not os.environ.get("RAY_ADDRESS")
+        is_used = any(map(gpus_of, configs)) and not joins_cluster()
         self._free = visible_gpus() if is_used else []
         self._num_gpus = len(self._free)
 

@@ -223,8 +223,9 @@ def test_an_address_at_which_no_ray_answers_is_refused_before_ray_is_asked(
             session.connected().__enter__()
 
 
-def test_an_empty_address_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "")
+@pytest.mark.parametrize("address", ["", "local"])
+def test_an_empty_address_is_this_machine(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ResourceError, match="this machine lacks resources: CPU: 100000 needed") as refused:
         session.check_machine(quickstart("generator.num_cpus=100000", "learner.num_cpus=0"))
     assert "placement.wait_s" not in str(refused.value)  # nothing is coming

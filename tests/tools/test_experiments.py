@@ -309,7 +309,7 @@ def test_jobs_by_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_run_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", "local")  # as if it were unset
     monkeypatch.setattr("grpo_ray.run.machine.visible_gpus", lambda: ["4", "5", "6", "7"])
     apart = load_config(QUICKSTART, ["generator.num_gpus=1", "learner.num_gpus=1"])
     together = load_config(
