@@ -32,6 +32,7 @@ class FakeGenerator:
         self._boxes = TurnBoxes(self._sample)
         self._dead = asyncio.Event()
         self.num_running = self.num_started = self.num_cancelled = 0
+        self.ping_s = 0.0
         self.calls: list[int] = []  # the number of turns that each call began
 
     def die(self) -> None:
@@ -41,6 +42,9 @@ class FakeGenerator:
         await self._alive(asyncio.sleep(0))
         self.calls.append(len(turns))
         self._boxes.of(worker).begin(turns, cancelled)
+
+    async def ping(self) -> None:
+        await self._alive(asyncio.sleep(self.ping_s))
 
     async def finished_turns(self, worker: Worker) -> FinishedTurns:
         return await self._alive(self._boxes.of(worker).finished())

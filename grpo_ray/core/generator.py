@@ -18,9 +18,8 @@ if TYPE_CHECKING:  # it loads torch
     from grpo_ray.transfer.wire import Inbox
 
 # Weights are staged while groups are sampled, which then counts.
-STAGES = (
-    "start", "load_weights", "finish_weights", "resume", "pause", "sleep", "generate", "stage_weights"
-)  # fmt: skip
+SWITCHING = "load_weights", "finish_weights", "resume", "pause"
+STAGES = "start", *SWITCHING, "sleep", "generate", "stage_weights"
 
 
 class Generator:
@@ -72,6 +71,11 @@ class Generator:
     async def finished_turns(self, worker: Worker) -> FinishedTurns:
         """Wait for a turn of the worker to finish; return all that have since the last call."""
         return await self._boxes.of(worker).finished()
+
+    async def ping(self) -> None:
+        """Return once the engine has answered; at once during a switch, whose phases have limits."""
+        if self._clock.current not in SWITCHING:
+            await self._engine.ping()
 
     async def _sample_turn(self, token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
         (completion,) = await self._sample(token_ids, settings)

@@ -35,6 +35,9 @@ class Engine(Protocol):
             EngineDied: this and every later request fails.
         """
 
+    async def ping(self) -> None:
+        """Return once the engine has answered, which one that samples does between two tokens."""
+
     async def stage(self, snapshot: WeightSnapshot) -> None:
         """Bring the weights as near to the device as possible, while sampling continues with the old ones.
 

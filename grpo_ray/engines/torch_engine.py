@@ -139,6 +139,7 @@ class TorchEngine:
         """Do nothing: there is no memory to free on a CPU, and not sampling is enough."""
 
     async def wake(self) -> None: ...
+    async def ping(self) -> None: ...
 
     async def shutdown(self) -> None:
         if self._server is not None:

@@ -102,6 +102,9 @@ class VllmEngine:
     async def start(self, version: int) -> None:
         await self._llm.update_weight_version(str(version))
 
+    async def ping(self) -> None:
+        await self._llm.is_sleeping()
+
     async def join(self, meeting: Meeting) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 

@@ -111,7 +111,7 @@ class EnvironmentWorker:
             seed: of the environments, the same for the whole group.
 
         Raises:
-            TurnLost: Generators died of a turn.
+            DataLost: Generators died of a turn (TurnLost), or one with a turn does not answer.
             RuntimeError: a turn could not be sampled; the message says why.
         """
         example = Example(item.prompt, item.ground_truth, task=item.task, seed=seed, facts=item.about)
@@ -131,6 +131,8 @@ class EnvironmentWorker:
                 results = await asyncio.gather(*plays)
         finally:
             self._stopped.stop(thread)
+        late = [n for n, result in enumerate(results) if result.status is Status.TRUNCATED_TIME]
+        await asyncio.gather(*(samplers[n].ran_out_of_time() for n in late))
         if lost := [each.lost for each in samplers if each.lost is not None]:
             raise lost[0]
         self._check(item, results)

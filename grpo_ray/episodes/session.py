@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -124,7 +125,8 @@ class Session:
 
         Raises:
             EpisodeEnded: the episode has reached a limit, or its Generator failed.
-            ValueError: the template or the tool parser cannot deal with the messages.
+            ValueError: the template or the tool parser cannot deal with the messages; or `max_tokens` is no
+                whole number.
         """
         if tools and self._tool_parser is None:
             raise ValueError("the session has tools but no parser for their calls; set a tool_parser")
@@ -205,7 +207,7 @@ class Session:
         """Sample a turn; return its segment and its reply."""
         settings = await self._turn_settings(len(prompt))
         if max_tokens is not None:
-            shorter = max(1, settings.min_tokens, min(max_tokens, settings.max_tokens))
+            shorter = max(1, settings.min_tokens, min(_whole(max_tokens), settings.max_tokens))
             settings = replace(settings, max_tokens=shorter)
         self._num_requests += 1
         with self._answering():
@@ -284,6 +286,13 @@ class Session:
         # Nine letters and digits: some templates accept nothing else.
         ids = [f"call{turn % 1000:03}{number % 100:02}" for number in range(len(found))]
         return content, reasoning, tuple(ToolCall(id, *call) for id, call in zip(ids, found, strict=True))
+
+
+def _whole(max_tokens: Any) -> int:
+    try:
+        return operator.index(max_tokens)  # an engine may take no other type, such as NumPy's
+    except TypeError:
+        raise ValueError(f"max_tokens is {max_tokens!r}; give a whole number") from None
 
 
 def _num_chars(value: object) -> int:

@@ -7,16 +7,18 @@ import asyncio
 import itertools
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.episodes.turn_box import FinishedTurns, Turn, Turns, Worker
-from grpo_ray.errors import ActorDied, TurnLost
+from grpo_ray.errors import ActorDied, DataLost, TurnLost
 from grpo_ray.types import Completion, GeneratorFailure, SamplingSettings
 from grpo_ray.watch.clock import monotonic
 from grpo_ray.watch.event_loop import Changes
 
 T = TypeVar("T")
+PING_S = 30.0  # for an answer to `ping`
 LOOK_S = 1.0  # between two looks at a clock that stands still
 SLACK = 8  # turns by which the Generator with the prefix may be busier than the least busy one
 
@@ -26,6 +28,7 @@ class TurnClient(Protocol):
 
     def begin_turns(self, worker: Worker, turns: Turns, cancelled: Sequence[int]) -> Awaitable[None]: ...
     def finished_turns(self, worker: Worker) -> Awaitable[FinishedTurns]: ...
+    def ping(self) -> Awaitable[None]: ...
 
 
 class TurnLink:
@@ -41,7 +44,7 @@ class TurnLink:
             worker: this process.
             silence_s: seconds with turns, none of which finishes, before all fail.
         """
-        self._client, self._worker, self._silence_s = client, worker, silence_s
+        self.client, self._worker, self._silence_s = client, worker, silence_s
         self._clock = ServingTime(is_serving=False)
         self._numbers = itertools.count()
         self.num_answers = 0  # of the Generator, to any call
@@ -98,7 +101,7 @@ class TurnLink:
         try:
             while self._new or self._cancelled:
                 new, self._new, cancelled, self._cancelled = self._new, {}, self._cancelled, []
-                sent = self._client.begin_turns(self._worker, new, cancelled)
+                sent = self.client.begin_turns(self._worker, new, cancelled)
                 self._receiving = self._receiving or self._start(self._receive)
                 await sent
                 self.num_answers += 1
@@ -122,7 +125,7 @@ class TurnLink:
 
     async def _finished(self) -> FinishedTurns:
         try:
-            return await self._clock.within(self._silence_s, self._client.finished_turns(self._worker))
+            return await self._clock.within(self._silence_s, self.client.finished_turns(self._worker))
         except TimeoutError as error:
             silence = f"it had turns and finished none for {self._silence_s:g} s"
             raise TimeoutError(str(error) or silence) from error
@@ -160,12 +163,14 @@ class TurnRouter:
         return self._failures[num_known:]
 
     async def sample(
-        self, token_ids: tuple[int, ...], settings: SamplingSettings, preferred: int | None
-    ) -> tuple[Completion, int]:
+        self, token_ids: tuple[int, ...], settings: SamplingSettings, preferred: int | None,
+        on_send: Callable[[int], None] = lambda number: None,
+    ) -> tuple[Completion, int]:  # fmt: skip
         """Sample a turn; return it, and the number of the Generator that now has its prefix.
 
         Args:
             preferred: the number that the episode's last turn returned.
+            on_send: takes the number of each Generator that the turn goes to.
 
         Raises:
             TurnLost: two Generators that had begun the turn have failed; the turn may be the cause.
@@ -174,6 +179,7 @@ class TurnRouter:
         while True:
             number = await self._choose(preferred)
             link = self._serving[number]
+            on_send(number)
             num_before = link.num_answers
             try:
                 return await link.sample(token_ids, settings), number
@@ -191,6 +197,19 @@ class TurnRouter:
         busier = self._serving[preferred].num_turns - self._serving[least].num_turns
         return preferred if busier <= SLACK else least
 
+    async def answers(self, number: int) -> bool:
+        """Return whether a Generator serves, and answers; one that does not answer has failed."""
+        if (link := self._serving.get(number)) is None:
+            return False
+        try:
+            async with asyncio.timeout(PING_S):
+                await link.client.ping()
+        except (ActorDied, EngineDied, TimeoutError) as error:
+            silence = f"does not answer ({PING_S:g} s), and the time of an episode ended in its turn"
+            self._fail(number, str(error) or silence)
+            return False
+        return True
+
     def _fail(self, number: int, error: str) -> None:
         if number in self._serving:
             del self._serving[number]
@@ -205,18 +224,25 @@ class RoutedSampler:
     def __init__(self, router: TurnRouter) -> None:
         self._router = router
         self._has_prefix: int | None = None
-        self.lost: TurnLost | None = None
+        self._open_at: int | None = None  # the Generator with a turn that has not ended
+        self.lost: DataLost | None = None
 
     async def sample(self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
         """Sample one completion."""
         try:
             completion, self._has_prefix = await self._router.sample(
-                prompt_token_ids, settings, self._has_prefix
+                prompt_token_ids, settings, self._has_prefix, partial(setattr, self, "_open_at")
             )
         except TurnLost as lost:
             self.lost = lost
             raise
+        self._open_at = None
         return completion
+
+    async def ran_out_of_time(self) -> None:
+        """Take the episode as lost, and not as too slow, if a Generator that does not answer has its turn."""
+        if self._open_at is not None and not await self._router.answers(self._open_at):
+            self.lost = DataLost("a Generator failed with a turn, in which the time of an episode ended")
 
 
 class ServingTime:

@@ -43,7 +43,7 @@ from grpo_ray.tasks.prompt_lengths import Lengths, check_cut, count_tokens, cut_
 from grpo_ray.tasks.prompt_stream import PromptStream
 from grpo_ray.tasks.prompts import Prompter, Prompters, PromptTemplate, TextTemplate, make_items, template_of
 from grpo_ray.tasks.sources import source_names
-from grpo_ray.types import PromptItem, StartingModel
+from grpo_ray.types import StartingModel
 
 WITH_OPTIONS = ("pass_at_k",)
 """An advantage that is of no use without an option."""
@@ -64,7 +64,7 @@ class TaskData:
     with_facts: Collection[str] = ()  # parts with code of the user's that may ask about an example
     first_prompts: tuple[str, ...] = ()  # lines that show one prompt of each part, and what its truth earns
 
-    def prompters(self, tokenizer: PreTrainedTokenizerBase) -> Prompters:
+    def prompters(self, tokenizer: PreTrainedTokenizerBase | None) -> Prompters:
         cuts, asked = self.max_prompt_tokens, self.with_facts
         return {
             name: Prompter(t, tokenizer, cuts.get(name), name in asked) for name, t in self.templates.items()
@@ -159,15 +159,12 @@ def with_trial(config: Config, task: TaskData) -> TaskData:
     """
     firsts = {e.task: e for e in reversed([*task.train, *task.validation]) if e.task in config.task.rewards}
     is_here = all(map(is_local, model_paths(config)))
-    prompters = task.prompters(_tokenizer_and_positions(config)[0]) if is_here else {}
-    items: dict[str, tuple[PromptItem, str]] = {}
-    for name, first in firsts.items():
-        template = task.templates[name]
-        if is_here:
-            items[name] = prompters[name].item(0, first), first.place
-        elif isinstance(template, TextTemplate):  # a chat's prompt needs the tokenizer, which is not here yet
-            prompt = PromptItem(0, template.render(first.question), (), first.ground_truth, task=name)
-            items[name] = prompt, first.place
+    prompters = task.prompters(_tokenizer_and_positions(config)[0] if is_here else None)
+    items = {
+        name: (prompters[name].item(0, first), first.place)
+        for name, first in firsts.items()
+        if is_here or isinstance(task.templates[name], TextTemplate)  # a chat's prompt needs the tokenizer
+    }
     trials, notices = try_rewards(config.task.rewards, items, config.scorer)
     for name, reward in config.task.rewards.items():
         for own in own_functions(reward):

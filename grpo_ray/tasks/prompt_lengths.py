@@ -68,8 +68,10 @@ def check_cut(prompter: Prompter, limit: int) -> None:
     Raises:
         ValueError: `limit` tokens keep nothing of the question.
     """
-    tail = prompter.template.render(PLACEHOLDER, prompter.tokenizer).rpartition(PLACEHOLDER)[2]
-    num_tail = len(prompter.tokenizer(tail, add_special_tokens=False)["input_ids"])
+    template, tokenizer = prompter.template, prompter.tokenizer
+    assert tokenizer is not None, "it has counted the prompts"
+    tail = template.render(PLACEHOLDER, tokenizer).rpartition(PLACEHOLDER)[2]
+    num_tail = len(tokenizer(tail, add_special_tokens=False)["input_ids"])
     if limit <= num_tail:
         raise ValueError(
             f"task.long_prompts: a prompt cut to {max(0, limit)} tokens keeps nothing of its question, because "

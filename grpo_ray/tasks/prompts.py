@@ -126,7 +126,7 @@ class Prompter:
     """A maker of prompts from a task's examples."""
 
     template: PromptTemplate
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: "PreTrainedTokenizerBase | None"  # None: not here yet, so that prompts have no tokens
     max_tokens: int | None = None  # longer prompts are cut on the left; None: there are none
     with_facts: bool = False  # code of the user's may ask about the example
 
@@ -142,10 +142,11 @@ class Prompter:
                 "set task.prompt to chat, or task.question_field to a field of text"
             )
         prompt = self.template.render(example.question, self.tokenizer)
-        token_ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        if self.max_tokens is not None and len(token_ids) > self.max_tokens:
+        tokenizer = self.tokenizer
+        token_ids = [] if tokenizer is None else tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        if tokenizer is not None and self.max_tokens is not None and len(token_ids) > self.max_tokens:
             token_ids = token_ids[-self.max_tokens :]  # the end of the template must stay: the model answers it
-            prompt = self.tokenizer.decode(token_ids)
+            prompt = tokenizer.decode(token_ids)
         about = self._about(example) if self.with_facts else ""
         return PromptItem(
             group_id, prompt, tuple(token_ids), example.ground_truth, task=example.task, about=about

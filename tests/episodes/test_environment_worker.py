@@ -17,6 +17,7 @@ from grpo_ray.config.loading import load_config
 from grpo_ray.episodes import runner, threads, turn_router
 from grpo_ray.episodes.environment_worker import EnvironmentWorker
 from grpo_ray.episodes.session import Session
+from grpo_ray.errors import DataLost
 from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.learning.plain_chat import give_plain_chat
 from grpo_ray.learning.tiny_tokenizer import tiny_tokenizer
@@ -267,6 +268,24 @@ async def test_time_without_generators_is_not_the_episodes_own(
         assert not playing.done()
         await worker.serve({1: FakeGenerator("generator-0", spoken(version=1))})
         assert statuses((await playing)[0]) == ["finished"] * 4
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_only_a_generator_that_answers_costs_an_episode_its_time(
+    answers: bool, model: StartingModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group of another one is lost, so that it is played again, and the Generator has failed."""
+    async with working(model, "plain", "episodes.max_seconds=0.1", answer=never) as (worker, generator):
+        if answers:
+            assert statuses((await play(worker))[0]) == ["truncated_time"] * 4
+            assert not worker._router._failures
+            return
+        monkeypatch.setattr(turn_router, "PING_S", 0.05)
+        generator.ping_s = 60.0
+        with pytest.raises(DataLost, match="a Generator failed with a turn, in which the time of an episode"):
+            await play(worker)
+        (failure,) = await worker.failures(0)
+        assert failure.error.startswith("does not answer (0.05 s), and the time of an episode ended")
 
 
 async def test_a_generator_that_refuses_a_turn_fails_the_group(model: StartingModel) -> None:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from episode_players import (
     ENDS,
@@ -115,6 +116,18 @@ def test_thoughts_stay_while_only_tools_answer(name: str) -> None:
     first, second = session.segments.sequences()
     assert first.turns[first.mask].max() == 1
     assert set(second.turns[second.mask]) == {2, 3}
+
+
+async def test_max_tokens_reaches_the_engine_as_an_int_or_is_refused() -> None:
+    """A float would end the thread in which vLLM's engine reads requests, and it takes no NumPy integer."""
+    session, sampler = session_of("qwen2.5", lambda prompt: "reply")
+    await session.chat([user("one")], max_tokens=np.int64(3))
+    assert type(sampler.settings[0].max_tokens) is int
+    for call in (session.chat([user("one")], max_tokens=6 / 2), session.sample((1,), 6 / 2)):
+        with pytest.raises(ValueError, match=r"max_tokens is 3\.0; give a whole number"):
+            await call
+    assert session.ended is None
+    assert len(sampler.prompts) == 1
 
 
 async def test_an_edited_history_opens_a_branch() -> None:

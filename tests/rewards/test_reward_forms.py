@@ -16,6 +16,7 @@ from builders import make_completion, make_item
 
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config.algorithm import AlgorithmConfig
+from grpo_ray.config.loading import load_config
 from grpo_ray.config.reward import RewardTerm, named_terms, term_weights
 from grpo_ray.config.task import EpisodesTaskConfig, FileTaskConfig
 from grpo_ray.core.scorer import Scorer
@@ -28,9 +29,9 @@ from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.networked import NetworkReward
 from grpo_ray.rewards.trial import try_rewards
 from grpo_ray.rewards.user_function import UserFunction
-from grpo_ray.run.preparation import may_ask
+from grpo_ray.run.preparation import check_files, may_ask, with_trial
 from grpo_ray.tasks.dataset import dataset_examples
-from grpo_ray.tasks.prompts import ChatTemplate, Prompter, TextTemplate
+from grpo_ray.tasks.prompts import ChatTemplate, Prompter, TextTemplate, template_of
 from grpo_ray.tools.cli import main
 from grpo_ray.types import PromptItem, RolloutGroup, ScoredGroup
 from grpo_ray.watch.batch_metrics import rollout_metrics
@@ -476,6 +477,20 @@ def test_ones_own_reward_gets_the_bare_truth_and_is_refused_if_it_fails() -> Non
         ValueError, match=r"task\.reward: it fails on the first example \(data\.jsonl, line 1\), with"
     ):
         trials_of("42", (own("too_few", batched=True),))
+
+
+@pytest.mark.slow
+def test_a_reward_is_tried_on_the_whole_example_although_the_model_is_on_a_hub(tmp_path: Path) -> None:
+    """A prompt of plain text needs no tokenizer."""
+    for name in ("train", "validation"):
+        row = {"question": f"to {name}", "answer": "3", "level": 3}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    paths = f"train_path: {tmp_path}/train.jsonl, validation_path: {tmp_path}/validation.jsonl"
+    task = f"{{kind: file, prompt: question_only, reward: 'forms_4711:by_name', {paths}}}"
+    config = load_config("configs/quickstart.yaml", ["model={path: owner/name}", f"task={task}"])
+    last = with_trial(config, check_files(config)).first_prompts[-1]
+    prompt = template_of(config.task).render("to train")  # type: ignore[arg-type]
+    assert f"its reward: {len('to train') + len(prompt) + 3} for '3'" in last
 
 
 def test_the_command_grades_one_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

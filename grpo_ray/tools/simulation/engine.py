@@ -146,6 +146,9 @@ class SimulatedEngine:
 
     wake = sleep
 
+    async def ping(self) -> None:
+        self._check_alive()
+
     async def shutdown(self) -> None:
         self._die()
 
