@@ -91,14 +91,14 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
                 group, report = worker.play(item, settings, seed)
                 played = await self._served.within(limit_s, report)
         except ActorDied as error:
-            await self.replace(worker, str(error))
+            self.fail(worker, str(error))
             raise DataLost(str(error)) from error
         except TimeoutError as error:
             text = f"{worker.name} did not end the episodes within {limit_s:g} s"
-            await self.replace(worker, text)
+            self.fail(worker, text)
             raise TimeoutError(text) from error
         if played.num_stuck > MAX_STUCK:
-            await self.replace(worker, f"{played.num_stuck} threads hang in calls of the environment")
+            self.fail(worker, f"{played.num_stuck} threads hang in calls of the environment")
         return group, played.num_tokens
 
     def _limit_s(self, name: str) -> float:
@@ -123,7 +123,9 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
                 await watching
             except (ActorDied, TimeoutError) as error:
                 if isinstance(error, ActorDied) or name not in self.replacing:  # or else it starts
-                    await self.replace(worker, str(error) or f"it has not answered for {limit_s:g} s")
+                    self.fail(worker, str(error) or f"it has not answered for {limit_s:g} s")
+                if (replacement := self.replacing.get(name)) is not None:
+                    await asyncio.wait({replacement})
             finally:
                 watching.cancel()
 

@@ -265,6 +265,7 @@ class GroupBook:
             "in_flight": sorted(g for state in in_flight for g in self._by_state[state]),
             "buffered": sorted(g for state in buffered for g in self._by_state[state]),
             "waiting": list(self.ids_in(State.WAITING)),
+            "cuts": [[group_id, group.num_cuts] for group_id, group in self._groups.items() if group.num_cuts],
             "set_aside": sorted(self.given_up),
             "num_trained": self.num_trained,
             "num_dropped": self.num_dropped,
@@ -281,12 +282,14 @@ class GroupBook:
         self.next_id = saved["next_group_id"]
         self.given_up = set(saved["set_aside"])
         self.num_trained, self.num_dropped = saved["num_trained"], saved["num_dropped"]
+        cuts = dict(saved.get("cuts", ()))  # an earlier release kept none
         num_gone = self.num_trained + self.num_dropped + len(self.given_up)
         self._admission.extra_slots += num_gone - self.published_version * self._admission.groups_per_step
         self._queue.begin(unfinished, self.next_id)
         for group_id in sorted(unfinished):
             state = State.BUFFERED if group_id in held else State.WAITING
-            self._groups[group_id] = _Group(state, facts=held.get(group_id, UNKNOWN))
+            facts, num_cuts = held.get(group_id, UNKNOWN), cuts.get(group_id, 0)
+            self._groups[group_id] = _Group(state, facts=facts, num_cuts=num_cuts)
             self._put_into(state, group_id)
         self._settle()
 

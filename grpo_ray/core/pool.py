@@ -34,15 +34,8 @@ Scored = tuple[Ref[RolloutGroup], Verdict, Ref[np.ndarray] | None]
 
 def training_settings(sampling: SamplingConfig, end_token_ids: tuple[int, ...]) -> SamplingSettings:
     """Return a run's sampling parameters; each request sets its own number of responses."""
-    return SamplingSettings(
-        num_samples=1,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        min_tokens=sampling.min_tokens,
-        max_tokens=sampling.max_tokens,
-        stop=sampling.stop,
-        end_token_ids=end_token_ids,
-    )
+    values = sampling.model_dump(include={"temperature", "top_p", "min_tokens", "max_tokens", "stop"})
+    return SamplingSettings(num_samples=1, end_token_ids=end_token_ids, **values)
 
 
 class GeneratorPool:

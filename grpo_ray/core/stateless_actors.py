@@ -61,19 +61,19 @@ class StatelessActors(Generic[ClientT]):
     async def ask(self, what: str, is_retry: bool, call: Callable[[ClientT], Awaitable[T]]) -> T:
         """Return the answer of the least busy actor; if it dies, it is replaced, and another one is asked."""
         while True:
+            while len(self.replacing) == len(self._clients):
+                await asyncio.wait(self.replacing.values(), return_when=asyncio.FIRST_COMPLETED)
             with self.least_busy() as actor:
                 try:
                     with self._context.calls.call(actor.name, what, is_retry=is_retry):
                         return await call(actor)
                 except (ActorDied, EngineDied) as error:
-                    await self.replace(actor, str(error))
+                    self.fail(actor, str(error))
 
-    async def replace(self, client: ClientT, error: str) -> None:
-        """Replace this actor, unless that has been done already; it goes on if the caller is cancelled."""
+    def fail(self, client: ClientT, error: str) -> None:
+        """Begin to replace this actor, unless that has begun, or been done, already."""
         if self._clients[client.name] is client:
             self.retire(client.name, error)
-        if (replacement := self.replacing.get(client.name)) is not None:
-            await asyncio.shield(replacement)
 
     def retire(self, name: str, error: str) -> None:
         """Begin to replace an actor, unless that has begun already."""

@@ -52,6 +52,7 @@ def train_through_restores(
         log = RunLog(run, display, trackers, FailureWatch.of_run(config, run.metrics_path))
         step = checkpoint.state.step if checkpoint else 0
         trackers.resume_from(step)
+        log.step = step
         if restores.num_failures:
             log.event("restored", None, f"the run continues from step {step}")
         with closing(log), host(config, prepared.model, run.path.resolve(), checkpoint) as actors:

@@ -220,6 +220,11 @@ def test_late_groups_are_cut_off_and_count_their_cuts() -> None:
     late = book.batch(2)
     assert late is not None
     assert (late.late_ids, late.num_cut) == ((0, 5, 6), 2)  # of which 2 and 0 were sampled
+    resumed = make_book(max_lag=0, oversampled=1.5, version=2)
+    resumed.load_state_dict(json.loads(json.dumps(book.state_dict())), {})
+    cuts = [(item.group_id, item.num_cuts) for item in resumed.admit(9)]
+    assert cuts[:1] == [(0, 2)]
+    assert dict(cuts)[2] == 1
     book.trained(2)
     book.publish(2)
     assert [(item.group_id, item.num_cuts) for item in book.admit(1)] == [(0, 2)]
