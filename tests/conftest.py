@@ -221,8 +221,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def _write_model(folder: Path, tied: bool, hidden_size: int, implementation: Implementation) -> None:
     from builders import perturb
 
-    from grpo_ray.learning.tiny import build_model
     from grpo_ray.learning.tiny_tokenizer import train_tokenizer
+    from grpo_ray.run.tiny_model import build_model
     from grpo_ray.tasks.sorting import warmup_pairs
 
     pairs = warmup_pairs(SortingTaskConfig(), seed=0, num_pairs=300)

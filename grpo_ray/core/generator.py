@@ -73,7 +73,7 @@ class Generator:
         return await self._boxes.of(worker).finished()
 
     async def ping(self) -> None:
-        """Return once the engine has answered; at once during a switch, whose phases have limits."""
+        """Return once the engine has answered; at once in a switch: its phases have limits."""
         if self._clock.current not in SWITCHING:
             await self._engine.ping()
 

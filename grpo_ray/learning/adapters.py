@@ -138,14 +138,15 @@ class MergedWeight:
     @torch.no_grad()
     def detach(self) -> torch.Tensor:
         """Return the sum of the base and the adapter's product, `[outputs, inputs]` float32."""
-        layer, weight = self.layer, dequantized(self._base.weight).float()
+        layer, base = self.layer, dequantized(self._base.weight)
+        weight = base.float()
         if layer is self._base:
             return weight
         narrow, wide = (getattr(layer, name)[NAME].weight.float() for name in ("lora_A", "lora_B"))
         weight = torch.addmm(weight, wide, narrow, alpha=layer.scaling[NAME])
         if NAME in layer.lora_magnitude_vector:  # DoRA: rows of a trained length
             lengths = layer.lora_magnitude_vector[NAME].weight.float()
-            weight *= (lengths / weight.norm(dim=1))[:, None]
+            weight *= (lengths / weight.norm(dim=1).to(base.dtype))[:, None]  # rounded as by PEFT's layer
         return weight
 
 

@@ -12,9 +12,8 @@ import torch
 from torch.profiler import record_function
 
 from grpo_ray.config import Config
-from grpo_ray.learning.dealing import Pass, deal, imbalance
 from grpo_ray.learning.layout import Layout, choose_layout
-from grpo_ray.learning.microbatch import MicroBatch
+from grpo_ray.learning.microbatch import MicroBatch, Pass, deal, imbalance
 from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.learning.ranks import Ranks
 from grpo_ray.learning.sequences import TrainSequence, lengths_of, prompts_of, samples_of

@@ -7,8 +7,7 @@ import torch
 from torch.distributed import DistError
 
 from grpo_ray.config import Config, SamplingConfig
-from grpo_ray.learning.attention import BlockAttention, tree_obstacle
-from grpo_ray.learning.attention_kernels import make_varlen
+from grpo_ray.learning.attention import BlockAttention, make_varlen, tree_obstacle
 from grpo_ray.learning.families import SegmentTree
 from grpo_ray.learning.log_probs import ResponseLogProbs, has_plain_output_layer
 from grpo_ray.learning.microbatch import MicroBatch, collate_packed, collate_padded

@@ -209,7 +209,8 @@ def at_commit(path: str | None, field: str = "model.path") -> str | None:
         cached = try_to_load_from_cache(name, "config.json", revision=revision or None)
         if not isinstance(cached, str):
             raise ValueError(
-                f"{field}: {path!r} is not a local folder, and cannot be read from the hub: {error}"
+                f"{field}: {path!r} is not a local folder, and cannot be read from the hub: {error}; "
+                f"a relative path begins in {Path.cwd()}"
             ) from error
         commit = Path(cached).parent.name
     return f"{name}@{commit}"

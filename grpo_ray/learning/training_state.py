@@ -89,7 +89,7 @@ def write_state(
     wire = torch.float32 if has_adapter(model) else dtype
     wide = {id(weight): name for name, weight in reversed(state.weights.items()) if weight.dtype != wire}
     beside = {WEIGHTS + name: state.weights[name] for name in wide.values()}  # tied ones under their first name
-    with _os_errors():
+    with os_errors():
         shards = {**state.shards, **{WEIGHTS + name: shard for name, shard in state.shards.items()}}
         if ranks.size > 1:  # makes the folder itself: an error of one rank alone would leave the others waiting
             write_shards({**beside, **state.training}, shards, training / FOLDER_NAME, ranks)
@@ -227,7 +227,7 @@ def _copies(tensors: Mapping[str, torch.Tensor], spare: Mapping[str, torch.Tenso
 
 
 @contextmanager
-def _os_errors() -> Iterator[None]:
+def os_errors() -> Iterator[None]:
     """Convert every error of a full disk to an OSError: Rust code raises a plain Exception for it."""
     try:
         yield

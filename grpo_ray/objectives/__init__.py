@@ -7,7 +7,7 @@
 further terms a run uses, and `train_step.py` joins them over one micro-batch. `logprobs.py` and `chunked.py`
 compute the log-probabilities that go in, `correction.py` the weights of tokens from a sampler that differs from
 the Learner, and `kl.py` distances: to a reference, and between sampler and Learner. Advantages, losses and
-corrections are functions of one dataclass each (`inputs.py`), found by name or import path in `registry.py`.
+corrections are functions of one dataclass each (`inputs.py`), found by name or import path.
 The names (`LossType`, ...) are the configuration's. Among those below are the functions of Stanford CS336's
 handout of spring 2025; examples/course/ has those of 2026.
 """

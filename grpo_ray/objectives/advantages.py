@@ -1,6 +1,7 @@
 """From rewards to advantages: shaping of the rewards, then comparison within each group."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from math import comb
 from typing import Annotated, Any, get_args
 
@@ -9,7 +10,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from grpo_ray.config.algorithm import AdvantageKind, Std
-from grpo_ray.objectives.inputs import AdvantageFn, AdvantageInputs, arguments_of
+from grpo_ray.objectives.inputs import AdvantageFn, AdvantageInputs, arguments_of, named
 
 
 def overlong_penalties(lengths: Tensor, max_tokens: int, buffer_tokens: int, penalty: float) -> Tensor:
@@ -160,6 +161,12 @@ ADVANTAGES: dict[AdvantageKind, AdvantageFn] = {
     "pass_at_k": pass_at_k,
     "gdpo": gdpo,
 }
+
+
+@cache
+def advantage_function(name: str) -> AdvantageFn:
+    """Return the advantage with this name, or import `module:function`."""
+    return named(name, ADVANTAGES, "algorithm.advantage")
 
 
 def _centred(rewards: Tensor) -> Tensor:

@@ -10,12 +10,13 @@ import torch
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import WEIGHING, AlgorithmConfig
 from grpo_ray.config.user_code import check_arguments, keyword_parameters
+from grpo_ray.objectives.advantages import advantage_function
 from grpo_ray.objectives.comparison import compare_group
-from grpo_ray.objectives.correction import CORRECTIONS
+from grpo_ray.objectives.correction import CORRECTIONS, correction_function
 from grpo_ray.objectives.inputs import CorrectionInputs, uses_ratio
 from grpo_ray.objectives.logprobs import check_shape
+from grpo_ray.objectives.losses import loss_function
 from grpo_ray.objectives.objective import Objective
-from grpo_ray.objectives.registry import advantage_function, correction_function, loss_function
 from grpo_ray.objectives.selection import SELECTIONS
 
 ADVANTAGE_FIELDS = {"eps": "advantage_eps", "std": "std"}

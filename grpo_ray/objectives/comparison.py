@@ -6,9 +6,8 @@ import numpy as np
 import torch
 
 from grpo_ray.config.algorithm import AlgorithmConfig
-from grpo_ray.objectives.advantages import overlong_penalties
+from grpo_ray.objectives.advantages import advantage_function, overlong_penalties
 from grpo_ray.objectives.inputs import AdvantageInputs, arguments_of
-from grpo_ray.objectives.registry import advantage_function
 
 NO_TERMS: Mapping[str, np.ndarray] = {}
 NO_WEIGHTS: Mapping[str, float] = {}

@@ -7,6 +7,7 @@ an episode are rows of their own, each judged by itself.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from math import inf
 from typing import Any
 
@@ -15,7 +16,7 @@ from pydantic import NonNegativeFloat
 from torch import Tensor
 
 from grpo_ray.config.algorithm import Correction
-from grpo_ray.objectives.inputs import CorrectionFn, CorrectionInputs, ones, row_mean, row_sum
+from grpo_ray.objectives.inputs import CorrectionFn, CorrectionInputs, named, ones, row_mean, row_sum
 from grpo_ray.objectives.logprobs import check_rows, clamped_exp
 
 Band = tuple[float | None, float | None]  # None: no bound
@@ -94,6 +95,12 @@ CORRECTIONS: dict[Correction, CorrectionFn] = {
     "veto": veto,
     "opsm": opsm,
 }
+
+
+@cache
+def correction_function(name: str) -> CorrectionFn:
+    """Return the correction with this name, or import `module:function`."""
+    return named(name, CORRECTIONS, "algorithm.off_policy_correction")
 
 
 @torch.no_grad()

@@ -7,12 +7,15 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
 
+from grpo_ray.config.user_code import import_function
 from grpo_ray.objectives.logprobs import check_rows, check_shape, clamped_exp
+
+T = TypeVar("T")
 
 Details = dict[str, Tensor]
 
@@ -152,3 +155,11 @@ def arguments_of(function: Callable[..., Any], given: Mapping[str, Any]) -> dict
     return {
         name: value for name, value in given.items() if value is not None and (takes_any or name in parameters)
     }
+
+
+def named(name: str, own: Mapping[Any, Callable[..., T]], field: str) -> Callable[..., T]:
+    """Return the function with this name, or import `module:function`: the user's, where a run is trained.
+
+    `report` and `evaluate` call none of these, and `audit` only if the command line says so.
+    """
+    return import_function(name, field) if ":" in name else own[name]

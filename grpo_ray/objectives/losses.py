@@ -12,6 +12,7 @@ if the shapes of old_log_probs and policy_log_probs differ.
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from grpo_ray.objectives.inputs import (
     LossInputs,
     RatioInputs,
     arguments_of,
+    named,
     parameters_of,
     refuse_unknown,
     row_mean,
@@ -279,6 +281,12 @@ LOSSES: dict[LossType, LossFn] = {
     "gmpo": gmpo,
     "vespo": vespo,
 }
+
+
+@cache
+def loss_function(name: str) -> LossFn:
+    """Return the loss with this name, or import `module:function`."""
+    return named(name, LOSSES, "algorithm.loss")
 
 
 def _clip(ratio: Tensor, cliprange: float, cliprange_high: float | None) -> Tensor:

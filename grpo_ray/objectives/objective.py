@@ -9,10 +9,9 @@ from torch import Tensor
 
 from grpo_ray.config.algorithm import AlgorithmConfig, KLEstimator, TokenSelection
 from grpo_ray.config.losses import LOSS_RECORDS, Aggregation, clip_epsilons, loss_record, refuse_clip_range
-from grpo_ray.objectives.correction import CORRECTIONS, correction_weights
+from grpo_ray.objectives.correction import CORRECTIONS, correction_function, correction_weights
 from grpo_ray.objectives.inputs import CorrectionInputs, Details, arguments_of, refuse_unknown, uses_ratio
-from grpo_ray.objectives.losses import apply_loss
-from grpo_ray.objectives.registry import correction_function, loss_function
+from grpo_ray.objectives.losses import apply_loss, loss_function
 
 
 @dataclass(frozen=True)

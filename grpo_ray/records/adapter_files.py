@@ -16,7 +16,7 @@ PREFIX = "base_model.model."  # of the tensors' names
 FIELDS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora", "use_dora": "dora"}  # PEFT's and ours
 DIGEST = "base_sha256"  # in the file's metadata, which peft ignores
 OTHER_KINDS = "alpha_pattern", "use_qalora", "alora_invocation_tokens"  # of PEFT, which compute something else
-OTHER_BASES = ("pissa", "olora", "corda", "loftq")  # initialisations that change the base, too
+OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that change the base, too
 WINDOW_BYTES, NUM_WINDOWS = 4096, 16
 
 

@@ -25,6 +25,11 @@ def encodable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def told(actor: str | None, text: str) -> str:
+    """Return an event's text, with the name of its actor unless it begins with that."""
+    return text if actor is None or text.startswith(actor) else f"{actor}: {text}"
+
+
 def print_visible(text: str) -> None:
     """Print a line of `visible` text."""
     print(visible(text))

@@ -15,7 +15,7 @@ from grpo_ray.config.reward import is_own, term_weights
 from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig, PlainTask, parts_of
 from grpo_ray.config.user_code import import_function
 from grpo_ray.core.context import Prepared, PreparedServing
-from grpo_ray.engines.engine_args import check_engine_args
+from grpo_ray.engines import check_engine_args
 from grpo_ray.episodes.checking import check_episodes, check_room, check_template
 from grpo_ray.learning.model_files import (
     at_commit,
@@ -323,7 +323,7 @@ def _check_adapter(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         return
     from grpo_ray.learning.adapters import check_adapter
     from grpo_ray.learning.loading import skeleton
-    from grpo_ray.learning.tiny import tiny_skeleton
+    from grpo_ray.run.tiny_model import tiny_skeleton
 
     path, model = config.model.path, config.model
     if path is None:

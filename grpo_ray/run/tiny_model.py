@@ -3,17 +3,23 @@
 import contextlib
 import hashlib
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import LlamaConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+
 from grpo_ray.cluster import local
 from grpo_ray.config import Config, LearnerConfig
+from grpo_ray.config.model import Implementation, TinyModelConfig
 from grpo_ray.config.task import SortingTaskConfig
 from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.learning.plain_chat import RESPONSE_TEMPLATE, TEMPLATE
-from grpo_ray.learning.tiny import build_model, cache_folder
+from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.learning.tiny_tokenizer import prompt_template, rendered, tiny_tokenizer
+from grpo_ray.learning.transformer_lm import TransformerLM
 from grpo_ray.records.durable import sync_tree
 from grpo_ray.rewards.answer_formats import ENDINGS, answer_place
 from grpo_ray.run.supervised import Progress, imitate, imitating, write_weights
@@ -23,6 +29,46 @@ from grpo_ray.tasks.kinds import tokenizer_pairs, warmup_pairs
 from grpo_ray.types import StartingModel
 
 _RECIPE = 2  # increase when the code below would build a different model from the same configuration
+
+
+def cache_folder() -> Path:
+    """Return the folder of built models: $GRPO_RAY_CACHE, or grpo_ray/ in the user's cache folder."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "grpo_ray"
+    return Path(os.environ.get("GRPO_RAY_CACHE", default))
+
+
+def build_model(
+    config: TinyModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int,
+    implementation: Implementation = "transformers",
+) -> PolicyModel:  # fmt: skip
+    """Build a randomly initialised float32 model; the same seed gives the same weights."""
+    torch.manual_seed(seed)
+    shape: dict[str, Any] = {
+        "vocab_size": max(config.vocab_size, len(tokenizer)),
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": config.tie_embeddings,
+        "initializer_range": config.initializer_range,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
+    if implementation == "grpo_ray":
+        return TransformerLM(LlamaConfig(**shape))
+    model: PolicyModel = Qwen2ForCausalLM(Qwen2Config(**shape))
+    return model
+
+
+def tiny_skeleton(config: Config, tokenizer: PreTrainedTokenizerBase) -> PolicyModel:
+    """Return the configured tiny model without memory for its weights."""
+    assert config.model.tiny is not None
+    with torch.device("meta"):
+        return build_model(config.model.tiny, tokenizer, config.run.seed, config.model.implementation)
 
 
 def _warmup_pairs(config: Config) -> Pairs:

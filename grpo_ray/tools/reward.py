@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from pydantic import ValidationError
+
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config.reward import REWARD_NAMES, RewardTerm
 from grpo_ray.config.user_code import importable, is_function_name
@@ -39,13 +41,15 @@ class RewardOptions:
 def _reward(options: RewardOptions) -> int:
     with shown_plainly():
         row, arguments = _mapping("--row", options.row), _mapping("--arguments", options.arguments)
-        term = RewardTerm(
-            reward=_importable(options.reward), arguments=arguments, batched=options.batched,
-            network=options.network, secrets=options.secret,
-        )  # fmt: skip
-        fields = {"question": options.question, "answer": options.ground_truth}  # as `kind: file` calls them
-        check_reward((term,), "REWARD", [*row], fields)
-    about = json.dumps({"question": options.question, "row": row, "fields": fields})
+        name = _importable(options.reward)
+        fields = {"batched": options.batched, "network": options.network, "secrets": options.secret}
+        try:
+            term = RewardTerm.model_validate({"reward": name, "arguments": arguments, **fields})
+        except ValidationError as error:
+            raise ValueError(f"REWARD: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+        named = {"question": options.question, "answer": options.ground_truth}  # as `kind: file` calls them
+        check_reward((term,), "REWARD", [*row], named)
+    about = json.dumps({"question": options.question, "row": row, "fields": named})
     prompt = options.question if options.prompt is None else options.prompt
     item = PromptItem(0, prompt, (), options.ground_truth, about=about)
     grader = Grader({"": (term,)}, ScorerConfig(num_workers=1))

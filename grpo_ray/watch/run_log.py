@@ -9,6 +9,7 @@ from grpo_ray.records.durable import replacing, sync_files
 from grpo_ray.records.evaluation_summary import EvaluationSummary
 from grpo_ray.records.json_lines import drop_half_line, parse_line
 from grpo_ray.records.run_files import JsonLines, RunDirectory, last_row
+from grpo_ray.records.visible_text import told
 from grpo_ray.types import ScoredGroup, Ungraded
 from grpo_ray.watch.background import background_thread
 from grpo_ray.watch.clock import wall_time
@@ -131,7 +132,7 @@ class RunLog:
         self._num_events[kind] += 1
         row = {"time": wall_time(), "kind": kind, "actor": actor, "step": self.step, "text": text, **facts}
         self.writer.submit("an event", lambda: self.warning("events", self._events.append(row)))
-        self.display.warning(text if actor is None or text.startswith(actor) else f"{actor}: {text}")
+        self.display.warning(told(actor, text))
 
     def close(self, limit_s: float = CLOSE_S) -> None:
         """Wait for the records that are still to be written, but not for a disk that hangs."""

@@ -12,8 +12,8 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.core.learner import Learner
 from grpo_ray.learning.model_files import end_token_ids, load_tokenizer
-from grpo_ray.learning.tiny import build_model
 from grpo_ray.learning.tiny_tokenizer import tiny_tokenizer
+from grpo_ray.run.tiny_model import build_model
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup, TrainBatch
 
 QUICKSTART = "configs/quickstart.yaml"

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from small_run import QUICKSTART
 
+from grpo_ray import engines
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.config.sampling import DECIDED
-from grpo_ray.engines import engine_args
-from grpo_ray.engines.engine_args import check_engine_args
+from grpo_ray.engines import check_engine_args
 from grpo_ray.engines.vllm_engine import VllmEngine
 from grpo_ray.run.preparation import check_files
 from grpo_ray.tools.cli import main
@@ -133,13 +133,13 @@ def test_unknown_names_are_refused_with_the_nearest_one_and_without_importing_vl
 
 @needs_vllm
 def test_every_decided_name_is_one_of_vllms() -> None:
-    known = engine_args._known_names()
+    known = engines._known_names()
     assert known is not None
     assert set(DECIDED) <= known
 
 
 def test_every_argument_that_the_engine_sets_is_refused_in_the_configuration() -> None:
-    source = (Path(engine_args.__file__).parent / "vllm_engine.py").read_text()
+    source = (Path(engines.__file__).parent / "vllm_engine.py").read_text()
     own = source[source.index("**common,") : source.index("AsyncEngineArgs(trust")]
     common = source[source.index("**config.engine_args,") : source.index("def _defaults")]
     names = set(re.findall(r'^ +"(\w+)":', own + common, re.M))
@@ -148,7 +148,7 @@ def test_every_argument_that_the_engine_sets_is_refused_in_the_configuration() -
 
 
 def test_names_are_not_checked_where_vllm_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_args, "find_spec", lambda name: None)
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
     check_engine_args(["anything"])
 
 

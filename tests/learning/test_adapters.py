@@ -396,7 +396,8 @@ def test_what_cannot_be_adapted_is_refused_by_name(
     with pytest.raises(ValueError, match="NaN or infinite"):
         load_trained(str(tiny_model()), options(tiny_model(), path=str(folder)), torch.device("cpu"))
     saved = json.loads((folder / CONFIG).read_text())
-    for change in ({"alpha_pattern": {"q_proj": 64}}, {"init_lora_weights": "pissa_niter_4"}):
+    changes_base = ({"init_lora_weights": name} for name in ("pissa_niter_4", "lora_ga"))
+    for change in ({"alpha_pattern": {"q_proj": 64}}, *changes_base):
         (folder / CONFIG).write_text(json.dumps(saved | change))
         check(rf"has {next(iter(change))}=.*, which would be ignored", path=str(folder))
         with pytest.raises(ValueError, match="which would be ignored"):

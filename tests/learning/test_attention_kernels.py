@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_ray.config import Config
 from grpo_ray.learning import layout
-from grpo_ray.learning.attention import BlockAttention
-from grpo_ray.learning.attention_kernels import _torch_kernel
+from grpo_ray.learning.attention import BlockAttention, _torch_kernel
 from grpo_ray.learning.families import SegmentTree
 from grpo_ray.learning.layout import choose_layout
 from grpo_ray.learning.loading import load_policy

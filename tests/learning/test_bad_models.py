@@ -14,8 +14,8 @@ from grpo_ray.config import Config
 from grpo_ray.config.model import TinyModelConfig
 from grpo_ray.learning.loading import load_policy
 from grpo_ray.learning.model_files import load_tokenizer
-from grpo_ray.learning.tiny import build_model
 from grpo_ray.run.preparation import check_files, prepare
+from grpo_ray.run.tiny_model import build_model
 
 WEIGHTS = "model.safetensors"
 

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_ray.learning.attention import BlockAttention
-from grpo_ray.learning.dealing import Pass, deal, imbalance
 from grpo_ray.learning.families import SegmentTree
-from grpo_ray.learning.microbatch import MicroBatch, collate_packed, collate_padded
+from grpo_ray.learning.microbatch import MicroBatch, Pass, collate_packed, collate_padded, deal, imbalance
 from grpo_ray.learning.sequences import NEVER, TrainSequence, first_switch, minibatches, plan, sequences_of
 
 

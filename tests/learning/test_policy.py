@@ -27,11 +27,10 @@ from grpo_ray.learning.model_files import (
     load_tokenizer,
     max_positions,
 )
-from grpo_ray.learning.tiny import build_model, cache_folder
 from grpo_ray.learning.tiny_tokenizer import END_TOKEN, tiny_tokenizer, train_tokenizer
 from grpo_ray.learning.transformer_lm import TransformerLM
 from grpo_ray.run.preparation import check_files
-from grpo_ray.run.tiny_model import _recipe, tiny_model_folder
+from grpo_ray.run.tiny_model import _recipe, build_model, cache_folder, tiny_model_folder
 from grpo_ray.tasks import kinds as warmups
 from grpo_ray.tasks.demonstrations import plain_demonstration
 from grpo_ray.tasks.sorting import warmup_pairs

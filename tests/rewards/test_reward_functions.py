@@ -12,8 +12,6 @@ from grpo_ray.rewards.builtin import (
     format_reward_fn,
     graded_reward_fn,
     keyword_inclusion_reward_fn,
-)
-from grpo_ray.rewards.sorting import (
     sort_distance_reward,
     sort_distance_reward_fn,
     sort_inclusion_ordering_reward,

@@ -32,11 +32,11 @@ from grpo_ray.learning.log_probs import model_inputs
 from grpo_ray.learning.microbatch import MicroBatch, collate_packed, collate_padded
 from grpo_ray.learning.policy_model import with_head_dtype
 from grpo_ray.learning.sequences import TrainSequence
-from grpo_ray.learning.tiny import build_model
 from grpo_ray.learning.tiny_tokenizer import tiny_tokenizer
 from grpo_ray.learning.transformer_lm import TransformerLM
 from grpo_ray.objectives import chunked, chunked_log_probs
 from grpo_ray.run.machine import _emulates_bfloat16
+from grpo_ray.run.tiny_model import build_model
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.planning import learner_memory
 from grpo_ray.tools.planning.command import PlanOptions

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_ray.rewards.sorting import sort_distance_reward, sort_inclusion_ordering_reward
+from grpo_ray.rewards.builtin import sort_distance_reward, sort_inclusion_ordering_reward
 
 RewardFunction = Callable[[Sequence[int], Sequence[int]], float]
 REWARD_FUNCTIONS: dict[str, RewardFunction] = {

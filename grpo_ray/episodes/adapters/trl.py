@@ -79,13 +79,14 @@ def describe_tools(environment_class: type[Any]) -> list[dict[str, Any]]:
         ValueError: a method lacks an annotation or a docstring.
     """
     tools = []
-    for name, function in inspect.getmembers(environment_class, inspect.isfunction):
+    for name, member in inspect.getmembers(
+        environment_class, lambda m: inspect.isfunction(m) or inspect.ismethod(m)
+    ):
         if name not in NO_TOOLS and not name.startswith("_"):
-            is_static = isinstance(inspect.getattr_static(environment_class, name), staticmethod)
+            of_class = inspect.getattr_static(environment_class, name)
+            is_bound = isinstance(of_class, staticmethod | classmethod)
             try:
-                tools.append(
-                    get_json_schema(function if is_static else MethodType(function, environment_class))
-                )
+                tools.append(get_json_schema(member if is_bound else MethodType(member, environment_class)))
             except Exception as error:  # transformers raises its own, of several kinds
                 raise ValueError(
                     f"{environment_class.__name__}.{name} cannot be offered as a tool: {error}. Annotate its "

@@ -40,7 +40,7 @@ def read_number(text: str) -> Fraction | None:
     for pattern, read in (
         (SCIENTIFIC, _scientific),
         (FRACTION, _fraction),
-        (POWER_OF_TEN, _power),
+        (POWER_OF_TEN, lambda match: _power_of_ten(match.groups()[1:])),
         (REPEATING, _repeating),
     ):
         match = pattern.fullmatch(text)
@@ -53,10 +53,6 @@ def read_number(text: str) -> Fraction | None:
 def _scientific(match: re.Match[str]) -> Fraction:
     _, mantissa, *exponents = match.groups()
     return _decimal(mantissa) * _power_of_ten(exponents)
-
-
-def _power(match: re.Match[str]) -> Fraction:
-    return _power_of_ten(match.groups()[1:])
 
 
 def _fraction(match: re.Match[str]) -> Fraction | None:

@@ -300,7 +300,8 @@ def _audit_skipped(run: RunDirectory, metrics: Sequence[Row], report: AuditRepor
     skipped = {step_name(row["step"]) for row in metrics if row.get("optim/skipped_updates")}
     report.num_skipped_updates = int(sum(row.get("optim/skipped_updates", 0) for row in metrics))
     kept = {path.stem for path in run.skipped.glob("step-*.parquet")}
-    infinite = [row["step"] for row in metrics if not _is_finite(row.get("optim/grad_norm", 0.0))]
+    norms = {row["step"]: row.get("optim/grad_norm", 0.0) for row in metrics}  # nan is null in JSON
+    infinite = [step for step, norm in norms.items() if norm is None or not math.isfinite(norm)]
     problems = lacking + [
         f"skipped/{name}.parquet: no update of that step was skipped" for name in sorted(kept - skipped)
     ]
@@ -308,10 +309,6 @@ def _audit_skipped(run: RunDirectory, metrics: Sequence[Row], report: AuditRepor
         f"step {s}: its gradient is not finite and was used" for s in infinite if step_name(s) not in skipped
     ]
     return problems
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)  # nan is null in JSON
 
 
 def _leftovers(run: RunDirectory) -> list[str]:

@@ -36,8 +36,7 @@ def _export(options: ExportOptions) -> int:
 def export_merged(options: ExportOptions) -> Path:
     """Write the model to a folder that appears whole or not at all; return it.
 
-    An adapter's model is in `model.dtype`, the weights that Generators sampled from. Without an adapter the
-    checkpoint's float32 weights are copied.
+    It is in `model.dtype`, the weights that Generators sampled from.
 
     Raises:
         RunError: there is no such run or checkpoint, it has links, or the folder exists already.
@@ -45,13 +44,14 @@ def export_merged(options: ExportOptions) -> Path:
         OSError: it could not be written.
     """
     from grpo_ray.learning.model_files import check_local_model, load_tokenizer
+    from grpo_ray.learning.training_state import os_errors
     from grpo_ray.run.signals import sigterm_interrupts
     from grpo_ray.tools.export.merge import base_folder, merged_policy
 
     run, folder = RunDirectory(options.run), Path(options.merged).expanduser()
     if not run.config_path.exists():
         raise RunError(f"{options.run}: no run to export (it has no config.yaml)")
-    if folder.exists():
+    if folder.exists() or folder.is_symlink():
         raise RunError(f"--merged: {folder} already exists; give a new folder, or move it away")
     store = CheckpointStore(run)
     checkpoint = store.choose(options.checkpoint, "--checkpoint").path
@@ -59,6 +59,7 @@ def export_merged(options: ExportOptions) -> Path:
         print_visible(f"! skipped, because it is damaged: {line}")
     _check_no_links(checkpoint)
     config = with_trust(load_config(run.config_path), options.trust_remote_code)
+    trust = config.model.trust_remote_code
     if config.model.adapter is None:
         check_local_model(str(checkpoint), "--checkpoint")  # a simulation's is none
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -70,8 +71,10 @@ def export_merged(options: ExportOptions) -> Path:
                 shutil.copytree(checkpoint, unfinished, ignore=ignored, dirs_exist_ok=True)
             else:
                 base = base_folder(config)
-                merged_policy(base, config.model, checkpoint).save_pretrained(unfinished)
-                load_tokenizer(base, config.model.trust_remote_code).save_pretrained(unfinished)
+                merged, tokenizer = merged_policy(base, config.model, checkpoint), load_tokenizer(base, trust)
+                with os_errors():
+                    merged.save_pretrained(unfinished)
+                    tokenizer.save_pretrained(unfinished)
             unfinished.chmod(0o755)  # mkdtemp lets only its owner in
             sync_tree(unfinished)
             unfinished.rename(folder)

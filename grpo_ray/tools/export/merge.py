@@ -10,7 +10,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.model import ModelConfig
 from grpo_ray.learning.adapters import MergedWeight, has_adapter, load_adapter, load_trained, trained_parameters
 from grpo_ray.learning.loading import cast_parameters
-from grpo_ray.learning.model_files import check_local_model, is_local
+from grpo_ray.learning.model_files import at_commit, check_local_model, is_local
 from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.learning.quantization import is_quantized
 
@@ -19,7 +19,7 @@ def base_folder(config: Config) -> str:
     """Return the folder or hub name of the model that a run began with; a tiny one is built if necessary.
 
     Raises:
-        ValueError: the folder has no usable model.
+        ValueError: the folder has no usable model, or neither hub nor cache knows the name.
     """
     if config.model.tiny is not None:
         from grpo_ray.run.tiny_model import tiny_model_folder
@@ -28,6 +28,8 @@ def base_folder(config: Config) -> str:
     assert config.model.path is not None
     if is_local(config.model.path):
         check_local_model(config.model.path)
+    elif "@" not in config.model.path:  # it has no commit: a folder elsewhere, or of an earlier release
+        at_commit(config.model.path)
     return config.model.path
 
 

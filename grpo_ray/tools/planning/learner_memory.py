@@ -135,7 +135,7 @@ def responses_per_prompt(config: Config) -> float:
 
 
 def has_varlen_kernel(config: Config) -> bool:
-    """Return whether attention runs in a kernel for segments of any length (learning/attention_kernels.py)."""
+    """Return whether attention runs in a kernel for segments of any length (learning/attention.py)."""
     return (
         bool(config.learner.num_gpus) and config.model.dtype == "bfloat16" and config.model.attention != "sdpa"
     )

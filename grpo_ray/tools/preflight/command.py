@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from grpo_ray.errors import shown_plainly
-from grpo_ray.tools.arguments import Argument, Command, Option, positive
+from grpo_ray.tools.arguments import Argument, Command, Option, natural, positive
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class PreflightOptions:
         Option("FILE", "questions and answers (.jsonl, .parquet, .csv); default: `examples` in the module"),
     ] = None
     num_examples: Annotated[int, Option("N", "examples to play (default: %(default)s)", type=positive)] = 3
-    seed: Annotated[int, Option("N", "seed of examples and policies (default: %(default)s)")] = 0
+    seed: Annotated[int, Option("N", "seed of examples and policies (default: %(default)s)", type=natural)] = 0
     allow: Annotated[tuple[str, ...], Option("FAULT", "accept the fault of this name; repeatable")] = ()
     json: Annotated[str | None, Option("FILE", "write the result as JSON; - prints only that")] = None
     html: Annotated[str | None, Option("FILE", "write the findings and a conversation as a web page")] = None
@@ -39,8 +39,9 @@ def _preflight(options: PreflightOptions) -> int:
 
     with shown_plainly(), contextlib.redirect_stdout(sys.stderr):  # a module may print as it is imported
         for path in [Path(each) for each in (options.json, options.html) if each and each != "-"]:
-            if not path.exists():  # an error comes now, and not after all plays
-                path.touch()
+            is_new = not path.exists()
+            path.open("a").close()  # an error comes now, and not after all plays
+            if is_new:
                 path.unlink()
         found = preflight(options)
     if options.json == "-":

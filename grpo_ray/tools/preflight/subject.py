@@ -102,6 +102,10 @@ def load_subject(options: PreflightOptions) -> Subject:
     is_function = ":" in options.target
     if options.examples is not None and not is_function:
         raise ValueError("--examples is for a MODULE:FUNCTION alone: a CONFIG has its own")
+    if options.overrides and is_function:
+        raise ValueError(f"{options.overrides[0]}: a function has no configuration to change; give a CONFIG")
+    if not is_function and options.target.endswith(".py"):
+        raise ValueError(f"{options.target}: give its function too, as in {options.target}:FUNCTION")
     subject = _of_function(options) if is_function else _of_config(options)
     found, number = subject.examples, options.num_examples
     chosen = [len(found) * n // number for n in range(number)] if len(found) > number else range(len(found))

@@ -153,7 +153,7 @@ def _from_waiting(shares: Shares) -> str | None:
         return f"{waits}: add Generators ({names}), or let each sample more in parallel."
     return (
         f"{waits}, and Generators sample only {shares.generators_sample:.0%} of it: batches wait for their "
-        "last groups; try buffer.lookahead, algorithm.oversample_frac, or weight_sync.in_flight: true."
+        "last groups; try buffer.lookahead, algorithm.oversample_frac, or weight_sync.in_flight (if false)."
     )
 
 

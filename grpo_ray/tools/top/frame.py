@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_ray.records.run_files import RunDirectory
-from grpo_ray.records.visible_text import visible
+from grpo_ray.records.visible_text import told, visible
 from grpo_ray.tools.look import TopOptions
 from grpo_ray.tools.top.bottleneck import (
     Problems,
@@ -205,8 +205,8 @@ def _events(view: RunView) -> list[RenderableType]:
     lines = []
     for event in view.events[-3:]:
         clock = time.strftime("%H:%M:%S", time.localtime(event["time"]))
-        lines.append(_line(f"{clock} {event['text']}", "dim"))
-    shown = {event["text"] for event in view.events}
+        lines.append(_line(f"{clock} {told(event.get('actor'), event['text'])}", "dim"))
+    shown = {told(event.get("actor"), event["text"]) for event in view.events}
     warnings = view.state.warnings if view.state is not None and not view.is_over else ()
     lines += [_line(f"! {text}", "yellow") for text in warnings[-3:] if text not in shown]
     return [Text(), *lines] if lines else []
