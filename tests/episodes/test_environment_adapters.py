@@ -144,7 +144,8 @@ class Vault:
         self.is_open = True
         return "open"
 
-    async def listen(self) -> None:
+    @classmethod
+    async def listen(cls) -> None:
         """Listen at the door."""
 
     @staticmethod

@@ -321,6 +321,14 @@ def test_rows_that_are_not_whole_blocks_are_not_quantized(tiny_model: TinyModel)
     assert set(widths.values()) == {torch.float32}
 
 
+def test_a_new_dora_adapter_serves_its_base_also_in_bfloat16(make_learner: MakeLearner) -> None:
+    """PEFT rounds the lengths of rows to the base's dtype, and so does the merge."""
+    learner = make_learner(adapter={"dora": True}, model={"dtype": "bfloat16"})
+    base = load_policy(learner._tokenizer.name_or_path).state_dict()
+    served = tensors_of(learner.snapshot()[0])
+    assert all(torch.equal(value, base[name].to(value.dtype)) for name, value in served.items())
+
+
 def test_dora_on_a_4_bit_base_is_merged_as_it_computes(make_learner: MakeLearner) -> None:
     learner = make_learner(adapter={"dora": True}, model={"base_quantization": "nf4"})
     perturbed(learner.model)

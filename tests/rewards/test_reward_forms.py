@@ -500,6 +500,8 @@ def test_the_command_grades_one_answer(tmp_path: Path, capsys: pytest.CaptureFix
     assert json.loads(capsys.readouterr().out) == {"reward": 1, "format_reward": 1, "answer_reward": 1}
     assert main(["reward", f"{file}:unit_tests", "--response", "x", "--row", "[1]"]) == 2
     assert "--row: give a JSON object" in capsys.readouterr().err
+    assert main(["reward", "exact_match", *answer, "--batched"]) == 2
+    assert capsys.readouterr().err.startswith("grpo-ray: REWARD: batched")
     assert main(["reward", "exactmatch", "--response", "x"]) == 2
     assert "'exactmatch' is not a reward; give FILE.py:FUNCTION" in capsys.readouterr().err
     Path(tmp_path, "a-b.py").touch()

@@ -11,11 +11,13 @@ import pytest
 import torch
 from builders import TinyModel
 from report_runs import add_checkpoint, make_run
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from grpo_ray.config import Config
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.export import command as export
+from grpo_ray.tools.export import merge
 
 
 @pytest.fixture
@@ -53,6 +55,24 @@ def test_a_model_is_on_disk_before_it_appears(
     assert all(torch.equal(weights[name], trained[name]) for name in trained)
     assert not (tmp_path / "out/model/training").exists()
     assert main(["export", str(tmp_path), "--merged", str(tmp_path / "other")]) == 2  # it is no run
+
+
+def test_a_full_disk_is_named(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where Rust code meets it, which raises its own error."""
+
+    class Model:
+        def save_pretrained(self, folder: Path) -> None:
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("  adapter: null", "  adapter: {rank: 2}"))
+    monkeypatch.setattr(merge, "merged_policy", lambda *_: Model())
+    monkeypatch.setattr(merge, "base_folder", lambda config: str(run / "checkpoints/step-000001"))
+    assert main(["export", str(run), "--merged", str(tmp_path / "out" / "model")]) == 2
+    assert "cannot be read or written: I/O error: No space left" in capsys.readouterr().err
+    assert os.listdir(tmp_path / "out") == []
 
 
 def test_sigterm_leaves_nothing(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -345,6 +345,8 @@ def test_a_mean_response_is_of_no_use_without_rates(
 ) -> None:
     assert run("configs/quickstart.yaml", "--response-tokens", "10") == 2
     assert "--response-tokens: without GPUs the time of a step needs" in capsys.readouterr().err
+    assert run("configs/quickstart.yaml", "--gpu-memory", "10") == 2
+    assert "--gpu-memory: the run uses no GPU" in capsys.readouterr().err
     assert run(QWEN, folder_of(QWEN_1_5B), "--response-tokens", "100") == 0
     assert "responses of 100 tokens, modelled from the data sheet of H100" in capsys.readouterr().out
 

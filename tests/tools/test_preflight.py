@@ -114,6 +114,8 @@ def test_the_command_shows_tokens_and_findings_writes_json_and_a_page_and_ends_w
     [
         (["no_such_module:episode"], "there is no module 'no_such_module'"),
         (["nowhere.py:episode"], "nowhere.py: there is no such file"),
+        (["nowhere.py"], "nowhere.py: give its function too, as in nowhere.py:FUNCTION"),
+        (["nowhere.py:episode", "a.b=1"], "a.b=1: a function has no configuration to change"),
         (["grpo_ray.tasks.reasoning_gym:verified"], "has no `examples`"),
         (["grpo_ray.episodes.calculator:episode", "--allow", "hang"], "fault; did you mean hangs?"),
     ],

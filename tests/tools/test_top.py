@@ -632,8 +632,11 @@ def test_a_frame_of_a_run_without_state_or_steps(tmp_path: Path) -> None:
 
 def test_events_and_warnings(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", make_state(warnings=("the disk is full", "it died")), [step(1)])
-    run.events_path.write_text(json.dumps({"time": NOW, "kind": "generator_failed", "text": "it died"}) + "\n")
+    events = [{"text": "it died"}, {"actor": "scorer-1", "text": "works again"}]
+    lines = (json.dumps({"time": NOW, "kind": "generator_failed", **event}) + "\n" for event in events)
+    run.events_path.write_text("".join(lines))
     text = drawn(view_of(run))
+    assert "scorer-1: works again" in text
     assert "! the disk is full" in text
     assert text.count("it died") == 1
 
