@@ -1,8 +1,13 @@
-"""Calls of an actor without Ray, and answers that are never awaited."""
+"""Calls of actors with Ray's clients and without Ray, and the logs of their processes."""
 
 import asyncio
 import gc
+import logging
+import subprocess
+import sys
+import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +23,15 @@ from ray.exceptions import (
     RayTaskError,
     RuntimeEnvSetupError,
 )
+from small_run import QUICKSTART, SMALL
 
+from grpo_ray.cluster.local import LocalClient, check_local
 from grpo_ray.cluster.remote_actor import Client, result_of
-from grpo_ray.errors import ActorDied, DataLost
+from grpo_ray.config.loading import load_config
+from grpo_ray.errors import ActorDied, DataLost, RunError
+from grpo_ray.run.training import warnings_in
+from grpo_ray.watch import actor_log
+from grpo_ray.watch.actor_log import older, redirect_output, shorten
 
 
 class Reference:
@@ -100,3 +111,190 @@ def test_an_answer_need_not_be_awaited() -> None:
         Client("scorer", PlainHandle()).score(1)
         gc.collect()
     assert [str(each.message) for each in complaints] == []
+
+
+LIMIT = 20_000
+ACTOR = """
+import subprocess, sys, time
+from pathlib import Path
+from grpo_ray.watch import actor_log
+actor_log.MAX_BYTES, actor_log.LOOK_EVERY_S = LIMIT, 0.01
+actor_log.redirect_output(Path(sys.argv[1]))
+child = subprocess.Popen([sys.executable, "-c", '''
+import os, time
+for number in range(3000):
+    os.write(1, f"child {number:6d} {'x' * 85}\\\\n".encode())
+    time.sleep(0.0003)
+'''])
+while child.poll() is None:
+    print(f"actor {'y' * 85}", flush=True)
+    time.sleep(0.003)
+while Path(sys.argv[1]).stat().st_size > LIMIT:  # until it is shortened, and then not again
+    time.sleep(0.01)
+print("the end", file=sys.stderr, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_log_is_bounded_and_holds_the_newest_output_of_all_processes(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "generator-0.log"
+    subprocess.run(
+        [sys.executable, "-c", ACTOR.replace("LIMIT", str(LIMIT)), str(log)], check=True, timeout=600
+    )
+    assert sorted(path.name for path in log.parent.iterdir()) == ["generator-0.log", "generator-0.log.1"]
+    # 300 kB and more were written. A file exceeds the limit by what is written between two looks at it.
+    assert log.stat().st_size < 4 * LIMIT
+    assert older(log).stat().st_size < 4 * LIMIT
+    before, after = older(log).read_text().splitlines(), log.read_text().splitlines()
+    lines = before + after
+    assert lines[-1] == "the end"
+    numbers = [[int(line.split()[1]) for line in part if line.startswith("child ")] for part in (before, after)]
+    assert all(part == sorted(part) for part in numbers)
+    assert max(map(max, filter(None, numbers))) > 2900  # a few are lost as the log is shortened
+    assert sum(map(len, numbers)) > 20
+    assert any(line.startswith("actor ") for line in lines)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor_log, "MAX_BYTES", 40)
+
+
+@pytest.mark.usefixtures("small")
+def test_the_end_of_a_large_log_is_kept_from_a_whole_line_on(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    with log.open("ab") as writer:
+        writer.write(b"".join(b"line %d\n" % number for number in range(100)))
+        writer.flush()
+        shorten(log)
+        assert log.read_bytes() == b""
+        assert older(log).read_bytes() == b"line 96\nline 97\nline 98\nline 99\n"
+        writer.write(b"later\n")
+        writer.flush()
+        shorten(log)
+        assert log.read_bytes() == b"later\n"
+        writer.write(b"much later " * 5 + b"\n")
+        writer.flush()
+        shorten(log)
+    assert older(log).read_bytes() == b""  # one line longer than the limit: nothing of it
+
+
+@pytest.mark.usefixtures("small")
+def test_planted_links_are_not_followed(tmp_path: Path) -> None:
+    log, mine = tmp_path / "logs" / "a.log", tmp_path / "mine"
+    mine.write_text("mine")
+    log.parent.mkdir()
+    log.write_bytes(b"line\n" * 100)
+    for name in (".a.log.partial", ".a.log.1.partial", "a.log.1", "b.log"):
+        (log.parent / name).symlink_to(mine)
+    shorten(log)
+    with pytest.raises(OSError, match="symbolic links"):
+        redirect_output(log.parent / "b.log")
+    assert mine.read_text() == "mine"
+    assert older(log).read_bytes().startswith(b"line\n")
+
+
+@pytest.mark.usefixtures("small")
+def test_a_log_that_cannot_be_copied_stays(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_bytes(b"line\n" * 100)
+    older(log).mkdir()
+    with pytest.raises(OSError, match="directory"):
+        shorten(log)
+    assert log.read_bytes() == b"line\n" * 100
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.log", "a.log.1"]
+
+
+CHECK = """
+import sys
+from grpo_ray.tools.cli import main
+status = main(["check", *sys.argv[1:]])
+sys.exit(status or ", ".join(sorted({"torch", "ray", "vllm", "sympy"} & sys.modules.keys())) or None)
+"""
+
+
+@pytest.mark.slow
+def test_a_check_does_not_wait_for_torch() -> None:
+    checked = subprocess.run([sys.executable, "-c", CHECK, QUICKSTART], capture_output=True, text=True)
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "generator.engine=vllm",
+        "generator.num_gpus=1",
+        "learner.num_gpus=1",
+        "learner.num_ranks=2",
+        "learner.cpu_cores=[0]",
+        "generator.cpu_cores=[0]",
+        "weight_sync.transport=collective",
+    ],
+)
+def test_what_one_process_cannot_do_is_refused_by_name(override: str) -> None:
+    config = load_config(QUICKSTART, [*SMALL, override])
+    with pytest.raises(RunError, match=f"add {override.split('=')[0]}=[^ ]*, or omit --local"):
+        check_local(config)
+    check_local(load_config(QUICKSTART, SMALL))
+
+
+def test_warnings_of_actors_go_to_the_runs_log(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "local.log"
+    with warnings_in(log):
+        logging.warning("group 0: not graded")
+    logging.warning("later")
+    assert log.read_text() == "group 0: not graded\n"
+
+
+class Worker:
+    """An actor with a method of each kind."""
+
+    def __init__(self) -> None:
+        self.began, self.may_end, self.order = threading.Event(), threading.Event(), list[str]()
+
+    def held(self) -> None:
+        self.began.set()
+        self.may_end.wait()
+        self.order.append("held")
+
+    def next(self) -> None:
+        self.order.append("next")
+
+    def work_done(self) -> int:  # in a concurrency group of its own
+        return len(self.order)
+
+    async def asynchronous(self, value: Any) -> Any:
+        return value
+
+    async def never(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_synchronous_calls_run_one_at_a_time_beside_asynchronous_ones() -> None:
+    client = LocalClient("worker", Worker)
+    held, after = client.held(), client.next()
+    while not client.actor.began.is_set():
+        await asyncio.sleep(0.001)
+    assert await client.asynchronous(1) == 1
+    assert await client.work_done() == 0  # `next` waits for `held`, this does not
+    client.actor.may_end.set()
+    await held
+    await after
+    assert client.actor.order == ["held", "next"]
+
+
+async def test_a_reference_arrives_as_its_value_but_not_in_a_box() -> None:
+    client = LocalClient("worker", Worker)
+    reference = client.asynchronous(7)
+    assert await client.asynchronous(reference) == 7
+    assert await client.asynchronous((reference, 8)) == (reference, 8)
+
+
+async def test_the_death_of_an_actor_ends_its_open_calls_and_refuses_later_ones() -> None:
+    client = LocalClient("worker", Worker)
+    never = client.never()
+    await asyncio.sleep(0)
+    client.die("killed")
+    for answer in (never, client.asynchronous(1)):
+        with pytest.raises(ActorDied, match="worker died: killed"):
+            await answer

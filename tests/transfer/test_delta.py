@@ -1,14 +1,33 @@
-"""Deltas between two versions of the weights: exact, small, and refused where they do not fit."""
+"""Deltas between two versions of the weights, and weights that are kept to apply them to."""
 
 import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from builders import ENDS, TinyModel, changed, make_batch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from local_runs import Killed, make_config, train, until
+from safetensors.torch import load_file
 
-from grpo_ray.transfer import delta
+from grpo_ray.config import Config
+from grpo_ray.config.model import AdapterConfig
+from grpo_ray.core.learner import Learner
+from grpo_ray.engines.vllm_engine import ServedAdapter
+from grpo_ray.records.adapter_files import FILE
+from grpo_ray.records.rollout_log import read_rollouts
+from grpo_ray.records.run_files import RunDirectory, read_metrics
+from grpo_ray.tools.audit.audit import audit
+from grpo_ray.transfer import delta, kept_weights
 from grpo_ray.transfer.delta import apply, encode, fingerprint
+from grpo_ray.transfer.kept_weights import KeptWeights
+from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.snapshot import check_snapshot, pack_weights
+from grpo_ray.types import TrainBatch
 
 
 def zeros(num_words: int) -> np.ndarray:
@@ -182,3 +201,195 @@ def test_blocks_in_another_order_have_another_fingerprint() -> None:
     for size in (2**19, 2**20):
         swapped = np.concatenate([data[size : 2 * size], data[:size], data[2 * size :]])
         assert fingerprint(swapped) != fingerprint(data)
+
+
+SENT = "weight_sync/sent_frac"
+
+
+def whole(version: int, step: float = 2**-7) -> WeightSnapshot:
+    """Return a version in which every 50th of 2,048 bfloat16 values has moved on by `step`."""
+    values = torch.linspace(1.0, 1.9, 2048)  # no padding, which holds anything
+    values[::50] += version * step
+    return replace(pack_weights([("w", values)], version, torch.bfloat16), is_kept=True)
+
+
+def delta(version: int = 2) -> WeightSnapshot:
+    """Return a version as its difference from the one before it."""
+    sender = KeptWeights()
+    assert sender.delta_to(whole(version - 1)) is None  # nothing is kept yet
+    found = sender.delta_to(whole(version))
+    assert found is not None
+    return found
+
+
+def receiver(version: int = 1) -> KeptWeights:
+    kept = KeptWeights()
+    kept.receive(whole(version))
+    return kept
+
+
+def test_delta_describes_itself() -> None:
+    found = delta()
+    assert found.delta is not None
+    assert (found.version, found.delta.base_version, found.is_kept) == (2, 1, True)
+    assert found.num_bytes == found.delta.num_bytes == whole(2).num_bytes
+    assert found.data.nbytes < 0.05 * found.num_bytes
+    assert found.checksum == zlib.crc32(found.data.data)
+    assert found.specs == whole(2).specs
+    check_snapshot(found)
+
+
+def test_both_sides_advance_alike() -> None:
+    sender, kept = KeptWeights(), KeptWeights()
+    for version in range(1, 5):
+        message = sender.delta_to(whole(version)) or whole(version)
+        assert (message.delta is None) == (version == 1)
+        assert np.array_equal(kept.receive(message), whole(version).data)
+        assert kept.version == sender.version == version
+
+
+def test_memory_is_kept_and_reused() -> None:
+    sizes: list[int] = []
+    kept = KeptWeights(lambda size: sizes.append(size) or np.empty(size, np.uint8))
+    first = kept.receive(whole(1))
+    assert kept.receive(delta(2)) is first
+    assert kept.receive(whole(7)) is first
+    kept.receive(replace(whole(8), data=np.zeros(64, np.uint8)))
+    assert sizes == [whole(1).num_bytes, 64]
+
+
+def test_sender_s_buffer_may_be_reused() -> None:
+    sender, packed = KeptWeights(), whole(1)
+    sender.delta_to(packed)
+    packed.data[:] = whole(2).data
+    message = sender.delta_to(replace(packed, version=2))
+    assert message is not None
+    assert np.array_equal(receiver().receive(message), whole(2).data)
+
+
+def test_whole_is_sent_where_it_is_smaller_or_of_another_size() -> None:
+    sender, random = KeptWeights(), np.random.default_rng(0)
+    sender.delta_to(whole(1))
+    noise = replace(whole(2), data=random.integers(0, 256, whole(2).num_bytes, np.uint8))
+    assert sender.delta_to(noise) is None
+    assert sender.delta_to(replace(noise, version=3)) is not None  # from the noise
+    assert sender.delta_to(replace(whole(4), data=np.zeros(64, np.uint8))) is None
+    assert sender.version == 4
+
+
+# ---- refusals ----
+
+
+def test_delta_from_another_version_is_refused_and_the_kept_one_stays() -> None:
+    kept = receiver()
+    text = "version 3 came as its difference from version 2, but version 1 is kept here"
+    with pytest.raises(ValueError, match=text):
+        kept.receive(delta(3))
+    assert kept.version == 1
+    assert np.array_equal(kept.receive(delta(2)), whole(2).data)
+
+
+def test_other_bytes_under_the_base_s_version_are_found_and_a_whole_heals_them() -> None:
+    kept = KeptWeights()
+    kept.receive(whole(1, step=2**-6))  # another run's version 1, say
+    with pytest.raises(ValueError, match="version 2 was not restored from version 1"):
+        kept.receive(delta(2))
+    assert kept.version is None
+    with pytest.raises(ValueError, match="but nothing is kept here"):
+        kept.receive(delta(2))
+    kept.receive(whole(2))
+    assert np.array_equal(kept.receive(delta(3)), whole(3).data)
+
+
+def test_update_that_is_interrupted_leaves_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the bytes may be those of the next version."""
+
+    def interrupted(payload: np.ndarray, buffer: np.ndarray) -> None:
+        buffer[0] ^= 1
+        raise MemoryError
+
+    kept, message = receiver(), delta(2)
+    monkeypatch.setattr(kept_weights, "apply", interrupted)
+    with pytest.raises(MemoryError):
+        kept.receive(message)
+    assert kept.version is None
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="but nothing is kept here"):
+        kept.receive(message)
+
+
+def test_adapter_that_came_as_a_delta_is_written_as_a_whole_one() -> None:
+    served = ServedAdapter(AdapterConfig(rank=8))
+    name = "base_model.model.q_proj.lora_A.weight"
+    try:
+        for message in (whole(1), delta(2)):
+            served.stage(replace(message, specs=(replace(message.specs[0], name=name),)))
+            written = load_file(served._folder / FILE)[name]
+            assert torch.equal(written.view(torch.uint8), torch.from_numpy(whole(message.version).data))
+    finally:
+        served.close()
+
+
+# ---- the Learner ----
+
+
+@pytest.mark.slow
+def test_learner_sends_the_whole_first_and_then_what_an_update_changed(
+    tiny_config: Config, tiny_model: TinyModel
+) -> None:
+    changes: dict[str, Any] = {"model": {"dtype": "bfloat16"}, "weight_sync": {"delta": True}}
+    config = changed(tiny_config, **changes, learner={"learning_rate": 1e-5})
+    learner, kept = Learner(str(tiny_model()), config, ENDS), KeptWeights()
+    for version in range(4):
+        if version:
+            learner.train_step(TrainBatch(tuple(make_batch(learner, versions=version - 1))))
+        snapshot, _ = learner.snapshot()
+        message, share = learner.delta()
+        if version == 0:
+            assert (message, share) == (None, 1.0)
+            kept.receive(snapshot)
+            continue
+        assert message is not None
+        assert 0 < share == message.data.nbytes / snapshot.num_bytes < 0.5
+        assert np.array_equal(kept.receive(message), snapshot.data)
+        assert fingerprint(kept._data) == fingerprint(snapshot.data)
+    assert learner._publisher._whole is None
+
+
+# ---- whole runs ----
+
+SMALL_UPDATES = ["model.dtype=bfloat16", "learner.learning_rate=1e-5", "weight_sync.max_lag=0"]
+
+
+def tokens(run: RunDirectory) -> list[tuple[Any, ...]]:
+    rows = [row for step in range(1, 9) for row in read_rollouts(run.rollouts_path(step))]
+    return [(row["group_id"], row["sample"], *row["token_ids"], *row["logprobs"]) for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("model_cache", "any_reward")
+def test_runs_with_deltas_sample_the_same_tokens_and_replaced_generators_get_the_whole(tmp_path: Path) -> None:
+    without, run = (RunDirectory(tmp_path / name) for name in ("without", "run"))
+    config = make_config(*SMALL_UPDATES, "weight_sync.delta=true")
+    train(make_config(*SMALL_UPDATES, "weight_sync.delta=false"), without.path)
+
+    async def kill_a_generator_then_the_driver(actors: Any, controller: Any) -> None:
+        await until(lambda: controller._version >= 3)
+        actors.generators["generator-0"].die()
+        await until(lambda: controller._version >= 5)
+        raise Killed
+
+    with pytest.raises(Killed):
+        train(config, run.path, kill_a_generator_then_the_driver)
+    train(config, run.path)
+    for each in (without, run):
+        assert audit(each).problems == []
+    assert tokens(run) == tokens(without)
+    assert all(SENT not in row for row in read_metrics(without.metrics_path))
+    # A step that ended in its checkpoint has no metrics of its sync.
+    shares = [row[SENT] for row in read_metrics(run.metrics_path) if SENT in row]
+    assert shares[0] == 1
+    parts = [share for share in shares if share != 1]
+    assert len(shares) - len(parts) == 2  # the first version of each process
+    assert 0.01 < max(parts) < 0.5
+    assert min(parts) > 0
