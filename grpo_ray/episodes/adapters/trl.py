@@ -83,8 +83,7 @@ def describe_tools(environment_class: type[Any]) -> list[dict[str, Any]]:
         environment_class, lambda m: inspect.isfunction(m) or inspect.ismethod(m)
     ):
         if name not in NO_TOOLS and not name.startswith("_"):
-            of_class = inspect.getattr_static(environment_class, name)
-            is_bound = isinstance(of_class, staticmethod | classmethod)
+            is_bound = isinstance(inspect.getattr_static(environment_class, name), staticmethod | classmethod)
             try:
                 tools.append(get_json_schema(member if is_bound else MethodType(member, environment_class)))
             except Exception as error:  # transformers raises its own, of several kinds

@@ -97,9 +97,10 @@ def audit(run: RunDirectory, trust_remote_code: bool = False, run_reward_code: b
         report.notes.append(IGNORED)
     last = max((row["step"] for row in metrics), default=0)
     is_finished = last >= config.algorithm.num_steps
-    if not is_finished:
-        report.notes.append(f"the run is at step {last} of {config.algorithm.num_steps}")
     checkpoint = audit_checkpoint(run, last, is_finished)
+    if not is_finished:
+        ahead = f" (a resume writes the line of step {checkpoint.step})" if checkpoint.step > last else ""
+        report.notes.append(f"the run is at step {last} of {config.algorithm.num_steps}{ahead}")
     report.problems += _audit_lines(metrics, checkpoint.step)
     report.problems += checkpoint.problems
     report.set_aside = tuple(sorted(checkpoint.set_aside))
