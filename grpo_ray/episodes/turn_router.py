@@ -204,7 +204,7 @@ class TurnRouter:
         try:
             async with asyncio.timeout(PING_S):
                 await link.client.ping()
-        except (ActorDied, EngineDied, TimeoutError) as error:
+        except Exception as error:  # also an engine's own
             silence = f"does not answer ({PING_S:g} s), and the time of an episode ended in its turn"
             self._fail(number, str(error) or silence)
             return False

@@ -105,6 +105,7 @@ async def _record(config: Config, path: Path, models: list[PolicyModel]) -> Reco
         for version, delay_s in ((3, 0.2), (4, 0.05), (5, 1.0)):  # whatever the machine's speed
             running = asyncio.create_task(_generate(engine, LONG))
             await asyncio.sleep(delay_s)
+            await engine.ping()  # while it samples
             await _sync(engine, models[version], version)
             in_flight = await running
             if all(len(np.unique(c.versions)) == 2 for group in in_flight for c in group):
