@@ -104,17 +104,18 @@ class _OutputLayer:
         return normaliser, log_probs, entropy, None if self.is_compiled else all_log_probs
 
     def gradient(
-        self, all_log_probs: Tensor, labels: Tensor, log_probs_grad: Tensor, entropy: Tensor,
-        entropy_grad: Tensor | None, dtype: torch.dtype,
+        self, all_log_probs: Tensor, labels: Tensor, entropy: Tensor, grads: tuple[Tensor, Tensor | None],
+        dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
-        """Return the gradient of a chunk's products, `[rows, vocab]`."""
+        """Return the gradient of a chunk's products, `[rows, vocab]`; `grads`: of log-probs and entropies."""
+        log_probs_grad, entropy_grad = grads
         grad = all_log_probs.exp().mul_(-log_probs_grad[:, None])
         if entropy_grad is not None:
             grad -= all_log_probs.exp().mul_(entropy_grad[:, None]).mul_(all_log_probs + entropy[:, None])
         at_labels = grad.gather(-1, labels[:, None]) + log_probs_grad[:, None]
         if self.temperature != 1.0:
             grad, at_labels = grad.div_(self.temperature), at_labels / self.temperature
-        return grad.to(dtype).scatter_(-1, labels[:, None], at_labels.to(dtype))
+        return grad.scatter_(-1, labels[:, None], at_labels).to(dtype)  # of bfloat16 a CPU would copy all
 
     def gradient_again(
         self, products: Tensor, is_ruled_out: Tensor | None, normaliser: Tensor, labels: Tensor, *rest: Any
@@ -167,15 +168,14 @@ class _ChunkedLogProbs(torch.autograd.Function):
             log_probs_grad = torch.zeros_like(normaliser)
         gradient_again = _ready(_OutputLayer.gradient_again, layer.is_compiled)
         for rows in layer.chunks(len(labels)):
-            upstream = labels[rows], log_probs_grad[rows], entropy[rows]
-            entropies_grad = None if entropy_grad is None else entropy_grad[rows]
+            grads = log_probs_grad[rows], None if entropy_grad is None else entropy_grad[rows]
             if only is not None:
-                grad = layer.gradient(only, *upstream, entropies_grad, operand.dtype)
+                grad = layer.gradient(only, labels[rows], entropy[rows], grads, operand.dtype)
             else:
                 ruled_out = None if is_ruled_out is None else is_ruled_out[rows]
-                grad = gradient_again(
+                grad = gradient_again(  # without `*`, whose tuple would keep the products
                     layer, linear(hidden[rows].to(operand.dtype), operand), ruled_out, normaliser[rows],
-                    *upstream, entropies_grad, operand.dtype,
+                    labels[rows], entropy[rows], grads, operand.dtype,
                 )  # fmt: skip
             torch.mm(grad, operand, out=hidden_grad[rows])
             if weight_grad is not None and operand.dtype == torch.float32:
