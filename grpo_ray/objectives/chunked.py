@@ -173,7 +173,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 grad = layer.gradient(only, labels[rows], entropy[rows], grads, operand.dtype)
             else:
                 ruled_out = None if is_ruled_out is None else is_ruled_out[rows]
-                grad = gradient_again(  # without `*`, whose tuple would keep the products
+                grad = gradient_again(  # without `*`: its tuple would keep the products
                     layer, linear(hidden[rows].to(operand.dtype), operand), ruled_out, normaliser[rows],
                     labels[rows], entropy[rows], grads, operand.dtype,
                 )  # fmt: skip
