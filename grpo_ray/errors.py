@@ -40,6 +40,10 @@ class TurnLost(DataLost):
     """The loss of one turn of an episode with two Generators, one after the other."""
 
 
+class TurnUnanswered(TurnLost):
+    """The end of an episode's time in a turn of a Generator that does not answer: it alone is lost."""
+
+
 class Stalled(RuntimeError):
     """No progress for `recovery.stall_timeout_s`, for which nothing that can be replaced is the cause."""
 

@@ -74,7 +74,7 @@ class Generator:
 
     async def ping(self) -> None:
         """Return once the engine has answered; at once in a switch: its phases have limits."""
-        if self._clock.current not in SWITCHING:
+        if self._clock.current not in SWITCHING and hasattr(self._engine, "ping"):  # an own one may have none
             await self._engine.ping()
 
     async def _sample_turn(self, token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
@@ -102,7 +102,8 @@ class Generator:
         """
         if meeting.backend == "nccl":
             assert isinstance(self._engine, ReceivingEngine), "the configuration refuses it"
-            await self._engine.join(meeting)
+            with self._clock.stage("pause"):  # it samples nothing meanwhile
+                await self._engine.join(meeting)
             return
         from grpo_ray.transfer.wire import Inbox
 

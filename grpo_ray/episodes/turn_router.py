@@ -12,13 +12,13 @@ from typing import Any, Protocol, TypeVar
 
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.episodes.turn_box import FinishedTurns, Turn, Turns, Worker
-from grpo_ray.errors import ActorDied, DataLost, TurnLost
+from grpo_ray.errors import ActorDied, TurnLost, TurnUnanswered
 from grpo_ray.types import Completion, GeneratorFailure, SamplingSettings
 from grpo_ray.watch.clock import monotonic
 from grpo_ray.watch.event_loop import Changes
 
 T = TypeVar("T")
-PING_S = 30.0  # for an answer to `ping`
+PING_S = 15.0  # for an answer to `ping`, twice
 LOOK_S = 1.0  # between two looks at a clock that stands still
 SLACK = 8  # turns by which the Generator with the prefix may be busier than the least busy one
 
@@ -201,14 +201,19 @@ class TurnRouter:
         """Return whether a Generator serves, and answers; one that does not answer has failed."""
         if (link := self._serving.get(number)) is None:
             return False
-        try:
-            async with asyncio.timeout(PING_S):
-                await link.client.ping()
-        except Exception as error:  # also an engine's own
-            silence = f"does not answer ({PING_S:g} s), and the time of an episode ended in its turn"
-            self._fail(number, str(error) or silence)
-            return False
-        return True
+        failure = f"does not answer (2 x {PING_S:g} s), and the time of an episode ended in its turn"
+        for _ in range(2):  # this loop may have stood still, and missed the first answer
+            try:
+                async with asyncio.timeout(PING_S):
+                    await link.client.ping()
+                return True
+            except TimeoutError:
+                continue
+            except Exception as error:  # also an engine's own
+                failure = str(error)
+                break
+        self._fail(number, failure)
+        return False
 
     def _fail(self, number: int, error: str) -> None:
         if number in self._serving:
@@ -224,25 +229,27 @@ class RoutedSampler:
     def __init__(self, router: TurnRouter) -> None:
         self._router = router
         self._has_prefix: int | None = None
-        self._open_at: int | None = None  # the Generator with a turn that has not ended
-        self.lost: DataLost | None = None
+        self._open_at: dict[object, int] = {}  # the Generators with turns that have not ended
+        self.lost: TurnLost | None = None
 
     async def sample(self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
         """Sample one completion."""
+        call = object()
         try:
             completion, self._has_prefix = await self._router.sample(
-                prompt_token_ids, settings, self._has_prefix, partial(setattr, self, "_open_at")
+                prompt_token_ids, settings, self._has_prefix, partial(self._open_at.__setitem__, call)
             )
         except TurnLost as lost:
             self.lost = lost
             raise
-        self._open_at = None
+        del self._open_at[call]
         return completion
 
     async def ran_out_of_time(self) -> None:
         """Take the episode as lost, and not as too slow, if a Generator that does not answer has its turn."""
-        if self._open_at is not None and not await self._router.answers(self._open_at):
-            self.lost = DataLost("a Generator failed with a turn, in which the time of an episode ended")
+        answers = [await self._router.answers(number) for number in {*self._open_at.values()}]
+        if not all(answers):
+            self.lost = TurnUnanswered("a Generator failed with a turn, in which the time of an episode ended")
 
 
 class ServingTime:

@@ -145,8 +145,8 @@ class MergedWeight:
         narrow, wide = (getattr(layer, name)[NAME].weight.float() for name in ("lora_A", "lora_B"))
         weight = torch.addmm(weight, wide, narrow, alpha=layer.scaling[NAME])
         if NAME in layer.lora_magnitude_vector:  # DoRA: rows of a trained length
-            lengths = layer.lora_magnitude_vector[NAME].weight.float()
-            weight *= (lengths / weight.norm(dim=1).to(base.dtype))[:, None]  # rounded as by PEFT's layer
+            lengths = layer.lora_magnitude_vector[NAME].weight.to(base.dtype)
+            weight *= (lengths / weight.to(base.dtype).norm(dim=1))[:, None]  # rounded as in PEFT's layer
         return weight
 
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from grpo_ray.errors import DataLost, RunError, TurnLost
+from grpo_ray.errors import DataLost, RunError, TurnLost, TurnUnanswered
 from grpo_ray.watch.clock import monotonic
 
 HOUR_S = 3600.0
@@ -94,7 +94,7 @@ class Losses:
     def add(self, error: DataLost) -> None:
         """Count a loss. A lost turn has cost two Generators, to itself only if a turn was lost before."""
         of_turn = isinstance(error, TurnLost)
-        num = LOSSES if of_turn else 1
+        num = LOSSES if of_turn and not isinstance(error, TurnUnanswered) else 1
         if self.is_suspect and (self.is_in_turn or not of_turn):
             self.num_alone += num
         else:
