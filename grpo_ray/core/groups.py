@@ -288,8 +288,7 @@ class GroupBook:
         self._queue.begin(unfinished, self.next_id)
         for group_id in sorted(unfinished):
             state = State.BUFFERED if group_id in held else State.WAITING
-            facts, num_cuts = held.get(group_id, UNKNOWN), cuts.get(group_id, 0)
-            self._groups[group_id] = _Group(state, facts=facts, num_cuts=num_cuts)
+            self._groups[group_id] = _Group(state, None, held.get(group_id, UNKNOWN), cuts.get(group_id, 0))
             self._put_into(state, group_id)
         self._settle()
 

@@ -247,8 +247,7 @@ class RoutedSampler:
 
     async def ran_out_of_time(self) -> None:
         """Take the episode as lost, and not as too slow, if a Generator that does not answer has its turn."""
-        answers = [await self._router.answers(number) for number in {*self._open_at.values()}]
-        if not all(answers):
+        if not all([await self._router.answers(number) for number in {*self._open_at.values()}]):
             self.lost = TurnUnanswered("a Generator failed with a turn, in which the time of an episode ended")
 
 

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from grpo_ray.config.section import Section
 from grpo_ray.config.task import ReasoningGymTaskConfig, Task
-from grpo_ray.tasks import arithmetic, dataset, episode_examples, keywords, sorting
+from grpo_ray.tasks import arithmetic, dataset, keywords, sorting
 from grpo_ray.tasks.examples import ExampleSets, Pairs
 
 ConfigT = TypeVar("ConfigT", bound=Section)
@@ -48,7 +48,7 @@ KINDS: dict[str, TaskKind[Any]] = {
         keywords.keyword_examples, keywords.keyword_validation, warmup_pairs=keywords.warmup_pairs
     ),
     "reasoning_gym": TaskKind(_reasoning_gym_examples),
-    "episodes": TaskKind(episode_examples.episode_examples, warmup_pairs=episode_examples.episode_warmup),
+    "episodes": TaskKind(dataset.episode_examples, warmup_pairs=dataset.episode_warmup),
     "file": DATASET,
     "gsm8k": DATASET,
     "math": DATASET,

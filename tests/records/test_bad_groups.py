@@ -20,7 +20,7 @@ from grpo_ray.config.task import EpisodesTaskConfig
 from grpo_ray.core.controller import Controller
 from grpo_ray.records.rollout_log import read_groups, read_rollouts, write_rollouts
 from grpo_ray.records.run_files import RunDirectory, read_metrics
-from grpo_ray.tasks.episode_examples import episode_examples
+from grpo_ray.tasks.dataset import episode_examples
 from grpo_ray.tasks.examples import Example, ExampleSets
 from grpo_ray.tools.cli import main
 from grpo_ray.types import ScoredGroup
@@ -240,7 +240,7 @@ def examples_with(**fields: Any) -> Callable[[int], ExampleSets]:
 def test_examples_that_are_no_text_are_refused(
     make: Callable[[int], ExampleSets], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpo_ray.tasks.episode_examples.import_function", lambda *_: make)
+    monkeypatch.setattr("grpo_ray.tasks.dataset.import_function", lambda *_: make)
     task = EpisodesTaskConfig(kind="episodes", episode="my:episode", examples="my:examples")
     with pytest.raises(ValueError, match=message):
         episode_examples(task, 0)

@@ -132,7 +132,8 @@ def comparison_table(results: Sequence[VariantResult], metrics: Sequence[str]) -
 def _markdown_row(result: VariantResult, metrics: Sequence[str]) -> list[str]:
     row = _csv_row(result, metrics)
     cells = [result.label, spread(result.final)]
-    cells += [_reward(row[name]) for name in ("best_reward_mean", "half_reward_mean")]
+    rewards = (row[name] for name in ("best_reward_mean", "half_reward_mean"))
+    cells += ["–" if reward is None else f"{reward:.3f}" for reward in rewards]
     cells += [_steps_cell(row, threshold) for threshold in THRESHOLDS]
     cells += [short(row["seconds_total_mean"]), short(row["seconds_per_step_mean"])]
     lag = short(row["lag_max"])
@@ -160,10 +161,6 @@ def _steps_cell(row: Mapping[str, Any], threshold: float) -> str:
     if mean is None:
         return "never" if row["runs"] else "–"
     return short(mean) + ("" if num_reached == row["runs"] else f" ({num_reached} of {row['runs']})")
-
-
-def _reward(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
 
 
 def spread(estimate: Estimate | None) -> str:

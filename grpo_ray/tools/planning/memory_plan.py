@@ -61,8 +61,7 @@ def plan_memory(options: PlanOptions) -> MemoryPlan:
     of_gpus = ("gpus", "gpu_type", "gpu_memory", "gpus_per_node", "network")
     given = [name for name in of_gpus if getattr(options, name) != getattr(PlanOptions, name)]
     if given and not (config.generator.num_gpus or config.learner.num_gpus):
-        option = given[0].replace("_", "-")
-        raise ValueError(f"--{option}: the run uses no GPU; set generator.num_gpus and learner.num_gpus")
+        raise ValueError(f"--{given[0].replace('_', '-')}: the run uses no GPU; set generator.num_gpus first")
     if run is None and not is_on_gpus and options.response_tokens is not None:
         raise ValueError(
             "--response-tokens: without GPUs the time of a step needs the rates of a run; give --from RUN too"
