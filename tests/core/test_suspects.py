@@ -19,10 +19,10 @@ from turn_clients import FakeGenerator, completion, until_death
 
 from grpo_ray.core.pool import GeneratorPool
 from grpo_ray.episodes.turn_router import RoutedSampler, TurnRouter
-from grpo_ray.errors import ActorDied, DataLost, RunError, TurnLost, first_error
+from grpo_ray.errors import ActorDied, DataLost, RunError, TurnLost, TurnUnanswered, first_error
 from grpo_ray.types import GeneratorFailure, PlayReport, PromptItem, SamplingSettings
 from grpo_ray.watch.clock import VirtualClock, simulated_by
-from grpo_ray.watch.restarts import MAX_LONE, BudgetUsedUp, Gate, Suspects
+from grpo_ray.watch.restarts import MAX_LONE, BudgetUsedUp, Gate, Losses, Suspects
 
 PLAIN, GAMES = "sums", "games"
 
@@ -316,6 +316,7 @@ def test_a_lost_turn_counts_twice_and_as_alone_only_after_another() -> None:
     assert (losses.num, losses.num_alone, losses.is_in_turn) == (2, 1, False)
     assert suspects.lost("b", TurnLost("")).num_alone == 1
     assert suspects.lost("b", TurnLost("")).num_alone == 3
+    assert suspects.lost("c", TurnUnanswered("")) == Losses(num=1, is_in_turn=True)
 
 
 def test_a_gate_never_lets_anything_in_alongside_a_lone_group_and_forgets_none() -> None:

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from turn_clients import SETTINGS, Answer, FakeGenerator, at_once, completion, never, until
 
 from grpo_ray.engines.base import EngineDied
+from grpo_ray.episodes import turn_router
 from grpo_ray.episodes.turn_box import FinishedTurns, TurnBox, TurnBoxes
 from grpo_ray.episodes.turn_router import SLACK, RoutedSampler, ServingTime, TurnLink, TurnRouter
-from grpo_ray.errors import DataLost
+from grpo_ray.errors import DataLost, TurnUnanswered
 from grpo_ray.types import Completion, SamplingSettings
 
 WORKER = "environment-0", "one process"
@@ -310,6 +311,23 @@ async def test_turns_without_a_prefix_are_spread_evenly_and_a_session_stays_wher
         await asyncio.gather(*(sampler.sample((1,), SETTINGS) for sampler in samplers))
     assert [g.num_started for g in generators] == [12, 12]
     assert sorted(sampler._has_prefix for sampler in samplers) == [0] * 4 + [1] * 4
+
+
+async def test_each_generator_with_an_open_turn_has_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a parallel turn has ended at another one since."""
+    monkeypatch.setattr(turn_router, "PING_S", 0.02)
+    generators = {0: FakeGenerator("generator-0", never), 1: FakeGenerator("generator-1", at_once)}
+    router = await serving(generators)
+    sampler = RoutedSampler(router)
+    turn = asyncio.ensure_future(sampler.sample((1,), SETTINGS))
+    await until(lambda: generators[0].num_running == 1)
+    await sampler.sample((2,), SETTINGS)
+    turn.cancel()
+    await asyncio.wait({turn})
+    generators[0].ping_s = 60.0
+    await sampler.ran_out_of_time()
+    assert isinstance(sampler.lost, TurnUnanswered)
+    assert [failure.number for failure in router._failures] == [0]
 
 
 async def test_a_generator_that_no_longer_serves_finishes_its_turns() -> None:
