@@ -90,7 +90,6 @@ def test_examples_are_short_and_say_how_to_run_them() -> None:
         assert re.search(r"^    (grpo-ray train|python examples/)", (folder / "README.md").read_text(), re.M)
 
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "docs" / "one_step.py"
 
 

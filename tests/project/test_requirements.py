@@ -94,7 +94,6 @@ def test_the_security_page_names_the_individuals_package() -> None:
     assert f"`{torch}`" in page
 
 
-ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 

@@ -213,7 +213,7 @@ def whole(version: int, step: float = 2**-7) -> WeightSnapshot:
     return replace(pack_weights([("w", values)], version, torch.bfloat16), is_kept=True)
 
 
-def delta(version: int = 2) -> WeightSnapshot:
+def difference(version: int = 2) -> WeightSnapshot:
     """Return a version as its difference from the one before it."""
     sender = KeptWeights()
     assert sender.delta_to(whole(version - 1)) is None  # nothing is kept yet
@@ -229,7 +229,7 @@ def receiver(version: int = 1) -> KeptWeights:
 
 
 def test_delta_describes_itself() -> None:
-    found = delta()
+    found = difference()
     assert found.delta is not None
     assert (found.version, found.delta.base_version, found.is_kept) == (2, 1, True)
     assert found.num_bytes == found.delta.num_bytes == whole(2).num_bytes
@@ -252,7 +252,7 @@ def test_memory_is_kept_and_reused() -> None:
     sizes: list[int] = []
     kept = KeptWeights(lambda size: sizes.append(size) or np.empty(size, np.uint8))
     first = kept.receive(whole(1))
-    assert kept.receive(delta(2)) is first
+    assert kept.receive(difference(2)) is first
     assert kept.receive(whole(7)) is first
     kept.receive(replace(whole(8), data=np.zeros(64, np.uint8)))
     assert sizes == [whole(1).num_bytes, 64]
@@ -284,21 +284,21 @@ def test_delta_from_another_version_is_refused_and_the_kept_one_stays() -> None:
     kept = receiver()
     text = "version 3 came as its difference from version 2, but version 1 is kept here"
     with pytest.raises(ValueError, match=text):
-        kept.receive(delta(3))
+        kept.receive(difference(3))
     assert kept.version == 1
-    assert np.array_equal(kept.receive(delta(2)), whole(2).data)
+    assert np.array_equal(kept.receive(difference(2)), whole(2).data)
 
 
 def test_other_bytes_under_the_base_s_version_are_found_and_a_whole_heals_them() -> None:
     kept = KeptWeights()
     kept.receive(whole(1, step=2**-6))  # another run's version 1, say
     with pytest.raises(ValueError, match="version 2 was not restored from version 1"):
-        kept.receive(delta(2))
+        kept.receive(difference(2))
     assert kept.version is None
     with pytest.raises(ValueError, match="but nothing is kept here"):
-        kept.receive(delta(2))
+        kept.receive(difference(2))
     kept.receive(whole(2))
-    assert np.array_equal(kept.receive(delta(3)), whole(3).data)
+    assert np.array_equal(kept.receive(difference(3)), whole(3).data)
 
 
 def test_update_that_is_interrupted_leaves_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +308,7 @@ def test_update_that_is_interrupted_leaves_no_version(monkeypatch: pytest.Monkey
         buffer[0] ^= 1
         raise MemoryError
 
-    kept, message = receiver(), delta(2)
+    kept, message = receiver(), difference(2)
     monkeypatch.setattr(kept_weights, "apply", interrupted)
     with pytest.raises(MemoryError):
         kept.receive(message)
@@ -322,7 +322,7 @@ def test_adapter_that_came_as_a_delta_is_written_as_a_whole_one() -> None:
     served = ServedAdapter(AdapterConfig(rank=8))
     name = "base_model.model.q_proj.lora_A.weight"
     try:
-        for message in (whole(1), delta(2)):
+        for message in (whole(1), difference(2)):
             served.stage(replace(message, specs=(replace(message.specs[0], name=name),)))
             written = load_file(served._folder / FILE)[name]
             assert torch.equal(written.view(torch.uint8), torch.from_numpy(whole(message.version).data))
