@@ -18,7 +18,7 @@ from grpo_ray.watch.clock import monotonic
 from grpo_ray.watch.event_loop import Changes
 
 T = TypeVar("T")
-PING_S = 15.0  # for an answer to `ping`, twice
+ANSWER_S = 15.0  # for an answer to `ping`, twice
 LOOK_S = 1.0  # between two looks at a clock that stands still
 SLACK = 8  # turns by which the Generator with the prefix may be busier than the least busy one
 
@@ -201,10 +201,10 @@ class TurnRouter:
         """Return whether a Generator serves, and answers; one that does not answer has failed."""
         if (link := self._serving.get(number)) is None:
             return False
-        failure = f"does not answer (2 x {PING_S:g} s), and the time of an episode ended in its turn"
+        failure = f"does not answer (2 x {ANSWER_S:g} s), and the time of an episode ended in its turn"
         for _ in range(2):  # this loop may have stood still, and missed the first answer
             try:
-                async with asyncio.timeout(PING_S):
+                async with asyncio.timeout(ANSWER_S):
                     await link.client.ping()
                 return True
             except TimeoutError:

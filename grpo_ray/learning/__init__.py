@@ -2,9 +2,9 @@
 
 Models: `policy_model.py` is what the Learner and the torch engine ask of one, and how blocks are compiled or
 recomputed; `loading.py` opens its folder. `attention.py` lets transformers' models attend in rows of
-`families.py`, on GPUs with kernels of its own. `adapters.py` and `quantization.py` train a
-few parameters on a frozen base, and `sharded.py` reads parameters spread over ranks. `transformer_lm/` is the
-package's own implementation of a Llama; `tiny.py` builds a small model for runs on a CPU.
+`families.py`, on GPUs with kernels of FlashAttention. `adapters.py` and `quantization.py` train a few
+parameters on a frozen base, and `sharded.py` reads parameters spread over ranks. `transformer_lm/` is the
+package's own implementation of a Llama.
 
 A step: `sequences.py` makes a batch's sequences (`batch_advantages.py` where advantages need the whole batch),
 `microbatch.py` lays them out in rows, as trees of segments that share prompts where `layout.py` finds that the

@@ -2,7 +2,7 @@
 
 The weights, their gradients and the optimizer's state are sharded by FSDP2 (`fully_shard`; Zhao et al. 2023,
 PyTorch FSDP): a block's weights are gathered when it computes and released afterwards, and its gradients are
-summed into the shards. Each rank computes a share of the batch (dealing.py) with the whole batch's denominator,
+summed into the shards. Each rank computes a share of the batch (`deal`) with the whole batch's denominator,
 so that the sum of the ranks' gradients is the gradient of one rank.
 """
 

@@ -1,7 +1,6 @@
 """Rewards: how a response to a question is graded.
 
     builtin.py         the reward functions that a configuration names, such as `r1_zero`; start here
-    sorting.py         two more of them, for sorting numbers
     configured.py      from `task.reward` (a name, `module:function`, or a weighted sum) to one function
     user_function.py   a function of the user's own, and networked.py, one that asks a server
     trial.py           a try of a reward on one example before a run

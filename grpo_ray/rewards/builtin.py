@@ -15,10 +15,8 @@ from grpo_ray.rewards.math.equality import grade, is_right
 
 INTEGERS = re.compile(r"\[?\s*([+-]?\d{1,18}(?:\s*,\s*|\s+|\s*;\s*))*[+-]?\d{1,18}\s*\]?")
 INTEGER = re.compile(r"[+-]?\d+")
-DIGITS = re.compile(
-    r"\d+|\[?\s*(?:\d(?:\s*[,;]\s*|\s+))*\d\s*\]?", re.ASCII
-)  # `0123`, or one digit each: `0, 1, 2, 3`
-
+# `0123`, or one digit each: `0, 1, 2, 3`
+DIGITS = re.compile(r"\d+|\[?\s*(?:\d(?:\s*[,;]\s*|\s+))*\d\s*\]?", re.ASCII)
 MAX_BOXES = 16  # with different contents; each is compared with the truth
 MAX_MARKS, JOINER = 30, "\u034f"  # accents and such after one letter; an invisible character that is no mark
 NUMBER = re.compile(r"(?<![\d.])-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)", re.ASCII)

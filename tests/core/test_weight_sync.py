@@ -386,6 +386,15 @@ def make_wired_sync(
     return WeightSync(fakes(generators), timeout_s, 0, Wires(learner, call))
 
 
+async def without_one(learner: FakeLearner) -> WeightSync:
+    """Return a sync that has published version 1, and has excluded one of its two Generators since."""
+    dead = Joining("a")
+    sync = make_wired_sync(learner, dead, Joining("b"))
+    await publish(sync, 1)
+    await sync.retire(dead.number)
+    return sync
+
+
 async def fail(error: Exception, after_s: float = 0.0) -> None:
     await asyncio.sleep(after_s)
     raise error
@@ -424,10 +433,7 @@ async def test_the_learner_sends_in_the_call_that_receives(call: str) -> None:
 
 async def test_a_replacement_joins_and_is_sent_the_published_version() -> None:
     learner = FakeLearner()
-    dead = Joining("a")
-    sync = make_wired_sync(learner, dead, Joining("b"))
-    await publish(sync, 1)
-    await sync.retire(dead.number)
+    sync = await without_one(learner)
     fresh = Joining("a")
     assert await admit(sync, fresh) == 1
     assert fresh.joined == ["a/3"]
@@ -502,10 +508,7 @@ async def test_the_learners_death_is_no_generators_fault(generator_fails_first: 
 
 async def test_the_learners_death_while_a_replacement_joins_is_not_the_replacements() -> None:
     learner = FakeLearner()
-    dead = Joining("a")
-    sync = make_wired_sync(learner, dead, Joining("b"))
-    await publish(sync, 1)
-    await sync.retire(dead.number)
+    sync = await without_one(learner)
     learner.is_dead = True
     with pytest.raises(ActorDied, match="learner died"):
         await admit(sync, Joining("a"))

@@ -280,7 +280,7 @@ async def test_only_a_generator_that_answers_costs_an_episode_its_time(
             assert statuses((await play(worker))[0]) == ["truncated_time"] * 4
             assert not worker._router._failures
             return
-        monkeypatch.setattr(turn_router, "PING_S", 0.05)
+        monkeypatch.setattr(turn_router, "ANSWER_S", 0.05)
         generator.ping_s = 60.0
         with pytest.raises(DataLost, match="a Generator failed with a turn, in which the time of an episode"):
             await play(worker)

@@ -315,7 +315,7 @@ async def test_turns_without_a_prefix_are_spread_evenly_and_a_session_stays_wher
 
 async def test_each_generator_with_an_open_turn_has_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if a parallel turn has ended at another one since."""
-    monkeypatch.setattr(turn_router, "PING_S", 0.02)
+    monkeypatch.setattr(turn_router, "ANSWER_S", 0.02)
     generators = {0: FakeGenerator("generator-0", never), 1: FakeGenerator("generator-1", at_once)}
     router = await serving(generators)
     sampler = RoutedSampler(router)
