@@ -74,9 +74,8 @@ class PromptItem:
     ground_truth: str
     num_cuts: int = 0  # times that oversampling has cut it off so far
     task: str = ""  # the part of a mixture that the prompt belongs to
-    about: str = (
-        ""  # JSON of `Example.facts`, and a chat's messages, if a function of the user's may ask for it
-    )
+    about: str = ""
+    """JSON of `Example.facts`, and a chat's messages, if a function of the user's may ask for it."""
 
 
 @dataclass(frozen=True)

@@ -43,10 +43,7 @@ class ServingGroup(ServingHost):
     """The actors that sample and judge, as Ray actors."""
 
     def __init__(self, placement: Placement, *given: Any) -> None:
-        """
-        Args:
-            given: as for `ServingHost`.
-        """
+        """`given`: as for `ServingHost`."""
         self._placement = placement
         self._clients: dict[str, Client] = {}  # each actor's current one, by its name
         self._ending: list[Thread] = []  # each waits for the process of an actor that was killed
@@ -168,10 +165,7 @@ class ActorGroup(ServingGroup):
     """Every actor of a run, as a Ray actor."""
 
     def __init__(self, *given: Any) -> None:
-        """
-        Args:
-            given: as for `ServingGroup`.
-        """
+        """`given`: as for `ServingGroup`."""
         super().__init__(*given)
         self._metrics = RayMetrics(self._run.path.name) if are_on() else None
         self.learner: Any = self._start_learner()

@@ -33,11 +33,7 @@ BESIDE = {name for name in vars(SendingLearner) if not name.startswith("_")} | {
 
 
 def check_local(config: Config) -> None:
-    """Refuse a configuration that one process cannot run.
-
-    Raises:
-        RunError: names each field and the value that it needs.
-    """
+    """Refuse what one process cannot run; raises RunError with each field and the value that it needs."""
     teacher = config.distillation.teacher is not None
     needed = {
         "generator.engine=torch": config.generator.engine == "vllm",
@@ -222,10 +218,7 @@ class LocalActors(LocalServing):
     """The counterpart of `hosting.ActorGroup` in this process."""
 
     def __init__(self, *given: Any) -> None:
-        """
-        Args:
-            given: as for `ServingHost`.
-        """
+        """`given`: as for `ServingHost`."""
         super().__init__(*given)
         self.learner: Any = self._start_learner()
         self.buffer: Any = self._client("buffer", lambda: TrajectoryBuffer(*self._buffer_arguments))

@@ -14,11 +14,7 @@ def free_resources_by_node() -> Mapping[str, Mapping[str, float]]:
 
 
 def bootstrap_address(address: str) -> str:
-    """Return HOST:PORT of the head node; of this machine's for `auto`.
-
-    Raises:
-        ConnectionError: none runs here.
-    """
+    """Return HOST:PORT of the head node; for `auto` of this machine's, or raises ConnectionError."""
     return cast("str", get_ray_address_from_environment(address, None))
 
 

@@ -172,10 +172,7 @@ class Placement:
     """The placement group of a run: the resources of its actors, held from before they start until the end."""
 
     def __init__(self, config: Config, group: PlacementGroup | None) -> None:
-        """
-        Args:
-            group: has the bundles of `bundles_of(config)`; None if no actor reserves anything.
-        """
+        """`group`: has the bundles of `bundles_of(config)`; None if no actor reserves anything."""
         self._reservations, self._group = reservations(config), group
         self._index = {name: i for i, bundle in enumerate(bundles_of(config)) for name in bundle.actors}
 

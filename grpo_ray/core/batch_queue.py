@@ -107,9 +107,8 @@ class BatchQueue:
         due; those are never more than a batch holds.
         """
         if self._due is None:
-            num_before = (
-                len(self._trained) + (1 - self._max_delay) * self._size
-            )  # positions count from the head
+            # Positions count from the head.
+            num_before = len(self._trained) + (1 - self._max_delay) * self._size
             positions = islice((g for g in count(self._head) if g not in self._dropped), max(0, num_before))
             waiting = (group_id for group_id in positions if group_id not in self._trained)
             self._due = frozenset(islice(waiting, self._size))  # only after `begin` can there seem to be more
@@ -121,9 +120,9 @@ class BatchQueue:
         Args:
             has_signal: for each finished group.
         """
-        dropped: list[int] = []
         if not self._max_dropped:
             return ()
+        dropped: list[int] = []
         num_kept = num_unknown = 0  # among the groups before this one
         last = max(has_signal, default=-1)
         is_strict = self._lookahead == 1 and not self._first_come

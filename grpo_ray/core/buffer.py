@@ -68,7 +68,6 @@ class TrajectoryBuffer:
         return True
 
     async def take_stats(self) -> ActorStats:
-        """Return the stage times since the last call, and the process's memory."""
         return ActorStats(self._clock.take(), resident_bytes(with_children=False))
 
     async def begin(self, group_ids: Sequence[int]) -> dict[int, GroupFacts]:
@@ -81,11 +80,7 @@ class TrajectoryBuffer:
     async def put(
         self, rollout: RolloutGroup, verdict: Verdict, teacher_logprobs: np.ndarray | None = None
     ) -> None:
-        """Add a scored group.
-
-        Raises:
-            ValueError: the group is in the buffer already.
-        """
+        """Add a scored group; raises ValueError if it is in the buffer already."""
         group = ScoredGroup.of(rollout, verdict, teacher_logprobs)
         if group.group_id in self._groups:
             raise ValueError(f"group {group.group_id} came twice")

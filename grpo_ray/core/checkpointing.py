@@ -27,10 +27,7 @@ class Checkpointing:
     def __init__(
         self, context: RunContext, store: CheckpointStore, book_state: Callable[[], dict[str, Any]], step: int
     ) -> None:
-        """
-        Args:
-            step: the last step that has a checkpoint.
-        """
+        """`step`: the last step that has a checkpoint."""
         self._config, self._store, self._book_state = context.config.checkpoint, store, book_state
         self._actors, self._calls, self._clock = context.actors, context.calls, context.clock
         self._log, self._on_preemption_s = context.log, context.config.run.on_preemption_s

@@ -2,7 +2,7 @@
 
 A call returns an awaitable at once. Arguments and bulky results are references (`Ref`), which pass from actor
 to actor without their bytes going through the caller; the receiving actor gets the value itself. The classes
-behind the Protocols are in the files of the same names; `tests/core/test_clients.py` compares the two.
+behind the Protocols are in the files of the same names; `tests/core/test_actors.py` compares the two.
 
 `cluster/remote_actor.py` makes clients of Ray actors, `cluster/local.py` of objects in the same process.
 """
@@ -41,7 +41,8 @@ class ActorClient(Protocol):
     @property
     def name(self) -> str: ...
     def ready(self) -> Awaitable[bool]: ...
-    def take_stats(self) -> Awaitable[ActorStats]: ...
+    def take_stats(self) -> Awaitable[ActorStats]:
+        """Return the stage times since the last call, and the process's memory."""
 
 
 class GeneratorClient(ReceivingGenerator, TurnClient, ActorClient, Protocol):

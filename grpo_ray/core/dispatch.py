@@ -51,10 +51,7 @@ class Dispatcher:
     """The Generators that serve, and the groups that wait for one, first come, first served."""
 
     def __init__(self, generators: Iterable[GeneratorClient], max_num_seqs: int) -> None:
-        """
-        Args:
-            max_num_seqs: sequences that an engine runs at a time.
-        """
+        """`max_num_seqs`: sequences that an engine runs at a time."""
         self._max_num_seqs = max_num_seqs
         self._serving: dict[str, Incarnation] = {}
         self._loads: list[tuple[int, int, Incarnation]] = []  # a heap by sequences; some entries are outdated
@@ -102,11 +99,7 @@ class Dispatcher:
 
     @contextlib.asynccontextmanager
     async def slot(self, generator: Incarnation, num_sequences: int, limit_s: float) -> AsyncIterator[None]:
-        """Limit the block to `limit_s` from when the engine, in which it has room, has scheduled the group.
-
-        Raises:
-            TimeoutError: the block lasted longer.
-        """
+        """Raise TimeoutError if the block lasts `limit_s` from when the engine has scheduled the group."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(None) as limit:  # wait_for can swallow a cancellation
             slot = Slot(num_sequences, lambda: limit.reschedule(loop.time() + limit_s))

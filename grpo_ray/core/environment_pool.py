@@ -30,10 +30,7 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
     def __init__(
         self, context: ServingContext, budget: RestartBudget, on_failure: Callable[[int, str], None]
     ) -> None:
-        """
-        Args:
-            on_failure: takes the number of the Generator's process that failed a turn, and the error.
-        """
+        """`on_failure`: takes the number of the Generator's process that failed a turn, and the error."""
         super().__init__("environment", context.actors.environments, context, budget)
         self._on_failure = on_failure
         self._gates = {name: Gate() for name in self._clients}

@@ -26,10 +26,7 @@ class Generator:
     """An engine as an actor. It samples every group on arrival: admission decides when one is dispatched."""
 
     def __init__(self, name: str, engine: Engine, slowdown_s: float = 0.0, version: int = 0) -> None:
-        """
-        Args:
-            version: the version of the weights that the engine has loaded.
-        """
+        """`version`: the version of the weights that the engine has loaded."""
         self.name = name
         self._engine = engine
         self._slowdown_s = slowdown_s
@@ -177,7 +174,6 @@ class Generator:
             await self._engine.wake()
 
     async def take_stats(self) -> ActorStats:
-        """Return the stage times since the last call, and the process's memory."""
         return ActorStats(self._clock.take(), resident_bytes())
 
     async def shutdown(self) -> None:

@@ -69,10 +69,7 @@ class GroupBook:
     """The state of every group, the admission of new ones, and the choice of each batch."""
 
     def __init__(self, config: Config, prompts: PromptStream, version: int = 0) -> None:
-        """
-        Args:
-            version: the published one.
-        """
+        """`version`: the published one."""
         fresh, is_oversampled = config.fresh_per_step, config.num_oversampled > 0
         max_dropped = config.algorithm.dynamic_sampling_tries * fresh
         self._prompts, self.published_version = prompts, version
@@ -295,11 +292,7 @@ class GroupBook:
     # Moves
 
     def _checked(self, group_ids: Iterable[int], source: State) -> list[int]:
-        """Return the ids as a list.
-
-        Raises:
-            ValueError: a group is not in the state `source`, or is listed twice; nothing has changed.
-        """
+        """Return the ids as a list; raises ValueError if one is in another state, or is listed twice."""
         ids = list(group_ids)
         wrong = {g for g in ids if g not in self._groups or self._groups[g].state is not source}
         if len(set(ids)) < len(ids):

@@ -27,10 +27,7 @@ class ReplayMemory:
     """
 
     def __init__(self, config: ReplayConfig, num_drawn: int, seed: int) -> None:
-        """
-        Args:
-            num_drawn: groups to draw per batch, if there are that many.
-        """
+        """`num_drawn`: groups to draw per batch, if there are that many."""
         self._config, self._num_drawn, self._seed = config, num_drawn, seed
         self._groups: dict[int, ReplayedGroup] = {}  # in the order of their first use
         self._num_bytes = 0

@@ -49,11 +49,7 @@ class Scorer:
         return f"Scorer({self._clock.current})"
 
     def ready(self) -> bool:
-        """Start the workers.
-
-        Raises:
-            RunError: they cannot start; the message says why.
-        """
+        """Start the workers; raises RunError with the reason if they cannot start."""
         with self._clock.stage("start"):
             self._grader.start()
         for notice in self._grader.notices:
@@ -105,7 +101,6 @@ class Scorer:
         )
 
     def take_stats(self) -> ActorStats:
-        """Return the stage times since the last call, and the process's memory."""
         return ActorStats(self._clock.take(), resident_bytes())
 
     def close(self) -> None:

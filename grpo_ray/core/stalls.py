@@ -19,10 +19,7 @@ class StallWatch:
         self, calls: OpenCalls, pool: GeneratorPool, log: RunLog, limit_s: float,
         work_done: Callable[[], Awaitable[int]] | None = None,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            work_done: asks the Learner for a number that changes while it works.
-        """
+        """`work_done`: asks the Learner for a number that changes while it works."""
         self._calls, self._pool, self._log = calls, pool, log
         self.limit_s, self._look_s = limit_s, min(LOOK_S, limit_s / 4)
         self._ask_work_done = work_done

@@ -64,11 +64,7 @@ def _listed(names: list[str]) -> str:
 
 
 async def until_ready(client: ActorClient, context: ServingContext) -> None:
-    """Wait for a fresh actor.
-
-    Raises:
-        TimeoutError: it did not start within `recovery.start_timeout_s`.
-    """
+    """Wait for a fresh actor; raises TimeoutError after `recovery.start_timeout_s`."""
     limit_s = context.config.recovery.start_timeout_s
     try:
         with context.calls.call(client.name, "starts", is_retry=True):

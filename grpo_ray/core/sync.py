@@ -60,7 +60,6 @@ class WeightSync:
         return True
 
     async def take_stats(self) -> ActorStats:
-        """Return the stage times since the last call, and the process's memory."""
         return ActorStats(self._clock.take(), resident_bytes(with_children=False))
 
     async def versions(self) -> dict[str, int]:

@@ -45,7 +45,6 @@ class Teacher:
         return logprobs, len(found)
 
     async def take_stats(self) -> ActorStats:
-        """Return the stage times since the last call, and the process's memory."""
         return ActorStats(self._clock.take(), resident_bytes())
 
     async def shutdown(self) -> None:

@@ -93,11 +93,7 @@ class _Restores:
         self.num_failures = 0
 
     def count(self, step: int, error: str) -> None:
-        """Count a failure after `step`.
-
-        Raises:
-            RunError: there were too many in an hour, or too many since the last step that was new.
-        """
+        """Count a failure after `step`; raises RunError for too many in an hour, or without a new step."""
         self.num_failures += 1
         if step > self._furthest:
             self._furthest, self._in_vain = step, 0

@@ -102,11 +102,7 @@ def _watch(signals: socket.socket, run: RunDirectory | None) -> None:
 def _next_signal(
     signals: socket.socket, limit_s: float | None = None, counted: Collection[int] = SIGNALS
 ) -> bool:
-    """Wait for a signal; return False when the watch is over.
-
-    Raises:
-        TimeoutError: none came.
-    """
+    """Wait for a signal; return False when the watch is over. Raises TimeoutError if none came."""
     signals.settimeout(limit_s)
     while number := signals.recv(1):
         if number[0] in counted:

@@ -107,11 +107,7 @@ def _batch_of(rows: Sequence[Demonstration], version: int) -> TrainBatch:
 
 
 def check_sft(config: Config) -> None:
-    """Refuse supervised steps that are not possible here, before anything is started.
-
-    Raises:
-        ValueError: names the field or the row.
-    """
+    """Refuse supervised steps that are not possible here; raises ValueError with the field or the row."""
     if config.sft is None:
         return
     if config.learner.num_ranks > 1:
