@@ -272,24 +272,6 @@ async def test_slowdown_delays_a_group() -> None:
     assert await generate_s(generator) >= 0.05
 
 
-@pytest.mark.slow
-def test_a_response_that_cannot_be_graded_is_an_error_and_has_no_advantage() -> None:
-    rewards = {"sums": "exact_match", "own": "hostile_rewards:obey"}
-    scorer = Scorer(rewards, AlgorithmConfig(std="population"), ScorerConfig(num_workers=2), 16)
-    completions = tuple(make_completion([5, 6], text=text) for text in ("exit 72", "72", "missing", "71", "71"))
-    item = replace(make_item(truth="72"), task="own")
-    scored = scorer.score(RolloutGroup(item, completions, "generator-0"))
-    scorer.close()
-    assert len(scored.errors) == 2
-    assert scored.errors[0] == "exit status 0"
-    assert scored.errors[2].startswith("KeyError: 'no such key'")
-    assert scored.rewards.tolist() == [0, 1, 0, 0, 0]
-    assert scored.format_rewards.tolist() == [0, 1, 0, 1, 1]
-    # among 1, 0, 0: mean 1/3, population variance 2/9
-    high, low = 2 / 3 / math.sqrt(2 / 9), -1 / 3 / math.sqrt(2 / 9)
-    assert scored.advantages.tolist() == pytest.approx([0, high, 0, low, low], abs=1e-4)
-
-
 @pytest.mark.parametrize("kind", ["mean_std", "mean", "leave_one_out", "max_only", "raw", "gdpo"])
 def test_advantages_compare_only_graded_responses(kind: str) -> None:
     config = AlgorithmConfig(advantage=kind, overlong_buffer_tokens=4)
@@ -305,25 +287,39 @@ def test_advantages_compare_only_graded_responses(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_ungradable_response_is_no_better_off_than_a_wrong_one() -> None:
+def test_ungraded_responses_have_no_advantage_and_ungradable_ones_are_no_better_off_than_wrong_ones() -> None:
+    """A fault of the grader excludes a response; one that makes its own grading impossible takes part."""
     rewards = {"maths": "r1_zero", "own": "hostile_rewards:obey"}
     config = ScorerConfig(num_workers=1, timeout_s=1.0, ungradable_reward=-1.0)
-    scorer = Scorer(rewards, AlgorithmConfig(), config, 16)
+    scorer = Scorer(rewards, AlgorithmConfig(std="population"), config, 16)
+
+    def scored_by(task: str, *texts: str) -> ScoredGroup:
+        completions = tuple(make_completion([5, 6], text=text) for text in texts)
+        rollout = RolloutGroup(replace(make_item(truth="72"), task=task), completions, "generator-0")
+        return ScoredGroup.of(rollout, scorer.score(rollout))
+
+    failed = scored_by("own", "exit 72", "72", "missing", "71", "71")
+    assert len(failed.errors) == 2
+    assert failed.errors[0] == "exit status 0"
+    assert failed.errors[2].startswith("KeyError: 'no such key'")
+    assert failed.rewards.tolist() == [0, 1, 0, 0, 0]
+    assert failed.format_rewards.tolist() == [0, 1, 0, 1, 1]
+    # among 1, 0, 0: mean 1/3, population variance 2/9
+    high, low = 2 / 3 / math.sqrt(2 / 9), -1 / 3 / math.sqrt(2 / 9)
+    assert failed.advantages.tolist() == pytest.approx([0, high, 0, low, low], abs=1e-4)
+
     long = "</think> <answer> " + "1+" * 600 + "1 </answer>"
-    texts = ("</think> <answer> 72 </answer>", "</think> <answer> 71 </answer>", long)
-    item = replace(make_item(truth="72"), task="maths")
-    completions = tuple(make_completion([5, 6], text=text) for text in texts)
-    scored = scorer.score(RolloutGroup(item, completions, "generator-0"))
-    assert not scored.errors
-    assert dict(scored.ungradable) == {2: "longer than 1000 characters, and not the truth itself"}
-    assert scored.format_rewards.tolist() == [1, 1, 1]
-    assert scored.advantages[2] == scored.advantages[1] < 0
-    completions = tuple(make_completion([5, 6], text=text) for text in ("72", "71", "loop 72"))
-    scored = scorer.score(RolloutGroup(replace(item, task="own"), completions, "generator-0"))
+    overlong = scored_by("maths", "</think> <answer> 72 </answer>", "</think> <answer> 71 </answer>", long)
+    assert not overlong.errors
+    assert dict(overlong.ungradable) == {2: "longer than 1000 characters, and not the truth itself"}
+    assert overlong.format_rewards.tolist() == [1, 1, 1]
+    assert overlong.advantages[2] == overlong.advantages[1] < 0
+
+    late = scored_by("own", "72", "71", "loop 72")
     scorer.close()
-    assert dict(scored.ungradable) == {2: "longer than 1 s (scorer.timeout_s)"}
-    assert scored.rewards.tolist() == [1, 0, -1]
-    assert scored.advantages[2] < scored.advantages[1]
+    assert dict(late.ungradable) == {2: "longer than 1 s (scorer.timeout_s)"}
+    assert late.rewards.tolist() == [1, 0, -1]
+    assert late.advantages[2] < late.advantages[1]
 
 
 PAIRS: list[tuple[Any, type]] = [
@@ -337,26 +333,20 @@ PAIRS: list[tuple[Any, type]] = [
 ]
 
 
-def methods_of(protocol: Any) -> list[str]:
-    """Return the methods of a Protocol and its bases."""
-    return [name for name, value in inspect.getmembers(protocol, inspect.isfunction) if name[0] != "_"]
-
-
 def parameters_of(cls: Any, method: str) -> list[str]:
     """Return the parameters, without the one that Ray adds to the methods of a class that it has hosted."""
     return [name for name in inspect.signature(getattr(cls, method)).parameters if name != "_ray_trace_ctx"]
 
 
 @pytest.mark.parametrize(("protocol", "actor"), PAIRS, ids=[actor.__name__ for _, actor in PAIRS])
-def test_every_call_exists_with_these_parameters(protocol: Any, actor: type) -> None:
-    assert len(methods_of(protocol)) > 2
-    for name in methods_of(protocol):
-        called, method = parameters_of(protocol, name), parameters_of(actor, name)
-        assert called == method, f"{actor.__name__}.{name}"
-
-
-@pytest.mark.parametrize(("protocol", "actor"), PAIRS, ids=[actor.__name__ for _, actor in PAIRS])
-def test_calls_that_return_a_reference_are_marked(protocol: Any, actor: type) -> None:
-    returned = {name: get_type_hints(getattr(protocol, name))["return"] for name in methods_of(protocol)}
-    pairs = {name for name, annotation in returned.items() if get_origin(annotation) is tuple}
+def test_every_call_exists_with_these_parameters_and_is_marked_if_it_returns_a_reference(
+    protocol: Any, actor: type
+) -> None:
+    calls = dict(
+        inspect.getmembers(protocol, lambda each: inspect.isfunction(each) and each.__name__[0] != "_")
+    )
+    assert len(calls) > 2
+    for name in calls:
+        assert parameters_of(protocol, name) == parameters_of(actor, name), f"{actor.__name__}.{name}"
+    pairs = {name for name, call in calls.items() if get_origin(get_type_hints(call)["return"]) is tuple}
     assert pairs == methods_with_bulk(actor)

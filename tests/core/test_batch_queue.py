@@ -29,13 +29,6 @@ def test_look_ahead_by_hand() -> None:
     assert queue.batch([0, 2]) == (0, 2)
 
 
-def test_straggler_is_known_after_a_resume() -> None:
-    queue = BatchQueue(2, lookahead=2)
-    queue.begin([0, 3, 4], next_id=5)  # 1 and 2 were trained
-    assert queue.batch([3, 4, 5, 6]) is None
-    assert queue.batch([3, 4, 0]) == (0, 3)
-
-
 def test_first_come_by_hand() -> None:
     queue = BatchQueue(2, first_come=True)
     assert queue.batch([7]) is None
@@ -64,6 +57,10 @@ def test_queue_of_a_resumed_run_by_hand() -> None:
     assert not queue.holds(3)
     queue.begin([0, 2], next_id=3)
     assert queue.window() == [0, 2, 3]
+    ahead = BatchQueue(2, lookahead=2)
+    ahead.begin([0, 3, 4], next_id=5)  # 1 and 2 were trained: 0 is due
+    assert ahead.batch([3, 4, 5, 6]) is None
+    assert ahead.batch([3, 4, 0]) == (0, 3)
 
 
 class Counted(dict[int, bool]):
@@ -303,16 +300,6 @@ async def test_a_group_that_its_engine_has_scheduled_is_ended_at_the_limit() -> 
     with pytest.raises(TimeoutError):
         await tasks[2]
     assert dispatcher.serving["a"].num_sequences == 0
-
-
-async def test_groups_wait_for_a_generator_to_serve() -> None:
-    dispatcher, done = Dispatcher([client("a")], max_num_seqs=8), asyncio.Event()
-    dispatcher.remove("a")
-    task = asyncio.create_task(hold(dispatcher, 4, done))
-    await asyncio.sleep(0.01)
-    dispatcher.add(client("b"))
-    done.set()
-    assert await task == "b"
 
 
 @pytest.mark.slow

@@ -8,16 +8,13 @@ import json
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import local_runs
 import pytest
 import torch
 from any_reward_cli import ParityGrader
-from builders import ENDS, TinyModel, changed, make_batch
 from local_runs import Recorder, Watcher, make_config, train, until
 from run_process import untimed
 from safetensors.torch import load_file
@@ -38,7 +35,6 @@ from grpo_ray.run.preparation import check_files, prepare
 from grpo_ray.run.restores import train_through_restores
 from grpo_ray.run.signals import Interrupted, run_until_signal
 from grpo_ray.tools.audit.audit import audit as audit_files
-from grpo_ray.types import TrainBatch
 
 pytestmark = pytest.mark.usefixtures("model_cache", "any_reward")
 # All actors share one event loop here, so a limit must be longer than a step's and a batch's own work in it,
@@ -87,7 +83,7 @@ def whole(model_cache: None, tmp_path_factory: pytest.TempPathFactory) -> RunDir
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("interruption", "num_generators", "after"),
-    [("stop", 2, 3), ("stop", 1, 4), ("kill", 1, 5)],  # between checkpoints, and at one with a validation
+    [("stop", 2, 4), ("kill", 1, 5)],  # at a checkpoint with a validation, and after it
 )
 def test_a_synchronous_run_that_is_interrupted_is_the_same_run(
     tmp_path: Path, whole: RunDirectory, interruption: str, num_generators: int, after: int
@@ -415,14 +411,6 @@ def test_an_error_while_a_version_is_validated_leaves_a_run_that_resumes(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_may_change_fields_that_are_not_fixed(tmp_path: Path) -> None:
-    train(make_config(), tmp_path / "run")
-    longer = make_config("algorithm.num_steps=12", "weight_sync.max_lag=0", "generator.num_generators=2")
-    train(longer, tmp_path / "run")
-    audit(RunDirectory(tmp_path / "run"), longer)
-
-
-@pytest.mark.slow
 def test_a_stop_is_not_forgotten_when_the_learner_dies_with_it(tmp_path: Path) -> None:
     config, run = make_config(), RunDirectory(tmp_path / "run", is_local=True)
     prepared = prepare(config, check_files(config))
@@ -620,56 +608,38 @@ def test_a_preemption_skips_the_validation_that_its_checkpoint_would_wait_for(
     assert audit_files(run).problems == []
 
 
-def names(trace: Path) -> Counter[str]:
-    """Return how often each record_function's name begins in the trace."""
-    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    return Counter(e["name"] for e in events if e.get("cat") == "user_annotation")
-
-
 @pytest.mark.slow
-def test_a_run_leaves_a_trace_of_each_profiled_step(tmp_path: Path) -> None:
-    config = local_runs.make_config(
-        "learner.profile_steps=[2,3]", "algorithm.num_steps=4", "learner.micro_batch_tokens=64"
+def test_a_run_leaves_a_trace_of_each_profiled_step_with_its_parts_one_after_another(tmp_path: Path) -> None:
+    config = make_config(
+        "learner.profile_steps=[2,3]", "algorithm.num_steps=4", "learner.micro_batch_tokens=24"
     )
-    local_runs.train(config, tmp_path / "run")
+    train(config, tmp_path / "run")
     traces = sorted((tmp_path / "run" / "profile").iterdir())
     assert [trace.name for trace in traces] == ["step-000002.json.gz", "step-000003.json.gz"]
     for step, trace in zip((2, 3), traces, strict=True):
-        found = names(trace)
-        assert found[f"step {step}"] == 1
-        assert found["optimizer"] == 1
-        assert found["forward"] == found["backward"] >= 1
-        assert not {f"step {other}" for other in range(1, 5) if other != step} & found.keys()
-
-
-@pytest.mark.slow
-def test_the_parts_of_a_step_are_consecutive(
-    tiny_config: Config, tiny_model: TinyModel, tmp_path: Path
-) -> None:
-    config = changed(tiny_config, learner={"profile_steps": [1, 1], "micro_batch_tokens": 24})
-    learner = Learner(str(tiny_model()), config, ENDS, profile_folder=tmp_path / "profile")
-    learner.train_step(TrainBatch(tuple(make_batch(learner))))
-    trace = json.loads(gzip.decompress((tmp_path / "profile" / "step-000001.json.gz").read_bytes()))
-    spans: dict[str, list[tuple[float, float]]] = {}
-    for event in trace["traceEvents"]:
-        if event.get("cat") == "user_annotation":
-            spans.setdefault(event["name"], []).append((event["ts"], event["ts"] + event["dur"]))
-    ((begin, end),) = spans["step 1"]
-    parts = sorted(spans["forward"] + spans["backward"] + spans["optimizer"])
-    assert len(spans["forward"]) > 1  # micro-batches
-    assert begin <= parts[0][0]
-    assert parts[-1][1] <= end
-    assert all(earlier[1] <= later[0] for earlier, later in itertools.pairwise(parts))
-    assert any(e["name"] == "aten::mm" for e in trace["traceEvents"] if e.get("cat") == "cpu_op")
+        events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        spans: dict[str, list[tuple[float, float]]] = {}
+        for event in events:
+            if event.get("cat") == "user_annotation":
+                spans.setdefault(event["name"], []).append((event["ts"], event["ts"] + event["dur"]))
+        assert not {f"step {other}" for other in range(1, 5) if other != step} & spans.keys()
+        ((begin, end),) = spans[f"step {step}"]
+        assert len(spans["forward"]) == len(spans["backward"]) > 1  # micro-batches
+        assert len(spans["optimizer"]) == 1
+        parts = sorted(spans["forward"] + spans["backward"] + spans["optimizer"])
+        assert begin <= parts[0][0]
+        assert parts[-1][1] <= end
+        assert all(earlier[1] <= later[0] for earlier, later in itertools.pairwise(parts))
+        assert any(event["name"] == "aten::mm" for event in events if event.get("cat") == "cpu_op")
 
 
 @pytest.mark.slow
 def test_a_trace_that_cannot_be_written_is_a_warning_and_training_continues(tmp_path: Path) -> None:
-    config = local_runs.make_config("learner.profile_steps=[1,1]", "algorithm.num_steps=2")
+    config = make_config("learner.profile_steps=[1,1]", "algorithm.num_steps=2")
     run = RunDirectory(tmp_path / "run")
     run.create(config)
     run.profile.write_text("a file where the folder should be")
-    recorder = local_runs.train(config, run.path)
+    recorder = train(config, run.path)
     assert recorder.steps == [1, 2]
     (event,) = [e for e in read_metrics(run.events_path) if e["kind"] == "profile_failed"]
     assert "the profile of step 1 could not be written" in event["text"]
@@ -688,4 +658,4 @@ def test_a_trace_that_cannot_be_written_is_a_warning_and_training_continues(tmp_
 )
 def test_steps_that_cannot_be_profiled_are_refused(steps: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected.replace("[", r"\[")):
-        local_runs.make_config(f"learner.profile_steps={steps}")
+        make_config(f"learner.profile_steps={steps}")

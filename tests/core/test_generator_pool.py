@@ -212,19 +212,21 @@ async def test_the_stall_watch_does_not_wait_for_an_actor_that_it_replaces(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["scorer", "teacher", "environment"])
-async def test_an_actor_that_starts_for_long_is_no_stall(tmp_path: Path, kind: str) -> None:
-    """It is being replaced, which has a limit of its own; here, the group that found it dead has ended."""
-    name = "scorer" if kind == "scorer" else f"{kind}-0"
-    pool = Pool(tmp_path, hang_first(f"{name} ready"))
-    pool.actors.starts[name] = 1
+async def test_actors_that_start_for_long_are_no_stall(tmp_path: Path) -> None:
+    """They are being replaced, which has a limit of its own; here, the groups that found them dead are done."""
+    pool = Pool(tmp_path, lambda asked, _: asyncio.sleep(60) if asked.endswith(" ready") else 3)
+    kinds = {
+        "scorer": pool.pool._scorers, "teacher-0": pool.pool._teachers, "environment-0": pool.pool._environments
+    }  # fmt: skip
+    pool.actors.starts = dict.fromkeys(kinds, 1)
     async with pool.during():
-        kinds = {"scorer": pool.pool._scorers, "teacher": pool.pool._teachers}
-        kinds.get(kind, pool.pool._environments).retire(name, "killed")
+        for name, actors in kinds.items():
+            actors.retire(name, "killed")
+        assert pool.pool.being_replaced == kinds.keys()
         with pytest.raises(TimeoutError):  # and not Stalled
             await asyncio.wait_for(StallWatch(pool.calls, pool.pool, pool.log, 0.3).run(), 1.0)
     assert pool.pool.being_replaced == set()
-    assert pool.actors.starts[name] == 2
+    assert pool.actors.starts == dict.fromkeys(kinds, 2)
     assert pool.actors.num_stack_dumps >= 1
 
 

@@ -26,6 +26,7 @@ from builders import (
     make_item,
     own_logprobs,
     same_groups,
+    tensors_of,
     written,
 )
 from safetensors.torch import load_file, save_file
@@ -36,8 +37,6 @@ from grpo_ray.core.learner import Learner
 from grpo_ray.core.staleness import StaleBatchError
 from grpo_ray.learning.sequences import sequences_of
 from grpo_ray.records.rollout_log import read_groups
-from grpo_ray.transfer.messages import WeightSnapshot
-from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 from grpo_ray.types import ScoredGroup, StepReport, TrainBatch
 
 
@@ -165,15 +164,11 @@ def test_without_a_switch_there_is_no_mismatch_after_it(make_learner: MakeLearne
 # ---- weights out ----
 
 
-def unpacked(snapshot: WeightSnapshot) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in unpack_weights(snapshot.specs, as_tensor(snapshot.data))}
-
-
 @pytest.mark.parametrize(("tied", "checksum"), [(True, False), (False, True)])
 def test_snapshot_holds_every_weight_exactly(make_learner: MakeLearner, tied: bool, checksum: bool) -> None:
     learner = at_version(make_learner(tied, weight_sync={"checksum": checksum}), 3)
     snapshot = learner.snapshot()[0]
-    tensors = unpacked(snapshot)
+    tensors = tensors_of(snapshot)
     assert snapshot.version == 3
     assert (snapshot.checksum is not None) == checksum
     assert ("lm_head.weight" in tensors) == (not tied)
@@ -240,7 +235,8 @@ def test_training_resumed_from_a_checkpoint_is_the_same_bit_for_bit(
     assert train(first, range(2)) == expected[:2]
     second = resume(first, written(first, tmp_path / "step"))
     assert second.version == 2
-    assert torch.equal(torch.get_rng_state(), saved_random_state(tmp_path / "step"))
+    saved = load_file(tmp_path / "step" / "training" / "optimizer.safetensors")
+    assert torch.equal(torch.get_rng_state(), saved["random/cpu"])
     assert train(second, range(2, 4)) == expected[2:]
     assert torch.equal(weights(second), weights(straight))
     ours, theirs = optimizer_state(second), optimizer_state(straight)
@@ -248,10 +244,6 @@ def test_training_resumed_from_a_checkpoint_is_the_same_bit_for_bit(
     assert len(ours) == 3 * len(list(straight.model.parameters()))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert second.capture() == StepReport(4, second._last_report.metrics)  # type: ignore[union-attr]
-
-
-def saved_random_state(folder: Path) -> torch.Tensor:
-    return load_file(folder / "training" / "optimizer.safetensors")["random/cpu"]
 
 
 @pytest.mark.slow
@@ -419,13 +411,8 @@ def test_weights_that_are_not_finite_are_seen_in_every_metric(make_learner: Make
     with torch.no_grad():
         next(learner.model.parameters())[:] = torch.nan
     metrics = learner.train_step(batch).metrics
-    for name in (
-        "loss/policy",
-        "optim/grad_norm",
-        "policy/entropy/exact",
-        "mismatch/kl",
-        "mismatch/logprob_diff/max",
-    ):
+    measured = "policy/entropy/exact", "mismatch/kl", "mismatch/logprob_diff/max"
+    for name in ("loss/policy", "optim/grad_norm", *measured):
         assert np.isnan(metrics[name]), name
     assert metrics["optim/skipped_updates"] == 1.0
 

@@ -372,6 +372,7 @@ def test_corrections_of_a_list_are_multiplied(make_learner: MakeLearner) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.kept("token_mean", "prompt_mean")
 def test_every_aggregation_over_minibatches_of_parts_of_groups(
     make_learner: MakeLearner, aggregation: str
 ) -> None:

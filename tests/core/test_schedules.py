@@ -40,7 +40,7 @@ SCHEDULES: dict[str, list[str]] = {
         *((name, True) for name in ("lookahead", "oversampled-async", "dynamic-async", "everything")),
     ],
 )
-@pytest.mark.kept("colocated-False", "replay-advantage-False", "oversampled-async-True", "everything-True")
+@pytest.mark.kept("colocated-False", "oversampled-async-True", "everything-True")
 def test_every_schedule_trains_each_prompt_once_on_recent_tokens(
     tmp_path: Path, name: str, in_flight: bool
 ) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,17 +162,6 @@ class PacedPool:
         return *parts(make_group(item, completions, [1, 0], [signal, -signal])), None
 
 
-class NoLog:
-    def event(self, *args: Any, **facts: Any) -> None: ...
-
-
-class Actors:
-    """The actors that RolloutProducer calls."""
-
-    def __init__(self, buffer: Remote, weight_sync: Remote) -> None:
-        self.buffer, self.weight_sync = buffer, weight_sync
-
-
 class Schedule:
     """RolloutProducer on the plain actor classes, with short forms of the Controller's methods."""
 
@@ -186,12 +176,11 @@ class Schedule:
         self.sync = WeightSync(serving, phase_timeout_s=5, version=version)
         self.buffer = TrajectoryBuffer(config, None, checkpoint)
         self.book = GroupBook(config, make_prompts(), version)
-        travel = pace.of("travel")
-        self.actors = Actors(Remote(self.buffer, travel), Remote(self.sync, travel))
+        buffer, sync = (Remote(actor, pace.of("travel")) for actor in (self.buffer, self.sync))
+        self.actors: Any = SimpleNamespace(buffer=buffer, weight_sync=sync)
         pool: Any = PacedPool(generators, pace)
-        log: Any = NoLog()
-        actors: Any = self.actors
-        context = RunContext(config, actors, OpenCalls(), log, StageClock((), rest="idle"))
+        log: Any = SimpleNamespace(event=lambda *_, **facts: None)
+        context = RunContext(config, self.actors, OpenCalls(), log, StageClock((), rest="idle"))
         self.producer = RolloutProducer(context, self.book, pool)
 
     async def run(self, last_step: int) -> None:
@@ -426,17 +415,12 @@ def test_ages_in_updates_by_hand() -> None:
     assert [counts.age(version) for version in (0, 1, 2, 3)] == [None, 1, 0, 0]  # version 0 is too old by now
 
 
-def test_ages_in_updates_survive_a_checkpoint() -> None:
-    counts, restored = UpdateCounts(max_age=1), UpdateCounts(max_age=1)
-    for version in (1, 2):
-        counts.now += 1
-        counts.now += 1
-        counts.complete(version)
-    assert counts.state() == {"updates/1": 2, "updates/2": 4}
-    restored.restore({**counts.state(), "version": 2, "skipped_in_a_row": 0}, version=2)
+def test_ages_in_updates_survive_a_checkpoint_also_of_an_earlier_release() -> None:
+    restored, of_an_earlier_release = UpdateCounts(max_age=1), UpdateCounts(max_age=1)
+    restored.restore({"updates/1": 2, "updates/2": 4, "version": 2, "skipped_in_a_row": 0}, version=2)
     restored.now += 1
     assert [restored.age(version) for version in (0, 1, 2)] == [None, 3, 1]
-    of_an_earlier_release = UpdateCounts(max_age=1)
+    assert restored.state() == {"updates/1": 2, "updates/2": 4}
     of_an_earlier_release.restore({"version": 2}, version=2)
     of_an_earlier_release.now += 1
     assert [of_an_earlier_release.age(version) for version in (1, 2)] == [None, 1]

@@ -265,15 +265,10 @@ def test_thousands_of_schedules(tmp_path_factory: pytest.TempPathFactory, plan: 
     check(plan, tmp_path_factory.mktemp("plan") / "run")
 
 
-@pytest.mark.parametrize("kind", ["Generators", "workers"])
-def test_a_run_whose_every_group_ends_its_process_ends_by_the_budget(kind: str, tmp_path: Path) -> None:
-    ends = (
-        {"ends_worker": range(16), "episodes": range(16)}
-        if kind == "workers"
-        else {"ends_generator": range(16)}
-    )
+def test_a_run_whose_every_episode_ends_its_worker_ends_by_the_budget(tmp_path: Path) -> None:
+    """The same holds for Generators (test_generator_pool.py)."""
     with pytest.raises(BudgetUsedUp, match=r"recovery\.max_restarts: 9 restarts .* first error was: .* died"):
-        play(Plan(0, 16, **ends), tmp_path / "run", max_restarts=9)
+        play(Plan(0, 16, ends_worker=range(16), episodes=range(16)), tmp_path / "run", max_restarts=9)
 
 
 @pytest.mark.slow

@@ -210,6 +210,12 @@ async def test_lost_snapshot_is_raised_and_no_generator_is_blamed() -> None:
         await publish(sync, 1)
     assert await sync.versions() == {"a": 0, "b": 0}
     assert await admit(sync, FakeGenerator("c")) == 0  # the transaction is over
+    for generator in generators:
+        generator.fails = ""
+    await publish(sync, 1)
+    with pytest.raises(DataLost, match="gone"):
+        await admit(sync, FakeGenerator("d", fails="stage", error=DataLost("gone")))
+    assert await sync.versions() == dict.fromkeys("abc", 1)
 
 
 # ---- admitting a replacement ----
@@ -243,8 +249,7 @@ async def test_generator_admitted_before_the_first_publish_already_has_the_right
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hangs", [True, False])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("call", "hangs"), [("stage", True), ("switch", False)])
 async def test_generator_that_cannot_be_admitted_is_named_and_stays_excluded(call: str, hangs: bool) -> None:
     sync = make_sync(FakeGenerator("a"), FakeGenerator("b", fails="switch"), timeout_s=0.05)
     await publish(sync, 1)
@@ -258,14 +263,6 @@ async def test_generator_that_cannot_be_admitted_is_named_and_stays_excluded(cal
     assert bad.log == before
     assert await admit(sync, good) == 2
     assert good.loaded == ["weights 2"]
-
-
-async def test_snapshot_lost_while_admitting_is_raised_and_the_generator_stays_excluded() -> None:
-    sync = make_sync(FakeGenerator("a"), FakeGenerator("b", fails="switch"))
-    await publish(sync, 1)
-    with pytest.raises(DataLost):
-        await admit(sync, FakeGenerator("b", fails="stage", error=DataLost("gone")))
-    assert await sync.versions() == {"a": 1}
 
 
 class ServingGenerator:
