@@ -27,7 +27,7 @@ def cpu_info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return machine.CPU_INFO
 
 
-def test_what_was_not_given_becomes_a_cpus() -> None:
+def test_what_was_not_given_becomes_a_cpus_and_what_was_given_stays() -> None:
     config, notice = on_this_machine(make_config(SMALL, [], "a file"))
     assert config.model.dtype == "float32"
     generator = config.generator
@@ -37,12 +37,8 @@ def test_what_was_not_given_becomes_a_cpus() -> None:
         "no GPU here: model.dtype=float32 generator.num_gpus=0 generator.num_cpus=0.5 learner.num_gpus=0 "
         "learner.num_cpus=0.5"
     )
-
-
-def test_what_was_given_stays() -> None:
-    config, notice = on_this_machine(
-        make_config(SMALL, ["model.dtype=bfloat16", "learner.num_cpus=2", "sampling.max_tokens=9"], "a file")
-    )
+    given = ["model.dtype=bfloat16", "learner.num_cpus=2", "sampling.max_tokens=9"]
+    config, notice = on_this_machine(make_config(SMALL, given, "a file"))
     assert (config.model.dtype, config.learner.num_cpus, config.sampling.max_tokens) == ("bfloat16", 2, 9)
     assert notice == "no GPU here: generator.num_gpus=0 generator.num_cpus=0.5 learner.num_gpus=0"
 
@@ -146,37 +142,6 @@ def test_the_last_check_refuses_within_seconds_too(
     assert "this machine lacks resources: GPU: 1 needed" in capsys.readouterr().err
     assert time.process_time() - before < 15
     assert not (tmp_path / "runs").exists()
-
-
-def write_lines(path: Path, lines: list[str]) -> Path:
-    path.write_text("".join(line + "\n" for line in lines))
-    return path
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ([], "no examples"),
-        (['{"question": "1+1", "answer": "2"}', '{"question": "2+2"}'], "answer"),
-        (['{"question": "1+1", "answer": '], "line 1"),
-    ],
-)
-def test_a_bad_prompt_file_is_refused_with_its_name(
-    lines: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train = write_lines(tmp_path / "train.jsonl", lines)
-    validation = write_lines(tmp_path / "validation.jsonl", ['{"question": "1+1", "answer": "2"}'])
-    config = write_lines(
-        tmp_path / "config.yaml",
-        [
-            f"task: {{kind: file, train_path: {train}, validation_path: {validation}}}",
-            "model: {path: some/model}",
-        ],
-    )
-    assert main(["check", str(config)]) == 2
-    refusal = capsys.readouterr().err
-    assert str(train) in refusal
-    assert message in refusal
 
 
 def test_a_run_never_writes_into_another_runs_directory(

@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from builders import TinyModel, changed, make_buffer, parts, simple_group
+from builders import TinyModel, change_weights, changed, make_buffer, parts, simple_group
 from huggingface_hub import constants
 from local_runs import Recorder
-from safetensors.torch import load_file, save_file
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
@@ -118,17 +117,20 @@ def test_an_edited_input_is_refused_by_name(
 MODEL_EDITS = {
     "chat_template.jinja": lambda path: path.write_text("{{ messages[0].content }}"),
     "tokenizer.json": lambda path: path.write_text(path.read_text() + " "),
-    "its weights": lambda path: edit_weights(path.with_name("model.safetensors")),
+    "its weights": lambda path: change_weights(path.parent, shift),
 }
 
 
-def edit_weights(path: Path) -> None:
+def shift(tensors: dict[str, torch.Tensor]) -> None:
     """Change every value, as training does; no file's size changes."""
-    save_file({name: tensor + 0.01 for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+    for tensor in tensors.values():
+        tensor += 0.01
 
 
-@pytest.mark.parametrize("field", ["model.path", "distillation.teacher"])
-@pytest.mark.parametrize("file", MODEL_EDITS)
+@pytest.mark.parametrize(
+    ("field", "file"),
+    [*(("model.path", file) for file in MODEL_EDITS), ("distillation.teacher", "its weights")],
+)
 def test_an_edited_model_is_refused_by_name(
     tmp_path: Path, make: Callable[..., Config], field: str, file: str
 ) -> None:
@@ -177,7 +179,7 @@ def test_a_resumed_run_loads_the_commit_that_it_began_with(
     for commit in COMMITS:
         shutil.copytree(folder, cache / "snapshots" / commit)
         (cache / "snapshots" / commit / "chat_template.jinja").write_text(commit[0])
-    edit_weights(cache / "snapshots" / COMMITS[1] / "model.safetensors")
+    change_weights(cache / "snapshots" / COMMITS[1], shift)
     (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text(COMMITS[0])
     config = changed(

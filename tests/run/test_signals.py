@@ -25,16 +25,6 @@ for number, name in enumerate(("output", "errors"), 1):
     os.dup2(os.open(folder.with_name(name), os.O_CREAT | os.O_WRONLY), number)
 run = RunDirectory(folder)
 """
-SWALLOWS = """
-with signals.signals_answered(run):
-    said = "ready"
-    while True:
-        try:
-            print(said, flush=True)
-            time.sleep(1000)
-        except KeyboardInterrupt:
-            said = "first"
-"""
 NATIVE = """
 signals.ANSWER_S = 0.1
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
@@ -118,8 +108,7 @@ sys.exit(hung_disk_cli.main())
 """
 
 
-def ended_at_once(folder: Path) -> str:
-    return f"\nended at once, without waiting any longer; resume with: grpo-ray resume {folder}\n"
+ENDED_AT_ONCE = "\nended at once, without waiting any longer"
 
 
 @pytest.fixture
@@ -164,16 +153,6 @@ def test_a_first_signal_interrupts_the_main_thread(number: int, folder: Path) ->
 
 
 @pytest.mark.slow
-def test_a_run_that_has_no_folder_yet_is_not_said_to_resume(folder: Path) -> None:
-    process = Started(SWALLOWS, folder.with_name("none"))
-    process.send(signal.SIGINT)
-    process.send(signal.SIGTERM)
-    status, _, errors = process.ending()
-    assert status == 130
-    assert errors.endswith("\nended at once, without waiting any longer\n")
-
-
-@pytest.mark.slow
 def test_a_main_thread_in_native_code_is_ended_by_the_first_signal(folder: Path) -> None:
     process = Started(NATIVE, folder)
     time.sleep(1.0)  # between its last line and the call, Python answers
@@ -188,19 +167,23 @@ def test_an_event_loop_that_is_busy_is_ended_by_two_signals(folder: Path) -> Non
     process = Started(DEAF_LOOP, folder)
     process.send(signal.SIGINT)
     process.send(signal.SIGTERM)  # another one: two of a kind may be delivered as one
-    assert process.ending()[::2] == (130, ended_at_once(folder))
+    assert process.ending()[::2] == (130, f"{ENDED_AT_ONCE}; resume with: grpo-ray resume {folder}\n")
 
 
 @pytest.mark.slow
-def test_the_first_ctrl_c_says_what_is_waited_for_and_the_second_ends_the_run_at_once(folder: Path) -> None:
-    process = Started(LONG_STEP, folder)
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_the_first_ctrl_c_says_what_is_waited_for_and_the_second_ends_the_run_at_once(
+    folder: Path, has_begun: bool
+) -> None:
+    """A run that has no folder yet is not said to resume."""
+    process = Started(LONG_STEP, folder if has_begun else folder.with_name("none"))
     process.send(signal.SIGINT)
     process.wait_for("Ctrl-C again ends the run at once\n")
     process.send(signal.SIGINT)
     status, output, errors = process.ending()
     assert (status, output) == (130, f"ready\n{signals.STOPPING}\n")
     assert "waiting for the end of this step" in output
-    assert errors == ended_at_once(folder)
+    assert errors == ENDED_AT_ONCE + f"; resume with: grpo-ray resume {folder}" * has_begun + "\n"
 
 
 @pytest.mark.slow

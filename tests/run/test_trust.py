@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from builders import TinyModel, trained_so
+from builders import TinyModel, edit_json, trained_so
 from local_runs import make_config, train
 from local_serving import serve_locally as serve_locally
 from report_runs import make_run
@@ -41,10 +41,6 @@ class Touch:
         return Path.touch, (self.path,)
 
 
-def edit(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 def poison(model: Path, marker: Path) -> None:
     """Give a model code of its own, for classes that transformers lacks; loading any makes the marker."""
     (model / "evil.py").write_text(
@@ -54,8 +50,8 @@ def poison(model: Path, marker: Path) -> None:
         "class EvilConfig(Qwen2Config): model_type = 'evil'\n"
         "class EvilModel(Qwen2ForCausalLM): config_class = EvilConfig\n"
     )
-    edit(model / "config.json", auto_map=AUTO_MAP, model_type="evil")
-    edit(model / "tokenizer_config.json", auto_map=AUTO_MAP, tokenizer_class="EvilTokenizer")
+    edit_json(model / "config.json", auto_map=AUTO_MAP, model_type="evil")
+    edit_json(model / "tokenizer_config.json", auto_map=AUTO_MAP, tokenizer_class="EvilTokenizer")
     for name in ("pytorch_model.bin", "optimizer.pt", "vocab.pkl"):
         (model / name).write_bytes(pickle.dumps(Touch(marker)))
 
@@ -109,8 +105,8 @@ def evil(honest: Path, tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyP
 def keep_to_transformers(run: RunDirectory) -> None:
     """Name classes that transformers has: the checkpoints then load without the code beside them."""
     for path in run.checkpoints.glob("step-*/tokenizer_config.json"):
-        edit(path, tokenizer_class="PreTrainedTokenizerFast")
-        edit(path.with_name("config.json"), model_type="qwen2")
+        edit_json(path, tokenizer_class="PreTrainedTokenizerFast")
+        edit_json(path.with_name("config.json"), model_type="qwen2")
         trained_so(path.parent)
 
 
@@ -124,7 +120,9 @@ def report(run: RunDirectory, *options: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_report_shows_an_evil_run_without_its_tokens(evil: RunDirectory, marker: Path) -> None:
+def test_report_shows_an_evil_run_without_its_tokens_and_runs_the_models_code_on_request(
+    evil: RunDirectory, marker: Path
+) -> None:
     data = report(evil)
     assert not marker.exists()
     assert data["facts"]["steps"] == "4"
@@ -132,24 +130,17 @@ def test_report_shows_an_evil_run_without_its_tokens(evil: RunDirectory, marker:
     assert "tokens" not in data["rollouts"][0]
     assert "the run's model.trust_remote_code is ignored" in data["notices"][0]
     assert data["notices"][-1].startswith("responses are not split into tokens")
-
-
-@pytest.mark.slow
-def test_report_shows_all_where_transformers_knows_the_classes(evil: RunDirectory, marker: Path) -> None:
-    keep_to_transformers(evil)
-    data = report(evil, "--log-ratio", "last")
-    assert not marker.exists()
-    assert data["rollouts"][0]["ratios"]
-
-
-def test_report_runs_the_models_code_on_request(evil: RunDirectory, marker: Path) -> None:
     data = report(evil, "--trust-remote-code")
     assert marker.exists()
     assert not any("ignored" in notice for notice in data["notices"])
 
 
-def test_report_unpickles_nothing(evil: RunDirectory, marker: Path) -> None:
+@pytest.mark.slow
+def test_report_shows_all_where_transformers_knows_the_classes_and_unpickles_nothing(
+    evil: RunDirectory, marker: Path
+) -> None:
     keep_to_transformers(evil)
+    assert report(evil, "--log-ratio", "last")["rollouts"][0]["ratios"]
     for weights in evil.checkpoints.glob("step-*/model.safetensors"):
         weights.unlink()
         trained_so(weights.parent)
@@ -157,20 +148,19 @@ def test_report_unpickles_nothing(evil: RunDirectory, marker: Path) -> None:
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("command", ["report", "audit", "evaluate"])
-def test_yaml_makes_no_object(
-    command: str, evil: RunDirectory, marker: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_yaml_makes_no_object(evil: RunDirectory, marker: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evil.config_path.write_text(f"run: !!python/object/apply:os.system ['touch {marker}']\n")
-    assert main([command, str(evil.path)]) == 2
-    assert "not valid YAML" in capsys.readouterr().err
+    for command in ("report", "audit", "evaluate"):
+        assert main([command, str(evil.path)]) == 2
+        assert "not valid YAML" in capsys.readouterr().err
     assert not marker.exists()
 
 
 # ---- audit ----
 
 
-def test_audit_checks_all_but_rewards_that_are_code(
+@pytest.mark.slow
+def test_audit_checks_all_but_rewards_that_are_code_and_runs_them_on_request(
     evil: RunDirectory, marker: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["audit", str(evil.path)]) == 0
@@ -180,10 +170,6 @@ def test_audit_checks_all_but_rewards_that_are_code(
     assert "no problem" in printed
     assert "note: the run's model.trust_remote_code is ignored" in printed
     assert f"note: rewards are not checked, because {REWARD} is code" in printed
-
-
-@pytest.mark.slow
-def test_audit_runs_a_reward_on_request(evil: RunDirectory, marker: Path) -> None:
     main(["audit", str(evil.path), "--run-reward-code"])
     assert marker.exists()
 
@@ -206,13 +192,9 @@ def test_audit_reads_a_chat_template_without_the_models_code(
     model = Path(shutil.copytree(tiny_model(), tmp_path / "model"))
     poison(model, marker)
     (tmp_path / "data.jsonl").write_text('{"question": "q", "answer": "a"}\n' * 4)
-    task = {
-        "kind": "file",
-        "train_path": str(tmp_path / "data.jsonl"),
-        "prompt": "chat",
-        "reward": "exact_match",
-    }
-    task |= {"validation_path": task["train_path"], "duplicates": "keep"}
+    data = str(tmp_path / "data.jsonl")
+    task = {"kind": "file", "train_path": data, "validation_path": data, "duplicates": "keep"}
+    task |= {"prompt": "chat", "reward": "exact_match"}
     config = load_config("configs/quickstart.yaml", [
         f"model={json.dumps({'path': str(model), 'trust_remote_code': True})}", f"task={json.dumps(task)}",
     ])  # fmt: skip
@@ -228,23 +210,16 @@ def test_audit_reads_a_chat_template_without_the_models_code(
 
 
 def evaluate(run: Path, output: Path, *options: str) -> int:
-    more = [
-        "generator.engine=torch",
-        "recovery.restart_backoff_s=0.01",
-        "--limit",
-        "1",
-        "--output",
-        str(output),
-    ]
-    return main(["evaluate", str(run), *more, *options])
+    overrides = "generator.engine=torch", "recovery.restart_backoff_s=0.01"
+    return main(["evaluate", str(run), *overrides, "--limit", "1", "--output", str(output), *options])
 
 
-@pytest.mark.parametrize("target", ["", "config.yaml", "checkpoints/step-000004"])
 def test_evaluate_refuses_a_reward_that_is_code(
-    evil: RunDirectory, marker: Path, tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]
+    evil: RunDirectory, marker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert evaluate(evil.path / target, tmp_path / "e") == 2
-    assert f"{REWARD} is code that the run's configuration names" in capsys.readouterr().err
+    for target in ("", "config.yaml", "checkpoints/step-000004"):
+        assert evaluate(evil.path / target, tmp_path / "e") == 2
+        assert f"{REWARD} is code that the run's configuration names" in capsys.readouterr().err
     assert not marker.exists()
     assert not (tmp_path / "e").exists()
 
@@ -313,40 +288,20 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def run_that_names(field: str, folder: Path) -> RunDirectory:
-    return make_run(folder, load_config(FIELDS[field], [f"{field}={OURS}"]), num_steps=0)
-
-
 @pytest.mark.parametrize("field", FIELDS)
-def test_audit_calls_no_other_function_of_this_package(
+def test_audit_and_evaluate_call_no_other_function_of_this_package(
     field: str, tmp_path: Path, calls: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = run_that_names(field, tmp_path / "run")
+    run = make_run(tmp_path / "run", load_config(FIELDS[field], [f"{field}={OURS}"]), num_steps=0)
     main(["audit", str(run.path)])
     noted = f"{OURS} is code" in capsys.readouterr().out
     assert noted is (field in ("task.examples", "task.reward"))  # it needs none of the others
-    assert calls == []
-
-
-@pytest.mark.parametrize("field", FIELDS)
-def test_evaluate_calls_no_other_function_of_this_package(
-    field: str, tmp_path: Path, calls: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = run_that_names(field, tmp_path / "run")
-    output = ["--checkpoint", "initial", "--output", str(tmp_path / "e")]
-    assert main(["evaluate", str(run.path), *output]) == 2
-    assert f"{field}: {OURS} is code that the run's configuration names" in capsys.readouterr().err
-    assert calls == []
-
-
-def test_the_warmup_of_a_run_is_refused_whatever_task_is_evaluated(
-    tmp_path: Path, calls: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A tiny model's initial weights are built from the run's own task."""
-    run = run_that_names("task.warmup", tmp_path / "run")
     command = ["evaluate", str(run.path), "--checkpoint", "initial", "--output", str(tmp_path / "e")]
-    assert main([*command, "--task", "sorting", "--reward", "exact_match"]) == 2
-    assert f"task.warmup: {OURS} is code" in capsys.readouterr().err
+    assert main(command) == 2
+    assert f"{field}: {OURS} is code that the run's configuration names" in capsys.readouterr().err
+    if field == "task.warmup":  # a tiny model's initial weights are built from the run's own task
+        assert main([*command, "--task", "sorting", "--reward", "exact_match"]) == 2
+        assert f"task.warmup: {OURS} is code" in capsys.readouterr().err
     assert calls == []
 
 
