@@ -33,20 +33,23 @@ pytestmark = pytest.mark.usefixtures("model_cache")
 
 
 JOIN = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); print(ray.cluster_resources())"
+OTHER_TOKEN = "0" * 64
 
 
-def join_without_its_token(children: list[psutil.Process]) -> list[subprocess.Popen[str]]:
-    """Try to join the run's Ray as other processes of this machine."""
+def join(children: list[psutil.Process]) -> list[subprocess.Popen[str]]:
+    """Join the run's Ray as other processes of this machine: with its token, with another, and without one."""
     arguments = [argument for child in children for argument in child.cmdline()]
     (address,) = {each.partition("=")[2] for each in arguments if each.startswith("--gcs-address=")}
-    credentials = [{"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, {"RAY_AUTH_MODE": "disabled"}]
+    (token,) = {child.environ().get("RAY_AUTH_TOKEN") for child in children} - {None}
+    assert not any(token in argument for argument in arguments)
+    credentials = [{"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": each} for each in (token, OTHER_TOKEN)]
     return [
         subprocess.Popen(
             [sys.executable, "-c", JOIN, address],
             env={**os.environ, "RAY_NUM_REDIS_GET_RETRIES": "2", **each},
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )
-        for each in credentials
+        for each in (*credentials, {"RAY_AUTH_MODE": "disabled"})
     ]  # fmt: skip
 
 
@@ -62,18 +65,20 @@ def test_a_synchronous_run_that_is_killed_and_interrupted_equals_one_that_was_no
     """
     folder, exact = tmp_path / "run", ["weight_sync.max_lag=0", "algorithm.num_steps=10"]
     monkeypatch.setenv("WANDB_API_KEY", "not-for-actors")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text(OTHER_TOKEN)  # Ray reads it when it is imported
     process = start(folder, *exact, "learner.slowdown_s=2")
     wait_for_step(process, folder, 1)
-    strangers = join_without_its_token(used_by(process)[0])
+    joining = join(used_by(process)[0])
     wait_for_step(process, folder, 3)
     children, shared_memory = used_by(process)
     assert len(children) > 5  # raylet, and an actor each
     assert not [child for child in children if "WANDB_API_KEY" in child.environ()]
     assert main(["resume", str(folder)]) == 2
     assert f"another process (pid {process.pid} on host" in capsys.readouterr().err
-    for stranger in strangers:
-        assert "CPU" not in stranger.communicate(timeout=600)[0]
-        assert stranger.returncode != 0
+    assert ["CPU" in each.communicate(timeout=600)[0] for each in joining] == [True, False, False]
+    assert [each.returncode == 0 for each in joining] == [True, False, False]
     process.kill()
     process.wait()
     assert wait_until_gone(children) == []
