@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -73,9 +73,9 @@ class Crew:
         def call(*args: Any) -> Any:
             answers = [getattr(rank, method)(*args) for rank in self._ranks]
             if isinstance(answers[0], Answer):
-                return _Together(self, answers, limit_s)
+                return Answer(partial(self.first_answer, answers, limit_s))
             bulk, _ = answers[0]
-            return bulk, _Together(self, [facts for _, facts in answers], limit_s)
+            return bulk, Answer(partial(self.first_answer, [facts for _, facts in answers], limit_s))
 
         return call
 
@@ -141,16 +141,6 @@ class Crew:
         return f"{name} on {self._place_of(name) or 'an unknown node'}"
 
 
-class _Together:
-    """The answer of all ranks; like `Answer` it need not be awaited."""
-
-    def __init__(self, crew: Crew, answers: Sequence[Awaitable[Any]], limit_s: float) -> None:
-        self._crew, self._answers, self._limit_s = crew, answers, limit_s
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return self._crew.first_answer(self._answers, self._limit_s).__await__()
-
-
 CERTAIN, OWN, DEATH, OF_COLLECTIVE = range(4)  # from the surest cause to the surest consequence
 
 
@@ -168,5 +158,6 @@ def _kind(error: BaseException) -> int:
 
 def _text(error: BaseException) -> str:
     if isinstance(error, ActorDied):
-        return str(error).partition(" died: ")[2]
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        return error.reason
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"

@@ -13,6 +13,7 @@ import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,22 +81,24 @@ class Client:
         remote = getattr(self.handle, method)
         if method in self._bulk_methods:
             return lambda *args: self._call_with_bulk(remote, args)
-        return lambda *args: Answer(self.name, remote.remote(*args))
+        return lambda *args: self._answer(remote.remote(*args))
 
     def _call_with_bulk(self, remote: ActorMethod, args: tuple[Any, ...]) -> tuple[Any, Awaitable[Any]]:
         bulk, facts = remote.options(num_returns=2).remote(*args)
-        return bulk, Answer(self.name, facts)
+        return bulk, self._answer(facts)
+
+    def _answer(self, reference: Awaitable[Any]) -> "Answer":
+        return Answer(partial(result_of, self.name, reference))
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The future result of a call to the actor `name`; unlike a coroutine, it need not be awaited."""
+    """The future result of a call, which `result` waits for; unlike a coroutine, it need not be awaited."""
 
-    name: str
-    reference: Awaitable[Any]
+    result: Callable[[], Awaitable[Any]]
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        return result_of(self.name, self.reference).__await__()
+        return self.result().__await__()
 
 
 async def result_of(name: str, reference: Awaitable[T]) -> T:
