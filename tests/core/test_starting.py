@@ -5,39 +5,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_runs import Recorder, make_config
+from local_runs import FakeServing, make_config
 from test_generator_pool import FakeActors, FakeClient, Pool
 
 from grpo_ray.core import starting
-from grpo_ray.core.context import ServingContext
 from grpo_ray.core.starting import until_all_ready
 from grpo_ray.errors import Stalled
-from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.watch.clock import VirtualClock, simulated_by
-from grpo_ray.watch.open_calls import OpenCalls
-from grpo_ray.watch.run_log import RunLog
 
 
-class Statuses(Recorder):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def status(self, text: str) -> None:
-        self.texts.append(text)
-
-
-class Starts:
+class Starts(FakeServing):
     """Actors that take their time to start, and the numbers of those that started at the same time."""
 
     def __init__(self, folder: Path, num_generators: int, *overrides: str) -> None:
-        self.config = make_config(f"generator.num_generators={num_generators}", *overrides)
-        self.actors = FakeActors(lambda what, _: self.start(what), num_generators, ["scorer"])
-        run = RunDirectory(folder)
-        run.create(self.config)
-        self.display = Statuses()
-        log = RunLog(run, self.display)
-        self.context = ServingContext(self.config, self.actors, OpenCalls(), log)  # type: ignore[arg-type]
+        config = make_config(f"generator.num_generators={num_generators}", *overrides)
+        actors = FakeActors(lambda what, _: self.start(what), num_generators, ["scorer"])
+        super().__init__(folder, config, actors)
+        self.texts: list[str] = []
+        self.log.display.status = self.texts.append  # type: ignore[method-assign]
         self.seconds = dict.fromkeys(self.actors.by_name(), 0.1)
         self.now: set[str] = set()
         self.most = 0
@@ -51,7 +36,7 @@ class Starts:
         await asyncio.sleep(self.seconds[name])
         self.now.remove(name)
 
-    def run(self) -> None:
+    def wait(self) -> None:
         async def ready(actor: Any) -> None:
             assert isinstance(actor, FakeClient)
             await actor.ready()
@@ -62,7 +47,7 @@ class Starts:
 
 def test_generators_start_in_waves_and_the_others_at_once(tmp_path: Path) -> None:
     starts = Starts(tmp_path, 7, "generator.max_starting=3")
-    starts.run()
+    starts.wait()
     assert starts.most == 3
     assert starts.began.index("scorer") <= 3  # it does not wait for a turn
     assert sorted(starts.began) == sorted(starts.actors.by_name())
@@ -73,8 +58,8 @@ def test_the_run_says_how_many_actors_are_up(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(starting, "NOTICE_S", 0.4)
     starts = Starts(tmp_path, 4, "generator.max_starting=2")
     starts.seconds["generator-3"] = 1.5
-    starts.run()
-    first, *reports = starts.display.texts
+    starts.wait()
+    first, *reports = starts.texts
     assert first == "starting the actors"
     assert reports[0] == "starting the actors: 3 of 5 are up"  # the first wave, and the Scorer
     waiting = f"4 of 5 are up; still waiting for generator-3 (is the cluster busy? see {tmp_path / 'logs'})"
@@ -86,7 +71,7 @@ def test_only_actors_that_had_their_turn_are_late(tmp_path: Path) -> None:
     starts = Starts(tmp_path, 4, "generator.max_starting=2", "recovery.start_timeout_s=0.5")
     starts.seconds |= {"generator-0": 30.0, "generator-1": 30.0}
     with pytest.raises(Stalled, match=r"^generator-0, generator-1 did not start within 0.5 s"):
-        starts.run()
+        starts.wait()
 
 
 async def test_replacements_start_in_waves_too(tmp_path: Path) -> None:
