@@ -9,6 +9,7 @@ import asyncio
 import contextvars
 import gc
 import os
+import random
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -16,26 +17,25 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import NonCallableMock
 
-import numpy as np
 import psutil
 import pytest
 from local_runs import Recorder, make_config
 from process_census import SCANNING
 
-from grpo_ray.cluster.local import LocalActors, LocalClient
+from grpo_ray.cluster.local import LocalClient
 from grpo_ray.config import Config
 from grpo_ray.core.context import Prepared
 from grpo_ray.core.controller import Controller
-from grpo_ray.core.generator import Generator
-from grpo_ray.core.learner import STAGES
+from grpo_ray.core.scorer import Scorer, scorer_arguments
 from grpo_ray.records.checkpoint import make_store
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.run.preparation import check_files, prepare
-from grpo_ray.transfer.messages import WeightSnapshot
-from grpo_ray.types import Completion, SamplingSettings, StepReport, TrainBatch
+from grpo_ray.tools.simulation.actors import SimulatedActors, SimulatedClient
+from grpo_ray.tools.simulation.speeds import LognormalLengths, Speeds
+from grpo_ray.tools.simulation.workers import Account
+from grpo_ray.types import ScoredGroup, StepReport, TrainBatch
 from grpo_ray.watch.restarts import RestartBudget
 from grpo_ray.watch.run_log import RunLog
-from grpo_ray.watch.stage_clock import ActorStats, StageClock
 
 STEPS = int(os.environ.get("FLAT_MEMORY_STEPS", "200"))
 AROUND = 5
@@ -52,87 +52,50 @@ EVERYTHING = [
 ]
 
 
-class StubEngine:
-    """An engine that answers at once; now and then a request fails, and is sampled again."""
+class Forgetful(Account):
+    """The account of a simulated Learner, which would grow with the steps."""
 
-    def __init__(self, seed: int) -> None:
-        self._version, self._rng = 0, np.random.default_rng(seed)
-
-    async def start(self, version: int) -> None:
-        self._version = version
-
-    async def generate(
-        self, prompt_token_ids: Sequence[int], settings: SamplingSettings
-    ) -> tuple[Completion, ...]:
-        await asyncio.sleep(0)
-        if self._rng.random() < 0.02:
-            raise RuntimeError("a request failed")
-        return tuple(self._completion() for _ in range(settings.num_samples))
-
-    def _completion(self) -> Completion:
-        ids, ones = self._rng.integers(5, 50, 4).astype(np.int32), np.ones(4, np.int32)
-        text = f" </think> <answer> {self._rng.integers(10)} </answer>"
-        return Completion(text, ids, -ones.astype(np.float32), ones * self._version, "stop")
-
-    async def finish(self, version: int) -> None:
-        self._version = version
-
-    def __getattr__(self, _: str) -> Any:
-        async def nothing(*_: object) -> None: ...
-
-        return nothing
+    def note(self, version: int, fresh: Sequence[ScoredGroup], replayed: Sequence[ScoredGroup]) -> None: ...
 
 
-class StubLearner:
-    """A Learner without a model."""
-
-    name = "learner"
-
-    def __init__(self, actors: "StubActors") -> None:
-        self.version, self._actors = 0, actors
-        self._clock = StageClock(STAGES, rest="wait_for_batch")
-
-    async def ready(self) -> bool:
-        return True
-
-    async def take_stats(self) -> Any:
-        return ActorStats(self._clock.take(), 1)
-
-    async def work_done(self) -> int:
-        return self.version
-
-    async def train_step(self, batch: Any) -> StepReport:
-        assert isinstance(await batch, TrainBatch)
-        with self._clock.stage("train"):
-            self.version += 1
-        await self._actors.at_step(self.version)
-        names = ("loss/policy", "optim/skipped_updates", "optim/skipped_in_a_row", "throughput/trained_tokens")
-        return StepReport(self.version, {**dict.fromkeys(names, 0.0), "timing/train_s": 0.1})
-
-    def snapshot(self) -> tuple[Any, Any]:
-        async def made() -> WeightSnapshot:
-            return WeightSnapshot(version, (), np.zeros(4, np.uint8))
-
-        async def copied() -> int:
-            return version
-
-        version = self.version
-        return asyncio.ensure_future(made()), asyncio.ensure_future(copied())
-
-    async def capture(self) -> None:
-        return None
+# Nothing takes time but the tokens, so that groups overlap.
+AT_ONCE = dict.fromkeys(("start_s", "stage_s", "load_s", "train_s", "train_token_s", "snapshot_s"), 0.0)
 
 
-class StubActors(LocalActors):
+class StubActors(SimulatedActors):
     """Real Generators, Scorer, buffer and WeightSync, with an engine and a Learner that compute nothing."""
 
     def __init__(self, config: Config, prepared: Prepared, folder: Path, steps: Sequence[int]) -> None:
         self._steps, self.sizes = steps, [Sizes(unknown=sys.maxsize)] * len(steps)
-        super().__init__(config, prepared.model, folder)
-        self.learner = StubLearner(self)  # type: ignore[assignment]
+        speeds, account = Speeds(**AT_ONCE, decode_s=1e-4, prefill_token_s=0), Forgetful(config.max_token_age)
+        lengths = LognormalLengths(4, 0)
+        super().__init__(config, prepared.model, folder, None, speeds=speeds, lengths=lengths, account=account)
+        learner = self.learner.actor
+        train_step = learner.train_step
 
-    def _start_generator(self, name: str) -> LocalClient:
-        return self._client(name, lambda: Generator(name, StubEngine(len(name)), 0.0, 0))  # type: ignore[arg-type]
+        async def measured(batch: TrainBatch) -> StepReport:
+            report = await train_step(batch)
+            await self.at_step(report.version)
+            return report
+
+        learner.train_step = measured
+
+    def _start_generator(self, name: str) -> SimulatedClient:
+        """Start a Generator of which now and then a request fails, and is sampled again."""
+        client, draw = super()._start_generator(name), random.Random(name)
+        engine = client.actor._engine
+        generate = engine.generate
+
+        async def sometimes(*args: Any) -> Any:
+            if draw.random() < 0.02:
+                raise RuntimeError("a request failed")
+            return await generate(*args)
+
+        engine.generate = sometimes
+        return client
+
+    def _start_scorer(self, name: str) -> Any:
+        return LocalClient(name, lambda: Scorer(*scorer_arguments(self._config)), next(self._numbers))
 
     async def at_step(self, step: int) -> None:
         """Measure around each of `steps`; the least has the fewest groups in flight.
@@ -176,6 +139,7 @@ async def test_memory_does_not_grow_with_the_steps(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("grpo_ray.watch.timeline.MAX_BYTES", 2**16)
+    monkeypatch.setattr("grpo_ray.watch.rollout_writer.MAX_UNSYNCED", 1)  # or up to 64 paths come and go
     steps = [STEPS // 5, STEPS * 3 // 5, STEPS]
     limits = [f"algorithm.num_steps={STEPS + AROUND + 5}", f"checkpoint.every_num_steps={10 * STEPS}"]
     config = make_config(*limits, "evaluation.every_num_steps=20", "run.save_rollouts=true", *overrides)
