@@ -56,6 +56,16 @@ ROUNDING = 1e-4 if GPUS == 0 else 2e-2  # of vLLM's float32, in nats: its kernel
 os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"} if GPUS else {}
 
 
+class Time:
+    """A clock that a test sets."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
 def make_completion(
     token_ids: Sequence[int], logprobs: Sequence[float] | None = None, versions: int | Sequence[int] = 0,
     text: str = "", finish_reason: str = "stop",

@@ -48,15 +48,12 @@ def test_a_prompt_counts_once_however_many_responses_it_has() -> None:
     assert num_tokens(LENGTHS) == TOKENS
     assert num_pairs(LENGTHS) == PAIRS
     assert num_pairs([]) == num_tokens([]) == 0
-
-
-def test_a_window_bounds_the_keys_of_a_token() -> None:
+    # A window bounds the keys of a token.
     assert num_pairs(LENGTHS, window=3) == (1 + 2 + 3) + 4 * 3 + 3 + (1 + 2 + 3 + 3 + 3) + 2 * 3
     assert num_pairs(LENGTHS, window=7) == PAIRS
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-@pytest.mark.parametrize("implementation", ["transformers", "grpo_ray"])
+@pytest.mark.parametrize(("implementation", "is_tied"), [("transformers", True), ("grpo_ray", False)])
 def test_a_llama_is_counted_by_hand(implementation: str, is_tied: bool) -> None:
     if implementation == "grpo_ray":
         model: Any = TransformerLM(LlamaConfig(**SHAPE, tie_word_embeddings=is_tied))
@@ -155,9 +152,6 @@ def test_work_adds_up_until_it_is_reset() -> None:
 def test_the_peak_is_found_by_the_drivers_name(name: str, tflops: float, float32: float) -> None:
     assert peak_flops(name, torch.bfloat16) == pytest.approx(1e12 * tflops)
     assert peak_flops(name, torch.float32) == pytest.approx(1e12 * float32)
-
-
-def test_the_peak_of_other_devices_is_not_known() -> None:
     assert peak_flops("NVIDIA A10G", torch.bfloat16) is None
     assert peak_flops("NVIDIA H200", torch.float64) is None
 

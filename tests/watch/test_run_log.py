@@ -165,14 +165,13 @@ def terminal_lines(monkeypatch: pytest.MonkeyPatch, columns: int) -> list[str]:
     return [line for line in re.split(r"[\r\n]+", written) if line.startswith("step  ")]
 
 
-def test_every_step_leaves_its_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_leaves_a_line_on_a_terminal_that_is_whole_where_there_is_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert terminal_lines(monkeypatch, 80) == [
         "step    1/2  reward 1.000  lag 1  loss +1.0000  1 tok/s  1.00 s",
         "step    2/2  reward 1.000  lag 1  loss +1.0000  nothing left to sample  1.00 s",
     ]
-
-
-def test_a_wide_terminal_has_room_for_the_whole_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert terminal_lines(monkeypatch, 200) == [
         f"step    1/2  {step_line(METRICS)}",
         f"step    2/2  {step_line(IDLE, is_sampled=True)}",

@@ -3,54 +3,45 @@
 import threading
 
 import pytest
+from builders import Time
 
 from grpo_ray.watch import stage_clock
 from grpo_ray.watch.stage_clock import StageClock
 
 
-class Time:
-    seconds = 100.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-    def pass_by(self, seconds: float) -> None:
-        self.seconds += seconds
-
-
 def make(*stages: str) -> tuple[StageClock, Time]:
-    time = Time()
+    time = Time(100.0)
     return StageClock(stages, "wait", time), time
 
 
 def test_overlapping_stages_count_for_the_first_in_the_list_up_to_each_reading() -> None:
     clock, time = make("load", "generate")
-    time.pass_by(8)
+    time.seconds += 8
     with clock.stage("generate"):
-        time.pass_by(1)
+        time.seconds += 1
         with clock.stage("generate"), clock.stage("load"):
-            time.pass_by(2)
-        time.pass_by(4)
+            time.seconds += 2
+        time.seconds += 4
         times = clock.take()
         assert (times.seconds, times.wall_s) == ({"load": 2, "generate": 5, "wait": 8}, 15)
-        time.pass_by(16)
+        time.seconds += 16
     with pytest.raises(ZeroDivisionError), clock.stage("load"):
-        time.pass_by(1 // 0)
-    time.pass_by(32)
+        time.seconds += 1 // 0
+    time.seconds += 32
     assert clock.take().seconds == {"load": 0, "generate": 16, "wait": 32}
 
 
 def test_turns_are_consecutive_and_have_labels() -> None:
     clock, time = make("load", "generate")
-    time.pass_by(1)
+    time.seconds += 1
     with clock.stage("generate", "version 1"):
-        time.pass_by(2)
+        time.seconds += 2
         with clock.stage("load", "version 2"):
-            time.pass_by(4)
+            time.seconds += 4
         with clock.stage("generate", "version 2"):
-            time.pass_by(8)
+            time.seconds += 8
             first = clock.take().turns
-            time.pass_by(16)
+            time.seconds += 16
     turns = [*first, *clock.take().turns]
     told = [(turn.name, round(turn.end - turn.start, 3), turn.label) for turn in turns]
     assert told == [
@@ -66,9 +57,9 @@ def test_turns_are_consecutive_and_have_labels() -> None:
 def test_spans_are_whole_and_may_overlap() -> None:
     clock, time = make("generate")
     with clock.span("rollout", "group 1") as duration:
-        time.pass_by(3)
+        time.seconds += 3
         with clock.span("rollout", "group 2"):
-            time.pass_by(1)
+            time.seconds += 1
         (inner,) = clock.take().spans
     (outer,) = clock.take().spans
     assert (inner.label, outer.label) == ("group 2", "group 1")
@@ -79,9 +70,9 @@ def test_spans_are_whole_and_may_overlap() -> None:
 def test_a_block_knows_its_duration_whichever_stage_counted() -> None:
     clock, time = make("optimizer", "train")
     with clock.stage("train") as whole:
-        time.pass_by(1)
+        time.seconds += 1
         with clock.stage("optimizer") as part:
-            time.pass_by(2)
+            time.seconds += 2
     assert (whole.seconds, part.seconds) == (3, 2)
     assert clock.take().seconds == {"optimizer": 2, "train": 1, "wait": 0}
 
@@ -99,7 +90,7 @@ def test_unread_records_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, time = make("a")
     for _ in range(12):
         with clock.stage("a"), clock.span("rollout"):
-            time.pass_by(1)
+            time.seconds += 1
     times = clock.take()
     assert len(times.turns) == len(times.spans) == 7
     assert times.seconds["a"] == 12

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from builders import check_names
+from builders import Time, check_names
 
 from grpo_ray.errors import ActorDied
 from grpo_ray.watch.activity import Activity, Window
@@ -30,13 +30,6 @@ class Actor:
 class Dead:
     async def take_stats(self) -> ActorStats:
         raise ActorDied("learner", "the test ended it")
-
-
-class Time:
-    seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
 
 
 async def test_all_have_the_same_window() -> None:

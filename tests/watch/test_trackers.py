@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
@@ -34,7 +34,7 @@ from grpo_ray.watch.trackers import tracker as choice
 from grpo_ray.watch.trackers import trackers as module
 from grpo_ray.watch.trackers.delivery import Delivery
 from grpo_ray.watch.trackers.tensorboard_tracker import escaped_markdown_table
-from grpo_ray.watch.trackers.tracker import End, Row, TrackedRun, Tracker
+from grpo_ray.watch.trackers.tracker import End, Row, TrackedRun, Tracker, make_tracker
 
 LONG_S = 30.0  # no test waits this long
 
@@ -351,11 +351,6 @@ def test_trackers_of_a_run_given_as_a_dot_have_its_name_and_are_closed_at_every_
 # ---- before a run ----
 
 
-def test_each_name_has_its_tracker() -> None:
-    made = [type(choice.make_tracker(name)).__name__ for name in get_args(TrackerName)]
-    assert made == ["TensorBoardTracker", "WandbTracker", "MlflowTracker"]
-
-
 def test_a_library_that_is_missing_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config("tracking.trackers=[tensorboard,mlflow]")
     monkeypatch.setattr(choice, "find_spec", lambda name: None if name == "mlflow" else pytest.__spec__)
@@ -425,8 +420,9 @@ ROWS: list[Row] = [
 OWN = {"episodes/metrics/pass@1": 0.5, "eval/episodes/metrics/acc/easy": 1.0}  # of any names
 
 
-def use(tracker: Tracker, run: TrackedRun, end: End = "finished") -> str:
+def use(name: TrackerName, run: TrackedRun, end: End = "finished") -> str:
     """Log a run of two steps, the second of which is repeated after a restore to step 1."""
+    tracker = make_tracker(name)
     run.folder.mkdir(parents=True, exist_ok=True)
     place = tracker.start(run)
     tracker.resume_from(0)
@@ -440,8 +436,9 @@ def use(tracker: Tracker, run: TrackedRun, end: End = "finished") -> str:
     return place
 
 
-def go_on(tracker: Tracker, run: TrackedRun) -> None:
+def go_on(name: TrackerName, run: TrackedRun) -> None:
     """Log the next process of the same run."""
+    tracker = make_tracker(name)
     tracker.start(run)
     tracker.resume_from(2)
     tracker.metrics(3, {"reward/mean": 1.0})
@@ -452,11 +449,9 @@ def test_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from grpo_ray.watch.trackers.tensorboard_tracker import TensorBoardTracker
-
     run = tracked(tmp_path / "runs" / "my-run")
-    assert use(TensorBoardTracker(), run) == f"tensorboard --logdir {tmp_path / 'runs'}"
-    go_on(TensorBoardTracker(), run)
+    assert use("tensorboard", run) == f"tensorboard --logdir {tmp_path / 'runs'}"
+    go_on("tensorboard", run)
     seen = EventAccumulator(str(run.folder))
     seen.Reload()
     points = [(event.step, event.value) for event in seen.Scalars("reward/mean")]
@@ -496,9 +491,6 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("offline")
 def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
-
-    from grpo_ray.watch.trackers.wandb_tracker import WandbTracker
-
     logged: list[dict[str, Any]] = []
     ended: list[tuple[Any, ...]] = []
     log, finish = wandb.Run.log, wandb.Run.finish
@@ -515,13 +507,13 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wandb.Run, "finish", finish_too)
     run = tracked(tmp_path, "tracking.project=sums")
     check_trackers(make_config("tracking.trackers=[wandb]"))  # offline mode needs no key
-    assert use(WandbTracker(), run, "failed").startswith("offline; upload with: wandb sync")
+    assert use("wandb", run, "failed").startswith("offline; upload with: wandb sync")
     points = [(row["step"], row.get("reward/mean")) for row in logged]
     assert points == [(1, 0.25), (1, None), (2, 0.5), (2, 0.75)]
     table = logged[1]["rollouts"]
     assert table.columns == ["prompt", "response", "reward"]
     assert table.data == [["2 + 2 =", NASTY, 0.5], ["?", "", 1]]
-    go_on(WandbTracker(), run)
+    go_on("wandb", run)
     assert logged[-1] == {"step": 3, "reward/mean": 1.0}
     assert ended == [(run.id, "sums", "my-run", 8, 1), (run.id, "sums", "my-run", 8, 0)]
     files = list(run.folder.glob("wandb/offline-run-*/run-*.wandb"))
@@ -557,10 +549,8 @@ def test_mlflow(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     from mlflow import MlflowClient
 
-    from grpo_ray.watch.trackers.mlflow_tracker import MlflowTracker
-
     run = tracked(tmp_path / "runs" / "my-run", "tracking.project=sums")
-    place = use(MlflowTracker(), run, "interrupted")
+    place = use("mlflow", run, "interrupted")
     assert place == f"{tmp_path / 'runs' / 'mlruns'}, run {run.id}"
     client = MlflowClient(tracking_uri=str(tmp_path / "runs" / "mlruns"))
     experiment = client.get_experiment_by_name("sums")
@@ -576,7 +566,7 @@ def test_mlflow(tmp_path: Path) -> None:
     assert client.get_metric_history(run.id, "reward/mean.a-b")[0].value == 0.125
     assert client.get_metric_history(run.id, "episodes/metrics/pass_1")[0].value == 0.5
     again = tracked(tmp_path / "runs" / "my-run", "algorithm.num_steps=9")
-    go_on(MlflowTracker(), again)
+    go_on("mlflow", again)
     found = client.get_run(run.id)
     assert found.info.status == "FINISHED"
     assert found.data.metrics["reward/mean"] == 1.0
@@ -592,8 +582,6 @@ def test_mlflow_uses_an_experiment_that_another_run_creates_at_the_same_time(
     pytest.importorskip("mlflow")
     from mlflow import MlflowClient
 
-    from grpo_ray.watch.trackers.mlflow_tracker import MlflowTracker
-
     run = tracked(tmp_path / "run")
     run.folder.mkdir(parents=True)
     look, looked = MlflowClient.get_experiment_by_name, []
@@ -607,7 +595,7 @@ def test_mlflow_uses_an_experiment_that_another_run_creates_at_the_same_time(
         return None
 
     monkeypatch.setattr(MlflowClient, "get_experiment_by_name", look_too_early)
-    MlflowTracker().start(run)
+    make_tracker("mlflow").start(run)
     assert looked == ["grpo_ray", "grpo_ray"]
 
 
