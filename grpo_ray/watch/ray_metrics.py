@@ -46,11 +46,6 @@ GAUGES = {
 """Gauge names by metric. Ray prefixes the names with `ray_`; dashboards rely on them."""
 
 
-def names() -> tuple[str, ...]:
-    """Return the names of all exported metrics, without Ray's prefix."""
-    return (STAGE_SECONDS, STAGE_TIME, COLLECTIVE_TIME, MEMORY_BYTES, PHASE, STEP, *GAUGES.values())
-
-
 def are_on() -> bool:
     """Return whether Ray collects metrics at all (its setting `enable_metrics_collection`)."""
     setting = os.environ.get("RAY_enable_metrics_collection", "true")  # noqa: SIM112 (Ray's own spelling)

@@ -29,7 +29,6 @@ EVALUATIONS = [{"step": step, "reward": 0.2 + step / 20, "reward_standard_error"
     ("metrics", "evaluations"),
     [
         ([*METRICS, {"step": 3, "reward/mean": 9.0, **TIMES, "timing/step_s": 90.0}], EVALUATIONS),  # 3 twice
-        ([{"step": 1, "reward/mean": 0.5}], []),  # no timings, no evaluation yet
         ([{"step": 1, "reward/mean": None, "timing/step_s": 0.0}], [{"step": 0, "reward": -3.0}]),
         (None, None),  # no files
     ],

@@ -150,7 +150,6 @@ def test_a_run_that_has_only_begun_and_one_of_a_single_step(browser: Browser, tm
     [  # 6 steps of 2 + 5 rollouts, and 4 of 2
         ({"Run": "0"}, 42),
         ({"Step": "3"}, 9),
-        ({"Run": "1", "Step": "6"}, 0),
         ({"Reward from": "0.5"}, 16),
         ({"to": "0.5"}, 34),
         ({"Outcome": "truncated"}, 6),

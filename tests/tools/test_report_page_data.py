@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from builders import TinyModel, changed, check_names, make_completion, make_group, make_item, plain_logprobs
-from report_runs import ALL, add_checkpoint, group, make_run, metrics_of, ranks_of, write_lines
+from report_runs import ALL, add_checkpoint, group, make_run
 
 from grpo_ray.config import Config
 from grpo_ray.learning.loading import load_policy
@@ -25,8 +24,7 @@ from grpo_ray.tools.report import rollout_sample
 from grpo_ray.tools.report.rollout_rows import MAX_TOKENS, TokenTexts, log_ratios, show_rollouts
 from grpo_ray.tools.report.rollout_sample import sample_rollouts, standard_error_of, step_files
 from grpo_ray.tools.report.run_data import Bounds, run_data
-from grpo_ray.tools.report.series import PANELS, RANKS, Panel, RankTotals, expanded, make_series, stage_times
-from grpo_ray.tools.report.write_report import make_page
+from grpo_ray.tools.report.series import PANELS, Panel, RankTotals, expanded, make_series, stage_times
 
 # ---- series ----
 
@@ -46,6 +44,9 @@ def test_bins_have_means_largest_values_and_the_errors_of_means() -> None:
     assert (series.steps, series.bin_size) == ([1.5, 3.5, 5.0], 2)
     assert series.columns == {"a": [1.0, 3.5, 5.0], "lag/max": [2.0, 4.0, 5.0]}
     assert series.standard_errors == {"a": [2.5, None, None]}  # sqrt(9 + 16) / 2; steps 4 and 5 have none
+    # The rank that was the slowest most often.
+    rows = [{"step": step, "ranks/slowest": slowest} for step, slowest in enumerate((3.0, 0.0, 3.0, 1.0), 1)]
+    assert make_series(rows, 4, {}, max_points=1).columns == {"ranks/slowest": [3.0]}
 
 
 @pytest.mark.parametrize("num_steps", [0, 100, 101, 12_345])
@@ -78,7 +79,7 @@ def test_charts_show_metrics_that_exist() -> None:
 # ---- ranks ----
 
 
-def test_a_panel_has_a_series_per_rank_in_their_order() -> None:
+def test_a_panel_has_a_series_per_rank_or_metric_in_their_order() -> None:
     panel = Panel("Memory", "bytes", (("memory/learner-*_bytes", "learner-*"), ("a", "b")))
     names = [
         "memory/learner-10_bytes", "memory/learner-2_bytes", "memory/learner-2_device_peak_bytes",
@@ -88,62 +89,37 @@ def test_a_panel_has_a_series_per_rank_in_their_order() -> None:
         ("memory/learner-2_bytes", "learner-2"), ("memory/learner-10_bytes", "learner-10"), ("a", "b"),
     )  # fmt: skip
     assert expanded(panel, ["memory/learner_bytes"]).series == (("a", "b"),)
-
-
-def test_a_bin_has_the_rank_that_was_the_slowest_most_often() -> None:
-    rows = [{"step": step, "ranks/slowest": slowest} for step, slowest in enumerate((3.0, 0.0, 3.0, 1.0), 1)]
-    assert make_series(rows, 4, {}, max_points=2).columns == {"ranks/slowest": [3.0, 3.0]}
-    assert make_series(rows, 4, {}, max_points=1).columns == {"ranks/slowest": [3.0]}
+    (of_episodes,) = (panel for panel in PANELS["Episodes"] if panel.title.startswith("Metrics"))
+    own = "episodes/metrics/"
+    names = [f"{own}num_calls", f"{own}a", f"eval/{own}a", "episodes/turns/max"]
+    assert expanded(of_episodes, names).series == ((f"{own}a", "a"), (f"{own}num_calls", "num_calls"))
 
 
 def test_ranks_over_all_steps() -> None:
     totals = RankTotals()
     first = {
-        "step": 1, "timing/step_s": 2.0, "ranks/slowest": 1.0, "ranks/learner-0/collectives_s": 0.5,
-        "ranks/learner-1/collectives_s": 0.1, "memory/learner-0_bytes": 9.0, "memory/learner-1_bytes": 5.0,
-        "memory/learner-1_device_peak_bytes": 70.0,
+        "step": 1, "timing/step_s": 2.0, "ranks/slowest": 10.0, "ranks/learner-9/collectives_s": 0.5,
+        "ranks/learner-10/collectives_s": 0.1, "memory/learner-9_bytes": 9.0, "memory/learner-10_bytes": 5.0,
+        "memory/learner-10_device_peak_bytes": 70.0,
     }  # fmt: skip
     second = {
-        "step": 2, "timing/step_s": 3.0, "ranks/slowest": 0.0, "ranks/learner-0/collectives_s": 0.2,
-        "ranks/learner-1/collectives_s": None, "memory/learner-0_bytes": 8.0, "memory/learner-1_bytes": None,
-        "memory/learner-1_device_peak_bytes": 60.0,
+        "step": 2, "timing/step_s": 3.0, "ranks/slowest": 9.0, "ranks/learner-9/collectives_s": 0.2,
+        "ranks/learner-10/collectives_s": None, "memory/learner-9_bytes": 8.0, "memory/learner-10_bytes": None,
+        "memory/learner-10_device_peak_bytes": 60.0,
     }  # fmt: skip
     assert [totals.noted(row) for row in (first, second)] == [first, second]
-    zero, one = totals.rows()
-    assert zero == {
-        "name": "learner-0", "collectives_s": pytest.approx(0.35), "collectives_frac": pytest.approx(0.7 / 5),
+    nine, ten = totals.rows()
+    assert nine == {
+        "name": "learner-9", "collectives_s": pytest.approx(0.35), "collectives_frac": pytest.approx(0.7 / 5),
         "slowest_frac": 0.5, "process_bytes": 9.0, "device_bytes": None,
     }  # fmt: skip
-    assert one == {
-        "name": "learner-1", "collectives_s": 0.1, "collectives_frac": 0.05, "slowest_frac": 1.0,
+    assert ten == {
+        "name": "learner-10", "collectives_s": 0.1, "collectives_frac": 0.05, "slowest_frac": 1.0,
         "process_bytes": 5.0, "device_bytes": 70.0,
     }  # fmt: skip
 
 
-def test_a_run_has_ranks_on_the_page_only_if_there_are_several(tmp_path: Path, tiny_config: Config) -> None:
-    def panels(lines: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, list[list[str]]]]:
-        write_lines(run.metrics_path, lines)
-        data = run_data(run, "run", ALL, None)
-        (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', make_page([data]))
-        found = {part["title"]: part["panels"] for part in json.loads(text)["panels"]}[RANKS]
-        return data["ranks"], {panel["title"]: panel["series"] for panel in found}
-
-    run = make_run(tmp_path / "run", tiny_config)
-    ranks, drawn = panels([metrics_of(step) for step in (1, 2)])
-    assert ranks == []
-    assert [series for series in drawn.values() if any("learner-" in name for name, _ in series)] == []
-    ranks, drawn = panels([ranks_of(step, num_ranks=12) for step in (1, 2)])
-    assert [rank["name"] for rank in ranks] == [f"learner-{number}" for number in range(12)]
-    assert [label for _, label in drawn["Time in collectives"]] == [rank["name"] for rank in ranks]
-    assert drawn["Peak memory of each rank's GPU"][11] == ["memory/learner-11_device_peak_bytes", "learner-11"]
-
-
 # ---- the sample of rollouts ----
-
-
-def test_standard_error_of_groups() -> None:
-    assert standard_error_of(np.array([0.0, 0.5, 1.0])) == pytest.approx(0.5 / math.sqrt(3))
-    assert standard_error_of(np.array([0.5])) is None
 
 
 def test_replayed_groups_are_counted_but_not_in_the_error(tmp_path: Path, tiny_config: Config) -> None:
@@ -153,6 +129,8 @@ def test_replayed_groups_are_counted_but_not_in_the_error(tmp_path: Path, tiny_c
     (file,) = step_files(run).inspected
     assert (file.step, file.num_rollouts) == (1, 3)
     assert file.standard_error == pytest.approx(0.5)  # of 0 and 1: std 0.7071, over sqrt(2)
+    assert standard_error_of(np.array([0.0, 0.5, 1.0])) == pytest.approx(0.5 / math.sqrt(3))
+    assert standard_error_of(np.array([0.5])) is None
 
 
 def test_a_long_run_is_reported_from_a_sample_of_its_files(
@@ -365,7 +343,9 @@ def test_an_obstacle_to_log_ratios_is_a_notice_and_the_rest_is_shown(
     text = run.config_path.read_text()
     run.config_path.write_text(text.replace("  advantage_eps:", "  key_of_an_old_version:"))
     data = run_data(run, "run", ALL, None)
+    assert data["notices"][0].startswith("no settings: ")
     assert "key_of_an_old_version: unknown key" in data["notices"][0]
+    assert (data["changed"], "task" in data["about"]) == ([], False)
     assert data["rollouts"][0]["tokens"]
     assert "algorithm.key_of_an_old_version" in data["config"]
     unknown = f"--log-ratio: {run.path} has no checkpoint 'initial'; give last, best, none, or one of"
