@@ -49,29 +49,20 @@ TOP = Command(
 @dataclass(frozen=True)
 class ReportOptions:
     runs: Annotated[tuple[str, ...], Argument("RUN", "a run's directory; several runs are overlaid")]
-    output: Annotated[
-        str | None,
-        Option(
-            "FILE",
-            "default: report.html in the run's directory; for several runs, in the parent folder of the first",
-        ),
-    ] = None
-    num_rollouts: Annotated[
-        int,
-        Option(
-            "N", "rollouts on the page; of a run with more, a sample (default: %(default)s)",
-            name="--rollouts", type=positive,
-        ),
-    ] = 400  # fmt: skip
+    output: Annotated[str | None, Option(
+        "FILE",
+        "default: report.html in the run's directory; for several runs, in the parent folder of the first",
+    )] = None  # fmt: skip
+    num_rollouts: Annotated[int, Option(
+        "N", "rollouts on the page; of a run with more, a sample (default: %(default)s)",
+        name="--rollouts", type=positive,
+    )] = 400  # fmt: skip
     seed: Annotated[int, Option("N", "seed of the rollout sample (default: %(default)s)")] = 0
-    log_ratio: Annotated[
-        str | None,
-        Option(
-            "CHECKPOINT",
-            "colour tokens by their log-ratio to this policy: last, best, a checkpoint's name, or none "
-            "(default: last, if its weights are smaller than 500 MB)",
-        ),
-    ] = None
+    log_ratio: Annotated[str | None, Option(
+        "CHECKPOINT",
+        "colour tokens by their log-ratio to this policy: last, best, a checkpoint's name, or none "
+        "(default: last, if its weights are smaller than 500 MB)",
+    )] = None  # fmt: skip
     trust_remote_code: TrustRemoteCode = False
 
 
@@ -143,12 +134,9 @@ Sampled = partial(Option, group="sampling")
 class EvaluationOptions:
     """The options of `grpo-ray evaluate`; None keeps what the configuration has."""
 
-    target: Annotated[
-        str,
-        Argument(
-            "CONFIG|RUN|MODEL", "a YAML file, a run's directory, a model's folder, or a hub name (owner/name)"
-        ),
-    ]
+    target: Annotated[str, Argument(
+        "CONFIG|RUN|MODEL", "a YAML file, a run's directory, a model's folder, or a hub name (owner/name)"
+    )]  # fmt: skip
     task: Annotated[
         str | None, Asked("TASK", "a kind such as gsm8k, a .jsonl, .parquet or .csv file, or a hub dataset")
     ] = None

@@ -41,7 +41,9 @@ class RewardOptions:
 def _reward(options: RewardOptions) -> int:
     with shown_plainly():
         row, arguments = _mapping("--row", options.row), _mapping("--arguments", options.arguments)
-        name = _importable(options.reward)
+        name = importable(options.reward)
+        if name not in REWARD_NAMES and not is_function_name(name):
+            raise ValueError(f"{name!r} is not a reward; give FILE.py:FUNCTION, or {', '.join(REWARD_NAMES)}")
         fields = {"batched": options.batched, "network": options.network, "secrets": options.secret}
         try:
             term = RewardTerm.model_validate({"reward": name, "arguments": arguments, **fields})
@@ -63,13 +65,6 @@ def _reward(options: RewardOptions) -> int:
     counts = "counts as a wrong answer" if isinstance(result, Ungradable) else "is not trained on"
     print_visible(f"no reward; in a run this response {counts}: {result}")
     return 1
-
-
-def _importable(name: str) -> str:
-    found = importable(name)
-    if found not in REWARD_NAMES and not is_function_name(found):
-        raise ValueError(f"{name!r} is not a reward; give FILE.py:FUNCTION, or {', '.join(REWARD_NAMES)}")
-    return found
 
 
 def _mapping(option: str, text: str) -> dict[str, Any]:

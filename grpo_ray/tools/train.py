@@ -39,15 +39,10 @@ def _nodes(text: str) -> tuple[Node, ...]:
 class CheckOptions:
     config: ConfigFile
     overrides: Overrides = ()
-    nodes: Annotated[
-        tuple[Node, ...] | None,
-        Option(
-            "NxGPUS",
-            "compare with a cluster, such as 2x8: two nodes of eight GPUs; 2x8x96: each with 96 CPUs",
-            type=_nodes,
-            group=EXCLUSIVE,
-        ),
-    ] = None
+    nodes: Annotated[tuple[Node, ...] | None, Option(
+        "NxGPUS", "compare with a cluster, such as 2x8: two nodes of eight GPUs; 2x8x96: each with 96 CPUs",
+        type=_nodes, group=EXCLUSIVE,
+    )] = None  # fmt: skip
     here: Annotated[bool, Flag("exit with 1 if this machine lacks something", EXCLUSIVE)] = False
 
 

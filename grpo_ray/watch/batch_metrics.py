@@ -57,10 +57,8 @@ def ungraded_in(groups: Sequence[ScoredGroup], with_late: bool = True) -> Ungrad
     """Return the answers that the grader failed on, or that ended it; None if there are none.
 
     An answer that the reward itself calls ungradable is graded: it is a wrong one. An episode that ended in
-    an error of its environment has failed, also if `episodes.error_reward` gives it a reward.
-
-    Args:
-        with_late: count the episodes that did not end in their time.
+    an error of its environment has failed, also if `episodes.error_reward` gives it a reward. One that did not
+    end in its time counts `with_late`.
     """
     failed = [
         (group.rollout, sample, reason)

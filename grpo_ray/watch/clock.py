@@ -8,29 +8,22 @@ import selectors
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-class Clock(Protocol):
-    """A clock that can stand in for the machine's."""
-
-    def monotonic(self) -> float: ...
-    def wall_time(self) -> float: ...
-
-
-_simulated: Clock | None = None
+_simulated: "VirtualClock | None" = None
 
 
 def monotonic() -> float:
     """Return seconds that never go back, from an arbitrary start."""
-    return time.monotonic() if _simulated is None else _simulated.monotonic()
+    return time.monotonic() if _simulated is None else _simulated.now
 
 
 def wall_time() -> float:
-    """Return seconds since the epoch."""
-    return time.time() if _simulated is None else _simulated.wall_time()
+    """Return seconds since the epoch, with which a simulation begins."""
+    return time.time() if _simulated is None else _simulated.now
 
 
 def is_simulated() -> bool:
@@ -39,7 +32,7 @@ def is_simulated() -> bool:
 
 
 @contextmanager
-def simulated_by(clock: Clock) -> Iterator[None]:
+def simulated_by(clock: "VirtualClock") -> Iterator[None]:
     """Read this clock instead of the machine's while the block lasts."""
     global _simulated
     assert _simulated is None, "a simulation runs already"
@@ -59,12 +52,6 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self.now = 0.0
-
-    def monotonic(self) -> float:
-        """Return the virtual seconds so far; the wall time is the same, as if they had begun with the epoch."""
-        return self.now
-
-    wall_time = monotonic
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         """Run `main` on a new event loop that follows this clock, as `asyncio.run` would."""

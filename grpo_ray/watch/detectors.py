@@ -321,8 +321,3 @@ def detections(config: Config, rows: Iterable[Row]) -> list[Detection]:
     """Return the warnings of a whole run from its rows of metrics, also of detectors that were silent in it."""
     watch = FailureWatch(Setup.of(config))
     return [found for row in rows for found in watch.step(row["step"], row)]
-
-
-def is_detection(kind: str) -> bool:
-    """Return True for an event that is a detector's warning."""
-    return kind.startswith(KIND)

@@ -57,8 +57,7 @@ def num_tokens(lengths: Lengths) -> int:
 def num_pairs(lengths: Lengths, window: int | None = None) -> int:
     """Count the pairs of a token and a key that it attends to: itself, and those before it in its sequence.
 
-    Args:
-        window: number of most recent keys that a token attends to; None: all.
+    With a `window` it attends only to that number of most recent keys, its own among them.
     """
 
     def of_first(length: int) -> int:  # the pairs of a sequence's first tokens

@@ -54,8 +54,8 @@ def mean_metrics(sums: Mapping[str, float]) -> dict[str, float]:
             "mismatch/ess_frac": effective_sample_fraction(
                 got["weight_sum"], got["weight_square_sum"], compared
             ),
+            "mismatch/tokens_after_switch": got["num_after_switch"],
         }
-        metrics["mismatch/tokens_after_switch"] = got["num_after_switch"]
     if after_switch := got["num_after_switch"]:
         metrics["mismatch/kl/after_switch"] = got["after_switch_kl"] / after_switch
     if corrected := got["num_corrected"]:

@@ -39,10 +39,7 @@ class RestartBudget:
     def __init__(
         self, setting: str, max_per_hour: int, backoff_s: float, clock: Callable[[], float] = monotonic
     ) -> None:
-        """
-        Args:
-            setting: the configuration's field that sets the limit, such as `recovery.max_restarts`.
-        """
+        """Count nothing yet; `setting` is the field that sets the limit, such as `recovery.max_restarts`."""
         self._setting, self._max_per_hour = setting, max_per_hour
         self._backoff_s, self._clock = backoff_s, clock
         self._counted: deque[tuple[float, str]] = deque()  # time and error, of the last hour

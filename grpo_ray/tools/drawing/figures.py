@@ -120,16 +120,11 @@ def _label_ends(axis: Axes, steps: np.ndarray, values: np.ndarray) -> None:
     for index, side in {0: "left", len(steps) - 1: "right"}.items():
         is_high = values[index] > bottom + 0.9 * (top - bottom)  # keep the numbers inside the frame
         axis.annotate(
-            f"{values[index]:.2f}",
-            (steps[index], values[index]),
-            textcoords="offset points",
-            xytext=(0, -26 if is_high else 14),
-            ha=side,
-            color=VALIDATION,
-            fontsize=14,
-            fontweight="bold",
+            f"{values[index]:.2f}", (steps[index], values[index]), ha=side,
+            textcoords="offset points", xytext=(0, -26 if is_high else 14),
+            color=VALIDATION, fontsize=14, fontweight="bold",
             path_effects=[withStroke(linewidth=4, foreground="white")],
-        )
+        )  # fmt: skip
 
 
 def _plot_times(axis: Axes, metrics: Sequence[dict[str, Any]]) -> None:
@@ -140,15 +135,9 @@ def _plot_times(axis: Axes, metrics: Sequence[dict[str, Any]]) -> None:
     )
     rest = np.maximum(0.0, total - waiting - training)
     axis.stackplot(
-        steps,
-        waiting,
-        training,
-        rest,
-        labels=list(TIME_COLORS),
-        colors=list(TIME_COLORS.values()),
-        step="mid",
-        linewidth=0,
-    )
+        steps, waiting, training, rest, labels=list(TIME_COLORS), colors=list(TIME_COLORS.values()),
+        step="mid", linewidth=0,
+    )  # fmt: skip
     tops = waiting + training + rest
     # One long step, such as the first, must not flatten all the others; the legend needs room above.
     limit = 1.5 * float(np.percentile(tops, 95)) or 1.0
@@ -156,13 +145,9 @@ def _plot_times(axis: Axes, metrics: Sequence[dict[str, Any]]) -> None:
     longest = int(tops.argmax())
     if tops[longest] > limit:
         axis.annotate(
-            f"step {steps[longest]}: {tops[longest]:.1f} s",
-            (steps[longest], limit),
-            textcoords="offset points",
-            xytext=(8, -14),
-            fontsize=11,
-            color=INK,
-        )
+            f"step {steps[longest]}: {tops[longest]:.1f} s", (steps[longest], limit),
+            textcoords="offset points", xytext=(8, -14), fontsize=11, color=INK,
+        )  # fmt: skip
     axis.set_ylabel("seconds per step")
     axis.legend(loc="upper right", ncols=3, frameon=True, framealpha=0.85, edgecolor="none", fontsize=11)
 

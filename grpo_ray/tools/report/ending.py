@@ -12,8 +12,7 @@ from grpo_ray.records.readable_rollouts import ReadableRollout
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.drawing.figures import draw_reward_curve
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
-from grpo_ray.tools.report.run_header import validation_samples
-from grpo_ray.watch.detectors import is_detection
+from grpo_ray.tools.report.run_header import validation_samples, warnings_in
 
 OWN = "docs/own-data.md"
 
@@ -46,10 +45,9 @@ def print_ending(print_line: Callable[[str], None], run: RunDirectory) -> None:
 
 def _print_events(print_line: Callable[[str], None], run: RunDirectory) -> None:
     """Print the warnings of detectors, and the groups that were given up."""
+    for text in warnings_in(run.events_path):
+        print_line(f"\nWarning at {text}")
     events = read_metrics(run.events_path)
-    for event in events:
-        if is_detection(event["kind"]):
-            print_line(f"\nWarning at {event['text']}")
     group_ids = sorted({event["group_id"] for event in events if event["kind"] == "set_aside"})
     with suppress(OSError):
         for newest in CheckpointStore(run).all(is_strict=True)[-1:]:  # a restore undoes events

@@ -94,10 +94,7 @@ def standard_error_of(group_means: np.ndarray) -> float | None:
     """Return the standard error of a step's mean reward, with groups as clusters: `std / sqrt(groups)`.
 
     A group's responses share their prompt, so they are not independent draws (Miller, "Adding Error Bars to
-    Evals", 2024, arXiv:2411.00640, section 2.2). None for a single group.
-
-    Args:
-        group_means: each group's mean reward, `[groups]`.
+    Evals", 2024, arXiv:2411.00640, section 2.2). None for a single group. The means are `[groups]`.
     """
     if len(group_means) < 2:
         return None

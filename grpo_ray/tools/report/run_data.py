@@ -37,10 +37,7 @@ class Bounds:
 def run_data(
     run: RunDirectory, name: str, bounds: Bounds, log_ratio: str | None, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    """Collect the run's metrics, sampled rollouts and configuration.
-
-    Args:
-        log_ratio, trust_remote_code: as for `show_rollouts`.
+    """Collect the run's metrics, sampled rollouts and configuration; see `show_rollouts`.
 
     Raises:
         RunError, ValueError: a file of the run is damaged, or there is no such checkpoint.

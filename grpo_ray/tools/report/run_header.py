@@ -19,7 +19,7 @@ from grpo_ray.tools.report.rollout_sample import StepFiles
 from grpo_ray.tools.report.series import REWARD
 from grpo_ray.tools.top.run_view import NUM_STEPS
 from grpo_ray.watch.console import settings
-from grpo_ray.watch.detectors import KIND, is_detection
+from grpo_ray.watch.detectors import KIND
 from grpo_ray.watch.run_state import read_state
 
 NUM_SAMPLES = 3  # prompts with answers to compare, here and at the end of a run's output
@@ -52,7 +52,7 @@ def warnings_in(path: Path) -> list[str]:
     """Return the texts of detectors' warnings among the events."""
     with path.open("rb") if path.exists() else nullcontext(()) as lines:
         rows = [row for line in lines if KIND.encode() in line and (row := parse_line(line)) is not None]
-    return [str(row.get("text")) for row in rows if is_detection(str(row.get("kind")))]
+    return [str(row.get("text")) for row in rows if str(row.get("kind")).startswith(KIND)]
 
 
 def not_validated(evaluations: Sequence[Row]) -> list[str]:

@@ -39,20 +39,14 @@ class SimulateOptions:
     seed: Annotated[
         int | None, Option("N", "seed of lengths, rewards and faults (default: run.seed)", type=natural)
     ] = None
-    length_mean: Annotated[
-        float | None,
-        Option(
-            "TOKENS", "mean of a lognormal distribution (default: a quarter of sampling.max_tokens)",
-            type=above_zero, group=RESPONSES,
-        ),
-    ] = None  # fmt: skip
-    length_sigma: Annotated[
-        float,
-        Option(
-            "SIGMA", "standard deviation of the logarithm of lengths; 0: all are equal (default: %(default)s)",
-            type=non_negative, group=RESPONSES,
-        ),
-    ] = 1.0  # fmt: skip
+    length_mean: Annotated[float | None, Option(
+        "TOKENS", "mean of a lognormal distribution (default: a quarter of sampling.max_tokens)",
+        type=above_zero, group=RESPONSES,
+    )] = None  # fmt: skip
+    length_sigma: Annotated[float, Option(
+        "SIGMA", "standard deviation of the logarithm of lengths; 0: all are equal (default: %(default)s)",
+        type=non_negative, group=RESPONSES,
+    )] = 1.0  # fmt: skip
     recorded: Annotated[
         str | None, Option("RUN", "draw lengths from the responses of a run (its rollouts/)", group=RESPONSES)
     ] = None

@@ -51,8 +51,8 @@ def read_view(run: RunDirectory) -> RunView:
         return RunView(
             path=run.path,
             state=state,
-            steps=_tail(run.metrics_path, NUM_STEPS),
-            events=_tail(run.events_path, NUM_EVENTS),
+            steps=read_last_lines(run.metrics_path, NUM_STEPS),
+            events=read_last_lines(run.events_path, NUM_EVENTS),
             read_at=now,
             silence=None if state is None else silence_of(state, now),
             config=read_config(run.config_path),
@@ -60,10 +60,6 @@ def read_view(run: RunDirectory) -> RunView:
         )
     except (OSError, ValueError) as error:
         raise RunError(str(error)) from error
-
-
-def _tail(path: Path, num_lines: int) -> list[dict[str, Any]]:
-    return read_last_lines(path, num_lines)
 
 
 def silence_of(state: RunState, now: float) -> str | None:

@@ -14,11 +14,7 @@ SLOW_S = 60.0  # for one message; beyond it the run shows a warning
 
 
 class Delivery:
-    """One tracker, its thread, and its queue of messages.
-
-    Args:
-        announce: shows a line of text; called in the thread.
-    """
+    """One tracker, its thread, and its queue of messages; `announce` shows a line of text, in the thread."""
 
     def __init__(
         self, name: str, tracker: Tracker, run: TrackedRun, announce: Callable[[str], None],
@@ -65,11 +61,7 @@ class Delivery:
         self._submit(lambda tracker: tracker.close(end))
 
     def close(self, deadline: float) -> str | None:
-        """Wait until everything is sent, after `begin_to_close`; return what went wrong.
-
-        Args:
-            deadline: of `time.monotonic`.
-        """
+        """Wait until everything is sent, to a deadline of `time.monotonic`; return what went wrong."""
         if not self._thread.close(max(0.0, deadline - time.monotonic())):  # it lives until the process ends
             return f"{self.name}: not everything could be sent in tracking.close_timeout_s"
         return self.take_failure() or (f"{self.name}: {self._dropped()}" if self.num_dropped else None)

@@ -51,7 +51,8 @@ class Trackers:
         metrics = {name: float(value) for name, value in summary.metrics.items()}
         self._send(lambda tracker: tracker.metrics(summary.step, metrics))
         chosen = readable_rollouts(groups, self._config.rollouts_per_table)
-        self._send(_table("validation", summary.step, [_cells(asdict(rollout)) for rollout in chosen]))
+        rows = [_cells(asdict(rollout)) for rollout in chosen]
+        self._send(lambda tracker: tracker.table("validation", summary.step, rows))
 
     def take_failures(self) -> list[str]:
         """Return the error of each tracker that was turned off since the last call."""
@@ -111,10 +112,6 @@ def tracking(
     finally:
         for text in trackers.close(end):
             warning(text)
-
-
-def _table(name: str, step: int, rows: Sequence[Row]) -> Message:
-    return lambda tracker: tracker.table(name, step, rows)
 
 
 def _rollouts_table(path: Path, step: int, num_rows: int) -> Message:

@@ -25,15 +25,10 @@ class WandbTracker:
             finish_timeout=run.config.tracking.close_timeout_s,  # also limits its work at process exit
         )
         self._run = wandb.init(
-            project=run.config.tracking.project,
-            name=run.name,
-            id=run_id,
-            resume="allow",
-            dir=str(run.folder),
-            config=run.config.model_dump(mode="json"),
-            allow_val_change=True,
+            project=run.config.tracking.project, name=run.name, id=run_id, resume="allow",
+            dir=str(run.folder), config=run.config.model_dump(mode="json"), allow_val_change=True,
             settings=settings,
-        )
+        )  # fmt: skip
         self._run.define_metric("*", step_metric="step")
         if self._run.offline:
             return f"offline; upload with: wandb sync {run.folder}/wandb/offline-run-*"
