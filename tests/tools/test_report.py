@@ -142,7 +142,10 @@ def test_ending_of_a_long_run_does_not_hold_its_metrics_in_memory(
 
 
 @pytest.mark.slow
-def test_ending_lists_the_groups_set_aside_and_the_warnings_of_detectors(tmp_path: Path) -> None:
+def test_ending_lists_the_groups_set_aside_and_the_warnings_of_detectors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Figure, "savefig", lambda *_: None)  # slow, and drawn in other tests
     text = "step 3: 6% of the tokens have no gradient; see docs/failures.md#a-wrong-mask"
     kinds = [("set_aside", 19), ("group_failed", 7), ("set_aside", 4), ("set_aside", 19)]
     events = [{"kind": kind, "step": 1, "text": "?", "group_id": group_id} for kind, group_id in kinds]

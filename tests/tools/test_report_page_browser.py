@@ -222,10 +222,7 @@ def test_a_rollouts_tokens_are_coloured_by_their_log_ratio(opened: Browser, page
     choose(opened, "Colour tokens by", "logprob")
     assert all("var(--more) 8%" in color for color in opened.run(painted))  # logprobs of -0.5, of 4 nats
     assert opened.texts(".tokens sup") == ["v4", "v5"]
-
-
-def test_tokens_can_be_read_by_keyboard(opened: Browser) -> None:
-    open_first(opened, "prompt 105")
+    # They can be read by keyboard.
     opened.run("document.querySelector('.tokens').focus()")
     for key in ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowRight"):
         opened.press(key)

@@ -414,8 +414,7 @@ def test_ranks_by_hand() -> None:
 
 def test_only_steps_with_the_newest_steps_ranks_count() -> None:
     four = rank_step(2, (0.2,) * 4, collectives=(1.0, 1.0, 1.0, 0.0), slowest=3)
-    figures = rank_figures([four, rank_step(3)])  # the run was resumed with two
-    assert figures is not None
+    figures = figures_of([four, rank_step(3)])  # the run was resumed with two
     assert (figures.slowest, figures.num_steps) == ("learner-1", 1)
     assert figures.collectives == pytest.approx({"learner-0": 0.2, "learner-1": 0.05})
 

@@ -237,7 +237,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_run_warns_on_the_console_and_in_its_events_and_once_when_resumed(tmp_path: Path) -> None:
-    recorder = train(make_config(WRONG_MASK, VARIED, "algorithm.num_steps=4"), tmp_path / "run")
+    recorder = train(make_config(WRONG_MASK, VARIED, "algorithm.num_steps=2"), tmp_path / "run")
     (event,) = events(tmp_path / "run")
     assert event["kind"] == "detected_wrong_mask"
     assert "docs/failures.md#a-wrong-mask" in event["text"]
@@ -245,6 +245,6 @@ def test_a_run_warns_on_the_console_and_in_its_events_and_once_when_resumed(tmp_
     line = read_metrics(RunDirectory(tmp_path / "run").metrics_path)[event["step"] - 1]
     assert line["loss/untrained_frac"] > 0.1  # one of at most six tokens
 
-    resumed = train(make_config(WRONG_MASK, VARIED, "algorithm.num_steps=6"), tmp_path / "run")
-    assert resumed.steps == [5, 6]
+    resumed = train(make_config(WRONG_MASK, VARIED, "algorithm.num_steps=4"), tmp_path / "run")
+    assert resumed.steps == [3, 4]
     assert events(tmp_path / "run") == [event]

@@ -152,25 +152,18 @@ def test_a_hanging_tracker_delays_nothing_and_its_dropped_messages_are_counted(t
     assert tracker.told[-1] == ("close", "finished")
 
 
-def test_a_tracker_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_does_not_answer_is_named_and_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tracker = Remembering(hang_at="resume_from")
-    delivery = deliver(tmp_path, tracker)
-    for _ in range(3):
+    delivery = deliver(tmp_path, tracker, max_waiting=2)
+    delivery.send(lambda t: t.resume_from(0))
+    until(lambda: delivery._thread.num_waiting == 0)
+    for _ in range(2):
         delivery.send(lambda t: t.resume_from(0))
-    until(lambda: delivery._thread.num_waiting == 2)
     assert delivery.problem() is None
     monkeypatch.setattr(delivery_module, "SLOW_S", 0.0)
     assert re.fullmatch("a has not answered for [0-9]+ s; 2 messages are queued", delivery.problem() or "")
-    tracker.released.set()
-    until(lambda: delivery._thread.busy_s == 0 and len(tracker.told) == 4)
-    assert delivery.problem() is None
-
-
-def test_the_end_does_not_wait_for_a_hanging_tracker_but_one_that_wakes_is_closed(tmp_path: Path) -> None:
-    tracker = Remembering(hang_at="resume_from")
-    delivery = deliver(tmp_path, tracker, max_waiting=2)
-    for _ in range(10):
-        delivery.send(lambda t: t.resume_from(0))
     delivery.begin_to_close("failed")  # there is no room for another message
     assert delivery.close(0.0) == "a: not everything could be sent in tracking.close_timeout_s"
     tracker.released.set()
