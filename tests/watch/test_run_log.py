@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 from local_runs import Recorder
-from rich.console import Console
 
 from grpo_ray.config.loading import load_config
 from grpo_ray.records.run_files import RunDirectory, read_metrics
-from grpo_ray.watch.console import RunConsole, banner, step_line
+from grpo_ray.watch.console import RunConsole, settings, step_line
 from grpo_ray.watch.metrics_catalog import SYNC
 from grpo_ray.watch.run_log import FAILURES, RunLog
 
@@ -198,8 +197,5 @@ def test_only_the_last_steps_have_nothing_left_to_sample(
         (["learner.num_ranks=4", "learner.replicas=2"], "4 ranks in 2 replicas, each float32 on CPU, 1 thread"),
     ],
 )
-def test_the_banner_has_the_learners_ranks(overrides: list[str], expected: str) -> None:
-    console = Console(width=200, file=io.StringIO(), record=True)
-    console.print(banner(load_config("configs/quickstart.yaml", overrides), 12, "runs/x"))
-    (line,) = [line for line in console.export_text().splitlines() if line.split()[0] == "Learner"]
-    assert line.split(maxsplit=1)[1].strip() == expected
+def test_the_settings_have_the_learners_ranks(overrides: list[str], expected: str) -> None:
+    assert dict(settings(load_config("configs/quickstart.yaml", overrides)))["Learner"] == expected

@@ -63,10 +63,7 @@ class SimulatedActors(LocalActors):
         speeds: Speeds, lengths: Lengths, account: Account, trace: Trace | None = None,
         meter: Any = None,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            trace: receives a line per call and per death.
-        """
+        """Start the actors; `trace` receives a line per call and per death."""
         self._speeds, self._lengths, self._account = speeds, lengths, account
         self.trace, self.meter = trace, meter
         self._dispatching = asyncio.Lock()

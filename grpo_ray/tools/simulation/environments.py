@@ -62,10 +62,7 @@ class SimulatedEnvironmentWorker:
     """A worker with episodes of about `episode_turns` replies and `environment_s` between two of them."""
 
     def __init__(self, name: str, config: Config, speeds: Speeds, num_starts: int) -> None:
-        """
-        Args:
-            num_starts: earlier processes under this name, which have other lives.
-        """
+        """Begin a life; after `num_starts` earlier processes under this name it is another than theirs."""
         self.name, self._speeds, self._settings = name, speeds, config.episodes
         self._router = TurnRouter(name, config.turn_silence_s)
         self._places = asyncio.Semaphore(config.episodes.max_concurrent)

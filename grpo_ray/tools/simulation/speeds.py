@@ -1,6 +1,7 @@
 """The speeds of simulated actors, and the lengths of simulated responses."""
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -93,28 +94,25 @@ class Lengths(Protocol):
         """Return lengths in tokens, int64 `[num_samples]`, of at least 1; the engine cuts long ones off."""
 
 
+@dataclass(frozen=True)
 class LognormalLengths:
     """Lengths with a heavy tail: their logarithm is normal."""
 
-    def __init__(self, mean: float, sigma: float) -> None:
-        """
-        Args:
-            mean: of the lengths, in tokens.
-            sigma: standard deviation of their natural logarithm; 0 makes all the same.
-        """
-        self._mu, self._sigma = math.log(mean) - sigma**2 / 2, sigma
+    mean: float  # of the lengths, in tokens
+    sigma: float  # standard deviation of their natural logarithm; 0 makes all the same
 
     def draw(self, rng: np.random.Generator, num_samples: int) -> np.ndarray:
-        drawn = np.rint(np.clip(rng.lognormal(self._mu, self._sigma, num_samples), 1, 2**31))
+        mu = math.log(self.mean) - self.sigma**2 / 2
+        drawn = np.rint(np.clip(rng.lognormal(mu, self.sigma, num_samples), 1, 2**31))
         lengths: np.ndarray = drawn.astype(np.int64)
         return lengths
 
 
+@dataclass(frozen=True)
 class RecordedLengths:
     """Lengths of a real run's responses, drawn with replacement."""
 
-    def __init__(self, lengths: np.ndarray) -> None:
-        self.lengths = lengths
+    lengths: np.ndarray
 
     def draw(self, rng: np.random.Generator, num_samples: int) -> np.ndarray:
         drawn: np.ndarray = rng.choice(self.lengths, num_samples)

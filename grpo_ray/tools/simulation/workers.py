@@ -84,10 +84,7 @@ class SimulatedLearner:
     """A Learner with steps that take `train_s + train_token_s * tokens`; its calls run one at a time."""
 
     def __init__(self, config: Config, speeds: Speeds, account: Account, version: int) -> None:
-        """
-        Args:
-            account: keeps the batches; steps after `version` are forgotten.
-        """
+        """Begin at `version`; the account, which keeps the batches, forgets later steps."""
         self._config, self._speeds, self._account = config, speeds, account
         self.version = version
         account.rewind(version)
