@@ -49,15 +49,6 @@ def test_bins_have_means_largest_values_and_the_errors_of_means() -> None:
     assert make_series(rows, 4, {}, max_points=1).columns == {"ranks/slowest": [3.0]}
 
 
-@pytest.mark.parametrize("num_steps", [0, 100, 101, 12_345])
-def test_points_are_bounded(num_steps: int) -> None:
-    rows = [{"step": step, "a": 1.0} for step in range(num_steps)]
-    series = make_series(rows, len(rows), {}, max_points=100)
-    assert len(series.steps) <= 100
-    assert len(series.steps) * series.bin_size >= num_steps
-    assert all(len(column) == len(series.steps) for column in series.columns.values())
-
-
 def test_stages_of_every_actor_in_the_order_of_their_numbers() -> None:
     columns = {"time/learner/train_s": [1.0, None], "time/learner/wait_for_batch_s": [0.5, 1.0],
                "time/generator-10/generate_s": [2.0, 2.0], "time/generator-9/generate_s": [1.0, 1.0],

@@ -127,17 +127,6 @@ def test_frozen_matrices_get_no_gradient_of_their_own() -> None:
     assert size.training_flops(LENGTHS) == 4 * passed + 2 * 3 * 8 * 20 * TOKENS + 12 * WIDTH * PAIRS
 
 
-def test_work_adds_up_until_it_is_reset() -> None:
-    work, model = WorkCount(), build("llama")
-    size = ModelSize.of(model)
-    work.add_forward(model, LENGTHS)
-    assert (work.flops, work.trained_tokens) == (size.forward_flops(LENGTHS), 0)
-    work.add_training(model, LENGTHS)
-    assert (work.flops, work.trained_tokens) == (4 * size.forward_flops(LENGTHS), TOKENS)
-    work.reset()
-    assert (work.flops, work.trained_tokens) == (0, 0)
-
-
 @pytest.mark.parametrize(
     ("name", "tflops", "float32"),
     [
