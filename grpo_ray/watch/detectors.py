@@ -36,26 +36,10 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Setup:
-    """The part of a configuration that thresholds depend on."""
-
-    fresh_groups: int
-    """Groups sampled per step."""
-    clip_epsilon: float
-    """The narrower side of the clip range."""
-    samples_per_prompt: int
-
-    @classmethod
-    def of(cls, config: Config) -> "Setup":
-        algorithm = config.algorithm
-        return cls(config.fresh_per_step, min(algorithm.clip_epsilons), algorithm.samples_per_prompt)
-
-
-@dataclass(frozen=True)
 class RecentSteps:
     """The first steps of a run and the latest ones, as rows of metrics: up to NUM_STEPS of each."""
 
-    setup: Setup
+    config: Config
     first: Sequence[Row]
     latest: Sequence[Row]
 
@@ -75,10 +59,15 @@ class RecentSteps:
     @property
     def num_sampled(self) -> float:
         """The responses that were sampled for the newest step."""
-        return self._num_groups((self.latest or self.first)[-1]) * self.setup.samples_per_prompt
+        return self._num_groups((self.latest or self.first)[-1]) * self.config.algorithm.samples_per_prompt
+
+    @property
+    def clip_epsilon(self) -> float:
+        """The narrower side of the clip range."""
+        return min(self.config.algorithm.clip_epsilons)
 
     def _num_groups(self, row: Row) -> float:
-        return self.setup.fresh_groups + _finite(row, DROPPED, 0.0)
+        return self.config.fresh_per_step + _finite(row, DROPPED, 0.0)
 
     @property
     def learns(self) -> bool:
@@ -159,7 +148,7 @@ def _stale_old_logprobs(window: RecentSteps) -> str | None:
     """
     clipped, ess = window.now(CLIPPED), window.now(ESS)  # one batch of a few tokens may clip many of them
     updates, lag = window.now(NUM_UPDATES), window.now(MAX_LAG)
-    if window.setup.clip_epsilon < 0.1 or not (updates == 1 and lag <= 1 and clipped >= 0.05 and ess >= 0.9):
+    if window.clip_epsilon < 0.1 or not (updates == 1 and lag <= 1 and clipped >= 0.05 and ess >= 0.9):
         return None
     return (
         f"{clipped:.0%} of the tokens are clipped ({CLIPPED}) in the only update on their batch, although "
@@ -206,7 +195,7 @@ def _large_lag(window: RecentSteps) -> str | None:
     One version behind a good run clips about 1% of its tokens with a range of 0.2, and loses almost no weight.
     """
     ess, lag, clipped = window.now(ESS), window.now(MEAN_LAG), window.now(CLIPPED, 0.0)
-    clips_many = clipped >= 0.05 and window.setup.clip_epsilon >= 0.1
+    clips_many = clipped >= 0.05 and window.clip_epsilon >= 0.1
     if math.isnan(ess) or not (lag >= 1.5 and (ess <= 0.5 or clips_many)):
         return None
     return (
@@ -222,10 +211,10 @@ def _narrow_clip(window: RecentSteps) -> str | None:
     of thousands of tokens: on short ones the noise between two engines alone is outside of it.
     """
     clipped = window.now(CLIPPED)
-    if not clipped > 0.5 or window.setup.clip_epsilon >= 0.1:
+    if not clipped > 0.5 or window.clip_epsilon >= 0.1:
         return None
     return (
-        f"{clipped:.0%} of the tokens are clipped ({CLIPPED}) by a range of {window.setup.clip_epsilon:g}. "
+        f"{clipped:.0%} of the tokens are clipped ({CLIPPED}) by a range of {window.clip_epsilon:g}. "
         "Widen algorithm.cliprange for responses of this length, or set old_log_probs to `proximal`, with "
         "several updates per batch and `mask_geometric`"
     )
@@ -287,8 +276,8 @@ class Detection(NamedTuple):
 class FailureWatch:
     """The detectors of one run; `step` takes the metrics of each step, in order."""
 
-    def __init__(self, setup: Setup, silent: Iterable[DetectorName] = ()) -> None:
-        self._setup = setup
+    def __init__(self, config: Config, silent: Iterable[DetectorName] = ()) -> None:
+        self._config = config
         self._detectors = {name: d for name, d in DETECTORS.items() if name not in set(silent)}
         self._first: list[Row] = []
         self._latest: deque[Row] = deque(maxlen=NUM_STEPS)
@@ -297,7 +286,7 @@ class FailureWatch:
     @classmethod
     def of_run(cls, config: Config, metrics_path: str | Path) -> "FailureWatch":
         """Return the watch as it was after the lines of the metrics file, of which it warned already."""
-        watch = cls(Setup.of(config), config.run.silent_detectors)
+        watch = cls(config, config.run.silent_detectors)
         with Path(metrics_path).open("rb") if Path(metrics_path).exists() else nullcontext(()) as lines:
             for row in filter(None, map(parse_line, lines)):  # a damaged line is left out
                 watch.step(int(row.get("step", 0)), row)
@@ -306,7 +295,7 @@ class FailureWatch:
     def step(self, step: int, metrics: Row) -> list[Detection]:
         """Take a step's metrics; return the warnings that are new. A metric that is missing is skipped."""
         (self._first if len(self._first) < NUM_STEPS else self._latest).append(dict(metrics))
-        window = RecentSteps(self._setup, tuple(self._first), tuple(self._latest))
+        window = RecentSteps(self._config, tuple(self._first), tuple(self._latest))
         found = []
         for name, detector in self._detectors.items():
             if text := detector.find(window):
@@ -319,5 +308,5 @@ class FailureWatch:
 
 def detections(config: Config, rows: Iterable[Row]) -> list[Detection]:
     """Return the warnings of a whole run from its rows of metrics, also of detectors that were silent in it."""
-    watch = FailureWatch(Setup.of(config))
+    watch = FailureWatch(config)
     return [found for row in rows for found in watch.step(row["step"], row)]

@@ -183,9 +183,7 @@ METRICS = {name: _unit_and_meaning(text) for name, text in _CATALOG.items()}
 RANK = re.compile(r"learner(?:-(?P<number>\d+))?")
 """Name of a rank's actor: `learner` if there is only one, else `learner-0` and so on."""
 COLLECTIVES = re.compile(r"ranks/(?P<actor>learner-\d+)/collectives_s")
-"""Metric of a rank's seconds in collectives, per step."""
 SLOWEST = "ranks/slowest"
-"""Metric of the number of the rank that the others waited for."""
 IMBALANCE = "ranks/imbalance"
 
 

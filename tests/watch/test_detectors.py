@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,13 +10,16 @@ import pytest
 from builders import check_names
 from local_runs import make_config, train
 
+from grpo_ray.config import Config
 from grpo_ray.config.run import DetectorName
 from grpo_ray.records.run_files import RunDirectory, read_metrics
-from grpo_ray.watch.detectors import DETECTORS, NUM_CLEAR_STEPS, Detection, FailureWatch, Setup, detections
+from grpo_ray.watch.detectors import DETECTORS, NUM_CLEAR_STEPS, Detection, FailureWatch, detections
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "tests/recorded_runs"  # the watched metrics of real runs
-SETUP = Setup(fresh_groups=16, clip_epsilon=0.2, samples_per_prompt=8)
+SIZE = "algorithm.prompts_per_step=16", "algorithm.samples_per_prompt=8"
+CONFIG = make_config(*SIZE)
+NARROW = make_config(*SIZE, "algorithm.loss=gspo")
 GOOD = {
     "rollout/response_tokens/mean": 16.0,
     "reward/answer": 0.3,
@@ -39,9 +41,9 @@ FIRST = {"lag/mean": 0.0, "lag/max": 0.0}
 
 
 def watched(
-    rows: list[Mapping[str, Any]], silent: tuple[DetectorName, ...] = (), setup: Setup = SETUP
+    rows: list[Mapping[str, Any]], silent: tuple[DetectorName, ...] = (), config: Config = CONFIG
 ) -> list[Detection]:
-    watch = FailureWatch(setup, silent)
+    watch = FailureWatch(config, silent)
     return [found for step, row in enumerate(rows, 1) for found in watch.step(step, row)]
 
 
@@ -64,19 +66,19 @@ FAILURES: dict[DetectorName, tuple[list[Mapping[str, Any]], int]] = {  # with th
 }
 
 
-def setup_of(name: str) -> Setup:
-    """Return the setup in which a failure shows: `narrow_clip` is one of a narrow range."""
-    return replace(SETUP, clip_epsilon=3e-4) if name == "narrow_clip" else SETUP
+def config_of(name: str) -> Config:
+    """Return the configuration in which a failure shows: `narrow_clip` is one of a narrow range."""
+    return NARROW if name == "narrow_clip" else CONFIG
 
 
 @pytest.mark.parametrize("name", get_args(DetectorName))
 def test_a_detector_warns_once_of_its_failure_and_of_no_other(name: DetectorName) -> None:
     rows, step = FAILURES[name]
-    (found,) = watched(rows, setup=setup_of(name))
+    (found,) = watched(rows, config=config_of(name))
     assert (found.name, found.step, found.kind) == (name, step, f"detected_{name}")
     assert found.text.endswith(f"; see {DETECTORS[name].address}")
     assert any(metric in found.text for metric in GOOD)
-    assert watched(rows, silent=(name,), setup=setup_of(name)) == []
+    assert watched(rows, silent=(name,), config=config_of(name)) == []
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,7 @@ def test_a_detector_warns_once_of_its_failure_and_of_no_other(name: DetectorName
 )
 def test_what_looks_like_a_failure_and_is_none(name: DetectorName, after: Mapping[str, Any]) -> None:
     others = tuple(other for other in get_args(DetectorName) if other != name)
-    assert watched(course({}, after), silent=others, setup=setup_of(name)) == []
+    assert watched(course({}, after), silent=others, config=config_of(name)) == []
 
 
 def test_a_judges_reward_dropped_groups_and_late_episodes_are_none() -> None:
@@ -125,7 +127,7 @@ def test_episodes_that_sample_nothing_are_reported() -> None:
 def test_many_clipped_tokens_are_a_failure_unless_the_clip_range_is_narrow() -> None:
     rows = course({}, {"lag/mean": 9.0, "lag/max": 9.0, "loss/clip_frac": 0.2})
     assert [found.name for found in watched(rows)] == ["large_lag"]
-    watch = FailureWatch(replace(SETUP, clip_epsilon=3e-4))
+    watch = FailureWatch(NARROW)
     for after in ({"lag/mean": 9.0, "loss/clip_frac": 0.2}, {"loss/clip_frac": 0.2}):
         assert not [found for row in course({}, after) for found in watch.step(1, row)]
 
