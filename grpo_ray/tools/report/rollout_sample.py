@@ -1,6 +1,5 @@
 """Rollouts for the web page: a seeded sample of a run's Parquet files, read one file at a time."""
 
-import math
 import os
 import random
 import re
@@ -15,6 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from grpo_ray.records.episode_columns import NAMES as EPISODE_COLUMNS
+from grpo_ray.records.evaluation_summary import standard_error
 from grpo_ray.records.rollout_log import FRESH, damage_named
 from grpo_ray.records.run_files import RunDirectory
 
@@ -87,18 +87,10 @@ def _step_file(step: int, path: Path) -> StepFile:
     table = file.read(["group_id", "reward", "use"])
     table = table.filter(pc.less_equal(table["use"], FRESH))  # replayed groups counted in an earlier step
     means = table.group_by("group_id").aggregate([("reward", "mean")])["reward_mean"].to_numpy()
-    return StepFile(step, path, file.metadata.num_rows, standard_error_of(means))
-
-
-def standard_error_of(group_means: np.ndarray) -> float | None:
-    """Return the standard error of a step's mean reward, with groups as clusters: `std / sqrt(groups)`.
-
-    A group's responses share their prompt, so they are not independent draws (Miller, "Adding Error Bars to
-    Evals", 2024, arXiv:2411.00640, section 2.2). None for a single group. The means are `[groups]`.
-    """
-    if len(group_means) < 2:
-        return None
-    return float(np.std(group_means, ddof=1) / math.sqrt(len(group_means)))
+    # A group's responses share their prompt, so groups are the independent draws (Miller, "Adding Error Bars to
+    # Evals", 2024, arXiv:2411.00640, section 2.2).
+    error = standard_error(means) if len(means) > 1 else None
+    return StepFile(step, path, file.metadata.num_rows, error)
 
 
 def sample_rollouts(files: StepFiles, limit: int, seed: int) -> list[Row]:
