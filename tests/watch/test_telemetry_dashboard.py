@@ -1,7 +1,6 @@
 """The Grafana dashboard and the Prometheus configuration match what a run exports."""
 
 import json
-import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -48,10 +47,8 @@ def test_every_query_reads_what_is_exported_and_everything_exported_is_read(chec
     assert unread == {"ray_grpo_ray_stage_seconds_sum"}  # Ray's histogram sum is not exact
 
 
-def test_the_names_are_stable() -> None:
+def test_the_names_are_stable_and_those_of_existing_metrics() -> None:
     """Users' dashboards and alerts rely on the names: do not change one without need."""
-    assert all(re.fullmatch(r"grpo_ray_[a-z_]+", name) for name in NAMES)
-    assert len(set(NAMES)) == len(NAMES)
     assert {"grpo_ray_stage_seconds", "grpo_ray_reward", "grpo_ray_lag_max", "grpo_ray_buffer_groups",
             "grpo_ray_learner_utilization", "grpo_ray_collective_time_seconds",
             "grpo_ray_sampled_tokens_per_second", "grpo_ray_phase",
