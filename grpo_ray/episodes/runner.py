@@ -77,7 +77,9 @@ class EpisodeRunner:
                     if not await self._served.wait(running.done, session.limits.max_seconds):
                         session.end(Status.TRUNCATED_TIME, f"not finished after {session.limits.max_seconds} s")
                 finally:
-                    await _stop(running)
+                    if not running.done.done():
+                        running.cancel()
+                        await asyncio.wait({running.done}, timeout=GRACE_S)
                     session.end(Status.FINISHED, "the episode has ended")  # a task left behind samples no more
             return _result(running.done, session, time.monotonic() - started)
 
@@ -91,13 +93,6 @@ async def _guarded(episode: EpisodeFn, session: Session, example: Example) -> fl
         raise
     except BaseException as error:  # such as KeyboardInterrupt, which would end the group's event loop
         raise RuntimeError(f"the episode raised {type(error).__name__}") from error
-
-
-async def _stop(running: RunningEpisode) -> None:
-    """Cancel an episode that still runs, and wait a little for its end."""
-    if not running.done.done():
-        running.cancel()
-        await asyncio.wait({running.done}, timeout=GRACE_S)
 
 
 def _result(done: "asyncio.Future[float | Outcome]", session: Session, seconds: float) -> EpisodeResult:

@@ -258,9 +258,10 @@ class Session:
         if room < max(1, settings.min_tokens):
             reason = f"a prompt of {prompt_length} tokens leaves no room for a reply within {limits.max_tokens}"
             raise await self._at_limit(Status.TRUNCATED_TOKENS, reason)
-        return replace(
-            settings, num_samples=1, max_tokens=room, seed=turn_seed(settings.seed, self._num_requests)
-        )
+        seed = settings.seed
+        if seed is not None and self._num_requests > 0:
+            seed = derived_seed(seed, self._num_requests)
+        return replace(settings, num_samples=1, max_tokens=room, seed=seed)
 
     def _reply(
         self, prompt: tuple[int, ...], completion: Completion, tools: Sequence[Tool], turn: int
@@ -312,8 +313,3 @@ def _key(message: Mapping[str, Any]) -> dict[str, Any]:
     functions = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
     ids = [call.get("id") for call in calls]
     return {"role": "assistant", "content": message["content"], "functions": functions, "ids": ids}
-
-
-def turn_seed(seed: int | None, turn: int) -> int | None:
-    """Return the seed of a turn, from 0: the episode's own for the first, below 2**63 for the others."""
-    return seed if seed is None or turn == 0 else derived_seed(seed, turn)

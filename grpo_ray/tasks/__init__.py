@@ -31,10 +31,9 @@ def load_examples(task: Task, seed: int) -> ExampleSets:
 
 
 def load_validation(task: Task, seed: int, limit: int | None = None) -> ExampleSets:
-    """Return only the validation examples, at most `limit` of each part; files for training are not read.
+    """Return only the validation examples, at most `limit` of each part; else as `load_examples`.
 
-    Raises:
-        ValueError: as `load_examples`.
+    Files for training are not read.
     """
     return join_parts({name: _load_validation(part, seed, limit) for name, part in parts_of(task).items()})
 

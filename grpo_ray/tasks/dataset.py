@@ -40,16 +40,13 @@ def dataset_examples(task: ExamplesTaskConfig, seed: int) -> ExampleSets:
 
 
 def dataset_validation(task: ExamplesTaskConfig, seed: int, limit: int) -> ExampleSets:
-    """Read only the first `limit` validation examples.
-
-    Raises:
-        ValueError: as `dataset_examples`.
-    """
+    """Read only the first `limit` validation examples; else as `dataset_examples`."""
     source = validation_source(task)
     examples, notices = read_examples(source, _fields(task), limit=limit)
     if task.duplicates == "drop":
-        examples, dropped = distinct(examples, source.name)
-        notices = [*notices, *dropped]
+        _check_answers(examples)
+        examples, dropped = _first_of_each(examples, source.name)
+        notices += dropped
     return ExampleSets([], examples, tuple(notices))
 
 
@@ -113,16 +110,6 @@ def drop_duplicates(
     return ExampleSets(kept, evaluated, (*dropped, *kept_out, *dropped_of_validation))
 
 
-def distinct(examples: Sequence[Example], path: str) -> tuple[list[Example], list[str]]:
-    """Keep the first example of every question in one file; the second value is a notice about the others.
-
-    Raises:
-        ValueError: a question has two different answers.
-    """
-    _check_answers(examples)
-    return _first_of_each(examples, path)
-
-
 def _check_answers(examples: Sequence[Example]) -> None:
     first: dict[str, Example] = {}
     conflicts = []
@@ -142,6 +129,7 @@ def _check_answers(examples: Sequence[Example]) -> None:
 
 
 def _first_of_each(examples: Sequence[Example], path: str) -> tuple[list[Example], list[str]]:
+    """Keep the first example of every question in one file; the second value is a notice about the others."""
     first: dict[str, Example] = {}
     for example in examples:
         first.setdefault(_key(example), example)
@@ -169,21 +157,21 @@ def keep_validation_out(parts: Mapping[str, ExampleSets]) -> dict[str, ExampleSe
     Raises:
         ValueError: nothing is left of a part.
     """
-    return {name: _without_others(name, part, parts) for name, part in parts.items()}
-
-
-def _without_others(name: str, part: ExampleSets, parts: Mapping[str, ExampleSets]) -> ExampleSets:
-    others = (sets.validation for other, sets in parts.items() if other != name)
-    kept = _without(part.train, chain.from_iterable(others))
-    if len(kept) == len(part.train):
-        return part
-    if not kept:
-        raise ValueError(
-            f"task.parts.{name}: every training question is one that another part is evaluated on; "
-            "give the parts other questions"
-        )
-    number = counted(len(part.train) - len(kept), "question")
-    return ExampleSets(kept, part.validation, (*part.notices, f"{number} of other parts' validation left out"))
+    found = {}
+    for name, part in parts.items():
+        others = (sets.validation for other, sets in parts.items() if other != name)
+        kept = _without(part.train, chain.from_iterable(others))
+        if part.train and not kept:
+            raise ValueError(
+                f"task.parts.{name}: every training question is one that another part is evaluated on; "
+                "give the parts other questions"
+            )
+        notices = list(part.notices)
+        if len(kept) < len(part.train):
+            number = counted(len(part.train) - len(kept), "question")
+            notices.append(f"{number} of other parts' validation left out")
+        found[name] = ExampleSets(kept, part.validation, tuple(notices))
+    return found
 
 
 def episode_examples(task: EpisodesTaskConfig, seed: int) -> ExampleSets:

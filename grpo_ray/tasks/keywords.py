@@ -124,12 +124,8 @@ def _pair(place: str, row: Mapping[str, Any]) -> KeywordPair:
     return KeywordPair(prompt, answer, tuple(keywords), place)
 
 
-def pair_examples(train_path: str, validation_path: str, num_validation: int) -> ExampleSets:
-    """Read all train pairs and the first `num_validation` validation pairs; their keywords are not trained on.
-
-    Raises:
-        ValueError: as `read_pairs`, or nothing is left to train on.
-    """
+def _pair_examples(train_path: str, validation_path: str, num_validation: int) -> ExampleSets:
+    """Read all train pairs, and the first validation pairs, with keywords that are not trained on."""
     train, validation = read_pairs(train_path), read_pairs(validation_path, num_validation)
     kept = not_evaluated(train, validation)
     if not kept:
@@ -162,17 +158,13 @@ def keyword_examples(config: KeywordsTaskConfig, seed: int) -> ExampleSets:
         ValueError: names the file, the wrong line if there is one, and how to fix it.
     """
     if config.train_path is not None and config.validation_path is not None:
-        return pair_examples(config.train_path, config.validation_path, config.num_validation_prompts)
+        return _pair_examples(config.train_path, config.validation_path, config.num_validation_prompts)
     examples = [make_example(keywords) for keywords in task_keywords(config, seed)]
     return ExampleSets(examples[: config.num_train_prompts], examples[config.num_train_prompts :])
 
 
 def keyword_validation(config: KeywordsTaskConfig, seed: int, limit: int) -> ExampleSets:
-    """Read or draw only the first `limit` validation examples.
-
-    Raises:
-        ValueError: as `keyword_examples`.
-    """
+    """Read or draw only the first `limit` validation examples; else as `keyword_examples`."""
     if config.validation_path is not None:
         return ExampleSets([], [pair.example for pair in read_pairs(config.validation_path, limit)])
     return ExampleSets([], keyword_examples(config, seed).validation[:limit])
@@ -188,7 +180,7 @@ def task_keywords(config: KeywordsTaskConfig, seed: int) -> list[Keywords]:
     """Draw the keywords of each generated prompt, first for training and then for validation.
 
     Raises:
-        ValueError: the list cannot be read, or has too few words.
+        ValueError: as `draw_keywords`.
     """
     count = config.num_train_prompts + config.num_validation_prompts
     return draw_keywords(random.Random(f"keywords/{seed}"), config.keywords_path, config.num_keywords, count)
@@ -239,12 +231,8 @@ def sentence(rng: random.Random, nouns: Sequence[str]) -> str:
     All words are treated as nouns.
     """
     subject, *others = (f"{rng.choice(DETERMINERS)} {noun}" for noun in nouns)
-    if not others:
-        return _written(f"{subject} was {rng.choice(QUALITIES)}")
-    clause = f"{subject} {rng.choice(VERBS)} {others[0]}"
-    places = (f" {rng.choice(PREPOSITIONS)} {phrase}" for phrase in others[1:])
-    return _written(clause + "".join(places))
-
-
-def _written(text: str) -> str:
+    predicate = f"{rng.choice(VERBS)} {others[0]}" if others else f"was {rng.choice(QUALITIES)}"
+    text = f"{subject} {predicate}"
+    for phrase in others[1:]:
+        text += f" {rng.choice(PREPOSITIONS)} {phrase}"
     return f"{text[0].upper()}{text[1:]}."

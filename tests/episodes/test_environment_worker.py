@@ -65,11 +65,6 @@ async def failing(session: Session, example: Example) -> float:
     raise OSError("the environment is gone")
 
 
-async def exiting(session: Session, example: Example) -> float:
-    await ask(session)
-    raise SystemExit(3)
-
-
 async def leaving_a_task(session: Session, example: Example) -> float:
     async def go_on() -> None:
         while True:
@@ -113,10 +108,8 @@ async def working(
     """Start a worker of an episode function, served by one Generator."""
     task = f"{{kind: episodes, episode: '{__name__}:{episode}', examples: '{__name__}:examples'}}"
     config = load_config("configs/quickstart.yaml", [f"task={task}", *overrides])
-    worker, generator = (
-        EnvironmentWorker("environment-0", config, model),
-        FakeGenerator("generator-0", answer or spoken()),
-    )
+    worker = EnvironmentWorker("environment-0", config, model)
+    generator = FakeGenerator("generator-0", answer or spoken())
     await worker.ready()
     await worker.serve({0: generator})
     async with asyncio.timeout(120):
@@ -148,15 +141,6 @@ def episodes_of(*groups: RolloutGroup) -> list[Episode]:
 
 def statuses(group: RolloutGroup) -> list[str]:
     return [episode.status for episode in episodes_of(group)]
-
-
-async def test_a_group_is_its_episodes(model: StartingModel) -> None:
-    async with working(model, "plain") as (worker, _):
-        group, report = await play(worker, 3)
-    assert statuses(group) == ["finished"] * 4
-    assert [episode.reward for episode in episodes_of(group)] == [7.0] * 4
-    assert (group.item.group_id, group.generator) == (3, "environment-0")
-    assert (report.num_tokens, report.num_stuck) == (12, 0)
 
 
 @pytest.mark.slow
@@ -198,27 +182,25 @@ async def test_cancelling_a_play_cancels_its_episodes(
         assert not worker._server._sessions
 
 
-async def test_the_environment_has_the_seed_of_the_group(model: StartingModel) -> None:
+async def test_a_group_is_its_episodes_and_its_environments_have_its_seed(model: StartingModel) -> None:
     """A group that is played again meets the same environments."""
     async with working(model, "seeded") as (worker, _):
-        first, _ = await play(worker, seed=7)
-        again, _ = await play(worker, seed=7)
+        first, report = await play(worker, 3, seed=7)
+        again, _ = await play(worker, 3, seed=7)
+    assert statuses(first) == statuses(again) == ["finished"] * 4
+    assert (first.item.group_id, first.generator) == (3, "environment-0")
+    assert (report.num_tokens, report.num_stuck) == (12, 0)
     assert SEEDS == [7] * 8
     assert {episode.reward for episode in episodes_of(first, again)} == {random.Random(7).random()}
 
 
-@pytest.mark.parametrize(
-    ("episode", "error"), [("failing", "OSError: the environment is gone"), ("exiting", "exit(3)")]
-)
-async def test_an_error_or_an_exit_ends_the_episode_without_a_reward(
-    model: StartingModel, episode: str, error: str
-) -> None:
-    async with working(model, episode) as (worker, _):
+async def test_an_error_ends_the_episode_without_a_reward(model: StartingModel) -> None:
+    async with working(model, "failing") as (worker, _):
         group, _ = await play(worker)
     assert statuses(group) == ["environment_error"] * 4
     for played in episodes_of(group):
         assert played.reward is None
-        assert error in played.error
+        assert "OSError: the environment is gone" in played.error
         assert "test_environment_worker.py" in played.error  # where it was raised
         assert played.num_tokens == 3  # its tokens are kept for the record
 
@@ -295,6 +277,7 @@ async def test_a_generator_that_refuses_a_turn_fails_the_group(model: StartingMo
     async with working(model, "plain", answer=refusing) as (worker, _):
         with pytest.raises(RuntimeError, match=r"sample 0 of group 9: ValueError: the prompt is too long"):
             await play(worker, 9)
+        assert not worker._router._failures  # the turn's own error, and no death
 
 
 @pytest.mark.slow

@@ -243,15 +243,8 @@ def test_a_parser_that_fails_leaves_text() -> None:
 
 
 TEXTS = st.text(st.characters(exclude_categories=()), max_size=8)  # lone surrogates, too
-NUMBERS = st.one_of(
-    st.floats(),
-    st.integers(),
-    st.integers(-(10**400), 10**400),
-    st.booleans(),
-    st.none(),
-    TEXTS,
-    st.binary(max_size=3),
-)
+WHOLE = st.integers() | st.integers(-(10**400), 10**400)
+NUMBERS = st.floats() | WHOLE | st.booleans() | st.none() | TEXTS | st.binary(max_size=3)
 METRICS = st.dictionaries(st.one_of(TEXTS, st.integers(), st.just("x" * 101)), NUMBERS, max_size=4)
 OUTCOMES = st.builds(
     lambda *fields: lambda: Outcome(*fields), NUMBERS, st.none() | st.lists(NUMBERS, max_size=2), METRICS
@@ -305,9 +298,8 @@ def test_any_call_can_be_stored(num_examples: int) -> None:
     @example(name=["look"], arguments={})
     def check(name: Any, arguments: Any) -> None:
         reply = CALL % (json.dumps(name), json.dumps(arguments))
-        assume(
-            len(reply) < 480
-        )  # the sampler's limit of 500 tokens, each a character or more, would cut it off
+        # The sampler's limit of 500 tokens, each a character or more, would cut off a longer one.
+        assume(len(reply) < 480)
         calls, _ = call_of(reply)
         assert len(calls) == (isinstance(name, str) and isinstance(arguments, dict))
         for call in calls:

@@ -34,6 +34,8 @@ from grpo_ray.episodes.session import SHORT_CHARS, Session
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12)
 # Templates may trim what they show, so replies that are compared have a first and a last letter.
 REPLIES = TEXTS.map(lambda text: f"a{text}z")
+# Random tokens are seldom what their text encodes to, and often no valid UTF-8.
+IDS = st.lists(st.integers(1, 250), max_size=8)
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]]) -> tuple[int, ...]:
@@ -43,33 +45,25 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, An
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=25)
-@given(st.lists(st.tuples(TEXTS, REPLIES), min_size=1, max_size=4))
-def test_prompts_are_the_templates_own(name: str, turns: list[tuple[str, str]]) -> None:
-    replies = [reply for _, reply in turns]
-    session, sampler = session_of(name, said(*replies))
-    messages = asyncio.run(converse(session, [[user(text)] for text, _ in turns]))
-    for number, prompt in enumerate(sampler.prompts):
-        assert prompt == rendered(tokenizer_of(name), messages[: 2 * number + 1])
-    assert len(session.segments.sequences()) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=25)
-@given(st.lists(st.tuples(TEXTS, st.lists(st.integers(1, 250), max_size=8)), min_size=2, max_size=4))
-def test_sampled_tokens_stay_whatever_they_are(name: str, turns: list[tuple[str, list[int]]]) -> None:
-    """Random tokens are seldom what their text encodes to, and often no valid UTF-8."""
+@settings(max_examples=40)
+@given(st.lists(st.tuples(TEXTS, REPLIES | IDS), min_size=1, max_size=4))
+def test_prompts_are_the_templates_own_and_sampled_tokens_stay(
+    name: str, turns: list[tuple[str, str | list[int]]]
+) -> None:
     tokenizer = tokenizer_of(name)
     end = tokenizer.convert_tokens_to_ids(ENDS[name])
-    replies = [[*reply, end] for _, reply in turns]
+    replies = [reply if isinstance(reply, str) else [*reply, end] for _, reply in turns]
     session, sampler = session_of(name, said(*replies))
-    asyncio.run(converse(session, [[user(text)] for text, _ in turns]))
+    messages = asyncio.run(converse(session, [[user(text)] for text, _ in turns]))
     (sequence,) = session.segments.sequences()
-    for number, (_, reply) in enumerate(turns):
-        assert sequence.response_token_ids[sequence.turns == number].tolist() == [*reply, end]
-    for before, after, (_, reply) in zip(sampler.prompts, sampler.prompts[1:], turns, strict=False):
-        assert after[: len(before) + len(reply) + 1] == (*before, *reply, end)
+    known: tuple[int, ...] = ()
+    for number, (prompt, reply) in enumerate(zip(sampler.prompts, replies, strict=True)):
+        if all(isinstance(said_before, str) for said_before in replies[:number]):
+            assert prompt == rendered(tokenizer, messages[: 2 * number + 1])
+        assert prompt[: len(known)] == known
+        sampled = sequence.response_token_ids[sequence.turns == number].tolist()
+        assert isinstance(reply, str) or sampled == reply
+        known = (*prompt, *sampled)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -198,10 +192,8 @@ async def test_a_developer_is_the_system_and_an_unknown_role_is_refused() -> Non
         await make_session(sampler, tokenizer).chat([user("one"), {"role": "critic", "content": "No."}])
 
 
-SHOWN, CALLS = (
-    "{{ message.content + '<|im_end|>' }}",
-    "{{ message.tool_calls | tojson if message.tool_calls else '' }}",
-)
+SHOWN = "{{ message.content + '<|im_end|>' }}"
+CALLS = "{{ message.tool_calls | tojson if message.tool_calls else '' }}"
 AFTER_A_CALL = "messages[loop.index0 - 1].tool_calls"
 LOOK = {"type": "function", "id": "call00000", "function": {"name": "look", "arguments": {}}}
 
@@ -235,9 +227,9 @@ def test_a_result_that_is_shown_only_after_a_call_is_found() -> None:
     assert after_a_result(SHOWN, AFTER_A_CALL, [LOOK], last_token="<|im_end|>") == "three<|im_end|>"
 
 
-def test_a_message_that_holds_the_sentinel_does_no_harm() -> None:
+async def test_a_message_that_holds_the_sentinel_does_no_harm() -> None:
     session, sampler = session_of("qwen2.5", lambda prompt: "it is grpo-ray-reply")
-    messages = asyncio.run(converse(session, [[user("grpo-ray-reply")], [user("grpo-ray-reply'")]]))
+    messages = await converse(session, [[user("grpo-ray-reply")], [user("grpo-ray-reply'")]])
     assert sampler.prompts[1] == rendered(tokenizer_of("qwen2.5"), messages[:3])
 
 
@@ -290,9 +282,9 @@ def counted_session(limits: Limits) -> tuple[Session, Scripted, Counting]:
 @pytest.mark.parametrize("is_first", [True, False])
 async def test_a_result_that_cannot_fit_is_neither_rendered_nor_made_tokens(is_first: bool) -> None:
     session, sampler, counting = counted_session(Limits(max_tokens=4096))
-    messages: list[dict[str, Any]] = (
-        [] if is_first else [user("one"), (await session.chat([user("one")])).message]
-    )
+    messages: list[dict[str, Any]] = []
+    if not is_first:
+        messages = [user("one"), (await session.chat([user("one")])).message]
     before = counting.num_rendered, len(counting.encoded)
     for _ in range(2):
         with pytest.raises(EpisodeEnded, match=r"messages of 104858\d characters leave no room .* 4096 tokens"):
@@ -379,10 +371,8 @@ def test_a_workers_memory_does_not_grow_with_its_conversations(monkeypatch: pyte
     tokenizer = tokenizer_of("qwen2.5")
     chat = ChatTemplate(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
     for number in range(40):
-        conversation = [user("one")] * number + [
-            {"role": "assistant", "content": "two"},
-            user(f"{number} " * 20),
-        ]
+        reply = {"role": "assistant", "content": "two"}
+        conversation = [*[user("one")] * number, reply, user(f"{number} " * 20)]
         assert chat.suffix(conversation, number + 1, 0)
     assert len(chat._shapes._values) == 16
     assert chat._texts._size <= 4096

@@ -55,6 +55,9 @@ def attempts(
     return ended.stdout.split()
 
 
+FORKED_LOCK = "import multiprocessing; multiprocessing.get_context('fork').Lock()"
+
+
 def ways_in(path: Path) -> list[str]:
     return [f"open('{path}').read()", f"open('{path}', 'w')", f"import os; os.remove('{path}')"]
 
@@ -70,28 +73,23 @@ def test_only_named_paths_and_a_temporary_folder_are_open(tmp_path: Path) -> Non
     ends = attempts(
         *ways_in(secret), *ways_in(data / "file"), f"open('{out}/new', 'w').write('x')",
         "import tempfile; tempfile.TemporaryFile().write(b'x')",
-        readable=(str(data),), writable=(str(out),),
+        FORKED_LOCK,  # semaphores need a path of their own
+        readable=(str(data),), writable=(str(out), "/dev/shm"),
     )  # fmt: skip
     denied = ["PermissionError"] * 2
-    assert ends == ["PermissionError", *denied, "done", *denied, "done", "done"]
+    assert ends == ["PermissionError", *denied, "done", *denied, "done", "done", "done"]
     assert (secret.read_text(), (out / "new").read_text()) == ("key", "x")
 
 
 @pytest.mark.slow
-def test_modules_the_network_and_the_workers_own_memory_stay() -> None:
+def test_modules_the_network_and_the_workers_own_memory_stay_and_memory_is_limited() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         connected = f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}))"
-        measured = (
-            "from grpo_ray.watch.memory import resident_bytes; assert resident_bytes(with_children=False)"
-        )
+        measured = "from grpo_ray.watch import memory; assert memory.resident_bytes(with_children=False)"
         imported = "import xml.dom.minidom, sqlite3, jinja2.sandbox"
-        assert attempts(connected, measured, imported) == ["done"] * 3
-
-
-@pytest.mark.slow
-def test_memory_is_limited() -> None:
-    codes = ("x = bytearray(2 * 2**30)", "x = bytearray(2**28)")
-    assert attempts(*codes, gib=0.5) == ["MemoryError", "done"]
+        taken = ("x = bytearray(2 * 2**30)", "x = bytearray(2**28)")
+        ends = attempts(connected, measured, imported, *taken, gib=0.5)
+    assert ends == ["done", "done", "done", "MemoryError", "done"]
 
 
 def test_errors_name_the_remedy() -> None:
@@ -106,7 +104,6 @@ def test_paths_must_exist(tmp_path: Path) -> None:
         check_paths(EpisodesConfig(writable_paths=("/absent",)))
 
 
-FORKED_LOCK = "import multiprocessing; multiprocessing.get_context('fork').Lock()"
 IN_A_CHILD = """
     import os, subprocess, sys
     pid = os.fork()
@@ -144,7 +141,6 @@ def test_the_processes_own_files_and_shared_memory_are_out_of_reach(shared_file:
     ]
     assert dict(zip(codes, attempts(*codes), strict=True)) == dict.fromkeys(codes, "PermissionError")
     assert shared_file.read_text() == "of another process"
-    assert attempts(FORKED_LOCK, writable=("/dev/shm",)) == ["done"]  # semaphores need a path of their own
 
 
 def test_temporary_folders_without_a_process_are_removed(

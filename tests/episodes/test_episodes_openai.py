@@ -128,37 +128,28 @@ async def test_a_conversation_that_is_too_long_has_openais_code() -> None:
 
 async def test_other_endpoints_say_which_one_there_is() -> None:
     async with serving() as served:
-        models, response = (
-            served.client.models.list(),
-            served.client.responses.create(model="policy", input="?"),
-        )
-        for call in (models, response):
+        models = served.client.models.list()
+        for call in (models, served.client.responses.create(model="policy", input="?")):
             with pytest.raises(openai.NotFoundError, match=r"answers only POST \.\.\./v1/chat/completions"):
                 await call
 
 
 async def test_requests_that_a_session_cannot_answer_are_refused() -> None:
+    messages: tuple[tuple[Any, str], ...] = (
+        ({"role": "user", "content": [{"type": "image_url"}]}, "only text is supported"),
+        ({"role": ["user"], "content": "x"}, "a message has no role, or one that is not text"),
+        ({"role": "user", "content": 5}, "only text is supported"),
+        ({"role": "user", "content": [{"type": "text"}]}, "only text is supported"),
+        ({"role": "tool", "content": "x", "name": 3}, "name: a message has 3"),
+        ({"role": "assistant", "content": "x", "reasoning_content": {}}, "reasoning_content: a message has {}"),
+        ("hello", "a list of messages"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "each only with a name and arguments"),
+    )
     async with serving() as served:
         for arguments, message in (
+            *(({"messages": [wrong]}, why) for wrong, why in messages),
             ({"n": 2}, "n: a session supports only 1, not 2"),
-            ({"tool_choice": "required"}, 'supports only \\"auto\\"'),
-            ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is supported"),
-            (
-                {"messages": [{"role": ["user"], "content": "x"}]},
-                "a message has no role, or one that is not text",
-            ),
-            ({"messages": [{"role": "user", "content": 5}]}, "only text is supported"),
-            ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "only text is supported"),
-            ({"messages": [{"role": "tool", "content": "x", "name": 3}]}, "name: a message has 3"),
-            (
-                {"messages": [{"role": "assistant", "content": "x", "reasoning_content": {}}]},
-                "reasoning_content: a message has {}",
-            ),
-            ({"messages": ["hello"]}, "a list of messages"),
-            (
-                {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
-                "each only with a name and arguments",
-            ),
+            ({"tool_choice": "required"}, 'supports only "auto"'),
             ({"tools": ["look"]}, "only a list of objects"),
             ({"tools": [{}]}, "each with a function that has a name"),
             ({"max_tokens": True}, "max_tokens is True; it must be a positive whole number"),
@@ -168,38 +159,35 @@ async def test_requests_that_a_session_cannot_answer_are_refused() -> None:
         ):
             with pytest.raises(openai.BadRequestError) as error:
                 await served.ask(**arguments)
-            assert message.replace("\\", "") in str(error.value)
+            assert message in str(error.value)
     assert served.sampler.prompts == []
     assert served.session.ended is None
 
 
-@pytest.mark.parametrize(
-    ("body", "headers"),
-    [
-        (b"[" * 100_000, {}),
-        (b'{"messages": [{"role": "user", "content": "\xff"}]}', {}),
-        (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": NaN}', {}),
-        (json.dumps({"messages": [QUESTION]}).encode(), {RETRY_HEADER: "often"}),
-        (b"not compressed", {"Content-Encoding": "gzip"}),
-    ],
-)
-async def test_a_request_that_cannot_be_read_is_refused_and_the_next_one_answered(
-    body: bytes, headers: dict[str, str]
-) -> None:
+async def test_a_request_that_cannot_be_read_is_refused_and_the_next_one_answered() -> None:
+    asked = json.dumps({"messages": [QUESTION]}).encode()
     async with serving() as served:
-        async with served.http.post(served.url, data=body, headers=headers) as answer:
-            assert answer.status == 400, await answer.text()
-            assert (await answer.json())["error"]["message"]
-        assert (await served.ask()).choices
+        for body, headers in (
+            (b"[" * 100_000, {}),
+            (b'{"messages": [{"role": "user", "content": "\xff"}]}', {}),
+            (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": NaN}', {}),
+            (asked, {RETRY_HEADER: "often"}),
+            (asked, {"Content-Encoding": "gzip"}),
+        ):
+            async with served.http.post(served.url, data=body, headers=headers) as answer:
+                assert answer.status == 400, await answer.text()
+                assert (await answer.json())["error"]["message"]
+            assert (await served.ask()).choices
 
 
-@pytest.mark.parametrize("error", [KeyError("name"), AttributeError("strip"), RecursionError()])
-async def test_what_a_template_or_parser_does_not_take_is_refused(error: Exception) -> None:
+async def test_what_a_template_or_parser_does_not_take_is_refused() -> None:
+    errors = KeyError("name"), AttributeError("strip"), RecursionError()
     async with serving() as served:
-        with patch.object(served.session, "chat", AsyncMock(side_effect=error)):
-            with pytest.raises(openai.BadRequestError) as refusal:
-                await served.ask()
-            assert str(error) in str(refusal.value)
+        with patch.object(served.session, "chat", AsyncMock(side_effect=errors)):
+            for error in errors:
+                with pytest.raises(openai.BadRequestError) as refusal:
+                    await served.ask()
+                assert str(error) in str(refusal.value)
 
 
 @pytest.mark.slow
@@ -225,17 +213,13 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
+TEXT_PART = {"type": "text", "text": "x"}
 REQUEST = {
     "model": "policy",
     "messages": [
         QUESTION,
         {"role": "assistant", "content": None, "tool_calls": [LOOK]},
-        {
-            "role": "tool",
-            "tool_call_id": "call00000",
-            "name": "look",
-            "content": [{"type": "text", "text": "x"}],
-        },
+        {"role": "tool", "tool_call_id": "call00000", "name": "look", "content": [TEXT_PART]},
         {"role": "assistant", "content": "hm", "reasoning_content": "so"},
         QUESTION,
     ],

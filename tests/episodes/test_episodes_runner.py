@@ -12,11 +12,12 @@ import pytest
 from episode_players import HELLO, make_session, play, session_of, tokenizer_of
 
 from grpo_ray.config import Config
+from grpo_ray.engines import derived_seed
 from grpo_ray.episodes import runner as runner_module
 from grpo_ray.episodes.checking import check_room
 from grpo_ray.episodes.outcome import EpisodeEnded, EpisodeResult, Limits, Outcome, Status
 from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner, load_episode
-from grpo_ray.episodes.session import Session, turn_seed
+from grpo_ray.episodes.session import Session
 from grpo_ray.tasks.examples import Example
 
 
@@ -39,21 +40,16 @@ async def endless(session: Session, example: Example) -> float:
         messages += [(await session.chat(messages)).message, {"role": "user", "content": "more"}]
 
 
-def test_an_episode_that_returns_is_finished() -> None:
-    result = run(one_turn)
-    assert (result.status, result.reward, result.error) == (Status.FINISHED, 1.0, "")
-    assert result.segments.num_turns == 1
-    assert result.seconds > 0
-
-
-def test_an_outcome_has_rewards_per_turn_and_metrics() -> None:
+def test_an_episode_that_returns_is_finished_with_rewards_per_turn_and_metrics() -> None:
     async def episode(session: Session, example: Example) -> Outcome:
         for _ in range(2):
             await one_turn(session, example)
         return Outcome(0.5, turn_rewards=(0.0, 0.5), metrics={"score": 3.0})
 
     result = run(episode)
+    assert (result.status, result.error, result.segments.num_turns) == (Status.FINISHED, "", 2)
     assert (result.reward, result.turn_rewards, result.metrics) == (0.5, (0.0, 0.5), {"score": 3.0})
+    assert result.seconds > 0
 
 
 @pytest.mark.parametrize(
@@ -192,10 +188,11 @@ def test_turns_have_seeds_of_their_own() -> None:
     session, sampler = session_of("qwen2.5", lambda prompt: "reply", Limits(max_turns=4), seed=7)
     play(endless, session)
     seeds = [settings.seed for settings in sampler.settings]
-    assert seeds[0] == 7
+    assert seeds == [7, *(derived_seed(7, turn) for turn in range(1, 4))]
     assert len(set(seeds)) == 4
-    assert seeds == [turn_seed(7, turn) for turn in range(4)]
-    assert turn_seed(None, 3) is None
+    session, sampler = session_of("qwen2.5", lambda prompt: "reply", Limits(max_turns=4))
+    play(endless, session)
+    assert [settings.seed for settings in sampler.settings] == [None] * 4
 
 
 def test_episodes_are_found_by_their_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
