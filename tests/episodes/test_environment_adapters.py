@@ -79,9 +79,8 @@ def test_a_group_begins_alike_and_slips_alike() -> None:
 
 
 def test_a_reply_without_an_action_is_answered_or_ends_the_episode() -> None:
-    asked, (text,) = played(
-        lake(malformed="Say a direction.", malformed_reward=-0.5), said(*WAY[:3], "jump", *WAY[3:])
-    )
+    lenient = lake(malformed="Say a direction.", malformed_reward=-0.5)
+    asked, (text,) = played(lenient, said(*WAY[:3], "jump", *WAY[3:]))
     assert asked.reward == 0.5
     assert asked.turn_rewards == (0.0, 0.0, 0.0, -0.5, 0.0, 0.0, 1.0)
     assert asked.metrics == {"num_malformed": 1.0}
@@ -343,11 +342,8 @@ def test_the_pages_modules_play_their_own_warmup(
 
 
 def test_the_pages_vault_opens(environments_page: Callable[[str], Any]) -> None:
-    result, _ = played(
-        environments_page("vault").episode,
-        said(call("open_door", '{"code": "7"}'), "done"),
-        Example("Open.", "7"),
-    )
+    tries = said(call("open_door", '{"code": "7"}'), "done")
+    result, _ = played(environments_page("vault").episode, tries, Example("Open.", "7"))
     assert result.reward == 1.0, result.error
 
 
@@ -371,9 +367,8 @@ def test_the_pages_client_plays_on_a_server(
                 is_over = is_right or num_guesses == 3
                 data = {"observation": {"text": "no"}, "reward": float(is_right), "done": is_over}
             else:
-                await socket.send_json(
-                    {"type": "error", "data": {"message": "no number", "code": "EXECUTION_ERROR"}}
-                )
+                error = {"message": "no number", "code": "EXECUTION_ERROR"}
+                await socket.send_json({"type": "error", "data": error})
                 continue
             await socket.send_json({"type": "observation", "data": data})
         return socket

@@ -25,7 +25,12 @@ def test_random_episodes_come_back_bit_for_bit(tmp_path: Path, seed: int) -> Non
     rng = np.random.default_rng(seed)
     discounts = [None, 0.0, 0.5, 1.0]
     groups = [random_episode_group(rng, n, discount=discounts[seed % 4], version=3) for n in range(3)]
-    assert same_groups(read_back(tmp_path, *groups), groups)
+    found = read_back(tmp_path, *groups)
+    assert same_groups(found, groups)
+    for episode in (episode for group in found for episode in group.rollout.completions):
+        assert isinstance(episode, Episode)
+        for array in (episode.token_ids, episode.logprobs, episode.versions, episode.turns):  # each its own
+            assert array.base is None or array.base.nbytes <= 4 * array.nbytes
 
 
 def test_a_file_may_hold_episodes_and_responses(tmp_path: Path) -> None:
@@ -61,18 +66,9 @@ def test_odd_values_come_back(tmp_path: Path) -> None:
     assert (second.num_turns, second.num_tokens, second.sequences) == (0, 0, ())
 
 
-def test_arrays_read_back_are_their_own(tmp_path: Path) -> None:
-    (found,) = read_back(tmp_path, make_episode_group(0, [branched_episode()] * 2))
-    for episode in found.rollout.completions:
-        assert isinstance(episode, Episode)
-        for array in (episode.token_ids, episode.logprobs, episode.versions, episode.turns):
-            assert array.base is None or array.base.nbytes <= 4 * array.nbytes
-
-
 def test_a_row_can_be_read_without_this_package(tmp_path: Path) -> None:
-    episode = branched_episode(
-        (0, 1, 2), reward=0.75, turn_rewards=[0.25, 0.0, 0.5], seconds=2.5, metrics={"guesses": 3.0}
-    )
+    rewards = {"reward": 0.75, "turn_rewards": [0.25, 0.0, 0.5]}
+    episode = branched_episode((0, 1, 2), **rewards, seconds=2.5, metrics={"guesses": 3.0})
     bad = make_episode(Segments(), None, status="environment_error", error="Traceback: boom")
     read_back(tmp_path, make_episode_group(4, [episode, episode, bad], discount=1.0))
     row, _, failed = pq.read_table(tmp_path / "rollouts.parquet").to_pylist()

@@ -90,9 +90,8 @@ def test_the_calculator_must_be_called() -> None:
         assert (result.status, result.reward, result.metrics["num_calls"]) == (Status.FINISHED, 1.0, 1.0)
         (sequence,) = result.segments.sequences()
         trained = tokenizer().decode(sequence.response_token_ids[sequence.mask])
-        assert (
-            trained == calling(tokenizer().decode(list(sampler.prompts[0]))) + END + example.ground_truth + END
-        )
+        called = calling(tokenizer().decode(list(sampler.prompts[0])))
+        assert trained == called + END + example.ground_truth + END
     assert played(calculator.episode, example, lambda prompt: "7")[0].reward == 0.0
     endless = played(calculator.episode, example, lambda prompt: calculator.call_text("1 + 1"))[0]
     assert (endless.reward, endless.metrics["num_calls"]) == (0.0, 3.0)

@@ -112,18 +112,13 @@ def test_a_training_file_that_is_all_validation_is_refused(tmp_path: Path) -> No
         (b"null", "holds a NoneType; each line must be a JSON object"),
         (line(""), "'question' is empty"),
         (b'{"question": "x"}', "no field 'answer'; the fields are question."),
+        (json.dumps({"question": ["x"] * 100_000, "answer": "1"}).encode(), "'question' is ['x', 'x'"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, bad: bytes, message: str) -> None:
+def test_a_bad_line_is_named_shortly(tmp_path: Path, bad: bytes, message: str) -> None:
     task = write_task(tmp_path, line("fine?") + bad)
     assert f"{task.train_path}, line 2: {message}" in refusal(task)
-
-
-def test_a_long_value_is_shortened(tmp_path: Path) -> None:
-    bad = json.dumps({"question": ["x"] * 100_000, "answer": "1"}).encode()
-    message = refusal(write_task(tmp_path, bad))
-    assert "line 1: 'question' is ['x', 'x'" in message
-    assert len(message) < 300 + len(str(tmp_path))
+    assert len(refusal(task)) < 300 + len(str(tmp_path))
 
 
 def test_valid_files_of_every_kind(tmp_path: Path) -> None:
@@ -153,8 +148,6 @@ def test_the_longest_line_allowed(tmp_path: Path) -> None:
     padding = files.MAX_LINE_BYTES - len(line("x"))
     task = write_task(tmp_path, line("x" + " " * padding) + line("y"))
     assert questions(load_examples(task, seed=0).train)[1] == "y"
-    task = write_task(tmp_path, line("x" + " " * (padding + 1)))
-    assert "line 1: longer than 16 MiB" in refusal(task)
 
 
 def parquet(folder: Path, **columns: Any) -> FileTaskConfig:
@@ -188,9 +181,8 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "folder.parquet").mkdir()
     (tmp_path / "data.tsv").write_text("question\tanswer\n1\t2\n")
     (tmp_path / "long.csv").write_text(f"question,answer\n{'x' * 200_000},2\n")
-    assert [len(row["question"]) for _, row in files.read_rows(tmp_path / "long.csv", ["question"])] == [
-        200_000
-    ]
+    ((_, long),) = files.read_rows(tmp_path / "long.csv", ["question"])
+    assert len(long["question"]) == 200_000
     (tmp_path / "comma.csv").write_text("question,answer\n1,2\n1, or 2?,3\n")
     (tmp_path / "open.csv").write_text('question,answer\n"1,2\n')
     (tmp_path / "latin.csv").write_bytes("question,answer\né,2\n".encode("latin-1"))
@@ -212,9 +204,8 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("open", "at or after line 1: not valid CSV in UTF-8 (unexpected end of data); save the file again"),
         ("latin", "at or after line 0: not valid CSV in UTF-8 ('utf-8' codec can't decode byte 0xe9"),
     ):
-        assert f"{name}.csv, {problem}" in refusal(
-            task.model_copy(update={"train_path": str(tmp_path / f"{name}.csv")})
-        )
+        changed = {"train_path": str(tmp_path / f"{name}.csv")}
+        assert f"{name}.csv, {problem}" in refusal(task.model_copy(update=changed))
 
     def denied(*_: object, **__: object) -> None:  # root may read everything, so mode bits would not help
         raise PermissionError(13, "Permission denied")
@@ -309,9 +300,8 @@ def test_long_prompts_are_skipped_or_cut(
     end = load_template("short").text.rpartition("{question}")[2]
     assert all(item.prompt.startswith("9") and item.prompt.endswith("9" + end) for item in cut)
     assert all(item.prompt.startswith("User: ") for item in items if item not in cut)
-    assert prepared.model.max_model_len == (
-        config.generator.max_model_len or limit + config.sampling.max_tokens
-    )
+    room = config.generator.max_model_len or limit + config.sampling.max_tokens
+    assert prepared.model.max_model_len == room
 
 
 def test_limits_that_leave_nothing_are_refused(tmp_path: Path, local: Callable[..., Config]) -> None:

@@ -67,20 +67,15 @@ def test_messages_go_through_the_chat_template(tmp_path: Path, kind: str) -> Non
 
 
 def test_text_and_messages_may_be_mixed_in_a_file(tmp_path: Path) -> None:
-    assert prompts(read(tmp_path, "Say 3", [USER])) == [
-        "[user]Say 3[assistant]",
-        "[user]What is 3 + 4?[assistant]",
-    ]
-    # A text that looks like messages is still a text.
-    assert prompts([Example(json.dumps([USER]), "7")]) == [f"[user]{json.dumps([USER])}[assistant]"]
+    texts = ["Say 3", json.dumps([SYSTEM])]  # a text that looks like messages is still a text
+    expected = [f"[user]{text}[assistant]" for text in (*texts, USER["content"])]
+    assert prompts(read(tmp_path, *texts, [USER])) == expected
 
 
 def test_an_episode_begins_with_a_text(tmp_path: Path) -> None:
     read(tmp_path, "Say 3", [USER])
-    files = {
-        "examples": str(tmp_path / "rows.jsonl"),
-        "validation_examples": str(tmp_path / "validation.jsonl"),
-    }
+    rows, validation = tmp_path / "rows.jsonl", tmp_path / "validation.jsonl"
+    files = {"examples": str(rows), "validation_examples": str(validation)}
     task = EpisodesTaskConfig(episode="games:play", question_field="messages", **files)
     with pytest.raises(ValueError, match="line 2: the question is a list of messages, but an episode"):
         load_examples(task, 0)
@@ -93,10 +88,9 @@ def test_dots_lead_into_nested_fields(tmp_path: Path) -> None:
     for field, truth in (("reward_model.ground_truth", "3"), ("a.b", "x")):
         task = FileTaskConfig(**paths, question_field="prompt", answer_field=field)
         assert [e.ground_truth for e in dataset_examples(task, 0).train] == [truth]
-    with pytest.raises(
-        ValueError, match=r"no field 'reward_model.style'; the fields are prompt, reward_model, a.b"
-    ):
-        dataset_examples(FileTaskConfig(**paths, question_field="prompt", answer_field="reward_model.style"), 0)
+    task = FileTaskConfig(**paths, question_field="prompt", answer_field="reward_model.style")
+    with pytest.raises(ValueError, match=r"no field '.*style'; the fields are prompt, reward_model, a.b"):
+        dataset_examples(task, 0)
 
 
 def test_a_template_that_drops_a_message_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,9 +82,8 @@ def test_every_number_of_words_is_equally_likely() -> None:
 
 def test_examples_are_seeded_and_disjoint_in_any_order(tmp_path: Path) -> None:
     path = write_list(tmp_path, "a\nb\nc\nd\ne\nf\n")
-    config = KeywordsTaskConfig(
-        keywords_path=path, num_keywords=(2, 3), num_train_prompts=25, num_validation_prompts=10
-    )
+    sizes = {"num_train_prompts": 25, "num_validation_prompts": 10}
+    config = KeywordsTaskConfig(keywords_path=path, num_keywords=(2, 3), **sizes)
     sets = load_examples(config, seed=0)
     assert (len(sets.train), len(sets.validation), sets.notices) == (25, 10, ())
     asked = [frozenset(example.ground_truth.split(", ")) for example in [*sets.train, *sets.validation]]

@@ -130,9 +130,7 @@ def test_subsets_without_a_card_are_not_mixed(hub: Path) -> None:
 def test_a_missing_split_is_refused(hub: Path) -> None:
     cached(hub, "me/data", {"data.csv": "q,a"})
     task = FileTaskConfig(train_path="me/data", validation_path="me/data")
-    with pytest.raises(
-        ValueError, match=r"task.validation_path: the dataset 'me/data' .* the split 'test'; look"
-    ):
+    with pytest.raises(ValueError, match=r"task.validation_path: the dataset 'me/data' .* 'test'; look"):
         validation_source(task)
 
 
@@ -147,15 +145,7 @@ def test_paths_that_name_a_dataset_on_the_hub(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "data" / "here").mkdir(parents=True)
     assert is_hub_dataset("openai/gsm8k")
     assert is_hub_dataset("me/data-v1.5")
-    for path in (
-        "data/train.jsonl",
-        "data/x.parquet",
-        "./a/b",
-        "../a/b",
-        "/a/b",
-        "a",
-        "a/b/c",
-        "data/here",
-        "a/b.csv",
-    ):
+    for path in ("./a/b", "../a/b", "/a/b", "a", "a/b/c", "data/here"):
         assert not is_hub_dataset(path), path
+    for file in ("data/train.jsonl", "data/x.parquet", "a/b.csv"):
+        assert not is_hub_dataset(file), file
