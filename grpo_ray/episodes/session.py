@@ -169,9 +169,7 @@ class Session:
     ) -> tuple[int, ...]:
         """Return the tokens of the conversation, which a thread makes if it is long.
 
-        Raises:
-            EpisodeEnded: it cannot fit, so it is neither rendered nor made tokens.
-            ValueError: as `chat`.
+        One that cannot fit is neither rendered nor made tokens.
         """
         # The template may drop thoughts of replies, and white space at the ends of messages.
         given = [message["content"].strip() for message in conversation if message["role"] != "assistant"]
@@ -251,9 +249,8 @@ class Session:
         if self.ended is not None:
             raise self.ended
         if self._num_requests >= limits.max_turns:
-            raise await self._at_limit(
-                Status.TRUNCATED_TURNS, f"the episode has had its {limits.max_turns} turns"
-            )
+            reason = f"the episode has had its {limits.max_turns} turns"
+            raise await self._at_limit(Status.TRUNCATED_TURNS, reason)
         room = min(settings.max_tokens, limits.max_tokens - prompt_length)
         if room < max(1, settings.min_tokens):
             reason = f"a prompt of {prompt_length} tokens leaves no room for a reply within {limits.max_tokens}"

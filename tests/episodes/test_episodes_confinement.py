@@ -48,9 +48,8 @@ def attempts(
             thread.start()
             thread.join()
     """
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=600
-    )
+    program = [sys.executable, "-c", textwrap.dedent(script)]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.split()
 
@@ -165,9 +164,8 @@ def test_the_folder_of_a_process_that_is_not_seen_stays(tmp_path: Path) -> None:
         print(flush=True)
         input()
     """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
+    program = [sys.executable, "-c", textwrap.dedent(script)]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         remove_abandoned(SCRATCH, str(tmp_path))

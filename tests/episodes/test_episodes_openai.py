@@ -98,9 +98,8 @@ def test_a_limit_ends_the_agent_at_once() -> None:
 async def test_a_stream_gives_the_same_reply_and_a_client_may_give_it_back_with_what_it_added() -> None:
     """The openai client's accumulated messages have an `index` at each call, and fields without a value."""
     async with serving(f"I look.\n{CALL % 'here'}", "It is gone.") as served:
-        async with served.client.chat.completions.stream(
-            model="policy", messages=[QUESTION], tools=[TOOL], stream_options={"include_usage": True}
-        ) as stream:
+        asked: Any = {"messages": [QUESTION], "tools": [TOOL], "stream_options": {"include_usage": True}}
+        async with served.client.chat.completions.stream(model="policy", **asked) as stream:
             events = [event async for event in stream if event.type == "chunk"]
             final = await stream.get_final_completion()
         reasons = [choice.finish_reason for event in events for choice in event.chunk.choices]

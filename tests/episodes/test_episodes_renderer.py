@@ -254,9 +254,7 @@ def test_what_a_renderer_is_given_and_what_is_taken_from_it(monkeypatch: pytest.
     """A bridge that changes earlier tokens begins a branch; without the package."""
     tokenizer = tokenizer_of_qwen3()
     letters = Letters(tokenizer)
-    fake = SimpleNamespace(
-        config_from_name=lambda name: name, create_renderer=lambda tokenizer, config: letters
-    )
+    fake = SimpleNamespace(config_from_name=lambda name: name, create_renderer=lambda *_: letters)
     monkeypatch.setitem(sys.modules, "renderers", fake)
     template, parser = configured(renderer="letters")
     assert parser is None

@@ -61,26 +61,21 @@ def _entry(row: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("name", "config", "message"),
     [
-        ({"name": "chain_sums"}, "task.name: reasoning_gym has no 'chain_sums'; did you mean chain_sum?"),
+        ("chain_sums", {}, "task.name: reasoning_gym has no 'chain_sums'; did you mean chain_sum?"),
+        ("chain_sum", {"terms": 3}, r"task.config: chain_sum .*terms.*; its fields are min_terms"),
+        ("chain_sum", {"max_terms": 1}, "task.config: chain_sum of reasoning_gym refuses it"),
         (
-            {"name": "chain_sum", "config": {"terms": 3}},
-            r"task.config: chain_sum .*terms.*; its fields are min_terms",
-        ),
-        (
-            {"name": "chain_sum", "config": {"max_terms": 1}},
-            "task.config: chain_sum of reasoning_gym refuses it",
-        ),
-        (
-            {"name": "coin_flip", "config": {"max_trials": 3, "min_trials": 3}},
-            "task.num_validation_prompts: .* gave only 8 .* of the 64",
+            "coin_flip",
+            {"max_trials": 3, "min_trials": 3},
+            "task.num_validation_prompts: .* only 8 .* of the 64",
         ),
     ],
 )
-def test_what_the_package_does_not_have(values: dict[str, Any], message: str) -> None:
+def test_what_the_package_does_not_have(name: str, config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load_examples(ReasoningGymTaskConfig(**values), 0)
+        load_examples(ReasoningGymTaskConfig(name=name, config=config), 0)
 
 
 def test_the_package_is_imported_with_the_verifier_and_with_nothing_else() -> None:
@@ -99,7 +94,7 @@ def test_a_run_is_graded_by_the_verifier_and_audited(tmp_path: Path, tiny_model:
     task = json.dumps({**fields, "num_train_prompts": 24, "num_validation_prompts": 4})
     small = [each for each in SMALL if not each.startswith(("model.tiny", "task."))]
     model = ["model.tiny=null", f"model.path={tiny_model()}"]
-    run = [f"run.output_dir={tmp_path}", "run.name=run", *model, f"task={task}"]
+    run = [f"run.output_dir={tmp_path}", "run.name=run", "scorer.num_workers=1", *model, f"task={task}"]
     assert main(["train", QUICKSTART, *small, *run, "algorithm.num_steps=2", "--local"]) == 0
     assert all(row["reward/errors"] == 0 for row in read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert main(["audit", str(tmp_path / "run")]) == 0

@@ -25,7 +25,7 @@ from grpo_ray.learning.tiny_tokenizer import tiny_tokenizer
 from grpo_ray.rewards import get_reward_fn
 from grpo_ray.tasks import arithmetic, load_examples
 from grpo_ray.tasks.arithmetic import arithmetic_examples
-from grpo_ray.tasks.examples import Example
+from grpo_ray.tasks.examples import Example, ExampleSets
 from grpo_ray.tasks.files import Fields, num_rows, read_examples
 from grpo_ray.tasks.kinds import KINDS
 from grpo_ray.tasks.prompts import TextTemplate, load_template
@@ -62,9 +62,8 @@ def test_template_from_a_file(tmp_path: Path) -> None:
     path.write_text("no place")
     with pytest.raises(ValueError, match=r"has no \{question\}"):
         load_template(str(path))
-    with pytest.raises(
-        ValueError, match=r"'r1zero'.*give one of few_shot_sorting, question_only, r1_zero, short, chat, or"
-    ):
+    known = "few_shot_sorting, question_only, r1_zero, short, chat"
+    with pytest.raises(ValueError, match=f"'r1zero'.*give one of {known}, or"):
         load_template("r1zero")
 
 
@@ -79,6 +78,10 @@ def test_every_kind_of_the_configuration_is_registered() -> None:
 # ---- sorting ----
 
 
+def questions_of(sets: ExampleSets) -> set[str]:
+    return {example.question for example in (*sets.train, *sets.validation)}
+
+
 def digits_of(question: str) -> str:
     match = re.fullmatch(r"Sort (\d+)", question)
     assert match
@@ -88,11 +91,10 @@ def digits_of(question: str) -> str:
 def test_sorting_examples_are_distinct_and_seeded() -> None:
     config = SortingTaskConfig(num_digits=3, num_train_prompts=900, num_validation_prompts=100)
     sets = sorting_examples(config, seed=0)
-    train, validation = [*sets.train], [*sets.validation]
-    assert (len(train), len(validation)) == (900, 100)
-    assert len({example.question for example in train + validation}) == 1000
-    assert all(example.ground_truth == "".join(sorted(digits_of(example.question))) for example in train)
-    assert any(digits_of(example.question).startswith("0") for example in train)
+    assert (len(sets.train), len(sets.validation)) == (900, 100)
+    assert len(questions_of(sets)) == 1000
+    assert all(example.ground_truth == "".join(sorted(digits_of(example.question))) for example in sets.train)
+    assert any(digits_of(example.question).startswith("0") for example in sets.train)
     assert sorting_examples(config, seed=0) == sets
     assert sorting_examples(config, seed=1) != sets
 
@@ -107,11 +109,9 @@ def test_warmup_pairs_show_three_habits_on_other_numbers() -> None:
     config = SortingTaskConfig(num_digits=4, num_train_prompts=2000, num_validation_prompts=64)
     pairs = warmup_pairs(config, seed=3, num_pairs=7936)  # all remaining numbers
     assert pairs == warmup_pairs(config, seed=3, num_pairs=7936)
-    sets = sorting_examples(config, seed=3)
-    train, validation = [*sets.train], [*sets.validation]
     questions = {question for question, _ in pairs}
     assert len(questions) == 7936
-    assert not questions & {example.question for example in train + validation}
+    assert not questions & questions_of(sorting_examples(config, seed=3))
     counts = dict.fromkeys(("ascending", "descending", "copying"), 0)
     for question, response in pairs:
         digits = digits_of(question)
@@ -140,13 +140,8 @@ def read(path: Path, question: str, answer: str, marker: str | None = None, limi
 
 
 def test_read_jsonl(tmp_path: Path) -> None:
-    path = write_jsonl(
-        tmp_path,
-        {"q": "1+1?", "a": "so #### no #### 2 "},
-        b"",
-        {"q": "é", "a": "#### 1,000", "x": None},
-        b"broken",
-    )
+    rows = {"q": "1+1?", "a": "so #### no #### 2 "}, {"q": "é", "a": "#### 1,000", "x": None}
+    path = write_jsonl(tmp_path, rows[0], b"", rows[1], b"broken")
     expected = [Example("1+1?", "2"), Example("é", "1,000")]
     assert read(path, "q", "a", "####", limit=2) == expected  # the broken line is not reached
     assert read(path, "q", "a", limit=1) == [Example("1+1?", "so #### no #### 2")]
@@ -154,9 +149,8 @@ def test_read_jsonl(tmp_path: Path) -> None:
 
 def test_read_parquet(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
-    pq.write_table(
-        pa.table({"q": [str(i) for i in range(3000)], "a": list(range(3000)), "z": [None] * 3000}), path
-    )
+    columns = {"q": [str(i) for i in range(3000)], "a": list(range(3000)), "z": [None] * 3000}
+    pq.write_table(pa.table(columns), path)
     examples = read(path, "q", "a")
     assert examples == [Example(str(i), str(i)) for i in range(3000)]
     assert read(path, "q", "a", limit=7) == examples[:7]
@@ -177,9 +171,8 @@ def test_load_examples(tmp_path: Path) -> None:
     sets = load_examples(SortingTaskConfig(num_train_prompts=5, num_validation_prompts=2), seed=0)
     assert (len(sets.train), len(sets.validation), sets.notices) == (5, 2, ())
     path = str(write_jsonl(tmp_path, *({"question": f"{i}?", "answer": f"#### {i}"} for i in range(9))))
-    task = FileTaskConfig(
-        train_path=path, validation_path=path, num_validation_prompts=3, answer_marker="####", duplicates="keep"
-    )
+    fields = {"num_validation_prompts": 3, "answer_marker": "####", "duplicates": "keep"}
+    task = FileTaskConfig(train_path=path, validation_path=path, **fields)
     sets = load_examples(task, seed=0)
     assert sets.train == [Example(f"{i}?", str(i)) for i in range(9)]
     assert sets.validation == sets.train[:3]
@@ -232,9 +225,8 @@ def test_gsm8k_from_files(tmp_path: Path, suffix: str) -> None:
     assert sets.train == [Example("1 + 1?", "2"), Example("A lot?", "1,000")]
     assert sets.validation == [Example("v?", "-3")]
     place = f"{train}, {'row' if suffix == '.parquet' else 'line'} {4 if suffix == '.csv' else 2}"
-    assert sets.notices == (
-        f"{train}: 3 rows without a ground truth left out: no text after '####' in 'answer', first in {place}",
-    )
+    left_out = "3 rows without a ground truth left out: no text after '####' in 'answer'"
+    assert sets.notices == (f"{train}: {left_out}, first in {place}",)
 
 
 def test_math_from_files(tmp_path: Path) -> None:
@@ -283,38 +275,32 @@ def calculated(question: str) -> int:
 
 @pytest.mark.parametrize(("num_terms", "num_digits"), [(2, 1), (3, 2), (4, 4)])
 def test_arithmetic_is_right_distinct_and_seeded(num_terms: int, num_digits: int) -> None:
-    config = ArithmeticTaskConfig(
-        num_terms=num_terms, num_digits=num_digits, num_train_prompts=200, num_validation_prompts=100
-    )
+    sizes = {"num_train_prompts": 200, "num_validation_prompts": 100}
+    config = ArithmeticTaskConfig(num_terms=num_terms, num_digits=num_digits, **sizes)
     sets = arithmetic_examples(config, seed=0)
-    train, validation = [*sets.train], [*sets.validation]
-    assert (len(train), len(validation)) == (200, 100)
-    assert len({example.question for example in train + validation}) == 300
-    assert all(calculated(example.question) == int(example.ground_truth) for example in train + validation)
-    terms = [re.findall(r"[0-9]+", example.question) for example in train]
+    assert (len(sets.train), len(sets.validation)) == (200, 100)
+    assert len(questions_of(sets)) == 300
+    assert all(calculated(e.question) == int(e.ground_truth) for e in (*sets.train, *sets.validation))
+    terms = [re.findall(r"[0-9]+", example.question) for example in sets.train]
     assert {len(found) for found in terms} == {num_terms}
     assert max(len(term) for found in terms for term in found) == num_digits
-    assert set("".join(e.question for e in train)) >= set("+-*")
+    assert set("".join(e.question for e in sets.train)) >= set("+-*")
     assert arithmetic_examples(config, seed=0) == sets
     assert arithmetic_examples(config, seed=1) != sets
 
 
 def test_arithmetic_with_every_possible_question() -> None:
-    config = ArithmeticTaskConfig(
-        operations=("-", "-"), num_digits=1, num_train_prompts=99, num_validation_prompts=1
-    )
-    sets = arithmetic_examples(config, seed=0)
-    train, validation = [*sets.train], [*sets.validation]
+    sizes = {"num_train_prompts": 99, "num_validation_prompts": 1}
+    config = ArithmeticTaskConfig(operations=("-", "-"), num_digits=1, **sizes)
     everything = {f"What is {a} - {b}?" for a in range(10) for b in range(10)}
-    assert {example.question for example in train + validation} == everything
+    assert questions_of(arithmetic_examples(config, seed=0)) == everything
     with pytest.raises(ValueError, match=r"is 101, but task.num_terms = 2 numbers .* give only 100 distinct"):
         arithmetic_examples(config.model_copy(update={"num_train_prompts": 100}), seed=0)
 
 
 def test_terms_in_ranges_and_no_sum_in_both_orders() -> None:
-    config = ArithmeticTaskConfig(
-        operations=("+",), ranges=((1, 49), (1, 9)), num_train_prompts=255, num_validation_prompts=150
-    )
+    sizes = {"num_train_prompts": 255, "num_validation_prompts": 150}
+    config = ArithmeticTaskConfig(operations=("+",), ranges=((1, 49), (1, 9)), **sizes)
     sets = arithmetic_examples(config, seed=0)
     terms = [[int(n) for n in re.findall(r"\d+", e.question)] for e in (*sets.train, *sets.validation)]
     everything = {tuple(sorted((a, b))) for a in range(1, 50) for b in range(1, 10)}
@@ -367,29 +353,18 @@ def test_a_mixtures_examples_know_their_part(tmp_path: Path) -> None:
 
 def test_no_part_trains_on_validation_questions_of_another(tmp_path: Path) -> None:
     def part(name: str, train: list[str], test: list[str]) -> dict[str, Any]:
-        paths = {
-            f"{field}_path": rows_file(
-                tmp_path, [{"question": q, "answer": "1"} for q in questions], ".jsonl", field + name
-            )
-            for field, questions in (("train", train), ("validation", test))
-        }
+        paths = {}
+        for field, questions in (("train", train), ("validation", test)):
+            rows = [{"question": question, "answer": "1"} for question in questions]
+            paths[f"{field}_path"] = rows_file(tmp_path, rows, ".jsonl", field + name)
         return {"task": {"kind": "file", **paths}}
 
-    sets = load_examples(
-        mixture(one=part("1", ["a", "b", "c"], ["d"]), two=part("2", ["d", "e"], ["b"])), seed=0
-    )
-    assert [(example.task, example.question) for example in sets.train] == [
-        ("one", "a"),
-        ("one", "c"),
-        ("two", "e"),
-    ]
-    assert sets.notices == (
-        "one: 1 question of other parts' validation left out",
-        "two: 1 question of other parts' validation left out",
-    )
-    with pytest.raises(
-        ValueError, match=r"task.parts.one: every training question is one that another part is"
-    ):
+    task = mixture(one=part("1", ["a", "b", "c"], ["d"]), two=part("2", ["d", "e"], ["b"]))
+    sets = load_examples(task, seed=0)
+    assert [(e.task, e.question) for e in sets.train] == [("one", "a"), ("one", "c"), ("two", "e")]
+    expected = [f"{name}: 1 question of other parts' validation left out" for name in ("one", "two")]
+    assert [*sets.notices] == expected
+    with pytest.raises(ValueError, match=r"task.parts.one: every training question is one that another"):
         load_examples(mixture(one=part("1", ["a"], ["b"]), two=part("2", ["c"], ["a"])), seed=0)
 
 
@@ -426,9 +401,8 @@ def test_the_few_shot_prompt_is_the_short_one_after_right_examples() -> None:
     for config in (QUICKSTART, "configs/cs336-2026.yaml"):  # no example is a question of their first seeds
         task = load_config(config).task
         assert task.kind == "sorting"
-        examples_of = [sorting_examples(task, seed) for seed in range(4)]
-        questions = {e.question for sets in examples_of for e in (*sets.train, *sets.validation)}
-        assert not questions & {f"Sort {digits}" for digits, _ in found}
+        for seed in range(4):
+            assert not questions_of(sorting_examples(task, seed)) & {f"Sort {digits}" for digits, _ in found}
 
 
 VARIANTS = [(name, variant) for name in ("prompt", "cs336-2026") for variant in EXPERIMENTS[name].variants]
