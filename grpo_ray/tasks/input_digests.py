@@ -51,21 +51,19 @@ def input_digests(
         digests[f"{FACTS} (for the code that reads them)"] = _sha256(facts.encode())
     digests |= _of_rewards(config)
     for name, part in config.episode_tasks.items():
-        for module, path in _modules_of((part.episode, part.examples, part.warmup or "")):
-            digests[f"{_field(name)}.episode (module {module}, {path.name})"] = _sha256(path.read_bytes())
+        digests |= _of_modules(f"{_field(name)}.episode", (part.episode, part.examples, part.warmup or ""))
     models = {MODEL: config.model.path, TEACHER: config.distillation.teacher}
     for field, folder in models.items():
         if folder is not None and Path(folder).is_dir():
-            digests |= {f"{field} ({name})": digest for name, digest in _of_model(Path(folder))}
+            digests |= _of_model(field, Path(folder))
     return digests
 
 
 def _of_rewards(config: Config) -> dict[str, str]:
-    return {
-        f"{_field(name)}.reward (module {module}, {path.name})": _sha256(path.read_bytes())
-        for name, reward in config.task.rewards.items()
-        for module, path in _modules_of(term.reward for term in terms_of(reward))
-    }
+    digests: dict[str, str] = {}
+    for name, reward in config.task.rewards.items():
+        digests |= _of_modules(f"{_field(name)}.reward", (term.reward for term in terms_of(reward)))
+    return digests
 
 
 def edited_rewards(run: RunDirectory, config: Config) -> list[str]:
@@ -75,12 +73,12 @@ def edited_rewards(run: RunDirectory, config: Config) -> list[str]:
     return [f"{name}: not what this run began with" for name in edited]
 
 
-def _of_model(folder: Path) -> Iterator[tuple[str, str]]:
+def _of_model(field: str, folder: Path) -> Iterator[tuple[str, str]]:
     """Yield the names and digests of a model's small files, and of samples of its weights."""
     for path in sorted(folder.iterdir()):
         if path.suffix in (".json", ".jinja", ".model", ".txt", ".py") and path.is_file():
-            yield path.name, _sha256(path.read_bytes())
-    yield "its weights", str(base_digest(str(folder)))
+            yield f"{field} ({path.name})", _sha256(path.read_bytes())
+    yield f"{field} (its weights)", str(base_digest(str(folder)))
 
 
 def files_named(config: Config) -> dict[str, str]:
@@ -137,12 +135,12 @@ def _field(part: str) -> str:
     return f"task.parts.{part}.task" if part else "task"
 
 
-def _modules_of(names: Iterable[str]) -> Iterator[tuple[str, Path]]:
-    """Yield the modules of the user's own functions, which the checks have imported, and their files."""
+def _of_modules(field: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield names and digests of the modules of the user's own functions, which the checks have imported."""
     for name in sorted({name.partition(":")[0] for name in names if ":" in name}):
         file = getattr(sys.modules.get(name), "__file__", None)
         if file is not None:
-            yield name, Path(file)
+            yield f"{field} (module {name}, {Path(file).name})", _sha256(Path(file).read_bytes())
 
 
 def _sha256(data: bytes) -> str:

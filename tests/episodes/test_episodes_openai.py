@@ -13,14 +13,13 @@ from unittest.mock import AsyncMock, patch
 import aiohttp
 import openai
 import pytest
-from episode_players import CALL, TOOL, Scripted, play, said, session_of
+from episode_players import CALL, TOOL, Scripted, said, session_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_ray.episodes.openai_server import RETRY_HEADER, ChatServer
 from grpo_ray.episodes.outcome import Limits, Status
 from grpo_ray.episodes.session import Session
-from grpo_ray.tasks.examples import Example
 
 QUESTION = {"role": "user", "content": "where?"}
 LOOK_HERE = {"name": "look", "arguments": '{"place": "here"}'}
@@ -82,19 +81,6 @@ async def test_an_agent_with_tools_continues_its_tokens() -> None:
     assert after[: len(before)] == before
 
 
-def test_a_limit_ends_the_agent_at_once() -> None:
-    async def agent(session: Session, example: Example) -> float:
-        async with openai.AsyncOpenAI(base_url=session.base_url, api_key="none") as client:
-            for _ in range(3):
-                await client.chat.completions.create(model="policy", messages=[QUESTION])  # type: ignore[list-item]
-        return 1.0
-
-    session, sampler = session_of("qwen2.5", said("a", "b", "c"), Limits(max_turns=2))
-    result = play(agent, session)
-    assert (result.status, result.reward) == (Status.TRUNCATED_TURNS, 0.0)
-    assert len(sampler.prompts) == 2
-
-
 async def test_a_stream_gives_the_same_reply_and_a_client_may_give_it_back_with_what_it_added() -> None:
     """The openai client's accumulated messages have an `index` at each call, and fields without a value."""
     async with serving(f"I look.\n{CALL % 'here'}", "It is gone.") as served:
@@ -115,14 +101,21 @@ async def test_a_stream_gives_the_same_reply_and_a_client_may_give_it_back_with_
     assert len(served.session.segments.sequences()) == 1, "the second turn continues the first"
 
 
-async def test_a_conversation_that_is_too_long_has_openais_code() -> None:
-    """Agents end or shorten their conversation at it."""
-    async with serving(limits=Limits(max_tokens=60)) as served:
-        with pytest.raises(openai.BadRequestError) as error:
-            await served.ask({"role": "user", "content": "where? " * 50})
-    assert error.value.code == "context_length_exceeded"
-    assert served.session.ended is not None
-    assert served.session.ended.status is Status.TRUNCATED_TOKENS
+async def test_a_limit_is_no_reason_to_ask_again_and_that_of_tokens_has_openais_code() -> None:
+    """Agents end or shorten their conversation at the latter."""
+    long = {"role": "user", "content": "where? " * 50}
+    for limits, earlier, message, status, code in (
+        (Limits(max_turns=1), [QUESTION], QUESTION, Status.TRUNCATED_TURNS, "truncated_turns"),
+        (Limits(max_tokens=60), [], long, Status.TRUNCATED_TOKENS, "context_length_exceeded"),
+    ):
+        async with serving(limits=limits) as served:
+            for answered in earlier:
+                await served.ask(answered)
+            with pytest.raises(openai.BadRequestError) as error:
+                await served.ask(message)
+        assert error.value.code == code
+        assert served.session.ended is not None
+        assert served.session.ended.status is status
 
 
 async def test_other_endpoints_say_which_one_there_is() -> None:
