@@ -239,18 +239,15 @@ def test_a_verifiers_environment_continues_its_tokens(numbers: Any) -> None:
     assert text.endswith("user\nlower<|im_end|>\n<|im_start|>assistant\n3<|im_end|>")
 
 
-@pytest.mark.parametrize(
-    ("limits", "status"),
-    [
+def test_verifiers_scores_an_episode_at_a_limit(numbers: Any) -> None:
+    for limits, status in (
         (Limits(max_turns=2, max_tokens=5000), Status.TRUNCATED_TURNS),
         (Limits(max_tokens=120), Status.TRUNCATED_TOKENS),
-    ],
-)
-def test_verifiers_scores_an_episode_at_a_limit(numbers: Any, limits: Limits, status: Status) -> None:
-    result, _ = played(numbers.episode, lambda prompt: "1", numbers.examples(0).train[0], limits)
-    assert (result.status, result.reward) == (status, 0.0)
-    assert result.metrics["is_right"] == 0.0, "scored, and not only given the limit's reward"
-    assert result.metrics["num_replies"] == result.segments.num_turns
+    ):
+        result, _ = played(numbers.episode, lambda prompt: "1", numbers.examples(0).train[0], limits)
+        assert (result.status, result.reward) == (status, 0.0)
+        assert result.metrics["is_right"] == 0.0, "scored, and not only given the limit's reward"
+        assert result.metrics["num_replies"] == result.segments.num_turns
 
 
 def test_a_verifiers_environment_writes_to_the_temporary_folder_only_and_its_error_is_the_episodes(

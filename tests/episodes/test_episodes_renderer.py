@@ -124,10 +124,8 @@ def test_thoughts_and_results_continue_the_tokens(question: str, cycles: list[tu
     pytest.importorskip("renderers")
     renderer, parser = configured(renderer="qwen3", tool_parser="renderer")
     turns = [[user(question)], *([{**RESULT, "content": text}] * 2 for _, _, text in cycles)]
-    replies = [
-        *(f"<think>\n{thought}\n</think>\n\nI look.\n{CALL % 'here'}" for thought, _, _ in cycles),
-        "gone",
-    ]
+    replies = [f"<think>\n{thought}\n</think>\n\nI look.\n{CALL % 'here'}" for thought, _, _ in cycles]
+    replies.append("gone")
     session, sampler, messages = play(renderer, replies, turns, [TOOL], parser)
     _, expected, _ = play(chat_template(True), replies, turns, [TOOL], parser)
     assert sampler.prompts == expected.prompts

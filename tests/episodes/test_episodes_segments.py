@@ -15,11 +15,8 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=4)  # few tokens, so t
 
 
 def rows(sequence: TrainedPath) -> tuple[list[int], list[int], list[int]]:
-    return (
-        list(sequence.prompt_token_ids),
-        sequence.response_token_ids.tolist(),
-        sequence.mask.astype(int).tolist(),
-    )
+    mask = sequence.mask.astype(int).tolist()
+    return list(sequence.prompt_token_ids), sequence.response_token_ids.tolist(), mask
 
 
 def test_turns_that_continue_are_one_sequence() -> None:

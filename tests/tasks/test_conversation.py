@@ -44,10 +44,8 @@ def read(folder: Path, *questions: Any, kind: str = "jsonl") -> list[Example]:
     else:
         pq.write_table(pa.Table.from_pylist(rows), path)
     (folder / "validation.jsonl").write_text('{"messages": "plain", "answer": "0"}\n')
-    task = FileTaskConfig(
-        train_path=str(path), validation_path=str(folder / "validation.jsonl"), question_field="messages",
-        prompt="chat",
-    )  # fmt: skip
+    paths = {"train_path": str(path), "validation_path": str(folder / "validation.jsonl")}
+    task = FileTaskConfig(**paths, question_field="messages", prompt="chat")
     return list(dataset_examples(task, 0).train)
 
 
@@ -117,10 +115,7 @@ def test_a_template_of_text_refuses_messages(tmp_path: Path) -> None:
         ([{"role": "tool", "content": "3"}, USER], r"'messages'\[0\] is .*'tool'"),
         ([{"role": ["user"], "content": "3"}], r"'messages'\[0\] is .*each message"),
         ([{**USER, "tool_calls": [1]}], r"'messages'\[0\] is .*and nothing else"),
-        (
-            [{"role": "user", "content": [{"type": "image"}]}],
-            r"'messages'\[0\] is .*'image'.* a `content` of text",
-        ),
+        ([{**USER, "content": [{"type": "image"}]}], r"'messages'\[0\] is .*'image'.* a `content` of text"),
         ([{"role": "user", "content": " "}], r"'messages' is empty; fill it in"),
         ([{"role": "user", "content": "a\0"}], r"'messages' holds a NUL character"),
     ],

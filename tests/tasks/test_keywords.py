@@ -99,10 +99,7 @@ def test_examples_are_seeded_and_disjoint_in_any_order(tmp_path: Path) -> None:
         ({"num_keywords": (3, 2)}, r"num_keywords is \[3, 2\]: give the minimum, then the maximum"),
         ({"train_path": "a.jsonl"}, "give both of train_path and validation_path, or neither"),
         ({"validation_path": "a.jsonl"}, "give both of train_path and validation_path, or neither"),
-        (
-            {"train_path": "a.jsonl", "validation_path": "b.jsonl", "keywords_path": "c"},
-            "keywords_path is for generated prompts",
-        ),
+        ({"train_path": "a", "validation_path": "b", "keywords_path": "c"}, "keywords_path is for generated"),
     ],
 )
 def test_wrong_fields_are_refused(fields: dict[str, Any], message: str) -> None:
