@@ -1,11 +1,12 @@
 """Builders of messages and Learners, and a slow reference for logprobs."""
 
 import copy
+import csv
 import functools
 import json
 import os
 import resource
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -232,6 +235,20 @@ def perturb(model: torch.nn.Module, seed: int, scale: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Write a file of rows, of the kind that its suffix names; return its path."""
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [*rows[0]])
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
 def edit_json(path: Path, **values: Any) -> None:

@@ -329,8 +329,8 @@ def test_the_pages_modules_play_their_own_warmup(
 ) -> None:
     pytest.importorskip(package)
     module = environments_page(name)
-    pairs = module.warmup(0, 60)
-    assert len(pairs) == 60
+    pairs = module.warmup(0, 30)
+    assert len(pairs) == 30
     assert {reply for _, reply in pairs} == replies
     found = module.examples(0)
     assert min(len(found.train), len(found.validation)) > 20

@@ -5,9 +5,8 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from builders import write_rows
 
 from grpo_ray.config.task import EpisodesTaskConfig, FileTaskConfig
 from grpo_ray.tasks import load_examples
@@ -38,13 +37,8 @@ class Tokenizer:
 
 def read(folder: Path, *questions: Any, kind: str = "jsonl") -> list[Example]:
     rows = [{"messages": question, "answer": str(number)} for number, question in enumerate(questions)]
-    path = folder / f"rows.{kind}"
-    if kind == "jsonl":
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    else:
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    (folder / "validation.jsonl").write_text('{"messages": "plain", "answer": "0"}\n')
-    paths = {"train_path": str(path), "validation_path": str(folder / "validation.jsonl")}
+    validation = write_rows(folder / "validation.jsonl", [{"messages": "plain", "answer": "0"}])
+    paths = {"train_path": write_rows(folder / f"rows.{kind}", rows), "validation_path": validation}
     task = FileTaskConfig(**paths, question_field="messages", prompt="chat")
     return list(dataset_examples(task, 0).train)
 
@@ -81,8 +75,8 @@ def test_an_episode_begins_with_a_text(tmp_path: Path) -> None:
 
 def test_dots_lead_into_nested_fields(tmp_path: Path) -> None:
     rows = [{"prompt": "Say 3", "reward_model": {"ground_truth": "3"}, "a.b": "x"}]
-    pq.write_table(pa.Table.from_pylist(rows), path := tmp_path / "rows.parquet")
-    paths = {"train_path": str(path), "validation_path": str(path), "duplicates": "keep"}
+    path = write_rows(tmp_path / "rows.parquet", rows)
+    paths = {"train_path": path, "validation_path": path, "duplicates": "keep"}
     for field, truth in (("reward_model.ground_truth", "3"), ("a.b", "x")):
         task = FileTaskConfig(**paths, question_field="prompt", answer_field=field)
         assert [e.ground_truth for e in dataset_examples(task, 0).train] == [truth]

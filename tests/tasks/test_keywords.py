@@ -1,6 +1,5 @@
 """The keywords task: word list, prompts, grammar, warm-up, and training on files of pairs."""
 
-import json
 import math
 import random
 import re
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import write_rows
 from pydantic import ValidationError
 
 from grpo_ray.config.task import KeywordsTaskConfig
@@ -163,19 +163,13 @@ BIRD = {"prompt": "Use bird.", "answer": "A bird!", "keywords": ["bird"]}
 FISH = {"prompt": "Use fish and sea.", "answer": "Fish like the sea.", "keywords": ["fish", "sea"]}
 
 
-def write_pairs(folder: Path, name: str, *rows: Any) -> str:
-    path = folder / f"{name}.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def config_of(train_path: str, validation_path: str, **fields: Any) -> KeywordsTaskConfig:
     return KeywordsTaskConfig(train_path=train_path, validation_path=validation_path, **fields)
 
 
 def test_training_on_pairs(tmp_path: Path) -> None:
-    train, validation = write_pairs(tmp_path, "a", BOAT, BIRD), write_pairs(tmp_path, "b", FISH)
-    config = config_of(train, validation)
+    train = write_rows(tmp_path / "a.jsonl", [BOAT, BIRD])
+    config = config_of(train, write_rows(tmp_path / "b.jsonl", [FISH]))
     sets = load_examples(config, seed=0)
     assert sets.train == [Example("Use boat and tree.", "boat, tree"), Example("Use bird.", "bird")]
     assert sets.train[1].place == f"{train}, line 2"
@@ -188,7 +182,8 @@ def test_training_on_pairs(tmp_path: Path) -> None:
 
 def test_keywords_of_validation_are_kept_out_of_training(tmp_path: Path) -> None:
     turned = {**BOAT, "prompt": "Tree and boat, please.", "keywords": ["Tree", "boat"]}
-    train, validation = write_pairs(tmp_path, "a", turned, BIRD), write_pairs(tmp_path, "b", BOAT, BIRD)
+    train = write_rows(tmp_path / "a.jsonl", [turned, BIRD])
+    validation = write_rows(tmp_path / "b.jsonl", [BOAT, BIRD])
     sets = load_examples(config_of(train, validation, num_validation_prompts=1), seed=0)
     assert [example.ground_truth for example in sets.train] == ["bird"]
     warmup = warmup_pairs(config_of(train, validation, num_validation_prompts=1), seed=0, num_pairs=5)
@@ -210,12 +205,12 @@ def test_keywords_of_validation_are_kept_out_of_training(tmp_path: Path) -> None
     ],
 )
 def test_wrong_pairs_are_named(tmp_path: Path, row: Any, message: str) -> None:
-    train = write_pairs(tmp_path, "a", BOAT, row)
+    train = write_rows(tmp_path / "a.jsonl", [BOAT, row])
     with pytest.raises(ValueError, match=f"a.jsonl, {message}"):
-        load_examples(config_of(train, write_pairs(tmp_path, "b", FISH)), seed=0)
+        load_examples(config_of(train, write_rows(tmp_path / "b.jsonl", [FISH])), seed=0)
 
 
 def test_a_file_without_pairs_is_refused(tmp_path: Path) -> None:
-    message = r"a.jsonl: holds no pairs; make some with `python -m examples.course data"
-    with pytest.raises(ValueError, match=message):
-        load_examples(config_of(write_pairs(tmp_path, "a"), write_pairs(tmp_path, "b", FISH)), seed=0)
+    config = config_of(write_rows(tmp_path / "a.jsonl", []), write_rows(tmp_path / "b.jsonl", [FISH]))
+    with pytest.raises(ValueError, match=r"a.jsonl: holds no pairs; make some with `python -m examples.course"):
+        load_examples(config, seed=0)

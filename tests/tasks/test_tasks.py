@@ -1,7 +1,5 @@
 """Tasks: templates, examples from files, the sorting and arithmetic tasks, and mixtures."""
 
-import csv
-import json
 import re
 from pathlib import Path
 from typing import Any, get_args
@@ -9,6 +7,7 @@ from typing import Any, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from builders import write_rows
 from small_run import QUICKSTART
 
 from grpo_ray.config.loading import load_config
@@ -129,19 +128,14 @@ def test_warmup_pairs_show_three_habits_on_other_numbers() -> None:
 # ---- files ----
 
 
-def write_jsonl(folder: Path, *lines: Any) -> Path:
-    path = folder / "data.jsonl"
-    path.write_bytes(b"".join((x if isinstance(x, bytes) else json.dumps(x).encode()) + b"\n" for x in lines))
-    return path
-
-
 def read(path: Path, question: str, answer: str, marker: str | None = None, limit: int | None = None) -> Any:
     return read_examples(Source(str(path), (path,)), Fields(question, answer, marker), limit)[0]
 
 
 def test_read_jsonl(tmp_path: Path) -> None:
-    rows = {"q": "1+1?", "a": "so #### no #### 2 "}, {"q": "é", "a": "#### 1,000", "x": None}
-    path = write_jsonl(tmp_path, rows[0], b"", rows[1], b"broken")
+    path = tmp_path / "data.jsonl"
+    lines = '{"q": "1+1?", "a": "so #### no #### 2 "}', "", '{"q": "é", "a": "#### 1,000", "x": null}', "broken"
+    path.write_text("\n".join(lines))
     expected = [Example("1+1?", "2"), Example("é", "1,000")]
     assert read(path, "q", "a", "####", limit=2) == expected  # the broken line is not reached
     assert read(path, "q", "a", limit=1) == [Example("1+1?", "so #### no #### 2")]
@@ -170,7 +164,8 @@ def test_values_of_a_csv_stay_as_they_are_written(tmp_path: Path) -> None:
 def test_load_examples(tmp_path: Path) -> None:
     sets = load_examples(SortingTaskConfig(num_train_prompts=5, num_validation_prompts=2), seed=0)
     assert (len(sets.train), len(sets.validation), sets.notices) == (5, 2, ())
-    path = str(write_jsonl(tmp_path, *({"question": f"{i}?", "answer": f"#### {i}"} for i in range(9))))
+    rows = [{"question": f"{i}?", "answer": f"#### {i}"} for i in range(9)]
+    path = write_rows(tmp_path / "data.jsonl", rows)
     fields = {"num_validation_prompts": 3, "answer_marker": "####", "duplicates": "keep"}
     task = FileTaskConfig(train_path=path, validation_path=path, **fields)
     sets = load_examples(task, seed=0)
@@ -203,24 +198,10 @@ MATH = [
 ]
 
 
-def rows_file(folder: Path, rows: list[dict[str, Any]], suffix: str, name: str = "rows") -> str:
-    path = folder / f"{name}{suffix}"
-    if suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    elif suffix == ".csv":
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0]])
-            writer.writeheader()
-            writer.writerows(rows)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".csv"])
 def test_gsm8k_from_files(tmp_path: Path, suffix: str) -> None:
-    train = rows_file(tmp_path, GSM8K, suffix, "train")
-    test = rows_file(tmp_path, [{"question": "v?", "answer": "#### -3"}], suffix, "test")
+    train = write_rows(tmp_path / f"train{suffix}", GSM8K)
+    test = write_rows(tmp_path / f"test{suffix}", [{"question": "v?", "answer": "#### -3"}])
     sets = load_examples(Gsm8kTaskConfig(train_path=train, validation_path=test), seed=0)
     assert sets.train == [Example("1 + 1?", "2"), Example("A lot?", "1,000")]
     assert sets.validation == [Example("v?", "-3")]
@@ -230,8 +211,8 @@ def test_gsm8k_from_files(tmp_path: Path, suffix: str) -> None:
 
 
 def test_math_from_files(tmp_path: Path) -> None:
-    train = rows_file(tmp_path, MATH, ".parquet", "train")
-    test = rows_file(tmp_path, [{"problem": "v?", "solution": r"\boxed{x^{2}}"}], ".jsonl", "test")
+    train = write_rows(tmp_path / "train.parquet", MATH)
+    test = write_rows(tmp_path / "test.jsonl", [{"problem": "v?", "solution": r"\boxed{x^{2}}"}])
     sets = load_examples(MathTaskConfig(train_path=train, validation_path=test), seed=0)
     assert sets.train == [Example("Half?", r"\frac{1}{\sqrt{4}}")]
     assert sets.validation == [Example("v?", "x^{2}")]
@@ -239,7 +220,7 @@ def test_math_from_files(tmp_path: Path) -> None:
 
 
 def test_validation_takes_the_first_n_rows_with_a_ground_truth(tmp_path: Path) -> None:
-    path = rows_file(tmp_path, GSM8K, ".jsonl")
+    path = write_rows(tmp_path / "rows.jsonl", GSM8K)
     task = Gsm8kTaskConfig(train_path=path, validation_path=path, num_validation_prompts=2, duplicates="keep")
     assert load_examples(task, seed=0).validation == [Example("1 + 1?", "2"), Example("A lot?", "1,000")]
 
@@ -337,8 +318,8 @@ def mixture(**parts: Any) -> MixtureTaskConfig:
 
 
 def test_a_mixtures_examples_know_their_part(tmp_path: Path) -> None:
-    train = rows_file(tmp_path, GSM8K, ".jsonl", "train")
-    test = rows_file(tmp_path, [{"question": "v?", "answer": "#### 4"}], ".jsonl", "test")
+    train = write_rows(tmp_path / "train.jsonl", GSM8K)
+    test = write_rows(tmp_path / "test.jsonl", [{"question": "v?", "answer": "#### 4"}])
     task = mixture(
         sums={"task": {"kind": "arithmetic", "num_train_prompts": 3, "num_validation_prompts": 2}},
         school={"weight": 2, "task": {"kind": "gsm8k", "train_path": train, "validation_path": test}},
@@ -356,7 +337,7 @@ def test_no_part_trains_on_validation_questions_of_another(tmp_path: Path) -> No
         paths = {}
         for field, questions in (("train", train), ("validation", test)):
             rows = [{"question": question, "answer": "1"} for question in questions]
-            paths[f"{field}_path"] = rows_file(tmp_path, rows, ".jsonl", field + name)
+            paths[f"{field}_path"] = write_rows(tmp_path / f"{field}{name}.jsonl", rows)
         return {"task": {"kind": "file", **paths}}
 
     task = mixture(one=part("1", ["a", "b", "c"], ["d"]), two=part("2", ["d", "e"], ["b"]))
