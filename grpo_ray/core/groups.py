@@ -219,7 +219,7 @@ class GroupBook:
         assert batch.step == step, f"step {batch.step} is in training"
         done = [*batch.group_ids, *batch.dropped_ids]
         outcomes = {group: self._groups[group].facts.outcome for group in done}
-        self._prompts.observe({group: known for group, known in outcomes.items() if known is not None})
+        self._prompts.order.observe({group: known for group, known in outcomes.items() if known is not None})
         self._leave(done, State.IN_BATCH)
         self.num_trained += len(batch.group_ids)
         self.num_dropped += len(batch.dropped_ids)
@@ -245,7 +245,7 @@ class GroupBook:
 
     def metrics(self) -> dict[str, float]:
         """Return the step metrics of the stream of prompts, and the number of groups set aside."""
-        return {**self._prompts.metrics(), "rollout/set_aside_groups": float(len(self.given_up))}
+        return {**self._prompts.order.metrics(), "rollout/set_aside_groups": float(len(self.given_up))}
 
     # Checkpoints
 
@@ -316,7 +316,7 @@ class GroupBook:
         ids = self._checked(group_ids, source)
         for group_id in ids:
             self._take_from(group_id, self._groups.pop(group_id))
-        self._prompts.forget(ids)
+        self._prompts.order.forget(ids)
 
     def _put_into(self, state: State, group_id: int) -> None:
         facts = self._groups[group_id].facts

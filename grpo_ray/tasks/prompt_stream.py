@@ -1,7 +1,7 @@
 """The endless stream of prompts: one per group, in an order that a resumed run continues."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ class PromptStream:
 
     def __init__(self, examples: Sequence[Example], prompters: Prompters, order: EpochOrder) -> None:
         assert len(examples) == order.num_examples
-        self._examples, self._prompters, self._order = examples, prompters, order
+        self._examples, self._prompters, self.order = examples, prompters, order
         self._identity = {
             "seed": order.seed,
             "num_examples": len(examples),
@@ -30,29 +30,17 @@ class PromptStream:
         Args:
             num_cuts: times that oversampling has cut the group off so far.
         """
-        example = self._examples[self._order.index(group_id)]
+        example = self._examples[self.order.index(group_id)]
         item = self._prompters[example.task].item(group_id, example)
         return replace(item, num_cuts=num_cuts) if num_cuts else item
 
     def task(self, group_id: int) -> str:
         """Return the part of a mixture that the group's prompt belongs to."""
-        return self._examples[self._order.index(group_id)].task
-
-    def observe(self, outcomes: Mapping[int, bool]) -> None:
-        """Take note of the outcomes of groups that are about to be done; a curriculum follows them."""
-        self._order.observe(outcomes)
-
-    def forget(self, group_ids: Iterable[int]) -> None:
-        """Discard what is kept for groups that are done."""
-        self._order.forget(group_ids)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the step metrics of the order."""
-        return self._order.metrics()
+        return self._examples[self.order.index(group_id)].task
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain JSON values, which `load_state_dict` restores."""
-        return {**self._identity, "order": self._order.state_dict()}
+        return {**self._identity, "order": self.order.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restore the order; None is the state in which the stream was made.
@@ -67,7 +55,7 @@ class PromptStream:
                     f"the checkpoint's prompt order has {key} {state[key]}, this run has {own}; "
                     "resume with the task's files and the seed that the checkpoint was written with"
                 )
-        self._order.load_state_dict(state["order"])
+        self.order.load_state_dict(state["order"])
 
 
 def examples_digest(examples: Sequence[Example]) -> str:

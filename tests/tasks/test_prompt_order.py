@@ -177,8 +177,8 @@ class Run:
 
     def finish(self, items: Iterable[PromptItem]) -> None:
         for item in items:
-            self.prompts.observe({item.group_id: 0 < RATES[item.prompt] < 1})
-            self.prompts.forget([item.group_id])
+            self.prompts.order.observe({item.group_id: 0 < RATES[item.prompt] < 1})
+            self.prompts.order.forget([item.group_id])
 
 
 def step(run: Run, size: int = 5) -> list[str]:
@@ -253,7 +253,7 @@ def test_only_unfinished_groups_are_remembered() -> None:
     for _ in range(10):
         step(run)
     aside, dropped, in_flight = run.take(3)
-    run.prompts.forget([aside.group_id, dropped.group_id])
+    run.prompts.order.forget([aside.group_id, dropped.group_id])
     state: dict[str, Any] = run.prompts.state_dict()["order"]
     assert [group for group, _ in state["drawn"]] == [in_flight.group_id]
     assert len(state["seen"]) == NUM_EXAMPLES
