@@ -42,17 +42,14 @@ def test_the_users_own_list(tmp_path: Path) -> None:
     assert read_words(path) == ["Tree", "boat", "ice-cream", "o'clock", "été"]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_wrong_and_missing_lists_are_refused(tmp_path: Path) -> None:
+    for text, message in (
         (b"tree\nice cream\n", r"words.txt, line 2: 'ice cream' is not a word; write one word per line"),
         (b"tree, boat\n", r"line 1: 'tree, boat' is not a word"),
         (b"tr\xffee\n", r"words.txt: byte 2 is not UTF-8; save the list as UTF-8 text"),
-    ],
-)
-def test_wrong_and_missing_lists_are_refused(tmp_path: Path, text: bytes, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_words(write_list(tmp_path, text))
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_words(write_list(tmp_path, text))
     with pytest.raises(ValueError, match=r"none.txt: cannot be read \(No such file or directory\)"):
         read_words(tmp_path / "none.txt")
 

@@ -90,6 +90,8 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (tmp_path / "set" / "train.jsonl").read_bytes() == before
     (tmp_path / "file").write_text("mine")
     assert "exists already" in refusal(capsys, tmp_path / "file", "--num-pairs", "5")
+    assert make(tmp_path / "file" / "set") == 2
+    assert "set.unfinished cannot be written (Not a directory); give another" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert make(tmp_path / "empty", "--num-pairs", "5") == 0
 
@@ -107,12 +109,6 @@ def test_wrong_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
         with pytest.raises(SystemExit):
             make(output, option, value)
         assert f"argument {option}: '{value}' is not a number" in capsys.readouterr().err
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("mine")
-    assert make(tmp_path / "file" / "set") == 2
-    assert "set.unfinished cannot be written (Not a directory); give another" in capsys.readouterr().err
 
 
 # ---- by a model ----
@@ -226,8 +222,10 @@ def test_an_interruption_loses_nothing(
         assert message in capsys.readouterr().err
         assert not (tmp_path / "set").exists()
 
-    assert refused(tmp_path, (*options, "--seed", "9"), capsys)
-    assert refused(tmp_path, (*options, "--temperature", "0.3"), capsys)
+    for other in (("--seed", "9"), ("--temperature", "0.3")):
+        assert make(tmp_path / "set", *options, *other) == 2
+        message = "set.unfinished holds another keyword dataset; give another --output"
+        assert message in capsys.readouterr().err
     engine = scripted(good)
     assert make(tmp_path / "set", *options) == 0
     assert f"resuming with {len(kept)} pairs of" in capsys.readouterr().out
@@ -239,11 +237,6 @@ def test_an_interruption_loses_nothing(
     make(tmp_path / "whole", *options)  # the same dataset without an interruption
     for name in ("train.jsonl", "validation.jsonl"):
         assert (tmp_path / "set" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-
-
-def refused(folder: Path, options: tuple[str, ...], capsys: Any) -> bool:
-    assert make(folder / "set", *options) == 2
-    return "set.unfinished holds another keyword dataset; give another --output" in capsys.readouterr().err
 
 
 def test_an_engine_that_dies_loses_nothing(
