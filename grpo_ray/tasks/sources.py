@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import metadata_load, snapshot_download
-from huggingface_hub.utils import filter_repo_objects
 
 from grpo_ray.config.task import ExamplesTaskConfig
 
@@ -81,9 +81,10 @@ def _hub_files(name: str, subset: str | None, split: str, revision: str | None) 
     card = download([CARD]) / CARD
     configs = (metadata_load(card) or {}).get("configs") if card.exists() else None
     patterns = _listed(configs, subset, split) if configs else _guessed(subset, split)
+    patterns = [f"{pattern}*" if pattern.endswith("/") else pattern for pattern in patterns]
     folder = download(patterns)
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    chosen = sorted(filter_repo_objects(names, allow_patterns=patterns))
+    chosen = sorted(name for name in names if any(fnmatch(name, pattern) for pattern in patterns))
     folders = sorted({name.partition("/")[0] for name in chosen if "/" in name})
     if subset is None and not configs and len(folders) > 1:
         raise _Absent(f"has several folders with it; set task.subset to one of {', '.join(folders)}")
