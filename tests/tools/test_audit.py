@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import trained_so
+from builders import change_weights, edit_json, trained_so
 from local_runs import make_config, train
 from report_runs import Rows, rewrite, write_lines
 from safetensors import safe_open
@@ -158,11 +158,14 @@ def rewrite_config(run: RunDirectory, old: str, new: str) -> None:
     run.config_path.write_text(run.config_path.read_text().partition("\n")[2].replace(old, new))
 
 
-def rewrite_state(run: RunDirectory, change: Callable[[dict[str, Any]], None], step: int = 8) -> None:
-    path = run.checkpoint_path(step) / "training" / "state.json"
-    state = json.loads(path.read_text())
-    change(state)
-    path.write_text(json.dumps(state))
+def rewrite_state(run: RunDirectory, step: int = 8, **values: Any) -> None:
+    edit_json(run.checkpoint_path(step) / "training" / "state.json", **values)
+
+
+def ledger_of(run: RunDirectory, step: int = 8) -> dict[str, Any]:
+    state = json.loads((run.checkpoint_path(step) / "training" / "state.json").read_text())
+    ledger: dict[str, Any] = state["ledger"]
+    return ledger
 
 
 def set_first(**values: Any) -> Callable[[Rows], None]:
@@ -296,68 +299,45 @@ def test_lines_that_were_changed_are_found(run: RunDirectory, name: str) -> None
     assert any(message in problem for problem in audit(run).problems)
 
 
-def test_metrics_that_were_changed_are_found(run: RunDirectory) -> None:
-    wrong = (
+def test_metrics_summaries_validations_and_configurations_that_were_changed_are_found(
+    run: RunDirectory,
+) -> None:
+    metrics = (
         "lag/max", "lag/mean", "reward/mean", "reward/answer", "rollout/response_tokens/mean",
         "rollout/response_tokens/max", "rollout/truncated_frac", "rollout/dropped_groups", "policy/entropy",
     )  # fmt: skip
-    rewrite_lines(run.metrics_path, lambda rows: rows[3].update(dict.fromkeys(wrong, 0.77)))
-    problems = "\n".join(audit(run).problems)
-    assert [name for name in wrong if f"{name} is recorded as 0.77" not in problems] == []
-
-
-def test_a_summary_that_was_changed_is_found(run: RunDirectory) -> None:
-    wrong = {
-        "accuracy": 0.987,
-        "answer_reward": 0.9,
-        "format_reward": 0.8,
-        "num_correct": 77,
-        "num_errors": 1,
-        "pass_at_k": {"1": 2},
-        "accuracy_interval": [2, 2],
-    }
-    rewrite_lines(run.evaluations_summary_path, lambda rows: rows[1].update(wrong))
-    problems = "\n".join(audit(run).problems)
-    for name in wrong:
+    rewrite_lines(run.metrics_path, lambda rows: rows[3].update(dict.fromkeys(metrics, 0.77)))
+    summary = {
+        "accuracy": 0.987, "answer_reward": 0.9, "format_reward": 0.8, "num_correct": 77, "num_errors": 1,
+        "pass_at_k": {"1": 2}, "accuracy_interval": [2, 2],
+    }  # fmt: skip
+    rewrite_lines(run.evaluations_summary_path, lambda rows: rows[1].update(summary))
+    rewrite(run.evaluations / "step-000008.parquet", set_first(ground_truth="12345", reward=0.0))
+    run.config_path.write_text(run.config_path.read_text().replace("max_lag: ", "max_lag: 1"))
+    problems = audit(run).problems
+    assert "evaluations/step-000008.parquet: has other prompts than the first validation" in problems
+    assert f"{run.config_path} was edited, or is damaged" in problems
+    text = "\n".join(problems)
+    assert [name for name in metrics if f"{name} is recorded as 0.77" not in text] == []
+    for name in summary:
         place = {"pass_at_k": ".1", "accuracy_interval": "[0]"}.get(name, "")
-        assert f"{name}{place} is recorded as" in problems
-
-
-def test_another_prompt_of_a_later_validation_is_found(run: RunDirectory) -> None:
-    rewrite(
-        run.evaluations / "step-000008.parquet", lambda rows: rows[0].update(ground_truth="12345", reward=0.0)
-    )
-    assert "evaluations/step-000008.parquet: has other prompts than the first validation" in audit(run).problems
-
-
-def test_an_edited_configuration_is_found(run: RunDirectory) -> None:
-    text = run.config_path.read_text()
-    run.config_path.write_text(text.replace("max_lag: ", "max_lag: 1"))
-    assert f"{run.config_path} was edited, or is damaged" in audit(run).problems
+        assert f"{name}{place} is recorded as" in text
 
 
 def test_a_prompt_sampled_twice_in_an_epoch_is_found(run: RunDirectory) -> None:
     first = read_rollouts(run.rollouts_path(1))[0]
-
-    def ask_again(rows: Rows) -> None:
-        for row in rows:
-            if row["group_id"] == 4:
-                row.update({name: first[name] for name in ("prompt", "prompt_token_ids", "ground_truth")})
-
-    rewrite(run.rollouts_path(2), ask_again)
+    change_group(run, 2, 4, **{name: first[name] for name in ("prompt", "prompt_token_ids", "ground_truth")})
     problems = audit(run).problems
     assert any(f"epoch 0: samples {first['prompt']!r} 1 times too often" in problem for problem in problems)
     assert "epoch 0: 1 training prompts were not sampled" in problems
 
 
 def test_another_group_replaces_one_set_aside(run: RunDirectory) -> None:
-    def rename(rows: Rows) -> Rows:
-        return [{**row, "group_id": 32} if row["group_id"] == 31 else row for row in rows]
-
-    rewrite(run.rollouts_path(8), rename)
-    rewrite_state(run, lambda state: state["ledger"].update(next_group_id=33, num_trained=32, num_dropped=1))
+    change_group(run, 8, 31, group_id=32)
+    ledger = ledger_of(run) | {"next_group_id": 33, "num_trained": 32, "num_dropped": 1}
+    rewrite_state(run, ledger=ledger)
     assert any("groups [31] are lost" in problem for problem in audit(run).problems)
-    rewrite_state(run, lambda state: state["ledger"].update(set_aside=[31], num_dropped=0))
+    rewrite_state(run, ledger=ledger | {"set_aside": [31], "num_dropped": 0})
     report = audit(run)
     assert report.problems == []
     assert report.set_aside == (31,)
@@ -385,7 +365,9 @@ LEDGER: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 @pytest.mark.parametrize("name", LEDGER)
 def test_a_ledger_that_does_not_add_up_is_found(run: RunDirectory, name: str) -> None:
     change, message = LEDGER[name]
-    rewrite_state(run, lambda state: change(state["ledger"]))
+    ledger = ledger_of(run)
+    change(ledger)
+    rewrite_state(run, ledger=ledger)
     assert any(message in problem for problem in audit(run).problems)
 
 
@@ -450,7 +432,7 @@ def test_a_group_that_is_replayed_too_often_and_a_gap_in_its_uses_are_found(mixe
 
 def test_too_many_replayed_groups_are_found(mixed: RunDirectory) -> None:
     step, _ = first_with(mixed, lambda row: row["use"] == 2)
-    fresh = next(row["group_id"] for row in read_rollouts(mixed.rollouts_path(step)) if row["use"] == 1)
+    _, fresh = first_with(mixed, lambda row: row["use"] == 1 and row["step"] == step)
     change_group(mixed, step, fresh, use=2)
     problems = audit(mixed).problems
     assert any("replays 2 groups, more than 1" in problem for problem in problems)
@@ -458,32 +440,18 @@ def test_too_many_replayed_groups_are_found(mixed: RunDirectory) -> None:
     assert any(f"groups [{fresh}] are lost" in problem for problem in problems)
 
 
-def test_a_dropped_group_with_a_signal_is_found(mixed: RunDirectory) -> None:
+def test_a_dropped_group_with_a_signal_and_too_many_dropped_ones_are_found(mixed: RunDirectory) -> None:
     step, group_id = first_with(mixed, lambda row: row["use"] == 1 and row["advantage"] != 0)
     change_group(mixed, step, group_id, use=0)
-    problems = audit(mixed).problems
-    name = mixed.rollouts_path(step).name
-    assert f"{name}: group {group_id} was left out, but has a signal" in problems
-    assert f"{name}: has 2 groups of its own instead of 3" in problems
-
-
-def test_too_many_dropped_groups_are_found(mixed: RunDirectory) -> None:
-    step, _ = first_with(mixed, lambda row: row["use"] == 0)
     rewrite_config(mixed, "dynamic_sampling_tries: 2", "dynamic_sampling_tries: 0")
-    problems = audit(mixed).problems
-    assert any(
-        mixed.rollouts_path(step).name in p and "left out" in p and "groups, more than 0" in p for p in problems
-    )
+    name, problems = mixed.rollouts_path(step).name, audit(mixed).problems
+    assert f"{name}: group {group_id} was left out, but has a signal" in problems
+    assert any(text.startswith(f"{name}: left out") and "groups, more than 0" in text for text in problems)
 
 
 def test_a_group_both_trained_and_dropped_is_found(mixed: RunDirectory) -> None:
     step, group_id = first_with(mixed, lambda row: row["use"] == 0)
-    trained = next(
-        row["group_id"]
-        for other in range(1, 9)
-        for row in read_rollouts(mixed.rollouts_path(other))
-        if row["use"] == 1 and other != step
-    )
+    _, trained = first_with(mixed, lambda row: row["use"] == 1 and row["step"] != step)
     change_group(mixed, step, group_id, group_id=trained)
     problems = audit(mixed).problems
     assert f"group {trained} was both trained and left out" in problems
@@ -491,55 +459,33 @@ def test_a_group_both_trained_and_dropped_is_found(mixed: RunDirectory) -> None:
 
 
 def test_an_unfinished_group_in_the_checkpoint_is_not_lost(mixed: RunDirectory) -> None:
-    ledger = json.loads((mixed.checkpoint_path(8) / "training" / "state.json").read_text())["ledger"]
+    ledger = ledger_of(mixed)
     number = ledger["next_group_id"]
-    rewrite_state(mixed, lambda state: state["ledger"].update(next_group_id=number + 1))
+    ledger["next_group_id"] += 1
+    rewrite_state(mixed, ledger=ledger)
     assert any(f"groups [{number}] are lost" in problem for problem in audit(mixed).problems)
     for place in UNFINISHED:
-        changed = {**ledger, "next_group_id": number + 1, place: [*ledger[place], number]}
-        rewrite_state(mixed, lambda state, changed=changed: state.update(ledger=changed))
+        rewrite_state(mixed, ledger={**ledger, place: [*ledger[place], number]})
         assert audit(mixed).problems == []
 
 
-def break_checkpoint(run: RunDirectory, how: str) -> None:
+def test_weights_that_are_not_finite_and_a_lost_checkpoint_are_found(run: RunDirectory) -> None:
     folder = run.checkpoint_path(8)
-    weights = folder / "model.safetensors"
-    if how == "nan":
-        tensors = load_file(weights)
-        next(iter(tensors.values())).view(-1)[0] = float("nan")
-        save_file(tensors, weights, {"format": "pt"})
-        trained_so(folder)
-    elif how == "torn":
-        weights.write_bytes(weights.read_bytes()[:-1])
-    elif how == "garbled":
-        weights.write_bytes(b"\xff" * weights.stat().st_size)
-    elif how == "older":
-        shutil.rmtree(folder)
-    else:
-        shutil.rmtree(run.checkpoints)
-        run.checkpoints.mkdir()
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("nan", "is not finite"),
-        ("garbled", "model.safetensors has changed since it was written"),
-        ("older", "it is not of the last step, 8"),
-        ("none", "there is no checkpoint"),
-    ],
-)
-def test_a_damaged_checkpoint_is_found(run: RunDirectory, how: str, message: str) -> None:
-    break_checkpoint(run, how)
-    assert any(message in problem for problem in audit(run).problems)
+    change_weights(folder, lambda tensors: next(iter(tensors.values())).view(-1)[0].fill_(float("nan")))
+    trained_so(folder)
+    assert any("is not finite" in problem for problem in audit(run).problems)
+    shutil.rmtree(run.checkpoints)
+    run.checkpoints.mkdir()
+    assert "there is no checkpoint" in audit(run).problems
 
 
 def test_the_checkpoint_that_a_resume_would_take_is_audited(run: RunDirectory) -> None:
-    break_checkpoint(run, "torn")
+    weights = run.checkpoint_path(8) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
     first, *others = audit(run).problems
     assert "checkpoints/step-000008: model.safetensors has" in first
     assert others == ["checkpoints/step-000006: it is not of the last step, 8"]
-    rewrite_state(run, lambda state: state["ledger"].update(num_trained=1), step=6)
+    rewrite_state(run, step=6, ledger=ledger_of(run, step=6) | {"num_trained": 1})
     assert any("step-000006: its ledger counts 1 trained groups" in problem for problem in audit(run).problems)
 
 
@@ -569,8 +515,7 @@ def test_an_unfinished_run_is_audited_up_to_its_current_step(run: RunDirectory) 
     run.rollouts_path(8).unlink()
     shutil.rmtree(run.checkpoint_path(8))
     (run.evaluations / "step-000004.parquet").unlink()
-    lost = {"kind": "responses_lost", "step": 4, "validation_step": 4}
-    run.events_path.write_text(f"{json.dumps(lost)}\n")
+    write_lines(run.events_path, [{"kind": "responses_lost", "step": 4, "validation_step": 4}])
     report = audit(run)
     assert report.problems == []
     missing = "evaluations/step-000004.parquet is missing: the disk had no room"
@@ -593,7 +538,7 @@ def test_a_damaged_file_of_rollouts_is_named(run: RunDirectory, step: int, then:
 def test_lines_that_a_checkpoint_is_ahead_of_are_missing_and_their_groups_are_not_called_lost(
     run: RunDirectory,
 ) -> None:
-    run.metrics_path.write_text("".join(run.metrics_path.read_text().splitlines(keepends=True)[:5]))
+    rewrite_lines(run.metrics_path, lambda rows: rows[:5])
     report = audit(run)
     assert report.problems == [f"metrics.jsonl: step {step} has no line" for step in (6, 7)]
     run.metrics_path.unlink()
@@ -602,13 +547,9 @@ def test_lines_that_a_checkpoint_is_ahead_of_are_missing_and_their_groups_are_no
 
 def test_the_checkpoint_of_an_interrupted_run_may_be_a_step_ahead_of_its_lines(run: RunDirectory) -> None:
     rewrite_config(run, "num_steps: 8\n", "num_steps: 12\n")
-    lines = run.metrics_path.read_text().splitlines(keepends=True)
-    run.metrics_path.write_text("".join(lines[:-1]))
-    state_path = run.checkpoint_path(8) / "training" / "state.json"
-    state = json.loads(state_path.read_text())
-    state_path.write_text(json.dumps({**state, "metrics": json.loads(lines[-1])}))
-    summary = run.evaluations_summary_path.read_text().splitlines(keepends=True)
-    run.evaluations_summary_path.write_text("".join(summary[:-1]))
+    rewrite_state(run, metrics=read_metrics(run.metrics_path)[-1])
+    for path in (run.metrics_path, run.evaluations_summary_path):
+        rewrite_lines(path, lambda rows: rows[:-1])
     report = audit(run)
     assert report.problems == []
     assert report.notes == ["the run is at step 7 of 12 (a resume writes the line of step 8)"]
@@ -623,8 +564,7 @@ def hashed(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 @pytest.fixture
 def other(hashed: RunDirectory, tmp_path: Path) -> RunDirectory:
-    shutil.copytree(hashed.path, tmp_path / "other")
-    return RunDirectory(tmp_path / "other")
+    return copied(hashed, tmp_path)
 
 
 def test_the_order_of_arrival_and_names_do_not_count(hashed: RunDirectory, other: RunDirectory) -> None:
