@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import math
 import os
 import shutil
 import sys
@@ -14,12 +15,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-import torch
 from any_reward_cli import patch_graders
-from builders import trained_so
+from builders import change_weights, trained_so
 from local_runs import make_config, train
 from local_serving import LocalServing, serve_locally
-from safetensors.torch import load_file, save_file
 
 from grpo_ray.errors import RunError
 from grpo_ray.records.run_files import RunDirectory
@@ -81,10 +80,15 @@ def read(folder: Path) -> tuple[dict[str, Any], list[Row]]:
 
 
 @pytest.mark.slow
-def test_known_answers_to_a_gsm8k_file(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
-    serve_locally(gsm8k_answers)
-    given = options(tiny_model(), tmp_path / "e", task=gsm8k_file(tmp_path), num_samples=4)
+def test_two_generators_share_the_known_answers_to_a_gsm8k_file(
+    tmp_path: Path, tiny_model: Model, serve_locally: Serve
+) -> None:
+    started = serve_locally(gsm8k_answers)
+    two = "generator.num_generators=2"
+    given = options(tiny_model(), tmp_path / "e", two, task=gsm8k_file(tmp_path), num_samples=4)
     folder = evaluate(given)
+    for client in started[0].generators.values():
+        assert asyncio.run(client.actor.take_stats()).stages.seconds["generate"] > 0
     data, rows = read(folder)
     summary = data["summary"]
     assert data["task"]["kind"] == "gsm8k"
@@ -101,23 +105,14 @@ def test_known_answers_to_a_gsm8k_file(tmp_path: Path, tiny_model: Model, serve_
     assert summary["accuracy_interval"][0] < 0.3 < summary["accuracy_interval"][1]
     expected = {"1": "correct", "0": "wrong_answer", "-": "no_format"}
     assert [row["category"] for row in rows] == [expected[kind] for kind in kinds]
+    assert [row["example_id"] for row in rows[::4]] == [0, 1, 2, 3, 4]
     assert [row["ground_truth"] for row in rows[::4]] == [truth for truth, _ in GSM8K.values()]
+    assert rows[0]["prompt"] == "Ann has 3 pens and buys 4."
     assert not (folder / "parts").exists()
     readable = (folder / "examples.md").read_text()
     assert "## format 1, answer 1: 6 of 20 responses" in readable
     assert readable.count("### Example") == 20
     assert f"```text\n{rows[0]['response']}\n```" in readable
-
-
-def test_the_prompts_are_shared_and_limited(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
-    started = serve_locally(gsm8k_answers)
-    two = "generator.num_generators=2"
-    given = options(tiny_model(), tmp_path / "e", two, task=gsm8k_file(tmp_path), limit=3)
-    _, rows = read(evaluate(given))
-    assert [row["example_id"] for row in rows] == [0, 1, 2]
-    assert {rows[0]["prompt"]} == {"Ann has 3 pens and buys 4."}
-    for client in started[0].generators.values():
-        assert asyncio.run(client.actor.take_stats()).stages.seconds["generate"] > 0
 
 
 @contextlib.contextmanager
@@ -147,12 +142,9 @@ def test_an_interrupted_evaluation_is_resumed(tmp_path: Path, tiny_model: Model,
     serve_locally(answers)
     command = "grpo-ray evaluate M"
     given = options(tiny_model(), tmp_path / "e", task=gsm8k_file(tmp_path), num_samples=2, command=command)
-    with (
-        interrupted_after(2, KeyboardInterrupt()),
-        pytest.raises(Interrupted, match="with: grpo-ray evaluate M"),
-    ):
+    interrupted = pytest.raises(Interrupted, match="with: grpo-ray evaluate M")
+    with interrupted_after(2, KeyboardInterrupt()), interrupted:
         evaluate(given)
-    assert (tmp_path / "e" / "parts" / "00000.parquet").exists()
     done = {row["prompt"] for row in pq.read_table(tmp_path / "e" / "parts" / "00000.parquet").to_pylist()}
     assert len(done) >= 2
     asked.clear()
@@ -308,11 +300,9 @@ def test_a_checkpoint_that_cannot_be_used_is_skipped(
     run: RunDirectory, tmp_path: Path, serve_locally: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serve_locally()
-    weights = run.checkpoints / "step-000004" / "model.safetensors"
-    tensors = load_file(weights)
-    next(iter(tensors.values()))[:] = torch.nan
-    save_file(tensors, weights, metadata={"format": "pt"})
-    trained_so(weights.parent)
+    folder = run.checkpoints / "step-000004"
+    change_weights(folder, lambda tensors: next(iter(tensors.values())).fill_(math.nan))
+    trained_so(folder)
     curve = evaluate(options(run.path, tmp_path / "curve", checkpoint="all"))
     assert [line.split(",")[0] for line in (curve / "curve.csv").read_text().splitlines()] == [
         "step", "0", "2", "6", "8",

@@ -1,5 +1,6 @@
 """The file of responses: written in parts, interrupted, resumed, and read back as numbers."""
 
+import math
 import tracemalloc
 from collections import Counter
 from dataclasses import replace
@@ -40,6 +41,14 @@ def graded(group_id: int) -> ScoredGroup:
     group = make_group(make_item(group_id, truth=f"truth {group_id}"), completions, [1.0, 0.0, 0.0, 0.0])
     formats, answers = np.array([1, 1, 0, 0], np.float32), np.array([1, 0, 0, 0], np.float32)
     return replace(group, format_rewards=formats, answer_rewards=answers, errors={3: "it took too long"})
+
+
+def written(folder: Path, num_examples: int) -> Path:
+    """Write that many groups; return the joined file."""
+    files = ResponseFiles(folder, range(num_examples))
+    for example_id in range(num_examples):
+        files.add(graded(example_id))
+    return files.join()
 
 
 def test_rows() -> None:
@@ -96,12 +105,8 @@ def test_a_part_is_on_disk_as_soon_as_it_is_complete_and_each_example_once(tmp_p
 
 
 def test_the_file_gives_the_same_summary_as_the_groups(tmp_path: Path) -> None:
-    groups = [graded(example_id) for example_id in range(70)]
-    files = ResponseFiles(tmp_path, range(70))
-    for group in groups:
-        files.add(group)
-    summary = summarise(read_outcomes(files.join()))
-    assert summary == summarise(outcomes_of(groups))
+    summary = summarise(read_outcomes(written(tmp_path, 70)))
+    assert summary == summarise(outcomes_of([graded(example_id) for example_id in range(70)]))
     assert (summary.num_examples, summary.num_samples, summary.num_errors) == (70, 4, 70)
     assert (summary.mean_response_tokens, summary.median_response_tokens) == (2.5, 2.5)
     assert (summary.max_response_tokens, summary.truncated_frac) == (4, 0.25)
@@ -120,10 +125,7 @@ def test_a_long_error_costs_memory_once(tmp_path: Path) -> None:
 
 
 def test_sampled_rows_have_the_category_and_are_reproducible(tmp_path: Path) -> None:
-    files = ResponseFiles(tmp_path, range(90))
-    for example_id in range(90):
-        files.add(graded(example_id))
-    path = files.join()
+    path = written(tmp_path, 90)
     rows = sample_rows(path, Category.WRONG_ANSWER, 10)
     assert len({row["example_id"] for row in rows}) == 10
     assert {row["category"] for row in rows} == {"wrong_answer"}
@@ -160,29 +162,16 @@ async def test_temperature_0_samples_the_most_likely_token(tiny_config: Config, 
     assert again.token_ids.tolist() == completion.token_ids.tolist()
 
 
-def nucleus(row: Tensor, top_p: float) -> list[int]:
-    """Return the smallest set of most likely tokens with `top_p` of the mass, by a loop."""
-    kept, mass = [], 0.0
-    for token in row.argsort(descending=True).tolist():
-        kept.append(token)
-        mass += float(row[token].exp())
-        if mass >= top_p:
-            break
-    return kept
-
-
 @pytest.mark.slow
 async def test_top_p_samples_only_from_the_nucleus(tiny_config: Config, tiny_model: TinyModel) -> None:
     settings = make_settings(num_samples=2000, top_p=0.2, max_tokens=1, seed=3)
     completions = await sample(tiny_config, tiny_model(), settings)
-    (row,) = rows_of(tiny_model(), completions[0])
-    kept = nucleus(row, 0.2)
-    assert 1 < len(kept) < 100
-    drawn = Counter(int(completion.token_ids[0]) for completion in completions)
-    assert set(drawn) <= set(kept)
-    mass = float(row[kept].exp().sum())
-    likeliest = kept[0]
-    assert drawn[likeliest] / 2000 == pytest.approx(float(row[likeliest].exp()) / mass, abs=0.04)
-    first = completions[0]
-    expected = float(row[int(first.token_ids[0])]) - float(torch.tensor(mass).log())
-    assert first.logprobs[0] == pytest.approx(expected, abs=1e-4)
+    first, drawn = completions[0], Counter(int(completion.token_ids[0]) for completion in completions)
+    (row,) = rows_of(tiny_model(), first)
+    probabilities, tokens = row.exp().sort(descending=True)
+    size = int((probabilities.cumsum(0) < 0.2).sum()) + 1
+    assert 1 < size < 100
+    assert set(drawn) <= set(tokens[:size].tolist())
+    mass = float(probabilities[:size].sum())
+    assert drawn[int(tokens[0])] / 2000 == pytest.approx(float(probabilities[0]) / mass, abs=0.04)
+    assert first.logprobs[0] == pytest.approx(float(row[int(first.token_ids[0])]) - math.log(mass), abs=1e-4)
