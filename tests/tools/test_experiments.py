@@ -24,7 +24,7 @@ from grpo_ray.run.machine import GpuPool, cores_of, default_jobs, gpus_of
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.drawing.figures import draw_spread, new_figure
 from grpo_ray.tools.experiments import curves
-from grpo_ray.tools.experiments.curves import plot_metrics, plot_timing, plot_validation_reward, seconds_of
+from grpo_ray.tools.experiments.curves import plot_metrics, plot_timing, plot_validation_reward
 from grpo_ray.tools.experiments.experiment import EXPERIMENTS, Experiment, make_sweep, split_values
 from grpo_ray.tools.experiments.experiment_plan import plan_experiment
 from grpo_ray.tools.experiments.outcome import ExperimentOutcome, Status
@@ -555,11 +555,6 @@ def test_bands_are_one_sample_standard_deviation_on_either_side() -> None:
     deviation = 0.07**0.5  # of 0.1, 0.2 and 0.6: (0.04 + 0.01 + 0.09) / 2
     expected = [(0, 0.3 - deviation), (0, 0.3 + deviation), (5, 0.5), (5, 0.7), (9, 0.8)]
     assert corners == {(x, round(y, 6)) for x, y in expected}
-
-
-def test_seconds_are_the_mean_without_the_first_step() -> None:
-    assert seconds_of("timing/train_s", outcome("a", [], timing__train_s=[9, *[2] * 7])) == 2
-    assert seconds_of("timing/train_s", outcome("a", [])) is None
 
 
 def test_sweep_is_the_product_with_readable_labels() -> None:

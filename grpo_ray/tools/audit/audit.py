@@ -176,11 +176,8 @@ def _audit_training(
         try:
             rows = RolloutRows(path.name, read_rollouts(path))
         except ArrowInvalid as error:
-            lost = (
-                "a resume removes it and trains the step again"
-                if step > checkpoint.step
-                else "its rows are lost"
-            )
+            is_ahead = step > checkpoint.step
+            lost = "a resume removes it and trains the step again" if is_ahead else "its rows are lost"
             report.problems.append(f"{path.name} is damaged, and {lost}: {error}")
             continue
         facts = audit_step(rows, row, _configs_until(history, step), grader)

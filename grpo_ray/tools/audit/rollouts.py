@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -64,7 +64,7 @@ Row = dict[str, Any]
 REWARDS = ("reward", "format_reward", "answer_reward")
 
 
-def audit_teacher(row: dict[str, Any], has_teacher: bool) -> Iterator[str]:
+def audit_teacher(row: Row, has_teacher: bool) -> Iterator[str]:
     """Yield the problems of one completion of a step."""
     logprobs = row.get("teacher_logprobs")
     if not has_teacher:
@@ -84,16 +84,20 @@ def audit_teacher(row: dict[str, Any], has_teacher: bool) -> Iterator[str]:
         yield f"token {place} is context, but has a teacher's logprob"
 
 
-def teacher_kl(rows: list[dict[str, Any]]) -> float | None:
+def teacher_kl(rows: list[Row]) -> float | None:
     """Return the mean of log(sampler / teacher) over the sampled tokens of the rows; None without any."""
-    gaps = []
-    for row in rows:
-        gap = np.array(row["logprobs"], np.float64) - np.array(row["teacher_logprobs"], np.float64)
-        for span in row["versions"]:
-            if span["version"] != CONTEXT:
-                gaps.append(gap[span["start"] : span["end"]])
-    values = np.concatenate(gaps or [np.empty(0)])
-    finite = values[np.isfinite(values)]
+
+    def gap(row: Row) -> np.ndarray:
+        return np.array(row["logprobs"], np.float64) - np.array(row["teacher_logprobs"], np.float64)
+
+    return _mean_of_sampled(rows, gap)
+
+
+def _mean_of_sampled(rows: list[Row], values_of: Callable[[Row], np.ndarray]) -> float | None:
+    """Return the mean of finite values, one per token of a row, over the sampled tokens; None without any."""
+    values = [values_of(row)[span["start"] : span["end"]] for row, span in _sampled_spans(rows)]
+    joined = np.concatenate(values or [np.empty(0)])
+    finite = joined[np.isfinite(joined)]
     return float(finite.mean()) if len(finite) else None
 
 
@@ -110,21 +114,14 @@ class RolloutRows:
     def num_errors(self) -> int:
         return sum(row["error"] is not None for row in self.rows)
 
-    @property
-    def num_ungradable(self) -> int:
-        return sum(row.get("ungradable") is not None for row in self.rows)
-
-    def of_part(self, part: str) -> "RolloutRows":
-        """Return the rows of a mixture's part."""
-        return RolloutRows(self.name, [row for row in self.rows if row["task"] == part])
+    def where(self, is_wanted: Callable[[Row], bool]) -> "RolloutRows":
+        return RolloutRows(self.name, [row for row in self.rows if is_wanted(row)])
 
     def mean(self, column: str) -> float:
         return float(sum(row[column] for row in self.rows)) / max(1, len(self.rows))
 
 
 class GroupPrompt(NamedTuple):
-    """A group's prompt."""
-
     text: str
     ground_truth: str
     task: str  # the mixture part
@@ -153,10 +150,10 @@ def audit_step(rows: RolloutRows, metrics: Row, configs: Sequence[Config], grade
             earlier one than the step was trained by.
     """
     step, config = metrics["step"], configs[-1]
-    own = RolloutRows(rows.name, [row for row in rows.rows if row["use"] in (DROPPED, FRESH)])
-    replayed = RolloutRows(rows.name, [row for row in rows.rows if row["use"] > FRESH])
-    fresh = RolloutRows(rows.name, [row for row in own.rows if row["use"] == FRESH])
-    trained = RolloutRows(rows.name, [*fresh.rows, *replayed.rows])
+    own = rows.where(lambda row: row["use"] in (DROPPED, FRESH))
+    replayed = rows.where(lambda row: row["use"] > FRESH)
+    fresh = own.where(lambda row: row["use"] == FRESH)
+    trained = rows.where(lambda row: row["use"] >= FRESH)
     problems = [f"a row is of step {row['step']}" for row in rows.rows if row["step"] != step]
     problems += _audit_size(fresh, own, replayed, config)
     problems += _audit_groups(rows, configs, config.algorithm.samples_per_prompt, grader)
@@ -176,19 +173,21 @@ def audit_step(rows: RolloutRows, metrics: Row, configs: Sequence[Config], grade
     problems += _compare(metrics, "reward/mean", own.mean("reward"))
     problems += _audit_teacher(rows, fresh, metrics, config)
     problems += _compare(metrics, "reward/errors", own.num_errors)
-    parts = sorted({row["task"] for row in own.rows} - {""})
     others = {
-        "reward/ungradable": own.num_ungradable,
+        "reward/ungradable": sum(row.get("ungradable") is not None for row in own.rows),
         "reward/format": own.mean("format_reward"),
         "reward/answer": own.mean("answer_reward"),
         "rollout/response_tokens/mean": own.mean("num_tokens"),
         "rollout/response_tokens/max": max((row["num_tokens"] for row in own.rows), default=0),
         "rollout/truncated_frac": float(np.mean([row["finish_reason"] == "length" for row in own.rows] or [0])),
-        **_entropy(own),
         "rollout/dropped_groups": len(own.groups) - len(fresh.groups),
         "lag/mean": _mean_lag(trained, step),
-        **{f"reward/mean/{part}": own.of_part(part).mean("reward") for part in parts},
     }
+    for part in sorted({row["task"] for row in own.rows} - {""}):
+        others[f"reward/mean/{part}"] = own.where(lambda row, part=part: row["task"] == part).mean("reward")
+    entropy = _mean_of_sampled(own.rows, lambda row: -np.array(row["logprobs"], np.float64))
+    if entropy is not None:
+        others["policy/entropy"] = entropy
     problems += _compare_recorded(metrics, others)
     facts = _facts(own, problems, notes)
     facts.trained = list(fresh.groups)
@@ -298,29 +297,19 @@ def _lag(rows: RolloutRows, step: int) -> int:
     return version - min(_versions(rows), default=version)
 
 
-def _entropy(rows: RolloutRows) -> dict[str, float]:
-    """Return the mean of -log p over the sampled tokens with a finite logprob; none without any."""
-    values = [
-        np.array(row["logprobs"][span["start"] : span["end"]], np.float64) for row, span in _sampled_spans(rows)
-    ]
-    finite = [each[np.isfinite(each)] for each in values]
-    joined = np.concatenate(finite or [np.empty(0)])
-    return {"policy/entropy": float(-joined.mean())} if len(joined) else {}
-
-
 def _mean_lag(rows: RolloutRows, step: int) -> float:
-    spans = [span for _, span in _sampled_spans(rows)]
+    spans = [span for _, span in _sampled_spans(rows.rows)]
     ages = sum((version_trained_at(step) - s["version"]) * (s["end"] - s["start"]) for s in spans)
     return float(ages / max(1, sum(s["end"] - s["start"] for s in spans)))
 
 
 def _versions(rows: RolloutRows) -> list[int]:
-    return [span["version"] for _, span in _sampled_spans(rows)]
+    return [span["version"] for _, span in _sampled_spans(rows.rows)]
 
 
-def _sampled_spans(rows: RolloutRows) -> Iterator[tuple[Row, Row]]:
+def _sampled_spans(rows: list[Row]) -> Iterator[tuple[Row, Row]]:
     """Yield rows with their spans of tokens that a version sampled; an episode's context has none."""
-    for row in rows.rows:
+    for row in rows:
         yield from ((row, s) for s in row["versions"] if not is_episode(row) or s["version"] != CONTEXT)
 
 

@@ -167,20 +167,14 @@ def _print_plan(
     plan: EvaluationPlan, config: Config, prepared: PreparedServing, console: EvaluationConsole
 ) -> None:
     task, generator, sampling = config.task, config.generator, config.sampling
-    graded = (
-        "episodes"
-        if config.has_only_episodes
-        else "prompt {}, reward {}".format(
-            *(getattr(task, name, "of each part") for name in ("prompt", "reward"))
-        )
-    )
+    prompt, reward = (getattr(task, name, "of each part") for name in ("prompt", "reward"))
+    graded = "episodes" if config.has_only_episodes else f"prompt {prompt}, reward {reward}"
+    device = f"{generator.num_gpus} GPU" if generator.num_gpus else "CPU"
     how = "greedy" if plan.temperature == 0 else f"temperature {plan.temperature:g}"
     top_p = f", top_p {plan.top_p:g}" if plan.top_p < 1 else ""
     stop = f", up to {' or '.join(map(repr, sampling.stop))}" if sampling.stop else ""
     console.print(
         f"{plan.subject.name}: {len(prepared.validation):,} prompts of {task.kind} x {plan.num_samples}, "
-        f"{graded}\n"
-        f"{how}{top_p}, {sampling.min_tokens} to {sampling.max_tokens} tokens{stop}, "
-        f"{generator.num_generators} x {generator.engine} on "
-        f"{f'{generator.num_gpus} GPU' if generator.num_gpus else 'CPU'}"
+        f"{graded}\n{how}{top_p}, {sampling.min_tokens} to {sampling.max_tokens} tokens{stop}, "
+        f"{generator.num_generators} x {generator.engine} on {device}"
     )

@@ -13,7 +13,7 @@ and the folder has their accuracy by step: `curve.csv` and `accuracy.png`.
 import csv
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,21 +35,14 @@ from grpo_ray.tools.evaluation.responses import Row, read_outcomes, sample_rows
 EXAMPLES_OF_EACH = 10
 OWN = "episodes/metrics/"
 
-TITLES = {
-    Category.CORRECT: "format 1, answer 1",
-    Category.WRONG_ANSWER: "format 1, answer 0",
-    Category.NO_FORMAT: "format 0",
-    Category.NOT_GRADED: "not graded",
-}
 
-
-def counts(summary: EvaluationSummary) -> dict[Category, int]:
-    return {
-        Category.CORRECT: summary.num_correct,
-        Category.WRONG_ANSWER: summary.num_wrong_answer,
-        Category.NO_FORMAT: summary.num_no_format,
-        Category.NOT_GRADED: summary.num_errors,
-    }
+def _categories(summary: EvaluationSummary) -> Iterator[tuple[Category, str, int]]:
+    """Yield the categories with their titles and numbers of responses; the last only if it has any."""
+    yield Category.CORRECT, "format 1, answer 1", summary.num_correct
+    yield Category.WRONG_ANSWER, "format 1, answer 0", summary.num_wrong_answer
+    yield Category.NO_FORMAT, "format 0", summary.num_no_format
+    if summary.num_errors:
+        yield Category.NOT_GRADED, "not graded", summary.num_errors
 
 
 def summary_table(summary: EvaluationSummary) -> Table:
@@ -64,10 +57,8 @@ def summary_table(summary: EvaluationSummary) -> Table:
     rows.append(("mean reward", f"{summary.reward:.4f} ± {summary.reward_standard_error:.4f}", ""))
     for task, accuracy in summary.accuracy_by_task.items():
         rows.append((f"accuracy {task}", f"{accuracy:.4f}", ""))
-    for category, number in counts(summary).items():
-        if number or category != Category.NOT_GRADED:
-            share = f"{number / summary.num_responses:.1%} of responses"
-            rows.append((TITLES[category], f"{number:,}", share))
+    for _, title, number in _categories(summary):
+        rows.append((title, f"{number:,}", f"{number / summary.num_responses:.1%} of responses"))
     tokens = f"mean {summary.mean_response_tokens:.1f}, median {summary.median_response_tokens:g}"
     rows.append(("response tokens", f"{tokens}, longest {summary.max_response_tokens}", ""))
     rows.append(("truncated", f"{summary.truncated_frac:.1%}", ""))
@@ -100,11 +91,9 @@ def _with_interval(value: float, interval: Interval) -> str:
 def write_examples(examples_path: Path, summary: EvaluationSummary, path: Path) -> None:
     """Write `examples.md`: ten responses of each category, drawn with a fixed seed."""
     sections = ["# Sampled examples"]
-    for category, number in counts(summary).items():
-        if not number and category == Category.NOT_GRADED:
-            continue
+    for category, title, number in _categories(summary):
         rows = sample_rows(examples_path, category, EXAMPLES_OF_EACH)
-        sections.append(f"## {TITLES[category]}: {number:,} of {summary.num_responses:,} responses")
+        sections.append(f"## {title}: {number:,} of {summary.num_responses:,} responses")
         sections += [_readable(row) for row in rows] or ["None."]
     with replacing(path, fsync=False) as partial:
         partial.write_text("\n\n".join(sections) + "\n", encoding="utf-8")

@@ -41,8 +41,6 @@ SURPLUS = 1.25  # requests per running sequence of an engine, so that it never w
 
 
 class EvaluationConsole(RunConsole):
-    """The console of `grpo-ray evaluate`."""
-
     def __init__(self) -> None:
         super().__init__(num_steps=0)
         self._num_done = self._num_correct = self._num_responses = self._total = 0

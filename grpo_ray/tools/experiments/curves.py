@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
@@ -11,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from grpo_ray.tools.drawing.figures import COLORS, GRID, Points, draw_spread, legend_beside, new_figure, tidy
-from grpo_ray.tools.experiments.outcome import ExperimentOutcome
+from grpo_ray.tools.experiments.outcome import STEP_S
 from grpo_ray.tools.experiments.table import VariantResult
 from grpo_ray.watch.metrics_catalog import METRICS
 
@@ -94,15 +93,9 @@ def by_step(courses: Sequence[Sequence[tuple[int, float]]]) -> Points:
 # The time of a step, with one bar per variant
 
 
-def seconds_of(name: str, outcome: ExperimentOutcome) -> float | None:
-    """Return a metric's mean without the first step, as `ExperimentOutcome.seconds_per_step`."""
-    values = [value for _, value in outcome.series(name)]
-    return fmean(values[1:] or values) if values else None
-
-
 def plot_timing(results: Sequence[VariantResult], title: str, path: Path) -> None:
     """Draw `timing.png`: what the Learner does in the seconds of a step."""
-    timed = [result for result in results if result.seconds_per_step is not None]
+    timed = [result for result in results if result.seconds_of(STEP_S) is not None]
     height = 2.6 + 0.75 * max(2, len(timed))  # inches
     figure = new_figure(9, height)
     axis = figure.subplots()
@@ -119,8 +112,8 @@ def plot_timing(results: Sequence[VariantResult], title: str, path: Path) -> Non
 
 def _stack(axis: Axes, results: Sequence[VariantResult]) -> None:
     waiting, training, steps = (
-        [result.mean(partial(seconds_of, name)) or 0.0 for result in results]
-        for name in ("timing/wait_for_batch_s", "timing/train_s", "timing/step_s")
+        [result.seconds_of(name) or 0.0 for result in results]
+        for name in ("timing/wait_for_batch_s", "timing/train_s", STEP_S)
     )
     rest = [max(0.0, step - wait - train) for step, wait, train in zip(steps, waiting, training, strict=True)]
     left = [0.0] * len(results)

@@ -29,8 +29,6 @@ POLL_S = 0.1
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a run's process."""
-
     run: PlannedRun
     status: int  # exit status of the process; negative: number of the signal that ended it
     seconds: float
@@ -95,8 +93,6 @@ class Launcher:
 
 
 class _Child:
-    """One run's process."""
-
     def __init__(self, run: PlannedRun, command: Sequence[str], gpus: Sequence[str]) -> None:
         self.run, self.gpus = run, gpus
         run.log.parent.mkdir(parents=True, exist_ok=True)

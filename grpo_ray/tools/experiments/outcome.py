@@ -15,6 +15,7 @@ from grpo_ray.watch.detectors import detections
 
 Status = Literal["finished", "diverged", "failed", "not finished"]
 NOT_FINITE = "recovery.max_skipped_updates"  # beginning of the run's error
+STEP_S = "timing/step_s"
 COLLAPSED = 0.5  # fraction of the first validation reward
 
 
@@ -60,10 +61,9 @@ class ExperimentOutcome:
         """Total seconds of all steps, without the startup of the run."""
         return sum(self._step_seconds.values()) if self._step_seconds else None
 
-    @property
-    def seconds_per_step(self) -> float | None:
-        """Mean without the first step, which includes compilation and cold caches."""
-        values = list(self._step_seconds.values())
+    def seconds_of(self, metric: str) -> float | None:
+        """Return the mean without the first step, which includes compilation and cold caches."""
+        values = [value for _, value in self.series(metric)]
         return fmean(values[1:] or values) if values else None
 
     def seconds_at(self, step: int) -> float:
@@ -84,7 +84,7 @@ class ExperimentOutcome:
 
     @cached_property
     def _step_seconds(self) -> dict[int, float]:
-        return dict(self.series("timing/step_s"))
+        return dict(self.series(STEP_S))
 
 
 def read_outcome(run: PlannedRun, error: str | None = None) -> ExperimentOutcome:

@@ -5,6 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from grpo_ray.errors import counted
 from grpo_ray.records.durable import replacing
 from grpo_ray.tools.experiments.experiment import Experiment
-from grpo_ray.tools.experiments.outcome import ExperimentOutcome
+from grpo_ray.tools.experiments.outcome import STEP_S, ExperimentOutcome
 
 THRESHOLDS = (0.5, 0.8)
 
@@ -54,12 +55,11 @@ class VariantResult:
     def final(self) -> Estimate | None:
         return self.estimate(lambda outcome: outcome.final)
 
-    @property
-    def seconds_per_step(self) -> Estimate | None:
-        return self.estimate(lambda outcome: outcome.seconds_per_step)
+    def seconds_of(self, metric: str) -> float | None:
+        return self.mean(lambda outcome: outcome.seconds_of(metric))
 
-    def last_quarter(self, metric: str) -> Estimate | None:
-        return self.estimate(lambda outcome: outcome.last_quarter(metric))
+    def last_quarter(self, metric: str) -> float | None:
+        return self.mean(lambda outcome: outcome.last_quarter(metric))
 
 
 def by_variant(labels: Iterable[str], outcomes: Sequence[ExperimentOutcome]) -> list[VariantResult]:
@@ -88,25 +88,18 @@ def _csv_row(result: VariantResult, metrics: Sequence[str]) -> dict[str, Any]:
         "half_reward_mean": result.mean(lambda outcome: outcome.reward_at(outcome.num_steps / 2)),
     }
     for threshold in THRESHOLDS:
-        reached = _steps_to(result, threshold)
+        reached = result.estimate(partial(ExperimentOutcome.steps_to, reward=threshold))
         row[f"steps_to_{threshold}_mean"] = reached.mean if reached else None
         row[f"steps_to_{threshold}_runs"] = reached.num_runs if reached else 0
     lag = result.estimate(lambda outcome: outcome.largest("lag/max"))
     row["seconds_total_mean"] = result.mean(lambda outcome: outcome.seconds)
-    row["seconds_per_step_mean"] = result.mean(lambda outcome: outcome.seconds_per_step)
+    row["seconds_per_step_mean"] = result.seconds_of(STEP_S)
     row["lag_max"] = lag.high if lag else None
-    for metric in metrics:
-        last = result.last_quarter(metric)
-        row[f"{metric}_last_quarter_mean"] = last.mean if last else None
+    row |= {f"{metric}_last_quarter_mean": result.last_quarter(metric) for metric in metrics}
     row["warnings"] = _warnings(result)
-    return row | {
-        "diverged": sum(outcome.status == "diverged" for outcome in result.outcomes),
-        "failed": len(result.outcomes) - len(result.results),
-    }
-
-
-def _steps_to(result: VariantResult, threshold: float) -> Estimate | None:
-    return result.estimate(lambda outcome: outcome.steps_to(threshold))
+    row["diverged"] = sum(outcome.status == "diverged" for outcome in result.outcomes)
+    row["failed"] = len(result.outcomes) - len(result.results)
+    return row
 
 
 # ---- Markdown: for reading ----
@@ -229,15 +222,15 @@ def difference_in_words(first: Estimate, other: Estimate) -> str:
 
 
 def _seconds(results: Sequence[VariantResult], jobs: int) -> Iterator[str]:
-    first = results[0].seconds_per_step
+    first = results[0].seconds_of(STEP_S)
     for result in results:
-        seconds = result.seconds_per_step
+        seconds = result.seconds_of(STEP_S)
         if seconds is None:
             continue
         ratio = ""
         if result is not results[0] and first is not None:
-            ratio = f", {short(seconds.mean / first.mean)} times {results[0].label}'s"
-        yield f"**{result.label}**: {short(seconds.mean)} s per step{ratio}"
+            ratio = f", {short(seconds / first)} times {results[0].label}'s"
+        yield f"**{result.label}**: {short(seconds)} s per step{ratio}"
     if jobs > 1:
         yield f"{jobs} parallel runs shared the machine: compare seconds with care"
 
@@ -248,6 +241,6 @@ def _problems(results: Sequence[VariantResult], metrics: Sequence[str]) -> Itera
             if outcome.status != "finished":
                 reason = f": {outcome.reason}" if outcome.reason else ""
                 yield f"{result.label}, seed {outcome.seed}: {outcome.status}{reason}"
-    missing = [metric for metric in metrics if not any(result.last_quarter(metric) for result in results)]
+    missing = [m for m in metrics if all(result.last_quarter(m) is None for result in results)]
     if missing:
         yield f"in no run's metrics: {', '.join(missing)}"

@@ -29,8 +29,7 @@ class Budget:
 
     device: str
     items: Sequence[Item]
-    capacity_bytes: float | None
-    """None: unknown, so there is no verdict."""
+    capacity_bytes: float | None  # None: unknown, so there is no verdict
     remark: str = ""
 
     @property
@@ -45,10 +44,6 @@ class Budget:
     @property
     def fits(self) -> bool:
         return self.missing_bytes < 1  # below one byte is rounding, where vLLM's cache takes all that is left
-
-    @property
-    def largest(self) -> Item:
-        return max(self.items, key=lambda item: item.num_bytes)
 
 
 def gib(num_bytes: float) -> str:
@@ -106,11 +101,8 @@ def generator_budget(shape: ModelShape, config: Config, prompt_tokens: int, gpu_
     if budget.fits:
         return budget
     largest = math.floor(100 * (share - budget.missing_bytes / gpu_bytes)) / 100
-    advice = (
-        f"generator.gpu_memory_utilization: {largest:.2f}"
-        if largest * gpu_bytes > weights_bytes
-        else "no share"
-    )
+    has_room = largest * gpu_bytes > weights_bytes
+    advice = f"generator.gpu_memory_utilization: {largest:.2f}" if has_room else "no share"
     return replace(budget, remark=f"{budget.remark}; {advice} leaves room for the rest")
 
 

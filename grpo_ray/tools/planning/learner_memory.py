@@ -32,10 +32,8 @@ class Tokens:
     """The largest micro-batch."""
 
     all: int
-    responses: int
-    """Tokens of responses, at which the output layer is applied."""
-    keys: int
-    """Keys that attention gathers: those of a response's prompt again for each response."""
+    responses: int  # tokens of responses, at which the output layer is applied
+    keys: int  # keys that attention gathers: those of a response's prompt again for each response
 
 
 def learner_budget(shape: ModelShape, config: Config, prompt_tokens: int, gpu_bytes: float) -> Budget:
@@ -134,13 +132,6 @@ def responses_per_prompt(config: Config) -> float:
     return max(1.0, dealt)  # minibatches deal a group's responses out
 
 
-def has_varlen_kernel(config: Config) -> bool:
-    """Return whether attention runs in a kernel for segments of any length (learning/attention.py)."""
-    return (
-        bool(config.learner.num_gpus) and config.model.dtype == "bfloat16" and config.model.attention != "sdpa"
-    )
-
-
 def kept_per_token(shape: ModelShape, config: Config, tokens: Tokens) -> float:
     """Return the bytes per token that one layer keeps for its backward pass.
 
@@ -151,12 +142,15 @@ def kept_per_token(shape: ModelShape, config: Config, tokens: Tokens) -> float:
     """
     h, q, kv, i = shape.hidden_size, shape.query_width, shape.kv_width, shape.intermediate_size
     width, keys = served_width(config), tokens.keys / tokens.all
-    is_own, is_shared = config.model.implementation == "grpo_ray", config.learner.share_prompts == "auto"
+    model, has_gpu = config.model, config.learner.num_gpus > 0
+    is_own, is_shared = model.implementation == "grpo_ray", config.learner.share_prompts == "auto"
+    # For segments of any length (learning/attention.py).
+    has_kernel = has_gpu and model.dtype == "bfloat16" and model.attention != "sdpa"
     norms, normed = 2 * (FLOAT32 + width) * h, 2 * width * h
-    if is_shared and has_varlen_kernel(config):
+    if is_shared and has_kernel:
         attention = width * (2 * q + 2 * kv * keys)
     elif is_shared:
-        attention = width * (3 * q + 2 * keys * (q if config.learner.num_gpus else kv))
+        attention = width * (3 * q + 2 * keys * (q if has_gpu else kv))
     else:
         attention = width * (5 * q if is_own else 2 * q + 2 * kv)
     if is_shared and is_own:  # the rotation, which transformers computes once for all layers

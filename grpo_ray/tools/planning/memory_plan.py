@@ -24,15 +24,12 @@ class MemoryPlan:
     work: Workload
     machine: Machine
     gpu_name: str
-    num_gpus: int
-    """Number of GPUs that there are."""
+    num_gpus: int  # number of GPUs that there are
     budgets: Sequence[Budget]
     run: MeasuredRun | None
-    time: StepTime | None
-    """None: neither a run measured the rates nor are there data sheets, as on a CPU."""
+    time: StepTime | None  # None: neither a run measured the rates nor are there data sheets, as on a CPU
     splits: Sequence[Split]
-    remedy: str
-    """Changes with which the Learner would fit; empty if it does."""
+    remedy: str  # changes with which the Learner would fit; empty if it does
 
     @property
     def has_enough_gpus(self) -> bool:

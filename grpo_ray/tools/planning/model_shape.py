@@ -20,22 +20,16 @@ GB = 1e9
 TRAINING_UTILIZATION = 0.3
 """Share of the peak that passes of the Learner reach, recomputation included. Published for FSDP2 at this size:
 0.15 with micro-batches of 16k tokens, 0.36 with 64k (prime-rl's benchmarks of Qwen3-4B on 8 H200)."""
-SAMPLING_UTILIZATION = 0.5
-"""Share of the peak in prefill and in large decoding batches."""
-MEMORY_UTILIZATION = 0.7
-"""Share of the memory's bandwidth that decoding and the optimizer reach."""
-LINK_UTILIZATION = 0.7
-"""Share of a link's bandwidth that a collective reaches."""
+SAMPLING_UTILIZATION = 0.5  # share of the peak in prefill and in large decoding batches
+MEMORY_UTILIZATION = 0.7  # share of the memory's bandwidth that decoding and the optimizer reach
+LINK_UTILIZATION = 0.7  # share of a link's bandwidth that a collective reaches
 IMBALANCE = 1.1
 """Time of the slowest rank over the mean: micro-batches of unequal sequences are dealt out, and ranks wait."""
 ENGINE_STEP_S = 0.005
 """An engine's step beyond its traffic and arithmetic: scheduling, launches, sampling from the logits."""
-ALL_REDUCE_S = 15e-6
-"""Latency of an all-reduce between the GPUs of one engine, two per layer."""
-COPY_TO_HOST = 20 * GB
-"""Bytes per second from a GPU to pinned host memory."""
-COPY_TO_STORE = 4 * GB
-"""Bytes per second from host memory into Ray's object store."""
+ALL_REDUCE_S = 15e-6  # latency of an all-reduce between the GPUs of one engine, two per layer
+COPY_TO_HOST = 20 * GB  # bytes per second from a GPU to pinned host memory
+COPY_TO_STORE = 4 * GB  # bytes per second from host memory into Ray's object store
 LOAD_FROM_HOST = 16 * GB
 """Bytes per second from page-locked host memory into an engine, while it is paused; 16 to 19 on an H100."""
 
@@ -51,8 +45,7 @@ class ModelShape:
     head_dim: int
     intermediate_size: int
     vocab_size: int
-    is_tied: bool
-    """The output layer shares the embeddings' weights."""
+    is_tied: bool  # the output layer shares the embeddings' weights
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     has_mlp_bias: bool = False
@@ -191,13 +184,10 @@ class GpuType:
     """Dense peaks and bandwidths from a data sheet."""
 
     memory_gib: float
-    bfloat16_flops: float
-    """FLOP/s in bfloat16 and float16."""
+    bfloat16_flops: float  # FLOP/s in bfloat16 and float16
     float32_flops: float
-    bandwidth: float
-    """Bytes per second of the memory."""
-    link: float
-    """Bytes per second and direction to the other GPUs of a node: NVLink, or PCIe where there is none."""
+    bandwidth: float  # bytes per second of the memory
+    link: float  # bytes per second and direction to the other GPUs of a node: NVLink, or else PCIe
 
     def flops(self, dtype: str) -> float:
         return self.float32_flops if dtype == "float32" else self.bfloat16_flops
@@ -218,5 +208,4 @@ class Machine:
 
     gpu: GpuType
     gpus_per_node: int = 8
-    network: float = 50 * GB
-    """Bytes per second and direction between two nodes, of all adapters of a node together."""
+    network: float = 50 * GB  # bytes per second and direction between two nodes, of all their adapters together

@@ -67,7 +67,8 @@ def _device(budget: Budget) -> Iterator[str]:
     yield f"  {'total':<24}  {gib(budget.needed_bytes):>9}  {capacity}".rstrip()
     if budget.remark:
         yield f"  {budget.remark}"
-    largest = f"the largest item is {budget.largest.name} ({gib(budget.largest.num_bytes)})"
+    item = max(budget.items, key=lambda item: item.num_bytes)
+    largest = f"the largest item is {item.name} ({gib(item.num_bytes)})"
     if budget.capacity_bytes is None:
         yield f"  no verdict without a GPU; {largest}"
     elif budget.fits:
@@ -80,11 +81,9 @@ def _time(plan: MemoryPlan, time: StepTime) -> Iterator[str]:
     """Yield the parts of a step's time, where the rates are from, and warnings about them."""
     config, run = plan.config, plan.run
     rule = "the slower side" if time.overlaps else "one after the other"
-    source = (
-        f"modelled from the data sheet of {plan.gpu_name}"
-        if run is None
-        else f"at the rates of {run.num_steps} measured steps"
-    )
+    source = f"modelled from the data sheet of {plan.gpu_name}"
+    if run is not None:
+        source = f"at the rates of {run.num_steps} measured steps"
     yield f"time of a step with responses of {plan.work.response_tokens:,.4g} tokens, {source}"
     yield f"  sampling     {_s(time.sample_s):>8}  {_sampling_note(plan)}"
     yield f"  training     {_s(time.train_s):>8}  {_training_note(plan, time)}"

@@ -18,8 +18,7 @@ class Split:
 
     config: Config
     time: StepTime
-    rank_bytes: float
-    """Memory of a rank's GPU."""
+    rank_bytes: float  # memory of a rank's GPU
     fits: bool
 
     @property
@@ -75,7 +74,6 @@ def divisions(num_gpus: int, gpus_per_node: int, of_generator: int) -> Iterator[
 
 
 def divided(config: Config, num_generators: int, num_ranks: int, replicas: int, per_node: int) -> Config:
-    """Return the configuration with another division."""
     generator = config.generator.model_copy(update={"num_generators": num_generators})
     ranks = {"num_ranks": num_ranks, "replicas": replicas, "ranks_per_node": per_node}
     return config.model_copy(

@@ -62,16 +62,11 @@ class MeasuredRun:
     config: Config
     num_steps: int
     step_s: float
-    response_tokens: float
-    """Mean length of a response."""
-    sampled_tokens_per_s: float
-    """Rate of one Generator while it samples."""
-    trained_tokens_per_s: float
-    """Rate of the Learner, with all its ranks, while it trains, in response tokens."""
-    trained_frac: float
-    """Share of the response tokens that get a gradient; those without an advantage get none."""
-    sync_s: float
-    """Seconds of a weight sync, in which Generators are paused."""
+    response_tokens: float  # mean length of a response
+    sampled_tokens_per_s: float  # rate of one Generator while it samples
+    trained_tokens_per_s: float  # rate of the Learner, with all its ranks, while it trains, in response tokens
+    trained_frac: float  # share of the response tokens that get a gradient; those without an advantage get none
+    sync_s: float  # seconds of a weight sync, in which Generators are paused
 
 
 def measure(path: str | Path) -> MeasuredRun:
@@ -117,10 +112,8 @@ class Workload:
     """The model, and the lengths of its sequences."""
 
     shape: ModelShape
-    prompt_tokens: int
-    """Length of the longest prompt, which the estimate takes for all."""
-    response_tokens: float
-    """Mean length of a response."""
+    prompt_tokens: int  # length of the longest prompt, which the estimate takes for all
+    response_tokens: float  # mean length of a response
 
 
 @dataclass(frozen=True)
@@ -128,10 +121,8 @@ class Passes:
     """Seconds of a step's passes on one GPU, without communication."""
 
     forward_s: float
-    backward_s: float
-    """With the recomputed activations."""
-    lookup_s: float = 0.0
-    """Forward passes alone: of a reference, or of the policy before the first of several updates."""
+    backward_s: float  # with the recomputed activations
+    lookup_s: float = 0.0  # forward passes alone: of a reference, or of the policy before several updates
 
 
 @dataclass(frozen=True)
@@ -139,15 +130,11 @@ class StepTime:
     """Seconds of work per step; validation, checkpoints, grading and stragglers are not counted."""
 
     sample_s: float
-    train_s: float
-    """The slowest rank's, with the communication that its computation does not hide."""
-    sync_s: float
-    """The pause of the Generators."""
+    train_s: float  # the slowest rank's, with the communication that its computation does not hide
+    sync_s: float  # the pause of the Generators
     overlaps: bool
-    snapshot_s: float = 0.0
-    """Seconds in which the Learner gathers a snapshot and does not train."""
-    exposed_s: float = 0.0
-    """The part of `train_s` in which a rank waits for communication."""
+    snapshot_s: float = 0.0  # seconds in which the Learner gathers a snapshot and does not train
+    exposed_s: float = 0.0  # the part of `train_s` in which a rank waits for communication
 
     @property
     def step_s(self) -> float:
@@ -336,8 +323,7 @@ class Collectives:
 
     gather_s: float = 0.0
     """An all-gather of all weights in `model.dtype`: one in the forward and one in the backward pass."""
-    reduce_s: float = 0.0
-    """The reduce-scatter of all gradients in float32, and their all-reduce over replicas."""
+    reduce_s: float = 0.0  # the reduce-scatter of all gradients in float32, and their all-reduce over replicas
     exposed_s: float = 0.0
     """The part that nothing can hide: the root and the first block are gathered before the first product, and
     the root's gradient is reduced after the last."""

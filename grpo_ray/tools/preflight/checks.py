@@ -52,9 +52,8 @@ def play_findings(plays: Plays, is_reward: bool, tokenizer: PreTrainedTokenizerB
     if not raised and not varying:
         yield from _rewards(groups, is_reward)
     if plays.first.unread:
-        text = (
-            f"the tool parser does not find a call as the chat template writes it: {plays.first.unread[:100]!r}"
-        )
+        call = plays.first.unread[:100]
+        text = f"the tool parser does not find a call as the chat template writes it: {call!r}"
         yield Finding("calls_unread", text)
     if plays.first.difference > CLOSE:
         by = f"{plays.first.difference:.2g}"
@@ -266,10 +265,8 @@ def template_findings(subject: Subject) -> Iterator[Finding]:
     between, _, _ = behind.partition(HELLO["content"])
     first = min((between.index(end) for end in ends if end in between), default=None)
     if first is None:
-        named = ", ".join(ends)
-        text = (
-            f"a reply ends with none of the tokens that end one in sampling ({named}): no end is ever trained"
-        )
+        missed = f"none of the tokens that end one in sampling ({', '.join(ends)})"
+        text = f"a reply ends with {missed}: no end is ever trained"
         yield Finding("end_of_turn", text, token=between[:40])
     elif first > 0:
         text = f"{between[:first]!r} stands between a reply and its end token; a sampled reply ends without it"

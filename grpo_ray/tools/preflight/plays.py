@@ -84,7 +84,6 @@ class Finding:
 
     @property
     def cure(self) -> str:
-        """The remedy."""
         return CURES[self.name]
 
     @property

@@ -47,8 +47,6 @@ class Asked:
 
 @dataclass(frozen=True)
 class Said:
-    """A scripted reply."""
-
     text: str = ""
     calls: tuple[tuple[str, dict[str, Any]], ...] = ()
     token_ids: tuple[int, ...] = ()  # instead of a text

@@ -27,8 +27,6 @@ PAGE = (
 
 @dataclass(frozen=True)
 class Preflight:
-    """The result of a preflight."""
-
     subject: Subject
     findings: list[Finding]
     shown: Played | None  # the episode with the most turns of a policy that knows the answer

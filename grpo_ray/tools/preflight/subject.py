@@ -82,7 +82,6 @@ class Subject:
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """The folders of the user's code."""
         return tuple({str(Path(m.__file__).resolve().parent) for m in self.modules if m.__file__})
 
     def right(self, example: Example) -> str:

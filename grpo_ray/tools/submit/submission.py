@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,12 +66,9 @@ ITS_SECRET = re.compile(rb'"(?:private_key|refresh_token)"\s*:')
 class Submission:
     """A job, as Ray's job API takes it."""
 
-    command: tuple[str, ...]
-    """A program and its arguments, run on the cluster in the copy of the working directory."""
-    runtime_env: Mapping[str, Any]
-    """`working_dir`, `excludes` and `env_vars`."""
-    metadata: Mapping[str, str]
-    """`run`: the run's directory, absolute. `config`: the file that describes it."""
+    command: tuple[str, ...]  # a program and its arguments, run in the cluster's copy of the working directory
+    runtime_env: Mapping[str, Any]  # `working_dir`, `excludes` and `env_vars`
+    metadata: Mapping[str, str]  # `run`: the run's directory, absolute; `config`: the file that describes it
     warnings: tuple[str, ...] = ()
     relative_files: Mapping[str, str] = field(default_factory=dict)
     """Paths relative to the working directory, by the field that names them, or CONFIG."""
@@ -86,18 +83,14 @@ class Submission:
 class SubmissionContext:
     """The cluster that a job goes to, and the parts of this machine that go with it."""
 
-    address: str
-    """The dashboard's address, such as http://127.0.0.1:8265."""
-    folder: Path
-    """The working directory, which is uploaded."""
+    address: str  # the dashboard's address, such as http://127.0.0.1:8265
+    folder: Path  # the working directory, which is uploaded
     python: str | None = None
     """The cluster's Python that has grpo_ray; None: this one if the cluster is this machine, else `python`."""
-    env: Sequence[str] = ()
-    """Further variables of this shell for the job."""
+    env: Sequence[str] = ()  # further variables of this shell for the job
 
     @property
     def is_here(self) -> bool:
-        """True if the cluster is this machine."""
         return urlsplit(self.address).hostname in ("127.0.0.1", "localhost", "::1")
 
     @property
@@ -146,7 +139,7 @@ def _job(
     arguments: Sequence[str], config: Config, run: Path, path: str, context: SubmissionContext
 ) -> Submission:
     listed = [name for name in config.secrets if name in os.environ]  # preparation refuses the others
-    variables, warnings = _variables([*dict.fromkeys([*context.env, *listed])], os.environ)
+    variables, warnings = _variables([*context.env, *listed])
     folder, excludes = context.folder.resolve(), list(EXCLUDED)
     if run.parent != folder and run.parent.is_relative_to(folder):
         excludes.append(f"/{run.parent.relative_to(folder)}/")
@@ -192,9 +185,9 @@ def _path_on_cluster(path: str, context: SubmissionContext) -> str:
     Raises:
         RunError: the file is outside the working directory, and the cluster is another machine.
     """
-    file = (context.folder / path).resolve()
-    if file.is_relative_to(context.folder.resolve()):
-        return str(file.relative_to(context.folder.resolve()))
+    file, folder = (context.folder / path).resolve(), context.folder.resolve()
+    if file.is_relative_to(folder):
+        return str(file.relative_to(folder))
     if context.is_here:
         return str(file)
     raise RunError(
@@ -210,22 +203,20 @@ def _left_out(files: Sequence[Path]) -> str:
     return f"not uploaded, because everyone with the cluster's token could read it: {names}{more}"
 
 
-def _variables(named: Sequence[str], environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+def _variables(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     """Return the allowed and the named variables, and a warning per named one that looks like a credential."""
-    missing = [name for name in named if name not in environment]
-    if missing:
-        raise RunError(
-            f"--env {missing[0]}: no such variable in this shell; export it, or leave the option out"
-        )
-    sent = {name: environment[name] for name in SENT_ALONG if name in environment}
+    sent = {name: os.environ[name] for name in SENT_ALONG if name in os.environ}
     sent = {name: value for name, value in sent.items() if not is_secret(name, value)}
-    sent |= {name: environment[name] for name in named}
-    warnings = [
-        f"{name} looks like a credential: everyone with the cluster's token can read it in the job's "
-        "description; a file on the cluster (`hf auth login` there) is safer"
-        for name in named
-        if is_secret(name, environment[name])
-    ]
+    warnings = []
+    for name in dict.fromkeys(names):
+        if name not in os.environ:
+            raise RunError(f"--env {name}: no such variable in this shell; export it, or leave the option out")
+        sent[name] = os.environ[name]
+        if is_secret(name, sent[name]):
+            warnings.append(
+                f"{name} looks like a credential: everyone with the cluster's token can read it in the job's "
+                "description; a file on the cluster (`hf auth login` there) is safer"
+            )
     return sent, warnings
 
 

@@ -197,11 +197,8 @@ class JobClient:
             self._report_end(job_id)
             if run is not None:
                 at = "" if self.address == DEFAULT_ADDRESS else f" --address {self.address}"
-                print(
-                    visible(
-                        f"resume it, if it had begun, with: grpo-ray submit --resume {shlex.quote(run)}{at}"
-                    )
-                )
+                command = f"grpo-ray submit --resume {shlex.quote(run)}{at}"
+                print(visible(f"resume it, if it had begun, with: {command}"))
             return True
 
     async def _print_output(self, job_id: str) -> None:
