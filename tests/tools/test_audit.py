@@ -88,12 +88,9 @@ def test_a_clean_run_is_clean(clean: RunDirectory) -> None:
     assert {0.0, 1.0} == set(rewards)  # both occur, so that a wrong reward can be told from a right one
 
 
-SCHEDULES = [
+ADVANTAGES = [  # tests/core/test_schedules.py audits the other schedules
     MIXED,
     ("buffer.lookahead=3", "algorithm.loss=no_baseline", "algorithm.epochs_per_batch=2"),
-    ("algorithm.oversample_frac=0.5", "algorithm.dynamic_sampling_tries=1"),
-    ("algorithm.oversample_frac=0.5", "buffer.replay.frac=0.5", "buffer.replay.sampling=advantage"),
-    ("weight_sync.max_lag=0", "algorithm.dynamic_sampling_tries=3", "algorithm.samples_per_prompt=3"),
     ("algorithm.overlong_buffer_tokens=3", "algorithm.advantage=leave_one_out"),
     (*MIXED, "algorithm.kl={reference: ema, coefficient: 0.1, placement: reward}", "algorithm.advantage=mean"),
     (*MIXED, "algorithm.advantage=gdpo", "algorithm.advantage_scale=whiten_responses"),
@@ -102,13 +99,12 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.parametrize("changes", SCHEDULES, ids=str)
+@pytest.mark.parametrize("changes", ADVANTAGES, ids=str)
 @pytest.mark.kept(
     "('buffer.replay.frac=0.25', 'buffer.replay.max_age=3', 'algorithm.dynamic_sampling_tries=2')",
-    "('algorithm.oversample_frac=0.5', 'algorithm.dynamic_sampling_tries=1')",
     "('algorithm.overlong_buffer_tokens=3', 'algorithm.advantage=leave_one_out')",
 )
-def test_a_clean_run_of_any_schedule_is_clean(
+def test_a_clean_run_with_any_advantage_is_clean(
     finished_run: Callable[..., RunDirectory], changes: tuple[str, ...]
 ) -> None:
     run = finished_run(*changes)

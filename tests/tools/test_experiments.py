@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -151,17 +152,15 @@ def test_finished_runs_are_not_repeated_and_seeds_can_be_added(fakes: FakeRuns) 
     assert "low,3," in fakes.text("table.csv")
 
 
-@pytest.mark.parametrize("lost", ["checkpoints/step-000008/training/state.json", "metrics.jsonl"])
-def test_a_run_without_its_last_line_or_checkpoint_is_resumed(fakes: FakeRuns, lost: str) -> None:
-    fakes.run()
+def test_runs_without_their_last_line_or_checkpoint_are_resumed(fakes: FakeRuns) -> None:
+    fakes.run(seeds=2)
     fakes.launched()
-    path = fakes.out / "rates/runs/low-seed0" / lost
-    if path.suffix == ".jsonl":
-        path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-    else:
-        path.unlink()
-    fakes.run()
-    assert fakes.launched() == ["low-seed0"]
+    runs = fakes.out / "rates/runs"
+    metrics = runs / "low-seed0/metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    (runs / "high-seed0/checkpoints/step-000008/training/state.json").unlink()
+    fakes.run(seeds=2)
+    assert fakes.launched() == ["high-seed0", "low-seed0"]
 
 
 def test_another_definition_is_refused_and_says_what_differs(fakes: FakeRuns) -> None:
@@ -249,42 +248,70 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+FIRST = ("low-seed0", "high-seed0")
+WAITS = {"low_seed0": {"ending": "waits"}, "high_seed0": {"ending": "waits"}}
+
+
+def until_both_wait(fakes: FakeRuns, process: subprocess.Popen[str] | None = None) -> None:
+    deadline = time.monotonic() + 600
+    while not all((fakes.out / "rates/runs" / name / "waiting").exists() for name in FIRST):
+        assert process is None or process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def start_waiting(fakes: FakeRuns) -> subprocess.Popen[str]:
     """Start an experiment by the command line, with two runs that wait for a signal and two queued."""
-    waits = {"ending": "waits"}
-    fakes.script(low_seed0=waits, high_seed0=waits)
+    fakes.script(**WAITS)
     command = [sys.executable, "-c", PROGRAM, "experiment", "rates", f"--output={fakes.out}", "--seeds=2"]
     command += ["--jobs=2"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
-    runs = [fakes.out / "rates/runs" / name / "waiting" for name in ("low-seed0", "high-seed0")]
-    deadline = time.monotonic() + 600
-    while not all(path.exists() for path in runs):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until_both_wait(fakes, process)
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_the_runs_once_and_waits_for_them(fakes: FakeRuns, number: int) -> None:
-    process = start_waiting(fakes)
-    with pytest.raises(RunError, match=f"another process .pid {process.pid} "):
-        fakes.run(seeds=2)  # two starts of one experiment do not mix
-    os.killpg(process.pid, number)  # as a terminal does
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == 130, output
-    assert f"resume with: grpo-ray experiment rates --output={fakes.out} --seeds=2 --jobs=2" in output
-    assert output.count(": stopped after") == 2
-    assert sorted(fakes.launched()) == ["high-seed0", "low-seed0"]  # and no other
-    for name in ("low-seed0", "high-seed0"):
+def check_stopped(fakes: FakeRuns) -> None:
+    """Check that the first two runs received one signal each, and that the others follow when resumed."""
+    assert fakes.launched() == sorted(FIRST)  # and no other
+    for name in FIRST:
         run = fakes.out / "rates/runs" / name
         assert (run / "signals").read_text() == "1"
         assert (run / "checkpoints/step-000004").exists()
     fakes.script()
     assert fakes.run(seeds=2)
     assert len(fakes.launched()) == 4
+
+
+def test_ctrl_c_stops_the_runs_once_and_waits_for_them(fakes: FakeRuns) -> None:
+    process = start_waiting(fakes)
+    with pytest.raises(RunError, match=f"another process .pid {process.pid} "):
+        fakes.run(seeds=2)  # two starts of one experiment do not mix
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 130, output
+    assert f"resume with: grpo-ray experiment rates --output={fakes.out} --seeds=2 --jobs=2" in output
+    assert output.count(": stopped after") == 2
+    check_stopped(fakes)
+
+
+def test_sigterm_stops_them_too(fakes: FakeRuns) -> None:
+    def stop() -> None:
+        until_both_wait(fakes)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    fakes.script(**WAITS)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # by default it would end the tests
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    try:
+        with pytest.raises(KeyboardInterrupt, match="resume with: grpo-ray experiment rates"):
+            fakes.run(seeds=2, jobs=2)
+    finally:
+        stopper.join()
+        signal.signal(signal.SIGTERM, before)
+    check_stopped(fakes)
 
 
 def test_a_killed_experiment_leaves_no_run(fakes: FakeRuns) -> None:
@@ -526,11 +553,10 @@ def test_summary_of_a_first_variant_without_a_result() -> None:
 
 
 ODD = {
-    "results": OUTCOMES,
     "nothing": [],
     "no seconds, negative rewards, a metric that runs away": [
         outcome("a", [(0, -3.0), (8, 2.0)], x__y=[1, 1, 1, 1, 1e9, None, None, 1]),
-        outcome("b", [(0, 0.0), (8, 0.5)]),
+        outcome("b", [(0, 0.0), (8, 0.5)], timing__step_s=lambda _: 2.0),
     ],
 }
 

@@ -184,7 +184,8 @@ def audit_step(rows: RolloutRows, metrics: Row, configs: Sequence[Config], grade
         "lag/mean": _mean_lag(trained, step),
     }
     for part in sorted({row["task"] for row in own.rows} - {""}):
-        others[f"reward/mean/{part}"] = own.where(lambda row, part=part: row["task"] == part).mean("reward")
+        rewards = [row["reward"] for row in own.rows if row["task"] == part]
+        others[f"reward/mean/{part}"] = sum(rewards) / len(rewards)
     entropy = _mean_of_sampled(own.rows, lambda row: -np.array(row["logprobs"], np.float64))
     if entropy is not None:
         others["policy/entropy"] = entropy
