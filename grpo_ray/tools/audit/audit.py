@@ -197,9 +197,8 @@ def _audit_training(
             due |= set(facts.prompts)
         prompts |= {group: distinct.setdefault(asked, asked) for group, asked in facts.prompts.items()}
     report.problems += [f"group {group} was trained {n} times" for group, n in trained.items() if n > 1]
-    report.problems += [
-        f"group {group} was both trained and left out" for group in sorted(dropped & trained.keys())
-    ]
+    both = sorted(dropped & trained.keys())
+    report.problems += [f"group {group} was both trained and left out" for group in both]
     last = max((row["step"] for row in metrics), default=0)
     for file in sorted(run.rollouts.glob("step-*.parquet")):
         if int(file.stem.removeprefix("step-")) > last and last >= config.algorithm.num_steps:
@@ -300,13 +299,11 @@ def _audit_skipped(run: RunDirectory, metrics: Sequence[Row], report: AuditRepor
     kept = {path.stem for path in run.skipped.glob("step-*.parquet")}
     norms = {row["step"]: row.get("optim/grad_norm", 0.0) for row in metrics}  # nan is null in JSON
     infinite = [step for step, norm in norms.items() if norm is None or not math.isfinite(norm)]
-    problems = lacking + [
-        f"skipped/{name}.parquet: no update of that step was skipped" for name in sorted(kept - skipped)
-    ]
-    problems += [
-        f"step {s}: its gradient is not finite and was used" for s in infinite if step_name(s) not in skipped
-    ]
-    return problems
+    unexplained = sorted(kept - skipped)
+    used = [step for step in infinite if step_name(step) not in skipped]
+    problems = [f"skipped/{name}.parquet: no update of that step was skipped" for name in unexplained]
+    problems += [f"step {step}: its gradient is not finite and was used" for step in used]
+    return lacking + problems
 
 
 def _leftovers(run: RunDirectory) -> list[str]:

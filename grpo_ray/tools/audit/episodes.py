@@ -201,12 +201,12 @@ def audit_comparison(members: Sequence[Row], config: Config) -> Iterator[str]:
         ]
         by_turn = turn_advantages(per_turn, config.episodes.turn_discount, compare)
     for number, row in enumerate(members):
-        given, due = row["turn_advantages"], None if by_turn is None else by_turn[number]
-        if (given is None) != (due is None):
+        given, due = row["turn_advantages"], None if by_turn is None else by_turn[number].tolist()
+        if not _is_close(given, due):
             yield f"episode {row['sample']}: turn_advantages are {given}, its rewards give {due}"
-        elif given is not None and due is not None and not _is_close(given, due):
-            yield f"episode {row['sample']}: turn_advantages are {given}, its rewards give {due.tolist()}"
 
 
-def _is_close(given: Sequence[float], due: np.ndarray) -> bool:
+def _is_close(given: Sequence[float] | None, due: Sequence[float] | None) -> bool:
+    if given is None or due is None:
+        return given is due
     return len(given) == len(due) and np.allclose(given, due, rtol=1e-5, atol=1e-5)

@@ -387,12 +387,10 @@ def _earned(members: list[Row], grader: Regrader) -> list[Result]:
     """Return what each response earns; nothing, or a wrong one's, for those that the run could not grade."""
     first, task = members[0], members[0]["task"]
     graded = [row for row in members if row["error"] is None and row.get("ungradable") is None]
-    prompt = PromptItem(
-        first["group_id"], first["prompt"], (), first["ground_truth"], about=first.get("about") or ""
-    )
-    results = iter(
-        grader.grader.grade(task, [(row["response"], row["ground_truth"]) for row in graded], prompt)
-    )
+    about = first.get("about") or ""
+    prompt = PromptItem(first["group_id"], first["prompt"], (), first["ground_truth"], about=about)
+    pairs = [(row["response"], row["ground_truth"]) for row in graded]
+    results = iter(grader.grader.grade(task, pairs, prompt))
     earned: list[Result] = []
     for row in members:
         if row["error"] is not None:

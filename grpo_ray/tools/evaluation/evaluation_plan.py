@@ -101,23 +101,17 @@ def plan_evaluation(options: EvaluationOptions) -> EvaluationPlan:
             _refuse_code([named for named in code_in(model_config) if named[0] == "task.warmup"], options)
     sampling = config.sampling
     temperature = sampling.temperature if options.temperature is None else options.temperature
+    top_p = sampling.top_p if options.top_p is None else options.top_p
     num_samples = options.num_samples or config.evaluation.samples_per_prompt
     if temperature == 0 and num_samples > 1:
         raise RunError(f"--n: greedy sampling (--temperature 0) gives {num_samples} equal responses; give 1")
     stamp = time.strftime("%Y%m%d-%H%M%S")
     folder = options.output or f"evaluations/{subject.name}-{stamp}"
+    results = ResumableFolder(Path(folder), "evaluation.json", "evaluation", "give another --output")
     return EvaluationPlan(
-        subject,
-        _serving(config),
-        model_config,
-        num_samples,
-        temperature,
-        sampling.top_p if options.top_p is None else options.top_p,
-        options.limit,
-        ResumableFolder(Path(folder), "evaluation.json", "evaluation", "give another --output"),
-        _again(subject, options, folder),
-        options.local,
-    )
+        subject, _serving(config), model_config, num_samples, temperature, top_p, options.limit, results,
+        _again(subject, options, folder), options.local,
+    )  # fmt: skip
 
 
 def _again(subject: Subject, options: EvaluationOptions, output: str) -> str:

@@ -174,11 +174,8 @@ async def sample(
     Raises:
         RunError: the error that ended it; the responses so far are on disk.
     """
-    settings = replace(
-        training_settings(config.sampling, prepared.model.end_token_ids),
-        temperature=plan.temperature,
-        top_p=plan.top_p,
-    )
+    settings = training_settings(config.sampling, prepared.model.end_token_ids)
+    settings = replace(settings, temperature=plan.temperature, top_p=plan.top_p)
     console.status("starting the actors")
     log = RunLog(RunDirectory(plan.folder.path), console)
     evaluator = Evaluator(config, settings, actors, log)

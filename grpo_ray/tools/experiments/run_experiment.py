@@ -50,9 +50,8 @@ def run_experiment(
         jobs = jobs or default_jobs([run.config for run in plan.runs])
         outcomes = _run(plan, jobs, program, command)
         write_report(plan, outcomes, command, jobs)
-    print_visible(
-        f"\n{(plan.folder / 'summary.md').read_text(encoding='utf-8')}\nEverything is in {plan.folder}"
-    )
+    summary = (plan.folder / "summary.md").read_text(encoding="utf-8")
+    print_visible(f"\n{summary}\nEverything is in {plan.folder}")
     failed = [outcome for outcome in outcomes if not outcome.is_over]
     if failed:
         print(f"{len(failed)} runs failed; retry them with: {command}")
@@ -64,9 +63,8 @@ def _run(plan: ExperimentPlan, jobs: int, program: Sequence[str], command: str) 
     outcomes = {run.name: read_outcome(run) for run in plan.runs}
     progress = _Progress(plan, outcomes)
     left = [run for run in plan.runs if not outcomes[run.name].is_over]
-    print(
-        f"{plan.experiment.name}: {len(left)} of {len(plan.runs)} runs to do, {jobs} at a time; {plan.folder}"
-    )
+    count = f"{len(left)} of {len(plan.runs)} runs to do"
+    print(f"{plan.experiment.name}: {count}, {jobs} at a time; {plan.folder}")
     launcher = Launcher(str(plan.kept_base), jobs, progress.started, progress.ended, program)
     if not launcher.run_all(left):
         raise KeyboardInterrupt(f"resume with: {command}")

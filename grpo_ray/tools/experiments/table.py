@@ -177,10 +177,8 @@ def write_summary(
 ) -> str:
     """Return `summary.md`: rewards, differences from the first variant, seconds, and problems."""
     problem = f" (handout, problem {experiment.problem})" if experiment.problem else ""
-    sections = [
-        f"# {experiment.name}\n\n{experiment.title}{problem}",
-        comparison_table(results, experiment.metrics),
-    ]
+    heading = f"# {experiment.name}\n\n{experiment.title}{problem}"
+    sections = [heading, comparison_table(results, experiment.metrics)]
     for title, lines in (
         ("Rewards", list(_rewards(results))),
         ("Seconds", list(_seconds(results, jobs))),

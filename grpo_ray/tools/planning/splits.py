@@ -25,16 +25,13 @@ class Split:
     def overrides(self) -> str:
         """The overrides of a configuration that make this split."""
         generator, learner = self.config.generator, self.config.learner
-        texts = [
-            f"generator.num_generators={generator.num_generators}",
-            f"learner.num_ranks={learner.num_ranks}",
-        ]
+        text = f"generator.num_generators={generator.num_generators} learner.num_ranks={learner.num_ranks}"
         if learner.replicas > 1:
-            texts.append(f"learner.replicas={learner.replicas}")
+            text += f" learner.replicas={learner.replicas}"
         default = learner.model_copy(update={"ranks_per_node": None})
         if learner.num_ranks_per_node != default.num_ranks_per_node:
-            texts.append(f"learner.ranks_per_node={learner.num_ranks_per_node}")
-        return " ".join(texts)
+            text += f" learner.ranks_per_node={learner.num_ranks_per_node}"
+        return text
 
 
 def splits(
@@ -48,9 +45,8 @@ def splits(
     if config.generator.colocated or not (config.generator.num_gpus and config.learner.num_gpus):
         return []
     found = []
-    for number, num_nodes, num_generators in divisions(
-        num_gpus, machine.gpus_per_node, config.generator.num_gpus
-    ):
+    all_divisions = divisions(num_gpus, machine.gpus_per_node, config.generator.num_gpus)
+    for number, num_nodes, num_generators in all_divisions:
         candidates = [
             _split(divided(config, num_generators, number, replicas, number // num_nodes), work, machine, run)
             for replicas in sorted({1, num_nodes})
@@ -76,9 +72,8 @@ def divisions(num_gpus: int, gpus_per_node: int, of_generator: int) -> Iterator[
 def divided(config: Config, num_generators: int, num_ranks: int, replicas: int, per_node: int) -> Config:
     generator = config.generator.model_copy(update={"num_generators": num_generators})
     ranks = {"num_ranks": num_ranks, "replicas": replicas, "ranks_per_node": per_node}
-    return config.model_copy(
-        update={"generator": generator, "learner": config.learner.model_copy(update=ranks)}
-    )
+    learner = config.learner.model_copy(update=ranks)
+    return config.model_copy(update={"generator": generator, "learner": learner})
 
 
 def best_split(found: Sequence[Split]) -> Split | None:

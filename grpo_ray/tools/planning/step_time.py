@@ -160,14 +160,10 @@ def step_time(config: Config, work: Workload, machine: Machine, run: MeasuredRun
     overlaps = config.weight_sync.max_lag > 0
     if run is None:
         train_s, exposed_s = training_s(config, work, machine, passes_on(machine.gpu, config, work))
-        return StepTime(
-            sampling_s(machine.gpu, config, work),
-            train_s + config.num_updates * optimizer_s(machine.gpu, config, work.shape),
-            sent_bytes(work.shape, config) / max(1, config.generator.num_gpus) / LOAD_FROM_HOST,
-            overlaps,
-            snapshot_s(work.shape, config, machine),
-            exposed_s,
-        )
+        train_s += config.num_updates * optimizer_s(machine.gpu, config, work.shape)
+        sync_s = sent_bytes(work.shape, config) / max(1, config.generator.num_gpus) / LOAD_FROM_HOST
+        sample_s, copy_s = sampling_s(machine.gpu, config, work), snapshot_s(work.shape, config, machine)
+        return StepTime(sample_s, train_s, sync_s, overlaps, copy_s, exposed_s)
     algorithm = config.algorithm
     sampled = config.fresh_per_step * algorithm.samples_per_prompt * work.response_tokens
     trained = algorithm.epochs_per_batch * config.rollouts_per_step * work.response_tokens * run.trained_frac
@@ -178,14 +174,8 @@ def step_time(config: Config, work: Workload, machine: Machine, run: MeasuredRun
         alone_s = compute_s * measured / (IMBALANCE if measured > 1 else 1.0)
         compute_s, exposed_s = training_s(config, work, machine, Passes(alone_s / 4, alone_s * 3 / 4))
         gathered_s = gathering_s(work.shape, config, machine)
-    return StepTime(
-        sampled / (run.sampled_tokens_per_s * config.generator.num_generators),
-        compute_s,
-        run.sync_s,
-        overlaps,
-        gathered_s,
-        exposed_s,
-    )
+    sample_s = sampled / (run.sampled_tokens_per_s * config.generator.num_generators)
+    return StepTime(sample_s, compute_s, run.sync_s, overlaps, gathered_s, exposed_s)
 
 
 def training_s(config: Config, work: Workload, machine: Machine, passes: Passes) -> tuple[float, float]:
@@ -240,12 +230,10 @@ def passes_on(gpu: GpuType, config: Config, work: Workload) -> Passes:
     blocks, output = forward_flops(config, work)
     epochs, rate = config.algorithm.epochs_per_batch, TRAINING_UTILIZATION * gpu.flops(config.model.dtype)
     times = 1 if config.model.adapter is not None else 2  # frozen weights pass a gradient on and have none
-    again = blocks if config.learner.gradient_checkpointing == "full" else 0.0
-    return Passes(
-        forward_s=epochs * (blocks + output) / rate,
-        backward_s=epochs * (times * (blocks + output) + again) / rate,
-        lookup_s=num_lookups(config) * (blocks + output) / rate,
-    )
+    again_s = blocks / rate if config.learner.gradient_checkpointing == "full" else 0.0
+    pass_s = (blocks + output) / rate
+    backward_s = epochs * (times * pass_s + again_s)
+    return Passes(epochs * pass_s, backward_s, lookup_s=num_lookups(config) * pass_s)
 
 
 def num_lookups(config: Config) -> int:

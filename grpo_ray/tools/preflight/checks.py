@@ -142,9 +142,8 @@ def _changed(one: Played, other: Played, tokenizer: PreTrainedTokenizerBase) -> 
 def _around(plays: Plays) -> Iterator[Finding]:
     repeated = [call for call, number in plays.backwards.blocking.items() if number >= OFTEN]
     for what, place in repeated[:1]:
-        yield Finding(
-            "blocking_call", f"{what} holds up all episodes of its worker while it waits", place=place
-        )
+        text = f"{what} holds up all episodes of its worker while it waits"
+        yield Finding("blocking_call", text, place=place)
     for left in plays.first.left[:1]:
         yield Finding("left_behind", f"episodes leave behind: {left}")
 

@@ -167,9 +167,8 @@ def _graded(reward: Reward, prompter: Prompter) -> EpisodeFn:
         item = prompter.item(0, example)
         reply = await session.sample(item.prompt_token_ids)
         about: About = {**about_of(item), "completions": [reply.text]}
-        outcome = weighted_sum(
-            terms, [await grade(reply.text, example.ground_truth, about) for grade in graders]
-        )
+        graded = [await grade(reply.text, example.ground_truth, about) for grade in graders]
+        outcome = weighted_sum(terms, graded)
         if isinstance(outcome, Exception):
             raise outcome
         return Outcome(outcome.get("reward", 0.0))

@@ -112,13 +112,8 @@ def training_job(path: str, overrides: Sequence[str], context: SubmissionContext
     name = run_name(config, str(find_config(path)))
     output_dir = (context.folder / config.run.output_dir).resolve()
     settled = (f"run.output_dir={_quoted(output_dir)}", f"run.name={_quoted(name)}")
-    return _job(
-        ("train", _path_on_cluster(path, context), *overrides, *settled),
-        config,
-        output_dir / name,
-        path,
-        context,
-    )
+    arguments = ("train", _path_on_cluster(path, context), *overrides, *settled)
+    return _job(arguments, config, output_dir / name, path, context)
 
 
 def resumption_job(run: str, overrides: Sequence[str], context: SubmissionContext) -> Submission:
