@@ -174,9 +174,8 @@ def test_files_are_recognised(tmp_path: Path) -> None:
 def test_a_kind_keeps_the_configurations_own_settings() -> None:
     task = {"kind": "sorting", "num_digits": 3}
     assert task_of(asked(), task) == task_of(asked(task="sorting"), task) == task
-    assert task_of(asked(task="arithmetic", limit=5), task) == {
-        "kind": "arithmetic", "num_validation_prompts": 5,
-    }  # fmt: skip
+    limited = {"kind": "arithmetic", "num_validation_prompts": 5}
+    assert task_of(asked(task="arithmetic", limit=5), task) == limited
 
 
 def test_the_configurations_own_kind_uses_all_rows_of_its_files() -> None:

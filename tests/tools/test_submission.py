@@ -69,6 +69,8 @@ def test_a_training_job_names_its_run_and_every_word_arrives_as_it_is() -> None:
     assert tuple(there.stdout.split("\0")[:-1]) == job.command  # as the cluster's shell reads it
     config = load_config(QUICKSTART, job.command[5:])
     assert (config.run.name, config.run.output_dir) == ("007", str(run.parent))
+    assert make_context(ELSEWHERE).program[0] == "python"
+    assert make_context(ELSEWHERE, python="/opt/grpo/bin/python").program[0] == "/opt/grpo/bin/python"
 
 
 @pytest.mark.slow
@@ -79,11 +81,6 @@ def test_a_run_without_a_name_gets_one_that_the_metadata_knows() -> None:
     assert job.metadata["run"] == f"{config.run.output_dir}/{config.run.name}"
     with pytest.raises(RunError, match=r"run\.if_exists: `resume` needs run\.name"):
         training_job(QUICKSTART, ["run.if_exists=resume"], make_context())
-
-
-def test_the_python_of_the_cluster() -> None:
-    assert make_context(ELSEWHERE).program[0] == "python"
-    assert make_context(ELSEWHERE, python="/opt/grpo/bin/python").program[0] == "/opt/grpo/bin/python"
 
 
 @pytest.mark.slow
