@@ -77,7 +77,7 @@ class FakeRuns:
 @pytest.fixture
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRuns:
     monkeypatch.setenv("FAKE_RUNS", str(tmp_path))
-    for plot in ("plot_validation_reward", "plot_metrics", "plot_timing"):  # test_experiment_results draws
+    for plot in ("plot_validation_reward", "plot_metrics", "plot_timing"):  # other tests here draw them
         monkeypatch.setattr(curves, plot, lambda *arguments: arguments[-1].touch())
     runs = FakeRuns(tmp_path)
     runs.script()

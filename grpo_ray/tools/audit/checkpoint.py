@@ -41,12 +41,7 @@ class CheckpointFacts:
 
 
 def audit_checkpoint(run: RunDirectory, last_step: int, is_finished: bool) -> CheckpointFacts:
-    """Audit the newest whole checkpoint, which is the one that a resume would take.
-
-    Args:
-        last_step: the last step with a line in metrics.jsonl.
-        is_finished: False for a run that may not have a checkpoint yet.
-    """
+    """Audit the newest whole checkpoint, which a resume would take; an unfinished run may have none."""
     store = CheckpointStore(run)
     checkpoints = store.all()
     problems = [line.removeprefix(f"{run.path}/") for line in store.damaged]

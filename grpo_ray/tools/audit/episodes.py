@@ -22,11 +22,7 @@ WITH_REWARD = (Status.FINISHED, Status.TRUNCATED_TURNS, Status.TRUNCATED_TOKENS)
 
 
 def audit_episode(row: Row, may_be_masked: bool = False) -> Iterator[str]:
-    """Yield the problems of one row.
-
-    Args:
-        may_be_masked: sampled tokens that were too old have no version, as context (`over_age: mask`).
-    """
+    """Yield the problems of one row; with `over_age: mask`, sampled tokens that are too old have no version."""
     versions, turns = _expanded(row["versions"], "version"), _expanded(row["turns"], "turn")
     num_tokens = len(row["token_ids"])
     if versions is None or turns is None or {len(versions), len(turns), len(row["logprobs"])} != {num_tokens}:

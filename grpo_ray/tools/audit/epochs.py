@@ -28,11 +28,7 @@ class _Part:
 def audit_epochs(
     config: Config, prompts: Mapping[int, GroupPrompt], checkpoint: CheckpointFacts, run_code: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Return problems with the order of the done groups, and notes on what could not be audited.
-
-    Args:
-        run_code: import and call the function that makes the examples of episodes.
-    """
+    """Return problems with the order of the done groups, and notes on what could not be audited."""
     notes: list[str] = []
     training = _training_prompts(config, notes, run_code)
     if not prompts:

@@ -26,15 +26,10 @@ UNTRUSTED = "is code that the run's configuration names; if you trust it, audit 
 
 
 class Regrader:
-    """The Grader of a run's rewards, except for those that are Python code named by the run."""
+    """The Grader of a run's rewards; without `run_reward_code`, not of those that are code named by the run."""
 
     def __init__(self, configs: Sequence[Config], run_reward_code: bool) -> None:
-        """
-        Args:
-            configs: those that the run has had; all have the same task.
-            run_reward_code: import and call the run's own rewards and advantages too.
-        """
-        config = configs[-1]
+        config = configs[-1]  # all that the run has had have the same task
         rewards = config.task.rewards
         code = {task: names for task, reward in rewards.items() if (names := code_of(reward))}
         if run_reward_code:
@@ -43,8 +38,7 @@ class Regrader:
         judged = {task for task, reward in rewards.items() if any(t.network for t in terms_of(reward))}
         own = [kind for c in configs if is_function_name(kind := c.algorithm.advantage_kind)]
         self._skipped = judged | code.keys()
-        self.skips_advantages = bool(own) and not run_reward_code
-        """True if the run's advantage is code that is not run."""
+        self.skips_advantages = bool(own) and not run_reward_code  # the run's advantage is code that is not run
         skipped = own[:1] if self.skips_advantages else []
         self.notes = [f"advantages are not checked, because {name} {UNTRUSTED}" for name in skipped]
         """One line for advantages that are not computed again, and one per task that is not graded again."""

@@ -191,18 +191,15 @@ def table_outcomes(table: pa.Table) -> Outcomes:
     def by_prompt(values: pa.ChunkedArray) -> np.ndarray:
         return np.asarray(values.to_numpy()).reshape(-1, num_samples)
 
-    def column(name: str) -> np.ndarray:
-        return by_prompt(table[name])
-
     # Texts are compared in Arrow: in NumPy each would take as much memory as the longest.
     return Outcomes(
-        rewards=column("reward"),
-        format_rewards=column("format_reward"),
-        answer_rewards=column("answer_reward"),
+        rewards=by_prompt(table["reward"]),
+        format_rewards=by_prompt(table["format_reward"]),
+        answer_rewards=by_prompt(table["answer_reward"]),
         is_error=by_prompt(pc.not_equal(table["error"], "")),
-        num_tokens=column("num_tokens"),
+        num_tokens=by_prompt(table["num_tokens"]),
         is_truncated=by_prompt(pc.equal(table["finish_reason"], "length")),
-        tasks=column("task")[:, 0],
+        tasks=by_prompt(table["task"])[:, 0],
         episodes=tuple(_episodes(table)),
     )
 

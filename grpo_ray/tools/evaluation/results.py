@@ -129,11 +129,7 @@ def read_summary(folder: Path) -> EvaluationSummary | None:
 
 
 def write_results(folder: Path, examples: Path, step: int, facts: Mapping[str, Any]) -> EvaluationSummary:
-    """Write `summary.json` and `examples.md` from the responses in the file `examples`.
-
-    Args:
-        facts: further entries of summary.json, which precede the summary.
-    """
+    """Write `summary.json`, where `facts` precede the summary, and `examples.md` from the file `examples`."""
     summary = summarise(read_outcomes(examples), step, version=step)
     write_examples(examples, summary, folder / "examples.md")
     data = {**facts, "summary": asdict(summary)}

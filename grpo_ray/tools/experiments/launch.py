@@ -36,11 +36,7 @@ class Ended:
 
 
 class Launcher:
-    """Runs processes until all have ended, or until a signal; then waits for the running ones.
-
-    Args:
-        on_start, on_end: called when a run starts and when it has ended.
-    """
+    """Runs processes until all have ended, or until a signal; then waits for the running ones."""
 
     def __init__(
         self, base: str, jobs: int, on_start: Callable[[PlannedRun], None], on_end: Callable[[Ended], None],

@@ -30,8 +30,7 @@ def run_experiment(
 ) -> bool:  # fmt: skip
     """Run what is not done yet and write the results of all runs; return whether every run succeeded.
 
-    Args:
-        command: the command as typed, for resuming.
+    The `command` as typed resumes it.
 
     Raises:
         ConfigError: a variant's configuration is wrong; nothing was started.

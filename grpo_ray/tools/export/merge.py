@@ -38,9 +38,6 @@ def merged_policy(base: str, config: ModelConfig, adapter: Path) -> PolicyModel:
 
     One layer is merged at a time, in place, to the last bit as the Learner merges it for a weight sync.
 
-    Args:
-        base: the folder or hub name of the base.
-
     Raises:
         ValueError: the base or the adapter cannot be used, or they do not belong together.
     """

@@ -244,7 +244,7 @@ def with_unsharded(working: list[Item], shape: ModelShape, config: Config) -> li
     the output layer until the embeddings have theirs; a block is resharded after its forward and its backward
     pass. A gradient in `model.dtype` is reduced from a float32 copy into a float32 shard, while the copy of the
     block before it is not freed yet. Where the reduction of the root's gradient takes more than all that came
-    before it, the peak is there, after the activations are gone. tests/tools/test_planning_ranks.py compares.
+    before it, the peak is there, after the activations are gone. tests/tools/test_planning.py compares.
     """
     if config.learner.num_ranks == 1:
         return working

@@ -106,11 +106,7 @@ def as_single_turns(config: Config, prompt_tokens: int | None) -> tuple[Config, 
 
 
 def machine_of(options: PlanOptions) -> Machine:
-    """Return the machine that the options describe.
-
-    Raises:
-        ValueError: there is no data sheet of the GPU.
-    """
+    """Return the machine that the options describe; a ValueError names the GPUs that have a data sheet."""
     gpu = GPU_TYPES.get(options.gpu_type.upper())
     if gpu is None:
         raise ValueError(f"--gpu-type {options.gpu_type}: no data sheet; known are {', '.join(GPU_TYPES)}")

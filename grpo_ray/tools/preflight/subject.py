@@ -91,13 +91,7 @@ class Subject:
 
 
 def load_subject(options: PreflightOptions) -> Subject:
-    """Return what the command names, with the examples to play.
-
-    Raises:
-        ConfigError: the configuration is not valid.
-        RunError: there is no such file.
-        ValueError: there is no such function, template or example.
-    """
+    """Return what the command names, with the examples to play; it raises what `preflight` does."""
     is_function = ":" in options.target
     if options.examples is not None and not is_function:
         raise ValueError("--examples is for a MODULE:FUNCTION alone: a CONFIG has its own")

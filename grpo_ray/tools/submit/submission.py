@@ -283,11 +283,7 @@ def uploaded_files(folder: Path, excludes: Sequence[str]) -> dict[Path, int]:
 
 
 def find_credentials(folder: Path, excludes: Sequence[str]) -> list[Path]:
-    """Return the files that would be uploaded and look like credentials, relative to the folder and sorted.
-
-    Args:
-        excludes: the patterns of what is not uploaded anyway.
-    """
+    """Return the files that look like credentials and that no pattern excludes, relative and sorted."""
     named = GitIgnoreSpec.from_lines(CREDENTIALS)
     return sorted(
         file.relative_to(folder)
