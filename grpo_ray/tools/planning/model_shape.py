@@ -208,4 +208,4 @@ class Machine:
 
     gpu: GpuType
     gpus_per_node: int = 8
-    network: float = 50 * GB  # bytes per second and direction between two nodes, of all their adapters together
+    network: float = 50 * GB  # bytes per second and direction between two nodes, of a node's adapters together
