@@ -84,8 +84,8 @@ def test_a_clean_run_is_clean(clean: RunDirectory) -> None:
     assert report.notes == []
     assert (report.num_steps, report.num_groups, report.num_completions) == (8, 32, 64)
     assert report.num_evaluations == 3
-    rewards = [row["reward"] for step in range(1, 9) for row in read_rollouts(clean.rollouts_path(step))]
-    assert {0.0, 1.0} == set(rewards)  # both occur, so that a wrong reward can be told from a right one
+    # Both rewards occur, so that a wrong one can be told from a right one.
+    assert {row["reward"] for row in all_rows(clean)} == {0.0, 1.0}
 
 
 ADVANTAGES = [  # tests/core/test_schedules.py audits the other schedules
@@ -110,7 +110,7 @@ def test_a_clean_run_with_any_advantage_is_clean(
     run = finished_run(*changes)
     report = audit(run)
     assert report.problems == []
-    uses = {row["use"] for step in range(1, 9) for row in read_rollouts(run.rollouts_path(step))}
+    uses = {row["use"] for row in all_rows(run)}
     assert (0 in uses) == any("dynamic_sampling" in change for change in changes)
     assert (2 in uses) == any("replay" in change for change in changes)
 
@@ -168,10 +168,19 @@ def set_first(**values: Any) -> Callable[[Rows], None]:
     return lambda rows: rows[0].update(values)
 
 
+def all_rows(run: RunDirectory) -> Rows:
+    return [row for step in range(1, 9) for row in read_rollouts(run.rollouts_path(step))]
+
+
+def first_with(run: RunDirectory, found: Callable[[dict[str, Any]], bool]) -> tuple[int, int]:
+    """Return the step and group of the first row with this property."""
+    row = next(row for row in all_rows(run) if found(row))
+    return row["step"], row["group_id"]
+
+
 def step_with_signal(run: RunDirectory) -> Path:
     """Return the file of a step with a correct response."""
-    steps = (run.rollouts_path(step) for step in range(1, 9))
-    return next(path for path in steps if any(row["reward"] for row in read_rollouts(path)))
+    return run.rollouts_path(first_with(run, lambda row: row["reward"] > 0)[0])
 
 
 ROLLOUTS: dict[str, tuple[Callable[[Rows], Rows | None], str]] = {
@@ -368,15 +377,6 @@ def test_a_ledger_that_does_not_add_up_is_found(run: RunDirectory, name: str) ->
 
 
 # ---- replayed and dropped groups ----
-
-
-def first_with(run: RunDirectory, found: Callable[[dict[str, Any]], bool]) -> tuple[int, int]:
-    """Return the step and group of the first row with this property."""
-    for step in range(1, 9):
-        for row in read_rollouts(run.rollouts_path(step)):
-            if found(row):
-                return step, row["group_id"]
-    raise AssertionError("there is none")
 
 
 def change_group(run: RunDirectory, step: int, group: int, **values: Any) -> None:
