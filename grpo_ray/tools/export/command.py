@@ -57,7 +57,9 @@ def export_merged(options: ExportOptions) -> Path:
     checkpoint = store.choose(options.checkpoint, "--checkpoint").path
     for line in store.damaged:
         print_visible(f"! skipped, because it is damaged: {line}")
-    _check_no_links(checkpoint)
+    for path in checkpoint.rglob("*"):
+        if path.is_symlink():  # no run writes one, and the model would hold the file that it leads to
+            raise RunError(f"{path} is a link; put the file itself in its place")
     config = with_trust(load_config(run.config_path), options.trust_remote_code)
     trust = config.model.trust_remote_code
     if config.model.adapter is None:
@@ -85,13 +87,6 @@ def export_merged(options: ExportOptions) -> Path:
             raise
     sync(folder.parent)
     return folder
-
-
-def _check_no_links(checkpoint: Path) -> None:
-    """Refuse a checkpoint with links, which no run writes; the model would hold the files that they lead to."""
-    for path in checkpoint.rglob("*"):
-        if path.is_symlink():
-            raise RunError(f"{path} is a link; put the file itself in its place")
 
 
 EXPORT = Command(

@@ -140,7 +140,10 @@ def _job(
         excludes.append(f"/{run.parent.relative_to(folder)}/")
     left_out = find_credentials(context.folder, excludes)
     if left_out:
-        warnings.append(_left_out(left_out))
+        names = ", ".join(map(str, left_out[:SHOWN]))
+        more = f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""
+        why = "not uploaded, because everyone with the cluster's token could read it"
+        warnings.append(f"{why}: {names}{more}")
     # A stopped run finishes its step and writes a checkpoint; by default Ray would kill it after 3 seconds.
     patience_s = math.ceil(config.run.on_preemption_s) + TIME_TO_END_S
     runtime_env = {
@@ -189,13 +192,6 @@ def _path_on_cluster(path: str, context: SubmissionContext) -> str:
         f"{path} is not in the working directory {context.folder}, and only that is sent to {context.address}; "
         "submit from the folder that holds it"
     )
-
-
-def _left_out(files: Sequence[Path]) -> str:
-    """Name the files that are not uploaded, as far as a line has room."""
-    more = f" and {len(files) - SHOWN} more" if len(files) > SHOWN else ""
-    names = ", ".join(map(str, files[:SHOWN]))
-    return f"not uploaded, because everyone with the cluster's token could read it: {names}{more}"
 
 
 def _variables(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
