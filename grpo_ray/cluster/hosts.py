@@ -32,7 +32,7 @@ class ServingHost(ABC):
         self._config, self._run, self._checkpoint = config, RunDirectory(run_dir), checkpoint
         self._initial_path, self._model = model.path, model
         if checkpoint is not None and config.model.adapter is None:
-            self._model = replace(model, path=str(checkpoint.model_path))
+            self._model = replace(model, path=str(checkpoint.path))
         self._version = checkpoint.state.step if checkpoint else 0
         self._num_starts: Counter[str] = Counter()  # of engines, by their Generator's name
         self._numbers = itertools.count()  # of processes

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
-from grpo_ray.config.section import HomePath, Section
+from grpo_ray.config.section import HomePath, Section, not_empty
 
 Attention = Literal["auto", "sdpa", "varlen", "flash_attention_2", "flash_attention_3"]
 Implementation = Literal["transformers", "grpo_ray"]
@@ -68,7 +68,10 @@ class AdapterConfig(Section):
     """Width of the narrow matrices."""
     alpha: PositiveInt = 32
     """Scale of the product: it is multiplied by `alpha / rank`, or with `rslora` by `alpha / sqrt(rank)`."""
-    target_modules: tuple[str, ...] | None = None
+    target_modules: Annotated[
+        tuple[str, ...] | None,
+        not_empty("an empty list adapts nothing; name linear layers, or give null for all"),
+    ] = None
     """Linear layers to adapt, by name, such as `q_proj`; `null`: all but the output layer."""
     rslora: bool = False
     """Divide `alpha` by the square root of the rank (Kalajdzievski 2023)."""
@@ -77,13 +80,6 @@ class AdapterConfig(Section):
     path: HomePath | None = None
     """A folder in PEFT's format to start from, such as a run's checkpoint; `null`: a new adapter, which changes
     nothing at first."""
-
-    @field_validator("target_modules")
-    @classmethod
-    def _some_targets(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        if names == ():
-            raise ValueError("an empty list adapts nothing; name linear layers, or give null for all")
-        return names
 
 
 class ModelConfig(Section):

@@ -12,13 +12,21 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
-def _some_cores(cores: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    if cores == ():
-        raise ValueError("an empty list leaves no core to run on; name at least one, or give null for any")
-    return cores
+def not_empty(problem: str) -> AfterValidator:
+    """Return the check of a list, with the error of an empty one."""
+
+    def some(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+        if values == ():
+            raise ValueError(problem)
+        return values
+
+    return AfterValidator(some)
 
 
-Cores = Annotated[tuple[NonNegativeInt, ...] | None, AfterValidator(_some_cores)]
+Cores = Annotated[
+    tuple[NonNegativeInt, ...] | None,
+    not_empty("an empty list leaves no core to run on; name at least one, or give null for any"),
+]
 """Processor cores by their numbers; null means any."""
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from grpo_ray.config.reward import Reward
-from grpo_ray.config.section import HomePath, Section
+from grpo_ray.config.section import HomePath, Section, not_empty
 
 Operation = Literal["+", "-", "*"]
 OPENING_TAGS = ("<think>", "<answer>")
@@ -79,7 +79,9 @@ class ArithmeticTaskConfig(PlainTaskConfig):
     """Arithmetic: `What is 12 + 7 * 3?` is answered by `33`."""
 
     kind: Literal["arithmetic"] = "arithmetic"
-    operations: tuple[Operation, ...] = ("+", "-", "*")
+    operations: Annotated[
+        tuple[Operation, ...], not_empty("an empty list leaves nothing to calculate; name +, - or *")
+    ] = ("+", "-", "*")
     """Operations to draw between the terms; `*` takes precedence over `+` and `-`."""
     num_terms: Annotated[int, Field(ge=2, le=4)] = 2
     """Numbers per question."""
@@ -94,13 +96,6 @@ class ArithmeticTaskConfig(PlainTaskConfig):
     """Further questions to validate with."""
     prompt: HomePath = "short"
     reward: Reward = "exact_match"
-
-    @field_validator("operations")
-    @classmethod
-    def _some_operation(cls, operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
-        if not operations:
-            raise ValueError("an empty list leaves nothing to calculate; name +, - or *")
-        return operations
 
     @field_validator("ranges")
     @classmethod

@@ -33,17 +33,15 @@ def derived_seed(seed: int, *place: int) -> int:
 
 def make_engine(config: Config, model_path: str, max_model_len: int, seed: int) -> Engine:
     """Return the configured engine; one of the user's own is called with these arguments."""
-    options = config.generator, config.model.dtype
-    recompute_kv = config.weight_sync.recompute_kv
     if config.generator.engine == "torch":
         from grpo_ray.engines.torch_engine import TorchEngine
 
         # A synchronous run is exact: samples must not depend on which requests arrive together.
         is_exact = config.weight_sync.max_lag == 0
         return TorchEngine(
-            model_path, *options, seed, config.model.trust_remote_code, joins_requests=not is_exact,
-            implementation=config.model.implementation, recompute_kv=recompute_kv,
-            head_dtype=config.model.head_dtype,
+            model_path, config.generator, config.model.dtype, seed, config.model.trust_remote_code,
+            joins_requests=not is_exact, implementation=config.model.implementation,
+            recompute_kv=config.weight_sync.recompute_kv, head_dtype=config.model.head_dtype,
         )  # fmt: skip
     if ":" in config.generator.engine:
         own: Engine = import_function(config.generator.engine, "generator.engine")(
@@ -52,11 +50,7 @@ def make_engine(config: Config, model_path: str, max_model_len: int, seed: int) 
         return own
     from grpo_ray.engines.vllm_engine import VllmEngine
 
-    adapter = config.model.adapter if config.weight_sync.send == "adapter" else None
-    return VllmEngine(
-        model_path, *options, max_model_len, seed, config.model.trust_remote_code, adapter, recompute_kv,
-        config.model.head_dtype,
-    )  # fmt: skip
+    return VllmEngine(config, model_path, max_model_len, seed)
 
 
 def make_teacher_engine(config: Config, start: StartingModel) -> TeacherEngine:
@@ -71,7 +65,7 @@ def make_teacher_engine(config: Config, start: StartingModel) -> TeacherEngine:
         return TorchTeacher(config, start.end_token_ids)
     from grpo_ray.engines.vllm_engine import VllmTeacher
 
-    return VllmTeacher(config.distillation, config.model.dtype, start.max_model_len, config.model.head_dtype)
+    return VllmTeacher(config, start.max_model_len)
 
 
 def check_engine_args(names: Iterable[str], section: str = "generator") -> None:

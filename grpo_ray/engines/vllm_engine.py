@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from safetensors.torch import save_file
 
-from grpo_ray.config import GeneratorConfig
-from grpo_ray.config.model import AdapterConfig, HeadDtype
-from grpo_ray.config.sampling import DistillationConfig, EngineConfig
+from grpo_ray.config import Config, GeneratorConfig
+from grpo_ray.config.model import AdapterConfig, ModelConfig
+from grpo_ray.config.sampling import EngineConfig
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.learning.model_files import located
 from grpo_ray.learning.sequences import TrainSequence
@@ -35,24 +35,17 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has room for
 class VllmEngine:
     """vLLM with the logprob and the weight version of every sampled token, and weights replaced in flight."""
 
-    def __init__(
-        self, model_path: str, config: GeneratorConfig, dtype: str, max_model_len: int, seed: int,
-        trust_remote_code: bool = False, adapter: AdapterConfig | None = None, recompute_kv: bool = True,
-        head_dtype: HeadDtype = "model",
-    ) -> None:  # fmt: skip
-        """
-        Args:
-            adapter: the adapter that snapshots hold, instead of a whole model.
-            recompute_kv: see `weight_sync.recompute_kv`.
-        """
-        self._recompute_kv, self._num_pauses = recompute_kv, 0
+    def __init__(self, config: Config, model_path: str, max_model_len: int, seed: int) -> None:
+        generator, model, sync = config.generator, config.model, config.weight_sync
+        self._recompute_kv, self._num_pauses = sync.recompute_kv, 0
         self._resumed = asyncio.Event()
         self._resumed.set()
+        adapter = model.adapter if sync.send == "adapter" else None  # snapshots hold it, and no whole model
         self._adapter = None if adapter is None else ServedAdapter(adapter)
-        self._on_gpu = config.num_gpus > 0
-        self._sleeps = config.colocated and self._on_gpu  # vLLM can only free GPU memory
+        self._on_gpu = generator.num_gpus > 0
+        self._sleeps = generator.colocated and self._on_gpu  # vLLM can only free GPU memory
         self._lacks_cache = False
-        common = common_arguments(config, dtype, head_dtype)  # first: it sets the environment
+        common = common_arguments(generator, model)  # first: it sets the environment
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -64,9 +57,10 @@ class VllmEngine:
         omit_texts_of_logprobs()
         stop_at_min_tokens()
         arguments = {
-            **_defaults(config),
+            **_defaults(generator),
             **common,
             "model": located(model_path, weights=True),
+            "trust_remote_code": model.trust_remote_code,
             "seed": seed,
             "max_model_len": max_model_len,
             "logprobs_mode": "processed_logprobs",  # at the sampling temperature, like the draws
@@ -77,7 +71,7 @@ class VllmEngine:
             **({"sleep_preserve_parameter_names": ["draft.*"]} if self._sleeps else {}),
             **(self._adapter.engine_arguments() if self._adapter is not None else {}),
         }
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(trust_remote_code=trust_remote_code, **arguments))
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         self._buffer = SharedBuffer()
         self._staged: tuple[WeightSnapshot, Pages] | None = None
         self._request_ids = itertools.count()
@@ -186,7 +180,7 @@ async def only_output(request: AsyncIterator[Any]) -> Any:
     raise RuntimeError("vLLM ended a request without an output")
 
 
-def common_arguments(config: EngineConfig, dtype: str, head_dtype: HeadDtype) -> dict[str, Any]:
+def common_arguments(config: EngineConfig, model: ModelConfig) -> dict[str, Any]:
     """Set this process's environment for vLLM; return the arguments that all of a run's engines have."""
     on_cpu = config.num_gpus == 0
     _set_environment(config if on_cpu else None)
@@ -195,8 +189,8 @@ def common_arguments(config: EngineConfig, dtype: str, head_dtype: HeadDtype) ->
     return {
         **config.engine_args,
         "load_format": "safetensors",  # never a pickle
-        "dtype": dtype,
-        **({"hf_overrides": {"head_dtype": head_dtype}} if head_dtype != "model" else {}),
+        "dtype": model.dtype,
+        **({"hf_overrides": {"head_dtype": model.head_dtype}} if model.head_dtype != "model" else {}),
         "max_num_seqs": config.max_num_seqs,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": None if config.kv_cache_gib is None else int(config.kv_cache_gib * 2**30),
@@ -275,26 +269,22 @@ class VllmTeacher:
     vLLM reads no cached prefix for such requests, so a prompt is computed once per completion.
     """
 
-    def __init__(
-        self, config: DistillationConfig, dtype: str, max_model_len: int, head_dtype: HeadDtype = "model"
-    ) -> None:
-        common = common_arguments(config, dtype, head_dtype)  # first: it sets the environment
+    def __init__(self, config: Config, max_model_len: int) -> None:
+        common = common_arguments(config.distillation, config.model)  # first: it sets the environment
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from grpo_ray.engines.vllm_texts import omit_texts_of_logprobs
 
         omit_texts_of_logprobs()
-        assert config.teacher is not None
-        # vLLM draws one token after the sequence, which needs a place.
-        self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                model=located(config.teacher, weights=True),
-                max_model_len=max_model_len + 1,
-                trust_remote_code=False,
-                **common,
-            )
+        assert config.distillation.teacher is not None
+        arguments = AsyncEngineArgs(
+            model=located(config.distillation.teacher, weights=True),
+            max_model_len=max_model_len + 1,  # vLLM draws one token after the sequence
+            trust_remote_code=False,
+            **common,
         )
+        self._llm = AsyncLLM.from_engine_args(arguments)
         self._request_ids = itertools.count()
 
     async def logprobs(self, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:

@@ -54,10 +54,6 @@ class Checkpoint:
     state: CheckpointState
 
     @property
-    def model_path(self) -> Path:
-        return self.path
-
-    @property
     def training_path(self) -> Path:
         return self.path / "training"
 

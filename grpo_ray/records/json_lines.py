@@ -212,22 +212,20 @@ class StepLines:
             DamagedLine: a line has no step, or cannot be read and is not of the tail.
         """
         self._path = Path(path)
-        self._starts = array("q")
-        last: dict[int, int] = {}  # by step: the number of its last line
+        last: dict[int, int] = {}  # by step: where its last line begins
         start, damaged = 0, None
         with suppress(FileNotFoundError), self._path.open("rb") as file:
-            for number, line in enumerate(file):
-                step = self._step(number, line)
+            for line in file:
+                step = self._step(start, line)
                 if step is None:
-                    damaged = damaged or damaged_line(path, number + 1)
+                    damaged = damaged or damaged_line(path, line_number(path, start))
                 elif damaged is not None:
                     raise damaged
                 else:
-                    last[step] = number
-                self._starts.append(start)
+                    last[step] = start
                 start += len(line)
         self.steps = array("q", sorted(last))
-        self._numbers = array("q", (last[step] for step in self.steps))
+        self._starts = array("q", (last[step] for step in self.steps))
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -241,19 +239,20 @@ class StepLines:
         if not self.steps:
             return
         with self._path.open("rb") as file:
-            for number in self._numbers:
-                if file.tell() != self._starts[number]:
-                    file.seek(self._starts[number])
-                yield self._parsed(number, file.readline())
+            for start in self._starts:
+                if file.tell() != start:
+                    file.seek(start)
+                yield self._parsed(start, file.readline())
 
-    def _step(self, number: int, line: bytes) -> int | None:
+    def _step(self, start: int, line: bytes) -> int | None:
         """Return the line's step; None if the line cannot be read, as a crash leaves the last ones."""
         if line.endswith(b"}\n") and (match := STEP_FIRST.match(line)):
             return int(match[1])
-        return None if parse_line(line) is None else int(self._parsed(number, line)["step"])
+        return None if parse_line(line) is None else int(self._parsed(start, line)["step"])
 
-    def _parsed(self, number: int, line: bytes) -> Row:
+    def _parsed(self, start: int, line: bytes) -> Row:
         row = parse_line(line)
         if row is None or not isinstance(row.get("step"), int):
-            raise damaged_line(self._path, number + 1, "not valid JSON" if row is None else "it has no step")
+            problem = "not valid JSON" if row is None else "it has no step"
+            raise damaged_line(self._path, line_number(self._path, start), problem)
         return row

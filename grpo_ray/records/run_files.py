@@ -9,14 +9,21 @@ from contextlib import AbstractContextManager
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 from grpo_ray.config import Config
 from grpo_ray.errors import RunError
 from grpo_ray.records.durable import replacing, sync
-from grpo_ray.records.json_lines import JsonLines, damaged_line, line_number, lines_from_end, parse_line
+from grpo_ray.records.json_lines import (
+    JsonLines,
+    damaged_line,
+    line_number,
+    lines_from_end,
+    parse_line,
+    read_last_lines,
+)
 from grpo_ray.records.json_lines import read_lines as read_metrics
 from grpo_ray.records.resumable_folder import ResumableFolder
 
@@ -154,12 +161,12 @@ class RunDirectory:
         Raises:
             RunError: names the file and the line, and says what to do.
         """
-        kept = kept_part(self.metrics_path, step)
-        if kept.last_step < step - 1:  # the line of `step` itself is also in its checkpoint
+        num_bytes, last_step = kept_part(self.metrics_path, step)
+        if last_step < step - 1:  # the line of `step` itself is also in its checkpoint
             raise RunError(
-                f"{self.metrics_path}, line {kept.num_lines + 1}: the lines of steps {kept.last_step + 1} to "
-                f"{step - 1} are missing or damaged, and {self.checkpoint_path(step)} needs them. Put back a "
-                "copy of the file, or remove that checkpoint to resume from an earlier one"
+                f"{self.metrics_path}, line {line_number(self.metrics_path, num_bytes)}: the lines of steps "
+                f"{last_step + 1} to {step - 1} are missing or damaged, and {self.checkpoint_path(step)} needs "
+                "them. Put back a copy of the file, or remove that checkpoint to resume from an earlier one"
             )
         kept_part(self.evaluations_summary_path, step)
 
@@ -171,7 +178,8 @@ class RunDirectory:
         """
         self.check_records(step)
         for log in (self.metrics_path, self.evaluations_summary_path):
-            _truncate(log, kept_part(log, step).num_bytes)
+            num_bytes, _ = kept_part(log, step)
+            _truncate(log, num_bytes)
         for folder in (self.rollouts, self.evaluations, self.skipped):
             for file in _files_after(folder, step):
                 file.unlink(missing_ok=True)
@@ -204,24 +212,11 @@ def last_logged_step(path: str | Path) -> int:
 
 def last_row(path: str | Path) -> dict[str, Any]:
     """Return the last row of a log, read from its end; empty without any."""
-    rows = (parse_line(line) for _, line in lines_from_end(path))
-    return next((row for row in rows if row is not None), {})
+    return next(iter(read_last_lines(path, 1)), {})
 
 
-class KeptPart(NamedTuple):
-    """The part of a log that a run keeps when it goes back to a step."""
-
-    num_bytes: int
-    last_step: int
-    path: Path
-
-    @property
-    def num_lines(self) -> int:
-        return line_number(self.path, self.num_bytes) - 1
-
-
-def kept_part(path: Path, step: int) -> KeptPart:
-    """Find the end of a log's lines of steps up to `step`, from the file's end.
+def kept_part(path: Path, step: int) -> tuple[int, int]:
+    """Return the bytes, and the last step, of the part of a log that a run keeps when it goes back to `step`.
 
     Lines that cannot be read are as good as absent behind that end. Before it, as far as the file is read
     (`CHECKED_BYTES`), they are an error: the run would end with records that no command can read.
@@ -238,7 +233,7 @@ def kept_part(path: Path, step: int) -> KeptPart:
             end, last_step = offset + len(line), found
         if end and end - offset > CHECKED_BYTES:
             break
-    return KeptPart(end, last_step, path)
+    return end, last_step
 
 
 def _truncate(path: Path, num_bytes: int) -> None:

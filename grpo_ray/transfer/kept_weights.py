@@ -53,7 +53,9 @@ class KeptWeights:
             )
         self.version = None
         if delta is None:
-            self._copy(snapshot.data)
+            if self._data.nbytes != snapshot.data.nbytes:
+                self._data = self._allocate(snapshot.data.nbytes) if snapshot.data.nbytes else snapshot.data
+            np.copyto(self._data, snapshot.data)
         else:
             apply(snapshot.data, self._data)
             if fingerprint(self._data) != delta.fingerprint:
@@ -63,11 +65,6 @@ class KeptWeights:
                 )
         self.version = snapshot.version
         return self._data
-
-    def _copy(self, data: np.ndarray) -> None:
-        if self._data.nbytes != data.nbytes:
-            self._data = self._allocate(data.nbytes) if data.nbytes else data
-        np.copyto(self._data, data)
 
     def delta_to(self, whole: WeightSnapshot) -> WeightSnapshot | None:
         """Return a later version as its difference from the kept one, and keep it instead.

@@ -1,7 +1,6 @@
 """The Learner's end of all wires, the versions that it keeps for them, and its weights as snapshots."""
 
 import secrets
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import chain
 from threading import Lock
@@ -41,23 +40,19 @@ class Sender:
     only while a version waits to be published and the one after it is packed.
     """
 
-    def __init__(
-        self, backend: Backend, host: str, num_receivers: int, timeout_s: float,
-        join: Callable[[Meeting, int], Channel], device: torch.device, chunk_bytes: int = CHUNK_BYTES,
-        is_pinned: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: Config, host: str, device: torch.device, chunk_bytes: int = CHUNK_BYTES) -> None:
         """
         Args:
-            host: the address of this process's node.
-            num_receivers: the processes per Generator that receive: one, or with `nccl` each of its workers.
-            timeout_s: for joining, and for each transfer.
-            join: the backend's channel of a meeting and a rank.
-            device: keeps the bytes.
-            is_pinned: the memory on the host is page-locked, because the weights come from a GPU.
+            host: the address of the Learner's node.
+            device: the Learner's.
         """
-        self._backend, self._host, self._num_receivers = backend, host, num_receivers
-        self._timeout_s, self._join, self._device = timeout_s, join, device
-        self._chunk_bytes, self._is_pinned = chunk_bytes, is_pinned
+        on_gpu = config.weight_sync.wire_backend == "nccl"
+        self._backend: Backend = config.weight_sync.wire_backend or "gloo"
+        self._host, self._timeout_s = host, config.weight_sync.phase_timeout_s
+        self._num_receivers = config.generator.num_gpus if on_gpu else 1  # per Generator: each of its workers
+        self._device = device if on_gpu else torch.device("cpu")  # keeps the bytes
+        self._is_pinned = device.type == "cuda" and not on_gpu  # the weights come from a GPU
+        self._chunk_bytes = chunk_bytes
         self._store: TCPStore | None = None
         self._num_opened = 0
         self._meetings: dict[str, Meeting] = {}  # by Generator
@@ -129,7 +124,7 @@ class Sender:
         """
         with self._lock:
             meeting = self._meetings[name]
-        channel = self._join(meeting, SENDER)
+        channel = join(meeting, SENDER, self._device)
         with self._lock:
             if self._meetings.get(name) is meeting:
                 self._channels[name] = meeting, channel
@@ -163,26 +158,6 @@ class Sender:
             wire[1].close()
 
 
-def make_sender(config: Config, host: str, device: torch.device) -> Sender:
-    """Return the Learner's end of all wires.
-
-    Args:
-        host: the address of the Learner's node.
-        device: the Learner's.
-    """
-    sync = config.weight_sync
-    on_gpu = sync.wire_backend == "nccl"
-    return Sender(
-        backend=sync.wire_backend or "gloo",
-        host=host,
-        num_receivers=config.generator.num_gpus if on_gpu else 1,
-        timeout_s=sync.phase_timeout_s,
-        join=lambda meeting, rank: join(meeting, rank, device),
-        device=device if on_gpu else torch.device("cpu"),
-        is_pinned=device.type == "cuda" and not on_gpu,
-    )
-
-
 class Publisher:
     """One rank's part in every snapshot; `sender` is its end of the wires."""
 
@@ -198,7 +173,7 @@ class Publisher:
         self._shared: list[torch.Tensor] = []  # the bytes of the last snapshot, on the device
         self._kept = KeptWeights()  # with weight_sync.delta, those that Generators have
         self._whole: WeightSnapshot | None = None  # the last snapshot, until `delta`
-        self.sender = make_sender(config, host, device)
+        self.sender = Sender(config, host, device)
 
     def snapshot(self, model: PolicyModel, version: int) -> WeightSnapshot:
         """Return a copy of the weights in the served dtype, unaffected by later steps."""

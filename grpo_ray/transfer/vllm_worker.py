@@ -81,7 +81,7 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
     _place: tuple[Pages, int] | None = None
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
-        self._close_wire()
+        self.shutdown()  # leaves an earlier wire
         self._meeting = Meeting(**init_info.meeting)
         self._channel = join(self._meeting, 1 + self.parallel_config.rank, self.device)
 
@@ -147,20 +147,14 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
             kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
             if kernel is not None:
                 kernel.fused_experts.process_weights_after_loading(layer)
-        lm_head: Any = getattr(
-            self.model, "lm_head", None
-        )  # with tied embeddings it would keep the old weights
+        lm_head: Any = getattr(self.model, "lm_head", None)  # if it is tied, it would keep the old weights
         if hasattr(lm_head, "cpu_linear"):
             lm_head.quant_method.process_weights_after_loading(lm_head)
-
-    @property
-    def _is_tied(self) -> bool:
-        return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
 
     def _check_complete(self, model: Any, loaded: set[str] | None) -> None:
         # As vLLM's own loader checks at start-up: a layer that received nothing would keep its old weights.
         missing = {name for name, _ in model.named_parameters()} - (loaded or set())
-        if self._is_tied:
+        if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
             # lm_head is another name of the embeddings; the two are separate only during a reload.
             missing = {name for name in missing if not name.endswith("lm_head.weight")}
         if self.model_config.quantization is not None:
@@ -170,9 +164,6 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
             raise ValueError(f"the snapshot does not fit the model: nothing for {sorted(missing)[:5]}")
 
     def shutdown(self) -> None:
-        self._close_wire()
-
-    def _close_wire(self) -> None:
         if self._channel is not None:
             self._channel.close()
             self._channel = None

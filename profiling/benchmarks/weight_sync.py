@@ -30,7 +30,7 @@ from grpo_ray.engines import make_engine
 from grpo_ray.learning.loading import load_policy
 from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.transfer.messages import Snapshot, WeightSnapshot
-from grpo_ray.transfer.sender import Sender, make_sender
+from grpo_ray.transfer.sender import Sender
 from grpo_ray.transfer.snapshot import ReusedMemory, pack_weights
 from grpo_ray.transfer.wires import SendingLearner, Wires
 from grpo_ray.types import Ref, methods_with_bulk
@@ -121,7 +121,7 @@ async def _publish_all(
     dtype, checksum = getattr(torch, config.model.dtype), config.weight_sync.checksum
     source = torch.from_numpy(pack_weights(model.named_parameters(), 0, dtype).data)
     targets = [torch.zeros_like(source).fill_(1) for _ in clients]  # touches their pages
-    sender, memory = make_sender(config, "127.0.0.1", torch.device("cpu")), ReusedMemory()
+    sender, memory = Sender(config, "127.0.0.1", torch.device("cpu")), ReusedMemory()
     has_wires = config.weight_sync.wire_backend is not None
     wires = Wires(cast(SendingLearner, InThreads(sender)), "stage") if has_wires else None
     sync = WeightSync(clients, config.weight_sync.phase_timeout_s, 0, wires)

@@ -76,7 +76,7 @@ def test_committed_checkpoint_is_found(tmp_path: Path) -> None:
     written = write(store, 40)
     found = make_store(tmp_path).latest()
     assert found == written
-    assert found.path == found.model_path == tmp_path / "checkpoints" / "step-000040"
+    assert found.path == tmp_path / "checkpoints" / "step-000040"
     assert found.training_path == found.path / "training"
     assert found.groups_path.read_bytes() == b"groups"
     assert found.state == make_state(40)

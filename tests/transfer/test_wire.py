@@ -21,13 +21,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from builders import schedule_config
 
 from grpo_ray.transfer.channels import NcclChannel
 from grpo_ray.transfer.messages import Meeting, TensorSpec, WeightSnapshot, WireError, chunks
 from grpo_ray.transfer.sender import Sender
 from grpo_ray.transfer.shared_pages import map_pages, pages_of
 from grpo_ray.transfer.snapshot import check_snapshot, pack_weights, unpack_weights
-from grpo_ray.transfer.wire import GlooChannel, Inbox
+from grpo_ray.transfer.wire import Inbox
 
 CPU = torch.device("cpu")
 
@@ -38,8 +39,9 @@ def tensors(version: int) -> list[tuple[str, torch.Tensor]]:
             (("embed", (700, 300)), ("bias", (3,)), ("empty", (0, 4)), ("head", (300, 500)))]  # fmt: skip
 
 
-def make_sender(timeout_s: float = 20.0) -> Sender:
-    return Sender("gloo", "127.0.0.1", 1, timeout_s, GlooChannel, CPU, chunk_bytes=300_000)
+def make_sender(timeout_s: float = 20.0, chunk_bytes: int = 300_000) -> Sender:
+    sync = {"transport": "collective", "phase_timeout_s": timeout_s}
+    return Sender(schedule_config(algorithm={}, weight_sync=sync), "127.0.0.1", CPU, chunk_bytes)
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ class Weights:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "Weights":
-        return cls(checkpoint.state.step, checkpoint.model_path)
+        return cls(checkpoint.state.step, checkpoint.path)
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,7 @@ def show_rollouts(
 
 def _find_checkpoint(run: RunDirectory, log_ratio: str | None) -> Path:
     """Return the folder of the checkpoint to compare with."""
-    folder = CheckpointStore(run).choose(log_ratio or LAST, "--log-ratio", (NO_RATIOS,)).model_path
+    folder = CheckpointStore(run).choose(log_ratio or LAST, "--log-ratio", (NO_RATIOS,)).path
     folders = [folder, folder_of_model(saved_config(folder)[0])] if is_adapter(folder) else [folder]
     files = (file for each in folders if each is not None for file in each.glob("*.safetensors"))
     num_bytes = sum(file.stat().st_size for file in files)
@@ -229,7 +229,7 @@ def _token_texts(
     run: RunDirectory, model: Any, trust_remote_code: bool, notices: list[str]
 ) -> TokenTexts | None:
     """Load the newest checkpoint's tokenizer, or that of the model which the run started from."""
-    folders = [str(checkpoint.model_path) for checkpoint in reversed(CheckpointStore(run).all())]
+    folders = [str(checkpoint.path) for checkpoint in reversed(CheckpointStore(run).all())]
     path = model.get("path") if isinstance(model, dict) else None
     if isinstance(path, str) and is_local(path):
         folders.append(path)
