@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import changed
 from local_runs import make_config, train, until
 from test_controller import assert_same_run, audit, events, once
 
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.core.controller import Controller
+from grpo_ray.errors import FORGED, ActorDied, RunError
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 
 pytestmark = pytest.mark.usefixtures("model_cache", "any_reward")
@@ -84,3 +86,22 @@ def test_a_learner_that_dies_in_a_transfer_is_restored(tmp_path: Path) -> None:
     (failed,) = events(run, "run_failed")
     assert "learner died" in failed["text"]
     assert len(events(run, "restored")) == 1
+
+
+@pytest.mark.slow
+def test_a_run_whose_start_a_stranger_disturbed_begins_again(tmp_path: Path) -> None:
+    config, run = make_config("algorithm.num_steps=1"), RunDirectory(tmp_path / "run")
+
+    async def disturb(actors: LocalActors, controller: Controller) -> None:
+        assert not controller.has_begun
+        raise ActorDied("learner", f"RuntimeError: here/1 was written by a process that {FORGED}")
+
+    train(config, run.path, once(disturb))
+    assert [event["kind"] for event in read_metrics(run.events_path)][:2] == ["run_failed", "restored"]
+    assert len(read_metrics(run.metrics_path)) == 1
+
+    async def disturb_again(actors: LocalActors, controller: Controller) -> None:
+        await disturb(actors, controller)
+
+    with pytest.raises(RunError, match=rf"2 restores within an hour are used up.*{FORGED}"):
+        train(changed(config, recovery={"max_restores": 2}), tmp_path / "always", disturb_again)
