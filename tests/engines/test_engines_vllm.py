@@ -2,7 +2,8 @@
 
 There is one engine for a Qwen2 with tied embeddings, one for a TransformerLM without, and one for a Qwen3-MoE,
 which transformers holds under other names and in other shapes than its checkpoint; each runs through `_record`
-once, and the tests check the record.
+once, and the tests check the record. Weights come whole, as a delta, and by wires: to the Generator, and
+to vLLM's worker in chunks, as with `nccl`, here over gloo.
 """
 
 import asyncio
@@ -13,10 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import ROUNDING, TEST_ENGINE, TinyModel, logprob_error, make_settings, perturb, plain_rows, update
+from builders import (
+    ENDS,
+    ROUNDING,
+    TEST_ENGINE,
+    TinyModel,
+    logprob_error,
+    make_settings,
+    perturb,
+    plain_rows,
+    update,
+)
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import Implementation
+from grpo_ray.core.generator import Generator
 from grpo_ray.engines import make_engine
 from grpo_ray.engines.base import Engine
 from grpo_ray.learning.adapters import served_weights
@@ -25,12 +37,12 @@ from grpo_ray.learning.loading import cast_parameters, load_policy
 from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.learning.policy_model import PolicyModel, with_head_dtype
 from grpo_ray.transfer.kept_weights import KeptWeights
+from grpo_ray.transfer.sender import Sender
 from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.types import Completion, SamplingSettings
 
 pytestmark = pytest.mark.vllm
 
-ENDS = (0, 17)
 # The last is longer than a block of vLLM's prefix cache (128 tokens on a CPU), so that it is cached.
 PROMPTS = [(40, 41, 42), (50,), (60, 61, 62, 63, 64, 65, 66), tuple(range(40, 240))]
 SETTINGS = make_settings(num_samples=8, temperature=0.7, min_tokens=3, max_tokens=24, end_token_ids=ENDS)
@@ -59,8 +71,8 @@ class Record:
     stopping: Groups
     greedy: Groups
     nucleus: Groups  # of the first prompt
-    synced: Groups  # after two syncs with nothing in flight, the second a delta
-    in_flight: Groups  # begun by version `old`; the next version arrived during it
+    synced: dict[int, Groups]  # with nothing in flight: version 2 came as a delta, 3 by the inbox's wire
+    in_flight: Groups  # begun by version `old`; the worker received the next one during it
     old: int
     refusal: str  # the error for a snapshot that lacks a tensor
 
@@ -73,8 +85,8 @@ def record(request: pytest.FixtureRequest, tiny_model: TinyModel, tiny_moe: Path
     if request.param == "Qwen3-MoE":
         path = tiny_moe
     implementation: Implementation = "grpo_ray" if own else "transformers"
-    models = [load_policy(str(path), implementation=implementation) for _ in range(6)]
-    for version in range(1, 6):
+    models = [load_policy(str(path), implementation=implementation) for _ in range(7)]
+    for version in range(1, 7):
         perturb(models[version], seed=version, scale=0.1)
     _change_little(models[2], models[1])
     return asyncio.run(_record(config_of_vllm(), path, models))
@@ -101,12 +113,17 @@ async def _record(config: Config, path: Path, models: list[PolicyModel]) -> Reco
         stopping = await _generate(engine, STOPPING, 1)
         greedy, nucleus = await _generate(engine, GREEDY), await _generate(engine, NUCLEUS, 1)
         await _sync_by_delta(engine, models)
-        synced = await _generate(engine, SETTINGS)
-        for version, delay_s in ((3, 0.2), (4, 0.05), (5, 1.0)):  # whatever the machine's speed
+        synced = {2: await _generate(engine, SETTINGS)}
+        inbox, worker = (Wire(config, engine, by_worker) for by_worker in (False, True))
+        await inbox.join()
+        await inbox.sync(models[3], 3)
+        synced[3] = await _generate(engine, SETTINGS)
+        await worker.join()
+        for version, delay_s in ((4, 0.2), (5, 0.05), (6, 1.0)):  # whatever the machine's speed
             running = asyncio.create_task(_generate(engine, LONG))
             await asyncio.sleep(delay_s)
             await engine.ping()  # while it samples
-            await _sync(engine, models[version], version)
+            await worker.sync(models[version], version)
             in_flight = await running
             if all(len(np.unique(c.versions)) == 2 for group in in_flight for c in group):
                 break
@@ -123,8 +140,27 @@ async def _generate(engine: Engine, settings: SamplingSettings, num_prompts: int
     return await asyncio.gather(*(engine.generate(prompt, settings) for prompt in PROMPTS[:num_prompts]))
 
 
-async def _sync(engine: Engine, model: PolicyModel, version: int) -> None:
-    await update(engine, pack_weights(in_hub_format(model, served_weights(model)), version, torch.float32))
+class Wire:
+    """A Learner's end, and one Generator's: the Generator itself, or the engine's worker."""
+
+    def __init__(self, config: Config, engine: Any, by_worker: bool) -> None:
+        self.by_worker, self.generator = by_worker, Generator("generator", engine)
+        self.end = engine if by_worker else self.generator
+        self.sender = Sender(config, "127.0.0.1", torch.device("cpu"), chunk_bytes=20_000)
+
+    async def join(self) -> None:
+        meeting = self.sender.open_wire("generator")
+        await asyncio.gather(self.end.join(meeting), asyncio.to_thread(self.sender.join_wire, "generator"))
+
+    async def sync(self, model: PolicyModel, version: int) -> None:
+        """The Generator receives while the version is staged, and the worker while it is loaded."""
+        served = in_hub_format(model, served_weights(model))
+        snapshot = self.sender.pack(served, version, torch.float32, not self.by_worker)
+        send = asyncio.to_thread(self.sender.send, "generator", version)
+        stage = self.generator.stage_weights(snapshot)
+        await (stage if self.by_worker else asyncio.gather(stage, send))
+        switch = self.generator.switch(60.0)
+        await (asyncio.gather(switch, send) if self.by_worker else switch)
 
 
 @torch.no_grad()
@@ -168,12 +204,13 @@ def test_initial_weights_are_version_0(record: Record) -> None:
             assert logprob_error(record.models[0], prompt, completion, SETTINGS).max() < ROUNDING
 
 
-def test_two_syncs_later_every_token_is_the_new_weights(record: Record) -> None:
-    for prompt, group in zip(PROMPTS, record.synced, strict=True):
+@pytest.mark.parametrize("version", [2, 3])
+def test_after_a_sync_every_token_is_of_the_new_weights(record: Record, version: int) -> None:
+    for prompt, group in zip(PROMPTS, record.synced[version], strict=True):
         for completion in group:
-            assert (completion.versions == 2).all()
-            assert logprob_error(record.models[2], prompt, completion, SETTINGS).max() < ROUNDING
-            assert logprob_error(record.models[1], prompt, completion, SETTINGS).max() > 0.1
+            assert (completion.versions == version).all()
+            assert logprob_error(record.models[version], prompt, completion, SETTINGS).max() < ROUNDING
+            assert logprob_error(record.models[version - 1], prompt, completion, SETTINGS).max() > 0.1
 
 
 def test_weights_replaced_in_flight(record: Record) -> None:
@@ -193,7 +230,7 @@ def test_weights_replaced_in_flight(record: Record) -> None:
 
 
 def test_end_tokens_come_only_from_min_tokens_on_and_end_the_response(record: Record) -> None:
-    for group in [*record.fresh, *record.synced]:
+    for group in [*record.fresh, *record.synced[2]]:
         for completion in group:
             is_end = np.isin(completion.token_ids, ENDS)
             assert not is_end[:-1].any()

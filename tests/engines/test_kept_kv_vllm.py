@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import ROUNDING, TinyModel, logprob_error, logprobs_over_kept_cache, make_settings, perturb
-from test_engines_vllm import ENDS, LONG, Groups, config_of_vllm
+from builders import ENDS, ROUNDING, TinyModel, logprob_error, logprobs_over_kept_cache, make_settings, perturb
+from test_engines_vllm import LONG, Groups, config_of_vllm
 
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
@@ -24,14 +24,17 @@ PROMPTS = [tuple(range(40, 240)), (60, 61, 62)]
 SHORT = make_settings(num_samples=2, temperature=0.7, max_tokens=12, end_token_ids=ENDS)
 
 
-@pytest.fixture(scope="module")
-def served(tiny_model: TinyModel) -> tuple[list[Any], Groups, Groups, Groups]:
-    """Models by version, and the groups of version 0, of version 1, and those that further syncs interrupted.
+Record = tuple[list[Any], dict[int, Groups], Groups]
 
-    Requests of the latter were sent before a sync, and during it.
+
+@pytest.fixture(scope="module")
+def record(tiny_model: TinyModel) -> Record:
+    """The models by version, groups by their only version, and those that a sync interrupted.
+
+    The groups of the last version were requested while the sync began that brought it.
     """
     pytest.importorskip("vllm")
-    path = str(tiny_model(hidden_size=64))
+    path = str(tiny_model(tied=False, hidden_size=64, own=True))
     models = [load_policy(path) for _ in range(5)]
     for version in range(1, 5):
         perturb(models[version], seed=version, scale=0.1)
@@ -41,7 +44,7 @@ def served(tiny_model: TinyModel) -> tuple[list[Any], Groups, Groups, Groups]:
         return models, *asyncio.run(_record(config, path, models))
 
 
-async def _record(config: Config, path: str, models: list[Any]) -> tuple[Groups, Groups, Groups]:
+async def _record(config: Config, path: str, models: list[Any]) -> tuple[dict[int, Groups], Groups]:
     engine = make_engine(config, path, max_model_len=384, seed=0)
 
     def ask(settings: Any) -> "asyncio.Future[list[tuple[Completion, ...]]]":
@@ -50,18 +53,17 @@ async def _record(config: Config, path: str, models: list[Any]) -> tuple[Groups,
     during: list[asyncio.Future[Groups]] = []
     try:
         await engine.start(0)
-        first = await ask(SHORT)
+        pure = {0: await ask(SHORT)}
         await _sync(engine, models[1], 1)
-        second = await ask(SHORT)
+        pure[1] = await ask(SHORT)
         for version, delay_s in ((2, 0.2), (3, 0.05), (4, 1.0)):  # whatever the machine's speed
             running = ask(LONG)
             await asyncio.sleep(delay_s)
             await _sync(engine, models[version], version, lambda: during.append(ask(SHORT)))
-            interrupted = await running
-            of_new = await during[-1]
+            interrupted, of_new = await running, await during[-1]
             if all(len(np.unique(c.versions)) == 2 for group in interrupted for c in group):
                 break
-        return first, second, [*interrupted, *of_new]
+        return {**pure, version: of_new}, interrupted
     finally:
         await engine.shutdown()
 
@@ -77,36 +79,20 @@ async def _sync(engine: Engine, model: Any, version: int, at_pause: Callable[[],
     await engine.resume()
 
 
-def assert_all_of(groups: Groups, version: int, models: list[Any]) -> None:
-    """Check that every token is of this version, with the logprob that its model gives."""
-    for prompt, group in zip(PROMPTS, groups, strict=True):
-        for completion in group:
-            assert (completion.versions == version).all()
-            assert logprob_error(models[version], prompt, completion, SHORT).max() < ROUNDING
+def test_requests_use_no_prefix_of_another_version(record: Record) -> None:
+    """The same prompts, one longer than a block of the cache, before a sync, after it, and during another."""
+    models, pure, _ = record
+    assert len(pure) == 3
+    for version, groups in pure.items():
+        for prompt, group in zip(PROMPTS, groups, strict=True):
+            for completion in group:
+                assert (completion.versions == version).all()
+                assert logprob_error(models[version], prompt, completion, SHORT).max() < ROUNDING
 
 
-def test_new_requests_use_no_prefix_of_another_version(
-    served: tuple[list[Any], Groups, Groups, Groups],
-) -> None:
-    """The same prompts, one longer than a block of the cache, before and after a sync."""
-    models, *groups, _ = served
-    for version, of_version in enumerate(groups):
-        assert_all_of(of_version, version, models)
-
-
-def test_requests_that_arrive_during_a_sync_are_of_the_new_version_alone(
-    served: tuple[list[Any], Groups, Groups, Groups],
-) -> None:
-    models, *_, interrupted = served
-    version = int(interrupted[0][0].versions[-1])
-    assert_all_of(interrupted[len(PROMPTS) :], version, models)
-
-
-def test_running_requests_continue_on_the_keys_and_values_that_they_have(
-    served: tuple[list[Any], Groups, Groups, Groups],
-) -> None:
-    models, *_, interrupted = served
-    for prompt, group in zip(PROMPTS, interrupted[: len(PROMPTS)], strict=True):
+def test_running_requests_continue_on_the_keys_and_values_that_they_have(record: Record) -> None:
+    models, _, interrupted = record
+    for prompt, group in zip(PROMPTS, interrupted, strict=True):
         for completion in group:
             old, new = np.unique(completion.versions)
             assert new == old + 1

@@ -1,6 +1,5 @@
 """Whole runs with a teacher in this process: interrupted and resumed, with a death, replay, or episodes."""
 
-import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
@@ -82,9 +81,7 @@ def test_a_synchronous_run_that_is_killed_and_resumed_equals_one_that_was_not(tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.kept("2")
-def test_a_teacher_that_dies_is_replaced_and_looks_up_again(tmp_path: Path, number: int) -> None:
+def test_a_teacher_that_dies_is_replaced_and_looks_up_again(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
@@ -92,7 +89,7 @@ def test_a_teacher_that_dies_is_replaced_and_looks_up_again(tmp_path: Path, numb
         actors.teachers["teacher-0"].die()
         await until(lambda: controller._version >= 4)
 
-    train(make_config(*with_teacher(number=number)), run.path, meddle)
+    train(make_config(*with_teacher(number=2)), run.path, meddle)
     assert audit(run).problems == []
     events = [row for row in read_metrics(run.events_path) if str(row["kind"]).startswith("teacher")]
     assert [row["kind"] for row in events] == ["teacher_failed", "teacher_back"]
@@ -100,44 +97,18 @@ def test_a_teacher_that_dies_is_replaced_and_looks_up_again(tmp_path: Path, numb
 
 
 @pytest.mark.slow
-def test_a_group_is_sampled_again_if_its_look_up_fails(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run")
-
-    async def meddle(actors: LocalActors, controller: Controller) -> None:
-        engine = actors.teachers["teacher-0"].actor._engine
-        original = engine.logprobs
-        fail = {"left": 3}
-
-        async def broken(sequences: Any) -> Any:
-            if fail["left"]:
-                fail["left"] -= 1
-                raise ValueError("out of memory")
-            return await original(sequences)
-
-        engine.logprobs = broken
-        await asyncio.sleep(60)
-
-    train(make_config(*with_teacher(), "algorithm.num_steps=3"), run.path, meddle)
-    kinds = [row["kind"] for row in read_metrics(run.events_path)]
-    assert "group_failed" in kinds
-    assert "teacher_failed" not in kinds
-    assert audit(run).problems == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["buffer.replay.frac=0.5", "buffer.replay.max_age=4"],
-        ["algorithm.oversample_frac=0.5", "generator.slowdown_s=0.05"],
+        ["buffer.replay.frac=0.5", "buffer.replay.max_age=4", "algorithm.loss=no_baseline"],
         [
             "algorithm.epochs_per_batch=2", "algorithm.train_batch_size=4", "weight_sync.max_lag=2",
             "algorithm.loss=dppo_tv", "algorithm.advantage_scale=whiten_tokens",
         ],
-        ["algorithm.loss=no_baseline", "learner.share_prompts=never", "sampling.temperature=0.8"],
+        ["algorithm.oversample_frac=0.5", "learner.share_prompts=never", "sampling.temperature=0.8"],
     ],
 )  # fmt: skip
-@pytest.mark.kept("overrides2")
+@pytest.mark.kept("overrides1")
 def test_combinations(tmp_path: Path, overrides: list[str]) -> None:
     run = RunDirectory(tmp_path / "run")
     config = make_config(*with_teacher(*overrides), "algorithm.num_steps=5")

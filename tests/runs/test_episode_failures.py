@@ -97,16 +97,17 @@ async def enders(actors: LocalActors, _: Any) -> None:
     await asyncio.sleep(1e6)
 
 
+def episodes_config(episode: str, *overrides: str) -> Config:
+    own = [f"task.episode={__name__}:{episode}", "algorithm.num_steps=5", "evaluation.every_num_steps=9"]
+    return load_config("tests/small_episodes.yaml", [*own, *overrides])
+
+
 SCHEDULES = {
     "many workers": ["weight_sync.max_lag=1", "episodes.num_workers=3", "generator.num_generators=2"],
-    "oversampled": [
-        "algorithm.num_steps=8",
-        "weight_sync.max_lag=1",
-        "algorithm.oversample_frac=0.5",
-        "episodes.over_age=drop",
-    ],
+    "oversampled": ["weight_sync.max_lag=1", "algorithm.oversample_frac=0.5", "episodes.over_age=drop",
+                    "algorithm.num_steps=8"],
     "replayed": ["weight_sync.max_lag=0", "buffer.replay.frac=0.25"],
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -115,23 +116,14 @@ SCHEDULES = {
 def test_an_example_that_ends_its_worker_is_set_aside_and_costs_no_other_group(
     schedule: str, tmp_path: Path
 ) -> None:
-    overrides = [
-        f"task.episode={__name__}:ends_its_worker",
-        "algorithm.num_steps=5",
-        "evaluation.every_num_steps=9",
-    ]
-    check_run(
-        load_config("tests/small_episodes.yaml", [*overrides, *SCHEDULES[schedule]]), tmp_path, "environment"
-    )
+    check_run(episodes_config("ends_its_worker", *SCHEDULES[schedule]), tmp_path, "environment")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_lag", [0, 1])
-@pytest.mark.kept("1")
 def test_a_prompt_that_ends_its_generator_is_set_aside_and_costs_no_other_group(
-    max_lag: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = plain_config(f"weight_sync.max_lag={max_lag}", "evaluation.every_num_steps=9")
+    config = plain_config("weight_sync.max_lag=1", "evaluation.every_num_steps=9")
     generate = Generator.generate
     prompts: list[str] = []
 
@@ -149,10 +141,8 @@ def test_a_prompt_that_ends_its_generator_is_set_aside_and_costs_no_other_group(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_generators", [1, 2])
-@pytest.mark.kept("2")
 def test_a_turn_that_ends_its_generator_is_set_aside_and_costs_no_other_group(
-    num_generators: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin_turns = Generator.begin_turns
 
@@ -164,13 +154,8 @@ def test_a_turn_that_ends_its_generator_is_set_aside_and_costs_no_other_group(
         await begin_turns(self, worker, others, cancelled)
 
     monkeypatch.setattr(Generator, "begin_turns", begin_or_end)
-    overrides = [
-        f"task.episode={__name__}:ends_a_generator",
-        "algorithm.num_steps=5",
-        "evaluation.every_num_steps=9",
-    ]
-    overrides.append(f"generator.num_generators={num_generators}")
-    check_run(load_config("tests/small_episodes.yaml", overrides), tmp_path, "generator", 6)
+    config = episodes_config("ends_a_generator", "generator.num_generators=2")
+    check_run(config, tmp_path, "generator", 6)
 
 
 def check_run(config: Config, folder: Path, actor: str, num_deaths: int = 5) -> None:

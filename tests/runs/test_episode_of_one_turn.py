@@ -88,10 +88,10 @@ def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchEngine, "_sample", one_by_one)
 
 
-def two_runs(folder: Path, *overrides: str) -> tuple[RunDirectory, RunDirectory]:
+def two_runs(folder: Path) -> tuple[RunDirectory, RunDirectory]:
     """Train the task as episodes, and plainly."""
     model = tiny_model_folder(load_config(SMALL))
-    common = ["model.tiny=null", f"model.path={model}", *overrides]
+    common = ["model.tiny=null", f"model.path={model}"]
     as_episodes = ["task.episode=small_episodes:one_turn", "task.warmup=null"]
     plain = write_examples(folder)
     return run(folder / "episodes", *common, *as_episodes), run(folder / "plain", *common, *plain)
@@ -99,10 +99,8 @@ def two_runs(folder: Path, *overrides: str) -> tuple[RunDirectory, RunDirectory]
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_at_a_time", "untried")
-@pytest.mark.parametrize("sharing", ["auto", "never"])
-@pytest.mark.kept("auto")
-def test_the_run_is_the_same(sharing: str, tmp_path: Path) -> None:
-    episodes, plain = two_runs(tmp_path, f"learner.share_prompts={sharing}")
+def test_the_run_is_the_same(tmp_path: Path) -> None:
+    episodes, plain = two_runs(tmp_path)
     for path in sorted(plain.rollouts.glob("*.parquet")):
         pairs = zip(read_groups(episodes.rollouts / path.name), read_groups(path), strict=True)
         for one, other in pairs:

@@ -67,14 +67,6 @@ def test_generators_sample_from_what_is_trained(overrides: list[str], tmp_path: 
 
 
 @pytest.mark.slow
-def test_replay_and_lag_work_with_an_adapter(tmp_path: Path) -> None:
-    train(lora_config("buffer.replay.frac=0.5", "weight_sync.max_lag=1"), tmp_path / "run")
-    rows = metrics(tmp_path / "run")
-    assert max(row.get("lag/max", 0) for row in rows) >= 2
-    assert main(["audit", str(tmp_path / "run")]) == 0
-
-
-@pytest.mark.slow
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     config = lora_config(*KL, "algorithm.num_steps=4")
     train(config, tmp_path / "whole")

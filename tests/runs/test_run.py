@@ -20,6 +20,7 @@ from grpo_ray.records.checkpoint import make_store
 from grpo_ray.records.rollout_log import read_rollouts
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run.preparation import check_files, prepare
+from grpo_ray.tools.audit.audit import audit
 from grpo_ray.watch.restarts import RestartBudget
 from grpo_ray.watch.run_log import RunLog
 
@@ -56,22 +57,8 @@ def test_lag_is_bounded_and_every_prompt_is_trained_once(tmp_path: Path) -> None
     assert all(row["lag/rejected"] == 0 for row in metrics)
     assert metrics[-1]["lag/max"] == max_lag  # Generators run ahead as far as they may
 
-    # Each step's file holds that step's groups, each group once, over one epoch and a third.
-    trained = [
-        (row["step"], row["group_id"]) for s in range(1, 9) for row in read_rollouts(run.rollouts_path(s))
-    ]
-    assert sorted(set(trained)) == [(group // 4 + 1, group) for group in range(32)]
-    assert len(trained) == 32 * 2
-    prompts = {
-        row["group_id"]: row["prompt"] for s in range(1, 9) for row in read_rollouts(run.rollouts_path(s))
-    }
-    assert len({prompts[group] for group in range(24)}) == 24
-    assert {prompts[group] for group in range(24, 32)} <= {prompts[group] for group in range(24)}
-
-    # The lag in the metrics is the one in the rollouts, and both Generators took part.
-    for row in metrics:
-        rollouts = read_rollouts(run.rollouts_path(row["step"]))
-        assert row["lag/max"] == row["step"] - 1 - min(r["min_version"] for r in rollouts)
+    # Each group once, over one epoch and a third, and with the lag that the metrics have.
+    assert audit(run).problems == []
     rollouts = [row for s in range(1, 9) for row in read_rollouts(run.rollouts_path(s))]
     assert len({row["generator"] for row in rollouts}) == num_generators
 
@@ -88,8 +75,6 @@ def test_lag_is_bounded_and_every_prompt_is_trained_once(tmp_path: Path) -> None
         assert drawn == pytest.approx(told, abs=0.001), name
 
     assert not check_names({k: v for row in metrics for k, v in row.items() if k != "step"})
-    summaries = [json.loads(line) for line in run.evaluations_summary_path.read_text().splitlines()]
-    assert [(s["step"], s["version"]) for s in summaries] == [(0, 0), (4, 4), (8, 8)]
 
 
 @pytest.mark.slow
