@@ -145,9 +145,13 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
     assert load_config(path, ["model.tiny=null", "model.tiny={}"]) == load_config(path)
 
 
+REPLAY = "buffer.replay.frac=0.5"
+KEPT_KV = "weight_sync.recompute_kv=false"
+COLOCATED = "generator.colocated=true weight_sync.max_lag=0"
+WHITENED_RAW = "advantage_scale=whiten_tokens advantage=raw"
 KL_IN_REWARD = "kl.reference=initial kl.coefficient=0.1 kl.placement=reward"
 KL_TO_GO = f"{KL_IN_REWARD} kl.placement=reward_to_go"
-ON_ONE_GPU = "generator.colocated=true weight_sync.max_lag=0 generator.num_gpus=1 learner.num_gpus=1"
+ON_ONE_GPU = f"{COLOCATED} generator.num_gpus=1 learner.num_gpus=1"
 ON_TWO_GPUS = "weight_sync.transport=nccl generator.num_gpus=1 learner.num_gpus=1"
 
 
@@ -178,11 +182,13 @@ def refuses(folder: Path, overrides: str, parts: str) -> None:
         ("learner.lr=1e-4", "learner.lr: unknown key; torch's lr is learner.learning_rate"),
         ("learner.learning_rate=fast", "learner.learning_rate: 'fast' is not valid; allowed: number >= 0"),
         ("learner.learning_rate=.nan", "learner.learning_rate: nan is not valid; allowed: number >= 0"),
-        ("learner.learning_rate.x=3", "learner.learning_rate: {'x': 3} is not valid; allowed: number >= 0"),
         ("learner.betas=[0.1,2]", "learner.betas[1]: 2 is not valid; allowed: number >= 0 and < 1"),
         ("learner.betas=[0.1]", "learner.betas[1]: required, but not given; allowed: number >= 0 and < 1"),
         ("learner.betas=0.1", "learner.betas: 0.1 is not valid; allowed: a list of 2: number >= 0 and < 1,"),
-        ("learner.cpu_cores=[1,-2]", "learner.cpu_cores[1]: -2 is not valid; allowed: integer >= 0"),
+        (
+            "learner.cpu_cores=[]",
+            "learner.cpu_cores: an empty list leaves no core to run on; name at least one",
+        ),
         ("generator.max_model_len=0", "generator.max_model_len: 0 is not valid; allowed: integer > 0 or null"),
         ("generator.engine=sglang", "'sglang' is not valid; allowed: vllm, torch, or a function of your own"),
         ("sampling.temperature=0.005", "sampling.temperature: 0.005 is not valid; allowed: number >= 0.01"),
@@ -195,10 +201,7 @@ def refuses(folder: Path, overrides: str, parts: str) -> None:
         ("task.kind=sums", "task.kind: 'sums' is not valid; allowed: sorting, ... math, episodes, mixture"),
         ("task={}", "task.kind: required, but not given; allowed: sorting, arithmetic,"),
         ("task=5", "task: 5 is not valid; allowed: a mapping of kind (sorting, arithmetic,"),
-        (
-            "task.kind=file",
-            "task.train_path: required, but not ... allowed: text ... task.validation_path: req",
-        ),
+        ("task.kind=file", "task.train_path: required, but not ... text ... task.validation_path: req"),
         ("learner", "override `learner`: write it as section.key=value"),
         ("learner..x=3", "override `learner..x=3`: write it as section.key=value"),
         ("run.seed=[1", "override `run.seed=[1`: line 1 ... not valid YAML"),
@@ -220,10 +223,7 @@ def test_wrong_values(tmp_path: Path, overrides: str, parts: str) -> None:
         ("train_batch_size=100", ": train_batch_size (100) must divide ... (256)"),
         ("dual_clip=3 loss=gspo", "dual_clip works only with `grpo_clip` ... `gspo`"),
         ("dual_clip=1.2 cliprange_high=0.28", "dual_clip (1.2) must be at least 1 + cliprange_high = 1.28"),
-        (
-            "off_policy_correction=[veto,tis]",
-            ".off_policy_correction[1]: 'tis' is not valid; allowed: none, trunc",
-        ),
+        ("off_policy_correction=[veto,tis]", ".off_policy_correction[1]: 'tis' is not valid; allowed: none"),
         ("off_policy_correction=[veto,none]", "off_policy_correction: ['veto', 'none'] is not a"),
         ("off_policy_correction=[]", "off_policy_correction: [] is not a list of different"),
         ("off_policy_correction=3", ".off_policy_correction: 3 is not valid; allowed: "),
@@ -234,33 +234,18 @@ def test_wrong_values(tmp_path: Path, overrides: str, parts: str) -> None:
         ("advantage=best", ".advantage: 'best' is not valid; allowed: mean_std, ... `module:function`"),
         ("advantage_scale=batch", "`batch` needs ... to `mean` or `leave_one_out` (it is `mean_std`)"),
         ("advantage_scale=whiten_tokens loss=no_baseline", "takes raw rewards ... `reinforce_with_baseline`"),
-        (
-            "advantage_scale=whiten_tokens advantage=raw dynamic_sampling_tries=1",
-            ": dynamic_sampling_tries drops groups ... set it to 0, or advantage to `mean`",
-        ),
+        (f"{WHITENED_RAW} dynamic_sampling_tries=1", ": dynamic_sampling_tries drops groups ... set it to 0"),
         ("advantage=max_rl overlong_buffer_tokens=8", "`max_rl` divides by the mean reward ... set it to 0"),
         ("overlong_buffer_tokens=24", ".overlong_buffer_tokens (24) must be below sampling.max_tokens (24)"),
         ("kl.coefficient=0.1", ".kl: coefficient needs a reference"),
         ("kl.reference=initial kl.placement=reward", ".kl: placement `reward` needs a coefficient above 0"),
-        (
-            "kl.reference=ema kl.refresh_every_num_steps=3",
-            ".kl: refresh_every_num_steps needs reference `initial`",
-        ),
-        (
-            KL_IN_REWARD,
-            "`mean_std` divides by the group's spread ... coefficient would have no effect ... raw, mean",
-        ),
+        ("kl.reference=ema kl.refresh_every_num_steps=3", ".kl: refresh_every_num_steps needs reference"),
+        (KL_IN_REWARD, "`mean_std` divides by the group's spread ... would have no effect ... raw, mean"),
         (f"{KL_IN_REWARD} advantage=gdpo", "kl.placement: `gdpo` divides by the group's spread"),
         (f"{KL_IN_REWARD} advantage=max_rl", "`max_rl` is for rewards of 0 and 1 ... kl.placement to `loss`"),
-        (
-            f"{KL_IN_REWARD} advantage=mean mask_truncated=true",
-            ": kl.placement: `reward` needs the KL of all responses ... mask_truncated to false",
-        ),
+        (f"{KL_IN_REWARD} advantage=mean mask_truncated=true", ": kl.placement: `reward` needs the KL of all"),
         (KL_TO_GO, ": kl.placement: `reward_to_go` is subtracted from ... `mean_std` rescales ... raw, mean,"),
-        (
-            f"{KL_TO_GO} advantage=mean advantage_scale=batch",
-            ": advantage_scale: kl.placement `reward_to_go` ... to `whiten_tokens` or `group`",
-        ),
+        (f"{KL_TO_GO} advantage=mean advantage_scale=batch", ": advantage_scale: kl.placement `reward_to_go`"),
     ],
 )
 def test_wrong_algorithms(tmp_path: Path, fields: str, parts: str) -> None:
@@ -270,51 +255,27 @@ def test_wrong_algorithms(tmp_path: Path, fields: str, parts: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (
-            "buffer.replay.frac=0.001",
-            "buffer.replay.frac is 0.001: at least one of algorithm.prompts_per_step (32)",
-        ),
-        (
-            "buffer.replay.frac=0.5 buffer.replay.max_age=1",
-            "buffer.replay.max_age (1) must exceed weight_sync.max_lag (1)",
-        ),
-        (
-            "buffer.replay.frac=0.5 buffer.replay.max_groups=15",
-            "buffer.replay.max_groups (15) must be at least the 16 groups that a batch replays",
-        ),
+        ("buffer.replay.frac=0.001", "replay.frac is 0.001: at least one of algorithm.prompts_per_step (32)"),
+        (f"{REPLAY} buffer.replay.max_age=1", "replay.max_age (1) must exceed weight_sync.max_lag (1)"),
+        (f"{REPLAY} buffer.replay.max_groups=15", "replay.max_groups (15) must be at least the 16 groups"),
         ("buffer.lookahead=34", "buffer.lookahead is 34: a group can come 2 steps late ... (1)"),
         ("buffer.lookahead=2 algorithm.oversample_frac=0.1", "buffer.lookahead keeps strag ... choose one"),
         ("generator.colocated=true", "generator.colocated ... set weight_sync.max_lag to 0 (it is 1)"),
-        (
-            f"{ON_ONE_GPU} generator.num_generators=2",
-            "each of the 1 ranks of the Learner ... num_generators to the same number (it is 2)",
-        ),
+        (f"{ON_ONE_GPU} generator.num_generators=2", "each of the 1 ranks ... the same number (it is 2)"),
         ("weight_sync.transport=ipc", "weight_sync.transport: `ipc` ... use `object_store`"),
         (
             f"{ON_ONE_GPU} weight_sync.transport=ipc weight_sync.delta=true",
-            "weight_sync.delta: the bytes never leave the GPUs with transport `ipc`; set it to false",
+            "never leave the GPUs with ... `ipc`",
         ),
         (
             "weight_sync.transport=nccl learner.num_gpus=0",
-            "`nccl` ... the Learner has none (learner.num_gpus is 0) ... use `collective` or `object_store`",
+            "`nccl` ... the Learner has none ... use `collective`",
         ),
         ("weight_sync.delta=true generator.engine=mine:Engine", "mine:Engine would be given differences"),
-        (
-            f"{ON_TWO_GPUS} generator.colocated=true weight_sync.max_lag=0",
-            "colocated actors share one, which NCCL refuses (generator.colocated; take `ipc`)",
-        ),
-        (
-            f"{ON_TWO_GPUS} weight_sync.checksum=true",
-            "weight_sync.checksum: the bytes never leave the GPUs with transport `nccl` ... use `object_store`",
-        ),
-        (
-            "weight_sync.recompute_kv=false weight_sync.in_flight=false",
-            "recompute_kv: false has no effect ... (weight_sync.in_flight is false); set it to true",
-        ),
-        (
-            "weight_sync.recompute_kv=false generator.colocated=true weight_sync.max_lag=0",
-            "no request runs during a sync (generator.colocated is true, weight_sync.max_lag is 0)",
-        ),
+        (f"{ON_TWO_GPUS} {COLOCATED}", "colocated actors share one, which NCCL refuses (generator.colocated;"),
+        (f"{ON_TWO_GPUS} weight_sync.checksum=true", "weight_sync.checksum: the bytes never leave the GPUs"),
+        (f"{KEPT_KV} weight_sync.in_flight=false", "false has no effect ... (weight_sync.in_flight is false)"),
+        (f"{KEPT_KV} {COLOCATED}", "(generator.colocated is true, weight_sync.max_lag is 0)"),
         (
             "sampling.min_tokens=2000 sampling.max_tokens=24",
             "min_tokens (2000) must not exceed max_tokens (24)",
@@ -329,10 +290,7 @@ def test_wrong_algorithms(tmp_path: Path, fields: str, parts: str) -> None:
             'task.reward=[{"reward":"exact_match"},{"reward":"brevity"}]',
             "overlong_buffer_tokens: `gdpo` compares the terms of task.reward ... set it to 0",
         ),
-        (
-            "algorithm.entropy_target=0.5 algorithm.entropy_bonus=2",
-            "entropy_bonus (2), from which entropy_target starts, is above entropy_bonus_max (1)",
-        ),
+        ("algorithm.entropy_target=0.5 algorithm.entropy_bonus=2", "entropy_bonus (2), from which ... max (1)"),
         ("learner.min_lr_ratio=0.1", "learner.min_lr_ratio needs a decay; set learner.lr_schedule to"),
     ],
 )
@@ -359,10 +317,7 @@ def test_settings_that_cannot_be_combined(tmp_path: Path, overrides: str, parts:
         (MINIMAL + "generator: {engine_args: {1: 2}}\n", "the name 1 is not text; put it in quotes"),
         (MINIMAL + "learner: {learning_rate: yes}\n", "learner: learning_rate is yes, which is not a number"),
         (MINIMAL + "sampling: {stop: ['']}\n", "sampling.stop[0]: '' is not valid"),
-        (
-            MINIMAL + "distillation: {engine: 'a:b'}\n",
-            "distillation.engine: 'a:b' is not valid; allowed: vllm or torch",
-        ),
+        (MINIMAL + "distillation: {engine: 'a:b'}\n", "engine: 'a:b' is not valid; allowed: vllm or torch"),
     ],
 )
 def test_wrong_files(tmp_path: Path, text: str, part: str) -> None:
@@ -409,13 +364,6 @@ def test_dump_and_load_round_trip(tmp_path: Path) -> None:
     )
     dump_config(config, tmp_path / "resolved.yaml")
     assert load_config(tmp_path / "resolved.yaml") == config
-
-
-def test_every_config_file_loads() -> None:
-    paths = list(CONFIGS.glob("*.yaml"))
-    assert paths
-    for path in paths:
-        load_config(path)
 
 
 def test_other_libraries_names_are_explained_by_keys_that_exist() -> None:
