@@ -15,13 +15,7 @@ import pytest
 from builders import check_names, make_completion, make_item
 
 from grpo_ray.core.validation import MAX_UNWRITTEN, Validation
-from grpo_ray.records.evaluation_summary import (
-    bootstrap_intervals,
-    pass_at_k,
-    powers_of_two,
-    standard_error,
-    summarise_groups,
-)
+from grpo_ray.records.evaluation_summary import bootstrap_intervals, pass_at_k, powers_of_two, summarise_groups
 from grpo_ray.records.readable_rollouts import readable_rollouts
 from grpo_ray.records.rollout_log import read_rollouts
 from grpo_ray.records.run_files import step_name
@@ -55,6 +49,7 @@ def test_summary() -> None:
     assert summary.truncated_frac == pytest.approx(1 / 6)
     # the prompts' means are 1, 0 and 1/2: their standard deviation is 1/2
     assert summary.reward_standard_error == pytest.approx(0.5 / math.sqrt(3))
+    assert summarise_groups(40, GROUPS[:1]).reward_standard_error == 0
     assert check_names(summary.metrics) == []
 
 
@@ -143,6 +138,8 @@ def test_intervals_of_two_prompts() -> None:
     """The resampled mean is 0, 1/2 or 1 with probability 1/4, 1/2 and 1/4; equal prompts have no width."""
     values = np.array([[0.0, 0.7], [1.0, 0.7]])
     assert bootstrap_intervals(values) == pytest.approx(np.array([[0.0, 1.0], [0.7, 0.7]]))
+    values = np.random.default_rng(3).random((50, 2))
+    assert np.array_equal(bootstrap_intervals(values), bootstrap_intervals(values))  # the same draws each time
 
 
 @pytest.mark.slow
@@ -154,13 +151,3 @@ def test_intervals_cover_the_true_mean_95_percent_of_the_time() -> None:
     assert 0.92 <= covered <= 0.98
     # About as wide as the normal interval.
     assert (intervals[:, 1] - intervals[:, 0]).mean() == pytest.approx(2 * 1.96 * np.sqrt(0.21 / 150), rel=0.05)
-
-
-def test_intervals_are_reproducible() -> None:
-    values = np.random.default_rng(3).random((50, 2))
-    assert np.array_equal(bootstrap_intervals(values), bootstrap_intervals(values))
-
-
-def test_standard_error() -> None:
-    assert standard_error(np.array([1.0, 0.0, 0.5])) == pytest.approx(0.5 / np.sqrt(3))
-    assert standard_error(np.array([1.0])) == 0.0

@@ -121,12 +121,7 @@ THREE = LINES[: LINES.index("4") - 9]
     ("text", "step", "message"),
     [
         (LINES.replace('{"step": 2}', "\0" * 11), 4, "line 2: not valid JSON; remove the line"),
-        (LINES.replace('{"step": 2}', "\0" * 11), 6, "line 2: not valid JSON; remove the line"),
-        (
-            LINES[: LINES.index("4") - 9] + "\0" * 40,
-            5,
-            "line 4: the lines of steps 4 to 4 are missing or damaged",
-        ),
+        (THREE + "\0" * 40, 5, "line 4: the lines of steps 4 to 4 are missing or damaged"),
         ("", 5, "line 1: the lines of steps 1 to 4 are missing or damaged"),
     ],
 )
