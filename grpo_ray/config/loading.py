@@ -40,10 +40,8 @@ def find_config(path: str | Path) -> Path:
 def load_config(path: str | Path, overrides: Sequence[str] = (), is_local: bool = False) -> Config:
     """Load a YAML file, or a bundled one by its name, and apply overrides such as `learner.learning_rate=1e-4`.
 
-    An override's value is YAML: `a.b=null`, `model.tiny={}`, `sampling.stop=["</answer>"]`.
-
-    Args:
-        is_local: put the torch engine in place of vLLM.
+    An override's value is YAML: `a.b=null`, `model.tiny={}`, `sampling.stop=["</answer>"]`. If `is_local`, the
+    torch engine is in place of vLLM.
 
     Raises:
         ConfigError: names all problems at once.

@@ -66,11 +66,7 @@ def clip_epsilons(loss: str, low: float | None, high: float | None) -> Epsilons:
 
 
 def refuse_clip_range(loss: str, **given: float | None) -> None:
-    """Refuse a clip range that the loss would ignore.
-
-    Raises:
-        ValueError: names the first of those given.
-    """
+    """Refuse a clip range that the loss would ignore; raises ValueError, which names the first given."""
     if loss_record(loss).epsilons is None:
         for name, value in given.items():
             if value is not None:

@@ -38,9 +38,7 @@ def nearest_keys(path: str, siblings: Sequence[str]) -> list[str]:
     """Return at most three dotted keys of the whole tree that `path` probably misspells, the nearest first.
 
     A key of the right name in another section is one; a deeper one counts less, one of the same section more.
-
-    Args:
-        siblings: the keys that exist beside `path`: those of its section's kind, if there are several kinds.
+    `siblings` are the keys that exist beside `path`: those of its section's kind, if there are several kinds.
     """
     parent, _, name = path.rpartition(".")
     beside = [f"{parent}.{sibling}".lstrip(".") for sibling in siblings]

@@ -57,8 +57,7 @@ def public_environment(environment: Mapping[str, str], keep: Collection[str] = (
 def reward_environment(secrets: Collection[str] = ()) -> dict[str, str]:
     """Return the environment of a grading process: an allow-list, because it reads what a policy wrote.
 
-    Args:
-        secrets: further names, of the secrets that a term of the reward lists.
+    It has the secrets that a term of the reward lists.
     """
     allowed = {*REWARD_VARIABLES, *secrets}
     return {name: value for name, value in os.environ.items() if name in allowed or name.startswith("LC_")}
@@ -74,11 +73,7 @@ SecretName = Annotated[str, AfterValidator(_name_alone)]
 
 
 def check_set(names: Iterable[str], field: str) -> None:
-    """Refuse the name of a secret that this process's environment lacks.
-
-    Raises:
-        ValueError: names the field and the variable.
-    """
+    """Refuse the name of a secret that this process's environment lacks, by a ValueError of the field."""
     for name in names:
         if not os.environ.get(name):
             raise ValueError(

@@ -54,11 +54,7 @@ def make_engine(config: Config, model_path: str, max_model_len: int, seed: int) 
 
 
 def make_teacher_engine(config: Config, start: StartingModel) -> TeacherEngine:
-    """Return the configured engine with the teacher.
-
-    Args:
-        start: the policy's; its lengths and end tokens are those of the samples.
-    """
+    """Return the configured engine with the teacher; `start` has the lengths and end tokens of the samples."""
     if config.distillation.engine == "torch":
         from grpo_ray.engines.torch_engine import TorchTeacher
 

@@ -75,11 +75,7 @@ class ReceivingEngine(Protocol):
     """An engine with processes that receive weights on their own devices, while it loads them."""
 
     async def join(self, meeting: Meeting) -> None:
-        """Join the wire with each of them.
-
-        Raises:
-            WireError: the Learner did not come.
-        """
+        """Join the wire with each of them; raises WireError if the Learner did not come."""
 
 
 class TeacherEngine(Protocol):

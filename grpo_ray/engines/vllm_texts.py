@@ -40,12 +40,7 @@ def stop_at_min_tokens() -> None:
 
 
 def decode(tokenizer: Any, prompt: Sequence[int], response: Sequence[int], params: Any) -> str:
-    """Return the text that vLLM makes of a response token by token, to the byte.
-
-    Args:
-        tokenizer: vLLM's.
-        params: the request's SamplingParams.
-    """
+    """Return the text that vLLM makes of a response token by token, to the byte; `params` are the request's."""
     backend = getattr(tokenizer, "_tokenizer", None)
     if backend is not None and isinstance(backend.decoder, ByteLevel):
         # The text is the tokens' bytes, so one step over all of them yields what many steps do. It yields None

@@ -118,11 +118,7 @@ class CheckpointStore:
     def all(self, is_strict: bool = False) -> list[Checkpoint]:
         """Return the whole checkpoints, oldest first; the others are in `damaged`.
 
-        Args:
-            is_strict: do not read the files, and do not call damaged what cannot be read now.
-
-        Raises:
-            OSError: with `is_strict`, one cannot be read now.
+        If `is_strict`, files are not read, and one that cannot be read now is an OSError and not damaged.
         """
         self.damaged = []
         folders = sorted(self._folders("step"))

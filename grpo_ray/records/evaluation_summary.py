@@ -250,8 +250,7 @@ def write_evaluation(
 ) -> str | None:
     """Write `step-000040.parquet`, then append the summary to `summary.jsonl`; return `write_rollouts`' note.
 
-    Args:
-        groups: None writes no responses.
+    Without groups no responses are written.
 
     Raises:
         OSError: a full disk, for example; no line was appended, and the call can be repeated.

@@ -206,11 +206,7 @@ class StepLines:
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Find the lines.
-
-        Raises:
-            DamagedLine: a line has no step, or cannot be read and is not of the tail.
-        """
+        """Find the lines; raises DamagedLine for one without a step, or damaged before the tail."""
         self._path = Path(path)
         last: dict[int, int] = {}  # by step: where its last line begins
         start, damaged = 0, None
@@ -231,11 +227,7 @@ class StepLines:
         return len(self.steps)
 
     def __iter__(self) -> Iterator[Row]:
-        """Yield the rows in the order of their steps.
-
-        Raises:
-            DamagedLine: a line is not valid JSON.
-        """
+        """Yield the rows in the order of their steps; raises DamagedLine."""
         if not self.steps:
             return
         with self._path.open("rb") as file:

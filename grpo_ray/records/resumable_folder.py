@@ -45,11 +45,7 @@ class ResumableFolder:
         self._differences = differences or changed_values
 
     def lock(self) -> AbstractContextManager[None]:
-        """Return a lock on the folder, which is created if necessary.
-
-        Raises:
-            RunError: another process holds the lock; names it.
-        """
+        """Return a lock on the folder, which is made if necessary; raises RunError with another holder."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -57,11 +53,7 @@ class ResumableFolder:
         return locked(self.path / LOCK_NAME, self.path)
 
     def check_lock(self) -> None:
-        """Refuse to write on if another process holds the lock as well.
-
-        Raises:
-            RunError: names that process.
-        """
+        """Refuse to write on if another process holds the lock as well; raises RunError, which names it."""
         check_still_held(self.path / LOCK_NAME, self.path)
 
     def is_free(self, skeleton: Collection[Path] = (), ignored: Collection[str] = ()) -> bool:
@@ -83,11 +75,7 @@ class ResumableFolder:
         return self.path.is_dir() and not any(map(is_foreign, self.path.iterdir()))
 
     def check_writable(self) -> None:
-        """Refuse a path under which no file can be created.
-
-        Raises:
-            RunError: says why not, and what to do.
-        """
+        """Refuse a path under which no file can be created; raises RunError with the reason and the remedy."""
         try:
             nearest = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
             with tempfile.TemporaryFile(dir=nearest):
@@ -114,11 +102,7 @@ class ResumableFolder:
             self.check_writable()
 
     def claim(self, definition: Definition) -> None:
-        """Write the definition, which makes the folder this job's.
-
-        Raises:
-            RunError: as `check`.
-        """
+        """Write the definition, which makes the folder this job's; raises as `check`."""
         self.check(definition)
         try:
             self.path.mkdir(parents=True, exist_ok=True)

@@ -123,11 +123,7 @@ class RunDirectory:
         self._folder.check_writable()
 
     def create(self, config: Config) -> None:
-        """Create the folders and write the resolved configuration; hold the lock if others may do the same.
-
-        Raises:
-            RunError, ValueError: as `check_free`.
-        """
+        """Create the folders and the configuration; hold the lock if others may; raises as `check_free`."""
         self.check_free()
         self.create_subfolders()
         dump_config(config, self.config_path)
@@ -171,11 +167,7 @@ class RunDirectory:
         kept_part(self.evaluations_summary_path, step)
 
     def rewind(self, step: int) -> None:
-        """Delete the records of later steps: a run that resumes from `step` repeats them.
-
-        Raises:
-            RunError: as `check_records`.
-        """
+        """Delete the records of later steps, which a resumed run repeats; raises as `check_records`."""
         self.check_records(step)
         for log in (self.metrics_path, self.evaluations_summary_path):
             num_bytes, _ = kept_part(log, step)

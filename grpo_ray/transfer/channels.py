@@ -19,11 +19,7 @@ POLL_S = 0.0005
 
 
 def join(meeting: Meeting, rank: int, device: torch.device) -> Channel:
-    """Return the channel to the meeting's other ranks, once they have come.
-
-    Raises:
-        WireError: they did not, within the meeting's time limit.
-    """
+    """Return the channel to the meeting's other ranks; raises WireError if they did not come in time."""
     return GlooChannel(meeting, rank) if meeting.backend == "gloo" else NcclChannel(meeting, rank, device)
 
 
@@ -34,11 +30,7 @@ class NcclChannel:
     """
 
     def __init__(self, meeting: Meeting, rank: int, device: torch.device) -> None:
-        """Wait until all ranks have come.
-
-        Raises:
-            WireError: they did not come within the meeting's time limit, or one is another process.
-        """
+        """Wait for all ranks; raises WireError if they did not come in time, or one is another process."""
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         size, store = 1 + meeting.num_receivers, meeting.store()

@@ -57,11 +57,7 @@ def encode(old: np.ndarray, new: np.ndarray) -> np.ndarray | None:
 
 
 def apply(payload: np.ndarray, buffer: np.ndarray) -> None:
-    """Turn the old bytes into the new ones in place.
-
-    Args:
-        payload: from `encode`.
-        buffer: uint8 `[num_bytes]`, the old bytes.
+    """Turn the old bytes, uint8 `[num_bytes]`, into the new ones in place, by a payload of `encode`.
 
     Raises:
         ValueError: the payload is not one for a buffer of this size; the buffer may be changed in part.

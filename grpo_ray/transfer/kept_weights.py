@@ -21,20 +21,13 @@ class KeptWeights:
     """
 
     def __init__(self, allocate: Callable[[int], np.ndarray] = lambda size: np.empty(size, np.uint8)) -> None:
-        """
-        Args:
-            allocate: returns that many bytes of memory.
-        """
+        """Keep nothing yet; `allocate` returns that many bytes of memory."""
         self._allocate = allocate
         self._data = np.empty(0, np.uint8)
         self.version: int | None = None
 
     def whole(self, snapshot: WeightSnapshot) -> np.ndarray:
-        """Return all bytes of the snapshot: its own, unless a delta to the next version may follow.
-
-        Raises:
-            ValueError: see `receive`.
-        """
+        """Return all bytes of the snapshot, which are kept if a delta may follow; raises as `receive`."""
         return self.receive(snapshot) if snapshot.is_kept else snapshot.data
 
     def receive(self, snapshot: WeightSnapshot) -> np.ndarray:

@@ -131,11 +131,7 @@ class Meeting:
     chunk_bytes: int = CHUNK_BYTES
 
     def store(self) -> "SignedStore":
-        """Connect to the Learner's store, and return the part of it that is this wire's.
-
-        Raises:
-            WireError: the Learner did not answer within `timeout_s`.
-        """
+        """Return this wire's part of the Learner's store; raises WireError without an answer in `timeout_s`."""
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
         from grpo_ray.learning.rendezvous import SignedStore

@@ -41,11 +41,7 @@ class Sender:
     """
 
     def __init__(self, config: Config, host: str, device: torch.device, chunk_bytes: int = CHUNK_BYTES) -> None:
-        """
-        Args:
-            host: the address of the Learner's node.
-            device: the Learner's.
-        """
+        """Open no wire yet; `host` is the address of the Learner's node, and `device` the Learner's."""
         on_gpu = config.weight_sync.wire_backend == "nccl"
         self._backend: Backend = config.weight_sync.wire_backend or "gloo"
         self._host, self._timeout_s = host, config.weight_sync.phase_timeout_s
@@ -117,11 +113,7 @@ class Sender:
             return self._meetings[name]
 
     def join_wire(self, name: str) -> None:
-        """Wait until the Generator has joined.
-
-        Raises:
-            WireError: it did not, within the time limit.
-        """
+        """Wait until the Generator has joined; raises WireError after the time limit."""
         with self._lock:
             meeting = self._meetings[name]
         channel = join(meeting, SENDER, self._device)
@@ -162,11 +154,7 @@ class Publisher:
     """One rank's part in every snapshot; `sender` is its end of the wires."""
 
     def __init__(self, config: Config, host: str, device: torch.device, ranks: Ranks) -> None:
-        """
-        Args:
-            host: the address of this node, which Generators reach.
-            device: of the weights, except while a colocated Learner has left it.
-        """
+        """Pack nothing yet; the weights are on `device`, except while a colocated Learner has left it."""
         self._sync, self._device, self._ranks = config.weight_sync, device, ranks
         self._dtype = getattr(torch, config.model.dtype)
         self._packing = ReusedMemory(is_pinned=device.type == "cuda")

@@ -31,10 +31,8 @@ class Pages:
 def map_pages(pages: Pages, is_shared: bool = False) -> torch.Tensor:
     """Return the bytes as a flat uint8 tensor; unless shared, what is written to it stays in this process.
 
-    The process that gave the pages keeps the bytes as they are for as long as the tensor is read.
-
-    Args:
-        is_shared: the tensor has what either process writes later, as page-locked memory must.
+    A shared one has what either process writes later, as page-locked memory must. Otherwise the process that
+    gave the pages keeps the bytes as they are for as long as the tensor is read.
 
     Raises:
         OSError: the pages cannot be opened.
@@ -100,10 +98,7 @@ class SharedBuffer:
     """
 
     def __init__(self, fd: int | None = None) -> None:
-        """
-        Args:
-            fd: an open file to use instead, which is closed by `close`.
-        """
+        """Make new memory, or use that of the open file `fd`, which `close` closes."""
         self._fd = os.memfd_create("grpo_ray-weights") if fd is None else fd
         self._kept: KeptWeights | None = KeptWeights(partial(shared_memory, self._fd))
 

@@ -36,11 +36,7 @@ def pack_weights(
     named_tensors: NamedWeights, version: int, dtype: torch.dtype, with_checksum: bool = False,
     memory: "ReusedMemory | None" = None,
 ) -> WeightSnapshot:  # fmt: skip
-    """Copy floating-point tensors, cast to `dtype`, and others as they are, into one CPU buffer.
-
-    Args:
-        memory: takes the buffer from here, instead of making a new one.
-    """
+    """Copy floating-point tensors, cast to `dtype`, and others as they are, into one CPU buffer of `memory`."""
     reused = memory or ReusedMemory()
     specs, buffer = pack(named_tensors, dtype, lambda num_bytes: torch.from_numpy(reused.take(num_bytes)))
     data = buffer.numpy()
@@ -77,10 +73,7 @@ class ReusedMemory:
     """
 
     def __init__(self, is_pinned: bool = False) -> None:
-        """
-        Args:
-            is_pinned: page-locked, to which a GPU copies at full speed.
-        """
+        """Take no memory yet; if `is_pinned`, it is page-locked, and a GPU copies to it at full speed."""
         self._is_pinned = is_pinned
         self._memory: torch.Tensor | None = None
         self._taken: weakref.ref[np.ndarray] | None = None
@@ -106,11 +99,7 @@ def host_zeros(num_bytes: int, is_pinned: bool) -> torch.Tensor:
 def pack(
     named_tensors: NamedWeights, dtype: torch.dtype, room: Callable[[int], torch.Tensor]
 ) -> tuple[tuple[TensorSpec, ...], torch.Tensor]:
-    """Copy the tensors into one buffer (uint8).
-
-    Args:
-        room: returns the memory for a number of bytes.
-    """
+    """Copy the tensors into one buffer (uint8); `room` returns the memory for a number of bytes."""
     tensors, specs, num_bytes = _layout(named_tensors, dtype)
     buffer = room(num_bytes)
     _fill(tensors, specs, buffer)
@@ -196,11 +185,7 @@ def gpu_of(device: torch.device) -> str:
 
 
 def open_shared(handle: DeviceHandle, device: torch.device) -> torch.Tensor:
-    """Open a shared buffer without copying it.
-
-    Args:
-        device: this process's name for the same GPU.
-    """
+    """Open a shared buffer without copying it; `device` is this process's name for the same GPU."""
     flat = torch.Tensor, torch.Size([handle.num_bytes]), (1,), 0, torch.UntypedStorage, torch.uint8
     storage = handle.storage_handle, handle.storage_size_bytes, handle.storage_offset_bytes
     counter, event = (handle.ref_counter_handle, handle.ref_counter_offset), handle.event_handle

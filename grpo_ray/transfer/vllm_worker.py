@@ -86,11 +86,7 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
         self._channel = join(self._meeting, 1 + self.parallel_config.rank, self.device)
 
     def load(self, update_info: SharedMemoryUpdateInfo) -> None:
-        """Replace the model's weights, while nothing is sampled.
-
-        Raises:
-            ValueError: the snapshot is not exactly the model's.
-        """
+        """Replace the model's weights while nothing is sampled; raises ValueError for another model's."""
         self.start_weight_update()
         self.receive_weights(update_info)
         self.finish_weight_update()

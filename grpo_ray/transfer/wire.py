@@ -34,11 +34,7 @@ class Channel(Protocol):
         """The device that the bytes are on."""
 
     def send(self, part: torch.Tensor, timeout_s: float) -> None:
-        """Send bytes (uint8) to every receiver.
-
-        Raises:
-            WireError: it is broken; use it no more.
-        """
+        """Send bytes (uint8) to every receiver; raises WireError if it is broken: use it no more."""
 
     def receive(self, part: torch.Tensor, timeout_s: float) -> None:
         """Fill `part` (uint8) with the bytes sent; raises like `send`."""
@@ -53,11 +49,7 @@ class GlooChannel:
     device = torch.device("cpu")
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
-        """Wait until the other end has come as well.
-
-        Raises:
-            WireError: it did not come within `timeout_s`, or another process is in its place.
-        """
+        """Wait for the other end; raises WireError if it did not come in time, or is another process."""
         gloo: Any = ProcessGroupGloo  # its type lacks much
         options = gloo._Options()
         options._timeout = timedelta(seconds=meeting.timeout_s)
@@ -161,20 +153,12 @@ class Inbox:
         self._channel: GlooChannel | None = None
 
     def join(self, meeting: Meeting) -> None:
-        """Join the wire, in place of an earlier one.
-
-        Raises:
-            WireError: the Learner did not come.
-        """
+        """Join the wire, in place of an earlier one; raises WireError if the Learner did not come."""
         self._meeting, self._channel = meeting, None
         self._channel = GlooChannel(meeting, rank=1)
 
     def received(self, snapshot: WeightSnapshot) -> WeightSnapshot:
-        """Return the snapshot with its bytes, which come over the wire now; the previous ones are overwritten.
-
-        Raises:
-            WireError: they did not come.
-        """
+        """Receive the snapshot's bytes, over the previous ones; raises WireError if they did not come."""
         if self._channel is None or self._meeting is None:
             raise WireError("join a wire first")
         if self._data.nbytes != snapshot.wire_bytes:
