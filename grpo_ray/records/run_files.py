@@ -123,7 +123,11 @@ class RunDirectory:
         self._folder.check_writable()
 
     def create(self, config: Config) -> None:
-        """Create the folders and the configuration; hold the lock if others may; raises as `check_free`."""
+        """Create the folders and write the resolved configuration; hold the lock if others may do the same.
+
+        Raises:
+            RunError, ValueError: as `check_free`.
+        """
         self.check_free()
         self.create_subfolders()
         dump_config(config, self.config_path)

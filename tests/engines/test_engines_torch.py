@@ -59,25 +59,6 @@ def generate(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tied", "own"), [(True, False), (False, True)])
-def test_logprobs_are_the_models(
-    make_torch_engine: MakeEngine, tiny_model: TinyModel, tied: bool, own: bool
-) -> None:
-    """The reference is transformers' model from the same folder, without cache or padding."""
-    settings = make_settings(
-        num_samples=4, temperature=0.7, min_tokens=3, max_tokens=20, end_token_ids=ENDS, seed=1
-    )
-    groups = generate(make_torch_engine(tied, own=own), settings)
-    model = load_policy(str(tiny_model(tied, own=own)))
-    assert [len(group) for group in groups] == [4, 4, 4]
-    for prompt, group in zip(PROMPTS, groups, strict=True):
-        for completion in group:
-            assert logprob_error(model, prompt, completion, settings).max() < 1e-4
-            assert (completion.versions == 0).all()
-            assert len(completion.token_ids) == len(completion.versions) == len(completion.logprobs)
-
-
-@pytest.mark.slow
 def test_draws_follow_the_distribution(make_torch_engine: MakeEngine, tiny_model: TinyModel) -> None:
     """Pearson's chi-square of 2,000 first tokens; the seed is fixed, so the test is deterministic."""
     settings = make_settings(num_samples=500, temperature=0.7, min_tokens=1, max_tokens=1, end_token_ids=ENDS)
@@ -149,7 +130,7 @@ async def test_engine_that_joins_no_requests_draws_the_same_to_the_last_bit_what
     assert await ask([1, 0]) == {n: alone[n] for n in (0, 1)}
 
 
-@pytest.mark.parametrize(("max_lag", "widths"), [(0, [2, 2, 2]), (1, [6]), (3, [6])])
+@pytest.mark.parametrize(("max_lag", "widths"), [(0, [2, 2, 2]), (1, [6])])
 def test_only_a_synchronous_run_samples_each_request_by_itself(
     make_torch_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, max_lag: int, widths: list[int],
 ) -> None:  # fmt: skip
@@ -202,20 +183,16 @@ def test_stop_string_ends_a_response_and_is_kept(make_torch_engine: MakeEngine, 
     tokenizer = load_tokenizer(str(tiny_model()))
     settings = make_settings(num_samples=200, max_tokens=40, stop=("an", "7"), seed=0)
     (group,) = generate(make_torch_engine(), settings, PROMPTS[:1])
-    stopped = [c for c in group if c.finish_reason == "stop"]
-    assert len(stopped) > 20
-    for c in stopped:
-        assert c.text.endswith(("an", "7"))
-        assert c.text.count("an") + c.text.count("7") == 1
+    assert sum(c.finish_reason == "stop" for c in group) > 20
+    for c in group:
+        is_stopped = c.finish_reason == "stop"
+        assert c.text.count("an") + c.text.count("7") == is_stopped
+        assert c.text.endswith(("an", "7")) == is_stopped
+        assert is_stopped or len(c.token_ids) == 40
         before = tokenizer.decode(c.token_ids[:-1])
         assert "an" not in before
         assert "7" not in before
         assert tokenizer.decode(c.token_ids, skip_special_tokens=True).startswith(c.text)
-    for c in group:
-        if c.finish_reason == "length":
-            assert "an" not in c.text
-            assert "7" not in c.text
-            assert len(c.token_ids) == 40
 
 
 def test_requests_beyond_max_num_seqs_wait_and_are_served(make_torch_engine: MakeEngine) -> None:

@@ -154,18 +154,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.campaign
 def test_the_sampler_of_gpus_draws_from_the_learners_distribution(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--target",
-        str(tmp_path),
-        "triton==3.6.0",
-    ]
-    subprocess.run(pip, check=True, capture_output=True)
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path)]
+    subprocess.run([*pip, "triton==3.6.0"], check=True, capture_output=True)
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "profiling", tmp_path)))
     done = subprocess.run(
         [sys.executable, "profiling/gpu_page/v2_sampler.py"], capture_output=True, text=True, cwd=ROOT,

@@ -278,13 +278,6 @@ def test_the_banner_has_the_limits_of_episodes(tmp_path: Path) -> None:
     assert "EnvironmentWorker" not in shown
 
 
-def test_a_reply_may_end_at_once_unless_a_minimum_is_given() -> None:
-    data = make().model_dump(exclude_unset=True)
-    del data["sampling"]["min_tokens"]
-    assert Config.model_validate(data).sampling.min_tokens == 0
-    assert make("sampling.min_tokens=4").sampling.min_tokens == 4
-
-
 WRONG = {
     "task.episode=no.such:thing": "task.episode: there is no module 'no.such'",
     "task.episode=small_episodes:no_such": "task.episode: .*no_such",

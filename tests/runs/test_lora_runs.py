@@ -16,12 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.learning.loading import load_policy
 from grpo_ray.records.run_files import read_metrics
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.evaluation.sampling import _snapshot
 from grpo_ray.tools.evaluation.subject import Weights, find_subject
-from grpo_ray.tools.export.merge import base_folder, merged_policy
+from grpo_ray.tools.export.merge import base_folder
 from grpo_ray.tools.report.rollout_rows import log_ratios
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
@@ -94,7 +93,10 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.slow
 def test_an_exported_model_is_the_one_that_was_sampled_from(finished: Path, tmp_path: Path) -> None:
     config = lora_config("algorithm.num_steps=4")
+    base_file = Path(base_folder(config)) / "model.safetensors"
+    before = zlib.crc32(base_file.read_bytes())
     assert main(["export", str(finished), "--merged", str(tmp_path / "model")]) == 0
+    assert zlib.crc32(base_file.read_bytes()) == before
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     checkpoint = finished / "checkpoints/step-000004"
     saved = json.loads((checkpoint / "adapter_config.json").read_bytes())
@@ -107,16 +109,6 @@ def test_an_exported_model_is_the_one_that_was_sampled_from(finished: Path, tmp_
             torch.testing.assert_close(parameter, theirs.get_parameter(name), rtol=1e-5, atol=1e-7)
     assert (tmp_path / "model/tokenizer.json").exists()
     assert main(["export", str(finished), "--merged", str(tmp_path / "model")]) == 2  # exists already
-
-
-@pytest.mark.slow
-def test_the_base_on_disk_is_left_alone(finished: Path) -> None:
-    base = Path(base_folder(lora_config())) / "model.safetensors"
-    before = zlib.crc32(base.read_bytes())
-    load_policy(str(base.parent))
-    config = lora_config()
-    merged_policy(str(base.parent), config.model, finished / "checkpoints/step-000004")
-    assert zlib.crc32(base.read_bytes()) == before
 
 
 @pytest.mark.slow
