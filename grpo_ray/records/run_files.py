@@ -17,27 +17,16 @@ from grpo_ray.config import Config
 from grpo_ray.errors import RunError
 from grpo_ray.records.durable import replacing, sync
 from grpo_ray.records.json_lines import (
-    JsonLines,
     damaged_line,
     line_number,
     lines_from_end,
     parse_line,
     read_last_lines,
+    read_lines,
 )
-from grpo_ray.records.json_lines import read_lines as read_metrics
 from grpo_ray.records.resumable_folder import ResumableFolder
 
-__all__ = [
-    "JsonLines",
-    "RunDirectory",
-    "check_dumped",
-    "dump_config",
-    "last_logged_step",
-    "last_row",
-    "read_metrics",
-    "step_name",
-]
-
+read_metrics = read_lines
 STEP_FILE = re.compile(r"step-(?P<step>\d+)\.parquet|(?P<unfinished>\.step-\d+\.parquet\.partial)")
 SEAL = "# written by grpo_ray; `resume` refuses edits. SHA-256 of the other lines: "
 CHECKED_BYTES = 2**20  # of a log, before the line at which a resumed run continues

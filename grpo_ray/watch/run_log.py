@@ -7,8 +7,8 @@ from typing import Protocol
 
 from grpo_ray.records.durable import replacing, sync_files
 from grpo_ray.records.evaluation_summary import EvaluationSummary
-from grpo_ray.records.json_lines import drop_half_line, parse_line
-from grpo_ray.records.run_files import JsonLines, RunDirectory, last_row
+from grpo_ray.records.json_lines import JsonLines, drop_half_line, parse_line
+from grpo_ray.records.run_files import RunDirectory, last_row
 from grpo_ray.records.visible_text import told
 from grpo_ray.types import ScoredGroup, Ungraded
 from grpo_ray.watch.background import background_thread

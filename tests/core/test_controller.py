@@ -29,8 +29,9 @@ from grpo_ray.core.validation import Validation
 from grpo_ray.errors import ActorDied, RunError
 from grpo_ray.records import json_lines
 from grpo_ray.records.checkpoint import CheckpointStore, make_store
+from grpo_ray.records.json_lines import JsonLines
 from grpo_ray.records.rollout_log import read_rollouts
-from grpo_ray.records.run_files import JsonLines, RunDirectory, read_metrics, step_name
+from grpo_ray.records.run_files import RunDirectory, read_metrics, step_name
 from grpo_ray.run.preparation import check_files, prepare
 from grpo_ray.run.restores import train_through_restores
 from grpo_ray.run.signals import Interrupted, run_until_signal

@@ -65,13 +65,12 @@ class Record:
 
     models: list[PolicyModel]
     path: Path
-    fresh: Groups  # by version 0
     again: Groups  # SEEDED, twice
     detokenized: Groups  # the same, with texts that vLLM itself makes token by token
     stopping: Groups
     greedy: Groups
     nucleus: Groups  # of the first prompt
-    synced: dict[int, Groups]  # with nothing in flight: version 2 came as a delta, 3 by the inbox's wire
+    pure: dict[int, Groups]  # by their only version: 2 came as a delta, 3 by the inbox's wire
     in_flight: Groups  # begun by version `old`; the worker received the next one during it
     old: int
     refusal: str  # the error for a snapshot that lacks a tensor
@@ -107,17 +106,17 @@ async def _record(config: Config, path: Path, models: list[PolicyModel]) -> Reco
     engine = make_engine(config, str(path), max_model_len=384, seed=0)
     try:
         await engine.start(0)
-        fresh = await _generate(engine, SETTINGS)
+        pure = {0: await _generate(engine, SETTINGS)}
         again = [*await _generate(engine, SEEDED, 1), *await _generate(engine, SEEDED, 1)]
         detokenized = await _generate(engine, DETOKENIZED, 1)
         stopping = await _generate(engine, STOPPING, 1)
         greedy, nucleus = await _generate(engine, GREEDY), await _generate(engine, NUCLEUS, 1)
         await _sync_by_delta(engine, models)
-        synced = {2: await _generate(engine, SETTINGS)}
+        pure[2] = await _generate(engine, SETTINGS)
         inbox, worker = (Wire(config, engine, by_worker) for by_worker in (False, True))
         await inbox.join()
         await inbox.sync(models[3], 3)
-        synced[3] = await _generate(engine, SETTINGS)
+        pure[3] = await _generate(engine, SETTINGS)
         await worker.join()
         for version, delay_s in ((4, 0.2), (5, 0.05), (6, 1.0)):  # whatever the machine's speed
             running = asyncio.create_task(_generate(engine, LONG))
@@ -129,8 +128,7 @@ async def _record(config: Config, path: Path, models: list[PolicyModel]) -> Reco
                 break
         refusal = await _refusal(engine, models[0])
         return Record(
-            models, path, fresh, again, detokenized, stopping, greedy, nucleus, synced, in_flight, version - 1,
-            refusal,
+            models, path, again, detokenized, stopping, greedy, nucleus, pure, in_flight, version - 1, refusal,
         )  # fmt: skip
     finally:
         await engine.shutdown()
@@ -195,18 +193,10 @@ async def _refusal(engine: Engine, model: PolicyModel) -> str:
     pytest.fail("the snapshot was loaded")
 
 
-def test_initial_weights_are_version_0(record: Record) -> None:
-    assert [len(group) for group in record.fresh] == [8] * len(PROMPTS)
-    for prompt, group in zip(PROMPTS, record.fresh, strict=True):
+@pytest.mark.parametrize("version", [0, 2, 3])
+def test_without_a_sync_in_flight_every_token_is_of_its_version(record: Record, version: int) -> None:
+    for prompt, group in zip(PROMPTS, record.pure[version], strict=True):
         assert len({tuple(c.token_ids.tolist()) for c in group}) == 8  # no duplicates in a group
-        for completion in group:
-            assert (completion.versions == 0).all()
-            assert logprob_error(record.models[0], prompt, completion, SETTINGS).max() < ROUNDING
-
-
-@pytest.mark.parametrize("version", [2, 3])
-def test_after_a_sync_every_token_is_of_the_new_weights(record: Record, version: int) -> None:
-    for prompt, group in zip(PROMPTS, record.synced[version], strict=True):
         for completion in group:
             assert (completion.versions == version).all()
             assert logprob_error(record.models[version], prompt, completion, SETTINGS).max() < ROUNDING
@@ -230,7 +220,7 @@ def test_weights_replaced_in_flight(record: Record) -> None:
 
 
 def test_end_tokens_come_only_from_min_tokens_on_and_end_the_response(record: Record) -> None:
-    for group in [*record.fresh, *record.synced[2]]:
+    for group in [*record.pure[0], *record.pure[2]]:
         for completion in group:
             is_end = np.isin(completion.token_ids, ENDS)
             assert not is_end[:-1].any()
@@ -253,18 +243,12 @@ def test_stop_string_ends_a_response_and_is_kept(record: Record) -> None:
         assert tokenizer.decode(c.token_ids, skip_special_tokens=True).startswith(c.text)
 
 
-def test_request_seed_repeats_the_draws(record: Record) -> None:
-    first, second = ([c.token_ids.tolist() for c in group] for group in record.again)
-    assert first == second
+def test_request_seed_repeats_the_draws_and_texts_are_vllms_own(record: Record) -> None:
+    groups = (*record.again, *record.detokenized)
+    first, second, detokenized = ([(c.token_ids.tolist(), c.text) for c in group] for group in groups)
+    assert first == second == detokenized
     assert first[0] != first[1]
-
-
-def test_texts_are_vllms_own(record: Record) -> None:
-    mine, its = (
-        [(c.token_ids.tolist(), c.text) for c in group] for group in (*record.again[:1], *record.detokenized)
-    )
-    assert mine == its
-    assert all(text for _, text in mine)
+    assert all(text for _, text in first)
 
 
 def test_temperature_0_takes_the_likeliest_token(record: Record) -> None:

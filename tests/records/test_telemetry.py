@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.errors import RunError
-from grpo_ray.records.json_lines import StepLines
+from grpo_ray.records.json_lines import JsonLines, StepLines
 from grpo_ray.records.rollout_log import read_groups, read_rollouts, read_uses, write_rollouts
-from grpo_ray.records.run_files import JsonLines, RunDirectory, last_logged_step, read_metrics, step_name
+from grpo_ray.records.run_files import RunDirectory, last_logged_step, read_metrics, step_name
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup
 from grpo_ray.watch.metrics_catalog import METRICS
 

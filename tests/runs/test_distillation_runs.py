@@ -2,13 +2,12 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from builders import perturb
 from local_runs import Killed, kill_after, make_config, train, until
-from run_process import untimed
+from test_controller import assert_same_run
 from transformers import AutoModelForCausalLM
 
 from grpo_ray.cluster.local import LocalActors
@@ -49,10 +48,6 @@ def with_teacher(*overrides: str, number: int = 1) -> list[str]:
     ]  # fmt: skip
 
 
-def kept(run: RunDirectory) -> list[Any]:
-    return [untimed(row) for row in read_metrics(run.metrics_path)]
-
-
 @pytest.mark.slow
 def test_a_policy_comes_closer_to_its_teacher_without_a_reward(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
@@ -75,8 +70,8 @@ def test_a_synchronous_run_that_is_killed_and_resumed_equals_one_that_was_not(tm
     with pytest.raises(Killed):
         train(config, run.path, kill_after(3, 0.01))
     train(config, run.path)
-    assert len(kept(whole)) == 4
-    assert kept(whole) == kept(run)
+    assert len(read_metrics(run.metrics_path)) == 4
+    assert_same_run(whole, run)
     assert audit(run).problems == []
 
 

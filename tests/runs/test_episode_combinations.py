@@ -268,14 +268,13 @@ def test_the_banner_has_the_limits_of_episodes(tmp_path: Path) -> None:
     assert "prompts up to" not in shown
     assert re.search("WeightSync, EnvironmentWorker *\n", shown)
     assert "EnvironmentWorker x3" in shown_banner("episodes.num_workers=3")
+    plain = Console(width=200, file=io.StringIO(), record=True)
+    plain.print(banner(load_config("configs/quickstart.yaml"), 12, "runs/x"))
+    assert "up to 6,144 response tokens" in plain.export_text(clear=False)
+    assert "EnvironmentWorker" not in plain.export_text()
     of_mixture = shown_banner(*mixture(tmp_path))
     assert "mixture, prompts up to 90 tokens" in of_mixture
     assert "up to 4 turns" in of_mixture
-    plain = Console(width=200, file=io.StringIO(), record=True)
-    plain.print(banner(load_config("configs/quickstart.yaml"), 12, "runs/x"))
-    shown = plain.export_text()
-    assert "up to 6,144 response tokens" in shown
-    assert "EnvironmentWorker" not in shown
 
 
 WRONG = {

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from any_reward_cli import patch_graders
+from builders import tensors_of
 from local_runs import make_config, train
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -22,8 +23,6 @@ from grpo_ray.tools.evaluation.sampling import _snapshot
 from grpo_ray.tools.evaluation.subject import Weights, find_subject
 from grpo_ray.tools.export.merge import base_folder
 from grpo_ray.tools.report.rollout_rows import log_ratios
-from grpo_ray.transfer.messages import WeightSnapshot
-from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 
 # Rows of whole blocks, so that every linear layer can be quantized.
 LORA = ["model.adapter.rank=4", "model.tiny.hidden_size=64", "model.tiny.intermediate_size=128"]
@@ -122,14 +121,10 @@ def test_an_evaluation_serves_the_exported_weights(finished: Path, tmp_path: Pat
     assert copied.data["model"]["adapter"]["rank"] == 4
     assert main(["export", str(finished), "--merged", str(tmp_path / "model")]) == 0
     config = load_config(finished / "config.yaml")
-    served = unpack(_snapshot(config, Weights(4, checkpoint), 1))
-    expected = unpack(_snapshot(config, Weights(0, tmp_path / "model"), 1))
+    served = tensors_of(_snapshot(config, Weights(4, checkpoint), 1))
+    expected = tensors_of(_snapshot(config, Weights(0, tmp_path / "model"), 1))
     assert served.keys() == expected.keys()
     assert all(torch.equal(served[name], expected[name]) for name in expected)
-
-
-def unpack(snapshot: WeightSnapshot) -> dict[str, torch.Tensor]:
-    return dict(unpack_weights(snapshot.specs, as_tensor(snapshot.data)))
 
 
 def test_a_run_is_evaluated_from_the_adapter_that_it_began_with(finished: Path, tmp_path: Path) -> None:

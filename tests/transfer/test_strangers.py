@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from builders import tensors_of
 from rank_workers import SECRET, meeting, on_ranks
 from test_wire import CPU, join, make_sender, pack, tensors, transfer
 from torch.distributed import HashStore, TCPStore
@@ -29,7 +30,6 @@ from grpo_ray.learning.ranks import Ranks, Seat
 from grpo_ray.learning.rendezvous import NUM_BYTES, SignedStore, open_store, prove
 from grpo_ray.transfer.channels import NcclChannel
 from grpo_ray.transfer.messages import WireError
-from grpo_ray.transfer.snapshot import unpack_weights
 from grpo_ray.transfer.wire import Inbox
 
 LIMIT = timedelta(minutes=2)
@@ -208,7 +208,7 @@ def test_a_stranger_in_a_generators_seat_is_refused_and_the_generator_joins_the_
         sender.join_wire("a")
     snapshot = pack(sender, 1)
     received = transfer(threads, sender, join(threads, sender), snapshot)
-    found = dict(unpack_weights(received.specs, torch.from_numpy(received.data)))
+    found = tensors_of(received)
     for name, tensor in tensors(1):
         assert torch.equal(found[name], tensor.bfloat16())
 

@@ -21,13 +21,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from builders import schedule_config
+from builders import schedule_config, tensors_of
 
 from grpo_ray.transfer.channels import NcclChannel
 from grpo_ray.transfer.messages import Meeting, TensorSpec, WeightSnapshot, WireError, chunks
 from grpo_ray.transfer.sender import Sender
 from grpo_ray.transfer.shared_pages import map_pages, pages_of
-from grpo_ray.transfer.snapshot import check_snapshot, pack_weights, unpack_weights
+from grpo_ray.transfer.snapshot import check_snapshot, pack_weights
 from grpo_ray.transfer.wire import Inbox
 
 CPU = torch.device("cpu")
@@ -116,11 +116,8 @@ def test_versions_arrive_whole_in_the_same_pages(threads: ThreadPoolExecutor) ->
         assert (received.version, received.wire_bytes) == (version, 0)
         whole = pack_weights(tensors(version), version, torch.bfloat16)
         assert received.specs == whole.specs
-        for (_, there), (_, here) in zip(
-            unpack_weights(whole.specs, torch.from_numpy(whole.data)),
-            unpack_weights(received.specs, torch.from_numpy(received.data)), strict=True,
-        ):  # fmt: skip
-            assert torch.equal(there, here)
+        here, there = tensors_of(received), tensors_of(whole)
+        assert all(torch.equal(here[name], there[name]) for name in there)
         pages = pages_of(received.data)
         assert pages is not None
         assert map_pages(pages).numpy().tobytes() == received.data.tobytes()
