@@ -185,10 +185,7 @@ def refuses(folder: Path, overrides: str, parts: str) -> None:
         ("learner.betas=[0.1,2]", "learner.betas[1]: 2 is not valid; allowed: number >= 0 and < 1"),
         ("learner.betas=[0.1]", "learner.betas[1]: required, but not given; allowed: number >= 0 and < 1"),
         ("learner.betas=0.1", "learner.betas: 0.1 is not valid; allowed: a list of 2: number >= 0 and < 1,"),
-        (
-            "learner.cpu_cores=[]",
-            "learner.cpu_cores: an empty list leaves no core to run on; name at least one",
-        ),
+        ("learner.cpu_cores=[]", "learner.cpu_cores: an empty list leaves no core to run on; name at"),
         ("generator.max_model_len=0", "generator.max_model_len: 0 is not valid; allowed: integer > 0 or null"),
         ("generator.engine=sglang", "'sglang' is not valid; allowed: vllm, torch, or a function of your own"),
         ("sampling.temperature=0.005", "sampling.temperature: 0.005 is not valid; allowed: number >= 0.01"),
@@ -263,23 +260,14 @@ def test_wrong_algorithms(tmp_path: Path, fields: str, parts: str) -> None:
         ("generator.colocated=true", "generator.colocated ... set weight_sync.max_lag to 0 (it is 1)"),
         (f"{ON_ONE_GPU} generator.num_generators=2", "each of the 1 ranks ... the same number (it is 2)"),
         ("weight_sync.transport=ipc", "weight_sync.transport: `ipc` ... use `object_store`"),
-        (
-            f"{ON_ONE_GPU} weight_sync.transport=ipc weight_sync.delta=true",
-            "never leave the GPUs with ... `ipc`",
-        ),
-        (
-            "weight_sync.transport=nccl learner.num_gpus=0",
-            "`nccl` ... the Learner has none ... use `collective`",
-        ),
+        (f"{ON_ONE_GPU} weight_sync.transport=ipc weight_sync.delta=true", "never leave the GPUs with"),
+        ("weight_sync.transport=nccl learner.num_gpus=0", "`nccl` ... the Learner has none ... use"),
         ("weight_sync.delta=true generator.engine=mine:Engine", "mine:Engine would be given differences"),
         (f"{ON_TWO_GPUS} {COLOCATED}", "colocated actors share one, which NCCL refuses (generator.colocated;"),
         (f"{ON_TWO_GPUS} weight_sync.checksum=true", "weight_sync.checksum: the bytes never leave the GPUs"),
         (f"{KEPT_KV} weight_sync.in_flight=false", "false has no effect ... (weight_sync.in_flight is false)"),
         (f"{KEPT_KV} {COLOCATED}", "(generator.colocated is true, weight_sync.max_lag is 0)"),
-        (
-            "sampling.min_tokens=2000 sampling.max_tokens=24",
-            "min_tokens (2000) must not exceed max_tokens (24)",
-        ),
+        ("sampling.min_tokens=2000 sampling.max_tokens=24", "min_tokens (2000) must not exceed max"),
         (
             "task.curriculum={} algorithm.advantage_scale=whiten_tokens algorithm.advantage=raw",
             "task.curriculum skips prompts ... `whiten_tokens` ... remove it, or set algorithm.advantage to",

@@ -3,6 +3,7 @@
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from grpo_ray.transfer import delta, kept_weights
 from grpo_ray.transfer.delta import apply, encode, fingerprint
 from grpo_ray.transfer.kept_weights import KeptWeights
 from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.sender import Publisher
 from grpo_ray.transfer.snapshot import check_snapshot, pack_weights
 
 
@@ -321,6 +323,20 @@ def test_adapter_that_came_as_a_delta_is_written_as_a_whole_one() -> None:
             assert torch.equal(written.view(torch.uint8), torch.from_numpy(whole(message.version).data))
     finally:
         served.close()
+
+
+# ---- the Learner ----
+
+
+def test_a_publisher_compares_with_the_version_before_and_lets_the_whole_go() -> None:
+    publisher: Any = object.__new__(Publisher)
+    publisher._kept, publisher._ranks = KeptWeights(), SimpleNamespace(is_first=True)
+    for version in (1, 2):
+        publisher._whole = whole(version)
+        found, share = publisher.delta()
+        assert publisher._whole is None
+        assert (found is None, share == 1.0) == (version == 1, version == 1)
+    assert share == found.data.nbytes / whole(2).num_bytes < 0.05
 
 
 # ---- whole runs ----
