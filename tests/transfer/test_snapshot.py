@@ -3,8 +3,6 @@
 import inspect
 import zlib
 from dataclasses import asdict, replace
-from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,14 +12,7 @@ from torch.multiprocessing import reductions
 
 from grpo_ray.transfer import snapshot as snapshot_module
 from grpo_ray.transfer.messages import DeviceHandle, TensorSpec, WeightSnapshot
-from grpo_ray.transfer.snapshot import (
-    ReusedMemory,
-    as_tensor,
-    check_snapshot,
-    pack_on_device,
-    pack_weights,
-    unpack_weights,
-)
+from grpo_ray.transfer.snapshot import ReusedMemory, as_tensor, check_snapshot, pack_weights, unpack_weights
 
 TENSORS = [
     ("first", torch.arange(6, dtype=torch.float32).reshape(2, 3)),
@@ -126,45 +117,6 @@ def test_snapshot_on_a_device_is_checked_by_its_own_size() -> None:
         check_snapshot(
             WeightSnapshot(3, (spec,), np.empty(0, np.uint8), on_device=(replace(handle, num_bytes=79),))
         )
-
-
-@pytest.mark.slow
-def test_each_engine_loads_the_chunks_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank of a colocated Learner shares its buffers there; a handle here is a place in a list."""
-    from grpo_ray.transfer import vllm_worker
-    from grpo_ray.transfer.shared_pages import Pages
-
-    buffers: list[torch.Tensor] = []
-
-    def share(buffer: torch.Tensor) -> DeviceHandle:
-        buffers.append(buffer)
-        return DeviceHandle(buffer.numel(), b"", 0, len(buffers) - 1, b"", 0, b"", False, f"GPU-{rank}")
-
-    for module in (snapshot_module, vllm_worker):
-        monkeypatch.setattr(module, "CHUNK_BYTES", 100)
-    monkeypatch.setattr(snapshot_module, "share", share)
-    handles: list[DeviceHandle] = []
-    for rank in (1, 2):
-        weights = [(name, tensor + rank) for name, tensor in TENSORS]
-        found, kept = pack_on_device(weights, 3, torch.float32, torch.device("cpu"))
-        handles += found.on_device
-        assert len(kept) == len(found.on_device) > 1
-    snapshot = replace(found, on_device=tuple(handles))
-    check_snapshot(snapshot)
-    monkeypatch.setattr(vllm_worker, "gpu_of", lambda device: f"GPU-{device.index + 1}")
-    monkeypatch.setattr(vllm_worker, "open_shared", lambda handle, _: buffers[handle.storage_offset_bytes])
-    info = vllm_worker.SharedMemoryUpdateInfo(
-        **vllm_worker.update_info(Pages("", 0, snapshot.num_bytes), snapshot)
-    )
-    for index in (0, 1):
-        worker: Any = SimpleNamespace(device=torch.device("cuda", index))
-        parts = vllm_worker.SharedMemoryTransferEngine._parts(worker, info)
-        loaded = {
-            name: tensor for chunk, part in parts for name, tensor in unpack_weights(chunk.rebased(), part)
-        }
-        assert loaded.keys() == {name for name, _ in TENSORS}
-        for name, tensor in TENSORS:
-            assert torch.equal(loaded[name], (tensor + index + 1).to(loaded[name].dtype)), name
 
 
 def test_memory_is_used_again_only_when_it_is_free() -> None:

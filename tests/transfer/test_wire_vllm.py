@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,14 @@ import pytest
 import torch
 from builders import TinyModel, logprob_error, perturb, update
 from test_engines_vllm import PROMPTS, SETTINGS, Groups, _generate, config_of_vllm
+from test_snapshot import TENSORS
 
 from grpo_ray.engines import make_engine
 from grpo_ray.learning.loading import load_policy
-from grpo_ray.transfer.messages import Chunk, WeightSnapshot
+from grpo_ray.transfer import snapshot as snapshot_module
+from grpo_ray.transfer.messages import Chunk, DeviceHandle, WeightSnapshot
 from grpo_ray.transfer.shared_pages import Pages, SharedBuffer
-from grpo_ray.transfer.snapshot import pack_weights
+from grpo_ray.transfer.snapshot import check_snapshot, pack_on_device, pack_weights, unpack_weights
 
 pytestmark = pytest.mark.vllm
 
@@ -100,3 +103,36 @@ def test_a_gpus_worker_locks_its_pages_once(monkeypatch: pytest.MonkeyPatch, tmp
         path.unlink(missing_ok=True)
         path.write_bytes(bytes([number] * 5000))
         assert worker._mapped(Pages(str(path), 0, 5000))[0] == number
+
+
+def test_each_engine_loads_the_chunks_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank of a colocated Learner shares its buffers there; a handle here is a place in a list."""
+    vllm_worker = pytest.importorskip("grpo_ray.transfer.vllm_worker")
+    buffers: list[torch.Tensor] = []
+
+    def share(buffer: torch.Tensor) -> DeviceHandle:
+        buffers.append(buffer)
+        return DeviceHandle(buffer.numel(), b"", 0, len(buffers) - 1, b"", 0, b"", False, f"GPU-{rank}")
+
+    for module in (snapshot_module, vllm_worker):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(snapshot_module, "share", share)
+    handles: list[DeviceHandle] = []
+    for rank in (1, 2):
+        weights = [(name, tensor + rank) for name, tensor in TENSORS]
+        found, kept = pack_on_device(weights, 3, torch.float32, torch.device("cpu"))
+        handles += found.on_device
+        assert len(kept) == len(found.on_device) > 1
+    snapshot = replace(found, on_device=tuple(handles))
+    check_snapshot(snapshot)
+    monkeypatch.setattr(vllm_worker, "gpu_of", lambda device: f"GPU-{device.index + 1}")
+    monkeypatch.setattr(vllm_worker, "open_shared", lambda handle, _: buffers[handle.storage_offset_bytes])
+    fields = vllm_worker.update_info(Pages("", 0, snapshot.num_bytes), snapshot)
+    info = vllm_worker.SharedMemoryUpdateInfo(**fields)
+    for index in (0, 1):
+        worker: Any = SimpleNamespace(device=torch.device("cuda", index))
+        parts = vllm_worker.SharedMemoryTransferEngine._parts(worker, info)
+        loaded = {n: t for chunk, part in parts for n, t in unpack_weights(chunk.rebased(), part)}
+        assert loaded.keys() == {name for name, _ in TENSORS}
+        for name, tensor in TENSORS:
+            assert torch.equal(loaded[name], (tensor + index + 1).to(loaded[name].dtype)), name
