@@ -3,7 +3,6 @@
 Unlike a pid, a lock is also seen from another container that shares the folder's file system.
 """
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -123,7 +122,7 @@ def make_locked(prefix: str, parent: str) -> tuple[str, int]:
 def remove_abandoned(prefix: str, parent: str) -> None:
     """Remove this user's folders with that prefix in `parent` that no living process has locked."""
     for folder in Path(parent).glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # it is locked, no folder, or another process was faster
+        with suppress(OSError):  # it is locked, no folder, or another process was faster
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
