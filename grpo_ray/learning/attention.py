@@ -6,7 +6,7 @@
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Self
@@ -108,7 +108,7 @@ def _block(tree: SegmentTree, segments: list[int], own: np.ndarray) -> Block:
     queries = torch.from_numpy(own.clip(0))
     if all(tree.parents[s] == NO_PARENT for s in segments):
         return Block(queries, queries, None)
-    before = padded([tree.path(s)[: tree.depths[s]] for s in segments], on_left=True)
+    before = padded([tree.paths[s][: tree.depths[s]] for s in segments], on_left=True)
     length = own.shape[1]
     is_causal = np.tril(np.ones((length, length), bool))
     is_token = before >= 0 if (before < 0).any() else np.ones((1, before.shape[1]), bool)
@@ -140,14 +140,13 @@ class VarlenAttention:
 
     @classmethod
     def of(cls, tree: SegmentTree, kernel: Kernel) -> Self:
-        paths = [tree.path(segment) for segment in range(len(tree.lengths))]
         return cls(
             kernel,
-            torch.from_numpy(concatenated(paths)),
-            _ends(list(tree.lengths)),
-            _ends([len(path) for path in paths]),
-            max(tree.lengths),
-            max(map(len, paths)),
+            path_tokens=torch.from_numpy(concatenated(tree.paths)),
+            query_ends=_ends(tree.lengths),
+            key_ends=_ends([len(path) for path in tree.paths]),
+            longest_query=max(tree.lengths),
+            longest_path=max(map(len, tree.paths)),
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # as BlockAttention
@@ -170,7 +169,7 @@ class VarlenAttention:
         )  # fmt: skip
 
 
-def _ends(lengths: list[int]) -> Tensor:
+def _ends(lengths: Sequence[int]) -> Tensor:
     return torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32))
 
 

@@ -49,12 +49,9 @@ class SegmentTree:
         """Return the indices of the segment's own tokens, int64 `[length]`."""
         return np.arange(self.starts[segment], self.starts[segment] + self.lengths[segment])
 
-    def path(self, segment: int) -> np.ndarray:
-        """Return the indices of the tokens from the root to the segment's end, int64 `[depth + length]`."""
-        return self._paths[segment]
-
     @cached_property
-    def _paths(self) -> list[np.ndarray]:
+    def paths(self) -> list[np.ndarray]:
+        """Indices of the tokens from the root to each segment's end, int64 `[depth + length]`."""
         paths: list[np.ndarray] = []
         row = np.arange(self.num_tokens)
         for parent, start, length in zip(self.parents, self.starts, self.lengths, strict=True):

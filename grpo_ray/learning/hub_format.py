@@ -32,7 +32,7 @@ def in_hub_format(model: PolicyModel, weights: Iterable[tuple[str, Any]]) -> lis
     Args:
         weights: tensors, or other things with `shape`, `dtype` and `detach`, by name in the model.
     """
-    latest = _Latest()
+    latest: dict[_Group, dict[str, Tensor]] = {}
     found: list[tuple[str, Any]] = []
     for group in _groups(model, weights):
         if isinstance(group, _Group):
@@ -89,14 +89,6 @@ class ExactBuffer:
         self.detach, self.shape, self.dtype = buffer.detach, buffer.shape, buffer.dtype
 
 
-class _Latest:
-    """The group that was converted last, and those of its weights that have not been read."""
-
-    def __init__(self) -> None:
-        self.group: _Group | None = None
-        self.tensors: dict[str, Tensor] = {}
-
-
 class _Group:
     """Weights of a model that become weights of its checkpoint together."""
 
@@ -124,16 +116,16 @@ class _Group:
 class ConvertedWeight:
     """A weight as the checkpoint has it, converted when it is read."""
 
-    def __init__(self, name: str, group: _Group, latest: _Latest) -> None:
+    def __init__(self, name: str, group: _Group, latest: dict[_Group, dict[str, Tensor]]) -> None:
+        """`latest` has the group that was converted last, with those of its weights that were not read."""
         self._name, self._group, self._latest = name, group, latest
         self.shape, self.dtype = group.shapes[name], group.dtype
 
     def detach(self) -> Tensor:
-        latest = self._latest
-        if latest.group is not self._group or self._name not in latest.tensors:
-            latest.tensors = {}  # freed before the next are made
-            latest.group, latest.tensors = self._group, self._group.convert()
-        return latest.tensors.pop(self._name)
+        if self._name not in self._latest.get(self._group, {}):
+            self._latest.clear()  # freed before the next are made
+            self._latest[self._group] = self._group.convert()
+        return self._latest[self._group].pop(self._name)
 
 
 def _groups(model: Any, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any] | _Group]:

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from grpo_ray.config.model import Implementation
 from grpo_ray.learning.attention import NAME as ATTENTION
 from grpo_ray.learning.attention import tree_obstacle
-from grpo_ray.learning.model_files import WEIGHTS, is_local, listed_shards, located, text_config
+from grpo_ray.learning.model_files import WEIGHTS, is_local, listed_shards, located
 from grpo_ray.learning.policy_model import PolicyModel
-from grpo_ray.learning.transformer_lm import TransformerLM, check_plain, load_transformer_lm
+from grpo_ray.learning.transformer_lm import TransformerLM, check_llama, load_transformer_lm
 
 
 def skeleton(path: str, trust_remote_code: bool, implementation: Implementation) -> PolicyModel:
@@ -95,15 +95,6 @@ def _load_transformer_lm(path: str) -> tuple[PolicyModel, list[str]]:
     )
 
 
-def check_llama(path: str) -> LlamaConfig:
-    """Return the model's configuration if TransformerLM supports it.
-
-    Raises:
-        ValueError: names every unsupported property.
-    """
-    return check_plain(text_config(path, trust_remote_code=False), path)
-
-
 def check_finite(model: PolicyModel, path: str) -> None:
     """Refuse a model with values that are NaN or infinite, with which neither sampling nor learning works.
 
@@ -123,9 +114,6 @@ def check_finite(model: PolicyModel, path: str) -> None:
 
 
 def cast_parameters(parameters: Iterable[torch.nn.Parameter], dtype: torch.dtype) -> None:
-    """Cast parameters in place; `model.to(dtype)` would also round buffers such as rotary frequencies.
-
-    (With frequencies in bfloat16, the angle at position 1,000 is off by 1.2 rad.)
-    """
+    """Cast parameters in place; `model.to(dtype)` would also round buffers such as rotary frequencies."""
     for parameter in parameters:
         parameter.data = parameter.data.to(dtype)

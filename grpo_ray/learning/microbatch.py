@@ -97,7 +97,7 @@ def collate_packed(
     """
     tree, tokens, last = segments_of(sequences)
     ends = zip(sequences, last, strict=True)
-    sources = [s.sampled(tree.path(segment)[len(s.prompt_token_ids) - 1 : -1]) for s, segment in ends]
+    sources = [s.sampled(tree.paths[segment][len(s.prompt_token_ids) - 1 : -1]) for s, segment in ends]
     return MicroBatch(
         input_ids=torch.from_numpy(concatenated(tokens)[None]),
         position_ids=torch.from_numpy(tree.positions()[None]),

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from grpo_ray.config.algorithm import KLConfig
+from grpo_ray.learning.adapters import trained_parameters
 from grpo_ray.learning.master_weights import MasterWeights
 from grpo_ray.learning.policy_model import PolicyModel
 
@@ -62,13 +63,12 @@ class AdapterReference(Reference):
     def __init__(self, policy: PolicyModel, config: KLConfig, dtype: torch.dtype) -> None:
         """Start as a copy of the parameters of `policy` that are trained."""
         self._config, self.model = config, policy
-        trained = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
-        self._in_model = [parameter for _, parameter in trained]
+        trained = dict(trained_parameters(policy))
+        self._in_model = list(trained.values())
         kept = dtype if config.reference == "initial" else None
         values = (p.detach().to(kept or p.dtype, copy=True) for p in self._in_model)
         self._own = nn.ParameterList(nn.Parameter(value, requires_grad=False) for value in values)
-        names = [name for name, _ in trained]
-        self.masters = MasterWeights(self._own, dtype, zip(names, self._own, strict=True))
+        self.masters = MasterWeights(self._own, dtype, zip(trained, self._own, strict=True))
 
     @contextmanager
     def in_use(self) -> Iterator[PolicyModel]:

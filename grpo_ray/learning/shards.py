@@ -44,7 +44,12 @@ def gathered_weights(parts: Tensors, shards: Shards, dtype: torch.dtype, ranks: 
     for name, part in parts.items():
         if id(part) not in gathered:
             cast = part.to(dtype) if part.is_floating_point() else part
-            tensor = whole(_global({name: cast}, shards, ranks)[name])
+            if name in shards:
+                placements, shape, stride = shards[name]
+                cast = DTensor.from_local(
+                    cast, ranks.writing_mesh, placements, run_check=False, shape=shape, stride=stride
+                )
+            tensor = whole(cast)
             gathered[id(part)] = tensor if ranks.is_first else part  # the others keep no whole model
     return {name: gathered[id(part)] for name, part in parts.items()} if ranks.is_first else {}
 
@@ -92,18 +97,5 @@ def read_shards(folder: Path, like: Callable[[str], Tensor | None]) -> Tensors:
     for name, saved in reader.read_metadata().state_dict_metadata.items():
         empty = torch.empty(saved.size, dtype=saved.properties.dtype)  # type: ignore[union-attr]
         tensors[name] = sharded_like(empty, like(name))
-    load(
-        tensors, storage_reader=reader, no_dist=True
-    )  # each rank reads on its own: none sends the others pickles
-    return tensors
-
-
-def _global(parts: Tensors, shards: Shards, ranks: Ranks) -> Tensors:
-    """Return this rank's parts, on the host, as parts of the whole tensors."""
-    tensors: Tensors = dict(parts)
-    for name in parts.keys() & shards.keys():
-        placements, shape, stride = shards[name]
-        tensors[name] = DTensor.from_local(
-            parts[name], ranks.writing_mesh, placements, run_check=False, shape=shape, stride=stride
-        )
+    load(tensors, storage_reader=reader, no_dist=True)  # each rank reads alone: none sends the others pickles
     return tensors

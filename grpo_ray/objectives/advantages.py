@@ -21,13 +21,10 @@ def overlong_penalties(lengths: Tensor, max_tokens: int, buffer_tokens: int, pen
     before computing advantages.
 
     Args:
-        lengths: `[G]`, response lengths in tokens.
+        lengths: `[G]`, response lengths in tokens; the result is `[G]` float32.
         max_tokens: the maximum response length (the paper's L_max).
         buffer_tokens: the paper's L_cache; 0 turns the punishment off.
         penalty: at least 0, in units of reward (1 in the paper).
-
-    Returns:
-        `[G]` float32, none above 0.
 
     Raises:
         ValueError: buffer_tokens is outside [0, max_tokens], or the penalty is negative.
@@ -243,7 +240,6 @@ def compute_group_normalized_rewards(
         reward_fn: maps `(response, ground_truth)` to a dict with `reward`, `format_reward`, `answer_reward`.
         rollout_responses: n responses; every `group_size` consecutive ones answer the same prompt.
         repeated_ground_truths: n ground truths, that of each prompt repeated `group_size` times.
-        group_size: G, completions per prompt.
         advantage_eps: see `group_advantages`.
         normalize_by_std: use `mean_std` of `group_advantages`, otherwise `mean`.
 

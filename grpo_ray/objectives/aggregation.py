@@ -15,13 +15,11 @@ from grpo_ray.config.losses import Aggregation
 def masked_mean(tensor: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Average the elements where mask is true, over `dim` or over everything.
 
+    A slice with an empty mask gives 0/0 = NaN.
+
     Args:
         tensor: any shape.
         mask: the same shape, bool or 0/1.
-        dim: the dimension to reduce; None reduces all.
-
-    Returns:
-        The tensor's shape without `dim`. A slice with an empty mask gives 0/0 = NaN.
     """
     mask = mask.bool()
     return _masked_sum(tensor, mask, dim) / (mask.sum() if dim is None else mask.sum(dim))
@@ -34,15 +32,11 @@ def masked_normalize(
 
     With the maximum response length as the constant this is Dr. GRPO's length normalisation
     (arXiv:2503.20783, Section 3.2): each token has the same weight in a short response and in a long one.
+    The result is 0 where the mask is empty.
 
     Args:
         tensor: any shape.
         mask: the same shape, bool or 0/1.
-        dim: the dimension to reduce; None reduces all.
-        constant_normalizer: the divisor.
-
-    Returns:
-        The tensor's shape without `dim`; 0 where the mask is empty.
     """
     return _masked_sum(tensor, mask.bool(), dim) / constant_normalizer
 
@@ -68,14 +62,9 @@ def aggregate_loss(
     Args:
         per_token_loss: `[batch, seq]`.
         mask: `[batch, seq]`, bool or 0/1; a row without tokens contributes 0.
-        aggregation: one of `Aggregation`.
-        denominator: the whole batch's count.
         row_tokens: `[batch]`, the number of tokens that each row's mean is over, if a response has several rows
             here or in other calls (an episode with branches); None: that of the row itself. For `prompt_mean`
             the tokens of all its prompt's responses.
-
-    Returns:
-        A scalar.
 
     Raises:
         ValueError: the denominator is not positive, the aggregation is unknown, or `prompt_mean` has no
@@ -103,7 +92,6 @@ def loss_denominator(
     """Return the denominator of `aggregate_loss` for one batch.
 
     Args:
-        aggregation: one of `Aggregation`.
         num_sequences: responses in the whole batch; an episode counts as one, whatever its turns and branches.
         num_tokens: response tokens in the whole batch that are trained on.
         max_tokens: the maximum response length in tokens; in episodes that of one turn, so that the constant

@@ -177,8 +177,8 @@ def effective_sample_sums(
         mask: `[batch, seq]`, bool or 0/1.
 
     Returns:
-        Scalars: `weight_sum` and `weight_square_sum` (float64) of the untruncated ratios, and `num_weights`
-        (int64).
+        Scalars: the `weight_sum` and `weight_square_sum` (float64) of the untruncated ratios, and
+        `num_weights`.
     """
     mask = mask.bool() & behaviour_log_probs.isfinite()
     log_ratio = learner_log_probs.double() - behaviour_log_probs.double()
@@ -189,12 +189,6 @@ def effective_sample_sums(
 def effective_sample_fraction(weight_sum: float, weight_square_sum: float, num_weights: float) -> float:
     """Return Kish's effective sample size divided by the sample size, `(sum w)^2 / (n * sum w^2)` (Kish 1965).
 
-    Args:
-        weight_sum: sum of the weights.
-        weight_square_sum: sum of their squares.
-        num_weights: n, at least 1.
-
-    Returns:
-        From 1 / n to 1; 1 if all weights are equal.
+    It is from 1 / n to 1, and 1 if all weights are equal; n is at least 1.
     """
     return float(weight_sum) ** 2 / (float(num_weights) * float(weight_square_sum))

@@ -40,7 +40,6 @@ def kl_estimate(
     Args:
         policy_log_probs: `[batch, seq]`, differentiated.
         reference_log_probs: `[batch, seq]`, never differentiated.
-        estimator: one of `KLEstimator`.
         old_log_probs: `[batch, seq]`, of the policy that sampled; for `unbiased` alone, never differentiated.
 
     Returns:
@@ -94,8 +93,7 @@ def kl_sums(policy_log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor)
     """Sum the k1 and k3 estimates over the tokens of a micro-batch, to measure the distance to a reference.
 
     Args:
-        policy_log_probs: `[batch, seq]`, nats.
-        reference_log_probs: `[batch, seq]`, nats.
+        policy_log_probs, reference_log_probs: `[batch, seq]`, nats.
         mask: `[batch, seq]`, bool or 0/1.
 
     Returns:
@@ -126,15 +124,14 @@ def logprob_mismatch(learner_log_probs: Tensor, behaviour_log_probs: Tensor, mas
         mask: `[batch, seq]`, bool or 0/1.
 
     Returns:
-        Scalars: `kl_sum`, `abs_diff_sum` and `abs_diff_max` (nats, float64; 0 without tokens), and `num_tokens`
-        (int64), by which the caller divides the sums.
+        Scalars: `kl_sum` and `abs_diff_max` (nats, float64; 0 without tokens), and `num_tokens` (int64), by
+        which the caller divides the sum.
     """
     mask = mask.bool() & behaviour_log_probs.isfinite()
     log_ratio = (learner_log_probs.double() - behaviour_log_probs.double()).masked_fill(~mask, 0.0)
     abs_diff = log_ratio.abs()
     return {
         "kl_sum": (torch.expm1(log_ratio) - log_ratio).sum(),
-        "abs_diff_sum": abs_diff.sum(),
         "abs_diff_max": abs_diff.amax() if abs_diff.numel() else abs_diff.sum(),
         "num_tokens": mask.sum(),
     }

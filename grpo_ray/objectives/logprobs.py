@@ -43,10 +43,8 @@ def compute_entropy(logits: Tensor) -> Tensor:
     """Compute the entropy of each next-token distribution, `H = -sum p log p`, in nats.
 
     Args:
-        logits: `[..., vocab]`, unnormalised; -inf means probability 0.
-
-    Returns:
-        `[...]`, float32 for half-precision logits.
+        logits: `[..., vocab]`, unnormalised; -inf means probability 0. The result is float32 for
+            half-precision logits.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_probs = logits - logits.logsumexp(dim=-1, keepdim=True)
@@ -112,8 +110,7 @@ def get_response_log_probs(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the log-probability that the model assigns to each label, and optionally the entropy there.
 
-    No attention mask is needed: with padding on the right, the real tokens of a causal model never attend to
-    it.
+    No attention mask is needed: real tokens of a causal model never attend to padding on the right.
 
     Args:
         model: a transformers model, or any callable from `[batch, seq]` ids to logits
@@ -127,7 +124,9 @@ def get_response_log_probs(
         `log_probs` `[batch, seq]` float32 and, if requested, `token_entropy` `[batch, seq]`. Prompt and padding
         positions are included; mask them out.
     """
-    output = model(input_ids, use_cache=False) if _is_transformers_model(model) else model(input_ids)
+    from transformers import PreTrainedModel  # imported here to keep importing the algorithms fast
+
+    output = model(input_ids, use_cache=False) if isinstance(model, PreTrainedModel) else model(input_ids)
     logits = output.logits if hasattr(output, "logits") else output
     result = {"log_probs": token_log_probs(logits, labels, temperature)}
     if return_token_entropy:
@@ -145,8 +144,7 @@ def tokenize_prompt_and_output(
     the pad token, else the end token, else id 0; the mask never covers it.
 
     Args:
-        prompts: the batch's prompts.
-        outputs: the batch's outputs, one per prompt.
+        outputs: one per prompt.
         tokenizer: needs `encode(text, add_special_tokens=False)`, `pad_token_id` and `eos_token_id`.
 
     Returns:
@@ -164,20 +162,11 @@ def tokenize_prompt_and_output(
     prompt_ids = [tokenizer.encode(text, add_special_tokens=False) for text in prompts]
     output_ids = [tokenizer.encode(text, add_special_tokens=False) for text in outputs]
     lengths = [len(prompt) + len(output) for prompt, output in zip(prompt_ids, output_ids, strict=True)]
-    ids = torch.full((len(prompts), max(lengths)), _pad_token_id(tokenizer), dtype=torch.long)
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    padding = next(token_id for token_id in candidates if token_id is not None)
+    ids = torch.full((len(prompts), max(lengths)), padding, dtype=torch.long)
     is_response = torch.zeros_like(ids, dtype=torch.bool)
     for row, (prompt, output) in enumerate(zip(prompt_ids, output_ids, strict=True)):
         ids[row, : lengths[row]] = torch.tensor([*prompt, *output], dtype=torch.long)
         is_response[row, len(prompt) : lengths[row]] = True
     return {"input_ids": ids[:, :-1], "labels": ids[:, 1:], "response_mask": is_response[:, 1:]}
-
-
-def _pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
-    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return next(token_id for token_id in candidates if token_id is not None)
-
-
-def _is_transformers_model(model: object) -> bool:
-    from transformers import PreTrainedModel  # imported here to keep importing the algorithms fast
-
-    return isinstance(model, PreTrainedModel)

@@ -45,13 +45,10 @@ def compute_naive_policy_gradient_loss(raw_rewards_or_advantages: Tensor, policy
 
     Args:
         raw_rewards_or_advantages: `[batch, 1]`, one scalar per response; or `[batch, seq]`.
-        policy_log_probs: `[batch, seq]`.
-
-    Returns:
-        `[batch, seq]`.
+        policy_log_probs: `[batch, seq]`, like the result.
 
     Raises:
-        ValueError: the rewards are neither a `[batch, 1]` column nor `[batch, seq]`.
+        ValueError: the rewards have another shape.
     """
     check_rows("raw_rewards_or_advantages", raw_rewards_or_advantages, policy_log_probs)
     return -raw_rewards_or_advantages * policy_log_probs
@@ -61,19 +58,13 @@ def compute_grpo_clip_loss(
     advantages: Tensor, policy_log_probs: Tensor, old_log_probs: Tensor, cliprange: float,
     cliprange_high: float | None = None, dual_clip: float | None = None,
 ) -> tuple[Tensor, Details]:  # fmt: skip
-    """Compute GRPO-Clip; see `grpo_clip`.
+    """Compute GRPO-Clip: `compute_policy_gradient_loss` with `grpo_clip`, where the formula is.
 
     Args:
         advantages: `[batch, 1]` or `[batch, seq]`.
         policy_log_probs: `[batch, seq]`, differentiated.
         old_log_probs: `[batch, seq]`, never differentiated.
         cliprange, cliprange_high, dual_clip: see `grpo_clip`.
-
-    Returns:
-        The loss `[batch, seq]` and its details (see the module).
-
-    Raises:
-        ValueError: see the module; or dual_clip is not above 1.
     """
     return compute_policy_gradient_loss(
         policy_log_probs, "grpo_clip", None, advantages, old_log_probs, cliprange,
@@ -95,14 +86,11 @@ def compute_policy_gradient_loss(
     Args:
         policy_log_probs: `[batch, seq]`.
         loss_type: one of `LossType`.
-        raw_rewards: `[batch, 1]` or `[batch, seq]`.
-        advantages: `[batch, 1]` or `[batch, seq]`.
-        old_log_probs: `[batch, seq]`.
+        raw_rewards, advantages: `[batch, 1]` or `[batch, seq]`.
+        old_log_probs, response_mask: `[batch, seq]`.
         cliprange: low, and also high unless `cliprange_high` is given; None: the loss's own, as in a
             configuration (0.2 for most).
-        response_mask: `[batch, seq]`.
-        cliprange_high: high.
-        dual_clip: see `compute_grpo_clip_loss`.
+        dual_clip: see `grpo_clip`.
         loss_options: further keyword arguments of the loss, such as `delta` of `dppo_tv`.
 
     Returns:
@@ -196,15 +184,11 @@ def grpo_clip(
     (arXiv:2503.14476, Section 3.1, Eq. 10). The dual clip (Ye et al. arXiv:1912.09729) bounds the objective
     from below by `dual_clip * A` where A < 0; in PPO it is unbounded there as the ratio grows.
 
-    Args:
-        inputs: see the module.
-        cliprange: low, and also high unless `cliprange_high` is given.
-        cliprange_high: high.
-        dual_clip: above 1; None disables it.
+    `clipped` is true where a bound takes effect, so that the token has no gradient.
 
-    Returns:
-        The loss and its details; `clipped` is true where a bound takes effect, so that the token has no
-        gradient.
+    Args:
+        cliprange: low, and also high unless `cliprange_high` is given.
+        dual_clip: above 1; None disables it.
 
     Raises:
         ValueError: dual_clip is not above 1.
@@ -232,14 +216,11 @@ def gspo(
     where the branches of one episode are several rows: a branch is sampled in a context of its own. A row
     without tokens has ratio 1.
 
-    Args:
-        inputs: see the module.
-        cliprange: low, and also high unless `cliprange_high` is given; the paper uses 3e-4 and 4e-4.
-        cliprange_high: high.
+    With one advantage, loss and details are constant along each row. `clipped` is true at tokens without a
+    gradient, which then are those of the whole response.
 
-    Returns:
-        The loss and its details, constant along each row with one advantage; `clipped` is true at tokens
-        without a gradient, which with one advantage are those of the whole response.
+    Args:
+        cliprange: low, and also high unless `cliprange_high` is given; the paper uses 3e-4 and 4e-4.
     """
     mean = row_mean(inputs.log_ratio.detach(), inputs.mask)  # [batch, 1]
     ratio = token_form(mean, inputs.policy_log_probs)
@@ -256,9 +237,7 @@ def cispo(
     token's weight, and every token keeps its gradient; `clipped` is true where it changed the weight.
 
     Args:
-        inputs: see the module.
         cliprange: low, and also high unless `cliprange_high` is given; from 1 on there is no lower bound.
-        cliprange_high: high.
     """
     ratio = clamped_exp(inputs.log_ratio.detach())
     weight = _clip(ratio, cliprange, cliprange_high)

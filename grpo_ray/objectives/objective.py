@@ -110,14 +110,7 @@ class Objective:
     def policy_gradient_loss(
         self, policy_log_probs: Tensor, mask: Tensor, advantages: Tensor | None, old_log_probs: Tensor | None
     ) -> tuple[Tensor, Details]:
-        """Compute this objective's loss per token, with its clip ranges and options; see `apply_loss`.
-
-        Args:
-            policy_log_probs: `[batch, seq]`.
-            mask: `[batch, seq]`, bool.
-            advantages: `[batch, 1]` or `[batch, seq]`; the raw rewards for `no_baseline`.
-            old_log_probs: `[batch, seq]`, for the ratio losses.
-        """
+        """Compute this objective's loss per token, with its clip ranges and options; see `apply_loss`."""
         tensors = policy_log_probs, mask, advantages, old_log_probs
         function = loss_function(self.loss_type)
         low, high = clip_epsilons(self.loss_type, self.cliprange, self.cliprange_high)

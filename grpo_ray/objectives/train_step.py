@@ -28,20 +28,19 @@ def policy_gradient_step(
     there. A weight of 0 does not exclude a token: it stays in the count.
 
     Args:
-        policy_log_probs: `[batch, seq]`, differentiated.
-        response_mask: `[batch, seq]`, bool or 0/1, true where the token belongs to the response.
-        objective: the loss, its aggregation and the terms added to it.
+        policy_log_probs: `[batch, seq]`, differentiated; tensors without a shape here have the same.
+        response_mask: bool or 0/1, true where the token belongs to the response.
         denominator: the WHOLE batch's count (`loss_denominator`); for `token_mean`, of the tokens that
             are kept. None: these rows are the whole batch.
         advantages: `[batch, 1]` or `[batch, seq]`; for `no_baseline` the raw rewards.
-        old_log_probs: `[batch, seq]`, for the ratio losses; others ignore it.
-        weights: `[batch, seq]`, for the policy-gradient term only; never differentiated. An objective with
-            corrections needs those of `objective.correction_weights`.
-        reference_log_probs: `[batch, seq]`, nats; never differentiated.
-        entropy: `[batch, seq]`, nats, differentiated; ignored without an entropy_bonus. The entropy of
+        old_log_probs: for the ratio losses; others ignore it.
+        weights: for the policy-gradient term only; never differentiated. An objective with corrections needs
+            those of `objective.correction_weights`.
+        reference_log_probs: nats; never differentiated.
+        entropy: nats, differentiated; ignored without an entropy_bonus. The entropy of
             `get_response_log_probs` has no gradient; those of `compute_entropy` and `chunked_log_probs` have.
         row_tokens: `[batch]`, see `aggregate_loss`.
-        penalties: `[batch, seq]`, coefficients of `|log(pi / pi_old)|`, which is added; needs old_log_probs.
+        penalties: coefficients of `|log(pi / pi_old)|`, which is added; needs old_log_probs.
 
     Returns:
         The scalar loss, and scalar tensors without gradient to sum over micro-batches: `num_tokens` (kept by
@@ -54,14 +53,11 @@ def policy_gradient_step(
             entropy_bonus has no gradient; see also `compute_policy_gradient_loss`, `kl_estimate` and
             `aggregate_loss`.
     """
-    for name, tensor in (
-        ("response_mask", response_mask),
-        ("old_log_probs", old_log_probs),
-        ("weights", weights),
-        ("reference_log_probs", reference_log_probs),
-        ("entropy", entropy),
-        ("penalties", penalties),
-    ):
+    of_tokens = {
+        "response_mask": response_mask, "old_log_probs": old_log_probs, "weights": weights,
+        "reference_log_probs": reference_log_probs, "entropy": entropy, "penalties": penalties,
+    }  # fmt: skip
+    for name, tensor in of_tokens.items():
         if tensor is not None:
             check_shape(name, tensor, policy_log_probs)
     if objective.corrections and weights is None:
@@ -136,7 +132,7 @@ def grpo_microbatch_train_step(
         The scalar loss, detached (its graph is spent), and the sums of `policy_gradient_step`.
 
     Raises:
-        ValueError: see `policy_gradient_step`; or `gradient_accumulation_steps` is below 1.
+        ValueError: `gradient_accumulation_steps` is below 1; see also `policy_gradient_step`.
     """
     if gradient_accumulation_steps < 1:
         raise ValueError(f"gradient_accumulation_steps must be at least 1, got {gradient_accumulation_steps}")

@@ -64,10 +64,8 @@ def ipo(
     sampler and the Learner disagree about is left out also where the update would bring them together.)
 
     Args:
-        inputs: see the module.
         delta: the largest change of a token's probability; prime-rl's `eps`.
         cap: the largest weight; prime-rl has none.
-        kl_tau: see `dppo_tv`.
     """
     difference = _probability(inputs.policy_log_probs) - _probability(inputs.old_log_probs)
     return _within(inputs, difference.abs() > delta, cap, kl_tau)
@@ -82,8 +80,7 @@ def sapo(
     and fades on both sides. `clipped` is false everywhere.
 
     Args:
-        inputs: see the module.
-        tau: above 0; the larger, the narrower the gate.
+        tau: the larger, the narrower the gate.
         tau_negative: the same where the advantage is not positive; slightly larger in the paper, since pushing
             a token down spreads its probability over all others.
     """
@@ -106,9 +103,7 @@ def gmpo(
     different advantages are bounded by their own signs.
 
     Args:
-        inputs: see the module.
         cliprange: bound on the log ratio below, and above unless `cliprange_high` is given; 0.4 in the paper.
-        cliprange_high: bound above.
     """
     high = cliprange if cliprange_high is None else cliprange_high
     log_ratio = inputs.log_ratio
@@ -131,10 +126,8 @@ def vespo(
     `gspo`.
 
     Args:
-        inputs: see the module.
-        k: exponent, at least 0.
-        decay: the paper's lambda, above 0.
-        k_negative, decay_negative: the same where the advantage is negative.
+        k, k_negative: exponents where the advantage is not negative, and where it is.
+        decay, decay_negative: the paper's lambda, in the same way.
     """
     log_ratio = row_sum(inputs.log_ratio.detach(), inputs.mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio, is_negative = log_ratio.exp(), inputs.advantages < 0  # ratio: [batch, 1]

@@ -301,7 +301,7 @@ def _tokenizer_and_positions(config: Config) -> tuple[PreTrainedTokenizerBase, i
     assert config.model.path is not None
     path, trust = config.model.path, config.model.trust_remote_code
     if config.model.implementation == "grpo_ray":
-        from grpo_ray.learning.loading import check_llama
+        from grpo_ray.learning.transformer_lm import check_llama
 
         check_llama(path)
     positions = max_positions(path, trust)  # reads config.json, without which no tokenizer is found either

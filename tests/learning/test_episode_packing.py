@@ -77,7 +77,7 @@ def test_trees_hold_each_beginning_once_and_every_sequence_as_a_path(
     row = np.concatenate(tokens)
     assert min(tree.lengths) > 0
     for s, segment in zip(sequences, last, strict=True):
-        assert row[tree.path(segment)].tolist() == s.tokens().tolist()
+        assert row[tree.paths[segment]].tolist() == s.tokens().tolist()
     least = most = 0
     for group in (0, 1):
         own = [s for s in sequences if s.sample is not None and s.sample[0] == group]
@@ -151,4 +151,4 @@ def test_short_segments_in_bfloat16_are_computed_in_float32_on_a_cpu() -> None:
 
 def test_a_path_may_have_thousands_of_segments() -> None:
     tree = SegmentTree((1,) * 5000, tuple(range(-1, 4999)))
-    assert tree.path(4999).tolist() == list(range(5000))
+    assert tree.paths[4999].tolist() == list(range(5000))

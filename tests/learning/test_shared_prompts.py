@@ -158,7 +158,7 @@ def loop_attention(tree: SegmentTree, queries: Tensor, keys: Tensor, values: Ten
     mixed = torch.empty_like(queries)
     for segment, (start, length) in enumerate(zip(tree.starts, tree.lengths, strict=True)):
         for token in range(start, start + length):
-            seen = [i for i in tree.path(segment) if i <= token]
+            seen = [i for i in tree.paths[segment] if i <= token]
             for head in range(queries.shape[1]):
                 own_keys, own_values = keys[seen, head // group_size], values[seen, head // group_size]
                 scores = own_keys @ queries[token, head] / queries.shape[2] ** 0.5

@@ -8,15 +8,17 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, PreTrainedConfig
 
+from grpo_ray.learning.model_files import text_config
 from grpo_ray.learning.transformer_lm.model import OUTPUT_LAYER, TransformerLM
 
 
-def check_plain(config: PreTrainedConfig, path: str) -> LlamaConfig:
-    """Return the configuration if it is that of a Llama which TransformerLM computes exactly.
+def check_llama(path: str) -> LlamaConfig:
+    """Return the model's configuration if it is that of a Llama which TransformerLM computes exactly.
 
     Raises:
         ValueError: names every unsupported property.
     """
+    config = text_config(path)
     if unsupported := _unsupported(config):
         raise ValueError(
             f"model.implementation: grpo_ray computes plain Llama models only; {path!r} has "

@@ -53,7 +53,7 @@ class TransformerLM(nn.Module):
     """
 
     def __init__(self, config: LlamaConfig) -> None:
-        """Initialise from the configuration of a plain Llama (see `llama_layout.check_plain`)."""
+        """Initialise from the configuration of a plain Llama (see `check_llama`)."""
         super().__init__()
         self.config = config
         self.generation_config = GenerationConfig.from_model_config(config)
