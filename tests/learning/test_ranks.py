@@ -48,7 +48,12 @@ def steps(
     seat: Seat | None, model: str, config: Config, batches: Sequence[Sequence[ScoredGroup]],
     checkpoint: Path | None = None, written_to: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train on the batches; return the gradients of all updates, the metrics and the final snapshot."""
+    """Train on the batches; return the gradients of all updates, the metrics and the final snapshot.
+
+    Args:
+        checkpoint: the training continues from it.
+        written_to: the folder of the checkpoint after the first batch.
+    """
     path = str(checkpoint) if checkpoint is not None and config.model.adapter is None else model
     training = checkpoint / "training" if checkpoint is not None else None
     learner = Learner(path, config, ENDS, training, initial_path=model, seat=seat)
@@ -61,31 +66,29 @@ def steps(
         return update(loss)
 
     learner._update = recorded  # type: ignore[method-assign]
-    metrics = [learner.train_step(TrainBatch(tuple(groups))).metrics for groups in batches]
+    metrics, files = [], {}
+    for number, groups in enumerate(batches):
+        metrics.append(learner.train_step(TrainBatch(tuple(groups))).metrics)
+        if written_to is not None and number == 0:
+            written_to.mkdir(exist_ok=True)
+            learner.capture()
+            files = learner.write_captured(written_to)
     result = {
         "gradients": torch.stack(gradients).numpy() if gradients else None,
         "metrics": metrics,
         "weights": learner.snapshot()[0],
         "exact": torch.cat([whole(p).flatten() for p in learner.masters.parameters]).numpy(),
-        "held": sum(
-            p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in learner.masters.parameters
-        ),
+        "held": sum(local_part(p).numel() for p in learner.masters.parameters),
+        "files": files,
     }
-    if written_to is not None:
-        written_to.mkdir(exist_ok=True)
-        learner.capture()
-        result["files"] = learner.write_captured(written_to)
     learner._ranks.close()
     return result
 
 
-def runs(
-    seat: Seat, ports: Sequence[int], model: str, configs: Sequence[Config],
-    batches: Sequence[Sequence[Sequence[ScoredGroup]]],
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Run `steps` with one configuration after another, each on its own batches; they meet at one port each."""
+def runs(seat: Seat, ports: Sequence[int], model: str, *arguments: Sequence[Any]) -> list[dict[str, Any]]:
+    """Run `steps` with one tuple of further arguments after another; they meet at one port each."""
     places = [replace(seat, port=port) for port in ports]
-    return [steps(*each) for each in zip(places, [model] * len(places), configs, batches, strict=True)]
+    return [steps(place, model, *own) for place, own in zip(places, zip(*arguments, strict=True), strict=True)]
 
 
 @pytest.fixture
@@ -111,11 +114,15 @@ def same(found: dict[str, Any], expected: dict[str, Any], exact: float = EXACT) 
 
 
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
-    "constant with entropy, KL measured": {
+    "constant with entropy, KL measured, large micro-batches recomputed, narrow moments": {
         "algorithm": {
             "aggregation": "constant", "entropy_bonus": 0.01,
             "kl": {"coefficient": 0.0, "reference": "initial"},
-        }
+        },
+        "learner": {
+            "micro_batch_tokens": 4096, "gradient_checkpointing": "full",
+            "moments": "bfloat16", "betas": (0.9, 0.95),
+        },
     },
     "cispo's token mean, top entropy, unbiased KL": {
         "algorithm": {
@@ -123,13 +130,13 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
             "kl": {"coefficient": 0.1, "reference": "initial", "estimator": "unbiased"},
         }
     },
-    "gspo with dropped responses": {
+    "gspo with dropped responses and clip-cov": {
         "algorithm": {
-            "loss": "gspo",
+            "loss": "gspo", "train_batch_size": 6,
+            "token_selection": "clip_cov", "selection_options": {"share": 0.1, "low": 0.0},
             "off_policy_correction": ("mask_product", "opsm"), "correction_options": {"delta": 0.0},
         }
     },
-    "prompt mean": {"algorithm": {"aggregation": "prompt_mean", "train_batch_size": 6}},
     "ipo's sequence sum, scale of the batch, one sequence per micro-batch": {
         "algorithm": {
             "loss": "ipo", "loss_options": {"kl_tau": 0.01}, "aggregation": "sequence_sum",
@@ -137,14 +144,11 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "learner": {"micro_batch_tokens": 1},
     },
-    "clip-cov, corrected": {
+    "proximal, corrected, a prompt mean over two epochs of minibatches": {
         "algorithm": {
-            "token_selection": "clip_cov", "selection_options": {"share": 0.1, "low": 0.0},
-            "off_policy_correction": "mask_band", "old_log_probs": "proximal", "train_batch_size": 6,
+            "aggregation": "prompt_mean", "old_log_probs": "proximal", "off_policy_correction": "mask_band",
+            "train_batch_size": 4, "epochs_per_batch": 2,
         }
-    },
-    "proximal, two epochs of minibatches": {
-        "algorithm": {"old_log_probs": "proximal", "train_batch_size": 4, "epochs_per_batch": 2}
     },
     "gmpo in padded rows, KL to an average": {
         "algorithm": {"loss": "gmpo", "kl": {"coefficient": 0.1, "reference": "ema", "ema_decay": 0.5}},
@@ -156,14 +160,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
             "advantage": "raw", "advantage_scale": "whiten_tokens",
         }
     },
-    "large micro-batches recomputed, narrow moments": {
-        "learner": {
-            "micro_batch_tokens": 4096, "gradient_checkpointing": "full",
-            "moments": "bfloat16", "betas": (0.9, 0.95),
-        }
-    },
 }  # fmt: skip
-OF_TWO_STEPS = ("KL", "REINFORCE++", "narrow moments")
+OF_TWO_STEPS = ("KL", "REINFORCE++")
 """Parts of the names of those in which the first step leaves something to the second."""
 
 
@@ -209,8 +207,7 @@ def test_two_ranks_give_the_gradient_of_one_on_episodes(
 ) -> None:
     sizes = {"algorithm": {"prompts_per_step": 3, "samples_per_prompt": 3}}
     config, model = changed(tiny_config, **merged(SMOOTH, sizes, EPISODES[name])), str(tiny_model(tied=False))
-    learner = Learner(model, config, ENDS)
-    batches = [random_batch(seed, learner.model, config)[0] for seed in (1, 2)]
+    batches = [random_batch(1, Learner(model, config, ENDS).model, config)[0]]
     many = on_ranks(2, steps, model, changed(config, learner={"num_ranks": 2}), batches)
     same(many[0], steps(None, model, config, batches))
 
@@ -219,8 +216,7 @@ def test_two_ranks_give_the_gradient_of_one_on_episodes(
 def test_a_mixture_of_experts(tiny_config: Config, tiny_moe: Path) -> None:
     """Its fused experts are gathered before they are split into the weights of the checkpoint."""
     config = changed(tiny_config, **SMOOTH)
-    learner = Learner(str(tiny_moe), config, ENDS)
-    batches = [make_batch(learner, seed) for seed in range(2)]
+    batches = [make_batch(Learner(str(tiny_moe), config, ENDS))]
     many = on_ranks(2, steps, str(tiny_moe), changed(config, learner={"num_ranks": 2}), batches)
     one = steps(None, str(tiny_moe), config, batches)
     same(many[0], one, 5 * EXACT)
@@ -307,31 +303,28 @@ CONTINUED: dict[str, dict[str, dict[str, Any]]] = {
 def test_resuming_with_as_many_ranks_is_exact_and_with_others_is_close(
     name: str, tiny_config: Config, tiny_model: TinyModel, batches: list[list[ScoredGroup]], tmp_path: Path,
 ) -> None:  # fmt: skip
-    """Train a step, write a checkpoint, and train another, with the same number of ranks or another."""
+    """Train a step, write a checkpoint, and train another, with the same number of ranks or another.
+
+    A replica's checkpoint is read above.
+    """
     of_one = changed(tiny_config, **merged(SMOOTH, NO_CLIP, CONTINUED[name]))
-    model = str(tiny_model())
-
-    def run(size: int, batches: Sequence[Sequence[ScoredGroup]], *folders: Path | None) -> dict[str, Any]:
-        config = changed(of_one, learner={"num_ranks": size})
-        if size == 1:
-            return steps(None, model, config, batches, *folders)
-        result: dict[str, Any] = on_ranks(size, steps, model, config, batches, *folders)[0]
-        return result
-
-    first, second = batches[:1], [aged(batches[1], 1)]
-    whole_run = {size: run(size, first + second) for size in (1, 2)}
-    for before, after in ((2, 2), (1, 2), (2, 1)):  # a replica's checkpoint is read above
-        folder = tmp_path / f"{before}"
-        if not folder.exists():
-            files = run(before, first, None, folder)["files"]
-            assert {str(p.relative_to(folder)): p.stat().st_size for p in files_of(folder)} == files
-        continued = run(after, second, folder)
-        if before == after:
-            assert np.array_equal(continued["exact"], whole_run[after]["exact"]), (before, after)
-            assert np.array_equal(continued["gradients"], whole_run[after]["gradients"][1:]), (before, after)
-        else:
-            apart = continued["exact"] - whole_run[1]["exact"]
-            assert np.abs(apart).max() < (1e-6 if of_one.model.dtype == "float32" else 1e-3), (before, after)
+    of_two, model = changed(of_one, learner={"num_ranks": 2}), str(tiny_model())
+    folders, second = [tmp_path / "1", tmp_path / "2"], [aged(batches[1], 1)]
+    both = batches[:1] + second
+    whole_runs = [
+        steps(None, model, of_one, both, None, folders[0]),
+        on_ranks(2, steps, model, of_two, both, None, folders[1])[0],
+    ]
+    for folder, run in zip(folders, whole_runs, strict=True):
+        assert {str(p.relative_to(folder)): p.stat().st_size for p in files_of(folder)} == run["files"]
+    stores = [meeting() for _ in folders]
+    ports = [store.port for store in stores]
+    to_two, as_before = on_ranks(2, runs, ports, model, [of_two] * 2, [second] * 2, folders)[0]
+    assert np.array_equal(as_before["exact"], whole_runs[1]["exact"])
+    assert np.array_equal(as_before["gradients"], whole_runs[1]["gradients"][1:])
+    for continued in (to_two, steps(None, model, of_one, second, folders[1])):
+        apart = continued["exact"] - whole_runs[0]["exact"]
+        assert np.abs(apart).max() < (1e-6 if of_one.model.dtype == "float32" else 1e-3)
 
 
 def late(seat: Seat) -> list[int]:
@@ -359,12 +352,8 @@ def writes(seat: Seat, folder: Path) -> list[str]:
     for name, trouble in (("room", no_room), ("memory", no_memory), ("both", contextlib.nullcontext)):
         try:
             with trouble() if seat.rank == 1 else contextlib.nullcontext():
-                shards.write_shards(
-                    {n: local_part(t) for n, t in tensors.items()},
-                    shards.shards_of(tensors),
-                    folder / name,
-                    ranks,
-                )
+                parts = {n: local_part(t) for n, t in tensors.items()}
+                shards.write_shards(parts, shards.shards_of(tensors), folder / name, ranks)
             read = shards.read_shards(folder / name, tensors.get)["x"]
             outcomes.append(f"read {whole(read).sum().item():g}")
         except (OSError, RuntimeError) as error:
