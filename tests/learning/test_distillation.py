@@ -113,10 +113,7 @@ def test_files_of_groups_keep_the_logprobs_bit_for_bit(tmp_path: Path) -> None:
     write_rollouts(tmp_path / "groups.parquet", None, groups)
     assert same_groups(read_groups(tmp_path / "groups.parquet"), groups)
     assert groups[0].num_bytes == simple_group(0).num_bytes + 6 * 4
-
-
-def test_a_file_without_a_teacher_lacks_the_column(tmp_path: Path) -> None:
-    write_rollouts(tmp_path / "groups.parquet", 1, [simple_group(0)])
+    write_rollouts(tmp_path / "groups.parquet", 1, [simple_group(0)])  # without a teacher there is no column
     assert "teacher_logprobs" not in read_rollouts(tmp_path / "groups.parquet")[0]
     assert read_groups(tmp_path / "groups.parquet")[0].teacher_logprobs is None
 

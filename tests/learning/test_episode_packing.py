@@ -42,10 +42,10 @@ def test_branches_of_an_episode_by_hand() -> None:
         sequence([1, 2, 3, 4, 7], [8]),  # leaves the first within its response
         sequence([1, 9], [3]),  # and within its prompt
         sequence([1, 2], [3, 4, 7, 8, 2]),  # goes on behind the second
-        sequence([5], [6], group=1),
+        sequence([1], [2], group=1),  # groups share nothing
     ]
     tree, tokens, last = segments_of(sequences)
-    assert [segment.tolist() for segment in tokens] == [[1], [2, 3, 4], [5, 6], [7, 8], [2], [9, 3], [5, 6]]
+    assert [segment.tolist() for segment in tokens] == [[1], [2, 3, 4], [5, 6], [7, 8], [2], [9, 3], [1, 2]]
     assert tree == SegmentTree((1, 3, 2, 2, 1, 2, 2), (-1, 0, 1, 1, 3, 0, -1))
     assert last == [2, 3, 5, 4, 6]
     assert depth(tree) == 4
@@ -53,12 +53,6 @@ def test_branches_of_an_episode_by_hand() -> None:
     assert plan(sequences, 13, shares_prompts=True) == [[0, 1, 3, 2, 4]]
     assert plan(sequences, 11, shares_prompts=True) == [[0, 1, 3, 2], [4]]
     assert plan(sequences, 8, shares_prompts=True) == [[0, 1], [3], [2, 4]]
-
-
-def test_groups_share_nothing() -> None:
-    sequences = [sequence([1, 2], [3], group=0), sequence([1, 2, 3], [4], group=1)]
-    tree, _, _ = segments_of(sequences)
-    assert tree == SegmentTree((3, 4), (-1, -1))
 
 
 tokens_st = st.lists(st.integers(0, 2), min_size=1, max_size=6)

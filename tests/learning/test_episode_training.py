@@ -68,14 +68,18 @@ def check(learner: Learner, seed: int, reference: Any = None) -> None:
     "algorithm",
     [
         {"old_log_probs": "proximal", "off_policy_correction": "truncate_sequence"},
-        {"off_policy_correction": "mask_product", "correction_band": (0.5, 1.5)},
-        {"off_policy_correction": "mask_geometric", "correction_band": (0.9, 1.1)},
-        {"off_policy_correction": "veto", "correction_options": {"threshold": 0.6}},
-        {"off_policy_correction": "opsm", "correction_options": {"delta": 0.0}},
+        {
+            "off_policy_correction": ("mask_product", "opsm"), "correction_band": (0.5, 1.5),
+            "correction_options": {"delta": 0.0},
+        },
+        {
+            "off_policy_correction": ("mask_geometric", "veto"), "correction_band": (0.9, 1.1),
+            "correction_options": {"threshold": 0.6},
+        },
         {"aggregation": "token_mean", "entropy_bonus": 0.05},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_added_terms_and_weights(make_learner: MakeLearner, algorithm: dict[str, Any]) -> None:
     check(make_learner(algorithm=algorithm), 11)
 

@@ -99,16 +99,6 @@ def test_two_prompts_and_three_responses_packed() -> None:
     assert (batch.num_prompt_tokens, batch.num_padding_tokens) == (4, 0)
 
 
-def test_values_of_labels_return_to_their_responses() -> None:
-    batch = collate_padded(two_sequences())
-    flat = torch.arange(1.0, 6.0, requires_grad=True)
-    rows = batch.to_responses(flat)
-    assert rows.tolist() == [[1, 2, 0], [3, 4, 5]]
-    rows.square().sum().backward()
-    assert flat.grad is not None
-    assert flat.grad.tolist() == [2, 4, 6, 8, 10]
-
-
 def test_sequences_of_pairs_each_completion_with_its_own_advantage() -> None:
     first = make_group(make_item(0, [1]), [make_completion([5, 6]), make_completion([7])], [1, 0], [0.7, 0.0])
     second = make_group(make_item(1, [2, 3]), [make_completion([8], [-0.25])], [1], [0])

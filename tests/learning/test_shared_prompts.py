@@ -418,14 +418,6 @@ def test_a_float32_head_in_bfloat16(
     assert gradient.dtype == torch.bfloat16
 
 
-@pytest.mark.slow
-def test_a_float32_head_changes_nothing_in_float32(policy: PolicyModel, tiny_config: Config) -> None:
-    sequences = random_sequences(1, SHAPES)
-    _, expected = gradient_of(tiny_config, policy, sequences)
-    _, found = gradient_of(tiny_config, with_head_dtype(policy, "float32"), sequences)
-    assert torch.equal(found, expected)
-
-
 def test_a_model_without_a_linear_output_layer_has_no_float32_head(policy: Any) -> None:
     policy.lm_head = torch.nn.Sequential(policy.lm_head)
     with pytest.raises(ValueError, match=r"model.head_dtype: the output layer of \w+ is a Sequential"):
