@@ -35,17 +35,12 @@ def use(monkeypatch: pytest.MonkeyPatch, make_attention: Callable[[SegmentTree],
     monkeypatch.setattr(layout, "make_varlen", lambda *_: ("varlen", make_attention))
 
 
-def test_the_kernel_that_computes_attention_is_named(
+def test_a_kernel_is_named_and_one_that_fails_is_replaced_unless_it_was_asked_for(
     policy: PolicyModel, tiny_config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(monkeypatch, BlockAttention.of)  # it computes the same
     chosen, notes = choose_layout(policy, tiny_config, ())
     assert (chosen.kernel, notes) == ("varlen", {})
-
-
-def test_a_kernel_that_fails_is_replaced_unless_it_was_asked_for(
-    policy: PolicyModel, tiny_config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
     use(monkeypatch, failing)
     chosen, notes = choose_layout(policy, tiny_config, ())
     assert (chosen.kernel, chosen.shares_prompts) == ("sdpa", True)

@@ -99,43 +99,31 @@ def test_weights_that_are_not_finite_are_refused(folder: Path) -> None:
     assert f"{bad}, and some in 1 of its other tensors; use" in refusal(load_policy, str(folder))
 
 
-def test_missing_weights_are_refused_rather_than_made_up(folder: Path) -> None:
-    change_weights(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+def test_weights_that_are_missing_or_of_another_shape_are_refused_rather_than_made_up(folder: Path) -> None:
+    missing, cut = "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
+    change_weights(folder, lambda tensors: tensors.pop(missing))
     message = refusal(load_policy, str(folder))
     assert f"model.path: {str(folder)!r} lacks tensors, or their shapes do not match" in message
-    assert "config.json: model.layers.1.mlp.up_proj.weight; copy or save the model again" in message
-
-
-def test_weights_of_another_shape_are_refused(folder: Path) -> None:
-    name = "model.embed_tokens.weight"
-    change_weights(folder, lambda tensors: tensors.update({name: tensors[name][:200].clone()}))
-    assert f"shapes do not match its config.json: {name}; copy" in refusal(load_policy, str(folder))
+    assert f"config.json: {missing}; copy or save the model again" in message
+    change_weights(folder, lambda tensors: tensors.update({cut: tensors[cut][:200].clone()}))
+    assert f"shapes do not match its config.json: {cut}, {missing}; copy" in refusal(load_policy, str(folder))
 
 
 # ---- end tokens ----
 
 
-@pytest.fixture
-def without_end(folder: Path) -> Path:
+def test_without_end_token_or_stop_string_a_response_would_never_end(
+    folder: Path, of_folder: Callable[..., Config]
+) -> None:
     edit_json(folder / "tokenizer_config.json", eos_token=None)
     edit_json(folder / "generation_config.json", eos_token_id=None)
-    return folder
-
-
-def test_without_end_token_or_stop_string_a_response_would_never_end(
-    without_end: Path, of_folder: Callable[..., Config]
-) -> None:
-    assert load_tokenizer(str(without_end)).eos_token_id is None
+    assert load_tokenizer(str(folder)).eos_token_id is None
     message = refusal(check_files, of_folder(sampling={"stop": ()}))
-    assert f"sampling.stop: neither the tokenizer of {str(without_end)!r} nor its generation_config" in message
+    assert f"sampling.stop: neither the tokenizer of {str(folder)!r} nor its generation_config" in message
     assert "give sampling.stop, or set eos_token in tokenizer_config.json" in message
     config = of_folder(sampling={"stop": ("5",)})
     assert prepare(config, check_files(config)).model.end_token_ids == ()
-
-
-def test_an_end_token_in_either_place_is_enough(folder: Path, of_folder: Callable[..., Config]) -> None:
-    edit_json(folder / "tokenizer_config.json", eos_token=None)
-    edit_json(folder / "generation_config.json", eos_token_id=7)
+    edit_json(folder / "generation_config.json", eos_token_id=7)  # either place is enough
     config = of_folder(sampling={"stop": ()})
     assert prepare(config, check_files(config)).model.end_token_ids == (7,)
 

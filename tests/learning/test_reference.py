@@ -61,23 +61,19 @@ def step(learner: Learner, seed: int) -> dict[str, float]:
 # ---- movement ----
 
 
-def test_frozen_reference_stays(make_learner: MakeLearner) -> None:
-    learner = make_learner(FROZEN)
-    first = flat_weights(learner.model)
-    for seed in range(3):
-        step(learner, seed)
-        assert torch.equal(reference_weights(learner), first)
-    assert not torch.equal(flat_weights(learner.model), first)
-
-
 @pytest.mark.slow
-def test_refreshed_reference_is_the_policy_of_every_second_step(make_learner: MakeLearner) -> None:
-    learner = make_learner(REFRESHED)
+@pytest.mark.parametrize("kl", [FROZEN, REFRESHED])
+def test_a_reference_is_the_first_policy_or_that_of_every_second_step(
+    make_learner: MakeLearner, kl: dict
+) -> None:
+    learner = make_learner(kl)
     policies = [flat_weights(learner.model)]
     for seed in range(5):
         step(learner, seed)
         policies.append(flat_weights(learner.model))
-        assert torch.equal(reference_weights(learner), policies[learner.version // 2 * 2])
+        latest = learner.version // 2 * 2 if kl is REFRESHED else 0
+        assert torch.equal(reference_weights(learner), policies[latest])
+    assert not torch.equal(policies[0], policies[1])
 
 
 def test_average_follows_its_formula(make_learner: MakeLearner) -> None:
@@ -129,12 +125,6 @@ def test_distance_in_bfloat16_is_0_at_version_0_on_long_responses(
     group = make_group(make_item(0, [1, 2]), completions, [1, 0], [1.0, -1.0])
     metrics = learner.train_step(TrainBatch((group,))).metrics
     assert metrics["loss/kl_ref"] == metrics["loss/kl_ref_k3"] == 0.0
-
-
-def test_without_a_reference_no_distance_is_measured(make_learner: MakeLearner) -> None:
-    learner = make_learner({"reference": "none"})
-    assert learner._reference is None
-    assert not any("kl_ref" in name for name in step(learner, 0))
 
 
 # ---- the measured distance ----
@@ -199,8 +189,9 @@ def test_reference_missing_from_the_checkpoint_starts_at_the_policy(
     make_learner: MakeLearner, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     """A run without a reference may resume with a moving average."""
-    learner = make_learner({})
-    step(learner, 0)
+    learner = make_learner({"reference": "none"})
+    assert learner._reference is None
+    assert not any("kl_ref" in name for name in step(learner, 0))
     folder = written(learner, tmp_path / "step")
     config = changed(learner._config, algorithm={"kl": AVERAGE})
     second = Learner(str(folder), config, ENDS, folder / "training", initial_path=str(tiny_model()))

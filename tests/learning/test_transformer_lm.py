@@ -177,10 +177,6 @@ def test_cached_steps_are_one_full_forward(lengths: list[int], steps: list[int],
             assert (output.logits - full[:, start:end])[is_real].abs().max() < 1e-4
 
 
-def test_no_cache_is_kept_unless_requested() -> None:
-    assert make_model()(make_ids(1, 3)).past_key_values is None
-
-
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
@@ -197,8 +193,9 @@ def test_wrong_shapes_are_refused(inputs: dict[str, torch.Tensor], message: str)
         make_model()(**({"input_ids": make_ids(2, 4)} | inputs))
 
 
-def test_mask_must_cover_the_cache() -> None:
+def test_a_cache_is_kept_on_request_and_the_mask_must_cover_it() -> None:
     model = make_model()
+    assert model(make_ids(2, 4)).past_key_values is None
     cache = model(make_ids(2, 4), use_cache=True).past_key_values
     with pytest.raises(ValueError, match=r"expected \[2, 5\], a column for each token in the cache \(4\)"):
         model(make_ids(2, 1), attention_mask=torch.ones(2, 1), past_key_values=cache)

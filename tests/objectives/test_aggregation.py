@@ -165,14 +165,8 @@ def test_a_stale_cache_keeps_the_first_batch_s_logprobs() -> None:
     stale = losses.StaleOldLogProbs()
 
     def ratio(old: float) -> float:
-        shape = (1, 1)
-        inputs = RatioInputs(
-            torch.full(shape, -1.0),
-            torch.ones(shape),
-            torch.ones(shape, dtype=torch.bool),
-            torch.full(shape, old),
-        )
-        return float(stale(inputs)[1]["ratio"])
+        one = torch.ones(1, 1)
+        return float(stale(RatioInputs(-one, one, one.bool(), old * one))[1]["ratio"])
 
     assert ratio(-1.0) == pytest.approx(1)
     assert ratio(-2.0) == pytest.approx(1)  # the right one would be e

@@ -126,10 +126,10 @@ def test_padding_falls_back_to_the_end_token_then_to_zero(pad, eos, expected):
     assert result["labels"][1].tolist() == [2, expected, expected]
 
 
-@pytest.mark.parametrize(("prompts", "outputs"), [(["a"], []), ([], [])])
-def test_prompts_without_outputs_are_refused(prompts, outputs):
-    with pytest.raises(ValueError, match=f"{len(prompts)} prompts and 0 outputs"):
-        tokenize_prompt_and_output(prompts, outputs, LetterTokenizer())
+def test_prompts_without_outputs_are_refused():
+    for prompts in (["a"], []):
+        with pytest.raises(ValueError, match=f"{len(prompts)} prompts and 0 outputs"):
+            tokenize_prompt_and_output(prompts, [], LetterTokenizer())
 
 
 def test_use_cache_is_off_for_transformers_models(monkeypatch):
@@ -144,10 +144,6 @@ def test_use_cache_is_off_for_transformers_models(monkeypatch):
     ids = torch.tensor([[1, 2]])
     get_response_log_probs(model, ids, ids, return_token_entropy=False)
     assert seen == [False]
-
-
-LOGITS = torch.tensor([0.3, -1.0, 0.8, 0.0], dtype=torch.float64)
-REFERENCE = torch.log_softmax(torch.tensor([-0.5, 0.4, 0.1, 1.0], dtype=torch.float64), dim=0)
 
 
 def test_estimates_by_hand():
@@ -166,13 +162,6 @@ def test_straight_through_has_the_value_of_one_and_the_gradient_of_k2():
         torch.testing.assert_close(value, kl_estimate(policy, reference, estimator), rtol=0, atol=1e-15)
         value.sum().backward()
         torch.testing.assert_close(policy.grad, torch.tensor([[0.5, -1.0, 0.0]], dtype=torch.float64))
-
-
-def test_unbiased_without_old_log_probabilities_is_refused():
-    with pytest.raises(ValueError, match="`unbiased` needs old_log_probs"):
-        kl_estimate(LOGITS, REFERENCE, "unbiased")
-    with pytest.raises(ValueError, match="old_log_probs has shape"):
-        kl_estimate(LOGITS, REFERENCE, "unbiased", LOGITS[:1])
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "unbiased"])
@@ -217,6 +206,10 @@ def test_bad_arguments_are_refused():
         kl_estimate(torch.zeros(1, 1), torch.zeros(1, 1), "k4")
     with pytest.raises(ValueError, match="reference_log_probs"):
         kl_estimate(torch.zeros(2, 3), torch.zeros(1, 3), "k1")
+    with pytest.raises(ValueError, match="`unbiased` needs old_log_probs"):
+        kl_estimate(torch.zeros(2, 3), torch.zeros(2, 3), "unbiased")
+    with pytest.raises(ValueError, match="old_log_probs has shape"):
+        kl_estimate(torch.zeros(2, 3), torch.zeros(2, 3), "unbiased", torch.zeros(1, 3))
 
 
 # ---- the mismatch of sampler and Learner ----
