@@ -244,11 +244,7 @@ def make_varlen(
 
 
 def load_kernel(attention: str) -> Kernel:
-    """Import a kernel of FlashAttention's own packages.
-
-    Raises:
-        ValueError: its package is not installed.
-    """
+    """Import a kernel of FlashAttention's own packages; raises ValueError if its package is not installed."""
     name = PACKAGES[attention]
     try:
         function = importlib.import_module(name).flash_attn_varlen_func

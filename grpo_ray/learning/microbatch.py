@@ -90,11 +90,7 @@ class MicroBatch:
 def collate_packed(
     sequences: Sequence[TrainSequence], attention: Callable[[SegmentTree], TreeAttention]
 ) -> MicroBatch:
-    """Lay the sequences out in one row, each shared token once.
-
-    Args:
-        attention: makes the row's attention of its segments.
-    """
+    """Lay the sequences out in one row, each shared token once; `attention` makes the attention of its tree."""
     tree, tokens, last = segments_of(sequences)
     ends = zip(sequences, last, strict=True)
     sources = [s.sampled(tree.paths[segment][len(s.prompt_token_ids) - 1 : -1]) for s, segment in ends]
@@ -177,11 +173,7 @@ class Pass:
 
 
 def deal(plan: Plan, max_tokens: int, num_ranks: int, cost: Callable[[list[int]], float]) -> list[list[Pass]]:
-    """Return each rank's passes, costliest first; all ranks have as many.
-
-    Args:
-        cost: of a pass on the sequences with these indices.
-    """
+    """Return each rank's passes, costliest first by `cost` of their sequences' indices; all have as many."""
     batches = _balanced(plan, max_tokens, num_ranks)
     if not batches:
         return [[] for _ in range(num_ranks)]

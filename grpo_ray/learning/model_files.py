@@ -221,7 +221,6 @@ def check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase, longest_pr
 
     Args:
         tokenizer: the policy's.
-        longest_prompt: in tokens.
 
     Raises:
         ValueError: names the field, both models, and what differs.

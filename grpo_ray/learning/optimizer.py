@@ -32,9 +32,6 @@ def make_optimizer(parameters: Iterable[torch.nn.Parameter], config: LearnerConf
     """Make AdamW with fused updates, which take no temporary copies of all weights.
 
     On a CPU they take a third of the time of the others, with results that agree to float32's rounding.
-
-    Raises:
-        ValueError: bitsandbytes is needed, and not installed.
     """
     check_moments(config)
     options: dict[str, Any] = {

@@ -33,11 +33,8 @@ def check_quantization(model: ModelConfig) -> None:
 def quantize_linear_layers(model: PolicyModel, dtype: torch.dtype, device: torch.device) -> None:
     """Replace the linear layers but the output layer by ones in 4 bits, one at a time, on the device.
 
-    A layer stays as it is if its rows are not whole blocks: on CPUs bitsandbytes 0.50 dequantizes those with
-    the scales of their neighbours.
-
-    Args:
-        dtype: of the dequantized weights and of the products.
+    They dequantize to `dtype`, and multiply in it. A layer stays as it is if its rows are not whole blocks: on
+    CPUs bitsandbytes 0.50 dequantizes those with the scales of their neighbours.
     """
     output = model.get_output_embeddings()
     for name, layer in list(model.named_modules()):

@@ -176,7 +176,7 @@ def lengths_of(sequences: Sequence[TrainSequence]) -> Lengths:
 
 
 def plan(sequences: Sequence[TrainSequence], max_tokens: int, shares_prompts: bool) -> list[list[int]]:
-    """Split the sequences into micro-batches of at most `max_tokens` (but at least one sequence each).
+    """Return the indices of the sequences in each micro-batch of at most `max_tokens`, but at least one each.
 
     Longest first: then little is padded, and if memory runs out, it does so at once. Shared tokens count once
     per micro-batch, and sequences that share some are in the same micro-batch as far as they fit.
@@ -184,9 +184,6 @@ def plan(sequences: Sequence[TrainSequence], max_tokens: int, shares_prompts: bo
     Args:
         max_tokens: of one micro-batch's `input_ids`, with padding.
         shares_prompts: plan for the packed layout; otherwise for the padded one.
-
-    Returns:
-        The indices of each micro-batch's sequences.
     """
     return _plan_packed(sequences, max_tokens) if shares_prompts else _plan_padded(sequences, max_tokens)
 

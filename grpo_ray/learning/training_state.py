@@ -59,7 +59,11 @@ def capture_state(
     """
     weights = masters.state_dict()
     training = {
-        **_optimizer_tensors(masters, optimizer),
+        **{
+            f"{ADAM}{name}/{moment}": tensor
+            for name, parameter in masters.named.items()
+            for moment, tensor in state_tensors(optimizer, parameter).items()
+        },
         **_random_tensors(),
         **{REFERENCE + name: tensor for name, tensor in reference.items()},
         **{COUNTERS + name: _exact(count) for name, count in counters.items()},
@@ -175,15 +179,6 @@ def _sync(folder: Path, training: Path) -> dict[str, int]:
     for path in (*filter(Path.is_dir, own), training, folder):
         sync(path)
     return sizes
-
-
-def _optimizer_tensors(masters: MasterWeights, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Return the optimizer's state, named by weight; a weight that never had a gradient has none."""
-    return {
-        f"{ADAM}{name}/{moment}": tensor
-        for name, parameter in masters.named.items()
-        for moment, tensor in state_tensors(optimizer, parameter).items()
-    }
 
 
 def _optimizer_state(tensors: Tensors, names: list[str]) -> dict[int, Tensors]:

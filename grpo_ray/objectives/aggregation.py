@@ -81,9 +81,8 @@ def aggregate_loss(
         num_tokens = mask.sum(dim=1) if row_tokens is None else row_tokens
         num_tokens = num_tokens.clamp(min=1)  # [batch]; 1 keeps an empty row at 0/1
         return (_masked_sum(per_token_loss, mask, dim=1) / num_tokens).sum() / denominator
-    if aggregation in get_args(Aggregation):
-        return masked_normalize(per_token_loss, mask, constant_normalizer=denominator)
-    raise ValueError(_unknown(aggregation))
+    _check_known(aggregation)
+    return masked_normalize(per_token_loss, mask, constant_normalizer=denominator)
 
 
 def loss_denominator(
@@ -101,15 +100,9 @@ def loss_denominator(
     Raises:
         ValueError: the aggregation is unknown.
     """
-    if aggregation in ("sequence_mean", "sequence_sum"):
-        return float(num_sequences)
-    if aggregation == "prompt_mean":
-        return float(num_prompts)
-    if aggregation == "token_mean":
-        return float(num_tokens)
-    if aggregation == "constant":
-        return float(num_sequences * max_tokens)
-    raise ValueError(_unknown(aggregation))
+    _check_known(aggregation)
+    counts = {"token_mean": num_tokens, "prompt_mean": num_prompts, "constant": num_sequences * max_tokens}
+    return float(counts.get(aggregation, num_sequences))
 
 
 def batch_denominator(aggregation: Aggregation, mask: Tensor) -> float:
@@ -136,8 +129,9 @@ def _masked_sum(tensor: Tensor, mask: Tensor, dim: int | None) -> Tensor:
     return kept.sum() if dim is None else kept.sum(dim)
 
 
-def _unknown(aggregation: str) -> str:
-    return f"unknown aggregation {aggregation!r}; allowed: {', '.join(get_args(Aggregation))}"
+def _check_known(aggregation: str) -> None:
+    if aggregation not in get_args(Aggregation):
+        raise ValueError(f"unknown aggregation {aggregation!r}; allowed: {', '.join(get_args(Aggregation))}")
 
 
 def gradient_sums(

@@ -13,7 +13,7 @@ from grpo_ray.config.user_code import check_arguments, keyword_parameters
 from grpo_ray.objectives.advantages import advantage_function
 from grpo_ray.objectives.comparison import compare_group
 from grpo_ray.objectives.correction import CORRECTIONS, correction_function
-from grpo_ray.objectives.inputs import CorrectionInputs, uses_ratio
+from grpo_ray.objectives.inputs import CorrectionInputs, takes_any, uses_ratio
 from grpo_ray.objectives.logprobs import check_shape
 from grpo_ray.objectives.losses import loss_function
 from grpo_ray.objectives.objective import Objective
@@ -184,8 +184,7 @@ def _check_correction(name: str, config: AlgorithmConfig) -> set[str]:
             raise ValueError(f"{what} fails on a small batch: {type(error).__name__}: {error}") from error
         if not is_right:
             raise ValueError(f"{what} must return weights of at least 0 and a bool tensor, both [batch, seq]")
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {*parameters, *(CORRECTION_FIELDS if takes_any else ())}
+    return {*parameters, *(CORRECTION_FIELDS if takes_any(function) else ())}
 
 
 def _check_fields(field: str, options: Mapping[str, Any], fields: Mapping[str, str]) -> None:

@@ -134,27 +134,28 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
     return dict(list(inspect.signature(function).parameters.items())[1:])
 
 
+def takes_any(function: Callable[..., Any]) -> bool:
+    """Return True if the function takes keyword arguments of any name."""
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters_of(function).values())
+
+
 def refuse_unknown(what: str, functions: Sequence[Callable[..., Any]], given: Mapping[str, Any]) -> None:
     """Refuse a keyword argument that none of the functions takes.
 
     Raises:
         ValueError: names it, and those that they take.
     """
-    parameters = [parameter for function in functions for parameter in parameters_of(function).values()]
-    names = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
-    if len(names) < len({p.name for p in parameters}):  # one takes any
+    if any(map(takes_any, functions)):
         return
+    names = {name for function in functions for name in parameters_of(function)}
     if unknown := [name for name in given if name not in names]:
         raise ValueError(f"{what} has no option {unknown[0]!r}; it takes {', '.join(sorted(names)) or 'none'}")
 
 
 def arguments_of(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of the given arguments that the function takes, without None."""
-    parameters = parameters_of(function)
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {
-        name: value for name, value in given.items() if value is not None and (takes_any or name in parameters)
-    }
+    taken = given if takes_any(function) else parameters_of(function)
+    return {name: value for name, value in given.items() if value is not None and name in taken}
 
 
 def named(name: str, own: Mapping[Any, Callable[..., T]], field: str) -> Callable[..., T]:

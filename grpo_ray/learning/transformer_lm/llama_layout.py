@@ -48,10 +48,9 @@ def _unsupported(config: PreTrainedConfig) -> list[str]:
 def load_transformer_lm(
     config: LlamaConfig, folder: Path, files: Iterable[Path]
 ) -> tuple[TransformerLM, list[str]]:
-    """Load the model in float32; also return the names of parameters that are missing or have another shape.
+    """Load the model from the folder's `files` of weights, in float32.
 
-    Args:
-        files: the folder's weights.
+    Also return the names of parameters that are missing or have another shape.
 
     Raises:
         ValueError: there are tensors that a plain Llama does not have.
