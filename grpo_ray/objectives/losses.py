@@ -58,7 +58,7 @@ def compute_grpo_clip_loss(
     advantages: Tensor, policy_log_probs: Tensor, old_log_probs: Tensor, cliprange: float,
     cliprange_high: float | None = None, dual_clip: float | None = None,
 ) -> tuple[Tensor, Details]:  # fmt: skip
-    """Compute GRPO-Clip: `compute_policy_gradient_loss` with `grpo_clip`, where the formula is.
+    """Compute GRPO-Clip by `compute_policy_gradient_loss`; `grpo_clip` has the formula.
 
     Args:
         advantages: `[batch, 1]` or `[batch, seq]`.

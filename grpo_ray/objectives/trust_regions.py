@@ -26,7 +26,6 @@ def dppo_tv(
     pi_old)^2`, at every token, also outside the trust region.
 
     Args:
-        inputs: see the module.
         delta: the largest decrease of a token's probability, and increase unless `delta_high` is given.
         delta_high: the largest increase.
         cap: the largest weight.
