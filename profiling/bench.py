@@ -18,9 +18,8 @@ from pathlib import Path
 from types import ModuleType
 
 import benchmarks
-from benchmarks.compare import print_comparison
 from benchmarks.machine import describe_machine, describe_versions
-from benchmarks.results import Options, Result, print_result, read_result
+from benchmarks.results import Options, Result, print_comparison, print_result, read_result
 from rich.console import Console
 
 from grpo_ray.tools.arguments import positive

@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.jobs import SKIPPED_STEPS, train
+from benchmarks.jobs import train
 from benchmarks.machine import describe_machine, describe_versions
 from benchmarks.results import Result, Row, print_result
 from rich.console import Console
@@ -52,6 +52,7 @@ from grpo_ray.tools.cli import set_library_defaults
 TRL_SIDE = Path(__file__).with_name("trl_side.py")
 QUICKSTART = "configs/quickstart.yaml"
 COMMON = ["learner.learning_rate=0", "evaluation.every_num_steps=1000000"]
+SKIPPED_STEPS = 4  # warm-up of Generator and Learner
 WINDOW = 3  # steps of which the mean reward counts, with --until
 # Lengths differ from response to response with it, so that groups have signal; trl_side.py has its formula.
 BREVITY = 'task.reward=[{"reward": "brevity", "arguments": {"free": 0, "span": 1000}}]'

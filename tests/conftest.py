@@ -274,8 +274,7 @@ def profiling_script() -> Iterator[Callable[[str], ModuleType]]:
     """Return a function that imports a script of profiling/, with its folder on the path as when it runs."""
     profiling = Path(__file__).parents[1] / "profiling"
     with pytest.MonkeyPatch.context() as patch:
-        for folder in (profiling, profiling / "chaos", profiling / "scale", profiling / "mutants"):
-            patch.syspath_prepend(str(folder))
+        patch.syspath_prepend(str(profiling))
         yield importlib.import_module
 
 

@@ -13,9 +13,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from benchmarks.results import Options, Row
+from benchmarks.results import Options, Row, take_turns
 from benchmarks.tiny_learner import QUICKSTART, model_folder
-from benchmarks.turns import take_turns
 from grpo_ray.config.loading import load_config
 from grpo_ray.engines.torch_engine import TorchEngine
 from grpo_ray.learning.forward_backward import ForwardBackward

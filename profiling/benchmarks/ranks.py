@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from benchmarks.adapter_memory import QUICK, SHAPE
-from benchmarks.results import Options, Row
+from benchmarks.results import Options, Row, take_turns
 from benchmarks.tiny_learner import QUICKSTART, SMALL, make_batch, model_folder
-from benchmarks.turns import take_turns
 from grpo_ray.config.loading import load_config
 from grpo_ray.core.learner import Learner
 from grpo_ray.learning.ranks import Seat

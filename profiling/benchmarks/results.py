@@ -1,8 +1,9 @@
-"""A benchmark's results, as a table and as a file."""
+"""Cases of a benchmark that take turns, and its results: as a table, as a file, and against other ones."""
 
 import json
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,25 @@ def read_result(path: Path) -> Result:
         raise ValueError(f"{path} is not a result that bench.py wrote: {error}") from error
 
 
+def take_turns(
+    cases: Mapping[str, Callable[[], object]], rounds: int, num_warmups: int = 1
+) -> dict[str, tuple[float, ...]]:
+    """Return each case's seconds in each round; warm-up rounds are left out.
+
+    A drift in the machine's speed affects all of them equally. Every second round has the opposite order, so
+    that no case always follows the same one.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(num_warmups + rounds):
+        order = list(cases.items())
+        for name, run in order if number % 2 else reversed(order):
+            started = time.perf_counter()
+            run()
+            if number >= num_warmups:
+                seconds[name].append(time.perf_counter() - started)
+    return {name: tuple(values) for name, values in seconds.items()}
+
+
 def print_result(result: Result, console: Console) -> None:
     facts = sorted({name for row in result.rows for name in row.facts})
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
@@ -119,3 +139,65 @@ def print_result(result: Result, console: Console) -> None:
     if baselines:
         names = "\n  ".join(baselines)
         console.print(f"ratio: seconds relative to the baseline's in the same rounds; baselines:\n  {names}")
+
+
+def print_comparison(before: Result, after: Result, console: Console) -> None:
+    """Print each case's seconds in both, and their ratio: below 1 the second is faster.
+
+    Raises:
+        ValueError: the results are from different benchmarks.
+    """
+    if before.name != after.name:
+        raise ValueError(f"{before.name} and {after.name} are different benchmarks and cannot be compared")
+    for warning in differences(before, after):
+        console.print(f"! {warning}", style="yellow", markup=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("case", no_wrap=True)
+    for heading in ("first", "second", "second / first", "spread", "ratio to the baseline", ""):
+        table.add_column(heading, justify="right", no_wrap=True)
+    others = {row.case: row for row in after.rows}
+    for row in before.rows:
+        other = others.pop(row.case, None)
+        if other is None or not row.seconds or not other.seconds:
+            table.add_row(row.case, "", "", "", "", "", "not measured in both")
+            continue
+        low, high = spread(row, other)
+        table.add_row(
+            row.case,
+            f"{row.median_s:.4g} s",
+            f"{other.median_s:.4g} s",
+            f"{other.median_s / row.median_s:.2f}",
+            f"{low:.2f} to {high:.2f}",
+            _baselines(before.ratio(row), after.ratio(other)),
+            verdict(row, other),
+        )
+    for case in others:
+        table.add_row(case, "", "", "", "", "", "only in the second")
+    console.print(table)
+
+
+def spread(before: Row, after: Row) -> tuple[float, float]:
+    """Return the range of the ratio over the middle half of each case's seconds."""
+    return after.low_s / before.high_s, after.high_s / before.low_s
+
+
+def verdict(before: Row, after: Row) -> str:
+    low, high = spread(before, after)
+    return "faster" if high < 1 else "slower" if low > 1 else "no clear difference"
+
+
+def differences(before: Result, after: Result) -> list[str]:
+    """Return the differences that make two results hard to compare; the load always differs."""
+    found = []
+    for what in ("machine", "versions", "arguments"):
+        first, second = getattr(before, what), getattr(after, what)
+        for name in sorted((first.keys() | second.keys()) - {"load_average"}):
+            if first.get(name) != second.get(name):
+                found.append(
+                    f"{what}: {name} is {first.get(name)} in the first, {second.get(name)} in the second"
+                )
+    return found
+
+
+def _baselines(before: float | None, after: float | None) -> str:
+    return "" if before is None or after is None else f"{before:.2f}, {after:.2f}"

@@ -9,8 +9,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from benchmarks.results import Options, Row
-from benchmarks.turns import take_turns
+from benchmarks.results import Options, Row, take_turns
 from grpo_ray.rewards import get_reward_fn
 from grpo_ray.rewards.base import ScoringError
 from grpo_ray.rewards.isolation.pool import RewardPool

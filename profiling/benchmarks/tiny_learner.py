@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.results import Options
-from benchmarks.turns import take_turns
+from benchmarks.results import Options, take_turns
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.core.learner import Learner

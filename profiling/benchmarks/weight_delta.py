@@ -11,9 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from benchmarks.results import Options, Row
+from benchmarks.results import Options, Row, take_turns
 from benchmarks.tiny_learner import SMALL, make_batch, make_learners, model_folder
-from benchmarks.turns import take_turns
 from benchmarks.weight_sync import SIZES
 from grpo_ray.core.learner import Learner
 from grpo_ray.transfer.delta import apply, encode, fingerprint

@@ -178,7 +178,7 @@ def one_run(name: str, options: argparse.Namespace, results: Results, has_own_mo
     run = ChaosRun(folder, disk, memory)
     try:
         if scenario.num_nodes:
-            run.cluster = Cluster(scenario.num_nodes)
+            run.cluster = Cluster(scenario.num_nodes, run.environment)
         campaign = Campaign(name, run, results, options)
         overrides = overrides_of(scenario, options.config, options.overrides)
         if "episodes" in scenario.words:

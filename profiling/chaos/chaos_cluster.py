@@ -1,6 +1,5 @@
 """A Ray cluster of several nodes on this machine, which can be lost and join again."""
 
-import os
 import secrets
 import shutil
 import socket
@@ -8,13 +7,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 
 RAY = str(Path(sys.executable).with_name("ray"))
 QUICK = {  # a lost node is noticed in seconds
-    "RAY_worker_niceness": "0",
     "RAY_health_check_initial_delay_ms": "2000", "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "3000", "RAY_health_check_failure_threshold": "3",
 }  # fmt: skip
@@ -22,13 +21,16 @@ OBJECT_STORE = str(300 * 2**20)
 
 
 class Cluster:
-    """A head node, where the driver runs, and further nodes, each with room for every actor."""
+    """A head node, where the driver runs, and further nodes, each with room for every actor.
 
-    def __init__(self, num_nodes: int) -> None:
+    Their processes have the driver's `environment`, and more.
+    """
+
+    def __init__(self, num_nodes: int, environment: Mapping[str, str]) -> None:
         token = {"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_AUTH_MODE": "token"}
         self._address = f"127.0.0.1:{_free_port()}"
         self._folders: list[str] = []
-        self._environment = {**os.environ, **token, **QUICK}
+        self._environment = {**environment, **token, **QUICK}
         self.environment = {**token, "RAY_ADDRESS": self._address}
         self.num_nodes = num_nodes
         self.start()

@@ -14,7 +14,6 @@ chunks of a version that it sends over a wire) and `drop_wire_sending` (the wire
 there is a file `clock` next to that folder, `time.time` is ahead by the seconds in it.
 """
 
-import contextlib
 import errno
 import os
 import signal
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from chaos_episodes import FOREVER_S, is_poisoned, is_requested, triggers
 
 from grpo_ray.cluster import hosting
 from grpo_ray.core.generator import Generator
@@ -41,32 +41,10 @@ from grpo_ray.tools.cli import main
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import PromptItem, RolloutGroup, SamplingSettings, StepReport, Verdict, bulk_and_facts
 
-FOLDER = os.environ.get("GRPO_RAY_CHAOS_TRIGGERS", "")  # travels to the actors with the functions that use it
-FOREVER_S = 1e6
-
-
-def is_requested(fault: str) -> bool:
-    """Return True once per file."""
-    try:
-        (Path(FOLDER) / fault).unlink()
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def is_poisoned(prompt: str) -> bool:
-    """Return True for the first prompt that asks after the file was made, then for that one alone."""
-    path = Path(FOLDER) / "poison_prompt"
-    with contextlib.suppress(FileNotFoundError):
-        if not path.read_text():
-            path.write_text(prompt)
-        return path.read_text() == prompt
-    return False
-
 
 def _follow_clock() -> None:
     """Let this process's wall clock jump with the file `clock`."""
-    clock, now = Path(FOLDER).parent / "clock", time.time
+    clock, now = triggers().parent / "clock", time.time
 
     def jumping() -> float:
         try:

@@ -22,10 +22,14 @@ FOREVER_S = 1e6
 examples, warmup_pairs = guess_number.examples, guess_number.warmup_pairs
 
 
+def triggers() -> Path:
+    return Path(os.environ["GRPO_RAY_CHAOS_TRIGGERS"])
+
+
 def is_requested(fault: str) -> bool:
     """Return True once per file."""
     try:
-        (Path(os.environ["GRPO_RAY_CHAOS_TRIGGERS"]) / fault).unlink()
+        (triggers() / fault).unlink()
     except FileNotFoundError:
         return False
     return True
@@ -33,7 +37,7 @@ def is_requested(fault: str) -> bool:
 
 def is_poisoned(prompt: str) -> bool:
     """Return True for the first prompt that asks after the file was made, then for that one alone."""
-    path = Path(os.environ["GRPO_RAY_CHAOS_TRIGGERS"]) / "poison_prompt"
+    path = triggers() / "poison_prompt"
     with contextlib.suppress(FileNotFoundError):
         if not path.read_text():
             path.write_text(prompt)

@@ -9,6 +9,7 @@ import chaos_disk_faults as disk
 import chaos_moment_faults as moment
 import chaos_process_faults as process
 from chaos_process_faults import Inject
+from chaos_run import INTERRUPTED
 
 # Outcomes by the event that reports them; RODE_THROUGH has no event.
 OUTCOMES = {"restored": "restored", "generator_back": "replaced", "scorer_back": "replaced"}
@@ -61,6 +62,8 @@ def _ridden(name: str, inject: Inject, needs: str = "", or_else: tuple[str, ...]
     return Fault(name, inject, (RODE_THROUGH,), None, needs, or_else)
 
 
+# A program that is still importing may end by the signal itself.
+_INTERRUPT_EARLY = partial(process.interrupt, allowed=(INTERRUPTED, -signal.SIGTERM))
 _ALL = (
     # Processes
     _replaced("kill_generator", partial(process.kill, prefix="generator"), is_plain=True),
@@ -126,12 +129,12 @@ _ALL = (
     _restored("delete_checkpoint", disk.delete_checkpoint),
     # Bad moments
     _restored("die_again", moment.die_again),
-    _resumed("interrupt_restore", moment.interrupt_restore),
-    _resumed("kill_restore", moment.kill_restore),
-    _resumed("interrupt_start", moment.interrupt_start),
-    _resumed("kill_start", moment.kill_start),
-    _resumed("interrupt_checkpoint", moment.interrupt_checkpoint),
-    _resumed("kill_checkpoint", moment.kill_checkpoint),
+    _resumed("interrupt_restore", partial(moment.ended, moment=moment.restore, end=process.interrupt)),
+    _resumed("kill_restore", partial(moment.ended, moment=moment.restore, end=process.kill_driver)),
+    _resumed("interrupt_start", partial(moment.ended, moment=moment.start, end=_INTERRUPT_EARLY)),
+    _resumed("kill_start", partial(moment.ended, moment=moment.start, end=process.kill_driver)),
+    _resumed("interrupt_checkpoint", partial(moment.ended, moment=moment.checkpoint, end=process.interrupt)),
+    _resumed("kill_checkpoint", partial(moment.ended, moment=moment.checkpoint, end=process.kill_driver)),
     _replaced("hang_generators_replacement", partial(moment.hang_replacement, actor="generator")),
     _replaced("hang_scorers_replacement", partial(moment.hang_replacement, actor="scorer")),
     _ridden("jump_clock", moment.jump_clock),

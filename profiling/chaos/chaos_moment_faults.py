@@ -9,10 +9,11 @@ import random
 import re
 import signal
 import time
+from collections.abc import Callable
 
 from chaos_disk_faults import limited_files
-from chaos_process_faults import interrupted, kill, pick, signalled
-from chaos_run import INTERRUPTED, ChaosRun
+from chaos_process_faults import Inject, interrupt, kill, pick, signalled
+from chaos_run import ChaosRun
 
 RESTORED = "restored"
 STAGES = ("forward", "backward", "optimizer", "snapshot", "capture", "write_shards", "write_model")
@@ -42,46 +43,29 @@ def die_again(run: ChaosRun, draw: random.Random) -> str:
     return f"SIGKILL to learner, and to the next {name} while the actors started"
 
 
-def interrupt_restore(run: ChaosRun, draw: random.Random) -> str:
+def restore(run: ChaosRun, draw: random.Random) -> str:
     _while_restoring(run, draw)
-    return f"SIGKILL to learner; during the restore {interrupted(run)}"
+    return "SIGKILL to learner; during the restore"
 
 
-def kill_restore(run: ChaosRun, draw: random.Random) -> str:
-    _while_restoring(run, draw)
-    return f"SIGKILL to learner; during the restore to the driver; {run.kill()}"
-
-
-def interrupt_start(run: ChaosRun, draw: random.Random) -> str:
+def start(run: ChaosRun, draw: random.Random) -> str:
     run.kill()
     run.resume()
     seconds = draw.uniform(3.0, 12.0)
     time.sleep(seconds)
-    said = interrupted(run, (INTERRUPTED, -signal.SIGTERM))  # as for any program that is still importing
-    return f"{seconds:.1f} s after the start {said}"
+    return f"{seconds:.1f} s after the start"
 
 
-def kill_start(run: ChaosRun, draw: random.Random) -> str:
-    run.kill()
-    run.resume()
-    seconds = draw.uniform(3.0, 12.0)
-    time.sleep(seconds)
-    return f"{seconds:.1f} s after the start SIGKILL to the driver; {run.kill()}"
-
-
-def wait_for_checkpoint(run: ChaosRun) -> None:
-    """Wait until a checkpoint is being written."""
+def checkpoint(run: ChaosRun, draw: random.Random) -> str:
     run.wait_for(lambda: any(run.run.checkpoints.glob("unfinished-*")), 120.0, "a checkpoint", 0.002)
+    return "while a checkpoint was written"
 
 
-def interrupt_checkpoint(run: ChaosRun, draw: random.Random) -> str:
-    wait_for_checkpoint(run)
-    return f"while a checkpoint was written {interrupted(run)}"
-
-
-def kill_checkpoint(run: ChaosRun, draw: random.Random) -> str:
-    wait_for_checkpoint(run)
-    return f"while a checkpoint was written SIGKILL to the driver; {run.kill()}"
+def ended(
+    run: ChaosRun, draw: random.Random, moment: Callable[[ChaosRun, random.Random], str], end: Inject
+) -> str:
+    """Wait for a moment, and end the driver then."""
+    return f"{moment(run, draw)} {end(run, draw)}"
 
 
 def hang_replacement(run: ChaosRun, draw: random.Random, actor: str) -> str | None:
@@ -173,7 +157,7 @@ def interrupt_with_hung_rank(run: ChaosRun, draw: random.Random) -> str | None:
         return None
     time.sleep(draw.uniform(1.0, 5.0))
     run.must_say = []  # a run that was stopped is not restored
-    return f"{said}; {interrupted(run)}"
+    return f"{said}; {interrupt(run, draw)}"
 
 
 def fill_disk_of_rank(run: ChaosRun, draw: random.Random) -> str | None:
@@ -260,7 +244,7 @@ def lose_head_in_checkpoint(run: ChaosRun, draw: random.Random) -> str | None:
     """Lose the head node's Ray while a checkpoint is written; the run must end by itself."""
     if run.cluster is None:
         return None
-    wait_for_checkpoint(run)
+    checkpoint(run, draw)
     run.cluster.lose_head()
     started = time.monotonic()
     status = run.wait_for_end(300.0)

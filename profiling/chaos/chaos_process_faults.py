@@ -180,11 +180,7 @@ def hang_up(run: ChaosRun, draw: random.Random) -> str:
     return f"SIGHUP to the driver, as from a closed terminal; {run.kill(signal.SIGHUP)}"
 
 
-def interrupt(run: ChaosRun, draw: random.Random) -> str:
-    return interrupted(run)
-
-
-def interrupted(run: ChaosRun, allowed: Sequence[int] = (INTERRUPTED,)) -> str:
+def interrupt(run: ChaosRun, draw: random.Random, allowed: Sequence[int] = (INTERRUPTED,)) -> str:
     """Send SIGTERM to the driver, which must end with such a status, and nothing may be left."""
     with run.gone_afterwards() as gone:
         started = time.monotonic()

@@ -21,13 +21,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from math import ceil, floor
 from pathlib import Path
 from statistics import median
 
 from ray_scale_nodes import Nodes
-from ray_scale_plan import Measured, Plan
 
 from grpo_ray.cluster.reaper import process_at
 from grpo_ray.records.run_files import RunDirectory, last_logged_step
@@ -47,6 +46,46 @@ CHANGES = [
     "evaluation.every_num_steps=1000000", "checkpoint.every_num_steps=5",
     "recovery.max_restarts=10000", "recovery.max_restores=100",
 ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run, in plain values."""
+
+    config: str
+    overrides: list[str]
+    speeds: dict[str, float]
+    length_mean: float  # tokens
+    num_nodes: int
+    per_process: int
+    training_s: float
+    """Seconds of training, after which the run stops as after Ctrl-C."""
+    profile: str | None = None
+    """File for the profile of the event loop's thread."""
+
+
+@dataclass
+class Measured:
+    """The result of one run."""
+
+    num_steps: int = 0
+    num_groups: int = 0  # trained
+    nodes_s: float = 0.0  # until all nodes had joined
+    start_s: float = 0.0  # from the first actor's start until all were ready
+    training_s: float = 0.0
+    loop_lag_s: float = 0.0
+    """99th percentile of the delays of the driver's event loop, over the whole training."""
+    step_lags_s: list[float] = field(default_factory=list)
+    """The metric `perf/loop_lag_s` of each step."""
+    driver_cpu_s: float = 0.0  # of the training, all threads
+    driver_bytes: int = 0
+    process_bytes: list[int] = field(default_factory=list)  # of each process of engines
+    num_stale: int = -1
+    num_lost: int = -1
+    num_repeated: int = -1
+    num_restarts: int = 0
+    num_restores: int = 0
+    num_retried: int = 0
 
 
 class Deaths:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray_scale import Measured, Plan
 from ray_scale_actors import ScaleActors
-from ray_scale_plan import Measured, Plan
 from ray_scale_processes import account_path, read_account
 
 from grpo_ray.cluster import session
@@ -127,7 +127,6 @@ def measure(plan: Plan, run: RunDirectory) -> Measured:
             int(last["recovery/restarts"]),
             int(last["recovery/restores"]),
         )
-    measured.lag_shares = account.lag_shares()
     return measured
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from small_run import QUICKSTART, SMALL
 
-CHEAP = ("adapter_memory", "agreement", "head_memory", "learner_shared", "scale", "scoring", "weight_delta")
+CHEAP = ("adapter_memory", "agreement", "head_memory", "scale", "scoring", "weight_delta")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_benchmarks_are_listed_and_their_helpers_are_not(
     assert bench.main(["--list"]) == 0
     listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
     assert listed > {*CHEAP, "learner_step", "weight_sync"}
-    assert not listed & {"results", "turns", "jobs"}
+    assert not listed & {"results", "tiny_learner", "jobs"}
 
 
 @pytest.mark.campaign
@@ -64,7 +64,7 @@ def test_log_probabilities_are_equal_where_both_round_alike(results: dict[str, d
 
 
 def test_cases_take_turns_and_warm_up(bench: ModuleType) -> None:
-    from benchmarks.turns import take_turns
+    from benchmarks.results import take_turns
 
     order: list[str] = []
     seconds = take_turns({name: (lambda name=name: order.append(name)) for name in "ab"}, rounds=2)
@@ -123,21 +123,6 @@ def test_impossible_comparisons_and_measurements_are_refused(
     ):
         assert bench.main(arguments) == 2
         assert expected in capsys.readouterr().err
-
-
-def test_means_of_a_run_leave_out_its_first_steps_and_its_last(bench: ModuleType, tmp_path: Path) -> None:
-    from benchmarks.jobs import steady_means
-
-    from grpo_ray.records.run_files import RunDirectory
-
-    run = RunDirectory(tmp_path)
-    seconds = [9.0, 9.0, 9.0, 9.0, 1.0, 2.0, 9.0]
-    lines = [json.dumps({"step": n, "timing/step_s": s, "loss/policy": None}) for n, s in enumerate(seconds, 1)]
-    run.metrics_path.write_text("\n".join(lines) + "\n")
-    assert steady_means(run) == {"step": 5.5, "timing/step_s": 1.5}
-    run.metrics_path.write_text("\n".join(lines[:5]) + "\n")
-    with pytest.raises(ValueError, match="needs 6 steps or more"):
-        steady_means(run)
 
 
 @pytest.mark.slow

@@ -155,7 +155,7 @@ def test_an_actors_cpu_time_is_that_of_its_calls_and_of_the_tasks_that_they_crea
         assert await asyncio.ensure_future(meter.metered("client", counted())) == "done"
         await own
 
-    meter = profiling_script("benchmarks.cpu_meter").CpuMeter()
+    meter = profiling_script("benchmarks.scale").CpuMeter()
     VirtualClock().run(main())
     assert meter.seconds == pytest.approx({"generator": 0.1, "client": 0.03}, abs=0.015)
 
