@@ -31,7 +31,7 @@ from gpu_page.engine import STAGES, EngineCase, MeasuredEngine, run_engine  # no
 from gpu_page.exactness import compare_all  # noqa: E402
 from gpu_page.page import write_page  # noqa: E402
 from gpu_page.shapes import SHAPES  # noqa: E402
-from gpu_page.throughput import Case, child_command, measure, run_case  # noqa: E402
+from gpu_page.throughput import Case, measure, run_case  # noqa: E402
 from gpu_page.weights import measure_weights  # noqa: E402
 from gpu_page.whole_run import DTYPES, missing, run_quickstart  # noqa: E402
 
@@ -151,7 +151,7 @@ def _weights(options: argparse.Namespace, device: torch.device) -> list[Part]:
 
 def _throughput(options: argparse.Namespace, device: torch.device) -> list[Part]:
     def measure(case: Case) -> list[dict[str, Any]]:
-        command = child_command(Path(__file__))
+        command = [sys.executable, __file__, "--one-case"]
         found = run_case(case, device, options.peak_tflops, command, describe(device)["memory_gib"] * 2**30)
         print(f"{case.model}, {case.response_tokens} tokens, {case.way}: {_short(found)}", flush=True)
         return [found]

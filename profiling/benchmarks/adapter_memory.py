@@ -58,11 +58,11 @@ def measure(overrides: list[str], quick: bool) -> dict[str, float]:
     trained = learner.masters.parameters
     return {
         "snapshot seconds": seconds,
-        "state MiB": _bytes(_state(learner)) / MIB,
+        "state MiB": sum(tensor.nbytes for tensor in _state(learner)) / MIB,
         "trained parameters": float(sum(parameter.numel() for parameter in trained)),
         "trained weights, bfloat16, MiB": 2 * sum(parameter.numel() for parameter in trained) / MIB,
         "sync MiB": snapshot.num_bytes / MIB,
-        "checkpoint MiB": _bytes(list(saved.values())) / MIB,
+        "checkpoint MiB": sum(tensor.nbytes for tensor in saved.values()) / MIB,
     }
 
 
@@ -80,7 +80,3 @@ def _state(learner: Any) -> list[torch.Tensor]:
         if torch.is_tensor(value)
     ]
     return list({tensor.data_ptr(): tensor for tensor in found}.values())
-
-
-def _bytes(tensors: list[torch.Tensor]) -> float:
-    return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))

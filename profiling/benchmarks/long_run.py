@@ -32,12 +32,9 @@ TAKES_OVERRIDES = True
 STEPS, QUICK_STEPS = 100_000, 300
 AUDITED_STEPS, WHOLE_STEPS = 1_000, 100
 SMALL = [
-    "generator.engine=torch",
-    "model.tiny.warmup=null",
-    "task.num_validation_prompts=8",
-    "algorithm.prompts_per_step=4",
-    "algorithm.samples_per_prompt=2",
-]
+    "generator.engine=torch", "model.tiny.warmup=null", "task.num_validation_prompts=8",
+    "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2",
+]  # fmt: skip
 MIB = 2**20
 
 

@@ -13,7 +13,6 @@ import types
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import Context, ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -33,14 +32,10 @@ FIRST_STEPS, MEASURED_STEPS = 2, 4  # the first ones start the actors, and fill 
 SPEEDS = Speeds(train_s=16.0)  # with the tokens of 1,024 groups a step takes about 60 s
 CONTROL = "client", "weight_sync", "buffer"  # what is no work of the model
 CHANGES = [
-    "algorithm.samples_per_prompt=8",
-    "sampling.max_tokens=2048",
-    "weight_sync.max_lag=1",
-    "weight_sync.in_flight=true",
-    "run.save_rollouts=false",
-    "evaluation.every_num_steps=1000000",
-    "checkpoint.every_num_steps=1000000",
-]
+    "algorithm.samples_per_prompt=8", "sampling.max_tokens=2048", "weight_sync.max_lag=1",
+    "weight_sync.in_flight=true", "run.save_rollouts=false",
+    "evaluation.every_num_steps=1000000", "checkpoint.every_num_steps=1000000",
+]  # fmt: skip
 
 
 _actor: ContextVar[str | None] = ContextVar("actor", default=None)
@@ -112,21 +107,10 @@ class CpuMeter:
         return run
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """CPU seconds of the measured steps, and how long those steps were."""
-
-    controller_s: float
-    clients_s: float
-    control_s: float
-    actors_s: float
-    step_s: float  # mean, in virtual time
-
-
 def run(options: Options) -> list[Row]:
     sizes = SMALL_SIZES if options.quick else SIZES
     groups = SMALL_GROUPS if options.quick else GROUPS
-    measured: dict[int, list[_Measured]] = {size: [] for size in sizes}
+    measured: dict[int, list[dict[str, float]]] = {size: [] for size in sizes}
     with imports_left_alone():  # as in a run
         for _ in range(options.rounds or (1 if options.quick else 3)):
             for size in sizes:
@@ -134,24 +118,20 @@ def run(options: Options) -> list[Row]:
     return [_row(size, measured[size], f"{sizes[0]:,} engines", groups) for size in sizes]
 
 
-def _row(size: int, rounds: list[_Measured], baseline: str, groups: int) -> Row:
+def _row(size: int, rounds: list[dict[str, float]], baseline: str, groups: int) -> Row:
     work = groups * MEASURED_STEPS
-    steps_s = MEASURED_STEPS * median(each.step_s for each in rounds)
-    controller_s, control_s = median(r.controller_s for r in rounds), median(r.control_s for r in rounds)
-    clients_s, actors_s = median(r.clients_s for r in rounds), median(r.actors_s for r in rounds)
-    facts = {
-        "controller_ms_per_group": 1000 * controller_s / work,
-        "clients_ms_per_group": 1000 * clients_s / work,
-        "actors_ms_per_group": 1000 * actors_s / work,
-        "all_ms_per_group": 1000 * (controller_s + clients_s + actors_s) / work,
-        "step_s": steps_s / MEASURED_STEPS,
-        "controller_share_of_step": controller_s / steps_s,
-        "control_share_of_step": control_s / steps_s,
-    }
-    return Row(f"{size:,} engines", tuple(r.controller_s for r in rounds), baseline, work, "groups", facts)
+    seconds = {name: median(each[name] for each in rounds) for name in rounds[0]}
+    step_s, control_s = seconds.pop("step"), seconds.pop("control")
+    facts = {f"{name}_ms_per_group": 1000 * value / work for name, value in seconds.items()}
+    facts["all_ms_per_group"] = sum(facts.values())
+    facts["step_s"] = step_s
+    facts["controller_share_of_step"] = seconds["controller"] / (MEASURED_STEPS * step_s)
+    facts["control_share_of_step"] = control_s / (MEASURED_STEPS * step_s)
+    return Row(f"{size:,} engines", tuple(r["controller"] for r in rounds), baseline, work, "groups", facts)
 
 
-def _measure(num_generators: int, groups: int) -> _Measured:
+def _measure(num_generators: int, groups: int) -> dict[str, float]:
+    """Return the CPU seconds of the measured steps, and the mean length of a step in virtual time."""
     num_steps = FIRST_STEPS + MEASURED_STEPS
     sizes = [f"generator.num_generators={num_generators}", f"algorithm.prompts_per_step={groups}"]
     config = load_config(QUICKSTART, [*CHANGES, *sizes, f"algorithm.num_steps={num_steps}"])
@@ -170,4 +150,7 @@ def _measure(num_generators: int, groups: int) -> _Measured:
     controller_s = watch.cpu_s[last] - watch.cpu_s[first] - counted_s
     control_s = controller_s + sum(spent[kind] for kind in CONTROL)
     step_s = fmean(row["timing/step_s"] for row in simulated.steps[first:])
-    return _Measured(controller_s, clients_s, control_s, counted_s - clients_s, step_s)
+    return {
+        "controller": controller_s, "clients": clients_s, "actors": counted_s - clients_s,
+        "control": control_s, "step": step_s,
+    }  # fmt: skip

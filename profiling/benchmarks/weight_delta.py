@@ -75,10 +75,7 @@ def add_cases(
         f"{rate}: apply": lambda: apply(payload, restored),  # to any words: the time is the same
         f"{rate}: DEFLATE of the delta": lambda: zlib.compress(packed, 1),
     }
-    shares = [share(encode(*pair), new) for pair in itertools.pairwise(versions)]
+    sent = [encode(*pair) for pair in itertools.pairwise(versions)]
+    shares = [1.0 if payload is None else payload.nbytes / new.nbytes for payload in sent]
     facts[f"{rate}: encode"] = {"share": float(np.mean(shares)), "largest": max(shares), "last": shares[-1]}
     facts[f"{rate}: DEFLATE of the delta"] = {"last": len(zlib.compress(packed, 1)) / new.nbytes}
-
-
-def share(payload: np.ndarray | None, new: np.ndarray) -> float:
-    return 1.0 if payload is None else payload.nbytes / new.nbytes

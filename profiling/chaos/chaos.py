@@ -24,7 +24,7 @@ from pathlib import Path
 
 from chaos_cluster import Cluster
 from chaos_disk import Disk, in_own_namespace
-from chaos_faults import COUNTED, FAULTS, OUTCOMES, RESUMED, RODE_THROUGH, Fault, can_meet, possible
+from chaos_faults import COUNTED, FAULTS, OUTCOMES, RESUMED, RODE_THROUGH, Fault
 from chaos_memory import Memory, own_shared_memory
 from chaos_results import (
     BUDGET_USED_UP,
@@ -54,7 +54,8 @@ class Campaign:
         abilities = set(scenario_of(name).words)
         abilities |= {name for name, tool in (("disk", run.disk), ("memory", run.memory)) if tool}
         self._has_default_budgets = "default-budgets" in abilities
-        self._kinds = possible(options.kinds.split(",") if options.kinds else list(FAULTS), abilities)
+        kinds = options.kinds.split(",") if options.kinds else list(FAULTS)
+        self._kinds = [kind for kind in kinds if FAULTS[kind].needs in {"", *abilities}]
 
     def begin(self, config: str, overrides: Sequence[str]) -> None:
         """Start the run, or continue the one of a campaign that was interrupted."""
@@ -70,8 +71,13 @@ class Campaign:
         while self._num_injected() < num_faults:
             draw = random.Random(f"{self._seed}/{self._scenario}/{len(self._results.records)}")
             faults = [self._draw(draw, self._kinds)]
-            meeting = [kind for kind in self._kinds if can_meet(faults[0], FAULTS[kind])]
-            if meeting and num_faults - self._num_injected() > 1 and draw.random() < PAIR_PROBABILITY:
+            meeting = [kind for kind in self._kinds if FAULTS[kind].is_plain and kind != faults[0].name]
+            if (
+                faults[0].is_plain
+                and meeting
+                and num_faults - self._num_injected() > 1
+                and draw.random() < PAIR_PROBABILITY
+            ):
                 faults.append(self._draw(draw, meeting))
             self._one_fault(faults, draw)
 

@@ -16,7 +16,7 @@ OUTCOMES = {"restored": "restored", "generator_back": "replaced", "scorer_back":
 OUTCOMES |= {"environment_back": "replaced"}
 OUTCOMES |= {"update_skipped": "skipped and counted", "group_failed": "retried", "set_aside": "set aside"}
 RODE_THROUGH, RESUMED, COUNTED = "rode through", "resumed", "counted"
-RESTORED, SKIPPED = ("restored",), ("skipped and counted",)
+RESTORED = ("restored",)
 REPLACED, WITH_OTHERS = ("replaced",), ("replaced, restored", "restored")  # if others were killed, too
 NODE_LOST = ("replaced", "replaced, restored")  # if it had Generators or the Scorer alone
 
@@ -56,6 +56,13 @@ def _restored(name: str, inject: Inject, needs: str = "", is_plain: bool = False
 
 def _resumed(name: str, inject: Inject, needs: str = "") -> Fault:
     return Fault(name, inject, (RESUMED,), None, needs)
+
+
+def _from_inside(
+    name: str, outcomes: tuple[str, ...], event: str | None = None, needs: str = "",
+    or_else: tuple[str, ...] = (), is_plain: bool = False,
+) -> Fault:  # fmt: skip
+    return Fault(name, partial(moment.trigger, name=name), outcomes, event, needs, or_else, is_plain)
 
 
 def _ridden(name: str, inject: Inject, needs: str = "", or_else: tuple[str, ...] = ()) -> Fault:
@@ -139,31 +146,22 @@ _ALL = (
     _replaced("hang_scorers_replacement", partial(moment.hang_replacement, actor="scorer")),
     _ridden("jump_clock", moment.jump_clock),
     # From inside
-    Fault("poison_reward", partial(moment.trigger, name="poison_reward"), (COUNTED,), is_plain=True),
-    Fault("scorer_error", partial(moment.trigger, name="scorer_error"), ("retried",), "group_failed"),
-    Fault(
-        "nan_gradient", partial(moment.trigger, name="nan_gradient"), SKIPPED, "update_skipped", is_plain=True
-    ),
+    _from_inside("poison_reward", (COUNTED,), is_plain=True),
+    _from_inside("scorer_error", ("retried",), "group_failed"),
+    _from_inside("nan_gradient", ("skipped and counted",), "update_skipped", is_plain=True),
     Fault("poison_prompt", moment.poison_prompt, ("replaced", "set aside"), "set_aside"),
     # Episodes and their environments
     _replaced("kill_environment", partial(process.kill, prefix="environment"), "episodes"),
     _replaced("hang_environment", partial(process.hang, prefix="environment"), "episodes"),
-    _replaced("exit_in_environment", partial(moment.trigger, name="exit_in_environment"), "episodes"),
+    _from_inside("exit_in_environment", REPLACED, "environment_back", "episodes"),
+    _from_inside("fill_environment", (COUNTED,), None, "episodes", ("replaced", "replaced, counted")),
     *(
-        Fault(name, partial(moment.trigger, name=name), (COUNTED,), None, "episodes")
+        _from_inside(name, (COUNTED,), None, "episodes")
         for name in ("raise_in_environment", "leave_environment", "block_environment")
     ),
     *(
-        Fault(name, partial(moment.trigger, name=name), (COUNTED,), None, "episodes", (RODE_THROUGH,))
+        _from_inside(name, (COUNTED,), None, "episodes", (RODE_THROUGH,))
         for name in ("poison_text", "poison_number", "poison_metrics", "huge_tool_result")
-    ),
-    Fault(
-        "fill_environment",
-        partial(moment.trigger, name="fill_environment"),
-        (COUNTED,),
-        None,
-        "episodes",
-        ("replaced", "replaced, counted"),
     ),
     # Ranks of the Learner
     *(
@@ -190,11 +188,3 @@ _ALL = (
     Fault("lose_nodes_for_a_while", moment.lose_node_for_a_while, RESTORED, None, "cluster", NODE_LOST),
 )
 FAULTS = {fault.name: fault for fault in _ALL}
-
-
-def possible(kinds: list[str], abilities: set[str]) -> list[str]:
-    return [kind for kind in kinds if not FAULTS[kind].needs or FAULTS[kind].needs in abilities]
-
-
-def can_meet(first: Fault, second: Fault) -> bool:
-    return first.is_plain and second.is_plain and first is not second

@@ -1,7 +1,6 @@
 """Log-probabilities and gradients of one step on the device, against a plain float32 step on the CPU."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -14,19 +13,6 @@ from grpo_ray.learning.sequences import TrainSequence
 CPU = torch.device("cpu")
 LENGTHS = (96, 80, 1, 64, 33, 96, 7, 50, 96, 20, 65, 12)  # three groups of four
 PROMPT_TOKENS, SAMPLES = 48, 4
-
-
-@dataclass(frozen=True)
-class Exactness:
-    """The distance of one way from the reference."""
-
-    way: str
-    dtype: str
-    logprob_max: float = 0.0  # largest difference, nats
-    logprob_mean: float = 0.0  # mean absolute difference, nats
-    gradient: float = 0.0  # norm of the difference relative to the norm
-    kernel: str = ""  # that computed the Learner's attention
-    error: str = ""
 
 
 def compare_all(device: torch.device, attentions: Sequence[str], shape: str = "small") -> list[dict[str, Any]]:
@@ -45,11 +31,11 @@ def compare_all(device: torch.device, attentions: Sequence[str], shape: str = "s
                 way = f"Learner, {'shared' if share == 'auto' else 'repeated'} prompts, {attention}"
                 try:
                     ours = _learner_step(shape, device, dtype, attention, share)
-                    result = _distance(ours, way, dtype, sequences, expected, reference.gradients())
+                    found.append(_distance(ours, way, dtype, sequences, expected, reference.gradients()))
                 except (RuntimeError, ValueError, ImportError) as error:  # a kernel that is missing or fails
-                    result = Exactness(way, dtype, error=f"{type(error).__name__}: {str(error)[:200]}")
-                found.append(result)
-    return [asdict(result) for result in found]
+                    failure = f"{type(error).__name__}: {str(error)[:200]}"
+                    found.append({"way": way, "dtype": dtype, "kernel": "", "error": failure})
+    return found
 
 
 def _learner_step(shape: str, device: torch.device, dtype: str, attention: str, share: str) -> LearnerStep:
@@ -68,7 +54,8 @@ def _learner_step(shape: str, device: torch.device, dtype: str, attention: str, 
 def _distance(
     step: LearnerStep | PlainStep, way: str, dtype: str, sequences: Sequence[TrainSequence],
     expected: Sequence[Tensor], gradients: dict[str, Tensor],
-) -> Exactness:  # fmt: skip
+) -> dict[str, Any]:  # fmt: skip
+    """Return the distance of one way from the reference."""
     found = torch.cat(step.log_probs(sequences))
     differences = (found - torch.cat(list(expected))).abs()
     step.forward_backward(sequences)
@@ -79,5 +66,12 @@ def _distance(
     assert squared.keys() == gradients.keys()
     norm = sum(float(gradient.square().sum()) for gradient in gradients.values()) ** 0.5
     relative = float(sum(squared.values())) ** 0.5 / norm
-    kernel = (step.kernel if isinstance(step, LearnerStep) else None) or ""
-    return Exactness(way, dtype, float(differences.max()), float(differences.mean()), relative, kernel)
+    return {
+        "way": way,
+        "dtype": dtype,
+        "logprob_max": float(differences.max()),  # nats
+        "logprob_mean": float(differences.mean()),
+        "gradient": relative,  # norm of the difference relative to the norm
+        "kernel": (step.kernel if isinstance(step, LearnerStep) else None) or "",  # of the Learner's attention
+        "error": "",
+    }

@@ -5,11 +5,9 @@ import json
 import math
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -154,7 +152,12 @@ def _timed(
     of_batch = lengths_of(sequences)
     passes_s, update_s = statistics.median(passes), statistics.median(updates)
     flops = ModelSize.of(model).training_flops(of_batch)
-    peak = 1e12 * peak_tflops if peak_tflops else _known_peak(device, case.dtype)
+    if peak_tflops:
+        peak: float | None = 1e12 * peak_tflops
+    elif device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(device), getattr(torch, case.dtype))
+    else:
+        peak = None
     result: dict[str, Any] = {
         "forward_backward_s": passes_s,
         "update_s": update_s,
@@ -168,20 +171,9 @@ def _timed(
     return result
 
 
-def _known_peak(device: torch.device, dtype: str) -> float | None:
-    if device.type == "cpu":
-        return None
-    return peak_flops(torch.cuda.get_device_name(device), getattr(torch, dtype))
-
-
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     started = time.perf_counter()
     work()
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - started
-
-
-def child_command(script: Path) -> list[str]:
-    """Return the command that measures one case, given as its last argument."""
-    return [sys.executable, str(script), "--one-case"]

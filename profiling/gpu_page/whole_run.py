@@ -14,26 +14,15 @@ from typing import Any
 SKIPPED_STEPS = 4
 DTYPES = ("bfloat16", "float32")  # the kernels of GPUs; exactness
 OVERRIDES = [
-    "generator.num_gpus=1",
-    "learner.num_gpus=1",
-    "generator.colocated=true",
-    "generator.gpu_memory_utilization=0.5",
-    "weight_sync.transport=ipc",
-    "weight_sync.max_lag=0",
-    "generator.num_cpus=1",
-    "learner.num_cpus=1",
-]
+    "generator.num_gpus=1", "learner.num_gpus=1", "generator.num_cpus=1", "learner.num_cpus=1",
+    "generator.colocated=true", "generator.gpu_memory_utilization=0.5",
+    "weight_sync.transport=ipc", "weight_sync.max_lag=0",
+]  # fmt: skip
 METRICS = (
-    "timing/step_s",
-    "timing/generate_s",
-    "timing/train_s",
-    "timing/weight_sync/stage_s",
-    "timing/weight_sync/paused_s",
-    "throughput/sampled_tokens_per_s",
-    "throughput/trained_tokens_per_s",
-    "mismatch/kl",
-    "perf/mfu",
-)
+    "timing/step_s", "timing/generate_s", "timing/train_s",
+    "timing/weight_sync/stage_s", "timing/weight_sync/paused_s",
+    "throughput/sampled_tokens_per_s", "throughput/trained_tokens_per_s", "mismatch/kl", "perf/mfu",
+)  # fmt: skip
 TIMEOUT_S = 300
 LOG_CHARACTERS = 4000
 

@@ -190,13 +190,10 @@ def run_on_nodes(
                 driver.kill()
             driver.wait()
     if driver.returncode:
-        raise RuntimeError(f"the driver ended with {driver.returncode}:\n{_tail(folder / 'driver.log')}")
+        words = (folder / "driver.log").read_text(errors="replace")[-3000:]
+        raise RuntimeError(f"the driver ended with {driver.returncode}:\n{words}")
     measured = Measured(**json.loads((run.path / "measured.json").read_text()))
     return measured, deaths
-
-
-def _tail(path: Path) -> str:
-    return path.read_text(errors="replace")[-3000:]
 
 
 def main() -> int:

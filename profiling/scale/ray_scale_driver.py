@@ -114,19 +114,13 @@ def measure(plan: Plan, run: RunDirectory) -> Measured:
     measured.num_steps, measured.num_groups = len(account.trained), sum(map(len, account.trained))
     measured.start_s, measured.loop_lag_s = stopwatch.start_s, stopwatch.lag.take()["perf/loop_lag_s"]
     rows = list(read_metrics(run.metrics_path))
-    measured.step_lags_s = [
-        row["perf/loop_lag_s"]
-        for row in rows
-        if "perf/loop_lag_s" in row  # a short step may end without a probe
-    ]
+    # A short step may end without a probe.
+    measured.step_lags_s = [row["perf/loop_lag_s"] for row in rows if "perf/loop_lag_s" in row]
     measured.driver_bytes = ProcessFamily().resident_bytes(with_children=False)
     measured.num_retried = int(sum(row["rollout/retried_groups"] for row in rows))
     if rows:
-        last = rows[-1]
-        measured.num_restarts, measured.num_restores = (
-            int(last["recovery/restarts"]),
-            int(last["recovery/restores"]),
-        )
+        measured.num_restarts = int(rows[-1]["recovery/restarts"])
+        measured.num_restores = int(rows[-1]["recovery/restores"])
     return measured
 
 
