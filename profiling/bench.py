@@ -38,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         if options.name == "compare":
-            print_comparison(*_two_results(options.rest), console)
+            if len(options.rest) != 2:
+                raise ValueError(f"compare takes two result files, not {len(options.rest)}")
+            print_comparison(*(read_result(Path(file)) for file in options.rest), console)
         else:
             measure(options, console)
     except ValueError as error:
@@ -106,13 +108,6 @@ def _list(console: Console) -> None:
     width = max(map(len, known))
     for name, module in known.items():
         console.print(f"{name:<{width}}  {module.TITLE}")
-
-
-def _two_results(files: Sequence[str]) -> tuple[Result, Result]:
-    if len(files) != 2:
-        raise ValueError(f"compare takes two result files, not {len(files)}")
-    before, after = (read_result(Path(file)) for file in files)
-    return before, after
 
 
 if __name__ == "__main__":

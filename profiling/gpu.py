@@ -4,7 +4,6 @@
 
 From a checkout, with torch, transformers, pydantic, psutil and numpy: no Ray, vLLM or download. The weights are
 random, in the sizes of Qwen2.5. Beside the JSON file it writes the same results as Markdown, after each case.
-Where Ray and vLLM are installed, two whole colocated runs of the quickstart follow.
 """
 
 import argparse
@@ -33,9 +32,7 @@ from gpu_page.page import write_page  # noqa: E402
 from gpu_page.shapes import SHAPES  # noqa: E402
 from gpu_page.throughput import Case, measure, run_case  # noqa: E402
 from gpu_page.weights import measure_weights  # noqa: E402
-from gpu_page.whole_run import DTYPES, missing, run_quickstart  # noqa: E402
 
-PARTS = ("exactness", "weights", "throughput", "engine", "whole_run")
 TOKENS_PER_STEP = 65_536  # response tokens of the default batch: enough groups of 8 to hold them
 BIG = ("7B",)  # with gradient checkpointing unless `--checkpointing` says otherwise
 
@@ -84,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
+    add("--parts", nargs="+", choices=list(RUN), default=list(RUN), help="default: all")
     add("--models", nargs="+", choices=list(SHAPES), default=["0.5B", "1.5B", "7B"])
     add("--seconds", type=float, default=540.0, metavar="S", help="after which no further case begins")
     add("--response-tokens", nargs="+", type=int, default=[2048, 8192], metavar="N")
@@ -212,26 +209,7 @@ def _engine(options: argparse.Namespace, device: torch.device) -> list[Part]:
     return [Part(f"{c.model}, {c.engine_args}, {'eager' * c.enforce_eager}", partial(measure, c)) for c in made]
 
 
-def _whole_run(options: argparse.Namespace, device: torch.device) -> list[Part]:
-    def measure(dtype: str) -> list[dict[str, Any]]:
-        with tempfile.TemporaryDirectory() as folder:
-            return [run_quickstart(Path(folder), dtype)]
-
-    obstacle = "it needs a GPU" if device.type == "cpu" else None
-    if lacking := missing():
-        obstacle = obstacle or f"{' and '.join(lacking)} cannot be imported"
-    if obstacle is not None:
-        return [Part("skipped", lambda: [{"skipped": obstacle}])]
-    return [Part(dtype, partial(measure, dtype)) for dtype in DTYPES]
-
-
-RUN = {
-    "exactness": _exactness,
-    "weights": _weights,
-    "throughput": _throughput,
-    "engine": _engine,
-    "whole_run": _whole_run,
-}
+RUN = {"exactness": _exactness, "weights": _weights, "throughput": _throughput, "engine": _engine}
 
 
 def _one_case(request: dict[str, Any]) -> int:

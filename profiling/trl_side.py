@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -118,18 +119,13 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    return {name: version(name) for name in ("trl", "torch", "transformers", "accelerate")}
-
-
 def main(job: Path, result: Path) -> None:
     read = json.loads(job.read_text())
     os.environ.setdefault("OMP_NUM_THREADS", str(read["num_threads"]))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    result.write_text(json.dumps({**train(read), "versions": versions()}))
+    versions = {name: version(name) for name in ("trl", "torch", "transformers", "accelerate")}
+    result.write_text(json.dumps({**train(read), "versions": versions}))
 
 
 if __name__ == "__main__":

@@ -24,13 +24,9 @@ from grpo_ray.tasks.sorting import warmup_pairs
 from grpo_ray.types import Completion, SamplingSettings
 
 SPECIAL = (
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|begin_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-)
+    "<|im_start|>", "<|im_end|>",
+    "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+)  # fmt: skip
 
 # The formats of Qwen2.5, Qwen3 and Llama 3, without their system prompts and lists of tools.
 _TURN = "{{ '<|im_start|>' + message.role + '\\n' + content + calls.text + '<|im_end|>\\n' }}"

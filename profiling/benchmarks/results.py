@@ -3,7 +3,7 @@
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,21 +38,12 @@ class Row:
         return statistics.median(self.seconds)
 
     @property
-    def low_s(self) -> float:
-        """Lower quartile of the seconds."""
-        return _quartiles(self.seconds)[0]
-
-    @property
-    def high_s(self) -> float:
-        """Upper quartile of the seconds."""
-        return _quartiles(self.seconds)[1]
-
-
-def _quartiles(values: Sequence[float]) -> tuple[float, float]:
-    if len(values) == 1:
-        return values[0], values[0]
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, high
+    def quartiles_s(self) -> tuple[float, float]:
+        """Lower and upper quartile of the seconds."""
+        if len(self.seconds) == 1:
+            return self.seconds[0], self.seconds[0]
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return low, high
 
 
 @dataclass(frozen=True)
@@ -126,7 +117,7 @@ def print_result(result: Result, console: Console) -> None:
         table.add_row(
             row.case,
             f"{row.median_s:.4g}",
-            f"{row.low_s:.4g} to {row.high_s:.4g}",
+            "{:.4g} to {:.4g}".format(*row.quartiles_s),
             "" if ratio is None else f"{ratio:.2f}",
             rate,
             *(f"{row.facts[name]:.4g}" if name in row.facts else "" for name in facts),
@@ -162,13 +153,14 @@ def print_comparison(before: Result, after: Result, console: Console) -> None:
             table.add_row(row.case, "", "", "", "", "", "not measured in both")
             continue
         low, high = spread(row, other)
+        ratios = [result.ratio(one) for result, one in ((before, row), (after, other))]
         table.add_row(
             row.case,
             f"{row.median_s:.4g} s",
             f"{other.median_s:.4g} s",
             f"{other.median_s / row.median_s:.2f}",
             f"{low:.2f} to {high:.2f}",
-            _baselines(before.ratio(row), after.ratio(other)),
+            "" if None in ratios else f"{ratios[0]:.2f}, {ratios[1]:.2f}",
             verdict(row, other),
         )
     for case in others:
@@ -178,7 +170,8 @@ def print_comparison(before: Result, after: Result, console: Console) -> None:
 
 def spread(before: Row, after: Row) -> tuple[float, float]:
     """Return the range of the ratio over the middle half of each case's seconds."""
-    return after.low_s / before.high_s, after.high_s / before.low_s
+    (before_low, before_high), (after_low, after_high) = before.quartiles_s, after.quartiles_s
+    return after_low / before_high, after_high / before_low
 
 
 def verdict(before: Row, after: Row) -> str:
@@ -197,7 +190,3 @@ def differences(before: Result, after: Result) -> list[str]:
                     f"{what}: {name} is {first.get(name)} in the first, {second.get(name)} in the second"
                 )
     return found
-
-
-def _baselines(before: float | None, after: float | None) -> str:
-    return "" if before is None or after is None else f"{before:.2f}, {after:.2f}"

@@ -93,20 +93,18 @@ def _measure(size: str, folder: str, engine: str, transport: str, number: int, r
 
 @contextmanager
 def _generators(config: Config, folder: str, number: int) -> Iterator[list[GeneratorClient]]:
+    engine = Deferred(lambda: make_engine(config, folder, 64, seed=0))
+    clients = []
     with tempfile.TemporaryDirectory() as logs:
-        clients = [_start(f"generator-{index}", config, folder, Path(logs)) for index in range(number)]
+        for name in (f"generator-{index}" for index in range(number)):
+            actor = as_actor(Generator, name, Path(logs)).options(num_cpus=0, max_concurrency=100)
+            clients.append(Client(name, actor.remote(name, engine, 0.0, 0), methods_with_bulk(Generator)))
         try:
             yield [cast(GeneratorClient, client) for client in clients]
         finally:
             ray.get([client.handle.shutdown.remote() for client in clients], timeout=60)
             for client in clients:
                 ray.kill(client.handle)
-
-
-def _start(name: str, config: Config, folder: str, logs: Path) -> Client:
-    engine = Deferred(lambda: make_engine(config, folder, 64, seed=0))
-    actor = as_actor(Generator, name, logs).options(num_cpus=0, max_concurrency=100)
-    return Client(name, actor.remote(name, engine, 0.0, 0), methods_with_bulk(Generator))
 
 
 async def _publish_all(

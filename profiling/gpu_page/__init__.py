@@ -4,6 +4,5 @@ shapes.py       the models, by the sizes of Qwen2.5, and the batches
 steps.py        one step of the Learner, and a plain step to compare with
 exactness.py    log-probabilities and gradients against float32 on the CPU
 throughput.py   seconds, utilization and memory, each case in a process of its own
-whole_run.py    the quickstart as a whole, where Ray and vLLM are installed
 page.py         the results in Markdown
 """

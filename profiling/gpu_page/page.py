@@ -31,8 +31,6 @@ def write_page(result: Mapping[str, Any]) -> str:
         parts += ["## Steps", THROUGHPUT_NOTE, throughput_table(result["throughput"])]
     if result.get("engine"):
         parts += ["## vLLM", ENGINE_NOTE, engine_table(result["engine"])]
-    if result.get("whole_run"):
-        parts += ["## The quickstart, colocated", *map(whole_run_text, result["whole_run"])]
     if result.get("left_out"):
         parts += ["## Left out, as the time was up", "\n".join(f"- {name}" for name in result["left_out"])]
     return "\n\n".join(parts) + "\n"
@@ -154,19 +152,6 @@ def _options(row: Mapping[str, Any]) -> str:
             "checkpointing" if case["checkpointing"] == "true" else f"{case['checkpointing']} checkpointing"
         )
     return ", ".join([*found, *case["overrides"]])
-
-
-def whole_run_text(found: Mapping[str, Any]) -> str:
-    if "skipped" in found:
-        return f"Skipped: {found['skipped']}"
-    text = f"`{found['command']}`"
-    if "error" in found:
-        logs = "".join(f"\n\n{name}:\n\n```\n{end}\n```" for name, end in found.get("logs", {}).items())
-        return f"{text} failed:\n\n```\n{found['error']}\n```{logs}"
-    lines = [[name, f"{value:.4g}"] for name, value in found["medians"].items()]
-    first, last = found["reward_first_and_last"]
-    lines.append(["reward/mean, first and last step", f"{first} {last}"])
-    return f"{text}, {found['num_steps']} steps.\n\n{_table(['metric', 'median'], lines, num_texts=1)}"
 
 
 def _table(header: Sequence[str], lines: Sequence[Sequence[str]], num_texts: int) -> str:

@@ -85,7 +85,7 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios(bench: ModuleType) -> None:
     result = make_result(bench, {"plain": (1.0, 2.0, 10.0), "other": (2.0, 4.0, 20.0)})
     assert [result.ratio(row) for row in result.rows] == [1.0, 2.0]
     plain = result.rows[0]
-    assert (plain.median_s, plain.low_s, plain.high_s) == (2.0, 1.5, 6.0)
+    assert (plain.median_s, plain.quartiles_s) == (2.0, (1.5, 6.0))
 
 
 def test_the_command_compares(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,21 +151,9 @@ def test_a_synthetic_run_is_as_training_would_leave_it(bench: ModuleType, tmp_pa
     assert len(list(run.evaluations.glob("*.parquet"))) == 4
 
 
-def chaos(folder: Path, kinds: set[str], *overrides: str) -> list[dict[str, Any]]:
-    """Run the tool on one scenario, with each kind once; returns its results."""
-    command = [
-        sys.executable,
-        "profiling/chaos/chaos.py",
-        QUICKSTART,
-        "--folder",
-        str(folder),
-        "--pause",
-        "0.5",
-    ]
-    command += ["--kinds", ",".join(sorted(kinds)), "--faults", str(len(kinds)), *overrides]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr  # 1 where an outcome is not as it must be
-    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+def chaos(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "profiling/chaos/chaos.py", QUICKSTART, "--folder", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.mark.ray
@@ -175,7 +163,11 @@ def test_a_run_of_real_actors_survives_faults_with_a_clean_audit(tmp_path: Path)
     kinds = {"damaged_checkpoint", "fill_disk", "kill_generator", "nan_gradient", "scorer_error", "torn_logs"}
     # One Generator: tests/runs/test_run_vllm.py kills one of two.
     more = ["generator.num_generators=1", "learner.slowdown_s=0.05"]
-    *faults, audited = chaos(tmp_path / "chaos", kinds, *SMALL, *more)
+    once = ["--pause", "0.5", "--kinds", ",".join(sorted(kinds)), "--faults", str(len(kinds))]
+    result = chaos(tmp_path, *once, *SMALL, *more)
+    assert result.returncode == 0, result.stdout + result.stderr  # 1 where an outcome is not as it must be
+    lines = (tmp_path / "results.jsonl").read_text().splitlines()
+    *faults, audited = map(json.loads, lines)
     assert {fault for record in faults for fault in record["faults"]} == kinds
     assert audited["problems"] == []
     assert audited["num_steps"] > len(kinds)
@@ -190,16 +182,7 @@ def test_the_tables_count_what_is_not_as_it_must_be(tmp_path: Path) -> None:
         {**same, "faults": ["delay", "kill_driver"], "outcome": "resumed", "wrong": ["7 was still there"]},
     ]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [
-        sys.executable,
-        "profiling/chaos/chaos.py",
-        QUICKSTART,
-        "--folder",
-        str(tmp_path),
-        "--faults",
-        "0",
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = chaos(tmp_path, "--faults", "0")
     assert result.returncode == 1, result.stderr
     assert "4 faults of 3 kinds, 2 not as they must be." in result.stdout
     assert "7 was still there" in result.stdout

@@ -36,7 +36,7 @@ def gpu(profiling_script: Callable[[str], ModuleType]) -> ModuleType:
 def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """The page's results and Markdown, made in a process that must not import what may be missing."""
     out = tmp_path_factory.mktemp("page") / "gpu.json"
-    parts = ["--parts", "exactness", "weights", "throughput", "whole_run"]
+    parts = ["--parts", "exactness", "weights", "throughput"]
     command = [sys.executable, "-c", SCRIPT, *TINY, *parts, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -86,7 +86,6 @@ def test_the_markdown_has_a_row_for_each_case(page: tuple[dict[str, Any], str]) 
     lines = page[1].splitlines()
     assert sum(line.startswith("| tiny | 24 + 16 |") for line in lines) == 3
     assert sum(line.startswith("| Learner, ") for line in lines) == 4
-    assert "Skipped: it needs a GPU" in lines
 
 
 def test_running_out_of_memory_is_a_result_and_any_other_error_is_an_error(
@@ -192,17 +191,3 @@ def test_a_case_that_fails_on_a_gpu_ends_alone(gpu: ModuleType) -> None:
     found = run_case(Case("tiny", "plain", 4), torch.device("cuda"), None, command)
     assert found["error"] == "no kernel image is available"
     assert "no kernel image is available" in throughput_table([found])
-
-
-def test_the_whole_run_is_a_valid_configuration(gpu: ModuleType) -> None:
-    from gpu_page.whole_run import OVERRIDES, summary
-
-    from grpo_ray.config.loading import load_config
-
-    config = load_config("configs/quickstart.yaml", OVERRIDES)
-    assert config.generator.colocated
-    assert config.weight_sync.transport == "ipc"
-    rows = [{"timing/step_s": float(number), "reward/mean": number / 10} for number in range(10)]
-    found = summary(rows)
-    assert found["medians"] == {"timing/step_s": 6.5}
-    assert found["reward_first_and_last"] == [0.0, 0.9]

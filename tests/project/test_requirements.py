@@ -26,13 +26,11 @@ def make_wheel(folder: Path, text: str) -> None:
         name: base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).decode().rstrip("=")
         for name, text in files.items()
     }
-    record = "".join(f"{name},sha256={digests[name]},{len(text)}\n" for name, text in files.items())
+    lines = [f"{name},sha256={digests[name]},{len(text)}\n" for name, text in files.items()]
+    record = "pinned-1.0.dist-info/RECORD"
     folder.mkdir(exist_ok=True)
     with ZipFile(folder / "pinned-1.0-py3-none-any.whl", "w") as wheel:
-        for name, text in {
-            **files,
-            "pinned-1.0.dist-info/RECORD": f"{record}pinned-1.0.dist-info/RECORD,,\n",
-        }.items():
+        for name, text in {**files, record: "".join([*lines, f"{record},,\n"])}.items():
             wheel.writestr(name, text)
 
 
@@ -47,16 +45,8 @@ def test_a_lock_accepts_the_same_file_only(tmp_path: Path) -> None:
     assert re.fullmatch(r"pinned==1\.0 --hash=sha256:[0-9a-f]{64}\n", locked.read_text())
 
     def install(target: str) -> subprocess.CompletedProcess[str]:
-        options = [
-            "--no-deps",
-            "--require-hashes",
-            "-r",
-            str(locked),
-            *source,
-            "--target",
-            str(tmp_path / target),
-        ]
-        command = [sys.executable, "-m", "pip", "install", *options]
+        options = ["--no-deps", "--require-hashes", "-r", str(locked), *source]
+        command = [sys.executable, "-m", "pip", "install", *options, "--target", str(tmp_path / target)]
         return subprocess.run(command, capture_output=True, text=True)
 
     assert install("first").returncode == 0
