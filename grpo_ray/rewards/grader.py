@@ -71,20 +71,15 @@ class Grader:
         if reward_fn is not None:
             results = [try_to_grade(reward_fn, *pair) for pair in pairs]
         else:
-            results = self._grade_isolated(task, pairs, item)
+            about: About = about_of(item) if task in self._asks_about and item is not None else NOTHING
+            pools = self._pools[task]
+            with ThreadPoolExecutor(len(pools)) as threads:
+                parts = [*threads.map(lambda pool: pool.grade(task, pairs, about), pools)]
+            results = [_sum_of(part) for part in zip(*parts, strict=True)]
         return [
             self._as_wrong(task, pair, result) if isinstance(result, Ungradable) else result
             for pair, result in zip(pairs, results, strict=True)
         ]
-
-    def _grade_isolated(
-        self, task: str, pairs: Sequence[tuple[str, str]], item: PromptItem | None
-    ) -> list[Result]:
-        about: About = about_of(item) if task in self._asks_about and item is not None else NOTHING
-        pools = self._pools[task]
-        with ThreadPoolExecutor(len(pools)) as threads:
-            parts = [*threads.map(lambda pool: pool.grade(task, pairs, about), pools)]
-        return [_sum_of(part) for part in zip(*parts, strict=True)]
 
     def wrong_scores(self, task: str, response: str, ground_truth: str) -> Scores | ScoringError:
         """Return what the response earns if no term that may run away judges it right."""

@@ -239,8 +239,4 @@ def _as_in_trl(responses: Sequence[str], about: About) -> dict[str, Any]:
     is_chat = messages is not None
     completions = [[{"role": "assistant", "content": r}] if is_chat else r for r in responses]
     prompts = [messages if is_chat else about.get("prompt", "")] * len(responses)
-    return {"prompts": prompts, "completions": completions, **dict.fromkeys(LOGGERS, _drop)}
-
-
-def _drop(*_: Any, **__: Any) -> None:
-    """Take what a function of TRL's wants to log."""
+    return {"prompts": prompts, "completions": completions, **dict.fromkeys(LOGGERS, lambda *_, **__: None)}

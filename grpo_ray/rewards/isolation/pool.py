@@ -202,9 +202,9 @@ class RewardPool:
                     if num_begun > worker.num_settled:  # else it died between answers, not because of one
                         self._settle(chunk.popleft(), (Overrun if is_answers_doing else ScoringError)(ending))
                     return False
-                result = _result(kind, value[0] if value else None, chunk[0].size)
+                results = _results(kind, value[0] if value else None, chunk[0].size)
                 worker.num_settled += 1
-                self._settle(chunk.popleft(), result)
+                self._settle(chunk.popleft(), results)
         except Starved as error:
             self._settle(chunk.popleft(), ScoringError(f"{self._too_long}, of which {error}"))
             return False
@@ -269,21 +269,15 @@ def _line(task: str, response: Any, ground_truth: Any, about: About) -> bytes:
     return json.dumps([task, response, ground_truth, about]).encode() + b"\n"  # escaped: breaks, surrogates
 
 
-def _result(kind: str, value: Any, size: int | None) -> Result | list[Result]:
-    """Return the result that a message of this kind is; for a group of `size`, those of its members.
+def _results(kind: str, value: Any, size: int | None) -> list[Result]:
+    """Return the result that a message of this kind is, or those of a group of `size`.
 
     Raises:
         Garbage: it is none.
     """
-    if size is not None:
-        if kind != "group" or len(value) != size:
-            raise Garbage(f"{kind!r} instead of {size} results")
-        return [_result_of(*member) for member in value]
-    return _result_of(kind, value)
-
-
-def _result_of(kind: str, value: Any) -> Result:
-    if kind not in RESULTS:
+    if size is None and kind not in RESULTS:
         raise Garbage(f"{kind!r} instead of a result")
-    result: Result = RESULTS[kind](value)
-    return result
+    if size is not None and (kind != "group" or len(value) != size):
+        raise Garbage(f"{kind!r} instead of {size} results")
+    members = [(kind, value)] if size is None else value
+    return [RESULTS[each](said) for each, said in members]

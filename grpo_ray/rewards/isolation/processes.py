@@ -26,14 +26,6 @@ END_TIMEOUT_S = 5.0
 GONE = (BrokenPipeError, ConnectionResetError)
 
 
-def _refused(cause: str) -> str:
-    return (
-        f"no worker can be started to grade: for {sum(PAUSES_S):.0f} s the system has refused another process "
-        f"or file ({cause}). Raise its limits (ulimit -u, ulimit -n, the cgroup's pids.max or memory.max), or "
-        "lower scorer.num_workers"
-    )
-
-
 def _too_slow() -> str:
     return f"importing took longer than {START_TIMEOUT_S} s; have your own module load less when it is imported"
 
@@ -156,7 +148,11 @@ class ForkServer:
             if kind == "failed" or not num_tries:
                 raise RunError(f"no worker can be started to grade (task.reward): {cause}")
             if pause_s is None:
-                raise RunError(_refused(cause))
+                raise RunError(
+                    f"no worker can be started to grade: for {sum(PAUSES_S):.0f} s the system has refused "
+                    f"another process or file ({cause}). Raise its limits (ulimit -u, ulimit -n, the cgroup's "
+                    "pids.max or memory.max), or lower scorer.num_workers"
+                )
             self._closed.wait(pause_s)
 
     def _try(self) -> tuple[WorkerProcess | None, str, str]:

@@ -9,56 +9,29 @@ from grpo_ray.rewards.math.text import ANOTHER_NUMBER, VARIABLES, plain
 
 PERCENT = "%"
 
-# (base unit, number of base units): spellings of one unit. 1 km is 1000 m.
-SPELLINGS: dict[tuple[str, Fraction | int | str], str] = {
-    ("m", "0.001"): "mm millimeter millimetre",
-    ("m", "0.01"): "cm centimeter centimetre",
-    ("m", 1): "m meter metre",
-    ("m", 1000): "km kilometer kilometre",
-    ("inch", 1): "inch inches in",
-    ("inch", 12): "ft foot feet",
-    ("inch", 36): "yd yard",
-    ("inch", 63360): "mi mile",
-    ("g", "0.001"): "mg milligram",
-    ("g", 1): "g gram",
-    ("g", 1000): "kg kilogram",
-    ("ounce", 1): "oz ounce",
-    ("ounce", 16): "lb pound",
-    ("ton", 1): "ton tonne",
-    ("s", 1): "s sec second",
-    ("s", 60): "min minute",
-    ("s", 3600): "h hr hour",
-    ("s", 86400): "d day",
-    ("s", 604800): "wk week",
-    ("month", 1): "mo month",
-    ("month", 12): "yr year",
-    ("liter", "0.001"): "ml mL milliliter millilitre",
-    ("liter", 1): "l L liter litre",
-    ("cup", 1): "cup",
-    ("cup", 2): "pt pint",
-    ("cup", 4): "qt quart",
-    ("cup", 16): "gal gallon",
-    ("dollar", 1): "$ dollar USD buck",
-    ("dollar", "0.01"): "¢ cent",
-    ("euro", 1): "€ euro",
-    ("£", 1): "£",
-    ("₹", 1): "₹ rupee",
-    ("¥", 1): "¥ yen",
-    ("degree", 1): "° degree deg",
-    ("radian", 1): "rad radian",
-    ("°C", 1): "°C celsius",
-    ("°F", 1): "°F fahrenheit",
-    ("K", 1): "K kelvin",
-    ("N", 1): "N newton",
-    ("J", 1): "J joule",
-    ("W", 1): "W watt",
-    ("V", 1): "V volt",
-    ("Hz", 1): "Hz hertz",
-    (PERCENT, 1): "% percent percentage pct",
-}
+# By base unit: each unit's number of base units, and its spellings. 1 km is 1000 m.
+SPELLINGS: dict[str, dict[int | str, str]] = {
+    "m": {"0.001": "mm millimeter millimetre", "0.01": "cm centimeter centimetre", 1: "m meter metre",
+          1000: "km kilometer kilometre"},
+    "inch": {1: "inch inches in", 12: "ft foot feet", 36: "yd yard", 63360: "mi mile"},
+    "g": {"0.001": "mg milligram", 1: "g gram", 1000: "kg kilogram"},
+    "ounce": {1: "oz ounce", 16: "lb pound"},
+    "ton": {1: "ton tonne"},
+    "s": {1: "s sec second", 60: "min minute", 3600: "h hr hour", 86400: "d day", 604800: "wk week"},
+    "month": {1: "mo month", 12: "yr year"},
+    "liter": {"0.001": "ml mL milliliter millilitre", 1: "l L liter litre"},
+    "cup": {1: "cup", 2: "pt pint", 4: "qt quart", 16: "gal gallon"},
+    "dollar": {1: "$ dollar USD buck", "0.01": "¢ cent"},
+    "euro": {1: "€ euro"}, "£": {1: "£"}, "₹": {1: "₹ rupee"}, "¥": {1: "¥ yen"},
+    "degree": {1: "° degree deg"}, "radian": {1: "rad radian"},
+    "°C": {1: "°C celsius"}, "°F": {1: "°F fahrenheit"}, "K": {1: "K kelvin"},
+    "N": {1: "N newton"}, "J": {1: "J joule"}, "W": {1: "W watt"}, "V": {1: "V volt"}, "Hz": {1: "Hz hertz"},
+    PERCENT: {1: "% percent percentage pct"},
+}  # fmt: skip
 UNITS = {
     spelling: (base, Fraction(factor))
-    for (base, factor), words in SPELLINGS.items()
+    for base, units in SPELLINGS.items()
+    for factor, words in units.items()
     for spelling in words.split()
 }
 PHRASES = {"mph": "mile/h", "kmph": "km/h", "kph": "km/h", "kmh": "km/h", "cc": "cm^3"}
