@@ -34,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(arguments)
     console = Console(highlight=False, soft_wrap=True, width=WIDTH)
     if options.list:
-        _list(console)
+        known = modules()
+        for name, module in known.items():
+            console.print(f"{name:<{max(map(len, known))}}  {module.TITLE}")
         return 0
     try:
         if options.name == "compare":
@@ -101,13 +103,6 @@ def measure(options: argparse.Namespace, console: Console) -> Result:
     result.write(path)
     console.print(f"written to {path}")
     return result
-
-
-def _list(console: Console) -> None:
-    known = modules()
-    width = max(map(len, known))
-    for name, module in known.items():
-        console.print(f"{name:<{width}}  {module.TITLE}")
 
 
 if __name__ == "__main__":

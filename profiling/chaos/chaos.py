@@ -30,6 +30,7 @@ from chaos_results import (
     BUDGET_USED_UP,
     NOT_POSSIBLE,
     NOT_RECOVERED,
+    Audited,
     Record,
     Results,
     commit,
@@ -196,7 +197,8 @@ def one_run(name: str, options: argparse.Namespace, results: Results, has_own_mo
 
         report = audit(run.run)
         print(f"{name}, seed {options.seed}: {report}", flush=True)
-        results.add_audit(name, options.seed, report)
+        counts = report.num_steps, report.num_groups, report.num_completions
+        results.add(Audited(name, options.seed, commit(), *counts, tuple(report.problems)))
     finally:
         run.end()
         if run.cluster:

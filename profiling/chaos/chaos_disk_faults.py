@@ -8,10 +8,11 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
-from chaos_process_faults import Inject, hang, signalled
+from chaos_process_faults import Inject, for_a_while, hang, signalled
 from chaos_run import INTERRUPTED, ChaosRun, wait_until_gone
 
 from grpo_ray.records.checkpoint import CheckpointStore
@@ -50,21 +51,14 @@ def _limit_files(process: psutil.Process, num_bytes: int | None) -> bool:
 
 def full_disk(run: ChaosRun, draw: random.Random) -> str:
     assert run.disk is not None
-    seconds = draw.uniform(3.0, 6.0)
-    run.disk.fill()
-    time.sleep(seconds)
-    run.disk.empty()
-    return f"not one free block for {seconds:.1f} s"
+    return for_a_while(run.disk.fill, run.disk.empty, draw.uniform(3.0, 6.0), "not one free block")
 
 
 def frozen_disk(run: ChaosRun, draw: random.Random) -> str:
     """Let every write hang for longer than a sync's phase and the stall watch allow."""
     assert run.disk is not None
     seconds = max(run.config.weight_sync.phase_timeout_s, run.config.recovery.stall_timeout_s) + 3.0
-    run.disk.freeze()
-    time.sleep(seconds)
-    run.disk.thaw()
-    return f"every write hung for {seconds:.1f} s"
+    return for_a_while(run.disk.freeze, run.disk.thaw, seconds, "every write hung")
 
 
 def ended_on_frozen_disk(run: ChaosRun, draw: random.Random, number: int) -> str:
@@ -100,20 +94,15 @@ def covered(run: ChaosRun, draw: random.Random, error: int | None) -> str:
     """Hide the run's folder behind a file system that answers with an error, or not at all."""
     assert run.disk is not None
     seconds = draw.uniform(2.0, 4.0) if error else run.config.recovery.stall_timeout_s + 3.0
-    run.disk.cover(run.path, error)
-    time.sleep(seconds)
-    run.disk.uncover(run.path)
+    begin, end = partial(run.disk.cover, run.path, error), partial(run.disk.uncover, run.path)
     what = f"failed with {errno.errorcode[error]}" if error else "hung"
-    return f"every access to the run's folder {what} for {seconds:.1f} s"
+    return for_a_while(begin, end, seconds, f"every access to the run's folder {what}")
 
 
 def read_only(run: ChaosRun, draw: random.Random) -> str:
     assert run.disk is not None
-    seconds = draw.uniform(3.0, 5.0)
-    run.disk.make_read_only(run.path)
-    time.sleep(seconds)
-    run.disk.make_writable(run.path)
-    return f"the run's folder was read-only for {seconds:.1f} s"
+    begin, end = partial(run.disk.make_read_only, run.path), partial(run.disk.make_writable, run.path)
+    return for_a_while(begin, end, draw.uniform(3.0, 5.0), "the run's folder was read-only")
 
 
 def power_cut(run: ChaosRun, draw: random.Random) -> str:

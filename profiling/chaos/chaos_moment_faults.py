@@ -10,9 +10,10 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 
 from chaos_disk_faults import limited_files
-from chaos_process_faults import Inject, interrupt, kill, pick, signalled
+from chaos_process_faults import Inject, for_a_while, interrupt, kill, pick, signalled
 from chaos_run import ChaosRun
 
 RESTORED = "restored"
@@ -86,11 +87,8 @@ def poison_prompt(run: ChaosRun, draw: random.Random) -> str:
 
 def jump_clock(run: ChaosRun, draw: random.Random) -> str:
     """Let the wall clock of the driver and of the actors jump an hour ahead, and back."""
-    seconds = draw.uniform(3.0, 6.0)
-    run.clock.write_text("3600")
-    time.sleep(seconds)
-    run.clock.unlink()
-    return f"the wall clock was an hour ahead for {seconds:.1f} s, then back"
+    begin = partial(run.clock.write_text, "3600")
+    return for_a_while(begin, run.clock.unlink, draw.uniform(3.0, 6.0), "the wall clock was an hour ahead")
 
 
 def trigger(run: ChaosRun, draw: random.Random, name: str) -> str:

@@ -42,6 +42,13 @@ def hang(run: ChaosRun, draw: random.Random, prefix: str) -> str | None:
     return f"SIGSTOP to {picked[0]}"
 
 
+def for_a_while(begin: Callable[[], object], end: Callable[[], object], seconds: float, said: str) -> str:
+    begin()
+    time.sleep(seconds)
+    end()
+    return f"{said} for {seconds:.1f} s"
+
+
 def _stopped_for(processes: list[psutil.Process], seconds: float) -> None:
     for process in processes:
         signalled(process, signal.SIGSTOP)

@@ -8,12 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from chaos_faults import FAULTS
-
-if TYPE_CHECKING:
-    from grpo_ray.tools.audit.audit import AuditReport
 
 NOT_RECOVERED, NOT_POSSIBLE = "NOT RECOVERED", "not possible"
 BUDGET_USED_UP = "ended by its budget, resumed"  # with default budgets, which are per hour
@@ -72,10 +69,6 @@ class Results:
     def add(self, result: Record | Audited) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps(asdict(result)) + "\n")
-
-    def add_audit(self, scenario: str, seed: int, report: "AuditReport") -> None:
-        counts = report.num_steps, report.num_groups, report.num_completions
-        self.add(Audited(scenario, seed, commit(), *counts, tuple(report.problems)))
 
     @property
     def records(self) -> list[Record]:

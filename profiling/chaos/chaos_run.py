@@ -250,17 +250,14 @@ class ChaosRun:
             return 0
         return int(json.loads(lines[-1])["step"]) if lines else 0
 
-    def metrics(self) -> list[dict[str, Any]]:
-        return read_metrics(self.run.metrics_path) if self.run.metrics_path.exists() else []
-
     def events(self, since: float, *kinds: str) -> list[dict[str, Any]]:
-        path = self.run.events_path
-        rows = read_metrics(path) if path.exists() else []
+        rows = _rows_of(self.run.events_path)
         return [row for row in rows if row["time"] >= since and (not kinds or row["kind"] in kinds)]
 
     def num_errors(self, step: int, since: float) -> int:
         """Count responses that were not graded: in steps after `step`, and in later evaluations."""
-        in_training = sum(row["reward/errors"] for row in self.metrics() if row["step"] > step)
+        rows = _rows_of(self.run.metrics_path)
+        in_training = sum(row["reward/errors"] for row in rows if row["step"] > step)
         files = [path for path in self.run.evaluations.glob("step-*.parquet") if path.stat().st_mtime > since]
         tables = [pq.read_table(path, columns=["error"]) for path in files]
         return int(in_training) + sum(len(table) - table["error"].null_count for table in tables)
@@ -279,3 +276,7 @@ class ChaosRun:
     @property
     def config(self) -> Config:
         return load_config(self.run.config_path)
+
+
+def _rows_of(path: Path) -> list[dict[str, Any]]:
+    return read_metrics(path) if path.exists() else []

@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 
-OBJECT_STORE = 200 * 2**20
+OPTIONS: Mapping[str, Any] = {"object_store_memory": 200 * 2**20, "include_dashboard": False}
 SETTINGS: Mapping[str, str] = {
     "RAY_AUTH_MODE": "token",
     # A killed node does not answer at all; one that is short of CPUs answers health checks late.
@@ -29,7 +29,7 @@ class Nodes:
         os.environ.update(self._environment)  # before Ray is imported, which reads it once
         from ray.cluster_utils import Cluster
 
-        self._cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **self._options})
+        self._cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **OPTIONS})
         self._nodes: list[Any] = [self._join() for _ in range(num_nodes)]
 
     @property
@@ -59,8 +59,4 @@ class Nodes:
         self._cluster.shutdown()
 
     def _join(self) -> Any:
-        return self._cluster.add_node(wait=False, num_cpus=1, **self._options)
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {"object_store_memory": OBJECT_STORE, "include_dashboard": False}
+        return self._cluster.add_node(wait=False, num_cpus=1, **OPTIONS)

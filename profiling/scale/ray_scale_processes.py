@@ -23,17 +23,10 @@ from grpo_ray.tools.simulation.workers import Account, SimulatedLearner
 from grpo_ray.types import StepReport, TrainBatch
 from grpo_ray.watch.memory import resident_bytes
 
-HEAVY = ("torch", "vllm")
-
 
 def refuse_heavy_modules() -> None:
-    """Refuse to be a process that has loaded torch or vLLM, which would measure their memory.
-
-    Raises:
-        RuntimeError: names the module.
-    """
-    found = [name for name in HEAVY if name in sys.modules]
-    if found:
+    """Raise RuntimeError in a process that has loaded torch or vLLM, which would measure their memory."""
+    if found := sorted({"torch", "vllm"} & sys.modules.keys()):
         raise RuntimeError(f"a process of simulated engines has loaded {', '.join(found)}")
 
 
