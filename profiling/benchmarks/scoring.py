@@ -6,7 +6,6 @@ Scorer). Each answer is different, so caches do not help.
 
 import contextlib
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks.results import Options, Row, take_turns
@@ -14,9 +13,8 @@ from grpo_ray.rewards import get_reward_fn
 from grpo_ray.rewards.base import ScoringError
 from grpo_ray.rewards.isolation.pool import RewardPool
 
-TITLE = "grading in this process against pools of workers, and a worker that is killed"
+TITLE = "grading in this process against pools of workers"
 GROUP = 8
-KILLED_IN_A_ROW = 10
 IN_PROCESS = "in process"
 Pairs = list[tuple[str, str]]
 KINDS: dict[str, Callable[[int], tuple[str, str]]] = {
@@ -30,14 +28,12 @@ def run(options: Options) -> list[Row]:
     num_pairs, pool_sizes = (40, (1,)) if options.quick else (1500, (1, 2))
     rounds = options.rounds or (1 if options.quick else 5)
     with _started(pool_sizes) as pools:
-        rows = [row for kind in KINDS for row in _measure(kind, pools, num_pairs, rounds)]
-        return [*rows, *_measure_killed(pools[0], 1 if options.quick else 5)]
+        return [row for kind in KINDS for row in _measure(kind, pools, num_pairs, rounds)]
 
 
 @contextlib.contextmanager
 def _started(sizes: Sequence[int]) -> Iterator[list[RewardPool]]:
-    rewards = {"": "r1_zero", "own": "benchmarks.scoring:end_if_told"}
-    pools = [RewardPool(rewards, size, timeout_s=30, memory_gib=1) for size in sizes]
+    pools = [RewardPool({"": "r1_zero"}, size, timeout_s=30, memory_gib=1) for size in sizes]
     try:
         for pool in pools:
             pool.start()
@@ -75,32 +71,3 @@ def _make_pairs(kind: str, fresh: Iterator[int], num_pairs: int) -> Pairs:
     """Make right answers in the format, after some reasoning."""
     answers = (KINDS[kind](n) for n in itertools.islice(fresh, num_pairs))
     return [(f" {'so ' * 100}</think> <answer> {answer} </answer>", truth) for answer, truth in answers]
-
-
-def _measure_killed(pool: RewardPool, num_times: int) -> list[Row]:
-    """Measure a user's function that ends its process against one that does not.
-
-    There are several calls in a row, so that each waits for the worker that replaces the previous one.
-    """
-
-    def grade(answer: str) -> None:
-        for _ in range(KILLED_IN_A_ROW):
-            pool.grade("own", [(answer, "")])
-
-    alone, ends = f"{KILLED_IN_A_ROW} answers, one by one", f"{KILLED_IN_A_ROW} answers that end their worker"
-    seconds: dict[str, list[float]] = {alone: [], ends: []}
-    for _ in range(num_times):
-        pool.grade("own", [("", "")])  # the worker is there again
-        for name, answer in ((alone, ""), (ends, "end")):
-            started = time.perf_counter()
-            grade(answer)
-            seconds[name].append(time.perf_counter() - started)
-    return [Row(name, tuple(values), alone, KILLED_IN_A_ROW, "answers") for name, values in seconds.items()]
-
-
-def end_if_told(response: str, ground_truth: str) -> float:
-    if response == "end":
-        import os
-
-        os._exit(1)
-    return 1.0

@@ -37,11 +37,7 @@ def run(options: Options) -> list[Row]:
         add_cases(cases, facts, rate, found)
     last = versions[LEARNING_RATES[0]][-1]
     copied = np.zeros_like(last)  # touches its pages
-    cases |= {
-        COPY: lambda: np.copyto(copied, last),
-        "fingerprint of all weights": lambda: fingerprint(last),
-        "CRC-32 of all weights": lambda: zlib.crc32(last.data),
-    }
+    cases |= {COPY: lambda: np.copyto(copied, last), "fingerprint of all weights": lambda: fingerprint(last)}
     seconds = take_turns(cases, options.rounds or (2 if options.quick else 7))
     mib = last.nbytes / 2**20
     return [Row(name, values, COPY, mib, "MiB", facts.get(name, {})) for name, values in seconds.items()]

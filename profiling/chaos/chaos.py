@@ -1,14 +1,13 @@
 """Train under faults: inject faults into real runs at random moments, and audit each run at its end.
 
     python profiling/chaos/chaos.py CONFIG [--scenarios torch,replay] [--faults 10] [--seed 0]
-        [--kinds kill_learner,delay] [--pause 3] [--folder runs/chaos] [--table PAGE.md]
-        [--mark chaos] [section.key=value ...]
+        [--kinds kill_learner,delay] [--pause 3] [--folder runs/chaos] [section.key=value ...]
 
 Each scenario (chaos_scenarios.py; `replay+mixture` is both at once) is one run in FOLDER/SCENARIO-SEED with
 FAULTS faults, each of a kind that the campaign has drawn least so far. The outcome of a fault is read from the
 run's own files; the run is interrupted after the last fault, and everything it wrote is audited.
 FOLDER/results.jsonl has a line per fault and per audit: a campaign that was interrupted continues with the
-same command, and --faults 0 only writes the table. The exit status is 1 if the run did not recover from a
+same command, and --faults 0 only prints the table. The exit status is 1 if the run did not recover from a
 fault, if a fault had another outcome than it must, or if an audit finds a problem. Faults of disks and memory
 need root; without it they are not drawn.
 """
@@ -26,17 +25,7 @@ from chaos_cluster import Cluster
 from chaos_disk import Disk, in_own_namespace
 from chaos_faults import COUNTED, FAULTS, OUTCOMES, RESUMED, RODE_THROUGH, Fault
 from chaos_memory import Memory, own_shared_memory
-from chaos_results import (
-    BUDGET_USED_UP,
-    NOT_POSSIBLE,
-    NOT_RECOVERED,
-    Audited,
-    Record,
-    Results,
-    commit,
-    table,
-    write_table,
-)
+from chaos_results import BUDGET_USED_UP, NOT_POSSIBLE, NOT_RECOVERED, Audited, Record, Results, commit, table
 from chaos_run import INTERRUPTED, ChaosRun, RunEnded
 from chaos_scenarios import SCENARIOS, Scenario, overrides_of, scenario_of
 
@@ -220,8 +209,6 @@ def main() -> int:
             one_run(name, options, results, has_own_mounts)
     text, is_good = table(results)
     print(text)
-    if options.table:
-        write_table(Path(options.table), text, options.mark)
     return 0 if is_good else 1
 
 
@@ -234,8 +221,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--kinds", default="", help=f"some of {','.join(FAULTS)}; default: all")
     parser.add_argument("--pause", type=float, default=3.0, help="longest wait before a fault, in seconds")
     parser.add_argument("--folder", default="runs/chaos", help="folder of the runs and their results")
-    parser.add_argument("--table", default="", help="Markdown file; the tables go between its marks")
-    parser.add_argument("--mark", default="chaos", help="name of the marks; each campaign has its own")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     options = parser.parse_intermixed_args()
     for option, given, known in (("kinds", options.kinds, FAULTS), ("scenarios", options.scenarios, SCENARIOS)):

@@ -1,7 +1,6 @@
 """The outcomes of a campaign: FOLDER/results.jsonl, one line per fault and per audited run, and tables."""
 
 import json
-import re
 import statistics
 import subprocess
 from collections import Counter, defaultdict
@@ -114,16 +113,13 @@ def table(results: Results) -> tuple[str, bool]:
     pairs = [f"{' + '.join(r.faults)} ({r.outcome})" for r in alone["two at once"]]
     lines += ["", f"Two at once: {'; '.join(pairs)}."] if pairs else []
     lines += ["", *_run_lines(results, records)]
-    lines += ["", "Not as it must be:", "", *(f"- {_place(record)}" for record in odd)] if odd else []
+    lines += (
+        ["", "Not as it must be:", "", *(f"- {r.scenario}, after step {r.step}: {r}" for r in odd)]
+        if odd
+        else []
+    )
     is_clean = all(not audited.problems for audited in results.audits)
     return "\n".join(lines), not odd and is_clean
-
-
-def _place(record: Record) -> str:
-    wrong = "; ".join([record.what, *record.wrong])
-    return (
-        f"{' + '.join(record.faults)}: {record.outcome} ({record.scenario}, after step {record.step}): {wrong}"
-    )
 
 
 def _line(name: str, records: Sequence[Record]) -> str:
@@ -147,13 +143,3 @@ def _run_lines(results: Results, records: Sequence[Record]) -> list[str]:
         counts = f"{num_faults} | {audited.num_steps} | {audited.num_groups} | {audited.num_completions}"
         lines.append(f"| {audited.scenario} | {audited.seed} | {audited.commit} | {counts} | {found} |")
     return lines
-
-
-def write_table(path: Path, text: str, mark: str) -> None:
-    """Write the tables between the marks in the file, which are appended if it has none."""
-    begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
-    before = path.read_text() if path.exists() else ""
-    if begin not in before:
-        before += f"\n{begin}\n{end}\n"
-    pattern = re.escape(begin) + ".*" + re.escape(end)
-    path.write_text(re.sub(pattern, lambda _: f"{begin}\n{text}\n{end}", before, flags=re.DOTALL))
