@@ -19,6 +19,7 @@ from grpo_ray.records.rollout_log import read_groups
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run.tiny_model import tiny_model_folder
 from grpo_ray.tools.audit.audit import audit
+from grpo_ray.tools.cli import main
 from grpo_ray.transfer.snapshot import pack_weights
 
 
@@ -115,3 +116,4 @@ if __name__ == "__main__":
     own_loss()
     train_with_own_task_loss_and_engine(copy / "run")
     own_transport()
+    sys.exit(main(["longest", str(copy / "run")]))
