@@ -78,11 +78,8 @@ def test_your_reward_your_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert shown[-1].endswith(" parameters")
 
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
 def test_examples_are_short_and_say_how_to_run_them() -> None:
-    folders = [path.parent for path in EXAMPLES.glob("*/README.md")]
+    folders = [path.parent for path in (ROOT / "examples").glob("*/README.md")]
     assert len(folders) >= 3
     for folder in folders:
         code = [line for path in folder.glob("*.py") for line in path.read_text().splitlines()]
@@ -90,10 +87,7 @@ def test_examples_are_short_and_say_how_to_run_them() -> None:
         assert re.search(r"^    (grpo-ray train|python examples/)", (folder / "README.md").read_text(), re.M)
 
 
-SCRIPT = ROOT / "docs" / "one_step.py"
-
-
-LOOP = ROOT / "docs" / "own_loop.py"
+SCRIPT, LOOP = ROOT / "docs" / "one_step.py", ROOT / "docs" / "own_loop.py"
 
 
 def run_without_ray_and_vllm(script: Path, cache: Path) -> str:
