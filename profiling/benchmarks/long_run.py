@@ -1,4 +1,8 @@
-"""A run of 100,000 steps, written as training would leave it, and what it costs to read it.
+"""A run of 100,000 steps, written as training would leave it in minutes, and what it costs to read it.
+
+The first steps have files of their own, which the audit finds clean: real prompts, rewards by the real Scorer,
+and a checkpoint by a real Learner. Later steps share those files by hard links. Every line of metrics.jsonl is
+a real one, apart from its step.
 
 Each reader is a process of its own. `CPU` is what it computes (`seconds` has its waits, too), `peak` its
 largest resident memory, `above imports` what it needs beyond the modules that it imports. The audit reads and
@@ -13,19 +17,32 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 
 from benchmarks.machine import status_bytes
 from benchmarks.results import Options, Row
-from benchmarks.synthetic_run import SyntheticRun
 from benchmarks.tiny_learner import QUICKSTART
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.records.run_files import RunDirectory
+from grpo_ray.core.buffer import GROUPS, REPLAY
+from grpo_ray.core.groups import GroupBook
+from grpo_ray.core.learner import Learner
+from grpo_ray.core.scorer import Scorer
+from grpo_ray.learning.model_files import load_tokenizer
+from grpo_ray.records.checkpoint import CheckpointState, make_store
+from grpo_ray.records.evaluation_summary import summarise_groups, write_evaluation
+from grpo_ray.records.rollout_log import write_rollouts
+from grpo_ray.records.run_files import RunDirectory, step_name
+from grpo_ray.run.preparation import check_files, prepare
+from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup, TrainBatch
+from grpo_ray.watch.batch_metrics import rollout_metrics
 from grpo_ray.watch.console import RunConsole
+from grpo_ray.watch.run_state import reported
 
 TITLE = "a synthetic run of 100,000 steps: seconds and peak memory of what reads it"
 TAKES_OVERRIDES = True
@@ -36,6 +53,9 @@ SMALL = [
     "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2",
 ]  # fmt: skip
 MIB = 2**20
+LINE = Path(__file__).with_name("quickstart_line.json")  # of a run of configs/quickstart.yaml
+OF_FIRST_GENERATOR = "/generator-0"
+STEPS_PER_EVENT = 100
 
 
 def run(options: Options) -> list[Row]:
@@ -77,6 +97,119 @@ def _measured(reader: str, path: Path, num_steps: int) -> Row:
     return Row(f"{reader}, {num_steps:,} steps", (found["seconds"],), work=num_steps, unit="steps", facts=facts)
 
 
+class SyntheticRun:
+    """Writes one run of `config.algorithm.num_steps` steps."""
+
+    def __init__(self, config: Config, folder: Path, num_whole_steps: int) -> None:
+        """
+        Args:
+            num_whole_steps: steps with files of their own.
+        """
+        self._config, self.run = config, RunDirectory(folder)
+        self._num_steps = config.algorithm.num_steps
+        self._num_whole = min(num_whole_steps, self._num_steps)
+        self._prepared = prepare(config, check_files(config))
+        self._tokenizer = load_tokenizer(self._prepared.model.path)
+        self._scorer = Scorer(config.task.rewards, config.algorithm, config.scorer, config.sampling.max_tokens)
+
+    def write(self) -> RunDirectory:
+        self.run.create(self._config)
+        self._scorer.ready()
+        try:
+            self._write_rollouts()
+            self._write_evaluations()
+        finally:
+            self._scorer.close()
+        self._write_lines()
+        self._write_checkpoint()
+        with reported(self.run, self._num_steps, RunConsole(self._num_steps)):
+            pass  # writes how the run ended
+        return self.run
+
+    def _write_rollouts(self) -> None:
+        size, prompts = self._config.algorithm.prompts_per_step, self._prepared.prompts
+        for step in range(1, self._num_whole + 1):
+            items = [prompts.item(group_id) for group_id in range((step - 1) * size, step * size)]
+            groups = [self._group(item, step - 1, self._config.algorithm.samples_per_prompt) for item in items]
+            write_rollouts(self.run.rollouts_path(step), step, groups)
+            if step == 1:
+                self._first = groups
+        for step in range(self._num_whole + 1, self._num_steps + 1):
+            os.link(self.run.rollouts_path(step % self._num_whole + 1), self.run.rollouts_path(step))
+
+    def _group(self, item: PromptItem, version: int, num_samples: int) -> ScoredGroup:
+        """Make a group of which every second response is right."""
+        answers = [item.ground_truth if sample % 2 else "0" for sample in range(num_samples)]
+        completions = [self._completion(f" so </think> <answer> {text} </answer>", version) for text in answers]
+        rollout = RolloutGroup(item, tuple(completions), "generator-0")
+        return ScoredGroup.of(rollout, self._scorer.score(rollout))
+
+    def _completion(self, text: str, version: int) -> Completion:
+        token_ids = np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        logprobs = np.full(len(token_ids), -1.0, np.float32)
+        return Completion(text, token_ids, logprobs, np.full(len(token_ids), version, np.int32), "stop")
+
+    def _write_evaluations(self) -> None:
+        items, num_samples = self._prepared.validation, self._config.evaluation.samples_per_prompt
+        every, last = self._config.evaluation.every_num_steps, self._num_steps
+        due = sorted({*range(0, last, every), last})
+        for step in (step for step in due if step <= self._num_whole):
+            groups = [self._group(item, step, num_samples) for item in items]
+            write_evaluation(self.run.evaluations, summarise_groups(step, groups), groups)
+        summary = json.loads(self.run.evaluations_summary_path.read_text().splitlines()[-1])
+        first = self.run.evaluations / f"{step_name(0)}.parquet"
+        with self.run.evaluations_summary_path.open("a") as file:
+            for step in (step for step in due if step > self._num_whole):
+                os.link(first, self.run.evaluations / f"{step_name(step)}.parquet")
+                file.write(json.dumps({**summary, "step": step, "version": step}) + "\n")
+
+    def _write_lines(self) -> None:
+        metrics = dict(self._metrics())
+        rest = json.dumps(metrics)[1:]
+        with self.run.metrics_path.open("w") as file:
+            for step in range(1, self._num_steps + 1):
+                file.write(f'{{"step": {step}, {rest}\n')
+        with self.run.events_path.open("w") as file:
+            for step in range(STEPS_PER_EVENT, self._num_steps + 1, STEPS_PER_EVENT):
+                event = {"time": 0.0, "kind": "generator_failed", "actor": "generator-0", "step": step}
+                file.write(json.dumps({**event, "text": "generator-0 died: it is replaced in 1 s"}) + "\n")
+
+    def _metrics(self) -> Iterator[tuple[str, Any]]:
+        """Yield a line's metrics, with those of one Generator repeated for all of them."""
+        own: Mapping[str, Any] = {**rollout_metrics(self._first), "lag/mean": 0.0, "lag/max": 0.0}
+        for name, value in {**json.loads(LINE.read_text()), **own}.items():
+            if OF_FIRST_GENERATOR in name:
+                for index in range(self._config.generator.num_generators):
+                    yield name.replace(OF_FIRST_GENERATOR, f"/generator-{index}"), value
+            elif name != "step":
+                yield name, value
+
+    def _write_checkpoint(self) -> None:
+        """Write the last step's checkpoint; the groups of the next step are in flight."""
+        step, model = self._num_steps, self._prepared.model
+        learner = Learner(model.path, self._config, model.end_token_ids)
+        learner.train_step(TrainBatch(tuple(self._first)))  # so that the optimizer has a state
+        learner.version = step
+        learner.capture()
+        store = make_store(self._config, self.run)
+        folder = store.begin(step)
+        sizes = learner.write_captured(folder)
+        for name in (GROUPS, REPLAY):
+            path = folder / "training" / name
+            write_rollouts(path, None, ())
+            sizes[f"training/{name}"] = path.stat().st_size
+        state = CheckpointState(step, self._book_at(step).state_dict(), dict(self._metrics()))
+        store.commit(step, state, sizes)
+
+    def _book_at(self, step: int) -> GroupBook:
+        book = GroupBook(self._config, self._prepared.prompts, step)
+        num_groups = step * self._config.algorithm.prompts_per_step
+        done = {"next_group_id": num_groups, "num_trained": num_groups}
+        book.load_state_dict({**book.state_dict(), **done}, {})
+        book.admit(self._config.algorithm.prompts_per_step)
+        return book
+
+
 # In the process of a reader
 
 
@@ -94,9 +227,7 @@ def read(reader: str, path: str) -> None:
 def _resume(run: RunDirectory) -> Callable[[], None]:
     """Read what `grpo-ray resume` does before it starts the actors."""
     import grpo_ray.run.training  # noqa: F401  # all that the command imports
-    from grpo_ray.records.checkpoint import make_store
     from grpo_ray.records.run_files import last_logged_step
-    from grpo_ray.run.preparation import check_files, prepare
     from grpo_ray.watch.run_log import RunLog
 
     config = load_config(run.config_path)

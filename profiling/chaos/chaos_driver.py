@@ -64,15 +64,12 @@ class ChaosGrader(Grader):
 
 
 class ChaosScorer(Scorer):
-    def __init__(
-        self, rewards: Mapping[str, Any], algorithm: Any, config: Any, max_tokens: int, turn_discount: float,
-        secrets: Mapping[str, str], has_teacher: bool,
-    ) -> None:  # fmt: skip
+    def __init__(self, rewards: Mapping[str, Any], algorithm: Any, config: Any, *others: Any) -> None:
         _follow_clock()
         if is_requested("hang_scorer_start"):
             time.sleep(FOREVER_S)
         processes.START_TIMEOUT_S = 10  # a fork server that hangs is replaced before the stall watch looks
-        super().__init__(rewards, algorithm, config, max_tokens, turn_discount, secrets, has_teacher)
+        super().__init__(rewards, algorithm, config, *others)
         self._grader = ChaosGrader(rewards, config)
 
     def _score(self, group: RolloutGroup) -> Verdict:

@@ -128,8 +128,7 @@ def test_impossible_comparisons_and_measurements_are_refused(
 @pytest.mark.slow
 def test_a_synthetic_run_is_as_training_would_leave_it(bench: ModuleType, tmp_path: Path) -> None:
     """Its audit is clean, its catalog complete, and only its first steps have files of their own."""
-    from benchmarks.long_run import SMALL
-    from benchmarks.synthetic_run import SyntheticRun
+    from benchmarks.long_run import SMALL, SyntheticRun
     from builders import check_names
 
     from grpo_ray.config.loading import load_config
