@@ -60,7 +60,6 @@ class VllmEngine:
             **_defaults(generator),
             **common,
             "model": located(model_path, weights=True),
-            "trust_remote_code": model.trust_remote_code,
             "seed": seed,
             "max_model_len": max_model_len,
             "logprobs_mode": "processed_logprobs",  # at the sampling temperature, like the draws
@@ -71,7 +70,8 @@ class VllmEngine:
             **({"sleep_preserve_parameter_names": ["draft.*"]} if self._sleeps else {}),
             **(self._adapter.engine_arguments() if self._adapter is not None else {}),
         }
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        trust = model.trust_remote_code
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(trust_remote_code=trust, **arguments))
         self._buffer = SharedBuffer()
         self._staged: tuple[WeightSnapshot, Pages] | None = None
         self._request_ids = itertools.count()
