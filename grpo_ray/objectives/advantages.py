@@ -21,7 +21,7 @@ def overlong_penalties(lengths: Tensor, max_tokens: int, buffer_tokens: int, pen
     before computing advantages.
 
     Args:
-        lengths: `[G]`, response lengths in tokens; the result is `[G]` float32.
+        lengths: `[G]`, response lengths in tokens; the result is `[G]`, float32, none above 0.
         max_tokens: the maximum response length (the paper's L_max).
         buffer_tokens: the paper's L_cache; 0 turns the punishment off.
         penalty: at least 0, in units of reward (1 in the paper).

@@ -15,11 +15,12 @@ from grpo_ray.config.losses import Aggregation
 def masked_mean(tensor: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Average the elements where mask is true, over `dim` or over everything.
 
-    A slice with an empty mask gives 0/0 = NaN.
-
     Args:
         tensor: any shape.
         mask: the same shape, bool or 0/1.
+
+    Returns:
+        The tensor's shape without `dim`. A slice with an empty mask gives 0/0 = NaN.
     """
     mask = mask.bool()
     return _masked_sum(tensor, mask, dim) / (mask.sum() if dim is None else mask.sum(dim))
@@ -32,11 +33,13 @@ def masked_normalize(
 
     With the maximum response length as the constant this is Dr. GRPO's length normalisation
     (arXiv:2503.20783, Section 3.2): each token has the same weight in a short response and in a long one.
-    The result is 0 where the mask is empty.
 
     Args:
         tensor: any shape.
         mask: the same shape, bool or 0/1.
+
+    Returns:
+        The tensor's shape without `dim`; 0 where the mask is empty.
     """
     return _masked_sum(tensor, mask.bool(), dim) / constant_normalizer
 

@@ -43,8 +43,10 @@ def compute_entropy(logits: Tensor) -> Tensor:
     """Compute the entropy of each next-token distribution, `H = -sum p log p`, in nats.
 
     Args:
-        logits: `[..., vocab]`, unnormalised; -inf means probability 0. The result is float32 for
-            half-precision logits.
+        logits: `[..., vocab]`, unnormalised; -inf means probability 0.
+
+    Returns:
+        `[...]`, float32 for half-precision logits.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_probs = logits - logits.logsumexp(dim=-1, keepdim=True)

@@ -48,7 +48,7 @@ def compute_naive_policy_gradient_loss(raw_rewards_or_advantages: Tensor, policy
         policy_log_probs: `[batch, seq]`, like the result.
 
     Raises:
-        ValueError: the rewards have another shape.
+        ValueError: the rewards are neither a `[batch, 1]` column nor `[batch, seq]`.
     """
     check_rows("raw_rewards_or_advantages", raw_rewards_or_advantages, policy_log_probs)
     return -raw_rewards_or_advantages * policy_log_probs
@@ -65,6 +65,12 @@ def compute_grpo_clip_loss(
         policy_log_probs: `[batch, seq]`, differentiated.
         old_log_probs: `[batch, seq]`, never differentiated.
         cliprange, cliprange_high, dual_clip: see `grpo_clip`.
+
+    Returns:
+        The loss `[batch, seq]` and its details (see the module).
+
+    Raises:
+        ValueError: see the module; or dual_clip is not above 1.
     """
     return compute_policy_gradient_loss(
         policy_log_probs, "grpo_clip", None, advantages, old_log_probs, cliprange,
