@@ -1,12 +1,14 @@
 """The reaper of a process tree after its root has died: real processes, no Ray."""
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from run_process import until
@@ -181,26 +183,39 @@ time.sleep(120)
 """
 
 
-def test_a_killed_process_loses_its_semaphore_and_a_living_one_keeps_it(started: list[int]) -> None:
-    watcher = start_reaper()
+def test_a_killed_process_loses_its_semaphore_and_a_living_one_keeps_it(
+    started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reaper's loop runs here: one process is killed after its first look, before it is dismissed."""
     command = [sys.executable, "-c", HOLDER]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as dead,
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as living,
     ):
-        started += [watcher.pid, dead.pid, living.pid]
+        started += [dead.pid, living.pid]
         assert dead.stdout is not None
         assert living.stdout is not None
         (tracker, left), (_, kept) = dead.stdout.readline().split(), living.stdout.readline().split()
-        time.sleep(2 * LOOK_S)
-        for pid in (int(tracker), dead.pid):  # both, as Ray does
-            os.kill(pid, signal.SIGKILL)
-        dead.wait()
         paths = [reaper.SHARED_MEMORY / f"sem.{name.removeprefix('/')}" for name in (left, kept)]
-        assert [path.exists() for path in paths] == [True, True]
-        reaper.dismiss(watcher)
-        assert watcher.returncode == 0
+        looks = []
+
+        def select(*waiting: object) -> tuple[object, ...]:
+            looks.append(waiting)
+            if len(looks) == 1:
+                return [], [], []
+            for pid in (int(tracker), dead.pid):  # both, as Ray does
+                os.kill(pid, signal.SIGKILL)
+            dead.wait()
+            assert [path.exists() for path in paths] == [True, True]
+            return waiting[:3]
+
+        monkeypatch.setattr(reaper, "select", SimpleNamespace(select=select))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"done")))
+        reaper._main(os.getpid())
         assert [path.exists() for path in paths] == [False, True]
         assert living.poll() is None  # a reaper that is dismissed kills nothing
         living.terminate()
-    until(lambda: not paths[1].exists(), 10)  # its own tracker's work
+    until(lambda: not paths[1].exists())  # its own tracker's work
+    watcher = start_reaper()
+    reaper.dismiss(watcher)
+    assert watcher.returncode == 0
