@@ -23,6 +23,7 @@ from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError
 from grpo_ray.core import controller, scorer
+from grpo_ray.core.buffer import TrajectoryBuffer
 from grpo_ray.core.controller import Controller
 from grpo_ray.core.learner import Learner
 from grpo_ray.core.validation import Validation
@@ -93,6 +94,9 @@ def test_a_synchronous_run_that_is_interrupted_is_the_same_run(
     audit(whole, config)
     assert not whole.profile.exists()  # without `learner.profile_steps`
     assert any(row["optim/grad_norm"] > 0 for row in read_metrics(whole.metrics_path))
+    for row in read_metrics(whole.metrics_path)[1:3]:  # in which nothing is validated
+        num_tokens = sum(each["num_tokens"] for each in read_rollouts(whole.rollouts_path(row["step"])))
+        assert row["throughput/sampled_tokens_per_s"] * row["timing/step_s"] == pytest.approx(num_tokens)
 
     run = RunDirectory(tmp_path / "run")
 
@@ -483,6 +487,20 @@ def test_a_last_checkpoint_is_written_when_the_disk_has_room_again(
     train(config, run.path)
     audit(run, config)
     assert (run.checkpoints / step_name(num_steps)).exists()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_waits_for_the_rollouts_that_it_vouches_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, flush, problems = RunDirectory(tmp_path / "run"), TrajectoryBuffer.flush, ["the disk is full"]
+
+    async def full_at_first(self: TrajectoryBuffer) -> str | None:
+        return problems.pop() if problems else await flush(self)
+
+    monkeypatch.setattr(TrajectoryBuffer, "flush", full_at_first)
+    train(make_config("algorithm.num_steps=4", "checkpoint.keep=9"), run.path)
+    assert [path.name for path in sorted(run.checkpoints.glob("step-*"))] == [step_name(3), step_name(4)]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from builders import make_item, make_settings
@@ -164,6 +165,24 @@ async def test_an_actor_that_dies_at_every_group_ends_the_run_by_the_budget(
     with pytest.raises(BudgetUsedUp, match=f"5 restarts within an hour .* error was: {name} died"):
         await work()
     assert pool.actors.starts[name] == 6
+
+
+@pytest.mark.parametrize("error", [DataLost("the weights are gone"), ActorDied("weight_sync", "killed")])
+async def test_a_replacement_without_weights_ends_the_pool_instead_of_being_replaced(
+    tmp_path: Path, error: Exception
+) -> None:
+    """The run goes back to its checkpoint: no other process could get these weights, either."""
+    pool = Pool(tmp_path, fails("generate", lambda: ActorDied("generator-0", "killed"), times=1))
+    pool.pool._weight_sync.admit = AsyncMock(side_effect=error)  # type: ignore[method-assign]
+
+    async def work() -> None:
+        async with pool.during():
+            await pool.pool.sample(make_item(7), 2, "train")
+            await asyncio.Event().wait()
+
+    with pytest.raises(type(error), match=str(error)):
+        await work()
+    assert pool.actors.starts["generator-0"] == 2
 
 
 def hang_first(what: str) -> Behaviour:
