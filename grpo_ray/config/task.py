@@ -301,3 +301,8 @@ def parts_of(task: Task) -> dict[str, PlainTask]:
     if isinstance(task, MixtureTaskConfig):
         return {name: part.task for name, part in task.parts.items()}
     return {"": task}
+
+
+def field_of(part: str) -> str:
+    """Return the field of a task's part, by its name in `parts_of`."""
+    return f"task.parts.{part}.task" if part else "task"

@@ -4,6 +4,7 @@ from typing import Any
 
 from grpo_ray.config import Config
 from grpo_ray.config.secrets import check_set
+from grpo_ray.config.task import field_of
 from grpo_ray.config.user_code import import_function
 from grpo_ray.episodes.confinement import check_paths
 from grpo_ray.episodes.renderer_template import check_renderer, make_template
@@ -28,7 +29,7 @@ def check_episodes(config: Config) -> None:
         if reward is not None and not is_storable(reward):
             raise ValueError(f"episodes.{name} is {reward:g}; give a reward within +-{LARGEST_REWARD:g}")
     for name, task in config.episode_tasks.items():
-        field = f"task.parts.{name}.task" if name else "task"
+        field = field_of(name)
         load_episode(task.episode, f"{field}.episode")
         if task.warmup is not None:
             import_function(task.warmup, f"{field}.warmup")

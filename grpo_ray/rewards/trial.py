@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config.reward import Reward, terms_of
+from grpo_ray.config.task import field_of
 from grpo_ray.rewards.answer_formats import written
 from grpo_ray.rewards.base import Result, Scores, ScoringError, Ungradable
 from grpo_ray.rewards.grader import Grader
@@ -64,8 +65,7 @@ def try_rewards(
             right = written(reward, item.ground_truth).strip()
             first, second = grader.grade(task, [(right, item.ground_truth), ("", item.ground_truth)], item)
             trials.append(Trial(item, place, right, (first, second)))
-            field = f"task.parts.{task}.task.reward" if task else "task.reward"
-            notices += _judged(field, reward, trials[-1])
+            notices += _judged(f"{field_of(task)}.reward", reward, trials[-1])
     finally:
         grader.close()
     return trials, notices

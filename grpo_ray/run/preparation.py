@@ -12,7 +12,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.algorithm import MAX_ROLLOUTS
 from grpo_ray.config.losses import RATIO_LOSSES
 from grpo_ray.config.reward import is_own, term_weights
-from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig, PlainTask, parts_of
+from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig, PlainTask, field_of, parts_of
 from grpo_ray.config.user_code import import_function
 from grpo_ray.core.context import Prepared, PreparedServing
 from grpo_ray.engines import check_engine_args
@@ -123,7 +123,7 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
 def check_rewards(config: Config, examples: ExampleSets | None) -> None:
     """Check the rewards; before the examples are read, not what functions ask their columns for."""
     for name, reward in config.task.rewards.items():
-        field = f"task.parts.{name}.task.reward" if name else "task.reward"
+        field = f"{field_of(name)}.reward"
         part = parts_of(config.task)[name]
         if not isinstance(part, ExamplesTaskConfig):
             check_reward(reward, field)

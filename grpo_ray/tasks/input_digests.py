@@ -13,6 +13,7 @@ from pathlib import Path
 from grpo_ray.config import Config
 from grpo_ray.config.reward import terms_of
 from grpo_ray.config.schema import leaves
+from grpo_ray.config.task import field_of
 from grpo_ray.errors import RunError
 from grpo_ray.records.adapter_files import base_digest
 from grpo_ray.records.durable import replacing
@@ -39,7 +40,7 @@ def input_digests(
     The name of each says what was edited if it changes. Modules that the reward's module imports are left out.
     """
     digests = {
-        f"{_field(name)}.prompt (the template's text)": _sha256(template.text.encode())
+        f"{field_of(name)}.prompt (the template's text)": _sha256(template.text.encode())
         for name, template in templates.items()
         if isinstance(template, TextTemplate)
     }
@@ -51,7 +52,7 @@ def input_digests(
         digests[f"{FACTS} (for the code that reads them)"] = _sha256(facts.encode())
     digests |= _of_rewards(config)
     for name, part in config.episode_tasks.items():
-        digests |= _of_modules(f"{_field(name)}.episode", (part.episode, part.examples, part.warmup or ""))
+        digests |= _of_modules(f"{field_of(name)}.episode", (part.episode, part.examples, part.warmup or ""))
     models = {MODEL: config.model.path, TEACHER: config.distillation.teacher}
     for field, folder in models.items():
         if folder is not None and Path(folder).is_dir():
@@ -62,7 +63,7 @@ def input_digests(
 def _of_rewards(config: Config) -> dict[str, str]:
     digests: dict[str, str] = {}
     for name, reward in config.task.rewards.items():
-        digests |= _of_modules(f"{_field(name)}.reward", (term.reward for term in terms_of(reward)))
+        digests |= _of_modules(f"{field_of(name)}.reward", (term.reward for term in terms_of(reward)))
     return digests
 
 
@@ -129,10 +130,6 @@ def _read_digests(run: RunDirectory) -> dict[str, str]:
         return dict(json.loads(run.inputs_path.read_text(encoding="utf-8")).items())
     except (ValueError, AttributeError) as error:
         raise RunError(f"{run.inputs_path} is not readable ({error}); remove it to resume without it") from None
-
-
-def _field(part: str) -> str:
-    return f"task.parts.{part}.task" if part else "task"
 
 
 def _of_modules(field: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:
