@@ -39,7 +39,7 @@ async def main() -> None:
     config = load_config(QUICKSTART, [f"model.tiny={SMALL}"])
     folder = str(tiny_model_folder(config))
     tokenizer, policy = load_tokenizer(folder), load_policy(folder)
-    engine = TorchEngine(folder, config.generator, "float32", seed=0)  # has its own copy of the weights
+    engine = TorchEngine(config, folder, 64, seed=0)  # has its own copy of the weights
     await engine.start(version=0)
     end = (tokenizer.eos_token_id,)
     settings = SamplingSettings(G, temperature=1.0, top_p=1.0, min_tokens=0, max_tokens=24, end_token_ids=end)

@@ -348,10 +348,8 @@ def own_logprobs(learner: Learner, prompt: Sequence[int], response: Sequence[int
 
 def gradient(learner: Learner) -> torch.Tensor:
     """Return the flat gradient of the float32 weights, 0 for those that have none."""
-    parameters = learner.masters.parameters
-    return torch.cat(
-        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten().clone() for p in parameters]
-    )
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in learner.masters.parameters]
+    return torch.cat([gradient.flatten().clone() for gradient in gradients])
 
 
 def flat_weights(model: torch.nn.Module) -> torch.Tensor:

@@ -80,7 +80,8 @@ QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
 def _cluster_at(address: str) -> Iterator[None]:
     try:
         check_answers(bootstrap_address(address))
-        ray.init(address=address, **QUIET)
+        with _signals_kept():
+            ray.init(address=address, **QUIET)
     except (OSError, ValueError) as error:  # ConnectionError is an OSError
         raise RunError(f"no Ray cluster answers at RAY_ADDRESS={address}: {error}") from error
     yield
@@ -117,7 +118,7 @@ def _own_cluster(secrets_kept: Collection[str]) -> Iterator[None]:
     folder = private_ray_folder()
     reaper = start_reaper()  # first, because Ray's agents outlive a driver that is killed while Ray starts
     try:
-        with without_secrets(keep=secrets_kept), _hangups_ignored():
+        with without_secrets(keep=secrets_kept), _signals_kept():
             try:
                 ray.init(address="local", include_dashboard=False, _temp_dir=folder, **QUIET)
             except Exception as error:  # such as "The current node timed out during startup"
@@ -128,16 +129,23 @@ def _own_cluster(secrets_kept: Collection[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _hangups_ignored() -> Iterator[None]:
-    """Let processes that start now inherit that a closed terminal does not end them: the driver answers it."""
+def _signals_kept() -> Iterator[None]:
+    """Keep what signals do while Ray starts, where it would set a handler of SIGTERM that exits at once.
+
+    Processes that start now inherit that a closed terminal does not end them: the driver answers it.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         yield
+    except SystemExit as exit_of_rays_handler:
+        raise KeyboardInterrupt from exit_of_rays_handler
     finally:
-        signal.signal(signal.SIGHUP, before or signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def check_machine(config: Config) -> None:

@@ -36,13 +36,7 @@ def make_engine(config: Config, model_path: str, max_model_len: int, seed: int) 
     if config.generator.engine == "torch":
         from grpo_ray.engines.torch_engine import TorchEngine
 
-        # A synchronous run is exact: samples must not depend on which requests arrive together.
-        is_exact = config.weight_sync.max_lag == 0
-        return TorchEngine(
-            model_path, config.generator, config.model.dtype, seed, config.model.trust_remote_code,
-            joins_requests=not is_exact, implementation=config.model.implementation,
-            recompute_kv=config.weight_sync.recompute_kv, head_dtype=config.model.head_dtype,
-        )  # fmt: skip
+        return TorchEngine(config, model_path, max_model_len, seed)
     if ":" in config.generator.engine:
         own: Engine = import_function(config.generator.engine, "generator.engine")(
             config, model_path, max_model_len, seed

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from grpo_ray.config import Config, GeneratorConfig
+from grpo_ray.config import Config
 from grpo_ray.config.model import HeadDtype, Implementation
 from grpo_ray.config.sampling import EngineConfig
 from grpo_ray.engines.sampling_batch import SamplingBatch, Sequence, new_sequences
@@ -46,23 +46,22 @@ def load_served(
 class TorchEngine:
     """An engine that samples all waiting requests as one batch, and finishes it before the next.
 
-    With `joins_requests=False` each request is a batch of its own: slower, but its samples then depend on the
-    weights, the prompt and the seed alone, to the last bit.
+    In a synchronous run each request is a batch of its own: slower, but its samples then depend on the weights,
+    the prompt and the seed alone, to the last bit.
     """
 
-    def __init__(
-        self, model_path: str, config: GeneratorConfig, dtype: str, seed: int, trust_remote_code: bool = False,
-        joins_requests: bool = True, implementation: Implementation = "transformers", recompute_kv: bool = True,
-        head_dtype: HeadDtype = "model",
-    ) -> None:  # fmt: skip
-        self._tokenizer = load_tokenizer(model_path, trust_remote_code)
-        self._model = load_served(model_path, config, dtype, head_dtype, trust_remote_code, implementation)
+    def __init__(self, config: Config, model_path: str, max_model_len: int, seed: int) -> None:
+        generator, model, trust = config.generator, config.model, config.model.trust_remote_code
+        self._tokenizer = load_tokenizer(model_path, trust)
+        self._model = load_served(
+            model_path, generator, model.dtype, model.head_dtype, trust, model.implementation
+        )
         self._version = 0
         self._staged: dict[str, torch.Tensor] = {}
         self._kept = KeptWeights()
         self._seeds = itertools.count(seed << 32)
-        self._max_num_seqs = config.max_num_seqs
-        self._joins_requests, self._recompute_kv = joins_requests, recompute_kv
+        self._max_num_seqs, self._recompute_kv = generator.max_num_seqs, config.weight_sync.recompute_kv
+        self._joins_requests = config.weight_sync.max_lag > 0
         self._waiting: list[_Waiting] = []
         self._batch: SamplingBatch | None = None
         self._server: asyncio.Task[None] | None = None

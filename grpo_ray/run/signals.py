@@ -121,7 +121,7 @@ def _end_process(what: str, run: RunDirectory | None) -> None:
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Turn SIGTERM into Ctrl-C, so that both clean up in the same way (Ray's own handler exits at once).
+    """Turn SIGTERM into Ctrl-C, so that both clean up in the same way.
 
     Signals reach only a main thread; in another one nothing changes.
     """

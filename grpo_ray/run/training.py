@@ -38,7 +38,7 @@ from grpo_ray.run.preparation import (
     with_trial,
 )
 from grpo_ray.run.restores import Host, no_whole_checkpoint, train_through_restores
-from grpo_ray.run.signals import run_until_signal, signals_answered, sigterm_interrupts
+from grpo_ray.run.signals import run_until_signal, signals_answered
 from grpo_ray.run.supervised import LearnerHost, after_sft
 from grpo_ray.tasks.input_digests import check_inputs, input_digests, write_digests
 from grpo_ray.watch.console import RunConsole, banner
@@ -327,7 +327,7 @@ def _hosted(config: Config, is_local: bool) -> Iterator[tuple[RunConsole, Host, 
         from grpo_ray.cluster import session
 
         needs_hub = not all(map(is_local_model, model_paths(config)))
-        with session.connected(needs_hub), sigterm_interrupts():
+        with session.connected(needs_hub):
             console.status("reserving resources for the actors")
             with session.placed(config) as placement:
                 importing.join()

@@ -48,10 +48,10 @@ def run(options: Options) -> list[Row]:
 
 async def sample(folder: str, dtype: str, num_prompts: int) -> list[TrainSequence]:
     """Sample eight responses to each of some random prompts, as a synchronous run does."""
-    engine = TorchEngine(folder, load_config(QUICKSTART, []).generator, dtype, 0, joins_requests=False)
+    engine = TorchEngine(load_config(QUICKSTART, ["weight_sync.max_lag=0"]), folder, 64, seed=0)
+    cast_parameters(engine._model.parameters(), getattr(torch, dtype))
     settings = SamplingSettings(num_samples=8, temperature=1.0, top_p=1.0, min_tokens=0, max_tokens=32)
-    rng = np.random.default_rng(0)
-    found: list[TrainSequence] = []
+    rng, found = np.random.default_rng(0), list[TrainSequence]()
     for group in range(num_prompts):
         prompt = tuple(rng.integers(20, 300, 12).tolist())
         completions = await engine.generate(prompt, settings)

@@ -1,6 +1,8 @@
 """Bundles that a configuration requests, and messages about missing resources; test_launch.py uses Ray."""
 
+import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 
@@ -191,6 +193,20 @@ def test_a_driver_is_on_a_node_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(RunError, match=message):
             session.connected().__enter__()
+
+
+def test_a_sigterm_as_ray_starts_is_answered_as_at_any_other_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: object) -> None:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as Ray does
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(session.ray, "init", init)
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    monkeypatch.setattr(session, "check_answers", lambda address: None)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        session.connected().__enter__()
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.slow

@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from builders import TinyModel, logprob_error, logprobs_over_kept_cache, make_settings, perturb, update
+from builders import TinyModel, changed, logprob_error, logprobs_over_kept_cache, make_settings, perturb, update
 from transformers import PreTrainedModel
 
-from grpo_ray.config import Config, GeneratorConfig
-from grpo_ray.engines import engine_seed, make_engine, sampling_batch
+from grpo_ray.config import Config
+from grpo_ray.engines import engine_seed, sampling_batch
 from grpo_ray.engines.torch_engine import TorchEngine
 from grpo_ray.learning.loading import load_policy
 from grpo_ray.learning.model_files import load_tokenizer
@@ -32,14 +32,11 @@ def make_torch_engine(tiny_config: Config, tiny_model: TinyModel) -> MakeEngine:
         tied: bool = True, index: int = 0, max_lag: int = 1, own: bool = False, recompute_kv: bool = True,
         **generator: object,
     ) -> TorchEngine:  # fmt: skip
-        changed = tiny_config.generator.model_copy(update=generator)
-        changes = {"max_lag": max_lag, "recompute_kv": recompute_kv}
-        sync = tiny_config.weight_sync.model_copy(update=changes)
-        model = tiny_config.model.model_copy(update={"implementation": "grpo_ray" if own else "transformers"})
-        config = tiny_config.model_copy(update={"generator": changed, "weight_sync": sync, "model": model})
-        engine = make_engine(config, str(tiny_model(tied, own=own)), max_model_len=128, seed=index)
+        model = {"implementation": "grpo_ray" if own else "transformers"}
+        sync = {"max_lag": max_lag, "recompute_kv": recompute_kv}
+        config = changed(tiny_config, generator=generator, weight_sync=sync, model=model)
+        engine = TorchEngine(config, str(tiny_model(tied, own=own)), 128, seed=index)
         assert isinstance(engine._model, TransformerLM) == own
-        assert isinstance(engine, TorchEngine)
         return engine
 
     return make
@@ -79,9 +76,9 @@ def test_draws_follow_the_distribution(make_torch_engine: MakeEngine, tiny_model
     assert chi_square < freedom + 3.1 * np.sqrt(2 * freedom)  # exceeded once in about a thousand times
 
 
-def test_a_float32_head_over_bfloat16(tiny_model: TinyModel) -> None:
-    options = GeneratorConfig(engine="torch", num_gpus=0)
-    engine = TorchEngine(str(tiny_model()), options, "bfloat16", 0, head_dtype="float32")
+def test_a_float32_head_over_bfloat16(tiny_config: Config, tiny_model: TinyModel) -> None:
+    config = changed(tiny_config, model={"dtype": "bfloat16", "head_dtype": "float32"})
+    engine = TorchEngine(config, str(tiny_model()), 128, seed=0)
     tokens = torch.tensor([PROMPTS[2]])
     with torch.no_grad():
         hidden = engine._model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0, -1]
@@ -116,12 +113,11 @@ async def test_engine_that_joins_no_requests_draws_the_same_to_the_last_bit_what
 
     async def ask(numbers: Sequence[int]) -> dict[int, Drawn]:
         """Request these prompts, each with its own seed, all at once in this order."""
-        groups = await asyncio.gather(
-            *(engine.generate(PROMPTS[n], replace(settings, seed=n)) for n in numbers)
-        )
+        requests = [engine.generate(PROMPTS[n], replace(settings, seed=n)) for n in numbers]
+        drawn = await asyncio.gather(*requests)
         return {
             n: [(c.token_ids.tolist(), c.logprobs.tolist()) for c in group]
-            for n, group in zip(numbers, groups, strict=True)
+            for n, group in zip(numbers, drawn, strict=True)
         }
 
     alone = {n: (await ask([n]))[n] for n in range(len(PROMPTS))}
@@ -142,8 +138,7 @@ def test_only_a_synchronous_run_samples_each_request_by_itself(
         await original(sequences)
 
     monkeypatch.setattr(engine, "_sample", sample)
-    groups = generate(engine, make_settings(num_samples=2, max_tokens=3))
-    assert [len(group) for group in groups] == [2, 2, 2]
+    assert [len(group) for group in generate(engine, make_settings(num_samples=2, max_tokens=3))] == [2, 2, 2]
     assert seen == widths
 
 
@@ -152,8 +147,9 @@ def test_engines_and_requests_have_their_own_seeds(make_torch_engine: MakeEngine
     settings = make_settings(num_samples=1, max_tokens=16)
 
     def tokens(index: int) -> list[list[int]]:
-        groups = generate(make_torch_engine(index=index), settings, PROMPTS[:1] * 2)
-        return [c.token_ids.tolist() for (c,) in groups]
+        return [
+            c.token_ids.tolist() for (c,) in generate(make_torch_engine(index=index), settings, PROMPTS[:1] * 2)
+        ]
 
     assert tokens(0) == tokens(0)
     first, second = tokens(0), tokens(1)
@@ -166,9 +162,8 @@ def test_engines_and_requests_have_their_own_seeds(make_torch_engine: MakeEngine
 
 
 def test_end_token_ends_a_response_from_min_tokens_on(make_torch_engine: MakeEngine) -> None:
-    settings = make_settings(
-        num_samples=64, min_tokens=3, max_tokens=40, end_token_ids=tuple(range(150)), seed=0
-    )
+    ends = tuple(range(150))
+    settings = make_settings(num_samples=64, min_tokens=3, max_tokens=40, end_token_ids=ends, seed=0)
     (group,) = generate(make_torch_engine(), settings, PROMPTS[:1])
     for completion in group:
         assert completion.finish_reason == "stop"

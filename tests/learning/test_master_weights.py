@@ -60,7 +60,7 @@ def test_learner_computes_what_the_sampler_computes(
     """The residual stream included, so that equal inputs give equal logits."""
     learner = make_learner(family)
     folder = str(tiny_model(True, own=family == "grpo_ray"))
-    engine = TorchEngine(folder, learner._config.generator, "bfloat16", 0, implementation=family)
+    engine = TorchEngine(learner._config, folder, 128, seed=0)
     ids = torch.randint(20, 280, (2, 50), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert torch.equal(

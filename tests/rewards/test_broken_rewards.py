@@ -8,7 +8,7 @@ from typing import Any
 import broken_rewards
 import pytest
 from broken_rewards import FAULTS
-from builders import make_completion, make_group, make_item
+from builders import changed, make_completion, make_group, make_item
 from local_runs import make_config, train, until
 
 from grpo_ray.cluster.local import LocalActors
@@ -105,9 +105,7 @@ def test_a_later_batch_without_a_grade_ends_the_run_with_a_checkpoint_to_resume(
     assert checkpoint >= 2
 
     away.unlink()
-    shorter = config.model_copy(
-        update={"algorithm": config.algorithm.model_copy(update={"num_steps": checkpoint + 2})}
-    )
+    shorter = changed(config, algorithm={"num_steps": checkpoint + 2})
     assert train(shorter, folder).steps == [checkpoint + 1, checkpoint + 2]
     assert [row["step"] for row in rows_of(folder)] == list(range(1, checkpoint + 3))
 

@@ -12,7 +12,7 @@ from grpo_ray.errors import RunError, all_of, ray_needed, shown_plainly
 from grpo_ray.learning.model_files import is_local as is_local_model
 from grpo_ray.records.evaluation_summary import EvaluationSummary
 from grpo_ray.run.preparation import check_files, prepare_serving
-from grpo_ray.run.signals import Interrupted, signals_answered, sigterm_interrupts
+from grpo_ray.run.signals import Interrupted, signals_answered
 from grpo_ray.tasks import load_validation
 from grpo_ray.tasks.examples import ExampleSets
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
@@ -140,7 +140,6 @@ def _served(
     assert config.model.path is not None
     with (
         session.connected(needs_hub=not is_local_model(config.model.path)),
-        sigterm_interrupts(),
         session.placed(config) as placement,
         ServingGroup(placement, config, model, plan.folder.path.resolve()) as actors,
     ):
