@@ -128,21 +128,20 @@ class ChaosLearner(Learner):
         block: Any = self.model.model.layers[-1]
         block.register_forward_hook(self._in_block)
         self._optimizer.register_step_pre_hook(lambda *_: self._at("optimizer"))
-        gathered_weights = training_state.gathered_weights
+        gathered_weights = vars(training_state)["gathered_weights"]
 
         def gathered(*args: Any) -> Any:
             self._at("write_model")
             return gathered_weights(*args)
 
-        training_state.gathered_weights = gathered
+        vars(training_state)["gathered_weights"] = gathered
 
     def _at(self, stage: str) -> None:
         """Suffer the fault that is requested for this rank at this stage, if one is."""
         suffix = f"rank_{self._ranks.rank}_{stage}"
-        if is_requested(f"kill_{suffix}"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if is_requested(f"stop_{suffix}"):
-            os.kill(os.getpid(), signal.SIGSTOP)
+        for kind, number in (("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)):
+            if is_requested(f"{kind}_{suffix}"):
+                os.kill(os.getpid(), number)
         if is_requested(f"oom_{suffix}"):
             raise torch.OutOfMemoryError(f"chaos: out of memory in {stage}")
 
@@ -159,13 +158,14 @@ class ChaosLearner(Learner):
             weights.grad = torch.full_like(weights, float("nan"))
         return sums
 
-    def _snapshot(self) -> WeightSnapshot:
+    @bulk_and_facts
+    def snapshot(self) -> tuple[WeightSnapshot, int]:
         self._at("snapshot")
-        return super()._snapshot()
+        return super().snapshot()
 
     def send(self, name: str, version: int) -> None:
         """Over a wire: suffer a fault once the header is sent, in the middle of the transfer."""
-        channel = self._sender._channels[name][1]
+        channel = self._publisher.sender._channels[name][1]
         send = channel.send
 
         def counted(part: torch.Tensor, timeout_s: float) -> None:
@@ -173,7 +173,7 @@ class ChaosLearner(Learner):
             if is_requested("kill_learner_sending"):
                 os.kill(os.getpid(), signal.SIGKILL)
             if is_requested("drop_wire_sending"):
-                self._sender.drop_wire(name)
+                self.drop_wire(name)
 
         channel.send = counted  # type: ignore[method-assign]
         try:
@@ -192,6 +192,6 @@ class ChaosLearner(Learner):
 
 if __name__ == "__main__":  # classes of __main__ travel to the actors by value
     _follow_clock()
-    hosting.Scorer, hosting.Learner = ChaosScorer, ChaosLearner  # type: ignore[misc,assignment]
-    hosting.Generator = ChaosGenerator  # type: ignore[misc,assignment]
+    actors: Any = hosting
+    actors.Scorer, actors.Learner, actors.Generator = ChaosScorer, ChaosLearner, ChaosGenerator
     sys.exit(main())

@@ -241,5 +241,5 @@ def rays_own(run: ChaosRun, draw: random.Random, name: str) -> str | None:
 
 def _program(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.NoSuchProcess, IndexError):
-        return process.cmdline()[0].rpartition("/")[2]
+        return str(process.cmdline()[0]).rpartition("/")[2]
     return ""

@@ -260,7 +260,7 @@ class ChaosRun:
         in_training = sum(row["reward/errors"] for row in rows if row["step"] > step)
         files = [path for path in self.run.evaluations.glob("step-*.parquet") if path.stat().st_mtime > since]
         tables = [pq.read_table(path, columns=["error"]) for path in files]
-        return int(in_training) + sum(len(table) - table["error"].null_count for table in tables)
+        return int(in_training + sum(len(table) - table["error"].null_count for table in tables))
 
     def wait_for(
         self, condition: Callable[[], bool], timeout_s: float, what: str, every_s: float = 0.1
