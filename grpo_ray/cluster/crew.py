@@ -151,7 +151,7 @@ def _kind(error: BaseException) -> int:
     text = f"{type(error)} {error}".lower()  # of an actor that failed at its start there is only the text
     if FORGED in text:
         return CERTAIN
-    if any(word in text for word in ("gloo", "nccl", "torch.distributed")):
+    if any(word in text for word in ("gloo", "pair closure", "nccl", "torch.distributed")):
         return OF_COLLECTIVE
     return DEATH if isinstance(error, ActorDied) else OWN
 

@@ -130,7 +130,7 @@ def _own_cluster(secrets_kept: Collection[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Keep what signals do while Ray starts, where it would set a handler of SIGTERM that exits at once.
+    """Keep what signals do while Ray starts, which sets handlers of SIGTERM that exit, or abort after 3 s.
 
     Processes that start now inherit that a closed terminal does not end them: the driver answers it.
     """
@@ -141,8 +141,9 @@ def _signals_kept() -> Iterator[None]:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         yield
-    except SystemExit as exit_of_rays_handler:
-        raise KeyboardInterrupt from exit_of_rays_handler
+    except (KeyboardInterrupt, SystemExit) as error:
+        signal.alarm(0)  # of the handler in C++, which calls the one before it first
+        raise KeyboardInterrupt from error
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)

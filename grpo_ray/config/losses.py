@@ -130,4 +130,6 @@ def with_preset(given: Any) -> Any:
         return given
     kl = given.get("kl", {})
     whole = {"kl": {**preset.fields.get("kl", {}), **kl}} if isinstance(kl, dict) else {}
-    return {**preset.fields, **given, **whole}
+    is_clip = given.get("loss", "grpo_clip") == "grpo_clip"  # which the preset's clip range is meant for
+    fields = {name: value for name, value in preset.fields.items() if is_clip or "cliprange" not in name}
+    return {**fields, **given, **whole}

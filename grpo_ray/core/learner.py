@@ -294,18 +294,18 @@ class Learner:
         return self._forward_backward.backward(self.model, sequences)
 
     def _update(self, loss: float) -> dict[str, float]:
-        """Take an optimizer step, unless loss or gradient is not finite."""
+        """Take an optimizer step, unless loss or gradient is not finite; a gradient of 0 changes nothing."""
         rate = learning_rate(self._config.learner, self._step, self._config.algorithm.num_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         norm = torch.nn.utils.clip_grad_norm_(self.masters.parameters, self._config.learner.max_grad_norm)
         grad_norm = whole(norm).item()  # the only wait for the device per update
         is_skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
-        if not is_skipped:
+        if not is_skipped and grad_norm:  # at 0 the moments of earlier steps would move the weights
             with record_function("optimizer"):
                 self._optimizer.step()
                 self.masters.refresh()
-            self._updates.now += 1
+        self._updates.now += not is_skipped
         return {"optim/grad_norm": grad_norm, "optim/lr": rate, "optim/skipped_updates": float(is_skipped)}
 
     def _keep_skipped(self, groups: Sequence[ScoredGroup]) -> None:

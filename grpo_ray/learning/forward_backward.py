@@ -125,14 +125,14 @@ class ForwardBackward:
         found = self._look_up(reference, sequences)
         return [replace(s, reference_logprobs=found[index][0]) for index, s in enumerate(sequences)]
 
-    @torch.no_grad()
     def _look_up(
         self, model: PolicyModel, sequences: Sequence[TrainSequence]
     ) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         """Return log-probabilities and entropies of each sequence's sampled tokens by its index."""
         found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         for indices, batch in self._batches(model, sequences):
-            rows = [_rows(values, batch) for values in self._log_probs(model, batch)]
+            with torch.set_grad_enabled(self._config.learner.compile):  # another graph rounds differently
+                rows = [_rows(values.detach(), batch) for values in self._log_probs(model, batch)]
             if indices:
                 found |= zip(indices, zip(*rows, strict=True), strict=True)
         self._ranks.end_lookup(model)
@@ -192,8 +192,8 @@ class ForwardBackward:
         log_probs, entropy = self._log_probs(model, batch)
         sums: dict[str, torch.Tensor] = {}
         if batch.reference_logprobs is not None:
-            sums |= kl_sums(log_probs, batch.reference_logprobs, batch.response_mask)
-            sums["kl_tokens"] = batch.response_mask.sum()
+            sums |= kl_sums(log_probs, batch.reference_logprobs, self._loss_mask(batch))
+            sums["kl_tokens"] = self._loss_mask(batch).sum()
         return sums | self._entropy_sums(entropy, batch)
 
     @property

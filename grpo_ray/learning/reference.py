@@ -22,7 +22,8 @@ class Reference:
 
     def __init__(self, model: PolicyModel, config: KLConfig, dtype: torch.dtype) -> None:
         """Take over a model that nothing else uses: in float32 if it is to move, else in the policy's dtype."""
-        self._config, self.model = config, model.requires_grad_(False).eval()
+        self._config = config
+        self.model = model.eval()  # open to gradients, so that it is compiled as the policy
         self.masters = MasterWeights(self.model, dtype)
 
     @contextmanager

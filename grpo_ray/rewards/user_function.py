@@ -14,6 +14,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
 from numbers import Real
 from typing import Any
 
@@ -228,9 +229,9 @@ def _plain(value: Any) -> Any:
 
 
 def _values(about: About) -> dict[str, Any]:
-    """Return what a function may ask for by name: the columns, and over them what BY_NAME lists."""
+    """Return a copy of what a function may ask for by name: the columns, and over them what BY_NAME lists."""
     known = {name: about[name] for name in BY_NAME if name in about}
-    return {**about.get("fields", {}), **about.get("row", {}), **known}
+    return deepcopy({**about.get("fields", {}), **about.get("row", {}), **known})
 
 
 def _as_in_trl(responses: Sequence[str], about: About) -> dict[str, Any]:

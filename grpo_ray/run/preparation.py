@@ -396,7 +396,7 @@ def _fit_part(
     if limit is None or longest <= limit:
         return _FittedPart(examples, longest)
     if not isinstance(task, ExamplesTaskConfig) or task.long_prompts == "refuse":
-        _refuse_long(config, task, examples, lengths, positions)
+        _refuse_long(config, task, examples, lengths, positions, limit)
     names = source_names(task)
     if task.long_prompts == "skip":
         kept = skip_long(examples, lengths, limit, names)
@@ -406,20 +406,22 @@ def _fit_part(
 
 
 def _refuse_long(
-    config: Config, task: PlainTask, examples: ExampleSets, lengths: Lengths, positions: int | None
+    config: Config, task: PlainTask, examples: ExampleSets, lengths: Lengths, positions: int | None, limit: int
 ) -> NoReturn:
     pairs = zip(chain(*lengths), [*examples.train, *examples.validation], strict=True)
     longest, example = max(pairs, key=lambda pair: pair[0])
     remedy = ""
     if isinstance(task, ExamplesTaskConfig):
-        remedy = "or set task.long_prompts to skip (left out) or truncate (cut on the left)"
+        choices = ["skip (left out)"] if min(chain(*lengths)) <= limit else []
+        choices += ["truncate (cut on the left)"] if task.prompt != "chat" and limit > 0 else []
+        remedy = f"or set task.long_prompts to {' or '.join(choices)}" if choices else ""
     spaces = ((positions, "the model's positions"), (config.generator.max_model_len, "generator.max_model_len"))
     for space, what in spaces:
         check_lengths(longest, config.sampling.max_tokens, space, what, example.place, remedy)
     assert isinstance(task, ExamplesTaskConfig)
     raise ValueError(
         f"{example.place}: the prompt has {longest} tokens, more than task.max_prompt_tokens "
-        f"({task.max_prompt_tokens}); raise it, {remedy}"
+        f"({task.max_prompt_tokens}); {', '.join(filter(None, ('raise it', remedy)))}"
     )
 
 

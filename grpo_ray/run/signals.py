@@ -121,10 +121,7 @@ def _end_process(what: str, run: RunDirectory | None) -> None:
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Turn SIGTERM into Ctrl-C, so that both clean up in the same way.
-
-    Signals reach only a main thread; in another one nothing changes.
-    """
+    """Turn SIGTERM into Ctrl-C in the main thread, so that both clean up in the same way."""
     if not is_main_thread():
         yield
         return

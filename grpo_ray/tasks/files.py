@@ -166,7 +166,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
                     raise ValueError(f"{place}: not as many values as columns; quote values with commas")
                 yield place, row
         except (csv.Error, UnicodeDecodeError) as error:
-            place = f"{path}, at or after line {rows.line_num}"
+            place = f"{path}, at or after line {max(1, rows.line_num)}"
             raise ValueError(f"{place}: not valid CSV in UTF-8 ({error}); save the file again") from None
 
 
@@ -265,7 +265,7 @@ def text_of(place: str, row: Mapping[str, Any], field: str) -> str:
     if field not in row:
         raise ValueError(
             f"{place}: no field {field!r}; the fields are {', '.join(map(str, row))}. "
-            "Set task.question_field and task.answer_field to two of these"
+            "Set task.question_field and task.answer_field to two of these, or to the same one without answers"
         )
     value = row[field]
     is_integer = isinstance(value, int) and not isinstance(value, bool)

@@ -41,8 +41,8 @@ def skip_long(examples: ExampleSets, lengths: Lengths, limit: int, paths: tuple[
         if some and not kept:
             raise ValueError(
                 f"{path}: every prompt is longer than {max(0, limit)} tokens (the shortest has {min(counts)}), "
-                "so task.long_prompts = skip leaves none; raise task.max_prompt_tokens, "
-                "lower sampling.max_tokens, or shorten the template"
+                "so task.long_prompts = skip leaves none; raise task.max_prompt_tokens or "
+                "generator.max_model_len, lower sampling.max_tokens, or shorten the template"
             )
         if len(kept) < len(some):
             skipped = counted(len(some) - len(kept), "prompt")
@@ -74,7 +74,7 @@ def check_cut(prompter: Prompter, limit: int) -> None:
     num_tail = len(tokenizer(tail, add_special_tokens=False)["input_ids"])
     if limit <= num_tail:
         raise ValueError(
-            f"task.long_prompts: a prompt cut to {max(0, limit)} tokens keeps nothing of its question, because "
-            f"{num_tail} tokens of the template follow it; raise task.max_prompt_tokens, lower "
-            "sampling.max_tokens, or set task.long_prompts to skip"
+            f"task.long_prompts: a prompt cut to {max(0, limit)} tokens keeps nothing of its question: "
+            f"{num_tail} tokens of the template follow it. Raise task.max_prompt_tokens or "
+            "generator.max_model_len, lower sampling.max_tokens, or set task.long_prompts to skip"
         )

@@ -116,7 +116,7 @@ def at_stage(run: ChaosRun, draw: random.Random, kind: str, stage: str) -> str |
     name, cause = picked[0], re.escape(CAUSES[kind])
     run.must_say.append(("run_failed", rf"^learner died: (.*; )?{name} {PLACE}: [^;]*{cause}"))
     if kind == "oom" and stage in HALVES:
-        run.must_say.append(("learner_out_of_memory", r"goes on with learner\.micro_batch_tokens \d+"))
+        run.must_say.append(("learner_out_of_memory", r"continues with learner\.micro_batch_tokens \d+"))
     _must_all_end(run)
     request(run, draw, f"{kind}_rank_{name.rpartition('-')[2]}_{stage}")
     return f"{kind} of {name} at {stage}"

@@ -17,6 +17,7 @@ from grpo_ray.errors import FORGED, ActorDied, DataLost, OutOfDeviceMemory, RunE
 LIMIT_S = 0.2
 CLOSED = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
 TIMED_OUT = RuntimeError("[/pytorch/third_party/gloo/gloo/unbound_buffer.cc:81] Timed out waiting 20000ms")
+PAIR_CLOSED = RuntimeError("Application timeout caused pair closure")  # gloo's, which it does not say
 SILENT = object()
 
 
@@ -144,7 +145,7 @@ STRANGER = died(1, f"RuntimeError: seat 0 of 2 (gloo) is taken by a process that
         ((SILENT, died(1), SILENT), "^learner-1 on 10.0.0.1: its worker process has died"),
         ((CLOSED, died(1), "done"), "^learner-1 on 10.0.0.1: its worker process has died"),
         # A hung rank is named before those that waited for it.
-        ((TIMED_OUT, SILENT, TIMED_OUT), "^learner-1 on 10.0.0.1: no answer; learner-0 .* waiting 20000ms"),
+        ((PAIR_CLOSED, SILENT, TIMED_OUT), "^learner-1 on 10.0.0.1: no answer; learner-0 .* pair closure"),
         # NCCL's watchdog ends a process that waited in vain; but many that wait for a dead one are no news.
         ((died(0), SILENT, died(2)), "^learner-0 .*; learner-1 on 10.0.0.1: no answer$"),
         ((died(0), SILENT, SILENT), "^learner-0 on 10.0.0.0: its worker process has died$"),

@@ -400,7 +400,10 @@ BAND = {"off_policy_correction": "mask_band", "correction_band": (3, 4), "loss":
 def test_a_batch_of_which_nothing_is_trained_leaves_the_weights(
     make_learner: MakeLearner, options: dict[str, Any], is_cut_off: bool
 ) -> None:
-    learner = make_learner(algorithm=options)
+    learner = make_learner(algorithm=options, learner={"weight_decay": 0.1})
+    for parameter in learner.masters.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    learner._update(0.0)  # which leaves moments in the optimizer
     groups = make_batch(learner, noise=0.0)
     if is_cut_off:
         groups = cut_off(groups, {(i, j) for i in range(4) for j in range(3)})

@@ -46,7 +46,7 @@ class Starts(FakeServing):
 
 
 def test_generators_start_in_waves_and_the_others_at_once(tmp_path: Path) -> None:
-    starts = Starts(tmp_path, 7, "generator.max_starting=3")
+    starts = Starts(tmp_path, 7, "generator.max_starting=3", "recovery.start_timeout_s=0.25")  # of each wave
     starts.wait()
     assert starts.most == 3
     assert starts.began.index("scorer") <= 3  # it does not wait for a turn
@@ -67,7 +67,6 @@ def test_the_run_says_how_many_actors_are_up(tmp_path: Path, monkeypatch: pytest
 
 
 def test_only_actors_that_had_their_turn_are_late(tmp_path: Path) -> None:
-    """The time of a start counts from then."""
     starts = Starts(tmp_path, 4, "generator.max_starting=2", "recovery.start_timeout_s=0.5")
     starts.seconds |= {"generator-0": 30.0, "generator-1": 30.0}
     with pytest.raises(Stalled, match=r"^generator-0, generator-1 did not start within 0.5 s"):

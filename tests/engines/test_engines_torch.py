@@ -158,9 +158,6 @@ def test_engines_and_requests_have_their_own_seeds(make_torch_engine: MakeEngine
     assert first[1] != second[1]
 
 
-# ---- how a response ends ----
-
-
 def test_end_token_ends_a_response_from_min_tokens_on(make_torch_engine: MakeEngine) -> None:
     ends = tuple(range(150))
     settings = make_settings(num_samples=64, min_tokens=3, max_tokens=40, end_token_ids=ends, seed=0)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import ENDS, MakeLearner, TinyModel, changed, gradient, make_batch, relative_difference
+from builders import ENDS, MakeLearner, changed, gradient, make_batch, relative_difference, train_step
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     GPT2Config,
@@ -25,11 +25,12 @@ FAMILIES = ("transformers", "grpo_ray")
 
 
 @pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: TinyModel, copied_models: None) -> MakeLearner:
+def make_learner(tiny_config: Config, tiny_model: Any, copied_models: None) -> MakeLearner:
     """Return `make_learner(family, dtype="float32", gradient_checkpointing=...)`."""
 
-    def make(family: str, dtype: str = "float32", **learner: Any) -> Learner:
-        config = changed(tiny_config, learner=learner, model={"implementation": family, "dtype": dtype})
+    def make(family: str, dtype: str = "float32", kl: dict[str, Any] | None = None, **learner: Any) -> Learner:
+        model, algorithm = {"implementation": family, "dtype": dtype}, {"kl": kl or {}}
+        config = changed(tiny_config, learner=learner, model=model, algorithm=algorithm)
         return Learner(str(tiny_model(own=family == "grpo_ray")), config, ENDS)
 
     return make
@@ -130,3 +131,7 @@ def test_compiled_blocks_have_the_same_gradient_and_names(
     assert graphs == [graphs[0]] * 3  # batches of other shapes are not compiled again
     assert graphs[0] > 0
     assert compiled._forward_backward._layout.shares_prompts
+    # A look-up rounds as training does: the KL to the same weights is 0.
+    kl = {"reference": "initial", "coefficient": 0.1, "refresh_every_num_steps": 1}
+    same = make_learner(family, "bfloat16", kl, compile=True)
+    assert [train_step(same, seed)["loss/kl_ref"] for seed in range(2)] == [0.0, 0.0]

@@ -100,9 +100,6 @@ def test_results_keep_their_order_at_any_length(pool: RewardPool) -> None:
     assert pool.grade("own", []) == []
 
 
-# Answers that cannot be graded
-
-
 REASONS = {  # the kind of each word's result, and how its reason begins
     "binomial": ("ungradable", "longer than 0.5 s (scorer.timeout_s)"),
     "loop": ("ungradable", "longer than 0.5 s (scorer.timeout_s)"),

@@ -292,9 +292,6 @@ def write_checkpoint(
     return store.commit(step, CheckpointState(step, ledger or {}, {}), sizes)
 
 
-# ---- a refused resume changes nothing ----
-
-
 def test_a_refused_resume_changes_nothing_and_a_granted_one_keeps_the_earlier_values(
     tmp_path: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,7 +202,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name, problem in (
         ("comma", "line 3: not as many values as columns; quote values with commas"),
         ("open", "at or after line 1: not valid CSV in UTF-8 (unexpected end of data); save the file again"),
-        ("latin", "at or after line 0: not valid CSV in UTF-8 ('utf-8' codec can't decode byte 0xe9"),
+        ("latin", "at or after line 1: not valid CSV in UTF-8 ('utf-8' codec can't decode byte 0xe9"),
     ):
         changed = {"train_path": str(tmp_path / f"{name}.csv")}
         assert f"{name}.csv, {problem}" in refusal(task.model_copy(update=changed))
@@ -250,6 +250,7 @@ def test_a_long_prompt_is_refused_with_its_line(tmp_path: Path, local: Callable[
     assert "sampling.max_tokens: 16 response tokens after the longest prompt (" in message
     assert f" tokens: {task.train_path}, line 2) do not fit the model's positions (512)" in message
     assert CHOICES in message
+    assert failure(local(task, sampling={"max_tokens": 512})).endswith("(512); shorten it")  # no prompt fits
     task = write_task(tmp_path, line("a?") + line("b" * 30), max_prompt_tokens=30)
     message = failure(local(task))
     assert f"{task.train_path}, line 2: the prompt has " in message

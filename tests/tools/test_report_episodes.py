@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from grpo_ray.records.rollout_log import read_rollouts, write_rollouts
 from grpo_ray.tools.report.rollout_rows import MAX_EPISODE_TOKENS, shown_episode
 from grpo_ray.tools.report.run_data import run_data
 from grpo_ray.tools.report.write_report import ReportOptions, report
-from grpo_ray.types import Episode, ScoredGroup
+from grpo_ray.types import CONTEXT, Episode, ScoredGroup
 
 
 def row_of(path: Path, *episodes: Episode) -> dict[str, Any]:
@@ -30,9 +31,6 @@ def row_of(path: Path, *episodes: Episode) -> dict[str, Any]:
 
 
 __all__ = ["browser"]
-
-
-# ---- data ----
 
 
 def test_branches_are_found_in_the_tokens(tmp_path: Path) -> None:
@@ -60,12 +58,14 @@ def test_a_turn_shared_in_part_does_not_count(tmp_path: Path) -> None:
 def test_rows_of_episodes_have_texts_and_log_ratios(tmp_path: Path, tiny_model: TinyModel) -> None:
     tokenizer = load_tokenizer(str(tiny_model()))
     episode = spoken_episode(np.random.default_rng(0), lambda text: tokenizer(text)["input_ids"])
-    group = make_episode_group(0, [episode, make_episode(Segments(), None, status="truncated_time")])
+    masked = replace(episode, versions=np.where(episode.turns == 0, CONTEXT, episode.versions))  # too old
+    group = make_episode_group(0, [episode, make_episode(Segments(), None, status="truncated_time"), masked])
     config = changed(NEAR_DEFAULT, sampling={"min_tokens": 2})
     ends = end_token_ids(str(tiny_model()), tokenizer)
     run = make_run(tmp_path / "run", config, 1, [[group]])
     add_checkpoint(run, 1, tiny_model())
-    first, nothing = run_data(run, "run", ALL, None)["rollouts"]
+    first, nothing, old = run_data(run, "run", ALL, None)["rollouts"]
+    assert np.array_equal(np.isnan(np.array(old["ratios"], np.float64)), masked.versions == CONTEXT)
     assert "".join(first["tokens"]) == tokenizer.decode(episode.token_ids)
     prompt = first["episode"]["sequences"][0]["prompt"]
     assert prompt == tokenizer.decode(episode.sequences[0].prompt_token_ids)

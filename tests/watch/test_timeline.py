@@ -66,6 +66,7 @@ def test_every_actor_has_a_row_of_its_own() -> None:
     assert row_of("generator-99") < row_of("scorer-0") < row_of("scorer-1") < row_of("learner-0")
     others = [f"{kind}-{number}" for kind in ("generator", "teacher", "environment") for number in range(3)]
     assert len({row_of(name) for name in others}) == 9
+    assert [row_of(f"learner-{number}") for number in (0, 9, 10, 11)] == [20_000, 20_009, 20_010, 20_011]
 
 
 def test_ranks_have_rows_of_their_own_at_the_learners_place(tmp_path: Path) -> None:

@@ -167,6 +167,7 @@ def test_a_tracker_that_does_not_answer_is_named_and_not_waited_for(
     delivery.begin_to_close("failed")  # there is no room for another message
     assert delivery.close(0.0) == "a: not everything could be sent in tracking.close_timeout_s"
     tracker.released.set()
+    until(lambda: delivery.problem() is None)
 
 
 @pytest.mark.parametrize(

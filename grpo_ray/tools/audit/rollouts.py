@@ -80,17 +80,17 @@ def audit_teacher(row: Row, has_teacher: bool) -> Iterator[str]:
 
 def teacher_kl(rows: list[Row]) -> float | None:
     """Return the mean of log(sampler / teacher) over the sampled tokens of the rows; None without any."""
-
-    def gap(row: Row) -> np.ndarray:
-        return np.array(row["logprobs"], np.float64) - np.array(row["teacher_logprobs"], np.float64)
-
-    return _mean_of_sampled(rows, gap)
+    names = ("logprobs", "teacher_logprobs")
+    return _mean_of_sampled(rows, lambda row: np.subtract(*(np.array(row[name], np.float64) for name in names)))
 
 
 def _mean_of_sampled(rows: list[Row], values_of: Callable[[Row], np.ndarray]) -> float | None:
     """Return the mean of finite values, one per token of a row, over the sampled tokens; None without any."""
-    values = [values_of(row)[span["start"] : span["end"]] for row, span in _sampled_spans(rows)]
-    joined = np.concatenate(values or [np.empty(0)])
+    values = [np.empty(0)]
+    for row in rows:
+        of_row = values_of(row)
+        values += [of_row[span["start"] : span["end"]] for _, span in _sampled_spans([row])]
+    joined = np.concatenate(values)
     finite = joined[np.isfinite(joined)]
     return float(finite.mean()) if len(finite) else None
 

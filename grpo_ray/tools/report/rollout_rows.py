@@ -212,9 +212,10 @@ def _parts(row: Row) -> list[Row]:
     """Return the shown tokens as rows for `log_ratios`: one, or one for each sequence of an episode."""
     if not is_episode(row):
         return [{**row, **{name: row[name][:MAX_TOKENS] for name in ("token_ids", "logprobs")}}]
-    turns = [span["turn"] for span in row["turns"] for _ in range(span["start"], span["end"])]
-    values = {"token_ids": row["token_ids"], "logprobs": row["logprobs"], "turns": turns}
-    shown = {name: each[:MAX_EPISODE_TOKENS] for name, each in values.items()}
+    shown = {name: row[name][:MAX_EPISODE_TOKENS] for name in ("token_ids", "logprobs")}
+    for name in ("turn", "version"):
+        of_tokens = [span[name] for span in row[f"{name}s"] for _ in range(span["start"], span["end"])]
+        shown[f"{name}s"] = of_tokens[:MAX_EPISODE_TOKENS]
     return [
         {
             "prompt_token_ids": sequence["prompt_token_ids"],
@@ -309,7 +310,7 @@ def _sequence(row: Row) -> TrainSequence:
     mask = places = None
     if row.get("turns") is not None:  # null in plain rows of a file with episodes
         turns = np.array(row["turns"], dtype=np.int32)
-        mask = turns != CONTEXT
+        mask = np.array(row["versions"]) != CONTEXT  # a token that was too old to be trained has only a turn
         logprobs, places = logprobs[mask], places_in_turns(turns, mask)
     return TrainSequence(
         prompt_token_ids=tuple(row["prompt_token_ids"]),

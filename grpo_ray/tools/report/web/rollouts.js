@@ -182,7 +182,7 @@ function tokenMarks(row, coloring) {
   const isContext = (place) => Boolean(row.episode) && turnAt(row, place) < 0;
   const marks = (row.tokens ?? []).map((text, place) => {
     const mark = el("span", { class: "token" }, text.replaceAll("\n", "↵\n"));
-    if (!isContext(place)) paint(mark, values?.[place], largest);
+    if (!(version(place) < 0)) paint(mark, values?.[place], largest);
     return mark;
   });
   let at = -1;
