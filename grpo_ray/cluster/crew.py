@@ -55,11 +55,7 @@ class Crew:
     def __init__(
         self, name: str, ranks: Sequence[Client], place_of: Callable[[str], str], wait_s: float
     ) -> None:
-        """
-        Args:
-            place_of: returns the address of a rank's node by the rank's name.
-            wait_s: time for the other ranks' answers after the first one's.
-        """
+        """`place_of` returns a rank's node by its name; `wait_s` is for the answers after the first one."""
         self.name, self._ranks, self._place_of, self._wait_s = name, ranks, place_of, wait_s
         self._errors: list[tuple[int, BaseException]] = []  # of any call, with their ranks, oldest first
         self._ending: BaseException | None = None  # the error that ended the ranks

@@ -71,10 +71,7 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
     async def play(
         self, worker: EnvironmentClient, item: PromptItem, settings: SamplingSettings, purpose: str
     ) -> tuple[Ref[RolloutGroup], int]:
-        """Return a reference to the group of episodes, and its number of sampled tokens.
-
-        Args:
-            worker: from `room`, in which the group has a place.
+        """Return a reference to the group of episodes, played in a `room`, and its number of sampled tokens.
 
         Raises:
             DataLost: the worker died.

@@ -102,10 +102,8 @@ class GeneratorPool:
     ) -> Scored | None:
         """Return references to the item's group and, in training, to a teacher's logprobs, with the verdict.
 
-        The result is None if the group failed or was lost too often.
-
-        Args:
-            on_dispatch: called whenever a Generator is given the group.
+        The result is None if the group failed or was lost too often. `on_dispatch` is called whenever a
+        Generator is given the group.
         """
         recovery = self._config.recovery
         name = f"{purpose}/{item.group_id}"
@@ -150,10 +148,7 @@ class GeneratorPool:
         """Have the group sampled in a process with room for it; a suspect is alone there.
 
         Turns of all episodes share the Generators. So where there are episodes, a suspect that may end a
-        Generator is alone in the whole pool.
-
-        Args:
-            rooms: takes the places that the group holds.
+        Generator is alone in the whole pool. `rooms` takes the places that the group holds.
         """
         is_alone, has_turns = losses.is_suspect, item.task in self._config.episode_tasks
         is_in_generator = losses.is_in_turn if has_turns else bool(self._config.episode_tasks)

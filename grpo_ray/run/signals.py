@@ -6,12 +6,15 @@ that the main thread is too busy for: it is in native code, or its event loop is
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from typing import Any
 
 from grpo_ray.core.controller import RECOVERABLE, Controller
 from grpo_ray.errors import INTERRUPTED
@@ -59,6 +62,7 @@ def signals_answered(run: RunDirectory | None = None) -> Iterator[None]:
     previous = signal.set_wakeup_fd(ours.fileno(), warn_on_full_buffer=False)
     watch = threading.Thread(target=_watch, args=(watched, run), daemon=True)
     watch.start()
+    hook, sys.unraisablehook = sys.unraisablehook, _raise_again
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -66,6 +70,7 @@ def signals_answered(run: RunDirectory | None = None) -> Iterator[None]:
             raise
         raise type(interrupt)(how_to_resume(run)) from interrupt
     finally:
+        sys.unraisablehook = hook
         signal.set_wakeup_fd(previous)
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -83,6 +88,15 @@ def _answered() -> tuple[signal.Signals, ...]:
 def _interrupt(*_: object) -> None:
     _noticed.set()
     raise KeyboardInterrupt
+
+
+def _raise_again(unraisable: Any) -> None:
+    """Interrupt the main thread again: the first time it was in a `__del__`, out of which nothing is raised."""
+    if isinstance(unraisable.exc_value, KeyboardInterrupt):
+        arguments = ctypes.c_ulong(threading.get_ident()), ctypes.py_object(KeyboardInterrupt)
+        threading.Timer(0.1, ctypes.pythonapi.PyThreadState_SetAsyncExc, arguments).start()  # once this is left
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 def _watch(signals: socket.socket, run: RunDirectory | None) -> None:
@@ -138,14 +152,10 @@ def run_until_signal(
 ) -> None:  # fmt: skip
     """Run the controller until it ends or a signal stops it.
 
-    The first signal stops it after the current step, with a checkpoint. `on_preemption_s` after a
-    SIGTERM, the step is abandoned. A second one is for `signals_answered`.
-
-    Args:
-        ends_process: end the process `CLEAN_UP_S` after that even if its clean-up hangs, as on a file system
-            that does not answer; the reaper then ends the actors.
-        say: prints the answer to the first signal.
-        stoppable_by: given a function that stops the controller as a SIGINT does, which any thread may call.
+    The first signal stops it after the current step, with a checkpoint. `on_preemption_s` after a SIGTERM the
+    step is abandoned. With `ends_process` the process ends `CLEAN_UP_S` later even if its clean-up hangs, as on
+    a file system that does not answer. A second signal is for `signals_answered`. `stoppable_by` is given a
+    function that stops the controller as a SIGINT does, which any thread may call.
     """
     answered = _answered() if is_main_thread() else ()
 

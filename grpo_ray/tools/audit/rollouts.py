@@ -87,8 +87,7 @@ def teacher_kl(rows: list[Row]) -> float | None:
 def _mean_of_sampled(rows: list[Row], values_of: Callable[[Row], np.ndarray]) -> float | None:
     """Return the mean of finite values, one per token of a row, over the sampled tokens; None without any."""
     values = [np.empty(0)]
-    for row in rows:
-        of_row = values_of(row)
+    for row, of_row in zip(rows, map(values_of, rows), strict=True):
         values += [of_row[span["start"] : span["end"]] for _, span in _sampled_spans([row])]
     joined = np.concatenate(values)
     finite = joined[np.isfinite(joined)]

@@ -8,7 +8,6 @@ import yaml
 
 from grpo_ray.watch.trackers.tracker import End, Row, TrackedRun
 
-FLUSH_S = 10
 PUNCTUATION = re.compile(r"[!-/:-@\[-`{-~]")  # ASCII: everything with a meaning in Markdown or HTML
 
 
@@ -27,13 +26,14 @@ class TensorBoardTracker:
 
         if self._writer is not None:
             self._writer.close()
-        self._writer = SummaryWriter(str(self._run.folder), purge_step=step + 1, flush_secs=FLUSH_S)
+        self._writer = SummaryWriter(str(self._run.folder), purge_step=step + 1)
         text = yaml.safe_dump(self._run.config.model_dump(mode="json"), sort_keys=False)
         self._writer.add_text("config", re.sub("^", "    ", text, flags=re.MULTILINE), step)
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # a resumed run sends no step again
 
     def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
         self._writer.add_text(name, escaped_markdown_table(rows), step)
