@@ -118,7 +118,7 @@ def _own_cluster(secrets_kept: Collection[str]) -> Iterator[None]:
     folder = private_ray_folder()
     reaper = start_reaper()  # first, because Ray's agents outlive a driver that is killed while Ray starts
     try:
-        with without_secrets(keep=secrets_kept), _signals_kept():
+        with without_secrets(keep=secrets_kept), _signals_kept(signal.SIGHUP):
             try:
                 ray.init(address="local", include_dashboard=False, _temp_dir=folder, **QUIET)
             except Exception as error:  # such as "The current node timed out during startup"
@@ -129,16 +129,17 @@ def _own_cluster(secrets_kept: Collection[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signals_kept() -> Iterator[None]:
+def _signals_kept(*ignored: signal.Signals) -> Iterator[None]:
     """Keep what signals do while Ray starts, which sets handlers of SIGTERM that exit, or abort after 3 s.
 
-    Processes that start now inherit that a closed terminal does not end them: the driver answers it.
+    Processes that start now inherit what is ignored: a closed terminal is for the driver to answer.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, *ignored)}
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as error:

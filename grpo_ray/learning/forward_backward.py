@@ -192,8 +192,8 @@ class ForwardBackward:
         log_probs, entropy = self._log_probs(model, batch)
         sums: dict[str, torch.Tensor] = {}
         if batch.reference_logprobs is not None:
-            sums |= kl_sums(log_probs, batch.reference_logprobs, self._loss_mask(batch))
-            sums["kl_tokens"] = self._loss_mask(batch).sum()
+            mask = self._loss_mask(batch)
+            sums |= kl_sums(log_probs, batch.reference_logprobs, mask) | {"kl_tokens": mask.sum()}
         return sums | self._entropy_sums(entropy, batch)
 
     @property

@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from typing import Any
 
 from grpo_ray.core.controller import RECOVERABLE, Controller
 from grpo_ray.errors import INTERRUPTED
@@ -90,7 +89,7 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _raise_again(unraisable: Any) -> None:
+def _raise_again(unraisable: "sys.UnraisableHookArgs") -> None:
     """Interrupt the main thread again: the first time it was in a `__del__`, out of which nothing is raised."""
     if isinstance(unraisable.exc_value, KeyboardInterrupt):
         arguments = ctypes.c_ulong(threading.get_ident()), ctypes.py_object(KeyboardInterrupt)

@@ -147,9 +147,8 @@ def test_engines_and_requests_have_their_own_seeds(make_torch_engine: MakeEngine
     settings = make_settings(num_samples=1, max_tokens=16)
 
     def tokens(index: int) -> list[list[int]]:
-        return [
-            c.token_ids.tolist() for (c,) in generate(make_torch_engine(index=index), settings, PROMPTS[:1] * 2)
-        ]
+        groups = generate(make_torch_engine(index=index), settings, PROMPTS[:1] * 2)
+        return [c.token_ids.tolist() for (c,) in groups]
 
     assert tokens(0) == tokens(0)
     first, second = tokens(0), tokens(1)

@@ -131,7 +131,6 @@ def test_compiled_blocks_have_the_same_gradient_and_names(
     assert graphs == [graphs[0]] * 3  # batches of other shapes are not compiled again
     assert graphs[0] > 0
     assert compiled._forward_backward._layout.shares_prompts
-    # A look-up rounds as training does: the KL to the same weights is 0.
     kl = {"reference": "initial", "coefficient": 0.1, "refresh_every_num_steps": 1}
-    same = make_learner(family, "bfloat16", kl, compile=True)
+    same = make_learner(family, "bfloat16", kl, compile=True)  # its look-ups round as training does
     assert [train_step(same, seed)["loss/kl_ref"] for seed in range(2)] == [0.0, 0.0]

@@ -62,11 +62,13 @@ def test_graded_in_boxes_with_grades_of_ones_own() -> None:
     [
         ("The cat saw a dog.", "cat, dog", 1),
         ("A cat-like dog!", "cat, dog", 1),
+        ("cat", "cat,dog", 0),
         ("category and dogma", "cat, dog", 0),
         ("_cat_ dog", "cat, dog", 0),
         ("In New\nYork", "new york", 1),
         ("C++ (and c#)", "c++, c#", 1),
         ("Übung macht den Meister", "übung, meister", 1),
+        ("", "cat", 0),
         ("a.b", "a*b", 0),
         ("dog", " , dog,", 1),
         ("Five o’clock in a cafe\u0301", "o'clock, caf\u00e9", 1),
