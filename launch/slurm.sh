@@ -70,5 +70,9 @@ while true; do
   kill -0 "$run" 2>/dev/null || break  # a signal ends `wait`, not the run
 done
 kill "${steps[@]}" 2>/dev/null || true
+if [[ $status == 0 || $status == 130 ]]; then  # of a run that failed, Ray's own logs may be wanted
+  for _ in {1..20}; do kill -0 "${steps[@]}" 2>/dev/null || break; sleep 0.5; done
+  timeout 30 srun --overlap --nodes=${#nodes[@]} --ntasks=${#nodes[@]} rm -rf "$private" || true
+fi
 if [[ $is_requeued == true ]]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$status"

@@ -101,9 +101,7 @@ def _sample(
         elif is_by_turn:
             rewards = [0.0] * completion.num_turns
             rewards[-1:] = [float(completion.reward or 0.0)] if rewards else []
-    if is_by_turn and isinstance(completion, Episode) and completion.turn_rewards is None:
-        rewards[-1:] = [r - in_rewards * sum(penalties) for r in rewards[-1:]]  # as its one reward stands there
-    elif is_graded and in_rewards:
+    if is_graded and in_rewards:
         for turn, penalty in zip(turns, penalties, strict=True):
             rewards[turn if is_by_turn else 0] -= penalty
     if is_by_turn:
@@ -124,7 +122,7 @@ def _compare(samples: list[Sample], config: Config) -> None:
         values = [s.rewards[turn] for s in present]
         for s in present:
             assert s.advantages is not None
-            own, kind = s.rewards[turn], algorithm.advantage
+            own, kind = s.rewards[turn], algorithm.advantage_kind
             others = (sum(values) - own) / (len(values) - 1) if len(values) > 1 else own
             centred = own - fmean(values)
             if kind == "raw":

@@ -5,13 +5,11 @@ of the queue. With a look-ahead of 1 that is strict order. With a look-ahead of 
 comes at most `ceil((W - 1) / size)` batches later than in strict order: the batch in which it is due waits for
 it. Admission allows for that delay (staleness.py).
 
-With `first_come` there is no window: a batch takes the groups that finished first, and its caller cuts off the
-others.
+With `first_come` there is no window: a batch takes the groups that finished first; its caller cuts off others.
 
 Groups without signal are dropped from the queue, at most `max_dropped` per batch (DAPO's dynamic sampling,
 arXiv:2503.14476, Section 3.2, Eq. 11). In strict order a group is dropped only once it is certain that the
-groups before it neither fill the batch nor use up the limit, so the drops do not depend on the order in which
-groups finish.
+groups before it neither fill the batch nor use up the limit, so the drops do not depend on their order.
 
 The GroupBook asks for a batch whenever a group finishes, so the window and the due groups are kept until the
 queue changes, and the usual answer, that some group is missing, costs the same for a batch of any size.

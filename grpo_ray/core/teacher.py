@@ -27,8 +27,7 @@ class Teacher:
     async def look_up(self, group: RolloutGroup) -> tuple[np.ndarray, int]:
         """Return the group's `teacher_logprobs`, as in ScoredGroup, and the number of tokens that have one.
 
-        Every branch of an episode is a sequence of its own, so each token is judged in the context that it was
-        sampled in.
+        Every branch of an episode is a sequence of its own, so each token is judged in its own context.
 
         Raises:
             ValueError: a logprob is not finite.

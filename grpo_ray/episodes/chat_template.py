@@ -132,12 +132,10 @@ class ChatTemplate:
     ) -> tuple[int, ...]:
         """Return the tokens that `messages[num_known:]` add after the reply `messages[num_known - 1]`.
 
-        If the reply's last token is not the template's end token, because it was cut off, the suffix begins
-        with that token.
+        If the reply's last token is not the template's end token, because it was cut off, that one comes first.
 
         Raises:
-            ValueError: the template refuses the messages, drops one of them, or ends the reply with no end
-                token.
+            ValueError: the template refuses the messages, drops one of them, or leaves the reply open.
         """
         dummy = self._dummy(messages, num_known, tools)
         sentinel = f"{SENTINEL}-{secrets.token_hex(16)}"  # which no message holds

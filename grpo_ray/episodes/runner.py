@@ -153,8 +153,7 @@ def _read_outcome(returned: object, session: Session) -> Outcome:
     """Return what an episode function returned as an outcome.
 
     Raises:
-        ValueError: it is neither a number nor an outcome, or one that `Outcome` refuses, or has not one reward
-            per turn.
+        ValueError: it is no number or outcome, one that `Outcome` refuses, or lacks a reward per turn.
     """
     if not isinstance(returned, Outcome):
         return Outcome(returned)  # type: ignore[arg-type]

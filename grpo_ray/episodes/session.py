@@ -125,8 +125,7 @@ class Session:
 
         Raises:
             EpisodeEnded: the episode has reached a limit, or its Generator failed.
-            ValueError: the template or the tool parser cannot deal with the messages; or `max_tokens` is no
-                whole number.
+            ValueError: the template or tool parser cannot deal with the messages; `max_tokens` is not whole.
         """
         if tools and self._tool_parser is None:
             raise ValueError("the session has tools but no parser for their calls; set a tool_parser")

@@ -84,8 +84,7 @@ def max_rl(inputs: AdvantageInputs, *, eps: float = 1e-6) -> Tensor:
     """Return `(r - mean) / (mean + eps)`, and 0 in a group with a mean of at most 0.
 
     (MaxRL, Tajwar et al. arXiv:2602.02710: with rewards of 0 and 1 its expected gradient is that of the sum
-    of pass@k / k over k < G, the first terms of the log probability of a success.) Meant for rewards of at
-    least 0.
+    of pass@k / k over k < G, the first terms of the log probability of a success.) Meant for rewards >= 0.
     """
     means = inputs.rewards.mean(dim=1, keepdim=True)
     return (_centred(inputs.rewards) / (means + eps)).masked_fill(means <= 0, 0.0)

@@ -70,8 +70,7 @@ def aggregate_loss(
             the tokens of all its prompt's responses.
 
     Raises:
-        ValueError: the denominator is not positive, the aggregation is unknown, or `prompt_mean` has no
-            row_tokens.
+        ValueError: the denominator is not positive, the aggregation unknown, or `prompt_mean` lacks row_tokens.
     """
     if not denominator > 0:
         raise ValueError(f"denominator must be positive, got {denominator}")

@@ -83,8 +83,7 @@ def token_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0) ->
 class _LabelLogProbs(torch.autograd.Function):
     """Gather minus logsumexp; the gradient is one-hot minus softmax.
 
-    Written by hand because autograd's backward pass takes twice as long and allocates two more tensors of this
-    size.
+    Written by hand because autograd's backward pass takes twice as long and allocates two more such tensors.
     """
 
     @staticmethod

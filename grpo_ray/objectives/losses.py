@@ -103,8 +103,7 @@ def compute_policy_gradient_loss(
         The loss `[batch, seq]` and its details (see the module; empty except for the ratio losses).
 
     Raises:
-        ValueError: an argument that the loss needs is missing, the loss type is unknown, or it takes no such
-            option.
+        ValueError: an argument that the loss needs is missing, or the loss or an option of it is unknown.
     """
     if loss_type not in LOSSES:
         raise ValueError(f"unknown loss_type {loss_type!r}; allowed: {', '.join(LOSSES)}")
@@ -137,8 +136,7 @@ def apply_loss(
         policy_log_probs, mask: `[batch, seq]`.
         advantages: `[batch, 1]` or `[batch, seq]`; the raw rewards for `no_baseline`.
         old_log_probs: `[batch, seq]`, for the ratio losses.
-        offered: keyword arguments, of which the loss gets those that it takes; None stands for one that is not
-            given.
+        offered: keyword arguments, of which the loss gets those that it takes; None is as if not given.
         options: keyword arguments that it has to take.
 
     Raises:

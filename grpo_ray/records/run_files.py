@@ -72,8 +72,8 @@ def run_name(config: Config, config_path: str) -> str:
 class RunDirectory:
     """The directory of one run; the attributes are the paths in it."""
 
-    def __init__(self, path: str | Path, is_local: bool = False) -> None:
-        self.path, self.is_local = Path(path), is_local
+    def __init__(self, path: str | Path, is_local: bool = False, is_sft_alone: bool = False) -> None:
+        self.path, self.is_local, self.is_sft_alone = Path(path), is_local, is_sft_alone
         self.config_path = self.path / "config.yaml"
         self.inputs_path = self.path / "inputs.json"  # digests of files that the configuration names
         self.metrics_path = self.path / "metrics.jsonl"
@@ -178,7 +178,11 @@ class RunDirectory:
     @property
     def resume_command(self) -> str:
         """The command that continues the run, for messages."""
-        return f"grpo-ray resume {shlex.quote(str(self.path))}{' --local' if self.is_local else ''}"
+        path, flag = self.path, " --local" if self.is_local else ""
+        if self.is_sft_alone:  # `resume` would go on to GRPO
+            named = [str(self.config_path), f"run.name={path.name}", "run.if_exists=resume"]
+            return f"grpo-ray sft {shlex.join(named)}{flag}"
+        return f"grpo-ray resume {shlex.quote(str(path))}{flag}"
 
     @property
     def _subfolders(self) -> tuple[Path, ...]:

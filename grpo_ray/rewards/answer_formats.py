@@ -45,8 +45,7 @@ def read_answer(response: str) -> str | None:
     """Return the stripped text between the answer tags; None when the response is not in the format.
 
     The prompt already ends in `<think>`, or else the response begins with it. Each tag must occur exactly
-    once: with a second answer the policy could hedge, and a second `</think>` would leave open which part
-    was the thought.
+    once: a second answer would be a hedge, and a second `</think>` leaves open which part was the thought.
     """
     response = response.strip().removeprefix(THINK)
     if THINK in response:

@@ -35,7 +35,8 @@ class Grader:
         limits = config.num_workers, config.timeout_s, config.memory_gib, config.readable_paths
         # One pool for all terms without the network, and one for each with it, as only that has its secrets.
         shared = RewardPool(offline, *limits) if offline else None
-        self._pools: dict[str, list[RewardPool]] = {}  # in the order of their first terms
+        self._pools: dict[str, list[RewardPool]] = {}
+        self._names = {task: [f"{TERM}{term.name}" for term in own] for task, own in terms.items()}
         for task, own in terms.items():
             pools = [RewardPool({task: (term,)}, *limits, term) if term.network else shared for term in own]
             self._pools[task] = list(dict.fromkeys(pool for pool in pools if pool is not None))
@@ -75,7 +76,7 @@ class Grader:
             pools = self._pools[task]
             with ThreadPoolExecutor(len(pools)) as threads:
                 parts = [*threads.map(lambda pool: pool.grade(task, pairs, about), pools)]
-            results = [_sum_of(part) for part in zip(*parts, strict=True)]
+            results = [_sum_of(part, self._names[task]) for part in zip(*parts, strict=True)]
         return [
             self._as_wrong(task, pair, result) if isinstance(result, Ungradable) else result
             for pair, result in zip(pairs, results, strict=True)
@@ -103,10 +104,10 @@ class Grader:
         return list(dict.fromkeys(pool for pools in self._pools.values() for pool in pools))
 
 
-def _sum_of(parts: Sequence[Result]) -> Result:
+def _sum_of(parts: Sequence[Result], names: Sequence[str]) -> Result:
     """Return the sum of what the pools gave one answer; an error before what is the answer's own doing.
 
-    Format and answer are those of the first part that applies.
+    Format and answer are those of the first of the named terms that applies.
     """
     for kind in (ScoringError, Ungradable):
         if failed := next((part for part in parts if isinstance(part, kind)), None):
@@ -116,6 +117,7 @@ def _sum_of(parts: Sequence[Result]) -> Result:
         return ScoringError("no reward applies to it: each returned None")
     if len(applied) == 1:
         return applied[0]
+    applied.sort(key=lambda part: next(place for place, name in enumerate(names) if name in part))
     terms = {name: value for part in applied for name, value in part.items() if name.startswith(TERM)}
     return {**applied[0], **terms, "reward": sum(part["reward"] for part in applied)}
 

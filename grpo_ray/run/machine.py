@@ -10,6 +10,7 @@ from platform import machine, python_version
 
 from grpo_ray.cluster.placement import Node, bundles_of, joins_cluster, shortfalls, total
 from grpo_ray.config import Config
+from grpo_ray.errors import ray_needed
 
 FEW_CPUS = 0.5
 """CPUs that each actor reserves, so that several fit on two cores."""
@@ -69,6 +70,18 @@ def shortfalls_here(config: Config) -> list[str]:
     num_gpus = _num_gpus() if total(bundles_of(config), "GPU") else 0
     there = {"GPU": num_gpus, "CPU": os.cpu_count() or 1}
     return [] if joins_cluster() else shortfalls(config, [Node("this machine", there)])
+
+
+def check_machine(config: Config, is_local: bool) -> None:
+    """Refuse actors that this process, or Ray on this machine, cannot hold; raises RunError."""
+    if is_local:
+        from grpo_ray.cluster.local import check_local
+
+        return check_local(config)
+    with ray_needed(", or add --local"):
+        from grpo_ray.cluster import session
+
+    return session.check_machine(config)
 
 
 def _num_gpus() -> int:

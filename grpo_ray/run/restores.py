@@ -122,8 +122,7 @@ def _restore(store: CheckpointStore, run: RunDirectory, display: Display, failur
         failure: of this process's last try, for the error.
 
     Raises:
-        RunError: the records before that checkpoint are damaged, all are gone, or nothing can be changed for
-            `GIVE_UP_S`.
+        RunError: the records before it are damaged, all are gone, or nothing can be changed for `GIVE_UP_S`.
     """
 
     def restore() -> Checkpoint | None:

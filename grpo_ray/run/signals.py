@@ -13,7 +13,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
-from functools import partial
 
 from grpo_ray.core.controller import RECOVERABLE, Controller
 from grpo_ray.errors import INTERRUPTED
@@ -145,6 +144,29 @@ def sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
+@contextlib.contextmanager
+def signals_noticed(stop: Callable[[int], object]) -> Iterator[Callable[[], None]]:
+    """Have the running loop call `stop` with the number of each signal, instead of raising KeyboardInterrupt.
+
+    Yield a function that does what a SIGINT does, which any thread may call.
+    """
+    loop = asyncio.get_running_loop()
+
+    def notice(number: int = signal.SIGINT, _: object = None) -> None:
+        _noticed.set()
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(stop, number)
+
+    answered = _answered() if is_main_thread() else ()
+    # `loop.add_signal_handler` would take the watch's place.
+    before = {number: signal.signal(number, notice) for number in answered}
+    try:
+        yield notice
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def run_until_signal(
     controller: Controller, on_preemption_s: float, run: RunDirectory, ends_process: bool = False,
     say: Callable[[str], None] = print, stoppable_by: Callable[[Callable[[], None]], None] | None = None,
@@ -156,12 +178,10 @@ def run_until_signal(
     a file system that does not answer. A second signal is for `signals_answered`. `stoppable_by` is given a
     function that stops the controller as a SIGINT does, which any thread may call.
     """
-    answered = _answered() if is_main_thread() else ()
 
     async def main() -> None:
-        task = asyncio.current_task()
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
-        loop = asyncio.get_running_loop()
 
         def stop(number: int) -> None:
             if not controller.was_stopped:
@@ -172,18 +192,11 @@ def run_until_signal(
                 if ends_process:
                     _end_process_after(on_preemption_s + CLEAN_UP_S)
 
-        def notice(number: int, _: object) -> None:
-            _noticed.set()
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(stop, number)
+        with signals_noticed(stop) as stop_as_ctrl_c:
+            if stoppable_by is not None:
+                stoppable_by(stop_as_ctrl_c)
+            await controller.run()
 
-        for number in answered:  # `loop.add_signal_handler` would take the watch's place
-            signal.signal(number, notice)
-        if stoppable_by is not None:
-            stoppable_by(partial(notice, signal.SIGINT, None))
-        await controller.run()
-
-    before = {number: signal.getsignal(number) for number in answered}
     try:
         asyncio.run(main())
     except asyncio.CancelledError:
@@ -193,9 +206,6 @@ def run_until_signal(
         if controller.was_stopped:  # a restore would only be stopped as well
             raise Interrupted(f"{error}; {how_to_resume(run)}", run) from error
         raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     if controller.was_stopped:
         raise Interrupted(how_to_resume(run), run)
 

@@ -19,7 +19,7 @@ from grpo_ray.config.schema import leaves
 from grpo_ray.config.user_code import check_arguments, import_from, keyword_parameters
 from grpo_ray.core.context import Prepared
 from grpo_ray.core.controller import Controller
-from grpo_ray.errors import RunError, all_of, ray_needed, shown_plainly
+from grpo_ray.errors import RunError, all_of, shown_plainly
 from grpo_ray.learning.model_files import is_local as is_local_model
 from grpo_ray.records.checkpoint import Checkpoint, make_store
 from grpo_ray.records.json_lines import JsonLines, lines_from_end, parse_line
@@ -27,7 +27,7 @@ from grpo_ray.records.resumable_folder import changed_values
 from grpo_ray.records.rollout_log import num_groups_in
 from grpo_ray.records.run_files import RunDirectory, check_dumped, dump_config, last_logged_step, run_name
 from grpo_ray.records.visible_text import print_visible
-from grpo_ray.run.machine import on_this_machine
+from grpo_ray.run.machine import check_machine, on_this_machine
 from grpo_ray.run.preparation import (
     TaskData,
     at_commits,
@@ -104,14 +104,14 @@ def train(
     config, notice = on_this_machine(config, is_local)
     if notice is not None:
         print(f"! {notice}")
-    run = RunDirectory(Path(config.run.output_dir) / run_name(config, config_path), is_local)
+    run = RunDirectory(Path(config.run.output_dir) / run_name(config, config_path), is_local, is_sft_alone)
     with signals_answered(run):
         if config.run.if_exists == "resume" and run.config_path.exists():
-            return _resume(run, config, follower, is_sft_alone)
-        return _train(run, config, follower, is_sft_alone)
+            return _resume(run, config, follower)
+        return _train(run, config, follower)
 
 
-def _train(run: RunDirectory, config: Config, follower: Follower | None, is_sft_alone: bool) -> RunDirectory:
+def _train(run: RunDirectory, config: Config, follower: Follower | None) -> RunDirectory:
     task = _check(config, run.is_local, run.check_free)
     for line in task.first_prompts:
         print_visible(line)
@@ -123,9 +123,7 @@ def _train(run: RunDirectory, config: Config, follower: Follower | None, is_sft_
             with shown_plainly():
                 run.create(config)
             write_digests(run, input_digests(config, task.templates, task.train, task.validation))
-            config, prepared = after_sft(config, prepared, run, learner_host, console.warmup)
-            if not is_sft_alone:
-                _run_to_the_end(config, prepared, run, console, host, follower)
+            _run_to_the_end(config, prepared, run, console, host, learner_host, follower)
     return run
 
 
@@ -145,11 +143,9 @@ def resume(
         return _resume(run, load_config(run.config_path, overrides), follower)
 
 
-def _resume(
-    run: RunDirectory, config: Config, follower: Follower | None, is_sft_alone: bool = False
-) -> RunDirectory:
+def _resume(run: RunDirectory, config: Config, follower: Follower | None) -> RunDirectory:
     """Resume; whatever can refuse does so before the first change in the run's folder."""
-    if is_sft_alone and run.sft.exists():
+    if run.is_sft_alone and run.sft.exists():
         return run
     import_from(run.given)
     check_dumped(run.config_path)
@@ -188,9 +184,7 @@ def _resume(
             run.create_subfolders()
             _adopt(run, before, config, step, unchecked)
             write_digests(run, digests)
-            config, prepared = after_sft(config, prepared, run, learner_host, console.warmup)
-            if not is_sft_alone:
-                _run_to_the_end(config, prepared, run, console, host, follower)
+            _run_to_the_end(config, prepared, run, console, host, learner_host, follower)
     return run
 
 
@@ -237,19 +231,12 @@ def _check(config: Config, is_local: bool, *others: Callable[[], None]) -> TaskD
     *_, task, _, _ = all_of(
         *others,
         lambda: check_files(config),
-        lambda: local.check_local(config) if is_local else _check_machine(config),
+        lambda: check_machine(config, is_local),
         lambda: check_trackers(config),
     )
     assert isinstance(task, TaskData)
     with shown_plainly():
         return with_trial(config, task)
-
-
-def _check_machine(config: Config) -> None:
-    with ray_needed(", or add --local"):
-        from grpo_ray.cluster.session import check_machine
-
-    check_machine(config)
 
 
 FIXED = (
@@ -356,8 +343,11 @@ def warnings_in(path: Path) -> Iterator[None]:
 
 def _run_to_the_end(
     config: Config, prepared: Prepared, run: RunDirectory, console: RunConsole, host: Host,
-    follower: Follower | None,
+    learner_host: LearnerHost, follower: Follower | None,
 ) -> None:  # fmt: skip
+    config, prepared = after_sft(config, prepared, run, learner_host, console.warmup)
+    if run.is_sft_alone:
+        return
     is_alone, follower = follower is None, follower or Follower()
     console.print(banner(config, prepared.longest_prompt, str(run.path)))
     logged = warnings_in(run.logs / "local.log") if run.is_local else contextlib.nullcontext()

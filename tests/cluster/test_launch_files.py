@@ -196,6 +196,7 @@ options=()
 while [[ $1 == --* ]]; do options+=("$1"); shift; done
 case $1 in
   hostname) echo "10.0.0.1 fe80::1" ;;
+  rm) echo "removed|${options[*]}" >>calls; exec "$@" ;;
   bash)  # a step that makes the job's folder first, on another node: there it does not exist yet
     rmdir "$4"
     "${@:1:4}" true && echo "folder|$(stat -c %a "$4")" >>calls
@@ -222,8 +223,11 @@ fi
 }
 
 
+Slurm = Callable[..., tuple[int, list[list[str]]]]
+
+
 @pytest.fixture
-def slurm(tmp_path: Path) -> Callable[..., tuple[int, list[list[str]]]]:
+def slurm(tmp_path: Path) -> Slurm:
     """`slurm(*arguments, signal="")`: run the script; return its exit status and its calls."""
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -248,9 +252,7 @@ def slurm(tmp_path: Path) -> Callable[..., tuple[int, list[list[str]]]]:
 
 
 @pytest.mark.slow
-def test_slurm_starts_a_head_and_the_other_nodes_and_trains(
-    slurm: Callable[..., tuple[int, list[list[str]]]],
-) -> None:
+def test_slurm_starts_a_head_and_the_other_nodes_and_trains(slurm: Slurm) -> None:
     status, calls = slurm(EIGHT_GPUS, "algorithm.num_steps=3")
     assert status == 0
     head, others = sorted((call for call in calls if call[0] == "step"), key=lambda call: "join" in call[2])
@@ -268,7 +270,8 @@ def test_slurm_starts_a_head_and_the_other_nodes_and_trains(
     temp_dirs = {word for step in (head, others) for word in step[2].split() if word.startswith("--temp-dir=")}
     (temp_dir,) = temp_dirs  # one for all steps
     assert re.fullmatch(r"--temp-dir=/tmp/grpo_ray-\w{10}/ray", temp_dir)
-    Path(temp_dir.removeprefix("--temp-dir=")).parent.rmdir()
+    assert ["removed", "--overlap --nodes=3 --ntasks=3"] in calls
+    assert not Path(temp_dir.removeprefix("--temp-dir=")).parent.exists()
 
     (check, train) = [call for call in calls if call[0] == "grpo-ray"]
     assert check[2] == f"check {EIGHT_GPUS} algorithm.num_steps=3"
@@ -281,9 +284,7 @@ def test_slurm_starts_a_head_and_the_other_nodes_and_trains(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("signal", "is_requeued"), [("USR1", True), ("TERM", False)])
-def test_slurm_ends_with_a_checkpoint(
-    slurm: Callable[..., tuple[int, list[list[str]]]], signal: str, is_requeued: bool
-) -> None:
+def test_slurm_ends_with_a_checkpoint(slurm: Slurm, signal: str, is_requeued: bool) -> None:
     status, calls = slurm(EIGHT_GPUS, signal=signal)
     assert status == 130
     assert ["checkpoint"] in calls
@@ -312,5 +313,5 @@ def test_slurm_asks_for_what_the_job_wants_and_stops_it_in_time() -> None:
     assert int(asked["signal"].removeprefix("B:USR1@")) > int(patience_s) + CLEAN_UP_S
 
 
-def test_slurm_without_a_configuration(slurm: Callable[..., tuple[int, list[list[str]]]]) -> None:
+def test_slurm_without_a_configuration(slurm: Slurm) -> None:
     assert slurm() == (2, [])

@@ -212,9 +212,7 @@ async def test_a_worker_that_does_not_end_its_episodes_is_replaced(
 
 
 @pytest.mark.slow
-async def test_groups_that_wait_for_a_place_are_not_late(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_groups_waiting_for_a_place_are_not_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker has places for two groups of four; each takes 0.2 s, so the last ones begin after 0.4 s."""
     monkeypatch.setattr(environment_pool, "GRACE_S", 0.1)
     places = asyncio.Semaphore(2)

@@ -247,9 +247,7 @@ def test_training_resumed_from_a_checkpoint_is_the_same_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_steps_after_the_capture_do_not_change_what_is_written(
-    make_learner: MakeLearner, tmp_path: Path
-) -> None:
+def test_steps_after_the_capture_change_nothing_written(make_learner: MakeLearner, tmp_path: Path) -> None:
     learner = make_learner(learner={"learning_rate": 1e-2})
     train(learner, [1])
     expected, moments = weights(learner), optimizer_state(learner)

@@ -142,9 +142,7 @@ def test_the_processes_own_files_and_shared_memory_are_out_of_reach(shared_file:
     assert shared_file.read_text() == "of another process"
 
 
-def test_temporary_folders_without_a_process_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_without_a_process_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     abandoned, no_folder = tmp_path / f"{SCRATCH}a", tmp_path / f"{SCRATCH}b"
     abandoned.mkdir()

@@ -248,9 +248,7 @@ def test_crash_midway_leaves_nothing_under_the_final_name(
     check_local_model(str(tiny_model_folder(warmed)))
 
 
-def test_model_that_another_run_finished_first_is_taken(
-    warmed: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_that_another_run_finished_is_taken(warmed: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_model_folder(warmed)
     finished = folder.with_name("finished")
     folder.rename(finished)
@@ -323,9 +321,7 @@ def test_the_hub_is_asked_for_a_models_commit_and_else_its_cache(monkeypatch: py
     assert (at_commit(None), at_commit("/a/model")) == (None, "/a/model")
 
 
-def test_end_tokens_are_the_tokenizers_and_the_generation_configs(
-    tiny_model: TinyModel, tmp_path: Path
-) -> None:
+def test_end_tokens_are_the_tokenizers_and_generation_configs(tiny_model: TinyModel, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tiny_model()))
     assert tokenizer.eos_token_id == 0
     for listed, expected in ((None, (0,)), (7, (0, 7)), ([9, 7, 0], (0, 7, 9))):

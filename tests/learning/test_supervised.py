@@ -1,6 +1,7 @@
 """Supervised steps: demonstrations, the loss against cross entropy, and runs that begin with them."""
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -194,9 +195,11 @@ def test_every_row_once_per_epoch_in_another_order() -> None:
 
 # ---- runs ----
 
+Job = Callable[..., list[str]]
+
 
 @pytest.fixture
-def job(tmp_path: Path, tiny_model: TinyModel) -> Callable[..., list[str]]:
+def job(tmp_path: Path, tiny_model: TinyModel) -> Job:
     """The arguments of a run of one step, with a model that answers anything and shall answer ` no`."""
     model = tmp_path / "model"
     shutil.copytree(tiny_model(), model)
@@ -226,7 +229,7 @@ def first_responses(run: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_run_begins_with_what_it_was_taught(
-    job: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, adapter = tmp_path / "run", tmp_path / "run" / "sft" / "adapter_model.safetensors"
     # Under frozen random embeddings no token becomes likelier than about 0.4.
@@ -259,10 +262,7 @@ def test_a_run_begins_with_what_it_was_taught(
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_in_its_supervised_steps_begins_them_anew(
-    job: Callable[..., list[str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(self: Learner, folder: Path) -> None:
         (folder / "half").touch()
@@ -270,13 +270,13 @@ def test_a_run_that_is_killed_in_its_supervised_steps_begins_them_anew(
 
     with monkeypatch.context() as patch:
         patch.setattr(Learner, "write_captured", interrupt)
-        assert main(["train", *job()]) == 130
+        assert main(["sft", *job()]) == 130
     run = tmp_path / "run"
-    assert (
-        f"interrupted; all actors have been ended; resume with: grpo-ray resume {run}"
-        in capsys.readouterr().err
-    )
+    said, _, command = capsys.readouterr().err.partition("resume with: grpo-ray ")
+    assert said.endswith("interrupted; all actors have been ended; ")
     assert not (run / "sft").exists()
+    assert main(shlex.split(command)) == 0
+    assert not (run / "metrics.jsonl").exists()  # nor does the command go on to GRPO
     assert main(["resume", str(run), "--local"]) == 0
     assert not (run / "sft" / "half").exists()
     assert {text.strip() for text in first_responses(run)} == {"no"}
@@ -295,7 +295,7 @@ def test_a_run_that_is_killed_in_its_supervised_steps_begins_them_anew(
     ],
 )
 def test_what_cannot_be_taught_is_refused_first(
-    job: Callable[..., list[str]], overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    job: Job, overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [each for each in job(*overrides) if each != "--local"]
     assert main(["check", *arguments]) == 2

@@ -140,6 +140,7 @@ CASES: list[dict[str, Any]] = [
     {"advantage": "mean", "advantage_scale": "whiten_tokens", "mask_truncated": True},
     {"advantage": "mean_std", "advantage_scale": "whiten_responses", "std": "population"},
     {"advantage": "raw", "advantage_scale": "whiten_responses", "mask_truncated": True},
+    {"loss": "no_baseline", "kl": KL},
     {"advantage": "leave_one_out", "kl": KL},
     {"advantage": "mean", "kl": KL, "overlong_buffer_tokens": 6},
     {"advantage": "leave_one_out", "advantage_scale": "whiten_responses", "kl": KL},
@@ -169,6 +170,9 @@ def test_episodes_are_as_in_a_slow_loop(
     )
     rng = np.random.default_rng(11)
     groups = [random_episode_group(rng, place, 4, discount) for place in range(3)]
+    first, *others = groups[0].rollout.completions
+    cut = replace(first, turn_rewards=None)  # has no rewards per turn, though the others may
+    groups[0] = replace(groups[0], rollout=replace(groups[0].rollout, completions=(cut, *others)))
     check([*groups, *plain_groups(rng, 2)], config, 3)
 
 
@@ -233,9 +237,7 @@ def test_equal_rewards_everywhere_and_a_batch_of_nothing_graded_leave_no_signal(
 
 
 @pytest.mark.parametrize("placement", ["reward", "reward_to_go"])
-def test_a_batch_of_episodes_without_a_sampled_token_has_no_sequence(
-    tiny_config: Config, placement: str
-) -> None:
+def test_episodes_without_a_sampled_token_have_no_sequence(tiny_config: Config, placement: str) -> None:
     kl = {"reference": "initial", "coefficient": 1.0, "placement": placement}
     group = make_group(make_item(0), [replace(make_episode([]), reward=float(n)) for n in range(2)], [0, 1])
     found = with_batch_advantages([group], [], config_of(tiny_config, advantage="mean", kl=kl))

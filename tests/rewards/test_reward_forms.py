@@ -296,7 +296,9 @@ SECRETS = ("FORMS_URL", "FORMS_KEY")
 @pytest.mark.parametrize("function", ["judge", "async_judge"])
 def test_a_judge_is_asked_at_the_same_time_and_again(url: str, function: str) -> None:
     judge = own(function, network=True, secrets=SECRETS, weight=0.5, name="judge", retries=1, concurrency=4)
-    grader = Grader({"": (RewardTerm(reward="exact_match"), judge)}, ScorerConfig(num_workers=1))
+    exact = RewardTerm(reward="exact_match")
+    terms = {"": (exact, judge), "second": (own("undecided"), judge, exact)}
+    grader = Grader(terms, ScorerConfig(num_workers=1))
     texts = [f"together {function} {i}" for i in range(4)]
     item = PromptItem(0, "Q", (), "", about=json.dumps({"question": "6 * 7?"}))
     results = grader.grade("", [(text, "") for text in texts], item)
@@ -306,6 +308,9 @@ def test_a_judge_is_asked_at_the_same_time_and_again(url: str, function: str) ->
     (again,) = grader.grade("", [(f"flaky {function}", "")], item)
     assert isinstance(again, dict)
     assert Judge.seen[f"flaky {function}"] == 2
+    (scores,) = grader.grade("second", [("x", "")], item)
+    assert isinstance(scores, dict)
+    assert (scores["format_reward"], scores["reward"]) == (1, 0.5)  # the judge's, as the first does not apply
     grader.close()
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -116,8 +117,8 @@ def test_two_generators_share_the_known_answers_to_a_gsm8k_file(
 
 
 @contextlib.contextmanager
-def interrupted_after(num_prompts: int, error: BaseException) -> Iterator[None]:
-    """Raise the error once that many prompts are graded."""
+def interrupted_after(num_prompts: int, error: OSError | None) -> Iterator[None]:
+    """Raise the error, or press Ctrl-C, once that many prompts are graded."""
     advance, num_done = EvaluationConsole.advance, 0
 
     def interrupt(self: EvaluationConsole, group: Any) -> None:
@@ -125,7 +126,9 @@ def interrupted_after(num_prompts: int, error: BaseException) -> Iterator[None]:
         num_done += 1
         advance(self, group)
         if num_done == num_prompts:
-            raise error
+            if error is not None:
+                raise error
+            signal.raise_signal(signal.SIGINT)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EvaluationConsole, "advance", interrupt)
@@ -150,7 +153,7 @@ def test_an_interrupted_evaluation_is_resumed_and_another_one_refused(
     with interrupted_after(2, full), pytest.raises(RunError, match=r"No space left.*\n.*resume with: grpo"):
         evaluate(given)
     interrupted = pytest.raises(Interrupted, match="with: grpo-ray evaluate M")
-    with interrupted_after(1, KeyboardInterrupt()), interrupted:
+    with interrupted_after(1, None), interrupted:
         evaluate(given)
     done = {row["prompt"] for row in pq.read_table(tmp_path / "e" / "parts" / "00000.parquet").to_pylist()}
     assert len(done) >= 3

@@ -661,9 +661,7 @@ def test_a_learner_that_does_not_fit_has_a_remedy(
     assert f"! the Learner does not fit; {message}" in capsys.readouterr().out
 
 
-def test_too_few_gpus_are_refused_with_what_to_do(
-    folder_of: Folder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_few_gpus_are_refused_with_a_cure(folder_of: Folder, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(QWEN, folder_of(QWEN_1_5B), "--gpus", "1") == 1
     needed = "the run needs 2 GPUs, but --gpus is 1; lower generator.num_generators, "
     assert needed in capsys.readouterr().out

@@ -341,9 +341,7 @@ def test_the_address_is_a_dashboards(monkeypatch: pytest.MonkeyPatch) -> None:
         job_address(None)
 
 
-def test_without_a_token_nothing_goes_to_another_machine(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_a_token_nothing_goes_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     check_token(make_context())
     assert "RAY_AUTH_MODE" not in os.environ
     for mode in (None, "token"):
@@ -375,12 +373,15 @@ class FakeJobs:
         self.jobs: dict[str, Any] = {}
         self.output: list[str | BaseException] = ["step 1\n", "step 2\n"]
         self.stopped_by: BaseException | None = None
+        self.accepted_by: BaseException | None = None
 
     def submit_job(self, **job: Any) -> str:
         if self.not_ready:
             self.not_ready -= 1
             raise RuntimeError("Request failed with status code 500: No available agent to submit job")
-        self.jobs["job-1"] = SimpleNamespace(status=Status("RUNNING"), message="", **job)
+        self.jobs[job["submission_id"]] = SimpleNamespace(status=Status("RUNNING"), message="", **job)
+        if self.accepted_by is not None:
+            raise self.accepted_by
         return "job-1"
 
     def get_job_info(self, job_id: str) -> Any:
@@ -420,6 +421,7 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeJobs:
         monkeypatch.chdir(tmp_path / "here")  # where fewer files are looked through
     monkeypatch.setattr(submit, "_connect", lambda address: fake)
     monkeypatch.setattr(submit, "POLL_S", 0.0)
+    monkeypatch.setattr(submit, "new_job_id", lambda: "job-1")
     return fake
 
 
@@ -460,6 +462,9 @@ def test_ctrl_c_stops_following_only(jobs: FakeJobs, capsys: pytest.CaptureFixtu
     jobs.output = ["step 2\n"]
     assert main(["submit", "--follow", "job-1"]) == 0
     assert "step 2\n" in capsys.readouterr().out
+    jobs.accepted_by = KeyboardInterrupt()  # after the request, before its answer
+    assert main(["submit", QUICKSTART]) == INTERRUPTED
+    assert "may have been submitted, as job-1; see with" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -223,9 +223,7 @@ def pack_much(sender: Sender, version: int) -> WeightSnapshot:
 
 
 @pytest.mark.slow
-def test_a_receiver_that_dies_in_the_middle_ends_its_send_alone(
-    threads: ThreadPoolExecutor, peer: Peer
-) -> None:
+def test_a_receiver_that_dies_midway_ends_its_send_alone(threads: ThreadPoolExecutor, peer: Peer) -> None:
     sender = make_sender(timeout_s=60.0)
     snapshot, process, other = pack_much(sender, 1), peer(sender, "a"), join(threads, sender, "b")
     sending = threads.submit(sender.send, "a", 1)

@@ -28,8 +28,7 @@ class RMSNorm(nn.Module):
 def rotary_angles(position_ids: Tensor, head_dim: int, theta: float) -> Tensor:
     """Return angles `[batch, seq, head_dim / 2]` of positions `[batch, seq]`: m theta^(-2i / head_dim).
 
-    In float32 radians (Su et al. 2021, RoFormer, Eq. 15). Computed on each call, because bfloat16 would round a
-    stored buffer.
+    In float32 radians (Su et al. 2021, RoFormer, Eq. 15). Computed on each call: bfloat16 would round a buffer.
     """
     exponents = torch.arange(0, head_dim, 2, device=position_ids.device).float() / head_dim
     return position_ids[..., None].float() * (1.0 / theta**exponents)

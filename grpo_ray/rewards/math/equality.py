@@ -108,8 +108,7 @@ def grade(answer: str | None, ground_truth: str, fast: bool = True) -> Scores:
 
     Args:
         answer: None for a response that is not in the format.
-        fast: False also accepts words around a single number (`She has 72 eggs`), for evaluating models that
-            add them.
+        fast: False also accepts words around a single number (`She has 72 eggs`), for evaluations.
 
     Raises:
         NotGraded: the truth is too long, too deeply nested, too large a number or unreadable.

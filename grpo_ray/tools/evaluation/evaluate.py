@@ -8,11 +8,12 @@ from pathlib import Path
 from grpo_ray.cluster import local
 from grpo_ray.config import Config
 from grpo_ray.core.context import PreparedServing
-from grpo_ray.errors import RunError, all_of, ray_needed, shown_plainly
+from grpo_ray.errors import RunError, all_of, shown_plainly
 from grpo_ray.learning.model_files import is_local as is_local_model
 from grpo_ray.records.evaluation_summary import EvaluationSummary
+from grpo_ray.run.machine import check_machine
 from grpo_ray.run.preparation import check_files, prepare_serving
-from grpo_ray.run.signals import Interrupted, signals_answered
+from grpo_ray.run.signals import Interrupted, signals_answered, signals_noticed
 from grpo_ray.tasks import load_validation
 from grpo_ray.tasks.examples import ExampleSets
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
@@ -40,7 +41,7 @@ def evaluate(options: EvaluationOptions, stoppable_by: StoppableBy = lambda stop
     _, examples, _ = all_of(
         lambda: plan.folder.check(plan.definition, is_partial=True),
         lambda: load_validation(plan.config.task, plan.config.run.seed, plan.limit),
-        lambda: _check_machine(plan),
+        lambda: check_machine(plan.config, plan.is_local),
     )
     with EvaluationConsole() as console:
         for notice in plan.subject.notices:
@@ -62,15 +63,6 @@ def evaluate(options: EvaluationOptions, stoppable_by: StoppableBy = lambda stop
             raise RunError("nothing was evaluated: none of the weights could be loaded")
         _conclude(plan, summaries, console)
     return plan.folder.path
-
-
-def _check_machine(plan: EvaluationPlan) -> None:
-    if plan.is_local:
-        return local.check_local(plan.config)
-    with ray_needed(", or add --local"):
-        from grpo_ray.cluster.session import check_machine
-
-    return check_machine(plan.config)
 
 
 def _with_model(plan: EvaluationPlan, console: EvaluationConsole) -> Config:
@@ -113,9 +105,9 @@ def _sample(
 ) -> None:  # fmt: skip
     async def until_stopped() -> None:
         sampling = asyncio.ensure_future(sample(plan, config, left, prepared, actors, console))
-        loop = asyncio.get_running_loop()
-        stoppable_by(lambda: loop.is_closed() or loop.call_soon_threadsafe(sampling.cancel))
-        await sampling
+        with signals_noticed(lambda number: sampling.cancel()) as stop:
+            stoppable_by(stop)
+            await sampling
 
     with signals_answered(), _served(plan, config, prepared.model, console) as actors:
         try:

@@ -1,8 +1,7 @@
 """Launching an experiment's runs: each in a process of its own, several in parallel, all stopped by Ctrl-C.
 
 A child has its own session. Otherwise a terminal's Ctrl-C would reach it as well, and a run that receives a
-second signal does not wait for its checkpoint. If this process is killed, the kernel sends SIGTERM to its
-children.
+second signal does not wait for its checkpoint. If this process is killed, the kernel sends them SIGTERM.
 """
 
 import os

@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,13 +59,14 @@ def submit(options: SubmitOptions) -> int:
     if options.stop:
         words = "no longer waiting; a job that was asked to stop does so by itself"
         return _unless_interrupted(client.stop, options.stop, words)
-    job_id = options.follow
+    job_id = options.follow or new_job_id()
     if job is not None:
-        job_id = client.submit(job)
+        words = f"it may have been submitted, as {job_id}; see with: grpo-ray submit --follow {job_id}"
+        if status := _unless_interrupted(partial(client.submit, job), job_id, words):
+            return status
         _print_submitted(job_id, job, options.address)
         if options.no_wait:
             return 0
-    assert job_id is not None
     return _unless_interrupted(client.follow, job_id, "no longer following; the job keeps running")
 
 
@@ -93,6 +96,10 @@ def _unless_interrupted(call: Callable[[str], bool], job_id: str, words: str) ->
     except KeyboardInterrupt:
         print(f"\n{words}", file=sys.stderr)
         return INTERRUPTED
+
+
+def new_job_id() -> str:
+    return f"raysubmit_{secrets.token_hex(8)}"
 
 
 def _print_submitted(job_id: str, job: Submission, address: str | None) -> None:
@@ -153,18 +160,19 @@ class JobClient:
         with _explained(address):
             self._client = _connect(address)
 
-    def submit(self, job: Submission) -> str:
-        """Upload the working directory and start the job; return its id."""
+    def submit(self, job: Submission, job_id: str) -> bool:
+        """Upload the working directory and start the job; return True."""
         deadline = time.monotonic() + STARTING_S
         with _explained(self.address):
             while True:
                 try:
-                    job_id: str = self._client.submit_job(
+                    self._client.submit_job(
                         entrypoint=job.entrypoint,
+                        submission_id=job_id,
                         runtime_env=dict(job.runtime_env),
                         metadata=dict(job.metadata),
                     )
-                    return job_id
+                    return True
                 except RuntimeError as error:
                     if "No available agent" not in str(error):
                         raise
