@@ -161,7 +161,8 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
         try:
             _check_names(path, rows.fieldnames or ())
             for row in rows:
-                place = f"{path}, line {rows.line_num}"
+                num_breaks = sum(value.count("\n") for value in row.values() if isinstance(value, str))
+                place = f"{path}, line {rows.line_num - num_breaks}"
                 if None in row or None in row.values():
                     raise ValueError(f"{place}: not as many values as columns; quote values with commas")
                 yield place, row

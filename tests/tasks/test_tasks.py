@@ -158,6 +158,7 @@ def test_values_of_a_csv_stay_as_they_are_written(tmp_path: Path) -> None:
     path = tmp_path / "data.csv"
     path.write_bytes('\ufeffq,a,hint\n"Two\nlines, ""é""",007,\n\nb,1e3,x\n'.encode())
     assert read(path, "q", "a") == [Example('Two\nlines, "é"', "007"), Example("b", "1e3")]
+    assert [example.place for example in read(path, "q", "a")] == [f"{path}, line 2", f"{path}, line 5"]
     assert num_rows(path) == 2
 
 
