@@ -61,10 +61,10 @@ def submit(options: SubmitOptions) -> int:
         return _unless_interrupted(client.stop, options.stop, words)
     job_id = options.follow or new_job_id()
     if job is not None:
-        words = f"it may have been submitted, as {job_id}; see with: grpo-ray submit --follow {job_id}"
+        words = f"it may have been submitted; see with: {client.command('--follow', job_id)}"
         if status := _unless_interrupted(partial(client.submit, job), job_id, words):
             return status
-        _print_submitted(job_id, job, options.address)
+        _print_submitted(job_id, job, client.command)
         if options.no_wait:
             return 0
     return _unless_interrupted(client.follow, job_id, "no longer following; the job keeps running")
@@ -102,15 +102,14 @@ def new_job_id() -> str:
     return f"raysubmit_{secrets.token_hex(8)}"
 
 
-def _print_submitted(job_id: str, job: Submission, address: str | None) -> None:
-    at = f" --address {address}" if address else ""
+def _print_submitted(job_id: str, job: Submission, command: Callable[[str, str], str]) -> None:
     for warning in job.warnings:
         print(visible(f"! {warning}"))
     print(f"submitted  {job_id}")
     print(f"run        {job.metadata['run']}")
     print(f"watch      grpo-ray top {shlex.quote(job.metadata['run'])}")
-    print(f"follow     grpo-ray submit --follow {job_id}{at}")
-    print(f"stop       grpo-ray submit --stop {job_id}{at}", flush=True)
+    print(f"follow     {command('--follow', job_id)}")
+    print(f"stop       {command('--stop', job_id)}", flush=True)
 
 
 def job_address(given: str | None) -> str:
@@ -160,6 +159,11 @@ class JobClient:
         with _explained(address):
             self._client = _connect(address)
 
+    def command(self, option: str, value: str) -> str:
+        """Return a command for the user to type."""
+        at = "" if self.address == DEFAULT_ADDRESS else f" --address {self.address}"
+        return f"grpo-ray submit {option} {shlex.quote(value)}{at}"
+
     def submit(self, job: Submission, job_id: str) -> bool:
         """Upload the working directory and start the job; return True."""
         deadline = time.monotonic() + STARTING_S
@@ -187,9 +191,8 @@ class JobClient:
             with contextlib.suppress(RuntimeError):  # the connection broke
                 asyncio.run(self._print_output(job_id))
             if not self._client.get_job_status(job_id).is_terminal():
-                raise RuntimeError(
-                    f"the connection ended, and the job keeps running; follow it again with --follow {job_id}"
-                )
+                again = self.command("--follow", job_id)
+                raise RuntimeError(f"the connection ended, and the job keeps running; follow it again: {again}")
             return self._report_end(job_id)
 
     def stop(self, job_id: str) -> bool:
@@ -204,9 +207,7 @@ class JobClient:
                 time.sleep(POLL_S)
             self._report_end(job_id)
             if run is not None:
-                at = "" if self.address == DEFAULT_ADDRESS else f" --address {self.address}"
-                command = f"grpo-ray submit --resume {shlex.quote(run)}{at}"
-                print(visible(f"resume it, if it had begun, with: {command}"))
+                print(visible(f"resume it, if it had begun, with: {self.command('--resume', run)}"))
             return True
 
     async def _print_output(self, job_id: str) -> None:
