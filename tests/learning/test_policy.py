@@ -233,9 +233,7 @@ def test_tiny_model_has_no_chat_template(warmed: Config) -> None:
         tiny_tokenizer(with_task(warmed, kind="sorting", prompt="chat"))
 
 
-def test_crash_midway_leaves_nothing_under_the_final_name(
-    warmed: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_midway_leaves_nothing_final(warmed: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(self: object, folder: Path) -> None:
         assert (Path(folder) / "model.safetensors").exists()  # the model has been written
         raise KeyboardInterrupt
