@@ -26,8 +26,7 @@ class ServingHost(ABC):
     ) -> None:
         """
         Args:
-            model: the one that the run began with; a checkpoint's weights take precedence, or its adapter is
-                put on it.
+            model: the one that the run began with; a checkpoint's weights, or its adapter, come on top.
         """
         self._config, self._run, self._checkpoint = config, RunDirectory(run_dir), checkpoint
         self._initial_path, self._model = model.path, model

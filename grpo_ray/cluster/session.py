@@ -13,6 +13,7 @@ import stat
 import tempfile
 import threading
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -60,10 +61,7 @@ def connected(needs_hub: bool = False) -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's future default; otherwise it warns
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of calls that were abandoned with their actor
     with _own_cluster(HUB_ACCESS if needs_hub else ()) if address == "local" else _cluster_at(address):
-        try:
-            yield
-        finally:
-            ray.shutdown()
+        yield
 
 
 def address_of_node(on_cluster: bool) -> str:
@@ -84,7 +82,10 @@ def _cluster_at(address: str) -> Iterator[None]:
             ray.init(address=address, **QUIET)
     except (OSError, ValueError) as error:  # ConnectionError is an OSError
         raise RunError(f"no Ray cluster answers at RAY_ADDRESS={address}: {error}") from error
-    yield
+    try:
+        yield
+    finally:
+        _shut_down()
 
 
 ANSWER_S = 5.0
@@ -125,12 +126,20 @@ def _own_cluster(secrets_kept: Collection[str]) -> Iterator[None]:
                 raise RunError(f"Ray did not start on this machine: {error}") from error
         yield
     finally:
-        dismiss(reaper)
+        _shut_down()
+        dismiss(reaper)  # unless a signal left half of that to it
+
+
+def _shut_down() -> None:
+    """Shut Ray down in a thread, so that only a second signal, which ends the process, interrupts it."""
+    with _signals_kept(), ThreadPoolExecutor(1) as thread:
+        for work in (int, ray.shutdown):  # a signal while the thread starts would have it forgotten
+            thread.submit(work).result()
 
 
 @contextlib.contextmanager
 def _signals_kept(*ignored: signal.Signals) -> Iterator[None]:
-    """Keep what signals do while Ray starts, which sets handlers of SIGTERM that exit, or abort after 3 s.
+    """Keep what signals do while Ray starts, which has SIGTERM exit, or abort after 3 s; or while it ends.
 
     Processes that start now inherit what is ignored: a closed terminal is for the driver to answer.
     """

@@ -57,8 +57,7 @@ class RolloutProducer:
         """Dispatch what the book admits, until cancelled.
 
         Consumes admitted groups; produces one task per group. Waits for the buffer to discard the bytes of
-        groups before they are dispatched again. Unblocked by a published version, an extra slot, and a group
-        that waits.
+        groups before they are dispatched again. Unblocked by a new version, an extra slot, a group that waits.
         """
         book = self._book
         while True:

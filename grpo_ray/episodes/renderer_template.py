@@ -81,8 +81,7 @@ def make_template(
         end_token_ids: tokens that end a reply of the model.
 
     Raises:
-        ValueError: there is none of that name, or it does not fit the tokenizer, the end tokens or the
-            arguments.
+        ValueError: there is none of that name, or it does not fit tokenizer, end tokens or arguments.
     """
     if settings.renderer is None:
         template: Template = ChatTemplate(tokenizer, end_token_ids, settings.template_arguments)

@@ -25,8 +25,7 @@ class TreeAttention(Protocol):
 
         Args:
             queries: `[tokens, heads, head_dim]`.
-            keys: `[tokens, kv_heads, head_dim]`; `heads / kv_heads` query heads share one.
-            values: as keys.
+            keys, values: `[tokens, kv_heads, head_dim]`; `heads / kv_heads` query heads share one.
             scale: factor of the scores; default: `head_dim ** -0.5`.
 
         Returns:

@@ -177,8 +177,7 @@ def effective_sample_sums(
         mask: `[batch, seq]`, bool or 0/1.
 
     Returns:
-        Scalars: the `weight_sum` and `weight_square_sum` (float64) of the untruncated ratios, and
-        `num_weights`.
+        Scalars: `weight_sum` and `weight_square_sum` (float64) of the untruncated ratios, `num_weights`.
     """
     mask = mask.bool() & behaviour_log_probs.isfinite()
     log_ratio = learner_log_probs.double() - behaviour_log_probs.double()

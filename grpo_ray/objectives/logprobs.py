@@ -150,8 +150,7 @@ def tokenize_prompt_and_output(
 
     Returns:
         With L the length of the longest prompt plus output, each `[batch, L - 1]`: `input_ids` (all but the
-        last column), `labels` (all but the first) and `response_mask` (bool, true where the label is a token of
-        the output).
+        last column), `labels` (all but the first) and `response_mask` (bool, true at labels of the output).
 
     Raises:
         ValueError: there are no prompts, or the number of outputs differs.

@@ -299,10 +299,7 @@ def check_same_sampling(before: Config, now: Config, checkpoint: Checkpoint) -> 
 
 @contextlib.contextmanager
 def _hosted(config: Config, is_local: bool) -> Iterator[tuple[RunConsole, Host, LearnerHost]]:
-    """Yield the console, and the hosts of all actors and of a Learner alone.
-
-    Connect to Ray and reserve their resources before.
-    """
+    """Connect to Ray, and yield the console and the hosts of all actors and of a Learner alone."""
     with RunConsole(config.algorithm.num_steps, config.weight_sync.max_lag) as console:
         if is_local:
             with local.threads_kept():

@@ -4,6 +4,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -195,7 +196,7 @@ def test_a_driver_is_on_a_node_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -
             session.connected().__enter__()
 
 
-def test_a_sigterm_as_ray_starts_is_answered_as_at_any_other_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signals_as_ray_starts_and_ends_are_answered_as_at_other_times(monkeypatch: pytest.MonkeyPatch) -> None:
     def init(**_: object) -> None:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as Ray does
         signal.alarm(60)
@@ -208,6 +209,18 @@ def test_a_sigterm_as_ray_starts_is_answered_as_at_any_other_time(monkeypatch: p
     with pytest.raises(KeyboardInterrupt):
         session.connected().__enter__()
     assert (signal.getsignal(signal.SIGTERM), signal.alarm(0)) == (before, 0)
+
+    def shutdown() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.2)
+        ended.append(True)
+
+    ended: list[bool] = []
+    monkeypatch.setattr(session.ray, "init", lambda **_: None)
+    monkeypatch.setattr(session.ray, "shutdown", shutdown)
+    with pytest.raises(KeyboardInterrupt), session.connected():
+        pass
+    assert ended  # half a shutdown would leave Ray's agents for a minute
 
 
 @pytest.mark.slow

@@ -278,9 +278,7 @@ def test_seeds_differ_by_group_and_purpose_and_repeat_over_validations() -> None
     assert all(seeds["validation 0", g] == seeds["validation 10", g] for g in range(50))
 
 
-async def test_each_incarnation_of_a_generator_has_its_number_and_its_failure_is_its_own(
-    tmp_path: Path,
-) -> None:
+async def test_each_incarnation_of_a_generator_has_its_number_and_its_own_failure(tmp_path: Path) -> None:
     pool = Pool(tmp_path, good, num_workers=2)
     first, other = (Incarnation(Client(f"generator-{n}", n)) for n in range(2))  # type: ignore[arg-type]
     async with pool.during():

@@ -209,9 +209,7 @@ def play(plan: Plan, folder: Path, max_restarts: int = 1000) -> tuple[set[int], 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["a prompt in a Generator", "an episode in a worker", "a turn in a Generator"])
-def test_a_prompt_that_ends_its_process_is_set_aside_alone(
-    kind: str, num_processes: int, tmp_path: Path
-) -> None:
+def test_a_prompt_that_ends_its_process_is_set_aside(kind: str, num_processes: int, tmp_path: Path) -> None:
     ends = {"ends_worker": [3]} if "worker" in kind else {"ends_generator": [3]}
     plan = Plan(
         0,

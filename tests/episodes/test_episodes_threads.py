@@ -85,9 +85,7 @@ def test_threads_that_wind_down_together_are_not_stuck() -> None:
 
 
 @pytest.mark.slow
-async def test_a_call_of_to_thread_that_hangs_is_stuck_until_it_returns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_call_of_to_thread_that_hangs_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     """The episode itself ends when it is cancelled; only the call that it began in another thread goes on."""
     monkeypatch.setattr(threads, "WIND_DOWN_S", 0.0)
     stopped, thread, release = StoppedThreads(), EpisodeThread("group"), threading.Event()

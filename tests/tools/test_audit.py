@@ -304,9 +304,7 @@ def test_lines_that_were_changed_are_found(run: RunDirectory, name: str) -> None
     assert any(message in problem for problem in audit(run).problems)
 
 
-def test_metrics_summaries_validations_and_configurations_that_were_changed_are_found(
-    run: RunDirectory,
-) -> None:
+def test_changed_metrics_summaries_validations_and_configurations_are_found(run: RunDirectory) -> None:
     metrics = (
         "lag/max", "lag/mean", "reward/mean", "reward/answer", "rollout/response_tokens/mean",
         "rollout/response_tokens/max", "rollout/truncated_frac", "rollout/dropped_groups", "policy/entropy",

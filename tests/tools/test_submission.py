@@ -441,9 +441,7 @@ def test_submit_follows_to_the_end(jobs: FakeJobs, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
-def test_a_failed_jobs_output_is_shown_and_not_obeyed(
-    jobs: FakeJobs, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_jobs_output_is_shown_not_obeyed(jobs: FakeJobs, capsys: pytest.CaptureFixture[str]) -> None:
     hostile = "\x1b]52;c;ZXZpbA==\x07 \x9b2J \r \u202e"
     shown = r"\x1b]52;c;ZXZpbA==\x07 \x9b2J \r \u202e"
     jobs.output, jobs.ending = [f"step 1 {hostile}\n"], "FAILED"

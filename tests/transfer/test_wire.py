@@ -241,9 +241,7 @@ def test_a_receiver_that_dies_midway_ends_its_send_alone(threads: ThreadPoolExec
 
 
 @pytest.mark.slow
-def test_a_receiver_that_hangs_holds_its_send_for_the_time_limit(
-    threads: ThreadPoolExecutor, peer: Peer
-) -> None:
+def test_a_receiver_that_hangs_holds_its_send_for_the_limit(threads: ThreadPoolExecutor, peer: Peer) -> None:
     sender = make_sender(timeout_s=2.0)
     pack_much(sender, 1)
     process = peer(sender, "a")

@@ -26,8 +26,7 @@ def gymnasium_episode(
         make: id of a registered environment, or a function that makes one.
         show: returns the text that the model is shown of an observation.
         read_action: returns the action that a reply stands for, or None if it stands for none.
-        malformed: message after a reply without an action, which takes no step; None: such a reply ends the
-            episode.
+        malformed: message after a reply without an action, which takes no step; None: the episode ends.
         malformed_reward: reward of a turn without an action.
         in_thread: run the environment in threads, since it takes long enough to hold up other episodes.
 
