@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 INTERRUPTED = 130  # exit status of a program ended by Ctrl-C, as in a shell
+IN_GRADER = "GRPO_RAY_IN_GRADER"  # variable of processes that import a user's reward
 FORGED = "does not know this run's secret"  # in the text of an error that a foreign process caused
 
 

@@ -35,9 +35,9 @@ def plot_gallery(
         left.set_title(label, loc="left", fontsize=13, fontweight="bold")
         right.set_ylim(-0.02, 1.02)
     figure.suptitle(title, fontsize=14)
-    handles = figure.axes[0]
-    handles.lines[1].set_label("the failure")
-    legend_beside(figure, handles, LEGEND)
+    for axis in figure.axes:
+        axis.lines[1].set_label("the failure")
+    legend_beside(figure, LEGEND)
     figure.savefig(folder / "gallery.png")
 
 

@@ -306,8 +306,8 @@ class Controller:
             self._log.event("update_skipped", "learner", text)
         if in_a_row >= self._config.recovery.max_skipped_updates:
             raise RunError(
-                f"recovery.max_skipped_updates: {in_a_row} steps in a row had no finite update. Batches are in "
-                f"{folder}, the last good weights in the newest checkpoint; try a lower learner.learning_rate"
+                f"recovery.max_skipped_updates: {in_a_row} steps in a row had no finite update ({folder}); "
+                "try a lower learner.learning_rate, from an earlier checkpoint if the newest has broken weights"
             )
 
     # Publishing
@@ -361,8 +361,7 @@ class Controller:
     async def _evaluate(self, step: int) -> Metrics:
         """Validate the policy after `step`, unless a preemption comes while the Learner trains the next one.
 
-        That step's checkpoint would have to wait for it. A validation of the newest step needs no such care:
-        a resumed run repeats it.
+        That step's checkpoint would have to wait for it. That of the newest step is repeated by a resumed run.
         """
         evaluating = asyncio.ensure_future(self._validation.evaluate(step))
         try:

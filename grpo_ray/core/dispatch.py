@@ -2,8 +2,7 @@
 
 An engine gets at most twice as many sequences as it runs at a time, so that it always has the next ones; the
 other groups wait here, and go to whichever Generator has room first. Inside an engine groups are scheduled in
-order of arrival: the time limit of a group starts once all unfinished groups before it fit into the engine
-together with it.
+order of arrival: the time limit of a group starts once all unfinished groups before it fit into it as well.
 """
 
 import asyncio

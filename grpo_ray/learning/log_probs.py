@@ -19,8 +19,7 @@ SCALES = (
 
 
 class ResponseLogProbs:
-    """Log-probabilities and entropies at the sampling temperature, end tokens ruled out before `min_tokens`
-    of each turn.
+    """Log-probabilities and entropies at the sampling temperature, end tokens ruled out as when sampling.
 
     With `is_chunked` the output layer is applied chunk by chunk. That requires logits to be its product with
     the last hidden states; other models (with a bias, a scale or a cap on logits) get a tensor of all logits.

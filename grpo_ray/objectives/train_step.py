@@ -50,8 +50,7 @@ def policy_gradient_step(
 
     Raises:
         ValueError: an argument that the objective needs is missing, a shape differs, or the entropy of an
-            entropy_bonus has no gradient; see also `compute_policy_gradient_loss`, `kl_estimate` and
-            `aggregate_loss`.
+            entropy_bonus has no gradient; see also the functions that it calls.
     """
     of_tokens = {
         "response_mask": response_mask, "old_log_probs": old_log_probs, "weights": weights,

@@ -121,8 +121,7 @@ def vespo(
 
     Variational Sequence-level Soft Policy Optimization (Shen et al. arXiv:2602.10693): W is the product of the
     ratios of the response's tokens, and its weight, 1 at W = 1, has its maximum at `W = k / decay` and fades on
-    both sides. `clipped` is false everywhere. The branches of an episode are rows with a W of their own, as in
-    `gspo`.
+    both sides. `clipped` is false everywhere. Each branch of an episode has its own W, as in `gspo`.
 
     Args:
         k, k_negative: exponents where the advantage is not negative, and where it is.

@@ -98,8 +98,7 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     Anyone may read: `all`, `best_of`, `choose`. Writing, and `latest`, which repairs what a crash left, are for
-    the process that holds the run's lock. Checkpoints are written one at a time: `begin`, the writers,
-    `commit`.
+    the process that holds the run's lock. One is written at a time: `begin`, the writers, `commit`.
     """
 
     def __init__(self, run: RunDirectory, keep: int = 1, keep_best: bool = True) -> None:

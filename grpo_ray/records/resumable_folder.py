@@ -24,8 +24,7 @@ Differences = Callable[[Definition, Definition], list[str]]  # (before, now) -> 
 class ResumableFolder:
     """A folder and its definition file, which says which job the folder belongs to.
 
-    A start with the same definition resumes the job. Another definition is refused, and so is a folder
-    that holds anything else.
+    A start with the same definition resumes the job. Another one, or other contents, are refused.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from platform import machine, python_version
 
 from grpo_ray.cluster.placement import Node, bundles_of, joins_cluster, shortfalls, total
 from grpo_ray.config import Config
-from grpo_ray.errors import ray_needed
+from grpo_ray.errors import IN_GRADER, RunError, ray_needed
 
 FEW_CPUS = 0.5
 """CPUs that each actor reserves, so that several fit on two cores."""
@@ -74,6 +74,10 @@ def shortfalls_here(config: Config) -> list[str]:
 
 def check_machine(config: Config, is_local: bool) -> None:
     """Refuse actors that this process, or Ray on this machine, cannot hold; raises RunError."""
+    if IN_GRADER in os.environ:  # it would start graders of its own, and so on without end
+        raise RunError(
+            "a reward's module trains on import; write `if __name__ == '__main__':` before that call"
+        )
     if is_local:
         from grpo_ray.cluster.local import check_local
 

@@ -71,8 +71,7 @@ def resident_bytes(with_children: bool = True) -> int:
 def imports_left_alone() -> Iterator[None]:
     """Leave the objects that exist now out of garbage collections.
 
-    Imported libraries are some 450,000 of them. A full collection that looks at each takes 0.3 s, in which the
-    event loop stands still.
+    Imported libraries are some 450,000 of them. A full collection stops the event loop for 0.3 s.
     """
     gc.collect()
     gc.freeze()

@@ -51,8 +51,7 @@ class RestartBudget:
         """Count a restart of actor `name`, and return the seconds to wait before it.
 
         Raises:
-            BudgetUsedUp: the hour's budget is used up. The message shows the first error, because the others
-                may be its consequences.
+            BudgetUsedUp: the hour's budget is used up. The message shows the first error: the likely cause.
         """
         now = self._clock()
         if now - self._cause_at >= COMMON_CAUSE_S or name in self._victims:

@@ -170,9 +170,7 @@ STRANGER = died(1, f"RuntimeError: seat 0 of 2 (gloo) is taken by a process that
         ),
     ],
 )
-def test_all_ranks_end_with_the_cause_and_not_with_its_consequences(
-    values: tuple[object, ...], reason: str
-) -> None:
+def test_all_ranks_end_with_the_cause_not_its_consequences(values: tuple[object, ...], reason: str) -> None:
     assert re.search(reason, ended(*values))
 
 

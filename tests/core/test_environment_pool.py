@@ -162,9 +162,7 @@ async def test_a_worker_that_hangs_is_replaced_without_a_stall(
 
 
 @pytest.mark.slow
-async def test_a_worker_that_starts_slowly_is_not_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_starts_slowly_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment_pool, "ANSWER_S", 0.1)
     pool = Pool(tmp_path, good)
     (worker,) = pool.actors.environments.values()

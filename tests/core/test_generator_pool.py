@@ -192,9 +192,7 @@ def hang_first(what: str) -> Behaviour:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "name"), [("generate", "generator-0"), ("score", "scorer")])
-async def test_a_replacement_that_does_not_start_is_replaced_as_well(
-    tmp_path: Path, what: str, name: str
-) -> None:
+async def test_a_replacement_that_does_not_start_is_replaced_too(tmp_path: Path, what: str, name: str) -> None:
     def answer(asked: str, number: int) -> Any:
         if asked == what and number == 0:
             return ActorDied(name, "killed")
@@ -394,9 +392,7 @@ async def test_a_group_is_looked_up_while_it_is_scored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [ActorDied("teacher-0", "killed"), EngineDied("out of memory")])
-async def test_a_teacher_that_dies_is_replaced_and_looks_up_the_same_group(
-    tmp_path: Path, error: Exception
-) -> None:
+async def test_a_teacher_that_dies_is_replaced_and_does_the_same(tmp_path: Path, error: Exception) -> None:
     pool = Pool(tmp_path, fails("look_up", lambda: error, times=2), *TAUGHT)
     assert await pool.sample() == ("group", 3, "logprobs")
     assert (pool.actors.num_calls["generate"], pool.actors.num_calls["look_up"]) == (1, 3)

@@ -373,9 +373,7 @@ def test_corrections_of_a_list_are_multiplied(make_learner: MakeLearner) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.kept("token_mean", "prompt_mean")
-def test_every_aggregation_over_minibatches_of_parts_of_groups(
-    make_learner: MakeLearner, aggregation: str
-) -> None:
+def test_every_aggregation_over_parts_of_groups(make_learner: MakeLearner, aggregation: str) -> None:
     options = {"aggregation": aggregation, "train_batch_size": 4, "mask_truncated": True}
     learner = make_learner(algorithm=options, learner={"micro_batch_tokens": 40})
     groups = cut_off(all_with_signal(make_batch(learner)), {(0, 0), (0, 2), (3, 1)})
@@ -454,9 +452,7 @@ def mismatch_by_hand(learner: Learner, sequences: Sequence[TrainSequence]) -> li
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", POPULATION.values(), ids=POPULATION)
-def test_mismatch_is_of_the_same_tokens_in_every_configuration(
-    make_learner: MakeLearner, options: dict
-) -> None:
+def test_mismatch_is_of_the_same_tokens_in_each_configuration(make_learner: MakeLearner, options: dict) -> None:
     """Groups 1 and 3 have no signal: some configurations compute them, and their mismatch is another."""
     learner = make_learner(algorithm=options, learner={"learning_rate": 0.0}, sampling={"temperature": 0.7})
     groups = make_batch(learner)

@@ -133,9 +133,7 @@ async def test_a_cancelled_turn_ends_in_the_generator(is_sent: bool) -> None:
     assert generator.num_started == generator.num_cancelled
 
 
-def test_a_link_whose_loop_ends_before_it_sends_leaves_nothing_unawaited(
-    recwarn: pytest.WarningsRecorder,
-) -> None:
+def test_a_link_whose_loop_ends_first_leaves_nothing_unawaited(recwarn: pytest.WarningsRecorder) -> None:
     async def ends_at_once() -> None:
         link = TurnLink(FakeGenerator("generator-0", never), WORKER, 30.0)
         turn = asyncio.ensure_future(link.sample((1,), SETTINGS))

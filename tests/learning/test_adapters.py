@@ -269,9 +269,7 @@ def test_an_adapter_is_continued_from_elsewhere(make_learner: MakeLearner, tmp_p
 
 
 @pytest.mark.slow
-def test_an_average_that_begins_at_a_resume_begins_at_the_policy(
-    make_learner: MakeLearner, tmp_path: Path
-) -> None:
+def test_an_average_begun_at_a_resume_begins_at_the_policy(make_learner: MakeLearner, tmp_path: Path) -> None:
     learner = make_learner()
     train_step(learner)
     average = {"reference": "ema", "ema_decay": 0.5, "coefficient": 0.1}

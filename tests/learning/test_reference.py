@@ -63,9 +63,7 @@ def step(learner: Learner, seed: int) -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kl", [FROZEN, REFRESHED])
-def test_a_reference_is_the_first_policy_or_that_of_every_second_step(
-    make_learner: MakeLearner, kl: dict
-) -> None:
+def test_a_reference_is_the_first_policy_or_of_every_second_step(make_learner: MakeLearner, kl: dict) -> None:
     learner = make_learner(kl)
     policies = [flat_weights(learner.model)]
     for seed in range(5):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from builders import make_completion, make_item
+from small_run import QUICKSTART
 
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config.algorithm import AlgorithmConfig
@@ -20,6 +21,7 @@ from grpo_ray.config.loading import load_config
 from grpo_ray.config.reward import RewardTerm, named_terms, term_weights
 from grpo_ray.config.task import EpisodesTaskConfig, FileTaskConfig
 from grpo_ray.core.scorer import Scorer
+from grpo_ray.errors import RunError
 from grpo_ray.objectives import advantages_of
 from grpo_ray.records.rollout_log import read_groups, write_rollouts
 from grpo_ray.rewards.answer_formats import written
@@ -251,6 +253,14 @@ def test_the_pool_grades_groups_together_and_others_one_by_one() -> None:
     assert isinstance(silent, ScoringError)
     assert str(silent) == "no reward applies to it: each returned None"
     grader.close()
+
+
+def test_a_module_that_trains_on_import_is_refused(tmp_path: Path) -> None:
+    call = f"grpo_ray.train({QUICKSTART!r}, local=True)\n"
+    (tmp_path / "looping_4711.py").write_text(f"import grpo_ray\ndef f(response): return 1.0\n{call}")
+    grader = Grader({"": "looping_4711:f"}, ScorerConfig(num_workers=1))
+    with pytest.raises(RunError, match="trains on import"):  # or each grader would start the next run
+        grader.start()
 
 
 # ---- over a network ----

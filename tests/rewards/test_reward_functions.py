@@ -127,9 +127,7 @@ def test_sequences_of_two_lengths_are_refused(reward: Callable[..., float]) -> N
         ("-5 10 2", "-5, 2, 10", 1 / 3, 4 / 5),
     ],
 )
-def test_sorting_rewards_read_answers(
-    answer: str, truth: str, distance: float, inclusion_ordering: float
-) -> None:
+def test_sorting_reads_answers(answer: str, truth: str, distance: float, inclusion_ordering: float) -> None:
     is_right = float(distance == 1)
     assert sort_distance_reward_fn(tagged(answer), truth) == scores(distance, 1, is_right)
     assert sort_inclusion_ordering_reward_fn(tagged(answer), truth) == scores(inclusion_ordering, 1, is_right)

@@ -144,9 +144,7 @@ def test_a_built_in_reward_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> No
         check_reward(with_reward("[{reward: brevity, secrets: [JUDGE_KEY]}]").task.rewards[""])
 
 
-def test_no_value_is_in_the_runs_configuration(
-    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_value_is_in_the_configuration(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "a key")
     dump_config(with_reward(f"{{reward: '{module}', secrets: [JUDGE_KEY]}}"), tmp_path / "config.yaml")
     text = (tmp_path / "config.yaml").read_text()

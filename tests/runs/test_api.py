@@ -81,6 +81,7 @@ def test_a_run_from_a_closure_and_a_list(capsys: pytest.CaptureFixture[str]) -> 
     asked = {json.loads(text)["row"]["level"] for text in rollouts["about"].to_pylist()}
     assert asked <= {0, 1, 2}
     assert len(run.plot().axes) == 2
+    assert run.plot()._repr_png_()[1:4] == b"PNG"  # type: ignore[attr-defined]  # what a notebook shows
     model, tokenizer = run.model()
     assert model.config.hidden_size == 32
     assert tokenizer("1 + 1?")["input_ids"]

@@ -23,7 +23,7 @@ from grpo_ray.errors import RunError
 from grpo_ray.records.run_files import read_metrics
 from grpo_ray.run.machine import GpuPool, cores_of, default_jobs, gpus_of
 from grpo_ray.tools.cli import main
-from grpo_ray.tools.drawing.figures import draw_spread, new_figure
+from grpo_ray.tools.drawing.figures import draw_spread, legend_beside, new_figure
 from grpo_ray.tools.experiments import curves
 from grpo_ray.tools.experiments.curves import plot_metrics, plot_timing, plot_validation_reward
 from grpo_ray.tools.experiments.experiment import EXPERIMENTS, Experiment, make_sweep, split_values
@@ -564,6 +564,15 @@ def test_plots_are_drawn_of_whatever_there_is(name: str, tmp_path: Path) -> None
     plot_timing(results, "title", tmp_path / "timing.png")
     for file in ("reward", "metrics", "timing"):
         assert imread(tmp_path / f"{file}.png").std() > 0.01
+
+
+def test_a_legend_has_the_labels_of_all_axes_once() -> None:
+    figure = new_figure(8, 3)
+    for axis, labels in zip(figure.subplots(1, 3), ("", "ab", "bc"), strict=True):
+        for label in labels:
+            axis.plot([1, 2], label=label)
+    legend_beside(figure, "title")
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b", "c"]
 
 
 def test_bands_are_one_sample_standard_deviation_on_either_side() -> None:

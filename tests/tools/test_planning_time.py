@@ -340,7 +340,7 @@ def test_a_run_without_rates_is_refused(tmp_path: Path, tiny_config: Config) -> 
         measure(tmp_path / "none")
 
 
-def test_a_mean_response_is_of_no_use_without_rates(
+def test_a_mean_response_is_useless_without_rates(
     folder_of: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("configs/quickstart.yaml", "--response-tokens", "10") == 2

@@ -406,8 +406,8 @@ def test_impossible_settings(overrides: list[str], message: str) -> None:
 
 NASTY = 'a|b\n<script>alert(1)</script> ![x](http://host/x.png) **bold** `code` "quoted", _under_\\|'
 ROWS: list[Row] = [
-    {"prompt": "2 + 2 =", "response": NASTY, "reward": 0.5},
-    {"prompt": "?", "response": "", "reward": 1},
+    {"prompt": "2 + 2 =", "response": NASTY, "reward": 0.5, "num_turns": ""},
+    {"prompt": "?", "response": "", "reward": 1, "num_turns": 3},
 ]
 
 
@@ -465,7 +465,7 @@ def test_tensorboard_shows_a_response_literally() -> None:
     html = markdowns_to_safe_html([escaped_markdown_table(ROWS)], lambda parts: parts[0])
     assert not re.search(r"<(script|img|a|strong|em|code)\b", html)
     cells = [unescape(re.sub(r"<br\s*/?>", "\n", cell)) for cell in re.findall(r"<td>(.*?)</td>", html, re.S)]
-    assert cells == ["2 + 2 =", NASTY, "0.5", "?", "", "1"]
+    assert cells == ["2 + 2 =", NASTY, "0.5", "", "?", "", "1", "3"]
 
 
 @pytest.fixture
@@ -505,8 +505,8 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     points = [(row["step"], row.get("reward/mean")) for row in logged]
     assert points == [(1, 0.25), (1, None), (2, 0.5), (2, 0.75)]
     table = logged[1]["rollouts"]
-    assert table.columns == ["prompt", "response", "reward"]
-    assert table.data == [["2 + 2 =", NASTY, 0.5], ["?", "", 1]]
+    assert table.columns == ["prompt", "response", "reward", "num_turns"]
+    assert table.data == [["2 + 2 =", NASTY, 0.5, None], ["?", None, 1, 3]]
     go_on("wandb", run)
     assert logged[-1] == {"step": 3, "reward/mean": 1.0}
     assert ended == [(run.id, "sums", "my-run", 8, 1), (run.id, "sums", "my-run", 8, 0)]

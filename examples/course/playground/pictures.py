@@ -43,7 +43,6 @@ def plot_runs(
     figure.suptitle(f"Sorting {settings.numbers} numbers: {_title(settings, compare)}", fontsize=14)
     legend_beside(
         figure,
-        rewards,
         f"line: mean of {num_seeds} seed{'s' if num_seeds > 1 else ''}\nband: ± sample standard deviation",
     )
     figure.savefig(path)

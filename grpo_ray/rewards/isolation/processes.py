@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from grpo_ray.config.reward import Reward, secrets_in
 from grpo_ray.config.secrets import reward_environment
-from grpo_ray.errors import RunError
+from grpo_ray.errors import IN_GRADER, RunError
 from grpo_ray.rewards.isolation.messages import MAX_BYTES, Garbage, read_message
 
 PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 4, 8, 8)  # between tries to fork that the system refused
@@ -124,7 +124,11 @@ class ForkServer:
         }
         self._arguments = json.dumps({**arguments, "readable_paths": [*readable_paths], "path": sys.path})
         environment = reward_environment(secrets_in(rewards.values()))
-        self._environment = {**environment, "OMP_NUM_THREADS": "1"}  # workers may start no thread
+        self._environment = {
+            **environment,
+            "OMP_NUM_THREADS": "1",
+            IN_GRADER: "1",
+        }  # workers may start no thread
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._together: list[str] | None = None  # tasks of which a group's answers are graded in one call

@@ -1,6 +1,7 @@
 """The common style of all figures (colours, lines, bands, legends and axes), and a run's reward curve."""
 
 from collections.abc import Sequence
+from io import BytesIO
 from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
@@ -29,10 +30,16 @@ TIME_COLORS = {"waiting for a batch": "#e8c07d", "training": "#5b8db8", "rest": 
 Points = Sequence[tuple[float, Sequence[float]]]  # x, and the values of all runs at x
 
 
+class _Picture(Figure):
+    def _repr_png_(self) -> bytes:  # for notebooks, which otherwise show figures of pyplot alone
+        self.savefig(file := BytesIO())
+        return file.getvalue()
+
+
 def new_figure(width: float, height: float) -> Figure:
     """Make a figure of `width` x `height` hundred pixels."""
     # Drawn without pyplot, which keeps every figure alive and picks a backend for the whole process.
-    figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
+    figure = _Picture(figsize=(width, height), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
@@ -52,13 +59,14 @@ def draw_spread(axis: Axes, index: int, label: str, points: Points, has_markers:
     )  # fmt: skip
 
 
-def legend_beside(figure: Figure, axis: Axes, title: str) -> None:
-    """Put the axis's legend to the right of the axes."""
-    handles, labels = axis.get_legend_handles_labels()
-    if handles:
+def legend_beside(figure: Figure, title: str) -> None:
+    """Put a legend of all axes, each label once, to the right of them."""
+    of_axes = (zip(*axis.get_legend_handles_labels(), strict=True) for axis in figure.axes)
+    found = {label: line for drawn in of_axes for line, label in drawn}
+    if found:
         figure.legend(
-            handles, labels, loc="outside right upper", frameon=False, fontsize=11, title=title,
-            alignment="left", handlelength=3,
+            list(found.values()), list(found), loc="outside right upper", frameon=False, fontsize=11,
+            title=title, alignment="left", handlelength=3,
         )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ def plot_validation_reward(results: Sequence[VariantResult], title: str, path: P
     tidy(over_seconds, "seconds of training (without startup)", "")
     over_steps.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.suptitle(title, fontsize=14)
-    legend_beside(figure, over_steps, LEGEND)
+    legend_beside(figure, LEGEND)
     figure.savefig(path)
 
 
@@ -48,8 +48,7 @@ def plot_metrics(results: Sequence[VariantResult], metrics: Sequence[str], title
     for axis in list(axes)[len(metrics) :]:
         axis.set_visible(False)
     figure.suptitle(title, fontsize=14)
-    drawn = (axis for axis in figure.axes if axis.get_legend_handles_labels()[0])
-    legend_beside(figure, next(drawn, figure.axes[0]), LEGEND)
+    legend_beside(figure, LEGEND)
     figure.savefig(path)
 
 

@@ -45,8 +45,7 @@ def plan_memory(options: PlanOptions) -> MemoryPlan:
 
     Raises:
         ConfigError: the configuration is wrong.
-        ValueError: the model's shape or the GPU is not known, the run has no rates, or there is no run for an
-            option that needs one.
+        ValueError: the model's shape or the GPU is not known, the run has no rates, or an option needs a run.
     """
     config, machine = load_config(options.config, options.overrides), machine_of(options)
     shape = find_shape(config.model)

@@ -94,9 +94,8 @@ def _header(view: RunView) -> list[RenderableType]:
         text = f": {state.ending.text}" if state.ending.text else ""
         lines.append(plain_text(f"{state.ending.kind} {began} after the last start{text}", style))
     elif view.silence is not None:
-        command = (
-            f"resume with: {RunDirectory(view.path).resume_command}" if "and is gone" in view.silence else ""
-        )
+        run = RunDirectory(view.path, is_local=(view.path / "logs" / "local.log").exists())
+        command = f"resume with: {run.resume_command}" if "and is gone" in view.silence else ""
         lines.append(plain_text("\n".join(filter(None, [view.silence, command])), "bold red"))
     else:
         lines.append(plain_text(f"driver: process {state.pid} on {state.host}, for {began}", "dim"))
