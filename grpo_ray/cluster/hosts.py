@@ -26,7 +26,7 @@ class ServingHost(ABC):
     ) -> None:
         """
         Args:
-            model: the one that the run began with; a checkpoint's weights, or its adapter, come on top.
+            model: the one that the run began with; a checkpoint's weights replace it, or its adapter is added.
         """
         self._config, self._run, self._checkpoint = config, RunDirectory(run_dir), checkpoint
         self._initial_path, self._model = model.path, model

@@ -361,7 +361,7 @@ class Controller:
     async def _evaluate(self, step: int) -> Metrics:
         """Validate the policy after `step`, unless a preemption comes while the Learner trains the next one.
 
-        That step's checkpoint would have to wait for it. That of the newest step is repeated by a resumed run.
+        That step's checkpoint would have to wait for it. A resumed run repeats one of the newest step.
         """
         evaluating = asyncio.ensure_future(self._validation.evaluate(step))
         try:

@@ -84,7 +84,7 @@ class TeacherEngine(Protocol):
     async def logprobs(self, sequences: "Sequence[TrainSequence]") -> list[np.ndarray]:
         """Return the model's logprobs of each sequence's sampled tokens, `[sampled_tokens]` float32.
 
-        They are of the distribution that the sampler draws from: at its temperature, with its tokens ruled out.
+        They are of the distribution that the sampler draws from: at its temperature, without what it rules out.
 
         Raises:
             EngineDied: this and every later request fails.

@@ -24,7 +24,7 @@ Differences = Callable[[Definition, Definition], list[str]]  # (before, now) -> 
 class ResumableFolder:
     """A folder and its definition file, which says which job the folder belongs to.
 
-    A start with the same definition resumes the job. Another one, or other contents, are refused.
+    A start with the same definition resumes the job. Another definition, or anything else there, is refused.
     """
 
     def __init__(

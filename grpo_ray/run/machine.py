@@ -75,9 +75,7 @@ def shortfalls_here(config: Config) -> list[str]:
 def check_machine(config: Config, is_local: bool) -> None:
     """Refuse actors that this process, or Ray on this machine, cannot hold; raises RunError."""
     if IN_GRADER in os.environ:  # it would start graders of its own, and so on without end
-        raise RunError(
-            "a reward's module trains on import; write `if __name__ == '__main__':` before that call"
-        )
+        raise RunError("a reward's module trains on import; put that call below `if __name__ == '__main__':`")
     if is_local:
         from grpo_ray.cluster.local import check_local
 

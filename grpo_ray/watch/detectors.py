@@ -2,7 +2,7 @@
 
 A detector is a pure function of the first steps of a run and of the latest ones. It returns None if it sees
 nothing, also if a metric that it needs was not measured: that is nan, for which no comparison holds. Its
-thresholds lie well outside of what good runs show, so it misses mild cases: it shall seldom be wrong.
+thresholds lie well outside of what good runs show, so it misses mild cases, and is seldom wrong.
 """
 
 import math
