@@ -1,6 +1,6 @@
 """The system calls that a grading worker may make, with their numbers, and raw calls that Python lacks.
 
-seccomp.py refuses all others, and restricts some by their arguments. Numbers: x86_64, aarch64 (None: not there).
+seccomp.py refuses all others, and restricts some by their arguments. Numbers: x86_64, aarch64 (None: missing).
 """
 
 import ctypes
