@@ -35,17 +35,15 @@ def plot_gallery(
         left.set_title(label, loc="left", fontsize=13, fontweight="bold")
         right.set_ylim(-0.02, 1.02)
     figure.suptitle(title, fontsize=14)
-    for axis in figure.axes:
-        axis.lines[1].set_label("the failure")
     legend_beside(figure, LEGEND)
     figure.savefig(folder / "gallery.png")
 
 
 def _plot(axis: Axes, first: VariantResult, other: VariantResult, metric: str) -> None:
     values: list[float] = []
-    for index, result in enumerate((first, other)):
+    for index, (result, label) in enumerate([(first, first.label), (other, "the failure")]):
         points = by_step([outcome.series(metric) for outcome in result.results])
-        draw_spread(axis, index, result.label, points)
+        draw_spread(axis, index, label, points)
         values += [value for _, at_step in points for value in at_step]
     positive = [value for value in values if value > 0]
     if len(positive) == len(values) and positive and max(positive) > 30 * min(positive):

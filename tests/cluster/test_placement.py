@@ -218,8 +218,10 @@ def test_signals_as_ray_starts_and_ends_are_answered_as_at_other_times(monkeypat
     ended: list[bool] = []
     monkeypatch.setattr(session.ray, "init", lambda **_: None)
     monkeypatch.setattr(session.ray, "shutdown", shutdown)
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # as pytest-xdist has it
     with pytest.raises(KeyboardInterrupt), session.connected():
         pass
+    signal.signal(signal.SIGINT, ignored)
     assert ended  # half a shutdown would leave Ray's agents for a minute
 
 
