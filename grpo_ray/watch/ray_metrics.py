@@ -56,7 +56,7 @@ class RayMetrics:
     """Exports each step's metrics and the run's phase; the process must be connected to Ray."""
 
     def __init__(self, run_name: str) -> None:
-        self._run = {"run": run_name}
+        self._run = {"run": run_name.encode("ascii", "backslashreplace").decode()}  # Ray takes no other letters
         tags = "run", "actor", "stage"
         self._stages = Histogram(STAGE_SECONDS, "Seconds of each actor's stages in a step", SECONDS, tags)
         # Ray records each histogram value as the middle of its bucket, so the histogram's sum is not exact.

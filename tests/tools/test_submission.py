@@ -236,6 +236,7 @@ PATTERNS = (
     ["!keep.log", "*.log"],
     ["data"],
     ["/data/"],
+    ["*.jsonl", "*.log", "!data/"],
     ["/data", "!/data/train.jsonl"],
     ["data/*", "!data/train.jsonl"],
     ["data/**", "!data/train.jsonl"],

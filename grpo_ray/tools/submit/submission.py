@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pathspec import GitIgnoreSpec
+from pathspec import GitIgnoreSpec, PathSpec
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import find_config, load_config
@@ -259,11 +259,11 @@ def uploaded_files(folder: Path, excludes: Sequence[str]) -> dict[Path, int]:
         names.remove(".gitignore")
     sizes: dict[Path, int] = {}
 
-    def walk(inner: Path, lists: list[tuple[Path, GitIgnoreSpec]], above: frozenset[Path]) -> None:
+    def walk(inner: Path, lists: list[tuple[Path, PathSpec[Any]]], above: frozenset[Path]) -> None:
         found = [inner / name for name in names if (inner / name).is_file()]
         texts = [path.read_text("utf-8", "replace") for path in found]
         real = inner.resolve()
-        lists = [*lists, *((inner, GitIgnoreSpec.from_lines(text.splitlines())) for text in texts)]
+        lists = [*lists, *((inner, PathSpec.from_lines("gitwildmatch", text.splitlines())) for text in texts)]
         for path in inner.iterdir():
             if any(spec.match_file(path.relative_to(root).as_posix()) for root, spec in lists):
                 continue
@@ -274,7 +274,7 @@ def uploaded_files(folder: Path, excludes: Sequence[str]) -> dict[Path, int]:
             elif path.is_file():
                 sizes[path] = path.stat().st_size
 
-    walk(folder, [(folder, GitIgnoreSpec.from_lines(excludes))], frozenset())
+    walk(folder, [(folder, PathSpec.from_lines("gitwildmatch", excludes))], frozenset())
     return sizes
 
 
