@@ -96,7 +96,8 @@ def pass_at_k(
     """Return each response's mean advantage over all subsets of k of its group: their reward is their best.
 
     (Chen et al. arXiv:2508.10751, the analytical derivation in Section 2.) A subset's reward is 1 if a response
-    in it succeeds. Subsets are compared by mean and population standard deviation, so k = 1 is `mean_std`.
+    in it succeeds. Subsets are compared by mean and population standard deviation, so k = 1 is
+    `mean_std` with that one.
 
     Args:
         k: at most G; of a smaller group, as after failures of the grader, the whole is the only subset.

@@ -135,8 +135,8 @@ class Objective:
 class EntropyBonus:
     """The coefficient of the entropy in the objective, constant or adapted after every step.
 
-    With a target (Skywork-OR1, arXiv:2505.22312): after a step with an entropy at or below the
-    target the coefficient rises by `entropy_step`, otherwise it falls. It acts only after such a step.
+    With a target (Skywork-OR1, arXiv:2505.22312): after a step with an entropy at or below the target
+    the coefficient rises by `entropy_step`, otherwise it falls. It acts only after a step at or below it.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:

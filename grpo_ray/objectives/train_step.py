@@ -50,7 +50,8 @@ def policy_gradient_step(
 
     Raises:
         ValueError: an argument that the objective needs is missing, a shape differs, or the entropy of an
-            entropy_bonus has no gradient; see also the functions that it calls.
+            entropy_bonus has no gradient; see also `compute_policy_gradient_loss`, `kl_estimate` and
+            `aggregate_loss`.
     """
     of_tokens = {
         "response_mask": response_mask, "old_log_probs": old_log_probs, "weights": weights,

@@ -132,16 +132,19 @@ def _end_process(what: str, run: RunDirectory | None) -> None:
 
 
 @contextlib.contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """Turn SIGTERM into Ctrl-C in the main thread, so that both clean up in the same way."""
-    if not is_main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+def _handled(numbers: Collection[signal.Signals], handler: Callable[..., None]) -> Iterator[None]:
+    """Have the handler answer the signals while the block lasts, if this is the main thread."""
+    before = {number: signal.signal(number, handler) for number in numbers if is_main_thread()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+def sigterm_interrupts() -> contextlib.AbstractContextManager[None]:
+    """Turn SIGTERM into Ctrl-C in the main thread, so that both clean up in the same way."""
+    return _handled((signal.SIGTERM,), _interrupt)
 
 
 @contextlib.contextmanager
@@ -157,14 +160,8 @@ def signals_noticed(stop: Callable[[int], object]) -> Iterator[Callable[[], None
         if not loop.is_closed():
             loop.call_soon_threadsafe(stop, number)
 
-    answered = _answered() if is_main_thread() else ()
-    # `loop.add_signal_handler` would take the watch's place.
-    before = {number: signal.signal(number, notice) for number in answered}
-    try:
+    with _handled(_answered(), notice):  # `loop.add_signal_handler` would take the watch's place
         yield notice
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def run_until_signal(

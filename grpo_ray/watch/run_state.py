@@ -87,6 +87,7 @@ class RunState(_Part):
     began: float
     """Start or latest resume of the run, in seconds since the epoch."""
     num_steps: int
+    is_local: bool = False
     phase: str
     now: LiveStatus = LiveStatus()
     warnings: tuple[str, ...] = ()
@@ -114,8 +115,8 @@ class RunReporter:
     All calls return at once: the other display's output may go to a file on a disk that hangs.
     """
 
-    def __init__(self, display: Display, output: BackgroundThread, num_steps: int) -> None:
-        self._display, self._output, self._num_steps = display, output, num_steps
+    def __init__(self, display: Display, output: BackgroundThread, num_steps: int, is_local: bool) -> None:
+        self._display, self._output, self._num_steps, self._is_local = display, output, num_steps, is_local
         self._phase = "starting"
         self._began = time.time()
         self._process_started = psutil.Process().create_time()
@@ -137,6 +138,7 @@ class RunReporter:
             process_started=self._process_started,
             began=self._began,
             num_steps=self._num_steps,
+            is_local=self._is_local,
             phase="stopping after this step" if now.is_stopping else phase,
             now=now,
             warnings=tuple(self._warnings),
@@ -173,7 +175,7 @@ def reported(run: RunDirectory, num_steps: int, display: Display) -> Iterator[Ru
     Training never waits for it: on a full or slow disk the file only becomes stale.
     """
     output = BackgroundThread("output")
-    reporter, ended = RunReporter(display, output, num_steps), threading.Event()
+    reporter, ended = RunReporter(display, output, num_steps, run.is_local), threading.Event()
     endings: list[Ending] = []
     writer = threading.Thread(
         target=_keep_writing, args=(run.state_path, reporter, ended, endings), name="run-state", daemon=True

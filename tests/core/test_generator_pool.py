@@ -392,7 +392,7 @@ async def test_a_group_is_looked_up_while_it_is_scored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [ActorDied("teacher-0", "killed"), EngineDied("out of memory")])
-async def test_a_teacher_that_dies_is_replaced_and_does_the_same(tmp_path: Path, error: Exception) -> None:
+async def test_a_teacher_that_dies_is_replaced_for_the_same_group(tmp_path: Path, error: Exception) -> None:
     pool = Pool(tmp_path, fails("look_up", lambda: error, times=2), *TAUGHT)
     assert await pool.sample() == ("group", 3, "logprobs")
     assert (pool.actors.num_calls["generate"], pool.actors.num_calls["look_up"]) == (1, 3)

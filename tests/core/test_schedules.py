@@ -41,7 +41,7 @@ SCHEDULES: dict[str, list[str]] = {
     ],
 )
 @pytest.mark.kept("colocated-False", "oversampled-async-True", "everything-True")
-def test_every_schedule_trains_each_prompt_once_and_recent(tmp_path: Path, name: str, in_flight: bool) -> None:
+def test_each_schedule_trains_prompts_once_on_recent_tokens(tmp_path: Path, name: str, in_flight: bool) -> None:
     slow = ["generator.slowdown_s=0.01", "learner.slowdown_s=0.01", f"weight_sync.in_flight={in_flight}"]
     config = make_config(*SCHEDULES[name], *slow, "generator.num_generators=2")
     run = RunDirectory(tmp_path / "run")

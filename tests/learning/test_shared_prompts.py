@@ -329,7 +329,7 @@ def test_a_cap_or_scale_of_small_logits_is_read_from_the_configuration(
 @pytest.mark.parametrize(
     "architecture", [DogeConfig(**SIZES, keep_window_size=4), BertConfig(**SIZES)], ids=["Doge", "Bert"]
 )
-def test_a_model_that_later_tokens_change_fails(architecture: PreTrainedConfig, tiny_config: Config) -> None:
+def test_a_model_later_tokens_change_is_refused(architecture: PreTrainedConfig, tiny_config: Config) -> None:
     """A new Doge keeps keys of equal scores, and which ones depends on the row's length; Bert has no mask."""
     model = random_model(architecture)
     for name, parameter in model.named_parameters():

@@ -268,12 +268,15 @@ def test_a_run_that_is_killed_in_its_supervised_steps_begins_them_anew(
         (folder / "half").touch()
         raise KeyboardInterrupt
 
+    run = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(Learner, "write_captured", interrupt)
-        assert main(["sft", *job()]) == 130
-    run = tmp_path / "run"
+        assert main(["train", *job()]) == 130
+        ended = "interrupted; all actors have been ended; "
+        assert f"{ended}resume with: grpo-ray resume {run}" in capsys.readouterr().err
+        assert main(["sft", *job("run.if_exists=resume")]) == 130
     said, _, command = capsys.readouterr().err.partition("resume with: grpo-ray ")
-    assert said.endswith("interrupted; all actors have been ended; ")
+    assert said.endswith(ended)
     assert not (run / "sft").exists()
     assert main(shlex.split(command)) == 0
     assert not (run / "metrics.jsonl").exists()  # nor does the command go on to GRPO
@@ -302,8 +305,6 @@ def test_what_cannot_be_taught_is_refused_first(
     assert message in capsys.readouterr().err
 
 
-def test_a_configuration_without_demonstrations_has_no_supervised_steps(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_configuration_without_demonstrations_has_no_sft(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sft", QUICKSTART]) == 2
     assert "has no section `sft`" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from hostile_rewards import DEADLY, ENDLESS, HARMLESS, RAISING, UNGRADABLE
+from run_process import until
 
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config.secrets import reward_environment
@@ -70,6 +71,7 @@ def fork_server_of(pool: RewardPool) -> psutil.Process:
 def workers_of(pool: RewardPool) -> list[psutil.Process]:
     """Return both workers: neither can take two answers while the other has none."""
     assert obeyed(pool, *["nap 72"] * 2) == [1] * 2
+    until(lambda: len(fork_server_of(pool).children()) <= 2)  # one of an earlier test may still be ending
     return fork_server_of(pool).children()
 
 
@@ -190,7 +192,7 @@ def test_four_threads_of_hostile_inputs_get_the_right_results(pool: RewardPool) 
 
 def test_a_worker_that_died_between_answers_costs_none(pool: RewardPool) -> None:
     before = workers_of(pool)
-    assert len(before) >= 2  # one of an earlier test may still be ending
+    assert len(before) == 2
     for worker in before:
         worker.kill()
     psutil.wait_procs(before, timeout=600)

@@ -189,9 +189,7 @@ def many_steps(folder: Path, config: Config, num_steps: int, size: int) -> RunDi
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, 8, 40])
-def test_a_sample_is_bounded_seeded_and_spread_over_the_run(
-    tmp_path: Path, tiny_config: Config, limit: int
-) -> None:
+def test_a_sample_is_bounded_seeded_and_spread_out(tmp_path: Path, tiny_config: Config, limit: int) -> None:
     run = many_steps(tmp_path / "run", tiny_config, num_steps=9, size=7)
     files = step_files(run)
     sample = sample_rollouts(files, limit, seed=3)

@@ -529,9 +529,8 @@ def test_files_that_the_cluster_alone_has(
     assert jobs.jobs == {}
     for there in (["--address", ELSEWHERE], ["--python", "python"]):  # the latter behind a tunnel
         assert main([*submit, *there]) == 0
-        assert "! task.train_path: /none/train.jsonl is not on this machine" in (
-            printed := capsys.readouterr().out
-        )
+        printed = capsys.readouterr().out
+        assert "! task.train_path: /none/train.jsonl is not on this machine" in printed
         assert ("--address" in there) == (f"--stop job-1 --address {ELSEWHERE}" in printed)
 
 

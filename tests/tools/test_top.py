@@ -598,11 +598,10 @@ def test_a_frame_of_a_run_that_has_ended_or_died(tmp_path: Path) -> None:
     text = drawn(view_of(run))
     assert "failed 0:01:05 after the last start: the cluster lacks GPUs" in text
     assert "samples group" not in text
-    run.state_path.write_text(make_state(process_started=1.0).model_dump_json())
-    (run.path / "logs").mkdir(exist_ok=True)
-    (run.path / "logs/local.log").touch()
+    run.state_path.write_text(make_state(process_started=1.0, is_local=True).model_dump_json())
     text = " ".join(drawn(view_of(run, NOW + 30)).split())
     assert "has written nothing for 30 s and is gone" in text
+    assert "resume with: grpo-ray resume" in text
     assert "--local" in text.partition("resume with: grpo-ray resume")[2]
 
 

@@ -406,7 +406,7 @@ def test_impossible_settings(overrides: list[str], message: str) -> None:
 
 NASTY = 'a|b\n<script>alert(1)</script> ![x](http://host/x.png) **bold** `code` "quoted", _under_\\|'
 ROWS: list[Row] = [
-    {"prompt": "2 + 2 =", "response": NASTY, "reward": 0.5, "num_turns": ""},
+    {"prompt": "2 + 2 =", "response": NASTY, "reward": 0.5, "num_turns": None},
     {"prompt": "?", "response": "", "reward": 1, "num_turns": 3},
 ]
 
@@ -506,7 +506,7 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert points == [(1, 0.25), (1, None), (2, 0.5), (2, 0.75)]
     table = logged[1]["rollouts"]
     assert table.columns == ["prompt", "response", "reward", "num_turns"]
-    assert table.data == [["2 + 2 =", NASTY, 0.5, None], ["?", None, 1, 3]]
+    assert table.data == [["2 + 2 =", NASTY, 0.5, None], ["?", "", 1, 3]]
     go_on("wandb", run)
     assert logged[-1] == {"step": 3, "reward/mean": 1.0}
     assert ended == [(run.id, "sums", "my-run", 8, 1), (run.id, "sums", "my-run", 8, 0)]
@@ -556,7 +556,8 @@ def test_mlflow(tmp_path: Path) -> None:
     assert [(point.step, point.value) for point in history] == [(1, 0.25), (2, 0.5), (2, 0.75)]
     path = Path(client.download_artifacts(run.id, "rollouts/step-000001.csv", str(tmp_path)))
     with path.open(newline="") as file:
-        assert list(csv.DictReader(file)) == [{name: str(value) for name, value in row.items()} for row in ROWS]
+        texts = [{name: "" if value is None else str(value) for name, value in row.items()} for row in ROWS]
+        assert list(csv.DictReader(file)) == texts
     assert client.get_metric_history(run.id, "reward/mean.a-b")[0].value == 0.125
     assert client.get_metric_history(run.id, "episodes/metrics/pass_1")[0].value == 0.5
     again = tracked(tmp_path / "runs" / "my-run", "algorithm.num_steps=9")

@@ -134,7 +134,7 @@ def make_series(
 
     A bin's value is the mean over its steps, placed at their middle; for names that end in `/max` it is the
     maximum, so that no peak is lost, and for the slowest rank the number that occurs most often. Its standard
-    error is that of a mean of independent steps, `sqrt(sum(se^2)) / n`. One bin's rows are in memory.
+    error is that of a mean of independent steps, `sqrt(sum(se^2)) / n`. Only one bin's rows are in memory.
 
     Args:
         rows: in the order of their steps, each with a `step`; a value that was not finite is None.

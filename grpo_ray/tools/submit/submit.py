@@ -64,7 +64,7 @@ def submit(options: SubmitOptions) -> int:
         words = f"it may have been submitted; see with: {client.command('--follow', job_id)}"
         if status := _unless_interrupted(partial(client.submit, job), job_id, words):
             return status
-        _print_submitted(job_id, job, client.command)
+        _print_submitted(job_id, job, client)
         if options.no_wait:
             return 0
     return _unless_interrupted(client.follow, job_id, "no longer following; the job keeps running")
@@ -102,14 +102,14 @@ def new_job_id() -> str:
     return f"raysubmit_{secrets.token_hex(8)}"
 
 
-def _print_submitted(job_id: str, job: Submission, command: Callable[[str, str], str]) -> None:
+def _print_submitted(job_id: str, job: Submission, client: "JobClient") -> None:
     for warning in job.warnings:
         print(visible(f"! {warning}"))
     print(f"submitted  {job_id}")
     print(f"run        {job.metadata['run']}")
     print(f"watch      grpo-ray top {shlex.quote(job.metadata['run'])}")
-    print(f"follow     {command('--follow', job_id)}")
-    print(f"stop       {command('--stop', job_id)}", flush=True)
+    print(f"follow     {client.command('--follow', job_id)}")
+    print(f"stop       {client.command('--stop', job_id)}", flush=True)
 
 
 def job_address(given: str | None) -> str:

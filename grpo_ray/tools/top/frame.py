@@ -94,7 +94,7 @@ def _header(view: RunView) -> list[RenderableType]:
         text = f": {state.ending.text}" if state.ending.text else ""
         lines.append(plain_text(f"{state.ending.kind} {began} after the last start{text}", style))
     elif view.silence is not None:
-        run = RunDirectory(view.path, is_local=(view.path / "logs" / "local.log").exists())
+        run = RunDirectory(view.path, state.is_local)
         command = f"resume with: {run.resume_command}" if "and is gone" in view.silence else ""
         lines.append(plain_text("\n".join(filter(None, [view.silence, command])), "bold red"))
     else:

@@ -49,6 +49,6 @@ def escaped_markdown_table(rows: Sequence[Row]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _cell(value: str | float) -> str:
-    text = value if isinstance(value, str) else f"{value:g}"
+def _cell(value: str | float | None) -> str:
+    text = f"{value:g}" if isinstance(value, int | float) else value or ""
     return "<br>".join(PUNCTUATION.sub(lambda sign: f"&#{ord(sign[0])};", line) for line in text.splitlines())

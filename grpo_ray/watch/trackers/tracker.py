@@ -11,7 +11,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.run import TrackerName
 from grpo_ray.records.durable import replacing
 
-Row = Mapping[str, str | float]
+Row = Mapping[str, str | float | None]  # None, as a column of W&B's has one type or null
 End = Literal["finished", "interrupted", "failed"]
 
 LIBRARIES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}

@@ -130,6 +130,5 @@ def _rollouts_table(path: Path, step: int, num_rows: int) -> Message:
     return send
 
 
-def _cells(row: Mapping[str, str | float | None]) -> Row:
-    texts = {name: "" if value is None else value for name, value in row.items()}
-    return {name: shortened(value) if isinstance(value, str) else value for name, value in texts.items()}
+def _cells(row: Row) -> Row:
+    return {name: shortened(value) if isinstance(value, str) else value for name, value in row.items()}

@@ -43,9 +43,7 @@ class WandbTracker:
     def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
         import wandb
 
-        # A column of W&B's has one type, or null: a mixture's episodes have numbers where other rows have "".
-        data = [[None if value == "" else value for value in row.values()] for row in rows]
-        table = wandb.Table(columns=list(rows[0]), data=data)
+        table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._run.log({"step": step, name: table})
 
     def close(self, end: End) -> None:
