@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pyarrow as pa
 
 from grpo_ray.config.loading import find_config, make_config, overridden, read_config, with_torch
-from grpo_ray.config.user_code import import_from
+from grpo_ray.config.user_code import import_from, pickled
 from grpo_ray.errors import RunError, shown_plainly
 from grpo_ray.records.json_lines import read_lines
 from grpo_ray.records.rollout_log import read_table
@@ -291,13 +291,10 @@ class _Given:
             task["reward"] = [{"reward": name, "network": True}]
 
     def _pickled(self, reward: Callable[..., Any]) -> str:
-        import cloudpickle
-
         try:
-            pickled = cloudpickle.dumps(reward)
+            text = f"import cloudpickle\n\nreward = cloudpickle.loads({pickled(reward)!r})\n"
         except Exception as error:  # of what the function holds: a lock, a connection
             raise ValueError(f"reward: it cannot be sent to other processes: {error}") from error
-        text = f"import cloudpickle\n\nreward = cloudpickle.loads({pickled!r})\n"
         path = self._write("given", ".py", text)
         import_from(path.parent)
         return f"{path.stem}:reward"

@@ -25,6 +25,12 @@ fi
 export RAY_AUTH_MODE=token
 address=$1
 shift
+# Ray itself would try for minutes, without a word.
+check='import sys; from grpo_ray.cluster.session import check_answers; check_answers(sys.argv[1])'
+if ! why=$("${bin}python" -c "$check" "$address" 2>&1); then
+  echo "join.sh: no head node answers at $address: ${why##*$'\n'}" >&2
+  exit 2
+fi
 without=("${bin}python" -c 'import sys; from grpo_ray.config.secrets import run_without; run_without(*sys.argv[1:])')
 command=("${without[@]}" "${bin}ray" start "--address=$address" --disable-usage-stats
   --dashboard-agent-listen-port=0 "$@")

@@ -3,7 +3,7 @@
 #
 #   sbatch [option of sbatch ...] launch/slurm.sh CONFIG [section.key=value ...]
 #
-# Submit from a folder that all nodes share, with .venv and the configuration in it. The run is runs/slurm-JOBID.
+# Submit from grpo_ray's folder, which all nodes share, with launch/ and .venv in it. The run is runs/slurm-JOBID.
 # Three minutes before the time limit the run ends with a checkpoint, and the job is requeued and resumes from there,
 # as it does after a node failure or a preemption. `scancel --signal=TERM --batch JOBID` ends it with a checkpoint.
 #
@@ -24,6 +24,10 @@ if [[ $# -lt 1 || -z ${SLURM_JOB_ID:-} ]]; then
   exit 2
 fi
 cd "$SLURM_SUBMIT_DIR"
+if [[ ! -x launch/start_head.sh ]]; then
+  echo "slurm.sh: $PWD has no launch/start_head.sh; call sbatch in the folder of grpo_ray" >&2
+  exit 2
+fi
 if [[ -d .venv/bin ]]; then export PATH=$PWD/.venv/bin:$PATH; fi
 grpo-ray check "$@"
 

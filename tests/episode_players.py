@@ -121,10 +121,6 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 tokenizer_of = cache(lambda name: chat_tokenizer(TEMPLATES[name]))
 
 
-def parser_of(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolParser:
-    return make_tool_parser(name, tokenizer, RESPONSE if name == "transformers" else None)
-
-
 class Scripted:
     """A sampler that answers each prompt with a function of its text, and remembers the prompts."""
 
@@ -191,7 +187,8 @@ def session_of(
     """Make a session with one of `TEMPLATES`, and its sampler; further arguments are as for `make_session`."""
     tokenizer = tokenizer_of(name)
     sampler = Scripted(tokenizer, policy, ENDS[name])
-    parse = None if parser is None else parser_of(parser, tokenizer)
+    response = RESPONSE if parser == "transformers" else None
+    parse = None if parser is None else make_tool_parser(parser, tokenizer, response)
     return make_session(sampler, tokenizer, *arguments, parser=parse, **changes), sampler
 
 

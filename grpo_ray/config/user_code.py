@@ -2,8 +2,10 @@
 
 import importlib
 import inspect
+import io
 import sys
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,24 @@ def import_function(name: str, field: str) -> Callable[..., Any]:
             f"the file is {module.__file__}"
         )
     return function
+
+
+def pickled(function: Callable[..., Any]) -> bytes:
+    """Return the function as bytes, with all that it uses of a script or notebook, also if that has a cache."""
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, type(lru_cache(len))) and value.__module__ == "__main__":
+                return _cached, (value.__wrapped__, value.cache_parameters())
+            return super().reducer_override(value)
+
+    Pickler(file := io.BytesIO()).dump(function)
+    return file.getvalue()
+
+
+def _cached(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Any:
+    return lru_cache(**parameters)(function)
 
 
 def keyword_parameters(

@@ -7,7 +7,7 @@ in one task per group, cancels what is cut off, and has the buffer discard what 
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from grpo_ray.core.context import RunContext
@@ -30,7 +30,6 @@ class RolloutProducer:
     def __init__(self, context: RunContext, book: GroupBook, pool: GeneratorPool) -> None:
         self._config, self._calls, self._log = context.config, context.calls, context.log
         self._actors, self._book, self._pool = context.actors, book, pool
-        self._tasks: asyncio.TaskGroup | None = None
         self._own_tasks: set[asyncio.Task[None]] = set()
         self._sampling: dict[int, asyncio.Task[None]] = {}  # by group, while it can be cut off
         self._num_losses: Counter[int] = Counter()  # of groups, on their way into the buffer
@@ -46,14 +45,13 @@ class RolloutProducer:
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Produce in this task group; an error ends it."""
-        self._tasks = tasks
-        self._own_tasks.add(tasks.create_task(self._run()))
+        self._own_tasks.add(tasks.create_task(self._run(tasks)))
 
     def cancel(self) -> None:
         for task in self._own_tasks:
             task.cancel()
 
-    async def _run(self) -> None:
+    async def _run(self, tasks: asyncio.TaskGroup) -> None:
         """Dispatch what the book admits, until cancelled.
 
         Consumes admitted groups; produces one task per group. Waits for the buffer to discard the bytes of
@@ -66,18 +64,14 @@ class RolloutProducer:
                 with self._calls.call("buffer", "discards groups that came too late"):
                     await self._actors.buffer.drop(discarded)
             if self._may_dispatch():
-                self._dispatch(book.admit(SLICE))
+                for item in book.admit(SLICE):
+                    task = self._sampling[item.group_id] = tasks.create_task(self._produce(item))
+                    self._own_tasks.add(task)
+                    task.add_done_callback(self._own_tasks.discard)
                 await asyncio.sleep(0)  # the first ones are sampled, and a signal is answered
 
     def _may_dispatch(self) -> bool:
         return not self._is_held and self._book.num_admissible > 0
-
-    def _dispatch(self, items: Iterable[PromptItem]) -> None:
-        assert self._tasks is not None
-        for item in items:
-            task = self._sampling[item.group_id] = self._tasks.create_task(self._produce(item))
-            self._own_tasks.add(task)
-            task.add_done_callback(self._own_tasks.discard)
 
     # One group
 

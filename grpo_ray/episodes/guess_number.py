@@ -88,13 +88,10 @@ def warmup_pairs(seed: int, num_pairs: int, end_token: str = "<|endoftext|>") ->
     """
     rng = random.Random(f"guess-number-warmup/{seed}")
 
-    def guess_anything(interval: Interval) -> int:
-        return rng.randint(LOW, HIGH)
-
     question = transcript([{"role": "user", "content": QUESTION}], end_token)
     pairs: Pairs = []
     for _ in range(num_pairs):
-        player = bisect if rng.random() < SHARE_BISECTING else guess_anything
+        player = bisect if rng.random() < SHARE_BISECTING else lambda _: rng.randint(LOW, HIGH)
         pairs.append((question, played(rng.randint(LOW, HIGH), player, end_token).removeprefix(question)))
     return pairs
 

@@ -164,7 +164,9 @@ class RunDirectory:
         self.check_records(step)
         for log in (self.metrics_path, self.evaluations_summary_path):
             num_bytes, _ = kept_part(log, step)
-            _truncate(log, num_bytes)
+            if log.exists() and log.stat().st_size > num_bytes:
+                os.truncate(log, num_bytes)
+                sync(log)
         for folder in (self.rollouts, self.evaluations, self.skipped):
             for file in _files_after(folder, step):
                 file.unlink(missing_ok=True)
@@ -223,12 +225,6 @@ def kept_part(path: Path, step: int) -> tuple[int, int]:
         if end and end - offset > CHECKED_BYTES:
             break
     return end, last_step
-
-
-def _truncate(path: Path, num_bytes: int) -> None:
-    if path.exists() and path.stat().st_size > num_bytes:
-        os.truncate(path, num_bytes)
-        sync(path)
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -62,13 +62,13 @@ class Follower:
         if on_step is not None:
             if not callable(on_step):
                 raise ValueError(f"on_step: a {type(on_step).__name__} is not a function")
-            if inspect.iscoroutinefunction(on_step):
+            if any(map(inspect.iscoroutinefunction, (on_step, type(on_step).__call__))):
                 raise ValueError("on_step: nothing would wait for an `async` function; write it without")
             further = keyword_parameters(on_step, "step, metrics", "on_step: the function") or {}
             check_arguments(further, {}, "on_step: the function", "it is called with step and metrics alone")
         self.on_step, self._stoppable_by = on_step, stoppable_by
         self._stop: Callable[[], None] = lambda: None
-        self.exit: SystemExit | None = None  # by which the program asked to end
+        self.exit: BaseException | None = None  # by which the program asked to end
 
     def can_stop(self, stop: Callable[[], None]) -> None:
         """Note how the run can be stopped."""
@@ -80,7 +80,10 @@ class Follower:
         """Show a step to the program."""
         try:
             result = self.on_step(step, metrics) if self.on_step is not None else None
-        except SystemExit as error:  # it would end the event loop before there is a checkpoint
+        except (
+            SystemExit,
+            KeyboardInterrupt,
+        ) as error:  # it would end the event loop before there is a checkpoint
             self.exit, result = error, True
         if isinstance(result, bool | np.bool_) and result:
             self._stop()

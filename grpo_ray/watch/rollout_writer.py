@@ -82,7 +82,9 @@ class RolloutWriter:
                 with self._clock.stage("write_rollouts", f"step {step}, {len(groups)} groups"):
                     note = await asyncio.to_thread(write_rollouts, path, step, groups, uses)
             except OSError as error:
-                self._keep_what_fits()
+                while self._num_bytes > self._max_bytes:
+                    self._drop_oldest()
+                    self._num_dropped += 1
                 self.error = self._message(path, error)
                 return
             except Exception as error:  # a mistake: it would come again, and training does not need the file
@@ -94,11 +96,6 @@ class RolloutWriter:
                 await self._sync()  # an error waits for `flush`, which tries again
             self._drop_oldest()
         self.error = None
-
-    def _keep_what_fits(self) -> None:
-        while self._num_bytes > self._max_bytes:
-            self._drop_oldest()
-            self._num_dropped += 1
 
     def _drop_oldest(self) -> None:
         _, groups, _ = self._waiting.popleft()

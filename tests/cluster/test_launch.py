@@ -5,12 +5,14 @@ import json
 import os
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import psutil
@@ -19,6 +21,7 @@ from ray_nodes import free_port, ray_head, ray_node, token_environment
 from run_process import wait_until
 from small_run import QUICKSTART, SMALL
 
+from grpo_ray.cluster.session import SETTINGS
 from grpo_ray.records.rollout_log import read_rollouts
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.cli import parse
@@ -184,8 +187,13 @@ def test_a_node_joins_with_the_heads_token_only(elsewhere):
     refused = elsewhere("join.sh", "head:6379")
     assert refused.returncode == 2
     assert "no token; copy the head's" in refused.stderr
-    joined = elsewhere("join.sh", "head:6379", "--num-cpus=2", "--block", RAY_AUTH_TOKEN="x")
-    assert {"--address=head:6379", "--num-cpus=2", "mode token"} <= set(joined.stdout.splitlines())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        head = f"127.0.0.1:{server.getsockname()[1]}"
+        Thread(target=lambda: server.accept()[0].sendall(bytes((0, 0, 0, SETTINGS, 0, 0, 0, 0, 0)))).start()
+        joined = elsewhere("join.sh", head, "--num-cpus=2", "--block", RAY_AUTH_TOKEN="x")
+    assert {f"--address={head}", "--num-cpus=2", "mode token"} <= set(joined.stdout.splitlines())
+    nowhere = elsewhere("join.sh", head, RAY_AUTH_TOKEN="x")
+    assert f"join.sh: no head node answers at {head}: ConnectionRefusedError" in nowhere.stderr
 
 
 @pytest.mark.slow

@@ -252,7 +252,7 @@ def slurm(tmp_path: Path) -> Slurm:
 
 
 @pytest.mark.slow
-def test_slurm_starts_a_head_and_the_other_nodes_and_trains(slurm: Slurm) -> None:
+def test_slurm_starts_a_head_and_the_other_nodes_and_trains(slurm: Slurm, tmp_path: Path) -> None:
     status, calls = slurm(EIGHT_GPUS, "algorithm.num_steps=3")
     assert status == 0
     head, others = sorted((call for call in calls if call[0] == "step"), key=lambda call: "join" in call[2])
@@ -280,6 +280,9 @@ def test_slurm_starts_a_head_and_the_other_nodes_and_trains(slurm: Slurm) -> Non
     assert (config.run.name, config.run.if_exists) == ("slurm-123456", "resume")
     assert config.algorithm.num_steps == 3
     assert not any(call[:2] == ["scontrol", "requeue 123456"] for call in calls)
+
+    shutil.rmtree(tmp_path / "launch")
+    assert slurm(EIGHT_GPUS) == (2, calls)  # without its scripts, it calls nothing
 
 
 @pytest.mark.slow

@@ -136,10 +136,6 @@ def cut_off(groups: Sequence[ScoredGroup], which: set[tuple[int, int]]) -> list[
     ]  # fmt: skip
 
 
-def tokens_of(sequences: Sequence[TrainSequence]) -> Counter[bytes]:
-    return Counter(s.response_token_ids.tobytes() for s in sequences)
-
-
 # ---- several updates per batch ----
 
 
@@ -224,7 +220,8 @@ def test_every_step_shuffles_anew(make_learner: MakeLearner) -> None:
         groups = all_with_signal(make_batch(learner))
         for _ in range(2):
             updates, _ = updates_of(learner, groups)
-            dealt.append([tokens_of(update.sequences) for update in updates])
+            tokens = [[s.response_token_ids.tobytes() for s in update.sequences] for update in updates]
+            dealt.append(list(map(Counter, tokens)))
     assert dealt[0] != dealt[1]
     assert dealt[0] != dealt[2]
 

@@ -63,11 +63,6 @@ def config_of(tiny_config: Config, **algorithm: Any) -> Config:
     return changed(tiny_config, algorithm=algorithm, sampling={"max_tokens": MAX_TOKENS})
 
 
-def looked_up(rng: np.random.Generator, sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
-    """Return the sequences with log-probabilities of a made-up reference."""
-    return [replace(s, reference_logprobs=rng.normal(-1, 0.5, s.num_sampled)) for s in sequences]
-
-
 def keys_of(groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence]) -> list[tuple[int, int]]:
     """Return the places of group and response of each sequence; responses that were cut off may be missing."""
     keys = []
@@ -89,7 +84,8 @@ def check(groups: list[ScoredGroup], config: Config, seed: int) -> None:
     """Compare with the slow loops."""
     rng = np.random.default_rng(seed)
     groups = compared(groups, config)
-    sequences = looked_up(rng, sequences_of(groups, config.algorithm.mask_truncated))
+    sequences = sequences_of(groups, config.algorithm.mask_truncated)  # with those of a made-up reference
+    sequences = [replace(s, reference_logprobs=rng.normal(-1, 0.5, s.num_sampled)) for s in sequences]
     reference: dict[tuple[int, int], list[float]] = {}
     for place, group in enumerate(groups):
         reference |= {(place, number): [] for number in range(len(group.rewards))}

@@ -44,10 +44,6 @@ def imported(path: Path) -> set[str]:
     return {name.split(".")[1] for name in names if re.match(r"grpo_ray\.\w", name)}
 
 
-def lines_of(folder: Path) -> int:
-    return sum(len(path.read_text().splitlines()) for path in folder.rglob("*.py"))
-
-
 def test_the_package_has_the_entries_of_its_twelve_floors() -> None:
     code = [path for path in PACKAGE.iterdir() if (path / "__init__.py").exists() or path.suffix == ".py"]
     entries = {path.stem for path in code if not path.name.startswith("__")}
@@ -67,7 +63,7 @@ def test_each_entry_imports_only_what_stands_before_it() -> None:
 
 @pytest.mark.parametrize("folder", LINES)
 def test_no_folder_outgrows_its_budget(folder: str) -> None:
-    counted = lines_of(ROOT / folder)
+    counted = sum(len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py"))
     assert counted <= LINES[folder], f"{folder} has {counted} lines: merge or delete before you add"
 
 

@@ -5,11 +5,13 @@ import importlib.util
 import inspect
 import json
 import signal
-import sys
 import threading
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import cloudpickle
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -17,6 +19,7 @@ import torch
 
 import grpo_ray
 from grpo_ray.config.loading import ConfigError
+from grpo_ray.config.user_code import pickled
 from grpo_ray.errors import RunError
 from grpo_ray.tools.cli import main
 
@@ -144,9 +147,11 @@ def test_the_programs_own_error_ends_the_run_as_it_is() -> None:
 
     with pytest.raises(ZeroDivisionError, match="mine"):
         train(on_step=fail)
-    with pytest.raises(SystemExit, match="enough"):
-        train("run.name=exits", "checkpoint.every_num_steps=9", on_step=lambda step, _: sys.exit("enough"))
-    assert Path("runs/exits/checkpoints/step-000001").exists()
+    for wish in (SystemExit, KeyboardInterrupt):
+        ends = Mock(side_effect=wish("enough"))
+        with pytest.raises(wish, match="enough"):
+            train(f"run.name={wish.__name__}", "checkpoint.every_num_steps=9", on_step=ends)
+        assert Path(f"runs/{wish.__name__}/checkpoints/step-000001").exists()
 
 
 @pytest.mark.slow
@@ -175,6 +180,10 @@ def test_mistakes_are_said_and_leave_nothing_behind() -> None:
         ({"on_step": lambda step: None}, r"on_step: the function must take \(step, metrics\)"),
         ({"on_step": lambda step, metrics, *, name: None}, "on_step: the function needs name; it is called"),
         ({"on_step": waits}, "on_step: nothing would wait for an `async` function"),
+        (
+            {"on_step": type("", (), {"__call__": waits})()},
+            "on_step: nothing would wait for an `async` function",
+        ),
         ({"reward": "r1_zero"}, "reward: a str is not a function"),
         ({"reward": threading.Lock().acquire}, "reward: it cannot be sent to other processes: .* pickle"),
         ({"on_step": 5}, "on_step: a int is not a function"),
@@ -234,6 +243,17 @@ def test_mistakes_are_said_and_leave_nothing_behind() -> None:
     with pytest.raises(RunError, match="runs/mine exists already"):
         train("run.name=mine")
     assert [path.read_text() for path in mine.parent.iterdir()] == ["mine"]
+
+
+def test_a_reward_takes_its_cached_helpers_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    @lru_cache(maxsize=8)
+    def fib(n: int) -> int:
+        return n if n < 2 else fib(n - 1) + fib(n - 2)
+
+    fib.__module__ = fib.__wrapped__.__module__ = "__main__"
+    again = cloudpickle.loads(pickled(lambda n: (fib(n), fib.cache_parameters())))
+    assert again(30) == (832040, {"maxsize": 8, "typed": False})
+    assert fib.cache_info().currsize == 0  # it was another one
 
 
 def test_what_is_public_keeps_its_names() -> None:

@@ -104,11 +104,6 @@ def test_a_part_of_a_mixture_can_have_a_curriculum() -> None:
     assert set(asked) == set(range(10))
 
 
-def sized(order: MixtureOrder) -> int:
-    """Return the number of items in all containers of the order."""
-    return sum(len(value) for value in vars(order).values() if isinstance(value, list | dict | set))
-
-
 def test_a_mixture_remembers_only_groups_that_are_not_done() -> None:
     """A run of 100,000 steps has millions of groups that are done."""
     order, whole = make_mixture(), make_mixture()
@@ -116,7 +111,7 @@ def test_a_mixture_remembers_only_groups_that_are_not_done() -> None:
         assert order.index(group) == whole.index(group)
         if group >= 10:
             order.forget([group - 10])
-    assert sized(order) < 50
+    assert sum(len(value) for value in vars(order).values() if isinstance(value, list | dict | set)) < 50
     assert len(json.dumps(order.state_dict())) < 10_000
 
 

@@ -1,6 +1,7 @@
 """The jobs that `grpo-ray submit` sends, follows and stops; Ray's job API is a fake here."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -247,6 +248,7 @@ PATTERNS = (
     ["src/**"],
     ["?.log", "[ab]*.txt  "],
     ["# a comment", "", "#odd", "*.py"],
+    ["*", "!*/", "!*.py"],
 )
 
 
@@ -491,6 +493,10 @@ def test_a_connection_that_ends_says_that_the_job_goes_on(
     jobs.output, jobs.ending = ["step 1\n", *how], "RUNNING"
     assert main(["submit", QUICKSTART]) == 2
     assert "the job keeps running; follow it again: grpo-ray submit --follow job-1" in capsys.readouterr().err
+    jobs.output = [aiohttp.ClientError("the head node ends")]
+    assert main(["submit", "--follow", "job-1"]) == 1
+    words = f"{HERE} no longer answers; .* submit --follow job-1; if .* submit --resume {Path.cwd()}/runs/"
+    assert re.search(words, capsys.readouterr().err)
 
 
 @pytest.mark.slow
@@ -502,6 +508,8 @@ def test_a_connection_that_ends_says_that_the_job_goes_on(
         ([QUICKSTART, "model.tiny=null", "model.path=./none"], "./none"),
         ([QUICKSTART, "--stop", "job-1"], "take a job's id and nothing else"),
         (["--follow", "job-9"], "Job job-9 does not exist"),
+        (["--follow", "job-1", "--no-wait", "--env", "A"], "leave out --no-wait --env"),
+        ([QUICKSTART, "--address", "http://"], "give its address, such as http://HOST:8265"),
         (["--stop", "job-9"], "Job job-9 does not exist"),
         (["--resume", "runs/none"], "no run in runs/none"),
         ([QUICKSTART, "--address", "head:6379"], "--address is head:6379: jobs go to the dashboard"),
@@ -510,7 +518,7 @@ def test_a_connection_that_ends_says_that_the_job_goes_on(
 def test_a_mistake_is_refused_before_anything_is_submitted(
     jobs: FakeJobs, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    if "--follow" in arguments:
+    if "job-9" in arguments:
         jobs.output = [aiohttp.ClientError("404, as if there were no server")]  # as Ray raises it
     assert main(["submit", *arguments]) == 2
     assert message in capsys.readouterr().err

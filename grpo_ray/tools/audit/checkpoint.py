@@ -76,13 +76,11 @@ def _audit_tensors(folder: Path) -> Iterator[str]:
         except (OSError, SafetensorError) as error:
             yield f"{name} does not load: {error}"
             continue
-        bad = [key for key, tensor in tensors.items() if not _is_finite(tensor)]
+        bad = [
+            key for key, value in tensors.items() if value.is_floating_point() and not value.isfinite().all()
+        ]
         if bad:
             yield f"{name}: {', '.join(bad[:5])} is not finite"
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
 
 
 def _audit_ledger(checkpoint: Checkpoint) -> Iterator[str]:

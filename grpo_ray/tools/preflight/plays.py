@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -162,7 +163,7 @@ class WatchedSession(Session):
         return await super().sample(token_ids, max_tokens)
 
     def _note(self, messages: list[dict[str, Any]], tools: Sequence[Any], is_chat: bool) -> None:
-        place = self._watch.place_here()
+        place = self._watch.place_of(sys._getframe(), through_package=True)
         ASKED.set(Asked(self._example, messages, [*tools], len(self.turns), is_chat, place))
 
     async def _sample(self, prompt: tuple[int, ...], *args: Any) -> tuple[int, Reply]:

@@ -151,7 +151,8 @@ class ScriptedSampler:
         asked, tokenizer, end = ASKED.get(), self._subject.tokenizer, self._subject.reply_end
         said = self._script(asked)
         written = call_text(tokenizer, asked, said.calls) if said.calls else ""
-        text = written or "\n".join(map(_as_json, said.calls)) or said.text
+        as_json = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in said.calls]
+        text = written or "\n".join(f"<tool_call>{call}</tool_call>" for call in as_json) or said.text
         ids = said.token_ids or tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
         is_cut = bool(ids) and (said.is_cut or len(ids) >= settings.max_tokens)
         ids = ids[: settings.max_tokens] if is_cut else (*ids, end)
@@ -197,10 +198,6 @@ def call_text(
     _, found, behind = shown.rpartition(SENTINEL)
     written, end, _ = behind.partition(tokenizer.eos_token or "\0")
     return written.strip("\n") if found and end and all(name in written for name, _ in calls) else ""
-
-
-def _as_json(call: tuple[str, dict[str, Any]]) -> str:
-    return f"<tool_call>{json.dumps({'name': call[0], 'arguments': call[1]})}</tool_call>"
 
 
 def no_calls(*_: Any) -> Parsed:

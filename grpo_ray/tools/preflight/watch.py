@@ -66,10 +66,6 @@ class Watch:
             frame = frame.f_back
         return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
-    def place_here(self) -> str:
-        """Return file:line of the user's code that is running."""
-        return self.place_of(sys._getframe(1), through_package=True)
-
     @contextlib.contextmanager
     def noting(self, what: str | None) -> Iterator[None]:
         """Note `exceptions` in the user's code, for their episode; or `calls` that wait or read clocks."""

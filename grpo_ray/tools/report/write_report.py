@@ -40,11 +40,16 @@ def make_page(runs: Sequence[Mapping[str, Any]]) -> str:
     names = [run["name"] for run in runs]
     script = "\n".join(_source(name) for name in SCRIPTS)
     style = _source("page.css")
+    columns = {name for run in runs for part in run["series"] for name in part["columns"]}
+    panels = [
+        {"title": title, "panels": [vars(expanded(each, columns)) for each in group]}
+        for title, group in PANELS.items()
+    ]
     parts = {
         "title": html.escape(visible(", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} runs")),
         "policy": f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'",
         "style": style,
-        "data": embedded_json({"runs": runs, "panels": _panels(runs), "metrics": METRICS}),
+        "data": embedded_json({"runs": runs, "panels": panels, "metrics": METRICS}),
         "script": script,
     }
     # In one pass, so that a run's text that looks like one of the names is left alone.
@@ -55,14 +60,6 @@ def embedded_json(value: Any) -> str:
     """Encode as JSON that is safe in a script element, with any text in its strings."""
     text = json.dumps(to_json(value), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
-
-
-def _panels(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    names = {name for run in runs for part in run["series"] for name in part["columns"]}
-    return [
-        {"title": title, "panels": [vars(expanded(panel, names)) for panel in panels]}
-        for title, panels in PANELS.items()
-    ]
 
 
 def _source(name: str) -> str:

@@ -259,20 +259,21 @@ def uploaded_files(folder: Path, excludes: Sequence[str]) -> dict[Path, int]:
         names.remove(".gitignore")
     sizes: dict[Path, int] = {}
 
-    def walk(inner: Path, lists: list[tuple[Path, PathSpec[Any]]], above: frozenset[Path]) -> None:
-        found = [inner / name for name in names if (inner / name).is_file()]
-        texts = [path.read_text("utf-8", "replace") for path in found]
-        real = inner.resolve()
-        lists = [*lists, *((inner, PathSpec.from_lines("gitwildmatch", text.splitlines())) for text in texts)]
-        for path in inner.iterdir():
-            if any(spec.match_file(path.relative_to(root).as_posix()) for root, spec in lists):
-                continue
+    def walk(path: Path, lists: list[tuple[Path, PathSpec[Any]]], above: frozenset[Path]) -> None:
+        found = [path / name for name in names if (path / name).is_file()]
+        texts = [file.read_text("utf-8", "replace") for file in found]
+        lists = [*lists, *((path, PathSpec.from_lines("gitwildmatch", text.splitlines())) for text in texts)]
+        # A folder's own lists count for itself, too, as ".": with `*`, Ray uploads nothing, whatever follows.
+        if any(spec.match_file(path.relative_to(root).as_posix()) for root, spec in lists):
+            return
+        real = path.resolve()
+        if path.is_dir():
             if real in above:
-                raise RunError(f"{inner} leads back into {real}, without an end; name it in .rayignore")
-            if path.is_dir():
-                walk(path, lists, above | {real})
-            elif path.is_file():
-                sizes[path] = path.stat().st_size
+                raise RunError(f"{path} leads back into {real}, without an end; name it in .rayignore")
+            for inner in path.iterdir():
+                walk(inner, lists, above | {real})
+        elif path.is_file():
+            sizes[path] = path.stat().st_size
 
     walk(folder, [(folder, PathSpec.from_lines("gitwildmatch", excludes))], frozenset())
     return sizes

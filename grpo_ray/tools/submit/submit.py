@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.secrets import RAY_TOKEN
@@ -49,8 +50,10 @@ def submit(options: SubmitOptions) -> int:
     python = options.python or os.environ.get("GRPO_RAY_PYTHON")
     context = SubmissionContext(job_address(options.address), Path.cwd(), python, options.env)
     known = options.follow or options.stop
-    if known and options.config is not None:
-        raise RunError(f"--follow and --stop take a job's id and nothing else; leave out {options.config}")
+    without_use = {"--no-wait": options.no_wait, "--env": options.env, "--python": options.python}
+    extra = [options.config, *(name for name, given in without_use.items() if given)]
+    if known and (extra := [word for word in extra if word]):
+        raise RunError(f"--follow and --stop take a job's id and nothing else; leave out {' '.join(extra)}")
     job = None if known else _checked_job(options, context)
     check_token(context)
     if job is not None:
@@ -119,7 +122,8 @@ def job_address(given: str | None) -> str:
         RunError: the address is not a dashboard's.
     """
     address = given or os.environ.get("RAY_ADDRESS") or DEFAULT_ADDRESS
-    if not address.startswith(("http://", "https://")):
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
         source = "--address" if given else "RAY_ADDRESS"
         raise RunError(
             f"{source} is {address}: jobs go to the dashboard of a cluster's head node; "
@@ -186,19 +190,25 @@ class JobClient:
 
     def follow(self, job_id: str) -> bool:
         """Print the job's output until it ends; return True if it succeeded."""
-        with _explained(self.address):
-            self._client.get_job_info(job_id)  # raises if there is no such job, which the output does not
-            with contextlib.suppress(RuntimeError):  # the connection broke
-                asyncio.run(self._print_output(job_id))
-            if not self._client.get_job_status(job_id).is_terminal():
-                again = self.command("--follow", job_id)
-                raise RuntimeError(f"the connection ended, and the job keeps running; follow it again: {again}")
-            return self._report_end(job_id)
+        again = self.command("--follow", job_id)
+        run = self._run_of(job_id)  # raises if there is no such job, which the output does not
+        try:
+            with _explained(self.address):
+                with contextlib.suppress(RuntimeError):  # the connection broke
+                    asyncio.run(self._print_output(job_id))
+                if not self._client.get_job_status(job_id).is_terminal():
+                    raise RuntimeError(f"the connection ended; the job keeps running; follow it again: {again}")
+                return self._report_end(job_id)
+        except UnreachableError:
+            resume = f"; if its head node ended: {self.command('--resume', run)}" if run else ""
+            text = f"{self.address} no longer answers; when it does, follow again: {again}{resume}"
+            print(visible(text), file=sys.stderr)
+            return False
 
     def stop(self, job_id: str) -> bool:
         """Ask the job to end and wait until it has; its run finishes the step and writes a checkpoint."""
+        run = self._run_of(job_id)
         with _explained(self.address):
-            run = (self._client.get_job_info(job_id).metadata or {}).get(RUN_KEY)
             if not self._client.stop_job(job_id):
                 self._report_end(job_id)
                 return True
@@ -209,6 +219,10 @@ class JobClient:
             if run is not None:
                 print(visible(f"resume it, if it had begun, with: {self.command('--resume', run)}"))
             return True
+
+    def _run_of(self, job_id: str) -> str | None:
+        with _explained(self.address):
+            return (self._client.get_job_info(job_id).metadata or {}).get(RUN_KEY)
 
     async def _print_output(self, job_id: str) -> None:
         async for lines in self._client.tail_job_logs(job_id):
@@ -221,6 +235,9 @@ class JobClient:
             why = f": {(info.message or '').partition(', last available logs')[0]}"
         print(visible(f"job {job_id}: {info.status.lower()}{why}"))
         return bool(info.status == "SUCCEEDED")
+
+
+class UnreachableError(RunError): ...
 
 
 def _connect(address: str) -> "JobSubmissionClient":
@@ -242,7 +259,7 @@ def _explained(address: str) -> Iterator[None]:
     try:
         yield
     except (ConnectionError, requests.ConnectionError, aiohttp.ClientError) as error:
-        raise RunError(
+        raise UnreachableError(
             f"no Ray dashboard answers at {address}; start a head node with launch/start_head.sh, or give "
             "another with --address or RAY_ADDRESS"
         ) from error

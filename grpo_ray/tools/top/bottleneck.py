@@ -19,6 +19,7 @@ T = TypeVar("T", bound=Mapping[str, Any])
 WAITS = 0.25  # the smallest share of the time that is worth a sentence
 BUSY = 0.8
 WELL_BUSY = 0.9
+FASTER = "try a faster weight_sync.transport, or weight_sync.checksum: false"
 OVERLAP = "weight_sync.max_lag: 1 (and generator.colocated: false)"
 COUNTED = {
     "reward/ungradable": "{:,.0f} responses were too costly to grade, and count as wrong",
@@ -114,10 +115,11 @@ def stage_seconds(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 
 def _from_outside(shares: Shares) -> str | None:
     """Describe time that goes neither to sampling nor to training, if that is the main problem."""
+    faster = f"overlap them with training by {OVERLAP}" if shares.is_synchronous else FASTER
     others = {
         "evaluates": f"Validation takes {shares.evaluates:.0%} of the time: "
         "raise evaluation.every_num_steps, or validate on fewer prompts.",
-        "syncs": f"Weight syncs take {shares.syncs:.0%} of the time: {_how_to_sync_faster(shares)}.",
+        "syncs": f"Weight syncs take {shares.syncs:.0%} of the time: {faster}.",
         "copies_state": f"Copying the state for checkpoints takes {shares.copies_state:.0%} of the time: "
         "raise checkpoint.every_num_steps.",
     }
@@ -125,12 +127,6 @@ def _from_outside(shares: Shares) -> str | None:
     overlapped = 0.0 if shares.is_synchronous else shares.learner_trains  # training that it does not block
     usual = max(shares.learner_waits, overlapped)
     return others[largest] if getattr(shares, largest) >= max(WAITS, 0.5 * usual) else None
-
-
-def _how_to_sync_faster(shares: Shares) -> str:
-    if shares.is_synchronous:
-        return f"overlap them with training by {OVERLAP}"
-    return "try a faster weight_sync.transport, or weight_sync.checksum: false"
 
 
 def _from_waiting(shares: Shares) -> str | None:
