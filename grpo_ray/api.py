@@ -254,8 +254,8 @@ class _Given:
         if validation is None:
             size = min(256, max(1, len(rows) // 10))
             rows, held_out = rows[:-size], rows[-size:]
-        else:
-            held_out = _placed(validation, "validation")
+        elif not (held_out := _placed(validation, "validation")):
+            raise ValueError("validation has no rows; leave it out to validate with a tenth of `examples`")
         task = self._section("task")
         task.setdefault("kind", "file")
         section = section_of(task)
@@ -338,6 +338,8 @@ def _plain(value: Any) -> Any:
 
 def _placed(examples: Iterable[Any], name: str) -> list[tuple[str, dict[str, Any]]]:
     """Return (place, row) pairs; the place is for messages."""
+    if not isinstance(examples, Iterable):
+        raise ValueError(f"{name}: a {type(examples).__name__} is not a list of rows")
     places = ((f"{name}[{index}]", example) for index, example in enumerate(examples))
     return [(place, _row(example, place)) for place, example in places]
 

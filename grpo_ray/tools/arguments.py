@@ -152,7 +152,9 @@ def converted(options: type, values: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(values)
     for name, value in values.items():
         if name not in declared or isinstance(declared[name][1], Argument):
-            nearest = nearest_name(name, list(declared))
+            nearest = nearest_name(
+                name, [n for n, (_, each) in declared.items() if not isinstance(each, Argument)]
+            )
             raise ValueError(f"there is no option {name!r}{f'; did you mean {nearest!r}?' if nearest else ''}")
         kind, one = declared[name]
         if isinstance(one, Flag) and not isinstance(value, bool | None):

@@ -174,6 +174,8 @@ def test_mistakes_are_said_and_leave_nothing_behind() -> None:
     odd = [*EXAMPLES, {"question": "?", "answer": "1", "tests": 1}]
     for options, message in (
         ({"examples": [1]}, r"examples\[0\] is 1; give a dict with question and answer, or a pair of them"),
+        ({"examples": 5}, "examples: a int is not a list of rows"),
+        ({"validation": []}, "validation has no rows; leave it out"),
         ({"examples": EXAMPLES[:1]}, "examples has 1; give more: to train on, and a tenth to validate with"),
         ({"examples": [*EXAMPLES, {"question": "?"}]}, r"(?<!\w)examples\[12\]: no field 'answer'"),
         ({"validation": [{"question": "?"}]}, r"(?<!\w)validation\[0\]: no field 'answer'"),

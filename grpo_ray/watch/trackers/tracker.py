@@ -106,8 +106,12 @@ def check_trackers(config: Config) -> None:
             )
         if name == "wandb":
             _check_wandb(config.tracking.project)
-        if name == "mlflow":
-            _check_store(config.tracking.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI", ""))
+        store = config.tracking.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+        if name == "mlflow" and store.startswith(DATABASES) and not _is_installed("sqlalchemy"):
+            raise ValueError(
+                f"tracking.mlflow_uri: {store.partition(':')[0]} requires MLflow's server libraries: pip "
+                "install mlflow; or give a server's address or a folder"
+            )
 
 
 def _is_installed(name: str) -> bool:
@@ -130,12 +134,4 @@ def _check_wandb(project: str) -> None:
         raise ValueError(
             "tracking.trackers: wandb has no API key; run wandb login, or set WANDB_API_KEY, "
             "or WANDB_MODE=offline (upload later with wandb sync)"
-        )
-
-
-def _check_store(uri: str) -> None:
-    if uri.startswith(DATABASES) and not _is_installed("sqlalchemy"):
-        raise ValueError(
-            f"tracking.mlflow_uri: {uri.partition(':')[0]} requires MLflow's server libraries: pip install "
-            "mlflow; or give a server's address or a folder"
         )
