@@ -41,8 +41,7 @@ def connected(needs_hub: bool = False) -> Iterator[None]:
     """Make this process a driver of the cluster at RAY_ADDRESS, or of a local one, while the block lasts.
 
     Args:
-        needs_hub: let the actors of a local cluster inherit the variables for fetching a model, such as
-            HF_TOKEN.
+        needs_hub: let a local cluster's actors inherit the variables to fetch a model, such as HF_TOKEN.
 
     Raises:
         RunError: RAY_ADDRESS is a dashboard's address or Ray Client's, or no Ray answers there in seconds.

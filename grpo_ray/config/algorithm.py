@@ -123,8 +123,7 @@ class AlgorithmConfig(Section):
     advantage_eps: PositiveFloat = 1e-6
     """Added to the divisors of advantages: standard deviations, and the mean for `max_rl`."""
     loss: LossName = "grpo_clip"
-    """Policy-gradient loss per token, or one of your own as `module:function`; `no_baseline` uses raw rewards
-    and ignores `advantage`."""
+    """Loss per token, or your own as `module:function`; `no_baseline` takes raw rewards, not advantages."""
     loss_options: dict[str, Argument] = Field(default_factory=dict)
     """Keyword arguments of the loss function other than the three below."""
     cliprange: PositiveFloat | None = None
@@ -134,8 +133,7 @@ class AlgorithmConfig(Section):
     cliprange_high: PositiveFloat | None = None
     """Epsilon of the upper bound, if it differs (DAPO's clip-higher); default: that of `cliprange`."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Upper bound on the ratio where the advantage is negative (dual-clip PPO, `grpo_clip` only): at least
-    `cliprange_high` + 1."""
+    """Top ratio at a negative advantage (dual-clip PPO, `grpo_clip` only); at least `cliprange_high` + 1."""
     aggregation: Aggregation | None = None
     """Reduction of token losses to one number. `sequence_mean`: mean over each response, then over responses.
     `token_mean`: mean over all tokens. `constant`: sum over each response divided by `sampling.max_tokens`,
@@ -166,8 +164,8 @@ class AlgorithmConfig(Section):
     entropy_bonus: NonNegativeFloat = 0.0
     """Weight of the tokens' entropy, which is maximised and aggregated like the loss."""
     entropy_target: NonNegativeFloat | None = None
-    """Target for the mean entropy in nats per token: the weight begins with `entropy_bonus`, rises after a step
-    at or below the target, and falls after any other. It acts only after a step at or below the target."""
+    """Target for the mean entropy in nats per token: the weight begins with `entropy_bonus` at step 1. It
+    rises after a step at or below the target, falls after any other, and acts only after one at or below it."""
     entropy_step: PositiveFloat = 0.005
     """Change of an adapted weight per step."""
     entropy_bonus_max: PositiveFloat = 1.0
@@ -179,8 +177,7 @@ class AlgorithmConfig(Section):
     selection_options: dict[str, Argument] = Field(default_factory=dict)
     """Keyword arguments of the token selection, such as its `share` of the tokens."""
     overlong_buffer_tokens: NonNegativeInt = 0
-    """Length of the zone before `sampling.max_tokens` in which each token costs reward (DAPO's soft overlong
-    punishment); 0 turns it off."""
+    """Tokens before `sampling.max_tokens` that each cost reward (DAPO's soft overlong punishment); 0: none."""
     overlong_penalty: NonNegativeFloat = 1.0
     """Reward subtracted at `sampling.max_tokens`; proportionally less within the zone."""
     mask_truncated: bool = False
@@ -191,9 +188,8 @@ class AlgorithmConfig(Section):
     dynamic_sampling_metric: SamplingMetric = "advantage"
     """Signal that a group needs: an `advantage` other than 0, different `reward`s (before the penalty of
     overlong responses), or different `answer` rewards, as in DAPO."""
-    oversample_frac: NonNegativeFloat = 0.0
-    """Extra groups to keep in flight, as a share of the groups sampled per step; the last to finish are aborted
-    and sampled again later."""
+    oversample_frac: Annotated[float, Field(ge=0, le=100)] = 0.0
+    """Extra groups in flight, as a share of a step's; the last ones are aborted and sampled again later."""
     kl: KLConfig = KLConfig()
 
     @property

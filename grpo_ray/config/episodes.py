@@ -29,11 +29,9 @@ class EpisodesConfig(Section):
     turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount of the returns per turn, for episodes that return rewards per turn."""
     over_age: Literal["wait", "mask", "drop"] = "wait"
-    """Episodes that exceed the lag: `wait` for them; with oversampling `drop` them or `mask` their old
-    tokens."""
+    """Episodes that exceed the lag: `wait` for them; with oversampling `drop` them, or `mask` old tokens."""
     renderer: str | None = None
-    """Renderer of the `renderers` package, such as `qwen3`, or `auto` for the model's own; default: the
-    tokenizer's chat template."""
+    """A renderer of the package `renderers` (`qwen3`), or `auto`, the model's; default: the chat template."""
     tool_parser: str | None = None
     """Parser of tool calls: `transformers`, `renderer`, or one of vLLM's such as `hermes`. Tools need one."""
     template_arguments: dict[str, Any] = Field(default_factory=dict)

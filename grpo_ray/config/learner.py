@@ -55,8 +55,7 @@ class LearnerConfig(Section):
     ranks_per_node: PositiveInt | None = None
     """Ranks per node; default: the largest number up to 8 that divides a replica's ranks evenly."""
     collective_timeout_s: PositiveFloat = 300.0
-    """Time that a rank waits for the others before it ends the Learner, which is then restored from the last
-    checkpoint."""
+    """Time that a rank waits for the others; then the Learner is restored from the last checkpoint."""
     num_gpus: Annotated[int, Field(ge=0, le=1)] = 1
     """1 per rank, or 0 to run on the CPU."""
     num_cpus: NonNegativeFloat = 1
@@ -68,8 +67,7 @@ class LearnerConfig(Section):
     slowdown_s: NonNegativeFloat = 0.0
     """Artificial delay per step in seconds, for experiments with schedules."""
     peak_tflops: PositiveFloat | None = None
-    """Peak of the device in 10^12 FLOP/s in `model.dtype`, for `perf/mfu`; default: the data sheet's, for a GPU
-    that `watch/flops.py` lists."""
+    """Peak in 10^12 FLOP/s in `model.dtype`, for `perf/mfu`; default: the data sheet's, of a known GPU."""
     profile_steps: tuple[PositiveInt, PositiveInt] | None = None
     """First and last step to record with torch's profiler (traces in `profile/`); these steps take longer."""
 

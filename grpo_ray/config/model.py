@@ -78,8 +78,7 @@ class AdapterConfig(Section):
     dora: bool = False
     """Also train the norm of each of the matrix's rows (DoRA, Liu et al. 2024)."""
     path: HomePath | None = None
-    """A folder in PEFT's format to start from, such as a run's checkpoint; `null`: a new adapter, which changes
-    nothing at first."""
+    """A folder in PEFT's format to start from, such as a checkpoint; `null`: a new adapter, without effect."""
 
 
 class ModelConfig(Section):
@@ -89,8 +88,7 @@ class ModelConfig(Section):
     tiny: TinyModelConfig | None = None
     """Shape of a tiny model to build instead of loading one."""
     implementation: Implementation = "transformers"
-    """Model code of the Learner and the torch engine: transformers' classes, or `grpo_ray`'s own TransformerLM,
-    which runs any plain Llama."""
+    """Model code: transformers' classes, or `grpo_ray`'s own TransformerLM, which runs any plain Llama."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the served weights and of the Learner's forward pass (master weights are float32). On a CPU
     without instructions for bfloat16 the default is `float32`."""

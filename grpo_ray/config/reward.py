@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from grpo_ray.config.secrets import SecretName
-from grpo_ray.config.section import NAME_OR_LIST, HomePath, NonNegativeFloat, Section
+from grpo_ray.config.section import NAME_OR_LIST, HomePath, NonNegativeFloat, PositiveSeconds, Section
 from grpo_ray.config.user_code import one_of_or_own
 
 REWARD_NAMES = (
@@ -69,7 +69,7 @@ class RewardTerm(Section):
     """Call your function once per group, with lists instead of values; it returns a list."""
     network: bool = False
     """Let your function use the network, as an LLM judge does; it may be an `async def`."""
-    timeout_s: PositiveFloat = 60.0
+    timeout_s: PositiveSeconds = 60.0
     """Seconds for one call (`network` only)."""
     retries: NonNegativeInt = 2
     """Further calls after one that failed or timed out (`network` only)."""
@@ -154,7 +154,7 @@ class ScorerConfig(Section):
     """CPUs that each Scorer reserves in Ray."""
     num_workers: PositiveInt = 4
     """Processes per Scorer that grade mathematics or run your functions; other rewards need none."""
-    timeout_s: PositiveFloat = 5.0
+    timeout_s: PositiveSeconds = 5.0
     """Seconds to grade one response; then the worker is killed, and the response counts as wrong."""
     memory_gib: PositiveFloat = 2.0
     """Memory to grade one response, in GiB (libraries excluded); a worker that needs more is killed."""

@@ -2,10 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveInt, field_validator
 
 from grpo_ray.config.secrets import SECRET_VALUE
-from grpo_ray.config.section import HomePath, NonNegativeFloat, NonNegativeInt, Section
+from grpo_ray.config.section import HomePath, NonNegativeInt, PositiveSeconds, Seconds, Section
 
 DetectorName = Literal[
     "short_outputs", "wrong_mask", "mismatched_logprobs", "wrong_normalizer", "stale_old_logprobs",
@@ -28,7 +28,7 @@ class RunConfig(Section):
     """Behaviour of `train` if the run directory exists; `resume` lets a resubmitted job continue."""
     silent_detectors: tuple[DetectorName, ...] = ()
     """Detectors of failures to silence; the page on failures describes each."""
-    on_preemption_s: PositiveFloat = 30.0
+    on_preemption_s: PositiveSeconds = 30.0
     """Seconds from SIGTERM to a written checkpoint; then the run abandons the work, and the last checkpoint
     counts. They must suffice for the rest of the step and a checkpoint (`timing/checkpoint/capture_s` and
     `write_s`; the run reports a first one that takes longer). A validation of the step before is skipped. Make
@@ -57,27 +57,26 @@ class RecoveryConfig(Section):
     max_restarts: NonNegativeInt = 20
     """Restarts of Generators, Scorers, Teachers and EnvironmentWorkers per hour, all together; beyond that the
     run ends with a checkpoint. Actors that die within half a minute of the first count once."""
-    restart_backoff_s: NonNegativeFloat = 1.0
+    restart_backoff_s: Seconds = 1.0
     """Seconds before an actor is restarted or a failed group retried: doubled each time, up to a minute, and
     reset after ten minutes without a death."""
     max_restores: NonNegativeInt = 3
     """Times per hour that a run restores its last checkpoint after the Learner or the buffer died, and times in
     a row without a new step in between."""
-    start_timeout_s: PositiveFloat = 1800.0
+    start_timeout_s: PositiveSeconds = 1800.0
     """Seconds for an actor to start: waiting for room on the cluster, loading the model, compiling."""
-    group_timeout_s: PositiveFloat = 1800.0
+    group_timeout_s: PositiveSeconds = 1800.0
     """Seconds to sample one group once its engine has room for it; then it is aborted and retried."""
     max_group_retries: NonNegativeInt = 3
     """Retries per prompt after an error; then the prompt is set aside and reported at the end."""
     max_group_losses: NonNegativeInt = 2
     """Times that a group may be lost with its process while sampled alone; after one more, its prompt is set
     aside. A group is sampled alone after two losses alongside others."""
-    stall_timeout_s: PositiveFloat = 1800.0
+    stall_timeout_s: PositiveSeconds = 1800.0
     """Seconds without progress before the run reports what it is waiting for and replaces stuck actors. A
     Learner that is working through its micro-batches makes progress; a group that is retried does not."""
     max_skipped_updates: PositiveInt = 3
-    """Consecutive steps without a finite update after which the run ends, with a checkpoint of the last good
-    weights."""
+    """Consecutive steps without a finite update before the run ends, with the last good weights saved."""
 
 
 class PlacementConfig(Section):
@@ -85,7 +84,7 @@ class PlacementConfig(Section):
 
     strategy: Strategy = "pack"
     """`pack`: on few nodes. `spread`: on many. `strict_spread`: each on its own. `colocate`: all on one."""
-    wait_s: NonNegativeFloat = 0.0
+    wait_s: Seconds = 0.0
     """Seconds to wait for missing resources, as for an autoscaler or another job; 0 refuses at once."""
 
 
@@ -102,7 +101,7 @@ class TrackingConfig(Section):
     """Log a table of rollouts every N steps, read from the run's files; 0 logs none."""
     mlflow_uri: str | None = None
     """MLflow server or folder; default: `MLFLOW_TRACKING_URI`, or the folder `mlruns` in `run.output_dir`."""
-    close_timeout_s: PositiveFloat = 20.0
+    close_timeout_s: PositiveSeconds = 20.0
     """Seconds to wait at the end of a run for unsent data."""
 
     @field_validator("trackers")

@@ -54,8 +54,7 @@ class SamplingConfig(Section):
     top_p: Fraction = 1.0
     """Nucleus mass; training requires 1.0 (the error message says why)."""
     min_tokens: NonNegativeInt = 0
-    """Minimum response length in tokens. If omitted, 4 if every prompt of the task ends with a tag that
-    responses close, as in `r1_zero`."""
+    """Shortest response in tokens; default: 4 if prompts end with a tag that responses close (`r1_zero`)."""
     max_tokens: PositiveInt = 1024
     """Maximum response length in tokens. If omitted, 24 for `model.tiny`."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()

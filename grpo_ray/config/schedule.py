@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from grpo_ray.config.section import NonNegativeInt, Section
+from grpo_ray.config.section import NonNegativeInt, PositiveSeconds, Section
 
 
 class WeightSyncConfig(Section):
@@ -30,7 +30,7 @@ class WeightSyncConfig(Section):
     """Send only changed values (lossless and verified), unless sending all weights takes fewer bytes
     (`weight_sync/sent_frac`). For slow networks, bfloat16 and small learning rates: encoding takes the time of
     several memory copies. The Learner and each Generator keep the weights in host memory."""
-    phase_timeout_s: PositiveFloat = 300.0
+    phase_timeout_s: PositiveSeconds = 300.0
     """Seconds for `stage`, and for each phase of `switch`, which may take twice as long as a whole. A Generator
     that takes longer is named and replaced."""
     checksum: bool = False

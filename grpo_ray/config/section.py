@@ -8,6 +8,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, le=1e9)]  # Python's own waits refuse centuries
+PositiveSeconds = Annotated[float, Field(gt=0, le=1e9)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 

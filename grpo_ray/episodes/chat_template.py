@@ -258,8 +258,7 @@ def normalized(message: Message) -> dict[str, Any]:
     message, which most templates do not know, is the system's.
 
     Raises:
-        ValueError: there is no role, the content has parts other than text, or a tool call's arguments are not
-            JSON.
+        ValueError: a role is missing, the content is not only text, or a tool call's arguments are not JSON.
     """
     if "role" not in message:
         raise ValueError("a message has no role")

@@ -62,8 +62,7 @@ def check_template(config: Config, tokenizer: Any) -> None:
         tokenizer: a PreTrainedTokenizerBase, the model's.
 
     Raises:
-        ValueError: there is none of that name, or it does not fit the tokenizer, the end tokens or
-            `episodes.template_arguments`.
+        ValueError: there is none, or it does not fit tokenizer, end tokens or `episodes.template_arguments`.
     """
     if config.episode_tasks:
         path = config.model.path

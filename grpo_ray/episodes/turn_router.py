@@ -86,15 +86,12 @@ class TurnLink:
             try:
                 await work()  # made here: the task may be cancelled before it begins
             except Exception as error:
-                self._fail_all(error)
+                self._new, self._cancelled = {}, []
+                for end in self._waiting.values():
+                    if not end.done():
+                        end.set_exception(error)
 
         return asyncio.create_task(run())
-
-    def _fail_all(self, error: Exception) -> None:
-        self._new, self._cancelled = {}, []
-        for end in self._waiting.values():
-            if not end.done():
-                end.set_exception(error)
 
     async def _send(self) -> None:
         """Send what there is; what comes meanwhile goes out with the next call."""

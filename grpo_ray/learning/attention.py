@@ -28,7 +28,7 @@ FULLEST = 0.75
 """Segments shorter than this share of a block's longest begin a new block."""
 SHORT = 192
 """Queries per segment below which torch 2.13 on a CPU attends up to five times as fast in float32."""
-HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions"})
+HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "output_router_logits"})
 """Options that transformers hands on to attention, none of which changes its result."""
 Kernel = Callable[..., Tensor]
 PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}

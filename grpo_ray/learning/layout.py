@@ -114,7 +114,7 @@ def _difference(model: PolicyModel, layout: Layout, ranks: Ranks, dtype: torch.d
         found = ranks.forward(model, log_probs, model, batch)[0]
     except (torch.OutOfMemoryError, DistError):
         raise
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         reason = f"its forward pass fails there ({type(error).__name__}: {error})"
         ranks.end_lookup(model)
     for row, sequence in enumerate(sequences):

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from grpo_ray.config.model import Implementation
 from grpo_ray.learning.attention import NAME as ATTENTION
 from grpo_ray.learning.attention import tree_obstacle
-from grpo_ray.learning.model_files import WEIGHTS, is_local, listed_shards, located
+from grpo_ray.learning.model_files import WEIGHTS, is_local, listed_shards, located, savable
 from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.learning.transformer_lm import TransformerLM, check_llama, load_transformer_lm
 
@@ -29,7 +29,7 @@ def skeleton(path: str, trust_remote_code: bool, implementation: Implementation)
         )
     with suppress(OSError):  # a model need not have the file, which may name more end tokens than config.json
         model.generation_config = GenerationConfig.from_pretrained(path)
-    return _with_tree_attention(model)
+    return _prepared(model)
 
 
 def load_policy(
@@ -68,11 +68,11 @@ def _load_transformers(path: str, trust_remote_code: bool, dtype: torch.dtype) -
         ignore_mismatched_sizes=True, output_loading_info=True, use_safetensors=True,
     )  # fmt: skip
     wrong = [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]
-    return _with_tree_attention(model), sorted(wrong)
+    return _prepared(model), sorted(wrong)
 
 
 def _with_sdpa(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Make a model with torch's attention, or its own where transformers offers no other, as of Gemma 2."""
+    """Make a model with torch's attention, or its own where transformers offers no other."""
     try:
         return make(*args, attn_implementation="sdpa", **options)
     except ValueError as error:
@@ -81,9 +81,12 @@ def _with_sdpa(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return make(*args, attn_implementation="eager", **options)
 
 
-def _with_tree_attention(model: Any) -> PolicyModel:
+def _prepared(model: Any) -> PolicyModel:
     if tree_obstacle(model) is None:
         model.set_attn_implementation(ATTENTION)
+    elif getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # torch's own would not cap the scores, and says nothing
+    model.generation_config = savable(model.generation_config)
     return model  # type: ignore[no-any-return]
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_ray.config import Config
 
 if TYPE_CHECKING:  # it imports torch
-    from transformers import PreTrainedConfig
+    from transformers import GenerationConfig, PreTrainedConfig
 
 WEIGHTS = "model*.safetensors"  # excludes second copies under other names
 NO_WEIGHTS = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
@@ -107,7 +107,11 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 def max_positions(path: str, trust_remote_code: bool = False) -> int | None:
     """Return the longest sequence that the model supports, in tokens; None if its config does not say."""
-    return getattr(text_config(path, trust_remote_code), "max_position_embeddings", None)
+    config, name = text_config(path, trust_remote_code), "original_max_position_embeddings"
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # a longer one would change the positions of others in its batch
+        return rope.get(name) or getattr(config, name, None)
+    return getattr(config, "max_position_embeddings", None)
 
 
 def check_vocabulary(
@@ -146,6 +150,18 @@ def text_config(path: str, trust_remote_code: bool = False) -> "PreTrainedConfig
         return config.get_text_config()
     except (OSError, ValueError, StrictDataclassError) as error:
         raise ValueError(f"model.path: config.json of {path!r} cannot be used: {error}") from error
+
+
+def savable(given: "GenerationConfig") -> "GenerationConfig":
+    """Return the generation config, or its special tokens alone if transformers would load but not save it."""
+    from transformers import GenerationConfig
+
+    try:
+        given.validate(strict=True)
+    except ValueError:  # such as a temperature without sampling
+        names = "bos_token_id", "eos_token_id", "pad_token_id"
+        return GenerationConfig(**{name: getattr(given, name) for name in names})
+    return given
 
 
 def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -146,6 +146,11 @@ def recompute_in_backward(model: PolicyModel, which: Recomputation) -> None:
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if which == "selective":
+        if getattr(getattr(model, "config", None), "clip_qkv", None):
+            raise ValueError(
+                "learner.gradient_checkpointing: the model clips kept queries and keys in place (clip_qkv), "
+                "and `selective` would give another gradient; use full or none"
+            )
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_or_recompute)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     # transformers checkpoints in training mode only, in which some models drop values without a module for it.

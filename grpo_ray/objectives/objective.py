@@ -166,4 +166,5 @@ class EntropyBonus:
     def restore(self, state: Mapping[str, float]) -> None:
         """Restore `state`, if the checkpoint has it and the configuration still adapts."""
         if self._config.entropy_target is not None and "entropy_coefficient" in state:
-            self._coefficient, self._is_low = state["entropy_coefficient"], bool(state["entropy_is_low"])
+            self._coefficient = min(state["entropy_coefficient"], self._config.entropy_bonus_max)
+            self._is_low = bool(state["entropy_is_low"])

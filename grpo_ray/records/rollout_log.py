@@ -190,6 +190,7 @@ def _table(step: int | None, groups: Sequence[ScoredGroup], uses: Sequence[int])
         (sampled.min(), sampled.max()) if len(sampled) else (None, None)
         for sampled in (completion.versions[completion.mask] for completion in completions)
     ]
+    taught = [row for group in groups for row in group.teacher_rows if row is not None]  # all rows, or none
     columns = {
         "step": pa.array([step] * len(completions), pa.int32()),
         "use": pa.array([use for use, size in zip(uses, sizes, strict=True) for _ in range(size)], pa.int32()),
@@ -217,7 +218,7 @@ def _table(step: int | None, groups: Sequence[ScoredGroup], uses: Sequence[int])
         "logprobs": lists([completion.logprobs for completion in completions], np.float32),
         "versions": run_lengths([completion.versions for completion in completions], "version"),
         **_columns_of_own_rewards(groups),
-        **_teacher_columns(groups),
+        **({"teacher_logprobs": lists(taught, np.float32)} if taught else {}),
         **episode_columns(groups),
     }
     return pa.table(columns, metadata={"grpo_ray.rollouts": SCHEMA_VERSION})
@@ -291,9 +292,3 @@ def _columns_of_own_rewards(groups: Sequence[ScoredGroup]) -> dict[str, pa.Array
         ]
         columns[f"{TERM}{name}"] = pa.array([value for row in values for value in row], pa.float32())
     return columns
-
-
-def _teacher_columns(groups: Sequence[ScoredGroup]) -> dict[str, pa.Array]:
-    """Return the column that a file has only with a teacher; then every group has its logprobs."""
-    rows = [row for group in groups for row in group.teacher_rows if row is not None]
-    return {"teacher_logprobs": lists(rows, np.float32)} if rows else {}

@@ -4,7 +4,6 @@ import hashlib
 import os
 import re
 import shlex
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from datetime import datetime
 from itertools import chain
@@ -168,8 +167,10 @@ class RunDirectory:
                 os.truncate(log, num_bytes)
                 sync(log)
         for folder in (self.rollouts, self.evaluations, self.skipped):
-            for file in _files_after(folder, step):
-                file.unlink(missing_ok=True)
+            for name in os.listdir(folder) if folder.exists() else ():
+                match = STEP_FILE.fullmatch(name)
+                if match and (match["unfinished"] or int(match["step"]) > step):
+                    (folder / name).unlink(missing_ok=True)
 
     def rollouts_path(self, step: int) -> Path:
         return self.rollouts / f"{step_name(step)}.parquet"
@@ -229,11 +230,3 @@ def kept_part(path: Path, step: int) -> tuple[int, int]:
 
 def _entries(folder: Path) -> list[Path]:
     return list(folder.iterdir()) if folder.is_dir() else []
-
-
-def _files_after(folder: Path, step: int) -> Iterator[Path]:
-    """Yield the files of later steps, and unfinished files of any step."""
-    for name in os.listdir(folder) if folder.exists() else ():
-        match = STEP_FILE.fullmatch(name)
-        if match and (match["unfinished"] or int(match["step"]) > step):
-            yield folder / name

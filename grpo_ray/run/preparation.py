@@ -92,11 +92,11 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
     check_rewards(config, None)
     check_episodes(config)
     _check_bitsandbytes(config)
-    _check_heads(config)
     if config.model.tiny is not None:
         check_warmup(config.task)
     if config.model.path is not None and is_local(config.model.path):
         check_local_model(config.model.path)
+    _check_heads(config)
     if examples is None:
         check_sft(config)  # not of an evaluation, which brings its examples
         examples = load_examples(config.task, config.run.seed)
@@ -218,15 +218,22 @@ VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def _check_heads(config: Config) -> None:
-    tiny = config.model.tiny
-    if tiny is None or config.generator.engine != "vllm" or config.generator.num_gpus:
+    tiny, path, cure = config.model.tiny, config.model.path, "use"
+    if config.generator.engine != "vllm" or config.generator.num_gpus:
         return
-    size = tiny.hidden_size // tiny.num_heads
+    if tiny is not None:
+        size, cure = tiny.hidden_size // tiny.num_heads, f"give num_heads: {max(1, tiny.hidden_size // 32)}, or"
+    elif path is None or not is_local(path):
+        return
+    else:
+        shape = text_config(path, config.model.trust_remote_code)
+        number = 0 if hasattr(shape, "kv_lora_rank") else getattr(shape, "num_attention_heads", 0)
+        size = getattr(shape, "head_dim", None) or shape.hidden_size // number if number else 32
     if size not in VLLM_CPU_HEADS:
+        field = "model.tiny: hidden_size / num_heads" if tiny else "model.path: the size of its attention heads"
         raise ValueError(
-            f"model.tiny: hidden_size / num_heads is {size}, but vLLM's attention on a CPU supports only heads "
-            f"of {', '.join(map(str, VLLM_CPU_HEADS))}; give other numbers, such as num_heads: "
-            f"{max(1, tiny.hidden_size // 32)}, or generator.engine: torch"
+            f"{field} is {size}, but vLLM's attention on a CPU supports only heads of "
+            f"{', '.join(map(str, VLLM_CPU_HEADS))}; {cure} generator.engine: torch"
         )
 
 

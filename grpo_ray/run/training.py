@@ -174,6 +174,9 @@ def _resume(run: RunDirectory, config: Config, follower: Follower | None) -> Run
         if checkpoint is None and (store.damaged or (logged >= min(every + 1, last) and not is_first)):
             raise RunError(no_whole_checkpoint(run, store.damaged))
         run.check_records(step)
+        profiled = config.learner.profile_steps
+        if profiled and profiled[1] <= step and profiled != before.learner.profile_steps:
+            raise RunError(f"learner.profile_steps: step {step} is trained already; choose later ones")
         if checkpoint is not None:
             check_same_reference(before, config)
             check_same_sampling(before, config, checkpoint)

@@ -22,8 +22,7 @@ class TaskKind(Generic[ConfigT]):
     load: Callable[[ConfigT, int], ExampleSets]
     """(configuration, seed) to the train and validation examples."""
     load_validation: Callable[[ConfigT, int, int], ExampleSets] | None = None
-    """(configuration, seed, limit) to the first validation examples, without reading any for training;
-    None: `load` is cheap enough."""
+    """(configuration, seed, limit) to the first validation examples alone; None: `load` is cheap enough."""
     warmup_pairs: Callable[[ConfigT, int, int], Pairs] | None = None
     """(configuration, seed, number) to (question, response) pairs that `model.tiny` is warmed up with;
     None: no tiny model can be built for the kind."""

@@ -60,7 +60,7 @@ class ChatTemplate:
         messages = self.messages(question)
         try:
             text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # such as a loop over tools, where there are none
             raise ValueError(
                 f"task.prompt: the model's chat template refuses the question ({error}); "
                 "some templates allow no task.system_prompt"
@@ -121,6 +121,17 @@ def template_of(task: PlainTask) -> PromptTemplate:
     return load_template(task.prompt, task.system_prompt)
 
 
+def encode_prompt(
+    template: PromptTemplate | None, tokenizer: "PreTrainedTokenizerBase", text: str
+) -> list[int]:
+    """Return the tokens of a rendered prompt; a chat template writes the first one, BOS, itself."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    bos = None if isinstance(template, ChatTemplate) else getattr(tokenizer, "bos_token_id", None)
+    if bos is None or ids[:1] == [bos] or tokenizer("")["input_ids"][:1] != [bos]:
+        return ids
+    return [bos, *ids]
+
+
 @dataclass(frozen=True)
 class Prompter:
     """A maker of prompts from a task's examples."""
@@ -143,10 +154,12 @@ class Prompter:
             )
         prompt = self.template.render(example.question, self.tokenizer)
         tokenizer = self.tokenizer
-        token_ids = [] if tokenizer is None else tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        token_ids = [] if tokenizer is None else encode_prompt(self.template, tokenizer, prompt)
         if tokenizer is not None and self.max_tokens is not None and len(token_ids) > self.max_tokens:
-            token_ids = token_ids[-self.max_tokens :]  # the end of the template must stay: the model answers it
-            prompt = tokenizer.decode(token_ids)
+            first = encode_prompt(self.template, tokenizer, "")
+            # The end of the template must stay: the model answers it.
+            kept = token_ids[len(token_ids) - self.max_tokens + len(first) :]
+            token_ids, prompt = [*first, *kept], tokenizer.decode(kept)
         about = self._about(example) if self.with_facts else ""
         return PromptItem(
             group_id, prompt, tuple(token_ids), example.ground_truth, task=example.task, about=about

@@ -149,8 +149,9 @@ def banner(config: Config, longest_prompt: int, run_dir: str) -> Table:
 def settings(config: Config, longest_prompt: int | None = None) -> list[tuple[str, str]]:
     """Return what the configuration amounts to: the size of a step, the schedule, and each actor's device."""
     algorithm, generator, learner = config.algorithm, config.generator, config.learner
+    warmed = " and warmed up" if config.model.tiny and config.model.tiny.warmup else ""
     return [
-        ("model", config.model.path or "tiny (built from the seed and warmed up)"),
+        ("model", config.model.path or f"tiny (built from the seed{warmed})"),
         *_task(config, longest_prompt),
         ("run", f"{algorithm.num_steps} steps, {algorithm.loss}, learning rate {learner.learning_rate:g}"),
         ("schedule", _schedule(config)),

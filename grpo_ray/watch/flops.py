@@ -22,8 +22,7 @@ Model = Any
 """A transformers model or a TransformerLM (learning/policy_model.py)."""
 
 Lengths = Sequence[tuple[int, int, int]]
-"""For each sequence its first tokens that are shared with one before it, all of its tokens, and those that
-the policy sampled."""
+"""Per sequence: first tokens shared with one before it, all its tokens, and those that were sampled."""
 
 DEVICE_PEAK = "memory/learner_device_peak_bytes"
 EXPERT = re.compile(r"\.experts\.(?:(\d+)\.)?")

@@ -20,10 +20,8 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "rollout/truncated_frac": "[share] responses cut off at sampling.max_tokens, or episodes at a limit",
     "rollout/zero_variance_groups": "[groups] groups in which every advantage is 0, before "
     "algorithm.advantage_scale and a KL in the reward",
-    "rollout/retried_groups": "[groups] groups sampled again since the last step: aborted, or their Generator "
-    "died",
-    "rollout/set_aside_groups": "[groups] groups given up so far: no attempt returned a response, and other "
-    "groups replaced them",
+    "rollout/retried_groups": "[groups] groups sampled again in the step: aborted, or their Generator died",
+    "rollout/set_aside_groups": "[groups] groups given up so far without a response; others replaced them",
     "rollout/dropped_groups": "[groups] groups replaced for lack of signal (algorithm.dynamic_sampling_tries)",
     "rollout/cut_groups": "[groups] groups cut off, to be sampled again (algorithm.oversample_frac)",
     "rollout/response_tokens/cut_before_ratio": "mean response length for prompts that were cut off before, "
@@ -43,8 +41,7 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "episodes/status/truncated_time": "[share] episodes ended by the limit of time: they have no reward",
     "episodes/status/environment_error": "[share] episodes in which the function raised an error or returned "
     "no valid reward: they have no reward",
-    "episodes/status/generator_error": "[share] episodes in which a Generator failed to sample a turn: they "
-    "have no reward",
+    "episodes/status/generator_error": "[share] episodes without a reward, as a Generator failed in a turn",
     "episodes/status/cancelled": "[share] cancelled episodes: they have no reward",
     "episodes/metrics/*": "a metric that the episodes return, mean over those that return it",
     "curriculum/seen_frac": "[share] training prompts that have been seen",
@@ -59,8 +56,8 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "loss/gradient_scale": "sum of the absolute derivatives of the loss by the tokens' logprobs, over that "
     "of the plain policy gradient with the same advantages and aggregation. Near 1 "
     "with ratios near 1; absent with a KL in the loss, algorithm.token_selection, `vespo` or `kl_tau`",
-    "loss/untrained_frac": "[share] tokens without any gradient although they have an advantage other than 0 "
-    "and are not clipped; absent where loss/gradient_scale is",
+    "loss/untrained_frac": "[share] tokens without any gradient although advantage and weight are not 0, "
+    "less loss/clip_frac; absent where loss/gradient_scale is",
     "loss/kl_ref": "[nats per token] KL of the policy to the reference, estimator k1",
     "loss/kl_ref_k3": "[nats per token] KL of the policy to the reference, estimator k3",
     "loss/entropy_bonus": "weight of the entropy in effect, only with algorithm.entropy_target",
@@ -74,14 +71,12 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "optim/grad_norm": "gradient norm before clipping",
     "optim/lr": "learning rate of the step",
     "optim/skipped_updates": "[updates] updates skipped because the loss or the gradient was not finite",
-    "optim/skipped_in_a_row": "[updates] consecutive steps without a finite update, up to and including this "
-    "one",
+    "optim/skipped_in_a_row": "[steps] consecutive steps without a finite update, up to and including this one",
     "optim/num_updates": "[updates] optimizer updates on the batch",
     "reward/baseline_variance": "estimated variance of the mean of a group's graded rewards, mean over groups",
     "reward/errors": "[responses] responses that the grader failed on: reward 0, and left out of their groups",
     "reward/ungradable": "[responses] responses too long, too deep or too costly to grade: they count as wrong",
-    "reward/kl_penalty": "reward subtracted from a response of the batch by algorithm.kl.placement reward or "
-    "reward_to_go, mean",
+    "reward/kl_penalty": "mean reward that algorithm.kl.placement reward or reward_to_go takes off a response",
     "advantage/batch_std": "what algorithm.advantage_scale divides by: standard deviation of the batch's "
     "rewards (batch) or advantages (whiten_responses, whiten_tokens)",
     # Of the same tokens in every configuration: those with an advantage other than 0 in the first update on a
@@ -91,10 +86,8 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "mismatch/kl/after_switch": "[nats per token] the same, only on tokens sampled after their response's "
     "first switch of versions (weight_sync.in_flight); absent without any",
     "mismatch/tokens_after_switch": "[tokens] number of these tokens",
-    "mismatch/logprob_diff/max": "[nats] largest absolute difference of behaviour and Learner logprobs of "
-    "these tokens",
-    "mismatch/ess_frac": "[share] effective sample size (Kish) of these tokens under the untruncated weights "
-    "Learner / sampler",
+    "mismatch/logprob_diff/max": "[nats] largest difference of behaviour and Learner logprobs of these tokens",
+    "mismatch/ess_frac": "[share] Kish's effective sample size of these tokens with weights Learner / sampler",
     "correction/limited_frac": "[share] tokens with a weight that algorithm.off_policy_correction truncated "
     "or masked, of those with an advantage other than 0, over all updates",
     "correction/dropped_frac": "[share] tokens with weight 0, of the same tokens",
@@ -106,9 +99,9 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "replay/evicted_age": "[groups] groups evicted because they exceed buffer.replay.max_age",
     "replay/evicted_uses": "[groups] groups evicted after buffer.replay.max_uses batches",
     "replay/evicted_room": "[groups] groups evicted to make room for newer ones",
-    "lag/mean": "[versions] mean lag of a trained token",
+    "lag/mean": "[versions] mean lag of the batch's sampled tokens, truncated responses too; 0 without any",
     "lag/masked_tokens": "[tokens] sampled tokens of episodes that are too old and so not trained",
-    "lag/max": "[versions] largest lag of a trained token",
+    "lag/max": "[versions] largest lag of the batch's sampled tokens",
     "lag/updates/max": "[updates] largest number of updates between those that sampled a token and the one "
     "that trains on it, over the step; skipped updates do not count. It equals lag/max "
     "with one update per step, and exceeds it with algorithm.epochs_per_batch or "
@@ -143,27 +136,23 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "padding, no recomputation) per second of timing/train_s, relative to the peak of the Learner's device",
     "perf/tokens_per_s_per_device": "[tokens/s] tokens with a forward and a backward pass per second of "
     "timing/train_s: those of responses, and of each prompt once per update",
-    "perf/flash_attention": "1 if a kernel of FlashAttention computes the Learner's attention, 0 if sdpa "
-    "does; only on GPUs",
+    "perf/flash_attention": "1 if FlashAttention computes the Learner's attention, 0 if sdpa; only on GPUs",
     "perf/prompt_frac": "[share] prompt tokens, repeated ones too, of the tokens computed for the gradient",
     "perf/padding_frac": "[share] padding of the tokens computed for the gradient",
-    "perf/loop_lag_s": "[s] delay of the driver's event loop, 99th percentile: how long a callback that was "
-    "due waited for others",
+    "perf/loop_lag_s": "[s] how late the driver's event loop runs what is due, 99th percentile",
     # With more than 16 Generators, which share the actors `generators` (their mean) and `slowest-generator`.
     "generators/slowest": "number of the Generator that sampled longest",
     # With several ranks of the Learner only.
-    "ranks/*/collectives_s": "[s] time that a rank of the Learner spent in the step's collectives: transfer, "
-    "and waiting for others",
+    "ranks/*/collectives_s": "[s] time of a rank of the Learner in the step's collectives, waiting included",
     "ranks/slowest": "number of the rank with the least time in collectives: the others waited for it",
     "ranks/imbalance": "largest planned cost of a rank's share of the last update over the mean; 1 is even",
     "recovery/restarts": "[restarts] Generators, Scorers, Teachers and EnvironmentWorkers restarted so far",
     "recovery/restores": "[restores] restores from the last checkpoint so far",
     "memory/object_store_spilled_bytes": "[bytes] bytes that Ray's object store has spilled to disk so far",
-    "memory/learner_device_peak_bytes": "[bytes] most memory that torch has held on the Learner's GPU since "
-    "the previous step",
+    "memory/learner_device_peak_bytes": "[bytes] most memory of torch on the Learner's GPU since the last step",
     "memory/*": "[bytes] memory of a process or device",
-    "eval/reward": "mean validation reward",
-    "eval/reward/*": "mean validation reward of a mixture part",
+    "eval/reward": "mean validation reward; what could not be graded has the least of its part, or 0",
+    "eval/reward/*": "eval/reward of a mixture part",
     "eval/format": "[share] validation responses in the required format",
     "eval/answer": "[share] validation responses with a correct answer, as reward/answer",
     "eval/response_tokens/mean": "[tokens] mean length of a validation response, in sampled tokens",

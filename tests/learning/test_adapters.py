@@ -24,7 +24,7 @@ from builders import (
 )
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import AdapterConfig, ModelConfig
@@ -424,3 +424,11 @@ def test_the_folder_of_a_killed_engine_is_removed_by_the_next() -> None:
     folders = [adapter._folder.exists() for adapter in (killed, other, last)]
     last.close(), other.close()
     assert folders == [False, True, True]
+
+
+def test_layers_that_peft_takes_for_experts_are_left_out() -> None:
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "n_routed_experts": 4, "n_group": 2}
+    model = AutoModelForCausalLM.from_config(DeepseekV3Config(**sizes, first_k_dense_replace=1))
+    add_adapter(model, AdapterConfig(rank=2), "base")
+    adapted = {name.split(".")[-4] for name, weight in model.named_parameters() if weight.requires_grad}
+    assert adapted == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}

@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 import torch
 from builders import TinyModel, change_weights, edit_json
+from tokenizers.processors import TemplateProcessing
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import TinyModelConfig
 from grpo_ray.learning.loading import load_policy
-from grpo_ray.learning.model_files import load_tokenizer
+from grpo_ray.learning.model_files import load_tokenizer, max_positions
 from grpo_ray.run.preparation import check_files, prepare
 from grpo_ray.run.tiny_model import build_model
+from grpo_ray.tasks.demonstrations import plain_demonstration
+from grpo_ray.tasks.examples import Example
+from grpo_ray.tasks.prompts import ChatTemplate, Prompter, TextTemplate, encode_prompt
 
 WEIGHTS = "model.safetensors"
 
@@ -160,3 +164,30 @@ def test_a_padded_vocabulary_is_allowed_and_its_unknown_tokens_have_no_text(
     assert prepare(config, check_files(config)).model.end_token_ids == (tokenizer.eos_token_id,)
     known = tokenizer("Sort 5")["input_ids"]
     assert tokenizer.decode([*known, 999]) == tokenizer.decode(known) == "Sort 5"
+
+
+def test_a_generation_config_that_transformers_would_not_save(folder: Path, tmp_path: Path) -> None:
+    written = {"temperature": 0.6, "do_sample": False, "eos_token_id": [2, 0]}
+    (folder / "generation_config.json").write_text(json.dumps(written))
+    load_policy(str(folder)).save_pretrained(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
+
+
+def test_heads_and_positions(folder: Path, of_folder: Callable[..., Config]) -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
+    rope["original_max_position_embeddings"] = 32
+    edit_json(folder / "config.json", head_dim=8, rope_parameters=rope)
+    assert max_positions(str(folder)) == 32
+    assert "heads is 8" in refusal(check_files, of_folder(generator={"engine": "vllm", "num_gpus": 0}))
+
+
+def test_a_tokenizer_that_begins_texts_with_a_token(folder: Path) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<b> $A", special_tokens=[("<b>", 5)])
+    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(5)
+    plain = tokenizer("1 + 2 = 3 +", add_special_tokens=False)["input_ids"]
+    for limit, kept in ((None, plain), (4, plain[-3:])):
+        asked = Prompter(TextTemplate("{question} +"), tokenizer, limit).item(0, Example("1 + 2 = 3", ""))
+        assert asked.prompt_token_ids == (5, *kept)
+    assert plain_demonstration(tokenizer, "1 + 2 = 3 +", "4").prompt_token_ids == (5, *plain)
+    assert encode_prompt(ChatTemplate(), tokenizer, "1 + 2 = 3 +") == plain

@@ -1,6 +1,7 @@
 """Compiled blocks and recomputed activations: the same gradient, for both kinds of models."""
 
 import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,6 +78,8 @@ def test_selective_recomputes_the_cheap_operations_alone(make_learner: MakeLearn
         "none", "selective", "full"
     )}  # fmt: skip
     assert products["none"] == products["selective"]
+    with pytest.raises(ValueError, match="clip_qkv"):  # which changes kept values in place
+        recompute_in_backward(SimpleNamespace(config=SimpleNamespace(clip_qkv=1.0)), "selective")
     # Of two blocks, `full` computes attention and seven products again, except the last one, which ends it.
     assert products["full"] - products["none"] == 2 * 7
 

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -298,6 +299,15 @@ def test_an_attention_that_ignores_the_tree_is_noticed(tiny_config: Config, poli
     layout, notes = choose_layout(broken, tiny_config, ENDS)  # type: ignore[arg-type]
     assert not layout.shares_prompts
     assert "would differ there by" in notes["prompts_not_shared"]
+
+
+def test_capped_scores_are_computed_as_by_the_model(tmp_path: Path) -> None:
+    random_model(Gemma2Config(**SIZES, attn_logit_softcapping=0.5)).save_pretrained(tmp_path)
+    own = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    (loaded, eager) = (
+        model(torch.arange(3, 23)[None], use_cache=False) for model in (load_policy(str(tmp_path)), own)
+    )
+    torch.testing.assert_close(loaded.logits, eager.logits)
 
 
 CAPPED = Gemma2Config(

@@ -34,11 +34,6 @@ from grpo_ray.types import TrainBatch
 NAN = float("nan")
 
 
-def ranges(loss_type: LossType) -> tuple[float, ...]:
-    """Return a clip range of 0.8 to 1.3 for the losses that have one."""
-    return () if LOSS_RECORDS[loss_type].epsilons is None else (0.2, 0.3)
-
-
 def example(batch: int = 6, seq: int = 5, seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     old = -3 * torch.rand(batch, seq, generator=generator, dtype=torch.float64)
@@ -61,7 +56,8 @@ def full(loss_type: LossType) -> Objective:
     """Return an objective with every term."""
     dual_clip = 1.3 if loss_type == "grpo_clip" else None
     terms = {"dual_clip": dual_clip, "kl_coefficient": 0.5, "entropy_bonus": 0.1}
-    return Objective(loss_type, "sequence_mean", *ranges(loss_type), **terms)
+    ranges = () if LOSS_RECORDS[loss_type].epsilons is None else (0.2, 0.3)  # a clip range of 0.8 to 1.3
+    return Objective(loss_type, "sequence_mean", *ranges, **terms)
 
 
 def test_a_reference_only_measured_changes_no_gradient():
@@ -125,6 +121,9 @@ def test_an_adapted_weight_by_hand() -> None:
     other = EntropyBonus(config)
     other.restore(bonus.state())
     assert (other.weight, other.state()) == (bonus.weight, bonus.state())
+    lower = EntropyBonus(config.model_copy(update={"entropy_bonus_max": 0.01}))
+    lower.restore(bonus.state())
+    assert lower.weight == 0.01
 
 
 @pytest.mark.slow

@@ -134,6 +134,8 @@ async def test_a_run_in_a_notebook_another_in_a_thread_and_one_stopped_by_its_pr
     assert first.metrics()["step"].to_pylist() == [1, 2]  # that of the step it stopped at, too
     assert not (first.path / "checkpoints" / "step-000003").exists()
     assert not first.is_finished
+    with pytest.raises(RunError, match="profile_steps: step 2 is trained already"):
+        first.resume("learner.profile_steps=[1,2]", local=True)
     assert second.is_finished
     assert first.resume(local=True).is_finished
     assert first.metrics()["step"].to_pylist() == [1, 2, 3]

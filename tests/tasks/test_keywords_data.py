@@ -19,6 +19,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.task import KeywordsTaskConfig
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.learning.model_files import load_tokenizer
+from grpo_ray.run import preparation
 from grpo_ray.tasks import load_examples
 from grpo_ray.tasks.keywords import KeywordPair
 from grpo_ray.types import Completion, SamplingSettings
@@ -149,6 +150,7 @@ Script = Callable[[list[str], int], str | Completion]
 @pytest.fixture
 def scripted(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> Callable[[Script], ScriptedEngine]:
     """Return a function that replaces the engine of `--model` by a scripted one; everything else is real."""
+    monkeypatch.setattr(preparation, "VLLM_CPU_HEADS", (16,))  # the scripted one has no attention
 
     def install(script: Script) -> ScriptedEngine:
         engine = ScriptedEngine(load_tokenizer(str(tiny_model())), script)

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, PreTrainedConfig
 
-from grpo_ray.learning.model_files import text_config
+from grpo_ray.learning.model_files import savable, text_config
 from grpo_ray.learning.transformer_lm.model import OUTPUT_LAYER, TransformerLM
 
 
@@ -58,7 +58,7 @@ def load_transformer_lm(
     with torch.device("meta"):  # initial values would be discarded
         model = TransformerLM(config)
     if (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        model.generation_config = savable(GenerationConfig.from_pretrained(folder))
     expected = {name: parameter.shape for name, parameter in model.named_parameters()}
     found = {name: tensor for name, tensor in _tensors(files) if not _is_redundant(name, config)}
     if unexpected := sorted(found.keys() - expected.keys()):

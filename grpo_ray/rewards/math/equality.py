@@ -174,7 +174,8 @@ def _is_equal(answer: str, truth: str) -> bool:
         return _phrase(answer) == _phrase(truth)
     labels = LABEL.fullmatch(answer), LABEL.fullmatch(truth)
     if labels[0] and labels[1] and _is_label(labels[1]):
-        return _is_same_label(labels[0], labels[1])
+        kinds = labels[0]["kind"], labels[1]["kind"]
+        return (None in kinds or kinds[0] == kinds[1]) and labels[0]["letters"] == labels[1]["letters"]
     for compare in (
         _compare_matrices,
         _compare_chains,
@@ -221,11 +222,6 @@ def _chosen(text: str) -> str | None:
 def _is_label(label: re.Match[str]) -> bool:
     letters = label["letters"]
     return bool(label["kind"]) or letters.isupper() or not VARIABLES.issuperset(letters)
-
-
-def _is_same_label(given: re.Match[str], wanted: re.Match[str]) -> bool:
-    is_same_kind = None in (given["kind"], wanted["kind"]) or given["kind"] == wanted["kind"]
-    return is_same_kind and given["letters"] == wanted["letters"]
 
 
 # ---- compound answers: each comparison returns None where it does not apply ----

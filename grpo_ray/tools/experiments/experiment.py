@@ -86,7 +86,8 @@ def make_sweep(config: str, arguments: Sequence[str], name: str | None = None) -
         raise ConfigError(f"--name {name!r} is not a folder name; --output chooses where the folder goes")
     varied = {key: values for key, values in axes.items() if len(values) > 1} or axes
     common = tuple(f"{key}={values[0]}" for key, values in axes.items() if key not in varied)
-    names = _short_names(list(varied))
+    last = [key.rpartition(".")[2] for key in varied]  # or the whole key where two have the same last part
+    names = {key: name if last.count(name) == 1 else key for key, name in zip(varied, last, strict=True)}
     variants: dict[str, tuple[str, ...]] = {}
     for combination in itertools.product(*varied.values()):
         pairs = list(zip(varied, combination, strict=True))
@@ -132,12 +133,6 @@ def split_values(text: str) -> list[str]:
             continue
         values[-1] += character
     return [value.strip() for value in values]
-
-
-def _short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Return the last part of each key, or the whole key where two have the same last part."""
-    last = [key.rpartition(".")[2] for key in keys]
-    return {key: name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)}
 
 
 def _folder_safe(text: str) -> str:

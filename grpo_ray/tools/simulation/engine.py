@@ -101,7 +101,11 @@ class SimulatedEngine:
             await done
         finally:
             if not done.done() or done.cancelled():
-                self._abort(request)
+                self._advance()
+                self._waiting = deque(s for s in self._waiting if s.request is not request)
+                self._running = [entry for entry in self._running if entry[2].request is not request]
+                heapq.heapify(self._running)
+                self._continue()
         return tuple(
             _completion(sequence, is_cut=int(length) > settings.max_tokens)
             for sequence, length in zip(sequences, drawn, strict=True)
@@ -206,13 +210,6 @@ class SimulatedEngine:
         ends = [sequence.num_tokens(position) for position, _ in switches]
         counts = [after - before for before, after in pairwise((0, *ends, sequence.length))]
         return np.repeat(np.array([sequence.first_version, *(v for _, v in switches)], np.int32), counts)
-
-    def _abort(self, request: _Request) -> None:
-        self._advance()
-        self._waiting = deque(s for s in self._waiting if s.request is not request)
-        self._running = [entry for entry in self._running if entry[2].request is not request]
-        heapq.heapify(self._running)
-        self._continue()
 
     # Faults
 

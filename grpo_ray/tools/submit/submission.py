@@ -104,8 +104,7 @@ def training_job(path: str, overrides: Sequence[str], context: SubmissionContext
     The job runs in a copy of the working directory, so it gets the run's name and its absolute directory.
 
     Raises:
-        RunError: the file is outside the working directory, a variable is not set, or a run that may be
-            resumed has no name.
+        RunError: the file is outside the working directory, or a variable or the name to resume is missing.
         ConfigError: the configuration is wrong.
     """
     config = load_config(path, overrides)
