@@ -86,7 +86,8 @@ def _prepared(model: Any) -> PolicyModel:
         model.set_attn_implementation(ATTENTION)
     elif getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # torch's own would not cap the scores, and says nothing
-    model.generation_config = savable(model.generation_config)
+    if model.generation_config is not None:
+        model.generation_config = savable(model.generation_config)
     return model  # type: ignore[no-any-return]
 
 

@@ -45,8 +45,7 @@ from grpo_ray.tasks.prompts import Prompter, Prompters, PromptTemplate, TextTemp
 from grpo_ray.tasks.sources import source_names
 from grpo_ray.types import StartingModel
 
-WITH_OPTIONS = ("pass_at_k",)
-"""An advantage that is of no use without an option."""
+WITH_OPTIONS = ("pass_at_k",)  # advantages that are of no use without an option
 
 WarmupProgress = Callable[[int, int, float], None]
 

@@ -80,10 +80,7 @@ class Follower:
         """Show a step to the program."""
         try:
             result = self.on_step(step, metrics) if self.on_step is not None else None
-        except (
-            SystemExit,
-            KeyboardInterrupt,
-        ) as error:  # it would end the event loop before there is a checkpoint
+        except (SystemExit, KeyboardInterrupt) as error:  # it would end the loop before there is a checkpoint
             self.exit, result = error, True
         if isinstance(result, bool | np.bool_) and result:
             self._stop()
