@@ -29,9 +29,12 @@ Process = tuple[int, str]  # pid and start time: a pid alone may have been reuse
 
 
 def start_reaper() -> subprocess.Popen[bytes]:
-    """Start a reaper that watches this process until `dismiss`."""
-    command = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env={})
+    """Start a reaper that watches this process until `dismiss`, and wait until it does."""
+    command, pipe = [sys.executable, "-I", "-S", __file__, str(os.getpid())], subprocess.PIPE
+    reaper = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True, env={})
+    assert reaper.stdout is not None
+    reaper.stdout.read(1)
+    return reaper
 
 
 def dismiss(reaper: subprocess.Popen[bytes]) -> None:
@@ -44,6 +47,7 @@ def _main(driver: int) -> None:
     ours: set[Process] = set()
     strangers: set[Path] = set()
     semaphores: set[Path] = set()
+    print(end=".", flush=True)
     while not (word := select.select([sys.stdin], [], [], LOOK_S)[0]) and process_at(driver):
         new = {*SHARED_MEMORY.glob(f"{SEMAPHORE}*")} - semaphores - strangers
         ours = _alive(ours) | _descendants([driver])

@@ -143,11 +143,12 @@ def test_a_driver_that_is_killed_while_ray_starts_leaves_no_agent(started: list[
 
 
 GENTLE_DRIVER = """
-import subprocess, sys, time
-from grpo_ray.cluster.reaper import LOOK_S, start_reaper
+import psutil, subprocess, sys, time
+from grpo_ray.cluster.reaper import start_reaper
 reaper = start_reaper()
-child = subprocess.Popen(sys.argv[1:])
-time.sleep(2 * LOOK_S + 0.5)
+child, switches = subprocess.Popen(sys.argv[1:]), psutil.Process(reaper.pid).num_ctx_switches
+twice = switches().voluntary + 3  # when it has looked twice since
+while switches().voluntary < twice: time.sleep(0.05)
 reaper.stdin.close()
 time.sleep(1.0)
 print(reaper.poll(), child.poll(), flush=True)
