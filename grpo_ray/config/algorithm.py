@@ -133,7 +133,7 @@ class AlgorithmConfig(Section):
     cliprange_high: PositiveFloat | None = None
     """Epsilon of the upper bound, if it differs (DAPO's clip-higher); default: that of `cliprange`."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Top ratio at a negative advantage (dual-clip PPO, `grpo_clip` only); at least `cliprange_high` + 1."""
+    """Largest ratio at a negative advantage (dual-clip PPO, `grpo_clip`); at least `cliprange_high` + 1."""
     aggregation: Aggregation | None = None
     """Reduction of token losses to one number. `sequence_mean`: mean over each response, then over responses.
     `token_mean`: mean over all tokens. `constant`: sum over each response divided by `sampling.max_tokens`,

@@ -78,7 +78,7 @@ class AdapterConfig(Section):
     dora: bool = False
     """Also train the norm of each of the matrix's rows (DoRA, Liu et al. 2024)."""
     path: HomePath | None = None
-    """A folder in PEFT's format to start from, such as a checkpoint; `null`: a new adapter, without effect."""
+    """A folder in PEFT's format to start from, as a checkpoint; `null`: a new one, at first without effect."""
 
 
 class ModelConfig(Section):

@@ -195,8 +195,9 @@ TRL = {  # of 1.16.0: GRPOConfig and GRPOTrainer
     "max_prompt_length": "task.max_prompt_tokens, with task.long_prompts",
     "lr_scheduler_type": "learner.lr_schedule", "warmup_ratio": "learner.warmup_steps, a number of steps",
     "adam_beta1": "learner.betas, a list of two", "adam_beta2": "learner.betas, a list of two",
-    "beta": "algorithm.kl.coefficient, with algorithm.kl.reference: initial and algorithm.kl.estimator: "
-    "unbiased", "use_bias_correction_kl": "algorithm.kl.estimator (unbiased for True, k3 for False)",
+    "beta": "algorithm.kl.coefficient, with algorithm.kl.reference: initial and "
+    "algorithm.kl.estimator: unbiased",
+    "use_bias_correction_kl": "algorithm.kl.estimator (unbiased for True, k3 for False)",
     "epsilon": "algorithm.cliprange (none for cispo)", "delta": "algorithm.dual_clip",
     "epsilon_high": "algorithm.cliprange_high (for cispo TRL's value minus 1)",
     "num_iterations": "algorithm.epochs_per_batch",
@@ -214,9 +215,10 @@ TRL = {  # of 1.16.0: GRPOConfig and GRPOTrainer
     "sync_ref_model": "algorithm.kl.reference: ema, or algorithm.kl.refresh_every_num_steps",
     "vllm_tensor_parallel_size": "generator.num_gpus", "max_staleness": "weight_sync.max_lag",
     "eval_strategy": "evaluation.every_num_steps",
-    "scale_rewards": "algorithm.advantage (mean_std, or mean for False), with algorithm.advantage_scale: batch",
-    "loss_type": "algorithm.aggregation (sequence_mean for grpo, token_mean for dapo and bnpo, constant for "
-    "dr_grpo), or algorithm.loss: cispo, sapo, luspo, vespo",
+    "scale_rewards": "algorithm.advantage (mean_std, or mean for False), with algorithm.advantage_scale: "
+    "batch",
+    "loss_type": "algorithm.aggregation (sequence_mean for grpo, token_mean for dapo and bnpo, "
+    "constant for dr_grpo), or algorithm.loss: cispo, sapo, luspo, vespo",
     "importance_sampling_level": "algorithm.loss (gspo for sequence, with algorithm.cliprange and "
     "algorithm.aggregation, of which gspo has defaults of its own)",
     "mask_truncated_completions": "algorithm.mask_truncated",

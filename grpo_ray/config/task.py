@@ -170,7 +170,7 @@ class ExamplesTaskConfig(PlainTaskConfig):
     question_field: str = "question"
     """Field of a row that holds the question: text, or with `prompt: chat` a list of messages."""
     answer_field: str = "answer"
-    """Field of the ground truth, or ends with it; dots lead into fields (`reward_model.ground_truth`)."""
+    """Field that holds, or ends with, the ground truth; dots lead into it (`reward_model.ground_truth`)."""
     answer_marker: Annotated[str, Field(min_length=1)] | None = None
     """Take only the text after the marker's last occurrence as ground truth; GSM8K's marker is `####`."""
     answer_is_boxed: bool = False

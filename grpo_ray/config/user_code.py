@@ -126,6 +126,11 @@ def _cached(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Any:
     return lru_cache(**parameters)(function)
 
 
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return True for an `async def`, and for an object with such a `__call__`."""
+    return any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
+
+
 def keyword_parameters(
     function: Callable[..., Any], positional: str, what: str
 ) -> dict[str, inspect.Parameter] | None:

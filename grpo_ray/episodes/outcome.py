@@ -52,7 +52,7 @@ class Outcome:
     """
 
     reward: float
-    """Trained if no episode of the group has `turn_rewards`. Metrics and checkpoints always use it."""
+    """Trained if no episode of the group has `turn_rewards`. Metrics and best checkpoint always go by it."""
     turn_rewards: tuple[float, ...] | None = None
     """One per turn, in the order of sampling. These are trained instead of `reward`, which should be their sum;
     an episode without any, in a group that has some, gets its `reward` in its last turn."""

@@ -19,7 +19,7 @@ from numbers import Real
 from typing import Any
 
 from grpo_ray.config.reward import Reward, RewardTerm, terms_of
-from grpo_ray.config.user_code import check_arguments, import_function, keyword_parameters
+from grpo_ray.config.user_code import check_arguments, import_function, is_async, keyword_parameters
 from grpo_ray.rewards.base import About, Graded, Scores, scores
 
 FACTS = ("format_reward", "answer_reward")
@@ -49,9 +49,7 @@ class UserFunction:
             self._parameters = {}
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
         plain = inspect.unwrap(function)
-        self.is_async = inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(
-            getattr(plain, "__call__", None)  # noqa: B004
-        )
+        self.is_async = is_async(plain)
         is_own = "response" in self._parameters and "prompts" not in self._parameters
         self.is_of_trl = "completions" in self._parameters and not is_own  # where a column may be `response`
         self.takes_group = is_batched or self.is_of_trl  # in one call

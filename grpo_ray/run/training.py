@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from grpo_ray.cluster import local
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.schema import leaves
-from grpo_ray.config.user_code import check_arguments, import_from, keyword_parameters
+from grpo_ray.config.user_code import check_arguments, import_from, is_async, keyword_parameters
 from grpo_ray.core.context import Prepared
 from grpo_ray.core.controller import Controller
 from grpo_ray.errors import RunError, all_of, shown_plainly
@@ -62,7 +61,7 @@ class Follower:
         if on_step is not None:
             if not callable(on_step):
                 raise ValueError(f"on_step: a {type(on_step).__name__} is not a function")
-            if any(map(inspect.iscoroutinefunction, (on_step, type(on_step).__call__))):
+            if is_async(on_step):
                 raise ValueError("on_step: nothing would wait for an `async` function; write it without")
             further = keyword_parameters(on_step, "step, metrics", "on_step: the function") or {}
             check_arguments(further, {}, "on_step: the function", "it is called with step and metrics alone")

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_ray.config.learner import SftConfig
 from grpo_ray.tasks.examples import conversation_of, messages_of
 from grpo_ray.tasks.files import read_rows, text_of
-from grpo_ray.tasks.prompts import ChatTemplate, PromptTemplate, encode_prompt
+from grpo_ray.tasks.prompts import ChatTemplate, PromptTemplate, tokenized
 
 MESSAGES = "messages"
 
@@ -22,7 +22,7 @@ class Demonstration(NamedTuple):
 
 def plain_demonstration(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str) -> Demonstration:
     """Encode prompt and response apart, as in training, where the prompt's ids are fixed before sampling."""
-    prompt_ids = encode_prompt(None, tokenizer, prompt)
+    prompt_ids = tokenized(None, tokenizer, prompt)
     return Demonstration(tuple(prompt_ids), (*_encoded(tokenizer, response), tokenizer.eos_token_id))
 
 

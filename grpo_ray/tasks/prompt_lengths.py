@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from grpo_ray.errors import counted
 from grpo_ray.tasks.examples import Example, ExampleSets
-from grpo_ray.tasks.prompts import PLACEHOLDER, Prompter, encode_prompt
+from grpo_ray.tasks.prompts import PLACEHOLDER, Prompter, tokenized
 
 Lengths = tuple[list[int], list[int]]  # tokens of each prompt: train's, validation's
 
@@ -71,7 +71,7 @@ def check_cut(prompter: Prompter, limit: int) -> None:
     template, tokenizer = prompter.template, prompter.tokenizer
     assert tokenizer is not None, "it has counted the prompts"
     tail = template.render(PLACEHOLDER, tokenizer).rpartition(PLACEHOLDER)[2]
-    num_tail = len(encode_prompt(template, tokenizer, tail))
+    num_tail = len(tokenized(template, tokenizer, tail))
     if limit <= num_tail:
         raise ValueError(
             f"task.long_prompts: a prompt cut to {max(0, limit)} tokens keeps nothing of its question: "

@@ -121,11 +121,9 @@ def template_of(task: PlainTask) -> PromptTemplate:
     return load_template(task.prompt, task.system_prompt)
 
 
-def encode_prompt(
-    template: PromptTemplate | None, tokenizer: "PreTrainedTokenizerBase", text: str
-) -> list[int]:
+def tokenized(template: PromptTemplate | None, tokenizer: "PreTrainedTokenizerBase", prompt: str) -> list[int]:
     """Return the tokens of a rendered prompt; a chat template writes the first one, BOS, itself."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     bos = None if isinstance(template, ChatTemplate) else getattr(tokenizer, "bos_token_id", None)
     if bos is None or ids[:1] == [bos] or tokenizer("")["input_ids"][:1] != [bos]:
         return ids
@@ -154,9 +152,9 @@ class Prompter:
             )
         prompt = self.template.render(example.question, self.tokenizer)
         tokenizer = self.tokenizer
-        token_ids = [] if tokenizer is None else encode_prompt(self.template, tokenizer, prompt)
+        token_ids = [] if tokenizer is None else tokenized(self.template, tokenizer, prompt)
         if tokenizer is not None and self.max_tokens is not None and len(token_ids) > self.max_tokens:
-            first = encode_prompt(self.template, tokenizer, "")
+            first = tokenized(self.template, tokenizer, "")
             # The end of the template must stay: the model answers it.
             kept = token_ids[len(token_ids) - self.max_tokens + len(first) :]
             token_ids, prompt = [*first, *kept], tokenizer.decode(kept)

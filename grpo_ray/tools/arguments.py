@@ -148,13 +148,12 @@ def converted(options: type, values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: names the option.
     """
-    declared = {field.name: (kind, one) for field, kind, one in _declarations(options)}
+    found_in = _declarations(options)
+    declared = {field.name: (kind, one) for field, kind, one in found_in if not isinstance(one, Argument)}
     found = dict(values)
     for name, value in values.items():
-        if name not in declared or isinstance(declared[name][1], Argument):
-            nearest = nearest_name(
-                name, [n for n, (_, each) in declared.items() if not isinstance(each, Argument)]
-            )
+        if name not in declared:
+            nearest = nearest_name(name, list(declared))
             raise ValueError(f"there is no option {name!r}{f'; did you mean {nearest!r}?' if nearest else ''}")
         kind, one = declared[name]
         if isinstance(one, Flag) and not isinstance(value, bool | None):

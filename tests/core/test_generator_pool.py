@@ -1,4 +1,4 @@
-"""The GeneratorPool with actors that fail in every way, without engines."""
+"""The GeneratorPool with actors that fail in every way, without engines; and the start of a run's actors."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""The two environments, played by scripts."""
+"""The two environments, played by scripts; and tool calls in replies."""
 
 import asyncio
 from collections.abc import Callable

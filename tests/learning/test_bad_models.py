@@ -19,7 +19,7 @@ from grpo_ray.run.preparation import check_files, prepare
 from grpo_ray.run.tiny_model import build_model
 from grpo_ray.tasks.demonstrations import plain_demonstration
 from grpo_ray.tasks.examples import Example
-from grpo_ray.tasks.prompts import ChatTemplate, Prompter, TextTemplate, encode_prompt
+from grpo_ray.tasks.prompts import ChatTemplate, Prompter, TextTemplate, tokenized
 
 WEIGHTS = "model.safetensors"
 
@@ -190,4 +190,4 @@ def test_a_tokenizer_that_begins_texts_with_a_token(folder: Path) -> None:
         asked = Prompter(TextTemplate("{question} +"), tokenizer, limit).item(0, Example("1 + 2 = 3", ""))
         assert asked.prompt_token_ids == (5, *kept)
     assert plain_demonstration(tokenizer, "1 + 2 = 3 +", "4").prompt_token_ids == (5, *plain)
-    assert encode_prompt(ChatTemplate(), tokenizer, "1 + 2 = 3 +") == plain
+    assert tokenized(ChatTemplate(), tokenizer, "1 + 2 = 3 +") == plain

@@ -1,4 +1,4 @@
-"""Datasets on the hub, in its local cache: the files of a split, and errors about missing parts."""
+"""Datasets on the hub, in its local cache: files of a split, missing parts; and rows with messages."""
 
 import json
 import pickle
