@@ -1,19 +1,23 @@
 """Preflight: what it finds in the zoo and in small games, what it shows, and how it ends."""
 
 import asyncio
+import gc
 import json
 import os
 import random
+import re
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from small_run import QUICKSTART
 
 from grpo_ray.episodes.chat_template import ChatTemplate
@@ -141,6 +145,49 @@ def test_a_process_that_an_episode_leaves_does_not_hide_its_crash(tmp_path: Path
         for left in (tmp_path / "left").iterdir():
             os.kill(int(left.name), signal.SIGKILL)
     assert (fault.name, fault.text[-1]) == ("crashes", "3")
+
+
+@pytest.mark.slow
+def test_garbage_from_before_a_play_is_not_its_crash(tmp_path: Path) -> None:
+    """The ends of process groups wait for their threads, which a forked process does not have: a SIGSEGV."""
+    (tmp_path / "collecting.py").write_text(
+        "import gc\nexamples = [{'question': 'What?'}]\n"
+        "def reward(response, **_):\n    gc.collect()\n    return float('5' in response)\n"
+    )
+
+    def leave_process_groups() -> None:
+        store, make = torch.distributed.HashStore(), cast(Any, torch.distributed.ProcessGroupGloo)
+        cycle: dict[Any, Any] = {}
+
+        def meet(rank: int) -> None:
+            cycle[rank] = make(store, rank, 2)
+            cycle[rank].allreduce([torch.ones(1)]).wait()
+
+        with ThreadPoolExecutor(2) as threads:
+            [*threads.map(meet, range(2))]
+        cycle["itself"] = cycle
+
+    gc.disable()
+    try:
+        leave_process_groups()
+        found = run(PreflightOptions(f"{tmp_path / 'collecting.py'}:reward"))
+    finally:
+        gc.enable()
+        gc.collect()
+    assert "crashes" not in names(found.faults)
+
+
+@pytest.mark.slow
+def test_a_crash_is_said_with_its_signal_and_line(tmp_path: Path) -> None:
+    (tmp_path / "fragile.py").write_text(
+        "import ctypes\nexamples = [{'question': 'What?'}]\nasync def episode(session, example):\n"
+        "    return len(ctypes.string_at(0))\n"
+    )
+    (fault,) = run(PreflightOptions(f"{tmp_path / 'fragile.py'}:episode")).faults
+    assert (fault.name, fault.place) == ("crashes", "fragile.py:4")
+    assert re.fullmatch(
+        r"SIGSEGV ended the process in which episodes ran, in .*/ctypes/__init__\.py:\d+", fault.text
+    )
 
 
 @pytest.mark.slow

@@ -298,7 +298,7 @@ def test_no_store_is_an_error_that_says_where() -> None:
 
 def test_nothing_is_left_in_dev_shm_and_no_thread(threads: ThreadPoolExecutor) -> None:
     def shared() -> set[str]:
-        """Return what is in shared memory, but for what other tests' processes and engines put there meanwhile."""
+        """Return what is in shared memory but for what processes and engines of other tests put there."""
         others = ("sem.", "vllm_", "grpo_ray-adapter-")
         return {name for name in os.listdir("/dev/shm") if not name.startswith(others)}
 

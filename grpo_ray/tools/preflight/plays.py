@@ -3,16 +3,21 @@
 import asyncio
 import contextlib
 import ctypes
+import faulthandler
+import gc
 import multiprocessing
 import os
 import random
+import re
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, TextIO
 
 import numpy as np
 import psutil
@@ -176,34 +181,51 @@ def play(subject: Subject, seed: int, kind: Kind) -> Play:
     """Play the examples one after the other, all episodes of one at the same time, in a process of its own."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(sender, subject, seed, kind))
-    process.start()
-    sender.close()
-    try:
-        ends_at = time.monotonic() + DEADLINE_S
-        while time.monotonic() < ends_at:
-            is_alive = process.is_alive()
-            if receiver.poll(0.2):
-                found: Play = receiver.recv()
-                return found
-            if not is_alive:  # a process that it left holds the pipe open
-                raise EOFError
-        text = f"a play of {len(subject.examples)} examples did not end within {DEADLINE_S:g} s"
-        return Play(failure=Finding("hangs", text))
-    except EOFError:
-        process.join(PATIENCE_S)
-        text = f"the process in which episodes ran ended with exit status {process.exitcode}"
-        return Play(failure=Finding("crashes", text))
-    finally:
-        with contextlib.suppress(psutil.Error):
-            for each in psutil.Process(process.pid).children(recursive=True):  # left by episodes
-                with contextlib.suppress(psutil.Error):
-                    each.kill()
-        process.kill()
-        process.join()
+    with tempfile.TemporaryFile("w+") as crash:
+        process = context.Process(target=_child, args=(sender, crash, subject, seed, kind))
+        process.start()
+        sender.close()
+        try:
+            ends_at = time.monotonic() + DEADLINE_S
+            while time.monotonic() < ends_at:
+                is_alive = process.is_alive()
+                if receiver.poll(0.2):
+                    found: Play = receiver.recv()
+                    return found
+                if not is_alive:  # a process that it left holds the pipe open
+                    raise EOFError
+            text = f"a play of {len(subject.examples)} examples did not end within {DEADLINE_S:g} s"
+            return Play(failure=Finding("hangs", text))
+        except EOFError:
+            process.join(PATIENCE_S)
+            return Play(failure=_crash(process.exitcode, crash, subject))
+        finally:
+            with contextlib.suppress(psutil.Error):
+                for each in psutil.Process(process.pid).children(recursive=True):  # left by episodes
+                    with contextlib.suppress(psutil.Error):
+                        each.kill()
+            process.kill()
+            process.join()
 
 
-def _child(sender: Connection, subject: Subject, seed: int, kind: Kind) -> None:
+def _crash(status: int | None, written: TextIO, subject: Subject) -> Finding:
+    """Return how the process ended, and which line was running if a signal ended it."""
+    if status is None or status >= 0:
+        return Finding("crashes", f"the process in which episodes ran ended with exit status {status}")
+    written.seek(0)
+    running = written.read().partition("Current thread")[2].partition("\n\n")[0]
+    frames = re.findall(r'File "(.*)", line (\d+) in', running)
+    text = f"{signal.Signals(-status).name} ended the process in which episodes ran"
+    if frames:
+        text += f", in {frames[0][0]}:{frames[0][1]}"
+    watch = Watch(subject.folders, subject.modules)
+    own = next((f"{Path(file).name}:{line}" for file, line in frames if watch.is_own(file)), "")
+    return Finding("crashes", text, place=own)
+
+
+def _child(sender: Connection, crash: TextIO, subject: Subject, seed: int, kind: Kind) -> None:
+    gc.freeze()  # garbage from before the fork may wait for threads that this process does not have
+    faulthandler.enable(crash)
     os.dup2(2, 1)  # what episodes print is not the command's own output
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends this process
     torch.set_num_threads(1)
