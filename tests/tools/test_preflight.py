@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,16 +156,16 @@ def test_garbage_from_before_a_play_is_not_its_crash(tmp_path: Path) -> None:
     )
 
     def leave_process_groups() -> None:
-        store, make = torch.distributed.HashStore(), cast(Any, torch.distributed.ProcessGroupGloo)
-        cycle: dict[Any, Any] = {}
+        dist: Any = torch.distributed
+        store, cycle = dist.HashStore(), {}
 
         def meet(rank: int) -> None:
-            cycle[rank] = make(store, rank, 2)
+            cycle[rank] = dist.ProcessGroupGloo(store, rank, 2)
             cycle[rank].allreduce([torch.ones(1)]).wait()
 
         with ThreadPoolExecutor(2) as threads:
             [*threads.map(meet, range(2))]
-        cycle["itself"] = cycle
+        cycle[2] = cycle
 
     gc.disable()
     try:
