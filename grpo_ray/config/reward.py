@@ -155,7 +155,7 @@ class ScorerConfig(Section):
     num_workers: PositiveInt = 4
     """Processes per Scorer that grade mathematics or run your functions; other rewards need none."""
     timeout_s: PositiveSeconds = 5.0
-    """Seconds to grade one response; then the worker is killed, and the response counts as wrong."""
+    """Seconds for a term to grade one response; then its worker is killed, and the term counts it as wrong."""
     memory_gib: PositiveFloat = 2.0
     """Memory to grade one response, in GiB (libraries excluded); a worker that needs more is killed."""
     ungradable_reward: FiniteFloat | None = 0.0

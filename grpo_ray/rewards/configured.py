@@ -120,32 +120,28 @@ def _built_in(name: str) -> RewardFn:
     return REWARDS[name]
 
 
-def get_wrong_fn(reward: Reward, own: float | None) -> RewardFn | None:
-    """Return a function that gives what a wrong answer earns, for one that could not be judged.
+def get_wrong_fn(term: RewardTerm, own: float | None) -> RewardFn | None:
+    """Return a function that gives what the term gives a wrong answer, for one that it could not judge.
 
     It takes linear time: the algebra is spared, and a function of the user's is not called.
 
     Args:
-        own: taken as the reward of each function of the user's; with None, a reward with one has no result.
+        own: taken as the reward of a function of the user's; with None, it has no result.
     """
-    if own is None and is_own(reward):
+    if is_own((term,)) and own is None:
         return None
-    terms = named_terms(reward)
 
     def wrong_fn(response: str, ground_truth: str) -> Scores:
-        row = [_as_wrong(term, own, response, ground_truth) for term in terms]
-        result = weighted_sum(terms, row)
+        truth = NO_TRUTH if term.reward in ALGEBRAIC else ground_truth
+        if is_own((term,)):
+            outcome = scores(own or 0.0, has_format=False, is_right=False)
+        else:
+            outcome = REWARDS[term.reward](response, truth, **term.arguments)
+        result = weighted_sum((term,), (outcome,))
         assert not isinstance(result, Exception)
         return result
 
     return wrong_fn
-
-
-def _as_wrong(term: RewardTerm, own: float | None, response: str, ground_truth: str) -> Scores:
-    if is_own((term,)):
-        return scores(own or 0.0, has_format=False, is_right=False)
-    truth = NO_TRUTH if term.reward in ALGEBRAIC else ground_truth
-    return REWARDS[term.reward](response, truth, **term.arguments)
 
 
 def needs_isolation(reward: Reward) -> bool:

@@ -2,11 +2,10 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config.reward import Reward, is_own, named_terms
-from grpo_ray.rewards.base import NOTHING, About, Result, RewardFn, Scores, ScoringError, Ungradable
+from grpo_ray.rewards.base import NOTHING, About, Result, ScoringError, Ungradable
 from grpo_ray.rewards.configured import get_reward_fn, get_wrong_fn, needs_isolation
 from grpo_ray.rewards.isolation.confinement import protection_here
 from grpo_ray.rewards.isolation.pool import RewardPool
@@ -15,31 +14,36 @@ from grpo_ray.types import TERM, PromptItem
 
 
 class Grader:
-    """A grader of answers by their task's reward: in a RewardPool, or in this process if it cannot run away."""
+    """A grader of answers by the terms of their task's reward, each on its own.
+
+    A term is computed in a RewardPool, or in this process if it cannot run away. So a term that cannot judge an
+    answer leaves the others what they say of it.
+    """
 
     def __init__(self, rewards: Mapping[str, Reward], config: ScorerConfig) -> None:
         """
         Args:
             rewards: each task's reward, by the task's name (`config.task.rewards`).
         """
-        self._reward_fns = {
-            task: get_reward_fn(reward) for task, reward in rewards.items() if not needs_isolation(reward)
+        self._terms = {
+            task: [(f"{task}#{place}", term) for place, term in enumerate(named_terms(reward))]
+            for task, reward in rewards.items()
         }
-        self._wrong_fns: dict[str, RewardFn | None] = {
-            task: get_wrong_fn(reward, config.ungradable_reward) for task, reward in rewards.items()
-        }
+        terms = {key: term for own in self._terms.values() for key, term in own}
         self._asks_about = {task for task, reward in rewards.items() if is_own(reward)}
-        terms = {task: named_terms(reward) for task, reward in rewards.items() if needs_isolation(reward)}
-        offline = {task: tuple(term for term in own if not term.network) for task, own in terms.items()}
-        offline = {task: own for task, own in offline.items() if own}
-        limits = config.num_workers, config.timeout_s, config.memory_gib, config.readable_paths
+        self._wrong_fns = {key: get_wrong_fn(term, config.ungradable_reward) for key, term in terms.items()}
+        isolated = {key: (term,) for key, term in terms.items() if needs_isolation((term,))}
+        self._reward_fns = {key: get_reward_fn((term,)) for key, term in terms.items() if key not in isolated}
         # One pool for all terms without the network, and one for each with it, as only that has its secrets.
+        offline = {key: own for key, own in isolated.items() if not terms[key].network}
+        limits = config.num_workers, config.timeout_s, config.memory_gib, config.readable_paths
         shared = RewardPool(offline, *limits) if offline else None
-        self._pools: dict[str, list[RewardPool]] = {}
-        self._names = {task: [f"{TERM}{term.name}" for term in own] for task, own in terms.items()}
-        for task, own in terms.items():
-            pools = [RewardPool({task: (term,)}, *limits, term) if term.network else shared for term in own]
-            self._pools[task] = list(dict.fromkeys(pool for pool in pools if pool is not None))
+        self._pools = {
+            key: shared
+            if shared is not None and key in offline
+            else RewardPool({key: own}, *limits, terms[key])
+            for key, own in isolated.items()
+        }
 
     def start(self) -> None:
         """Wait until answers can be graded.
@@ -47,20 +51,20 @@ class Grader:
         Raises:
             RunError: workers cannot be started; the message says why.
         """
-        for pool in self._all_pools:
+        for pool in set(self._pools.values()):
             pool.start()
 
     @property
     def notices(self) -> tuple[str, ...]:
         """Gaps in the isolation of the workers on this machine, if there are workers; at most one line."""
-        return protection_here().notices if self._all_pools else ()
+        return protection_here().notices if self._pools else ()
 
     def grade(
         self, task: str, pairs: Sequence[tuple[str, str]], item: PromptItem | None = None
     ) -> list[Result]:
         """Return, in order, the scores of each (response, ground truth), or the reason why it has none.
 
-        An answer that is the cause itself is Ungradable, with the scores of a wrong one.
+        An answer that is the cause itself is Ungradable, with the scores of a wrong one by that term.
 
         Args:
             item: the prompt that all of them answer, about which a function of the user's may ask.
@@ -68,58 +72,50 @@ class Grader:
         Raises:
             RunError: workers cannot be started.
         """
-        reward_fn = self._reward_fns.get(task)
-        if reward_fn is not None:
-            results = [try_to_grade(reward_fn, *pair) for pair in pairs]
-        else:
-            about: About = about_of(item) if task in self._asks_about and item is not None else NOTHING
-            pools = self._pools[task]
-            with ThreadPoolExecutor(len(pools)) as threads:
-                parts = [*threads.map(lambda pool: pool.grade(task, pairs, about), pools)]
-            results = [_sum_of(part, self._names[task]) for part in zip(*parts, strict=True)]
+        about: About = about_of(item) if task in self._asks_about and item is not None else NOTHING
+        keys = [key for key, _ in self._terms[task]]
+        begun = {key: self._pools[key].submit(key, pairs, about) for key in keys if key in self._pools}
+        columns = [
+            begun[key].result()
+            if key in begun
+            else [try_to_grade(self._reward_fns[key], *pair) for pair in pairs]
+            for key in keys
+        ]
         return [
-            self._as_wrong(task, pair, result) if isinstance(result, Ungradable) else result
-            for pair, result in zip(pairs, results, strict=True)
+            self._sum_of(task, pair, row) for pair, row in zip(pairs, zip(*columns, strict=True), strict=True)
         ]
 
-    def wrong_scores(self, task: str, response: str, ground_truth: str) -> Scores | ScoringError:
-        """Return what the response earns if no term that may run away judges it right."""
-        wrong_fn = self._wrong_fns[task]
-        if wrong_fn is None:
-            return ScoringError("scorer.ungradable_reward is null")
-        result = try_to_grade(wrong_fn, response, ground_truth)
-        return ScoringError(str(result)) if isinstance(result, Ungradable) else result
+    def _sum_of(self, task: str, pair: tuple[str, str], row: Sequence[Result]) -> Result:
+        """Return the sum of what the terms gave one answer; an error before what is the answer's own doing.
 
-    def _as_wrong(self, task: str, pair: tuple[str, str], cause: Ungradable) -> Ungradable | ScoringError:
-        scores = self.wrong_scores(task, *pair)
-        return ScoringError(str(cause)) if isinstance(scores, ScoringError) else type(cause)(str(cause), scores)
+        Format and answer are those of the first of the terms that applies.
+        """
+        results = [
+            self._as_wrong(key, pair, result) for (key, _), result in zip(self._terms[task], row, strict=True)
+        ]
+        if failed := next((result for result in results if isinstance(result, ScoringError)), None):
+            return failed
+        causes = [result for result in results if isinstance(result, Ungradable)]
+        scored = [result.scores if isinstance(result, Ungradable) else result for result in results]
+        applied = [each for each in scored if isinstance(each, dict) and each]
+        if not applied:
+            return ScoringError("no reward applies to it: each returned None")
+        own = {name: value for each in applied for name, value in each.items() if name.startswith(TERM)}
+        total = {**applied[0], **own, "reward": sum(each["reward"] for each in applied)}
+        return type(causes[0])(str(causes[0]), total) if causes else total
+
+    def _as_wrong(self, key: str, pair: tuple[str, str], result: Result) -> Result:
+        """Give an Ungradable answer the scores of a wrong one by the term; an error if there are none."""
+        if not isinstance(result, Ungradable):
+            return result
+        wrong_fn = self._wrong_fns[key]
+        scores = try_to_grade(wrong_fn, *pair) if wrong_fn is not None else None
+        return type(result)(str(result), scores) if isinstance(scores, dict) else ScoringError(str(result))
 
     def close(self) -> None:
         """End the worker processes."""
-        for pool in self._all_pools:
+        for pool in set(self._pools.values()):
             pool.close()
-
-    @property
-    def _all_pools(self) -> list[RewardPool]:
-        return list(dict.fromkeys(pool for pools in self._pools.values() for pool in pools))
-
-
-def _sum_of(parts: Sequence[Result], names: Sequence[str]) -> Result:
-    """Return the sum of what the pools gave one answer; an error before what is the answer's own doing.
-
-    Format and answer are those of the first of the named terms that applies.
-    """
-    for kind in (ScoringError, Ungradable):
-        if failed := next((part for part in parts if isinstance(part, kind)), None):
-            return failed
-    applied = [part for part in parts if isinstance(part, dict) and part]
-    if not applied:
-        return ScoringError("no reward applies to it: each returned None")
-    if len(applied) == 1:
-        return applied[0]
-    applied.sort(key=lambda part: next(place for place, name in enumerate(names) if name in part))
-    terms = {name: value for part in applied for name, value in part.items() if name.startswith(TERM)}
-    return {**applied[0], **terms, "reward": sum(part["reward"] for part in applied)}
 
 
 def about_of(item: PromptItem) -> About:

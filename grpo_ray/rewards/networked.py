@@ -63,8 +63,8 @@ class NetworkReward:
                 async with slots, limit:
                     limit.reschedule(asyncio.get_running_loop().time() + self._term.timeout_s)
                     return await (call() if self._function.is_async else asyncio.to_thread(call))
-            except Exception as failure:  # of the judge, its client, or the network
-                error = failure
+            except (Exception, SystemExit, asyncio.CancelledError) as failure:  # of the judge, or the network
+                error = failure if isinstance(failure, Exception) else RuntimeError(repr(failure))
                 if limit.expired():
                     error = TimeoutError(f"longer than {self._term.timeout_s:g} s (timeout_s of its term)")
                     self._take_new_threads(asyncio.get_running_loop())  # the call still has its own

@@ -13,8 +13,10 @@ Each may be an `async def` if its term has `network: true` (networked.py).
 import inspect
 import math
 import os
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
+from decimal import Decimal
 from numbers import Real
 from typing import Any
 
@@ -67,7 +69,7 @@ class UserFunction:
 
         Args:
             columns: of the rows, without the question and the answer; None: not known yet.
-            fields: the names of these two.
+            fields: the names of these two, in this order.
 
         Raises:
             ValueError: names the field, and what does not fit.
@@ -77,7 +79,7 @@ class UserFunction:
             given = ("prompts", "completions") if self.is_of_trl else ("response", "ground_truth")
             own = {n: p for n, p in self._parameters.items() if n not in given and p.kind != p.VAR_POSITIONAL}
         else:
-            self._check_places(what)
+            self._check_places(what, (*[*fields][:1], *(columns or ())))
             own = keyword_parameters(self._function, "response, ground_truth", what) or {}
         filled = {*BY_NAME, *fields, *(columns or ())} | ({*TRL_GIVES} if self.is_of_trl else set())
         asked = {
@@ -93,10 +95,11 @@ class UserFunction:
             remedy += ", or add a column of that name to the data (`grpo-ray reward`: --row)"
         check_arguments(asked, self._arguments, what, remedy)
 
-    def _check_places(self, what: str) -> None:
+    def _check_places(self, what: str, columns: Collection[str]) -> None:
         """Refuse names of the first two parameters that mean something other than what their places give."""
         first, second, *_ = *self._parameters, "", ""
-        if first in (*BY_NAME, "ground_truth", "data_source") or second in NAMES_OF_RESPONSES:
+        is_other = second in (*BY_NAME, *columns, *NAMES_OF_RESPONSES)
+        if first in (*BY_NAME, "ground_truth", "data_source") or is_other:
             raise ValueError(
                 f"{what} would get the response as `{first}` and the ground truth as `{second}`, by their "
                 "places; write `def reward(response, ...)`. It gets everything else by name: ground_truth, "
@@ -150,7 +153,7 @@ class UserFunction:
             )
         given = {key: _plain(value) for key, value in given.items()}
         for key, value in given.items():
-            if not isinstance(value, Real) or not math.isfinite(value):
+            if not isinstance(value, Real) or not abs(value) <= sys.float_info.max:  # type: ignore[operator]
                 raise ValueError(f"{said} {value!r} as {key!r}; it must be a finite number")
             if key in FACTS and value not in (0, 1):
                 raise ValueError(f"{said} {value!r} as {key!r}; it must be 0 or 1")
@@ -222,7 +225,9 @@ def own_functions(reward: Reward) -> list[UserFunction]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a scalar of numpy or torch as Python's own."""
+    """Return a scalar of numpy or torch, or a Decimal, as a plain number."""
+    if isinstance(value, Decimal):
+        return float(value)
     return value.item() if getattr(value, "shape", None) == () else value
 
 

@@ -25,7 +25,7 @@ from grpo_ray.errors import RunError
 from grpo_ray.objectives import advantages_of
 from grpo_ray.records.rollout_log import read_groups, write_rollouts
 from grpo_ray.rewards.answer_formats import written
-from grpo_ray.rewards.base import ScoringError
+from grpo_ray.rewards.base import Overrun, ScoringError, Ungradable
 from grpo_ray.rewards.configured import GroupReward, check_reward
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.networked import NetworkReward
@@ -71,6 +71,11 @@ def batched(response, ground_truth, level): return [len(r) + l for r, l in zip(r
 def too_few(response, ground_truth): return [1.0]
 def by_answer(completions, answer): return [float(c == a) for c, a in zip(completions, answer, strict=True)]
 def undecided(prompts, completions): return [None if c == "x" else 1.0 for c in completions]
+def spins(response, ground_truth):
+    while response == "spin": pass
+    return 1.0
+def swapped(text, question): return 1.0
+def tested(text, tests): return 1.0
 
 # From TRL's documentation (GRPOTrainer, "Using a custom reward function"), unchanged.
 def length(completions, **kwargs):
@@ -178,6 +183,9 @@ def test_a_row_without_the_column_is_an_error_of_that_answer() -> None:
         (own("legacy", arguments={"margin": 1}), [], "has no argument 'margin'"),
         (own("rubric"), [], "would get the response as `prompt` and the ground truth as `completion`, by"),
         (own("compute_score"), [], "would get the response as `data_source` and the ground"),
+        (own("swapped"), [], "would get the response as `text` and the ground truth as `question`, by"),
+        (own("tested"), ["tests"], "would get the response as `text` and the ground truth as `tests`, by"),
+        (own("tested"), [], None),
     ],
 )
 def test_the_signature_is_compared_with_the_columns(
@@ -252,6 +260,33 @@ def test_the_pool_grades_groups_together_and_others_one_by_one() -> None:
     (silent,) = grader.grade("mute", [("x", "")])
     assert isinstance(silent, ScoringError)
     assert str(silent) == "no reward applies to it: each returned None"
+    many = grader.grade("together", [("421", "42")] * 2000, item)
+    assert [r["reward"] for r in many if isinstance(r, dict)] == [3] * 2000
+    grader.close()
+
+
+@pytest.mark.slow
+def test_a_term_that_cannot_judge_an_answer_leaves_the_others_what_they_say() -> None:
+    rewards = {
+        "overrun": (own("spins"), own("length", weight=-1)),
+        "too long": (RewardTerm(reward="r1_zero"), own("length", weight=-0.5)),
+        "broken": (RewardTerm(reward="r1_zero"), own("too_few", batched=True)),
+    }
+    grader = Grader(rewards, ScorerConfig(num_workers=2, timeout_s=1.0, ungradable_reward=-5.0))
+    spun, other = grader.grade("overrun", [("spin", ""), ("ab", "")])
+    assert (type(spun), str(spun)) == (Overrun, "longer than 1 s (scorer.timeout_s)")
+    assert isinstance(spun, Overrun)
+    assert (spun.scores["reward"], spun.scores["reward/spins"], spun.scores["reward/length"]) == (-9, -5, 4)
+    assert isinstance(other, dict)
+    assert (other["reward"], other["reward/length"]) == (-1, 2)
+    long = "</think> <answer> " + "1+" * 600 + "1 </answer>"
+    (penalized,) = grader.grade("too long", [(long, "72")])
+    assert isinstance(penalized, Ungradable)
+    assert penalized.scores["reward"] == -0.5 * len(long)
+    assert penalized.scores["format_reward"] == 1
+    failed, _ = grader.grade("broken", [(long, "72"), ("", "72")])
+    assert isinstance(failed, ScoringError)
+    assert "returned 1 values for 2 responses" in str(failed)
     grader.close()
 
 
@@ -322,6 +357,11 @@ def test_a_judge_is_asked_at_the_same_time_and_again(url: str, function: str) ->
     assert isinstance(scores, dict)
     assert (scores["format_reward"], scores["reward"]) == (1, 0.5)  # the judge's, as the first does not apply
     grader.close()
+
+
+def test_a_call_that_ends_its_program_costs_its_own_response_alone() -> None:
+    reward = NetworkReward(own("leaves", network=True, retries=0, concurrency=2), num_slots=2)
+    assert [str(each) for each in reward(["a", "b"], ["", ""], {})] == ["SystemExit(3)"] * 2
 
 
 def test_a_call_that_hangs_keeps_its_thread_from_no_other() -> None:

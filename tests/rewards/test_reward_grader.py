@@ -89,6 +89,12 @@ def test_latex_that_sympy_writes_is_read(expression: object, text: str) -> None:
     assert is_equal(latex(expression), text)
 
 
+def test_a_power_has_as_many_digits_as_its_base_says() -> None:
+    assert is_equal(r"2 \cdot 2^{29999}", "2^{30000}")
+    with pytest.raises(Ungradable, match="more than 10000 digits"):
+        is_equal("2^{34000}", "5")
+
+
 @pytest.mark.parametrize("depth", [1, 7, 8, 15])
 def test_nested_brackets(depth: int) -> None:
     """Redundant braces add no depth; others have a limit below which parsing is quick."""

@@ -1,5 +1,6 @@
 """Reward functions of the user's own: import, checks before a run, checks of results, and the examples."""
 
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ def result_of(value: Any) -> dict[str, float]:
         (-1.0, (-1, 1, 0)),
         (np.float32(0.5), (0.5, 1, 0)),
         (np.True_, (1, 1, 1)),
+        (Decimal("0.5"), (0.5, 1, 0)),
         (torch.tensor(0.5), (0.5, 1, 0)),
         ({"reward": 0.3}, (0.3, 1, 0)),
         ({"reward": 0.3, "answer_reward": 1.0}, (0.3, 1, 1)),
@@ -49,6 +51,7 @@ def test_a_number_or_a_dict(value: Any, expected: tuple[float, float, float]) ->
         (None, "returned None as 'reward'; it must be a finite number"),
         (float("nan"), "returned nan as 'reward'; it must be a finite number"),
         ([1.0], r"returned \[1.0\] as 'reward'"),
+        (10**400, "returned 10{400} as 'reward'; it must be a finite number"),
         ({}, "returned a dict of nothing; it needs 'reward'"),
         ({"reward": 1, "formt_reward": 1}, "returned a dict of 'reward', 'formt_reward'"),
         ({"reward": 1, "format_reward": 0.5}, "returned 0.5 as 'format_reward'; it must be 0 or 1"),

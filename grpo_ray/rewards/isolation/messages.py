@@ -11,7 +11,7 @@ from grpo_ray.rewards.base import Result, Scores, ScoringError, Ungradable
 from grpo_ray.types import TERM
 
 FACTS = ("format_reward", "answer_reward")
-MAX_BYTES = 2**16  # of a message
+MAX_BYTES = 2**16  # of a message about one answer, or about up to 64
 LONGEST_ERROR = 2000  # characters
 LARGEST_REWARD = 1e12  # a gradient of it, squared for its norm, still fits into float32
 
@@ -65,6 +65,11 @@ def _scores(values: dict[str, Any]) -> Scores:
     if not are_numbers or not are_known or (values and not is_whole):
         raise Garbage(f"no scores: {storable(repr(values)[:100])}")
     return {name: float(value) for name, value in values.items()}
+
+
+def max_bytes(size: int | None) -> int:
+    """Return the most bytes of a message: about one answer, or about a group of `size`."""
+    return MAX_BYTES * max(1, (size or 0) // 64)
 
 
 def is_storable(reward: float) -> bool:

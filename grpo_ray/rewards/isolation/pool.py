@@ -20,16 +20,16 @@ from typing import Any
 from grpo_ray.config.reward import Reward, RewardTerm, is_own
 from grpo_ray.errors import RunError
 from grpo_ray.rewards.base import NOTHING, About, Overrun, Result, ScoringError
-from grpo_ray.rewards.isolation.messages import RESULTS, Garbage
+from grpo_ray.rewards.isolation.messages import RESULTS, Garbage, max_bytes
 from grpo_ray.rewards.isolation.processes import ForkServer, WorkerProcess
 from grpo_ray.rewards.networked import longest_s
 
 MAX_CHUNK = 16  # answers sent to a worker at once
 MAX_CHUNK_BYTES = 64 * 1024  # less than a socket holds, so that pool and worker never both wait to send
 PATIENCE_S = 0.1  # answers wait this long for one sent before them; restarting a worker takes far less
-LEAST_SHARE = 0.25  # of the time limit that a worker must have run, for an answer to have taken too long
+LEAST_SHARE = 0.9  # of the time limit that a worker must have run, for an answer to have taken too long
 IDLE_SHARE = 0.01  # of a processor; a worker that gets less, and waits for none, sleeps or was stopped
-MAX_EXTENSIONS = 8  # of the time limit, for a worker that runs too little
+MAX_EXTENSIONS = 16  # by half the time limit, for a worker that runs too little
 MAX_FRUITLESS = 3  # workers in a row that ended without having begun an answer
 
 CLOSED = "no answer can be graded: the pool is closed"
@@ -81,6 +81,8 @@ class RewardPool:
         self._timeout_s, self._num_workers = timeout_s, num_workers
         self._own = {task for task, reward in rewards.items() if is_own(reward)}
         self._too_long = f"longer than {timeout_s:g} s (scorer.timeout_s)"
+        if network is not None:
+            self._too_long = "longer than all its calls may take (timeout_s and retries of its term)"
         self._network = network
         self._num_slots = network.concurrency // num_workers if network is not None else 0
         self._fork_server = ForkServer(rewards, memory_gib, readable_paths, self._num_slots)
@@ -101,7 +103,13 @@ class RewardPool:
         self._fork_server.new_worker().close()
 
     def grade(self, task: str, pairs: Sequence[tuple[str, str]], about: About = NOTHING) -> list[Result]:
-        """Return the task's scores of each (response, ground truth), or the reason why it has none.
+        """Return the result of `submit`."""
+        return self.submit(task, pairs, about).result()
+
+    def submit(
+        self, task: str, pairs: Sequence[tuple[str, str]], about: About = NOTHING
+    ) -> Future[list[Result]]:
+        """Begin to grade; return the task's scores of each (response, ground truth), or why it has none.
 
         Ungradable is the answer's doing: it is an Overrun, or the reward says so.
 
@@ -112,9 +120,10 @@ class RewardPool:
         Raises:
             RunError: workers cannot be started, or the pool is closed.
         """
-        if not pairs:
-            return []
         batch = _Batch([None] * len(pairs), len(pairs))
+        if not pairs:
+            batch.done.set_result([])
+            return batch.done
         if task in self._own and self._fork_server.is_graded_together(task):
             responses, truths = zip(*pairs, strict=True)
             line = _line(task, responses, truths, about)
@@ -127,7 +136,7 @@ class RewardPool:
                 raise RunError(CLOSED)
             self._waiting.extend(answers)
             self._changed.notify_all()
-        return batch.done.result()
+        return batch.done
 
     def _limit_s(self, size: int) -> float:
         if self._network is not None:
@@ -224,7 +233,7 @@ class RewardPool:
             Starved: there was none, because the worker hardly ran.
             Garbage: what came is none.
         """
-        limit_s = chunk[0].limit_s
+        limit_s, worker.max_bytes = chunk[0].limit_s, max_bytes(chunk[0].size)
         patience_s = min(PATIENCE_S, limit_s / 2)
         with contextlib.suppress(TimeoutError):
             return worker.receive(patience_s)
@@ -245,7 +254,7 @@ class RewardPool:
                 raise TimeoutError
             if ran - before < IDLE_SHARE * left_s and not worker.is_runnable():
                 break
-            left_s = limit_s
+            left_s = limit_s / 2
         raise Starved(f"its worker ran for {max(0, ran - began):.1f} s")
 
     def _fail(self, answers: deque[_Answer], error: Exception) -> None:

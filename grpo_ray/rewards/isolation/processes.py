@@ -37,6 +37,7 @@ class WorkerProcess:
         self._channel, self._received = channel, b""
         self.num_sent = self.num_settled = 0  # answers sent, and answers with a result
         self.pid: int | None = None  # known once it is ready
+        self.max_bytes = MAX_BYTES  # of its next message
 
     def send(self, lines: list[bytes], timeout_s: float) -> None:
         """Send the lines.
@@ -58,8 +59,8 @@ class WorkerProcess:
         """
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._received:
-            if len(self._received) > MAX_BYTES:
-                raise Garbage(f"more than {MAX_BYTES} bytes without a line break")
+            if len(self._received) > self.max_bytes:
+                raise Garbage(f"more than {self.max_bytes} bytes without a line break")
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError

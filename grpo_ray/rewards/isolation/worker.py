@@ -19,7 +19,7 @@ from typing import Any
 from grpo_ray.rewards.base import Graded, NotGraded, Result, RewardFn, ScoringError, Ungradable
 from grpo_ray.rewards.configured import GroupFn, tried
 from grpo_ray.rewards.isolation.confinement import Confinement, MappedMemory
-from grpo_ray.rewards.isolation.messages import LARGEST_REWARD, MAX_BYTES, is_storable, storable
+from grpo_ray.rewards.isolation.messages import LARGEST_REWARD, is_storable, max_bytes, storable
 
 OUT_OF_MEMORY = 99  # exit status
 LONGEST_LINE, LONGEST_TRACE = 500, 1200  # characters of an error
@@ -66,7 +66,10 @@ def _message(outcome: Graded, num_results: int) -> list[Any]:
     if isinstance(result, dict):
         return ["scores", result]
     kind = "ungradable" if isinstance(result, Ungradable) else "error"
-    return [kind, str(result)[: MAX_BYTES // (8 * num_results)] if num_results > 1 else str(result)]
+    return [
+        kind,
+        str(result)[: max_bytes(num_results) // (8 * num_results)] if num_results > 1 else str(result),
+    ]
 
 
 def try_to_grade(reward_fn: RewardFn, response: str, ground_truth: str) -> Result:

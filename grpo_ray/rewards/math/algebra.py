@@ -144,7 +144,8 @@ def _num_digits(node: Any) -> float:
         return math.log10(max(1, abs(node.p), node.q))
     sizes = [_num_digits(part) for part in getattr(node, "args", ())]
     if isinstance(node, Pow | binomial):
-        return max(1, sizes[0]) * 10 ** min(sizes[1], 9)
+        size = sizes[0] if isinstance(node, Pow) and node.base.is_Rational else max(1, sizes[0])
+        return size * 10 ** min(sizes[1], 9)
     if isinstance(node, factorial | factorial2):
         return max(1, sizes[0]) * 10 ** min(sizes[0], 9)
     return sum(sizes)

@@ -377,21 +377,19 @@ def _audit_rewards(rows: RolloutRows, grader: Regrader) -> tuple[list[str], list
 
 
 def _earned(members: list[Row], grader: Regrader) -> list[Result]:
-    """Return what each response earns; nothing, or a wrong one's, for those that the run could not grade."""
+    """Return what each response earns; nothing if the run's grader failed with it."""
     first, task = members[0], members[0]["task"]
-    graded = [row for row in members if row["error"] is None and row.get("ungradable") is None]
     about = first.get("about") or ""
     prompt = PromptItem(first["group_id"], first["prompt"], (), first["ground_truth"], about=about)
-    pairs = [(row["response"], row["ground_truth"]) for row in graded]
-    results = iter(grader.grader.grade(task, pairs, prompt))
+    pairs = [(row["response"], row["ground_truth"]) for row in members]
     earned: list[Result] = []
-    for row in members:
+    for row, result in zip(members, grader.grader.grade(task, pairs, prompt), strict=True):
         if row["error"] is not None:
-            earned.append(UNGRADED)
+            result = UNGRADED
         elif row.get("ungradable") is not None:
-            earned.append(grader.grader.wrong_scores(task, row["response"], row["ground_truth"]))
-        else:
-            earned.append(next(results))
+            unjudged = ScoringError("the run could not grade it")
+            result = result.scores if isinstance(result, Ungradable) else unjudged
+        earned.append(result)
     return earned
 
 
