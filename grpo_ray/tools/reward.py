@@ -1,6 +1,8 @@
 """`grpo-ray reward`: one reward on one answer, in the process in which a run would grade it."""
 
+import contextlib
 import json
+import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -39,7 +41,7 @@ class RewardOptions:
 
 
 def _reward(options: RewardOptions) -> int:
-    with shown_plainly():
+    with shown_plainly(), contextlib.redirect_stdout(sys.stderr):  # a module may print as it is imported
         row, arguments = _mapping("--row", options.row), _mapping("--arguments", options.arguments)
         name = importable(options.reward)
         if name not in REWARD_NAMES and not is_function_name(name):

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -136,7 +137,7 @@ def interrupted_after(num_prompts: int, error: OSError | None) -> Iterator[None]
 
 
 def test_an_interrupted_evaluation_is_resumed_and_another_one_refused(
-    tmp_path: Path, tiny_model: Model, serve_locally: Serve
+    tmp_path: Path, tiny_model: Model, serve_locally: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[str] = []
 
@@ -167,7 +168,9 @@ def test_an_interrupted_evaluation_is_resumed_and_another_one_refused(
         evaluate(given)
     template.write_text("Q: {question}\n")
     asked.clear()
+    capsys.readouterr()
     _, rows = read(evaluate(given))
+    assert re.search(r"5/5 prompts +accuracy [\d.]+ of those sampled now", capsys.readouterr().out)
     assert set(asked) == {row["prompt"] for row in rows} - done
     assert [row["example_id"] for row in rows] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     asked.clear()

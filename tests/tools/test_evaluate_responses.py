@@ -16,6 +16,7 @@ from torch import Tensor
 
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
+from grpo_ray.errors import RunError
 from grpo_ray.learning.loading import load_policy
 from grpo_ray.records.evaluation_summary import Category, outcomes_of, summarise
 from grpo_ray.tools.evaluation.responses import (
@@ -28,6 +29,7 @@ from grpo_ray.tools.evaluation.responses import (
     sample_rows,
     table_outcomes,
 )
+from grpo_ray.tools.evaluation.results import read_summary
 from grpo_ray.types import Completion, SamplingSettings, ScoredGroup
 
 
@@ -102,6 +104,18 @@ def test_a_part_is_on_disk_as_soon_as_it_is_complete_and_each_example_once(tmp_p
     assert ResponseFiles(tmp_path, ids).done == set(range(EXAMPLES_PER_PART))
     with pytest.raises(KeyError):
         files.add(graded(EXAMPLES_PER_PART + 1))
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    ResponseFiles(tmp_path, range(1)).add(graded(0))
+    (tmp_path / "parts/00000.parquet").write_bytes(b"")
+    with pytest.raises(
+        RunError, match=r"00000\.parquet: damaged \(.*\); remove it to sample its answers again"
+    ):
+        ResponseFiles(tmp_path, range(1))
+    (tmp_path / "summary.json").write_text('{"summary": {"step": 1')
+    with pytest.raises(RunError, match=r"summary\.json is damaged \(.*\); remove it to evaluate again"):
+        read_summary(tmp_path)
 
 
 def test_the_file_gives_the_same_summary_as_the_groups(tmp_path: Path) -> None:

@@ -109,8 +109,10 @@ def test_the_command_shows_tokens_and_findings_writes_json_and_a_page_and_ends_w
     assert found["findings"][0]["place"] == "rewritten_call.py:23"
     assert "branch 1" in page.read_text()
     assert "<script" not in page.read_text()
-    assert main(["preflight", *target, "--allow", "history_edited", "--json", "-"]) == 0
+    page.unlink()
+    assert main(["preflight", *target, "--allow", "history_edited", "--json", "-", "--html", str(page)]) == 0
     assert json.loads(capfd.readouterr().out)["passed"]
+    assert "branch 1" in page.read_text()
 
 
 @pytest.mark.parametrize(

@@ -239,6 +239,11 @@ def test_the_command_prints_what_happened(tmp_path: Path, capsys: pytest.Capture
     assert {"time/generators/generate_s", "time/slowest-generator/generate_s"} <= row.keys()
     assert not any(name.startswith("time/generator-") for name in row)
     assert " generator-19 switch\n" in (tmp_path / "trace").read_text()
+    assert main([*arguments, "--out", str(tmp_path / "run")]) == 2
+    assert "run: it exists already; give a new folder" in capsys.readouterr().err
+    (tmp_path / "speeds.json").write_text('{"learner_life_s": 1}')
+    assert main([*arguments[:-6], *files, "recovery.max_restores=1"]) == 2
+    assert re.search(r"learner died: .*\nGive --out DIR to keep the run's records\n$", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -257,6 +262,9 @@ def test_recorded_lengths_are_those_of_the_runs_responses(tmp_path: Path) -> Non
     assert 1 < np.mean(lengths) < 200
     with pytest.raises(ValueError, match=r"--recorded .*nothing: there are no rollouts in it"):
         recorded_lengths(str(tmp_path / "nothing"))
+    RunDirectory(tmp_path / "run").rollouts_path(6).write_bytes(b"")
+    with pytest.raises(ValueError, match=r"step-000006\.parquet: not readable as Parquet .*; remove it to"):
+        recorded_lengths(str(tmp_path / "run"))
 
 
 def test_a_speed_that_does_not_exist_is_refused(tmp_path: Path) -> None:

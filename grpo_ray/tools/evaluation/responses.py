@@ -17,9 +17,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow.dataset import dataset
 
+from grpo_ray.errors import RunError
 from grpo_ray.records.durable import replacing
 from grpo_ray.records.episode_metrics import EpisodeFacts
 from grpo_ray.records.evaluation_summary import Category, Outcomes
+from grpo_ray.records.rollout_log import damage_named
 from grpo_ray.types import Completion, Episode, PromptItem, ScoredGroup
 
 EXAMPLES_PER_PART = 64
@@ -125,7 +127,11 @@ class ResponseFiles:
         for part in list(self._missing):
             path = self._part_path(part)
             if path.exists():
-                rows = read_responses(path).to_pylist()
+                try:
+                    with damage_named(path, "damaged ({}); remove it to sample its answers again"):
+                        rows = read_responses(path).to_pylist()
+                except pa.ArrowInvalid as error:
+                    raise RunError(str(error)) from None
                 self._missing[part] -= {row["example_id"] for row in rows}
                 if self._missing[part]:
                     self._rows[part] = rows

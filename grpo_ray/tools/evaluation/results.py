@@ -23,7 +23,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 from rich.table import Table
 
-from grpo_ray.errors import counted
+from grpo_ray.errors import RunError, counted
 from grpo_ray.records.durable import replacing
 from grpo_ray.records.episode_metrics import Status
 from grpo_ray.records.evaluation_summary import Category, EvaluationSummary, Interval, summarise
@@ -121,11 +121,14 @@ def _fenced(text: str) -> str:
 
 
 def read_summary(folder: Path) -> EvaluationSummary | None:
-    """Return the summary of a completed evaluation; None: it is not complete."""
+    """Return the summary of a completed evaluation; None: it is not complete. A damaged one is a RunError."""
     path = folder / "summary.json"
     if not path.exists():
         return None
-    return EvaluationSummary(**json.loads(path.read_text(encoding="utf-8"))["summary"])
+    try:
+        return EvaluationSummary(**json.loads(path.read_text(encoding="utf-8"))["summary"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path} is damaged ({error}); remove it to evaluate again") from None
 
 
 def write_results(folder: Path, examples: Path, step: int, facts: Mapping[str, Any]) -> EvaluationSummary:

@@ -43,11 +43,11 @@ SURPLUS = 1.25  # requests per running sequence of an engine, so that it never w
 class EvaluationConsole(RunConsole):
     def __init__(self) -> None:
         super().__init__(num_steps=0)
-        self._num_done = self._num_correct = self._num_responses = self._total = 0
+        self._num_before = self._num_done = self._num_correct = self._num_responses = self._total = 0
 
     def begin(self, text: str, total: int, num_done: int) -> None:
         """Start a bar of `total` prompts, of which `num_done` are done already."""
-        self._total, self._num_done = total, num_done
+        self._total, self._num_before, self._num_done = total, num_done, num_done
         self._num_correct = self._num_responses = 0
         self._progress.update(self._bar, description=text, total=total, completed=num_done, details="")
         if not self.console.is_terminal:
@@ -60,10 +60,11 @@ class EvaluationConsole(RunConsole):
         self._num_correct += categories.count(Category.CORRECT)
         self._num_responses += len(categories)
         accuracy = f"accuracy {self._num_correct / self._num_responses:.3f}"
+        accuracy += " of those sampled now" if self._num_before else " so far"
         if self.console.is_terminal:
             self._progress.update(self._bar, completed=self._num_done, details=accuracy)
         elif self._num_done % max(1, self._total // 10) == 0 or self._num_done == self._total:
-            self.print(f"{self._num_done:>6}/{self._total} prompts  {accuracy} so far")
+            self.print(f"{self._num_done:>6}/{self._total} prompts  {accuracy}")
 
 
 class PuttingActors(ServingActors, Protocol):

@@ -44,12 +44,13 @@ def _preflight(options: PreflightOptions) -> int:
             if is_new:
                 path.unlink()
         found = preflight(options)
+    if options.json != "-" or options.html:
+        with contextlib.redirect_stdout(sys.stderr if options.json == "-" else sys.stdout):
+            show(found, options.html)
     if options.json == "-":
         print(json.dumps(found.as_json()))
-    else:
-        show(found, options.html)
-        if options.json is not None:
-            Path(options.json).write_text(json.dumps(found.as_json(), indent=1) + "\n")
+    elif options.json is not None:
+        Path(options.json).write_text(json.dumps(found.as_json(), indent=1) + "\n")
     return 1 if found.faults else 0
 
 

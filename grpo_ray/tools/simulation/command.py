@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from grpo_ray.config.loading import load_config
-from grpo_ray.errors import shown_plainly
+from grpo_ray.errors import RunError, shown_plainly
 from grpo_ray.tools.arguments import (
     Command,
     ConfigFile,
@@ -84,7 +84,15 @@ def _simulate(options: SimulateOptions) -> int:
         speeds, lengths = read_speeds(options.speeds), _lengths(options, config)
         trace = open_files.enter_context(Path(options.trace).open("w")) if options.trace else None
         folder = options.out or f"{open_files.enter_context(tempfile.TemporaryDirectory())}/run"
-        simulated = simulate(config, RunDirectory(folder), speeds, lengths, trace.write if trace else None)
+        if options.out and Path(folder).exists():
+            raise ValueError(f"--out {folder}: it exists already; give a new folder")
+        try:
+            simulated = simulate(config, RunDirectory(folder), speeds, lengths, trace.write if trace else None)
+        except RunError as error:
+            if options.out:
+                raise
+            cause = str(error).partition("\n")[0]  # the rest names a folder that is about to be deleted
+            raise RunError(f"{cause}\nGive --out DIR to keep the run's records") from error
     print(*lines_of(simulated), sep="\n")
     return 0 if simulated.faults.is_none else 1
 

@@ -1,6 +1,8 @@
 """The speeds of simulated actors, and the lengths of simulated responses."""
 
+import fnmatch
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -10,8 +12,10 @@ import pyarrow.parquet as pq
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from grpo_ray.config.section import NonNegativeFloat, Section
+from grpo_ray.records.rollout_log import damage_named
 from grpo_ray.records.run_files import RunDirectory
 
+DAMAGED = "not readable as Parquet ({}); remove it to leave its step out"
 MAX_RECORDED = 1_000_000  # lengths; the last steps of a longer run
 
 
@@ -123,12 +127,16 @@ def recorded_lengths(path: str) -> RecordedLengths:
     """Return the lengths of all responses of a run, newest first up to `MAX_RECORDED`.
 
     Raises:
-        ValueError: the folder holds no rollouts.
+        ValueError: the folder holds no rollouts, or one of its files is damaged.
     """
     found: list[np.ndarray] = []
-    for file in sorted(RunDirectory(path).rollouts.glob("step-*.parquet"), reverse=True):
+    folder = RunDirectory(path).rollouts
+    names = os.listdir(folder) if folder.exists() else []  # `glob` hides that it cannot be read
+    for name in sorted(fnmatch.filter(names, "step-*.parquet"), reverse=True):
         if sum(map(len, found)) < MAX_RECORDED:
-            found.append(pq.read_table(file, columns=["num_tokens"])["num_tokens"].to_numpy().astype(np.int64))
+            with damage_named(folder / name, DAMAGED):
+                lengths = pq.read_table(folder / name, columns=["num_tokens"])["num_tokens"]
+            found.append(lengths.to_numpy().astype(np.int64))
     if not any(map(len, found)):
         raise ValueError(f"--recorded {path}: there are no rollouts in it; give a run with run.save_rollouts")
     return RecordedLengths(np.maximum(1, np.concatenate(found)[:MAX_RECORDED]))
