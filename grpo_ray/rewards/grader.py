@@ -38,12 +38,11 @@ class Grader:
         offline = {key: own for key, own in isolated.items() if not terms[key].network}
         limits = config.num_workers, config.timeout_s, config.memory_gib, config.readable_paths
         shared = RewardPool(offline, *limits) if offline else None
-        self._pools = {
-            key: shared
-            if shared is not None and key in offline
-            else RewardPool({key: own}, *limits, terms[key])
+        pools = {
+            key: RewardPool({key: own}, *limits, terms[key]) if terms[key].network else shared
             for key, own in isolated.items()
         }
+        self._pools = {key: pool for key, pool in pools.items() if pool is not None}
 
     def start(self) -> None:
         """Wait until answers can be graded.
@@ -75,24 +74,22 @@ class Grader:
         about: About = about_of(item) if task in self._asks_about and item is not None else NOTHING
         keys = [key for key, _ in self._terms[task]]
         begun = {key: self._pools[key].submit(key, pairs, about) for key in keys if key in self._pools}
-        columns = [
-            begun[key].result()
-            if key in begun
-            else [try_to_grade(self._reward_fns[key], *pair) for pair in pairs]
-            for key in keys
-        ]
-        return [
-            self._sum_of(task, pair, row) for pair, row in zip(pairs, zip(*columns, strict=True), strict=True)
-        ]
+        columns = []
+        for key in keys:
+            if key in begun:
+                columns.append(begun[key].result())
+            else:
+                columns.append([try_to_grade(self._reward_fns[key], *pair) for pair in pairs])
+        rows = zip(*columns, strict=True)
+        return [self._sum_of(task, pair, row) for pair, row in zip(pairs, rows, strict=True)]
 
     def _sum_of(self, task: str, pair: tuple[str, str], row: Sequence[Result]) -> Result:
         """Return the sum of what the terms gave one answer; an error before what is the answer's own doing.
 
         Format and answer are those of the first of the terms that applies.
         """
-        results = [
-            self._as_wrong(key, pair, result) for (key, _), result in zip(self._terms[task], row, strict=True)
-        ]
+        pairs = zip(self._terms[task], row, strict=True)
+        results = [self._as_wrong(key, pair, result) for (key, _), result in pairs]
         if failed := next((result for result in results if isinstance(result, ScoringError)), None):
             return failed
         causes = [result for result in results if isinstance(result, Ungradable)]

@@ -79,7 +79,7 @@ class UserFunction:
             given = ("prompts", "completions") if self.is_of_trl else ("response", "ground_truth")
             own = {n: p for n, p in self._parameters.items() if n not in given and p.kind != p.VAR_POSITIONAL}
         else:
-            self._check_places(what, (*[*fields][:1], *(columns or ())))
+            self._check_places(what, {*(columns or ()), *[*fields][:1]})  # all but the answer
             own = keyword_parameters(self._function, "response, ground_truth", what) or {}
         filled = {*BY_NAME, *fields, *(columns or ())} | ({*TRL_GIVES} if self.is_of_trl else set())
         asked = {

@@ -5,13 +5,14 @@ A worker may have been taken over by an answer, so a message can be anything.
 
 import json
 from collections.abc import Callable
+from math import ceil
 from typing import Any
 
 from grpo_ray.rewards.base import Result, Scores, ScoringError, Ungradable
 from grpo_ray.types import TERM
 
 FACTS = ("format_reward", "answer_reward")
-MAX_BYTES = 2**16  # of a message about one answer, or about up to 64
+MAX_BYTES = 2**16  # of a message about one answer, or about up to 64 of a group
 LONGEST_ERROR = 2000  # characters
 LARGEST_REWARD = 1e12  # a gradient of it, squared for its norm, still fits into float32
 
@@ -69,7 +70,7 @@ def _scores(values: dict[str, Any]) -> Scores:
 
 def max_bytes(size: int | None) -> int:
     """Return the most bytes of a message: about one answer, or about a group of `size`."""
-    return MAX_BYTES * max(1, (size or 0) // 64)
+    return MAX_BYTES * ceil((size or 1) / 64)
 
 
 def is_storable(reward: float) -> bool:

@@ -66,10 +66,8 @@ def _message(outcome: Graded, num_results: int) -> list[Any]:
     if isinstance(result, dict):
         return ["scores", result]
     kind = "ungradable" if isinstance(result, Ungradable) else "error"
-    return [
-        kind,
-        str(result)[: max_bytes(num_results) // (8 * num_results)] if num_results > 1 else str(result),
-    ]
+    most = max_bytes(num_results) // (8 * num_results) if num_results > 1 else None
+    return [kind, str(result)[:most]]
 
 
 def try_to_grade(reward_fn: RewardFn, response: str, ground_truth: str) -> Result:
