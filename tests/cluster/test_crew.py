@@ -92,7 +92,7 @@ def outcome(*values: object, method: str = "train_step") -> tuple[Any, bool]:
 
     async def main() -> tuple[Any, bool]:
         ranks = Ranks(len(values))
-        call = getattr(ranks.crew, method)(*[Path()] * (method == "write_captured"))
+        call = getattr(ranks.crew, method)()
         ranks.answer(method, *values)
         try:
             found = await call
@@ -198,18 +198,13 @@ def test_an_error_that_all_ranks_raise_alike_is_raised_as_it_is(error: Exception
     assert not are_killed
 
 
-def test_a_full_disk_of_one_rank_is_raised_as_it_is() -> None:
-    error, are_killed = outcome({}, OSError(28, "full"), method="write_captured")
-    assert isinstance(error, OSError)
-    assert not are_killed
-
-
-async def test_an_error_of_some_calls_does_not_count_for_later_ones() -> None:
+async def test_a_full_disk_of_one_rank_is_raised_as_it_is_and_does_not_count_for_later_calls() -> None:
     ranks = Ranks(2)
     call = ranks.crew.write_captured(Path())
-    ranks.answer("write_captured", OSError(28, "full"), {})
+    ranks.answer("write_captured", {}, OSError(28, "full"))
     with pytest.raises(OSError, match="full"):
         await call
+    assert not ranks.are_killed
     call = ranks.crew.train_step()
     ranks.answer("train_step", SILENT, died(1))
     with pytest.raises(ActorDied, match=r"learner-1 on 10\.0\.0\.1: its worker process has died"):

@@ -5,7 +5,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 from small_run import QUICKSTART
@@ -70,7 +69,7 @@ def on_gpus(*overrides: str) -> Config:
     return load_config(EIGHT_GPUS, [*one_rank, *overrides])
 
 
-def test_colocated_actors_share_one_gpu(on: Callable[["FakeRay"], "FakeRay"]) -> None:
+def test_colocated_actors_share_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = ("generator.num_generators=1", "generator.colocated=true", "weight_sync.max_lag=0")
     config = on_gpus(*turns, "scorer.num_cpus=1")
     assert bundles_of(config) == (
@@ -78,7 +77,7 @@ def test_colocated_actors_share_one_gpu(on: Callable[["FakeRay"], "FakeRay"]) ->
         Bundle(("scorer",), {"CPU": 1}),
     )
     assert gpus_of(config) == 1
-    ray = on(FakeRay([LARGE]))
+    ray = FakeRay(monkeypatch, [LARGE])
     with session.placed(config) as placement:
         assert ray.groups == [([{"GPU": 1, "CPU": 2}, {"CPU": 1}], "PACK")]
         for actor, index, gpus in (("generator-0", 0, 0.5), ("learner", 0, 0.5), ("scorer", 1, 0)):
@@ -269,7 +268,10 @@ def test_an_empty_address_is_this_machine(address: str, monkeypatch: pytest.Monk
 class FakeRay:
     """Stand-in for Ray: a cluster's nodes, and the placement groups that were requested."""
 
-    def __init__(self, there: list[Node], free: list[Node] | None = None) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, there: list[Node], free: list[Node] | None = None) -> None:
+        patch.setattr(session, "_nodes", self.nodes)
+        for name in ("placement_group", "remove_placement_group"):
+            patch.setattr(session, name, getattr(self, name))
         self.there, self.free = there, free if free is not None else there
         self.groups: list[tuple[list[dict[str, float]], str]] = []
         self.waited: list[float] = []
@@ -290,19 +292,8 @@ class FakeRay:
         return self.free if free else self.there
 
 
-@pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeRay], FakeRay]:
-    def install(fake: FakeRay) -> FakeRay:
-        monkeypatch.setattr(session, "_nodes", fake.nodes)
-        monkeypatch.setattr(session, "placement_group", fake.placement_group)
-        monkeypatch.setattr(session, "remove_placement_group", fake.remove_placement_group)
-        return fake
-
-    return install
-
-
-def test_an_actor_has_the_same_bundle_whenever_it_is_started(on: Callable[[FakeRay], FakeRay]) -> None:
-    ray = on(FakeRay([LARGE, LARGE]))
+def test_an_actor_has_the_same_bundle_whenever_it_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay(monkeypatch, [LARGE, LARGE])
     engines = ("generator.num_generators=2", "generator.num_gpus=4", "placement.strategy=strict_spread")
     config = on_gpus(*engines, "learner.num_gpus=0", "learner.num_cpus=0")
     with session.placed(config) as placement:
@@ -316,8 +307,8 @@ def test_an_actor_has_the_same_bundle_whenever_it_is_started(on: Callable[[FakeR
     assert ray.num_removed == 1
 
 
-def test_a_request_that_can_never_fit_is_refused_without_a_group(on: Callable[[FakeRay], FakeRay]) -> None:
-    ray = on(FakeRay([SMALL]))
+def test_a_request_that_can_never_fit_is_refused_without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay(monkeypatch, [SMALL])
     message = (
         r"the cluster lacks resources: GPU: 8 needed .* 2 available.* still coming, .* set placement\.wait_s"
     )
@@ -326,8 +317,8 @@ def test_a_request_that_can_never_fit_is_refused_without_a_group(on: Callable[[F
     assert ray.groups == []
 
 
-def test_a_busy_cluster_says_what_is_free(on: Callable[[FakeRay], FakeRay]) -> None:
-    ray = on(FakeRay([LARGE], [Node("10.0.0.1", {"GPU": 3, "CPU": 96}), Node("10.0.0.2", {})]))
+def test_a_busy_cluster_says_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay(monkeypatch, [LARGE], [Node("10.0.0.1", {"GPU": 3, "CPU": 96}), Node("10.0.0.2", {})])
     message = r"the cluster is busy: GPU: 8 needed .* 3 free\. Free: .*\.1: 3 GPU, 96 CPU; .*\.2: nothing"
     with pytest.raises(ResourceError, match=message):
         session.placed(on_gpus()).__enter__()
@@ -335,8 +326,8 @@ def test_a_busy_cluster_says_what_is_free(on: Callable[[FakeRay], FakeRay]) -> N
     assert ray.num_removed == 1
 
 
-def test_placed_waits_for_nodes_that_are_coming(on: Callable[[FakeRay], FakeRay]) -> None:
-    ray = on(FakeRay([SMALL], [SMALL]))
+def test_placed_waits_for_nodes_that_are_coming(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay(monkeypatch, [SMALL], [SMALL])
     message = r"after 60 s \(placement\.wait_s\) the cluster lacks resources: GPU: 8 needed"
     with pytest.raises(ResourceError, match=message):
         session.placed(on_gpus("placement.wait_s=60")).__enter__()
@@ -344,8 +335,8 @@ def test_placed_waits_for_nodes_that_are_coming(on: Callable[[FakeRay], FakeRay]
     assert ray.num_removed == 1
 
 
-def test_the_group_is_removed_however_the_run_ends(on: Callable[[FakeRay], FakeRay]) -> None:
-    ray = on(FakeRay([LARGE]))
+def test_the_group_is_removed_however_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay(monkeypatch, [LARGE])
     with pytest.raises(KeyboardInterrupt), session.placed(on_gpus()):
         raise KeyboardInterrupt
     assert ray.num_removed == 1

@@ -188,18 +188,15 @@ async def test_a_replacement_without_weights_ends_the_pool_instead_of_being_repl
     assert pool.actors.starts["generator-0"] == 2
 
 
-def hang_first(what: str) -> Behaviour:
-    """Let the first call of `what` hang, as that of an actor on a dead file system would."""
-    return lambda asked, number: asyncio.sleep(60) if asked == what and number == 0 else 3
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "name"), [("generate", "generator-0"), ("score", "scorer")])
 async def test_a_replacement_that_does_not_start_is_replaced_too(tmp_path: Path, what: str, name: str) -> None:
+    """The start of an actor on a dead file system hangs."""
+
     def answer(asked: str, number: int) -> Any:
         if asked == what and number == 0:
             return ActorDied(name, "killed")
-        return hang_first(f"{name} ready")(asked, number)
+        return asyncio.sleep(60) if asked == f"{name} ready" and number == 0 else 3
 
     pool = Pool(tmp_path, answer, "recovery.start_timeout_s=0.2")
     assert await pool.sample() == ("group", 3, None)

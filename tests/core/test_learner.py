@@ -390,9 +390,7 @@ def test_update_that_is_not_finite_is_skipped(
     assert not torch.equal(weights(learner), expected)
 
 
-def test_gradient_that_is_not_finite_under_a_finite_loss(
-    make_learner: MakeLearner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradient_that_is_not_finite_under_a_finite_loss(make_learner: MakeLearner) -> None:
     learner = make_learner(learner={"learning_rate": 1e-2})
     before = weights(learner)
     learner.model.model.norm.weight.register_hook(lambda gradient: gradient * torch.nan)

@@ -192,18 +192,14 @@ def test_old_log_probabilities_are_looked_up_once_and_only_for_several_updates(
         calls.append(len(args[1]))
         return original(*args)
 
-    for epochs, expected in ((1, []), (3, [12])):
-        learner = make_learner(algorithm={"old_log_probs": "proximal", "epochs_per_batch": epochs})
+    # The ratios of `behaviour` use the sampler's logprobs.
+    for old, epochs, expected in (("proximal", 1, []), ("proximal", 3, [12]), ("behaviour", 2, [])):
+        learner = make_learner(algorithm={"old_log_probs": old, "epochs_per_batch": epochs})
         original = learner._forward_backward.with_proximal
         monkeypatch.setattr(learner._forward_backward, "with_proximal", counted)
         calls.clear()
         step(learner, make_batch(learner))
         assert calls == expected
-    learner = make_learner(algorithm={"epochs_per_batch": 2})  # ratios use the sampler's logprobs
-    monkeypatch.setattr(learner._forward_backward, "with_proximal", counted)
-    calls.clear()
-    step(learner, make_batch(learner))
-    assert calls == []
 
 
 @pytest.mark.slow

@@ -87,19 +87,15 @@ def test_oldest_version_is_over_all_completions() -> None:
     assert make_group(make_item(), completions).rollout.oldest_version == 2
 
 
-def two_groups() -> list[ScoredGroup]:
+def test_rollout_metrics_by_hand() -> None:
     completions = [make_completion([1] * 4), make_completion([1] * 10, finish_reason="length")]
     first = make_group(make_item(0), completions, [1, 0], [0.7, -0.7])
     second = make_group(make_item(1), [make_completion([1] * 3)] * 2, [0, 0])
-    formats = np.array([[1, 1], [1, 0]], np.float32)
-    return [
-        replace(first, format_rewards=formats[0], errors={0: "too long", 1: "too large"}),
-        replace(second, format_rewards=formats[1], errors={1: "too long"}),
+    groups = [
+        replace(first, format_rewards=np.float32([1, 1]), errors={0: "too long", 1: "too large"}),
+        replace(second, format_rewards=np.float32([1, 0]), errors={1: "too long"}),
     ]
-
-
-def test_rollout_metrics_by_hand() -> None:
-    metrics = rollout_metrics(two_groups(), num_dropped=1)
+    metrics = rollout_metrics(groups, num_dropped=1)
     assert metrics == {
         "reward/mean": 1 / 4,
         "reward/format": 3 / 4,

@@ -36,6 +36,7 @@ class FakeGenerator:
         self.number = next(NUMBERS)
         self.error = error or RuntimeError("out of memory")
         self.loaded: list[object] = []
+        self.joined: list[str] = []
         self.gates: dict[str, asyncio.Event] = {}
 
     @property
@@ -52,6 +53,9 @@ class FakeGenerator:
             await self.gates[call].wait()
         await asyncio.sleep(0.001 if self.name == "a" else 0.003)
         self.log.append((f"{call} done", self.name))
+
+    async def join(self, meeting: Meeting) -> None:
+        self.joined.append(meeting.key)
 
     def stage_weights(self, snapshot: object) -> Awaitable[None]:
         self.loaded.append(snapshot)
@@ -335,7 +339,7 @@ class FakeLearner:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.sends: dict[str, Callable[[], Awaitable[None]]] = {}
+        self.sends: dict[str, Callable[[], Awaitable[object]]] = {}
         self.num_wires = 0
         self.is_dead = False
 
@@ -368,25 +372,16 @@ class FakeLearner:
         return [call for call in self.calls if call[0] in kinds]
 
 
-class Joining(FakeGenerator):
-    def __init__(self, name: str, *args: Any, **options: Any) -> None:
-        super().__init__(name, *args, **options)
-        self.joined: list[str] = []
-
-    async def join(self, meeting: Meeting) -> None:
-        self.joined.append(meeting.key)
-
-
 def make_wired_sync(
-    learner: FakeLearner, *generators: Joining, call: str = "stage", timeout_s: float = 5.0
+    learner: FakeLearner, *generators: FakeGenerator, call: str = "stage", timeout_s: float = 5.0
 ) -> WeightSync:
     return WeightSync(fakes(generators), timeout_s, 0, Wires(learner, call))
 
 
 async def without_one(learner: FakeLearner) -> WeightSync:
     """Return a sync that has published version 1, and has excluded one of its two Generators since."""
-    dead = Joining("a")
-    sync = make_wired_sync(learner, dead, Joining("b"))
+    dead = FakeGenerator("a")
+    sync = make_wired_sync(learner, dead, FakeGenerator("b"))
     await publish(sync, 1)
     await sync.retire(dead.number)
     return sync
@@ -397,12 +392,8 @@ async def fail(error: Exception, after_s: float = 0.0) -> None:
     raise error
 
 
-async def hang() -> None:
-    await asyncio.Event().wait()
-
-
 async def test_each_generator_joins_once_and_is_sent_every_version() -> None:
-    learner, one, two = FakeLearner(), Joining("a"), Joining("b")
+    learner, one, two = FakeLearner(), FakeGenerator("a"), FakeGenerator("b")
     sync = make_wired_sync(learner, one, two)
     for version in (1, 2):
         assert (await publish(sync, version)).failed == {}
@@ -416,7 +407,7 @@ async def test_each_generator_joins_once_and_is_sent_every_version() -> None:
 
 @pytest.mark.parametrize("call", ["stage", "switch"])
 async def test_the_learner_sends_in_the_call_that_receives(call: str) -> None:
-    learner, generator = FakeLearner(), Joining("a")
+    learner, generator = FakeLearner(), FakeGenerator("a")
     generator.gates[call] = asyncio.Event()
     publishing = asyncio.create_task(publish(make_wired_sync(learner, generator, call=call), 1))
     await asyncio.sleep(0.05)
@@ -431,7 +422,7 @@ async def test_the_learner_sends_in_the_call_that_receives(call: str) -> None:
 async def test_a_replacement_joins_and_is_sent_the_published_version() -> None:
     learner = FakeLearner()
     sync = await without_one(learner)
-    fresh = Joining("a")
+    fresh = FakeGenerator("a")
     assert await admit(sync, fresh) == 1
     assert fresh.joined == ["a/3"]
     assert learner.of("send")[-1] == ("send", "a", 1)
@@ -444,7 +435,7 @@ async def test_a_generator_that_fails_a_transfer_is_retired_alone_with_its_own_e
     send_fails_first: bool,
 ) -> None:
     learner = FakeLearner()
-    bad, good = Joining("a", fails="stage", error=ActorDied("a", "killed")), Joining("b")
+    bad, good = FakeGenerator("a", fails="stage", error=ActorDied("a", "killed")), FakeGenerator("b")
     if send_fails_first:
         bad.fails, bad.hangs = "", "stage"
 
@@ -454,7 +445,7 @@ async def test_a_generator_that_fails_a_transfer_is_retired_alone_with_its_own_e
         bad.stage_weights = lambda snapshot: late()  # type: ignore[method-assign]
         learner.sends["a"] = lambda: fail(WireError("the other end is gone"))
     else:
-        learner.sends["a"] = hang
+        learner.sends["a"] = asyncio.Event().wait
     sync = make_wired_sync(learner, bad, good)
     report = await publish(sync, 1)
     assert list(report.failed) == [bad.number]
@@ -465,8 +456,8 @@ async def test_a_generator_that_fails_a_transfer_is_retired_alone_with_its_own_e
 
 @pytest.mark.slow
 async def test_a_transfer_that_hangs_is_dropped_after_the_time_limit() -> None:
-    learner, bad, good = FakeLearner(), Joining("a", hangs="stage"), Joining("b")
-    learner.sends["a"] = hang
+    learner, bad, good = FakeLearner(), FakeGenerator("a", hangs="stage"), FakeGenerator("b")
+    learner.sends["a"] = asyncio.Event().wait
     sync = make_wired_sync(learner, bad, good, timeout_s=0.2)
     report = await publish(sync, 1)
     assert "a did not finish `stage` within 0.2 s" in report.failed[bad.number]
@@ -478,9 +469,9 @@ async def test_a_send_that_fails_excludes_its_generator_even_if_that_says_nothin
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(wires, "GRACE_S", 0.05)
-    learner, bad = FakeLearner(), Joining("a", hangs="stage")
+    learner, bad = FakeLearner(), FakeGenerator("a", hangs="stage")
     learner.sends["a"] = lambda: fail(WireError("gone or silent"))
-    report = await publish(make_wired_sync(learner, bad, Joining("b")), 1)
+    report = await publish(make_wired_sync(learner, bad, FakeGenerator("b")), 1)
     assert "gone or silent" in report.failed[bad.number]
 
 
@@ -489,9 +480,9 @@ async def test_the_learners_death_is_no_generators_fault(generator_fails_first: 
     """Its connections close before Ray tells of its death, so Generators fail as well."""
     learner = FakeLearner()
     closed = WireError("Connection closed by peer")
-    generators = [Joining(name, fails="stage", error=closed) for name in "ab"]
+    generators = [FakeGenerator(name, fails="stage", error=closed) for name in "ab"]
     if generator_fails_first:
-        learner.sends = dict.fromkeys("ab", hang)
+        learner.sends = dict.fromkeys("ab", asyncio.Event().wait)
     else:
         learner.sends = {name: lambda: fail(ActorDied("learner", "killed")) for name in "ab"}
     sync = make_wired_sync(learner, *generators)
@@ -508,22 +499,22 @@ async def test_the_learners_death_while_a_replacement_joins_is_not_the_replaceme
     sync = await without_one(learner)
     learner.is_dead = True
     with pytest.raises(ActorDied, match="learner died"):
-        await admit(sync, Joining("a"))
+        await admit(sync, FakeGenerator("a"))
 
 
 async def test_a_wire_that_cannot_be_joined_is_the_generators_fault_and_is_tried_again() -> None:
-    learner, generator = FakeLearner(), Joining("a")
+    learner, generator = FakeLearner(), FakeGenerator("a")
 
     async def refuse(meeting: Meeting) -> None:
         raise WireError("no store")
 
     generator.join = refuse  # type: ignore[method-assign]
-    sync = make_wired_sync(learner, generator, Joining("b"))
+    sync = make_wired_sync(learner, generator, FakeGenerator("b"))
     report = await publish(sync, 1)
     assert "a failed in `stage`: no store" in report.failed[generator.number]
     with pytest.raises(WeightSyncError, match="no store"):
         await admit(sync, generator)
-    fresh = Joining("a")
+    fresh = FakeGenerator("a")
     assert await admit(sync, fresh) == 1
 
 

@@ -265,10 +265,10 @@ def make_learner(tiny_config: Config, tiny_model: TinyModel, copied_models: None
     return make
 
 
-def update(
+def updates_of(
     learner: Learner, groups: Sequence[ScoredGroup]
-) -> tuple[list[TrainSequence], torch.Tensor, dict[str, float]]:
-    """Train a step; return the sequences of its one update, their gradient, and the step's metrics."""
+) -> tuple[list[tuple[list[TrainSequence], torch.Tensor]], dict[str, float]]:
+    """Train a step; return the sequences of each update, with their gradient, and the step's metrics."""
     seen: list[Any] = []
     accumulate = learner.accumulate_gradient
 
@@ -280,8 +280,7 @@ def update(
     learner.accumulate_gradient = spy  # type: ignore[method-assign]
     metrics = learner.train_step(TrainBatch(tuple(groups))).metrics
     assert check_names(metrics) == []
-    ((sequences, of_update),) = seen
-    return sequences, of_update, metrics
+    return seen, metrics
 
 
 def test_the_reward_loses_the_kl_to_the_reference(make_learner: MakeLearner) -> None:
@@ -304,7 +303,7 @@ def test_the_reward_loses_the_kl_to_the_reference(make_learner: MakeLearner) -> 
             penalties.append(0.5 * float((torch.from_numpy(c.logprobs) - own).sum()))
             rewards.append(reward - penalties[-1])
         expected += [0.0] * 3 if group.errors else [r - fmean(rewards) for r in rewards]
-    sequences, of_update, metrics = update(learner, groups)
+    ((sequences, of_update),), metrics = updates_of(learner, groups)
     assert [s.advantage for s in sequences] == pytest.approx(expected, rel=1e-3, abs=1e-3)
     assert metrics["reward/kl_penalty"] == pytest.approx(fmean(penalties), rel=1e-4)
     assert metrics["throughput/trained_tokens"] == sum(s.num_sampled for s in sequences[:9])
@@ -335,7 +334,7 @@ def test_of_old_tokens_the_kl_in_the_reward_is_that_of_the_current_policy(
                     for model in (learner.model, learner._reference.model)
                 )
             penalties.append(0.5 * float((policy - reference).sum()))
-    _, _, metrics = update(learner, groups)
+    _, metrics = updates_of(learner, groups)
     assert metrics["lag/max"] == 1
     assert max(map(abs, penalties)) > 1e-3
     assert metrics["reward/kl_penalty"] == pytest.approx(fmean(penalties), rel=1e-3, abs=1e-5)
@@ -345,17 +344,10 @@ def test_minibatches_have_the_advantages_of_the_whole_batch(make_learner: MakeLe
     learner = make_learner({"advantage": "mean", "advantage_scale": "batch", "train_batch_size": 4})
     groups = make_batch(learner)
     whole, _ = with_batch_advantages(groups, sequences_of(groups), learner._config)
-    seen: list[TrainSequence] = []
-    accumulate = learner.accumulate_gradient
-
-    def spy(sequences: Sequence[TrainSequence]) -> Any:
-        seen.extend(sequences)
-        return accumulate(sequences)
-
-    learner.accumulate_gradient = spy  # type: ignore[method-assign]
-    learner.train_step(TrainBatch(tuple(groups)))
+    updates, _ = updates_of(learner, groups)
+    seen = [s for sequences, _ in updates for s in sequences]
     by_tokens = {s.response_token_ids.tobytes(): s.advantage for s in whole}
-    assert len(seen) == len(whole)
+    assert (len(updates), len(seen)) == (3, len(whole))
     assert all(by_tokens[s.response_token_ids.tobytes()] == s.advantage for s in seen)
 
 

@@ -101,12 +101,6 @@ def test_response_log_probs_and_entropies_at_a_temperature():
     torch.testing.assert_close(found["token_entropy"], expected.entropy())
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan])
-def test_a_temperature_that_is_not_positive_is_refused(temperature):
-    with pytest.raises(ValueError, match="temperature"):
-        token_log_probs(torch.zeros(1, 1, 2), torch.zeros(1, 1, dtype=torch.long), temperature)
-
-
 def test_tokenize_by_hand():
     result = tokenize_prompt_and_output(["ab", "c"], ["cde", "d"], LetterTokenizer())
     assert result["input_ids"].tolist() == [[1, 2, 3, 4], [3, 4, 0, 0]]
@@ -292,9 +286,11 @@ def test_values_and_gradients_are_those_of_log_softmax(
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
-def test_bad_temperature(temperature: float) -> None:
+def test_a_temperature_that_is_not_positive_is_refused(temperature: float) -> None:
     with pytest.raises(ValueError, match="temperature must be positive"):
         chunked_log_probs(*inputs(torch.float32)[:3], temperature)
+    with pytest.raises(ValueError, match="temperature must be positive"):
+        token_log_probs(torch.zeros(1, 1, 2), torch.zeros(1, 1, dtype=torch.long), temperature)
 
 
 def test_bfloat16_is_computed_in_float32_from_the_logits_on() -> None:

@@ -197,7 +197,7 @@ def test_a_loss_without_a_ratio_is_remarked_where_tokens_are_old(overrides, part
     assert all(part in notices[0] for part in parts)
 
 
-# ---- one micro-batch: the tokens that are counted, what the library refuses, and what it works out ----
+# ---- one micro-batch: the tokens that are counted, what is refused instead of ignored, what is worked out ----
 
 
 CLIPRANGE = 0.2
@@ -228,9 +228,6 @@ def test_bad_arguments_are_refused():
         grpo_microbatch_train_step(log_probs, torch.ones(2, 3), 0, "no_baseline", raw_rewards=column)
     with pytest.raises(ValueError, match="response_mask"):
         grpo_microbatch_train_step(log_probs, torch.ones(2, 1), 1, "no_baseline", raw_rewards=column)
-
-
-# ---- what the library refuses instead of ignoring it, and what it works out ----
 
 
 def test_a_selection_without_weights_is_refused():

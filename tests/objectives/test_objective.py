@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from builders import TinyModel, changed, flat_weights, gradient, make_batch, relative_difference, written
+from builders import ENDS, TinyModel, changed, flat_weights, gradient, make_batch, relative_difference, written
 
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import AlgorithmConfig, Correction
@@ -34,21 +34,21 @@ from grpo_ray.types import TrainBatch
 NAN = float("nan")
 
 
-def example(batch: int = 6, seq: int = 5, seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    old = -3 * torch.rand(batch, seq, generator=generator, dtype=torch.float64)
+def example() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    old = -3 * torch.rand(6, 5, generator=generator, dtype=torch.float64)
 
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     return {
-        "policy_log_probs": old + 0.4 * noise(batch, seq),
-        "response_mask": torch.arange(seq) < torch.tensor([[5], [2], [1], [4], [3], [5]]),
-        "advantages": noise(batch, 1),
+        "policy_log_probs": old + 0.4 * noise(6, 5),
+        "response_mask": torch.arange(5) < torch.tensor([[5], [2], [1], [4], [3], [5]]),
+        "advantages": noise(6, 1),
         "old_log_probs": old,
-        "weights": 0.3 + torch.rand(batch, seq, generator=generator, dtype=torch.float64),
-        "reference_log_probs": old + 0.3 * noise(batch, seq),
-        "entropy": noise(batch, seq).square(),
+        "weights": 0.3 + torch.rand(6, 5, generator=generator, dtype=torch.float64),
+        "reference_log_probs": old + 0.3 * noise(6, 5),
+        "entropy": noise(6, 5).square(),
     }
 
 
@@ -95,9 +95,6 @@ def test_an_argument_that_is_missing_or_of_another_shape_is_named():
     for name in ("reference_log_probs", "entropy"):  # what the loss itself needs: test_losses.py
         with pytest.raises(ValueError, match=f"needs {name}"):
             policy_gradient_step(**{**example(), name: None}, objective=full("gspo"), denominator=6.0)
-
-
-ENDS = (0, 17)
 
 
 def test_a_constant_weight_stays() -> None:
@@ -366,7 +363,7 @@ def test_a_learner_trains_with_ones_own_as_with_a_builtin(
     for options in (own, builtin):
         options = {"old_log_probs": "behaviour" if "loss" in options else "proximal", **options}
         algorithm = config_of(**options).model_dump(include=options.keys())
-        learner = Learner(str(tiny_model()), changed(tiny_config, algorithm=algorithm), (0, 17))
+        learner = Learner(str(tiny_model()), changed(tiny_config, algorithm=algorithm), ENDS)
         sums = learner.accumulate_gradient(sequences_of(make_batch(learner)))
         found.append((sums, gradient(learner)))
     assert found[0][0] == pytest.approx(found[1][0], nan_ok=True)

@@ -149,7 +149,6 @@ def test_luspo_is_gspo_summed_over_each_response() -> None:
 
 LOW, HIGH, DUAL = 0.2, 0.5, 2.0
 CLIPS = ["grpo_clip", "dual_clip", "gspo"]
-RATIO_LOSSES = ["unclipped", "grpo_clip", "dual_clip", "gspo", "cispo"]
 
 
 def ratio_loss(name, advantages, policy, old, mask=None):

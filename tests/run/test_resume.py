@@ -39,12 +39,11 @@ from grpo_ray.watch.run_log import RunLog
 
 TEMPLATE = "Sort: {question}\nAnswer:"
 REWARD = "def reward(response, truth):\n    return 1.0\n"
+Make = Callable[..., Config]
 
 
 @pytest.fixture
-def make(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: TinyModel, any_reward: None
-) -> Callable[..., Config]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: TinyModel, any_reward: None) -> Make:
     """Return a function that makes a configuration with a template, two files and a module of the user's."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -98,7 +97,7 @@ EDITS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "edit"), EDITS.items(), ids=[file for file, _ in EDITS.values()])
 def test_an_edited_input_is_refused_by_name(
-    tmp_path: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, name: str,
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch, name: str,
     edit: tuple[str, str],
 ) -> None:  # fmt: skip
     monkeypatch.setattr(training, "_hosted", lambda *_: pytest.fail("Ray was to be started"))
@@ -131,9 +130,7 @@ def shift(tensors: dict[str, torch.Tensor]) -> None:
     ("field", "file"),
     [*(("model.path", file) for file in MODEL_EDITS), ("distillation.teacher", "its weights")],
 )
-def test_an_edited_model_is_refused_by_name(
-    tmp_path: Path, make: Callable[..., Config], field: str, file: str
-) -> None:
+def test_an_edited_model_is_refused_by_name(tmp_path: Path, make: Make, field: str, file: str) -> None:
     config, run, folder = make(), RunDirectory(tmp_path / "run"), tmp_path / "model"
     shutil.copytree(str(config.model.path), folder)
     section, _, name = field.partition(".")
@@ -149,9 +146,7 @@ def test_an_edited_model_is_refused_by_name(
         check_inputs(run, input_digests(config, task.templates, task.train, task.validation))
 
 
-def test_a_run_of_an_earlier_release_has_no_digests_of_its_model(
-    tmp_path: Path, make: Callable[..., Config]
-) -> None:
+def test_a_run_of_an_earlier_release_has_no_digests_of_its_model(tmp_path: Path, make: Make) -> None:
     config, run = make(), RunDirectory(tmp_path / "run")
     run.create(config)
     now = digests(config)
@@ -170,7 +165,7 @@ COMMITS = ("a" * 40, "b" * 40)
 
 @pytest.mark.slow
 def test_a_resumed_run_loads_the_commit_that_it_began_with(
-    tmp_path: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hub's cache has two commits of a model, and the publisher moves `main` from one to the other."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -216,7 +211,7 @@ def digests(config: Config) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_check_refuses_what_a_resume_would(
-    tmp_path: Path, make: Callable[..., Config], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, make: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunDirectory(tmp_path / "run")
     config = changed(make(), run={"output_dir": str(tmp_path), "name": "run", "if_exists": "resume"})
@@ -228,9 +223,7 @@ def test_check_refuses_what_a_resume_would(
     assert "prompts_per_step: this run has 4 and cannot be resumed with 2" in capsys.readouterr().err
 
 
-def test_a_column_that_some_rows_lack_is_named_with_the_first_of_them(
-    tmp_path: Path, make: Callable[..., Config]
-) -> None:
+def test_a_column_that_some_rows_lack_is_named_with_the_first_of_them(tmp_path: Path, make: Make) -> None:
     reward = "def reward(response, ground_truth, level):\n    return float(response == level)\n"
     (tmp_path / "my_reward_of_resume.py").write_text(reward)
     rows = [{"question": f"train {n}", "answer": str(n), "level": "a"} for n in range(24)]
@@ -248,7 +241,7 @@ def test_a_column_that_some_rows_lack_is_named_with_the_first_of_them(
 
 @pytest.mark.parametrize("num_groups", [0, 2])
 def test_another_temperature_is_refused_while_the_buffer_holds_groups(
-    tmp_path: Path, make: Callable[..., Config], num_groups: int
+    tmp_path: Path, make: Make, num_groups: int
 ) -> None:
     before, now = make(), make(sampling={"temperature": 0.5})
     checkpoint = write_checkpoint(RunDirectory(tmp_path / "run"), 2, num_groups)
@@ -263,7 +256,7 @@ def test_another_temperature_is_refused_while_the_buffer_holds_groups(
         training.check_same_sampling(before, now, checkpoint)
 
 
-def test_a_refreshed_reference_is_not_given_up(tmp_path: Path, make: Callable[..., Config]) -> None:
+def test_a_refreshed_reference_is_not_given_up(make: Make) -> None:
     """Without refreshes the reference would jump back to the weights of step 0."""
     kls = ({"reference": "initial", "refresh_every_num_steps": every} for every in (1, 100, None))
     before, fewer, none = (changed(make(), algorithm={"kl": kl}) for kl in kls)
@@ -293,7 +286,7 @@ def write_checkpoint(
 
 
 def test_a_refused_resume_changes_nothing_and_a_granted_one_keeps_the_earlier_values(
-    tmp_path: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunDirectory(tmp_path / "run")
     run.create(make())
@@ -333,7 +326,7 @@ def test_a_refused_resume_changes_nothing_and_a_granted_one_keeps_the_earlier_va
 
 
 def test_a_ledger_of_other_questions_is_refused_before_anything_changes(
-    tmp_path: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunDirectory(tmp_path / "run")
     run.create(make())
@@ -349,7 +342,7 @@ def test_a_ledger_of_other_questions_is_refused_before_anything_changes(
 
 
 def test_a_run_without_a_whole_checkpoint_keeps_its_records(
-    tmp_path: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would begin again. A run that is killed before its first checkpoint does."""
     run = RunDirectory(tmp_path / "run")
@@ -373,7 +366,7 @@ def test_a_run_without_a_whole_checkpoint_keeps_its_records(
 
 
 def test_a_resumed_run_that_loses_its_last_checkpoint_begins_again_with_its_first_prompts(
-    tmp_path: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prompts that a restore without a checkpoint falls back to are the run's first ones."""
     run = RunDirectory(tmp_path / "run")
@@ -398,7 +391,7 @@ def test_a_resumed_run_that_loses_its_last_checkpoint_begins_again_with_its_firs
 
 @pytest.mark.parametrize("moment", ["_check", "dump_config"])
 def test_of_two_trains_at_once_one_runs_and_the_folder_has_its_configuration(
-    tmp_path: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, moment: str
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """A faster start, which trains with 0.5, begins and ends its own while a slower one is at `moment`."""
     fast, slow = (

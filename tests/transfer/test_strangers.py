@@ -23,6 +23,7 @@ import torch.distributed as dist
 from builders import tensors_of
 from rank_workers import SECRET, meeting, on_ranks
 from test_wire import CPU, join, make_sender, pack, tensors, transfer
+from test_wire import threads as threads
 from torch.distributed import HashStore, TCPStore
 
 from grpo_ray.errors import FORGED
@@ -96,12 +97,6 @@ def stranger(tmp_path: Path) -> Iterator[Callable[..., None]]:
 def test_the_strangers_pickle_would_run(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(Evil(tmp_path / "trace")))
     assert (tmp_path / "trace").exists()
-
-
-@pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor() as pool:
-        yield pool
 
 
 # ---- ranks ----

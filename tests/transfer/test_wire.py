@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
@@ -69,10 +69,6 @@ def transfer(
     received = inbox.received(snapshot)
     sending.result(20)
     return received
-
-
-def error_of(future: "Future[object]") -> BaseException | None:
-    return future.exception(20)
 
 
 # ---- chunks ----
@@ -136,7 +132,7 @@ def test_something_else_than_expected_is_refused_and_the_sender_told(
     sending = threads.submit(sender.send, "a", 7)
     with pytest.raises(WireError, match=f"version {expected.version}, and version 7 came"):
         inbox.received(expected)
-    assert isinstance(error_of(sending), WireError)
+    assert isinstance(sending.exception(20), WireError)
 
 
 def test_two_generators_are_sent_to_at_once(threads: ThreadPoolExecutor) -> None:
@@ -231,7 +227,7 @@ def test_a_receiver_that_dies_midway_ends_its_send_alone(threads: ThreadPoolExec
     assert not sending.done()
     process.kill()
     killed = time.monotonic()
-    assert isinstance(error_of(sending), WireError)
+    assert isinstance(sending.exception(20), WireError)
     assert time.monotonic() - killed < 50  # not the limit of 60 s
     assert (transfer(threads, sender, other, snapshot, "b").data.view(np.float32) == 1).all()
     with pytest.raises(WireError, match="no wire to a"):
@@ -261,7 +257,7 @@ def test_a_dropped_wire_ends_what_the_receiver_waits_for(threads: ThreadPoolExec
     time.sleep(0.2)
     assert not receiving.done()
     sender.drop_wire("a")
-    assert isinstance(error_of(receiving), WireError)
+    assert isinstance(receiving.exception(20), WireError)
     with pytest.raises(WireError, match="join a wire first"):
         inbox.received(snapshot)
     assert join(threads, sender, inbox=inbox) is inbox
@@ -287,7 +283,7 @@ def test_a_wire_dropped_while_it_is_joined_is_not_used(threads: ThreadPoolExecut
     time.sleep(0.2)
     sender.drop_wire("a")
     Inbox().join(meeting)
-    assert "was dropped" in str(error_of(joining))
+    assert "was dropped" in str(joining.exception(20))
 
 
 @pytest.mark.slow
