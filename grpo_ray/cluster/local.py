@@ -127,7 +127,8 @@ class LocalClient:
     async def _work(self, method: str, args: Sequence[Any]) -> Any:
         if self.death is not None:
             raise self.death
-        return await self._serve(method, [await _value_of(arg) for arg in args])
+        references = Answer | Part | asyncio.Future
+        return await self._serve(method, [await arg if isinstance(arg, references) else arg for arg in args])
 
     async def _serve(self, method: str, args: Sequence[Any]) -> Any:
         function = getattr(self.actor, method)
@@ -142,11 +143,6 @@ class LocalClient:
         self._calls.discard(task)
         if not task.cancelled():
             task.exception()  # or asyncio reports one that is never awaited
-
-
-async def _value_of(argument: Any) -> Any:
-    """Return the value of a reference."""
-    return await argument if isinstance(argument, Answer | Part | asyncio.Future) else argument
 
 
 @contextlib.contextmanager

@@ -159,8 +159,6 @@ class CheckpointStore:
         Checksums, and the headers of weights, are compared as well: a run that began with damaged files would
         end at every resume, or continue as another.
 
-        Only for the process that holds the run's lock.
-
         Raises:
             OSError: one cannot be read now; an older one in its place would cost the steps since.
         """
@@ -174,9 +172,7 @@ class CheckpointStore:
                 return checkpoint
         return None
 
-    def _read(
-        self, step: int, folder: Path, reads_files: bool = False, is_strict: bool = False
-    ) -> Checkpoint | None:
+    def _read(self, step: int, folder: Path, reads_files: bool, is_strict: bool) -> Checkpoint | None:
         try:
             checkpoint = read_checkpoint(folder, reads_files)
             if checkpoint.state.step != step:

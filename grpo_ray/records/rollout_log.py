@@ -147,10 +147,9 @@ class _Columns:
             for name in ("reward", "format_reward", "answer_reward", "advantage")
         )
         rollout = RolloutGroup(item, completions, plain["generator"])
-        texts = self._plain["error"][start:end]
-        reasons = self._ungradable[start:end]
         errors, ungradable = (
-            {i: text for i, text in enumerate(some) if text is not None} for some in (texts, reasons)
+            {sample: text for sample, text in enumerate(texts[start:end]) if text is not None}
+            for texts in (self._plain["error"], self._ungradable)
         )
         per_turn = self._episodes.turn_advantages(start, end)
         taught = np.concatenate(self._teacher[start:end]) if self._teacher else None

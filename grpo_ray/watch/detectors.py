@@ -232,17 +232,11 @@ def _reward_errors(window: RecentSteps) -> str | None:
     return f"{ungradable:.0f} responses were too costly to grade ({UNGRADABLE}): the reward may hang on them"
 
 
-@dataclass(frozen=True)
-class Detector:
+class Detector(NamedTuple):
     """A detector by its name in `run.silent_detectors`."""
 
     find: Callable[[RecentSteps], str | None]
-    anchor: str
-    """The section of docs/failures.md."""
-
-    @property
-    def address(self) -> str:
-        return f"docs/failures.md#{self.anchor}"
+    anchor: str  # the section of docs/failures.md
 
 
 DETECTORS: Mapping[DetectorName, Detector] = {
@@ -300,7 +294,8 @@ class FailureWatch:
             if text := detector.find(window):
                 last = self._last_found.get(name)
                 if last is None or step > last + NUM_CLEAR_STEPS:
-                    found.append(Detection(name, step, f"{text}; see {detector.address}"))
+                    text = f"{text}; see docs/failures.md#{detector.anchor}"
+                    found.append(Detection(name, step, text))
                 self._last_found[name] = step
         return found
 

@@ -76,7 +76,7 @@ def test_a_detector_warns_once_of_its_failure_and_of_no_other(name: DetectorName
     rows, step = FAILURES[name]
     (found,) = watched(rows, config=config_of(name))
     assert (found.name, found.step, found.kind) == (name, step, f"detected_{name}")
-    assert found.text.endswith(f"; see {DETECTORS[name].address}")
+    assert found.text.endswith(f"; see docs/failures.md#{DETECTORS[name].anchor}")
     assert any(metric in found.text for metric in GOOD)
     assert watched(rows, silent=(name,), config=config_of(name)) == []
 

@@ -25,8 +25,6 @@ class Estimate:
     mean: float
     sd: float | None  # sample standard deviation; None for a single run
     num_runs: int
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class VariantResult:
         if not values:
             return None
         sd = stdev(values) if len(values) > 1 else None
-        return Estimate(fmean(values), sd, len(values), min(values), max(values))
+        return Estimate(fmean(values), sd, len(values))
 
     def mean(self, value: Callable[[ExperimentOutcome], float | None]) -> float | None:
         estimate = self.estimate(value)
@@ -91,10 +89,10 @@ def _csv_row(result: VariantResult, metrics: Sequence[str]) -> dict[str, Any]:
         reached = result.estimate(partial(ExperimentOutcome.steps_to, reward=threshold))
         row[f"steps_to_{threshold}_mean"] = reached.mean if reached else None
         row[f"steps_to_{threshold}_runs"] = reached.num_runs if reached else 0
-    lag = result.estimate(lambda outcome: outcome.largest("lag/max"))
+    lags = [lag for outcome in result.results if (lag := outcome.largest("lag/max")) is not None]
     row["seconds_total_mean"] = result.mean(lambda outcome: outcome.seconds)
     row["seconds_per_step_mean"] = result.seconds_of(STEP_S)
-    row["lag_max"] = lag.high if lag else None
+    row["lag_max"] = max(lags, default=None)
     row |= {f"{metric}_last_quarter_mean": result.last_quarter(metric) for metric in metrics}
     row["warnings"] = _warnings(result)
     row["diverged"] = sum(outcome.status == "diverged" for outcome in result.outcomes)

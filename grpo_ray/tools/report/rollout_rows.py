@@ -24,7 +24,7 @@ from grpo_ray.records.episode_columns import is_episode
 from grpo_ray.records.readable_rollouts import shortened
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.export.merge import base_folder, merged_policy
-from grpo_ray.tools.report.rollout_sample import Row
+from grpo_ray.tools.report.rollout_sample import FACTS, TEXTS, Row
 from grpo_ray.tools.trust import IGNORED, is_ignored, with_trust
 from grpo_ray.types import CONTEXT
 
@@ -39,10 +39,6 @@ EPISODE_FIELDS = (
 MAX_TOKENS = 400  # of a response
 SMALL_WEIGHTS_BYTES = 500_000_000  # up to this size log-ratios take seconds, and are computed by default
 NO_RATIOS = "none"
-FIELDS = (
-    "step", "group_id", "sample", "task", "reward", "format_reward", "answer_reward", "advantage",
-    "num_tokens", "error", "ungradable", "finish_reason", "min_version", "max_version", "generator", "use",
-)  # fmt: skip
 
 
 class TokenTexts:
@@ -246,8 +242,8 @@ def _token_texts(
 def _shown(row: Row, texts: TokenTexts | None, ratios: np.ndarray | None) -> Row:
     most = MAX_EPISODE_TOKENS if is_episode(row) else MAX_TOKENS
     token_ids = row["token_ids"][:most]
-    shown = {name: row.get(name) for name in FIELDS}
-    shown |= {name: shortened(row[name] or "") for name in ("prompt", "response", "ground_truth")}
+    shown = {name: row.get(name) for name in ("step", *FACTS)}
+    shown |= {name: shortened(row[name] or "") for name in TEXTS}
     if is_episode(row):
         shown["episode"] = shown_episode(row, texts)
     if texts is not None:
@@ -267,10 +263,9 @@ def _number(value: float | None) -> float | None:
 def log_ratios(config: Config, model_path: Path, rows: Sequence[Row]) -> list[np.ndarray]:
     """Return `log pi_checkpoint - log pi_behaviour`, in nats, of each row's tokens: `[response_tokens]`.
 
-    Those of an episode's context are NaN.
-
-    Both are at the sampling temperature, like all that the Learner compares. For tokens that the checkpoint
-    itself sampled, the ratio is the numerical difference between the engines.
+    Those of an episode's context are NaN. Both policies are at the sampling temperature, like all that the
+    Learner compares. For tokens that the checkpoint itself sampled, the ratio is the numerical difference
+    between the engines.
 
     Args:
         config: the run's configuration.

@@ -22,12 +22,12 @@ FEW = 4  # rollouts per sampled step, if the limit allows it
 MAX_FILES = 500  # opened per run: one takes a millisecond on a local disk, and far more on a network's
 ROWS_AT_A_TIME = 256
 DAMAGED = "not a Parquet file ({}); remove it to leave its step out"
-COLUMNS = (
-    "group_id", "sample", "task", "prompt", "response", "ground_truth", "reward", "format_reward",
-    "answer_reward", "advantage", "num_tokens", "error", "ungradable", "finish_reason", "min_version",
-    "max_version", "generator", "use", "prompt_token_ids", "token_ids", "logprobs", "versions",
-    *EPISODE_COLUMNS,
+FACTS = (
+    "group_id", "sample", "task", "reward", "format_reward", "answer_reward", "advantage", "num_tokens",
+    "error", "ungradable", "finish_reason", "min_version", "max_version", "generator", "use",
 )  # fmt: skip
+TEXTS = ("prompt", "response", "ground_truth")
+COLUMNS = (*FACTS, *TEXTS, "prompt_token_ids", "token_ids", "logprobs", "versions", *EPISODE_COLUMNS)
 Row = dict[str, Any]
 T = TypeVar("T")
 
