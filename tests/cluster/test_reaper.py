@@ -49,36 +49,31 @@ def started() -> Iterator[list[int]]:
             os.kill(pid, signal.SIGKILL)
 
 
-def sleeper(started: list[int]) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(SLEEP)
-    started.append(process.pid)
-    return process
+def run(program: str, started: list[int]) -> tuple[subprocess.Popen[str], list[int]]:
+    """Start a driver; return it, and the pids that it prints."""
+    driver = subprocess.Popen([sys.executable, "-c", program, *SLEEP], stdout=subprocess.PIPE, text=True)
+    started.append(driver.pid)
+    assert driver.stdout is not None
+    with driver.stdout as output:
+        pids = [int(word) for word in output.readline().split()]
+    started += pids
+    return driver, pids
 
 
 def test_all_descendants_of_a_killed_driver_are_ended_and_nothing_else(started: list[int]) -> None:
     """There are two drivers; the process below the first dies early and leaves an orphan."""
-    stranger = sleeper(started)
-    drivers = [
-        subprocess.Popen([sys.executable, "-c", DRIVER, *SLEEP], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    started += [driver.pid for driver in drivers]
-    families: list[list[int]] = []  # reaper, middle, below
-    for driver in drivers:
-        assert driver.stdout is not None
-        families.append([int(word) for word in driver.stdout.readline().split()])
-        started += families[-1]
+    stranger = subprocess.Popen(SLEEP)
+    started.append(stranger.pid)
+    drivers, families = zip(*(run(DRIVER, started) for _ in range(2)), strict=True)
     time.sleep(2 * LOOK_S + 0.5)
     assert all(process_at(pid) for family in families for pid in family)  # while the drivers live, so do they
-    _, middle, below = families[0]
+    _, middle, below = families[0]  # the first is the reaper
     os.kill(middle, signal.SIGKILL)
     time.sleep(2 * LOOK_S)
     assert process_at(below)
     for driver in drivers:
         driver.kill()
         driver.wait()
-        assert driver.stdout is not None
-        driver.stdout.close()
     for watcher, middle, below in families:
         until(lambda pids=(middle, below, watcher): not any(map(process_at, pids)), END_S)  # type: ignore[misc]
     assert stranger.poll() is None
@@ -100,16 +95,11 @@ def test_a_driver_with_a_thread_that_waits_in_the_kernel_is_dead_although_its_pi
     started: list[int],
 ) -> None:
     """After SIGKILL a thread that waits for a frozen disk is left; here it outlives the main thread."""
-    driver = subprocess.Popen([sys.executable, "-c", HALF_DEAD, *SLEEP], stdout=subprocess.PIPE, text=True)
-    started.append(driver.pid)
-    assert driver.stdout is not None
-    watcher, child = map(int, driver.stdout.readline().split())
-    started += [watcher, child]
+    driver, (watcher, child) = run(HALF_DEAD, started)
     until(lambda: not process_at(child) and not process_at(watcher), END_S)
     assert driver.poll() is None  # its thread keeps it, and the pipe
     driver.kill()
     driver.wait()
-    driver.stdout.close()
 
 
 STARTING = """
@@ -132,13 +122,9 @@ with session.connected(): pass
 @pytest.mark.campaign
 def test_a_driver_that_is_killed_while_ray_starts_leaves_no_agent(started: list[int]) -> None:
     """Ray's own agents wait a minute for a server that is gone."""
-    with subprocess.Popen(
-        [sys.executable, "-c", STARTING, *SLEEP], stdout=subprocess.PIPE, text=True
-    ) as driver:
-        assert driver.stdout is not None
-        agent = int(driver.stdout.readline())
-        started.append(agent)
-        driver.kill()
+    driver, (agent,) = run(STARTING, started)
+    driver.kill()
+    driver.wait()
     until(lambda: not process_at(agent), END_S)
 
 

@@ -141,18 +141,6 @@ async def test_other_weights_than_the_generators_started_with_are_sent_as_the_sa
         await sync.publish(6, snapshot("weights 6"), is_initial=True)
 
 
-async def test_changes_are_sent_to_serving_generators_and_the_whole_to_a_replacement() -> None:
-    generator, fresh = FakeGenerator("a"), FakeGenerator("b")
-    sync = make_sync(generator, FakeGenerator("b", fails="switch"))
-    await sync.publish(1, snapshot("whole 1"))
-    await sync.publish(2, snapshot("whole 2", "changes 2"))
-    await admit(sync, fresh)
-    await sync.publish(3, snapshot("whole 3", "changes 3"))
-    await sync.publish(4, snapshot("whole 4"))
-    assert generator.loaded == ["whole 1", "changes 2", "changes 3", "whole 4"]
-    assert fresh.loaded == ["whole 2", "changes 3", "whole 4"]
-
-
 # ---- Generators that fail the sync ----
 
 
@@ -225,19 +213,21 @@ async def test_lost_snapshot_is_raised_and_no_generator_is_blamed() -> None:
 # ---- admitting a replacement ----
 
 
-async def test_admitted_generator_gets_the_published_weights_and_is_in_every_later_sync() -> None:
+async def test_changes_are_sent_to_serving_generators_and_the_whole_to_an_admitted_one() -> None:
     good, fresh = FakeGenerator("a"), FakeGenerator("b")
     sync = make_sync(good, FakeGenerator("b", fails="switch"), version=5)
-    await publish(sync, 6)
-    await publish(sync, 7)
+    await sync.publish(6, snapshot("whole 6"))
+    await sync.publish(7, snapshot("whole 7", "changes 7"))
     before = list(good.log)
     assert await admit(sync, fresh) == 7
     assert fresh.asked == DONE
     assert good.log == before  # the others keep sampling
     assert await sync.versions() == {"a": 7, "b": 7}
-    await publish(sync, 8)
-    assert fresh.loaded == ["weights 7", "weights 8"]
-    assert await sync.versions() == {"a": 8, "b": 8}
+    await sync.publish(8, snapshot("whole 8", "changes 8"))
+    await sync.publish(9, snapshot("whole 9"))
+    assert good.loaded == ["whole 6", "changes 7", "changes 8", "whole 9"]
+    assert fresh.loaded == ["whole 7", "changes 8", "whole 9"]
+    assert await sync.versions() == {"a": 9, "b": 9}
 
 
 async def test_generator_admitted_before_the_first_publish_already_has_the_right_weights() -> None:

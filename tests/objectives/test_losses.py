@@ -258,16 +258,11 @@ def test_an_entropy_without_gradient_is_refused():
     ids = torch.tensor([[0, 1, 2]])
     found = get_response_log_probs(logits, ids, ids, return_token_entropy=True)
     arguments = {"advantages": torch.ones(1, 1), "entropy": found["token_entropy"]}
+    arguments["objective"] = Objective("reinforce_with_baseline", entropy_bonus=1.0)
     with pytest.raises(ValueError, match=r"needs an entropy with a gradient.*compute_entropy\(logits\)"):
-        policy_gradient_step(
-            found["log_probs"], torch.ones(1, 3),
-            objective=Objective("reinforce_with_baseline", entropy_bonus=1.0), **arguments,
-        )  # fmt: skip
+        policy_gradient_step(found["log_probs"], torch.ones(1, 3), **arguments)
     with torch.no_grad():  # a loss to look at
-        policy_gradient_step(
-            found["log_probs"].detach(), torch.ones(1, 3),
-            objective=Objective("reinforce_with_baseline", entropy_bonus=1.0), **arguments,
-        )  # fmt: skip
+        policy_gradient_step(found["log_probs"].detach(), torch.ones(1, 3), **arguments)
 
 
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "sequence_sum"])

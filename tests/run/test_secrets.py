@@ -18,7 +18,6 @@ from grpo_ray.core.scorer import Scorer, scorer_arguments
 from grpo_ray.episodes.checking import check_episodes
 from grpo_ray.records.run_files import dump_config
 from grpo_ray.rewards.configured import check_reward
-from grpo_ray.rewards.isolation.pool import RewardPool
 from grpo_ray.run.preparation import check_files
 
 REWARDS = """
@@ -156,30 +155,21 @@ def test_no_value_is_in_the_configuration(module: str, tmp_path: Path, monkeypat
 
 
 @pytest.mark.slow
-def test_a_reward_sees_no_key_that_its_term_does_not_list(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("names", [[], ["JUDGE_KEY"]], ids=str)
+def test_a_reward_sees_the_keys_that_its_term_lists_alone(
+    module: str, monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    """A Scorer, on whatever machine, is given them by the driver. A module may read them as it is imported."""
     monkeypatch.setenv("JUDGE_KEY", "a key")
-    rewards = with_reward(f"{{reward: '{module}', secrets: []}}").task.rewards
-    pool = RewardPool(rewards, num_workers=1, timeout_s=60, memory_gib=0.25)
-    try:
-        (result,) = pool.grade("", [("a", "b")])
-        assert isinstance(result, dict), result
-        assert result["reward"] == 0
-    finally:
-        pool.close()
-
-
-@pytest.mark.slow
-def test_a_scorer_is_given_what_the_driver_has(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process, on whatever machine, has none of it before. A module may also read it as it is imported."""
-    monkeypatch.setenv("JUDGE_KEY", "a key")
-    config = with_reward(f"{{reward: '{module}', secrets: [JUDGE_KEY]}}", "scorer.num_workers=1")
+    config = with_reward(f"{{reward: '{module}', secrets: {names}}}", "scorer.num_workers=1")
     arguments = scorer_arguments(config)
-    monkeypatch.delenv("JUDGE_KEY")
+    assert values_of(secrets_in(config.task.rewards.values())) == dict.fromkeys(names, "a key")
+    for name in names:
+        monkeypatch.delenv(name)
     scorer = Scorer(*arguments)
     try:
         (result,) = scorer._grader.grade("", [("a", "b")])
         assert isinstance(result, dict), result
-        assert result["reward"] == 1
+        assert result["reward"] == len(names)
     finally:
         scorer.close()
-    assert values_of(secrets_in(config.task.rewards.values())) == {"JUDGE_KEY": "a key"}

@@ -39,9 +39,8 @@ def restored(old: np.ndarray, payload: np.ndarray) -> np.ndarray:
 
 
 @pytest.fixture(params=[8, delta.BLOCK])
-def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta, "BLOCK", request.param)
-    return int(request.param)
 
 
 # ---- by hand ----
@@ -112,7 +111,7 @@ def two_versions(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.slow
 @given(two_versions())
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_applied_delta_is_exact(block: int, versions: tuple[np.ndarray, np.ndarray]) -> None:
+def test_applied_delta_is_exact(block: None, versions: tuple[np.ndarray, np.ndarray]) -> None:
     old, new = versions
     payload = encode(old, new)
     if payload is None:
@@ -217,9 +216,9 @@ def difference(version: int = 2) -> WeightSnapshot:
     return found
 
 
-def receiver(version: int = 1) -> KeptWeights:
+def receiver() -> KeptWeights:
     kept = KeptWeights()
-    kept.receive(whole(version))
+    kept.receive(whole(1))
     return kept
 
 

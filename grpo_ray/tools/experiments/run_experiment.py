@@ -99,8 +99,7 @@ class _Progress:
             name: {"status": outcome.status, "reason": outcome.reason, "final_reward": outcome.final}
             for name, outcome in self._outcomes.items()
         }
-        with replacing(self._path) as partial:
-            partial.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        _write(self._path, json.dumps(rows, indent=1) + "\n")
 
 
 def write_report(plan: ExperimentPlan, outcomes: Sequence[ExperimentOutcome], command: str, jobs: int) -> None:
