@@ -69,6 +69,16 @@ class Time:
         return self.seconds
 
 
+class Touch:
+    """An object that makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
 def make_completion(
     token_ids: Sequence[int], logprobs: Sequence[float] | None = None, versions: int | Sequence[int] = 0,
     text: str = "", finish_reason: str = "stop",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from turn_clients import until
+from turn_clients import NUMBERS, until
 
 from grpo_ray.core.sync import CALLS, PHASES, WeightSync, WeightSyncError
 from grpo_ray.errors import ActorDied, DataLost, OutOfDeviceMemory
@@ -22,7 +22,6 @@ from grpo_ray.watch.clock import VirtualClock
 pytestmark = pytest.mark.virtual_time
 
 DONE = [event for call in CALLS for event in (call, f"{call} done")]
-NUMBERS = itertools.count()  # of processes
 
 
 class FakeGenerator:

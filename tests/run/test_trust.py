@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from builders import TinyModel, edit_json, trained_so
+from builders import TinyModel, Touch, edit_json, trained_so
 from local_runs import make_config, train
 from local_serving import serve_locally as serve_locally
 from report_runs import make_run
@@ -29,16 +29,6 @@ AUTO_MAP = {
     "AutoConfig": "evil.EvilConfig",
     "AutoModelForCausalLM": "evil.EvilModel",
 }
-
-
-class Touch:
-    """An object that makes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
 
 
 def poison(model: Path, marker: Path) -> None:
@@ -281,17 +271,12 @@ FIELDS = {
 }
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    found: list[Any] = []
-    monkeypatch.setattr(reaper, "_main", lambda *args: found.append(args))
-    return found
-
-
 @pytest.mark.parametrize("field", FIELDS)
 def test_audit_and_evaluate_call_no_other_function_of_this_package(
-    field: str, tmp_path: Path, calls: list[Any], capsys: pytest.CaptureFixture[str]
+    field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(reaper, "_main", lambda *args: calls.append(args))
     run = make_run(tmp_path / "run", load_config(FIELDS[field], [f"{field}={OURS}"]), num_steps=0)
     main(["audit", str(run.path)])
     noted = f"{OURS} is code" in capsys.readouterr().out

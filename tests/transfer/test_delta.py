@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_runs import Killed, make_config, train, until
 from safetensors.torch import load_file
@@ -36,11 +36,6 @@ def restored(old: np.ndarray, payload: np.ndarray) -> np.ndarray:
     buffer = old.copy()
     apply(payload, buffer)
     return buffer
-
-
-@pytest.fixture(params=[8, delta.BLOCK])
-def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta, "BLOCK", request.param)
 
 
 # ---- by hand ----
@@ -109,16 +104,19 @@ def two_versions(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.slow
-@given(two_versions())
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_applied_delta_is_exact(block: None, versions: tuple[np.ndarray, np.ndarray]) -> None:
+@pytest.mark.parametrize("block", [8, delta.BLOCK])
+@given(versions=two_versions())
+@settings(max_examples=200)
+def test_applied_delta_is_exact(block: int, versions: tuple[np.ndarray, np.ndarray]) -> None:
     old, new = versions
-    payload = encode(old, new)
-    if payload is None:
-        return
-    assert payload.nbytes < new.nbytes
-    payload.flags.writeable = False  # as Ray's object store returns it
-    assert np.array_equal(restored(old, payload), new)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delta, "BLOCK", block)
+        payload = encode(old, new)
+        if payload is None:
+            return
+        assert payload.nbytes < new.nbytes
+        payload.flags.writeable = False  # as Ray's object store returns it
+        assert np.array_equal(restored(old, payload), new)
 
 
 # ---- refusals ----

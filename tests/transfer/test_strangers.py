@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from builders import tensors_of
+from builders import Touch, tensors_of
 from rank_workers import SECRET, meeting, on_ranks
 from test_wire import CPU, join, make_sender, pack, tensors, transfer
 from test_wire import threads as threads
@@ -36,20 +36,12 @@ from grpo_ray.transfer.wire import Inbox
 LIMIT = timedelta(minutes=2)
 
 
-class Evil:
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.trace,)
-
-
 def take_a_ranks_seat(store: TCPStore, ready: Any, trace: Path) -> None:
     store.set("here/1", "")
     ready.set()
     dist.init_process_group("gloo", store=store, rank=1, world_size=2, timeout=LIMIT)
     dist.new_group(backend="gloo", timeout=LIMIT)
-    dist.all_gather_object([None, None], Evil(trace))
+    dist.all_gather_object([None, None], Touch(trace))
 
 
 def take_a_wires_seat(store: TCPStore, ready: Any, trace: Path) -> None:
@@ -66,7 +58,7 @@ def overwrite(store: Any, ready: Any, trace: Path) -> None:
     while not (keys := store.list_keys()):
         time.sleep(0.001)
     for key in keys:
-        store.set(key, pickle.dumps(Evil(trace)))
+        store.set(key, pickle.dumps(Touch(trace)))
     store.set("overwritten", "")
 
 
@@ -95,7 +87,7 @@ def stranger(tmp_path: Path) -> Iterator[Callable[..., None]]:
 
 
 def test_the_strangers_pickle_would_run(tmp_path: Path) -> None:
-    pickle.loads(pickle.dumps(Evil(tmp_path / "trace")))
+    pickle.loads(pickle.dumps(Touch(tmp_path / "trace")))
     assert (tmp_path / "trace").exists()
 
 
