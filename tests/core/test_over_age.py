@@ -112,10 +112,8 @@ PLANS = st.lists(
 
 
 def train(config: Config, pace: Pace, games: Games) -> None:
-    async def run() -> None:
-        await within_turns(EpisodeSchedule(config, pace, games).run(config.algorithm.num_steps))
-
-    asyncio.run(run())
+    schedule = EpisodeSchedule(config, pace, games)
+    asyncio.run(within_turns(schedule.run(config.algorithm.num_steps)))
 
 
 def num_sampled(group: RolloutGroup) -> int:

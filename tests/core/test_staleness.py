@@ -231,7 +231,7 @@ class Schedule:
 MAX_TURNS = 12_000  # a run with the slowest groups takes four thousand
 
 
-async def within_turns(work: Any) -> None:
+async def within_turns(work: Any) -> Any:
     """Run the schedule, and fail if it gets stuck, waiting for something that never happens."""
     task = asyncio.ensure_future(work)
     for _ in range(MAX_TURNS):
@@ -268,13 +268,8 @@ def train(config: Config, pace: Pace, resume_after: int | None = None) -> tuple[
         await schedule.run(last)
         return schedule
 
-    async def bounded(folder: Path) -> Schedule:
-        task = asyncio.ensure_future(run(folder))
-        await within_turns(task)
-        return task.result()
-
     with tempfile.TemporaryDirectory() as folder:
-        return trained, asyncio.run(bounded(Path(folder)))
+        return trained, asyncio.run(within_turns(run(Path(folder))))
 
 
 # ---- at any speed ----
