@@ -127,8 +127,8 @@ class LocalClient:
     async def _work(self, method: str, args: Sequence[Any]) -> Any:
         if self.death is not None:
             raise self.death
-        references = Answer | Part | asyncio.Future
-        return await self._serve(method, [await arg if isinstance(arg, references) else arg for arg in args])
+        values = [await arg if isinstance(arg, Answer | Part | asyncio.Future) else arg for arg in args]
+        return await self._serve(method, values)
 
     async def _serve(self, method: str, args: Sequence[Any]) -> Any:
         function = getattr(self.actor, method)
