@@ -135,10 +135,6 @@ def shortfalls(config: Config, nodes: Sequence[Node], there: str = "available") 
     return lines
 
 
-def describe(nodes: Sequence[Node]) -> str:
-    return "; ".join(f"{node.name}: {amounts_of(node.resources) or 'nothing'}" for node in nodes)
-
-
 def listed(names: Iterable[str]) -> str:
     """Return the names as text, with three or more numbered in a row as `learner-0 to learner-7`."""
     rows: list[list[str]] = []

@@ -23,7 +23,7 @@ import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from grpo_ray.cluster.placement import Node, bundles_of, describe, joins_cluster, reservations, shortfalls
+from grpo_ray.cluster.placement import Node, amounts_of, bundles_of, joins_cluster, reservations, shortfalls
 from grpo_ray.cluster.ray_internals import bootstrap_address, forget_cached_token, free_resources_by_node
 from grpo_ray.cluster.reaper import dismiss, start_reaper
 from grpo_ray.config import Config
@@ -244,9 +244,10 @@ def _refuse_busy(config: Config, wait_s: float) -> NoReturn:
     _refuse(shortfalls(config, _nodes()), f"{waited}the cluster lacks resources")
     nodes = _nodes(free=True)
     lacking = shortfalls(config, nodes, "free") or ["the free resources are on several nodes"]
+    free = "; ".join(f"{node.name}: {amounts_of(node.resources) or 'nothing'}" for node in nodes)
     raise ResourceError(
-        f"{waited}the cluster is busy: {'; '.join(lacking)}. Free: {describe(nodes)}. Stop what uses it, or "
-        "wait for it with placement.wait_s"
+        f"{waited}the cluster is busy: {'; '.join(lacking)}. Free: {free}. Stop what uses it, or wait for it "
+        "with placement.wait_s"
     )
 
 

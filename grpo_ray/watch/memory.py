@@ -39,16 +39,12 @@ class ProcessFamily:
     def resident_bytes(self, with_children: bool) -> int:
         """Return the memory of this process, and of the children that it had at the last search."""
         total = int(os.pread(self._statm, 64, 0).split()[1]) * resource.getpagesize()
-        for child in self._known_children() if with_children else ():
+        if with_children and self._clock() - self._searched_at >= SEARCH_EVERY_S:
+            self._children, self._searched_at = self._own.children(recursive=True), self._clock()
+        for child in self._children if with_children else ():
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
                 total += int(child.memory_info().rss)
         return total
-
-    def _known_children(self) -> list[psutil.Process]:
-        now = self._clock()
-        if now - self._searched_at >= SEARCH_EVERY_S:
-            self._children, self._searched_at = self._own.children(recursive=True), now
-        return self._children
 
 
 _family = ProcessFamily()

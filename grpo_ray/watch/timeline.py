@@ -55,7 +55,9 @@ class Timeline:
             self._named.add(actor)
             yield {"ph": "M", "name": "process_name", **where, "args": {"name": self._run_name}}
             yield {"ph": "M", "name": "thread_name", **where, "args": {"name": actor}}
-            yield {"ph": "M", "name": "thread_sort_index", **where, "args": {"sort_index": place_of(actor)}}
+            # From the top; rows of the same place are drawn in the order of their names.
+            place = row_of("learner" if RANK.fullmatch(actor) else actor)
+            yield {"ph": "M", "name": "thread_sort_index", **where, "args": {"sort_index": place}}
         for turn in times.turns:
             start, end = _microseconds(turn)
             event = {"ph": "X", "cat": "stage", "name": turn.name, **where, "ts": start, "dur": end - start}
@@ -100,11 +102,6 @@ def row_of(actor: str) -> int:
     kind, _, index = actor.rpartition("-")
     firsts = {"learner": RANKS, "scorer": SCORERS, "teacher": TEACHERS, "environment": ENVIRONMENTS}
     return int(index) + firsts.get(kind, len(ROWS) + 1)
-
-
-def place_of(actor: str) -> int:
-    """Return the row's place from the top; rows of the same place are drawn in the order of their names."""
-    return row_of("learner" if RANK.fullmatch(actor) else actor)
 
 
 def _microseconds(span: Span) -> tuple[int, int]:

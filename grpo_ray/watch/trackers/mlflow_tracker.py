@@ -29,7 +29,8 @@ class MlflowTracker:
         self._run_id = ""
 
     def start(self, run: TrackedRun) -> str:
-        uri = _store(run)
+        default = str(run.folder.resolve().parents[2] / "mlruns")  # wherever the run is resumed from
+        uri = run.config.tracking.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI") or default
         if "://" not in uri or uri.startswith("file:"):  # MLflow 3.17 refuses folders otherwise
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
@@ -103,9 +104,3 @@ def _flat(name: str, names: Container[str]) -> str:
         return before + OWN + re.sub(r"[^\w. :-]", "_", own)
     parent, _, last = name.rpartition("/")
     return f"{parent}.{last}" if parent in names else name
-
-
-def _store(run: TrackedRun) -> str:
-    uri = run.config.tracking.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
-    # The run lies there, wherever it is resumed from.
-    return uri or str(run.folder.resolve().parents[2] / "mlruns")
