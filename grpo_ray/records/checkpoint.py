@@ -157,7 +157,7 @@ class CheckpointStore:
         """Return the newest whole checkpoint, which is never pruned; `damaged` has the newer ones.
 
         Checksums, and the headers of weights, are compared as well: a run that began with damaged files would
-        end at every resume, or continue as another.
+        end at every resume, or continue as another. Only for the process that holds the run's lock.
 
         Raises:
             OSError: one cannot be read now; an older one in its place would cost the steps since.
