@@ -30,71 +30,71 @@ def get_reward_fn(reward: Reward) -> RewardFn:
     """
     if isinstance(reward, str) and ":" not in reward:
         return _built_in(reward)
-    grade = GroupReward(reward)
+    graders = [TermReward(term) for term in named_terms(reward)]
 
     def reward_fn(response: str, ground_truth: str) -> Scores:
-        (result,) = grade([response], [ground_truth], NOTHING)
-        if isinstance(result, Exception):
-            raise result
-        return result
+        parts = []
+        for grade in graders:
+            (outcome,) = grade([response], [ground_truth], NOTHING)
+            if isinstance(outcome, Exception):
+                raise outcome
+            parts.append(outcome)
+        return summed(parts)
 
     return reward_fn
 
 
-class GroupReward:
-    """A reward as a GroupFn: it never raises, as what one response makes it raise is its outcome."""
+class TermReward:
+    """A term of a reward as a GroupFn: it never raises, as what one response makes it raise is its outcome."""
 
-    def __init__(self, reward: Reward) -> None:
+    def __init__(self, term: RewardTerm) -> None:
         """
         Raises:
             ValueError: there is no such reward, module or function.
         """
-        self._terms = named_terms(reward)
-        self._functions: list[UserFunction | RewardFn] = [
-            UserFunction.of(term) if ":" in term.reward else _built_in(term.reward) for term in self._terms
-        ]
+        self._term = term
+        self._function = UserFunction.of(term) if ":" in term.reward else _built_in(term.reward)
 
     @property
     def needs_group(self) -> bool:
         """True if the responses of a group must be graded together."""
-        return any(isinstance(each, UserFunction) and each.needs_group for each in self._functions)
+        return isinstance(self._function, UserFunction) and self._function.needs_group
 
     def __call__(self, responses: Sequence[str], ground_truths: Sequence[str], about: About) -> list[Graded]:
-        columns = [
-            _outcomes(function, term, responses, ground_truths, about)
-            for term, function in zip(self._terms, self._functions, strict=True)
-        ]
-        return [weighted_sum(self._terms, row) for row in zip(*columns, strict=True)]
+        outcomes = self._outcomes(responses, ground_truths, about)
+        return [weighted(self._term, outcome) for outcome in outcomes]
+
+    def _outcomes(self, responses: Sequence[str], truths: Sequence[str], about: About) -> list[Graded]:
+        function, pairs = self._function, zip(responses, truths, strict=True)
+        if not isinstance(function, UserFunction):
+            return [tried(partial(function, *pair, **self._term.arguments)) for pair in pairs]
+        if function.takes_group:
+            size = len(responses)
+            read = partial(function.read_group, size=size)
+            return for_each(tried(lambda: read(function.call_group(responses, truths, about))), size)
+        if function.needs_group:
+            about = {**about, "completions": list(responses)}
+        return [tried(partial(function.graded, *pair, about)) for pair in pairs]
 
 
-def weighted_sum(terms: Sequence[RewardTerm], row: Sequence[Graded]) -> Graded:
-    """Return the sum of weight x reward of one response's terms, with the rewards of those that have names.
+def weighted(term: RewardTerm, outcome: Graded) -> Graded:
+    """Return weight x reward of a response, and beside it the reward by the term's name, if it has one."""
+    if isinstance(outcome, Exception) or not outcome:
+        return outcome
+    own = {f"{TERM}{term.name}": outcome["reward"]} if term.name is not None else {}
+    return {**outcome, "reward": float(term.weight * outcome["reward"]), **own}
 
-    What one raised is the result. One that does not apply adds nothing. Format and answer are the first's.
+
+def summed(parts: Sequence[Scores]) -> Scores:
+    """Return the sum of what all terms give one response; a term that does not apply adds nothing.
+
+    Format and answer are those of the first that applies; if none does, there are no scores.
     """
-    for outcome in row:
-        if isinstance(outcome, Exception):
-            return outcome
-    applied = [(term, each) for term, each in zip(terms, row, strict=True) if isinstance(each, dict) and each]
+    applied = [part for part in parts if part]
     if not applied:
         return {}
-    total = sum(term.weight * each["reward"] for term, each in applied)
-    own = {f"{TERM}{term.name}": each["reward"] for term, each in applied if term.name is not None}
-    return {**applied[0][1], "reward": float(total), **own}
-
-
-def _outcomes(
-    function: UserFunction | RewardFn, term: RewardTerm, responses: Sequence[str], truths: Sequence[str],
-    about: About,
-) -> Sequence[Graded]:  # fmt: skip
-    pairs = zip(responses, truths, strict=True)
-    if not isinstance(function, UserFunction):
-        return [tried(partial(function, *pair, **term.arguments)) for pair in pairs]
-    if function.takes_group:
-        return for_each(tried(lambda: function.graded_group(responses, truths, about)), len(responses))
-    if function.needs_group:
-        about = {**about, "completions": list(responses)}
-    return [tried(partial(function.graded, *pair, about)) for pair in pairs]
+    own = {name: value for part in applied for name, value in part.items() if name.startswith(TERM)}
+    return {**applied[0], **own, "reward": sum(part["reward"] for part in applied)}
 
 
 def tried(call: Callable[[], T]) -> T | Exception:
@@ -137,8 +137,8 @@ def get_wrong_fn(term: RewardTerm, own: float | None) -> RewardFn | None:
             outcome = scores(own or 0.0, has_format=False, is_right=False)
         else:
             outcome = REWARDS[term.reward](response, truth, **term.arguments)
-        result = weighted_sum((term,), (outcome,))
-        assert not isinstance(result, Exception)
+        result = weighted(term, outcome)
+        assert isinstance(result, dict)
         return result
 
     return wrong_fn

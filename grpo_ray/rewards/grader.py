@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config.reward import Reward, is_own, named_terms
 from grpo_ray.rewards.base import NOTHING, About, Result, ScoringError, Ungradable
-from grpo_ray.rewards.configured import get_reward_fn, get_wrong_fn, needs_isolation
+from grpo_ray.rewards.configured import get_reward_fn, get_wrong_fn, needs_isolation, summed
 from grpo_ray.rewards.isolation.confinement import protection_here
 from grpo_ray.rewards.isolation.pool import RewardPool
 from grpo_ray.rewards.isolation.worker import try_to_grade
-from grpo_ray.types import TERM, PromptItem
+from grpo_ray.types import PromptItem
 
 
 class Grader:
@@ -84,22 +84,20 @@ class Grader:
         return [self._sum_of(task, pair, row) for pair, row in zip(pairs, rows, strict=True)]
 
     def _sum_of(self, task: str, pair: tuple[str, str], row: Sequence[Result]) -> Result:
-        """Return the sum of what the terms gave one answer; an error before what is the answer's own doing.
-
-        Format and answer are those of the first of the terms that applies.
-        """
-        pairs = zip(self._terms[task], row, strict=True)
-        results = [self._as_wrong(key, pair, result) for (key, _), result in pairs]
-        if failed := next((result for result in results if isinstance(result, ScoringError)), None):
-            return failed
-        causes = [result for result in results if isinstance(result, Ungradable)]
-        scored = [result.scores if isinstance(result, Ungradable) else result for result in results]
-        applied = [each for each in scored if isinstance(each, dict) and each]
-        if not applied:
+        """Return the sum of what the terms gave one answer; an error before what is the answer's own doing."""
+        parts, cause = [], None
+        for (key, _), outcome in zip(self._terms[task], row, strict=True):
+            result = self._as_wrong(key, pair, outcome)
+            if isinstance(result, ScoringError):
+                return result
+            if isinstance(result, Ungradable):
+                cause = cause or result
+                result = result.scores
+            parts.append(result)
+        total = summed(parts)
+        if not total:
             return ScoringError("no reward applies to it: each returned None")
-        own = {name: value for each in applied for name, value in each.items() if name.startswith(TERM)}
-        total = {**applied[0], **own, "reward": sum(each["reward"] for each in applied)}
-        return type(causes[0])(str(causes[0]), total) if causes else total
+        return type(cause)(str(cause), total) if cause is not None else total
 
     def _as_wrong(self, key: str, pair: tuple[str, str], result: Result) -> Result:
         """Give an Ungradable answer the scores of a wrong one by the term; an error if there are none."""

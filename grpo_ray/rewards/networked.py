@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_ray.config.reward import RewardTerm
 from grpo_ray.rewards.base import About, Graded
-from grpo_ray.rewards.configured import T, for_each, tried, weighted_sum
+from grpo_ray.rewards.configured import T, for_each, tried, weighted
 from grpo_ray.rewards.user_function import UserFunction
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # between a failed call and the next
@@ -38,7 +38,7 @@ class NetworkReward:
             self._runner = asyncio.Runner()
             self._take_new_threads(self._runner.get_loop())
         outcomes = self._runner.run(self._outcomes(responses, ground_truths, about))
-        return [weighted_sum([self._term], [outcome]) for outcome in outcomes]
+        return [weighted(self._term, outcome) for outcome in outcomes]
 
     def _take_new_threads(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.set_default_executor(ThreadPoolExecutor(self._num_slots))

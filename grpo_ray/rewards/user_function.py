@@ -132,12 +132,6 @@ class UserFunction:
         """Return what the function gives one response, checked; raises whatever it does."""
         return self.read(self.call(response, ground_truth, about))
 
-    def graded_group(
-        self, responses: Sequence[str], ground_truths: Sequence[str], about: About
-    ) -> list[Graded]:
-        """Return what the function gives a group in one call, checked; raises whatever it does."""
-        return self.read_group(self.call_group(responses, ground_truths, about), len(responses))
-
     def read(self, result: Any) -> Scores:
         """Return the result as scores; a number counts as in the format, and as right if it is at least 1.
 

@@ -26,7 +26,7 @@ from grpo_ray.objectives import advantages_of
 from grpo_ray.records.rollout_log import read_groups, write_rollouts
 from grpo_ray.rewards.answer_formats import written
 from grpo_ray.rewards.base import Overrun, ScoringError, Ungradable
-from grpo_ray.rewards.configured import GroupReward, check_reward
+from grpo_ray.rewards.configured import TermReward, check_reward, summed
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.networked import NetworkReward
 from grpo_ray.rewards.trial import try_rewards
@@ -129,7 +129,7 @@ def own(function: str, /, **fields: Any) -> RewardTerm:
 
 
 def rewards_of(term: RewardTerm, responses: Sequence[str], about: Any = ABOUT) -> list[float | str]:
-    results = GroupReward((term,))(responses, ["42"] * len(responses), about)
+    results = TermReward(term)(responses, ["42"] * len(responses), about)
     return [str(each) if isinstance(each, Exception) else each.get("reward", "none") for each in results]
 
 
@@ -238,7 +238,8 @@ def test_a_value_that_is_no_reward_concerns_its_response_alone() -> None:
 
 def test_a_term_that_does_not_apply_adds_nothing() -> None:
     terms = (own("undecided"), own("length", weight=0.5))
-    first, second = GroupReward(terms)(["x", "yy"], ["", ""], ABOUT)
+    parts = [TermReward(term)(["x", "yy"], ["", ""], ABOUT) for term in named_terms(terms)]
+    first, second = map(summed, zip(*parts, strict=True))
     facts = {"format_reward": 1.0, "answer_reward": 1.0}
     assert first == {"reward": 0.5, "reward/length": 1.0, **facts}
     assert second == {"reward": 2.0, "reward/undecided": 1.0, "reward/length": 2.0, **facts}

@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from grpo_ray.config.reward import Reward, terms_of
-from grpo_ray.rewards.configured import GroupFn, GroupReward, uses_algebra
+from grpo_ray.rewards.configured import GroupFn, TermReward, uses_algebra
 from grpo_ray.rewards.isolation.confinement import Confinement, die_with_parent
 from grpo_ray.rewards.isolation.worker import OUT_OF_MEMORY, describe_error, serve
 from grpo_ray.rewards.math.algebra import is_equal_latex
@@ -164,12 +164,12 @@ def _main(arguments: dict[str, Any]) -> None:
     sys.path[:] = arguments["path"]
     try:
         rewards = REWARDS.validate_python(arguments["rewards"])
+        terms = {task: term for task, reward in rewards.items() for term in terms_of(reward)}
         functions: Mapping[str, GroupFn]
         if num_slots:
-            ((task, (term,)),) = ((task, terms_of(reward)) for task, reward in rewards.items())
-            functions, together = {task: NetworkReward(term, num_slots)}, [task]
+            functions, together = {task: NetworkReward(terms[task], num_slots) for task in terms}, [*terms]
         else:
-            functions = graded = {task: GroupReward(reward) for task, reward in rewards.items()}
+            functions = graded = {task: TermReward(term) for task, term in terms.items()}
             together = [task for task, reward in graded.items() if reward.needs_group]
         if any(map(uses_algebra, rewards.values())):
             for left, right in WARM_UP:

@@ -72,7 +72,7 @@ class RewardPool:
     ) -> None:  # fmt: skip
         """
         Args:
-            rewards: each task's reward, by the task's name.
+            rewards: each task's reward, of one term, by the task's name.
             readable_paths: files and folders that the rewards may read, besides modules.
             network: the only term of the only reward, which may use the network, and has its own time limit.
         """

@@ -26,7 +26,7 @@ from grpo_ray.learning.model_files import end_token_ids, load_tokenizer
 from grpo_ray.learning.tiny_tokenizer import tiny_tokenizer
 from grpo_ray.rewards.answer_formats import written
 from grpo_ray.rewards.base import About, Graded
-from grpo_ray.rewards.configured import GroupReward, check_reward, weighted_sum
+from grpo_ray.rewards.configured import TermReward, check_reward, summed, weighted
 from grpo_ray.rewards.grader import about_of
 from grpo_ray.rewards.user_function import UserFunction
 from grpo_ray.tasks import load_examples
@@ -154,33 +154,35 @@ def _of_config(options: PreflightOptions) -> Subject:
 
 def _graded(reward: Reward, prompter: Prompter) -> EpisodeFn:
     """Return an episode of one turn, which a reward grades in this process."""
-    terms = named_terms(reward)
-    graders = [_grader(term) for term in terms]
+    graders = [_grader(term) for term in named_terms(reward)]
 
     async def episode(session: Session, example: Example) -> Outcome:
         item = prompter.item(0, example)
         reply = await session.sample(item.prompt_token_ids)
         about: About = {**about_of(item), "completions": [reply.text]}
-        graded = [await grade(reply.text, example.ground_truth, about) for grade in graders]
-        outcome = weighted_sum(terms, graded)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return Outcome(outcome.get("reward", 0.0))
+        parts = []
+        for grade in graders:
+            outcome = await grade(reply.text, example.ground_truth, about)
+            if isinstance(outcome, Exception):
+                raise outcome
+            parts.append(outcome)
+        return Outcome(summed(parts).get("reward", 0.0))
 
     return episode
 
 
 def _grader(term: RewardTerm) -> Callable[[str, str, About], Awaitable[Graded]]:
-    """Return the function that grades a response by one term, without its weight."""
+    """Return the function that grades a response by one term."""
     function = UserFunction.of(term) if ":" in term.reward else None
-    alone = GroupReward((term.model_copy(update={"weight": 1.0}),))
+    alone = TermReward(term)
 
     async def grade(response: str, truth: str, about: About) -> Graded:
         if function is None or not function.is_async:  # a thread, as it may run an event loop of its own
             return (await asyncio.to_thread(alone, [response], [truth], about))[0]
         if function.takes_group:
-            return function.read_group(await function.call_group([response], [truth], about), 1)[0]
-        return function.read(await function.call(response, truth, about))
+            (outcome,) = function.read_group(await function.call_group([response], [truth], about), 1)
+            return weighted(term, outcome)
+        return weighted(term, function.read(await function.call(response, truth, about)))
 
     return grade
 
