@@ -200,13 +200,9 @@ def _with_short_runs(text: str) -> str:
     """
     if text.isascii():
         return text
-    marks = "".join(filter(_is_mark, set(text)))
+    # A mark, or the first character that it is made of, combines with the one before.
+    marks = "".join(c for c in set(text) if unicodedata.combining(unicodedata.normalize("NFD", c)[0]))
     return re.sub(f"([{re.escape(marks)}]{{{MAX_MARKS}}})", r"\1" + JOINER, text) if marks else text
-
-
-def _is_mark(character: str) -> bool:
-    """Return True if the character, or the first that it is made of, combines with the one before."""
-    return unicodedata.combining(unicodedata.normalize("NFD", character)[0]) > 0
 
 
 def _as_word(keyword: str) -> re.Pattern[str]:

@@ -130,7 +130,8 @@ class Activity:
             before, answer = self._asked.get(name, (None, None))
             if before is not client or answer is None or answer.done():
                 answer = asyncio.create_task(_stats_of(client))
-                answer.add_done_callback(_look_at_error)
+                # Or asyncio logs its error: a dead actor is handled by the calls that give it work.
+                answer.add_done_callback(lambda done: done.cancelled() or done.exception())
                 self._asked[name], new[answer] = (client, answer), name
                 await breathe(len(new))
         done, _ = await asyncio.wait(new, timeout=self._answer_s) if new else ((), ())
@@ -141,9 +142,3 @@ class Activity:
 
 async def _stats_of(client: TimedActor) -> ActorStats:
     return await client.take_stats()
-
-
-def _look_at_error(answer: "asyncio.Task[ActorStats]") -> None:
-    """Retrieve the exception, or asyncio logs it: a dead actor is handled by the calls that give it work."""
-    if not answer.cancelled():
-        answer.exception()

@@ -38,7 +38,7 @@ def is_ratio_of(ratio: str, quotient: str) -> bool:
 def read_number(text: str) -> Fraction | None:
     """Return the exact value of the whole text; None when it is not one rational number."""
     for pattern, read in (
-        (SCIENTIFIC, _scientific),
+        (SCIENTIFIC, lambda match: _decimal(match[2]) * _power_of_ten(match.groups()[2:])),
         (FRACTION, _fraction),
         (POWER_OF_TEN, lambda match: _power_of_ten(match.groups()[1:])),
         (REPEATING, _repeating),
@@ -48,11 +48,6 @@ def read_number(text: str) -> Fraction | None:
             value = read(match)
             return -value if value is not None and match["sign"] == "-" else value
     return None
-
-
-def _scientific(match: re.Match[str]) -> Fraction:
-    _, mantissa, *exponents = match.groups()
-    return _decimal(mantissa) * _power_of_ten(exponents)
 
 
 def _fraction(match: re.Match[str]) -> Fraction | None:
