@@ -295,14 +295,20 @@ class ScoredGroup(Verdict):
 
     @property
     def outcome(self) -> bool | None:
-        """`has_signal`, by which a curriculum goes; None if no response was graded."""
-        return self.has_signal if self.is_graded.any() else None
+        """`has_signal`, by which a curriculum goes; None if too few responses were graded to know it."""
+        num_graded = self.is_graded.sum()
+        is_known = num_graded > 1 or (num_graded == 1 and (self.has_signal or len(self.rewards) == 1))
+        return self.has_signal if is_known else None
 
     @property
     def has_signal(self) -> bool:
         """True if any advantage is nonzero or there is a teacher; otherwise it cannot change the policy."""
-        advantages = self.turn_advantages or (self.advantages,)
-        return self.teacher_logprobs is not None or any(np.any(each != 0.0) for each in advantages)
+        return self.teacher_logprobs is not None or self.has_advantage
+
+    @property
+    def has_advantage(self) -> bool:
+        """True if any advantage is nonzero."""
+        return any(np.any(each != 0.0) for each in self.turn_advantages or (self.advantages,))
 
     def varies_in(self, metric: str) -> bool:
         """Return True if the group has the signal of `algorithm.dynamic_sampling_metric`."""

@@ -363,16 +363,18 @@ class Config(Section):
 
     def _conflicts_of_distillation(self) -> Iterator[str]:
         is_vllm, sampling = self.distillation.engine == "vllm", self.sampling
-        if not self.distillation.use_reward and self.algorithm.kl.placement != "loss":
-            yield (
-                f"algorithm.kl.placement: `{self.algorithm.kl.placement}` changes advantages, which "
-                "distillation.use_reward false replaces with the teacher's; set it to `loss`"
-            )
-        if not self.distillation.use_reward and self.algorithm.advantage_scale != "group":
-            yield (
-                f"algorithm.advantage_scale: `{self.algorithm.advantage_scale}` scales advantages, which "
-                "distillation.use_reward false replaces with the teacher's; set it to `group`"
-            )
+        kl, replay, scale = self.algorithm.kl.placement, self.buffer.replay, self.algorithm.advantage_scale
+        uses_of_advantages = (
+            (kl != "loss", f"algorithm.kl.placement: `{kl}` changes", "loss"),
+            (scale != "group", f"algorithm.advantage_scale: `{scale}` scales", "group"),
+            (replay.sampling == "advantage", "buffer.replay.sampling: `advantage` goes by", "uniform"),
+        )
+        for is_given, use, instead in uses_of_advantages:
+            if is_given and not self.distillation.use_reward:
+                yield (
+                    f"{use} advantages, which distillation.use_reward false replaces with the teacher's; "
+                    f"set it to `{instead}`"
+                )
         if self.algorithm.dynamic_sampling_tries:
             yield (
                 "algorithm.dynamic_sampling_tries replaces groups without signal, but with "

@@ -29,7 +29,7 @@ def opens_tag(prompt: str) -> bool:
 
 
 class CurriculumConfig(Section):
-    """Less frequent sampling of prompts that teach nothing: the rewards of their last group were all equal."""
+    """Less frequent sampling of prompts that teach nothing: the advantages of their last group were all 0."""
 
     min_weight: Annotated[float, Field(ge=0.01, le=1)] = 0.1
     """Share of epochs that include such a prompt; every other prompt is in each epoch."""

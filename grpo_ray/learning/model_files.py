@@ -62,7 +62,10 @@ def check_local_model(path: str, field: str = "model.path") -> None:
     if not folder.is_dir():
         raise ValueError(f"{field}: no folder {path!r}; give a folder in Hugging Face format or a hub name")
     if not (folder / "config.json").exists():
-        raise ValueError(f"{field}: {path!r} has no config.json; it is not a model in Hugging Face format")
+        what = "it is not a model in Hugging Face format"
+        if (folder / "adapter_config.json").exists():
+            what = "it holds an adapter alone; merge it into its base (`grpo-ray export RUN --merged FOLDER`)"
+        raise ValueError(f"{field}: {path!r} has no config.json; {what}")
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"{field}: {path!r} has no *.safetensors; save it with save_pretrained()")
     for file in [*sorted(folder.glob("*.safetensors")), *listed_shards(folder, field)]:
@@ -258,6 +261,13 @@ def check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase, longest_pr
             f"distillation.teacher: the vocabulary of {path!r} differs from that of {policy!r} (model): "
             f"{len(different)} tokens, such as {token!r}, number {others.get(token, 'none')} there and "
             f"{own.get(token, 'none')} here; give a teacher of the same family"
+        )
+    trusted = config.model.trust_remote_code
+    sizes = [text_config(each, trusted).vocab_size for each in (path, config.model.path or path)]
+    if sizes[1] > sizes[0]:
+        raise ValueError(
+            f"distillation.teacher: {path!r} has embeddings of {sizes[0]} tokens, and {policy!r} can sample "
+            f"{sizes[1]}; resize those of the policy with model.resize_token_embeddings({sizes[0]})"
         )
     length = config.generator.max_model_len or longest_prompt + config.sampling.max_tokens
     length += config.distillation.engine == "vllm"  # which draws a token after those that it judges

@@ -33,7 +33,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup], num_dropped: int = 0) -> dict
         "rollout/response_tokens/mean": float(lengths.mean()),
         "rollout/response_tokens/max": float(lengths.max()),
         "rollout/truncated_frac": float(np.mean([c.is_truncated for c in completions])),
-        "rollout/zero_variance_groups": float(sum(not group.has_signal for group in groups)),
+        "rollout/zero_variance_groups": float(sum(not group.has_advantage for group in groups)),
         "rollout/dropped_groups": float(num_dropped),
         **entropy,
         **episode_metrics(list(episodes_in(groups))),

@@ -1,6 +1,7 @@
 """Distillation in the Learner, the buffer and the files: the teacher's term of each token's advantage."""
 
 import asyncio
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from builders import (
     ENDS,
     TinyModel,
     changed,
+    edit_json,
     make_batch,
     make_completion,
     make_group,
@@ -30,7 +32,7 @@ from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.core.learner import Learner
 from grpo_ray.core.teacher import Teacher
 from grpo_ray.engines.torch_engine import TorchTeacher
-from grpo_ray.learning.model_files import check_teacher, load_tokenizer
+from grpo_ray.learning.model_files import check_local_model, check_teacher, load_tokenizer
 from grpo_ray.learning.sequences import TrainSequence, sequences_of
 from grpo_ray.learning.tiny_tokenizer import train_tokenizer
 from grpo_ray.objectives import SELECTIONS
@@ -177,6 +179,10 @@ def test_the_audit_finds_what_is_missing_or_not_finite(tmp_path: Path) -> None:
             ["distillation.use_reward=false", "algorithm.advantage=mean", "algorithm.advantage_scale=batch"],
             "algorithm.advantage_scale: `batch` scales advantages, which .* set it to `group`",
         ),
+        (
+            ["distillation.use_reward=false", "buffer.replay={frac: 0.2, sampling: advantage}"],
+            "buffer.replay.sampling: `advantage` goes by advantages, which .* set it to `uniform`",
+        ),
         (["distillation.coefficient=0"], "distillation.coefficient: 0 is not valid"),
         (
             ["distillation.engine=vllm", "distillation.engine_args.tensor_parallel_size=2"],
@@ -193,19 +199,26 @@ def test_combinations_without_a_meaning_are_refused(overrides: list[str], messag
 
 def test_another_vocabulary_is_refused(tmp_path: Path, tiny_model: TinyModel) -> None:
     path, tokenizer = tiny_model(), load_tokenizer(str(tiny_model()))
-    config = load_config(
-        QUICKSTART,
-        [f"distillation.teacher={path}", "distillation.engine=torch", "model.tiny=null", "model.path=/a"],
-    )
+    policy = shutil.copytree(path, tmp_path / "policy")
+    engine, model = "distillation.engine=torch", ["model.tiny=null", f"model.path={policy}"]
+    config = load_config(QUICKSTART, [f"distillation.teacher={path}", engine, *model])
     check_teacher(config, tokenizer, longest_prompt=100)
     with pytest.raises(
         ValueError, match=rf"distillation.teacher: .{path}. has 512 positions, .* up to 514 tokens"
     ):
         check_teacher(config, tokenizer, longest_prompt=490)
     others = train_tokenizer(["other words altogether"] * 9, vocab_size=280)
-    text = rf"distillation.teacher: the vocabulary of .{path}. differs from that of ./a. \(model\): \d+ tokens"
-    with pytest.raises(ValueError, match=text):
+    differs = rf"the vocabulary of .{path}. differs from that of .{policy}. \(model\): \d+ tokens"
+    with pytest.raises(ValueError, match=f"distillation.teacher: {differs}"):
         check_teacher(config, others, longest_prompt=100)
+    edit_json(policy / "config.json", vocab_size=448)
+    with pytest.raises(
+        ValueError, match=r"has embeddings of \d+ tokens, and .*/policy. can sample 448; resize"
+    ):
+        check_teacher(config, tokenizer, longest_prompt=100)
+    (policy / "config.json").rename(policy / "adapter_config.json")
+    with pytest.raises(ValueError, match=r"has no config\.json; it holds an adapter alone; merge it"):
+        check_local_model(str(policy), "distillation.teacher")
 
 
 PROMPT = (40, 41, 42)

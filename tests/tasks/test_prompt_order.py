@@ -241,6 +241,9 @@ def test_a_groups_outcome_is_its_signal_at_any_pass_rate_and_none_without_a_grad
     group = make_group(make_item(4), [make_completion([1])] * 4, rewards=[1, 0, 0, 1])
     assert replace(group, errors={1: "too slow", 2: "too large"}).outcome is True
     assert replace(group, errors=dict.fromkeys(range(4), "too slow")).outcome is None
+    alone = replace(group, advantages=0 * group.advantages, errors=dict.fromkeys(range(3), "too slow"))
+    assert alone.outcome is None  # one reward is compared with none
+    assert replace(alone, errors=dict.fromkeys(range(2), "too slow")).outcome is False
 
 
 def test_only_unfinished_groups_are_remembered() -> None:
