@@ -114,14 +114,17 @@ class CheckpointStore:
 
     # ---- reading ----
 
-    def all(self, is_strict: bool = False) -> list[Checkpoint]:
+    def all(self, is_strict: bool = False, reads_files: bool = True) -> list[Checkpoint]:
         """Return the whole checkpoints, oldest first; the others are in `damaged`.
 
-        If `is_strict`, files are not read, and one that cannot be read now is an OSError and not damaged.
+        Args:
+            is_strict: files are not read, and one that cannot be read now is an OSError and not damaged.
+            reads_files: compare checksums, and the headers of weights; otherwise sizes alone.
         """
         self.damaged = []
         folders = sorted(self._folders("step"))
-        checkpoints = [self._read(step, folder, not is_strict, is_strict) for step, folder in folders]
+        reads_files = reads_files and not is_strict
+        checkpoints = [self._read(step, folder, reads_files, is_strict) for step, folder in folders]
         return [checkpoint for checkpoint in checkpoints if checkpoint is not None]
 
     def choose(self, choice: str, option: str, others: Sequence[str] = ()) -> Checkpoint:
@@ -134,24 +137,26 @@ class CheckpointStore:
         Raises:
             RunError: there is no such checkpoint; says which there are.
         """
-        checkpoints = self.all()
-        if not checkpoints:
+        found = {checkpoint.path.name: checkpoint for checkpoint in self.all(reads_files=False)}
+        while found:
+            best = self.best_of([*found.values()])
+            names = {LAST: [*found][-1], BEST: best.path.name if best is not None else ""}
+            name = names.get(choice, choice)
+            if name not in found:
+                break
+            if self._read(found[name].state.step, found[name].path, True, False) is not None:
+                return found[name]
+            del found[name]  # damaged
+        if not found:
             raise RunError(f"{self._run.path} has no checkpoint yet")
-        if choice == LAST:
-            return checkpoints[-1]
         if choice == BEST:
-            if best := self.best_of(checkpoints):
-                return best
             raise RunError(f"{option} best: no checkpoint of {self._run.path} was validated; give its name")
-        by_name = {checkpoint.path.name: checkpoint for checkpoint in checkpoints}
-        if choice not in by_name:
-            place = f"{self._folder / choice}:"
-            damaged = "".join(f"{line}. " for line in self.damaged if line.startswith(place))
-            raise RunError(
-                f"{option}: {damaged}{self._run.path} has no checkpoint {choice!r}; give "
-                f"{', '.join((LAST, BEST, *others))}, or one of: {', '.join(by_name)}"
-            )
-        return by_name[choice]
+        place = f"{self._folder / choice}:"
+        damaged = "".join(f"{line}. " for line in self.damaged if line.startswith(place))
+        raise RunError(
+            f"{option}: {damaged}{self._run.path} has no checkpoint {choice!r}; give "
+            f"{', '.join((LAST, BEST, *others))}, or one of: {', '.join(found)}"
+        )
 
     def latest(self) -> Checkpoint | None:
         """Return the newest whole checkpoint, which is never pruned; `damaged` has the newer ones.

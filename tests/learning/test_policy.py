@@ -69,6 +69,13 @@ def ids_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 # ---- tokenizer ----
 
 
+def test_a_long_word_is_learned_in_pieces() -> None:
+    """Its time would grow with the square of its length: 60,000 letters took 5 s."""
+    vocab = train_tokenizer(["x" * 30_000, "a y"] * 2, vocab_size=300).get_vocab()
+    assert "y" in vocab
+    assert 100 <= max(len(token) for token in vocab if set(token) == {"x"}) <= 200
+
+
 @pytest.mark.parametrize("text", STRINGS)
 def test_reloaded_tokenizer_agrees_and_round_trips(
     tokenizer: PreTrainedTokenizerBase, reloaded: PreTrainedTokenizerBase, text: str

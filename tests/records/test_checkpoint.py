@@ -249,6 +249,22 @@ def test_a_user_chooses_by_name(tmp_path: Path) -> None:
     )
 
 
+def test_of_many_checkpoints_the_chosen_one_is_read_and_a_damaged_one_passed_over(tmp_path: Path) -> None:
+    store = make_store(tmp_path, keep=9)
+    first, second, third = (write(store, step) for step in (1, 2, 3))
+    evaluated(tmp_path, {1: 0.1, 2: 0.7, 3: 0.5})
+    for damaged in (first, second):  # with the same size
+        (damaged.path / "training" / "groups.parquet").write_bytes(b"GROUPS")
+    assert store.choose("last", "--which") == third
+    assert store.damaged == []
+    assert store.choose("best", "--which") == third
+    assert [line.partition(":")[0] for line in store.damaged] == [str(second.path)]
+    with pytest.raises(
+        RunError, match=f"^--which: {first.path}: .* has no checkpoint 'step-000001'; give last,"
+    ):
+        store.choose("step-000001", "--which")
+
+
 def test_readers_change_nothing(tmp_path: Path) -> None:
     """The run may be between the two renames that replace a checkpoint."""
     write(make_store(tmp_path), 20)

@@ -226,7 +226,8 @@ def _token_texts(
     run: RunDirectory, model: Any, trust_remote_code: bool, notices: list[str]
 ) -> TokenTexts | None:
     """Load the newest checkpoint's tokenizer, or that of the model which the run started from."""
-    folders = [str(checkpoint.path) for checkpoint in reversed(CheckpointStore(run).all())]
+    checkpoints = CheckpointStore(run).all(reads_files=False)
+    folders = [str(checkpoint.path) for checkpoint in reversed(checkpoints)]
     path = model.get("path") if isinstance(model, dict) else None
     if isinstance(path, str) and is_local(path):
         folders.append(path)
