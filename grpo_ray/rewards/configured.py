@@ -120,28 +120,15 @@ def _built_in(name: str) -> RewardFn:
     return REWARDS[name]
 
 
-def get_wrong_fn(term: RewardTerm, own: float | None) -> RewardFn | None:
-    """Return a function that gives what the term gives a wrong answer, for one that it could not judge.
+def wrong_scores(term: RewardTerm, response: str, ground_truth: str, own: float) -> Graded:
+    """Return what the term gives a wrong answer, for one that it could not judge.
 
-    It takes linear time: the algebra is spared, and a function of the user's is not called.
-
-    Args:
-        own: taken as the reward of a function of the user's; with None, it has no result.
+    It takes linear time: the algebra is spared, and a function of the user's gives `own`.
     """
-    if is_own((term,)) and own is None:
-        return None
-
-    def wrong_fn(response: str, ground_truth: str) -> Scores:
-        truth = NO_TRUTH if term.reward in ALGEBRAIC else ground_truth
-        if is_own((term,)):
-            outcome = scores(own or 0.0, has_format=False, is_right=False)
-        else:
-            outcome = REWARDS[term.reward](response, truth, **term.arguments)
-        result = weighted(term, outcome)
-        assert isinstance(result, dict)
-        return result
-
-    return wrong_fn
+    if is_own((term,)):
+        return weighted(term, scores(own, has_format=False, is_right=False))
+    truth = NO_TRUTH if term.reward in ALGEBRAIC else ground_truth
+    return weighted(term, REWARDS[term.reward](response, truth, **term.arguments))
 
 
 def needs_isolation(reward: Reward) -> bool:

@@ -4,12 +4,12 @@ import json
 from collections.abc import Mapping, Sequence
 
 from grpo_ray.config import ScorerConfig
-from grpo_ray.config.reward import Reward, is_own, named_terms
-from grpo_ray.rewards.base import NOTHING, About, Result, ScoringError, Ungradable
-from grpo_ray.rewards.configured import get_reward_fn, get_wrong_fn, needs_isolation, summed
+from grpo_ray.config.reward import Reward, RewardTerm, is_own, named_terms
+from grpo_ray.rewards.base import NOTHING, About, Result, Scores, ScoringError, Ungradable
+from grpo_ray.rewards.configured import get_reward_fn, needs_isolation, summed, tried, wrong_scores
 from grpo_ray.rewards.isolation.confinement import protection_here
 from grpo_ray.rewards.isolation.pool import RewardPool
-from grpo_ray.rewards.isolation.worker import try_to_grade
+from grpo_ray.rewards.isolation.worker import result_of, try_to_grade
 from grpo_ray.types import PromptItem
 
 
@@ -31,7 +31,7 @@ class Grader:
         }
         terms = {key: term for own in self._terms.values() for key, term in own}
         self._asks_about = {task for task, reward in rewards.items() if is_own(reward)}
-        self._wrong_fns = {key: get_wrong_fn(term, config.ungradable_reward) for key, term in terms.items()}
+        self._ungradable_reward = config.ungradable_reward
         isolated = {key: (term,) for key, term in terms.items() if needs_isolation((term,))}
         self._reward_fns = {key: get_reward_fn((term,)) for key, term in terms.items() if key not in isolated}
         # One pool for all terms without the network, and one for each with it, as only that has its secrets.
@@ -86,26 +86,24 @@ class Grader:
     def _sum_of(self, task: str, pair: tuple[str, str], row: Sequence[Result]) -> Result:
         """Return the sum of what the terms gave one answer; an error before what is the answer's own doing."""
         parts, cause = [], None
-        for (key, _), outcome in zip(self._terms[task], row, strict=True):
-            result = self._as_wrong(key, pair, outcome)
+        for (_, term), outcome in zip(self._terms[task], row, strict=True):
+            result = self._as_wrong(term, pair, outcome) if isinstance(outcome, Ungradable) else outcome
             if isinstance(result, ScoringError):
                 return result
-            if isinstance(result, Ungradable):
-                cause = cause or result
-                result = result.scores
+            if isinstance(outcome, Ungradable):
+                cause = cause or outcome
             parts.append(result)
         total = summed(parts)
         if not total:
             return ScoringError("no reward applies to it: each returned None")
         return type(cause)(str(cause), total) if cause is not None else total
 
-    def _as_wrong(self, key: str, pair: tuple[str, str], result: Result) -> Result:
-        """Give an Ungradable answer the scores of a wrong one by the term; an error if there are none."""
-        if not isinstance(result, Ungradable):
-            return result
-        wrong_fn = self._wrong_fns[key]
-        scores = try_to_grade(wrong_fn, *pair) if wrong_fn is not None else None
-        return type(result)(str(result), scores) if isinstance(scores, dict) else ScoringError(str(result))
+    def _as_wrong(self, term: RewardTerm, pair: tuple[str, str], cause: Ungradable) -> Scores | ScoringError:
+        own = self._ungradable_reward
+        if own is None and is_own((term,)):
+            return ScoringError(str(cause))
+        result = result_of(tried(lambda: wrong_scores(term, *pair, own or 0.0)))
+        return result if isinstance(result, dict) else ScoringError(str(cause))
 
     def close(self) -> None:
         """End the worker processes."""

@@ -143,11 +143,13 @@ def _job(
         more = f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""
         why = "not uploaded, because everyone with the cluster's token could read it"
         warnings.append(f"{why}: {names}{more}")
+    # A character with a meaning in patterns is left open.
+    patterns = ["/" + re.sub(r"[\\*?\[\]\s]", "?", file.as_posix()) for file in left_out]
     # A stopped run finishes its step and writes a checkpoint; by default Ray would kill it after 3 seconds.
     patience_s = math.ceil(config.run.on_preemption_s) + TIME_TO_END_S
     runtime_env = {
         "working_dir": str(context.folder),
-        "excludes": [*excludes, *CREDENTIALS, *map(exact_pattern, left_out)],
+        "excludes": [*excludes, *CREDENTIALS, *patterns],
         "env_vars": {**variables, "RAY_JOB_STOP_WAIT_TIME_S": str(patience_s)},
     }
     named = {"CONFIG": arguments[1], **files_named(config)}
@@ -301,8 +303,3 @@ def holds_credential(file: Path) -> bool:
     if head.startswith((b"-----BEGIN ", b"Bag Attributes", b"PuTTY-", b"AGE-SECRET-", b"# created: ")):
         return bool(PRIVATE_KEY.search(head))
     return head.startswith(b"{") and bool(CLOUD_ACCOUNT.search(head) and ITS_SECRET.search(head))
-
-
-def exact_pattern(file: Path) -> str:
-    """Return a pattern that matches the file; a character with a meaning in patterns is left open."""
-    return "/" + re.sub(r"[\\*?\[\]\s]", "?", file.as_posix())
