@@ -50,12 +50,12 @@ class VllmEngine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from grpo_ray.engines.vllm_texts import omit_texts_of_logprobs, stop_at_min_tokens
+        from grpo_ray.engines.vllm_texts import correct_stop_strings, omit_texts_of_logprobs
         from grpo_ray.transfer.vllm_worker import BACKEND, WORKER, register
 
         register()
         omit_texts_of_logprobs()
-        stop_at_min_tokens()
+        correct_stop_strings()
         arguments = {
             **_defaults(generator),
             **common,

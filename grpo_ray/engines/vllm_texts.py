@@ -28,29 +28,41 @@ def omit_texts_of_logprobs() -> None:
     processor.from_new_request = classmethod(without_tokenizer)
 
 
-def stop_at_min_tokens() -> None:
-    """Let a stop string end a response of `min_tokens` tokens; vLLM's own stop strings need one more."""
+def correct_stop_strings() -> None:
+    """Let stop strings end a response of `min_tokens` tokens, as vLLM's need one more; seek none in prompts."""
 
-    def one_less(cls: Any, tokenizer: object, request: Any) -> Any:
+    def corrected(cls: Any, tokenizer: Any, request: Any) -> Any:
+        params, context = request.sampling_params, _context(tokenizer, request.prompt_token_ids)
         made = detokenized(cls, tokenizer, request)
-        made.min_tokens = max(0, request.sampling_params.min_tokens - 1)
+        made.min_tokens = max(0, params.min_tokens - 1)
+        if not context and hasattr(made, "stream"):
+            made.stream = DecodeStream(skip_special_tokens=params.skip_special_tokens)
         return made
 
-    detokenizer.from_new_request = classmethod(one_less)
+    detokenizer.from_new_request = classmethod(corrected)
+
+
+def _context(tokenizer: Any, prompt: Sequence[int]) -> list[int]:
+    """Return the tokens that a response's text continues: none if they end within a character.
+
+    From such a prompt vLLM's stream would yield the whole prompt as the beginning of the response.
+    """
+    ending = tokenizer.decode(list(prompt[-8:]), skip_special_tokens=True)
+    return [] if ending.endswith("\N{REPLACEMENT CHARACTER}") else list(prompt)
 
 
 def decode(tokenizer: Any, prompt: Sequence[int], response: Sequence[int], params: Any) -> str:
     """Return the text that vLLM makes of a response token by token, to the byte; `params` are the request's."""
-    backend = getattr(tokenizer, "_tokenizer", None)
+    backend, context = getattr(tokenizer, "_tokenizer", None), _context(tokenizer, prompt)
     if backend is not None and isinstance(backend.decoder, ByteLevel):
         # The text is the tokens' bytes, so one step over all of them yields what many steps do. It yields None
         # if the text ends in the middle of a character, which vLLM leaves out.
-        stream = DecodeStream(ids=list(prompt), skip_special_tokens=params.skip_special_tokens)
+        stream = DecodeStream(ids=context, skip_special_tokens=params.skip_special_tokens)
         text: str | None = stream.step(backend, list(response))
         if text is not None:
             return text
     request: Any = SimpleNamespace(
-        request_id="", prompt_token_ids=list(prompt), prompt_embeds=None, sampling_params=params
+        request_id="", prompt_token_ids=context, prompt_embeds=None, sampling_params=params
     )
     whole = IncrementalDetokenizer.from_new_request(tokenizer, request)
     whole.update(list(response), stop_terminated=False)

@@ -66,5 +66,9 @@ def check_template(config: Config, tokenizer: Any) -> None:
     """
     if config.episode_tasks:
         path = config.model.path
-        ends = (tokenizer.eos_token_id,) if path is None else end_token_ids(path, tokenizer)
+        ends = (
+            (tokenizer.eos_token_id,)
+            if path is None
+            else end_token_ids(path, tokenizer, config.model.trust_remote_code)
+        )
         make_template(config.episodes, tokenizer, ends)

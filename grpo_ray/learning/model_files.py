@@ -167,8 +167,12 @@ def savable(given: "GenerationConfig") -> "GenerationConfig":
     return given
 
 
-def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def end_token_ids(
+    path: str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool = False
+) -> tuple[int, ...]:
     """Return every token that ends a response: the tokenizer's, and those of the model's generation config.
+
+    Where there is none, those of config.json count, as for vLLM and transformers.
 
     Raises:
         ValueError: generation_config.json exists but cannot be read.
@@ -180,11 +184,35 @@ def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, .
     except OSError as error:  # generation_config.json is missing or damaged
         if (Path(located(path)) / "generation_config.json").exists():
             raise ValueError(f"model.path: {error} Correct it or remove it") from error
-        listed = None
+        has_config = (Path(located(path)) / "config.json").exists()
+        config = text_config(path, trust_remote_code) if has_config else None
+        listed = getattr(config, "eos_token_id", None)
     ids = {listed} if isinstance(listed, int) else set(listed or ())
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return tuple(sorted(ids))
+
+
+def check_ends(
+    path: str, tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...], stop: tuple[str, ...]
+) -> None:
+    """Refuse a model with which no response would end, and a stop string that would end none.
+
+    Raises:
+        ValueError: there is neither an end token nor a stop string, or one contains a special token.
+    """
+    if not ends and not stop:
+        raise ValueError(
+            f"sampling.stop: neither the tokenizer of {path!r} nor its generation_config.json or config.json "
+            "names an end token, so every response would run to sampling.max_tokens; give sampling.stop, or "
+            "set eos_token in tokenizer_config.json"
+        )
+    for token, number in zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True):
+        if number not in ends and (found := [text for text in stop if token in text]):
+            raise ValueError(
+                f"sampling.stop: {found[0]!r} would end nothing, as the special token {token!r} is not in the "
+                f"text of a response; add {number} to eos_token_id in generation_config.json of {path!r}"
+            )
 
 
 def check_lengths(

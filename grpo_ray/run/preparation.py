@@ -19,6 +19,7 @@ from grpo_ray.engines import check_engine_args
 from grpo_ray.episodes.checking import check_episodes, check_room, check_template
 from grpo_ray.learning.model_files import (
     at_commit,
+    check_ends,
     check_lengths,
     check_local_model,
     check_teacher,
@@ -286,11 +287,12 @@ def _prepare(
         task = _fit_prompts(config, task)
     longest = task.longest_prompt
     assert longest is not None
-    tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
+    trust = config.model.trust_remote_code
+    tokenizer = load_tokenizer(model_path, trust)
     prompters = task.prompters(tokenizer)
     max_model_len = config.generator.max_model_len or longest + config.sampling.max_tokens
     serving = PreparedServing(
-        model=StartingModel(model_path, end_token_ids(model_path, tokenizer), max_model_len),
+        model=StartingModel(model_path, end_token_ids(model_path, tokenizer, trust), max_model_len),
         validation=make_items(task.validation, prompters),
         longest_prompt=longest,
         notices=task.notices,
@@ -312,13 +314,8 @@ def _tokenizer_and_positions(config: Config) -> tuple[PreTrainedTokenizerBase, i
         check_llama(path)
     positions = max_positions(path, trust)  # reads config.json, without which no tokenizer is found either
     tokenizer = load_tokenizer(path, trust)
-    ends = end_token_ids(path, tokenizer)
-    if not ends and not config.sampling.stop:
-        raise ValueError(
-            f"sampling.stop: neither the tokenizer of {path!r} nor its generation_config.json names an end "
-            "token, so every response would run to sampling.max_tokens; give sampling.stop, "
-            "or set eos_token in tokenizer_config.json"
-        )
+    ends = end_token_ids(path, tokenizer, trust)
+    check_ends(path, tokenizer, ends, config.sampling.stop)
     check_vocabulary(path, tokenizer, ends, trust)
     _check_adapter(config, tokenizer)
     return tokenizer, positions

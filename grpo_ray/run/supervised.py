@@ -118,8 +118,9 @@ def check_sft(config: Config) -> None:
     if config.model.tiny is not None:
         raise ValueError("sft: a tiny model has a warm-up instead (model.tiny.warmup); remove sft")
     if is_local(path := str(config.model.path)):
-        tokenizer = load_tokenizer(path, config.model.trust_remote_code)
-        demonstrations_of(config, StartingModel(path, end_token_ids(path, tokenizer), 0))
+        trust = config.model.trust_remote_code
+        ends = end_token_ids(path, load_tokenizer(path, trust), trust)
+        demonstrations_of(config, StartingModel(path, ends, 0))
 
 
 def demonstrations_of(config: Config, model: StartingModel) -> list[Demonstration]:

@@ -69,11 +69,36 @@ def test_texts_are_vllms_to_the_byte(case: tuple[str, list[int], list[int]]) -> 
 
     name, prompt, response = case
     params = SamplingParams(detokenize=False)
-    request: Any = SimpleNamespace(request_id="", prompt_token_ids=prompt, sampling_params=params)
+    is_cut = TOKENIZERS[name].decode(prompt, skip_special_tokens=True).endswith("\ufffd")
+    context = [] if is_cut else prompt  # from a prompt cut within a character vLLM would repeat all of it
+    request: Any = SimpleNamespace(request_id="", prompt_token_ids=context, sampling_params=params)
     one_by_one = FastIncrementalDetokenizer(TOKENIZERS[name], request)
     for token in response:
         one_by_one.update([token], stop_terminated=False)
     assert decode(TOKENIZERS[name], prompt, response, params) == one_by_one.output_text
+
+
+def test_after_a_prompt_cut_within_a_character_the_text_and_stop_strings_are_the_responses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("vllm")
+    from vllm import SamplingParams
+
+    from grpo_ray.engines import vllm_texts
+
+    ids, tokenizer = ids_of("byte level", "</a> Name a fish: 🐠 is one </a>"), TOKENIZERS["byte level"]
+    cut = ids.index(ids_of("byte level", "🐠")[-1])  # before the last byte
+    expected = tokenizer.decode(ids[cut:])
+    assert expected == "\ufffd is one </a>"
+    params = SamplingParams(detokenize=False)
+    assert vllm_texts.decode(tokenizer, ids[:cut], ids[cut:], params) == expected
+    theirs = vllm_texts.detokenizer
+    monkeypatch.setattr(theirs, "from_new_request", theirs.from_new_request)  # to be undone
+    vllm_texts.correct_stop_strings()
+    params = SamplingParams(stop=["</a>"])
+    request: Any = SimpleNamespace(request_id="", prompt_token_ids=ids[:cut], sampling_params=params)
+    made = theirs.from_new_request(tokenizer, request)
+    assert [made.update([token], False) for token in ids[cut:]] == [None] * (len(ids) - cut - 1) + ["</a>"]
 
 
 def test_logprobs_come_without_texts() -> None:
@@ -138,7 +163,7 @@ def test_a_stop_string_ends_a_response_of_min_tokens_in_both_engines(
     request = SimpleNamespace(request_id="", prompt_token_ids=[1], sampling_params=_sampling_params(own))
     theirs = vllm_texts.detokenizer
     monkeypatch.setattr(theirs, "from_new_request", theirs.from_new_request)  # to be undone
-    vllm_texts.stop_at_min_tokens()
+    vllm_texts.correct_stop_strings()
     theirs = theirs.from_new_request(TOKENIZERS["byte level"], request)
     ours = Sequence((1,), own, torch.zeros(len(ids)))
     ends = next((n for n, token in enumerate(ids, 1) if theirs.update([token], False)), len(ids))

@@ -132,6 +132,18 @@ def test_without_end_token_or_stop_string_a_response_would_never_end(
     assert prepare(config, check_files(config)).model.end_token_ids == (7,)
 
 
+def test_a_stop_string_that_texts_leave_out_is_refused(folder: Path, of_folder: Callable[..., Config]) -> None:
+    edit_json(folder / "tokenizer_config.json", extra_special_tokens=["5"])
+    message = refusal(check_files, of_folder(sampling={"stop": ("=", "<5>")}))
+    assert message.startswith(
+        "sampling.stop: '<5>' would end nothing, as the special token '5' is not in the text"
+    )
+    (number,) = load_tokenizer(str(folder))("5")["input_ids"]
+    assert f"add {number} to eos_token_id in generation_config.json of {str(folder)!r}" in message
+    edit_json(folder / "generation_config.json", eos_token_id=number)
+    check_files(of_folder(sampling={"stop": ("=", "<5>")}))
+
+
 # ---- vocabulary ----
 
 

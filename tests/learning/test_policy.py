@@ -10,7 +10,7 @@ import pytest
 import torch
 from builders import TinyModel, changed
 from huggingface_hub import ModelInfo
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, Qwen2Config
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
@@ -336,6 +336,8 @@ def test_end_tokens_are_the_tokenizers_and_generation_configs(tiny_model: TinyMo
     assert end_token_ids(str(tmp_path), tokenizer) == (0,)
     tokenizer.eos_token = None
     assert end_token_ids(str(tmp_path), tokenizer) == ()
+    Qwen2Config(eos_token_id=[0, 40]).save_pretrained(tmp_path)  # which vLLM reads in its place
+    assert end_token_ids(str(tmp_path), tokenizer) == (0, 40)
 
 
 def test_few_digits_still_make_a_tokenizer() -> None:

@@ -196,7 +196,7 @@ def _tokenizer(
             tokenizer = load_tokenizer(template, is_trusted)
         except ValueError as error:
             raise ValueError(f"{error}; or name another model's folder by --template") from None
-        return tokenizer, end_token_ids(template, tokenizer)
+        return tokenizer, end_token_ids(template, tokenizer, is_trusted)
     tokenizer = plain_tokenizer()
     if template is not None:
         tokenizer.chat_template = Path(template).read_text(encoding="utf-8")

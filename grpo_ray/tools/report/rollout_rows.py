@@ -286,7 +286,8 @@ def log_ratios(config: Config, model_path: Path, rows: Sequence[Row]) -> list[np
         model = load_policy(path, model_config.trust_remote_code, model_config.implementation)
     with_head_dtype(model, model_config.head_dtype)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ends = end_token_ids(path, load_tokenizer(path, model_config.trust_remote_code))
+    trust = model_config.trust_remote_code
+    ends = end_token_ids(path, load_tokenizer(path, trust), trust)
     sequences = [_sequence(row) for row in rows]
     sampled = [sequence for sequence in sequences if sequence.num_sampled]
     found = iter(ForwardBackward(config, ends, device).with_proximal(model.to(device), sampled))
