@@ -137,11 +137,9 @@ def make_buffer(
     config = schedule_config(
         run={"seed": seed},
         algorithm={"num_steps": 100, "prompts_per_step": prompts},
-        buffer={
-            "max_gib": max_bytes / 2**30, "replay": {"frac": num_replayed / prompts, **(replay or {})}
-        },
+        buffer={"max_gib": max_bytes / 2**30, "replay": {"frac": num_replayed / prompts, **(replay or {})}},
         episodes={"over_age": "mask" if masks_old else "wait"},
-    )  # fmt: skip
+    )
     return TrajectoryBuffer(config, rollouts, checkpoint)
 
 

@@ -114,10 +114,6 @@ def chat_tokenizer(template: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    return tuple(tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|eot_id|>"))
-
-
 tokenizer_of = cache(lambda name: chat_tokenizer(TEMPLATES[name]))
 
 
@@ -155,7 +151,9 @@ def make_session(
 ) -> Session:  # fmt: skip
     """Make a session; `changes` are of its sampling settings."""
     fields = {"num_samples": 1, "temperature": 1.0, "top_p": 1.0, "min_tokens": 0, "max_tokens": 500}
-    template = ChatTemplate(tokenizer, end_tokens(tokenizer) if ends is None else ends)
+    if ends is None:
+        ends = tuple(map(tokenizer.convert_tokens_to_ids, ("<|im_end|>", "<|eot_id|>")))
+    template = ChatTemplate(tokenizer, ends)
     settings = SamplingSettings(**{**fields, **changes})
     return Session(sampler, settings, template, limits or Limits(max_tokens=5000), parser)
 

@@ -41,7 +41,7 @@ from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled, first_error
 from grpo_ray.records.checkpoint import Checkpoint, CheckpointStore
 from grpo_ray.records.run_files import step_name
 from grpo_ray.transfer.messages import Snapshot, WeightSnapshot
-from grpo_ray.types import BatchFacts, Ref, StepReport, SyncReport, TrainBatch
+from grpo_ray.types import Ref, StepReport, SyncReport, TrainBatch
 from grpo_ray.watch.metrics_catalog import RANK, SENT
 from grpo_ray.watch.open_calls import OpenCalls
 from grpo_ray.watch.restarts import RestartBudget
@@ -260,16 +260,6 @@ class Controller:
                     step, batch.group_ids, batch.dropped_ids, batch.oldest_version
                 )
                 facts = await answer
-        self._report_rollouts(step, facts)
-        metrics = self._log.bounded(facts.metrics)
-        metrics |= {"lag/rejected": batch.num_refused, "timing/wait_for_batch_s": duration.seconds}
-        metrics |= {"buffer/groups": batch.num_buffered, "buffer/bytes": batch.num_bytes}
-        if self._config.num_oversampled:
-            metrics["rollout/cut_groups"] = batch.num_cut
-        return groups, metrics
-
-    def _report_rollouts(self, step: int, facts: BatchFacts) -> None:
-        """Report rollouts that could not be written, and answers that could not be graded."""
         self._log.warning("rollouts", facts.write_error)
         for note in facts.notes:
             self._log.event("rollouts_changed", "buffer", note)
@@ -277,6 +267,12 @@ class Controller:
             if facts.ungraded.is_all:
                 raise RunError(facts.ungraded.refusal(f"of step {step}"))
             self._log.ungraded[step] = facts.ungraded
+        metrics = self._log.bounded(facts.metrics)
+        metrics |= {"lag/rejected": batch.num_refused, "timing/wait_for_batch_s": duration.seconds}
+        metrics |= {"buffer/groups": batch.num_buffered, "buffer/bytes": batch.num_bytes}
+        if self._config.num_oversampled:
+            metrics["rollout/cut_groups"] = batch.num_cut
+        return groups, metrics
 
     async def _learn(self, step: int, batch: Ref[TrainBatch], metrics: Metrics) -> StepReport:
         self._in_training = metrics

@@ -37,7 +37,11 @@ def confine(settings: EpisodesConfig, scratch: str) -> None:
     Raises:
         OSError: the kernel refuses.
     """
-    limit_data(settings.memory_gib)
+    # Private memory beyond the present; Ray's shared memory is not counted.
+    pages = int(Path("/proc/self/statm").read_text().split()[5])
+    limit = pages * resource.getpagesize() + int(settings.memory_gib * 2**30)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))
     os.environ["TMPDIR"] = tempfile.tempdir = scratch
     version = landlock_version()
     if version:
@@ -69,14 +73,6 @@ def check_paths(config: EpisodesConfig) -> None:
         for path in getattr(config, field):
             if not Path(path).exists():
                 raise ValueError(f"episodes.{field}: there is no {path!r}; give files and folders that exist")
-
-
-def limit_data(memory_gib: float) -> None:
-    """Allow `memory_gib` of private memory beyond the present; Ray's shared memory is not counted."""
-    pages = int(Path("/proc/self/statm").read_text().split()[5])
-    limit = pages * resource.getpagesize() + int(memory_gib * 2**30)
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))
 
 
 def hint_for(error: BaseException) -> str:

@@ -132,7 +132,9 @@ class Session:
         check_tools(tools or ())
         conversation, used = [normalized(message) for message in messages], deepcopy(list(tools or ()))
         keys = list(map(_key, conversation))
-        turn = self._continued(keys, used)
+        # The turn with the longest conversation that begins this one, of equals the latest.
+        begun = [t for t in self._turns if t.tools == used and keys[: len(t.keys)] == t.keys]
+        turn = max(reversed(begun), key=lambda turn: len(turn.messages), default=None)
         if turn is not None:
             conversation[: len(turn.messages)] = turn.messages
         prompt = await self._chat_prompt(conversation, used, turn)
@@ -192,11 +194,6 @@ class Session:
         num_known = len(turn.messages)
         prompt = self._template.continued(conversation, num_known, known[:start], known[start:], tools)
         return self._template.prompt(conversation, tools) if prompt is None else prompt
-
-    def _continued(self, keys: list[dict[str, Any]], tools: list[Tool]) -> _Turn | None:
-        """Return the turn with the longest conversation that begins the given one, of equals the latest."""
-        turns = [t for t in self._turns if t.tools == tools and keys[: len(t.keys)] == t.keys]
-        return max(reversed(turns), key=lambda turn: len(turn.messages), default=None)
 
     async def _sample(
         self, prompt: tuple[int, ...], tools: Sequence[Tool], max_tokens: int | None

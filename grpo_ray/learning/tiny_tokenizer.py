@@ -14,7 +14,6 @@ from grpo_ray.tasks.kinds import tokenizer_pairs
 from grpo_ray.tasks.prompts import TextTemplate, template_of
 
 END_TOKEN = "<|endoftext|>"
-LONG_WORD = re.compile(r"\S{200}")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
@@ -25,7 +24,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     With a Llama config both build the saved class, which is the same.
     """
     learner = Qwen2Tokenizer()
-    texts = (LONG_WORD.sub(r"\g<0> ", text) for text in texts)  # the time is quadratic in the length of a word
+    # The time is quadratic in the length of a word.
+    texts = (re.sub(r"\S{200}", r"\g<0> ", text) for text in texts)
     trained = learner.train_new_from_iterator(texts, vocab_size, show_progress=False)
     model = json.loads(trained.backend_tokenizer.to_str())["model"]
     merges = [tuple(merge) for merge in model["merges"]]

@@ -8,6 +8,7 @@ Scores = dict[str, float]
 
 Of a sum, each term's own reward is there too, unweighted, as `reward/NAME`; not if the term did not apply.
 Empty: no term applied."""
+FACTS = ("format_reward", "answer_reward")
 
 About = Mapping[str, Any]
 """The facts that a function of the user's may ask for besides a response and its ground truth.

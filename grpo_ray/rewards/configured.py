@@ -28,8 +28,8 @@ def get_reward_fn(reward: Reward) -> RewardFn:
     Raises:
         ValueError: there is no such reward, module or function.
     """
-    if isinstance(reward, str) and ":" not in reward:
-        return _built_in(reward)
+    if isinstance(reward, str) and ":" not in reward and reward not in REWARDS:
+        raise ValueError(f"task.reward: {reward!r} is not a reward; give one of {', '.join(REWARDS)}")
     graders = [TermReward(term) for term in named_terms(reward)]
 
     def reward_fn(response: str, ground_truth: str) -> Scores:
@@ -53,7 +53,7 @@ class TermReward:
             ValueError: there is no such reward, module or function.
         """
         self._term = term
-        self._function = UserFunction.of(term) if ":" in term.reward else _built_in(term.reward)
+        self._function = UserFunction.of(term) if ":" in term.reward else REWARDS[term.reward]
 
     @property
     def needs_group(self) -> bool:
@@ -114,12 +114,6 @@ def for_each(results: list[Graded] | Exception, size: int) -> list[Graded]:
     return [results] * size if isinstance(results, Exception) else [*results]
 
 
-def _built_in(name: str) -> RewardFn:
-    if name not in REWARDS:
-        raise ValueError(f"task.reward: {name!r} is not a reward; give one of {', '.join(REWARDS)}")
-    return REWARDS[name]
-
-
 def wrong_scores(term: RewardTerm, response: str, ground_truth: str, own: float) -> Graded:
     """Return what the term gives a wrong answer, for one that it could not judge.
 
@@ -132,10 +126,7 @@ def wrong_scores(term: RewardTerm, response: str, ground_truth: str, own: float)
 
 
 def needs_isolation(reward: Reward) -> bool:
-    """Return True for a reward that must be computed in a process that can be killed.
-
-    It may run away, or it is a function of the user's own.
-    """
+    """Return True for a reward that may run away, or is own: it needs a process that can be killed."""
     return uses_algebra(reward) or is_own(reward)
 
 

@@ -22,9 +22,8 @@ from typing import Any
 
 from grpo_ray.config.reward import Reward, RewardTerm, terms_of
 from grpo_ray.config.user_code import check_arguments, import_function, is_async, keyword_parameters
-from grpo_ray.rewards.base import About, Graded, Scores, scores
+from grpo_ray.rewards.base import FACTS, About, Graded, Scores, scores
 
-FACTS = ("format_reward", "answer_reward")
 BY_NAME = ("question", "prompt", "row", "completions")
 NAMES_OF_RESPONSES = ("completion", "completion_ids", "solution_str")  # in other libraries
 LOGGERS = ("log_extra", "log_metric")  # of TRL; what they are told is dropped

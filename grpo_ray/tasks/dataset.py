@@ -30,10 +30,11 @@ def dataset_examples(task: ExamplesTaskConfig, seed: int) -> ExampleSets:
     train, train_notices = read_examples(train_from, fields)
     validation, notices = read_examples(validation_from, fields, limit=task.num_validation_prompts)
     sets = ExampleSets(train, validation)
-    notices += [
-        *_unused(validation_from, len(validation), task.num_validation_prompts),
-        *_marked(train, fields),
-    ]
+    limit = task.num_validation_prompts
+    if len(validation) == limit and (number := sum(map(num_rows, validation_from.files))) > limit:
+        some = f"the first {limit:,} of its {number:,} rows are validated with (task.num_validation_prompts)"
+        notices.append(f"{validation_from.name}: {some}")
+    notices += _marked(train, fields)
     if task.duplicates == "drop":
         sets = drop_duplicates(train, validation, train_from.name, validation_from.name)
     return replace(sets, notices=(*train_notices, *notices, *sets.notices))
@@ -62,13 +63,6 @@ def dataset_warmup(task: ExamplesTaskConfig, seed: int, num_pairs: int) -> Pairs
         answered = example if rng.random() < 0.5 else rng.choice(examples)
         pairs.append((example.question, written(task.reward, answered.ground_truth)))
     return pairs
-
-
-def _unused(source: Source, num_read: int, limit: int) -> Iterator[str]:
-    """Say that only the first rows are used to validate with."""
-    if num_read == limit and (number := sum(map(num_rows, source.files))) > num_read:
-        field = "task.num_validation_prompts"
-        yield f"{source.name}: the first {num_read:,} of its {number:,} rows are validated with ({field})"
 
 
 def _marked(train: Sequence[Example], fields: Fields) -> Iterator[str]:

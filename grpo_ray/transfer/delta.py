@@ -99,7 +99,8 @@ def _encode_block(old: np.ndarray, new: np.ndarray) -> list[np.ndarray]:
     """Return the block's header, positions, codes and literals."""
     is_changed = old != new
     at = np.flatnonzero(is_changed)
-    zigzag = _zigzag((new[at] - old[at]).view(np.int16))
+    differences = (new[at] - old[at]).view(np.int16)
+    zigzag = ((differences << 1) ^ (differences >> 15)).view(WORD)
     positions = _gaps(at)
     if len(positions) >= -(-len(old) // 8):
         positions = np.packbits(is_changed)
@@ -120,7 +121,8 @@ def _apply_block(
     if len(at) != num_changed or is_literal.sum() * 2 != len(literals) or (at[-1:] >= len(block)).any():
         raise ValueError("a delta contradicts itself")
     zigzag[is_literal] = literals.copy().view(WORD)
-    block[at] += _from_zigzag(zigzag).view(WORD)
+    differences = (zigzag >> 1).view(np.int16) ^ -(zigzag & 1).view(np.int16)
+    block[at] += differences.view(WORD)
 
 
 def _gaps(at: np.ndarray) -> np.ndarray:
@@ -142,16 +144,6 @@ def _from_gaps(gaps: np.ndarray) -> np.ndarray:
     is_change = gaps != SKIP
     found: np.ndarray = np.cumsum(gaps + is_change.astype(np.int64))[is_change]
     return found - 1
-
-
-def _zigzag(differences: np.ndarray) -> np.ndarray:
-    zigzag: np.ndarray = (differences << 1) ^ (differences >> 15)
-    return zigzag.view(WORD)
-
-
-def _from_zigzag(zigzag: np.ndarray) -> np.ndarray:
-    differences: np.ndarray = (zigzag >> 1).view(np.int16) ^ -(zigzag & 1).view(np.int16)
-    return differences
 
 
 def _joined(codes: np.ndarray) -> np.ndarray:

@@ -161,7 +161,8 @@ def test_a_group_that_was_set_aside_or_dropped_gives_its_slot_to_another() -> No
 def test_a_group_with_too_old_a_token_is_refused_and_sampled_again() -> None:
     """The second guard; admission alone never lets it happen."""
     book = make_book(max_lag=0, version=3)
-    book.load_state_dict(state_at(version=3), {})
+    state = make_book().state_dict()  # every group that was taken has been trained
+    book.load_state_dict({**state, "next_group_id": 3 * SIZE, "num_trained": 3 * SIZE}, {})
     assert admit(book) == [6, 7]
     buffer(book, 6, oldest_version=2)
     buffer(book, 7, oldest_version=3)
@@ -311,12 +312,6 @@ def test_only_the_chosen_batch_is_trained_and_once() -> None:
 
 
 # ---- checkpoints ----
-
-
-def state_at(version: int, **changes: Any) -> dict[str, Any]:
-    """Return the state of a run that has trained every group it took."""
-    number = version * SIZE
-    return {**make_book().state_dict(), "next_group_id": number, "num_trained": number, **changes}
 
 
 def test_restored_book_by_hand() -> None:

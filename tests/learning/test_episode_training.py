@@ -1,6 +1,5 @@
 """The Learner on episodes: its gradient is that of a loop over turns, however they branch and are packed."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +29,7 @@ from grpo_ray.learning.loading import load_policy
 from grpo_ray.learning.log_probs import ResponseLogProbs
 from grpo_ray.learning.microbatch import collate_padded
 from grpo_ray.learning.sequences import NEVER, minibatches, samples_of, sequences_of
-from grpo_ray.types import CONTEXT, Completion, ScoredGroup, TrainBatch
+from grpo_ray.types import CONTEXT, ScoredGroup, TrainBatch
 
 
 @pytest.fixture
@@ -95,17 +94,15 @@ def test_distance_to_a_reference(make_learner: MakeLearner, tiny_model: TinyMode
 # ---- one turn ----
 
 
-def as_episode(completion: Completion, prompt: Sequence[int]) -> Completion:
-    episode = make_episode([(prompt, completion.token_ids.tolist())])
-    return replace(episode, logprobs=completion.logprobs, versions=completion.versions)
-
-
 def test_an_episode_of_one_turn_is_a_plain_completion_to_the_bit(make_learner: MakeLearner) -> None:
     learner = make_learner(algorithm={"aggregation": "prompt_mean"})
     found = []
     (group,) = (g for g in random_batch(8, learner.model, learner._config)[0] if g.group_id == 2)
     prompt = group.rollout.item.prompt_token_ids
-    episodes = tuple(as_episode(c, prompt) for c in group.rollout.completions)
+    episodes = tuple(
+        replace(make_episode([(prompt, c.token_ids.tolist())]), logprobs=c.logprobs, versions=c.versions)
+        for c in group.rollout.completions
+    )
     of_episodes = replace(group, rollout=replace(group.rollout, completions=episodes))
     for groups in ([group], [of_episodes]):
         sequences = sequences_of(groups)

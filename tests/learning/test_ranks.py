@@ -320,7 +320,8 @@ def test_resuming_with_as_many_ranks_is_exact_and_with_others_is_close(
         on_ranks(2, steps, model, of_two, both, None, folders[1])[0],
     ]
     for folder, run in zip(folders, whole_runs, strict=True):
-        assert {str(p.relative_to(folder)): p.stat().st_size for p in files_of(folder)} == run["files"]
+        files = {str(p.relative_to(folder)): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
+        assert files == run["files"]
     stores = [meeting() for _ in folders]
     ports = [store.port for store in stores]
     to_two, as_before = on_ranks(2, runs, ports, model, [of_two] * 2, [second] * 2, folders)[0]
@@ -371,10 +372,6 @@ def test_a_rank_that_cannot_write_its_shards_fails_all_and_the_next_checkpoint_s
         assert outcomes[0] == "OSError: rank 1: [Errno 27] File too large"
         assert outcomes[1] == "RuntimeError: rank 1: no memory"
         assert outcomes[2] == f"read {torch.arange(4096.0).sum().item():g}"
-
-
-def files_of(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def aged(groups: Sequence[ScoredGroup], version: int) -> list[ScoredGroup]:

@@ -231,16 +231,12 @@ def batch_of(model: torch.nn.Module, config: Config, seed: int) -> tuple[list[Sc
         turns = [turn for own in samples for turn in own]
         with torch.no_grad():
             found = rows_of_turns(model, config, turns)
-        entropies = [[_entropy(row) for row in found[id(turn)]] for turn in turns]
+        possible = [[row[row.isfinite()] for row in found[id(turn)]] for turn in turns]
+        entropies = [[-float((row.exp() * row).sum()) for row in own] for own in possible]
         bound = np.quantile(np.concatenate(entropies), 0.6)
         for turn, own in zip(turns, entropies, strict=True):
             turn.weights = [float(entropy >= bound) for entropy in own]
     return groups, samples
-
-
-def _entropy(row: torch.Tensor) -> float:
-    possible = row[row.isfinite()]
-    return -float((possible.exp() * possible).sum())
 
 
 def gradient_of(learner: Learner, groups: Sequence[ScoredGroup]) -> tuple[float, torch.Tensor]:

@@ -22,7 +22,7 @@ from grpo_ray.records.rollout_log import read_groups
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run.tiny_model import tiny_model_folder
 from grpo_ray.tools.audit.audit import audit
-from grpo_ray.types import Completion, Episode, ScoredGroup
+from grpo_ray.types import Episode, ScoredGroup
 
 SMALL = "tests/small_episodes.yaml"
 pytestmark = pytest.mark.usefixtures("model_cache")
@@ -52,12 +52,6 @@ def run(folder: Path, *overrides: str) -> RunDirectory:
     return directory
 
 
-def as_plain(completion: Completion) -> dict[str, Any]:
-    """Return the fields that every completion has, except the reason of its end."""
-    fields = ("text", "token_ids", "logprobs", "versions")
-    return {name: getattr(completion, name) for name in fields}
-
-
 def compare(episodes: ScoredGroup, plain: ScoredGroup) -> None:
     items = [replace(g.rollout.item, prompt="", prompt_token_ids=(), about="") for g in (episodes, plain)]
     assert items[0] == items[1]
@@ -67,8 +61,8 @@ def compare(episodes: ScoredGroup, plain: ScoredGroup) -> None:
     for one, other in zip(episodes.rollout.completions, plain.rollout.completions, strict=True):
         assert isinstance(one, Episode)
         assert one.sequences[0].prompt_token_ids == plain.rollout.item.prompt_token_ids
-        for name, value in as_plain(one).items():
-            expected = getattr(other, name)
+        for name in ("text", "token_ids", "logprobs", "versions"):  # not the reason of its end
+            value, expected = getattr(one, name), getattr(other, name)
             if name == "text":  # that of an episode shows special tokens, because they stand between turns
                 assert value.removesuffix("<|endoftext|>") == expected
             else:

@@ -74,11 +74,6 @@ def transfer(
 # ---- chunks ----
 
 
-def specs_of(*sizes: int) -> list[TensorSpec]:
-    offsets = np.cumsum([0, *sizes])
-    return [TensorSpec(str(i), "uint8", (n,), int(offsets[i]), n) for i, n in enumerate(sizes)]
-
-
 @pytest.mark.parametrize(
     ("sizes", "limit", "expected"),
     [
@@ -92,7 +87,8 @@ def specs_of(*sizes: int) -> list[TensorSpec]:
     ],
 )
 def test_chunks_by_hand(sizes: tuple[int, ...], limit: int, expected: list[tuple[int, int]]) -> None:
-    specs = specs_of(*sizes)
+    offsets = np.cumsum([0, *sizes])
+    specs = [TensorSpec(str(i), "uint8", (n,), int(offsets[i]), n) for i, n in enumerate(sizes)]
     found = list(chunks(specs, sum(sizes), limit))
     assert [(chunk.start, chunk.end) for chunk in found] == expected
     assert [spec for chunk in found for spec in chunk.specs] == specs

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from math import ceil
 from typing import Any
 
-from grpo_ray.rewards.base import Result, Scores, ScoringError, Ungradable
+from grpo_ray.rewards.base import FACTS, Result, Scores, ScoringError, Ungradable
 from grpo_ray.types import TERM
 
-FACTS = ("format_reward", "answer_reward")
 MAX_BYTES = 2**16  # of a message about one answer, or about up to 64 of a group
 LONGEST_ERROR = 2000  # characters
 LARGEST_REWARD = 1e12  # a gradient of it, squared for its norm, still fits into float32

@@ -76,13 +76,12 @@ class RewardPool:
             readable_paths: files and folders that the rewards may read, besides modules.
             network: the only term of the only reward, which may use the network, and has its own time limit.
         """
-        if network is not None:
-            num_workers = min(num_workers, network.concurrency)
-        self._timeout_s, self._num_workers = timeout_s, num_workers
-        self._own = {task for task, reward in rewards.items() if is_own(reward)}
         self._too_long = f"longer than {timeout_s:g} s (scorer.timeout_s)"
         if network is not None:
+            num_workers = min(num_workers, network.concurrency)
             self._too_long = "longer than all its calls may take (timeout_s and retries of its term)"
+        self._timeout_s, self._num_workers = timeout_s, num_workers
+        self._own = {task for task, reward in rewards.items() if is_own(reward)}
         self._network = network
         self._num_slots = network.concurrency // num_workers if network is not None else 0
         self._fork_server = ForkServer(rewards, memory_gib, readable_paths, self._num_slots)

@@ -131,8 +131,9 @@ def is_right(answer: str, ground_truth: str, fast: bool = True) -> bool:
         raise blame(f"longer than {MAX_ANSWER_CHARACTERS} characters, and not the truth itself")
     if is_equal(answer, truth):
         return True
-    number = None if fast else number_in_prose(answer)
-    return number is not None and is_equal(number, truth)
+    # `72` in `She has 72 eggs.`; nothing with more than one number, or with one that words change.
+    prose = None if fast or ANOTHER_NUMBER.search(answer) else NUMBER_IN_PROSE.fullmatch(answer)
+    return prose is not None and is_equal(prose[1], truth)
 
 
 def is_equal(answer: str, truth: str) -> bool:
@@ -152,12 +153,6 @@ def is_equal(answer: str, truth: str) -> bool:
     if is_ratio_of(answer, truth) or is_ratio_of(truth, answer):
         return True
     return bool(answer and truth) and _is_equal(answer, truth)
-
-
-def number_in_prose(answer: str) -> str | None:
-    """Find `72` in `She has 72 eggs.`; None for no number, more than one, or one that words change."""
-    match = NUMBER_IN_PROSE.fullmatch(answer)
-    return match[1] if match and not ANOTHER_NUMBER.search(answer) else None
 
 
 def _is_equal(answer: str, truth: str) -> bool:

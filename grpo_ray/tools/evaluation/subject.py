@@ -246,7 +246,10 @@ def _replaced(task: Any, options: EvaluationOptions) -> dict[str, Any]:
         if isinstance(task, Mapping) and task.get("kind") == "episodes":
             raise RunError("--task: episodes make their own questions; set task.examples instead")
         kept = ("prompt", "system_prompt", "reward") if isinstance(task, Mapping) and _is_of_files(task) else ()
-        return {**_of_file(name, options), **{key: task[key] for key in kept if key in task}}
+        own = {key: task[key] for key in kept if key in task}
+        if options.question_field or options.answer_field or Path(name).suffix not in LOCAL_SUFFIXES:
+            return {"kind": "file", **_fields(options), **_one_set(name), **own}
+        return {**_recognised(Path(name)), **own}
     if options.question_field or options.answer_field:
         raise RunError(f"--question-field, --answer-field need a file, but --task {name} is not a file")
     if isinstance(task, Mapping) and task.get("kind") == name:
@@ -257,13 +260,6 @@ def _replaced(task: Any, options: EvaluationOptions) -> dict[str, Any]:
         return {"kind": name, **({"num_validation_prompts": options.limit} if options.limit else {})}
     fields = section.model_fields
     return {"kind": name, **_one_set(fields["validation_path"].default, fields["validation_split"].default)}
-
-
-def _of_file(path: str, options: EvaluationOptions) -> dict[str, Any]:
-    """Return the task of a local file or hub dataset, with the given or recognised fields."""
-    if options.question_field or options.answer_field or Path(path).suffix not in LOCAL_SUFFIXES:
-        return {"kind": "file", **_fields(options), **_one_set(path)}
-    return _recognised(Path(path))
 
 
 def _fields(options: EvaluationOptions) -> dict[str, str]:

@@ -215,9 +215,8 @@ def _crash(status: int | None, written: TextIO, subject: Subject) -> Finding:
     written.seek(0)
     running = written.read().partition("Current thread")[2].partition("\n\n")[0]
     frames = re.findall(r'File "(.*)", line (\d+) in', running)
-    text = f"{signal.Signals(-status).name} ended the process in which episodes ran"
-    if frames:
-        text += f", in {frames[0][0]}:{frames[0][1]}"
+    place = ":".join(frames[0]) if frames else "an unknown place"
+    text = f"{signal.Signals(-status).name} ended the process in which episodes ran, in {place}"
     watch = Watch(subject.folders, subject.modules)
     own = next((f"{Path(file).name}:{line}" for file, line in frames if watch.is_own(file)), "")
     return Finding("crashes", text, place=own)

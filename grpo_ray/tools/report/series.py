@@ -153,7 +153,9 @@ def make_series(
             column += [None] * (place - len(column))
             column.append(_value(name, values))
         for name, column in errors.items():
-            column.append(_standard_error(standard_errors[name], of_bin))
+            known = [e for row in of_bin if (e := standard_errors[name].get(row["step"])) is not None]
+            is_known = len(known) == len(of_bin)
+            column.append(rounded(math.hypot(*known) / len(known)) if is_known else None)
     for column in columns.values():
         column += [None] * (len(steps) - len(column))
     return Series(steps, dict(sorted(columns.items())), errors, bin_size)
@@ -188,12 +190,6 @@ def _value(name: str, numbers: Sequence[float]) -> float | None:
     if name == SLOWEST:
         return mode(values)
     return rounded(max(values) if name.endswith("/max") else math.fsum(values) / len(values))
-
-
-def _standard_error(errors: Mapping[int, float], rows: Sequence[Row]) -> float | None:
-    """Return the bin's standard error; None unless all of its steps have one."""
-    known = [errors[row["step"]] for row in rows if row["step"] in errors]
-    return rounded(math.hypot(*known) / len(known)) if len(known) == len(rows) else None
 
 
 def stage_times(columns: Mapping[str, Sequence[float | None]]) -> dict[str, Stages]:
