@@ -32,10 +32,9 @@ def correct_stop_strings() -> None:
     """Let stop strings end a response of `min_tokens` tokens, as vLLM's need one more; seek none in prompts."""
 
     def corrected(cls: Any, tokenizer: Any, request: Any) -> Any:
-        params, context = request.sampling_params, _context(tokenizer, request.prompt_token_ids)
-        made = detokenized(cls, tokenizer, request)
+        made, params = detokenized(cls, tokenizer, request), request.sampling_params
         made.min_tokens = max(0, params.min_tokens - 1)
-        if not context and hasattr(made, "stream"):
+        if hasattr(made, "stream") and not _context(tokenizer, request.prompt_token_ids):
             made.stream = DecodeStream(skip_special_tokens=params.skip_special_tokens)
         return made
 
