@@ -197,7 +197,7 @@ def play(subject: Subject, seed: int, kind: Kind) -> Play:
             text = f"a play of {len(subject.examples)} examples did not end within {DEADLINE_S:g} s"
             return Play(failure=Finding("hangs", text))
         except EOFError:
-            process.join(PATIENCE_S)
+            process.join(DEADLINE_S / 4)  # the kernel may still write its memory to a file
             return Play(failure=_crash(process.exitcode, crash, subject))
         finally:
             with contextlib.suppress(psutil.Error):
