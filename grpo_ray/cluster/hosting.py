@@ -169,9 +169,7 @@ class ActorGroup(ServingGroup):
         super().__init__(*given)
         self._metrics = RayMetrics(self._run.path.name) if are_on() else None
         self.learner: Any = self._start_learner()
-        # On this node, because it writes the run's rollouts into the run directory.
-        buffer = self._host(TrajectoryBuffer, "buffer").options(**on_this_node(), max_concurrency=10_000)
-        self.buffer: Any = self._client(TrajectoryBuffer, "buffer", buffer.remote(*self._buffer_arguments))
+        self.buffer: Any = self._start_buffer()
         self.weight_sync: Any = self._start_weight_sync()
 
     def by_name(self) -> dict[str, Any]:
@@ -211,6 +209,11 @@ class ActorGroup(ServingGroup):
         each = 8 * self._config.generator.num_generators  # some may still wait for predecessors
         short = dict.fromkeys([*alone, "open_wire", "drop_wire", "release"], 1)
         return {**short, "join_wire": each, "send": each}
+
+    def _start_buffer(self) -> Client:
+        """Start the buffer on this node, because it writes the run's rollouts into the run directory."""
+        actor = self._host(TrajectoryBuffer, "buffer").options(**on_this_node(), max_concurrency=10_000)
+        return self._client(TrajectoryBuffer, "buffer", actor.remote(*self._buffer_arguments))
 
     def _start_weight_sync(self) -> Client:
         """Start WeightSync on this node: the death of another would take the run back to a checkpoint."""

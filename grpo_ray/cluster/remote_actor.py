@@ -136,6 +136,8 @@ class Deferred:
 def as_actor(cls: type, name: str, logs: Path, beside: Mapping[str, int] = NOTHING) -> ActorClass[Any]:
     """Return `cls` as a Ray actor class that writes its and its child processes' output to `logs/<name>.log`.
 
+    The log's size is bounded (actor_log.py).
+
     Ray's dashboard shows it by its name, and its replacements as `<name> (2)`, `<name> (3)` and so on. Its
     `repr` is only the name: Ray reads it once, so it cannot show the current state.
 

@@ -34,25 +34,26 @@ def correct_stop_strings() -> None:
     def corrected(cls: Any, tokenizer: Any, request: Any) -> Any:
         made, params = detokenized(cls, tokenizer, request), request.sampling_params
         made.min_tokens = max(0, params.min_tokens - 1)
-        if hasattr(made, "stream") and not _context(tokenizer, request.prompt_token_ids):
+        if hasattr(made, "stream") and _is_cut(tokenizer, request.prompt_token_ids):
             made.stream = DecodeStream(skip_special_tokens=params.skip_special_tokens)
         return made
 
     detokenizer.from_new_request = classmethod(corrected)
 
 
-def _context(tokenizer: Any, prompt: Sequence[int]) -> list[int]:
-    """Return the tokens that a response's text continues: none if they end within a character.
+def _is_cut(tokenizer: Any, prompt: Sequence[int]) -> bool:
+    """Return True if the prompt ends within a character.
 
-    From such a prompt vLLM's stream would yield the whole prompt as the beginning of the response.
+    A stream that begins with such a prompt would yield all of it as the beginning of the response.
     """
-    ending = tokenizer.decode(list(prompt[-8:]), skip_special_tokens=True)
-    return [] if ending.endswith("\N{REPLACEMENT CHARACTER}") else list(prompt)
+    ending: str = tokenizer.decode(list(prompt[-8:]), skip_special_tokens=True)
+    return ending.endswith("\N{REPLACEMENT CHARACTER}")
 
 
 def decode(tokenizer: Any, prompt: Sequence[int], response: Sequence[int], params: Any) -> str:
     """Return the text that vLLM makes of a response token by token, to the byte; `params` are the request's."""
-    backend, context = getattr(tokenizer, "_tokenizer", None), _context(tokenizer, prompt)
+    backend = getattr(tokenizer, "_tokenizer", None)
+    context = [] if _is_cut(tokenizer, prompt) else list(prompt)
     if backend is not None and isinstance(backend.decoder, ByteLevel):
         # The text is the tokens' bytes, so one step over all of them yields what many steps do. It yields None
         # if the text ends in the middle of a character, which vLLM leaves out.

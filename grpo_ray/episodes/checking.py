@@ -65,10 +65,6 @@ def check_template(config: Config, tokenizer: Any) -> None:
         ValueError: there is none, or it does not fit tokenizer, end tokens or `episodes.template_arguments`.
     """
     if config.episode_tasks:
-        path = config.model.path
-        ends = (
-            (tokenizer.eos_token_id,)
-            if path is None
-            else end_token_ids(path, tokenizer, config.model.trust_remote_code)
-        )
+        path, trust = config.model.path, config.model.trust_remote_code
+        ends = (tokenizer.eos_token_id,) if path is None else end_token_ids(path, tokenizer, trust)
         make_template(config.episodes, tokenizer, ends)

@@ -117,6 +117,11 @@ def max_positions(path: str, trust_remote_code: bool = False) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
+def _vocab_size(path: str, trust_remote_code: bool = False) -> int | None:
+    """Return the number of the model's embeddings; None if its config does not say."""
+    return getattr(text_config(path, trust_remote_code), "vocab_size", None)
+
+
 def check_vocabulary(
     path: str, tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...], trust_remote_code: bool = False
 ) -> None:
@@ -128,7 +133,7 @@ def check_vocabulary(
     Raises:
         ValueError: a token or an end token lies outside the model's vocabulary.
     """
-    size = getattr(text_config(path, trust_remote_code), "vocab_size", None)
+    size = _vocab_size(path, trust_remote_code)
     if size is None:
         return
     needed = max(tokenizer.get_vocab().values(), default=-1) + 1
@@ -290,12 +295,12 @@ def check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase, longest_pr
             f"{len(different)} tokens, such as {token!r}, number {others.get(token, 'none')} there and "
             f"{own.get(token, 'none')} here; give a teacher of the same family"
         )
-    trusted = config.model.trust_remote_code
-    sizes = [text_config(each, trusted).vocab_size for each in (path, config.model.path or path)]
-    if sizes[1] > sizes[0]:
+    size = _vocab_size(path)
+    most = _vocab_size(config.model.path, config.model.trust_remote_code) if config.model.path else None
+    if size is not None and most is not None and most > size:  # a tiny policy has those of its tokenizer
         raise ValueError(
-            f"distillation.teacher: {path!r} has embeddings of {sizes[0]} tokens, and {policy!r} can sample "
-            f"{sizes[1]}; resize those of the policy with model.resize_token_embeddings({sizes[0]})"
+            f"distillation.teacher: {path!r} has embeddings of {size} tokens, and {policy!r} can sample "
+            f"{most}; resize those of the policy with model.resize_token_embeddings({size})"
         )
     length = config.generator.max_model_len or longest_prompt + config.sampling.max_tokens
     length += config.distillation.engine == "vllm"  # which draws a token after those that it judges

@@ -114,16 +114,15 @@ class CheckpointStore:
 
     # ---- reading ----
 
-    def all(self, is_strict: bool = False, reads_files: bool = True) -> list[Checkpoint]:
+    def all(self, reads_files: bool = True, is_strict: bool = False) -> list[Checkpoint]:
         """Return the whole checkpoints, oldest first; the others are in `damaged`.
 
         Args:
-            is_strict: files are not read, and one that cannot be read now is an OSError and not damaged.
             reads_files: compare checksums, and the headers of weights; otherwise sizes alone.
+            is_strict: one that cannot be read now is an OSError and not damaged.
         """
         self.damaged = []
         folders = sorted(self._folders("step"))
-        reads_files = reads_files and not is_strict
         checkpoints = [self._read(step, folder, reads_files, is_strict) for step, folder in folders]
         return [checkpoint for checkpoint in checkpoints if checkpoint is not None]
 
@@ -139,14 +138,14 @@ class CheckpointStore:
         """
         found = {checkpoint.path.name: checkpoint for checkpoint in self.all(reads_files=False)}
         while found:
-            best = self.best_of([*found.values()])
-            names = {LAST: [*found][-1], BEST: best.path.name if best is not None else ""}
-            name = names.get(choice, choice)
+            name = [*found][-1] if choice == LAST else choice
+            if choice == BEST and (best := self.best_of(found.values())) is not None:
+                name = best.path.name
             if name not in found:
                 break
-            if self._read(found[name].state.step, found[name].path, True, False) is not None:
-                return found[name]
-            del found[name]  # damaged
+            chosen = found.pop(name)
+            if self._read(chosen.state.step, chosen.path, reads_files=True, is_strict=False) is not None:
+                return chosen
         if not found:
             raise RunError(f"{self._run.path} has no checkpoint yet")
         if choice == BEST:
@@ -266,7 +265,7 @@ class CheckpointStore:
     def _prune(self, newest: int) -> None:
         """Delete what is not to be kept. A damaged one newer than `newest` stays: the run will replace it."""
         try:
-            whole = {checkpoint.state.step for checkpoint in self.all(is_strict=True)}
+            whole = {checkpoint.state.step for checkpoint in self.all(reads_files=False, is_strict=True)}
         except OSError:  # one that cannot be read now may be the best
             return
         kept: set[int | None] = {newest, *sorted(whole)[-self._keep :], *self._in_use}

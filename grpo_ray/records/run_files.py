@@ -172,6 +172,12 @@ class RunDirectory:
                 if match and (match["unfinished"] or int(match["step"]) > step):
                     (folder / name).unlink(missing_ok=True)
 
+    def rollout_steps(self) -> list[int]:
+        """Return the steps with a file of rollouts, in order; a folder that cannot be read is an OSError."""
+        names = os.listdir(self.rollouts) if self.rollouts.exists() else []
+        found = filter(None, map(STEP_FILE.fullmatch, names))
+        return sorted(int(match["step"]) for match in found if match["step"])
+
     def rollouts_path(self, step: int) -> Path:
         return self.rollouts / f"{step_name(step)}.parquet"
 

@@ -126,7 +126,7 @@ def wrong_scores(term: RewardTerm, response: str, ground_truth: str, own: float)
 
 
 def needs_isolation(reward: Reward) -> bool:
-    """Return True for a reward that may run away, or is own: it needs a process that can be killed."""
+    """Return True for a reward that may run away or is the user's, so that its process must be killable."""
     return uses_algebra(reward) or is_own(reward)
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config.reward import Reward, RewardTerm, is_own, named_terms
 from grpo_ray.rewards.base import NOTHING, About, Result, Scores, ScoringError, Ungradable
-from grpo_ray.rewards.configured import get_reward_fn, needs_isolation, summed, tried, wrong_scores
+from grpo_ray.rewards.configured import TermReward, needs_isolation, summed, tried, wrong_scores
 from grpo_ray.rewards.isolation.confinement import protection_here
 from grpo_ray.rewards.isolation.pool import RewardPool
-from grpo_ray.rewards.isolation.worker import result_of, try_to_grade
+from grpo_ray.rewards.isolation.worker import result_of
 from grpo_ray.types import PromptItem
 
 
@@ -33,7 +33,7 @@ class Grader:
         self._asks_about = {task for task, reward in rewards.items() if is_own(reward)}
         self._ungradable_reward = config.ungradable_reward
         isolated = {key: (term,) for key, term in terms.items() if needs_isolation((term,))}
-        self._reward_fns = {key: get_reward_fn((term,)) for key, term in terms.items() if key not in isolated}
+        self._graders = {key: TermReward(term) for key, term in terms.items() if key not in isolated}
         # One pool for all terms without the network, and one for each with it, as only that has its secrets.
         offline = {key: own for key, own in isolated.items() if not terms[key].network}
         limits = config.num_workers, config.timeout_s, config.memory_gib, config.readable_paths
@@ -74,12 +74,13 @@ class Grader:
         about: About = about_of(item) if task in self._asks_about and item is not None else NOTHING
         keys = [key for key, _ in self._terms[task]]
         begun = {key: self._pools[key].submit(key, pairs, about) for key in keys if key in self._pools}
+        responses, truths = [response for response, _ in pairs], [truth for _, truth in pairs]
         columns = []
         for key in keys:
             if key in begun:
                 columns.append(begun[key].result())
             else:
-                columns.append([try_to_grade(self._reward_fns[key], *pair) for pair in pairs])
+                columns.append([*map(result_of, self._graders[key](responses, truths, about))])
         rows = zip(*columns, strict=True)
         return [self._sum_of(task, pair, row) for pair, row in zip(pairs, rows, strict=True)]
 

@@ -50,7 +50,7 @@ def _measure(kind: str, pools: Sequence[RewardPool], num_pairs: int, rounds: int
         IN_PROCESS: (lambda pairs: [reward_fn(*pair) for pair in pairs], size)
     }
     for num_workers, pool in enumerate(pools, 1):
-        grade: Callable[[Pairs], list] = lambda pairs, pool=pool: pool.grade("", pairs)  # noqa: E731
+        grade: Callable[[Pairs], list] = lambda pairs, pool=pool: pool.submit("", pairs).result()  # noqa: E731
         ways[f"pool of {num_workers}"] = grade, size
         ways[f"pool of {num_workers}, in groups"] = grade, GROUP
 

@@ -113,7 +113,6 @@ hanging = threading.Event()
 def hangs(response, ground_truth): return len(response) if response != "hang" else hanging.wait()
 async def sleeper(response, ground_truth):
     await asyncio.sleep(3600)
-
 print("imported")
 '''
 

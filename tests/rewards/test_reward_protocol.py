@@ -42,7 +42,7 @@ def pool() -> Iterator[RewardPool]:
 
 
 def grade(pool: RewardPool, *responses: str) -> list[Result]:
-    return pool.grade("own", [(response, "72") for response in responses])
+    return pool.submit("own", [(response, "72") for response in responses]).result()
 
 
 def are_right(results: list[Result]) -> bool:
@@ -230,7 +230,7 @@ def test_a_fork_server_that_cannot_be_started_is_started_later(monkeypatch: pyte
 
     monkeypatch.setattr(processes.subprocess, "Popen", refuse_twice)
     pool = RewardPool({"own": "hostile_rewards:obey"}, num_workers=1, timeout_s=30.0, memory_gib=0.25)
-    assert are_right(pool.grade("own", [("72", "72")]))
+    assert are_right(pool.submit("own", [("72", "72")]).result())
     assert len(tries) == 3
     pool.close()
 

@@ -22,11 +22,12 @@ from grpo_ray.config.secrets import reward_environment
 from grpo_ray.errors import RunError
 from grpo_ray.rewards.base import Overrun, Result, ScoringError, Ungradable, verdict
 from grpo_ray.rewards.builtin import r1_zero_reward_fn
+from grpo_ray.rewards.configured import tried
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.isolation import processes
 from grpo_ray.rewards.isolation.confinement import die_with_parent, protection_here
 from grpo_ray.rewards.isolation.pool import RewardPool
-from grpo_ray.rewards.isolation.worker import try_to_grade
+from grpo_ray.rewards.isolation.worker import result_of
 
 pytestmark = pytest.mark.slow  # workers are started, killed and waited for
 OWN = "hostile_rewards:obey"
@@ -54,7 +55,7 @@ def pool() -> Iterator[RewardPool]:
 
 def obeyed(pool: RewardPool, *responses: str) -> list[Any]:
     """Return 1 or 0 for each graded response, and for others the reason why they have no grade."""
-    results = pool.grade("own", [(response, "72") for response in responses])
+    results = pool.submit("own", [(response, "72") for response in responses]).result()
     return [result["reward"] if isinstance(result, dict) else str(result) for result in results]
 
 
@@ -85,9 +86,9 @@ def test_verdicts_are_those_of_the_function_itself(pool: RewardPool) -> None:
         *[("{" * 900 + "}" * 900, "72"), ("\ud800\x00\r\n\u2028" * 9_999, "72"), ("\x00", "\x00")],
     ]
     responses = [(respond(answer), truth) for answer, truth in pairs] + pairs
-    expected = [try_to_grade(r1_zero_reward_fn, *pair) for pair in responses]
+    expected = [result_of(tried(lambda pair=pair: r1_zero_reward_fn(*pair))) for pair in responses]
     assert {type(result) for result in expected} == {dict, Ungradable}
-    results = pool.grade("maths", responses)
+    results = pool.submit("maths", responses).result()
     assert list(map(kind_of, results)) == list(map(kind_of, expected))
     plain = [
         [result if isinstance(result, dict) else str(result) for result in some] for some in (results, expected)
@@ -97,9 +98,9 @@ def test_verdicts_are_those_of_the_function_itself(pool: RewardPool) -> None:
 
 def test_results_keep_their_order_at_any_length(pool: RewardPool) -> None:
     answers = [str(index) + "x" * (index * 7919 % 50_000) for index in range(200)]
-    results = pool.grade("own", [(answer, answer) for answer in answers])
+    results = pool.submit("own", [(answer, answer) for answer in answers]).result()
     assert [result["reward"] for result in results if not isinstance(result, ScoringError)] == [1.0] * 200
-    assert pool.grade("own", []) == []
+    assert pool.submit("own", []).result() == []
 
 
 REASONS = {  # the kind of each word's result, and how its reason begins
@@ -121,7 +122,7 @@ REASONS = {  # the kind of each word's result, and how its reason begins
 
 @pytest.mark.parametrize("word", REASONS)
 def test_an_answer_without_a_grade_has_its_reason_and_costs_no_other(pool: RewardPool, word: str) -> None:
-    first, bad, last = pool.grade("own", [("72", "72"), (f"{word} 72", "72"), ("72", "72")])
+    first, bad, last = pool.submit("own", [("72", "72"), (f"{word} 72", "72"), ("72", "72")]).result()
     assert (kind_of(first), kind_of(bad), kind_of(last)) == ("graded", REASONS[word][0], "graded")
     assert str(bad).startswith(REASONS[word][1])
 
@@ -135,11 +136,11 @@ def test_errors_ungradable_answers_and_unreadable_truths_cost_no_worker(
     before = {worker.pid for worker in workers_of(pool)}
     obeyed(pool, *(f"{word} 72" for word in RAISING for _ in range(10)))
     answers = ["72", "(" * 200 + "72" + ")" * 200, "71"]
-    right, ungradable, wrong = pool.grade("maths", [(respond(answer), "72") for answer in answers])
+    right, ungradable, wrong = pool.submit("maths", [(respond(answer), "72") for answer in answers]).result()
     assert (right, wrong) == (verdict(True, True), verdict(True, False))
     assert isinstance(ungradable, Ungradable)
     assert str(ungradable) == "brackets nested more than 7 deep"
-    (unread,) = pool.grade("maths", [(respond("72"), r"\frac{7}{")])
+    (unread,) = pool.submit("maths", [(respond("72"), r"\frac{7}{")]).result()
     assert (kind_of(unread), "ground truth" in str(unread)) == ("error", True)
     assert {worker.pid for worker in workers_of(pool)} == before
 
@@ -176,7 +177,7 @@ def test_four_threads_of_hostile_inputs_get_the_right_results(pool: RewardPool) 
         for start in range(0, len(part), 20):
             for name in ("own", "maths"):
                 chosen = [task for task in part[start : start + 20] if task[0] == name]
-                graded = pool.grade(name, [(response, "72") for _, response in chosen])
+                graded = pool.submit(name, [(response, "72") for _, response in chosen]).result()
                 values = [one["reward"] if isinstance(one, dict) else kind_of(one) for one in graded]
                 results += zip(chosen, values, strict=True)
         return results
@@ -294,9 +295,9 @@ import sys
 sys.path.insert(0, {folder!r})
 from grpo_ray.rewards.isolation.pool import RewardPool
 pool = RewardPool({{"own": "hostile_rewards:obey"}}, 1, timeout_s=120, memory_gib=0.25)
-pool.grade("own", [("72", "72")])
+pool.submit("own", [("72", "72")]).result()
 print(pool._fork_server._process.pid, flush=True)
-pool.grade("own", [("loop 72", "72")])
+pool.submit("own", [("loop 72", "72")]).result()
 """
 
 

@@ -101,10 +101,6 @@ class RewardPool:
         """
         self._fork_server.new_worker().close()
 
-    def grade(self, task: str, pairs: Sequence[tuple[str, str]], about: About = NOTHING) -> list[Result]:
-        """Return the result of `submit`."""
-        return self.submit(task, pairs, about).result()
-
     def submit(
         self, task: str, pairs: Sequence[tuple[str, str]], about: About = NOTHING
     ) -> Future[list[Result]]:

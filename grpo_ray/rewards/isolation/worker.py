@@ -16,8 +16,8 @@ from itertools import dropwhile
 from mmap import mmap
 from typing import Any
 
-from grpo_ray.rewards.base import Graded, NotGraded, Result, RewardFn, ScoringError, Ungradable
-from grpo_ray.rewards.configured import GroupFn, tried
+from grpo_ray.rewards.base import Graded, NotGraded, Result, ScoringError, Ungradable
+from grpo_ray.rewards.configured import GroupFn
 from grpo_ray.rewards.isolation.confinement import Confinement, MappedMemory
 from grpo_ray.rewards.isolation.messages import LARGEST_REWARD, is_storable, max_bytes, storable
 
@@ -68,11 +68,6 @@ def _message(outcome: Graded, num_results: int) -> list[Any]:
     kind = "ungradable" if isinstance(result, Ungradable) else "error"
     most = max_bytes(num_results) // (8 * num_results) if num_results > 1 else None
     return [kind, str(result)[:most]]
-
-
-def try_to_grade(reward_fn: RewardFn, response: str, ground_truth: str) -> Result:
-    """Return the reward's scores, or Ungradable for the answer's doing, or the error of the grader."""
-    return result_of(tried(lambda: reward_fn(response, ground_truth)))
 
 
 def result_of(outcome: Graded) -> Result:

@@ -1,8 +1,6 @@
 """Rollouts for the web page: a seeded sample of a run's Parquet files, read one file at a time."""
 
-import os
 import random
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,8 +74,7 @@ def step_files(run: RunDirectory) -> StepFiles:
     Raises:
         ValueError: a file is damaged.
     """
-    names = os.listdir(run.rollouts) if run.rollouts.exists() else []
-    steps = sorted(int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d+)\.parquet", name)))
+    steps = run.rollout_steps()
     chosen = evenly_spaced(steps, MAX_FILES)
     return StepFiles([_step_file(step, run.rollouts_path(step)) for step in chosen], steps)
 

@@ -89,9 +89,10 @@ def _simulate(options: SimulateOptions) -> int:
         try:
             simulated = simulate(config, RunDirectory(folder), speeds, lengths, trace.write if trace else None)
         except RunError as error:
+            if options.out:
+                raise
             cause = str(error).partition("\n")[0]  # the rest names a folder that is about to be deleted
-            kept = f"{cause}\nGive --out DIR to keep the run's records"
-            raise RunError(str(error) if options.out else kept) from error
+            raise RunError(f"{cause}\nGive --out DIR to keep the run's records") from error
     print(*lines_of(simulated), sep="\n")
     return 0 if simulated.faults.is_none else 1
 

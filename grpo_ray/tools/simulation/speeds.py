@@ -1,8 +1,6 @@
 """The speeds of simulated actors, and the lengths of simulated responses."""
 
-import fnmatch
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -130,12 +128,11 @@ def recorded_lengths(path: str) -> RecordedLengths:
         ValueError: the folder holds no rollouts, or one of its files is damaged.
     """
     found: list[np.ndarray] = []
-    folder = RunDirectory(path).rollouts
-    names = os.listdir(folder) if folder.exists() else []  # `glob` hides that it cannot be read
-    for name in sorted(fnmatch.filter(names, "step-*.parquet"), reverse=True):
+    run = RunDirectory(path)
+    for file in map(run.rollouts_path, reversed(run.rollout_steps())):
         if sum(map(len, found)) < MAX_RECORDED:
-            with damage_named(folder / name, DAMAGED):
-                lengths = pq.read_table(folder / name, columns=["num_tokens"])["num_tokens"]
+            with damage_named(file, DAMAGED):
+                lengths = pq.read_table(file, columns=["num_tokens"])["num_tokens"]
             found.append(lengths.to_numpy().astype(np.int64))
     if not any(map(len, found)):
         raise ValueError(f"--recorded {path}: there are no rollouts in it; give a run with run.save_rollouts")
