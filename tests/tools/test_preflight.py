@@ -1,6 +1,7 @@
 """Preflight: what it finds in the zoo and in small games, what it shows, and how it ends."""
 
 import asyncio
+import ctypes
 import gc
 import json
 import os
@@ -180,13 +181,22 @@ def test_garbage_from_before_a_play_is_not_its_crash(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_crash_is_said_with_its_signal_and_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_replaced", (False, True))
+def test_a_crash_is_said_with_its_signal_and_line(tmp_path: Path, is_replaced: bool) -> None:
+    """Also if something has taken the place of pytest's handler, as Ray does."""
     (tmp_path / "fragile.py").write_text(
         "import ctypes\nexamples = [{'question': 'What?'}]\nasync def episode(session, example):\n"
         "    return len(ctypes.string_at(0))\n"
     )
-    (fault,) = run(PreflightOptions(f"{tmp_path / 'fragile.py'}:episode")).faults
-    assert (fault.name, fault.place) == ("crashes", "fragile.py:4")
+    libc, handler = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+    libc.sigaction(signal.SIGSEGV, None, handler)
+    if is_replaced:
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+    try:
+        (fault,) = run(PreflightOptions(f"{tmp_path / 'fragile.py'}:episode")).faults
+    finally:
+        libc.sigaction(signal.SIGSEGV, handler, None)
+    assert (fault.name, fault.place) == ("crashes", "fragile.py:4"), fault.text
     assert re.fullmatch(
         r"SIGSEGV ended the process in which episodes ran, in .*/ctypes/__init__\.py:\d+", fault.text
     )

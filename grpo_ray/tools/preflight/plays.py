@@ -224,6 +224,7 @@ def _crash(status: int | None, written: TextIO, subject: Subject) -> Finding:
 
 def _child(sender: Connection, crash: TextIO, subject: Subject, seed: int, kind: Kind) -> None:
     gc.freeze()  # garbage from before the fork may wait for threads that this process does not have
+    faulthandler.disable()  # otherwise handlers that Ray put in its place would stay
     faulthandler.enable(crash)
     os.dup2(2, 1)  # what episodes print is not the command's own output
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends this process
