@@ -1,7 +1,19 @@
-"""Run the command `grpo-ray` as `python -m grpo_ray`."""
+"""The command `grpo-ray`, also as `python -m grpo_ray`."""
 
+import signal
 import sys
 
-from grpo_ray.tools.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Load the commands and run one; return the exit status."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is there to end, and a traceback would not help
+    from grpo_ray.tools import cli
+
+    signal.signal(signal.SIGINT, handler)
+    return cli.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,5 +1,6 @@
 """Configuration fields of a wrong type, each of them, and wrong command lines."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -140,6 +141,15 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
     code += "raise SystemExit(main(['experiment', '--list']))"
     done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.slow
+def test_an_interrupt_while_commands_load_prints_nothing() -> None:
+    code = "import os, signal, sys; from grpo_ray.__main__ import main\n"
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "sys.meta_path.insert(0, type('', (), {'find_spec': lambda *_: os.kill(os.getpid(), 2)}))\n"
+    done = subprocess.run([sys.executable, "-c", code + "main()"], stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 @pytest.mark.slow

@@ -185,4 +185,5 @@ def _main(arguments: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    _main(json.loads(sys.argv[1]))
+    with contextlib.suppress(BrokenPipeError):  # the pool has ended meanwhile
+        _main(json.loads(sys.argv[1]))
