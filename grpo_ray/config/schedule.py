@@ -17,7 +17,8 @@ class WeightSyncConfig(Section):
     recompute_kv: bool = True
     """true: a sync discards the keys and values of running requests, and the engine recomputes them with the
     new weights. false: it keeps them, so later tokens attend to keys and values of earlier weights. New
-    requests use those of their own version. `mismatch/kl/after_switch` shows the cost."""
+    requests use those of their own version, unless they waited in vLLM's queue during a sync.
+    `mismatch/kl/after_switch` shows the cost, of responses that had begun before it."""
     transport: Literal["object_store", "ipc", "collective", "nccl"] = "object_store"
     """Path of the weights to the Generators. `object_store`: Ray's object store, then shared memory into the
     engine. `ipc`: read in place on the GPU that a colocated Generator and Learner share. `collective`: one gloo

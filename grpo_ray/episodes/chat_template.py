@@ -120,9 +120,11 @@ class ChatTemplate:
         self, messages: Sequence[Message], num_known: int, prompt: Sequence[int], reply: Sequence[int],
         tools: Sequence[Tool] | None = None,
     ) -> tuple[int, ...] | None:  # fmt: skip
-        """See `Template.continued`; a branch begins where a reply of those tokens is not kept."""
+        """See `Template.continued`; a branch begins where text of those tokens is dropped, or shown again."""
         dropped = self._dropped(messages, tools)
         if dropped and not dropped <= self._dropped(messages[: num_known - 1], tools):
+            return None
+        if self._is_repeated(messages, num_known, tools):
             return None
         known = (*prompt, *reply)
         return known + self.suffix(messages, num_known, known[-1], tools)
@@ -220,6 +222,21 @@ class ChatTemplate:
             for text in (message["content"], message.get("reasoning_content", ""))
             if _squeezed(text) not in shown
         }
+
+    def _is_repeated(self, messages: Sequence[Message], num_known: int, tools: Sequence[Tool] | None) -> bool:
+        """Return True if behind the reply stands what came before it: Mistral's last user shows the tools."""
+
+        def is_repeated() -> bool:
+            known = [
+                {**message, "content": PROBE} if message["role"] in ("system", "user") else message
+                for message in messages[: num_known - 1]
+            ]
+            reply = {**self._dummy(messages, num_known, tools), "content": SENTINEL}
+            named = [{**tool, "function": {**tool["function"], "name": PROBE}} for tool in tools or ()]
+            return PROBE in self._behind([*known, reply, *messages[num_known:]], SENTINEL, named)[1]
+
+        shape = num_known, bool(tools), *(message["role"] for message in messages)
+        return bool(self._shapes.get(shape, is_repeated))
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> str:
         if not self.tokenizer.chat_template:

@@ -227,6 +227,19 @@ def test_a_result_that_is_shown_only_after_a_call_is_found() -> None:
     assert after_a_result(SHOWN, AFTER_A_CALL, [LOOK], last_token="<|im_end|>") == "three<|im_end|>"
 
 
+@pytest.mark.parametrize("shown", ["messages[0].content", "tools | tojson"])
+def test_what_stands_beside_the_last_message_opens_a_branch(shown: str) -> None:
+    """There the templates of Mistral show the system prompt and the tools."""
+    last = f"{{% if loop.last %}}{{{{ {shown} }}}}{{% endif %}}"
+    tokenizer = chat_tokenizer(f"{{% for message in messages %}}{last}{SHOWN}{{% endfor %}}")
+    sampler = Scripted(tokenizer, lambda prompt: "reply", "<|im_end|>")
+    session = make_session(sampler, tokenizer, parser=lambda ids, prompt, tools: ("", "", []))
+    messages = asyncio.run(converse(session, [[user("one")], [user("two")]], [TOOL]))
+    text = tokenizer.apply_chat_template(messages[:3], tools=[TOOL], tokenize=False)
+    assert sampler.prompts[1] == tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert len(session.segments.sequences()) == 2
+
+
 async def test_a_message_that_holds_the_sentinel_does_no_harm() -> None:
     session, sampler = session_of("qwen2.5", lambda prompt: "it is grpo-ray-reply")
     messages = await converse(session, [[user("grpo-ray-reply")], [user("grpo-ray-reply'")]])

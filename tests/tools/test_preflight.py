@@ -181,7 +181,7 @@ def test_garbage_from_before_a_play_is_not_its_crash(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_replaced", (False, True))
+@pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_crash_is_said_with_its_signal_and_line(tmp_path: Path, is_replaced: bool) -> None:
     """Also if something has taken the place of pytest's handler, as Ray does."""
     (tmp_path / "fragile.py").write_text(
