@@ -5,12 +5,13 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from builders import TinyModel, changed, logprob_error, logprobs_over_kept_cache, make_settings, perturb, update
-from transformers import PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from grpo_ray.config import Config
 from grpo_ray.engines import engine_seed, sampling_batch
@@ -99,6 +100,19 @@ def test_request_seed_gives_the_same_tokens_whatever_the_neighbours(make_torch_e
     tokens = [[c.token_ids.tolist() for c in group] for group in (alone, together, other)]
     assert tokens[0] == tokens[1] != tokens[2]
     assert len({tuple(row) for row in tokens[0]}) == 3  # samples of a group are not copies
+
+
+async def test_a_request_that_ends_at_the_models_last_position_has_a_longer_neighbour(
+    tiny_config: Config, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    learned_positions = GPT2Config(vocab_size=300, n_positions=64, n_embd=8, n_layer=1, n_head=1)
+    GPT2LMHeadModel(learned_positions).save_pretrained(tmp_path)
+    load_tokenizer(str(tiny_model())).save_pretrained(tmp_path)
+    engine = TorchEngine(tiny_config, str(tmp_path), 64, seed=0)
+    await engine.start(0)
+    settings = [make_settings(num_samples=1, max_tokens=number, end_token_ids=()) for number in (4, 9)]
+    groups = await asyncio.gather(*map(engine.generate, [(40,) * 60, (50,)], settings))
+    assert [len(completion.token_ids) for (completion,) in groups] == [4, 9]
 
 
 Drawn = list[tuple[list[int], list[float]]]
