@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from grpo_ray.episodes.chat_template import Message, Tool
 from grpo_ray.episodes.outcome import Outcome
 from grpo_ray.episodes.session import Reply, Session
+from grpo_ray.watch.background import settle
 
 T = TypeVar("T")
 WIND_DOWN_S = 5.0  # for a stopped thread that nothing holds up; many stop at the same time
@@ -91,18 +92,10 @@ class _Calls(ThreadPoolExecutor):
     def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         future: Future[T] = Future()
         call = partial(function, *args, **kwargs)
-        threading.Thread(target=_answer, args=(future, call), daemon=True).start()
+        threading.Thread(target=settle, args=(future, call), daemon=True).start()
         self.open.add(future)
         future.add_done_callback(self.open.discard)
         return future
-
-
-def _answer(future: Future[T], call: Callable[[], T]) -> None:
-    if future.set_running_or_notify_cancel():
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
 
 
 class StoppedThreads:

@@ -49,7 +49,7 @@ class BackgroundThread:
     def call(self, what: str, job: Callable[[], T]) -> "Future[T]":
         """Queue a job, and return its future; a job that is cancelled before it begins does not run."""
         future: Future[T] = Future()
-        self.submit(what, partial(_settle, future, job))
+        self.submit(what, partial(settle, future, job))
         return future
 
     async def run(self, what: str, job: Callable[[], T]) -> T:
@@ -115,7 +115,8 @@ def background_thread(name: str) -> BackgroundThread:
     return InlineJobs(name) if is_simulated() else BackgroundThread(name)
 
 
-def _settle(future: "Future[T]", job: Callable[[], T]) -> None:
+def settle(future: "Future[T]", job: Callable[[], T]) -> None:
+    """Do the job unless the future was cancelled before, and give it the result or the error."""
     if not future.set_running_or_notify_cancel():
         return
     try:
