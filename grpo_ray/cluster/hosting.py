@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar, cast
@@ -125,7 +124,7 @@ class ServingGroup(ServingHost):
 
     def _start_generator(self, name: str) -> Client:
         config, model, seed = self._config, self._model, self._seed_of(name)
-        engine = Deferred(lambda: make_engine(config, model.path, model.max_model_len, seed))
+        engine = Deferred(make_engine, config, model.path, model.max_model_len, seed)
         actor = self._host(Generator, name).options(**self._placement.options(name), max_concurrency=10_000)
         handle = actor.remote(name, engine, config.generator.slowdown_s, self._version)
         return self._client(Generator, name, handle)
@@ -141,7 +140,7 @@ class ServingGroup(ServingHost):
 
     def _start_teacher(self, name: str) -> Client:
         config, model = self._config, self._model
-        engine = Deferred(lambda: make_teacher_engine(config, model))
+        engine = Deferred(make_teacher_engine, config, model)
         actor = self._host(Teacher, name).options(**self._placement.options(name), max_concurrency=10_000)
         return self._client(Teacher, name, actor.remote(name, engine))
 
@@ -197,7 +196,7 @@ class ActorGroup(ServingGroup):
 
     def _start_rank(self, name: str, seat: Seat | None = None) -> Client:
         actor = self._host(Learner, name, beside=self._beside_training())
-        address = Deferred(partial(address_of_node, joins_cluster()))
+        address = Deferred(address_of_node, joins_cluster())
         handle = actor.options(**self._placement.options(name)).remote(*self._learner_arguments, seat, address)
         return self._client(Learner, name, handle)
 

@@ -126,11 +126,8 @@ def last_line(error: BaseException) -> str:
     return cause.partition("Some common causes")[0].strip()[:500]
 
 
-class Deferred:
+class Deferred(partial[Any]):
     """An argument that is built in the actor's process, for objects that cannot be sent there (an engine)."""
-
-    def __init__(self, build: Callable[[], Any]) -> None:
-        self.build = build
 
 
 def as_actor(cls: type, name: str, logs: Path, beside: Mapping[str, int] = NOTHING) -> ActorClass[Any]:
@@ -153,7 +150,7 @@ def as_actor(cls: type, name: str, logs: Path, beside: Mapping[str, int] = NOTHI
             pid.write_text(_address())
         for folder in (*imported, logs.parent / "given"):
             import_from(folder)
-        built = [argument.build() if isinstance(argument, Deferred) else argument for argument in args]
+        built = [argument() if isinstance(argument, Deferred) else argument for argument in args]
         cls.__init__(self, *built)  # type: ignore[misc]  # not of an instance of `cls` itself
         gc.enable()
         for_life = contextlib.ExitStack()
