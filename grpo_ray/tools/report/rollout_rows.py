@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,17 +119,11 @@ def _parent(row: Row, number: int) -> _Parent:
     best = _Parent()
     for earlier, other in enumerate(row["sequences"][:number]):
         path = [*other["prompt_token_ids"], *row["token_ids"][other["start"] : other["end"]]]
-        num_shared = _num_shared(prompt, path)
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(prompt, path, strict=False))
+        num_shared = len(list(shared))
         if num_shared > best.num_shared:
             best = _Parent(earlier, num_shared, *_last_turn(row, other, num_shared))
     return best
-
-
-def _num_shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the longest common beginning."""
-    length = min(len(first), len(second))
-    differs = np.flatnonzero(np.array(first[:length]) != np.array(second[:length]))
-    return int(differs[0]) if len(differs) else length
 
 
 def _last_turn(row: Row, sequence: Row, num_shared: int) -> tuple[int | None, int]:
