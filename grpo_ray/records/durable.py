@@ -57,3 +57,9 @@ def replacing(path: Path, fsync: bool = True) -> Iterator[Path]:
         raise
     if fsync:
         sync(path.parent)
+
+
+def write_text(path: Path, text: str, fsync: bool = True) -> None:
+    """Write a text in UTF-8 that replaces `path`, as `replacing` does."""
+    with replacing(path, fsync) as partial:
+        partial.write_text(text, encoding="utf-8")

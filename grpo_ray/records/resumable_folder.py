@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_ray.config.schema import leaves
 from grpo_ray.errors import RunError
-from grpo_ray.records.durable import replacing
+from grpo_ray.records.durable import write_text
 from grpo_ray.records.readable_rollouts import shortened
 from grpo_ray.records.run_lock import check_still_held, locked
 
@@ -105,8 +105,7 @@ class ResumableFolder:
         self.check(definition)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            with replacing(self.definition_path) as partial:
-                partial.write_text(json.dumps(definition, indent=1) + "\n", encoding="utf-8")
+            write_text(self.definition_path, json.dumps(definition, indent=1) + "\n")
         except OSError as error:
             raise self._unwritable(error) from None
 

@@ -14,7 +14,7 @@ import yaml
 
 from grpo_ray.config import Config
 from grpo_ray.errors import RunError
-from grpo_ray.records.durable import replacing, sync
+from grpo_ray.records.durable import sync, write_text
 from grpo_ray.records.json_lines import (
     damaged_line,
     line_number,
@@ -39,8 +39,7 @@ def step_name(step: int) -> str:
 def dump_config(config: Config, path: Path) -> None:
     """Write the resolved configuration as YAML that `load_config` reads back to the same tree."""
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-    with replacing(path) as partial:
-        partial.write_text(f"{SEAL}{_digest(text)}\n{text}", encoding="utf-8")
+    write_text(path, f"{SEAL}{_digest(text)}\n{text}")
 
 
 def check_dumped(path: Path) -> None:

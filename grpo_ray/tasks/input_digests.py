@@ -16,7 +16,7 @@ from grpo_ray.config.schema import leaves
 from grpo_ray.config.task import field_of
 from grpo_ray.errors import RunError
 from grpo_ray.records.adapter_files import base_digest
-from grpo_ray.records.durable import replacing
+from grpo_ray.records.durable import write_text
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompt_stream import examples_digest
@@ -96,8 +96,7 @@ def file_digest(path: str) -> str:
 
 def write_digests(run: RunDirectory, digests: Mapping[str, str]) -> None:
     """Write the digests that later resumes are compared with."""
-    with replacing(run.inputs_path) as partial:
-        partial.write_text(json.dumps(digests, indent=1) + "\n", encoding="utf-8")
+    write_text(run.inputs_path, json.dumps(digests, indent=1) + "\n")
 
 
 def check_inputs(run: RunDirectory, digests: Mapping[str, str]) -> str | None:

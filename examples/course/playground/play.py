@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from examples.course.playground.settings import make_settings
 from grpo_ray.errors import INTERRUPTED, RunError
-from grpo_ray.records.durable import replacing
+from grpo_ray.records.durable import write_text
 from grpo_ray.run.machine import describe_machine
 
 if TYPE_CHECKING:
@@ -145,7 +145,6 @@ def _columns(points: Sequence["Point"]) -> dict[str, list[float]]:
 
 
 def _finish(folder: Path, picture: str, command: str, figures: Mapping[str, Any]) -> None:
-    with replacing(folder / "figures.json") as partial:
-        text = json.dumps({"command": command, "machine": describe_machine(), **figures})
-        partial.write_text(text + "\n", encoding="utf-8")
+    text = json.dumps({"command": command, "machine": describe_machine(), **figures})
+    write_text(folder / "figures.json", text + "\n")
     print(f"written: {folder / picture}, {folder / 'figures.json'}")

@@ -24,7 +24,7 @@ from matplotlib.ticker import MaxNLocator
 from rich.table import Table
 
 from grpo_ray.errors import RunError, counted
-from grpo_ray.records.durable import replacing
+from grpo_ray.records.durable import replacing, write_text
 from grpo_ray.records.episode_metrics import Status
 from grpo_ray.records.evaluation_summary import Category, EvaluationSummary, Interval, summarise
 from grpo_ray.records.json_lines import to_json
@@ -95,8 +95,7 @@ def write_examples(examples_path: Path, summary: EvaluationSummary, path: Path) 
         rows = sample_rows(examples_path, category, EXAMPLES_OF_EACH)
         sections.append(f"## {title}: {number:,} of {summary.num_responses:,} responses")
         sections += [_readable(row) for row in rows] or ["None."]
-    with replacing(path, fsync=False) as partial:
-        partial.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    write_text(path, "\n\n".join(sections) + "\n", fsync=False)
 
 
 def _readable(row: Row) -> str:
@@ -136,8 +135,8 @@ def write_results(folder: Path, examples: Path, step: int, facts: Mapping[str, A
     summary = summarise(read_outcomes(examples), step, version=step)
     write_examples(examples, summary, folder / "examples.md")
     data = {**facts, "summary": asdict(summary)}
-    with replacing(folder / "summary.json") as partial:  # last: it marks the evaluation as complete
-        partial.write_text(json.dumps(to_json(data), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    text = json.dumps(to_json(data), indent=1, allow_nan=False) + "\n"
+    write_text(folder / "summary.json", text)  # last: it marks the evaluation as complete
     return summary
 
 

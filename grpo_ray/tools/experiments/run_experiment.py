@@ -3,11 +3,10 @@
 import json
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 
 from grpo_ray.config.loading import find_config
 from grpo_ray.errors import INTERRUPTED
-from grpo_ray.records.durable import replacing
+from grpo_ray.records.durable import replacing, write_text
 from grpo_ray.records.resumable_folder import ResumableFolder
 from grpo_ray.records.visible_text import print_visible, visible
 from grpo_ray.run.machine import default_jobs, describe_machine
@@ -99,7 +98,7 @@ class _Progress:
             name: {"status": outcome.status, "reason": outcome.reason, "final_reward": outcome.final}
             for name, outcome in self._outcomes.items()
         }
-        _write(self._path, json.dumps(rows, indent=1) + "\n")
+        write_text(self._path, json.dumps(rows, indent=1) + "\n")
 
 
 def write_report(plan: ExperimentPlan, outcomes: Sequence[ExperimentOutcome], command: str, jobs: int) -> None:
@@ -110,16 +109,11 @@ def write_report(plan: ExperimentPlan, outcomes: Sequence[ExperimentOutcome], co
     experiment, folder = plan.experiment, plan.folder
     results = by_variant(experiment.variants, outcomes)
     write_csv(folder / "table.csv", results, experiment.metrics)
-    _write(folder / "table.md", comparison_table(results, experiment.metrics))
+    write_text(folder / "table.md", comparison_table(results, experiment.metrics))
     title = experiment.title
     plot_validation_reward(results, title, folder / "validation_reward.png")
     plot_metrics(results, experiment.metrics, title, folder / "metrics.png")
     plot_timing(results, title, folder / "timing.png")
     if experiment.draw is not None:
         experiment.draw(results, title, folder)
-    _write(folder / "summary.md", write_summary(experiment, results, command, describe_machine(), jobs))
-
-
-def _write(path: Path, text: str) -> None:
-    with replacing(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+    write_text(folder / "summary.md", write_summary(experiment, results, command, describe_machine(), jobs))

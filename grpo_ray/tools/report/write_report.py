@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ray.errors import RunError, all_of
-from grpo_ray.records.durable import replacing
+from grpo_ray.records.durable import write_text
 from grpo_ray.records.json_lines import to_json
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.records.visible_text import visible
@@ -88,8 +88,7 @@ def report(options: ReportOptions) -> Path:
         for path, name in zip(paths, names_of(paths), strict=True)
     ]
     try:
-        with replacing(output, fsync=False) as partial:
-            partial.write_text(make_page(data), encoding="utf-8")
+        write_text(output, make_page(data), fsync=False)
     except OSError as error:
         raise RunError(f"--output: {output} cannot be written: {error}") from error
     return output

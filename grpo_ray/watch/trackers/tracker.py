@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from grpo_ray.config import Config
 from grpo_ray.config.run import TrackerName
-from grpo_ray.records.durable import replacing
+from grpo_ray.records.durable import write_text
 
 Row = Mapping[str, str | float | None]  # None, as a column of W&B's has one type or null
 End = Literal["finished", "interrupted", "failed"]
@@ -48,8 +48,7 @@ class TrackedRun:
     def keep_id(self, run_id: str) -> None:
         """Store the id for later starts of the run, and the folder that it belongs to."""
         for name, text in ((ID, run_id), (PLACE, str(self.folder.resolve()))):
-            with replacing(self.folder / name) as partial:
-                partial.write_text(text, encoding="utf-8")
+            write_text(self.folder / name, text)
 
 
 def _text(path: Path) -> str | None:
