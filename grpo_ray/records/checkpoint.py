@@ -20,14 +20,13 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from grpo_ray.config import Config
 from grpo_ray.errors import RunError
 from grpo_ray.records.durable import sync, sync_files
-from grpo_ray.records.json_lines import parse_line, to_json
+from grpo_ray.records.json_lines import readable_rows, to_json
 from grpo_ray.records.run_files import RunDirectory, step_name
 
 LAST, BEST = "last", "best"
@@ -196,9 +195,7 @@ class CheckpointStore:
 
     def _rewards(self) -> dict[Any, Any]:
         """Return the validation reward of each step; of a damaged line there is none."""
-        path = self._run.evaluations_summary_path
-        with path.open("rb") if path.exists() else BytesIO() as lines:
-            rows = [row for line in lines if (row := parse_line(line)) is not None]
+        rows = readable_rows(self._run.evaluations_summary_path)
         return {row.get("step"): row.get("reward") for row in rows}
 
     # ---- writing ----

@@ -111,6 +111,12 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
+def readable_rows(path: str | Path) -> Iterator[Row]:
+    """Yield the dicts of the lines that can be read; the others are left out, and a missing file has none."""
+    with suppress(FileNotFoundError), Path(path).open("rb") as file:
+        yield from filter(None, map(parse_line, file))
+
+
 def damaged_line(path: str | Path, number: int, problem: str = "not valid JSON") -> DamagedLine:
     """Return the error that names a damaged line."""
     return DamagedLine(f"{path}, line {number}: {problem}; remove the line, or put back a copy of the file")

@@ -21,7 +21,7 @@ from grpo_ray.core.controller import Controller
 from grpo_ray.errors import RunError, all_of, shown_plainly
 from grpo_ray.learning.model_files import is_local as is_local_model
 from grpo_ray.records.checkpoint import Checkpoint, make_store
-from grpo_ray.records.json_lines import JsonLines, lines_from_end, parse_line
+from grpo_ray.records.json_lines import JsonLines, readable_rows
 from grpo_ray.records.resumable_folder import changed_values
 from grpo_ray.records.rollout_log import num_groups_in
 from grpo_ray.records.run_files import RunDirectory, check_dumped, dump_config, last_logged_step, run_name
@@ -213,9 +213,10 @@ def _with_commits_of(before: Config, now: Config) -> Config:
 def _adopt(run: RunDirectory, before: Config, now: Config, step: int, unchecked: str | None) -> None:
     """Replace the run's configuration; events say what changes, and what was not compared."""
     changes = changed_values(before.model_dump(mode="json"), now.model_dump(mode="json"))
-    rows = [row for _, line in lines_from_end(run.events_path) if (row := parse_line(line)) is not None]
     change = f"resumed with other values: {'; '.join(changes)}" if changes else None
-    if any(row.get("kind") == "config_changed" and row["step"] > step for row in rows):
+    if any(
+        row.get("kind") == "config_changed" and row["step"] > step for row in readable_rows(run.events_path)
+    ):
         change = change or "resumed from a step before other values were given"
     texts = {"config_changed": change}
     for kind, text in (texts | {"inputs_unchecked": unchecked}).items():

@@ -8,7 +8,6 @@ thresholds lie well outside of what good runs show, so it misses mild cases, and
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 from grpo_ray.config import Config
 from grpo_ray.config.run import DetectorName
-from grpo_ray.records.json_lines import parse_line
+from grpo_ray.records.json_lines import readable_rows
 
 KIND = "detected_"  # begins the kinds of their events
 NUM_CLEAR_STEPS = 10  # without a finding; then the same detector may warn again
@@ -280,9 +279,8 @@ class FailureWatch:
     def of_run(cls, config: Config, metrics_path: str | Path) -> "FailureWatch":
         """Return the watch as it was after the lines of the metrics file, of which it warned already."""
         watch = cls(config, config.run.silent_detectors)
-        with Path(metrics_path).open("rb") if Path(metrics_path).exists() else nullcontext(()) as lines:
-            for row in filter(None, map(parse_line, lines)):  # a damaged line is left out
-                watch.step(int(row.get("step", 0)), row)
+        for row in readable_rows(metrics_path):
+            watch.step(int(row.get("step", 0)), row)
         return watch
 
     def step(self, step: int, metrics: Row) -> list[Detection]:

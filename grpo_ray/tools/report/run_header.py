@@ -3,7 +3,6 @@
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from grpo_ray.config import Config
 from grpo_ray.config.schema import leaves
 from grpo_ray.config.section import Section
-from grpo_ray.records.json_lines import parse_line
+from grpo_ray.records.json_lines import readable_rows
 from grpo_ray.records.readable_rollouts import ReadableRollout, readable_rollouts, shortened
 from grpo_ray.records.rollout_log import read_groups
 from grpo_ray.records.run_files import RunDirectory, step_name
@@ -50,8 +49,7 @@ def _clock(seconds: float) -> str:
 
 def warnings_in(path: Path) -> list[str]:
     """Return the texts of detectors' warnings among the events."""
-    with path.open("rb") if path.exists() else nullcontext(()) as lines:
-        rows = [row for line in lines if KIND.encode() in line and (row := parse_line(line)) is not None]
+    rows = readable_rows(path)
     return [str(row.get("text")) for row in rows if str(row.get("kind")).startswith(KIND)]
 
 
