@@ -214,9 +214,8 @@ def _adopt(run: RunDirectory, before: Config, now: Config, step: int, unchecked:
     """Replace the run's configuration; events say what changes, and what was not compared."""
     changes = changed_values(before.model_dump(mode="json"), now.model_dump(mode="json"))
     change = f"resumed with other values: {'; '.join(changes)}" if changes else None
-    if any(
-        row.get("kind") == "config_changed" and row["step"] > step for row in readable_rows(run.events_path)
-    ):
+    rows = readable_rows(run.events_path)
+    if any(row.get("kind") == "config_changed" and row["step"] > step for row in rows):
         change = change or "resumed from a step before other values were given"
     texts = {"config_changed": change}
     for kind, text in (texts | {"inputs_unchecked": unchecked}).items():
