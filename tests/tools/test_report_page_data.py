@@ -288,24 +288,25 @@ def test_rows_have_tokens_ratios_and_version_spans(
     add_checkpoint(run, 3, tiny_model(tied=False))
     sample = sample_rollouts(step_files(run), 100, 0)
     by_choice = {choice: show_rollouts(run, sample, choice) for choice in (None, "last", "best", "step-000002")}
-    assert [shown.checkpoint for shown in by_choice.values()] == [
+    assert [checkpoint for _, checkpoint, _ in by_choice.values()] == [
         "step-000003", "step-000003", "step-000002", "step-000002",
     ]  # fmt: skip
     expected = log_ratios(tiny_config, tiny_model(), sample)
-    for row, ratio in zip(by_choice["step-000002"].rows, expected, strict=True):
+    for row, ratio in zip(by_choice["step-000002"][0], expected, strict=True):
         assert row["ratios"] == pytest.approx(ratio.tolist(), abs=1e-3)
-    row = by_choice["last"].rows[-1]
+    row = by_choice["last"][0][-1]
     assert row["spans"] == [[1, 0], [2, 2]]
     assert row["logprobs"] == [-0.5] * 3
     assert len(row["tokens"]) == 3
-    assert show_rollouts(run, sample, "none").rows[0]["ratios"] is None
+    rows, _, _ = show_rollouts(run, sample, "none")
+    assert rows[0]["ratios"] is None
 
 
 def test_long_texts_are_cut_visibly(tmp_path: Path, tiny_config: Config, tiny_model: TinyModel) -> None:
     long = group(0, ["x" * (MAX_CHARACTERS + 1234)], size=MAX_TOKENS + 7)
     run = make_run(tmp_path / "run", tiny_config, num_steps=1, steps=[[long]])
     add_checkpoint(run, 1, tiny_model())
-    (row,) = show_rollouts(run, sample_rollouts(step_files(run), 1, 0), None).rows
+    (row,), _, _ = show_rollouts(run, sample_rollouts(step_files(run), 1, 0), None)
     assert row["response"].endswith("x… (1,234 more characters)")
     assert row["num_tokens"] == MAX_TOKENS + 7
     assert len(row["tokens"]) == len(row["ratios"]) == MAX_TOKENS
@@ -349,8 +350,8 @@ def test_large_weights_are_loaded_only_on_request(
     run = make_run(tmp_path / "run", tiny_config)
     add_checkpoint(run, 6, tiny_model())
     sample = sample_rollouts(step_files(run), 10, 0)
-    shown = show_rollouts(run, sample, None)
-    assert shown.checkpoint is None
-    assert "request them with --log-ratio last" in shown.notices[0]
-    assert shown.rows[0]["tokens"]
-    assert show_rollouts(run, sample, "last").checkpoint == "step-000006"
+    rows, checkpoint, notices = show_rollouts(run, sample, None)
+    assert checkpoint is None
+    assert "request them with --log-ratio last" in notices[0]
+    assert rows[0]["tokens"]
+    assert show_rollouts(run, sample, "last")[1] == "step-000006"

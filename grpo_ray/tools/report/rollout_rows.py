@@ -1,7 +1,6 @@
 """Sampled rollouts as the web page shows them: shortened texts, tokens, log-ratios, and turns of episodes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
@@ -137,19 +136,12 @@ def _last_turn(row: Row, sequence: Row, num_shared: int) -> tuple[int | None, in
     return whole[-1] if whole else (None, 0)
 
 
-@dataclass(frozen=True)
-class ShownRollouts:
-    """The rows for the page, and notices about them."""
-
-    rows: list[Row]
-    checkpoint: str | None  # the one that the log-ratios compare with
-    notices: list[str]
-
-
 def show_rollouts(
     run: RunDirectory, sampled: Sequence[Row], log_ratio: str | None, trust_remote_code: bool = False
-) -> ShownRollouts:
+) -> tuple[list[Row], str | None, list[str]]:
     """Add the tokens' texts to the sample, and their log-ratios to a checkpoint's policy.
+
+    The result is the rows for the page, the name of the checkpoint, and notices about the rows.
 
     Args:
         log_ratio: `last`, `best`, a checkpoint's name, or `none`; None: the last one, if its weights are small
@@ -161,7 +153,7 @@ def show_rollouts(
         ValueError: the checkpoint or the run's configuration cannot be loaded.
     """
     if not sampled:
-        return ShownRollouts([], None, [])
+        return [], None, []
     checkpoint: Path | None = None
     ratios: Sequence[np.ndarray | None] = [None] * len(sampled)
     model = read_config(run.config_path).get("model")
@@ -178,7 +170,7 @@ def show_rollouts(
             notices.append(f"no log-ratios: {error}")
     texts = _token_texts(run, model, trust_remote_code, notices)
     rows = [_shown(row, texts, of_row) for row, of_row in zip(sampled, ratios, strict=True)]
-    return ShownRollouts(rows, checkpoint.name if checkpoint is not None else None, notices)
+    return rows, checkpoint.name if checkpoint is not None else None, notices
 
 
 def _find_checkpoint(run: RunDirectory, log_ratio: str | None) -> Path:

@@ -60,7 +60,7 @@ def run_data(
         bounds.max_points,
     )  # fmt: skip
     sampled = sample_rollouts(files, bounds.max_rollouts, bounds.seed)
-    shown = show_rollouts(run, sampled, log_ratio, trust_remote_code)
+    rollouts, checkpoint, more_notices = show_rollouts(run, sampled, log_ratio, trust_remote_code)
     head = about(run, config)
     failure = [head.pop("state")] if head["state"].startswith("failed") else []
     return {
@@ -73,7 +73,7 @@ def run_data(
         "series": [asdict(training), asdict(validation)],
         "stages": stage_times(training.columns),
         "ranks": ranks.rows(),
-        "rollouts": shown.rows,
+        "rollouts": rollouts,
         "sample": {
             "num_rollouts": files.num_rollouts,
             "num_steps": len(files.steps),
@@ -81,8 +81,8 @@ def run_data(
             "num_inspected_steps": len(files.inspected),
             "seed": bounds.seed,
         },
-        "checkpoint": shown.checkpoint,
-        "notices": [*notices, *shown.notices],
+        "checkpoint": checkpoint,
+        "notices": [*notices, *more_notices],
         "config": {key: _text(value) for key, value in leaves(values).items()},
         "changed": list(changed_keys(config)) if config is not None else [],
         "config_yaml": run.config_path.read_text(encoding="utf-8"),
