@@ -22,7 +22,7 @@ from benchmarks.tiny_learner import QUICKSTART
 from grpo_ray.config.loading import load_config
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.simulation.simulate import Watch, simulate
-from grpo_ray.tools.simulation.speeds import LognormalLengths, Speeds
+from grpo_ray.tools.simulation.speeds import Speeds, lognormal
 from grpo_ray.watch.memory import imports_left_alone
 
 TITLE = "control at scale: CPU time per group of 8 and per step, with 64, 256 and 1,024 simulated engines"
@@ -142,7 +142,7 @@ def _measure(num_generators: int, groups: int) -> dict[str, float]:
 
     watch = Watch(on_step=note)
     with tempfile.TemporaryDirectory() as folder:
-        run_dir, lengths = RunDirectory(Path(folder) / "run"), LognormalLengths(512.0, 1.0)
+        run_dir, lengths = RunDirectory(Path(folder) / "run"), lognormal(512.0, 1.0)
         simulated = simulate(config, run_dir, SPEEDS, lengths, meter=meter, watch=watch)
     first, last = FIRST_STEPS, num_steps
     spent = {kind: of_actors[last][kind] - of_actors[first][kind] for kind in of_actors[first]}

@@ -39,7 +39,7 @@ from grpo_ray.records.checkpoint import Checkpoint
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run.restores import train_through_restores
 from grpo_ray.tools.simulation.simulate import Watch, prepared_for
-from grpo_ray.tools.simulation.speeds import Lengths, LognormalLengths, Speeds
+from grpo_ray.tools.simulation.speeds import Lengths, Speeds, lognormal
 from grpo_ray.tools.simulation.workers import SimulatedScorer
 from grpo_ray.types import StartingModel
 from grpo_ray.watch.event_loop import LoopLag
@@ -169,7 +169,7 @@ class _Stopwatch:
 def measure(plan: Plan, run: RunDirectory) -> Measured:
     """Run to the end of the training's time, on the cluster at RAY_ADDRESS."""
     config = load_config(plan.config, [*plan.overrides])
-    speeds, lengths = Speeds.model_validate(plan.speeds), LognormalLengths(plan.length_mean, 1.0)
+    speeds, lengths = Speeds.model_validate(plan.speeds), lognormal(plan.length_mean, 1.0)
     prepared = prepared_for(config, speeds)
     run.create(config)
     measured, watch = Measured(), Watch()

@@ -32,7 +32,7 @@ from grpo_ray.records.checkpoint import make_store
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.run.preparation import check_files, prepare
 from grpo_ray.tools.simulation.actors import SimulatedActors, SimulatedClient
-from grpo_ray.tools.simulation.speeds import LognormalLengths, Speeds
+from grpo_ray.tools.simulation.speeds import Speeds, lognormal
 from grpo_ray.tools.simulation.workers import Account
 from grpo_ray.types import ScoredGroup, StepReport, TrainBatch
 from grpo_ray.watch.restarts import RestartBudget
@@ -68,7 +68,7 @@ class StubActors(SimulatedActors):
     def __init__(self, config: Config, prepared: Prepared, folder: Path, steps: Sequence[int]) -> None:
         self._steps, self.sizes = steps, [Sizes(unknown=sys.maxsize)] * len(steps)
         speeds, account = Speeds(**AT_ONCE, decode_s=1e-4, prefill_token_s=0), Forgetful(config.max_token_age)
-        lengths = LognormalLengths(4, 0)
+        lengths = lognormal(4, 0)
         super().__init__(config, prepared.model, folder, None, speeds=speeds, lengths=lengths, account=account)
         learner = self.learner.actor
         train_step = learner.train_step

@@ -11,7 +11,7 @@ from builders import update
 
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.tools.simulation.engine import SimulatedEngine
-from grpo_ray.tools.simulation.speeds import LognormalLengths, RecordedLengths, Speeds
+from grpo_ray.tools.simulation.speeds import Lengths, Speeds, lognormal, recorded
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import Completion, SamplingSettings
 from grpo_ray.watch.clock import Deadlock, VirtualClock
@@ -21,12 +21,9 @@ SPEEDS = Speeds(decode_s=1.0, decode_sequence_s=0.5, prefill_token_s=0.5, start_
 PROMPT = (0,) * 4
 
 
-class GivenLengths:
-    def __init__(self, *lengths: int) -> None:
-        self._lengths = iter(lengths)
-
-    def draw(self, rng: np.random.Generator, num_samples: int) -> np.ndarray:
-        return np.array([next(self._lengths) for _ in range(num_samples)])
+def given(*lengths: int) -> Lengths:
+    drawn = iter(lengths)
+    return lambda rng, num_samples: np.array([next(drawn) for _ in range(num_samples)])
 
 
 def settings(num_samples: int, max_tokens: int = 1000) -> SamplingSettings:
@@ -72,7 +69,7 @@ def test_groups_take_their_prompts_and_tokens_and_slow_each_other_down(
 
         return list(await asyncio.gather(*(sample(*group) for group in groups)))
 
-    assert run(GivenLengths(*lengths), main, max_num_seqs=max_num_seqs) == ends
+    assert run(given(*lengths), main, max_num_seqs=max_num_seqs) == ends
 
 
 async def sampled_beside_sync(
@@ -95,20 +92,20 @@ async def sampled_beside_sync(
 def test_a_sync_splits_a_response_and_keeps_its_tokens() -> None:
     """Paused at 4.5 s with three tokens, for 1.5 s (a token) and 7 s; keys are computed anew after it."""
     main, versions = partial(sampled_beside_sync, sample_at=0.0, sync_at=1.5), [5, 5, 5, 6, 6]
-    assert run(GivenLengths(5), main) == (5 * 1.5 + 1.5 + 7 + 3 * 0.5, versions)
-    assert run(GivenLengths(5), main, recompute_kv=False) == (5 * 1.5 + 1.5 + 7, versions)
+    assert run(given(5), main) == (5 * 1.5 + 1.5 + 7 + 3 * 0.5, versions)
+    assert run(given(5), main, recompute_kv=False) == (5 * 1.5 + 1.5 + 7, versions)
 
 
 def test_a_response_that_begins_as_a_sync_pauses_is_all_of_the_new_version() -> None:
     main = partial(sampled_beside_sync, sample_at=4.0, sync_at=1.0)
-    assert run(GivenLengths(3), main)[1] == [6, 6, 6]
+    assert run(given(3), main)[1] == [6, 6, 6]
 
 
 def test_lengths_end_at_the_limit() -> None:
     async def main(engine: SimulatedEngine, now: Callable[[], float]) -> tuple[Completion, ...]:
         return await engine.generate(PROMPT, settings(2, max_tokens=4))
 
-    cut, whole = run(GivenLengths(9, 4), main)
+    cut, whole = run(given(9, 4), main)
     assert (len(cut.token_ids), cut.is_truncated) == (4, True)
     assert (len(whole.token_ids), whole.is_truncated) == (4, False)
 
@@ -123,7 +120,7 @@ def test_a_cancelled_group_leaves_its_place() -> None:
         await second
         return now()
 
-    assert run(GivenLengths(100, 4), main, max_num_seqs=1) == 3 + 4 * 1.5
+    assert run(given(100, 4), main, max_num_seqs=1) == 3 + 4 * 1.5
 
 
 def test_a_dead_engine_fails_what_runs_and_all_that_follows() -> None:
@@ -136,18 +133,18 @@ def test_a_dead_engine_fails_what_runs_and_all_that_follows() -> None:
                 await call()
         return died_at
 
-    lives = [run(GivenLengths(10**6), main, seed=s, speeds={"generator_life_s": 50.0}) for s in range(40)]
-    assert lives[0] == run(GivenLengths(10**6), main, seed=0, speeds={"generator_life_s": 50.0})
+    lives = [run(given(10**6), main, seed=s, speeds={"generator_life_s": 50.0}) for s in range(40)]
+    assert lives[0] == run(given(10**6), main, seed=0, speeds={"generator_life_s": 50.0})
     assert 25 < np.mean(lives) < 100
 
 
 def test_lengths_of_distributions() -> None:
     rng = np.random.default_rng(0)
-    drawn = LognormalLengths(mean=300.0, sigma=1.0).draw(rng, 100_000)
+    drawn = lognormal(mean=300.0, sigma=1.0)(rng, 100_000)
     assert np.mean(drawn) == pytest.approx(300, rel=0.02)
     assert np.median(drawn) == pytest.approx(300 * np.exp(-0.5), rel=0.02)
-    assert set(LognormalLengths(7.0, 0.0).draw(rng, 5)) == {7}
-    assert set(RecordedLengths(np.array([3, 8])).draw(rng, 100)) == {3, 8}
+    assert set(lognormal(7.0, 0.0)(rng, 5)) == {7}
+    assert set(recorded(np.array([3, 8]))(rng, 100)) == {3, 8}
 
 
 # ---- the clock ----

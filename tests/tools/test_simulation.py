@@ -21,7 +21,7 @@ from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.audit.audit import audit
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.simulation.simulate import Simulated, lines_of, simulate
-from grpo_ray.tools.simulation.speeds import LognormalLengths, Speeds, read_speeds, recorded_lengths
+from grpo_ray.tools.simulation.speeds import Speeds, lognormal, read_lengths, read_speeds
 from grpo_ray.tools.simulation.workers import Account, Faults
 
 SMALL = [
@@ -44,7 +44,7 @@ def simulated(
     folder: Path, *overrides: str, speeds: Speeds = FAST, trace: Any = None, mean: float = 50.0
 ) -> Simulated:
     config = load_config(QUICKSTART, [*SMALL, *overrides])
-    return simulate(config, RunDirectory(folder), speeds, LognormalLengths(mean, 1.0), trace)
+    return simulate(config, RunDirectory(folder), speeds, lognormal(mean, 1.0), trace)
 
 
 FAULTS = FAST.model_copy(update={"generator_life_s": 20.0, "learner_life_s": 12.0})
@@ -167,7 +167,7 @@ def test_no_schedule_of_episodes_trains_an_old_token_or_loses_a_prompt(
     changes = [*SMALL, *EPISODES, "checkpoint.every_num_steps=1000", f"run.seed={seed}", *AGES[name]]
     config = load_config("configs/calculator.yaml", changes)
     with tempfile.TemporaryDirectory() as folder:
-        result = simulate(config, RunDirectory(Path(folder) / "run"), speeds, LognormalLengths(30.0, 1.0))
+        result = simulate(config, RunDirectory(Path(folder) / "run"), speeds, lognormal(30.0, 1.0))
     assert result.faults.is_none, result.faults
     assert [len(step) for step in result.account.trained] == [4] * 6
     assert max(result.account.lag_shares()) <= config.max_token_age
@@ -179,7 +179,7 @@ def test_episodes_end_at_their_limits(tmp_path: Path) -> None:
     changes = [*SMALL, *EPISODES, "episodes.max_tokens=340", "episodes.max_seconds=8"]
     config = load_config("configs/calculator.yaml", changes)
     speeds = FAST.model_copy(update={"environment_s": 4.0, "prompt_tokens": 100, "answer_tokens": 50})
-    result = simulate(config, RunDirectory(tmp_path / "run"), speeds, LognormalLengths(30.0, 1.0))
+    result = simulate(config, RunDirectory(tmp_path / "run"), speeds, lognormal(30.0, 1.0))
     ends = ("finished", "truncated_turns", "truncated_tokens", "truncated_time")
     shares = {end: np.mean([row[f"episodes/status/{end}"] for row in result.steps]) for end in ends}
     assert min(shares.values()) > 0
@@ -257,14 +257,14 @@ def test_a_run_that_was_restored_has_a_summary(tmp_path: Path, seed: int) -> Non
 
 def test_recorded_lengths_are_those_of_the_runs_responses(tmp_path: Path) -> None:
     simulated(tmp_path / "run", "run.save_rollouts=true")
-    lengths = recorded_lengths(str(tmp_path / "run")).lengths
+    lengths = read_lengths(str(tmp_path / "run"))
     assert len(lengths) == 6 * 4 * 2
     assert 1 < np.mean(lengths) < 200
     with pytest.raises(ValueError, match=r"--recorded .*nothing: there are no rollouts in it"):
-        recorded_lengths(str(tmp_path / "nothing"))
+        read_lengths(str(tmp_path / "nothing"))
     RunDirectory(tmp_path / "run").rollouts_path(6).write_bytes(b"")
     with pytest.raises(ValueError, match=r"step-000006\.parquet: not readable as Parquet .*; remove it to"):
-        recorded_lengths(str(tmp_path / "run"))
+        read_lengths(str(tmp_path / "run"))
 
 
 def test_a_speed_that_does_not_exist_is_refused(tmp_path: Path) -> None:

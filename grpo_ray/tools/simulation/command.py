@@ -98,13 +98,13 @@ def _simulate(options: SimulateOptions) -> int:
 
 
 def _lengths(options: SimulateOptions, config: "Config") -> "Lengths":
-    from grpo_ray.tools.simulation.speeds import LognormalLengths, recorded_lengths
+    from grpo_ray.tools.simulation.speeds import lognormal, read_lengths, recorded
 
     if options.recorded is not None:
         if options.length_mean is not None or options.length_sigma != SimulateOptions.length_sigma:
             raise ValueError("--recorded gives the lengths; leave out --length-mean and --length-sigma")
-        return recorded_lengths(options.recorded)
-    return LognormalLengths(options.length_mean or config.sampling.max_tokens / 4, options.length_sigma)
+        return recorded(read_lengths(options.recorded))
+    return lognormal(options.length_mean or config.sampling.max_tokens / 4, options.length_sigma)
 
 
 SIMULATE = Command(

@@ -89,7 +89,7 @@ class SimulatedEngine:
         self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings
     ) -> tuple[Completion, ...]:
         self._check_alive()
-        drawn = self._lengths.draw(self._rng, settings.num_samples)
+        drawn = self._lengths(self._rng, settings.num_samples)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         request = _Request(done, len(prompt_token_ids), settings.num_samples)
         lengths = [max(settings.min_tokens, min(int(length), settings.max_tokens)) for length in drawn]

@@ -1,9 +1,8 @@
 """The speeds of simulated actors, and the lengths of simulated responses."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -89,39 +88,31 @@ def read_speeds(path: str | None) -> Speeds:
         raise ValueError(f"--speeds {path}: {'; '.join(problems)}") from None
 
 
-class Lengths(Protocol):
-    """A distribution of response lengths."""
-
-    def draw(self, rng: np.random.Generator, num_samples: int) -> np.ndarray:
-        """Return lengths in tokens, int64 `[num_samples]`, of at least 1; the engine cuts long ones off."""
+Lengths = Callable[[np.random.Generator, int], np.ndarray]
+"""Draws a number of response lengths in tokens, int64, of at least 1; the engine cuts long ones off."""
 
 
-@dataclass(frozen=True)
-class LognormalLengths:
-    """Lengths with a heavy tail: their logarithm is normal."""
+def lognormal(mean: float, sigma: float) -> Lengths:
+    """Return lengths with a heavy tail: their logarithm is normal.
 
-    mean: float  # of the lengths, in tokens
-    sigma: float  # standard deviation of their natural logarithm; 0 makes all the same
+    Args:
+        mean: of the lengths, in tokens.
+        sigma: standard deviation of their natural logarithm; 0 makes all the same.
+    """
 
-    def draw(self, rng: np.random.Generator, num_samples: int) -> np.ndarray:
-        mu = math.log(self.mean) - self.sigma**2 / 2
-        drawn = np.rint(np.clip(rng.lognormal(mu, self.sigma, num_samples), 1, 2**31))
-        lengths: np.ndarray = drawn.astype(np.int64)
-        return lengths
+    def draw(rng: np.random.Generator, num_samples: int) -> np.ndarray:
+        drawn = rng.lognormal(math.log(mean) - sigma**2 / 2, sigma, num_samples)
+        return np.rint(np.clip(drawn, 1, 2**31)).astype(np.int64)
 
-
-@dataclass(frozen=True)
-class RecordedLengths:
-    """Lengths of a real run's responses, drawn with replacement."""
-
-    lengths: np.ndarray
-
-    def draw(self, rng: np.random.Generator, num_samples: int) -> np.ndarray:
-        drawn: np.ndarray = rng.choice(self.lengths, num_samples)
-        return drawn
+    return draw
 
 
-def recorded_lengths(path: str) -> RecordedLengths:
+def recorded(lengths: np.ndarray) -> Lengths:
+    """Return the lengths of a real run's responses, drawn with replacement."""
+    return lambda rng, num_samples: rng.choice(lengths, num_samples)
+
+
+def read_lengths(path: str) -> np.ndarray:
     """Return the lengths of all responses of a run, newest first up to `MAX_RECORDED`.
 
     Raises:
@@ -136,4 +127,5 @@ def recorded_lengths(path: str) -> RecordedLengths:
             found.append(lengths.to_numpy().astype(np.int64))
     if not any(map(len, found)):
         raise ValueError(f"--recorded {path}: there are no rollouts in it; give a run with run.save_rollouts")
-    return RecordedLengths(np.maximum(1, np.concatenate(found)[:MAX_RECORDED]))
+    lengths: np.ndarray = np.maximum(1, np.concatenate(found)[:MAX_RECORDED])
+    return lengths
