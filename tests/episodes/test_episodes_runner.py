@@ -327,7 +327,7 @@ async def test_a_call_of_to_thread_that_hangs_is_stuck(monkeypatch: pytest.Monke
         stopped.stop(thread)
         await asyncio.sleep(0.2)  # the thread has had its time to end
         assert stopped.num_stuck() == 1
-        assert all(each.daemon for each in threading.enumerate() if "_answer" in each.name)
+        assert all(each.daemon for each in threading.enumerate() if "settle" in each.name)
     finally:
         release.set()
     assert thread._thread is not None

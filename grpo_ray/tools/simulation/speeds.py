@@ -123,8 +123,8 @@ def read_lengths(path: str) -> np.ndarray:
     for file in map(run.rollouts_path, reversed(run.rollout_steps())):
         if sum(map(len, found)) < MAX_RECORDED:
             with damage_named(file, DAMAGED):
-                lengths = pq.read_table(file, columns=["num_tokens"])["num_tokens"]
-            found.append(lengths.to_numpy().astype(np.int64))
+                column = pq.read_table(file, columns=["num_tokens"])["num_tokens"]
+            found.append(column.to_numpy().astype(np.int64))
     if not any(map(len, found)):
         raise ValueError(f"--recorded {path}: there are no rollouts in it; give a run with run.save_rollouts")
     lengths: np.ndarray = np.maximum(1, np.concatenate(found)[:MAX_RECORDED])
