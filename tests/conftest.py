@@ -187,6 +187,22 @@ def shared_ray(joining_ray: Joining) -> Iterator[None]:
 
 
 @pytest.fixture
+def own_module(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a current folder with a module of the user's own in it: the test file's `MODULE`, of its `CODE`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / f"{request.module.MODULE}.py").write_text(request.module.CODE)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    """Return the `RunDirectory` of a run that does not exist yet."""
+    from grpo_ray.records.run_files import RunDirectory
+
+    return RunDirectory(tmp_path / "run")
+
+
+@pytest.fixture
 def tiny_config() -> Config:
     return Config.model_validate(
         {

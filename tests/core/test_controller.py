@@ -88,7 +88,7 @@ def whole(model_cache: None, tmp_path_factory: pytest.TempPathFactory) -> RunDir
     [("stop", 2, 4), ("kill", 1, 5)],  # at a checkpoint with a validation, and after it
 )
 def test_a_synchronous_run_that_is_interrupted_is_the_same_run(
-    tmp_path: Path, whole: RunDirectory, interruption: str, num_generators: int, after: int
+    run: RunDirectory, whole: RunDirectory, interruption: str, num_generators: int, after: int
 ) -> None:
     config = make_config("weight_sync.max_lag=0", f"generator.num_generators={num_generators}")
     audit(whole, config)
@@ -97,8 +97,6 @@ def test_a_synchronous_run_that_is_interrupted_is_the_same_run(
     for row in read_metrics(whole.metrics_path)[1:3]:  # in which nothing is validated
         num_tokens = sum(each["num_tokens"] for each in read_rollouts(whole.rollouts_path(row["step"])))
         assert row["throughput/sampled_tokens_per_s"] * row["timing/step_s"] == pytest.approx(num_tokens)
-
-    run = RunDirectory(tmp_path / "run")
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
         await until(lambda: controller._version >= after)
@@ -135,7 +133,7 @@ def events(run: RunDirectory, *kinds: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_generator_that_dies_is_replaced_and_synced_before_it_serves(tmp_path: Path) -> None:
+def test_a_generator_that_dies_is_replaced_and_synced_before_it_serves(run: RunDirectory) -> None:
     config = make_config("generator.num_generators=2", "algorithm.num_steps=12")
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
@@ -148,7 +146,6 @@ def test_a_generator_that_dies_is_replaced_and_synced_before_it_serves(tmp_path:
             assert versions["generator-1"] == versions["generator-0"] >= version - 1
             assert actors.generators["generator-1"].actor._version >= versions["generator-1"]
 
-    run = RunDirectory(tmp_path / "run")
     train(config, run.path, meddle)
     audit(run, config)
     failed = events(run, "generator_failed")
@@ -159,7 +156,7 @@ def test_a_generator_that_dies_is_replaced_and_synced_before_it_serves(tmp_path:
 
 
 @pytest.mark.slow
-def test_a_replacement_that_fails_a_sync_before_it_serves_is_replaced_as_well(tmp_path: Path) -> None:
+def test_a_replacement_that_fails_a_sync_before_it_serves_is_replaced_as_well(run: RunDirectory) -> None:
     """The answer to `admit` travels while the next sync, which the fresh Generator fails, is under way."""
     config = make_config("generator.num_generators=2", "algorithm.num_steps=12")
 
@@ -190,7 +187,6 @@ def test_a_replacement_that_fails_a_sync_before_it_serves_is_replaced_as_well(tm
         await until(lambda: len(controller._pool.serving) == 2)
         assert (await sync.versions()).keys() == {"generator-0", "generator-1"}
 
-    run = RunDirectory(tmp_path / "run")
     train(config, run.path, once(meddle))
     assert len(events(run, "generator_failed")) == 2
     assert all(row["lag/rejected"] == 0 for row in read_metrics(run.metrics_path))
@@ -221,8 +217,7 @@ def test_a_run_restores_itself_when_an_actor_dies_that_cannot_be_replaced(
 
 
 @pytest.mark.slow
-def test_a_restore_without_a_whole_checkpoint_keeps_the_records(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run")
+def test_a_restore_without_a_whole_checkpoint_keeps_the_records(run: RunDirectory) -> None:
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
         await until(lambda: controller._version >= 4 and (run.checkpoints / "step-000003").exists())
@@ -250,7 +245,7 @@ def test_restores_are_bounded_and_the_first_error_is_shown(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_restarts_are_bounded_and_the_run_ends_with_a_checkpoint(tmp_path: Path) -> None:
+def test_restarts_are_bounded_and_the_run_ends_with_a_checkpoint(run: RunDirectory) -> None:
     config = make_config("recovery.max_restarts=2", "algorithm.num_steps=500", "checkpoint.every_num_steps=400")
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
@@ -260,7 +255,6 @@ def test_restarts_are_bounded_and_the_run_ends_with_a_checkpoint(tmp_path: Path)
             await until(lambda: not controller._pool.serving)
             await until(lambda: bool(controller._pool.serving))
 
-    run = RunDirectory(tmp_path / "run")
     used_up = r"recovery.max_restarts: 2 restarts within .* used up. The first error was: .*generator-0"
     with pytest.raises(RunError, match=used_up):
         train(config, run.path, meddle)
@@ -268,7 +262,7 @@ def test_restarts_are_bounded_and_the_run_ends_with_a_checkpoint(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_group_that_never_finishes_is_retried_and_then_set_aside(tmp_path: Path) -> None:
+def test_a_group_that_never_finishes_is_retried_and_then_set_aside(run: RunDirectory) -> None:
     config = make_config(f"recovery.group_timeout_s={LIMIT_S}", "recovery.max_group_retries=1")
     stuck = []
 
@@ -285,7 +279,6 @@ def test_a_group_that_never_finishes_is_retried_and_then_set_aside(tmp_path: Pat
         generator.generate = generate
         await asyncio.sleep(60)
 
-    run = RunDirectory(tmp_path / "run")
     train(config, run.path, meddle)
     assert stuck == [9, 9]
     audit(run, config, set_aside=(9,))
@@ -296,7 +289,7 @@ def test_a_group_that_never_finishes_is_retried_and_then_set_aside(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["generator-0", "scorer", "learner"])
 @pytest.mark.kept("scorer", "learner")
-def test_a_stall_is_explained_and_ended(tmp_path: Path, victim: str) -> None:
+def test_a_stall_is_explained_and_ended(run: RunDirectory, victim: str) -> None:
     config = make_config(f"recovery.stall_timeout_s={LIMIT_S}")
     method = {"generator-0": "generate", "scorer": "score", "learner": "train_step"}[victim]
 
@@ -309,7 +302,6 @@ def test_a_stall_is_explained_and_ended(tmp_path: Path, victim: str) -> None:
         setattr(actors.by_name()[victim].actor, method, never)
         await until((run.logs / "threads.log").exists)
 
-    run = RunDirectory(tmp_path / "run")
     train(config, run.path, once(meddle))
     audit(run, config)
     assert any(f"{victim}: " in event["text"] for event in events(run, "waits"))
@@ -389,10 +381,9 @@ def test_updates_that_are_not_finite_are_skipped_and_several_in_a_row_end_the_ru
 
 @pytest.mark.slow
 def test_an_error_while_a_version_is_validated_leaves_a_run_that_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step of that version has a line, as the checkpoint of a later one needs."""
-    run = RunDirectory(tmp_path / "run")
     config = make_config("weight_sync.max_lag=2", "evaluation.every_num_steps=2")
     evaluate, train_step = Validation.evaluate, Learner.train_step
 
@@ -448,13 +439,11 @@ def test_a_stop_is_not_forgotten_when_the_learner_dies_with_it(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_checkpoint_waits_for_the_metrics_of_earlier_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run resumed from the checkpoint would never write them."""
     config = make_config("algorithm.num_steps=12", "checkpoint.every_num_steps=2")
     fill_the_disk(monkeypatch, range(3, 6))
-
-    run = RunDirectory(tmp_path / "run")
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
         learner = actors.learner.actor
@@ -654,9 +643,8 @@ def test_a_run_leaves_a_trace_of_each_profiled_step_with_its_parts_one_after_ano
 
 
 @pytest.mark.slow
-def test_a_trace_that_cannot_be_written_is_a_warning_and_training_continues(tmp_path: Path) -> None:
+def test_a_trace_that_cannot_be_written_is_a_warning_and_training_continues(run: RunDirectory) -> None:
     config = make_config("learner.profile_steps=[1,1]", "algorithm.num_steps=2")
-    run = RunDirectory(tmp_path / "run")
     run.create(config)
     run.profile.write_text("a file where the folder should be")
     recorder = train(config, run.path)

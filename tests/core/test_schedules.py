@@ -82,9 +82,8 @@ def test_a_synchronous_run_that_is_interrupted_is_the_same_run(tmp_path: Path, n
 
 @pytest.mark.parametrize("name", ["lookahead", "oversampled-async", "dynamic-async", "everything"])
 @pytest.mark.kept("everything")
-def test_kills_lose_nothing_in_asynchronous_schedules(tmp_path: Path, name: str) -> None:
+def test_kills_lose_nothing_in_asynchronous_schedules(run: RunDirectory, name: str) -> None:
     config = make_config(*SCHEDULES[name], "generator.slowdown_s=0.01", "generator.num_generators=2")
-    run = RunDirectory(tmp_path / "run")
     for num_steps, seconds in ((1, 0.02), (3, 0.0)):
         with pytest.raises(Killed):
             train(config, run.path, kill_after(num_steps, seconds))

@@ -1,6 +1,5 @@
 """Advantages, also of one's own, by hand and against plain loops over any rewards, and overlong penalties."""
 
-import sys
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -36,6 +35,8 @@ from grpo_ray.objectives.returns import verdict_on
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.run.preparation import _check_algorithm
 from grpo_ray.tools.audit.audit import audit
+
+pytestmark = pytest.mark.usefixtures("own_module")
 
 REWARDS = torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.0]])  # mean 0.6, sample std sqrt(0.3) = 0.5477
 
@@ -272,14 +273,6 @@ def nothing(): ...
 """
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a current folder with a module of the user's own in it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / f"{MODULE}.py").write_text(CODE)
-
-
 def config_of(name: str, **changes: Any) -> AlgorithmConfig:
     return AlgorithmConfig(advantage=f"{MODULE}{name}" if name.startswith(":") else name, **changes)
 
@@ -367,8 +360,7 @@ def test_lengths_reach_an_advantage_of_responses_and_of_episodes() -> None:
 
 
 @pytest.mark.slow
-def test_the_audit_runs_it_only_if_told_to(tmp_path: Path, model_cache: None) -> None:
-    run = RunDirectory(tmp_path / "run")
+def test_the_audit_runs_it_only_if_told_to(run: RunDirectory, model_cache: None) -> None:
     changes = ["algorithm.num_steps=2", f"algorithm.advantage={MODULE}:median"]
     config = load_config(ROOT / QUICKSTART, [*SMALL, *changes, "algorithm.advantage_options={factor: 3}"])
     train(config, run.path)

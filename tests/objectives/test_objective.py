@@ -1,7 +1,6 @@
 """The whole objective: what it needs and what it refuses, and a coefficient that follows the entropy."""
 
 import inspect
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -30,6 +29,8 @@ from grpo_ray.objectives.inputs import parameters_of, uses_ratio
 from grpo_ray.objectives.objective import EntropyBonus
 from grpo_ray.run.preparation import WITH_OPTIONS, check_files
 from grpo_ray.types import TrainBatch
+
+pytestmark = pytest.mark.usefixtures("own_module")
 
 NAN = float("nan")
 
@@ -204,14 +205,6 @@ def negative(inputs: CorrectionInputs): return -inputs.ratio, inputs.mask
 def across(inputs: CorrectionInputs): return inputs.ratio.mean(dim=0), inputs.mask
 def alone(inputs: CorrectionInputs): return inputs.ratio
 """
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a current folder with a module of the user's own in it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "my_losses_4711.py").write_text(CODE)
 
 
 def config_of(**changes: Any) -> AlgorithmConfig:

@@ -104,7 +104,7 @@ async def test_a_buffer_writes_its_rollouts_and_its_part_of_a_checkpoint(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("model_cache")
-def test_a_run_says_what_it_wrote_otherwise_and_goes_on(tmp_path: Path) -> None:
+def test_a_run_says_what_it_wrote_otherwise_and_goes_on(run: RunDirectory) -> None:
     """Give the buffer and the validation texts that no file can hold, behind all checks."""
 
     async def spoil(actors: LocalActors, controller: Controller) -> None:
@@ -125,7 +125,6 @@ def test_a_run_says_what_it_wrote_otherwise_and_goes_on(tmp_path: Path) -> None:
         actors.fetch = fetch_spoiled  # type: ignore[method-assign]
         await asyncio.Event().wait()
 
-    run = RunDirectory(tmp_path / "run")
     recorder = train(make_config("algorithm.num_steps=4"), run.path, spoil)
     assert [row["step"] for row in read_metrics(run.metrics_path)] == [1, 2, 3, 4]
     said = [row["text"] for row in read_metrics(run.events_path) if row["kind"] == "rollouts_changed"]

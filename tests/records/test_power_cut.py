@@ -60,11 +60,10 @@ def cut_power(run: RunDirectory, synced: Synced) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_run_resumes_after_a_power_cut_and_its_audit_is_clean(tmp_path: Path, synced: Synced) -> None:
+def test_a_run_resumes_after_a_power_cut_and_its_audit_is_clean(run: RunDirectory, synced: Synced) -> None:
     config = make_config(
         "algorithm.num_steps=12", "checkpoint.every_num_steps=4", "evaluation.every_num_steps=3"
     )
-    run = RunDirectory(tmp_path / "run")
 
     async def kill(actors: LocalActors, controller: Controller) -> None:
         await until((run.checkpoints / "step-000004").exists)

@@ -121,8 +121,7 @@ with RunDirectory(sys.argv[1]).lock():
 
 
 @pytest.mark.slow
-def test_lock_lasts_as_long_as_its_process_and_no_longer(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run")
+def test_lock_lasts_as_long_as_its_process_and_no_longer(run: RunDirectory) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLD_LOCK, run.path], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     pid, *children = map(int, holder.stdout.readline().split())

@@ -286,9 +286,8 @@ def write_checkpoint(
 
 
 def test_a_refused_resume_changes_nothing_and_a_granted_one_keeps_the_earlier_values(
-    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = RunDirectory(tmp_path / "run")
     run.create(make())
     run.state_path.write_text("{}")
     before = contents(run)
@@ -326,9 +325,8 @@ def test_a_refused_resume_changes_nothing_and_a_granted_one_keeps_the_earlier_va
 
 
 def test_a_ledger_of_other_questions_is_refused_before_anything_changes(
-    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = RunDirectory(tmp_path / "run")
     run.create(make())
     run.metrics_path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     ledger = {"seed": 0, "num_examples": 24, "examples_sha256": "of others"}
@@ -342,10 +340,9 @@ def test_a_ledger_of_other_questions_is_refused_before_anything_changes(
 
 
 def test_a_run_without_a_whole_checkpoint_keeps_its_records(
-    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would begin again. A run that is killed before its first checkpoint does."""
-    run = RunDirectory(tmp_path / "run")
     run.create(changed(make(), checkpoint={"every_num_steps": 2}))
     run.metrics_path.write_text('{"step": 1}\n{"step": 2}\n')
     monkeypatch.setattr(training, "_hosted", free)
@@ -366,10 +363,9 @@ def test_a_run_without_a_whole_checkpoint_keeps_its_records(
 
 
 def test_a_resumed_run_that_loses_its_last_checkpoint_begins_again_with_its_first_prompts(
-    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prompts that a restore without a checkpoint falls back to are the run's first ones."""
-    run = RunDirectory(tmp_path / "run")
     run.create(make())
     streams: list[PromptStream] = []
 

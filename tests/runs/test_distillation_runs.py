@@ -52,8 +52,7 @@ def with_teacher(*overrides: str, number: int = 1) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_policy_comes_closer_to_its_teacher_without_a_reward(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run")
+def test_a_policy_comes_closer_to_its_teacher_without_a_reward(run: RunDirectory) -> None:
     overrides = with_teacher("distillation.use_reward=false", "weight_sync.max_lag=0", "learner.warmup_steps=0")
     train(make_config(*overrides, "algorithm.num_steps=18", "algorithm.samples_per_prompt=8"), run.path)
     assert audit(run).problems == []
@@ -81,8 +80,7 @@ def test_a_synchronous_run_that_is_killed_and_resumed_equals_one_that_was_not(tm
 
 
 @pytest.mark.slow
-def test_a_teacher_that_dies_is_replaced_and_looks_up_again(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run")
+def test_a_teacher_that_dies_is_replaced_and_looks_up_again(run: RunDirectory) -> None:
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
         await until(lambda: controller._version >= 2)
@@ -109,8 +107,7 @@ def test_a_teacher_that_dies_is_replaced_and_looks_up_again(tmp_path: Path) -> N
     ],
 )  # fmt: skip
 @pytest.mark.kept("overrides1")
-def test_combinations(tmp_path: Path, overrides: list[str]) -> None:
-    run = RunDirectory(tmp_path / "run")
+def test_combinations(run: RunDirectory, overrides: list[str]) -> None:
     config = make_config(*with_teacher(*overrides), "algorithm.num_steps=5")
     with pytest.raises(Killed):
         train(config, run.path, kill_after(3, 0.01))
@@ -120,10 +117,9 @@ def test_combinations(tmp_path: Path, overrides: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_episodes_are_judged_too(tmp_path: Path) -> None:
+def test_episodes_are_judged_too(run: RunDirectory) -> None:
     teacher = teacher_of(load_config("tests/small_episodes.yaml"))
     overrides = [f"distillation.teacher={teacher}", "distillation.engine=torch", "distillation.num_gpus=0"]
-    run = RunDirectory(tmp_path / "run")
     train(load_config("tests/small_episodes.yaml", overrides), run.path)
     assert audit(run, run_reward_code=True).problems == []
     rows = read_rollouts(run.rollouts_path(1))
@@ -132,8 +128,7 @@ def test_episodes_are_judged_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_validations_ask_no_teacher_and_a_run_keeps_its_own(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run")
+def test_validations_ask_no_teacher_and_a_run_keeps_its_own(run: RunDirectory) -> None:
     train(make_config(*with_teacher(), "algorithm.num_steps=1"), run.path)
     assert read_rollouts(run.rollouts_path(1))[0]["teacher_logprobs"]
     (validation, *_) = sorted(run.evaluations.glob("step-*.parquet"))

@@ -51,8 +51,7 @@ def test_a_run_ends_if_every_episode_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_single_failures_are_counted_and_left_out(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run")
+def test_single_failures_are_counted_and_left_out(run: RunDirectory) -> None:
     train(make_config("failing_often"), run.path)
     rows = read_metrics(run.metrics_path)
     assert [row["step"] for row in rows] == [1, 2]

@@ -95,13 +95,12 @@ def test_a_synchronous_run_that_is_killed_and_resumed_equals_one_that_was_not(tm
 
 
 @pytest.mark.slow
-def test_no_token_beyond_the_lag_is_trained(tmp_path: Path) -> None:
+def test_no_token_beyond_the_lag_is_trained(run: RunDirectory) -> None:
     """With oversampling the slow games come after several weight syncs."""
     config = make_config(
         "slow_at_times", "episodes.over_age=mask", "algorithm.oversample_frac=0.5",
         "algorithm.num_steps=8", "evaluation.every_num_steps=8", "learner.slowdown_s=0.15",
     )  # fmt: skip
-    run = RunDirectory(tmp_path / "run")
     train(config, run.path)
     rows = read_metrics(run.metrics_path)
     assert len(rows) == 8
@@ -134,14 +133,13 @@ SMALL = (
 )
 @pytest.mark.kept("frozen_lake-gymnasium-overrides0")
 def test_the_pages_environments_are_trained(
-    environments_page: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    environments_page: Callable[[str], Any], run: RunDirectory, monkeypatch: pytest.MonkeyPatch,
     name: str, package: str, overrides: tuple[str, ...],
 ) -> None:  # fmt: skip
     pytest.importorskip(package)
     monkeypatch.setattr("grpo_ray.tasks.kinds.TOKENIZER_PAIRS", 100)
     environments_page(name)
     functions = [f"task.{key}={name}:{key}" for key in ("episode", "examples", "warmup")]
-    run = RunDirectory(tmp_path / "run")
     train(load_config("frozen_lake.yaml", [*SMALL, *functions, *overrides]), run.path)
     rows = read_metrics(run.metrics_path)
     assert len(rows) == 3

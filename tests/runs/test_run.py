@@ -79,12 +79,11 @@ def test_lag_is_bounded_and_every_prompt_is_trained_once(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_group_that_slipped_past_admission_is_refused_and_sampled_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second guard alone: the book asks for lag 0, and admits one version behind."""
     strict = load_config(QUICKSTART, [*SMALL, "weight_sync.max_lag=0"])
     monkeypatch.setattr(groups, "Admission", lambda max_lag, *others: Admission(max_lag + 1, *others))
-    run = RunDirectory(tmp_path / "run")
     train(strict, run.path)
     metrics = read_metrics(run.metrics_path)
     assert sum(row["lag/rejected"] for row in metrics) > 0

@@ -45,10 +45,9 @@ def overrides(run: RunDirectory) -> list[str]:
 
 @pytest.mark.parametrize("where", ["own", "joined"])
 def test_tools_and_rewards_have_the_secrets_that_are_listed_for_them(
-    where: str, tmp_path: Path, short_folder: Path, request: pytest.FixtureRequest
+    where: str, run: RunDirectory, short_folder: Path, request: pytest.FixtureRequest
 ) -> None:
     """The Ray that is joined was started without the driver's secrets, as that of another machine."""
-    run = RunDirectory(tmp_path / "run")
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.getcwd()])
     command = [sys.executable, "-m", "grpo_ray", "train", "tests/small_episodes.yaml", *overrides(run)]
 

@@ -116,8 +116,7 @@ def test_a_mixture_that_replaces_groups_one_version_behind_is_clean(
 
 
 @pytest.mark.slow
-def test_a_model_built_here_trains_on_arithmetic(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run")
+def test_a_model_built_here_trains_on_arithmetic(run: RunDirectory) -> None:
     train(make_config(f"task={SUMS}", "algorithm.num_steps=3"), run.path)
     assert audit(run).problems == []
     with pytest.raises(
@@ -149,8 +148,7 @@ def test_a_curriculum_resumes_as_the_same_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_curriculum_two_versions_behind_is_clean_and_its_audit_finds_another_order(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run")
+def test_a_curriculum_two_versions_behind_is_clean_and_its_audit_finds_another_order(run: RunDirectory) -> None:
     train(make_config(*CURRICULUM, "weight_sync.max_lag=2"), run.path)
     assert audit(run).problems == []
     found = tampered(run, set_in_group(2, prompt="?"))
@@ -178,9 +176,8 @@ def chat_model(tiny_model: TinyModel, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_models_own_chat_template(chat_model: Path, tmp_path: Path) -> None:
+def test_the_models_own_chat_template(chat_model: Path, run: RunDirectory) -> None:
     task = ["task.prompt=chat", "task.system_prompt=Be brief.", "algorithm.num_steps=3"]
-    run = RunDirectory(tmp_path / "run")
     train(make_config(f"model={{path: {chat_model}, dtype: float32}}", *task), run.path)
     report = audit(run)
     assert (report.problems, report.notes) == ([], [])

@@ -51,7 +51,7 @@ async def in_the_middle(actors: LocalActors, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_generator_that_dies_in_a_transfer_is_replaced_while_the_run_continues(tmp_path: Path) -> None:
+def test_a_generator_that_dies_in_a_transfer_is_replaced_while_the_run_continues(run: RunDirectory) -> None:
     config = make_config("generator.num_generators=2", "algorithm.num_steps=12", COLLECTIVE)
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
@@ -62,7 +62,6 @@ def test_a_generator_that_dies_in_a_transfer_is_replaced_while_the_run_continues
         await until(lambda: len(controller._pool.serving) == 2)
         await asyncio.sleep(60)
 
-    run = RunDirectory(tmp_path / "run")
     train(config, run.path, meddle)
     audit(run, config)
     assert [event["actor"] for event in events(run, "generator_failed")] == ["generator-1"]
@@ -70,7 +69,7 @@ def test_a_generator_that_dies_in_a_transfer_is_replaced_while_the_run_continues
 
 
 @pytest.mark.slow
-def test_a_learner_that_dies_in_a_transfer_is_restored(tmp_path: Path) -> None:
+def test_a_learner_that_dies_in_a_transfer_is_restored(run: RunDirectory) -> None:
     config = make_config("generator.num_generators=2", COLLECTIVE)
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
@@ -79,7 +78,6 @@ def test_a_learner_that_dies_in_a_transfer_is_restored(tmp_path: Path) -> None:
         actors.learner.die()
         await asyncio.sleep(60)
 
-    run = RunDirectory(tmp_path / "run")
     train(config, run.path, once(meddle))
     audit(run, config)
     assert events(run, "generator_failed") == []

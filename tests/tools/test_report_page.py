@@ -53,8 +53,7 @@ def test_data_of_a_run(tmp_path: Path, tiny_config: Config) -> None:
     assert "algorithm.loss" not in data["changed"]
 
 
-def test_a_runs_settings_and_ending(tmp_path: Path, tiny_config: Config) -> None:
-    run = RunDirectory(tmp_path / "run")
+def test_a_runs_settings_and_ending(run: RunDirectory, tiny_config: Config) -> None:
     run.create(tiny_config)
     assert about(run, None) == {"state": "unknown (there is no state.json)"}
     data = run_data(run, "run", ALL, None)  # of a run that has only begun
