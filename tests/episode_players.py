@@ -1,6 +1,7 @@
 """Chat templates, a tokenizer, a scripted policy and sessions for tests of episodes."""
 
 import asyncio
+import contextlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -194,11 +195,8 @@ def play(episode: EpisodeFn, session: Session, example: Example = HELLO) -> Epis
     """Play one episode; its session has a URL meanwhile."""
 
     async def run() -> EpisodeResult:
-        server = ChatServer()
-        await server.start()
-        try:
+        async with contextlib.aclosing(ChatServer()) as server:
+            await server.start()
             return await EpisodeRunner(episode, server=server).run(session, example)
-        finally:
-            await server.stop()
 
     return asyncio.run(run())

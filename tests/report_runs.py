@@ -104,6 +104,15 @@ def rewrite(path: Path, change: Callable[[Rows], Rows | None]) -> None:
     pq.write_table(pa.Table.from_pylist(change(rows) or rows, schema=table.schema), path)
 
 
+def set_in_group(group: int, **values: Any) -> Callable[[Rows], None]:
+    def change(rows: Rows) -> None:
+        for row in rows:
+            if row["group_id"] == group:
+                row.update(values)
+
+    return change
+
+
 def add_checkpoint(run: RunDirectory, step: int, model: Path) -> Path:
     store = CheckpointStore(run, keep=5, keep_best=False)
     folder = store.begin(step)

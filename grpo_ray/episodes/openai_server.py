@@ -50,7 +50,7 @@ class ChatServer:
         await web.TCPSite(self._runner, HOST, 0).start()
         self._address = f"http://{HOST}:{self._runner.addresses[0][1]}"
 
-    async def stop(self) -> None:
+    async def aclose(self) -> None:
         """Close all connections."""
         if self._runner is not None:
             await self._runner.cleanup()

@@ -156,7 +156,7 @@ def _on_one_loop(episode: EpisodeFn) -> Play:
         sessions = [Session(sampler, settings, template, Limits()) for _ in range(number)]
         with watch.watching():
             results = await asyncio.gather(*(runner.run(session, EXAMPLE) for session in sessions))
-        await server.stop()
+        await server.aclose()
         assert all(result.status is Status.FINISHED for result in results), {r.error for r in results}
         return watch
 

@@ -1,6 +1,7 @@
 """Episodes made of other packages' environments, played by scripts; each test needs only its own package."""
 
 import asyncio
+import contextlib
 import tempfile
 import threading
 from collections.abc import Callable
@@ -262,15 +263,11 @@ def test_a_verifiers_environment_writes_to_the_temporary_folder_only_and_its_err
 
 
 async def test_every_concurrent_verifiers_episode_has_its_own_session(numbers: Any) -> None:
-    server = ChatServer()
-    await server.start()
-    runner = EpisodeRunner(numbers.episode, server=server)
     sessions = [session_of("qwen2.5", said(str(number)))[0] for number in range(3, 8)]
-    runs = map(runner.run, sessions, numbers.examples(0).train)
-    try:
-        results = await asyncio.gather(*runs)
-    finally:
-        await server.stop()
+    async with contextlib.aclosing(ChatServer()) as server:
+        await server.start()
+        runner = EpisodeRunner(numbers.episode, server=server)
+        results = await asyncio.gather(*map(runner.run, sessions, numbers.examples(0).train))
     assert [(result.reward, result.segments.num_turns) for result in results] == [(1.0, 1)] * 5
 
 

@@ -114,7 +114,7 @@ async def working(
     await worker.serve({0: generator})
     async with asyncio.timeout(120):
         yield worker, generator
-    await worker._server.stop()
+    await worker._server.aclose()
 
 
 def play(

@@ -5,7 +5,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import AsyncMock, patch
@@ -47,17 +47,14 @@ async def serving(*replies: str, limits: Limits | None = None) -> AsyncIterator[
     """Serve a session that gets these replies; default: always the same."""
     policy = said(*replies) if replies else lambda prompt: "gone"
     session, sampler = session_of("qwen2.5", policy, limits, parser="transformers")
-    server = ChatServer()
-    await server.start()
-    try:
+    async with aclosing(ChatServer()) as server:
+        await server.start()
         with server.serving(session):
             async with (
                 openai.AsyncOpenAI(base_url=session.base_url, api_key="none") as client,
                 aiohttp.ClientSession() as http,
             ):
                 yield Served(session, sampler, client, http, f"{session.base_url}/chat/completions")
-    finally:
-        await server.stop()
 
 
 async def test_an_agent_with_tools_continues_its_tokens() -> None:

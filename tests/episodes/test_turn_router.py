@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders import same_groups
+from builders import Time, same_groups
 from hypothesis import given
 from hypothesis import strategies as st
 from turn_clients import SETTINGS, Answer, FakeGenerator, at_once, completion, never, until
@@ -327,20 +327,13 @@ async def test_a_generator_that_no_longer_serves_finishes_its_turns() -> None:
     assert (got.token_ids.tolist(), number) == ([5], 0)
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_only_the_time_of_serving_counts() -> None:
-    clock = Clock()
+    clock = Time(100.0)
     served = ServingTime(now=clock)
     seconds = []
     for is_serving, passed in ((True, 1.0), (False, 10.0), (False, 10.0), (True, 2.0), (True, 4.0)):
         served.set(is_serving)
-        clock.now += passed
+        clock.seconds += passed
         seconds.append(served.seconds)
     assert seconds == [1.0, 1.0, 1.0, 3.0, 7.0]
 

@@ -64,7 +64,8 @@ def test_any_other_result_is_refused(value: Any, message: str) -> None:
         result_of(value)
 
 
-MODULE = """
+MODULE = "my_rewards_4711"
+CODE = """
 from typing import Literal
 BLEU = 3
 def reward(response, ground_truth): return float(response == ground_truth)
@@ -78,11 +79,7 @@ judge = Judge()
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a current folder with a module of the user's own in it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [*__import__("sys").path])
-    (tmp_path / "my_rewards_4711.py").write_text(MODULE)
+def here(own_module: None, tmp_path: Path) -> Path:
     (tmp_path / "failing_4711.py").write_text("1 / 0")
     (tmp_path / "leaving_4711.py").write_text("raise SystemExit(3)")
     (tmp_path / "needing_4711.py").write_text("import no_such_library_4711")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from builders import TinyModel, check_names
 from local_runs import make_config, train, until
-from report_runs import rewrite
+from report_runs import rewrite, set_in_group
 from transformers import AutoTokenizer
 
 from grpo_ray.cluster.local import LocalActors
@@ -52,15 +52,6 @@ def tampered(run: RunDirectory, change: Callable[[list[dict[str, Any]]], None]) 
     problems = audit(run).problems
     path.write_bytes(kept)
     return problems
-
-
-def set_in_group(group: int, **values: Any) -> Callable[[list[dict[str, Any]]], None]:
-    def change(rows: list[dict[str, Any]]) -> None:
-        for row in rows:
-            if row["group_id"] == group:
-                row.update(values)
-
-    return change
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 import torch
 from builders import change_weights, edit_json, trained_so
 from local_runs import make_config, train
-from report_runs import Rows, rewrite, write_lines
+from report_runs import Rows, rewrite, set_in_group, write_lines
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_run import QUICKSTART, SMALL
@@ -378,12 +378,7 @@ def test_a_ledger_that_does_not_add_up_is_found(run: RunDirectory, name: str) ->
 
 
 def change_group(run: RunDirectory, step: int, group: int, **values: Any) -> None:
-    def change(rows: Rows) -> None:
-        for row in rows:
-            if row["group_id"] == group:
-                row.update(values)
-
-    rewrite(run.rollouts_path(step), change)
+    rewrite(run.rollouts_path(step), set_in_group(group, **values))
 
 
 def aged(run: RunDirectory, step: int, group: int, lag: int) -> list[str]:

@@ -1,6 +1,7 @@
 """Warm-up pairs for a tiny model: each turn of episodes that a script plays, as (transcript, reply)."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
@@ -71,7 +72,7 @@ async def _rehearsed(
     episode: EpisodeFn, examples: Iterable[Example], reply: Callable[[str], str], num_pairs: int
 ) -> Pairs:
     tokenizer = plain_tokenizer()
-    script, server = _Script(tokenizer, reply), ChatServer()
+    script = _Script(tokenizer, reply)
     parser = make_tool_parser("transformers", tokenizer)
     template = ChatTemplate(tokenizer, [tokenizer.eos_token_id])
     settings = SamplingSettings(1, 1.0, 1.0, 0, MAX_TOKENS // 2)
@@ -84,8 +85,8 @@ async def _rehearsed(
             stops.append(stop)
             raise
 
-    await server.start()
-    try:
+    async with contextlib.aclosing(ChatServer()) as server:
+        await server.start()
         for seed, example in enumerate(cycle(examples)):
             before = len(script.pairs)
             session = Session(script, settings, template, Limits(max_tokens=MAX_TOKENS), parser)
@@ -97,6 +98,4 @@ async def _rehearsed(
                 raise RuntimeError(f"an episode that was played for the warm-up cannot be used: {reason}")
             if len(script.pairs) >= num_pairs:
                 break
-    finally:
-        await server.stop()
     return script.pairs[:num_pairs]

@@ -278,7 +278,7 @@ async def _play(subject: Subject, seed: int, kind: Kind, watch: Watch) -> Play:
         for index in range(len(subject.examples))[:: -1 if kind == "backwards" else 1]:
             if not episodes or time.monotonic() - started < ENOUGH_S:
                 await asyncio.gather(*(one(index, sample) for sample in range(len(players))))
-    await server.stop()
+    await server.aclose()
     paths = [path for each in episodes.values() if each.policy == "tiny" for path in each.paths]
     difference = max(map(tiny.largest_difference, paths), default=0.0)
     ends_at = time.monotonic() + PATIENCE_S
