@@ -1,6 +1,6 @@
 """Tensors of which each rank of the Learner has a part (torch's DTensor), read and filled as a whole."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -53,13 +53,15 @@ class ShardedWeight:
 class WeightInBlock:
     """A weight of a sharded model; `detach` has FSDP2 gather its whole block, as a forward pass does."""
 
-    def __init__(self, weight: Any, dtype: torch.dtype, place: "_Place", opened: "_Opened") -> None:
+    def __init__(
+        self, weight: Any, dtype: torch.dtype, place: "_Place", gather: Callable[[FSDPModule], None]
+    ) -> None:
         """`weight` is a parameter, or computed from its layer's parameters by its own `detach`."""
-        self._weight, self._place, self._opened = weight, place, opened
+        self._weight, self._place, self._gather = weight, place, gather
         self.shape, self.dtype = weight.shape, dtype
 
     def detach(self) -> Tensor:
-        self._opened.open(self._place.block)
+        self._gather(self._place.block)
         is_parameter = isinstance(self._weight, DTensor)  # which FSDP2 has replaced by the whole one
         weight = getattr(self._place.module, self._place.name) if is_parameter else self._weight
         values: Tensor = weight.detach()
@@ -71,21 +73,6 @@ class _Place:
     block: FSDPModule
     module: nn.Module
     name: str  # of the parameter in its module
-
-
-class _Opened:
-    """The one block that is gathered at the moment."""
-
-    def __init__(self) -> None:
-        self._block: FSDPModule | None = None
-
-    def open(self, block: FSDPModule | None) -> None:
-        if block is not self._block:
-            if self._block is not None:
-                self._block.reshard()
-            if block is not None:
-                block.unshard()
-            self._block = block
 
 
 @contextmanager
@@ -106,15 +93,26 @@ def gathered(
     if not by_block:
         yield [(name, ShardedWeight(weight, dtype)) for name, weight in weights]
         return
-    places, opened = _places(model), _Opened()
+    places = _places(model)
+    whole_block: FSDPModule | None = None
+
+    def gather(block: FSDPModule | None) -> None:
+        nonlocal whole_block
+        if block is not whole_block:
+            if whole_block is not None:
+                whole_block.reshard()
+            if block is not None:
+                block.unshard()
+            whole_block = block
+
     try:
         yield [
-            (name, WeightInBlock(weight, dtype, place, opened) if place else weight)  # a buffer is whole
+            (name, WeightInBlock(weight, dtype, place, gather) if place else weight)  # a buffer is whole
             for name, weight in weights
             for place in [places.get(id(getattr(weight, "layer", weight)))]
         ]
     finally:
-        opened.open(None)
+        gather(None)
 
 
 def _places(model: Any) -> dict[int, _Place]:

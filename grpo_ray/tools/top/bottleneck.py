@@ -193,16 +193,13 @@ class Problems:
 
     def errors(self) -> list[str]:
         """Return a sentence about each kind of error."""
-        return [text.format(count) for name, text in self._errors.items() if (count := self._sums[name])]
-
-    @property
-    def _errors(self) -> dict[str, str]:
         num_groups = self._sums[STEPS] * self._num_prompts + self._sums[DROPPED]
         whole = round(num_groups * self._num_samples)
         counted = f"{{:,.0f}} of {whole:,} responses could not" if whole else "{:,.0f} responses could not"
         if whole and self._sums[ERRORS] >= whole:
             counted = f"None of the {whole:,} responses could"
-        return {ERRORS: f"{counted} be graded: the column error of rollouts/ says why", **COUNTED}
+        texts = {ERRORS: f"{counted} be graded: the column error of rollouts/ says why", **COUNTED}
+        return [text.format(count) for name, text in texts.items() if (count := self._sums[name])]
 
     def cut_off(self) -> list[str]:
         """Return a hint if many responses are cut off."""
