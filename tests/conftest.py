@@ -187,11 +187,17 @@ def shared_ray(joining_ray: Joining) -> Iterator[None]:
 
 
 @pytest.fixture
-def own_module(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a current folder with a module of the user's own in it: the test file's `MODULE`, of its `CODE`."""
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make `tmp_path` the current folder."""
     monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def own_module(request: pytest.FixtureRequest, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a current folder with a module of the user's own in it: the test file's `MODULE`, of its `CODE`."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / f"{request.module.MODULE}.py").write_text(request.module.CODE)
+    (here / f"{request.module.MODULE}.py").write_text(request.module.CODE)
 
 
 @pytest.fixture

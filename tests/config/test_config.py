@@ -63,16 +63,13 @@ def test_defaults_are_the_handouts(tmp_path: Path) -> None:
         ("{kind: mixture, parts: {a: {task: {kind: sorting}}}}", (4, 1024, ("</answer>",))),
     ],
 )
-def test_sampling_follows_the_prompts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, expected: tuple[object, ...]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_sampling_follows_the_prompts(here: Path, task: str, expected: tuple[object, ...]) -> None:
     Path("tagged.prompt").write_text("Example: <answer> 3 </answer>\n{question}\n<answer>\n")
     Path("plain.prompt").write_text("Give <answer> 3 </answer>.\n{question}\nAnswer:")
-    sampling = load_config(write(tmp_path, f"model: {{path: m}}\ntask: {task}")).sampling
+    sampling = load_config(write(here, f"model: {{path: m}}\ntask: {task}")).sampling
     assert (sampling.min_tokens, sampling.max_tokens, sampling.stop) == expected
     given = ["sampling.min_tokens=7", "sampling.max_tokens=9", "sampling.stop=[x]"]
-    sampling = load_config(write(tmp_path, f"model: {{path: m}}\ntask: {task}"), given).sampling
+    sampling = load_config(write(here, f"model: {{path: m}}\ntask: {task}"), given).sampling
     assert (sampling.min_tokens, sampling.max_tokens, sampling.stop) == (7, 9, ("x",))
 
 
@@ -332,14 +329,13 @@ def test_missing_file_names_its_neighbours(tmp_path: Path) -> None:
     )
 
 
-def test_a_bundled_configuration_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_bundled_configuration_by_its_name(here: Path) -> None:
     assert load_config("qwen2.5-math-1.5b").model.path == "Qwen/Qwen2.5-Math-1.5B"
     assert find_config("qwen2.5-math-1.5b").samefile(CONFIGS / "qwen2.5-math-1.5b.yaml")
     message = error_of("quickstrat")
     assert "did you mean quickstart?" in message
     assert "bundled, without .yaml: calculator, " in message
-    assert "bundled," not in error_of(tmp_path / "quickstart")
+    assert "bundled," not in error_of(here / "quickstart")
     Path("quickstart").mkdir()
     assert find_config("quickstart").stem == "quickstart"
     Path("keywords").write_text("run: {seed: 7}")  # a file here comes first

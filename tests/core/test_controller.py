@@ -218,7 +218,6 @@ def test_a_run_restores_itself_when_an_actor_dies_that_cannot_be_replaced(
 
 @pytest.mark.slow
 def test_a_restore_without_a_whole_checkpoint_keeps_the_records(run: RunDirectory) -> None:
-
     async def meddle(actors: LocalActors, controller: Controller) -> None:
         await until(lambda: controller._version >= 4 and (run.checkpoints / "step-000003").exists())
         (run.checkpoints / "step-000003/training/state.json").write_text("{")

@@ -287,10 +287,9 @@ def test_check_local_model_names_what_is_missing(tiny_model: TinyModel, tmp_path
         check_local_model(str(folder / "config.json"))
 
 
-def test_is_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "runs" / "last").mkdir(parents=True)
+def test_is_local(here: Path) -> None:
+    (here / "mine").mkdir()
+    (here / "runs" / "last").mkdir(parents=True)
     for path in ("/models/m", "./m", "../m", "mine", "runs/last", "typo", "runs/last/missing"):
         assert is_local(path), path
     assert not is_local("Qwen/Qwen2.5-Math-1.5B")

@@ -262,8 +262,7 @@ def test_the_readme_has_at_most_900_words_without_code_and_pictures() -> None:
     assert 300 < len(text.split()) <= 900
 
 
-def test_the_files_to_train_on_ones_own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_files_to_train_on_ones_own_data(here: Path) -> None:
     for _, title, text in blocks("own-data.md"):
         Path(title).write_text(text)
     runpy.run_path("make_data.py")
@@ -359,9 +358,8 @@ def write_files(folder: Path) -> None:
 
 
 @pytest.fixture
-def in_written_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_files(tmp_path)
-    monkeypatch.chdir(tmp_path)
+def in_written_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(here)
     monkeypatch.setattr(sys, "path", [*sys.path])
 
 

@@ -66,8 +66,7 @@ def test_grpo_in_one_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 @pytest.mark.slow
-def test_your_reward_your_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_your_reward_your_data(here: Path) -> None:
     sources = cells("your_reward_your_data")
     index = next(i for i, source in enumerate(sources) if source.startswith("CONFIG"))
     short = 'CONFIG["algorithm"]["num_steps"] = 2\nCONFIG["model"]["tiny"]["warmup"]["num_steps"] = 2'

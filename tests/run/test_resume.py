@@ -43,16 +43,15 @@ Make = Callable[..., Config]
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: TinyModel, any_reward: None) -> Make:
+def make(here: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: TinyModel, any_reward: None) -> Make:
     """Return a function that makes a configuration with a template, two files and a module of the user's."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(here))
     monkeypatch.delitem(sys.modules, "my_reward_of_resume", raising=False)
-    (tmp_path / "sort.prompt").write_text(TEMPLATE)
-    (tmp_path / "my_reward_of_resume.py").write_text(REWARD)
+    (here / "sort.prompt").write_text(TEMPLATE)
+    (here / "my_reward_of_resume.py").write_text(REWARD)
     for name in ("train", "validation"):
         rows = [{"question": f"{name} {n}", "answer": str(n)} for n in range(24)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (here / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {
         "kind": "file", "train_path": "train.jsonl", "validation_path": "validation.jsonl",
         "question_field": "question", "answer_field": "answer", "prompt": "sort.prompt",

@@ -40,9 +40,7 @@ CONFIG: dict[str, Any] = {
 EXAMPLES = [{"question": f"{n} + 1?", "answer": str(n + 1), "level": n % 3} for n in range(12)]
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def train(*overrides: str, **options: Any) -> grpo_ray.Run:

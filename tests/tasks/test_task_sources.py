@@ -145,9 +145,8 @@ def test_a_missing_dataset_is_refused(hub: Path) -> None:
     assert str(caught.value).endswith("download it beforehand: hf download --repo-type dataset openai/gsm8k")
 
 
-def test_paths_that_name_a_dataset_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data" / "here").mkdir(parents=True)
+def test_paths_that_name_a_dataset_on_the_hub(here: Path) -> None:
+    (here / "data" / "here").mkdir(parents=True)
     assert is_hub_dataset("openai/gsm8k")
     assert is_hub_dataset("me/data-v1.5")
     for path in ("./a/b", "../a/b", "/a/b", "a", "a/b/c", "data/here"):

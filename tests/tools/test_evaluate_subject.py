@@ -111,16 +111,15 @@ def test_a_curve_that_lacks_checkpoints_says_so(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_target_or_checkpoint_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, checkpoint: str | None, message: str
+    here: Path, target: str, checkpoint: str | None, message: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "runs" / "quick-2025").mkdir(parents=True)
-    (tmp_path / "job.yaml").write_text(CONFIG)
-    write_run(tmp_path / "run", {2: 0.1})
-    write_run(tmp_path / "fresh", {})
-    write_run(tmp_path / "unvalidated", {2: 0.1})
-    (tmp_path / "unvalidated" / "evaluations" / "summary.jsonl").write_text("")
+    (here / "empty").mkdir()
+    (here / "runs" / "quick-2025").mkdir(parents=True)
+    (here / "job.yaml").write_text(CONFIG)
+    write_run(here / "run", {2: 0.1})
+    write_run(here / "fresh", {})
+    write_run(here / "unvalidated", {2: 0.1})
+    (here / "unvalidated" / "evaluations" / "summary.jsonl").write_text("")
     with pytest.raises(RunError, match=message):
         find_subject(target, checkpoint)
     with pytest.raises(ConfigError, match="there is no such file"):
