@@ -49,8 +49,8 @@ DECIDED: Mapping[str, str] = {
 
 
 class SamplingConfig(Section):
-    temperature: Annotated[float, Field(ge=0.01)] = 1.0
-    """Divisor of the logits, in the engine and in the Learner; at least 0.01, vLLM's lower limit."""
+    temperature: Annotated[float, Field(ge=0.01, le=2.0)] = 1.0
+    """Divisor of the logits, in the engine and in the Learner, within vLLM's limits."""
     top_p: Fraction = 1.0
     """Nucleus mass; training requires 1.0 (the error message says why)."""
     min_tokens: NonNegativeInt = 0

@@ -16,8 +16,8 @@ from grpo_ray.tools.arguments import (
     TypedCommand,
     above_zero,
     fraction,
-    non_negative,
     positive,
+    vllm_temperature,
 )
 from grpo_ray.tools.trust import RunRewardCode, TrustRemoteCode, stay_offline
 
@@ -157,7 +157,7 @@ class EvaluationOptions:
     num_samples: Annotated[
         int | None, Sampled("N", "responses per prompt, for pass@k", name="--n", type=positive)
     ] = None
-    temperature: Annotated[float | None, Sampled("T", "0 is greedy", type=non_negative)] = None
+    temperature: Annotated[float | None, Sampled("T", "0 is greedy", type=vllm_temperature)] = None
     top_p: Annotated[float | None, Sampled("P", "nucleus sampling (default: 1)", type=fraction)] = None
     max_tokens: Annotated[int | None, Sampled("N", "longest response", type=positive)] = None
     local: Local = False

@@ -186,6 +186,10 @@ def refuses(folder: Path, overrides: str, parts: str) -> None:
         ("generator.max_model_len=0", "generator.max_model_len: 0 is not valid; allowed: integer > 0 or null"),
         ("generator.engine=sglang", "'sglang' is not valid; allowed: vllm, torch, or a function of your own"),
         ("sampling.temperature=0.005", "sampling.temperature: 0.005 is not valid; allowed: number >= 0.01"),
+        (
+            "sampling.temperature=2.1",
+            "sampling.temperature: 2.1 is not valid; allowed: number >= 0.01 and <= 2",
+        ),
         ("sampling.top_p=0.9", "sampling: top_p is 0.9"),
         ("sampling.stop=x", "sampling.stop: 'x' is not valid; allowed: a list, each element text"),
         ("run=null", "run: None is not valid; allowed: a mapping of name, output_dir"),

@@ -369,6 +369,7 @@ def test_updates_that_are_not_finite_are_skipped_and_several_in_a_row_end_the_ru
     monkeypatch.setattr(Learner, "capture", lambda self: (at_capture.append(list(begun)), capture(self))[1])
     with pytest.raises(RunError, match="3 steps in a row had no finite update"):
         train(config, other.path)
+    assert audit_files(other).problems == []
     assert at_capture  # for the checkpoint that was due at step 4, and for that of the ending
     assert not any(at_capture)  # none replaces what is being written
     checkpoint = make_store(config, other).latest()

@@ -215,6 +215,7 @@ def test_mistakes_are_said_and_leave_nothing_behind() -> None:
             grpo_ray.train(wrong, examples=EXAMPLES, local=True)
     for options, message in (
         ({"temperature": -1.0}, r"temperature: '-1.0' is not a number of at least 0"),
+        ({"temperature": 0.001}, r"'0.001' is not a number of at least 0.01 and at most 2, or 0"),
         ({"task": ["x"]}, r"task: \['x'\] is not text"),
         ({"run_reward_code": "no"}, "'no' is neither True nor"),
         ({"limits": 3}, "no option 'limits'; did you mean 'limit'"),

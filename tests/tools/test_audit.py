@@ -481,6 +481,8 @@ def test_the_checkpoint_that_a_resume_would_take_is_audited(run: RunDirectory) -
 def test_missing_changed_and_left_over_files_are_found(run: RunDirectory) -> None:
     run.rollouts_path(5).unlink()
     (run.checkpoints / "unfinished-step-000009").mkdir()
+    run.skipped.mkdir()
+    (run.skipped / "step-000007.parquet").touch()
     (run.rollouts / ".step-000009.parquet.partial").touch()
     rewrite(run.evaluations / "step-000004.parquet", set_first(max_version=3, min_version=3))
     rewrite_lines(run.evaluations_summary_path, lambda rows: rows[:2])
@@ -489,6 +491,7 @@ def test_missing_changed_and_left_over_files_are_found(run: RunDirectory) -> Non
     assert {
         "step-000005.parquet: step 5 was trained and has no rollouts",
         "no evaluation at step 8",
+        "skipped/step-000007.parquet: no update of that step was skipped",
         "evaluations/step-000000.parquet is missing",
         "checkpoints/unfinished-step-000009 is left over",
         "rollouts/.step-000009.parquet.partial is left over",

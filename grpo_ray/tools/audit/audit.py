@@ -299,7 +299,8 @@ def _audit_skipped(run: RunDirectory, metrics: Sequence[Row], report: AuditRepor
     kept = {path.stem for path in run.skipped.glob("step-*.parquet")}
     norms = {row["step"]: row.get("optim/grad_norm", 0.0) for row in metrics}  # nan is null in JSON
     infinite = [step for step, norm in norms.items() if norm is None or not math.isfinite(norm)]
-    unexplained = sorted(kept - skipped)
+    last = max(norms, default=0)  # a resume writes the line of a later step
+    unexplained = sorted(name for name in kept - skipped if int(name.removeprefix("step-")) <= last)
     used = [step for step in infinite if step_name(step) not in skipped]
     problems = [f"skipped/{name}.parquet: no update of that step was skipped" for name in unexplained]
     problems += [f"step {step}: its gradient is not finite and was used" for step in used]
