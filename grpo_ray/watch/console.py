@@ -118,9 +118,10 @@ def step_line(metrics: Metrics, is_sampled: bool = False, is_short: bool = False
 
     `is_sampled` says that the run may need no more samples, `is_short` that the line must fit 80 columns.
     """
-    generate_s = metrics.get("timing/generate_s", math.nan)  # missing if a Generator did not answer
+    generate_s = metrics.get("timing/generate_s")  # missing if a Generator did not answer
     tokens_per_s = metrics["throughput/sampled_tokens_per_s"]
-    sampled, generate = f"{tokens_per_s:,.0f} tok/s", f"generate {generate_s:.2f}, "
+    generate = "" if generate_s is None else f"generate {generate_s:.2f}, "
+    sampled = f"{tokens_per_s:,.0f} tok/s"
     if is_sampled and not tokens_per_s:
         sampled, generate = "nothing left to sample", ""
     entropy = f"entropy {metrics.get('policy/entropy', math.nan):.3f}  "  # missing without logprobs

@@ -143,6 +143,8 @@ IDLE = METRICS | {"throughput/sampled_tokens_per_s": 0.0, "timing/generate_s": 0
 
 def test_a_step_without_some_measurements_still_has_its_line() -> None:
     assert "entropy nan" in step_line(METRICS)
+    assert "generate" not in step_line(METRICS)
+    assert "(generate 0.50, wait" in step_line(METRICS | {"timing/generate_s": 0.5})
     assert "entropy 0.125" in step_line(METRICS | {"policy/entropy": 0.125})
 
 
