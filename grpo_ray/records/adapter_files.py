@@ -51,7 +51,7 @@ def check_adapter_files(folder: Path, base: str) -> None:
         raise ValueError(
             f"model.adapter.path: {str(folder)!r} is the adapter of another base "
             f"({saved.get('base_model_name_or_path')}), with other weights than {base!r}; set model.path to "
-            "the base that it was trained on"
+            "the base that it was trained on. A tiny model needs the release that built it"
         )
 
 

@@ -88,8 +88,7 @@ def tiny_model_folder(config: Config, progress: Progress | None = None) -> Path:
         progress: called with (step, num_steps, loss in nats per token) during the warm-up.
     """
     assert config.model.tiny is not None
-    digest = hashlib.sha256(json.dumps(_recipe(config), sort_keys=True).encode()).hexdigest()[:16]
-    folder = cache_folder() / f"tiny-{digest}"
+    folder = cache_folder() / f"tiny-{tiny_digest(config)}"
     if folder.exists():
         return folder
 
@@ -125,6 +124,11 @@ def _warm_up(config: Config, folder: Path, progress: Progress | None) -> None:
     with local.learning(imitator, StartingModel(str(folder), (), 0), folder) as learner:
         imitate(learner, pairs, imitator, progress)
         write_weights(learner, folder)
+
+
+def tiny_digest(config: Config) -> str:
+    """Return a digest of everything that determines the built model."""
+    return hashlib.sha256(json.dumps(_recipe(config), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _recipe(config: Config) -> list[Any]:

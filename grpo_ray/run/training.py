@@ -39,7 +39,8 @@ from grpo_ray.run.preparation import (
 from grpo_ray.run.restores import Host, no_whole_checkpoint, train_through_restores
 from grpo_ray.run.signals import run_until_signal, signals_answered
 from grpo_ray.run.supervised import LearnerHost, after_sft
-from grpo_ray.tasks.input_digests import check_inputs, input_digests, write_digests
+from grpo_ray.run.tiny_model import tiny_digest
+from grpo_ray.tasks.input_digests import TINY, check_inputs, input_digests, write_digests
 from grpo_ray.watch.console import RunConsole, banner
 from grpo_ray.watch.memory import imports_left_alone
 from grpo_ray.watch.run_state import reported
@@ -121,7 +122,7 @@ def _train(run: RunDirectory, config: Config, follower: Follower | None) -> RunD
         with run.lock():
             with shown_plainly():
                 run.create(config)
-            write_digests(run, input_digests(config, task.templates, task.train, task.validation))
+            write_digests(run, _digests(config, task))
             _run_to_the_end(config, prepared, run, console, host, learner_host, follower)
     return run
 
@@ -153,8 +154,9 @@ def _resume(run: RunDirectory, config: Config, follower: Follower | None) -> Run
     _check_same_prompts(before, config)
     # The demonstrations are not needed any more once the model has seen them.
     task = _check(config.model_copy(update={"sft": None}) if run.sft.exists() else config, run.is_local)
-    digests = input_digests(config, task.templates, task.train, task.validation)
-    unchecked = check_inputs(run, digests)
+    digests = _digests(config, task)
+    if unchecked := check_inputs(run, digests):
+        print_visible(f"! {unchecked}")
     with run.lock():
         store, logged = make_store(config, run), last_logged_step(run.metrics_path)
         try:
@@ -194,7 +196,13 @@ def check_resume(run: RunDirectory, config: Config, task: TaskData) -> None:
     """Refuse a configuration with which `resume` would refuse the run; raises RunError."""
     check_dumped(run.config_path)
     _check_same_prompts(before := load_config(run.config_path), _with_commits_of(before, config))
-    check_inputs(run, input_digests(config, task.templates, task.train, task.validation))
+    check_inputs(run, _digests(config, task))
+
+
+def _digests(config: Config, task: TaskData) -> dict[str, str]:
+    digests = input_digests(config, task.templates, task.train, task.validation)
+    tiny = {} if config.model.tiny is None else {f"{TINY} (as it is built)": tiny_digest(config)}
+    return digests | tiny
 
 
 def _with_commits_of(before: Config, now: Config) -> Config:

@@ -22,7 +22,7 @@ from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompt_stream import examples_digest
 from grpo_ray.tasks.prompts import PromptTemplate, TextTemplate
 
-MODEL, TEACHER = "model.path", "distillation.teacher"
+MODEL, TINY, TEACHER = "model.path", "model.tiny", "distillation.teacher"
 # The fields of `model`, `task`, `distillation` and `sft` that may name a file.
 FILE_FIELDS = (
     "path", "train_path", "validation_path", "keywords_path", "prompt", "teacher", "examples",
@@ -110,7 +110,7 @@ def check_inputs(run: RunDirectory, digests: Mapping[str, str]) -> str | None:
     """
     if not run.inputs_path.exists():
         return f"{run.inputs_path} is missing, so edits of the run's inputs were not looked for"
-    before, fields = _read_digests(run), (MODEL, TEACHER, COLUMNS, FACTS)
+    before, fields = _read_digests(run), (MODEL, TINY, TEACHER, COLUMNS, FACTS)
     new = [field for field in fields if not any(name.startswith(f"{field} (") for name in before)]
     unknown = [name for name in digests if name.partition(" (")[0] in new]  # of a run of an earlier release
     edited = [

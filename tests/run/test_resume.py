@@ -18,6 +18,7 @@ import torch
 from builders import TinyModel, change_weights, changed, make_buffer, parts, simple_group
 from huggingface_hub import constants
 from local_runs import Recorder
+from small_run import QUICKSTART
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
@@ -96,9 +97,8 @@ EDITS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "edit"), EDITS.items(), ids=[file for file, _ in EDITS.values()])
 def test_an_edited_input_is_refused_by_name(
-    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch, name: str,
-    edit: tuple[str, str],
-) -> None:  # fmt: skip
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch, name: str, edit: tuple[str, str]
+) -> None:
     monkeypatch.setattr(training, "_hosted", lambda *_: pytest.fail("Ray was to be started"))
     config, run = make(), RunDirectory(tmp_path / "run")
     run.create(config)
@@ -151,6 +151,17 @@ def test_a_run_of_an_earlier_release_has_no_digests_of_its_model(tmp_path: Path,
     now = digests(config)
     write_digests(run, {name: digest for name, digest in now.items() if not name.startswith("model.path")})
     assert check_inputs(run, now) == f"{run.inputs_path} has no digests of model.path"
+
+
+def test_a_tiny_model_built_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, run = load_config(QUICKSTART), RunDirectory(tmp_path / "run")
+    run.create(config)
+    task = check_files(config)
+    write_digests(run, training._digests(config, task))
+    training.check_resume(run, config, task)
+    monkeypatch.setattr("grpo_ray.run.tiny_model._RECIPE", 0)  # of another release
+    with pytest.raises(RunError, match=r"^model.tiny \(as it is built\): not what this run began with"):
+        training.check_resume(run, config, task)
 
 
 @contextlib.contextmanager
