@@ -79,8 +79,6 @@ class SamplingBatch:
         self._input_ids = torch.tensor(rows, device=model.device)  # [batch, seq so far]
         self._mask = torch.tensor([[0] * (width - len(s.prompt)) + [1] * len(s.prompt) for s in sequences])
         self._mask = self._mask.to(model.device)
-        ends = [[len(s.prompt) + s.settings.max_tokens] for s in sequences]
-        self._ends = torch.tensor(ends, device=model.device)  # [batch, 1], positions
 
     @property
     def is_done(self) -> bool:
@@ -106,9 +104,9 @@ class SamplingBatch:
 
     def _next_logprobs(self) -> torch.Tensor:
         new = self._input_ids if self._cache is None else self._input_ids[:, -1:]
-        positions = (self._mask.cumsum(1) - 1).clamp_min(0)[:, -new.shape[1] :]
-        # The model may have no position for the tokens that a finished sequence still gets.
-        positions = positions.minimum(self._ends - 1)
+        # The model may have no position for all tokens that a finished sequence still gets.
+        last = max(len(s.prompt) + s.settings.max_tokens for s in self.sequences) - 1
+        positions = (self._mask.cumsum(1) - 1).clamp(0, last)[:, -new.shape[1] :]
         output = self._model(
             input_ids=new, attention_mask=self._mask, position_ids=positions,
             past_key_values=self._cache, use_cache=True, logits_to_keep=1,

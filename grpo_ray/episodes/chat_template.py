@@ -122,9 +122,8 @@ class ChatTemplate:
     ) -> tuple[int, ...] | None:  # fmt: skip
         """See `Template.continued`; a branch begins where text of those tokens is dropped, or shown again."""
         dropped = self._dropped(messages, tools)
-        if dropped and not dropped <= self._dropped(messages[: num_known - 1], tools):
-            return None
-        if self._is_repeated(messages, num_known, tools):
+        is_dropped = dropped and not dropped <= self._dropped(messages[: num_known - 1], tools)
+        if is_dropped or self._is_repeated(messages, num_known, tools):
             return None
         known = (*prompt, *reply)
         return known + self.suffix(messages, num_known, known[-1], tools)

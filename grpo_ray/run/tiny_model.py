@@ -128,11 +128,6 @@ def _warm_up(config: Config, folder: Path, progress: Progress | None) -> None:
 
 def tiny_digest(config: Config) -> str:
     """Return a digest of everything that determines the built model."""
-    return hashlib.sha256(json.dumps(_recipe(config), sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _recipe(config: Config) -> list[Any]:
-    """Return everything that determines the built model."""
     tiny, task, seed = config.model.tiny, config.task, config.run.seed
     assert tiny is not None
     recipe: list[Any] = [_RECIPE, config.model.implementation, tiny.model_dump(), seed]
@@ -141,6 +136,7 @@ def _recipe(config: Config) -> list[Any]:
     if isinstance(task, SortingTaskConfig):  # what its pairs are generated from
         numbers = task.model_dump(include={"kind", "num_digits", "num_train_prompts", "num_validation_prompts"})
         ending = ENDINGS[answer_place(task.reward)]
-        return [*recipe, numbers, prompt_template(config).text, ending]
-    # The pairs themselves, since a file may hold them.
-    return [*recipe, rendered(config, tokenizer_pairs(task, seed)), _warmup_pairs(config)]
+        recipe += [numbers, prompt_template(config).text, ending]
+    else:  # the pairs themselves, since a file may hold them
+        recipe += [rendered(config, tokenizer_pairs(task, seed)), _warmup_pairs(config)]
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]

@@ -200,9 +200,8 @@ def check_resume(run: RunDirectory, config: Config, task: TaskData) -> None:
 
 
 def _digests(config: Config, task: TaskData) -> dict[str, str]:
-    digests = input_digests(config, task.templates, task.train, task.validation)
     tiny = {} if config.model.tiny is None else {f"{TINY} (as it is built)": tiny_digest(config)}
-    return digests | tiny
+    return input_digests(config, task.templates, task.train, task.validation) | tiny
 
 
 def _with_commits_of(before: Config, now: Config) -> Config:

@@ -226,8 +226,6 @@ def _number(is_good: Callable[[float], bool], words: str) -> Callable[[str], flo
 
 positive, natural = _whole(1), _whole(0)
 non_negative = _number(lambda value: 0 <= value < math.inf, "of at least 0")
-vllm_temperature = _number(
-    lambda value: value == 0 or 0.01 <= value <= 2, "of at least 0.01 and at most 2, or 0"
-)
+vllm_temperature = _number(lambda t: t == 0 or 0.01 <= t <= 2, "of at least 0.01 and at most 2, or 0")
 above_zero = _number(lambda value: 0 < value < math.inf, "above 0")
 fraction = _number(lambda value: 0 < value <= 1, "above 0 and at most 1")

@@ -1,6 +1,5 @@
 """Tokenizer, tiny model, warm-up, and facts read from a model's folder."""
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -29,7 +28,7 @@ from grpo_ray.learning.model_files import (
 from grpo_ray.learning.tiny_tokenizer import END_TOKEN, tiny_tokenizer, train_tokenizer
 from grpo_ray.learning.transformer_lm import TransformerLM
 from grpo_ray.run.preparation import check_files
-from grpo_ray.run.tiny_model import _recipe, build_model, cache_folder, tiny_model_folder
+from grpo_ray.run.tiny_model import build_model, cache_folder, tiny_digest, tiny_model_folder
 from grpo_ray.tasks import kinds as warmups
 from grpo_ray.tasks.demonstrations import plain_demonstration
 from grpo_ray.tasks.sorting import warmup_pairs
@@ -184,9 +183,8 @@ def test_initial_weights_have_the_configured_width_and_follow_from_the_seed(
 def test_recipe_of_the_quickstart_is_not_changed_by_accident() -> None:
     """A changed recipe rebuilds the cached model; settings that do not affect its pairs are not part of it."""
     config = load_config("configs/quickstart.yaml")
-    digest = hashlib.sha256(json.dumps(_recipe(config), sort_keys=True).encode()).hexdigest()
-    assert digest[:16] == "36d30414ca790ad9"
-    assert _recipe(changed(config, task={"curriculum": {}})) == _recipe(config)
+    assert tiny_digest(config) == "36d30414ca790ad9"
+    assert tiny_digest(changed(config, task={"curriculum": {}})) == tiny_digest(config)
     for changes in (
         {"task": {"num_digits": 4}},
         {"task": {"reward": "question_only"}},  # another answer format
@@ -196,7 +194,7 @@ def test_recipe_of_the_quickstart_is_not_changed_by_accident() -> None:
         {"model": {"implementation": "grpo_ray"}},
         {"model": {"tiny": {"initializer_range": 0.06}}},
     ):
-        assert _recipe(changed(config, **changes)) != _recipe(config), changes
+        assert tiny_digest(changed(config, **changes)) != tiny_digest(config), changes
 
 
 def test_model_for_keywords_follows_from_its_pairs(warmed: Config, tmp_path: Path) -> None:
