@@ -195,8 +195,7 @@ class CheckpointStore:
 
     def _rewards(self) -> dict[Any, Any]:
         """Return the validation reward of each step; of a damaged line there is none."""
-        rows = readable_rows(self._run.evaluations_summary_path)
-        return {row.get("step"): row.get("reward") for row in rows}
+        return {row.get("step"): row.get("reward") for row in readable_rows(self._run.evaluations_summary_path)}
 
     # ---- writing ----
 

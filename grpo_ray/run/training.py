@@ -122,7 +122,7 @@ def _train(run: RunDirectory, config: Config, follower: Follower | None) -> RunD
         with run.lock():
             with shown_plainly():
                 run.create(config)
-            write_digests(run, _digests(config, task))
+            write_digests(run, _digests(config, task, prepared))
             _run_to_the_end(config, prepared, run, console, host, learner_host, follower)
     return run
 
@@ -199,9 +199,12 @@ def check_resume(run: RunDirectory, config: Config, task: TaskData) -> None:
     check_inputs(run, _digests(config, task))
 
 
-def _digests(config: Config, task: TaskData) -> dict[str, str]:
-    tiny = {} if config.model.tiny is None else {f"{TINY} (as it is built)": tiny_digest(config)}
-    return input_digests(config, task.templates, task.train, task.validation) | tiny
+def _digests(config: Config, task: TaskData, prepared: Prepared | None = None) -> dict[str, str]:
+    digests = input_digests(config, task.templates, task.train, task.validation)
+    if config.model.tiny is not None:
+        built = prepared and Path(prepared.model.path).name.removeprefix("tiny-")  # or takes seconds
+        digests[f"{TINY} (as it is built)"] = built or tiny_digest(config)
+    return digests
 
 
 def _with_commits_of(before: Config, now: Config) -> Config:

@@ -49,8 +49,7 @@ def _clock(seconds: float) -> str:
 
 def warnings_in(path: Path) -> list[str]:
     """Return the texts of detectors' warnings among the events."""
-    rows = readable_rows(path)
-    return [str(row.get("text")) for row in rows if str(row.get("kind")).startswith(KIND)]
+    return [str(row.get("text")) for row in readable_rows(path) if str(row.get("kind")).startswith(KIND)]
 
 
 def not_validated(evaluations: Sequence[Row]) -> list[str]:
