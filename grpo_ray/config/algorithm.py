@@ -18,7 +18,7 @@ from grpo_ray.config.losses import (
     with_preset,
 )
 from grpo_ray.config.reward import Argument
-from grpo_ray.config.section import NAME_OR_LIST, Decay, NonNegativeFloat, NonNegativeInt, Section
+from grpo_ray.config.section import NAME_OR_LIST, Decay, GroupSize, NonNegativeFloat, NonNegativeInt, Section
 from grpo_ray.config.user_code import is_function_name, one_of_or_own
 
 AdvantageKind = Literal["mean_std", "mean", "leave_one_out", "max_only", "raw", "max_rl", "pass_at_k", "gdpo"]
@@ -102,7 +102,7 @@ class AlgorithmConfig(Section):
     """Training steps, each on one rollout batch (CS336's n_grpo_steps)."""
     prompts_per_step: PositiveInt = 32
     """Groups per step; times `samples_per_prompt`, they are CS336's rollout_batch_size."""
-    samples_per_prompt: PositiveInt = 8
+    samples_per_prompt: GroupSize = 8
     """Completions per prompt, G (CS336's group_size)."""
     advantage: AdvantageName = "mean_std"
     """Conversion of a group's rewards to advantages, or a function of your own as `module:function`.

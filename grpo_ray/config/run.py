@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt, field_validator
 
 from grpo_ray.config.secrets import SECRET_VALUE
-from grpo_ray.config.section import HomePath, NonNegativeInt, PositiveSeconds, Seconds, Section
+from grpo_ray.config.section import GroupSize, HomePath, NonNegativeInt, PositiveSeconds, Seconds, Section
 
 DetectorName = Literal[
     "short_outputs", "wrong_mask", "mismatched_logprobs", "wrong_normalizer", "stale_old_logprobs",
@@ -38,7 +38,7 @@ class RunConfig(Section):
 class EvaluationConfig(Section):
     every_num_steps: PositiveInt = 20
     """Validate before the first step, every N steps, and at the end."""
-    samples_per_prompt: PositiveInt = 1
+    samples_per_prompt: GroupSize = 1
     """Responses per validation prompt, sampled at the training temperature."""
 
 

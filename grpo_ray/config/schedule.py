@@ -4,11 +4,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from grpo_ray.config.section import NonNegativeInt, PositiveSeconds, Section
+from grpo_ray.config.section import PositiveSeconds, Section
 
 
 class WeightSyncConfig(Section):
-    max_lag: NonNegativeInt = 1
+    max_lag: Annotated[int, Field(ge=0, le=1000)] = 1  # the groups that it admits are all begun
     """Largest lag, in versions, of a token that is trained on: 0 is synchronous, 1 is one version behind."""
     in_flight: bool = True
     """true: a sync replaces the weights under running requests, which continue with the new ones (best where

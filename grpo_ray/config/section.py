@@ -10,6 +10,7 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]  # Python's own waits refuse centuries
 PositiveSeconds = Annotated[float, Field(gt=0, le=1e9)]
+GroupSize = Annotated[int, Field(ge=1, le=16_384)]  # as many as vLLM draws in one request
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 

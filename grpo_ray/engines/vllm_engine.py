@@ -219,6 +219,8 @@ def _defaults(config: GeneratorConfig) -> dict[str, Any]:
 def _set_environment(cpu: EngineConfig | None) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "1")
+    # vLLM never removes its sockets: the folder of an engine that has ended is removed by the next one.
+    os.environ["VLLM_RPC_BASE_PATH"], _ = make_locked("grpo-ray-sockets-", tempfile.gettempdir())
     if cpu is not None:
         os.environ["OMP_NUM_THREADS"] = str(cpu.num_threads)
         # The memory of replaced weights is kept for the next: touching fresh pages takes longer than a copy.

@@ -190,6 +190,8 @@ def refuses(folder: Path, overrides: str, parts: str) -> None:
             "sampling.temperature=2.1",
             "sampling.temperature: 2.1 is not valid; allowed: number >= 0.01 and <= 2",
         ),
+        ("weight_sync.max_lag=1001", "max_lag: 1001 is not valid; allowed: integer >= 0 and <= 1000"),
+        ("algorithm.samples_per_prompt=20000", "20000 is not valid; allowed: integer >= 1 and <= 16384"),
         ("sampling.top_p=0.9", "sampling: top_p is 0.9"),
         ("sampling.stop=x", "sampling.stop: 'x' is not valid; allowed: a list, each element text"),
         ("run=null", "run: None is not valid; allowed: a mapping of name, output_dir"),
@@ -324,6 +326,7 @@ def test_missing_file_names_its_neighbours(tmp_path: Path) -> None:
     assert "2 problems" in message
     assert "has no .yaml file" in error_of(tmp_path / "nowhere" / "x.yaml")
     assert "this is a folder" in error_of(tmp_path)
+    assert "this is a data file; give a .yaml file" in error_of(tmp_path / "rows.jsonl")
     (tmp_path / "latin.yaml").write_bytes(b"run: {name: caf\xe9}")
     assert "byte 15 is not UTF-8" in error_of(tmp_path / "latin.yaml")
     (tmp_path / "loop.yaml").symlink_to("loop.yaml")

@@ -2,8 +2,10 @@
 
 import asyncio
 import importlib.util
+import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.config.sampling import DECIDED
 from grpo_ray.engines import check_engine_args
-from grpo_ray.engines.vllm_engine import VllmEngine
+from grpo_ray.engines.vllm_engine import VllmEngine, _set_environment
 from grpo_ray.run.preparation import check_files
 from grpo_ray.tools.cli import main
 
@@ -161,3 +163,13 @@ def test_the_engines_defaults_on_gpus_and_cpus() -> None:
 def test_a_plan_says_what_it_does_not_count(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", QUICKSTART, "generator.engine_args.quantization=fp8"])
     assert "not counted: generator.engine_args (quantization)" in capsys.readouterr().out
+
+
+def test_an_engine_removes_the_sockets_of_those_that_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    (tmp_path / "grpo-ray-sockets-ended").mkdir()
+    _set_environment(None)
+    assert [*map(str, tmp_path.iterdir())] == [os.environ["VLLM_RPC_BASE_PATH"]]
