@@ -7,6 +7,7 @@ layer. A layer `q_proj` then has its own weights in `q_proj.base_layer`, and the
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from grpo_ray.config.model import AdapterConfig, ModelConfig
-from grpo_ray.learning.hub_format import ExactBuffer, persistent_buffers
+from grpo_ray.learning.hub_format import LazyWeight, persistent_buffers
 from grpo_ray.learning.loading import cast_parameters, load_policy
 from grpo_ray.learning.model_files import is_local
 from grpo_ray.learning.policy_model import PolicyModel, with_head_dtype
@@ -131,43 +132,41 @@ def _targets(model: PolicyModel, config: AdapterConfig) -> list[str]:
 # ---- merging ----
 
 
-class MergedWeight:
-    """The weight of a linear layer as the sampler loads it, computed anew by each `detach`."""
+@torch.no_grad()
+def merged(layer: Any) -> torch.Tensor:
+    """Return the sum of the base and the adapter's product, `[outputs, inputs]` float32.
 
-    dtype = torch.float32
-
-    def __init__(self, layer: Any) -> None:
-        """Take a layer with an adapter, or one in 4 bits, or both."""
-        self.layer, self._base = layer, getattr(layer, "base_layer", layer)
-        self.shape = torch.Size((self._base.out_features, self._base.in_features))
-
-    @torch.no_grad()
-    def detach(self) -> torch.Tensor:
-        """Return the sum of the base and the adapter's product, `[outputs, inputs]` float32."""
-        layer, base = self.layer, dequantized(self._base.weight)
-        weight = base.float()
-        if layer is self._base:
-            return weight
-        narrow, wide = (getattr(layer, name)[NAME].weight.float() for name in ("lora_A", "lora_B"))
-        weight = torch.addmm(weight, wide, narrow, alpha=layer.scaling[NAME])
-        if NAME in layer.lora_magnitude_vector:  # DoRA: rows of a trained length
-            lengths = layer.lora_magnitude_vector[NAME].weight.to(base.dtype)
-            weight *= (lengths / weight.to(base.dtype).norm(dim=1))[:, None]  # rounded as in PEFT's layer
+    Args:
+        layer: a linear one with an adapter, or in 4 bits, or both.
+    """
+    base = dequantized(getattr(layer, "base_layer", layer).weight)
+    weight = base.float()
+    if not hasattr(layer, "base_layer"):
         return weight
+    narrow, wide = (getattr(layer, name)[NAME].weight.float() for name in ("lora_A", "lora_B"))
+    weight = torch.addmm(weight, wide, narrow, alpha=layer.scaling[NAME])
+    if NAME in layer.lora_magnitude_vector:  # DoRA: rows of a trained length
+        lengths = layer.lora_magnitude_vector[NAME].weight.to(base.dtype)
+        weight *= (lengths / weight.to(base.dtype).norm(dim=1))[:, None]  # rounded as in PEFT's layer
+    return weight
 
 
-def served_weights(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor | MergedWeight | ExactBuffer]]:
+def served_weights(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor | LazyWeight]]:
     """Yield the weights that the sampler loads, without an adapter's names; see also `in_hub_format`."""
     for name, parameter in model.named_parameters():
         if OWN.search(name):
             continue
         served, (path, _, kind) = name.replace(".base_layer.", "."), name.rpartition(".")
         if kind == "weight" and (served != name or is_quantized(parameter)):
-            yield served, MergedWeight(model.get_submodule(path.removesuffix(".base_layer")))
+            layer: Any = model.get_submodule(path.removesuffix(".base_layer"))
+            shape = torch.Size((layer.out_features, layer.in_features))
+            yield served, LazyWeight(shape, torch.float32, partial(merged, layer), layer)
         else:
             yield served, parameter
     for name, buffer in persistent_buffers(model):
-        yield name.replace(".base_layer.", "."), ExactBuffer(buffer)
+        # Nothing trains it, and a router's correction is in float32.
+        exact = LazyWeight(buffer.shape, buffer.dtype, buffer.detach, keeps_dtype=True)
+        yield name.replace(".base_layer.", "."), exact
 
 
 def served_adapter(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:

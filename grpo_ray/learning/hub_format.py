@@ -5,11 +5,13 @@ transformers 5 renames and fuses weights as it loads them: a Qwen3-MoE's `expert
 for a whole model; here it is reverted one group of weights at a time, without a second copy of the model.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -23,6 +25,17 @@ from transformers.core_model_loading import (
 from grpo_ray.learning.policy_model import PolicyModel
 
 
+@dataclass(frozen=True)
+class LazyWeight:
+    """A weight that each `detach` computes or gathers, in the place of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    detach: Callable[[], Tensor]
+    layer: nn.Module | None = None  # with the parameters that `detach` reads, if they are several
+    keeps_dtype: bool = False  # it is sent in its own dtype
+
+
 def in_hub_format(model: PolicyModel, weights: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """Return the weights under their names on the hub; those of another shape there convert on `detach`.
 
@@ -32,11 +45,21 @@ def in_hub_format(model: PolicyModel, weights: Iterable[tuple[str, Any]]) -> lis
     Args:
         weights: tensors, or other things with `shape`, `dtype` and `detach`, by name in the model.
     """
-    latest: dict[_Group, dict[str, Tensor]] = {}
+    latest: dict[_Group, dict[str, Tensor]] = {}  # converted last, with those of its weights that were not read
+
+    def read(name: str, group: _Group) -> Tensor:
+        if name not in latest.get(group, {}):
+            latest.clear()  # freed before the next are made
+            latest[group] = group.convert()
+        return latest[group].pop(name)
+
     found: list[tuple[str, Any]] = []
     for group in _groups(model, weights):
         if isinstance(group, _Group):
-            found += ((name, ConvertedWeight(name, group, latest)) for name in group.shapes)
+            found += (
+                (name, LazyWeight(shape, group.dtype, partial(read, name, group)))
+                for name, shape in group.shapes.items()
+            )
         else:
             found.append(group)
     return found
@@ -80,15 +103,6 @@ def persistent_buffers(model: Any) -> Iterable[tuple[str, Tensor]]:
                 yield f"{path}.{name}" if path else name, buffer
 
 
-class ExactBuffer:
-    """A buffer, which is sent in its own dtype: nothing trains it, and a router's correction is in float32."""
-
-    keeps_dtype = True
-
-    def __init__(self, buffer: Tensor) -> None:
-        self.detach, self.shape, self.dtype = buffer.detach, buffer.shape, buffer.dtype
-
-
 class _Group:
     """Weights of a model that become weights of its checkpoint together."""
 
@@ -97,10 +111,7 @@ class _Group:
         empty = {name: torch.empty(weight.shape, device="meta") for name, weight in members.items()}
         reverted = revert_weight_conversion(model, empty)
         self.shapes = {name: tensor.shape for name, tensor in reverted.items()}  # by name in the checkpoint
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(iter(self.members.values())).dtype  # type: ignore[no-any-return]
+        self.dtype: torch.dtype = next(iter(members.values())).dtype
 
     def convert(self) -> dict[str, Tensor]:
         """Read all members and return the checkpoint's weights, which may be views of them."""
@@ -111,21 +122,6 @@ class _Group:
             tensors[name] = read.clone() if len(self.members) > 1 else read
         converted: dict[str, Tensor] = revert_weight_conversion(self.model, tensors)
         return converted
-
-
-class ConvertedWeight:
-    """A weight as the checkpoint has it, converted when it is read."""
-
-    def __init__(self, name: str, group: _Group, latest: dict[_Group, dict[str, Tensor]]) -> None:
-        """`latest` has the group that was converted last, with those of its weights that were not read."""
-        self._name, self._group, self._latest = name, group, latest
-        self.shape, self.dtype = group.shapes[name], group.dtype
-
-    def detach(self) -> Tensor:
-        if self._name not in self._latest.get(self._group, {}):
-            self._latest.clear()  # freed before the next are made
-            self._latest[self._group] = self._group.convert()
-        return self._latest[self._group].pop(self._name)
 
 
 def _groups(model: Any, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any] | _Group]:

@@ -1,8 +1,9 @@
 """Tensors of which each rank of the Learner has a part (torch's DTensor), read and filled as a whole."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from grpo_ray.learning.hub_format import LazyWeight
 
 
 def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -40,34 +43,6 @@ def sharded_like(tensor: Tensor, other: Tensor | None) -> Tensor:
     return result
 
 
-class ShardedWeight:
-    """A sharded weight, gathered from all ranks by each `detach`, in the dtype that is sent."""
-
-    def __init__(self, shard: Tensor, dtype: torch.dtype) -> None:
-        self._shard, self.shape, self.dtype = shard, shard.shape, dtype
-
-    def detach(self) -> Tensor:
-        return whole(self._shard, self.dtype)
-
-
-class WeightInBlock:
-    """A weight of a sharded model; `detach` has FSDP2 gather its whole block, as a forward pass does."""
-
-    def __init__(
-        self, weight: Any, dtype: torch.dtype, place: "_Place", gather: Callable[[FSDPModule], None]
-    ) -> None:
-        """`weight` is a parameter, or computed from its layer's parameters by its own `detach`."""
-        self._weight, self._place, self._gather = weight, place, gather
-        self.shape, self.dtype = weight.shape, dtype
-
-    def detach(self) -> Tensor:
-        self._gather(self._place.block)
-        is_parameter = isinstance(self._weight, DTensor)  # which FSDP2 has replaced by the whole one
-        weight = getattr(self._place.module, self._place.name) if is_parameter else self._weight
-        values: Tensor = weight.detach()
-        return values
-
-
 @dataclass(frozen=True)
 class _Place:
     block: FSDPModule
@@ -91,7 +66,7 @@ def gathered(
         yield list(weights)
         return
     if not by_block:
-        yield [(name, ShardedWeight(weight, dtype)) for name, weight in weights]
+        yield [(name, LazyWeight(w.shape, dtype, partial(whole, w, dtype))) for name, w in weights]
         return
     places = _places(model)
     whole_block: FSDPModule | None = None
@@ -105,11 +80,17 @@ def gathered(
                 block.unshard()
             whole_block = block
 
+    def read(weight: Any, place: _Place) -> Tensor:
+        gather(place.block)  # as a forward pass does
+        is_parameter = isinstance(weight, DTensor)  # which FSDP2 has replaced by the whole one
+        values: Tensor = (getattr(place.module, place.name) if is_parameter else weight).detach()
+        return values
+
     try:
         yield [
-            (name, WeightInBlock(weight, dtype, place, gather) if place else weight)  # a buffer is whole
-            for name, weight in weights
-            for place in [places.get(id(getattr(weight, "layer", weight)))]
+            (name, LazyWeight(w.shape, dtype, partial(read, w, place)) if place else w)  # a buffer is whole
+            for name, w in weights
+            for place in [places.get(id(getattr(w, "layer", w)))]
         ]
     finally:
         gather(None)

@@ -136,7 +136,7 @@ def _fill(tensors: _Tensors, specs: Iterable[TensorSpec], buffer: torch.Tensor) 
 
 
 def _wire_dtype(tensor: Weight, dtype: torch.dtype) -> torch.dtype:
-    is_kept = getattr(tensor, "keeps_dtype", not tensor.dtype.is_floating_point)
+    is_kept = getattr(tensor, "keeps_dtype", False) or not tensor.dtype.is_floating_point
     return tensor.dtype if is_kept else dtype
 
 

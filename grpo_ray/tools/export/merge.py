@@ -8,7 +8,7 @@ from torch import nn
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import ModelConfig
-from grpo_ray.learning.adapters import MergedWeight, has_adapter, load_adapter, load_trained, trained_parameters
+from grpo_ray.learning.adapters import has_adapter, load_adapter, load_trained, merged, trained_parameters
 from grpo_ray.learning.loading import cast_parameters
 from grpo_ray.learning.model_files import at_commit, check_local_model, is_local
 from grpo_ray.learning.policy_model import PolicyModel
@@ -61,6 +61,6 @@ def _plain(layer: Any, dtype: torch.dtype) -> nn.Linear:
     base = getattr(layer, "base_layer", layer)
     with torch.device("meta"):
         plain = nn.Linear(base.in_features, base.out_features, base.bias is not None)
-    plain.weight = nn.Parameter(MergedWeight(layer).detach().to(dtype))
+    plain.weight = nn.Parameter(merged(layer).to(dtype))
     plain.bias = base.bias
     return plain.eval()
