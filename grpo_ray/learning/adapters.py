@@ -55,19 +55,19 @@ def load_trained(path: str, config: ModelConfig, device: torch.device, seed: int
         quantize_linear_layers(model, dtype, device)
     torch.manual_seed(seed)
     add_adapter(model, config.adapter, path)
-    if config.adapter.path is not None:
-        load_adapter(model, Path(config.adapter.path))
     return with_head_dtype(model.to(device), config.head_dtype)
 
 
 def add_adapter(model: PolicyModel, config: AdapterConfig, base: str) -> None:
-    """Freeze the model and put a new adapter beside its linear layers, in float32.
+    """Freeze the model and put an adapter beside its linear layers, in float32: a new one, or `config.path`.
+
+    Of a model without memory nothing is filled: it shows whether the adapter fits.
 
     Args:
         base: the model's folder or hub name, for the files of the adapter.
 
     Raises:
-        ValueError: a target is not one of the model's linear layers.
+        ValueError: a target is not one of the model's linear layers, or `model.adapter.path` does not fit them.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -84,18 +84,8 @@ def add_adapter(model: PolicyModel, config: AdapterConfig, base: str) -> None:
     inject_adapter_in_model(lora, model)  # type: ignore[arg-type]
     del names.is_loaded_in_4bit
     cast_parameters((p for p in model.parameters() if p.requires_grad), torch.float32)
-
-
-def check_adapter(config: ModelConfig, model: PolicyModel) -> None:
-    """Try the adapter on a model without memory, before anything is started.
-
-    Raises:
-        ValueError: a target is not one of the model's layers, or `model.adapter.path` does not fit them.
-    """
-    assert config.adapter is not None
-    add_adapter(model, config.adapter, config.path or "")
-    if config.adapter.path is not None:
-        load_adapter(model, Path(config.adapter.path))
+    if config.path is not None:
+        load_adapter(model, Path(config.path))
 
 
 def has_adapter(model: PolicyModel) -> bool:

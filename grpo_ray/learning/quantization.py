@@ -11,22 +11,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from grpo_ray.config.model import ModelConfig
 from grpo_ray.learning.policy_model import PolicyModel
 
 BLOCK = 64  # weights that share a scale
 
 
-def check_quantization(model: ModelConfig) -> None:
-    """Refuse a 4-bit base without the package that implements it.
+def require_bitsandbytes(field: str, value: str, other: str) -> None:
+    """Refuse a field's value without the package that implements it; `other` needs none.
 
     Raises:
         ValueError: bitsandbytes is not installed.
     """
-    if model.base_quantization != "none" and importlib.util.find_spec("bitsandbytes") is None:
+    if importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(
-            f"model.base_quantization: {model.base_quantization} needs the package bitsandbytes on the "
-            "Learner's machine; install it with `pip install bitsandbytes`, or set it to none"
+            f"{field}: {value} needs the package bitsandbytes on the Learner's machine; install it with "
+            f"`pip install bitsandbytes`, or set {field} to {other}"
         )
 
 

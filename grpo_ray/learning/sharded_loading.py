@@ -39,7 +39,8 @@ def load_in_shards(
         cast_parameters(model.parameters(), getattr(torch, config.dtype))
         if is_quantizing:
             _receive_quantized_layers(model, complete, ranks, getattr(torch, config.dtype), device)
-        add_adapter(model, config.adapter, path)
+        # Without values: the first rank has them.
+        add_adapter(model, config.adapter.model_copy(update={"path": None}), path)
     with_head_dtype(model, config.head_dtype)
     if kept_dtype is not None:
         cast_parameters(model.parameters(), kept_dtype)

@@ -203,14 +203,15 @@ def _check_algorithm(config: Config) -> tuple[str, ...]:
 
 
 def _check_bitsandbytes(config: Config) -> None:
-    if config.learner.moments == "8bit":
-        from grpo_ray.learning.optimizer import check_moments
+    moments, quantization = config.learner.moments, config.model.base_quantization
+    if moments != "8bit" and quantization == "none":
+        return
+    from grpo_ray.learning.quantization import require_bitsandbytes
 
-        check_moments(config.learner)
-    if config.model.base_quantization != "none":
-        from grpo_ray.learning.quantization import check_quantization
-
-        check_quantization(config.model)
+    if moments == "8bit":
+        require_bitsandbytes("learner.moments", moments, "bfloat16")
+    if quantization != "none":
+        require_bitsandbytes("model.base_quantization", quantization, "none")
 
 
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -322,17 +323,17 @@ def _tokenizer_and_positions(config: Config) -> tuple[PreTrainedTokenizerBase, i
 
 
 def _check_adapter(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    if config.model.adapter is None:
+    path, model = config.model.path, config.model
+    if model.adapter is None:
         return
-    from grpo_ray.learning.adapters import check_adapter
+    from grpo_ray.learning.adapters import add_adapter
     from grpo_ray.learning.loading import skeleton
     from grpo_ray.run.tiny_model import tiny_skeleton
 
-    path, model = config.model.path, config.model
     if path is None:
-        check_adapter(model, tiny_skeleton(config, tokenizer))
+        add_adapter(tiny_skeleton(config, tokenizer), model.adapter, "")
     else:
-        check_adapter(model, skeleton(path, model.trust_remote_code, model.implementation))
+        add_adapter(skeleton(path, model.trust_remote_code, model.implementation), model.adapter, path)
 
 
 def _check_engine(config: Config, positions: int | None) -> None:

@@ -32,7 +32,6 @@ from grpo_ray.core.learner import Learner
 from grpo_ray.engines.vllm_engine import ServedAdapter
 from grpo_ray.learning.adapters import (
     add_adapter,
-    check_adapter,
     load_trained,
     save_adapter,
     served_weights,
@@ -372,9 +371,10 @@ def test_what_cannot_be_adapted_is_refused_by_name(
         base = base or tiny_model()
         model = skeleton(str(base), False, "transformers")
         with pytest.raises(ValueError, match=match):
-            check_adapter(options(base, **adapter), model)
+            add_adapter(model, AdapterConfig(rank=4, **adapter), str(base))
 
-    check_adapter(options(tiny_model(), path=str(folder)), skeleton(str(tiny_model()), False, "transformers"))
+    fitting = AdapterConfig(rank=4, path=str(folder))
+    add_adapter(skeleton(str(tiny_model()), False, "transformers"), fitting, str(tiny_model()))
     check(
         r"target_modules: the model has no linear layer 'query' to adapt; it has down_proj",
         target_modules=["query"],

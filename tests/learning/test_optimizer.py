@@ -24,7 +24,7 @@ from grpo_ray.learning.device import Offload
 from grpo_ray.learning.loading import load_policy
 from grpo_ray.learning.master_weights import MasterWeights
 from grpo_ray.learning.model_files import load_tokenizer
-from grpo_ray.learning.optimizer import check_moments, learning_rate, make_optimizer, move_optimizer
+from grpo_ray.learning.optimizer import learning_rate, make_optimizer, move_optimizer
 from grpo_ray.learning.ranks import Ranks
 from grpo_ray.learning.training_state import capture_state, write_state
 
@@ -138,8 +138,8 @@ def test_moments_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) -
         LearnerConfig(moments="bfloat16", betas=(0.9, 0.999))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"learner\.moments: 8bit needs the package bitsandbytes"):
-        check_moments(LearnerConfig(moments="8bit"))
-    check_moments(LearnerConfig())
+        make_optimizer([torch.nn.Parameter(torch.zeros(1))], LearnerConfig(moments="8bit"))
+    make_optimizer([torch.nn.Parameter(torch.zeros(1))], LearnerConfig())
 
 
 # ---- the learning rate ----
