@@ -2,23 +2,13 @@
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Protocol, Self
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from grpo_ray.learning.device import Offload
-
-
-class Parameters(Protocol):
-    """A model, or a list of parameters."""
-
-    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
-
-    def state_dict(self, *, keep_vars: bool = False) -> dict[str, torch.Tensor]: ...
-
-    def to(self, device: torch.device) -> Self: ...
+from grpo_ray.learning.policy_model import PolicyModel
 
 
 class MasterWeights:
@@ -34,8 +24,9 @@ class MasterWeights:
     """
 
     def __init__(
-        self, model: Parameters, dtype: torch.dtype, trained: Iterable[tuple[str, nn.Parameter]] | None = None
-    ) -> None:
+        self, model: PolicyModel | nn.Module, dtype: torch.dtype,
+        trained: Iterable[tuple[str, nn.Parameter]] | None = None,
+    ) -> None:  # fmt: skip
         """Turn the parameters of `model` into copies in `dtype`; its buffers stay as they are.
 
         (With rotary frequencies in bfloat16, the angle at position 1,000 would be off by 1.2 rad.)

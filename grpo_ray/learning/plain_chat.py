@@ -10,10 +10,8 @@ A reply begins on a line of its own, so the tokens of a transcript are those of 
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
-from jinja2 import Template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
 
@@ -27,6 +25,8 @@ TEMPLATE = (
     "{% else %}{{ message.content + '\\n' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '>\\n' }}{% endif %}"
 )
+# As `apply_chat_template` does.
+COMPILED = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATE)
 RESPONSE_TEMPLATE: dict[str, Any] = {
     "defaults": {"role": "assistant"},
     "start_anchor": "\n>\n",
@@ -54,10 +54,4 @@ def give_plain_chat(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def transcript(messages: Sequence[Mapping[str, Any]], end_token: str) -> str:
     """Return the messages as the template shows them, up to the next reply."""
-    return _compiled().render(messages=messages, eos_token=end_token, add_generation_prompt=True)
-
-
-@cache
-def _compiled() -> Template:
-    """Return the template as `apply_chat_template` compiles it."""
-    return ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATE)
+    return COMPILED.render(messages=messages, eos_token=end_token, add_generation_prompt=True)

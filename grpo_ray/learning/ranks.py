@@ -128,13 +128,7 @@ class Ranks:
 
     def from_first(self, value: T | None) -> T:
         """Return the first rank's value, of a kind that `gathered` takes; the others' are ignored."""
-        data = _encoded(value)
-        size = torch.tensor([len(data)])
-        dist.broadcast(size, 0)
-        if not self.is_first:
-            data = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(data, 0)
-        return _decoded(data)  # type: ignore[no-any-return]
+        return _gathered(value if self.is_first else None, self.size, None)[0]  # type: ignore[no-any-return]
 
     def tensors_from_first(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the first rank's tensors, in host memory; the others' are ignored."""

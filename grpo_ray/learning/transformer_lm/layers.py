@@ -5,23 +5,17 @@ from dataclasses import dataclass
 import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from transformers import Cache, LlamaConfig
 
 from grpo_ray.learning.policy_model import TreeAttention
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """`x / sqrt(mean(x^2) + eps) * weight` over the last axis (Zhang & Sennrich 2019, Eq. 4), in float32."""
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
     def forward(self, x: Tensor) -> Tensor:  # [..., size]
-        wide = x.float()
-        normalized = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        normalized = rms_norm(x.float(), self.normalized_shape, eps=self.eps)
         return self.weight * normalized.to(x.dtype)
 
 
