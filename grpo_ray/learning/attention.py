@@ -7,7 +7,7 @@
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Self
 
@@ -59,11 +59,6 @@ class Block:
         )  # fmt: skip
         return mixed.transpose(1, 2).flatten(0, 1).to(dtype)
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        is_allowed = None if self.is_allowed is None else change(self.is_allowed)
-        queries = change(self.queries)
-        return type(self)(queries, queries if self.keys is self.queries else change(self.keys), is_allowed)
-
 
 @dataclass(frozen=True)
 class BlockAttention:
@@ -88,9 +83,6 @@ class BlockAttention:
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float | None = None) -> Tensor:
         mixed = [block.attend(queries, keys, values, scale) for block in self.blocks]
         return torch.cat(mixed).index_select(0, self.places)
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        return type(self)(tuple(block.each(change) for block in self.blocks), change(self.places))
 
 
 def _split(tree: SegmentTree, segments: list[int]) -> list[list[int]]:
@@ -161,12 +153,6 @@ class VarlenAttention:
             self.longest_path,
             scale,
         )
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        return replace(
-            self, path_tokens=change(self.path_tokens), query_ends=change(self.query_ends),
-            key_ends=change(self.key_ends),
-        )  # fmt: skip
 
 
 def _ends(lengths: Sequence[int]) -> Tensor:

@@ -6,7 +6,8 @@ needed; sorting by length keeps the waste to a few percent.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
 from typing import Any, Self
 
 import numpy as np
@@ -74,17 +75,24 @@ class MicroBatch:
 
     def pinned(self) -> Self:
         """Return it in page-locked host memory, from which `to` copies without waiting."""
-        return self._each(torch.Tensor.pin_memory)
+        pinned: Self = on_tensors(cache(torch.Tensor.pin_memory), self)
+        return pinned
 
     def to(self, device: torch.device) -> Self:
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        moved: Self = on_tensors(cache(lambda tensor: tensor.to(device, non_blocking=True)), self)
+        return moved
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor):
-                values[name] = change(value)
-        return replace(self, **{**values, "attention": self.attention and self.attention.each(change)})
+
+def on_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return the value with each tensor changed, in the fields of dataclasses and the members of tuples too."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(on_tensors(change, member) for member in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {field.name: on_tensors(change, getattr(value, field.name)) for field in fields(value)}
+        return replace(value, **changed)
+    return value
 
 
 def collate_packed(

@@ -33,10 +33,6 @@ class TreeAttention(Protocol):
         """
         ...
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return a copy with every tensor changed: moved, or in page-locked memory."""
-        ...
-
 
 class PolicyOutput(Protocol):
     @property

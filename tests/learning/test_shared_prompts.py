@@ -35,6 +35,7 @@ from grpo_ray.learning.forward_backward import ForwardBackward
 from grpo_ray.learning.layout import Layout, choose_layout
 from grpo_ray.learning.loading import _with_sdpa, cast_parameters, load_policy
 from grpo_ray.learning.log_probs import ResponseLogProbs, model_inputs
+from grpo_ray.learning.microbatch import on_tensors
 from grpo_ray.learning.policy_model import PolicyModel, with_head_dtype
 from grpo_ray.learning.sequences import TrainSequence
 
@@ -196,7 +197,7 @@ def test_attention_along_random_trees(seed: int) -> None:
     queries, keys, values = (torch.randn(tree.num_tokens, heads, 8) for heads in (4, 2, 2))
     expected = loop_attention(tree, queries, keys, values)
     blocks, varlen = BlockAttention.of(tree), VarlenAttention.of(tree, plain_kernel)
-    for attention in (blocks, blocks.each(torch.clone), varlen, varlen.each(torch.clone)):
+    for attention in (blocks, on_tensors(torch.clone, blocks), varlen, on_tensors(torch.clone, varlen)):
         torch.testing.assert_close(attention(queries, keys, values), expected, atol=1e-5, rtol=1e-5)
 
 
