@@ -91,14 +91,11 @@ def _distinct_problems(
     orders = factorial(len(config.ranges)) if config.ranges else 1  # in which one question may be drawn
     wanted, pool = (count + len(excluded)) * orders, num_problems(config)
     drawn = (_problem(config, number) for number in rng.sample(range(pool), min(wanted, pool)))
-    seen = {_identity(config, problem) for problem in excluded}
-    found = []
+    known = {_identity(config, problem) for problem in excluded}
+    found: dict[Problem, Problem] = {}  # in the order drawn
     for problem in drawn:
-        identity = _identity(config, problem)
-        if identity not in seen:
-            seen.add(identity)
-            found.append(problem)
-    return found[:count]
+        found.setdefault(_identity(config, problem), problem)
+    return [problem for identity, problem in found.items() if identity not in known][:count]
 
 
 def _identity(config: ArithmeticTaskConfig, problem: Problem) -> Problem:
