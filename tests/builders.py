@@ -48,9 +48,13 @@ from grpo_ray.watch.metrics_catalog import METRICS
 
 ENDS = (0, 17)
 MakeLearner = Callable[..., Learner]
-"""The fixture `make_learner`; each file's own says which changes of the tiny configuration it takes."""
+"""The fixture `make_learner`, of conftest.py or the file's own."""
 TinyModel = Callable[..., Path]
 """The fixture `tiny_model(tied=True, hidden_size=32, own=False)`, which returns a model's folder."""
+CHAT_ML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|endoftext|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 GPUS = int(os.environ.get("GRPO_RAY_TEST_GPUS", "0"))
 TEST_ENGINE = {"num_gpus": GPUS, "kv_cache_gib": 0.05 if GPUS == 0 else 0.5, "gpu_memory_utilization": 0.2}
 """The `generator` section of tests with vLLM: on a CPU, or with GRPO_RAY_TEST_GPUS=1 on a GPU."""

@@ -267,6 +267,32 @@ def copied_models(monkeypatch: pytest.MonkeyPatch) -> None:
     copy_models(monkeypatch)
 
 
+@pytest.fixture
+def make_learner(
+    request: pytest.FixtureRequest, tiny_config: Config, tiny_model: Callable[..., Path], copied_models: None
+) -> Callable[..., Any]:
+    """Return `make_learner(tied=True, family="transformers", checkpoint=None, learner={...}, ...)`.
+
+    Sections change the tiny configuration, those of the test file's `SECTIONS` first.
+    """
+    from builders import ENDS, changed
+
+    from grpo_ray.core.learner import Learner
+
+    config = changed(tiny_config, **getattr(request.module, "SECTIONS", {}))
+
+    def make(
+        tied: bool = True, family: str = "transformers", checkpoint: Path | None = None,
+        **sections: dict[str, Any],
+    ) -> Learner:  # fmt: skip
+        own = changed(changed(config, model={"implementation": family}), **sections)
+        if checkpoint is not None:
+            return Learner(str(checkpoint), own, ENDS, checkpoint / "training")
+        return Learner(str(tiny_model(tied, own=family == "grpo_ray")), own, ENDS)
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def tiny_moe(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Path:
     """The folder of a random Qwen3-MoE with tokenizer: 2 layers of 4 experts, of which a token takes 2."""

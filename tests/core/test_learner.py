@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from builders import (
     ENDS,
     MakeLearner,
     TinyModel,
-    changed,
     check_names,
     file_size_limit,
     flat_weights,
@@ -38,16 +36,6 @@ from grpo_ray.core.staleness import StaleBatchError
 from grpo_ray.learning.sequences import sequences_of
 from grpo_ray.records.rollout_log import read_groups
 from grpo_ray.types import ScoredGroup, StepReport, TrainBatch
-
-
-@pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: TinyModel, copied_models: None) -> MakeLearner:
-    """Return `make_learner(tied=True, learner={...}, ...)`, which changes the tiny configuration."""
-
-    def make(tied: bool = True, **changes: dict[str, Any]) -> Learner:
-        return Learner(str(tiny_model(tied)), changed(tiny_config, **changes), ENDS)
-
-    return make
 
 
 def weights(learner: Learner) -> torch.Tensor:

@@ -14,8 +14,6 @@ import torch
 from builders import (
     ENDS,
     MakeLearner,
-    TinyModel,
-    changed,
     check_names,
     flat_weights,
     gradient,
@@ -31,7 +29,6 @@ from builders import (
 )
 from episode_batches import Turn, distribution, slow_gradient
 
-from grpo_ray.config import Config
 from grpo_ray.config.losses import PRESETS
 from grpo_ray.core.learner import Learner
 from grpo_ray.errors import RunError
@@ -41,18 +38,11 @@ from grpo_ray.types import ScoredGroup, TrainBatch
 
 AGGREGATIONS = ("sequence_mean", "token_mean", "constant", "sequence_sum", "prompt_mean")
 MAX_TOKENS = 16
-
-
-@pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: TinyModel, copied_models: None) -> MakeLearner:
-    """Return a factory of Learners for the 12 responses of `make_batch`, without gradient clipping."""
-
-    def make(**changes: dict[str, Any]) -> Learner:
-        config = changed(tiny_config, algorithm={"prompts_per_step": 4, "samples_per_prompt": 3})
-        config = changed(config, learner={"max_grad_norm": 1e6, "learning_rate": 3e-4})
-        return Learner(str(tiny_model()), changed(config, **changes), ENDS)
-
-    return make
+# Of the 12 responses of `make_batch`, without gradient clipping.
+SECTIONS: dict[str, Any] = {
+    "algorithm": {"prompts_per_step": 4, "samples_per_prompt": 3},
+    "learner": {"max_grad_norm": 1e6, "learning_rate": 3e-4},
+}
 
 
 def step(learner: Learner, groups: Sequence[ScoredGroup]) -> dict[str, float]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import ENDS, MakeLearner, changed, gradient, make_batch, relative_difference, train_step
+from builders import MakeLearner, gradient, make_batch, relative_difference, train_step
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     GPT2Config,
@@ -17,24 +17,12 @@ from transformers import (
     Starcoder2ForCausalLM,
 )
 
-from grpo_ray.config import Config, LearnerConfig
+from grpo_ray.config import LearnerConfig
 from grpo_ray.core.learner import Learner
 from grpo_ray.learning.policy_model import blocks_of, recompute_in_backward
 from grpo_ray.learning.sequences import sequences_of
 
 FAMILIES = ("transformers", "grpo_ray")
-
-
-@pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: Any, copied_models: None) -> MakeLearner:
-    """Return `make_learner(family, dtype="float32", gradient_checkpointing=...)`."""
-
-    def make(family: str, dtype: str = "float32", kl: dict[str, Any] | None = None, **learner: Any) -> Learner:
-        model, algorithm = {"implementation": family, "dtype": dtype}, {"kl": kl or {}}
-        config = changed(tiny_config, learner=learner, model=model, algorithm=algorithm)
-        return Learner(str(tiny_model(own=family == "grpo_ray")), config, ENDS)
-
-    return make
 
 
 def accumulated(learner: Learner, batch: Any) -> torch.Tensor:
@@ -51,7 +39,10 @@ def accumulated(learner: Learner, batch: Any) -> torch.Tensor:
     ],
 )  # fmt: skip
 def test_recomputing_keeps_gradients(make_learner: MakeLearner, family: str, which: str, dtype: str) -> None:
-    plain, recomputing = make_learner(family, dtype), make_learner(family, dtype, gradient_checkpointing=which)
+    plain, recomputing = (
+        make_learner(family=family, model={"dtype": dtype}, learner={"gradient_checkpointing": each})
+        for each in ("none", which)
+    )
     batch = make_batch(plain)
     assert torch.equal(accumulated(recomputing, batch), accumulated(plain, batch))
 
@@ -74,9 +65,10 @@ def test_recomputing_drops_no_value_and_blocks_are_found_in_any_layout() -> None
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_selective_recomputes_the_cheap_operations_alone(make_learner: MakeLearner, family: str) -> None:
-    products = {which: num_products(make_learner(family, gradient_checkpointing=which)) for which in (
-        "none", "selective", "full"
-    )}  # fmt: skip
+    products = {
+        which: num_products(make_learner(family=family, learner={"gradient_checkpointing": which}))
+        for which in ("none", "selective", "full")
+    }
     assert products["none"] == products["selective"]
     with pytest.raises(ValueError, match="clip_qkv"):  # which changes kept values in place
         recompute_in_backward(SimpleNamespace(config=SimpleNamespace(clip_qkv=1.0)), "selective")
@@ -120,7 +112,8 @@ def test_compiled_blocks_have_the_same_gradient_and_names(
 ) -> None:
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # set by a vLLM engine that was in this process
     torch._dynamo.reset()
-    plain, compiled = make_learner(family), make_learner(family, compile=True, gradient_checkpointing=which)
+    plain = make_learner(family=family)
+    compiled = make_learner(family=family, learner={"compile": True, "gradient_checkpointing": which})
     assert compiled.masters.named.keys() == plain.masters.named.keys()
     assert compiled.model.state_dict().keys() == plain.model.state_dict().keys()
     torch._dynamo.utils.counters.clear()
@@ -133,5 +126,6 @@ def test_compiled_blocks_have_the_same_gradient_and_names(
     assert graphs[0] > 0
     assert compiled._forward_backward._layout.shares_prompts
     kl = {"reference": "initial", "coefficient": 0.1, "refresh_every_num_steps": 1}
-    same = make_learner(family, "bfloat16", kl, compile=True)  # its look-ups round as training does
+    sections = {"model": {"dtype": "bfloat16"}, "algorithm": {"kl": kl}, "learner": {"compile": True}}
+    same = make_learner(family=family, **sections)  # its look-ups round as training does
     assert [train_step(same, seed)["loss/kl_ref"] for seed in range(2)] == [0.0, 0.0]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from builders import (
     ENDS,
+    MakeLearner,
     TinyModel,
     changed,
     edit_json,
@@ -29,7 +30,6 @@ from transformers import AutoModelForCausalLM
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, load_config
-from grpo_ray.core.learner import Learner
 from grpo_ray.core.teacher import Teacher
 from grpo_ray.engines.torch_engine import TorchTeacher
 from grpo_ray.learning.model_files import check_local_model, check_teacher, load_tokenizer
@@ -72,14 +72,10 @@ def test_tokens_that_are_too_old_have_no_term() -> None:
         assert np.shape(sequence.teacher_logprobs) == (sequence.num_sampled,)
 
 
-def test_tokens_are_selected_by_the_advantage_with_the_teachers_term(
-    tiny_config: Config, tiny_model: TinyModel
-) -> None:
+def test_tokens_are_selected_by_the_advantage_with_the_teachers_term(make_learner: MakeLearner) -> None:
     algorithm = {"token_selection": "clip_cov", "selection_options": {"share": 0.2, "low": 0.0, "high": 1e9}}
     distillation = {"teacher": "somewhere", "engine": "torch", "coefficient": 2.0, "use_reward": False}
-    learner = Learner(
-        str(tiny_model()), changed(tiny_config, algorithm=algorithm, distillation=distillation), ENDS
-    )
+    learner = make_learner(algorithm=algorithm, distillation=distillation)
     passes = learner._forward_backward
     sequences = passes.with_proximal(learner.model, sequences_of([taught(make_batch(learner)[3])]))
     seen = {}
@@ -95,9 +91,8 @@ def test_tokens_are_selected_by_the_advantage_with_the_teachers_term(
     np.testing.assert_allclose(seen["advantages"], 2 * np.concatenate(gaps), rtol=1e-5)
 
 
-def test_a_group_without_an_advantage_is_trained(tiny_config: Config, tiny_model: TinyModel) -> None:
-    config = changed(tiny_config, distillation={"teacher": "somewhere", "engine": "torch"})
-    learner = Learner(str(tiny_model()), config, ENDS)
+def test_a_group_without_an_advantage_is_trained(make_learner: MakeLearner) -> None:
+    learner = make_learner(distillation={"teacher": "somewhere", "engine": "torch"})
     group = taught(make_batch(learner)[3])
     assert not group.advantages.any()
     assert group.has_signal

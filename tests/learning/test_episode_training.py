@@ -11,7 +11,6 @@ from builders import (
     MakeLearner,
     TinyModel,
     changed,
-    clip_range,
     gradient,
     make_completion,
     make_group,
@@ -31,19 +30,8 @@ from grpo_ray.learning.microbatch import collate_padded
 from grpo_ray.learning.sequences import NEVER, minibatches, samples_of, sequences_of
 from grpo_ray.types import CONTEXT, ScoredGroup, TrainBatch
 
-
-@pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: TinyModel, copied_models: None) -> MakeLearner:
-    """Return `make_learner(algorithm={...}, ...)` of Learners with clips that take effect."""
-
-    def make(**changes: dict[str, Any]) -> Learner:
-        given = changes.pop("algorithm", {})
-        sizes = {"prompts_per_step": 3, "samples_per_prompt": 3}
-        clip = clip_range(given.get("loss", "grpo_clip"), 0.2)
-        config = changed(tiny_config, algorithm=sizes | clip | given)
-        return Learner(str(tiny_model()), changed(config, **changes), ENDS)
-
-    return make
+# With a clip that takes effect.
+SECTIONS = {"algorithm": {"prompts_per_step": 3, "samples_per_prompt": 3, "cliprange": 0.2}}
 
 
 def check(learner: Learner, seed: int, reference: Any = None) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from builders import ENDS, MakeLearner, TinyModel, changed, flat_weights, train_step
+from builders import MakeLearner, TinyModel, flat_weights, train_step
 from torch import nn
 
-from grpo_ray.config import Config
 from grpo_ray.core.learner import Learner
 from grpo_ray.engines.torch_engine import TorchEngine
 from grpo_ray.learning import device
@@ -20,17 +19,7 @@ from grpo_ray.learning.loading import load_policy
 from grpo_ray.learning.master_weights import MasterWeights
 
 FAMILIES = ("transformers", "grpo_ray")
-
-
-@pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: TinyModel, copied_models: None) -> MakeLearner:
-    """Return `make_learner(family="transformers", tied=True, learner={...}, ...)`, of a bfloat16 Learner."""
-
-    def make(family: str = "transformers", tied: bool = True, **changes: dict[str, Any]) -> Learner:
-        changes = {"model": {"dtype": "bfloat16", "implementation": family}, **changes}
-        return Learner(str(tiny_model(tied, own=family == "grpo_ray")), changed(tiny_config, **changes), ENDS)
-
-    return make
+SECTIONS = {"model": {"dtype": "bfloat16"}}
 
 
 def masters_of(learner: Learner) -> torch.Tensor:
@@ -48,7 +37,7 @@ def test_float32_weights_are_their_own_masters(tiny_model: TinyModel) -> None:
 def test_copy_is_bfloat16_and_masters_are_what_was_loaded(
     make_learner: MakeLearner, tiny_model: TinyModel, family: str, tied: bool
 ) -> None:
-    learner = make_learner(family, tied)
+    learner = make_learner(tied, family)
     model: Any = learner.model
     loaded = load_policy(str(tiny_model(tied, own=family == "grpo_ray")), implementation=family)
     assert torch.equal(masters_of(learner), flat_weights(loaded))
@@ -65,7 +54,7 @@ def test_learner_computes_what_the_sampler_computes(
     make_learner: MakeLearner, tiny_model: TinyModel, family: str
 ) -> None:
     """The residual stream included, so that equal inputs give equal logits."""
-    learner = make_learner(family)
+    learner = make_learner(family=family)
     folder = str(tiny_model(True, own=family == "grpo_ray"))
     engine = TorchEngine(learner._config, folder, 128, seed=0)
     ids = torch.randint(20, 280, (2, 50), generator=torch.Generator().manual_seed(0))

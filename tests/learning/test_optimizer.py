@@ -32,6 +32,7 @@ needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
 )
 NARROW_MOMENTS = ("bfloat16", pytest.param("8bit", marks=needs_bitsandbytes))
+SECTIONS = {"learner": {"learning_rate": 1e-3}, "model": {"dtype": "bfloat16"}}
 OPTIONS = {"learning_rate": 1e-2, "weight_decay": 0.1, "num_gpus": 0}
 
 
@@ -83,17 +84,6 @@ def test_all_of_the_state_moves(moments: str) -> None:
     assert all(tensor.data_ptr() != before[name] for name, tensor in state.items())
 
 
-@pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: TinyModel, copied_models: None) -> MakeLearner:
-    def make(moments: str, folder: Path | None = None) -> Learner:
-        learner = {"learning_rate": 1e-3, "moments": moments}
-        config = changed(tiny_config, learner=learner, model={"dtype": "bfloat16"})
-        training = None if folder is None else folder / "training"
-        return Learner(str(folder or tiny_model()), config, ENDS, training)
-
-    return make
-
-
 def train(learner: Learner, seed: int) -> torch.Tensor:
     train_step(learner, seed)
     return torch.cat([master.detach().flatten().clone() for master in learner.masters.parameters])
@@ -102,10 +92,10 @@ def train(learner: Learner, seed: int) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("moments", NARROW_MOMENTS)
 def test_training_resumes_bit_for_bit(make_learner: MakeLearner, tmp_path: Path, moments: str) -> None:
-    learner = make_learner(moments)
+    learner = make_learner(learner={"moments": moments})
     for seed in range(2):
         train(learner, seed)
-    resumed = make_learner(moments, written(learner, tmp_path / "step"))
+    resumed = make_learner(checkpoint=written(learner, tmp_path / "step"), learner={"moments": moments})
     states = [each._optimizer.state[each.masters.parameters[0]] for each in (learner, resumed)]
     assert states[0].keys() == states[1].keys()
     for name, value in states[0].items():
@@ -121,13 +111,13 @@ def test_training_resumes_bit_for_bit(make_learner: MakeLearner, tmp_path: Path,
 def test_moments_of_another_kind_are_refused_but_for_narrower_floats(
     make_learner: MakeLearner, tmp_path: Path, first: str, second: str
 ) -> None:
-    learner = make_learner(first)
+    learner = make_learner(learner={"moments": first})
     train(learner, 0)
     folder = written(learner, tmp_path / "step")
     with pytest.raises(ValueError, match=r"learner\.moments: the checkpoint's moments"):
-        make_learner(second, folder)
+        make_learner(checkpoint=folder, learner={"moments": second})
     if first == "float32":
-        resumed = make_learner("bfloat16", folder)
+        resumed = make_learner(checkpoint=folder, learner={"moments": "bfloat16"})
         moments = resumed._optimizer.state[resumed.masters.parameters[0]]
         assert moments["exp_avg"].dtype is torch.bfloat16
         assert torch.isfinite(train(resumed, 1)).all()

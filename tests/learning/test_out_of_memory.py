@@ -6,9 +6,8 @@ from typing import Any
 import local_runs
 import pytest
 import torch
-from builders import ENDS, MakeLearner, TinyModel, changed, flat_weights, make_batch, simple_group
+from builders import MakeLearner, flat_weights, make_batch, simple_group
 
-from grpo_ray.config import Config
 from grpo_ray.core.learner import Learner
 from grpo_ray.errors import RunError
 from grpo_ray.learning.out_of_memory import SmallerMicroBatches
@@ -16,18 +15,10 @@ from grpo_ray.learning.sequences import sequences_of
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.types import TrainBatch
 
+SECTIONS = {"learner": {"micro_batch_tokens": 4000, "learning_rate": 1e-3}}
 EVERYTHING = {
     "epochs_per_batch": 2, "train_batch_size": 6, "old_log_probs": "proximal", "kl": {"reference": "ema"},
 }  # fmt: skip
-
-
-@pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: TinyModel, copied_models: None) -> MakeLearner:
-    def make(**changes: dict[str, Any]) -> Learner:
-        changes.setdefault("learner", {}).update(micro_batch_tokens=4000, learning_rate=1e-3)
-        return Learner(str(tiny_model()), changed(tiny_config, **changes), ENDS)
-
-    return make
 
 
 def limit_memory(learner: Learner, max_tokens: int) -> list[int]:

@@ -1,7 +1,6 @@
 """The reference policy: its movement, the KL measured against it, and its part of a checkpoint."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,20 +28,10 @@ from grpo_ray.config import Config
 from grpo_ray.core.learner import Learner
 from grpo_ray.types import TrainBatch
 
+SECTIONS = {"learner": {"learning_rate": 1e-3}}
 FROZEN = {"reference": "initial"}
 REFRESHED = {"reference": "initial", "refresh_every_num_steps": 2}
 AVERAGE = {"reference": "ema", "ema_decay": 0.75}
-
-
-@pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: TinyModel, copied_models: None) -> MakeLearner:
-    """Return `make_learner(kl, tied=True, learner={...}, ...)`."""
-
-    def make(kl: dict[str, Any], tied: bool = True, **changes: dict[str, Any]) -> Learner:
-        config = changed(tiny_config, learner={"learning_rate": 1e-3}, algorithm={"kl": kl})
-        return Learner(str(tiny_model(tied)), changed(config, **changes), ENDS)
-
-    return make
 
 
 def reference_weights(learner: Learner) -> torch.Tensor:
@@ -64,7 +53,7 @@ def step(learner: Learner, seed: int) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kl", [FROZEN, REFRESHED])
 def test_a_reference_is_the_first_policy_or_of_every_second_step(make_learner: MakeLearner, kl: dict) -> None:
-    learner = make_learner(kl)
+    learner = make_learner(algorithm={"kl": kl})
     policies = [flat_weights(learner.model)]
     for seed in range(5):
         step(learner, seed)
@@ -75,7 +64,7 @@ def test_a_reference_is_the_first_policy_or_of_every_second_step(make_learner: M
 
 
 def test_average_follows_its_formula(make_learner: MakeLearner) -> None:
-    learner = make_learner(AVERAGE)
+    learner = make_learner(algorithm={"kl": AVERAGE})
     expected = flat_weights(learner.model).double()
     for seed in range(3):
         step(learner, seed)
@@ -89,7 +78,7 @@ def test_average_follows_its_formula(make_learner: MakeLearner) -> None:
 def test_reference_computes_in_the_served_dtype_and_only_an_average_keeps_float32(
     make_learner: MakeLearner, kl: dict
 ) -> None:
-    learner = make_learner({**kl, "coefficient": 0.5}, model={"dtype": "bfloat16"})
+    learner = make_learner(algorithm={"kl": {**kl, "coefficient": 0.5}}, model={"dtype": "bfloat16"})
     step(learner, 0)
     step(learner, 1)
     reference = learner._reference
@@ -127,7 +116,7 @@ def test_distance_in_bfloat16_is_0_at_version_0_on_long_responses(
 
 def test_distance_by_a_loop(make_learner: MakeLearner) -> None:
     """The metrics are means over all tokens, also of groups without signal."""
-    learner = make_learner(FROZEN, sampling={"temperature": 0.7})
+    learner = make_learner(algorithm={"kl": FROZEN}, sampling={"temperature": 0.7})
     assert learner._reference is not None
     perturb(learner._reference.model, seed=1, scale=0.05)
     groups = make_batch(learner)
@@ -157,7 +146,7 @@ def test_reference_is_the_same_after_a_resume(
     make_learner: MakeLearner, tiny_model: TinyModel, tmp_path: Path, kl: dict, tied: bool, resume_after: int,
 ) -> None:  # fmt: skip
     kl = {**kl, "coefficient": 0.2}
-    straight, first = make_learner(kl, tied), make_learner(kl, tied)
+    straight, first = (make_learner(tied, algorithm={"kl": kl}) for _ in range(2))
     for seed in range(resume_after):
         assert step(first, seed) == step(straight, seed)
     folder = written(first, tmp_path / "step")
@@ -173,7 +162,7 @@ def test_reference_is_the_same_after_a_resume(
 @pytest.mark.slow
 def test_checkpoint_keeps_only_a_reference_that_moved(make_learner: MakeLearner, tmp_path: Path) -> None:
     for name, kl, is_kept in (("frozen", FROZEN, False), ("average", AVERAGE, True), ("none", {}, False)):
-        learner = make_learner(kl)
+        learner = make_learner(algorithm={"kl": kl})
         step(learner, 0)
         tensors = load_file(written(learner, tmp_path / name) / "training" / "optimizer.safetensors")
         kept = {n.removeprefix("reference/") for n in tensors if n.startswith("reference/")}
@@ -184,7 +173,7 @@ def test_reference_missing_from_the_checkpoint_starts_at_the_policy(
     make_learner: MakeLearner, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     """A run without a reference may resume with a moving average."""
-    learner = make_learner({"reference": "none"})
+    learner = make_learner(algorithm={"kl": {"reference": "none"}})
     assert learner._reference is None
     assert not any("kl_ref" in name for name in step(learner, 0))
     folder = written(learner, tmp_path / "step")

@@ -1,6 +1,5 @@
 """Supervised steps: demonstrations, the loss against cross entropy, and runs that begin with them."""
 
-import json
 import shlex
 import shutil
 from collections.abc import Callable
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import TinyModel, changed
+from builders import CHAT_ML, TinyModel, changed, write_rows
 from small_run import QUICKSTART, SMALL
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerBase
@@ -28,10 +27,6 @@ from grpo_ray.tasks.demonstrations import Demonstration, read_demonstrations
 from grpo_ray.tasks.prompts import ChatTemplate, PromptTemplate, TextTemplate
 from grpo_ray.tools.cli import main
 
-CHAT_ML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|endoftext|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 USER, REPLY = {"role": "user", "content": "Sort 312"}, {"role": "assistant", "content": "It is 123"}
 CHAT = ChatTemplate()
 DEMONSTRATIONS = [
@@ -53,9 +48,7 @@ def read(
     folder: Path, tokenizer: PreTrainedTokenizerBase, *rows: dict[str, Any],
     template: PromptTemplate | None = CHAT, **fields: Any,
 ) -> list[Demonstration]:  # fmt: skip
-    path = folder / "rows.jsonl"
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    sft, longest = SftConfig(path=str(path), **fields), 160
+    sft, longest = SftConfig(path=write_rows(folder / "rows.jsonl", rows), **fields), 160
     return read_demonstrations(sft, template, tokenizer, (tokenizer.eos_token_id,), longest)
 
 
@@ -207,7 +200,7 @@ def job(tmp_path: Path, tiny_model: TinyModel) -> Job:
     give_plain_chat(tokenizer)
     tokenizer.save_pretrained(model)
     rows = [{"prompt": f"Sort {n}", "response": " no"} for n in range(100, 140)]
-    (tmp_path / "demonstrations.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_rows(tmp_path / "demonstrations.jsonl", rows)
 
     def arguments(*overrides: str) -> list[str]:
         return [

@@ -11,7 +11,6 @@ import torch
 from builders import (
     ENDS,
     MakeLearner,
-    TinyModel,
     changed,
     check_names,
     gradient,
@@ -250,19 +249,7 @@ def test_an_episode_that_was_cut_pays_for_the_tokens_of_each_turn(tiny_config: C
 # ---- in the Learner ----
 
 
-@pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: TinyModel, copied_models: None) -> MakeLearner:
-    def make(algorithm: dict[str, Any], **learner: Any) -> Learner:
-        sizes = {"prompts_per_step": 4, "samples_per_prompt": 3}
-        options = {"max_grad_norm": 1e6, **learner}
-        made = Learner(
-            str(tiny_model()), changed(tiny_config, algorithm=sizes | algorithm, learner=options), ENDS
-        )
-        if made._reference is not None:
-            perturb(made._reference.model, seed=3, scale=0.02)
-        return made
-
-    return make
+SECTIONS = {"algorithm": {"prompts_per_step": 4, "samples_per_prompt": 3}, "learner": {"max_grad_norm": 1e6}}
 
 
 def updates_of(
@@ -285,11 +272,12 @@ def updates_of(
 
 def test_the_reward_loses_the_kl_to_the_reference(make_learner: MakeLearner) -> None:
     """A group of equal rewards has signal by its KL; one that was not graded has none, and is not trained."""
-    learner = make_learner({"kl": KL, "loss": "reinforce_with_baseline", "advantage": "mean"})
+    learner = make_learner(algorithm={"kl": KL, "loss": "reinforce_with_baseline", "advantage": "mean"})
+    assert learner._reference is not None
+    perturb(learner._reference.model, seed=3, scale=0.02)
     groups = make_batch(learner)
     assert [group.has_signal for group in groups] == [True, False, True, False]
     groups[3] = replace(groups[3], errors=dict.fromkeys(range(3), "too slow"))
-    assert learner._reference is not None
     reference, sampling = learner._reference.model, learner._config.sampling
     expected, penalties = [], []
     for group in groups:
@@ -309,7 +297,7 @@ def test_the_reward_loses_the_kl_to_the_reference(make_learner: MakeLearner) -> 
     assert metrics["throughput/trained_tokens"] == sum(s.num_sampled for s in sequences[:9])
     assert metrics["loss/kl_ref"] != 0
     # The gradient is that of the advantages alone.
-    without = make_learner({"loss": "reinforce_with_baseline"})
+    without = make_learner(algorithm={"loss": "reinforce_with_baseline"})
     without.accumulate_gradient([replace(s, reference_logprobs=None) for s in sequences])
     assert relative_difference(of_update, gradient(without)) < 1e-5
 
@@ -320,10 +308,11 @@ def test_of_old_tokens_the_kl_in_the_reward_is_that_of_the_current_policy(
     make_learner: MakeLearner, kl: dict[str, Any]
 ) -> None:
     """Sampled by version 0 and trained at version 1, without the sampler's logprobs anywhere in the penalty."""
-    learner = make_learner({"kl": kl, "advantage": "mean"})
+    learner = make_learner(algorithm={"kl": kl, "advantage": "mean"})
+    assert learner._reference is not None
+    perturb(learner._reference.model, seed=3, scale=0.02)
     learner.train_step(TrainBatch(tuple(make_batch(learner))))
     groups = make_batch(learner, seed=1, versions=0)
-    assert learner._reference is not None
     sampling, penalties = learner._config.sampling, []
     for group in groups:
         for c in group.rollout.completions:
@@ -341,7 +330,7 @@ def test_of_old_tokens_the_kl_in_the_reward_is_that_of_the_current_policy(
 
 
 def test_minibatches_have_the_advantages_of_the_whole_batch(make_learner: MakeLearner) -> None:
-    learner = make_learner({"advantage": "mean", "advantage_scale": "batch", "train_batch_size": 4})
+    learner = make_learner(algorithm={"advantage": "mean", "advantage_scale": "batch", "train_batch_size": 4})
     groups = make_batch(learner)
     whole, _ = with_batch_advantages(groups, sequences_of(groups), learner._config)
     updates, _ = updates_of(learner, groups)

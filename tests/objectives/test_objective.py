@@ -7,12 +7,20 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from builders import ENDS, TinyModel, changed, flat_weights, gradient, make_batch, relative_difference, written
+from builders import (
+    ENDS,
+    MakeLearner,
+    changed,
+    flat_weights,
+    gradient,
+    make_batch,
+    relative_difference,
+    written,
+)
 
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import AlgorithmConfig, Correction
 from grpo_ray.config.losses import LOSS_RECORDS, LossType
-from grpo_ray.core.learner import Learner
 from grpo_ray.learning.log_probs import ResponseLogProbs
 from grpo_ray.learning.microbatch import collate_padded
 from grpo_ray.learning.sequences import sequences_of
@@ -125,17 +133,14 @@ def test_an_adapted_weight_by_hand() -> None:
 
 
 @pytest.mark.slow
-def test_a_learner_follows_the_target_and_resumes(
-    tiny_config: Config, tiny_model: TinyModel, tmp_path: Path
-) -> None:
+def test_a_learner_follows_the_target_and_resumes(make_learner: MakeLearner, tmp_path: Path) -> None:
     """The entropy is below 6 nats: log(300) = 5.7."""
     options = {"entropy_target": 6.0, "entropy_bonus": 0.3, "entropy_step": 0.1}
-    config = changed(tiny_config, algorithm=options, learner={"learning_rate": 1e-3})
-    straight, weights = Learner(str(tiny_model()), config, ENDS), []
+    sections = {"algorithm": options, "learner": {"learning_rate": 1e-3}}
+    straight, weights = make_learner(**sections), []
     for seed in range(4):
         if seed == 2:
-            folder = written(straight, tmp_path / "step")
-            resumed = Learner(str(folder), config, ENDS, folder / "training")
+            resumed = make_learner(checkpoint=written(straight, tmp_path / "step"), **sections)
         batch = TrainBatch(tuple(make_batch(straight, seed, versions=seed)))
         weights.append(straight.train_step(batch).metrics["loss/entropy_bonus"])
         if seed >= 2:
@@ -145,18 +150,17 @@ def test_a_learner_follows_the_target_and_resumes(
 
 
 def test_with_a_target_the_entropy_is_that_of_all_tokens_that_the_bonus_acts_on(
-    tiny_config: Config, tiny_model: TinyModel
+    make_learner: MakeLearner,
 ) -> None:
     """Two of the four groups have no advantage; without a target the metric leaves them out."""
     found = {}
     for target in (None, 5.0):
-        config = changed(tiny_config, algorithm={"entropy_target": target})
-        learner = Learner(str(tiny_model()), config, ENDS)
+        learner = make_learner(algorithm={"entropy_target": target})
         groups = make_batch(learner)
         sequences = sequences_of(groups)
         with torch.no_grad():
             batch = collate_padded(sequences)
-            _, entropies = ResponseLogProbs(config.sampling, ENDS)(learner.model, batch)
+            _, entropies = ResponseLogProbs(learner._config.sampling, ENDS)(learner.model, batch)
         mask = batch.advantage_mask if target is None else batch.response_mask
         found[target] = learner.train_step(TrainBatch(tuple(groups))).metrics
         assert found[target]["policy/entropy/exact"] == pytest.approx(entropies[mask].mean().item(), rel=1e-5)
@@ -350,13 +354,13 @@ def test_options_and_clip_ranges_reach_the_function() -> None:
     ids=str,
 )
 def test_a_learner_trains_with_ones_own_as_with_a_builtin(
-    own: dict[str, Any], builtin: dict[str, Any], tiny_config: Config, tiny_model: TinyModel
+    own: dict[str, Any], builtin: dict[str, Any], make_learner: MakeLearner
 ) -> None:
     found = []
     for options in (own, builtin):
         options = {"old_log_probs": "behaviour" if "loss" in options else "proximal", **options}
         algorithm = config_of(**options).model_dump(include=options.keys())
-        learner = Learner(str(tiny_model()), changed(tiny_config, algorithm=algorithm), ENDS)
+        learner = make_learner(algorithm=algorithm)
         sums = learner.accumulate_gradient(sequences_of(make_batch(learner)))
         found.append((sums, gradient(learner)))
     assert found[0][0] == pytest.approx(found[1][0], nan_ok=True)

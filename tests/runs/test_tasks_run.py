@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import TinyModel, check_names
+from builders import CHAT_ML, TinyModel, check_names
 from local_runs import make_config, train, until
 from report_runs import rewrite, set_in_group
 from transformers import AutoTokenizer
@@ -150,18 +150,12 @@ def test_a_curriculum_two_versions_behind_is_clean_and_its_audit_finds_another_o
     assert any("epoch 0: samples" in problem for problem in found), found
 
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|endoftext|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
 @pytest.fixture
 def chat_model(tiny_model: TinyModel, tmp_path: Path) -> Path:
     folder = tmp_path / "chat"
     shutil.copytree(tiny_model(), folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = CHAT_ML
     tokenizer.save_pretrained(folder)
     return folder
 
