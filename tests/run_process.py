@@ -53,9 +53,15 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def resume(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, PROGRAM, "resume", str(folder), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+def output_of(*command: str | Path, timeout_s: float = 600, **options: Any) -> str:
+    """Run a program to its end, which has to be a success; return its output."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def resume(folder: Path, *arguments: str) -> None:
+    output_of(sys.executable, PROGRAM, "resume", folder, *arguments)
 
 
 def wait_until_gone(processes: list[psutil.Process], timeout_s: float = 600) -> list[psutil.Process]:

@@ -3,11 +3,11 @@
 import ast
 import os
 import stat
-import subprocess
 import tempfile
 from pathlib import Path
 
 import pytest
+from run_process import output_of
 
 from grpo_ray.cluster import session
 from grpo_ray.config import secrets as config_secrets
@@ -110,7 +110,7 @@ def test_what_looks_like_a_credential_is_hidden_and_put_back(monkeypatch):
         monkeypatch.setenv(name, value)
     with session.without_secrets(keep=("HF_TOKEN",)):
         assert CREDENTIALS.keys() & os.environ.keys() == {"HF_TOKEN"}
-        child = subprocess.run(["env"], capture_output=True, text=True, check=True).stdout
+        child = output_of("env")
         assert CREDENTIALS.keys() & {line.partition("=")[0] for line in child.splitlines()} == {"HF_TOKEN"}
     with pytest.raises(RuntimeError), session.without_secrets():
         raise RuntimeError

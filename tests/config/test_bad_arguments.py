@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import pytest
+from run_process import output_of
 
 from examples.course import __main__ as course
 from grpo_ray.config import Config
@@ -161,8 +162,7 @@ def test_help_lists_every_command_and_imports_neither_torch_nor_ray() -> None:
         "print(*(command.name for command in COMMANDS))\n"
         "print(sorted({'torch', 'ray', 'transformers', 'vllm', 'matplotlib'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    *page, names, imported = done.stdout.splitlines()
+    *page, names, imported = output_of(sys.executable, "-c", code).splitlines()
     assert imported == "[]"
     shown = [line.split()[0] for line in page if line.startswith("  ")]
     assert set(names.split()) <= set(shown)

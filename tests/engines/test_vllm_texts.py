@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_process import output_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -182,12 +183,9 @@ def test_the_sampler_of_gpus_draws_from_the_learners_distribution(tmp_path: Path
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path)]
     subprocess.run([*pip, "triton==3.6.0"], check=True, capture_output=True)
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "profiling", tmp_path)))
-    done = subprocess.run(
-        [sys.executable, "profiling/gpu_page/v2_sampler.py"], capture_output=True, text=True, cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    output = output_of(sys.executable, "profiling/gpu_page/v2_sampler.py", cwd=ROOT, env=environment)
+    found = json.loads(output.splitlines()[-1])
     assert found["logprob_max"] < 1e-5
     freedom = found["degrees_of_freedom"]
     assert freedom > 50

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from run_process import output_of
 
 from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.episodes.confinement import HINT, NO_MEMORY_HINT, SCRATCH, check_paths, hint_for, make_scratch
@@ -48,10 +49,7 @@ def attempts(
             thread.start()
             thread.join()
     """
-    program = [sys.executable, "-c", textwrap.dedent(script)]
-    ended = subprocess.run(program, capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout.split()
+    return output_of(sys.executable, "-c", textwrap.dedent(script)).split()
 
 
 FORKED_LOCK = "import multiprocessing; multiprocessing.get_context('fork').Lock()"

@@ -8,7 +8,6 @@ import re
 import runpy
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from browser import CHROMIUM, Browser, browser
+from run_process import output_of
 from test_layout import ORDER
 
 from examples.course import __main__ as course
@@ -62,11 +62,7 @@ def reference() -> ModuleType:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the site; a dead link, or a page missing from the menu, is an error."""
     folder = tmp_path_factory.mktemp("site")
-    built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert built.returncode == 0, built.stdout + built.stderr
+    output_of(sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder, cwd=ROOT)
     return folder
 
 
@@ -419,14 +415,7 @@ def test_a_task_a_loss_an_engine_a_transport_and_a_command_of_ones_own(tmp_path:
     write_files(tmp_path)
     changes = "".join(text for language, _, text in blocks("extending.md") if language == "diff")
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
-    applied = subprocess.run(
-        ["git", "apply", "-"], input=changes, cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert applied.returncode == 0, applied.stderr
+    output_of("git", "apply", "-", input=changes, cwd=tmp_path, env=environment)
     environment |= {"PYTHONPATH": str(tmp_path), "GRPO_RAY_CACHE": str(tmp_path / "cache")}
-    job = subprocess.run(
-        [sys.executable, ROOT / "tests/extended_job.py", tmp_path],
-        cwd=ROOT, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert job.returncode == 0, job.stdout + job.stderr
-    assert re.search(r"^\d+ tokens: ", job.stdout, re.M), job.stdout  # of the command `longest`
+    output = output_of(sys.executable, ROOT / "tests/extended_job.py", tmp_path, cwd=ROOT, env=environment)
+    assert re.search(r"^\d+ tokens: ", output, re.M), output  # of the command `longest`

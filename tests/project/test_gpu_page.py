@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_process import output_of
 
 pytestmark = pytest.mark.slow
 
@@ -37,9 +38,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]
     """The page's results and Markdown, made in a process that must not import what may be missing."""
     out = tmp_path_factory.mktemp("page") / "gpu.json"
     parts = ["--parts", "exactness", "weights", "throughput"]
-    command = [sys.executable, "-c", SCRIPT, *TINY, *parts, "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
-    assert done.returncode == 0, done.stderr
+    output_of(sys.executable, "-c", SCRIPT, *TINY, *parts, "--out", out, cwd=ROOT)
     return json.loads(out.read_text()), out.with_suffix(".md").read_text()
 
 

@@ -5,13 +5,13 @@ import asyncio
 import inspect
 import json
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+from run_process import output_of
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "examples" / "notebooks"
@@ -97,9 +97,7 @@ runpy.run_path({str(script)!r}, run_name="__main__")
 sys.exit(bool({{"ray", "vllm"}} & set(sys.modules)))
 """
     environment = {"GRPO_RAY_CACHE": str(cache), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    return output_of(sys.executable, "-c", program, env=environment)
 
 
 @pytest.mark.campaign

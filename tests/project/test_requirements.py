@@ -11,6 +11,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from run_process import output_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +42,7 @@ def test_a_lock_accepts_the_same_file_only(tmp_path: Path) -> None:
     asked.write_text("pinned==1.0\n")
     source = ["--no-index", "--find-links", str(wheels), "--no-cache-dir", "--disable-pip-version-check"]
     lock = [sys.executable, str(ROOT / "requirements" / "lock.py"), str(asked), "--", *source]
-    locked.write_text(subprocess.run(lock, capture_output=True, text=True, check=True).stdout)
+    locked.write_text(output_of(*lock))
     assert re.fullmatch(r"pinned==1\.0 --hash=sha256:[0-9a-f]{64}\n", locked.read_text())
 
     def install(target: str) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import threading
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from run_process import output_of
 from safetensors.numpy import save
 
 from grpo_ray.errors import RunError
@@ -479,11 +479,9 @@ for second, number in itertools.product((40, 20), range(1, 1000)):
 def test_killed_before_any_file_operation() -> None:
     """Kill with -9 before each file operation that writes checkpoint 40 and deletes 20, or replaces 20."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # in memory: nothing waits for a disk
-        command = [sys.executable, "-c", KILL_EVERYWHERE, folder]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr
+        output = output_of(sys.executable, "-c", KILL_EVERYWHERE, folder)
     for second in ("40", "20"):
-        rows = [row for line in result.stdout.splitlines() if (row := line.split())[0] == second]
+        rows = [row for line in output.splitlines() if (row := line.split())[0] == second]
         assert len(rows) > 25
         old, new = [second, "20", "1", "0"], [second, second, "2", "0"]
         outcomes = [row[:4] for row in rows]

@@ -3,12 +3,12 @@
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from run_process import output_of
 from sandbox_attempts import CASES, GAPS
 
 from grpo_ray.config import Config
@@ -34,9 +34,7 @@ def outcomes() -> Outcomes:
     script = Path(__file__).parents[1] / "sandbox_attempts.py"
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)  # another user's children work in it
-        result = subprocess.run([sys.executable, script, folder], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    outcomes: Outcomes = json.loads(result.stdout)
+        outcomes: Outcomes = json.loads(output_of(sys.executable, script, folder))
     return outcomes
 
 

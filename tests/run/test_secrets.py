@@ -1,7 +1,6 @@
 """Secrets by name: what keeps them from an EnvironmentWorker and from rewards, and what hands them over."""
 
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 from local_runs import make_config
+from run_process import output_of
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, load_config
@@ -57,11 +57,8 @@ def environment_after(code: str, **variables: str) -> tuple[list[str], list[str]
         print(open("/proc/self/environ").read())
     """
     started = {**os.environ, **variables}
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], env=started, capture_output=True, text=True
-    )
-    assert ended.returncode == 0, ended.stderr
-    own, child, initial = (text.split("\0") for text in ended.stdout.split("\1"))
+    output = output_of(sys.executable, "-c", textwrap.dedent(script), env=started)
+    own, child, initial = (text.split("\0") for text in output.split("\1"))
     return own, child, initial
 
 

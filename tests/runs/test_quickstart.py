@@ -1,9 +1,9 @@
 """A short form of `make quickstart`."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
+from run_process import output_of
 from small_run import QUICKSTART
 
 from grpo_ray.records.run_files import RunDirectory, read_metrics
@@ -19,8 +19,7 @@ def test_the_quickstart_learns_through_vllm_one_version_behind(tmp_path: Path) -
     """The real model, task, engine and schedule: fewer steps; one thread, as others have a core."""
     command = [*PROGRAM, "train", QUICKSTART, f"run.output_dir={tmp_path}", "run.name=r"]
     command += ["algorithm.num_steps=12", "task.num_validation_prompts=64", "model.tiny.warmup.num_threads=1"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
+    output_of(*command, timeout_s=1800)
     run = RunDirectory(tmp_path / "r")
     rewards = {row["step"]: row["reward"] for row in read_metrics(run.evaluations_summary_path)}
     assert rewards[0] < 0.45

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from run_process import PROGRAM, interrupt, num_lines, pid_of, wait_for_step, wait_until
+from run_process import PROGRAM, interrupt, num_lines, output_of, pid_of, wait_for_step, wait_until
 from small_run import QUICKSTART
 
 from grpo_ray.records.rollout_log import read_rollouts
@@ -40,9 +40,7 @@ def train_and_agree(folder: Path, *overrides: str) -> list[dict[str, Any]]:
         "algorithm.prompts_per_step=8", "learner.learning_rate=1e-2", "weight_sync.max_lag=0",
         "task.num_validation_prompts=8", "evaluation.every_num_steps=1000", *overrides,
     ]  # fmt: skip
-    done = subprocess.run([sys.executable, PROGRAM, *arguments], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-
+    output_of(sys.executable, PROGRAM, *arguments)
     metrics = read_metrics(run.metrics_path)
     assert len(metrics) == 3
     assert all(row["optim/grad_norm"] > 0 for row in metrics)

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Joining
+from run_process import output_of
 from spying_task import DRIVERS, LISTED
 from test_episode_combinations import make
 
@@ -53,8 +53,7 @@ def test_tools_and_rewards_have_the_secrets_that_are_listed_for_them(
 
     def train() -> None:
         environment = {**os.environ, **DRIVERS, "PYTHONPATH": path, "TMPDIR": str(short_folder)}
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
+        output_of(*command, timeout_s=400, env=environment)
 
     if where == "joined":
         joining: Joining = request.getfixturevalue("joining_ray")

@@ -3,7 +3,6 @@
 import json
 import re
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +18,7 @@ from builders import ENDS, TinyModel, changed, make_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_runs import make_config, train, until
+from run_process import output_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -698,11 +698,8 @@ def test_a_plan_and_the_start_of_an_experiment_need_neither_torch_nor_ray(folder
         "import grpo_ray.tools.experiments.run_experiment; "
         "print(sorted({'torch', 'ray', 'matplotlib'} & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "plan", QWEN, folder_of(QWEN_1_5B)],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout.splitlines()[-1] == "[]"
+    output = output_of(sys.executable, "-c", code, "plan", QWEN, folder_of(QWEN_1_5B))
+    assert output.splitlines()[-1] == "[]"
 
 
 SIZES: dict[str, Any] = {
