@@ -1,6 +1,5 @@
 """Folders of runs as training leaves them, written or changed by hand."""
 
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from builders import make_completion, make_group, make_item
+from builders import make_completion, make_group, make_item, write_rows
 
 from grpo_ray.config import Config
 from grpo_ray.records.checkpoint import CheckpointState, CheckpointStore
@@ -36,12 +35,12 @@ def make_run(
     """Write a run with rewards that rise by 0.1 per step; `steps` are each step's groups (default: two)."""
     run = RunDirectory(folder)
     run.create(config)
-    write_lines(run.metrics_path, [metrics_of(step) for step in range(1, num_steps + 1)])
+    write_rows(run.metrics_path, [metrics_of(step) for step in range(1, num_steps + 1)])
     summaries = [
         {"step": step, "reward": step / 10, "reward_standard_error": 0.05}
         for step in range(0, num_steps + 1, 2)
     ]
-    write_lines(run.evaluations_summary_path, summaries)
+    write_rows(run.evaluations_summary_path, summaries)
     for step, groups in enumerate(steps or [[group(step)] for step in range(num_steps)], start=1):
         write_rollouts(run.rollouts_path(step), step, groups)
     return run
@@ -91,10 +90,6 @@ def group(
     return make_group(
         make_item(step if group_id is None else group_id), completions, rewards, [r - 0.5 for r in rewards]
     )
-
-
-def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def rewrite(path: Path, change: Callable[[Rows], Rows | None]) -> None:

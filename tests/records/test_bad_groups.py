@@ -13,7 +13,7 @@ import torch
 from builders import make_buffer, make_completion, make_group, make_item, parts, same_groups, simple_group
 from episode_groups import branched_episode, make_episode_group
 from local_runs import Recorder, make_config, train
-from report_runs import make_run, metrics_of, write_lines
+from report_runs import make_run, metrics_of
 
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config.task import EpisodesTaskConfig
@@ -209,7 +209,7 @@ def test_any_failure_of_the_thread_of_the_state_is_said(tmp_path: Path) -> None:
 
 def test_a_report_shows_half_a_pair_escaped(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", make_config())
-    write_lines(run.metrics_path, [{**metrics_of(1), f"episodes/metrics/{HALF}": 1.0}])
+    run.metrics_path.write_text(json.dumps({**metrics_of(1), f"episodes/metrics/{HALF}": 1.0}) + "\n")
     with reported(run, 3, Recorder()) as reporter:
         reporter.warning(HALF)
     run.state_path.write_text(run.state_path.read_text().replace('"?"', json.dumps(HALF)))

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from builders import make_completion, make_item
+from builders import make_completion, make_item, write_rows
 from small_run import QUICKSTART
 
 from grpo_ray.config import ScorerConfig
@@ -434,17 +434,15 @@ def test_gdpo_compares_each_term_by_its_name_as_trl_does() -> None:
 
 def test_the_other_columns_travel_only_for_code_that_may_ask(tmp_path: Path) -> None:
     rows = [{"question": f"q{i}", "answer": f"a{i}", "tests": [i], "level": None} for i in range(4)]
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    other = tmp_path / "other.jsonl"
-    other.write_text(json.dumps({"question": "v", "answer": "w"}) + "\n")
-    sources = {"train_path": str(path), "validation_path": str(other)}
+    path = write_rows(tmp_path / "data.jsonl", rows)
+    other = write_rows(tmp_path / "other.jsonl", [{"question": "v", "answer": "w"}])
+    sources = {"train_path": path, "validation_path": other}
     assert all(e.facts == "" for e in dataset_examples(FileTaskConfig(**sources), 0).train)
     sets = dataset_examples(FileTaskConfig(**sources, reward="forms_4711:unit_tests"), 0)
     assert sets.train[2].row == {"tests": [2], "level": None}
     assert sets.validation[0].row == {}
-    episodes = {"episode": "games:play", "examples": str(path)}
-    assert may_ask(EpisodesTaskConfig(**episodes, validation_examples=str(other)))
+    episodes = {"episode": "games:play", "examples": path}
+    assert may_ask(EpisodesTaskConfig(**episodes, validation_examples=other))
     assert not may_ask(EpisodesTaskConfig(**episodes | {"examples": "games:examples"}))
 
     class Tokenizer:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import io
-import json
 import re
 import shutil
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import TinyModel, change_weights, changed, make_buffer, parts, simple_group
+from builders import TinyModel, change_weights, changed, make_buffer, parts, simple_group, write_rows
 from huggingface_hub import constants
 from local_runs import Recorder
 from small_run import QUICKSTART
@@ -52,7 +51,7 @@ def make(here: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: TinyModel, any
     (here / "my_reward_of_resume.py").write_text(REWARD)
     for name in ("train", "validation"):
         rows = [{"question": f"{name} {n}", "answer": str(n)} for n in range(24)]
-        (here / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(here / f"{name}.jsonl", rows)
     task = {
         "kind": "file", "train_path": "train.jsonl", "validation_path": "validation.jsonl",
         "question_field": "question", "answer_field": "answer", "prompt": "sort.prompt",
@@ -237,7 +236,7 @@ def test_a_column_that_some_rows_lack_is_named_with_the_first_of_them(tmp_path: 
     reward = "def reward(response, ground_truth, level):\n    return float(response == level)\n"
     (tmp_path / "my_reward_of_resume.py").write_text(reward)
     rows = [{"question": f"train {n}", "answer": str(n), "level": "a"} for n in range(24)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "train.jsonl", rows)
     with pytest.raises(ValueError, match=r"^validation\.jsonl, line 1: task\.reward: .* needs level"):
         check_files(make())
     reward = reward.replace("level)", "level=None)", 1)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import small_episodes
 import torch
+from builders import write_rows
 from local_runs import train
 from safetensors.torch import load_file
 
@@ -37,10 +38,9 @@ def write_examples(folder: Path) -> list[str]:
     sets = small_episodes.examples(0)
     paths = []
     for name, examples in (("train", sets.train), ("validation", sets.validation)):
-        paths.append(folder / f"{name}.jsonl")
         rows = [{"question": e.question, "answer": e.ground_truth} for e in examples]
-        paths[-1].write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = {"kind": "file", "train_path": str(paths[0]), "validation_path": str(paths[1]), "prompt": "chat",
+        paths.append(write_rows(folder / f"{name}.jsonl", rows))
+    task = {"kind": "file", "train_path": paths[0], "validation_path": paths[1], "prompt": "chat",
             "reward": "small_episodes:reward"}  # fmt: skip
     return [f"task={json.dumps(task)}"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from builders import TinyModel
+from builders import TinyModel, write_rows
 
 from examples.course.evaluate_vllm import evaluate_vllm
 from grpo_ray.rewards import get_reward_fn
@@ -120,9 +120,8 @@ def test_two_generators_and_the_scorer_evaluate_a_model_on_a_mixture(
     math = [{"problem": f"Halve {i}.", "solution": rf"\boxed{{\frac{{{i}}}{{2}}}}"} for i in range(6)]
     parts = {}
     for kind, rows in (("gsm8k", gsm8k), ("math", math)):
-        path = tmp_path / f"{kind}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        files = {"train_path": str(path), "validation_path": str(path), "duplicates": "keep"}
+        path = write_rows(tmp_path / f"{kind}.jsonl", rows)
+        files = {"train_path": path, "validation_path": path, "duplicates": "keep"}
         parts[kind] = {"task": {"kind": kind, "prompt": "question_only", "reward": "question_only", **files}}
     config = {
         "model": {"path": str(tiny_model()), "dtype": "float32"},

@@ -5,8 +5,6 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from builders import write_rows
 from huggingface_hub import constants
@@ -41,7 +39,7 @@ def cached(hub: Path, name: str, files: dict[str, Any], revision: str = "main") 
         if isinstance(content, str):
             path.write_text(content)
         else:
-            pq.write_table(pa.Table.from_pylist(content), path)
+            write_rows(path, content)
     return snapshot
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from builders import change_weights, edit_json, trained_so
+from builders import change_weights, edit_json, trained_so, write_rows
 from local_runs import make_config, train
-from report_runs import Rows, rewrite, set_in_group, write_lines
+from report_runs import Rows, rewrite, set_in_group
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_run import QUICKSTART, SMALL
@@ -146,7 +146,7 @@ def test_steps_are_judged_by_the_configuration_that_they_were_trained_with(
 
 def rewrite_lines(path: Path, change: Callable[[Rows], Rows | None]) -> None:
     rows = read_metrics(path)
-    write_lines(path, change(rows) or rows)
+    write_rows(path, change(rows) or rows)
 
 
 def rewrite_config(run: RunDirectory, old: str, new: str) -> None:
@@ -507,7 +507,7 @@ def test_an_unfinished_run_is_audited_up_to_its_current_step(run: RunDirectory) 
     run.rollouts_path(8).unlink()
     shutil.rmtree(run.checkpoint_path(8))
     (run.evaluations / "step-000004.parquet").unlink()
-    write_lines(run.events_path, [{"kind": "responses_lost", "step": 4, "validation_step": 4}])
+    write_rows(run.events_path, [{"kind": "responses_lost", "step": 4, "validation_step": 4}])
     report = audit(run)
     assert report.problems == []
     missing = "evaluations/step-000004.parquet is missing: the disk had no room"

@@ -4,10 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from builders import TinyModel
+from builders import TinyModel, write_rows
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError
@@ -143,14 +141,6 @@ def task_of(choice: EvaluationOptions, task: Any = None) -> dict[str, Any]:
     return chosen
 
 
-def write_rows(path: Path, **row: Any) -> str:
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist([row]), path)
-    else:
-        path.write_text(json.dumps(row) + "\n")
-    return str(path)
-
-
 def test_files_are_recognised(tmp_path: Path) -> None:
     files = {
         "gsm8k": ({"question": "1+1?", "answer": "2 it is\n#### 2"}, {"kind": "gsm8k"}),
@@ -163,7 +153,7 @@ def test_files_are_recognised(tmp_path: Path) -> None:
         "aime": ({"problem": "1+1?", "answer": 2}, {"kind": "file", "question_field": "problem"}),
     }
     for name, (row, expected) in files.items():
-        path = write_rows(tmp_path / (f"{name}.parquet" if name == "math" else f"{name}.jsonl"), **row)
+        path = write_rows(tmp_path / (f"{name}.parquet" if name == "math" else f"{name}.jsonl"), [row])
         task = task_of(asked(task=path))
         assert task.items() >= {**expected, "train_path": path, "validation_path": path}.items()
     named = asked(task=path, question_field="a", answer_field="b")
@@ -188,7 +178,7 @@ def test_the_configurations_own_kind_uses_all_rows_of_its_files() -> None:
 
 def test_another_file_keeps_the_prompt_and_the_reward_of_a_task_of_files(tmp_path: Path) -> None:
     own = {"kind": "file", "train_path": "mine.jsonl", "prompt": "question_only", "reward": "mine:reward"}
-    path = write_rows(tmp_path / "held-out.jsonl", q="1+1?", a="2")
+    path = write_rows(tmp_path / "held-out.jsonl", [{"q": "1+1?", "a": "2"}])
     task = task_of(asked(task=path, question_field="q", answer_field="a"), own)
     assert task.items() >= {**own, "train_path": path, "question_field": "q", "answer_field": "a"}.items()
     task = task_of(asked(task=path, question_field="q", answer_field="a"), {**own, "kind": "gsm8k"})
@@ -199,7 +189,7 @@ def test_another_file_keeps_the_prompt_and_the_reward_of_a_task_of_files(tmp_pat
 
 def test_a_keywords_file_is_graded_as_such(tmp_path: Path) -> None:
     row = {"prompt": "Write of trees.", "answer": "A tree.", "keywords": ["tree", "leaf"]}
-    path = write_rows(tmp_path / "v.jsonl", **row)
+    path = write_rows(tmp_path / "v.jsonl", [row])
     task = plan_evaluation(asked(task=path)).config.task
     assert task.rewards == {"": "keyword_inclusion"}
     (example,) = load_validation(task, 0).validation
@@ -256,7 +246,7 @@ def test_a_mixture_has_no_prompt_of_its_own() -> None:
 
 
 def test_unknown_fields_are_named(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "odd.jsonl", ask="1+1?", reply="2")
+    path = write_rows(tmp_path / "odd.jsonl", [{"ask": "1+1?", "reply": "2"}])
     with pytest.raises(RunError, match="its fields are ask, reply; name those of"):
         task_of(asked(task=path))
     with pytest.raises(ValueError, match="there is no such file"):
@@ -290,8 +280,7 @@ def test_the_prompts_are_those_of_a_runs_validation(tmp_path: Path, kind: str) -
     if kind == "file":
         for name, questions in (("train", range(20, 30)), ("validation", [0, 1, 2, 2, 3, 4, 5, 6, 7, 8])):
             rows = [{"question": f"{i}?", "answer": f"#### {i}"} for i in questions]
-            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-            part[f"{name}_path"] = str(tmp_path / f"{name}.jsonl")
+            part[f"{name}_path"] = write_rows(tmp_path / f"{name}.jsonl", rows)
     mixture = {"kind": "mixture", "parts": {"one": {"task": part}, "two": {"task": {"kind": "sorting"}}}}
     for data in (part, mixture):
         task = Config.model_validate({"model": {"path": "owner/name"}, "task": data}).task

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import make_completion, make_group, make_item
+from builders import make_completion, make_group, make_item, write_rows
 from matplotlib.figure import Figure
 from matplotlib.image import imread
-from report_runs import ALL, HOSTILE, group, make_run, metrics_of, write_lines
+from report_runs import ALL, HOSTILE, group, make_run, metrics_of
 
 from grpo_ray.config import Config
 from grpo_ray.records.checkpoint import CheckpointState, CheckpointStore
@@ -79,9 +79,9 @@ def test_a_runs_settings_and_ending(run: RunDirectory, tiny_config: Config) -> N
 def test_problems_and_the_bottleneck_are_those_of_top(tmp_path: Path, tiny_config: Config) -> None:
     run = make_run(tmp_path / "run", tiny_config, num_steps=2)
     rows = [metrics_of(step) | {"reward/errors": 1.0, "rollout/truncated_frac": 0.5} for step in range(1, 31)]
-    write_lines(run.metrics_path, rows)
+    write_rows(run.metrics_path, rows)
     summary = {"step": 6, "reward": 0.5, "num_errors": 3, "num_examples": 4, "num_samples": 2}
-    write_lines(run.evaluations_summary_path, [summary])
+    write_rows(run.evaluations_summary_path, [summary])
     data = run_data(run, "run", ALL, "none")
     whole = 30 * tiny_config.rollouts_per_step  # of all steps, not of the last ones alone
     assert data["errors"][0].startswith(f"30 of {whole:,} responses could not be graded")
@@ -97,7 +97,7 @@ def test_facts_are_of_all_steps(tmp_path: Path, tiny_config: Config) -> None:
     rows = [
         metrics_of(step) | {"timing/step_s": seconds[step], "lag/updates/max": ages[step]} for step in (1, 2)
     ]
-    write_lines(run.metrics_path, rows)
+    write_rows(run.metrics_path, rows)
     facts = run_data(run, "run", ALL, "none")["facts"]
     assert (facts["trained"], facts["time in steps"]) == ("40 tokens/s", "10 s")
     assert facts["largest lag"] == "1 (3 updates)"
@@ -218,7 +218,7 @@ def test_plot_is_written(
     paths = tmp_path / "metrics.jsonl", tmp_path / "summary.jsonl"
     for path, rows in zip(paths, (metrics, evaluations), strict=True):
         if rows is not None:
-            write_lines(path, rows)
+            write_rows(path, rows)
     draw_reward_curve(*paths).savefig(tmp_path / "curve.png")
     image = imread(tmp_path / "curve.png")
     assert image.shape[:2] == (800, 1200)
@@ -266,13 +266,13 @@ def finished_run(folder: Path, events: list[dict[str, Any]] | None) -> RunDirect
     """Write a run of five steps with two evaluations, and without an events file if `events` is None."""
     run = RunDirectory(folder)
     run.evaluations.mkdir()
-    write_lines(run.metrics_path, METRICS)
-    write_lines(run.evaluations_summary_path, EVALUATIONS)
+    write_rows(run.metrics_path, METRICS)
+    write_rows(run.evaluations_summary_path, EVALUATIONS)
     for step in (0, 5):
         groups = [make_group(make_item(0), [make_completion([5], text=f"response at {step}")], [1.0])]
         write_rollouts(run.evaluations / f"{step_name(step)}.parquet", step, groups)
     if events is not None:
-        write_lines(run.events_path, events)
+        write_rows(run.events_path, events)
     return run
 
 

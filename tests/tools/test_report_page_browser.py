@@ -7,18 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import CHROMIUM, DESKTOP, PHONE, Browser, browser
-from builders import TinyModel, changed, make_completion, make_group, make_item
+from builders import TinyModel, changed, make_completion, make_group, make_item, write_rows
 from matplotlib.image import imread
-from report_runs import (
-    HOSTILE,
-    NEAR_DEFAULT,
-    add_checkpoint,
-    group,
-    make_run,
-    metrics_of,
-    ranks_of,
-    write_lines,
-)
+from report_runs import HOSTILE, NEAR_DEFAULT, add_checkpoint, group, make_run, metrics_of, ranks_of
 
 from grpo_ray.records.rollout_log import write_rollouts
 from grpo_ray.records.run_files import RunDirectory, step_name
@@ -300,7 +291,7 @@ def test_stages_have_colours_of_their_own_and_the_largest_is_first(browser: Brow
     times |= {"time/weight_sync/wait_for_version_s": 3.0, "time/weight_sync/wait_for_learner_s": 4.0}
     of_generator = {"generate": 9.0, "pause": 0.01, "wait_for_prompts": 20.0}
     times |= {f"time/generator-0/{stage}_s": seconds for stage, seconds in of_generator.items()}
-    write_lines(run.metrics_path, [metrics_of(step) | times for step in (1, 2)])
+    write_rows(run.metrics_path, [metrics_of(step) | times for step in (1, 2)])
     open_runs(browser, tmp_path, run)
     bars = "[...document.querySelectorAll('.actor .shares')]"
     colors = browser.run(f"{bars}.map(bar => [...bar.children].map(part => part.style.backgroundColor))")
@@ -326,7 +317,7 @@ def test_ranks_have_curves_and_a_table(
     browser: Browser, tmp_path: Path, size: tuple[int, int], scheme: str
 ) -> None:
     run = make_run(tmp_path / "ranks", NEAR_DEFAULT)
-    write_lines(run.metrics_path, [ranks_of(step) for step in range(1, 7)])
+    write_rows(run.metrics_path, [ranks_of(step) for step in range(1, 7)])
     open_runs(browser, tmp_path, run)
     browser.look(size, scheme)
     browser.settle()
@@ -363,7 +354,7 @@ def test_a_run_with_ranks_is_compared_with_one_without(browser: Browser, tmp_pat
     one, two = (make_run(tmp_path / name, NEAR_DEFAULT) for name in ("one", "two"))
     rows = [ranks_of(step) for step in range(1, 7)]
     on_a_cpu = [{name: value for name, value in row.items() if "device_peak" not in name} for row in rows]
-    write_lines(two.metrics_path, on_a_cpu)
+    write_rows(two.metrics_path, on_a_cpu)
     open_runs(browser, tmp_path, one, two)
     names = browser.run("[...document.querySelectorAll('#ranks h3')].map(heading => heading.firstChild.data)")
     assert names[-1] == "two"
@@ -411,9 +402,9 @@ def test_the_configurations_differences_come_first_then_changed_keys_then_the_re
 def test_errors_stand_at_the_top_and_are_text(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", NEAR_DEFAULT, num_steps=2)
     num_answers = NEAR_DEFAULT.rollouts_per_step
-    write_lines(run.metrics_path, [metrics_of(step) | {"reward/errors": num_answers} for step in (1, 2)])
+    write_rows(run.metrics_path, [metrics_of(step) | {"reward/errors": num_answers} for step in (1, 2)])
     event = {"time": 1.0, "kind": "detected_reward_errors", "step": 1, "text": f"failed\n on {HOSTILE[0]}"}
-    write_lines(run.events_path, [event])
+    write_rows(run.events_path, [event])
     open_runs(browser, tmp_path, run)
     texts = browser.texts(".notice.error")
     assert texts[0].startswith(f"None of the {2 * num_answers:,} responses could be graded")
