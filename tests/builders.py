@@ -98,6 +98,11 @@ def make_completion(
     )
 
 
+def respond(answer: str) -> str:
+    """Return a response with an answer in the tags that `r1_zero` reads."""
+    return f" I think so. </think> <answer> {answer} </answer>"
+
+
 def make_item(
     group_id: int = 0, prompt_token_ids: Sequence[int] = (1, 2), truth: str = "", num_cuts: int = 0
 ) -> PromptItem:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import pytest
+from builders import respond
 
 from grpo_ray.config.reward import RewardTerm
 from grpo_ray.rewards import get_reward_fn, needs_isolation
@@ -19,10 +20,6 @@ from grpo_ray.rewards.builtin import (
 )
 
 
-def tagged(answer: str) -> str:
-    return f" Hm. </think> <answer> {answer} </answer>"
-
-
 def scores(reward: float, has_format: float, is_right: float) -> dict[str, float]:
     return {"reward": reward, "format_reward": has_format, "answer_reward": is_right}
 
@@ -33,11 +30,11 @@ def scores(reward: float, has_format: float, is_right: float) -> dict[str, float
 @pytest.mark.parametrize(
     ("response", "expected"),
     [
-        (tagged("1/2"), scores(1, 1, 1)),
-        (tagged("1/3"), scores(-0.5, 1, 0)),
-        (tagged(""), scores(-1, 1, 0)),
+        (respond("1/2"), scores(1, 1, 1)),
+        (respond("1/3"), scores(-0.5, 1, 0)),
+        (respond(""), scores(-1, 1, 0)),
         ("It is 0.5", scores(-1, 0, 0)),
-        (tagged("0.5") + tagged("0.5"), scores(-1, 0, 0)),
+        (respond("0.5") + respond("0.5"), scores(-1, 0, 0)),
     ],
 )
 def test_graded(response: str, expected: dict[str, float]) -> None:
@@ -51,7 +48,7 @@ def test_graded_in_boxes_with_grades_of_ones_own() -> None:
     assert grade(r"\boxed{72}") == scores(2, 1, 1)
     assert grade(r"\boxed{71}") == scores(0.1, 1, 0)
     assert grade(r"\boxed{71} \boxed{72}") == scores(0.1, 1, 0)
-    assert grade(tagged("72")) == scores(-3, 0, 0)
+    assert grade(respond("72")) == scores(-3, 0, 0)
 
 
 # ---- keywords ----
@@ -129,14 +126,14 @@ def test_sequences_of_two_lengths_are_refused(reward: Callable[..., float]) -> N
 )
 def test_sorting_reads_answers(answer: str, truth: str, distance: float, inclusion_ordering: float) -> None:
     is_right = float(distance == 1)
-    assert sort_distance_reward_fn(tagged(answer), truth) == scores(distance, 1, is_right)
-    assert sort_inclusion_ordering_reward_fn(tagged(answer), truth) == scores(inclusion_ordering, 1, is_right)
+    assert sort_distance_reward_fn(respond(answer), truth) == scores(distance, 1, is_right)
+    assert sort_inclusion_ordering_reward_fn(respond(answer), truth) == scores(inclusion_ordering, 1, is_right)
 
 
 def test_sorting_rewards_need_the_format_and_numbers() -> None:
     assert sort_distance_reward_fn("0123", "0123") == scores(0, 0, 0)
     with pytest.raises(ValueError, match="the ground truth 'abc' is not a list of integers"):
-        sort_distance_reward_fn(tagged("0"), "abc")
+        sort_distance_reward_fn(respond("0"), "abc")
 
 
 # ---- shaping ----
@@ -154,8 +151,8 @@ def test_brevity_in_words() -> None:
 
 
 def test_format_requires_an_answer_in_its_place() -> None:
-    assert format_reward_fn(tagged("71"), "72") == scores(1, 1, 0)
-    assert format_reward_fn(tagged(""), "72") == scores(0, 0, 0)
+    assert format_reward_fn(respond("71"), "72") == scores(1, 1, 0)
+    assert format_reward_fn(respond(""), "72") == scores(0, 0, 0)
     assert format_reward_fn("72", "72") == scores(0, 0, 0)
     assert format_reward_fn(r"\boxed{71}", "72", answer_in="boxed") == scores(1, 1, 0)
 
@@ -171,19 +168,19 @@ def test_a_weighted_sum_by_hand() -> None:
             RewardTerm(reward="brevity", weight=-0.25, arguments={"free": 0, "span": 100}),
         )
     )
-    response = tagged("71")
+    response = respond("71")
     brevity = 1 - len(response) / 100
     own = {"reward/r1_zero": 0, "reward/format": 1, "reward/brevity": pytest.approx(brevity)}
     assert reward_fn(response, "72") == scores(pytest.approx(0.5 - 0.25 * brevity), 1, 0) | own
     own["reward/r1_zero"] = 1
-    assert reward_fn(tagged("72"), "72") == scores(pytest.approx(1.5 - 0.25 * brevity), 1, 1) | own
+    assert reward_fn(respond("72"), "72") == scores(pytest.approx(1.5 - 0.25 * brevity), 1, 1) | own
     assert reward_fn("72" * 100, "72") == scores(0, 0, 0) | dict.fromkeys(own, 0)
 
 
 def test_format_and_answer_are_the_first_terms() -> None:
     terms = (RewardTerm(reward="keyword_inclusion"), RewardTerm(reward="exact_match", weight=3))
     both, one = ({"reward/keyword_inclusion": 1, "reward/exact_match": value} for value in (1, 0))
-    assert get_reward_fn(terms)(tagged("cat"), "cat") == scores(4, 1, 1) | both
+    assert get_reward_fn(terms)(respond("cat"), "cat") == scores(4, 1, 1) | both
     assert get_reward_fn(terms)("a cat", "cat") == scores(1, 1, 1) | one
     assert get_reward_fn(terms[::-1])("a cat", "cat") == scores(1, 0, 0) | one
 

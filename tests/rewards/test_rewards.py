@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from builders import respond
 
 from grpo_ray.config.reward import REWARD_NAMES
 from grpo_ray.rewards import REWARDS, get_reward_fn
@@ -18,10 +19,6 @@ from grpo_ray.rewards.builtin import (
 NO_FORMAT = {"reward": 0.0, "format_reward": 0.0, "answer_reward": 0.0}
 WRONG = {"reward": 0.0, "format_reward": 1.0, "answer_reward": 0.0}
 RIGHT = {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
-
-
-def respond(answer: str) -> str:
-    return f" I think so. </think> <answer> {answer} </answer>"
 
 
 @pytest.mark.parametrize(

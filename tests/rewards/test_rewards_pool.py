@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from builders import respond
 from hostile_rewards import DEADLY, ENDLESS, HARMLESS, RAISING, UNGRADABLE
 from run_process import until
 
@@ -33,10 +34,6 @@ pytestmark = pytest.mark.slow  # workers are started, killed and waited for
 OWN = "hostile_rewards:obey"
 REWARDS = {"maths": "r1_zero", "own": OWN}
 TIMEOUT_S = 0.5
-
-
-def respond(answer: str) -> str:
-    return f" thinking </think> <answer> {answer} </answer>"
 
 
 @pytest.fixture(scope="module")
