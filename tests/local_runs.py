@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from small_run import QUICKSTART, SMALL
 
 from grpo_ray.cluster.local import LocalActors
@@ -77,6 +78,13 @@ def train(config: Config, folder: Path, meddle: Watcher | None = None) -> Record
     with tracking(config, run, recorder.announced.append, recorder.warning) as trackers:
         train_through_restores(config, prepared, run, recorder, host, drive, trackers)
     return recorder
+
+
+def train_twice(config: Config, folder: Path, kill: Watcher) -> None:
+    """Start the run until its driver is killed, then resume it to its end."""
+    with pytest.raises(Killed):
+        train(config, folder, kill)
+    train(config, folder)
 
 
 class FakeServing:

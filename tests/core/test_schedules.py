@@ -2,10 +2,9 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
-from local_runs import Killed, kill_after, make_config, train, until
+from local_runs import Killed, kill_after, make_config, train, train_twice
 from test_controller import assert_same_run
 
 from grpo_ray.records.rollout_log import DROPPED, FRESH, read_rollouts
@@ -69,14 +68,7 @@ def test_a_synchronous_run_that_is_interrupted_is_the_same_run(tmp_path: Path, n
     config = make_config(*options, "weight_sync.max_lag=0", "buffer.replay.max_age=4")
     whole, parts = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "parts")
     train(config, whole.path)
-
-    async def kill_at_step_5(actors: Any, controller: Any) -> None:
-        await until(lambda: controller._version >= 5)
-        raise Killed
-
-    with pytest.raises(Killed):
-        train(config, parts.path, kill_at_step_5)
-    train(config, parts.path)
+    train_twice(config, parts.path, kill_after(5, 0.0))
     assert_same_run(whole, parts)
 
 

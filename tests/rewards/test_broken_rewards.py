@@ -40,10 +40,6 @@ def broken(function: str, fault: str, *overrides: str) -> Any:
     )
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return read_metrics(RunDirectory(folder).metrics_path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.kept("hangs")
@@ -55,7 +51,7 @@ def test_a_reward_that_always_fails_ends_the_run_at_its_first_validation(fault: 
     assert said_of("always", fault) in text
     assert TRACEBACK.get(fault, "") in text  # the function's own
     assert "\non the response '" in text
-    assert not rows_of(tmp_path / "run")
+    assert not read_metrics(tmp_path / "run" / "metrics.jsonl")
 
 
 @pytest.mark.slow
@@ -67,7 +63,7 @@ def test_a_reward_that_sometimes_fails_is_said_once_in_the_first_step(fault: str
     assert recorder.steps == [1, 2]
     (said,) = [text for text in recorder.warnings if "a-reward-that-fails" in text]
     assert said.startswith("step 1: ")
-    row = rows_of(tmp_path / "run")[0]
+    row = read_metrics(tmp_path / "run" / "metrics.jsonl")[0]
     assert f"{row['reward/ungradable' if fault == 'hangs' else 'reward/errors']:.0f} responses" in said
     assert said_of("sometimes", fault) in said
     assert "\non the response '" in said
@@ -107,7 +103,7 @@ def test_a_later_batch_without_a_grade_ends_the_run_with_a_checkpoint_to_resume(
     away.unlink()
     shorter = changed(config, algorithm={"num_steps": checkpoint + 2})
     assert train(shorter, folder).steps == [checkpoint + 1, checkpoint + 2]
-    assert [row["step"] for row in rows_of(folder)] == list(range(1, checkpoint + 3))
+    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == list(range(1, checkpoint + 3))
 
 
 def failed_group(**reasons: Any) -> ScoredGroup:

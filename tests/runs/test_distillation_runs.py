@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from builders import check_names, perturb, plain_logprobs
-from local_runs import Killed, kill_after, make_config, train, until
+from local_runs import kill_after, make_config, train, train_twice, until
 from small_run import QUICKSTART, SMALL
 from test_controller import assert_same_run
 from test_run import run_actors
@@ -71,9 +71,7 @@ def test_a_synchronous_run_that_is_killed_and_resumed_equals_one_that_was_not(tm
     config = make_config(*with_teacher("weight_sync.max_lag=0", number=2), "algorithm.num_steps=4")
     whole, run = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "run")
     train(config, whole.path)
-    with pytest.raises(Killed):
-        train(config, run.path, kill_after(3, 0.01))
-    train(config, run.path)
+    train_twice(config, run.path, kill_after(3, 0.01))
     assert len(read_metrics(run.metrics_path)) == 4
     assert_same_run(whole, run)
     assert audit(run).problems == []
@@ -108,9 +106,7 @@ def test_a_teacher_that_dies_is_replaced_and_looks_up_again(run: RunDirectory) -
 @pytest.mark.kept("overrides1")
 def test_combinations(run: RunDirectory, overrides: list[str]) -> None:
     config = make_config(*with_teacher(*overrides), "algorithm.num_steps=5")
-    with pytest.raises(Killed):
-        train(config, run.path, kill_after(3, 0.01))
-    train(config, run.path)
+    train_twice(config, run.path, kill_after(3, 0.01))
     assert len(read_metrics(run.metrics_path)) == 5
     assert audit(run).problems == []
 
