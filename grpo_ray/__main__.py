@@ -1,5 +1,6 @@
 """The command `grpo-ray`, also as `python -m grpo_ray`."""
 
+import io
 import signal
 import sys
 
@@ -9,6 +10,8 @@ def main() -> int:
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is there to end, and a traceback would not help
+    if isinstance(sys.stdout, io.TextIOWrapper):  # whose encoding may lack a chart's blocks
+        sys.stdout.reconfigure(errors="replace")
     from grpo_ray.tools import cli
 
     signal.signal(signal.SIGINT, handler)

@@ -138,14 +138,21 @@ class Sender:
         try:
             send(channel, meeting, *kept)
         except WireError:
-            self.drop_wire(name)
+            self.drop_wire(name, wire)
             raise
 
-    def drop_wire(self, name: str) -> None:
-        """Close the wire, which ends whatever the Generator waits for in it."""
+    def drop_wire(self, name: str, failed: tuple[Meeting, Channel] | None = None) -> None:
+        """Close the wire, which ends whatever the Generator waits for in it.
+
+        Args:
+            failed: the wire to drop; that of a replacement, which may have joined meanwhile, stays.
+        """
         with self._lock:
+            wire = self._channels.get(name)
+            if failed is not None and wire is not failed:
+                return
             self._meetings.pop(name, None)
-            wire = self._channels.pop(name, None)
+            self._channels.pop(name, None)
         if wire is not None:
             wire[1].close()
 

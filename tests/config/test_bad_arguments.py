@@ -1,5 +1,6 @@
 """Configuration fields of a wrong type, each of them, and wrong command lines."""
 
+import io
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from run_process import output_of
 
 from examples.course import __main__ as course
+from grpo_ray import __main__
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.config.schema import sections_of
@@ -151,6 +153,14 @@ def test_an_interrupt_while_commands_load_prints_nothing() -> None:
     code += "sys.meta_path.insert(0, type('', (), {'find_spec': lambda *_: os.kill(os.getpid(), 2)}))\n"
     done = subprocess.run([sys.executable, "-c", code + "main()"], stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+def test_what_an_encoding_lacks_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    shown = io.TextIOWrapper(written, encoding="ascii", write_through=True)
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setattr("grpo_ray.tools.cli.main", lambda: shown.write("0.5 \u2588"))
+    assert (__main__.main(), written.getvalue()) == (5, b"0.5 ?")
 
 
 @pytest.mark.slow

@@ -233,6 +233,25 @@ def test_a_receiver_that_dies_midway_ends_its_send_alone(threads: ThreadPoolExec
 
 
 @pytest.mark.slow
+def test_a_send_that_fails_late_leaves_the_wire_of_a_replacement(
+    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, replacements = make_sender(), []
+    join(threads, sender)
+    snapshot = pack(sender, 1)
+
+    def fail_late(*_: object) -> None:
+        replacements.append(join(threads, sender))
+        raise WireError("silent")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("grpo_ray.transfer.sender.send", fail_late)
+        with pytest.raises(WireError, match="silent"):
+            sender.send("a", 1)
+    transfer(threads, sender, replacements[0], snapshot)
+
+
+@pytest.mark.slow
 def test_a_receiver_that_hangs_holds_its_send_for_the_limit(threads: ThreadPoolExecutor, peer: Peer) -> None:
     sender = make_sender(timeout_s=2.0)
     pack_much(sender, 1)
