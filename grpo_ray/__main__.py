@@ -1,16 +1,19 @@
 """The command `grpo-ray`, also as `python -m grpo_ray`."""
 
 import io
+import os
 import signal
 import sys
 
 
 def main() -> int:
     """Load the commands and run one; return the exit status."""
+    while os.open(os.devnull, os.O_RDWR) <= 2:  # a stream that is closed: its number would be another file's
+        pass
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is there to end, and a traceback would not help
-    if isinstance(sys.stdout, io.TextIOWrapper):  # whose encoding may lack a chart's blocks
+    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack a chart's blocks
         sys.stdout.reconfigure(errors="replace")
     from grpo_ray.tools import cli
 

@@ -118,7 +118,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 def _read_mapping(path: Path) -> dict[str, Any]:
     if path.suffix in (".jsonl", ".parquet", ".csv"):
-        raise ConfigError("this is a data file; give a .yaml file whose task.train_path names it")
+        raise ConfigError("this is a data file; give a .yaml file, and name this one as its task.train_path")
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):

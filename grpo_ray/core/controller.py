@@ -155,7 +155,7 @@ class Controller:
             error = first_error(errors)
             if not isinstance(error, RECOVERABLE):
                 await self._save_after_error()
-            raise error from None
+            raise error from error.__cause__  # which has the actor's traceback
 
     async def _ready(self, actor: ActorClient) -> None:
         with self._calls.call(actor.name, "starts"):

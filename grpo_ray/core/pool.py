@@ -132,7 +132,8 @@ class GeneratorPool:
                     self._log.event("group_lost", None, text)
             except Exception as error:
                 num_failures += 1
-                self._log.event("group_failed", None, f"group {item.group_id}: {error!r} (try {num_failures})")
+                cause = "; ".join([repr(error), *getattr(error, "__notes__", ())])
+                self._log.event("group_failed", None, f"group {item.group_id}: {cause} (try {num_failures})")
             if num_failures > recovery.max_group_retries or losses.num_alone > recovery.max_group_losses:
                 self._suspects.ended(name, is_finished=False)
                 return None

@@ -1,7 +1,6 @@
 """From rewards to advantages: shaping of the rewards, then comparison within each group."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from math import comb
 from typing import Annotated, Any, get_args
 
@@ -159,7 +158,6 @@ ADVANTAGES: dict[AdvantageKind, AdvantageFn] = {
 }
 
 
-@cache
 def advantage_function(name: str) -> AdvantageFn:
     """Return the advantage with this name, or import `module:function`."""
     return named(name, ADVANTAGES, "algorithm.advantage")

@@ -84,8 +84,11 @@ def notices_on_loss(config: Config) -> tuple[str, ...]:
 def acts_without_advantage(objective: Objective) -> bool:
     """Return True if the loss has a gradient also at tokens with advantage 0, tried on a few ratios.
 
-    Such is a loss with a term of its own: a pull to the old policy (`kl_tau`), or supervision of some tokens.
+    Such is a loss with a term of its own: a pull to the old policy (`kl_tau`). One of the user's may be: its
+    terms can act anywhere.
     """
+    if ":" in objective.loss_type:
+        return True
     policy = torch.tensor(LOG_PROBS, requires_grad=True)
     old = policy.detach() + torch.tensor(((0.0, 0.05, -3.0), (-0.5, 0.5, 3.0)))
     inputs = torch.ones_like(MASK), torch.zeros_like(ADVANTAGES), old
@@ -143,7 +146,7 @@ def _check_loss(config: AlgorithmConfig) -> None:
     check_arguments(own, config.loss_options, what, "give algorithm.loss_options: {{}: ...}")
     try:
         config.refuse_two_ratios(uses_ratio(function))
-    except ValueError as error:
+    except (ValueError, TypeError, NameError) as error:  # the last two if the annotations cannot be read
         raise ValueError(f"{what}: {error}") from None
     if ":" in config.loss:
         log_probs = torch.tensor(LOG_PROBS, requires_grad=True)
@@ -154,7 +157,7 @@ def _check_loss(config: AlgorithmConfig) -> None:
                 check_shape(name, found[name], log_probs)
             if found.get("clipped", MASK).dtype != torch.bool:
                 raise TypeError("`clipped` must be bool")
-            acts_without_advantage(objective)
+            objective.policy_gradient_loss(log_probs, MASK, 0 * ADVANTAGES, log_probs.detach() - 0.1)
             is_right = loss.requires_grad and bool(loss[MASK].isfinite().all())
         except Exception as error:  # the function is the user's: show whatever it raises
             raise ValueError(f"{what} fails on a small batch: {type(error).__name__}: {error}") from error

@@ -7,7 +7,6 @@ an episode are rows of their own, each judged by itself.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from math import inf
 from typing import Any
 
@@ -97,7 +96,6 @@ CORRECTIONS: dict[Correction, CorrectionFn] = {
 }
 
 
-@cache
 def correction_function(name: str) -> CorrectionFn:
     """Return the correction with this name, or import `module:function`."""
     return named(name, CORRECTIONS, "algorithm.off_policy_correction")

@@ -4,9 +4,11 @@ A function of the user's own has the same form as the package's.
 """
 
 import inspect
+import os
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from typing import Any, TypeVar, get_type_hints
 
 import torch
@@ -163,4 +165,20 @@ def named(name: str, own: Mapping[Any, Callable[..., T]], field: str) -> Callabl
 
     `report` and `evaluate` call none of these, and `audit` only if the command line says so.
     """
-    return import_function(name, field) if ":" in name else own[name]
+    return _with_its_place(import_function(name, field), f"{field}: {name}") if ":" in name else own[name]
+
+
+@cache
+def _with_its_place(function: Callable[..., T], what: str) -> Callable[..., T]:
+    """Return a function of the user's own; an error notes its place, which no other process could see."""
+
+    @wraps(function)
+    def noted(*args: Any, **options: Any) -> T:
+        try:
+            return function(*args, **options)
+        except Exception as error:
+            for frame in traceback.extract_tb(error.__traceback__)[1:2]:
+                error.add_note(f"in {what} ({os.path.basename(frame.filename)}:{frame.lineno})")
+            raise
+
+    return noted

@@ -12,7 +12,6 @@ if the shapes of old_log_probs and policy_log_probs differ.
 """
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -266,7 +265,6 @@ LOSSES: dict[LossType, LossFn] = {
 }
 
 
-@cache
 def loss_function(name: str) -> LossFn:
     """Return the loss with this name, or import `module:function`."""
     return named(name, LOSSES, "algorithm.loss")

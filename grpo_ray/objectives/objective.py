@@ -10,7 +10,14 @@ from torch import Tensor
 from grpo_ray.config.algorithm import AlgorithmConfig, KLEstimator, TokenSelection
 from grpo_ray.config.losses import LOSS_RECORDS, Aggregation, clip_epsilons, loss_record, refuse_clip_range
 from grpo_ray.objectives.correction import CORRECTIONS, correction_function, correction_weights
-from grpo_ray.objectives.inputs import CorrectionInputs, Details, arguments_of, refuse_unknown, uses_ratio
+from grpo_ray.objectives.inputs import (
+    CorrectionInputs,
+    Details,
+    arguments_of,
+    parameters_of,
+    refuse_unknown,
+    uses_ratio,
+)
 from grpo_ray.objectives.losses import apply_loss, loss_function
 
 
@@ -118,6 +125,8 @@ class Objective:
         if ":" in self.loss_type:
             given = [name for name in ranges if getattr(self, name) is not None]
             refuse_unknown(f"the loss `{self.loss_type}`", [function], dict.fromkeys(given))
+            own = {} if given else parameters_of(function)  # of which defaults stay
+            ranges = {n: v for n, v in ranges.items() if n not in own or own[n].default is own[n].empty}
         return apply_loss(function, self.loss_type, *tensors, ranges, self.loss_options)
 
     def correction_weights(self, inputs: CorrectionInputs) -> tuple[Tensor, Tensor]:

@@ -100,6 +100,8 @@ class RunDirectory:
         """
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file; give another run.name or run.output_dir")
+        if re.search("[\udc80-\udcff]", path := str(self.path.absolute())):  # bytes that Python cannot decode
+            raise ValueError(f"{path!r} is not UTF-8, which rollouts need; give another run.output_dir")
         # A run that was killed while it created its folders can be created again.
         if not self._folder.is_free(skeleton=self._subfolders, ignored=(self.given.name,)):
             resume = f"resume it with `{self.resume_command}`, " if self.config_path.exists() else ""

@@ -51,6 +51,8 @@ def input_digests(
     if facts := "\n".join(example.facts for example in (*train, *validation)).strip():
         digests[f"{FACTS} (for the code that reads them)"] = _sha256(facts.encode())
     digests |= _of_rewards(config)
+    for field, value in leaves(config.model_dump(include={"algorithm", "generator"})).items():
+        digests |= _of_modules(field, map(str, value if isinstance(value, list | tuple) else [value]))
     for name, part in config.episode_tasks.items():
         digests |= _of_modules(f"{field_of(name)}.episode", (part.episode, part.examples, part.warmup or ""))
     models = {MODEL: config.model.path, TEACHER: config.distillation.teacher}
@@ -103,7 +105,8 @@ def check_inputs(run: RunDirectory, digests: Mapping[str, str]) -> str | None:
     """Refuse to resume with other prompts, questions, rewards, tokenizers or models than the run began with.
 
     Returns:
-        What could not be compared, because the run has no digest of it; None: nothing.
+        What to tell: an algorithm's own function was edited, which is allowed as its fields may change; or
+        something could not be compared, because the run has no digest of it. None: nothing.
 
     Raises:
         RunError: names what was edited.
@@ -111,17 +114,23 @@ def check_inputs(run: RunDirectory, digests: Mapping[str, str]) -> str | None:
     if not run.inputs_path.exists():
         return f"{run.inputs_path} is missing, so edits of the run's inputs were not looked for"
     before, fields = _read_digests(run), (MODEL, TINY, TEACHER, COLUMNS, FACTS)
+    may_change = {name for name in {*before, *digests} if name.startswith(("algorithm.", "generator."))}
     new = [field for field in fields if not any(name.startswith(f"{field} (") for name in before)]
     unknown = [name for name in digests if name.partition(" (")[0] in new]  # of a run of an earlier release
     edited = [
-        name for name in sorted({*before, *digests} - {*unknown}) if before.get(name) != digests.get(name)
+        name
+        for name in sorted({*before, *digests} - {*unknown} - may_change)
+        if before.get(name) != digests.get(name)
     ]
     if edited:
         raise RunError(
             f"{'; '.join(edited)}: not what this run began with; undo the edit, or train a new run (to "
             f"continue with a harmless edit, remove {run.inputs_path})"
         )
-    return f"{run.inputs_path} has no digests of {unknown[0].partition(' (')[0]}" if unknown else None
+    notes = [f"{run.inputs_path} has no digests of {unknown[0].partition(' (')[0]}"] if unknown else []
+    for name in sorted(may_change & before.keys() & digests.keys()):
+        notes += [f"{name}: edited since the run was last started"] if before[name] != digests[name] else []
+    return "; ".join(notes) or None
 
 
 def _read_digests(run: RunDirectory) -> dict[str, str]:

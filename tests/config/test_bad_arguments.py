@@ -147,6 +147,13 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
 
 
 @pytest.mark.slow
+def test_no_file_takes_the_number_of_a_closed_stream() -> None:
+    code = "import os; os.close(2); from grpo_ray import __main__; from grpo_ray.tools import cli\n"
+    code += "cli.main = lambda: print(os.open(os.devnull, 0) > 2); __main__.main()"
+    assert output_of(sys.executable, "-c", code) == "True\n"
+
+
+@pytest.mark.slow
 def test_an_interrupt_while_commands_load_prints_nothing() -> None:
     code = "import os, signal, sys; from grpo_ray.__main__ import main\n"
     code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"

@@ -1,6 +1,8 @@
 """The whole objective: what it needs and what it refuses, and a coefficient that follows the entropy."""
 
+import importlib
 import inspect
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -33,7 +35,9 @@ from grpo_ray.objectives import (
     check_algorithm,
     policy_gradient_step,
 )
+from grpo_ray.objectives.checking import acts_without_advantage
 from grpo_ray.objectives.inputs import parameters_of, uses_ratio
+from grpo_ray.objectives.losses import loss_function
 from grpo_ray.objectives.objective import EntropyBonus
 from grpo_ray.run.preparation import WITH_OPTIONS, check_files
 from grpo_ray.types import TrainBatch
@@ -197,6 +201,8 @@ def bare(inputs): return inputs.policy_log_probs, {}
 def nothing(): ...
 def needing(inputs: RatioInputs, *, tau: float): return -inputs.log_ratio * tau, {}
 def raising(inputs: RatioInputs): raise KeyError("no")
+def narrow(inputs: RatioInputs, *, cliprange: float = 1e-3):
+    return -inputs.log_ratio.exp().clamp(max=1 + cliprange) * inputs.advantages, {}
 def cut_off(inputs: LossInputs): return inputs.policy_log_probs.detach(), {}
 def counting(inputs: RatioInputs): return -inputs.log_ratio, {"clipped": inputs.mask.float()}
 def not_finite(inputs: LossInputs): return inputs.policy_log_probs / 0, {}
@@ -338,6 +344,21 @@ def test_options_and_clip_ranges_reach_the_function() -> None:
     inputs = log_probs, torch.ones(1, 1, dtype=torch.bool), torch.tensor([[3.0]]), torch.tensor([[-0.6931472]])
     loss, _ = Objective.from_config(config).policy_gradient_loss(*inputs)
     assert loss.item() == pytest.approx(3 * 2 / 0.5 - 6)
+    for given, bound in (({}, 1.001), ({"cliprange": 0.25}, 1.25)):  # the function's own default, or that given
+        objective = Objective.from_config(config_of(loss=":narrow", **given))
+        loss, _ = objective.policy_gradient_loss(*inputs)
+        assert loss.item() == pytest.approx(-3 * bound)
+        assert acts_without_advantage(objective)  # a term of its own may act anywhere
+
+
+def test_an_error_notes_its_place_and_a_reloaded_module_is_used() -> None:
+    name, line = f"{MODULE}:raising", 1 + CODE[: CODE.index("def raising")].count("\n")
+    with pytest.raises(KeyError, match="no") as caught:
+        loss_function(name)(None)
+    assert caught.value.__notes__ == [f"in algorithm.loss: {name} ({MODULE}.py:{line})"]
+    before = loss_function(f"{MODULE}:plain")
+    importlib.reload(sys.modules[MODULE])
+    assert loss_function(f"{MODULE}:plain") is not before
 
 
 @pytest.mark.slow

@@ -73,6 +73,8 @@ def test_create_refuses_a_used_folder(tmp_path: Path) -> None:
         RunDirectory(tmp_path / "file").check_free()
     with pytest.raises(RunError, match=r"/proc/run cannot be written .*; give another run.name or run.output"):
         RunDirectory("/proc/run").check_free()
+    with pytest.raises(ValueError, match="is not UTF-8, which rollouts need"):
+        RunDirectory(os.fsdecode(b"/tmp/\xe4")).check_free()
 
 
 def test_rewind_deletes_only_later_steps(tmp_path: Path) -> None:

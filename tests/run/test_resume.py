@@ -111,6 +111,19 @@ def test_an_edited_input_is_refused_by_name(
     assert "is missing, so edits" in str(check_inputs(run, digests(config)))
 
 
+def test_an_edited_function_of_the_algorithm_is_told(tmp_path: Path, here: Path, make: Make) -> None:
+    module = here / "my_advantage_4713.py"
+    module.write_text("def centred(inputs):\n    return inputs.rewards - inputs.rewards.mean()\n")
+    config, run = changed(make(), algorithm={"advantage": "my_advantage_4713:centred"}), RunDirectory(tmp_path)
+    run.create_subfolders()
+    write_digests(run, digests(config))
+    assert check_inputs(run, digests(config)) is None
+    module.write_text(module.read_text() + "\n")
+    told = "algorithm.advantage (module my_advantage_4713, my_advantage_4713.py): edited since"
+    assert str(check_inputs(run, digests(config))).startswith(told)
+    assert check_inputs(run, digests(make())) is None  # the field may change
+
+
 MODEL_EDITS = {
     "chat_template.jinja": lambda path: path.write_text("{{ messages[0].content }}"),
     "tokenizer.json": lambda path: path.write_text(path.read_text() + " "),
