@@ -65,17 +65,24 @@ def locked(path: Path, what: Path) -> Iterator[None]:
 
 
 def check_still_held(path: Path, what: Path) -> None:
-    """Notice a second writer, which file systems let in that lock for one machine only (`localflock`).
+    """Notice a second writer: of a new run in a folder that was moved away, or let in by the file system.
+
+    Some file systems lock for one machine only (`localflock`).
 
     Raises:
         RunError: this process holds the lock `path`, and another one as well.
     """
-    holder = _holder(path) if path in _held.values() else {}
-    if holder and holder != _identity():
-        raise RunError(
-            f"pid {holder.get('pid')} on host {holder.get('host')} also writes to {what}, because the locks of "
-            "its file system do not reach other machines (mount it with `-o flock`); end one of the two"
-        )
+    descriptor = next((number for number, held in _held.items() if held == path), None)
+    holder = _holder(path) if descriptor is not None else {}
+    if descriptor is None or not holder or holder == _identity():
+        return
+    other = f"pid {holder.get('pid')} on host {holder.get('host')}"
+    if not os.path.samestat(os.fstat(descriptor), path.stat()):
+        raise RunError(f"{what} was moved or removed while this run wrote to it; {other} writes to a new one")
+    raise RunError(
+        f"{other} also writes to {what}, because the locks of its file system do not reach other machines "
+        "(mount it with `-o flock`); end one of the two"
+    )
 
 
 def is_taken_since(path: Path, time: float) -> bool:

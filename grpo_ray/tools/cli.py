@@ -40,7 +40,7 @@ COMMANDS: tuple[Command[Any], ...] = (
 
 UNUSABLE = (
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EISDIR,
-    errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EEXIST,
+    errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EEXIST, errno.EFBIG, errno.EMFILE, errno.EIO,
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from grpo_ray.errors import RunError
 from grpo_ray.records.durable import replacing, sync_files
 from grpo_ray.records.evaluation_summary import EvaluationSummary
 from grpo_ray.records.json_lines import JsonLines, drop_half_line, parse_line
@@ -49,6 +50,7 @@ class RunLog:
         self._metrics = JsonLines(run.metrics_path)
         self._events = JsonLines(run.events_path)
         self._warnings: dict[str, str | None] = {}
+        self._taken: RunError | None = None
         self.step = 0  # the last trained step
         before = last_row(run.metrics_path)  # when the log was opened
         self.last_logged_step = int(before.get("step", 0))
@@ -61,8 +63,9 @@ class RunLog:
         """Write the step's line, and report the failures that detectors see in it."""
 
         def write() -> None:
-            self.warning("metrics", self._metrics.append({"step": step, **metrics}))
-            self._trackers.step(step, metrics)
+            if self._is_ours():
+                self.warning("metrics", self._metrics.append({"step": step, **metrics}))
+                self._trackers.step(step, metrics)
 
         self.writer.submit(f"the line of step {step}", write)
         ungraded = self.ungraded.pop(step, None)
@@ -114,11 +117,26 @@ class RunLog:
 
     def _flush(self) -> None:
         """Retry pending writes: no later write may come that would retry them."""
-        self.warning("metrics", self._metrics.flush())
-        self.warning("events", self._events.flush())
+        if self._is_ours():
+            self.warning("metrics", self._metrics.flush())
+            self.warning("events", self._events.flush())
+
+    def _is_ours(self) -> bool:
+        """Look whether another process has taken the run's folder."""
+        try:
+            self.run.check_lock()
+        except RunError as error:
+            self._taken = error
+        return self._taken is None
 
     def show_warnings(self) -> None:
-        """Show every warning that is not cleared, and retry what is pending."""
+        """Show every warning that is not cleared, and retry what is pending.
+
+        Raises:
+            RunError: another process has taken the run's folder.
+        """
+        if self._taken is not None:
+            raise self._taken
         self.writer.submit("pending records", self._flush)
         for text in self._trackers.take_failures():
             self.event("tracker_off", None, text)

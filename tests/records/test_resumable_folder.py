@@ -6,13 +6,15 @@ import os
 from pathlib import Path
 
 import pytest
+from local_runs import Recorder
 
 from grpo_ray.errors import RunError
 from grpo_ray.records import run_lock
 from grpo_ray.records.checkpoint import CheckpointStore
 from grpo_ray.records.durable import replacing, sync_tree
 from grpo_ray.records.resumable_folder import Definition, ResumableFolder
-from grpo_ray.records.run_files import RunDirectory
+from grpo_ray.records.run_files import RunDirectory, read_metrics
+from grpo_ray.watch.run_log import RunLog
 
 DEFINITION = {"seed": 0, "sampling": {"temperature": 1.0, "stop": ["</a>"]}}
 
@@ -122,6 +124,23 @@ def test_a_second_writer_on_another_machine_is_noticed_at_the_next_checkpoint(tm
         (run.path / ".lock").write_text(json.dumps({"pid": 7, "host": "node-b"}))  # its flock was granted there
         with pytest.raises(RunError, match=r"pid 7 on host node-b also writes to .*, because"):
             store.begin(3)
+
+
+def test_a_run_in_whose_place_another_one_writes_ends_after_the_step(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    log = RunLog(run, Recorder())
+    with run.lock():
+        for step in (1, 2):
+            log.line(step, {})
+            assert log.writer.wait(5)
+            log.show_warnings()
+        (run.path / ".lock").unlink()
+        (run.path / ".lock").write_text(json.dumps({"pid": 7, "host": "here"}))
+        log.line(3, {})
+        assert log.writer.wait(5)
+        with pytest.raises(RunError, match=r"was moved or removed .*; pid 7 on host here writes to a new"):
+            log.show_warnings()
+    assert [row["step"] for row in read_metrics(run.metrics_path)] == [1, 2]
 
 
 # ---- planted links ----
