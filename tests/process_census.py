@@ -22,7 +22,8 @@ FREE_CPU_S = 1.5
 """A program that needs less of a processor is free. On a busy machine it lives longer, but needs no more."""
 NAME_CHARS = 60
 HELPERS = (
-    "resource_tracker", "/ray/", "bin/ray ", "ray.util", "--multiprocessing-fork", "chrom", "landlock", " -S ",
+    "resource_tracker", "/ray/", "bin/ray ", "ray.util", "--multiprocessing-fork", "vllm_worker", "chrom",
+    "landlock", " -S ",
 )  # fmt: skip
 """Parts of a cluster or of another program, and `python -S`, which loads no package."""
 

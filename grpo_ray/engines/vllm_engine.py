@@ -8,10 +8,13 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
+from functools import partial
+from multiprocessing import forkserver, get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors.torch import save_file
 
 from grpo_ray.config import Config, GeneratorConfig
@@ -230,6 +233,22 @@ def _set_environment(cpu: EngineConfig | None) -> None:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         if cpu.cpu_cores is not None:
             os.sched_setaffinity(0, cpu.cpu_cores)  # the engine's processes inherit it
+        _fork_engines()
+
+
+def _fork_engines() -> None:
+    """Have vLLM fork its engine from a server that imports vLLM now: a new process would do so afterwards."""
+    if "omp" not in (preloaded := os.environ.get("LD_PRELOAD", "")):  # as vLLM sets it for a new process
+        site = Path(torch.__file__).parents[1]
+        found = [*site.glob("torch/lib/libgomp*"), *site.glob("torch.libs/libgomp*"), ""]
+        os.environ["LD_PRELOAD"] = f"{found[0]}:{preloaded}".strip(":")
+    before, tempfile.tempdir = tempfile.tempdir, os.environ["VLLM_RPC_BASE_PATH"]  # for the server's socket
+    forkserver.set_forkserver_preload(["grpo_ray.transfer.vllm_worker", "vllm.v1.engine.core"])
+    forkserver.ensure_running()
+    tempfile.tempdir = before
+    from vllm.v1.engine import utils
+
+    utils.get_mp_context = partial(get_context, "forkserver")
 
 
 def _sampling_params(settings: SamplingSettings) -> Any:

@@ -65,9 +65,7 @@ def locked(path: Path, what: Path) -> Iterator[None]:
 
 
 def check_still_held(path: Path, what: Path) -> None:
-    """Notice a second writer: of a new run in a folder that was moved away, or let in by the file system.
-
-    Some file systems lock for one machine only (`localflock`).
+    """Notice a second writer: in the place of a folder that was moved, or let in (`localflock`).
 
     Raises:
         RunError: this process holds the lock `path`, and another one as well.

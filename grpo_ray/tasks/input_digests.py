@@ -114,23 +114,18 @@ def check_inputs(run: RunDirectory, digests: Mapping[str, str]) -> str | None:
     if not run.inputs_path.exists():
         return f"{run.inputs_path} is missing, so edits of the run's inputs were not looked for"
     before, fields = _read_digests(run), (MODEL, TINY, TEACHER, COLUMNS, FACTS)
-    may_change = {name for name in {*before, *digests} if name.startswith(("algorithm.", "generator."))}
     new = [field for field in fields if not any(name.startswith(f"{field} (") for name in before)]
     unknown = [name for name in digests if name.partition(" (")[0] in new]  # of a run of an earlier release
-    edited = [
-        name
-        for name in sorted({*before, *digests} - {*unknown} - may_change)
-        if before.get(name) != digests.get(name)
-    ]
-    if edited:
+    edited = {name for name in {*before, *digests} - {*unknown} if before.get(name) != digests.get(name)}
+    allowed = {name for name in edited if name.startswith(("algorithm.", "generator."))}
+    if edited := edited - allowed:
         raise RunError(
-            f"{'; '.join(edited)}: not what this run began with; undo the edit, or train a new run (to "
+            f"{'; '.join(sorted(edited))}: not what this run began with; undo the edit, or train a new run (to "
             f"continue with a harmless edit, remove {run.inputs_path})"
         )
-    notes = [f"{run.inputs_path} has no digests of {unknown[0].partition(' (')[0]}"] if unknown else []
-    for name in sorted(may_change & before.keys() & digests.keys()):
-        notes += [f"{name}: edited since the run was last started"] if before[name] != digests[name] else []
-    return "; ".join(notes) or None
+    notes = [f"{run.inputs_path} has no digests of {name.partition(' (')[0]}" for name in unknown[:1]]
+    both = sorted(allowed & before.keys() & digests.keys())
+    return "; ".join([*notes, *(f"{name}: edited since the run was last started" for name in both)]) or None
 
 
 def _read_digests(run: RunDirectory) -> dict[str, str]:

@@ -142,11 +142,7 @@ class Sender:
             raise
 
     def drop_wire(self, name: str, failed: tuple[Meeting, Channel] | None = None) -> None:
-        """Close the wire, which ends whatever the Generator waits for in it.
-
-        Args:
-            failed: the wire to drop; that of a replacement, which may have joined meanwhile, stays.
-        """
+        """Close the wire (`failed`, not one that a replacement has joined), which ends what waits for it."""
         with self._lock:
             wire = self._channels.get(name)
             if failed is not None and wire is not failed:

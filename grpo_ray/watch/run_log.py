@@ -130,11 +130,7 @@ class RunLog:
         return self._taken is None
 
     def show_warnings(self) -> None:
-        """Show every warning that is not cleared, and retry what is pending.
-
-        Raises:
-            RunError: another process has taken the run's folder.
-        """
+        """Show the warnings that stand, retry what is pending; raise RunError if the folder is taken."""
         if self._taken is not None:
             raise self._taken
         self.writer.submit("pending records", self._flush)
