@@ -8,8 +8,8 @@ import sys
 
 def main() -> int:
     """Load the commands and run one; return the exit status."""
-    while os.open(os.devnull, os.O_RDWR) <= 2:  # a stream that is closed: its number would be another file's
-        pass
+    while (stream := os.open(os.devnull, os.O_RDWR)) <= 2:  # it was closed, and would be another file's number
+        os.set_inheritable(stream, True)
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is there to end, and a traceback would not help

@@ -149,8 +149,8 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
 @pytest.mark.slow
 def test_no_file_takes_the_number_of_a_closed_stream() -> None:
     code = "import os; os.close(2); from grpo_ray import __main__; from grpo_ray.tools import cli\n"
-    code += "cli.main = lambda: print(os.open(os.devnull, 0) > 2); __main__.main()"
-    assert output_of(sys.executable, "-c", code) == "True\n"
+    code += "cli.main = lambda: print(os.open(os.devnull, 0) > 2, os.get_inheritable(2)); __main__.main()"
+    assert output_of(sys.executable, "-c", code) == "True True\n"
 
 
 @pytest.mark.slow
