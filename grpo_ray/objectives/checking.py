@@ -82,20 +82,19 @@ def notices_on_loss(config: Config) -> tuple[str, ...]:
 
 
 def acts_without_advantage(objective: Objective) -> bool:
-    """Return True if the loss has a gradient also at tokens with advantage 0, tried on a few ratios.
+    """Return True if the loss has a gradient also at tokens with advantage 0, tried on many of them.
 
-    Such is a loss with a term of its own: a pull to the old policy (`kl_tau`). One of the user's may be: its
-    terms can act anywhere.
+    Such is a loss with a term of its own: a pull to the old policy (`kl_tau`), or supervision of some tokens.
+    The rows have 1 to 8,192 tokens, log-probs down to -30, and log ratios from -5 to 5.
     """
-    if ":" in objective.loss_type:
-        return True
-    policy = torch.tensor(LOG_PROBS, requires_grad=True)
-    old = policy.detach() + torch.tensor(((0.0, 0.05, -3.0), (-0.5, 0.5, 3.0)))
-    inputs = torch.ones_like(MASK), torch.zeros_like(ADVANTAGES), old
-    loss, _ = objective.policy_gradient_loss(policy, *inputs)
+    place = torch.arange(4 * 8192).view(4, 8192)
+    policy = (-30 * (place * 0.75488 % 1) ** 3).requires_grad_()
+    old = policy.detach() + 10 * (place * 0.56984 % 1) - 5
+    mask = place % 8192 < torch.tensor([[1], [40], [700], [8192]])
+    loss, _ = objective.policy_gradient_loss(policy, mask, torch.zeros(4, 1), old)
     if not loss.requires_grad:
         return False
-    (gradient,) = torch.autograd.grad(loss.sum(), policy, allow_unused=True)
+    (gradient,) = torch.autograd.grad(loss[mask].sum(), policy, allow_unused=True)
     return gradient is not None and bool((gradient != 0).any())
 
 
@@ -157,7 +156,7 @@ def _check_loss(config: AlgorithmConfig) -> None:
                 check_shape(name, found[name], log_probs)
             if found.get("clipped", MASK).dtype != torch.bool:
                 raise TypeError("`clipped` must be bool")
-            objective.policy_gradient_loss(log_probs, MASK, 0 * ADVANTAGES, log_probs.detach() - 0.1)
+            acts_without_advantage(objective)
             is_right = loss.requires_grad and bool(loss[MASK].isfinite().all())
         except Exception as error:  # the function is the user's: show whatever it raises
             raise ValueError(f"{what} fails on a small batch: {type(error).__name__}: {error}") from error

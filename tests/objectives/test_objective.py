@@ -201,6 +201,9 @@ def bare(inputs): return inputs.policy_log_probs, {}
 def nothing(): ...
 def needing(inputs: RatioInputs, *, tau: float): return -inputs.log_ratio * tau, {}
 def raising(inputs: RatioInputs): raise KeyError("no")
+def late(inputs: LossInputs): return inputs.policy_log_probs * (torch.arange(inputs.mask.shape[1]) > 6000), {}
+def rare(inputs: LossInputs): return (-25 - inputs.policy_log_probs).relu(), {}
+def longer(inputs: LossInputs): return inputs.policy_log_probs * (inputs.mask.sum(1, keepdim=True) > 600), {}
 def narrow(inputs: RatioInputs, *, cliprange: float = 1e-3):
     return -inputs.log_ratio.exp().clamp(max=1 + cliprange) * inputs.advantages, {}
 def cut_off(inputs: LossInputs): return inputs.policy_log_probs.detach(), {}
@@ -348,7 +351,8 @@ def test_options_and_clip_ranges_reach_the_function() -> None:
         objective = Objective.from_config(config_of(loss=":narrow", **given))
         loss, _ = objective.policy_gradient_loss(*inputs)
         assert loss.item() == pytest.approx(-3 * bound)
-        assert acts_without_advantage(objective)  # a term of its own may act anywhere
+        assert not acts_without_advantage(objective)
+    assert all(acts_without_advantage(Objective(f"{MODULE}:{name}")) for name in ("late", "rare", "longer"))
 
 
 def test_an_error_notes_its_place_and_a_reloaded_module_is_used() -> None:
