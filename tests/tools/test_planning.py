@@ -793,11 +793,11 @@ def test_a_rank_holds_what_is_planned(backend: str, num_ranks: int, vocab_size: 
 
 
 def test_more_responses_than_memory_holds_are_refused() -> None:
-    for size in ("prompts_per_step", "samples_per_prompt"):
+    for sizes in (["prompts_per_step=100000000"], ["prompts_per_step=1000", "samples_per_prompt=16000"]):
         with pytest.raises(ConfigError, match=r"prompts_per_step \(.*0 responses per step.*at most 4,194,304"):
-            make_config(f"algorithm.{size}=100000000")
-    config = make_config("evaluation.samples_per_prompt=100000000")
-    with pytest.raises(ValueError, match=r"evaluation\.samples_per_prompt: 100,000,000 responses to each of 4"):
+            make_config(*(f"algorithm.{size}" for size in sizes))
+    config = make_config("evaluation.samples_per_prompt=16000", "task.num_validation_prompts=4000")
+    with pytest.raises(ValueError, match=r"evaluation\.samples_per_prompt: 16,000 responses to each of 4"):
         check_files(config)
 
 
