@@ -200,11 +200,9 @@ class GroupBook:
     def _cut_late(self, step: int) -> tuple[int, ...]:
         """Cut off the groups that would be too old for the batch of `step`; return those in flight."""
         oldest = self._oldest_kept = oldest_allowed(version_trained_at(step), self._max_lag)
-        in_flight = {
-            g: self._groups[g].version for g in self._by_state[State.IN_FLIGHT] if not self._keeps_old(g)
-        }
-        sampled = [g for g, version in in_flight.items() if version is not None and version < oldest]
-        waiting = [g for g, version in in_flight.items() if version is None and self.published_version < oldest]
+        active = {g: self._groups[g].version for g in self._by_state[State.IN_FLIGHT] if not self._keeps_old(g)}
+        sampled = [g for g, version in active.items() if version is not None and version < oldest]
+        waiting = [g for g, version in active.items() if version is None and self.published_version < oldest]
         buffered = [g for g in self._by_state[State.BUFFERED] if self._is_too_old(g, oldest)]
         self._count_cuts([*buffered, *sampled])
         self._discard(buffered)
@@ -287,6 +285,8 @@ class GroupBook:
             state = State.BUFFERED if group_id in held else State.WAITING
             self._groups[group_id] = _Group(state, None, held.get(group_id, UNKNOWN), cuts.get(group_id, 0))
             self._put_into(state, group_id)
+        if self._cuts_late:  # what reached the buffer after the last cut
+            self._cut_late(self.published_version + 1)
         self._settle()
 
     # Moves

@@ -342,6 +342,13 @@ def test_no_token_is_too_old_and_no_group_is_lost_at_any_speed(
         assert set(replayed) <= earlier
 
 
+def test_a_group_that_came_too_late_before_the_checkpoint_is_cut_off_after_it() -> None:
+    """The buffer has it, and the driver ended before it heard of that: the second guard would refuse it."""
+    pace = Pace(token=[16, 16, 14, 6], load=[0, 17], travel=[4], has_signal=[True, False])
+    algorithm = {"oversample_frac": 2.0, "dynamic_sampling_tries": 1}
+    train(make_config(0, 1, algorithm=algorithm, buffer={"max_gib": 1e-9}), pace, resume_after=4)
+
+
 @pytest.mark.parametrize("num_losses", [1, 100])
 def test_a_group_that_is_lost_on_its_way_into_the_buffer_is_sampled_again(num_losses: int) -> None:
     """One that is lost again and again ends the attempt: the fault is not its Generator's."""
