@@ -187,6 +187,8 @@ def common_arguments(config: EngineConfig, model: ModelConfig) -> dict[str, Any]
     """Set this process's environment for vLLM; return the arguments that all of a run's engines have."""
     on_cpu = config.num_gpus == 0
     _set_environment(config if on_cpu else None)
+    if on_cpu:
+        _fork_engines()
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     return {
@@ -233,7 +235,6 @@ def _set_environment(cpu: EngineConfig | None) -> None:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         if cpu.cpu_cores is not None:
             os.sched_setaffinity(0, cpu.cpu_cores)  # the engine's processes inherit it
-        _fork_engines()
 
 
 def _fork_engines() -> None:

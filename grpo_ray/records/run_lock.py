@@ -71,8 +71,7 @@ def check_still_held(path: Path, what: Path) -> None:
         RunError: this process holds the lock `path`, and another one as well.
     """
     descriptor = next((number for number, held in _held.items() if held == path), None)
-    holder = _holder(path) if descriptor is not None else {}
-    if descriptor is None or not holder or holder == _identity():
+    if descriptor is None or (holder := _holder(path)) in ({}, _identity()):
         return
     other = f"pid {holder.get('pid')} on host {holder.get('host')}"
     if not os.path.samestat(os.fstat(descriptor), path.stat()):

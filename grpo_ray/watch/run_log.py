@@ -50,7 +50,7 @@ class RunLog:
         self._metrics = JsonLines(run.metrics_path)
         self._events = JsonLines(run.events_path)
         self._warnings: dict[str, str | None] = {}
-        self._taken: RunError | None = None
+        self._taken: RunError | None = None  # why nothing may be written any more
         self.step = 0  # the last trained step
         before = last_row(run.metrics_path)  # when the log was opened
         self.last_logged_step = int(before.get("step", 0))
@@ -63,9 +63,13 @@ class RunLog:
         """Write the step's line, and report the failures that detectors see in it."""
 
         def write() -> None:
-            if self._is_ours():
-                self.warning("metrics", self._metrics.append({"step": step, **metrics}))
-                self._trackers.step(step, metrics)
+            try:
+                self.run.check_lock()
+            except RunError as error:
+                self._taken = error
+                return
+            self.warning("metrics", self._metrics.append({"step": step, **metrics}))
+            self._trackers.step(step, metrics)
 
         self.writer.submit(f"the line of step {step}", write)
         ungraded = self.ungraded.pop(step, None)
@@ -117,17 +121,9 @@ class RunLog:
 
     def _flush(self) -> None:
         """Retry pending writes: no later write may come that would retry them."""
-        if self._is_ours():
+        if self._taken is None:
             self.warning("metrics", self._metrics.flush())
             self.warning("events", self._events.flush())
-
-    def _is_ours(self) -> bool:
-        """Look whether another process has taken the run's folder."""
-        try:
-            self.run.check_lock()
-        except RunError as error:
-            self._taken = error
-        return self._taken is None
 
     def show_warnings(self) -> None:
         """Show the warnings that stand, retry what is pending; raise RunError if the folder is taken."""

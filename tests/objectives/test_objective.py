@@ -355,13 +355,15 @@ def test_options_and_clip_ranges_reach_the_function() -> None:
     assert all(acts_without_advantage(Objective(f"{MODULE}:{name}")) for name in ("late", "rare", "longer"))
 
 
-def test_an_error_notes_its_place_and_a_reloaded_module_is_used() -> None:
+def test_an_error_notes_its_place_and_a_reloaded_module_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     name, line = f"{MODULE}:raising", 1 + CODE[: CODE.index("def raising")].count("\n")
     with pytest.raises(KeyError, match="no") as caught:
         loss_function(name)(None)
     assert caught.value.__notes__ == [f"in algorithm.loss: {name} ({MODULE}.py:{line})"]
     before = loss_function(f"{MODULE}:plain")
+    monkeypatch.syspath_prepend(Path.cwd())
     importlib.reload(sys.modules[MODULE])
+    monkeypatch.setattr(Path, "cwd", lambda: pytest.fail("each look-up looks at files"))
     assert loss_function(f"{MODULE}:plain") is not before
 
 
