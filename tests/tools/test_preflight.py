@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ from grpo_ray.tasks.examples import Example
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.preflight.checks import Plays, play_findings, template_findings
 from grpo_ray.tools.preflight.command import PreflightOptions
-from grpo_ray.tools.preflight.plays import Finding, Play, Played, Turn, WatchedSession
+from grpo_ray.tools.preflight.plays import Finding, Kind, Play, Played, Turn, WatchedSession
 from grpo_ray.tools.preflight.policies import ASKED, Asked, Said, ScriptedSampler, no_calls, scripts_of
 from grpo_ray.tools.preflight.preflight import as_text, runs_of
 from grpo_ray.tools.preflight.preflight import preflight as run
@@ -292,14 +292,13 @@ def turn(prompt: tuple[int, ...] = (65, 66), reply: tuple[int, ...] = (67,)) -> 
 
 def plays_of(*episodes: Played, **others: Play) -> Plays:
     by_key = {(each.example, n): each for n, each in enumerate(episodes)}
-    same = {name: Play(by_key) for name in ("first", "backwards", "again", "shifted")}
-    return Plays(**(same | others))
+    return dict.fromkeys(get_args(Kind), Play(by_key)) | others
 
 
 RIGHT, EMPTY = (played("right", 1.0), played("right", 1.0)), played("empty", 0.0)
 OTHER = Play({(0, 0): played("right", 0.5)})
 CUT = played("endless", 1.0, status="truncated_turns")
-UNREAD = replace(plays_of(*RIGHT, EMPTY).first, unread="<f>")
+UNREAD = replace(plays_of(*RIGHT, EMPTY)["first"], unread="<f>")
 FAILED = played("random", None, status="environment_error", error="ValueError: no")
 
 

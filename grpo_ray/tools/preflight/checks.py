@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain, islice, pairwise
 from statistics import median
 from typing import Any
@@ -11,32 +10,23 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.episodes.chat_template import normalized
 from grpo_ray.records.episode_metrics import CUT, THEN_RAISED, Status
-from grpo_ray.tools.preflight.plays import Finding, Play, Played
+from grpo_ray.tools.preflight.plays import Finding, Kind, Play, Played
 from grpo_ray.tools.preflight.subject import Subject
 
 CLOSE = 1e-3  # of logprobs that are sampled and recomputed with a cache and without
 OFTEN = 3  # times that a call must hold up the loop: libraries ask git for their version once
 AIMLESS = ("empty", "wanderer", "random")  # policies that earn a good reward by chance alone
 Groups = Sequence[list[Played]]  # one per example
-
-
-@dataclass(frozen=True)
-class Plays:
-    """The plays of a preflight, by their `Kind`."""
-
-    first: Play = field(default_factory=Play)
-    backwards: Play = field(default_factory=Play)
-    again: Play = field(default_factory=Play)
-    shifted: Play = field(default_factory=Play)
+Plays = Mapping[Kind, Play]
 
 
 def play_findings(plays: Plays, is_reward: bool, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
     """Yield each kind of fault once, at its first place."""
-    failures = [each.failure for each in vars(plays).values() if each.failure is not None]
+    failures = [each.failure for each in plays.values() if each.failure is not None]
     if failures:
         yield failures[0]
         return
-    episodes = [*plays.first.episodes.values()]
+    episodes = [*plays["first"].episodes.values()]
     by_example = defaultdict[int, list[Played]](list)
     for each in episodes:
         by_example[each.example].append(each)
@@ -51,12 +41,12 @@ def play_findings(plays: Plays, is_reward: bool, tokenizer: PreTrainedTokenizerB
     yield from first.values()
     if not raised and not varying:
         yield from _rewards(groups, is_reward)
-    if plays.first.unread:
-        call = plays.first.unread[:100]
+    if plays["first"].unread:
+        call = plays["first"].unread[:100]
         text = f"the tool parser does not find a call as the chat template writes it: {call!r}"
         yield Finding("calls_unread", text)
-    if plays.first.difference > CLOSE:
-        by = f"{plays.first.difference:.2g}"
+    if plays["first"].difference > CLOSE:
+        by = f"{plays['first'].difference:.2g}"
         yield Finding("tokens_differ", f"logprobs of the trained tokens, computed again, differ by {by}")
 
 
@@ -101,17 +91,18 @@ def _starts(groups: Groups, tokenizer: PreTrainedTokenizerBase) -> Iterator[Find
 
 def _varying(plays: Plays, groups: Groups, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
     """Compare plays of one script: once more, within a group, in another order, and under other clocks."""
-    drawn = sorted({f"{what} ({place})" for what, place in plays.backwards.drawn})
+    drawn = sorted({f"{what} ({place})" for what, place in plays["backwards"].drawn})
     reads = f"; it reads {', '.join(drawn[:3])}" if drawn else ""
     by_clock = bool(drawn) and not any(what.startswith("random") for what in drawn)
     group_pairs = [[each for each in group if each.policy == "right"][:2] for group in groups]
     for name, said, pairs in (
         ("reads_clock" if by_clock else "not_deterministic", "played again, the same replies get",
-         _pairs(plays.first, plays.again)),
+         _pairs(plays["first"], plays["again"])),
         ("shared_state", "two members of a group that say the same get", group_pairs),
-        ("shared_state", "after other episodes the same replies get", _pairs(plays.first, plays.backwards)),
+        ("shared_state", "after other episodes the same replies get",
+         _pairs(plays["first"], plays["backwards"])),
         ("reads_clock", "under clocks that run faster the same replies get",
-         _pairs(plays.first, plays.shifted)),
+         _pairs(plays["first"], plays["shifted"])),
     ):  # fmt: skip
         for one, other in pairs:
             what, turn, token = _changed(one, other, tokenizer)
@@ -140,11 +131,11 @@ def _changed(one: Played, other: Played, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _around(plays: Plays) -> Iterator[Finding]:
-    repeated = [call for call, number in plays.backwards.blocking.items() if number >= OFTEN]
+    repeated = [call for call, number in plays["backwards"].blocking.items() if number >= OFTEN]
     for what, place in repeated[:1]:
         text = f"{what} holds up all episodes of its worker while it waits"
         yield Finding("blocking_call", text, place=place)
-    for left in plays.first.left[:1]:
+    for left in plays["first"].left[:1]:
         yield Finding("left_behind", f"episodes leave behind: {left}")
 
 

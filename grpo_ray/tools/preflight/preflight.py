@@ -1,6 +1,7 @@
 """A preflight from the target to its findings, and a conversation as the tokens that would be trained."""
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_ray.config.schema import nearest_name
 from grpo_ray.errors import counted
 from grpo_ray.records.visible_text import visible
-from grpo_ray.tools.preflight.checks import Plays, play_findings, template_findings
+from grpo_ray.tools.preflight.checks import play_findings, template_findings
 from grpo_ray.tools.preflight.command import PreflightOptions
 from grpo_ray.tools.preflight.plays import CURES, Finding, Kind, Play, Played, play
 from grpo_ray.tools.preflight.subject import Subject, load_subject
@@ -62,19 +63,17 @@ def preflight(options: PreflightOptions) -> Preflight:
             raise ValueError(f"--allow {name}: there is no such fault; {hint}")
     started = time.monotonic()
     subject = load_subject(options)
-    found, plays = [*template_findings(subject)], Plays()
+    found, plays = [*template_findings(subject)], defaultdict[Kind, Play](Play)
     if all(each.is_note for each in found):  # otherwise every episode would show the template's fault
-        played: dict[Kind, Play] = {}
         for kind in get_args(Kind):
-            played[kind] = play(subject, options.seed, kind)
-            if played[kind].failure is not None:  # that of the others would be the same
+            plays[kind] = play(subject, options.seed, kind)
+            if plays[kind].failure is not None:  # that of the others would be the same
                 break
-        plays = Plays(**played)
         found += play_findings(plays, subject.is_reward, subject.tokenizer)
     found = [replace(each, is_note=True) if each.name in options.allow else each for each in found]
-    right = [each for each in plays.first.episodes.values() if each.policy.startswith("right")]
+    right = [each for each in plays["first"].episodes.values() if each.policy.startswith("right")]
     shown = max(right, key=lambda each: len(each.turns), default=None)
-    count = sum(len(each.episodes) for each in vars(plays).values())
+    count = sum(len(each.episodes) for each in plays.values())
     return Preflight(subject, found, shown, count, time.monotonic() - started)
 
 
