@@ -13,14 +13,12 @@ from grpo_ray.config import Config
 from grpo_ray.records.checkpoint import CheckpointState, CheckpointStore
 from grpo_ray.records.rollout_log import write_rollouts
 from grpo_ray.records.run_files import RunDirectory
-from grpo_ray.tools.report.run_data import Bounds
 from grpo_ray.types import ScoredGroup
 
 Rows = list[dict[str, Any]]
 NEAR_DEFAULT = Config.model_validate(
     {"model": {"tiny": {}, "dtype": "float32"}, "task": {"kind": "sorting"}, "generator": {"num_gpus": 0}}
 )
-ALL = Bounds(max_points=1000, max_rollouts=1000, seed=0)
 HOSTILE = [
     "</script><script>window.hacked = 1</script>",
     "<img src=x onerror='window.hacked = 1'>",

@@ -27,7 +27,7 @@ from grpo_ray.tools.experiments.experiment import EXPERIMENTS
 from grpo_ray.tools.experiments.experiment_plan import plan_experiment
 from grpo_ray.tools.planning.command import PlanOptions
 from grpo_ray.tools.planning.memory_plan import plan_memory
-from grpo_ray.tools.report.run_data import Bounds, run_data
+from grpo_ray.tools.report.run_data import run_data
 from grpo_ray.types import Completion, Episode, ScoredGroup
 from grpo_ray.watch.console import banner
 
@@ -198,7 +198,7 @@ def test_the_tools_read_a_run_with_episodes(
 
 
 def test_a_report_has_the_log_ratios_of_episodes(finished: RunDirectory) -> None:
-    rows = run_data(finished, "run", Bounds(max_points=100, max_rollouts=100, seed=0), None)["rollouts"]
+    rows = run_data(finished, "run")["rollouts"]
     last = [row for row in rows if row["step"] == 4 and row["min_version"] == 4]
     for row in rows:
         assert len(row["ratios"]) == len(row["tokens"])

@@ -11,7 +11,7 @@ import pytest
 from browser import CHROMIUM, DESKTOP, PHONE, Browser, browser
 from builders import TinyModel, changed, plain_logprobs, simple_group
 from episode_groups import branched_episode, make_episode, make_episode_group, play, spoken_episode
-from report_runs import ALL, HOSTILE, NEAR_DEFAULT, add_checkpoint, make_run
+from report_runs import HOSTILE, NEAR_DEFAULT, add_checkpoint, make_run
 from test_report_page_browser import choose, field
 
 from grpo_ray.episodes.segments import Segments
@@ -64,7 +64,7 @@ def test_rows_of_episodes_have_texts_and_log_ratios(tmp_path: Path, tiny_model: 
     ends = end_token_ids(str(tiny_model()), tokenizer)
     run = make_run(tmp_path / "run", config, 1, [[group]])
     add_checkpoint(run, 1, tiny_model())
-    first, nothing, old = run_data(run, "run", ALL, None)["rollouts"]
+    first, nothing, old = run_data(run, "run")["rollouts"]
     assert np.array_equal(np.isnan(np.array(old["ratios"], np.float64)), masked.versions == CONTEXT)
     assert "".join(first["tokens"]) == tokenizer.decode(episode.token_ids)
     prompt = first["episode"]["sequences"][0]["prompt"]
@@ -93,7 +93,7 @@ def test_long_episodes_are_cut(tmp_path: Path, tiny_model: TinyModel) -> None:
     play(segments, [1, 3], [7])
     run = make_run(tmp_path / "run", NEAR_DEFAULT, 1, [[make_episode_group(0, [make_episode(segments)] * 2)]])
     add_checkpoint(run, 1, tiny_model())
-    row = run_data(run, "run", ALL, "last")["rollouts"][0]
+    row = run_data(run, "run", "last")["rollouts"][0]
     assert len(row["tokens"]) == len(row["logprobs"]) == len(row["ratios"]) == MAX_EPISODE_TOKENS
     assert row["episode"]["num_tokens"] == MAX_EPISODE_TOKENS + 11
 

@@ -11,7 +11,7 @@ import pytest
 from builders import make_completion, make_group, make_item, write_rows
 from matplotlib.figure import Figure
 from matplotlib.image import imread
-from report_runs import ALL, HOSTILE, group, make_run, metrics_of
+from report_runs import HOSTILE, group, make_run, metrics_of
 
 from grpo_ray.config import Config
 from grpo_ray.records.checkpoint import CheckpointState, CheckpointStore
@@ -33,7 +33,7 @@ from grpo_ray.watch.run_state import Ending, LiveStatus, RunState
 def test_data_of_a_run(tmp_path: Path, tiny_config: Config) -> None:
     steps = [[group(step), group(step, ["a", "b", "c", "d"], group_id=100 + step)] for step in range(6)]
     run = make_run(tmp_path / "run", tiny_config, steps=steps)
-    data = run_data(run, "a run", ALL, "none")
+    data = run_data(run, "a run", "none")
     training, validation = data["series"]
     assert training["columns"]["reward/mean"] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
     assert training["standard_errors"]["reward/mean"] == [0.125] * 6  # groups of means 1/2 and 1/4
@@ -56,7 +56,7 @@ def test_data_of_a_run(tmp_path: Path, tiny_config: Config) -> None:
 def test_a_runs_settings_and_ending(run: RunDirectory, tiny_config: Config) -> None:
     run.create(tiny_config)
     assert about(run, None) == {"state": "unknown (there is no state.json)"}
-    data = run_data(run, "run", ALL, None)  # of a run that has only begun
+    data = run_data(run, "run")  # of a run that has only begun
     assert data["facts"] == {"steps": "none yet", "rollouts": "not saved"}
     assert (data["rollouts"], data["stages"], data["ranks"]) == ([], {}, [])
     state = RunState(
@@ -71,7 +71,7 @@ def test_a_runs_settings_and_ending(run: RunDirectory, tiny_config: Config) -> N
     assert shown["run"].endswith(f"grpo_clip, learning rate {tiny_config.learner.learning_rate:g}")
     failed = state.model_copy(update={"ending": Ending(kind="failed", text="no GPU")})
     run.state_path.write_text(failed.model_dump_json())
-    data = run_data(run, "run", ALL, None)
+    data = run_data(run, "run")
     assert data["errors"] == ["failed at step 12 of 1,000, 2023-11-14 22:14 UTC: no GPU"]
     assert next(iter(data["about"])) == "last start"
 
@@ -82,7 +82,7 @@ def test_problems_and_the_bottleneck_are_those_of_top(tmp_path: Path, tiny_confi
     write_rows(run.metrics_path, rows)
     summary = {"step": 6, "reward": 0.5, "num_errors": 3, "num_examples": 4, "num_samples": 2}
     write_rows(run.evaluations_summary_path, [summary])
-    data = run_data(run, "run", ALL, "none")
+    data = run_data(run, "run", "none")
     whole = 30 * tiny_config.rollouts_per_step  # of all steps, not of the last ones alone
     assert data["errors"][0].startswith(f"30 of {whole:,} responses could not be graded")
     assert data["errors"][1] == "3 of 8 responses of the validation at step 6 could not be graded"
@@ -98,7 +98,7 @@ def test_facts_are_of_all_steps(tmp_path: Path, tiny_config: Config) -> None:
         metrics_of(step) | {"timing/step_s": seconds[step], "lag/updates/max": ages[step]} for step in (1, 2)
     ]
     write_rows(run.metrics_path, rows)
-    facts = run_data(run, "run", ALL, "none")["facts"]
+    facts = run_data(run, "run", "none")["facts"]
     assert (facts["trained"], facts["time in steps"]) == ("40 tokens/s", "10 s")
     assert facts["largest lag"] == "1 (3 updates)"
 
@@ -120,7 +120,7 @@ def test_no_text_of_a_run_escapes_from_the_data() -> None:
 
 def test_hostile_texts_arrive_intact_and_add_no_script(tmp_path: Path, tiny_config: Config) -> None:
     run = make_run(tmp_path / "run", tiny_config, num_steps=1, steps=[[group(0, HOSTILE)]])
-    page = make_page([run_data(run, HOSTILE[0], ALL, None)])
+    page = make_page([run_data(run, HOSTILE[0])])
     assert [row["response"] for row in script_data(page)["runs"][0]["rollouts"]] == HOSTILE
     assert len(re.findall("<script", page)) == 2
     assert "<title>&lt;/script&gt;" in page

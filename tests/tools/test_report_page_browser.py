@@ -13,7 +13,7 @@ from report_runs import HOSTILE, NEAR_DEFAULT, add_checkpoint, group, make_run, 
 
 from grpo_ray.records.rollout_log import write_rollouts
 from grpo_ray.records.run_files import RunDirectory, step_name
-from grpo_ray.tools.report.run_data import Bounds, run_data
+from grpo_ray.tools.report.run_data import run_data
 from grpo_ray.tools.report.write_report import ReportOptions, make_page, report
 from grpo_ray.watch.metrics_catalog import METRICS
 
@@ -46,7 +46,7 @@ def opened(browser: Browser, page: Path) -> Browser:
 
 def open_runs(browser: Browser, folder: Path, *runs: RunDirectory) -> None:
     """Write the page of the runs, and open it without errors."""
-    data = [run_data(run, run.path.name, Bounds(3000, 400, 0), None) for run in runs]
+    data = [run_data(run, run.path.name) for run in runs]
     (folder / "page.html").write_text(make_page(data), encoding="utf-8")
     browser.look(DESKTOP)
     browser.open(folder / "page.html")
@@ -159,7 +159,7 @@ def test_filters_of_rollouts(opened: Browser, filters: dict[str, str], number: i
 def test_the_shared_start_of_prompts_is_left_out_of_the_table(browser: Browser, tmp_path: Path) -> None:
     lead = "Think first, and then answer in tags, as in an example.\n"
     run = make_run(tmp_path / "run", NEAR_DEFAULT, num_steps=2)
-    data = run_data(run, "run", Bounds(100, 100, 0), None)
+    data = run_data(run, "run")
     for row in data["rollouts"]:
         row["prompt"] = f"{lead}Sort {row['step']}{row['sample']}"
     page = tmp_path / "page.html"

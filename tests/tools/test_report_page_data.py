@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from builders import TinyModel, changed, check_names, make_completion, make_group, make_item, plain_logprobs
-from report_runs import ALL, add_checkpoint, group, make_run
+from report_runs import add_checkpoint, group, make_run
 
 from grpo_ray.config import Config
 from grpo_ray.learning.loading import load_policy
@@ -23,7 +23,7 @@ from grpo_ray.tools.cli import main
 from grpo_ray.tools.report import rollout_sample
 from grpo_ray.tools.report.rollout_rows import MAX_TOKENS, TokenTexts, log_ratios, show_rollouts
 from grpo_ray.tools.report.rollout_sample import sample_rollouts, step_files
-from grpo_ray.tools.report.run_data import Bounds, run_data
+from grpo_ray.tools.report.run_data import run_data
 from grpo_ray.tools.report.series import PANELS, Panel, RankTotals, expanded, make_series, stage_times
 
 # ---- series ----
@@ -142,13 +142,13 @@ def test_a_long_run_is_reported_from_a_sample_of_its_files(
     errors = files.standard_errors()  # those of the nearest step
     assert [errors[step] for step in (1, 2, 9, 10)] == pytest.approx([0.5, 0.5, 0.25, 0.25])
     assert [errors[step] for step in (3, 4, 5, 6, 7, 8)] == [0] * 6
-    data = run_data(run, "run", ALL, None)
+    data = run_data(run, "run")
     assert data["facts"]["rollouts"] == "about 20"
     assert {row["step"] for row in data["rollouts"]} == {1, 4, 7, 10}
     assert data["sample"] == {
         "num_rollouts": 20, "num_steps": 10, "num_sampled_steps": 4, "num_inspected_steps": 4, "seed": 0,
     }  # fmt: skip
-    assert data == run_data(run, "run", ALL, None)
+    assert data == run_data(run, "run")
 
 
 def test_files_are_in_the_order_of_their_steps_beyond_a_million(tmp_path: Path, tiny_config: Config) -> None:
@@ -167,10 +167,9 @@ def test_metrics_are_read_as_a_stream(tmp_path: Path, tiny_config: Config) -> No
             values = {f"time/generator-{index}/generate_s": step / 7 for index in range(60)}
             row = {"step": step, "timing/step_s": 1.0, "reward/mean": step / 1000, **values}
             file.write(json.dumps(row) + "\n")
-    bounds = Bounds(max_points=40, max_rollouts=1, seed=0)
-    run_data(run, "run", bounds, "none")  # imports what is needed
+    run_data(run, "run", "none", max_points=40, max_rollouts=1)  # imports what is needed
     tracemalloc.start()
-    data = run_data(run, "run", bounds, "none")
+    data = run_data(run, "run", "none", max_points=40, max_rollouts=1)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < run.metrics_path.stat().st_size / 2  # 2 MB
@@ -314,7 +313,7 @@ def test_long_texts_are_cut_visibly(tmp_path: Path, tiny_config: Config, tiny_mo
 
 def test_without_a_checkpoint_a_notice_explains_the_missing_tokens(tmp_path: Path, tiny_config: Config) -> None:
     run = make_run(tmp_path / "run", tiny_config)
-    data = run_data(run, "run", ALL, None)
+    data = run_data(run, "run")
     assert data["checkpoint"] is None
     assert "tokens" not in data["rollouts"][0]
     assert data["notices"] == [
@@ -331,7 +330,7 @@ def test_an_obstacle_to_log_ratios_is_a_notice_and_the_rest_is_shown(
     add_checkpoint(run, 6, tiny_model())
     text = run.config_path.read_text()
     run.config_path.write_text(text.replace("  advantage_eps:", "  key_of_an_old_version:"))
-    data = run_data(run, "run", ALL, None)
+    data = run_data(run, "run")
     assert data["notices"][0].startswith("no settings: ")
     assert "key_of_an_old_version: unknown key" in data["notices"][0]
     assert (data["changed"], "task" in data["about"]) == ([], False)

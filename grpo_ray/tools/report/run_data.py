@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from grpo_ray.config import Config
@@ -10,6 +10,7 @@ from grpo_ray.config.loading import load_config, read_config
 from grpo_ray.config.schema import leaves
 from grpo_ray.records.json_lines import StepLines
 from grpo_ray.records.run_files import RunDirectory
+from grpo_ray.tools.look import ReportOptions
 from grpo_ray.tools.report.rollout_rows import show_rollouts
 from grpo_ray.tools.report.rollout_sample import sample_rollouts, step_files
 from grpo_ray.tools.report.run_header import (
@@ -24,19 +25,13 @@ from grpo_ray.tools.report.run_header import (
 from grpo_ray.tools.report.series import REWARD, VALIDATION, RankTotals, make_series, stage_times
 from grpo_ray.tools.top.bottleneck import Problems, bottleneck, rank_figures, rank_hint, steady
 
-
-@dataclass(frozen=True)
-class Bounds:
-    """Limits on how much of one run goes into the page."""
-
-    max_points: int
-    max_rollouts: int
-    seed: int
+POINTS = 3000  # per metric, over all runs
 
 
 def run_data(
-    run: RunDirectory, name: str, bounds: Bounds, log_ratio: str | None, trust_remote_code: bool = False
-) -> dict[str, Any]:
+    run: RunDirectory, name: str, log_ratio: str | None = None, trust_remote_code: bool = False,
+    max_points: int = POINTS, max_rollouts: int = ReportOptions.num_rollouts, seed: int = ReportOptions.seed,
+) -> dict[str, Any]:  # fmt: skip
     """Collect the run's metrics, sampled rollouts and configuration; see `show_rollouts`.
 
     Raises:
@@ -49,7 +44,7 @@ def run_data(
     evaluations = [{**row, VALIDATION: row.get("reward")} for row in StepLines(run.evaluations_summary_path)]
     files = step_files(run)
     rows = map(problems.noted, map(ranks.noted, map(totals.noted, metrics)))
-    training = make_series(rows, len(metrics), {REWARD: files.standard_errors()}, bounds.max_points)
+    training = make_series(rows, len(metrics), {REWARD: files.standard_errors()}, max_points)
     if evaluations:  # they start at step 0, and have standard errors
         training.columns.pop(VALIDATION, None)
     validation = make_series(
@@ -57,9 +52,9 @@ def run_data(
         len(evaluations),
         {VALIDATION: {row["step"]: row["reward_standard_error"] for row in evaluations
                       if row.get("reward_standard_error") is not None}},
-        bounds.max_points,
+        max_points,
     )  # fmt: skip
-    sampled = sample_rollouts(files, bounds.max_rollouts, bounds.seed)
+    sampled = sample_rollouts(files, max_rollouts, seed)
     rollouts, checkpoint, more_notices = show_rollouts(run, sampled, log_ratio, trust_remote_code)
     head = about(run, config)
     failure = [head.pop("state")] if head["state"].startswith("failed") else []
@@ -79,7 +74,7 @@ def run_data(
             "num_steps": len(files.steps),
             "num_sampled_steps": len({row["step"] for row in sampled}),
             "num_inspected_steps": len(files.inspected),
-            "seed": bounds.seed,
+            "seed": seed,
         },
         "checkpoint": checkpoint,
         "notices": [*notices, *more_notices],

@@ -17,7 +17,7 @@ from grpo_ray.records.json_lines import to_json
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.records.visible_text import visible
 from grpo_ray.tools.look import ReportOptions
-from grpo_ray.tools.report.run_data import Bounds, run_data
+from grpo_ray.tools.report.run_data import POINTS, run_data
 from grpo_ray.tools.report.series import PANELS, expanded
 from grpo_ray.watch.metrics_catalog import METRICS
 
@@ -27,7 +27,6 @@ MOST_NAMES = 4  # in the page's title
 # In JSON these occur only in strings. Escaped, no text of a run can end the script element that contains it, or
 # be one that UTF-8 cannot encode.
 UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
-POINTS = 3000  # per metric, over all runs
 FEWEST_POINTS = 200
 
 
@@ -82,9 +81,9 @@ def report(options: ReportOptions) -> Path:
     all_of(*[lambda path=path: _check_run(path) for path in paths], lambda: _check_distinct(paths))
     output = _output(options, paths)
     number = len(paths)
-    bounds = Bounds(max(FEWEST_POINTS, POINTS // number), max(1, options.num_rollouts // number), options.seed)
+    bounds = max(FEWEST_POINTS, POINTS // number), max(1, options.num_rollouts // number), options.seed
     data = [
-        run_data(RunDirectory(path), name, bounds, options.log_ratio, options.trust_remote_code)
+        run_data(RunDirectory(path), name, options.log_ratio, options.trust_remote_code, *bounds)
         for path, name in zip(paths, names_of(paths), strict=True)
     ]
     try:
