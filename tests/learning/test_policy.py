@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import TinyModel, changed
+from builders import TinyModel, changed, write_rows
 from huggingface_hub import ModelInfo
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, Qwen2Config
 
@@ -204,7 +204,7 @@ def test_model_for_keywords_follows_from_its_pairs(warmed: Config, tmp_path: Pat
 
     def folder(*answers: str) -> Path:
         rows = [{"prompt": "Use: tree", "answer": answer, "keywords": ["tree"]} for answer in answers]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(path, rows)
         paths = {"train_path": str(path), "validation_path": str(validation)}
         return tiny_model_folder(with_task(warmed, kind="keywords", **paths))
 

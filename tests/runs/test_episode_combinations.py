@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import small_episodes
+from builders import write_rows
 from local_runs import train
 from local_serving import serve_locally
 from rich.console import Console
@@ -118,7 +119,7 @@ def test_masked_are_the_episodes_that_reached_a_limit(tmp_path: Path) -> None:
 def test_examples_of_files_several_samples_to_validate_and_tables_for_trackers(tmp_path: Path) -> None:
     for name, numbers in (("train", range(24)), ("validation", range(24, 28))):
         rows = [{"question": small_episodes.question(n), "truth": str(n)} for n in numbers]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(tmp_path / f"{name}.jsonl", rows)
     paths = [f"task.examples={tmp_path / 'train.jsonl'}",
              f"task.validation_examples={tmp_path / 'validation.jsonl'}"]  # fmt: skip
     with pytest.raises(ValueError, match=r"train.jsonl.*answer"):

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from any_reward_cli import patch_graders
-from builders import change_weights, trained_so
+from builders import change_weights, trained_so, write_rows
 from local_runs import make_config, train
 from local_serving import LocalServing, serve_locally
 
@@ -51,9 +51,7 @@ GSM8K = {
 
 def gsm8k_file(folder: Path) -> Path:
     rows = [{"question": q, "answer": f"So it is.\n#### {truth}"} for q, (truth, _) in GSM8K.items()]
-    path = folder / "test.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return Path(write_rows(folder / "test.jsonl", rows))
 
 
 def gsm8k_answers(prompt: str, settings: SamplingSettings) -> Sequence[str]:

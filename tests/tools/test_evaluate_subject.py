@@ -28,8 +28,8 @@ def write_run(folder: Path, rewards: dict[int, float], damaged: int | None = Non
     """Write a run with a checkpoint and a validation reward at each step."""
     (folder / "evaluations").mkdir(parents=True)
     (folder / "config.yaml").write_text(CONFIG)
-    lines = [json.dumps({"step": step, "reward": reward}) + "\n" for step, reward in rewards.items()]
-    (folder / "evaluations" / "summary.jsonl").write_text("".join(lines))
+    rows = [{"step": step, "reward": reward} for step, reward in rewards.items()]
+    write_rows(folder / "evaluations" / "summary.jsonl", rows)
     for step in rewards:
         training = folder / "checkpoints" / f"step-{step:06d}" / "training"
         training.mkdir(parents=True)

@@ -19,6 +19,7 @@ import local_runs
 import psutil
 import pytest
 import yaml
+from builders import write_rows
 from local_runs import Recorder
 from rich.console import Console
 from run_process import until
@@ -70,7 +71,7 @@ def make_run(folder: Path, state: RunState | None, steps: list[dict[str, Any]]) 
     run = RunDirectory(folder)
     folder.mkdir(exist_ok=True)
     run.config_path.write_text("{}")
-    run.metrics_path.write_text("".join(json.dumps(step) + "\n" for step in steps))
+    write_rows(run.metrics_path, steps)
     if state is not None:
         run.state_path.write_text(state.model_dump_json())
     return run
@@ -623,8 +624,7 @@ def test_a_frame_of_a_run_without_state_or_steps(tmp_path: Path) -> None:
 def test_events_and_warnings(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", make_state(warnings=("the disk is full", "it died")), [step(1)])
     events = [{"text": "it died"}, {"actor": "scorer-1", "text": "works again"}]
-    lines = (json.dumps({"time": NOW, "kind": "generator_failed", **event}) + "\n" for event in events)
-    run.events_path.write_text("".join(lines))
+    write_rows(run.events_path, [{"time": NOW, "kind": "generator_failed", **event} for event in events])
     text = drawn(view_of(run))
     assert "scorer-1: works again" in text
     assert "! the disk is full" in text
