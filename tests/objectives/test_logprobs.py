@@ -281,8 +281,7 @@ def test_values_and_gradients_are_those_of_log_softmax(
     ):
         weighted = [use * (up * out).sum() for use, up, out in zip(uses, upstream, outputs, strict=True) if use]
         results.append([*outputs, *torch.autograd.grad(sum(weighted, torch.zeros(())), [hidden, weight])])
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
@@ -306,8 +305,7 @@ def test_bfloat16_is_computed_in_float32_from_the_logits_on() -> None:
     upstream = torch.randn(TOKENS)
     ours = torch.autograd.grad((upstream * found[0]).sum(), [hidden, weight])
     theirs = torch.autograd.grad((upstream * expected[0]).sum(), [hidden, weight])
-    for our, their in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(our, their, atol=0.05, rtol=0.05)
+    torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize("rows_per_chunk", [8, 1000])

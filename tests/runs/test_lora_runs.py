@@ -72,8 +72,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     train(config, tmp_path / "cut")
     for name in ("adapter_model.safetensors", "training/optimizer.safetensors"):
         whole, cut = (load_file(tmp_path / run / "checkpoints/step-000004" / name) for run in ("whole", "cut"))
-        assert whole.keys() == cut.keys()
-        assert all(torch.equal(whole[key], cut[key]) for key in whole)
+        torch.testing.assert_close(whole, cut, rtol=0, atol=0)
 
 
 KL = ("weight_sync.max_lag=0", "algorithm.kl.reference=ema", "algorithm.kl.coefficient=0.1")
@@ -123,8 +122,7 @@ def test_an_evaluation_serves_the_exported_weights(finished: Path, tmp_path: Pat
     config = load_config(finished / "config.yaml")
     served = tensors_of(_snapshot(config, Weights(4, checkpoint), 1))
     expected = tensors_of(_snapshot(config, Weights(0, tmp_path / "model"), 1))
-    assert served.keys() == expected.keys()
-    assert all(torch.equal(served[name], expected[name]) for name in expected)
+    torch.testing.assert_close(served, expected, rtol=0, atol=0)
 
 
 def test_a_run_is_evaluated_from_the_adapter_that_it_began_with(finished: Path, tmp_path: Path) -> None:
