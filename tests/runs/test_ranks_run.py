@@ -116,8 +116,7 @@ def test_a_run_with_a_killed_rank_ends_like_one_rank_that_was_not_killed(
     assert any(row["optim/grad_norm"] > 0 for row in rows[0])
 
 
-def test_episodes_train_on_two_ranks_and_the_workers_are_quiet(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run")
+def test_episodes_train_on_two_ranks_and_the_workers_are_quiet(run: RunDirectory, tmp_path: Path) -> None:
     overrides = ["learner.num_ranks=2", "episodes.confined=true", "episodes.num_workers=2"]
     overrides += [f"run.output_dir={tmp_path}", "run.name=run"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.getcwd()])}

@@ -142,7 +142,7 @@ def test_a_full_disk_is_reported_and_survived(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("model_cache")
-def test_a_runs_stages_add_up_to_its_time_and_its_timeline_has_them(tmp_path: Path) -> None:
+def test_a_runs_stages_add_up_to_its_time_and_its_timeline_has_them(run: RunDirectory) -> None:
     """Rows have no gaps or overlaps, and the seconds of metrics.jsonl, even if a Generator dies.
 
     Each actor's stages add up to the time between the first and last line.
@@ -154,8 +154,7 @@ def test_a_runs_stages_add_up_to_its_time_and_its_timeline_has_them(tmp_path: Pa
         actors.generators["generator-1"].die()
         await until(lambda: controller._version >= 8)
 
-    train(config, tmp_path / "run", end_a_generator)
-    run = RunDirectory(tmp_path / "run")
+    train(config, run.path, end_a_generator)
     events = read(run.timeline_path)
     names = rows(events)
     assert sorted(names.values()) == sorted(
