@@ -37,7 +37,7 @@ class Regrader:
         # A judge may answer otherwise today, and costs money.
         judged = {task for task, reward in rewards.items() if any(t.network for t in terms_of(reward))}
         own = [kind for c in configs if is_function_name(kind := c.algorithm.advantage_kind)]
-        self._skipped = judged | code.keys()
+        self.skipped = judged | code.keys()  # the tasks with a reward that is code not run, or over the network
         self.skips_advantages = bool(own) and not run_reward_code  # the run's advantage is code that is not run
         skipped = own[:1] if self.skips_advantages else []
         self.notes = [f"advantages are not checked, because {name} {UNTRUSTED}" for name in skipped]
@@ -46,12 +46,8 @@ class Regrader:
         whys |= {task: f"{', '.join(names)} {UNTRUSTED}" for task, names in code.items()}
         for task, why in whys.items():
             self.notes.append(f"{f'task {task}: ' if task else ''}rewards are not checked, because {why}")
-        self.grader = Grader({t: r for t, r in rewards.items() if not self.skips(t)}, config.scorer)
+        self.grader = Grader({t: r for t, r in rewards.items() if t not in self.skipped}, config.scorer)
         """Close it at the end."""
-
-    def skips(self, task: str) -> bool:
-        """Return True if the task's reward is code that is not run, or asks the network."""
-        return task in self._skipped
 
 
 Row = dict[str, Any]
@@ -362,7 +358,7 @@ def _audit_rewards(rows: RolloutRows, grader: Regrader) -> tuple[list[str], list
     """
     problems, failures = [], []
     for group, members in rows.groups.items():
-        if is_episode(members[0]) or grader.skips(members[0]["task"]):
+        if is_episode(members[0]) or members[0]["task"] in grader.skipped:
             continue
         for row, earned in zip(members, _earned(members, grader), strict=True):
             name = f"group {group}: completion {row['sample']}"
