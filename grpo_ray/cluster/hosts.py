@@ -53,16 +53,11 @@ class ServingHost(ABC):
     def by_name(self) -> dict[str, Any]:
         return {**self.generators, **self.scorers, **self.teachers, **self.environments}
 
-    def restart_generator(self, name: str) -> Any:
-        """Start a fresh Generator in place of `name`, with the weights that the actors started with."""
-        self._kill(name)
-        self.generators[name] = self._start_generator(name)
-        return self.generators[name]
-
-    def restart_worker(self, name: str) -> Any:
-        """Start a fresh Scorer, Teacher or EnvironmentWorker in place of `name`."""
+    def restart(self, name: str) -> Any:
+        """Start a fresh actor in place of `name`; a Generator has the weights that the actors started with."""
         self._kill(name)
         kinds = (
+            (self.generators, self._start_generator),
             (self.scorers, self._start_scorer),
             (self.teachers, self._start_teacher),
             (self.environments, self._start_environment),

@@ -9,7 +9,7 @@ behind the Protocols are in the files of the same names; `tests/core/test_actors
 
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -130,11 +130,8 @@ class ServingActors(Protocol):
     def environments(self) -> Mapping[str, EnvironmentClient]: ...
     def by_name(self) -> Mapping[str, ActorClient]: ...
 
-    def restart_generator(self, name: str) -> GeneratorClient:
-        """Start a fresh Generator in place of `name`, with the weights that the actors started with."""
-
-    def restart_worker(self, name: str) -> ActorClient:
-        """Start a fresh Scorer, Teacher or EnvironmentWorker in place of `name`."""
+    def restart(self, name: str) -> Any:
+        """Start a fresh actor in place of `name`; a Generator has the weights that the actors started with."""
 
     async def fetch(self, reference: Ref[T]) -> T:
         """Bring the value of a reference into this process."""

@@ -283,7 +283,7 @@ class GeneratorPool:
             await self._device_is_ours.wait()
             try:
                 async with self._starts:
-                    client = self.actors.restart_generator(name)
+                    client = self.actors.restart(name)
                     await until_ready(client, self._context)
                 self._admitted[client.number] = None
                 with self._calls.call("weight_sync", f"admits {name}", is_retry=True):

@@ -88,7 +88,7 @@ class StatelessActors(Generic[ClientT]):
             context.log.event(f"{self._kind}_failed", name, f"{error}; it is replaced in {pause_s:g} s")
             await asyncio.sleep(pause_s)
             try:
-                await until_ready(context.actors.restart_worker(name), context)
+                await until_ready(context.actors.restart(name), context)
                 break
             except (ActorDied, EngineDied, RunError, TimeoutError) as again:
                 error = str(again)

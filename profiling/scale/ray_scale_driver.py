@@ -62,14 +62,12 @@ class ScaleActors(ActorGroup):
         self.processes: dict[int, ActorHandle] = {}
         super().__init__(placement, config, model, run_dir, checkpoint)
 
-    def restart_generator(self, name: str) -> GeneratorClient:
-        """Start a process in place of the Generator's, unless another of its Generators has done so."""
-        number = self._place(name)[0]
-        handle = self._clients[name].handle
-        if handle.process is self.processes[number]:
-            ray.kill(self.processes.pop(number))
-        self.generators[name] = self._start_generator(name)
-        return self.generators[name]
+    def _kill(self, name: str) -> None:
+        """End an actor; a Generator's process, unless another of its Generators was replaced before."""
+        if name not in self.generators:
+            super()._kill(name)
+        elif self._clients[name].handle.process is self.processes[self._place(name)[0]]:
+            ray.kill(self.processes.pop(self._place(name)[0]))
 
     def stop(self, timeout_s: float = 20.0) -> None:
         """End all processes at once: there are no engines to clean up."""

@@ -80,7 +80,7 @@ async def test_lost_data_and_a_dead_actor_are_different_errors(actors: ActorGrou
         await actors.scorers["scorer"].score(group)
     assert await actors.scorers["scorer"].ready()
 
-    fresh = actors.restart_generator("generator-0")
+    fresh = actors.restart("generator-0")
     assert await fresh.ready()
     assert actors.generators["generator-0"] is fresh
 

@@ -73,7 +73,7 @@ class FakeActors:
         assert isinstance(result, PlayReport)
         return result
 
-    def restart_worker(self, name: str) -> FakeWorker:
+    def restart(self, name: str) -> FakeWorker:
         self.environments[name].dead.set()
         self.starts[name] += 1
         self.environments[name] = FakeWorker(self, name)

@@ -56,17 +56,12 @@ class FakeActors:
     def by_name(self) -> dict[str, "FakeClient"]:
         return {**self.generators, **self.scorers, **self.teachers}
 
-    def restart_generator(self, name: str) -> "FakeClient":
+    def restart(self, name: str) -> "FakeClient":
         self.starts[name] += 1
-        self.generators[name] = FakeClient(self, name)
-        return self.generators[name]
-
-    def restart_worker(self, name: str) -> "FakeClient":
-        self.starts[name] += 1
-        kinds = {"scorer": self.scorers, "teacher": self.teachers, "environment": self.environments}
-        workers = kinds[name.partition("-")[0]]
-        workers[name] = FakeClient(self, name)
-        return workers[name]
+        kinds = {"generator": self.generators, "scorer": self.scorers, "teacher": self.teachers}
+        clients = kinds.get(name.partition("-")[0], self.environments)
+        clients[name] = FakeClient(self, name)
+        return clients[name]
 
     def dump_stacks(self) -> None:
         self.num_stack_dumps += 1

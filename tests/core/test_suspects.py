@@ -62,17 +62,13 @@ class World:
         names = [f"environment-{n}" for n in range(self.plan.num_workers)] if self.plan.episodes else []
         self.environments: dict[str, Any] = {name: Worker(name, self) for name in names}
 
-    def restart_generator(self, name: str) -> Any:
+    def restart(self, name: str) -> Any:
         self.starts[name] += 1
-        self.generators[name].die()
-        self.generators[name] = Generator(name, self)
-        return self.generators[name]
-
-    def restart_worker(self, name: str) -> Any:
-        self.starts[name] += 1
-        self.environments[name].dead.set()
-        self.environments[name] = Worker(name, self)
-        return self.environments[name]
+        clients = self.generators if name in self.generators else self.environments
+        start = type(clients[name])
+        clients[name].die()
+        clients[name] = start(name, self)
+        return clients[name]
 
     async def work(self) -> None:
         await asyncio.sleep(self.draw.uniform(1.0, 20.0))
@@ -134,6 +130,9 @@ class Worker:
     def __init__(self, name: str, world: World) -> None:
         self.name, self._world, self.dead = name, world, asyncio.Event()
         self._router = TurnRouter(name, 1e6)
+
+    def die(self) -> None:
+        self.dead.set()
 
     async def ready(self) -> bool:
         await asyncio.sleep(5.0)
