@@ -15,6 +15,7 @@ import pytest
 from builders import make_completion, make_group, parts, schedule_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_groups import make_prompts
 
 from grpo_ray.config import Config
 from grpo_ray.core.buffer import TrajectoryBuffer
@@ -24,10 +25,6 @@ from grpo_ray.core.producer import RolloutProducer
 from grpo_ray.core.staleness import Admission, UpdateCounts, oldest_allowed, version_trained_at
 from grpo_ray.core.sync import WeightSync
 from grpo_ray.errors import DataLost
-from grpo_ray.tasks.examples import Example
-from grpo_ray.tasks.prompt_order import EpochOrder
-from grpo_ray.tasks.prompt_stream import PromptStream
-from grpo_ray.tasks.prompts import Prompter, TextTemplate
 from grpo_ray.transfer.messages import Snapshot
 from grpo_ray.types import NO_VERSION, PromptItem, Ref, RolloutGroup, Verdict
 from grpo_ray.watch.open_calls import OpenCalls
@@ -175,7 +172,7 @@ class Schedule:
         serving: list[Any] = list(generators)
         self.sync = WeightSync(serving, phase_timeout_s=5, version=version)
         self.buffer = TrajectoryBuffer(config, None, checkpoint)
-        self.book = GroupBook(config, make_prompts(), version)
+        self.book = GroupBook(config, make_prompts(7), version)
         buffer, sync = (Remote(actor, pace.of("travel")) for actor in (self.buffer, self.sync))
         self.actors: Any = SimpleNamespace(buffer=buffer, weight_sync=sync)
         pool: Any = PacedPool(generators, pace)
@@ -240,12 +237,6 @@ async def within_turns(work: Any) -> Any:
         await asyncio.sleep(0)
     task.cancel()
     raise AssertionError(f"the schedule is stuck after {MAX_TURNS} turns")
-
-
-def make_prompts() -> PromptStream:
-    tokenizer: Any = lambda text, add_special_tokens: {"input_ids": [1, 2]}  # noqa: E731
-    prompters = {"": Prompter(TextTemplate("{question}"), tokenizer)}
-    return PromptStream([Example(str(i), "") for i in range(7)], prompters, EpochOrder(7, seed=0))
 
 
 def make_config(max_lag: int, prompts_per_step: int, **changes: Any) -> Config:
