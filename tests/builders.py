@@ -385,6 +385,12 @@ def written(learner: Learner, folder: Path) -> Path:
     return folder
 
 
+def resume(learner: Learner, folder: Path) -> Learner:
+    """Make a Learner resume from a folder, with another Learner's configuration."""
+    torch.manual_seed(12345)  # the process may have drawn random numbers before
+    return Learner(str(folder), learner._config, ENDS, folder / "training")
+
+
 @contextmanager
 def file_size_limit(num_bytes: int) -> Iterator[None]:
     """Limit the size of any written file: beyond it writes fail with EFBIG (a full disk gives ENOSPC)."""

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from builders import (
     make_group,
     make_item,
     own_logprobs,
+    resume,
     same_groups,
     tensors_of,
     written,
@@ -30,7 +31,6 @@ from builders import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_ray.config import Config
 from grpo_ray.core.learner import Learner
 from grpo_ray.core.staleness import StaleBatchError
 from grpo_ray.learning.sequences import sequences_of
@@ -180,17 +180,6 @@ def test_next_step_does_not_change_a_snapshot(make_learner: MakeLearner) -> None
 # ---- capture, write, resume ----
 
 
-@pytest.fixture
-def resume(tiny_config: Config) -> Callable[[Learner, Path], Learner]:
-    """Return a function that makes a Learner resume from a folder, with another Learner's configuration."""
-
-    def make(learner: Learner, folder: Path) -> Learner:
-        torch.manual_seed(12345)  # the process may have drawn random numbers before
-        return Learner(str(folder), learner._config, ENDS, folder / "training")
-
-    return make
-
-
 def train(learner: Learner, steps: Sequence[int]) -> list[dict[str, float]]:
     """Train one batch per step; return the metrics except those of clocks and memory."""
     metrics = []
@@ -213,7 +202,7 @@ def optimizer_state(learner: Learner) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_training_resumed_from_a_checkpoint_is_the_same_bit_for_bit(
-    make_learner: MakeLearner, resume: MakeLearner, tmp_path: Path, tied: bool
+    make_learner: MakeLearner, tmp_path: Path, tied: bool
 ) -> None:
     options = {"learner": {"learning_rate": 1e-2, "warmup_steps": 5, "weight_decay": 0.1}}
     if not tied:
@@ -281,7 +270,7 @@ def test_folder_is_a_model_in_its_dtype(make_learner: MakeLearner, tmp_path: Pat
     assert AutoTokenizer.from_pretrained(folder).encode("sort 31245") == learner._tokenizer.encode("sort 31245")
 
 
-def test_nothing_trained_yet(make_learner: MakeLearner, resume: MakeLearner, tmp_path: Path) -> None:
+def test_nothing_trained_yet(make_learner: MakeLearner, tmp_path: Path) -> None:
     learner = make_learner()
     assert learner.capture() is None
     learner.write_captured(tmp_path)
@@ -291,9 +280,7 @@ def test_nothing_trained_yet(make_learner: MakeLearner, resume: MakeLearner, tmp
     assert train(second, range(2)) == train(learner, range(2))
 
 
-def test_counters_in_a_file_s_metadata_are_read(
-    make_learner: MakeLearner, resume: MakeLearner, tmp_path: Path
-) -> None:
+def test_counters_in_a_file_s_metadata_are_read(make_learner: MakeLearner, tmp_path: Path) -> None:
     """Checkpoints had them there before a Learner had ranks."""
     learner = make_learner()
     train(learner, [0])
@@ -343,9 +330,7 @@ def poisoned(groups: list[ScoredGroup]) -> TrainBatch:
 
 
 @pytest.mark.slow
-def test_update_that_is_not_finite_is_skipped(
-    make_learner: MakeLearner, resume: MakeLearner, tmp_path: Path
-) -> None:
+def test_update_that_is_not_finite_is_skipped(make_learner: MakeLearner, tmp_path: Path) -> None:
     learner = make_learner(learner={"learning_rate": 1e-2, "warmup_steps": 4})
     learner._skipped_folder = tmp_path / "skipped"
     assert train(learner, [1])[0]["optim/skipped_updates"] == 0.0

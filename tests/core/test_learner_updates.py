@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from builders import (
-    ENDS,
     MakeLearner,
     check_names,
     flat_weights,
@@ -24,6 +23,7 @@ from builders import (
     own_logprobs,
     perturb,
     relative_difference,
+    resume,
     rows_of,
     written,
 )
@@ -585,8 +585,7 @@ def test_several_updates_per_batch_make_tokens_older_than_their_lag(
     learner = make_learner(**FOUR)
     assert ages(step(learner, make_batch(learner, versions=0))) == (0.0, 3.0)  # three updates before the last
     assert ages(step(learner, make_batch(learner, versions=0))) == (1.0, 7.0)  # four more
-    folder = written(learner, tmp_path / "step")
-    resumed = Learner(str(folder), learner._config, ENDS, folder / "training")
+    resumed = resume(learner, written(learner, tmp_path / "step"))
     for each in (learner, resumed):
         assert ages(step(each, make_batch(learner, versions=1))) == (1.0, 7.0)
         assert ages(step(each, make_batch(learner, versions=3))) == (0.0, 3.0)
