@@ -5,6 +5,10 @@
 docs/python.md describes these names; everything else is internal.
 """
 
+import importlib.metadata
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,3 +25,33 @@ def __getattr__(name: str) -> Any:
     from grpo_ray import api
 
     return getattr(api, name)
+
+
+class _Packages(Mapping[str, list[str]]):
+    """The distributions of each package, found at a look-up: the one of its name, or all that have it.
+
+    transformers asks for those of all packages as it is imported, of which each process needs three. All take
+    0.7 s of CPU, as the list of every installed file is read.
+    """
+
+    def __init__(self) -> None:
+        importlib.metadata.packages_distributions = PACKAGES  # for the next that asks
+
+    @cached_property
+    def _all(self) -> Mapping[str, list[str]]:
+        return PACKAGES()
+
+    def __getitem__(self, package: str) -> list[str]:
+        if not package.startswith("flash_attn"):  # which several distributions have
+            with suppress(importlib.metadata.PackageNotFoundError):
+                return [importlib.metadata.metadata(package)["Name"]]
+        return self._all[package]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+
+PACKAGES, importlib.metadata.packages_distributions = importlib.metadata.packages_distributions, _Packages

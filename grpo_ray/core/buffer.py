@@ -61,9 +61,6 @@ class TrajectoryBuffer:
         if checkpoint is not None:
             self._restore(checkpoint)
 
-    def __repr__(self) -> str:
-        return f"TrajectoryBuffer({len(self._groups)} groups, {self._clock.current})"
-
     async def ready(self) -> bool:
         return True
 

@@ -173,7 +173,9 @@ class Controller:
         """
         if self._config.model.adapter is not None:
             self._log.display.status("sending the adapted weights")
-            await self._sync(self._version, await self._pack_first(), is_initial=True)
+            report = await self._sync(self._version, await self._pack_first(), is_initial=True)
+            if self._checkpoint is None and len(report.failed) == self._config.generator.num_generators:
+                raise RunError(f"no Generator can load the adapted weights: {min(report.failed.values())}")
         state = self._checkpoint.state if self._checkpoint is not None else None
         await self._producer.begin(state.ledger if state is not None else None)
         if state is not None and self._log.last_logged_step < self._version:

@@ -140,9 +140,6 @@ class Learner:
             cast_parameters(first.parameters(), kept_dtype)
         return Reference(first, kl, self._dtype)
 
-    def __repr__(self) -> str:
-        return f"Learner(version={self.version}, {self._clock.current})"
-
     @property
     def _step(self) -> int:
         """The step that the next batch is trained in."""

@@ -52,10 +52,6 @@ class WeightSync:
         self._transaction = asyncio.Lock()
         self._clock = StageClock(CALLS[::-1], rest="wait_for_version")
 
-    def __repr__(self) -> str:
-        num = len(self._generators)
-        return f"WeightSync(published={self._published_version}, {num} Generators, {self._clock.current})"
-
     async def ready(self) -> bool:
         return True
 

@@ -17,9 +17,6 @@ class Teacher:
         self._engine = engine
         self._clock = StageClock(("look_up",), rest="wait_for_groups")
 
-    def __repr__(self) -> str:
-        return f"Teacher({self.name}, {self._clock.current})"
-
     async def ready(self) -> bool:
         return True
 

@@ -239,6 +239,20 @@ def _set_environment(cpu: EngineConfig | None) -> None:
 
 def _fork_engines() -> None:
     """Have vLLM fork its engine from a server that imports vLLM now: a new process would do so afterwards."""
+    threads = {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "VLLM_CPU_"))}
+    limits = os.sched_getaffinity(0), threads
+    if not _server_limits:
+        _start_server()
+        _server_limits.append(limits)
+    from vllm.v1.engine import utils
+
+    utils.get_mp_context = partial(get_context, "forkserver" if limits in _server_limits else "spawn")
+
+
+_server_limits: list[tuple[set[int], dict[str, str]]] = []  # which all engines that it forks have
+
+
+def _start_server() -> None:
     if "omp" not in (preloaded := os.environ.get("LD_PRELOAD", "")):  # as vLLM sets it for a new process
         site = Path(torch.__file__).parents[1]
         found = [*site.glob("torch/lib/libgomp*"), *site.glob("torch.libs/libgomp*"), ""]
@@ -247,9 +261,6 @@ def _fork_engines() -> None:
     forkserver.set_forkserver_preload(["grpo_ray.transfer.vllm_worker", "vllm.v1.engine.core"])
     forkserver.ensure_running()
     tempfile.tempdir = before
-    from vllm.v1.engine import utils
-
-    utils.get_mp_context = partial(get_context, "forkserver")
 
 
 def _sampling_params(settings: SamplingSettings) -> Any:

@@ -73,9 +73,6 @@ class EnvironmentWorker:
         self._stopped = StoppedThreads()
         self._clock = StageClock(("start", "play"), rest="wait_for_groups")
 
-    def __repr__(self) -> str:
-        return f"EnvironmentWorker({self.name}, {self._clock.current})"
-
     async def ready(self) -> bool:
         """Start the endpoint that agents reach by `session.base_url`, then confine what follows."""
         with self._clock.stage("start"):

@@ -326,14 +326,15 @@ def _check_adapter(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     path, model = config.model.path, config.model
     if model.adapter is None:
         return
-    from grpo_ray.learning.adapters import add_adapter
+    from grpo_ray.learning.adapters import add_adapter, has_experts
     from grpo_ray.learning.loading import skeleton
     from grpo_ray.run.tiny_model import tiny_skeleton
 
-    if path is None:
-        add_adapter(tiny_skeleton(config, tokenizer), model.adapter, "")
-    else:
-        add_adapter(skeleton(path, model.trust_remote_code, model.implementation), model.adapter, path)
+    kind = model.trust_remote_code, model.implementation
+    adapted = tiny_skeleton(config, tokenizer) if path is None else skeleton(path, *kind)
+    add_adapter(adapted, model.adapter, path or "")
+    if config.weight_sync.send == "adapter" and config.generator.num_gpus == 0 and has_experts(adapted):
+        raise ValueError("weight_sync.send: vLLM's adapters of experts need a GPU; use `merged`")
 
 
 def _check_engine(config: Config, positions: int | None) -> None:

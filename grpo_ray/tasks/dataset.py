@@ -14,7 +14,7 @@ from grpo_ray.records.visible_text import encodable
 from grpo_ray.rewards.answer_formats import written
 from grpo_ray.tasks.examples import Conversation, Example, ExampleSets, Pairs
 from grpo_ray.tasks.files import Fields, num_rows, read_examples
-from grpo_ray.tasks.sources import Source, train_source, validation_source
+from grpo_ray.tasks.sources import Source, source_of
 
 GSM8K_MARKER = "####"
 
@@ -26,7 +26,7 @@ def dataset_examples(task: ExamplesTaskConfig, seed: int) -> ExampleSets:
         ValueError: names the file, the wrong line if there is one, and how to fix it.
     """
     fields = _fields(task)
-    train_from, validation_from = train_source(task), validation_source(task)
+    train_from, validation_from = source_of(task, "train"), source_of(task, "validation")
     train, train_notices = read_examples(train_from, fields)
     validation, notices = read_examples(validation_from, fields, limit=task.num_validation_prompts)
     sets = ExampleSets(train, validation)
@@ -42,7 +42,7 @@ def dataset_examples(task: ExamplesTaskConfig, seed: int) -> ExampleSets:
 
 def dataset_validation(task: ExamplesTaskConfig, seed: int, limit: int) -> ExampleSets:
     """Read only the first `limit` validation examples; else as `dataset_examples`."""
-    source = validation_source(task)
+    source = source_of(task, "validation")
     examples, notices = read_examples(source, _fields(task), limit=limit)
     if task.duplicates == "drop":
         _check_answers(examples)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from huggingface_hub import metadata_load, snapshot_download
 
@@ -24,27 +24,19 @@ class Source:
     files: tuple[Path, ...]
 
 
-def train_source(task: ExamplesTaskConfig) -> Source:
-    """Return the files of the training examples; those of a dataset on the hub are downloaded into its cache.
-
-    Raises:
-        ValueError: the dataset cannot be downloaded, or it has no such subset or split.
-    """
-    return _source(task, "train_path", task.train_path, task.train_split)
-
-
-def validation_source(task: ExamplesTaskConfig) -> Source:
-    """Return the files of the validation examples; otherwise as `train_source`."""
-    return _source(task, "validation_path", task.validation_path, task.validation_split)
-
-
 def source_names(task: ExamplesTaskConfig) -> tuple[str, str]:
     """Return the names that messages use for the train and the validation examples."""
     return _name(task.train_path, task.train_split), _name(task.validation_path, task.validation_split)
 
 
-def _source(task: ExamplesTaskConfig, field: str, path: str, split: str) -> Source:
-    if not is_hub_dataset(path):
+def source_of(task: ExamplesTaskConfig, part: Literal["train", "validation"]) -> Source:
+    """Return the files of these examples; those of a dataset on the hub are downloaded into its cache.
+
+    Raises:
+        ValueError: the dataset cannot be downloaded, or it has no such subset or split.
+    """
+    field, split = f"{part}_path", getattr(task, f"{part}_split")
+    if not is_hub_dataset(path := getattr(task, field)):
         return Source(path, (Path(path),))
     try:
         return Source(_name(path, split), _hub_files(path, task.subset, split, task.revision))

@@ -25,6 +25,7 @@ from grpo_ray.config.loading import ConfigError
 from grpo_ray.core import controller, scorer
 from grpo_ray.core.buffer import TrajectoryBuffer
 from grpo_ray.core.controller import Controller
+from grpo_ray.core.generator import Generator
 from grpo_ray.core.learner import Learner
 from grpo_ray.core.validation import Validation
 from grpo_ray.errors import ActorDied, RunError
@@ -191,6 +192,18 @@ def test_a_replacement_that_fails_a_sync_before_it_serves_is_replaced_as_well(ru
     assert len(events(run, "generator_failed")) == 2
     assert all(row["lag/rejected"] == 0 for row in read_metrics(run.metrics_path))
     audit(run, config)
+
+
+def test_a_run_whose_generators_cannot_load_its_adapter_ends(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("no such layer")
+
+    monkeypatch.setattr(Generator, "stage_weights", refuse)
+    with pytest.raises(RunError, match=r"no Generator can load the adapted weights: .*: no such layer"):
+        train(make_config("model.adapter.rank=4", "generator.num_generators=2"), run.path)
+    assert events(run, "generator_back") == []
 
 
 @pytest.mark.slow

@@ -121,3 +121,25 @@ def test_a_bundled_configuration_is_found_by_name_in_an_empty_folder(wheel: Path
         capture_output=True, text=True,
     )  # fmt: skip
     assert checked.stdout.startswith("quickstart: good; "), checked.stdout + checked.stderr
+
+
+PACKAGES = """
+import importlib.metadata
+find_all = importlib.metadata.packages_distributions
+import grpo_ray
+from transformers import Qwen2Tokenizer
+from transformers.utils.import_utils import PACKAGE_DISTRIBUTION_MAPPING as found
+assert importlib.metadata.packages_distributions is find_all
+assert "_all" not in vars(found)  # no list was read
+expected = find_all()
+assert len(found) == len(expected) and set(found) == set(expected)
+assert all(set(found[name]) <= set(expected[name]) or found[name] == [name] for name in expected)
+assert found.get("no_such_package") is None
+assert set(found["PIL"]) == {"pillow"}
+print("good")
+"""
+
+
+@pytest.mark.slow
+def test_importing_transformers_reads_no_lists_of_installed_files() -> None:
+    assert output_of(sys.executable, "-c", PACKAGES).strip() == "good"

@@ -164,3 +164,11 @@ def test_heads_that_vllm_has_no_attention_for_are_refused() -> None:
     ):
         check_files(load_config(QUICKSTART, small))
     check_files(load_config(QUICKSTART, [*small, "generator.engine=torch"]))
+
+
+def test_an_adapter_of_experts_is_not_sent_to_a_cpu(tiny_moe: Path) -> None:
+    """Its layers in vLLM need Triton."""
+    overrides = [f"model={{path: {tiny_moe}, adapter: {{}}}}", "sampling.stop=[]", "generator.num_gpus=0"]
+    check_files(load_config(QUICKSTART, overrides))
+    with pytest.raises(ValueError, match=r"weight_sync\.send: .* experts need a GPU"):
+        check_files(load_config(QUICKSTART, [*overrides, "weight_sync.send=adapter"]))

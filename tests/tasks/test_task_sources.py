@@ -14,7 +14,7 @@ from grpo_ray.tasks import load_examples
 from grpo_ray.tasks.dataset import dataset_examples
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompts import Prompter, load_template
-from grpo_ray.tasks.sources import is_hub_dataset, train_source, validation_source
+from grpo_ray.tasks.sources import is_hub_dataset, source_of
 
 COMMIT = "e53f048856ff4f594e959d75785d2c2d37b678ee"
 
@@ -79,7 +79,7 @@ def test_gsm8k_by_its_name(hub: Path) -> None:
     assert sets.train == [Example("1?", "1"), Example("2?", "2")]
     assert sets.validation == [Example("3?", "3")]
     assert sets.train[0].place == f"{snapshot}/main/train-00000-of-00002.parquet, row 1"
-    assert train_source(Gsm8kTaskConfig()).name == "openai/gsm8k (train)"
+    assert source_of(Gsm8kTaskConfig(), "train").name == "openai/gsm8k (train)"
 
 
 def test_math_by_its_name_takes_the_default_subset(hub: Path) -> None:
@@ -96,13 +96,13 @@ def test_math_by_its_name_takes_the_default_subset(hub: Path) -> None:
 def test_a_subset_and_a_revision(hub: Path) -> None:
     cached(hub, "openai/gsm8k", GSM8K, revision="v2")
     task = Gsm8kTaskConfig(subset="socratic", revision="v2")
-    assert [path.name for path in train_source(task).files] == ["train-00000-of-00001.parquet"]
+    assert [path.name for path in source_of(task, "train").files] == ["train-00000-of-00001.parquet"]
     with pytest.raises(ValueError, match=r"has no split 'test' in 'socratic'; set it to one of train$"):
-        validation_source(task)
+        source_of(task, "validation")
     with pytest.raises(ValueError, match=r"has no subset 'x'; set task.subset to one of main, socratic$"):
-        train_source(Gsm8kTaskConfig(subset="x", revision="v2"))
+        source_of(Gsm8kTaskConfig(subset="x", revision="v2"), "train")
     with pytest.raises(ValueError, match=r"has several subsets; set task.subset to one of main, socratic$"):
-        train_source(Gsm8kTaskConfig(subset=None, revision="v2"))
+        source_of(Gsm8kTaskConfig(subset=None, revision="v2"), "train")
 
 
 @pytest.mark.parametrize(
@@ -120,21 +120,21 @@ def test_a_subset_and_a_revision(hub: Path) -> None:
 def test_files_without_a_card(hub: Path, files: list[str], subset: str | None, expected: list[str]) -> None:
     snapshot = cached(hub, "me/data", dict.fromkeys(files, "{}"))
     task = FileTaskConfig(train_path="me/data", validation_path="me/data", subset=subset)
-    assert train_source(task).files == tuple(snapshot / name for name in expected)
+    assert source_of(task, "train").files == tuple(snapshot / name for name in expected)
 
 
 def test_subsets_without_a_card_are_not_mixed(hub: Path) -> None:
     cached(hub, "me/data", dict.fromkeys(["main/train-0.parquet", "socratic/train-0.parquet"], "{}"))
     task = FileTaskConfig(train_path="me/data", validation_path="me/data")
     with pytest.raises(ValueError, match=r"several folders with it; set task.subset to one of main, socratic$"):
-        train_source(task)
+        source_of(task, "train")
 
 
 def test_a_missing_split_is_refused(hub: Path) -> None:
     cached(hub, "me/data", {"data.csv": "q,a"})
     task = FileTaskConfig(train_path="me/data", validation_path="me/data")
     with pytest.raises(ValueError, match=r"task.validation_path: the dataset 'me/data' .* 'test'; look"):
-        validation_source(task)
+        source_of(task, "validation")
 
 
 def test_a_missing_dataset_is_refused(hub: Path) -> None:
