@@ -299,6 +299,7 @@ RIGHT, EMPTY = (played("right", 1.0), played("right", 1.0)), played("empty", 0.0
 OTHER = Play({(0, 0): played("right", 0.5)})
 CUT = played("endless", 1.0, status="truncated_turns")
 UNREAD = replace(plays_of(*RIGHT, EMPTY)["first"], unread="<f>")
+SLOW = played("random", None, status="truncated_time", error="10 s")
 FAILED = played("random", None, status="environment_error", error="ValueError: no")
 
 
@@ -312,6 +313,7 @@ FAILED = played("random", None, status="environment_error", error="ValueError: n
         (plays_of(*RIGHT, FAILED), ["raises"]),
         (plays_of(*RIGHT, played("empty", 0.0, turns=[turn((65, 67))])), ["different_starts"]),
         (plays_of(*RIGHT, EMPTY, again=OTHER), ["not_deterministic"]),
+        (plays_of(*RIGHT, SLOW, again=Play({(0, 2): played("random", 0.5)})), ["slow"]),
         (plays_of(*RIGHT, EMPTY, backwards=OTHER), ["shared_state"]),
         (plays_of(*RIGHT, EMPTY, shifted=OTHER), ["reads_clock"]),
         (plays_of(RIGHT[0], played("right", 0.0), EMPTY), ["shared_state"]),

@@ -106,7 +106,7 @@ def _varying(plays: Plays, groups: Groups, tokenizer: PreTrainedTokenizerBase) -
     ):  # fmt: skip
         for one, other in pairs:
             what, turn, token = _changed(one, other, tokenizer)
-            if what:
+            if what and Status.TRUNCATED_TIME not in (one.status, other.status):  # which is told as slow
                 text = f"{said} {what}{'' if name == 'shared_state' else reads}"
                 yield Finding(name, text, token=token, **one.at(turn))
 
