@@ -315,6 +315,7 @@ FAILED = played("random", None, status="environment_error", error="ValueError: n
         (plays_of(*RIGHT, EMPTY, again=OTHER), ["not_deterministic"]),
         (plays_of(*RIGHT, SLOW, again=Play({(0, 2): played("random", 0.5)})), ["slow"]),
         (plays_of(*RIGHT, EMPTY, backwards=OTHER), ["shared_state"]),
+        (plays_of(*RIGHT, EMPTY, backwards=replace(OTHER, drawn=[("random", "")])), ["not_deterministic"]),
         (plays_of(*RIGHT, EMPTY, shifted=OTHER), ["reads_clock"]),
         (plays_of(RIGHT[0], played("right", 0.0), EMPTY), ["shared_state"]),
         (plays_of(*RIGHT, EMPTY, shifted=Play(failure=Finding("hangs", "it hangs"))), ["hangs"]),

@@ -93,14 +93,14 @@ def _varying(plays: Plays, groups: Groups, tokenizer: PreTrainedTokenizerBase) -
     """Compare plays of one script: once more, within a group, in another order, and under other clocks."""
     drawn = sorted({f"{what} ({place})" for what, place in plays["backwards"].drawn})
     reads = f"; it reads {', '.join(drawn[:3])}" if drawn else ""
-    by_clock = bool(drawn) and not any(what.startswith("random") for what in drawn)
+    is_random = any(what.startswith("random") for what in drawn)
+    again = "reads_clock" if drawn and not is_random else "not_deterministic"
+    shared = "not_deterministic" if is_random else "shared_state"  # chance may first show in another order
     group_pairs = [[each for each in group if each.policy == "right"][:2] for group in groups]
     for name, said, pairs in (
-        ("reads_clock" if by_clock else "not_deterministic", "played again, the same replies get",
-         _pairs(plays["first"], plays["again"])),
-        ("shared_state", "two members of a group that say the same get", group_pairs),
-        ("shared_state", "after other episodes the same replies get",
-         _pairs(plays["first"], plays["backwards"])),
+        (again, "played again, the same replies get", _pairs(plays["first"], plays["again"])),
+        (shared, "two members of a group that say the same get", group_pairs),
+        (shared, "after other episodes the same replies get", _pairs(plays["first"], plays["backwards"])),
         ("reads_clock", "under clocks that run faster the same replies get",
          _pairs(plays["first"], plays["shifted"])),
     ):  # fmt: skip
