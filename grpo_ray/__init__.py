@@ -27,19 +27,22 @@ def __getattr__(name: str) -> Any:
     return getattr(api, name)
 
 
+_find_all = importlib.metadata.packages_distributions
+
+
 class _Packages(Mapping[str, list[str]]):
     """The distributions of each package, found at a look-up: the one of its name, or all that have it.
 
     transformers asks for those of all packages as it is imported, of which each process needs three. All take
-    0.7 s of CPU, as the list of every installed file is read.
+    0.7 s of CPU, as the list of every installed file is read. It is here, as each process imports this first.
     """
 
     def __init__(self) -> None:
-        importlib.metadata.packages_distributions = PACKAGES  # for the next that asks
+        importlib.metadata.packages_distributions = _find_all  # for the next that asks
 
     @cached_property
     def _all(self) -> Mapping[str, list[str]]:
-        return PACKAGES()
+        return _find_all()
 
     def __getitem__(self, package: str) -> list[str]:
         if not package.startswith("flash_attn"):  # which several distributions have
@@ -54,4 +57,4 @@ class _Packages(Mapping[str, list[str]]):
         return len(self._all)
 
 
-PACKAGES, importlib.metadata.packages_distributions = importlib.metadata.packages_distributions, _Packages
+importlib.metadata.packages_distributions = _Packages

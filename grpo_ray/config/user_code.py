@@ -75,9 +75,8 @@ def import_function(name: str, field: str) -> Callable[..., Any]:
         ValueError: there is no such module or function, or the module fails.
     """
     module_name, _, function_name = name.partition(":")
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.append(folder)
+    if module_name not in sys.modules and (folder := str(Path.cwd())) not in sys.path:
+        sys.path.append(folder)  # not again for each use: the folder may be gone by then
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -89,7 +88,8 @@ def import_function(name: str, field: str) -> Callable[..., Any]:
         if module_name.endswith(".py"):
             cure = f"Leave out .py: {module_name[:-3]}:{function_name}"
         raise ValueError(
-            f"{field}: there is no module {module_name!r} in {folder} or among the installed packages. {cure}"
+            f"{field}: there is no module {module_name!r} in {Path.cwd()} or among the installed packages. "
+            + cure
         ) from None
     except (Exception, SystemExit) as error:  # the module is the user's: show whatever it raises
         raise ValueError(

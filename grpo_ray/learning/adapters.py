@@ -96,17 +96,14 @@ TAKEN_FOR_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", 
 """Linear layers, such as those of shared experts, for which peft 0.21 would adapt the experts' one weight."""
 
 
-def has_experts(model: PolicyModel) -> bool:
-    return any(weight.dim() == 3 and ".experts." in name for name, weight in model.named_parameters())
-
-
 def _targets(model: PolicyModel, config: AdapterConfig) -> list[str]:
     """Return the names of the layers to adapt, checked against the model's."""
-    output, taken = model.get_output_embeddings(), TAKEN_FOR_EXPERTS if has_experts(model) else ()
+    output = model.get_output_embeddings()
+    has_experts = any(weight.dim() == 3 and ".experts." in name for name, weight in model.named_parameters())
     layers = [
         name for name, layer in model.named_modules()
         if layer is not output and (type(layer) is nn.Linear or is_quantized(getattr(layer, "weight", None)))
-        and name.rpartition(".")[2] not in taken
+        and not (has_experts and name.rpartition(".")[2] in TAKEN_FOR_EXPERTS)
     ]  # fmt: skip
     known = sorted({name.rpartition(".")[2] for name in layers})
     for target in config.target_modules or ():

@@ -5,7 +5,6 @@ A function of the user's own has the same form as the package's.
 
 import inspect
 import os
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -166,11 +165,7 @@ def named(name: str, own: Mapping[Any, Callable[..., T]], field: str) -> Callabl
 
     `report` and `evaluate` call none of these, and `audit` only if the command line says so.
     """
-    if ":" not in name:
-        return own[name]
-    # Looked up for each batch: only the first time may import it, which looks at files.
-    loaded = getattr(sys.modules.get(name.partition(":")[0]), name.partition(":")[2], None)
-    return _with_its_place(loaded if callable(loaded) else import_function(name, field), f"{field}: {name}")
+    return _with_its_place(import_function(name, field), f"{field}: {name}") if ":" in name else own[name]
 
 
 @cache

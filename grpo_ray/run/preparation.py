@@ -323,17 +323,18 @@ def _tokenizer_and_positions(config: Config) -> tuple[PreTrainedTokenizerBase, i
 
 
 def _check_adapter(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    path, model = config.model.path, config.model
+    path, model, send = config.model.path, config.model, config.weight_sync.send
     if model.adapter is None:
         return
-    from grpo_ray.learning.adapters import add_adapter, has_experts
+    from grpo_ray.learning.adapters import add_adapter
     from grpo_ray.learning.loading import skeleton
     from grpo_ray.run.tiny_model import tiny_skeleton
+    from grpo_ray.watch.flops import EXPERT
 
-    kind = model.trust_remote_code, model.implementation
-    adapted = tiny_skeleton(config, tokenizer) if path is None else skeleton(path, *kind)
+    loading = model.trust_remote_code, model.implementation
+    adapted = tiny_skeleton(config, tokenizer) if path is None else skeleton(path, *loading)
     add_adapter(adapted, model.adapter, path or "")
-    if config.weight_sync.send == "adapter" and config.generator.num_gpus == 0 and has_experts(adapted):
+    if send == "adapter" and not config.generator.num_gpus and any(map(EXPERT.search, adapted.state_dict())):
         raise ValueError("weight_sync.send: vLLM's adapters of experts need a GPU; use `merged`")
 
 
