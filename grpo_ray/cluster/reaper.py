@@ -26,6 +26,7 @@ SHARED_MEMORY = Path("/dev/shm")
 SEMAPHORE = "sem.mp-"  # the prefix that Python's multiprocessing gives them
 
 Process = tuple[int, str]  # pid and start time: a pid alone may have been reused
+Semaphore = tuple[Path, int]  # and its inode
 
 
 def start_reaper() -> subprocess.Popen[bytes]:
@@ -45,17 +46,22 @@ def dismiss(reaper: subprocess.Popen[bytes]) -> None:
 
 def _main(driver: int) -> None:
     ours: set[Process] = set()
-    strangers: set[Path] = set()
-    semaphores: set[Path] = set()
+    strangers: set[Semaphore] = set()
+    semaphores: set[Semaphore] = set()
     print(end=".", flush=True)
-    while not (word := select.select([sys.stdin], [], [], LOOK_S)[0]) and process_at(driver):
-        new = {*SHARED_MEMORY.glob(f"{SEMAPHORE}*")} - semaphores - strangers
-        ours = _alive(ours) | _descendants([driver])
+    lives = True
+    while lives:  # the last look, after its end, finds what was forked since the one before
+        word = select.select([sys.stdin], [], [], LOOK_S)[0]
+        lives = not word and process_at(driver) is not None
+        named = (entry for entry in os.scandir(SHARED_MEMORY) if entry.name.startswith(SEMAPHORE))
+        new = {(Path(entry), entry.inode()) for entry in named} - semaphores - strangers
+        ours = _alive(ours)
+        ours |= _descendants([pid for pid, _ in ours] + [driver] * lives)
         semaphores |= _mapped(new, ours)
         strangers |= new - semaphores
     if not word or not sys.stdin.buffer.read():  # a driver that was killed says nothing
         _end(ours)
-    for path in semaphores - _mapped(semaphores, _alive(ours)):
+    for path, _ in semaphores - _mapped(semaphores, _alive(ours)):
         path.unlink(missing_ok=True)
 
 
@@ -70,7 +76,7 @@ def _end(ours: set[Process]) -> None:
         time.sleep(0.05)
 
 
-def _mapped(semaphores: set[Path], processes: set[Process]) -> set[Path]:
+def _mapped(semaphores: set[Semaphore], processes: set[Process]) -> set[Semaphore]:
     """Return the semaphores that a process has mapped, by inode: they are created under another name."""
     if not semaphores:
         return set()
@@ -79,13 +85,7 @@ def _mapped(semaphores: set[Path], processes: set[Process]) -> set[Path]:
         with contextlib.suppress(OSError):
             lines = Path("/proc", str(pid), "maps").read_text().splitlines()
             inodes |= {int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/sem." in line}
-    return {path for path in semaphores if _inode(path) in inodes}
-
-
-def _inode(path: Path) -> int | None:
-    with contextlib.suppress(OSError):
-        return path.stat().st_ino
-    return None
+    return {semaphore for semaphore in semaphores if semaphore[1] in inodes}
 
 
 def _descendants(ancestors: list[int]) -> set[Process]:

@@ -9,6 +9,7 @@ import contextlib
 import faulthandler
 import gc
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
@@ -119,8 +120,12 @@ async def result_of(name: str, reference: Awaitable[T]) -> T:
 
 
 def last_line(error: BaseException) -> str:
-    """Return the end of Ray's long message, which has the actor's own error or the cause of its exit."""
-    text = str(error)
+    """Return the end of Ray's long message, which has the actor's own error or the cause of its exit.
+
+    Of pydantic's errors, which vLLM raises for a wrong argument, the end is the field with what it should be.
+    """
+    text = re.sub(r"\n  (.* \[type=.*)\n +For further information visit .*", r": \1", str(error))
+    text = text.replace("See root cause above", "The cause stands above this in the actor's log")  # vLLM's
     place = 0 if isinstance(error, OutOfMemoryError) else -1  # then advice follows
     cause = text.partition("The actor is dead because ")[2] or text.strip().splitlines()[place]
     return cause.partition("Some common causes")[0].strip()[:500]

@@ -170,13 +170,13 @@ def _entropy_collapse(window: RecentSteps) -> str | None:
     """Find a policy that has stopped exploring without having learned.
 
     Its entropy fell to a fifth and its answers are hardly better; or most groups have come to hold equal
-    responses, and its answers are no better. A policy that has solved its task has both, and right answers.
+    responses, and neither entropy nor answers rose. A policy that has solved its task has right answers.
     """
     before, now = window.at_first(ENTROPY), window.now(ENTROPY)
     right_before, right_now = window.at_first(ANSWER), window.now(ANSWER)
     equal_before, equal_now = window.silent_share(window.first), window.silent_share(window.latest)
     has_fallen = now <= 0.2 * before and right_now <= right_before + 0.1
-    are_equal = equal_before <= 0.4 and equal_now >= 0.6 and right_now <= right_before
+    are_equal = now <= before and equal_before <= 0.4 and equal_now >= 0.6 and right_now <= right_before
     if math.isnan(before + now) or not (has_fallen or are_equal) or window.learns:
         return None
     equal = "" if math.isnan(equal_now) else f", {equal_now:.0%} of the groups give no signal ({NO_SIGNAL})"

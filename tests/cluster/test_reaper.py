@@ -206,3 +206,33 @@ def test_a_killed_process_loses_its_semaphore_and_a_living_one_keeps_it(
     watcher = start_reaper()
     reaper.dismiss(watcher)
     assert watcher.returncode == 0
+
+
+def test_a_semaphore_of_less_than_a_look_before_the_drivers_death_is_removed(
+    started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver's child, which the first look finds, makes one; the driver is killed before the next."""
+    looks: list[object] = []
+    command = [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])"]
+    child = [sys.executable, "-c", f"input(){HOLDER}"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*command, *child], stdin=pipe, stdout=pipe, text=True) as driver:
+        started.append(driver.pid)
+        assert driver.stdout is not None
+
+        def select(*waiting: object) -> tuple[object, ...]:
+            looks.append(waiting)
+            if len(looks) == 1:
+                until(lambda: reaper._descendants([driver.pid]))
+            else:
+                print(file=driver.stdin, flush=True)
+                looks.append(reaper.SHARED_MEMORY / f"sem.{driver.stdout.readline().split()[1][1:]}")
+                assert looks[-1].exists()
+                driver.kill()
+                driver.wait()
+            return [], [], []
+
+        monkeypatch.setattr(reaper, "select", SimpleNamespace(select=select))
+        monkeypatch.setattr(reaper, "GRACE_S", 1.0)
+        reaper._main(driver.pid)
+        assert not looks[-1].exists()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from ray.exceptions import (
     ActorDiedError,
     ActorUnavailableError,
@@ -26,8 +27,9 @@ from ray.exceptions import (
 from small_run import QUICKSTART, SMALL
 
 from grpo_ray.cluster.local import LocalClient, check_local
-from grpo_ray.cluster.remote_actor import Client, result_of
+from grpo_ray.cluster.remote_actor import Client, last_line, result_of
 from grpo_ray.config.loading import load_config
+from grpo_ray.config.model import AdapterConfig
 from grpo_ray.errors import ActorDied, DataLost, RunError
 from grpo_ray.run.training import warnings_in
 from grpo_ray.watch import actor_log
@@ -91,6 +93,14 @@ async def test_every_end_of_an_actor_is_its_death(error: RayError) -> None:
     with pytest.raises(ActorDied, match="scorer died: ") as caught:
         await result_of("scorer", Reference(error))
     assert caught.value.name == "scorer"
+
+
+def test_the_end_of_pydantics_error_is_the_field_with_what_it_should_be() -> None:
+    """So vLLM refuses an argument, in an actor's process."""
+    with pytest.raises(ValidationError) as caught:
+        AdapterConfig(rank=0)
+    text = last_line(RayError(f"Traceback:\n  File x\n{caught.value}"))
+    assert text == "rank: Input should be greater than 0 [type=greater_than, input_value=0, input_type=int]"
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,15 @@ class FakeGenerator:
         return {"pause": 0.25, "load": seconds, "finish": 0.0, "resume": 0.0, "paused": 2 * seconds}
 
 
-def make_sync(*generators: FakeGenerator, timeout_s: float = 5.0, version: int = 0) -> WeightSync:
-    return WeightSync(fakes(generators), timeout_s, version)
+def make_sync(
+    *generators: FakeGenerator,
+    timeout_s: float = 5.0,
+    version: int = 0,
+    learner: Any = None,
+    call: str = "stage",
+) -> WeightSync:
+    wires = None if learner is None else Wires(learner, call)
+    return WeightSync(fakes(generators), timeout_s, version, wires)
 
 
 def fakes(generators: Iterable[object]) -> Any:
@@ -361,16 +368,10 @@ class FakeLearner:
         return [call for call in self.calls if call[0] in kinds]
 
 
-def make_wired_sync(
-    learner: FakeLearner, *generators: FakeGenerator, call: str = "stage", timeout_s: float = 5.0
-) -> WeightSync:
-    return WeightSync(fakes(generators), timeout_s, 0, Wires(learner, call))
-
-
 async def without_one(learner: FakeLearner) -> WeightSync:
     """Return a sync that has published version 1, and has excluded one of its two Generators since."""
     dead = FakeGenerator("a")
-    sync = make_wired_sync(learner, dead, FakeGenerator("b"))
+    sync = make_sync(dead, FakeGenerator("b"), learner=learner)
     await publish(sync, 1)
     await sync.retire(dead.number)
     return sync
@@ -383,7 +384,7 @@ async def fail(error: Exception, after_s: float = 0.0) -> None:
 
 async def test_each_generator_joins_once_and_is_sent_every_version() -> None:
     learner, one, two = FakeLearner(), FakeGenerator("a"), FakeGenerator("b")
-    sync = make_wired_sync(learner, one, two)
+    sync = make_sync(one, two, learner=learner)
     for version in (1, 2):
         assert (await publish(sync, version)).failed == {}
     assert sorted(learner.of("open", "join")) == [("join", "a"), ("join", "b"), ("open", "a"), ("open", "b")]
@@ -398,7 +399,7 @@ async def test_each_generator_joins_once_and_is_sent_every_version() -> None:
 async def test_the_learner_sends_in_the_call_that_receives(call: str) -> None:
     learner, generator = FakeLearner(), FakeGenerator("a")
     generator.gates[call] = asyncio.Event()
-    publishing = asyncio.create_task(publish(make_wired_sync(learner, generator, call=call), 1))
+    publishing = asyncio.create_task(publish(make_sync(generator, call=call, learner=learner), 1))
     await asyncio.sleep(0.05)
     assert generator.asked[-1] == call
     assert learner.of("send") == [("send", "a", 1)]
@@ -435,7 +436,7 @@ async def test_a_generator_that_fails_a_transfer_is_retired_alone_with_its_own_e
         learner.sends["a"] = lambda: fail(WireError("the other end is gone"))
     else:
         learner.sends["a"] = asyncio.Event().wait
-    sync = make_wired_sync(learner, bad, good)
+    sync = make_sync(bad, good, learner=learner)
     report = await publish(sync, 1)
     assert list(report.failed) == [bad.number]
     assert "a failed in `stage`: a died: killed" in report.failed[bad.number]
@@ -447,7 +448,7 @@ async def test_a_generator_that_fails_a_transfer_is_retired_alone_with_its_own_e
 async def test_a_transfer_that_hangs_is_dropped_after_the_time_limit() -> None:
     learner, bad, good = FakeLearner(), FakeGenerator("a", hangs="stage"), FakeGenerator("b")
     learner.sends["a"] = asyncio.Event().wait
-    sync = make_wired_sync(learner, bad, good, timeout_s=0.2)
+    sync = make_sync(bad, good, timeout_s=0.2, learner=learner)
     report = await publish(sync, 1)
     assert "a did not finish `stage` within 0.2 s" in report.failed[bad.number]
     assert learner.of("drop") == [("drop", "a")]
@@ -460,7 +461,7 @@ async def test_a_send_that_fails_excludes_its_generator_even_if_that_says_nothin
     monkeypatch.setattr(wires, "GRACE_S", 0.05)
     learner, bad = FakeLearner(), FakeGenerator("a", hangs="stage")
     learner.sends["a"] = lambda: fail(WireError("gone or silent"))
-    report = await publish(make_wired_sync(learner, bad, FakeGenerator("b")), 1)
+    report = await publish(make_sync(bad, FakeGenerator("b"), learner=learner), 1)
     assert "gone or silent" in report.failed[bad.number]
 
 
@@ -474,7 +475,7 @@ async def test_the_learners_death_is_no_generators_fault(generator_fails_first: 
         learner.sends = dict.fromkeys("ab", asyncio.Event().wait)
     else:
         learner.sends = {name: lambda: fail(ActorDied("learner", "killed")) for name in "ab"}
-    sync = make_wired_sync(learner, *generators)
+    sync = make_sync(*generators, learner=learner)
     publishing = asyncio.create_task(publish(sync, 1))
     while len(learner.of("send")) < 2:
         await asyncio.sleep(0)
@@ -498,7 +499,7 @@ async def test_a_wire_that_cannot_be_joined_is_the_generators_fault_and_is_tried
         raise WireError("no store")
 
     generator.join = refuse  # type: ignore[method-assign]
-    sync = make_wired_sync(learner, generator, FakeGenerator("b"))
+    sync = make_sync(generator, FakeGenerator("b"), learner=learner)
     report = await publish(sync, 1)
     assert "a failed in `stage`: no store" in report.failed[generator.number]
     with pytest.raises(WeightSyncError, match="no store"):

@@ -137,6 +137,7 @@ def test_groups_that_come_to_hold_equal_wrong_responses_are_a_collapse() -> None
     assert [(found.name, found.step) for found in watched(course({}, equal))] == [("entropy_collapse", 6)]
     assert watched(course(equal, equal)) == []  # so from the start: the task is too hard
     assert watched(course({}, {**equal, "reward/answer": 0.9})) == []
+    assert watched(course({}, {**equal, "policy/entropy": 0.1})) == []  # equal by chance
 
 
 def test_many_answers_that_are_too_much_to_grade_are_a_reward_that_hangs() -> None:
