@@ -59,9 +59,10 @@ class TaskData:
     validation: Sequence[Example]
     templates: Mapping[str, PromptTemplate]
     notices: tuple[str, ...] = ()  # what was skipped or cut, and gaps in isolation
-    longest_prompt: int | None = None  # tokens; None for a model on the hub, as its tokenizer is not loaded yet
+    longest_prompt: int | None = None  # tokens; None until there is a tokenizer
     max_prompt_tokens: Mapping[str, int] = field(default_factory=dict)  # longer prompts are cut on the left
     with_facts: Collection[str] = ()  # parts with code of the user's that may ask about an example
+    tokenizer: PreTrainedTokenizerBase | None = None  # None for a model on the hub
     first_prompts: tuple[str, ...] = ()  # lines that show one prompt of each part, and what its truth earns
 
     def prompters(self, tokenizer: PreTrainedTokenizerBase | None) -> Prompters:
@@ -109,8 +110,7 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
         )
     templates = {name: template_of(part) for name, part in parts_of(config.task).items()}
     is_isolated = any(map(needs_isolation, config.task.rewards.values()))
-    notices = examples.notices + (protection_here().notices if is_isolated else ())
-    notices += algorithm_notices
+    notices = examples.notices + (protection_here().notices if is_isolated else ()) + algorithm_notices
     asked = [name for name, part in parts_of(config.task).items() if may_ask(part)]
     task = TaskData(examples.train, examples.validation, templates, notices, with_facts=asked)
     if config.distillation.teacher is not None and is_local(config.distillation.teacher):
@@ -158,12 +158,11 @@ def with_trial(config: Config, task: TaskData) -> TaskData:
         ValueError: a function of the user's fails.
     """
     firsts = {e.task: e for e in reversed([*task.train, *task.validation]) if e.task in config.task.rewards}
-    is_here = all(map(is_local, model_paths(config)))
-    prompters = task.prompters(_tokenizer_and_positions(config)[0] if is_here else None)
+    prompters = task.prompters(task.tokenizer)
     items = {
         name: (prompters[name].item(0, first), first.place)
         for name, first in firsts.items()
-        if is_here or isinstance(task.templates[name], TextTemplate)  # a chat's prompt needs the tokenizer
+        if task.tokenizer is not None or isinstance(task.templates[name], TextTemplate)  # a chat needs it
     }
     trials, notices = try_rewards(config.task.rewards, items, config.scorer)
     for name, reward in config.task.rewards.items():
@@ -386,6 +385,7 @@ def _fit_prompts(config: Config, task: TaskData) -> TaskData:
         validation=fitted.validation,
         notices=task.notices + fitted.notices,
         longest_prompt=longest,
+        tokenizer=tokenizer,
         max_prompt_tokens={name: cut for name, cut in cuts.items() if cut is not None},
     )
 

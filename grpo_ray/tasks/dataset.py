@@ -106,11 +106,8 @@ def drop_duplicates(
 
 def _check_answers(examples: Sequence[Example]) -> None:
     first: dict[str, Example] = {}
-    conflicts = []
-    for example in examples:
-        earlier = first.setdefault(_key(example), example)
-        if earlier.ground_truth != example.ground_truth:
-            conflicts.append((earlier, example))
+    pairs = ((first.setdefault(_key(example), example), example) for example in examples)
+    conflicts = [(earlier, other) for earlier, other in pairs if earlier.ground_truth != other.ground_truth]
     if not conflicts:
         return
     one, other = conflicts[0]

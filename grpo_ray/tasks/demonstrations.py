@@ -22,7 +22,7 @@ class Demonstration(NamedTuple):
 
 def plain_demonstration(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str) -> Demonstration:
     """Encode prompt and response apart, as in training, where the prompt's ids are fixed before sampling."""
-    prompt_ids = tokenized(None, tokenizer, prompt)
+    (prompt_ids,) = tokenized(None, tokenizer, [prompt])
     return Demonstration(tuple(prompt_ids), (*_encoded(tokenizer, response), tokenizer.eos_token_id))
 
 

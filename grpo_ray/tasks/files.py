@@ -277,9 +277,7 @@ def text_of(place: str, row: Mapping[str, Any], field: str) -> str:
     if not text.strip():
         raise ValueError(f"{place}: {field!r} is empty; fill it in or remove the example")
     if "\0" in text:
-        raise ValueError(
-            f"{place}: {field!r} holds a NUL character; remove it, or find out what damaged the file"
-        )
+        raise ValueError(f"{place}: {field!r} holds a NUL character; remove it, or find what damaged the file")
     try:
         text.encode()
     except UnicodeEncodeError:  # JSON can escape it, but UTF-8 cannot encode it, and no tokenizer takes it

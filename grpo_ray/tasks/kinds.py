@@ -91,7 +91,6 @@ def tokenizer_pairs(task: Task, seed: int) -> Pairs:
     Raises:
         ValueError: there is none.
     """
-    check_warmup(task)
     max_pairs = KINDS[task.kind].max_warmup_pairs
     num_pairs = TOKENIZER_PAIRS if max_pairs is None else min(TOKENIZER_PAIRS, max_pairs(task))
     return warmup_pairs(task, seed, num_pairs)

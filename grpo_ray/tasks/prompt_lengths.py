@@ -1,6 +1,7 @@
 """The lengths of prompts in tokens, and the treatment of those that are too long."""
 
 from collections.abc import Sequence
+from itertools import islice
 
 from grpo_ray.errors import counted
 from grpo_ray.tasks.examples import Example, ExampleSets
@@ -15,7 +16,10 @@ def count_tokens(examples: Sequence[Example], prompter: Prompter) -> list[int]:
     Raises:
         ValueError: the tokenizer turns a prompt into no tokens.
     """
-    counts = [len(prompter.item(0, example).prompt_token_ids) for example in examples]
+    assert prompter.tokenizer is not None
+    texts, counts = map(prompter.text, examples), list[int]()
+    while some := list(islice(texts, 1024)):  # which are tokenized in parallel
+        counts += map(len, tokenized(prompter.template, prompter.tokenizer, some))
     if 0 in counts:
         # For a folder without tokenizer.json, transformers silently makes an empty tokenizer.
         where = examples[counts.index(0)].place or f"the question {examples[counts.index(0)].question!r}"
@@ -71,7 +75,7 @@ def check_cut(prompter: Prompter, limit: int) -> None:
     template, tokenizer = prompter.template, prompter.tokenizer
     assert tokenizer is not None, "it has counted the prompts"
     tail = template.render(PLACEHOLDER, tokenizer).rpartition(PLACEHOLDER)[2]
-    num_tail = len(tokenized(template, tokenizer, tail))
+    num_tail = len(tokenized(template, tokenizer, [tail])[0])
     if limit <= num_tail:
         raise ValueError(
             f"task.long_prompts: a prompt cut to {max(0, limit)} tokens keeps nothing of its question: "

@@ -121,13 +121,15 @@ def template_of(task: PlainTask) -> PromptTemplate:
     return load_template(task.prompt, task.system_prompt)
 
 
-def tokenized(template: PromptTemplate | None, tokenizer: "PreTrainedTokenizerBase", prompt: str) -> list[int]:
-    """Return the tokens of a rendered prompt; a chat template writes the first one, BOS, itself."""
-    ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+def tokenized(
+    template: PromptTemplate | None, tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str]
+) -> list[list[int]]:
+    """Return the tokens of rendered prompts; a chat template writes the first one, BOS, itself."""
+    found: list[list[int]] = tokenizer([*prompts], add_special_tokens=False)["input_ids"]
     bos = None if isinstance(template, ChatTemplate) else getattr(tokenizer, "bos_token_id", None)
-    if bos is None or ids[:1] == [bos] or tokenizer("")["input_ids"][:1] != [bos]:
-        return ids
-    return [bos, *ids]
+    if bos is None or tokenizer("")["input_ids"][:1] != [bos]:
+        return found
+    return [ids if ids[:1] == [bos] else [bos, *ids] for ids in found]
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,8 @@ class Prompter:
     max_tokens: int | None = None  # longer prompts are cut on the left; None: there are none
     with_facts: bool = False  # code of the user's may ask about the example
 
-    def item(self, group_id: int, example: Example) -> PromptItem:
-        """Make a group's prompt of its example.
+    def text(self, example: Example) -> str:
+        """Render an example's prompt, which may be too long.
 
         Raises:
             ValueError: as the template; or the question is a conversation, and the template a text.
@@ -150,18 +152,19 @@ class Prompter:
                 f"{example.place}: the question is a list of messages, which only task.prompt `chat` renders; "
                 "set task.prompt to chat, or task.question_field to a field of text"
             )
-        prompt = self.template.render(example.question, self.tokenizer)
-        tokenizer = self.tokenizer
-        token_ids = [] if tokenizer is None else tokenized(self.template, tokenizer, prompt)
-        if tokenizer is not None and self.max_tokens is not None and len(token_ids) > self.max_tokens:
-            first = tokenized(self.template, tokenizer, "")
+        return self.template.render(example.question, self.tokenizer)
+
+    def item(self, group_id: int, example: Example) -> PromptItem:
+        """Make a group's prompt of its example; raises ValueError as `text`."""
+        prompt, tokenizer = self.text(example), self.tokenizer
+        (ids,) = [[]] if tokenizer is None else tokenized(self.template, tokenizer, [prompt])
+        if tokenizer is not None and self.max_tokens is not None and len(ids) > self.max_tokens:
+            (first,) = tokenized(self.template, tokenizer, [""])
             # The end of the template must stay: the model answers it.
-            kept = token_ids[len(token_ids) - self.max_tokens + len(first) :]
-            token_ids, prompt = [*first, *kept], tokenizer.decode(kept)
+            kept = ids[len(ids) - self.max_tokens + len(first) :]
+            ids, prompt = [*first, *kept], tokenizer.decode(kept)
         about = self._about(example) if self.with_facts else ""
-        return PromptItem(
-            group_id, prompt, tuple(token_ids), example.ground_truth, task=example.task, about=about
-        )
+        return PromptItem(group_id, prompt, tuple(ids), example.ground_truth, task=example.task, about=about)
 
     def _about(self, example: Example) -> str:
         facts = {"question": example.question, **(json.loads(example.facts) if example.facts else {})}

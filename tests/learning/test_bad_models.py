@@ -202,4 +202,4 @@ def test_a_tokenizer_that_begins_texts_with_a_token(folder: Path) -> None:
         asked = Prompter(TextTemplate("{question} +"), tokenizer, limit).item(0, Example("1 + 2 = 3", ""))
         assert asked.prompt_token_ids == (5, *kept)
     assert plain_demonstration(tokenizer, "1 + 2 = 3 +", "4").prompt_token_ids == (5, *plain)
-    assert tokenized(ChatTemplate(), tokenizer, "1 + 2 = 3 +") == plain
+    assert tokenized(ChatTemplate(), tokenizer, ["1 + 2 = 3 +"]) == [plain]

@@ -448,8 +448,8 @@ def test_the_other_columns_travel_only_for_code_that_may_ask(tmp_path: Path) -> 
     class Tokenizer:
         chat_template = "any"
 
-        def __call__(self, text: str, **_: Any) -> Any:
-            return {"input_ids": [1]}
+        def __call__(self, texts: list[str], **_: Any) -> Any:
+            return {"input_ids": [[1]]}
 
         def apply_chat_template(self, messages: Any, **_: Any) -> str:
             return str(messages)

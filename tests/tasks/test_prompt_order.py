@@ -149,8 +149,8 @@ NUM_EXAMPLES = 30
 RATES = {str(i): (0.0, 0.5, 1.0)[i % 3] for i in range(NUM_EXAMPLES)}  # by prompt
 
 
-def tokenizer(text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
-    return {"input_ids": list(text.encode())}
+def tokenizer(texts: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
+    return {"input_ids": [list(text.encode()) for text in texts]}
 
 
 class Run:

@@ -170,8 +170,8 @@ class Tokenizer:
         assert (tokenize, add_generation_prompt) == (False, True)
         return "".join(f"[{m['role']}]{m['content']}" for m in conversation) + "[assistant]"
 
-    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": list(text.encode())}
+    def __call__(self, texts: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        return {"input_ids": [list(text.encode()) for text in texts]}
 
     def decode(self, token_ids: Any) -> str:
         return bytes(token_ids).decode()
