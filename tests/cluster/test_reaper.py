@@ -213,15 +213,9 @@ def test_a_semaphore_of_less_than_a_look_before_the_drivers_death_is_removed(
 ) -> None:
     """A driver's child, which the first look finds, makes one; the driver is killed before the next."""
     looks: list[object] = []
-    parent = [
-        sys.executable,
-        "-c",
-        "import subprocess, sys; subprocess.run(sys.argv[1:])",
-        sys.executable,
-        "-c",
-    ]
-    pipe = subprocess.PIPE
-    with subprocess.Popen([*parent, f"input(){HOLDER}"], stdin=pipe, stdout=pipe, text=True) as driver:
+    parent = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+    command = [sys.executable, "-c", parent, sys.executable, "-c", f"input(){HOLDER}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:
         started.append(driver.pid)
         assert driver.stdout is not None
 
