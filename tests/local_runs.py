@@ -1,7 +1,8 @@
 """Whole runs in this process: real engine, Learner, Scorer and buffer, as `train --local` has them."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.core.context import ServingContext
 from grpo_ray.core.controller import Controller
+from grpo_ray.errors import first_error
 from grpo_ray.records.evaluation_summary import EvaluationSummary
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run.preparation import check_files, prepare
@@ -90,12 +92,25 @@ def train_twice(config: Config, folder: Path, kill: Watcher) -> None:
 class FakeServing:
     """The surroundings of a pool of actors: the given fakes, and real records in `folder`."""
 
+    pool: Any
+
     def __init__(self, folder: Path, config: Config, actors: Any, max_restarts: int = 5) -> None:
         self.config, self.actors, self.run, self.calls = config, actors, RunDirectory(folder), OpenCalls()
         self.run.create(config)
         self.log = RunLog(self.run, Recorder())
         self.context = ServingContext(config, actors, self.calls, self.log)
         self.budget = RestartBudget("recovery.max_restarts", max_restarts, 0.0)
+
+    @asynccontextmanager
+    async def during(self) -> AsyncIterator[None]:
+        """Run the subclass's `pool`, and cancel it afterwards."""
+        try:
+            async with asyncio.TaskGroup() as tasks, asyncio.timeout(120):
+                self.pool.start(tasks)
+                yield
+                self.pool.cancel()
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from errors
 
     def events(self, kind: str) -> list[str]:
         assert self.log.writer.wait(20)

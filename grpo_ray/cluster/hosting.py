@@ -14,7 +14,7 @@ from grpo_ray.cluster.crew import Crew, RankMeeting
 from grpo_ray.cluster.hosts import ServingHost
 from grpo_ray.cluster.placement import LEARNER, joins_cluster, rank_names
 from grpo_ray.cluster.ray_internals import spilled_bytes_of
-from grpo_ray.cluster.reaper import KILL_AFTER_S, Process, kill_if_left, send_stack_signal
+from grpo_ray.cluster.reaper import KILL_AFTER_S, Process, kill_if_left, send_signal
 from grpo_ray.cluster.remote_actor import DEATHS, NOTHING, Client, Deferred, as_actor, last_line, result_of
 from grpo_ray.cluster.session import Placement, address_of_node
 from grpo_ray.config import Config
@@ -49,10 +49,6 @@ class ServingGroup(ServingHost):
         self._spilled = SpilledBytes(lambda: [node for node in ray.nodes() if node["Alive"]], spilled_bytes_of)
         super().__init__(*given)
 
-    @property
-    def _logs(self) -> Path:
-        return self._run.logs
-
     async def fetch(self, reference: Ref[T]) -> T:
         """Bring the value of a reference into this process."""
         return await result_of("driver", reference)
@@ -71,19 +67,18 @@ class ServingGroup(ServingHost):
         Actors without a process to be found are left out: this is a diagnosis, which must break nothing.
         """
         for name in self.by_name():
-            self._reach(name, send_stack_signal, send_stack_signal)
+            self._reach(name, send_signal, send_signal)
 
     def _reach(self, name: str, here: Callable[[Process], object], there: Callable[[Process], object]) -> None:
         """Call `here` with the actor's process, or `there` on another node that it is on."""
         with contextlib.suppress(OSError, ValueError):  # no file; or an empty one, from a full disk
-            node, pid, start_time = (self._logs / f"{name}.pid").read_text().split()
+            node, pid, start_time = (self._run.logs / f"{name}.pid").read_text().split()
             process = int(pid), start_time
             if node == ray.get_runtime_context().get_node_id():
                 here(process)
             else:  # on that node or nowhere: elsewhere the pid is another process's
                 affinity = NodeAffinitySchedulingStrategy(node, soft=False)
-                task = ray.remote(there)
-                task.options(num_cpus=0, scheduling_strategy=affinity).remote(process)
+                ray.remote(there).options(num_cpus=0, scheduling_strategy=affinity).remote(process)
 
     def _kill(self, name: str) -> None:
         """Kill an actor, and make sure of its process.
@@ -101,7 +96,7 @@ class ServingGroup(ServingHost):
     def _place_of(self, name: str) -> str:
         """Return the address of an actor's node; empty if its process was not up yet."""
         with contextlib.suppress(OSError, IndexError):
-            node = (self._logs / f"{name}.pid").read_text().split()[0]
+            node = (self._run.logs / f"{name}.pid").read_text().split()[0]
             return next((n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node), "")
         return ""
 
@@ -153,7 +148,7 @@ class ServingGroup(ServingHost):
         return self._client(EnvironmentWorker, name, handle)
 
     def _host(self, cls: type, name: str, beside: Mapping[str, int] = NOTHING) -> ActorClass[Any]:
-        return as_actor(cls, name, self._logs, beside)
+        return as_actor(cls, name, self._run.logs, beside)
 
     def _client(self, cls: type, name: str, handle: ActorHandle) -> Client:
         self._clients[name] = Client(name, handle, methods_with_bulk(cls), next(self._numbers))

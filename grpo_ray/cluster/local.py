@@ -62,7 +62,9 @@ class Answer:
         try:
             return (yield from self._task.__await__())
         except asyncio.CancelledError:
-            if self._task.cancelled() and self._client.death is not None and not _is_cancelled():
+            waiting = asyncio.current_task()
+            is_cancelled = waiting is not None and waiting.cancelling() > 0
+            if self._task.cancelled() and self._client.death is not None and not is_cancelled:
                 raise self._client.death from None
             raise
 
@@ -76,11 +78,6 @@ class Part:
 
     def __await__(self) -> Generator[Any, Any, Any]:
         return (yield from self.answer.__await__())[self.index]
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 class LocalClient:

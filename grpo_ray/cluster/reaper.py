@@ -125,20 +125,15 @@ def _stat(pid: str) -> tuple[int, Process] | None:
     return None if state == "Z" else (int(parent), (int(pid), rest[17]))
 
 
-def send_stack_signal(process: Process) -> None:
-    """Send SIGUSR1 to a process, unless it has ended."""
-    _send(process, signal.SIGUSR1)
-
-
 def kill_if_left(process: Process, after_s: float = KILL_AFTER_S) -> None:
     """Wait for a process to end, and kill it if it does not."""
     kill_at = time.monotonic() + after_s
     while process_at(process[0]) == process and time.monotonic() < kill_at:
         time.sleep(0.05)
-    _send(process, signal.SIGKILL)
+    send_signal(process, signal.SIGKILL)
 
 
-def _send(process: Process, number: int) -> None:
+def send_signal(process: Process, number: int = signal.SIGUSR1) -> None:
     """Send a signal to a process, unless it has ended: its pid may be another process's by now."""
     pid, _ = process
     with contextlib.suppress(ProcessLookupError, PermissionError):

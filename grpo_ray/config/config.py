@@ -321,6 +321,12 @@ class Config(Section):
                 f"buffer.replay.max_age ({replay.max_age}) must exceed weight_sync.max_lag ({max_lag}): "
                 "a group is at least one version older when it is replayed"
             )
+        supply = self.fresh_per_step * min(replay.max_uses - 1, replay.max_age - max_lag)
+        if replay.frac and 0 < supply < self.replayed_per_step:
+            yield (
+                f"buffer.replay.frac is {replay.frac:g}, but a step's new groups allow only {supply} replays: "
+                "each max_uses - 1 times, within max_age - weight_sync.max_lag steps; lower it, or raise these"
+            )
         if self.steps_overtaken > max_lag:
             yield (
                 f"buffer.lookahead is {buffer.lookahead}: a group can come {self.steps_overtaken} steps late; "

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import heapq
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 
 from grpo_ray.core.clients import GeneratorClient
@@ -52,30 +52,21 @@ class Dispatcher:
     def __init__(self, generators: Iterable[GeneratorClient], max_num_seqs: int) -> None:
         """`max_num_seqs`: sequences that an engine runs at a time."""
         self._max_num_seqs = max_num_seqs
-        self._serving: dict[str, Incarnation] = {}
+        self.serving: dict[str, Incarnation] = {}  # those that serve now, by name
         self._loads: list[tuple[int, int, Incarnation]] = []  # a heap by sequences; some entries are outdated
         self._waiting: deque[tuple[int, asyncio.Future[Incarnation]]] = deque()
         for client in generators:
             self.add(client)
 
-    @property
-    def serving(self) -> Mapping[str, Incarnation]:
-        """The Generators that serve now, by name."""
-        return self._serving
-
-    def name_of(self, number: int) -> str | None:
-        """Return the name of the Generator that serves in this process, if one does."""
-        return next((name for name, each in self._serving.items() if each.client.number == number), None)
-
     def add(self, client: GeneratorClient) -> None:
         """Let a Generator serve."""
-        generator = self._serving[client.name] = Incarnation(client)
+        generator = self.serving[client.name] = Incarnation(client)
         self._load(generator, 0)
         self._hand_out()
 
     def remove(self, name: str) -> None:
         """Give no more groups to a Generator; those that it has end by themselves, with an error."""
-        del self._serving[name]
+        del self.serving[name]
 
     @contextlib.asynccontextmanager
     async def room(self, num_sequences: int, is_alone: bool = False) -> AsyncIterator[Incarnation]:
@@ -114,8 +105,8 @@ class Dispatcher:
         """Add sequences to a Generator's load, and an entry to the heap, which stays in proportion to them."""
         generator.num_sequences += num_sequences
         heapq.heappush(self._loads, (generator.num_sequences, generator.client.number, generator))
-        if len(self._loads) > 8 * len(self._serving) + 64:
-            self._loads = [(each.num_sequences, each.client.number, each) for each in self._serving.values()]
+        if len(self._loads) > 8 * len(self.serving) + 64:
+            self._loads = [(each.num_sequences, each.client.number, each) for each in self.serving.values()]
             heapq.heapify(self._loads)
 
     def _least_busy(self) -> Incarnation:
@@ -123,13 +114,13 @@ class Dispatcher:
         while True:
             num_sequences, _, generator = self._loads[0]
             is_current = generator.num_sequences == num_sequences
-            if is_current and self._serving.get(generator.client.name) is generator:
+            if is_current and self.serving.get(generator.client.name) is generator:
                 return generator
             heapq.heappop(self._loads)
 
     def _hand_out(self) -> None:
         """Give the groups that wait to Generators with room, the oldest first."""
-        while self._waiting and self._serving:
+        while self._waiting and self.serving:
             num_sequences, room = self._waiting[0]
             if not room.done():
                 generator = self._least_busy()

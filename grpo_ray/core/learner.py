@@ -6,7 +6,6 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -253,8 +252,8 @@ class Learner:
         updates: list[dict[str, float]] = []
         ages: list[int | None] = []
         for minibatch in minibatches(sequences, size, num_epochs, dealing_seed):
-            if not updates:  # the policy is its own proximal one, without the rounding of another layout
-                minibatch = [replace(sequence, proximal_logprobs=None) for sequence in minibatch]
+            if not updates:
+                minibatch = [sequence.before_any_update(self.version) for sequence in minibatch]
             of_this = self._memory.retry(self.accumulate_gradient, minibatch)
             ages.append(self._updates.age(min((s.oldest_version for s in minibatch), default=NO_VERSION)))
             if updates:  # from then on it would measure the policy's change, not the engines' difference

@@ -252,7 +252,8 @@ class GeneratorPool:
 
     def fail(self, number: int, error: str) -> None:
         """Replace the Generator's process of this number, unless that has begun already."""
-        if (name := self._dispatcher.name_of(number)) is not None:
+        serving = self._dispatcher.serving.items()
+        if name := next((name for name, each in serving if each.client.number == number), None):
             self.retire(name, error)
         elif number in self._admitted:
             self._admitted[number] = error

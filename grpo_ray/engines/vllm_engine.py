@@ -75,6 +75,7 @@ class VllmEngine:
         }
         trust = model.trust_remote_code
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(trust_remote_code=trust, **arguments))
+        _end_calls_at_death(self._llm)
         self._buffer = SharedBuffer()
         self._staged: tuple[WeightSnapshot, Pages] | None = None
         self._request_ids = itertools.count()
@@ -183,6 +184,21 @@ async def only_output(request: AsyncIterator[Any]) -> Any:
     raise RuntimeError("vLLM ended a request without an output")
 
 
+def _end_calls_at_death(llm: Any) -> None:
+    """Let calls of the engine's process fail if it dies: vLLM 0.32 ends requests then, but no calls."""
+    call = llm.engine_core.call_utility_async
+
+    async def ending(*arguments: Any) -> Any:
+        answer = asyncio.ensure_future(call(*arguments))
+        while not (await asyncio.wait([answer], timeout=1.0))[0]:
+            if llm.errored:
+                answer.cancel()
+                raise EngineDied("vLLM's engine died")
+        return answer.result()
+
+    llm.engine_core.call_utility_async = ending
+
+
 def common_arguments(config: EngineConfig, model: ModelConfig) -> dict[str, Any]:
     """Set this process's environment for vLLM; return the arguments that all of a run's engines have."""
     on_cpu = config.num_gpus == 0
@@ -217,7 +233,6 @@ def _defaults(config: GeneratorConfig) -> dict[str, Any]:
     """
     if config.num_gpus:
         return {"max_num_batched_tokens": max(8192, config.max_num_seqs)}
-    # The smallest block that vLLM's kernels for CPUs prefer, and vLLM's own default where it suffices.
     return {"block_size": 32, "max_num_batched_tokens": max(2048, config.max_num_seqs)}
 
 

@@ -167,9 +167,8 @@ class ForwardBackward:
         if is_of_prompts or len(units) < len(sequences):  # one unit may be in different micro-batches
             counted = zip(units, counts_of, strict=True)
             sequences = [replace(s, sample_tokens=num) for unit, num in counted for s in unit]
-        computed = [s for s in sequences if s.has_signal or has_other_terms]
-        if not denominator:  # the loss counts no token of any sequence
-            computed = []
+        # Without a denominator the loss counts no token of any sequence.
+        computed = [s for s in sequences if denominator and (s.has_signal or has_other_terms)]
         sums: dict[str, torch.Tensor] = {}
         omitted = [s for s in sequences if not (s.has_signal or has_other_terms)]
         measured = [s for s in omitted if s.reference_logprobs is not None or self._steers_entropy]

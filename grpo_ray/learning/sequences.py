@@ -53,6 +53,13 @@ class TrainSequence:
         has_penalty = self.token_penalties is not None and bool(self.token_penalties.any())
         return has_penalty or self.teacher_logprobs is not None or bool(np.any(self.advantage != 0.0))
 
+    def before_any_update(self, version: int) -> "TrainSequence":
+        """Leave out what only rounding makes, before the first update on a batch by that version's policy."""
+        own = {version: 0, version - 1: self.switch}.get(self.oldest_version, NEVER)  # it sampled from there on
+        given = self.token_penalties
+        penalties = None if given is None else given * (np.arange(len(given)) < own)
+        return replace(self, proximal_logprobs=None, token_penalties=penalties)
+
     def tokens(self, start: int = 0, end: int = NEVER) -> np.ndarray:
         """Return the tokens `[start, end)` of prompt and response together."""
         length = len(self.prompt_token_ids)

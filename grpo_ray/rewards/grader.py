@@ -74,13 +74,11 @@ class Grader:
         about: About = about_of(item) if task in self._asks_about and item is not None else NOTHING
         keys = [key for key, _ in self._terms[task]]
         begun = {key: self._pools[key].submit(key, pairs, about) for key in keys if key in self._pools}
-        responses, truths = [response for response, _ in pairs], [truth for _, truth in pairs]
-        columns = []
-        for key in keys:
-            if key in begun:
-                columns.append(begun[key].result())
-            else:
-                columns.append([*map(result_of, self._graders[key](responses, truths, about))])
+        texts = [response for response, _ in pairs], [truth for _, truth in pairs]
+        columns = [
+            begun[key].result() if key in begun else [*map(result_of, self._graders[key](*texts, about))]
+            for key in keys
+        ]
         rows = zip(*columns, strict=True)
         return [self._sum_of(task, pair, row) for pair, row in zip(pairs, rows, strict=True)]
 

@@ -63,10 +63,8 @@ def input_digests(
 
 
 def _of_rewards(config: Config) -> dict[str, str]:
-    digests: dict[str, str] = {}
-    for name, reward in config.task.rewards.items():
-        digests |= _of_modules(f"{field_of(name)}.reward", (term.reward for term in terms_of(reward)))
-    return digests
+    terms = ((f"{field_of(name)}.reward", terms_of(reward)) for name, reward in config.task.rewards.items())
+    return dict(pair for field, own in terms for pair in _of_modules(field, (term.reward for term in own)))
 
 
 def edited_rewards(run: RunDirectory, config: Config) -> list[str]:

@@ -54,7 +54,7 @@ _CATALOG = {  # "[unit] meaning"; what is a plain number has its meaning alone
     "loss/clip_frac/low": "[share] the same, with a ratio below 1",
     "loss/clip_frac/high": "[share] the same, with a ratio above 1",
     "loss/gradient_scale": "sum of the absolute derivatives of the loss by the tokens' logprobs, over that "
-    "of the plain policy gradient with the same advantages and aggregation. Near 1 "
+    "of the plain policy gradient with the same advantages, weights and aggregation. Near 1 "
     "with ratios near 1; absent with a KL in the loss, algorithm.token_selection, `vespo` or `kl_tau`",
     "loss/untrained_frac": "[share] tokens without any gradient although advantage and weight are not 0, "
     "less loss/clip_frac; absent where loss/gradient_scale is",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -212,26 +213,25 @@ def test_a_semaphore_of_less_than_a_look_before_the_drivers_death_is_removed(
     started: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A driver's child, which the first look finds, makes one; the driver is killed before the next."""
-    looks: list[object] = []
+    left: list[Path] = []
     parent = "import subprocess, sys; subprocess.run(sys.argv[1:])"
     command = [sys.executable, "-c", parent, sys.executable, "-c", f"input(){HOLDER}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:
         started.append(driver.pid)
-        assert driver.stdout is not None
 
-        def select(*waiting: object) -> tuple[object, ...]:
-            looks.append(waiting)
-            if len(looks) == 1:
-                until(lambda: reaper._descendants([driver.pid]))
-            else:
-                print(file=driver.stdin, flush=True)
-                looks.append(reaper.SHARED_MEMORY / f"sem.{driver.stdout.readline().split()[1][1:]}")
-                assert looks[-1].exists()
-                driver.kill()
-                driver.wait()
-            return [], [], []
+        def looks() -> Iterator[tuple[object, ...]]:
+            until(lambda: reaper._descendants([driver.pid]))
+            yield [], [], []
+            print(file=driver.stdin, flush=True)
+            assert driver.stdout is not None
+            left.append(reaper.SHARED_MEMORY / f"sem.{driver.stdout.readline().split()[1][1:]}")
+            assert left[0].exists()
+            driver.kill()
+            driver.wait()
+            yield [], [], []
 
-        monkeypatch.setattr(reaper, "select", SimpleNamespace(select=select))
+        own = looks()
+        monkeypatch.setattr(reaper, "select", SimpleNamespace(select=lambda *_: next(own)))
         monkeypatch.setattr(reaper, "GRACE_S", 1.0)
         reaper._main(driver.pid)
-        assert not looks[-1].exists()
+        assert not left[0].exists()

@@ -96,7 +96,6 @@ async def test_every_end_of_an_actor_is_its_death(error: RayError) -> None:
 
 
 def test_the_end_of_pydantics_error_is_the_field_with_what_it_should_be() -> None:
-    """So vLLM refuses an argument, in an actor's process."""
     with pytest.raises(ValidationError) as caught:
         AdapterConfig(rank=0)
     text = last_line(RayError(f"Traceback:\n  File x\n{caught.value}"))

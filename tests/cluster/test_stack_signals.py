@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from grpo_ray.cluster.hosting import ServingGroup
-from grpo_ray.cluster.reaper import kill_if_left, process_at, send_stack_signal
+from grpo_ray.cluster.reaper import kill_if_left, process_at, send_signal
 
 TELLS = """
 import signal, sys
@@ -45,15 +45,15 @@ def test_the_process_is_signalled_and_no_other_that_has_its_pid(process: "subpro
     assert found is not None
     assert process.stdout is not None
     for _ in range(2):
-        send_stack_signal((process.pid, "12345"))
+        send_signal((process.pid, "12345"))
         time.sleep(0.2)
-    send_stack_signal(found)
+    send_signal(found)
     assert process.stdout.readline() == "signalled\n"
     assert process.communicate("")[0] == ""  # once
 
 
 def test_a_process_that_is_gone_or_another_users_is_left_alone() -> None:
-    send_stack_signal((2**22 - 7, "1"))
+    send_signal((2**22 - 7, "1"))
     me = process_at(os.getpid())
     assert me is not None
 
@@ -62,7 +62,7 @@ def test_a_process_that_is_gone_or_another_users_is_left_alone() -> None:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(signal, "pidfd_send_signal", refuse)
-        send_stack_signal(me)
+        send_signal(me)
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     node = SimpleNamespace(get_node_id=lambda: "n1")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: node)
     monkeypatch.setattr(ray, "remote", Task)
-    monkeypatch.setattr("grpo_ray.cluster.hosting.send_stack_signal", actors.sent.append)
+    monkeypatch.setattr("grpo_ray.cluster.hosting.send_signal", actors.sent.append)
     return actors
 
 

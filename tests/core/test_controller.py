@@ -595,10 +595,7 @@ def test_a_run_that_is_stopped_has_time_for_its_validation_unless_it_is_preempte
 def test_a_preemption_skips_the_validation_that_its_checkpoint_would_wait_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_colocated: bool
 ) -> None:
-    """A validation of step 4 never ends. The Learner trains step 5, or waits for its turn on the device.
-
-    Every checkpoint takes too long.
-    """
+    """A validation of step 4 never ends. The Learner trains step 5, or waits for its turn on the device."""
     colocated = ("generator.colocated=true", "weight_sync.max_lag=0") if is_colocated else ()
     config = make_config("run.on_preemption_s=1e-6", *colocated)
     run, last = RunDirectory(tmp_path / "run"), 4 if is_colocated else 5

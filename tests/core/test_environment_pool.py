@@ -1,8 +1,8 @@
 """The EnvironmentPool with workers that fail in every way, without episodes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +86,6 @@ class Pool(FakeServing):
         super().__init__(folder, config, FakeActors(answer, num_workers))
         self.failed: list[tuple[int, str]] = []
         self.pool = EnvironmentPool(self.context, self.budget, lambda *failure: self.failed.append(failure))
-
-    @asynccontextmanager
-    async def during(self) -> AsyncIterator[None]:
-        async with asyncio.TaskGroup() as tasks, asyncio.timeout(120):
-            self.pool.start(tasks)
-            try:
-                yield
-            finally:
-                self.pool.cancel()
 
     async def play(self, group_id: int = 7, purpose: str = "train", is_alone: bool = False) -> Any:
         async with self.pool.room(is_alone) as worker:

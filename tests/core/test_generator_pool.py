@@ -2,8 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -18,7 +17,7 @@ from grpo_ray.core.pool import GeneratorPool
 from grpo_ray.core.stalls import StallWatch
 from grpo_ray.core.starting import until_all_ready
 from grpo_ray.engines.base import EngineDied
-from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled, first_error
+from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled
 from grpo_ray.watch.clock import VirtualClock, simulated_by
 from grpo_ray.watch.restarts import BudgetUsedUp
 
@@ -108,16 +107,6 @@ class Pool(FakeServing):
         super().__init__(folder, config, actors, max_restarts)
         sync: Any = FakeWeightSync()
         self.pool = GeneratorPool(self.context, sync, make_settings(), self.budget)
-
-    @asynccontextmanager
-    async def during(self) -> AsyncIterator[None]:
-        try:
-            async with asyncio.TaskGroup() as tasks, asyncio.timeout(120):
-                self.pool.start(tasks)
-                yield
-                self.pool.cancel()
-        except BaseExceptionGroup as errors:
-            raise first_error(errors) from errors
 
     async def sample(self, purpose: str = "train") -> Any:
         async with self.during():
@@ -329,10 +318,7 @@ async def test_the_learners_turn_begins_after_a_generator_has_started(tmp_path: 
 
 @pytest.mark.slow
 async def test_groups_are_shared_among_scorers_and_one_that_dies_is_replaced_alone(tmp_path: Path) -> None:
-    """Each group goes to the least busy Scorer; while one is being replaced, the others get its share.
-
-    None of them waits for the replacement, which here never comes up.
-    """
+    """Each group goes to the least busy Scorer; while one is being replaced, the others get its share."""
 
     def answer(asked: str, number: int) -> Any:
         if asked == "scorer-1 ready":

@@ -7,6 +7,7 @@ import re
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from grpo_ray import engines
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.config.sampling import DECIDED
-from grpo_ray.engines import check_engine_args
+from grpo_ray.engines import check_engine_args, vllm_engine
+from grpo_ray.engines.base import EngineDied
 from grpo_ray.engines.vllm_engine import VllmEngine, _set_environment
 from grpo_ray.run.preparation import check_files
 from grpo_ray.tools.cli import main
@@ -61,6 +63,15 @@ async def test_an_engine_that_is_not_colocated_never_sleeps(engine: VllmEngine) 
     await engine.sleep()
     await engine.wake()
     assert engine._llm.asked == []
+
+
+async def test_calls_end_with_an_engine_that_dies_within_them() -> None:
+    llm = SimpleNamespace(errored=False, engine_core=SimpleNamespace(call_utility_async=asyncio.sleep))
+    vllm_engine._end_calls_at_death(llm)
+    assert await llm.engine_core.call_utility_async(0.01, "answer") == "answer"
+    asyncio.get_running_loop().call_later(0.01, setattr, llm, "errored", True)
+    with pytest.raises(EngineDied):
+        await llm.engine_core.call_utility_async(600.0)
 
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM's source")

@@ -41,8 +41,6 @@ class Unknown:
 
 
 class Unspeakable(Exception):
-    """An error that cannot be shown."""
-
     def __str__(self) -> str:
         raise RuntimeError("no text")
 

@@ -303,10 +303,7 @@ CONTINUED: dict[str, dict[str, dict[str, Any]]] = {
 def test_resuming_with_as_many_ranks_is_exact_and_with_others_is_close(
     name: str, tiny_config: Config, tiny_model: TinyModel, batches: list[list[ScoredGroup]], tmp_path: Path,
 ) -> None:  # fmt: skip
-    """Train a step, write a checkpoint, and train another, with the same number of ranks or another.
-
-    A replica's checkpoint is read above.
-    """
+    """Train a step, write a checkpoint, and train another, with the same number of ranks or another."""
     of_one = changed(tiny_config, **merged(SMOOTH, NO_CLIP, CONTINUED[name]))
     of_two, model = changed(of_one, learner={"num_ranks": 2}), str(tiny_model())
     folders, second = [tmp_path / "1", tmp_path / "2"], [aged(batches[1], 1)]
