@@ -100,8 +100,9 @@ def test_a_process_that_ends_by_itself_is_not_killed(process: "subprocess.Popen[
 def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A ServingGroup without Ray, with the actors `a`, `b` and `c` on node n1; `sent` has the signals."""
     actors: Any = SimpleNamespace(
-        _ending=[], _logs=tmp_path, by_name=lambda: dict.fromkeys("abc"), sent=[], elsewhere=[]
+        _ending=[], _run=SimpleNamespace(logs=tmp_path), by_name=lambda: dict.fromkeys("abc")
     )
+    actors.sent, actors.elsewhere = [], []
     actors._reach = partial(ServingGroup._reach, actors)
     actors._kill_later = partial(ServingGroup._kill_later, actors)
 
