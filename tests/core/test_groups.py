@@ -21,9 +21,9 @@ from grpo_ray.types import NO_VERSION, GroupFacts
 SIZE = 2  # groups per step
 
 
-def tokenizer(text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+def tokenizer(texts: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
     assert not add_special_tokens
-    return {"input_ids": list(text.encode())}
+    return {"input_ids": [list(text.encode()) for text in texts]}
 
 
 PROMPTERS = {"": Prompter(TextTemplate("Q {question}:"), tokenizer)}  # type: ignore[arg-type]

@@ -142,8 +142,8 @@ def prepared_for(config: Config, speeds: Speeds) -> Prepared:
     examples = [Example(str(n), "", task=name) for name, number in parts.items() for n in range(number)]
     token_ids = (END_TOKEN,) * speeds.prompt_tokens
 
-    def tokenize(text: str, *, add_special_tokens: bool) -> Any:
-        return {"input_ids": token_ids}
+    def tokenize(texts: list[str], *, add_special_tokens: bool) -> Any:
+        return {"input_ids": [token_ids] * len(texts)}
 
     tokenizer: Any = tokenize
     prompters = {name: Prompter(TextTemplate("{question}"), tokenizer) for name in parts}
