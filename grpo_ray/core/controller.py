@@ -37,6 +37,7 @@ from grpo_ray.core.stalls import StallWatch
 from grpo_ray.core.starting import until_all_ready
 from grpo_ray.core.step_metrics import StepMetrics
 from grpo_ray.core.validation import Validation
+from grpo_ray.engines.base import EngineDied
 from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled, first_error
 from grpo_ray.records.checkpoint import Checkpoint, CheckpointStore
 from grpo_ray.records.run_files import step_name
@@ -50,7 +51,7 @@ from grpo_ray.watch.run_state import LiveStatus
 from grpo_ray.watch.stage_clock import StageClock
 
 T = TypeVar("T")
-RECOVERABLE = (ActorDied, DataLost, Stalled)  # the run can continue from its last checkpoint
+RECOVERABLE = (ActorDied, DataLost, EngineDied, Stalled)  # the run can continue from its last checkpoint
 LAST_WRITE_S = 3600.0  # while nothing else moves: a large model's state on a slow file system
 LAST_LINE_S = 5.0  # for a version that is being published, and perhaps validated, when the run is stopped
 STAGES = ("evaluate", "checkpoint", "train", "join", "publish", "wait_for_batch")

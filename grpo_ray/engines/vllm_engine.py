@@ -186,17 +186,17 @@ async def only_output(request: AsyncIterator[Any]) -> Any:
 
 def _end_calls_at_death(llm: Any) -> None:
     """Let calls of the engine's process fail if it dies: vLLM 0.32 ends requests then, but no calls."""
-    call = llm.engine_core.call_utility_async
+    call = llm.engine_core._call_utility_async  # which all of them go through
 
-    async def ending(*arguments: Any) -> Any:
-        answer = asyncio.ensure_future(call(*arguments))
-        while not (await asyncio.wait([answer], timeout=1.0))[0]:
-            if llm.errored:
-                answer.cancel()
-                raise EngineDied("vLLM's engine died")
+    async def ending(*arguments: Any, **options: Any) -> Any:
+        answer = asyncio.ensure_future(call(*arguments, **options))
+        while not (await asyncio.wait([answer], timeout=1.0))[0] and not llm.errored:
+            pass
+        if llm.errored:
+            raise EngineDied("vLLM's engine died") from (None if answer.cancel() else answer.exception())
         return answer.result()
 
-    llm.engine_core.call_utility_async = ending
+    llm.engine_core._call_utility_async = ending
 
 
 def common_arguments(config: EngineConfig, model: ModelConfig) -> dict[str, Any]:
@@ -238,7 +238,6 @@ def _defaults(config: GeneratorConfig) -> dict[str, Any]:
 
 def _set_environment(cpu: EngineConfig | None) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "1")
     # vLLM never removes its sockets: the folder of an engine that has ended is removed by the next one.
     os.environ["VLLM_RPC_BASE_PATH"], _ = make_locked("grpo-ray-sockets-", tempfile.gettempdir())
     if cpu is not None:

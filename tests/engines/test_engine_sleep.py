@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from small_run import QUICKSTART
@@ -66,12 +67,16 @@ async def test_an_engine_that_is_not_colocated_never_sleeps(engine: VllmEngine) 
 
 
 async def test_calls_end_with_an_engine_that_dies_within_them() -> None:
-    llm = SimpleNamespace(errored=False, engine_core=SimpleNamespace(call_utility_async=asyncio.sleep))
+    llm = SimpleNamespace(errored=False, engine_core=SimpleNamespace(_call_utility_async=asyncio.sleep))
     vllm_engine._end_calls_at_death(llm)
-    assert await llm.engine_core.call_utility_async(0.01, "answer") == "answer"
+    assert await llm.engine_core._call_utility_async(0.01, "answer") == "answer"
     asyncio.get_running_loop().call_later(0.01, setattr, llm, "errored", True)
     with pytest.raises(EngineDied):
-        await llm.engine_core.call_utility_async(600.0)
+        await llm.engine_core._call_utility_async(600.0)
+    llm.engine_core._call_utility_async = AsyncMock(side_effect=ValueError("the first call after it"))
+    vllm_engine._end_calls_at_death(llm)
+    with pytest.raises(EngineDied):
+        await llm.engine_core._call_utility_async("is_sleeping", engine=0)
 
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM's source")

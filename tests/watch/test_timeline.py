@@ -143,10 +143,7 @@ def test_a_full_disk_is_reported_and_survived(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.slow
 @pytest.mark.usefixtures("model_cache")
 def test_a_runs_stages_add_up_to_its_time_and_its_timeline_has_them(run: RunDirectory) -> None:
-    """Rows have no gaps or overlaps, and the seconds of metrics.jsonl, even if a Generator dies.
-
-    Each actor's stages add up to the time between the first and last line.
-    """
+    """Rows have no gaps or overlaps, and the seconds of metrics.jsonl, even if a Generator dies."""
     config = make_config("weight_sync.max_lag=1", "generator.num_generators=2")
 
     async def end_a_generator(actors: LocalActors, controller: Controller) -> None:
