@@ -53,12 +53,12 @@ def _main(driver: int) -> None:
     while lives:  # the last look, after its end, finds what was forked since the one before
         word = select.select([sys.stdin], [], [], LOOK_S)[0]
         lives = not word and process_at(driver) is not None
-        named = (entry for entry in os.scandir(SHARED_MEMORY) if entry.name.startswith(SEMAPHORE))
-        new = {(Path(entry), entry.inode()) for entry in named} - semaphores - strangers
+        entries = os.scandir(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else ()
+        named = {(Path(entry), entry.inode()) for entry in entries if entry.name.startswith(SEMAPHORE)}
         ours = _alive(ours)
         ours |= _descendants([pid for pid, _ in ours] + [driver] * lives)
-        semaphores |= _mapped(new, ours)
-        strangers |= new - semaphores
+        semaphores |= _mapped(named - semaphores - strangers, ours)
+        strangers |= named - semaphores
     if not word or not sys.stdin.buffer.read():  # a driver that was killed says nothing
         _end(ours)
     for path, _ in semaphores - _mapped(semaphores, _alive(ours)):

@@ -58,7 +58,7 @@ class TrainSequence:
         own = {version: 0, version - 1: self.switch}.get(self.oldest_version, NEVER)  # it sampled from there on
         given = self.token_penalties
         penalties = None if given is None else given * (np.arange(len(given)) < own)
-        return replace(self, proximal_logprobs=None, token_penalties=penalties)
+        return replace(self, proximal_logprobs=None, token_penalties=penalties)  # it is its own proximal one
 
     def tokens(self, start: int = 0, end: int = NEVER) -> np.ndarray:
         """Return the tokens `[start, end)` of prompt and response together."""

@@ -282,14 +282,14 @@ def paces(draw: st.DrawFn) -> Pace:
 def configs(draw: st.DrawFn) -> Config:
     """Draw any small configuration that Config allows."""
     max_lag, prompts = draw(st.integers(0, 3)), draw(st.integers(1, 4))
-    replayed = draw(st.integers(0, prompts - 1))
+    age, uses = draw(st.integers(1, 3)), draw(st.integers(2, 3))
+    replayed = draw(st.sampled_from([n for n in range(prompts) if n <= (prompts - n) * min(age, uses - 1)]))
     fresh = prompts - replayed
     most = max_lag * fresh + 1  # the largest look-ahead that max_lag allows
     lookahead = draw(st.integers(1, most))
     oversample = 0.0 if lookahead > 1 else draw(st.sampled_from([0.0, 0.3, 1.0, 2.0]))
     replay = {
-        "frac": replayed / prompts, "max_age": max_lag + draw(st.integers(1, 3)),
-        "max_uses": draw(st.integers(2, 3)),
+        "frac": replayed / prompts, "max_age": max_lag + age, "max_uses": uses,
         "sampling": draw(st.sampled_from(["uniform", "recent", "advantage"])),
     }  # fmt: skip
     return make_config(
