@@ -256,7 +256,7 @@ def test_wrong_algorithms(tmp_path: Path, fields: str, parts: str) -> None:
     ("overrides", "parts"),
     [
         ("buffer.replay.frac=0.001", "replay.frac is 0.001: at least one of algorithm.prompts_per_step (32)"),
-        ("buffer.replay.frac=0.8 buffer.replay.max_uses=2", "a step's new groups allow only 1 replays"),
+        ("buffer.replay.frac=0.8 buffer.replay.max_uses=2", "a step's new groups allow only 6 replays"),
         (f"{REPLAY} buffer.replay.max_age=1", "replay.max_age (1) must exceed weight_sync.max_lag (1)"),
         (f"{REPLAY} buffer.replay.max_groups=15", "replay.max_groups (15) must be at least the 16 groups"),
         ("buffer.lookahead=34", "buffer.lookahead is 34: a group can come 2 steps late ... (1)"),

@@ -30,10 +30,7 @@ def child_of_64_mib() -> Iterator[None]:
 
 
 def test_children_count_and_are_searched_for_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """psutil looks at every process of the machine, and a step asks every actor.
-
-    The process of the tests may have other children, such as the Ray that they share.
-    """
+    """psutil looks at every process of the machine, and a step asks every actor."""
     status = Path("/proc/self/status").read_text()
     (own_kib,) = (int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
     assert resident_bytes(with_children=False) == pytest.approx(own_kib * 1024, rel=0.05)
