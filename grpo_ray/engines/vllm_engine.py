@@ -233,7 +233,7 @@ def _defaults(config: GeneratorConfig) -> dict[str, Any]:
     """
     if config.num_gpus:
         return {"max_num_batched_tokens": max(8192, config.max_num_seqs)}
-    return {"block_size": 32, "max_num_batched_tokens": max(2048, config.max_num_seqs)}
+    return {"block_size": 32, "max_num_batched_tokens": max(2048, config.max_num_seqs)}  # kernels prefer >= 32
 
 
 def _set_environment(cpu: EngineConfig | None) -> None:
