@@ -19,11 +19,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import ray
-import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from grpo_ray.cluster.placement import Node, amounts_of, bundles_of, joins_cluster, reservations, shortfalls
+from grpo_ray.cluster.placement import (
+    Node,
+    amounts_of,
+    bundles_of,
+    joins_cluster,
+    reservations,
+    shortfalls,
+    shortfalls_here,
+)
 from grpo_ray.cluster.ray_internals import bootstrap_address, forget_cached_token, free_resources_by_node
 from grpo_ray.cluster.reaper import dismiss, start_reaper
 from grpo_ray.config import Config
@@ -174,8 +181,7 @@ def check_machine(config: Config) -> None:
                 "vLLM is not installed: pip install 'grpo_ray[cpu]', or 'grpo_ray[gpu]' for GPUs; or set "
                 + " ".join(needed)
             )
-        there = {"GPU": torch.cuda.device_count(), "CPU": os.cpu_count() or 1}
-        _refuse(shortfalls(config, [Node("this machine", there)]), "this machine lacks resources")
+        _refuse(shortfalls_here(config), "this machine lacks resources")
 
 
 NODES_MAY_COME = ". For nodes that are still coming, such as an autoscaler's, set placement.wait_s"

@@ -31,6 +31,11 @@ def derived_seed(seed: int, *place: int) -> int:
     return int(np.random.SeedSequence([seed, *place]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
+def sample_seed(seed: int, sample: int) -> int:
+    """Return the seed of one of a request's samples, counted from 0; the first has the request's own."""
+    return seed if sample == 0 else derived_seed(seed, 0, sample)
+
+
 def make_engine(config: Config, model_path: str, max_model_len: int, seed: int) -> Engine:
     """Return the configured engine; one of the user's own is called with these arguments."""
     if config.generator.engine == "torch":

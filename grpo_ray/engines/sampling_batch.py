@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from grpo_ray.engines import derived_seed
+from grpo_ray.engines import sample_seed
 from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.types import Completion, SamplingSettings
 
@@ -58,11 +58,6 @@ def new_sequences(prompt: tuple[int, ...], settings: SamplingSettings, seed: int
     # NumPy hashes the whole seed; torch's CPU generator would only use its lower 32 bits.
     draws = [np.random.default_rng(each).random(settings.max_tokens) for each in seeds]
     return [Sequence(prompt, settings, torch.from_numpy(row)) for row in draws]
-
-
-def sample_seed(seed: int, sample: int) -> int:
-    """Return the seed of one of a request's samples, counted from 0; the first has the request's own."""
-    return seed if sample == 0 else derived_seed(seed, 0, sample)
 
 
 class SamplingBatch:

@@ -13,7 +13,7 @@ import numpy as np
 
 from grpo_ray.config import Config
 from grpo_ray.config.secrets import keep_only
-from grpo_ray.engines.sampling_batch import sample_seed
+from grpo_ray.engines import sample_seed
 from grpo_ray.episodes.chat_template import token_bounds
 from grpo_ray.episodes.confinement import SCRATCH, confine, make_scratch
 from grpo_ray.episodes.openai_server import ChatServer

@@ -65,8 +65,8 @@ class TaskData:
     tokenizer: PreTrainedTokenizerBase | None = None  # None for a model on the hub
     first_prompts: tuple[str, ...] = ()  # lines that show one prompt of each part, and what its truth earns
 
-    def prompters(self, tokenizer: PreTrainedTokenizerBase | None) -> Prompters:
-        cuts, asked = self.max_prompt_tokens, self.with_facts
+    def prompters(self) -> Prompters:
+        cuts, asked, tokenizer = self.max_prompt_tokens, self.with_facts, self.tokenizer
         return {
             name: Prompter(t, tokenizer, cuts.get(name), name in asked) for name, t in self.templates.items()
         }
@@ -158,7 +158,7 @@ def with_trial(config: Config, task: TaskData) -> TaskData:
         ValueError: a function of the user's fails.
     """
     firsts = {e.task: e for e in reversed([*task.train, *task.validation]) if e.task in config.task.rewards}
-    prompters = task.prompters(task.tokenizer)
+    prompters = task.prompters()
     items = {
         name: (prompters[name].item(0, first), first.place)
         for name, first in firsts.items()
@@ -262,9 +262,9 @@ def prepare(config: Config, task: TaskData, progress: WarmupProgress | None = No
         ValueError: the hub does not provide the model, it does not fit its tokenizer, or its context is too
             short for the prompts and `sampling.max_tokens`.
     """
-    serving, task, prompters = _prepare(config, task, progress)
+    serving, task = _prepare(config, task, progress)
     order = make_order(config.task, Counter(example.task for example in task.train), config.run.seed)
-    return Prepared(prompts=PromptStream(task.train, prompters, order), **vars(serving))
+    return Prepared(prompts=PromptStream(task.train, task.prompters(), order), **vars(serving))
 
 
 def prepare_serving(config: Config, task: TaskData) -> PreparedServing:
@@ -274,30 +274,27 @@ def prepare_serving(config: Config, task: TaskData) -> PreparedServing:
 
 def _prepare(
     config: Config, task: TaskData, progress: WarmupProgress | None
-) -> tuple[PreparedServing, TaskData, Prompters]:
-    if config.model.tiny is not None:
+) -> tuple[PreparedServing, TaskData]:
+    model_path = config.model.path
+    if model_path is None:
         from grpo_ray.run.tiny_model import tiny_model_folder
 
         model_path = str(tiny_model_folder(config, progress))
-    else:
-        assert config.model.path is not None
-        model_path = config.model.path
     at_commits(config)  # the hub has what it is asked for
     if task.longest_prompt is None:
         task = _fit_prompts(config, task)
-    longest = task.longest_prompt
+    longest, tokenizer = task.longest_prompt, task.tokenizer
     assert longest is not None
-    trust = config.model.trust_remote_code
-    tokenizer = load_tokenizer(model_path, trust)
-    prompters = task.prompters(tokenizer)
+    assert tokenizer is not None
+    ends = end_token_ids(model_path, tokenizer, config.model.trust_remote_code)
     max_model_len = config.generator.max_model_len or longest + config.sampling.max_tokens
     serving = PreparedServing(
-        model=StartingModel(model_path, end_token_ids(model_path, tokenizer, trust), max_model_len),
-        validation=make_items(task.validation, prompters),
+        model=StartingModel(model_path, ends, max_model_len),
+        validation=make_items(task.validation, task.prompters()),
         longest_prompt=longest,
         notices=task.notices,
     )
-    return serving, task, prompters
+    return serving, task
 
 
 def _tokenizer_and_positions(config: Config) -> tuple[PreTrainedTokenizerBase, int | None]:
@@ -370,7 +367,8 @@ def _fit_prompts(config: Config, task: TaskData) -> TaskData:
     tokenizer, positions = _tokenizer_and_positions(config)
     _check_engine(config, positions)
     check_template(config, tokenizer)
-    prompters = task.prompters(tokenizer)
+    task = replace(task, tokenizer=tokenizer)
+    prompters = task.prompters()
     parts = {
         name: _fit_part(config, part, task.part(name), prompters[name], positions)
         for name, part in parts_of(config.task).items()
@@ -385,7 +383,6 @@ def _fit_prompts(config: Config, task: TaskData) -> TaskData:
         validation=fitted.validation,
         notices=task.notices + fitted.notices,
         longest_prompt=longest,
-        tokenizer=tokenizer,
         max_prompt_tokens={name: cut for name, cut in cuts.items() if cut is not None},
     )
 

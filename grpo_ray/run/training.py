@@ -39,7 +39,6 @@ from grpo_ray.run.preparation import (
 from grpo_ray.run.restores import Host, no_whole_checkpoint, train_through_restores
 from grpo_ray.run.signals import run_until_signal, signals_answered
 from grpo_ray.run.supervised import LearnerHost, after_sft
-from grpo_ray.run.tiny_model import tiny_digest
 from grpo_ray.tasks.input_digests import TINY, check_inputs, input_digests, write_digests
 from grpo_ray.watch.console import RunConsole, banner
 from grpo_ray.watch.memory import imports_left_alone
@@ -202,6 +201,8 @@ def check_resume(run: RunDirectory, config: Config, task: TaskData) -> None:
 def _digests(config: Config, task: TaskData, prepared: Prepared | None = None) -> dict[str, str]:
     digests = input_digests(config, task.templates, task.train, task.validation)
     if config.model.tiny is not None:
+        from grpo_ray.run.tiny_model import tiny_digest  # takes seconds
+
         built = prepared and Path(prepared.model.path).name.removeprefix("tiny-")  # or takes seconds
         digests[f"{TINY} (as it is built)"] = built or tiny_digest(config)
     return digests

@@ -10,13 +10,12 @@ import pytest
 from small_run import QUICKSTART
 
 from grpo_ray.cluster import session
-from grpo_ray.cluster.placement import Bundle, Node, bundles_of, listed, shortfalls
+from grpo_ray.cluster.placement import Bundle, Node, bundles_of, gpus_of, listed, shortfalls
 from grpo_ray.cluster.session import ResourceError
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.run import PlacementConfig
 from grpo_ray.errors import RunError
-from grpo_ray.run.machine import gpus_of
 from grpo_ray.tools.cli import main
 
 EIGHT_GPUS = "configs/qwen2.5-math-1.5b-8gpu.yaml"
