@@ -320,7 +320,7 @@ def trained_so(checkpoint: Path) -> None:
     path = checkpoint / "training" / "state.json"
     data = json.loads(path.read_text())
     sizes = {f: (checkpoint / f).stat().st_size for f in data["files"] if (checkpoint / f).exists()}
-    path.write_text(json.dumps(data | {"files": sizes, "crc32": {}}))
+    path.write_text(json.dumps(data | {"files": sizes, "crc32": {}, "seal": None}))
 
 
 def make_batch(learner: Learner, seed: int = 0, noise: float = 0.3, versions: int = 0) -> list[ScoredGroup]:

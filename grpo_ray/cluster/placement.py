@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from glob import glob
 
 from grpo_ray.config import Config
 from grpo_ray.watch.metrics_catalog import rank_name
@@ -11,7 +10,6 @@ from grpo_ray.watch.metrics_catalog import rank_name
 Resources = Mapping[str, float]  # "GPU" and "CPU"; zero amounts are left out
 
 LEARNER, SCORER = "learner", "scorer"
-GPU_DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")  # of NVIDIA, of Windows below Linux, of AMD
 
 
 @dataclass(frozen=True)
@@ -100,12 +98,11 @@ def bundles_of(config: Config) -> tuple[Bundle, ...]:
     else:
         groups = [*apart[0], *nodes, *apart[1]]
     present = (tuple(name for name in group if name in wanted) for group in groups)
-    return tuple(Bundle(names, _sum([wanted[name] for name in names])) for names in present if names)
+    return tuple(Bundle(names, _sum(wanted[name] for name in names)) for names in present if names)
 
 
-def gpus_of(config: Config) -> int:
-    """Return the number of GPUs that a run reserves."""
-    return round(_sum([bundle.resources for bundle in bundles_of(config)]).get("GPU", 0))
+def total(bundles: Sequence[Bundle], resource: str) -> float:
+    return _exact(bundle.resources.get(resource, 0) for bundle in bundles)
 
 
 def shortfalls(config: Config, nodes: Sequence[Node], there: str = "available") -> list[str]:
@@ -117,9 +114,9 @@ def shortfalls(config: Config, nodes: Sequence[Node], there: str = "available") 
         there: the word for the nodes' resources in the lines: "available" for all, "free" for the unreserved.
     """
     bundles = bundles_of(config)
-    needed, lines = _sum([bundle.resources for bundle in bundles]), []
+    lines = []
     for resource in ("GPU", "CPU"):
-        wanted, in_all = needed.get(resource, 0), sum(node.resources.get(resource, 0) for node in nodes)
+        wanted, in_all = total(bundles, resource), sum(node.resources.get(resource, 0) for node in nodes)
         largest = max((node.resources.get(resource, 0) for node in nodes), default=0.0)
         bundle = max(bundles, key=lambda bundle: bundle.resources.get(resource, 0), default=Bundle((), {}))
         at_once = bundle.resources.get(resource, 0)
@@ -136,21 +133,6 @@ def shortfalls(config: Config, nodes: Sequence[Node], there: str = "available") 
     if config.placement.strategy == "strict_spread" and len(bundles) > len(nodes):
         lines.append(f"nodes: {len(bundles)} needed (placement.strategy: strict_spread), {len(nodes)} {there}")
     return lines
-
-
-def shortfalls_here(config: Config) -> list[str]:
-    """Return a line per resource that this machine lacks for the run; none if the run joins a cluster."""
-    there = {"GPU": num_gpus_here() if gpus_of(config) else 0, "CPU": os.cpu_count() or 1}
-    return [] if joins_cluster() else shortfalls(config, [Node("this machine", there)])
-
-
-def num_gpus_here() -> int:
-    """Return the number of GPUs that torch finds on this machine."""
-    if not any(glob(pattern) for pattern in GPU_DEVICES):
-        return 0
-    import torch  # takes seconds
-
-    return torch.cuda.device_count()
 
 
 def listed(names: Iterable[str]) -> str:
@@ -201,9 +183,10 @@ def amounts_of(resources: Resources) -> str:
     return ", ".join(f"{resources[name]:g} {name}" for name in ("GPU", "CPU") if resources.get(name))
 
 
-def _sum(rows: Sequence[Resources]) -> dict[str, float]:
+def _sum(amounts: Iterable[Resources]) -> dict[str, float]:
     """Return the sum of each resource, leaving out zeros."""
-    summed = {name: _exact(row.get(name, 0) for row in rows) for name in ("GPU", "CPU")}
+    rows = list(amounts)
+    summed = {name: _exact(row[name] for row in rows) for name in ("GPU", "CPU")}
     return {name: amount for name, amount in summed.items() if amount}
 
 

@@ -22,15 +22,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from grpo_ray.cluster.placement import (
-    Node,
-    amounts_of,
-    bundles_of,
-    joins_cluster,
-    reservations,
-    shortfalls,
-    shortfalls_here,
-)
+from grpo_ray.cluster.placement import Node, amounts_of, bundles_of, joins_cluster, reservations, shortfalls
 from grpo_ray.cluster.ray_internals import bootstrap_address, forget_cached_token, free_resources_by_node
 from grpo_ray.cluster.reaper import dismiss, start_reaper
 from grpo_ray.config import Config
@@ -165,7 +157,7 @@ def _signals_kept(*ignored: signal.Signals) -> Iterator[None]:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def check_machine(config: Config) -> None:
+def check_machine(config: Config, lacking: Sequence[str]) -> None:
     """Refuse a run that needs more than this machine has, before Ray starts; only for a local run.
 
     Raises:
@@ -181,7 +173,7 @@ def check_machine(config: Config) -> None:
                 "vLLM is not installed: pip install 'grpo_ray[cpu]', or 'grpo_ray[gpu]' for GPUs; or set "
                 + " ".join(needed)
             )
-        _refuse(shortfalls_here(config), "this machine lacks resources")
+        _refuse(lacking, "this machine lacks resources")
 
 
 NODES_MAY_COME = ". For nodes that are still coming, such as an autoscaler's, set placement.wait_s"

@@ -88,6 +88,7 @@ def _prepared(model: Any) -> PolicyModel:
         model.set_attn_implementation("eager")  # torch's own would not cap the scores, and says nothing
     if model.generation_config is not None:
         model.generation_config = savable(model.generation_config)
+    model.get_input_embeddings().padding_idx = None  # or no context trains a token that pads, and ends turns
     return model  # type: ignore[no-any-return]
 
 

@@ -5,7 +5,7 @@
             optimizer.safetensors      optimizer, random generators, version
             groups.parquet             scored groups that were waiting to be trained
             replay.parquet             trained groups that may be replayed
-            state.json                 the CheckpointState; every other file's size and checksum; written last
+            state.json                 the CheckpointState; each file's size and checksum; written last
 
 Folders with other names: `unfinished-*` is being written, `replaced-*` and `discarded-*` are being deleted.
 """
@@ -74,6 +74,8 @@ def read_checkpoint(path: Path, reads_files: bool = False) -> Checkpoint:
     """
     try:
         data = json.loads(_state_path(path).read_text(encoding="utf-8"))
+        if data.pop("seal", None) not in (None, _seal(data)):  # None: of an older version
+            raise ValueError("it has changed since it was written")
         state = CheckpointState(**{name: data[name] for name in ("step", "ledger", "metrics")})
         sizes = {path / name: size for name, size in data["files"].items()}
         sums = {path / name: crc for name, crc in data.get("crc32", {}).items()} if reads_files else {}
@@ -85,7 +87,7 @@ def read_checkpoint(path: Path, reads_files: bool = False) -> Checkpoint:
             raise ValueError(f"{file.relative_to(path)} is missing")
         if file.stat().st_size != size:
             raise ValueError(f"{file.relative_to(path)} has {file.stat().st_size} bytes instead of {size}")
-        if file in sums and _checksum(file) != sums[file]:
+        if file in sums and zlib.crc32(file.read_bytes()) != sums[file]:
             raise ValueError(f"{file.relative_to(path)} has changed since it was written")
     for file in sorted(path.rglob("*.safetensors")) if reads_files else ():
         if not _has_header(file):
@@ -227,12 +229,13 @@ class CheckpointStore:
         assert self._unfinished is not None, "begin first"
         unfinished, final = self._unfinished, self._folder / step_name(step)
         _sync_reported(unfinished, files)
-        sums = {name: _checksum(unfinished / name) for name, size in files.items() if size <= CHECKSUM_BYTES}
-        data = {**asdict(state), "files": files, "crc32": sums}
-        text = json.dumps(to_json(data), allow_nan=False, indent=1)
+        small = [name for name, size in files.items() if size <= CHECKSUM_BYTES]
+        sums = {name: zlib.crc32((unfinished / name).read_bytes()) for name in small}
+        data = to_json({**asdict(state), "files": files, "crc32": sums})
+        text = json.dumps(data | {"seal": _seal(data)}, allow_nan=False, indent=1)
         _state_path(unfinished).write_text(text, encoding="utf-8")
         sync_files([_state_path(unfinished), unfinished / "training"])
-        replaced = self._renamed("replaced", final)
+        replaced = final.with_name(f"replaced-{final.name}")
         if final.exists():  # `latest` repairs a crash between the two renames
             _delete(replaced)
             final.rename(replaced)
@@ -277,7 +280,7 @@ class CheckpointStore:
 
     def _discard(self, folder: Path) -> None:
         """Rename, then delete: an interrupted deletion leaves no partial checkpoint."""
-        discarded = self._renamed("discarded", folder)
+        discarded = folder.with_name(f"discarded-{folder.name}")
         _delete(discarded)
         folder.rename(discarded)
         _delete(discarded)
@@ -287,9 +290,6 @@ class CheckpointStore:
             match = re.fullmatch(rf"{prefix}-(\d+)", folder.name)
             if match and folder.is_dir():
                 yield int(match[1]), folder
-
-    def _renamed(self, prefix: str, folder: Path) -> Path:
-        return folder.with_name(f"{prefix}-{folder.name}")
 
 
 def make_store(config: Config, run: RunDirectory) -> CheckpointStore:
@@ -307,8 +307,8 @@ def _state_path(folder: Path) -> Path:
     return folder / "training" / "state.json"
 
 
-def _checksum(file: Path) -> int:
-    return zlib.crc32(file.read_bytes())
+def _seal(data: Any) -> int:
+    return zlib.crc32(json.dumps(data).encode())
 
 
 def _has_header(file: Path) -> bool:

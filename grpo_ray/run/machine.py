@@ -3,11 +3,12 @@
 import contextlib
 import os
 from collections.abc import Sequence
+from glob import glob
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import machine, python_version
 
-from grpo_ray.cluster.placement import gpus_of, joins_cluster, num_gpus_here
+from grpo_ray.cluster.placement import Node, bundles_of, joins_cluster, shortfalls, total
 from grpo_ray.config import Config
 from grpo_ray.errors import IN_GRADER, RunError, ray_needed
 
@@ -17,6 +18,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # a CPU's instructions, as Linux names them
 EMULATED = "this CPU has no instructions for bfloat16"
 WAITING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "8000"}
+GPU_DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")  # of NVIDIA, of Windows below Linux, of AMD
 
 
 def let_waiting_threads_sleep() -> None:
@@ -43,7 +45,7 @@ def on_this_machine(config: Config, is_local: bool = False) -> tuple[Config, str
     if not is_local and joins_cluster():
         return config, None
     where, values = EMULATED, dict[str, dict[str, object]](model={"dtype": "float32"})
-    if not _names_gpus(config) and (is_local or not num_gpus_here()):
+    if not _names_gpus(config) and (is_local or not _num_gpus()):
         where = "on the CPU of this process" if is_local else "no GPU here"
         few: dict[str, object] = {"num_gpus": 0, "num_cpus": FEW_CPUS}
         values |= {"generator": few, "learner": few}
@@ -63,6 +65,13 @@ def on_this_machine(config: Config, is_local: bool = False) -> tuple[Config, str
     return adapted, "; ".join(notices) or None
 
 
+def shortfalls_here(config: Config) -> list[str]:
+    """Return a line per resource that this machine lacks for the run; none if the run joins a cluster."""
+    num_gpus = _num_gpus() if total(bundles_of(config), "GPU") else 0
+    there = {"GPU": num_gpus, "CPU": os.cpu_count() or 1}
+    return [] if joins_cluster() else shortfalls(config, [Node("this machine", there)])
+
+
 def check_machine(config: Config, is_local: bool) -> None:
     """Refuse actors that this process, or Ray on this machine, cannot hold; raises RunError."""
     if IN_GRADER in os.environ:  # it would start graders of its own, and so on without end
@@ -74,7 +83,15 @@ def check_machine(config: Config, is_local: bool) -> None:
     with ray_needed(", or add --local"):
         from grpo_ray.cluster import session
 
-    return session.check_machine(config)
+    return session.check_machine(config, shortfalls_here(config))
+
+
+def _num_gpus() -> int:
+    if not any(glob(pattern) for pattern in GPU_DEVICES):
+        return 0
+    import torch  # takes seconds
+
+    return torch.cuda.device_count()
 
 
 def _emulates_bfloat16(config: Config) -> bool:
@@ -98,6 +115,11 @@ def cores_of(config: Config) -> int:
     generator, learner, teacher = config.generator, config.learner, config.distillation
     num_cores = generator.num_generators * generator.num_threads + learner.num_ranks * learner.num_threads
     return num_cores + (teacher.num_teachers * teacher.num_threads if teacher.teacher else 0)
+
+
+def gpus_of(config: Config) -> int:
+    """Return the number of GPUs that a run reserves."""
+    return round(total(bundles_of(config), "GPU"))
 
 
 def default_jobs(configs: Sequence[Config]) -> int:

@@ -132,7 +132,7 @@ def tiny_digest(config: Config) -> str:
     assert tiny is not None
     recipe: list[Any] = [_RECIPE, config.model.implementation, tiny.model_dump(), seed]
     if config.episode_tasks:
-        recipe += [TEMPLATE, RESPONSE_TEMPLATE]
+        recipe += [TEMPLATE, RESPONSE_TEMPLATE, "the end token's embedding learns from contexts"]
     if isinstance(task, SortingTaskConfig):  # what its pairs are generated from
         numbers = task.model_dump(include={"kind", "num_digits", "num_train_prompts", "num_validation_prompts"})
         ending = ENDINGS[answer_place(task.reward)]

@@ -21,6 +21,7 @@ from grpo_ray.core.controller import Controller
 from grpo_ray.errors import RunError, all_of, shown_plainly
 from grpo_ray.learning.model_files import is_local as is_local_model
 from grpo_ray.records.checkpoint import Checkpoint, make_store
+from grpo_ray.records.durable import sync_files
 from grpo_ray.records.json_lines import JsonLines, readable_rows
 from grpo_ray.records.resumable_folder import changed_values
 from grpo_ray.records.rollout_log import num_groups_in
@@ -235,6 +236,7 @@ def _adopt(run: RunDirectory, before: Config, now: Config, step: int, unchecked:
             if kind == "config_changed":
                 row["before"] = before.model_dump(mode="json")  # what the audit judges the steps so far by
             JsonLines(run.events_path).append(row)
+            sync_files([run.events_path])  # or a power cut could leave the new configuration without it
     dump_config(now, run.config_path)  # also what a kill has left half written
     run.state_path.unlink(missing_ok=True)  # it describes how the run ended the last time
 

@@ -91,9 +91,8 @@ def _resume(options: ResumeOptions) -> int:
 
 def _check(options: CheckOptions) -> int:
     config = load_config(options.config, options.overrides)
-    from grpo_ray.cluster.placement import shortfalls_here
     from grpo_ray.records.run_files import RunDirectory, run_name
-    from grpo_ray.run.machine import on_this_machine
+    from grpo_ray.run.machine import on_this_machine, shortfalls_here
     from grpo_ray.run.preparation import check_files, with_trial
     from grpo_ray.watch.trackers import check_trackers
 

@@ -10,12 +10,13 @@ import pytest
 from small_run import QUICKSTART
 
 from grpo_ray.cluster import session
-from grpo_ray.cluster.placement import Bundle, Node, bundles_of, gpus_of, listed, shortfalls
+from grpo_ray.cluster.placement import Bundle, Node, bundles_of, listed, shortfalls
 from grpo_ray.cluster.session import ResourceError
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.run import PlacementConfig
 from grpo_ray.errors import RunError
+from grpo_ray.run.machine import check_machine, gpus_of
 from grpo_ray.tools.cli import main
 
 EIGHT_GPUS = "configs/qwen2.5-math-1.5b-8gpu.yaml"
@@ -257,7 +258,7 @@ def test_an_address_at_which_no_ray_answers_is_refused_before_ray_is_asked(
 def test_an_empty_address_is_this_machine(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ResourceError, match="this machine lacks resources: CPU: 100000 needed") as refused:
-        session.check_machine(quickstart("generator.num_cpus=100000", "learner.num_cpus=0"))
+        check_machine(quickstart("generator.num_cpus=100000", "learner.num_cpus=0"), is_local=False)
     assert "placement.wait_s" not in str(refused.value)  # nothing is coming
 
 

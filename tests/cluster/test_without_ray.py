@@ -11,10 +11,10 @@ import pytest
 from report_runs import make_run
 from small_run import QUICKSTART, SMALL
 
-from grpo_ray.cluster import session
 from grpo_ray.config.loading import load_config
 from grpo_ray.errors import RunError, ray_needed
 from grpo_ray.records.run_files import read_metrics
+from grpo_ray.run.machine import check_machine
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,7 +100,7 @@ def test_only_the_lack_of_ray_is_explained() -> None:
 
 def test_a_missing_vllm_is_named_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(session, "find_spec", lambda name: None)
+    monkeypatch.setattr("grpo_ray.cluster.session.find_spec", lambda name: None)
     with pytest.raises(RunError, match=r"'grpo_ray\[cpu\]'.* set generator.engine=torch$"):
-        session.check_machine(load_config(QUICKSTART))
-    session.check_machine(load_config(QUICKSTART, ["generator.engine=torch"]))
+        check_machine(load_config(QUICKSTART), is_local=False)
+    check_machine(load_config(QUICKSTART, ["generator.engine=torch"]), is_local=False)

@@ -34,7 +34,7 @@ def make_config(**changes: Any) -> LlamaConfig:
         "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64,
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
-        "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None,
+        "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 7,
     }  # fmt: skip
     return LlamaConfig(**(shape | changes))
 
@@ -112,6 +112,7 @@ def test_logits_are_transformers(pair: tuple[TransformerLM, LlamaForCausalLM]) -
 
 def test_gradients_are_transformers(pair: tuple[TransformerLM, LlamaForCausalLM]) -> None:
     ids, directions = make_ids(3, 12), torch.randn(3, 12, VOCABULARY)
+    ids[1, 4:6] = 7  # which also pads
     gradients = []
     for model in pair:
         (model(ids).logits.log_softmax(-1) * directions).sum().backward()

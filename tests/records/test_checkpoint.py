@@ -160,7 +160,7 @@ def test_damaged_checkpoints_are_skipped_and_named(tmp_path: Path) -> None:
     (folders[5] / "model.safetensors").write_bytes(b"weights" * 9)
     (folders[4] / "training" / "groups.parquet").unlink()
     state = folders[3] / "training" / "state.json"
-    state.write_text(state.read_text().replace('"ledger"', '"leger"'))
+    state.write_text(state.read_text().replace('"ledger"', '"leger"').replace('"seal"', '"sea"'))
     folders[2].rename(folders[2].with_name("step-000012"))
     found = store.latest()
     assert found is not None
@@ -206,12 +206,13 @@ def test_weights_that_are_damaged_are_not_resumed(
 
 
 def test_an_invalid_state_is_a_value_error(tmp_path: Path) -> None:
-    folder = write(make_store(tmp_path), 1).path
+    state = write(make_store(tmp_path), 1).training_path / "state.json"
     no_metrics = '{"step": 1, "ledger": {}, "metrics": null, "files": {}}'
-    for text in ("[]", "null", '{"step": 1}', no_metrics, "\0\0\0"):
-        (folder / "training" / "state.json").write_text(text)
+    changed = state.read_text().replace('"step": 1', '"step": 2')
+    for text in (changed, "[]", "null", '{"step": 1}', no_metrics, "\0\0\0"):
+        state.write_text(text)
         with pytest.raises(ValueError, match=r"state\.json is not readable"):
-            read_checkpoint(folder)
+            read_checkpoint(state.parents[1])
 
 
 # ---- finding one ----

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from small_run import QUICKSTART
 
-from grpo_ray.cluster import placement
 from grpo_ray.config.loading import load_config, make_config
 from grpo_ray.records.run_files import dump_config
 from grpo_ray.run import machine
@@ -86,7 +85,7 @@ def test_a_machine_with_a_gpu_uses_it_and_a_resumed_run_keeps_its_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dump_config(on_this_machine(make_config(SMALL, [], "a file"))[0], tmp_path / "cpu.yaml")
-    monkeypatch.setattr(placement, "GPU_DEVICES", ["/dev/null"])
+    monkeypatch.setattr(machine, "GPU_DEVICES", ["/dev/null"])
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     config = make_config(SMALL, [], "a file")
     assert on_this_machine(config) == (config, None)

@@ -155,7 +155,7 @@ def rewrite_config(run: RunDirectory, old: str, new: str) -> None:
 
 
 def rewrite_state(run: RunDirectory, step: int = 8, **values: Any) -> None:
-    edit_json(run.checkpoint_path(step) / "training" / "state.json", **values)
+    edit_json(run.checkpoint_path(step) / "training" / "state.json", seal=None, **values)
 
 
 def ledger_of(run: RunDirectory, step: int = 8) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def test_a_machine_without_a_gpu_gets_defaults_that_work(
     plan = plan_evaluation(EvaluationOptions(str(tiny_model()), task="sorting"))
     assert [line[:13] for line in plan.subject.notices] == ["no GPU here: "]
     assert (plan.config.generator.num_gpus, plan.config.model.dtype) == (0, "float32")
-    monkeypatch.setattr("grpo_ray.cluster.placement.GPU_DEVICES", ["/dev/null"])
+    monkeypatch.setattr("grpo_ray.run.machine.GPU_DEVICES", ["/dev/null"])
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     config = plan_evaluation(EvaluationOptions(str(tiny_model()), task="sorting")).config
     assert (config.generator.num_gpus, config.model.dtype, config.generator.engine) == (1, "bfloat16", "vllm")

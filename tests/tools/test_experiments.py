@@ -18,11 +18,10 @@ from builders import check_names
 from matplotlib.image import imread
 from small_run import QUICKSTART, SMALL
 
-from grpo_ray.cluster.placement import gpus_of
 from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.errors import RunError
 from grpo_ray.records.run_files import read_metrics
-from grpo_ray.run.machine import GpuPool, cores_of, default_jobs
+from grpo_ray.run.machine import GpuPool, cores_of, default_jobs, gpus_of
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.drawing.figures import draw_spread, legend_beside, new_figure
 from grpo_ray.tools.experiments import curves

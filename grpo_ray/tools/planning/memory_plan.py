@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from grpo_ray.cluster.placement import gpus_of
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
+from grpo_ray.run.machine import gpus_of
 from grpo_ray.tools.planning.command import PlanOptions
 from grpo_ray.tools.planning.gpu_memory import GIB, Budget, generator_budget
 from grpo_ray.tools.planning.learner_memory import learner_budget

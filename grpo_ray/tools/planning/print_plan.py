@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from grpo_ray.cluster.placement import gpus_of
 from grpo_ray.errors import counted
+from grpo_ray.run.machine import gpus_of
 from grpo_ray.tools.planning.gpu_memory import Budget, gib
 from grpo_ray.tools.planning.memory_plan import MemoryPlan
 from grpo_ray.tools.planning.model_shape import (
