@@ -158,7 +158,7 @@ def _signals_kept(*ignored: signal.Signals) -> Iterator[None]:
 
 
 def check_machine(config: Config, lacking: Sequence[str]) -> None:
-    """Refuse a run that needs more than this machine has, before Ray starts; only for a local run.
+    """Refuse, before Ray starts, a local run that needs vLLM or a resource (`lacking`) that is not here.
 
     Raises:
         ResourceError: as `placed`.

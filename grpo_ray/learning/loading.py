@@ -88,7 +88,9 @@ def _prepared(model: Any) -> PolicyModel:
         model.set_attn_implementation("eager")  # torch's own would not cap the scores, and says nothing
     if model.generation_config is not None:
         model.generation_config = savable(model.generation_config)
-    model.get_input_embeddings().padding_idx = None  # or no context trains a token that pads, and ends turns
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None  # or no context trains a token that pads, which may also end turns
     return model  # type: ignore[no-any-return]
 
 

@@ -229,8 +229,7 @@ class CheckpointStore:
         assert self._unfinished is not None, "begin first"
         unfinished, final = self._unfinished, self._folder / step_name(step)
         _sync_reported(unfinished, files)
-        small = [name for name, size in files.items() if size <= CHECKSUM_BYTES]
-        sums = {name: zlib.crc32((unfinished / name).read_bytes()) for name in small}
+        sums = {f: zlib.crc32((unfinished / f).read_bytes()) for f, n in files.items() if n <= CHECKSUM_BYTES}
         data = to_json({**asdict(state), "files": files, "crc32": sums})
         text = json.dumps(data | {"seal": _seal(data)}, allow_nan=False, indent=1)
         _state_path(unfinished).write_text(text, encoding="utf-8")
