@@ -100,7 +100,7 @@ def acts_without_advantage(objective: Objective) -> bool:
 
 def _check_advantage(config: AlgorithmConfig, weights: Iterable[Mapping[str, float]]) -> None:
     kind = config.advantage_kind
-    what = f"algorithm.advantage: {kind}"
+    what = f"algorithm.advantage: {kind}" + (" (of `no_baseline`)" if kind != config.advantage else "")
     parameters = keyword_parameters(advantage_function(kind), "inputs", what) or {}
     own = {name: p for name, p in parameters.items() if name not in ADVANTAGE_FIELDS}
     check_arguments(own, config.advantage_options, what, "give algorithm.advantage_options: {{}: ...}")
