@@ -16,8 +16,7 @@ def slow_weights(
     floor: float = 0.0, band: tuple[float | None, float | None] | None = None, threshold: float = 1e-4,
     delta: float = math.nan,
 ) -> list[float]:  # fmt: skip
-    """Return the factor of each token under one correction; `drift` is log(sampler / current), default
-    -logs."""
+    """Return each token's factor under a correction; `drift` is log(sampler / current), default -logs."""
     known = [log for log in logs if log is not None]
     own_drift = [-log for log in known] if drift is None else [d for d in drift if d is not None]
     product = math.exp(sum(known))

@@ -104,6 +104,7 @@ def _targets(model: PolicyModel, config: AdapterConfig) -> list[str]:
         name for name, layer in model.named_modules()
         if layer is not output and (type(layer) is nn.Linear or is_quantized(getattr(layer, "weight", None)))
         and not (has_experts and name.rpartition(".")[2] in TAKEN_FOR_EXPERTS)
+        and not name.endswith((".dt_proj", ".classifier"))  # Jamba and Longcat use their weights alone
     ]  # fmt: skip
     known = sorted({name.rpartition(".")[2] for name in layers})
     for target in config.target_modules or ():
@@ -113,9 +114,7 @@ def _targets(model: PolicyModel, config: AdapterConfig) -> list[str]:
                 f"{', '.join(known) or 'none'}"
             )
     if not known:
-        raise ValueError(
-            "model.adapter: the model has no linear layers that peft can adapt; remove the adapter"
-        )
+        raise ValueError("model.adapter: the model has no linear layer that peft can adapt; remove the adapter")
     return list(config.target_modules or known)
 
 

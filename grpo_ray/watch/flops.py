@@ -8,7 +8,7 @@ recomputed, padding, and all but the first copy of shared tokens: they cost time
 """
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -188,15 +188,15 @@ def _active_shares(model: Model, config: Any) -> dict[str, float]:
 
 def _attention_width(config: Any) -> dict[int | None, float]:
     """Return `ModelSize.attention_width`; layers of other kinds, such as linear attention, have no pairs."""
-    num_heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    # Keys and values have heads of different sizes in models with latent attention.
-    key_dim, value_dim = (getattr(config, f"{kind}_head_dim", None) or head_dim for kind in ("qk", "v"))
     window = getattr(config, "sliding_window", None)
     default = "full_attention" if window is None else "sliding_attention"
-    kinds = Counter(getattr(config, "layer_types", None) or [default] * config.num_hidden_layers)
-    width = num_heads * (key_dim + value_dim) / 2
-    windows: dict[int | None, int] = {None: kinds["full_attention"], window: kinds["sliding_attention"]}
-    if window is None:
-        windows = {None: kinds["full_attention"] + kinds["sliding_attention"]}
-    return {window: width * number for window, number in windows.items() if number}
+    widths: defaultdict[int | None, float] = defaultdict(float)
+    for place, kind in enumerate(getattr(config, "layer_types", None) or [default] * config.num_hidden_layers):
+        own = config.per_layer_config[place] if getattr(config, "is_heterogeneous", False) else config
+        head_dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+        # Keys and values have heads of different sizes in models with latent attention.
+        key_dim, value_dim = (getattr(own, f"{side}_head_dim", None) or head_dim for side in ("qk", "v"))
+        if kind in ("full_attention", "sliding_attention"):
+            at = window if kind == "sliding_attention" else None
+            widths[at] += own.num_attention_heads * (key_dim + value_dim) / 2
+    return dict(widths)

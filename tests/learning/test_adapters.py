@@ -24,7 +24,7 @@ from builders import (
 )
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DeepseekV3Config
+from transformers import AutoModelForCausalLM, DeepseekV3Config, JambaConfig
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import AdapterConfig, ModelConfig
@@ -430,3 +430,6 @@ def test_layers_that_peft_takes_for_experts_are_left_out() -> None:
     add_adapter(model, AdapterConfig(rank=2), "base")
     adapted = {name.split(".")[-4] for name, weight in model.named_parameters() if weight.requires_grad}
     assert adapted == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    jamba = AutoModelForCausalLM.from_config(JambaConfig(**sizes))
+    with pytest.raises(ValueError, match="no linear layer 'dt_proj'"):  # it uses the weight alone
+        add_adapter(jamba, AdapterConfig(rank=2, target_modules=("dt_proj",)), "base")

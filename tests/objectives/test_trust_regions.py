@@ -110,8 +110,7 @@ def test_vespo_by_hand() -> None:
 
 
 def test_sapo_by_hand() -> None:
-    """sigmoid(0) = 1/2 gives 4/t * 1/2 = 2/t; at ratio 2 and t = 1 the gate is 4 * 0.731059, its slope
-    0.786448."""
+    """sigmoid(0) = 1/2 gives 4/t / 2; at ratio 2 and t = 1 the gate is 4 * 0.731059, its slope 0.786448."""
     inputs = inputs_of([[0.2, 0.4], [0.2, 0.4]], [[0.2, 0.2], [0.2, 0.2]], [[1.0], [-1.0]])
     loss, gradient, clipped = loss_and_gradient("sapo", inputs)
     low = 4 / 1.05 / (1 + math.exp(-1.05))

@@ -87,8 +87,7 @@ def test_biases_norms_and_embeddings_are_not_counted() -> None:
 def test_a_token_takes_its_experts_and_the_router() -> None:
     experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 5, "head_dim": 2}
     size = ModelSize.of(build("qwen3_moe", **experts, decoder_sparse_step=1, mlp_only_layers=[]))
-    attention = 2 * 8 * 8 + 2 * 8 * 4
-    assert size.linear == pytest.approx(3 * (attention + 6 * 8 + 2 * 3 * 8 * 5))
+    assert size.linear == pytest.approx(3 * (2 * 8 * 8 + 2 * 8 * 4 + 6 * 8 + 2 * 3 * 8 * 5))
     assert size.attention_width == {None: WIDTH}
 
 
@@ -109,6 +108,8 @@ def test_layers_with_a_window_are_counted_by_it() -> None:
     assert ModelSize.of(build("qwen2", **windows)).attention_width == {None: WIDTH / 3, 3: 2 * WIDTH / 3}
     assert ModelSize.of(build("qwen2", sliding_window=3)).attention_width == {None: WIDTH}
     assert ModelSize.of(build("mistral", sliding_window=3)).attention_width == {3: WIDTH}
+    sizes = {"head_dim": 2, "global_head_dim": 5, "vocab_size_per_layer_input": 50, "sliding_window": 3}
+    assert ModelSize.of(build("gemma4_text", **sizes)).attention_width == {3: 2 * 4 * 2, None: 4 * 5}
 
 
 def test_latent_attention_has_keys_and_values_of_different_sizes() -> None:
