@@ -55,7 +55,6 @@ Corrections = Annotated[
     Annotated[CorrectionName, Tag("name")] | Annotated[CorrectionNames, Tag("list")], NAME_OR_LIST
 ]
 
-
 MAX_ROLLOUTS = 2**22
 """Responses per step, or of a validation: 0.6 KB each in memory, even those of three tokens."""
 

@@ -53,7 +53,6 @@ NAME_OR_LIST = Discriminator(
 )
 """The form that was meant, by the tags `name` and `list`, so that errors concern that form alone."""
 
-
 HomePath = Annotated[str, AfterValidator(_at_home)]
 """A path, or another name; `~` is written out."""
 

@@ -28,7 +28,6 @@ TOKEN_BYTES = 40  # of a token in a tuple, about
 NUM_SHAPES = 4096
 SENTINEL, PROBE = "grpo-ray-reply", "grpo-ray-message-"
 
-
 K = TypeVar("K")
 V = TypeVar("V")
 

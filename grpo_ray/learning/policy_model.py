@@ -151,8 +151,10 @@ def recompute_in_backward(model: PolicyModel, which: Recomputation) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     # transformers checkpoints in training mode only, in which some models drop values without a module for it.
     for module in model.modules():
-        for name in [n for n, rate in vars(module).items() if "drop" in n and isinstance(rate, float)]:
-            setattr(module, name, 0.0)
+        for owner in (module, getattr(module, "config", None)):  # from which Falcon reads the rates
+            for name, rate in [*getattr(owner, "__dict__", {}).items()]:
+                if "drop" in name and isinstance(rate, float):
+                    setattr(owner, name, 0.0)
         module.training = getattr(module, "gradient_checkpointing", False)
 
 

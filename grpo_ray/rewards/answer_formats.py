@@ -17,7 +17,6 @@ ENDINGS: dict[AnswerIn, str] = {  # of a response written for a warm-up; with ta
     "boxed": r" \boxed{{{answer}}}",
 }
 
-
 IN_A_PLACE = ("exact_match", "graded", "question_only", "r1_zero", "sort_distance", "sort_inclusion_ordering")
 
 

@@ -9,6 +9,8 @@ import torch
 from builders import MakeLearner, gradient, make_batch, relative_difference, train_step
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    FalconConfig,
+    FalconForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     OPTConfig,
@@ -48,12 +50,13 @@ def test_recomputing_keeps_gradients(make_learner: MakeLearner, family: str, whi
 
 
 def test_recomputing_drops_no_value_and_blocks_are_found_in_any_layout() -> None:
-    """Some drop values by a module, others by a function, with a rate that is a plain attribute."""
+    """Some drop values by a module, others by a function, with a rate that is an attribute or in the config."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
     starcoder = Starcoder2Config(**sizes, intermediate_size=32, num_key_value_heads=1, embedding_dropout=0.5)
     opt = OPTConfig(**sizes, ffn_dim=32, word_embed_proj_dim=16, dropout=0.5)
+    falcon = FalconForCausalLM(FalconConfig(**sizes, hidden_dropout=0.5, attention_dropout=0.5))
     models = Starcoder2ForCausalLM(starcoder), OPTForCausalLM(opt), GPT2LMHeadModel(GPT2Config(**sizes))
-    for model in models:
+    for model in (*models, falcon):
         tokens = torch.arange(8)[None]
         model.eval()
         plain = model(input_ids=tokens).logits

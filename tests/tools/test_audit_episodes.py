@@ -178,6 +178,7 @@ FAULTS: dict[str, tuple[Callable[[list[Row]], None], str]] = {
     "num_branches": (set_row(num_branches=0), "num_branches is recorded as 0"),
     "min_version of context": (set_row(min_version=-1), "min_version is recorded as -1, its tokens give 2"),
     "max_version": (set_row(max_version=2), "max_version is recorded as 2"),
+    "another time": (set_row(seconds=99.0), "episodes/seconds/max is recorded as"),
     "an unknown status": (set_row(status="done"), "unknown status, 'done'"),
     "an error with a reward": (set_row(status="environment_error"), "it ended as environment_error, with"),
     "an end without a reward": (set_row(episode_reward=None), "it ended as finished, with reward None"),

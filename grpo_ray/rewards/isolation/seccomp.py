@@ -64,7 +64,6 @@ STREAMS = tuple(
     for flags in (0, socket.SOCK_CLOEXEC, socket.SOCK_NONBLOCK, socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
 )
 
-
 COMMANDS = (fcntl.F_DUPFD, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_SETFL, fcntl.F_DUPFD_CLOEXEC)
 CONDITIONS: dict[str, Program] = {
     "open": without(1, WRITING),

@@ -56,7 +56,6 @@ NUMBERS: dict[str, tuple[int, int | None]] = {
 }
 # fmt: on
 
-
 PR_SET_NO_NEW_PRIVS = 38
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -18,7 +18,6 @@ BRACED = rf"(?:\{{ ?([+-]? ?{DECIMAL}) ?\}}|(\d))"
 FRACTION = re.compile(rf"{SIGN}{WHOLE}(?:({DECIMAL}) ?/ ?({DECIMAL})|\\frac ?{BRACED} ?{BRACED})", re.ASCII)
 REPEATING = re.compile(rf"{SIGN}(\d*)\.(\d*)(?:\\overline|\\bar|\\dot) ?\{{? ?(\d+) ?\}}?", re.ASCII)
 
-
 RATIO = re.compile(r"(\d{1,9}) ?: ?(\d{1,9})", re.ASCII)
 TIME = re.compile(r"\d{1,2} ?: ?[0-5]\d", re.ASCII)
 QUOTIENT = re.compile(

@@ -50,9 +50,8 @@ def _print_events(print_line: Callable[[str], None], run: RunDirectory) -> None:
     events = read_metrics(run.events_path)
     group_ids = sorted({event["group_id"] for event in events if event["kind"] == "set_aside"})
     with suppress(OSError):
-        for newest in CheckpointStore(run).all(reads_files=False, is_strict=True)[
-            -1:
-        ]:  # a restore undoes events
+        found = CheckpointStore(run).all(reads_files=False, is_strict=True)
+        for newest in found[-1:]:  # a restore undoes events
             group_ids = sorted(newest.state.ledger.get("set_aside", ()))
     if group_ids:
         print_line(

@@ -42,7 +42,6 @@ ENDING_STYLES = {"finished": "bold green", "stopped": "bold yellow", "failed": "
 Row = Mapping[str, Any]
 Column = tuple[str, Sequence[str], str]  # heading, metrics that add up to its value, format
 
-
 COLUMNS: tuple[Column, ...] = (
     ("step", ("step",), "{:.0f}"),
     ("reward", ("reward/mean",), "{:.3f}"),
