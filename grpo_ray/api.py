@@ -366,9 +366,6 @@ def _imported_name(function: Callable[..., Any]) -> str | None:
     return f"{module}:{name}" if found is function and is_file and module != "__main__" else None
 
 
-# ---- threads ----
-
-
 class _Stop:
     """A way to end a run from the thread that waits for it."""
 

@@ -2,7 +2,7 @@
 
     {"low-seed0": {"rewards": [0.2, 0.6, 0.9]}, ...}     rewards of equally spaced evaluations
     "meets": 2                           ends once 2 runs are active at the same time
-    "ending": "fails" | "not finite" | "waits" (for SIGINT, with half of the steps done)
+    "ending": "fails" | "not finite" | "waits" (for a signal, with half of the steps done)
 
 It imports nothing from grpo_ray, so that a test can start many.
 """
@@ -64,13 +64,14 @@ def meet(folder: Path, name: str, count: int) -> None:
 
 def wait_for_signal(run: Path, step: int) -> int:
     signals: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: signals.append(number))
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, lambda number, _: signals.append(number))
     (run / "waiting").touch()
     deadline = time.monotonic() + 30
     while not signals and time.monotonic() < deadline:
         time.sleep(0.02)
-    time.sleep(0.3)  # a second signal would be counted
-    (run / "signals").write_text(str(len(signals)))
+    time.sleep(0.3)  # a second signal would be counted, which ends a run at once; not a second SIGHUP
+    (run / "signals").write_text(str(sum(number != signal.SIGHUP for number in signals)))
     write_checkpoint(run, step, {})
     return 130
 

@@ -118,9 +118,6 @@ def _targets(model: PolicyModel, config: AdapterConfig) -> list[str]:
     return list(config.target_modules or known)
 
 
-# ---- merging ----
-
-
 @torch.no_grad()
 def merged(layer: Any) -> torch.Tensor:
     """Return the sum of the base and the adapter's product, `[outputs, inputs]` float32.
@@ -166,9 +163,6 @@ def served_adapter(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 def trained_parameters(model: PolicyModel) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
-
-
-# ---- files ----
 
 
 def save_adapter(model: Any, weights: Mapping[str, torch.Tensor], folder: Path) -> None:

@@ -69,9 +69,6 @@ def with_batch_advantages(
     return _settled(final) if is_by_token else final, metrics
 
 
-# ---- KL in the reward ----
-
-
 def kl_penalties(
     groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence], coefficient: float
 ) -> list[list[np.ndarray]]:
@@ -147,9 +144,6 @@ def _cheaper(episode: Episode, penalties: np.ndarray) -> Episode:
         of_turns = np.bincount(episode.turns[episode.mask], penalties, minlength=len(per_turn))
         per_turn = tuple(float(value) for value in np.array(per_turn) - of_turns)
     return replace(episode, reward=episode.reward - float(penalties.sum()), turn_rewards=per_turn)
-
-
-# ---- over the batch ----
 
 
 def _compared(group: ScoredGroup, config: Config) -> Iterator[np.ndarray]:

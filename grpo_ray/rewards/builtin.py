@@ -167,9 +167,6 @@ def brevity_reward_fn(
     return scores(min(1.0, max(0.0, 1 - (length - free) / span)), has_format=True, is_right=False)
 
 
-# ---- keyword inclusion ----
-
-
 def keyword_inclusion_reward_fn(response: str, keywords: str | Sequence[str]) -> Scores:
     """Return 1 if every keyword occurs, in either case, as a separate word: `cat` is not in `category`.
 

@@ -186,9 +186,6 @@ def task_keywords(config: KeywordsTaskConfig, seed: int) -> list[Keywords]:
     return draw_keywords(random.Random(f"keywords/{seed}"), config.keywords_path, config.num_keywords, count)
 
 
-# ---- warm-up ----
-
-
 def warmup_pairs(config: KeywordsTaskConfig, seed: int, num_pairs: int) -> Pairs:
     """Draw (question, response) pairs from a dataset's own answers, or generate them.
 

@@ -1,8 +1,16 @@
-"""Tasks of the package reasoning-gym: over a hundred generators of questions, each with a verifier."""
+"""Tasks of the package reasoning-gym: over a hundred generators of questions, each with a verifier.
+
+Some generators go through sets of texts, of which each process has an order of its own unless the seed of its
+hashes is fixed, as in grading processes. Only then is an entry drawn again as it was.
+"""
 
 import contextlib
 import json
+import os
+import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -22,7 +30,24 @@ IN_TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def reasoning_gym_examples(config: ReasoningGymTaskConfig, seed: int) -> ExampleSets:
-    """Generate the sets from seeds of their own; a validation question is not trained on.
+    """Generate the sets of `draw_sets`, in a process of their own unless this one's hashes have a fixed seed.
+
+    Raises:
+        ValueError: as `draw_sets`.
+    """
+    if not sys.flags.hash_randomization:
+        return draw_sets(config, seed)
+    command, environment = [sys.executable, "-m", __name__], {**os.environ, "PYTHONHASHSEED": "0"}
+    given = pickle.dumps((config, seed))
+    done = subprocess.run(command, input=given, stdout=subprocess.PIPE, env=environment, check=True)
+    found: ExampleSets | ValueError = pickle.loads(done.stdout)
+    if isinstance(found, ValueError):
+        raise found
+    return found
+
+
+def draw_sets(config: ReasoningGymTaskConfig, seed: int) -> ExampleSets:
+    """Draw the sets from seeds of their own; a validation question is not trained on.
 
     Raises:
         ValueError: as `_dataset`; or a dataset has fewer questions than prompts are asked for.
@@ -55,18 +80,24 @@ def _draw(config: ReasoningGymTaskConfig, seed: int, field: str, known: set[str]
     )
 
 
-def verified(response: str, ground_truth: str, row: Mapping[str, Any]) -> Scores:
+def verified(response: str, ground_truth: str, row: Mapping[str, Any], question: str = "") -> Scores:
     """Return the verifier's score of the answer, from 0 to 1; many give a part for one among other words.
 
     The answer is the text in the last `<answer>` tags, or else the whole response.
 
     Args:
         row: the entry's `name`, `config`, `seed`, `size` and `index`, from which it is generated again.
+
+    Raises:
+        ValueError: that entry has another question.
     """
     tagged = IN_TAGS.findall(response)
     answer = (tagged[-1] if tagged else response).strip()
     dataset = _dataset(row["name"], json.dumps(row["config"], sort_keys=True), row["seed"], row["size"])
     entry = dataset[row["index"]]
+    if question not in ("", entry["question"].strip()):
+        needed = "PYTHONHASHSEED=0, and the version of reasoning_gym that the run has"
+        raise ValueError(f"{row['name']} draws another question for {row['index']} here; it takes {needed}")
     try:
         score = float(dataset.score_answer(answer, entry))
     except Exception:  # some verifiers raise for a text in another form than theirs
@@ -102,3 +133,13 @@ def _dataset(name: str, config: str, seed: int, size: int) -> Any:
         raise ValueError(
             f"task.config: {name} of reasoning_gym refuses it ({error}); its fields are {', '.join(fields)}"
         ) from None
+
+
+if __name__ == "__main__":
+    given, output = pickle.load(sys.stdin.buffer), sys.stdout.buffer
+    sys.stdout = sys.stderr  # for what a generator prints
+    try:
+        drawn: ExampleSets | ValueError = draw_sets(*given)
+    except ValueError as error:
+        drawn = error
+    pickle.dump(drawn, output)

@@ -18,7 +18,7 @@ from grpo_ray.tools.cli import main
 
 pytest.importorskip("reasoning_gym", reason="requirements/reasoning-gym.txt, which takes a C compiler")
 
-from grpo_ray.tasks.reasoning_gym import verified
+from grpo_ray.tasks.reasoning_gym import draw_sets, verified
 
 RIGHT = {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
 
@@ -30,11 +30,11 @@ def row_of(name: str, **config: Any) -> dict[str, Any]:
 def test_sets_are_of_different_seeds_and_share_no_question() -> None:
     numbers = {"num_train_prompts": 60, "num_validation_prompts": 30}
     task = ReasoningGymTaskConfig(name="chain_sum", config={"max_terms": 2, "max_digits": 1}, **numbers)
-    sets = load_examples(task, 0)
+    sets = draw_sets(task, 0)
     train, validation = ([example.question for example in some] for some in (sets.train, sets.validation))
     assert (len(set(train)), len(set(validation))) == (60, 30)
     assert not set(train) & set(validation)
-    assert load_examples(task, 0) == sets != load_examples(task, 1)
+    assert draw_sets(task, 0) == sets != draw_sets(task, 1)
     for example in sets.train[:5]:
         assert verified(example.ground_truth, "", example.row) == RIGHT
         (terms,) = re.findall(r"\d(?: [-+] \d)+", example.question)
@@ -71,7 +71,21 @@ def _entry(row: dict[str, Any]) -> Any:
 )
 def test_what_the_package_does_not_have(name: str, config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load_examples(ReasoningGymTaskConfig(name=name, config=config), 0)
+        draw_sets(ReasoningGymTaskConfig(name=name, config=config), 0)
+
+
+@pytest.mark.slow
+def test_sets_are_the_same_in_all_processes() -> None:
+    """A set of texts is in another order in each of them, unless its hashes have a fixed seed."""
+    task = ReasoningGymTaskConfig(name="isomorphic_strings", num_train_prompts=20, num_validation_prompts=4)
+    sets, ours = load_examples(task, 0), draw_sets(task, 0)
+    assert load_examples(task, 0) == sets != ours
+    known = {example.question for example in ours.train}
+    other = next(example for example in sets.train if example.question not in known)
+    with pytest.raises(ValueError, match=r"^isomorphic_strings draws another question .* PYTHONHASHSEED=0"):
+        verified("True", "", other.row, other.question)
+    with pytest.raises(ValueError, match="reasoning_gym has no 'chain_sums'"):
+        load_examples(ReasoningGymTaskConfig(name="chain_sums"), 0)
 
 
 def test_the_package_is_imported_with_the_verifier_and_with_nothing_else() -> None:
@@ -85,8 +99,7 @@ def test_the_package_is_imported_with_the_verifier_and_with_nothing_else() -> No
 @pytest.mark.usefixtures("untried")
 def test_a_run_is_graded_by_the_verifier_and_audited(tmp_path: Path, tiny_model: TinyModel) -> None:
     """The point is the way of a row to the isolated verifier and into the audit: the model is random."""
-    words = {"min_word_len": 3, "max_word_len": 3}
-    fields = {"kind": "reasoning_gym", "name": "spell_backward", "prompt": "question_only", "config": words}
+    fields = {"kind": "reasoning_gym", "name": "isomorphic_strings", "prompt": "question_only"}
     task = json.dumps({**fields, "num_train_prompts": 24, "num_validation_prompts": 4})
     small = [each for each in SMALL if not each.startswith(("model.tiny", "task."))]
     model = ["model.tiny=null", f"model.path={tiny_model()}"]

@@ -322,6 +322,7 @@ def test_a_killed_experiment_leaves_no_run(fakes: FakeRuns) -> None:
     process.communicate()
     gone, alive = psutil.wait_procs(children, timeout=600)
     assert (len(gone), alive) == (2, [])
+    assert [(fakes.out / "rates/runs" / name / "signals").read_text() for name in FIRST] == ["0", "0"]
 
 
 # ---- the machine ----

@@ -125,8 +125,8 @@ class ForkServer:
         }
         self._arguments = json.dumps({**arguments, "readable_paths": [*readable_paths], "path": sys.path})
         environment = reward_environment(secrets_in(rewards.values()))
-        # Workers may start no thread.
-        self._environment = {**environment, "OMP_NUM_THREADS": "1", IN_GRADER: "1"}
+        # Workers may start no thread, and sets have the same order in each.
+        self._environment = {**environment, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", IN_GRADER: "1"}
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._together: list[str] | None = None  # tasks of which a group's answers are graded in one call

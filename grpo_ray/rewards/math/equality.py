@@ -186,9 +186,6 @@ def _is_equal(answer: str, truth: str) -> bool:
     return is_equal_latex(plain(answer), plain(truth))
 
 
-# ---- text ----
-
-
 def _spelling(text: str) -> str:
     text = CLOCK.sub(lambda match: f"{match[1].lower()}m", plain(text))
     return re.sub(r"(?<=\W) | (?=\W)", "", text)

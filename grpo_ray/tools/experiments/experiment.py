@@ -139,8 +139,6 @@ def _folder_safe(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._=,+-]+", "_", text)
 
 
-# ---- the bundled experiments ----
-
 EXPERIMENTS = {
     name: Experiment(name, **fields)
     for name, fields in yaml.safe_load(

@@ -1,7 +1,7 @@
 """Launching an experiment's runs: each in a process of its own, several in parallel, all stopped by Ctrl-C.
 
 A child has its own session. Otherwise a terminal's Ctrl-C would reach it as well, and a run that receives a
-second signal does not wait for its checkpoint. If this process is killed, the kernel sends them SIGTERM.
+second signal does not wait for its checkpoint. If this process is killed, the kernel sends them SIGHUP.
 """
 
 import os
@@ -97,7 +97,7 @@ class _Child:
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else None,
-            start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
+            start_new_session=True, preexec_fn=partial(_end_with, os.getpid()),
         )  # fmt: skip
 
     def interrupt(self) -> None:
@@ -111,6 +111,12 @@ class _Child:
         status = self._process.returncode
         error = error_in(self.run.log, self._begin, status) if status else None
         return Ended(self.run, status, time.monotonic() - self._started, error)
+
+
+def _end_with(launcher: int) -> None:
+    """Get SIGHUP at the launcher's end: once for each of its threads, and it alone does not count twice."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` is for the launcher
+    die_with_parent(launcher, signal.SIGHUP)
 
 
 def error_in(log: Path, begin: int, status: int) -> str:

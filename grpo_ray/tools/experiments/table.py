@@ -64,10 +64,8 @@ def by_variant(labels: Iterable[str], outcomes: Sequence[ExperimentOutcome]) -> 
     return [VariantResult(label, [o for o in outcomes if o.variant == label]) for label in labels]
 
 
-# ---- CSV: plain numbers; empty where there is none ----
-
-
 def write_csv(path: Path, results: Sequence[VariantResult], metrics: Sequence[str]) -> None:
+    """Write plain numbers, one row per variant; a cell is empty where there is none."""
     rows = [_csv_row(result, metrics) for result in results]
     with replacing(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
@@ -98,9 +96,6 @@ def _csv_row(result: VariantResult, metrics: Sequence[str]) -> dict[str, Any]:
     row["diverged"] = sum(outcome.status == "diverged" for outcome in result.outcomes)
     row["failed"] = len(result.outcomes) - len(result.results)
     return row
-
-
-# ---- Markdown: for reading ----
 
 
 def comparison_table(results: Sequence[VariantResult], metrics: Sequence[str]) -> str:

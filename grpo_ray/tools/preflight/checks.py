@@ -50,9 +50,6 @@ def play_findings(plays: Plays, is_reward: bool, tokenizer: PreTrainedTokenizerB
         yield Finding("tokens_differ", f"logprobs of the trained tokens, computed again, differ by {by}")
 
 
-# ---- ends ----
-
-
 def _errors(episodes: Sequence[Played]) -> Iterator[Finding]:
     for each in episodes:
         at = each.at(-1)
@@ -73,9 +70,6 @@ def _time_outs(episodes: Sequence[Played]) -> Iterator[Finding]:
         if places and each.status == Status.FINISHED:
             text = f"a time-out was caught, and the episode returned {each.reward}: the policy is blamed for it"
             yield Finding("time_out_hidden", text, **{**each.at(-1), "place": places[0]})
-
-
-# ---- what varies ----
 
 
 def _starts(groups: Groups, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
@@ -127,9 +121,6 @@ def _changed(one: Played, other: Played, tokenizer: PreTrainedTokenizerBase) -> 
     return "" if is_same else f"the ends {one.status} and {other.status}", -1, ""
 
 
-# ---- around episodes ----
-
-
 def _around(plays: Plays) -> Iterator[Finding]:
     repeated = [call for call, number in plays["backwards"].blocking.items() if number >= OFTEN]
     for what, place in repeated[:1]:
@@ -152,9 +143,6 @@ def _lengths(episodes: Sequence[Played]) -> Iterator[Finding]:
             text = f"each turn adds more tokens than the one before it: {', '.join(map(str, added[:6]))}"
             yield Finding("growing_prompt", text, **each.at(len(added)))
             return
-
-
-# ---- rewards ----
 
 
 def _rewards(groups: Groups, is_reward: bool) -> Iterator[Finding]:
