@@ -46,10 +46,8 @@ def test_a_preset_is_its_fields_written_out(name: PresetName) -> None:
 
 
 def test_what_is_given_beside_a_preset_wins() -> None:
-    algorithm = load_config(
-        QUICKSTART,
-        ["algorithm.preset=reinforce_pp", "algorithm.aggregation=constant", "algorithm.kl.coefficient=2"],
-    ).algorithm
+    given = ["algorithm.preset=reinforce_pp", "algorithm.aggregation=constant", "algorithm.kl.coefficient=2"]
+    algorithm = load_config(QUICKSTART, given).algorithm
     assert algorithm.aggregation == "constant"
     assert algorithm.kl == KLConfig(reference="initial", coefficient=2, placement="reward_to_go")
     assert (algorithm.advantage, algorithm.preset) == ("raw", "reinforce_pp")
@@ -62,24 +60,19 @@ def test_a_preset_is_expanded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(PRESETS, "dapo", PRESETS["rloo"])  # as a later release may define it
     assert load_config(tmp_path / "config.yaml") == config
     changed = load_config(tmp_path / "config.yaml", ["algorithm.preset=dr_grpo"])
-    with pytest.raises(
-        RunError, match=r"algorithm.preset: this run has 'dapo' and cannot be resumed with 'dr_grpo'"
-    ):
+    refused = r"algorithm.preset: this run has 'dapo' and cannot be resumed with 'dr_grpo'"
+    with pytest.raises(RunError, match=refused):
         _check_same_prompts(config, changed)
 
 
-def test_an_unknown_preset_is_refused_with_the_names() -> None:
-    for value in ("dpo", "{x: 1}", "5"):
-        with pytest.raises(
-            ConfigError, match=r"algorithm.preset: .* is not valid; allowed: grpo, dr_grpo, dapo,"
-        ):
-            load_config(QUICKSTART, [f"algorithm.preset={value}"])
-
-
-def test_names_of_presets() -> None:
+def test_names_of_presets_are_known_and_an_unknown_one_is_refused_with_them() -> None:
     assert set(PRESETS) == set(get_args(PresetName))
     assert not set(PRESETS) & set(LOSS_RECORDS)
     assert all(set(preset.fields) <= set(AlgorithmConfig.model_fields) for preset in PRESETS.values())
+    names = r"algorithm.preset: .* is not valid; allowed: grpo, dr_grpo, dapo,"
+    for value in ("dpo", "{x: 1}", "5"):
+        with pytest.raises(ConfigError, match=names):
+            load_config(QUICKSTART, [f"algorithm.preset={value}"])
 
 
 def test_the_documentation_has_the_table() -> None:
@@ -107,12 +100,11 @@ def test_a_group_travels_as_three_arrays_and_arrives_as_it_was() -> None:
     assert same_groups([replace(GROUP, rollout=arrived)], [GROUP])
     first, second, _ = arrived.completions
     assert np.shares_memory(first.token_ids.base, second.token_ids.base)
-
-
-@pytest.mark.parametrize("completions", [(), COMPLETIONS[:1]])
-def test_small_groups_travel_too(completions: tuple[object, ...]) -> None:
-    group = make_group(make_item(), completions)  # type: ignore[arg-type]
-    assert same_groups([pickle.loads(pickle.dumps(group))], [group])
+    small = [make_group(make_item(), completions) for completions in ((), COMPLETIONS[:1])]
+    assert same_groups([pickle.loads(pickle.dumps(group)) for group in small], small)
+    # With its verdict it is a scored group.
+    group = replace(GROUP, errors={1: "too slow"}, ungradable={2: "too deep"})
+    assert same_groups([ScoredGroup.of(*parts(group))], [group])
 
 
 def test_the_bytes_of_a_group_have_the_prompts_of_its_branches() -> None:
@@ -126,9 +118,3 @@ def test_the_bytes_of_a_group_have_the_prompts_of_its_branches() -> None:
     of_prompt = sum(map(sys.getsizeof, prompt)) + sys.getsizeof(prompt) - sys.getsizeof(())
     of_token = 4 * 4  # its id, logprob, version and turn
     assert other.num_bytes - one.num_bytes == 2 * (of_prompt + of_token)
-
-
-def test_a_group_and_its_verdict_are_a_scored_group() -> None:
-    group = replace(GROUP, errors={1: "too slow"}, ungradable={2: "too deep"})
-    rollout, verdict = parts(group)
-    assert same_groups([ScoredGroup.of(rollout, verdict)], [group])

@@ -7,14 +7,16 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from builders import TinyModel, change_weights, changed, make_buffer, parts, simple_group, write_rows
+from commands import Capture, printed, refused
 from huggingface_hub import constants
 from local_runs import Recorder
 from small_run import QUICKSTART
@@ -33,18 +35,16 @@ from grpo_ray.records.run_files import RunDirectory, dump_config, last_logged_st
 from grpo_ray.run import restores, training
 from grpo_ray.run.preparation import check_files
 from grpo_ray.tasks.input_digests import check_inputs, input_digests, write_digests
-from grpo_ray.tasks.prompt_stream import PromptStream
-from grpo_ray.tools.cli import main
 from grpo_ray.watch.run_log import RunLog
 
 TEMPLATE = "Sort: {question}\nAnswer:"
 REWARD = "def reward(response, truth):\n    return 1.0\n"
-Make = Callable[..., Config]
+Started = list[tuple[Config, Any]]
 
 
 @pytest.fixture
-def make(here: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: TinyModel, any_reward: None) -> Make:
-    """Return a function that makes a configuration with a template, two files and a module of the user's."""
+def config(here: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: TinyModel, any_reward: None) -> Config:
+    """Return a configuration with a template, two files and a module of the user's."""
     monkeypatch.syspath_prepend(str(here))
     monkeypatch.delitem(sys.modules, "my_reward_of_resume", raising=False)
     (here / "sort.prompt").write_text(TEMPLATE)
@@ -57,20 +57,15 @@ def make(here: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: TinyModel, any
         "question_field": "question", "answer_field": "answer", "prompt": "sort.prompt",
         "reward": "my_reward_of_resume:reward",
     }  # fmt: skip
-
-    def config(**sections: Any) -> Config:
-        return Config.model_validate(
-            {
-                "model": {"path": str(tiny_model()), "dtype": "float32"},
-                "task": task,
-                "sampling": {"max_tokens": 8, "min_tokens": 2, **sections.get("sampling", {})},
-                "algorithm": {"num_steps": 8, "prompts_per_step": 4, "samples_per_prompt": 2},
-                "generator": {"engine": "torch", "num_gpus": 0},
-                "learner": {"num_gpus": 0, **sections.get("learner", {})},
-            }
-        )
-
-    return config
+    sections = {
+        "model": {"path": str(tiny_model()), "dtype": "float32"},
+        "task": task,
+        "sampling": {"max_tokens": 8, "min_tokens": 2},
+        "algorithm": {"num_steps": 8, "prompts_per_step": 4, "samples_per_prompt": 2},
+        "generator": {"engine": "torch", "num_gpus": 0},
+        "learner": {"num_gpus": 0},
+    }
+    return Config.model_validate(sections)
 
 
 # ---- edited inputs ----
@@ -79,27 +74,25 @@ def make(here: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: TinyModel, any
 EDITS = {
     "task.prompt (the template's text)": ("sort.prompt", "Sort: {question}"),
     "the validation questions and their answers": (
-        "validation.jsonl",
-        '{"question": "validation 0", "answer": "1"}\n',
+        "validation.jsonl", '{"question": "validation 0", "answer": "1"}\n',
     ),
     "the questions' rows (for the code that reads them)": (
         "train.jsonl",
         "".join(f'{{"question": "train {n}", "answer": "{n % 23}"}}\n' for n in range(24)),
     ),
     "task.reward (module my_reward_of_resume, my_reward_of_resume.py)": (
-        "my_reward_of_resume.py",
-        REWARD.replace("1.0", "0.5"),
+        "my_reward_of_resume.py", REWARD.replace("1.0", "0.5"),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "edit"), EDITS.items(), ids=[file for file, _ in EDITS.values()])
 def test_an_edited_input_is_refused_by_name(
-    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch, name: str, edit: tuple[str, str]
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch, name: str, edit: tuple[str, str]
 ) -> None:
     monkeypatch.setattr(training, "_hosted", lambda *_: pytest.fail("Ray was to be started"))
-    config, run = make(), RunDirectory(tmp_path / "run")
+    run = RunDirectory(tmp_path / "run")
     run.create(config)
     before = digests(config)
     write_digests(run, before)
@@ -111,17 +104,17 @@ def test_an_edited_input_is_refused_by_name(
     assert "is missing, so edits" in str(check_inputs(run, digests(config)))
 
 
-def test_an_edited_function_of_the_algorithm_is_told(tmp_path: Path, here: Path, make: Make) -> None:
+def test_an_edited_function_of_the_algorithm_is_told(tmp_path: Path, here: Path, config: Config) -> None:
     module = here / "my_advantage_4713.py"
     module.write_text("def centred(inputs):\n    return inputs.rewards - inputs.rewards.mean()\n")
-    config, run = changed(make(), algorithm={"advantage": "my_advantage_4713:centred"}), RunDirectory(tmp_path)
+    own, run = changed(config, algorithm={"advantage": "my_advantage_4713:centred"}), RunDirectory(tmp_path)
     run.create_subfolders()
-    write_digests(run, digests(config))
-    assert check_inputs(run, digests(config)) is None
+    write_digests(run, digests(own))
+    assert check_inputs(run, digests(own)) is None
     module.write_text(module.read_text() + "\n")
     told = "algorithm.advantage (module my_advantage_4713, my_advantage_4713.py): edited since"
-    assert str(check_inputs(run, digests(config))).startswith(told)
-    assert check_inputs(run, digests(make())) is None  # the field may change
+    assert str(check_inputs(run, digests(own))).startswith(told)
+    assert check_inputs(run, digests(config)) is None  # the field may change
 
 
 MODEL_EDITS = {
@@ -141,14 +134,13 @@ def shift(tensors: dict[str, torch.Tensor]) -> None:
     ("field", "file"),
     [*(("model.path", file) for file in MODEL_EDITS), ("distillation.teacher", "its weights")],
 )
-def test_an_edited_model_is_refused_by_name(tmp_path: Path, make: Make, field: str, file: str) -> None:
-    config, run, folder = make(), RunDirectory(tmp_path / "run"), tmp_path / "model"
+def test_an_edited_model_is_refused_by_name(tmp_path: Path, config: Config, field: str, file: str) -> None:
+    run, folder, task = RunDirectory(tmp_path / "run"), tmp_path / "model", check_files(config)
     shutil.copytree(str(config.model.path), folder)
     section, _, name = field.partition(".")
     engine = {"engine": "torch"} if section == "distillation" else {}
     config = changed(config, **{section: {name: str(folder), **engine}})
     run.create(config)
-    task = check_files(make())
     before = input_digests(config, task.templates, task.train, task.validation)
     write_digests(run, before)
     assert check_inputs(run, before) is None
@@ -157,8 +149,8 @@ def test_an_edited_model_is_refused_by_name(tmp_path: Path, make: Make, field: s
         check_inputs(run, input_digests(config, task.templates, task.train, task.validation))
 
 
-def test_a_run_of_an_earlier_release_has_no_digests_of_its_model(tmp_path: Path, make: Make) -> None:
-    config, run = make(), RunDirectory(tmp_path / "run")
+def test_a_run_of_an_earlier_release_has_no_digests_of_its_model(tmp_path: Path, config: Config) -> None:
+    run = RunDirectory(tmp_path / "run")
     run.create(config)
     now = digests(config)
     write_digests(run, {name: digest for name, digest in now.items() if not name.startswith("model.path")})
@@ -179,7 +171,16 @@ def test_a_tiny_model_built_otherwise_is_refused(tmp_path: Path, monkeypatch: py
 @contextlib.contextmanager
 def free(*_: object) -> Iterator[Any]:
     """Stand in for `_hosted`, on a machine with all that the run needs."""
-    yield Silent(), None, None
+    yield Mock(), None, None
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    """Return the configurations and preparations of runs as they start, which then end at once."""
+    runs: Started = []
+    monkeypatch.setattr(training, "_hosted", free)
+    monkeypatch.setattr(training, "_run_to_the_end", lambda *given: runs.append(given[:2]))
+    return runs
 
 
 COMMITS = ("a" * 40, "b" * 40)
@@ -187,30 +188,20 @@ COMMITS = ("a" * 40, "b" * 40)
 
 @pytest.mark.slow
 def test_a_resumed_run_loads_the_commit_that_it_began_with(
-    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch, started: Started
 ) -> None:
     """A hub's cache has two commits of a model, and the publisher moves `main` from one to the other."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    cache, folder = tmp_path / "hub" / "models--owner--name", str(make().model.path)
+    cache, folder = tmp_path / "hub" / "models--owner--name", str(config.model.path)
     for commit in COMMITS:
         shutil.copytree(folder, cache / "snapshots" / commit)
         (cache / "snapshots" / commit / "chat_template.jinja").write_text(commit[0])
     change_weights(cache / "snapshots" / COMMITS[1], shift)
     (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text(COMMITS[0])
-    config = changed(
-        make(),
-        model={"path": "owner/name"},
-        run={"output_dir": str(tmp_path), "name": "run", "if_exists": "resume"},
-    )
-    started: list[tuple[str, str]] = []
-
-    def to_the_end(config: Config, prepared: Any, *_: Any) -> None:
-        started.append((str(config.model.path), prepared.model.path))
-
-    monkeypatch.setattr(training, "_hosted", free)
-    monkeypatch.setattr(training, "_run_to_the_end", to_the_end)
+    section = {"output_dir": str(tmp_path), "name": "run", "if_exists": "resume"}
+    config = changed(config, model={"path": "owner/name"}, run=section)
     run = training.train(config, "run.yaml")
     (cache / "refs" / "main").write_text(COMMITS[1])
     training.resume(str(run.path), [])
@@ -218,7 +209,7 @@ def test_a_resumed_run_loads_the_commit_that_it_began_with(
     with pytest.raises(RunError, match=f"^model.path: this run has 'owner/name@{COMMITS[0]}' and cannot be"):
         training.resume(str(run.path), [f"model.path=owner/name@{COMMITS[1]}"])
     path = f"owner/name@{COMMITS[0]}"
-    assert started == [(path, path)] * 3
+    assert [(config.model.path, prepared.model.path) for config, prepared in started] == [(path, path)] * 3
     assert load_tokenizer(path).chat_template == "a"
     assert base_digest(path) == base_digest(folder)
     theirs = dict(load_policy(folder).named_parameters())
@@ -232,60 +223,48 @@ def digests(config: Config) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_check_refuses_what_a_resume_would(
-    tmp_path: Path, make: Make, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_refuses_what_a_resume_would(tmp_path: Path, config: Config, capsys: Capture) -> None:
     run = RunDirectory(tmp_path / "run")
-    config = changed(make(), run={"output_dir": str(tmp_path), "name": "run", "if_exists": "resume"})
+    config = changed(config, run={"output_dir": str(tmp_path), "name": "run", "if_exists": "resume"})
     run.create(config)
     write_digests(run, digests(config))
     dump_config(config, tmp_path / "mine.yaml")
-    assert main(["check", str(tmp_path / "mine.yaml")]) == 0
-    assert main(["check", str(tmp_path / "mine.yaml"), "algorithm.prompts_per_step=2"]) == 2
-    assert "prompts_per_step: this run has 4 and cannot be resumed with 2" in capsys.readouterr().err
+    printed(capsys, "check", tmp_path / "mine.yaml")
+    message = refused(capsys, "check", tmp_path / "mine.yaml", "algorithm.prompts_per_step=2")
+    assert "prompts_per_step: this run has 4 and cannot be resumed with 2" in message
 
 
-def test_a_column_that_some_rows_lack_is_named_with_the_first_of_them(tmp_path: Path, make: Make) -> None:
+def test_a_column_that_some_rows_lack_is_named_with_the_first_of_them(tmp_path: Path, config: Config) -> None:
     reward = "def reward(response, ground_truth, level):\n    return float(response == level)\n"
     (tmp_path / "my_reward_of_resume.py").write_text(reward)
     rows = [{"question": f"train {n}", "answer": str(n), "level": "a"} for n in range(24)]
     write_rows(tmp_path / "train.jsonl", rows)
     with pytest.raises(ValueError, match=r"^validation\.jsonl, line 1: task\.reward: .* needs level"):
-        check_files(make())
-    reward = reward.replace("level)", "level=None)", 1)
-    (tmp_path / "my_reward_of_resume.py").write_text(reward)
+        check_files(config)
+    (tmp_path / "my_reward_of_resume.py").write_text(reward.replace("level)", "level=None)", 1))
     del sys.modules["my_reward_of_resume"]
-    check_files(make())
+    check_files(config)
 
 
-# ---- sampling ----
+def test_another_temperature_is_refused_while_groups_are_buffered(run: RunDirectory, config: Config) -> None:
+    now = changed(config, sampling={"temperature": 0.5})
+    empty = write_checkpoint(run, 1, 0)
+    for same_or_not in (config, now):
+        training.check_same_sampling(config, same_or_not, empty)
+    full = write_checkpoint(run, 2, 2)
+    training.check_same_sampling(config, config, full)
+    held = r"sampling.temperature: the buffer of .*step-000002 holds 2 groups sampled with 1.0, .* 0.5"
+    with pytest.raises(RunError, match=held):
+        training.check_same_sampling(config, now, full)
 
 
-@pytest.mark.parametrize("num_groups", [0, 2])
-def test_another_temperature_is_refused_while_the_buffer_holds_groups(
-    tmp_path: Path, make: Make, num_groups: int
-) -> None:
-    before, now = make(), make(sampling={"temperature": 0.5})
-    checkpoint = write_checkpoint(RunDirectory(tmp_path / "run"), 2, num_groups)
-    training.check_same_sampling(before, before, checkpoint)
-    if not num_groups:
-        training.check_same_sampling(before, now, checkpoint)
-        return
-    with pytest.raises(
-        RunError,
-        match=r"sampling.temperature: the buffer of .*step-000002 holds 2 groups sampled with 1.0, .* 0.5",
-    ):
-        training.check_same_sampling(before, now, checkpoint)
-
-
-def test_a_refreshed_reference_is_not_given_up(make: Make) -> None:
+def test_a_refreshed_reference_is_not_given_up(config: Config) -> None:
     """Without refreshes the reference would jump back to the weights of step 0."""
     kls = ({"reference": "initial", "refresh_every_num_steps": every} for every in (1, 100, None))
-    before, fewer, none = (changed(make(), algorithm={"kl": kl}) for kl in kls)
+    before, fewer, none = (changed(config, algorithm={"kl": kl}) for kl in kls)
     training.check_same_reference(before, fewer)
-    with pytest.raises(
-        RunError, match=r"refresh_every_num_steps: .* step 0 again; .* more than the run's 8 steps"
-    ):
+    again = r"refresh_every_num_steps: .* step 0 again; .* more than the run's 8 steps"
+    with pytest.raises(RunError, match=again):
         training.check_same_reference(before, none)
 
 
@@ -308,20 +287,16 @@ def write_checkpoint(
 
 
 def test_a_refused_resume_changes_nothing_and_a_granted_one_keeps_the_earlier_values(
-    run: RunDirectory, make: Make, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, config: Config, monkeypatch: pytest.MonkeyPatch, started: Started
 ) -> None:
-    run.create(make())
+    run.create(config)
     run.state_path.write_text("{}")
     before = contents(run)
 
-    @contextlib.contextmanager
-    def busy(*_: object) -> Iterator[Any]:
-        raise RunError("the cluster is busy: GPU")
-        yield
-
-    monkeypatch.setattr(training, "_hosted", busy)
-    with pytest.raises(RunError, match="the cluster is busy"):
-        training.resume(str(run.path), ["learner.learning_rate=9"])
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "_hosted", Mock(side_effect=RunError("the cluster is busy: GPU")))
+        with pytest.raises(RunError, match="the cluster is busy"):
+            training.resume(str(run.path), ["learner.learning_rate=9"])
     assert contents(run) == before
 
     text = run.config_path.read_text()
@@ -330,13 +305,10 @@ def test_a_refused_resume_changes_nothing_and_a_granted_one_keeps_the_earlier_va
         training.resume(str(run.path), [])
     run.config_path.write_text(text)
 
-    trained: list[float] = []
     shutil.rmtree(run.rollouts)
-    monkeypatch.setattr(training, "_hosted", free)
-    monkeypatch.setattr(training, "_run_to_the_end", lambda c, *_: trained.append(c.learner.learning_rate))
     for overrides in ([], ["learner.learning_rate=0.5"], []):
         training.resume(str(run.path), overrides)
-    assert trained == [1e-5, 0.5, 0.5]
+    assert [config.learner.learning_rate for config, _ in started] == [1e-5, 0.5, 0.5]
     assert run.rollouts.is_dir()  # or no later checkpoint could be written
     unchecked, event = read_metrics(run.events_path)
     assert (unchecked["kind"], unchecked["step"]) == ("inputs_unchecked", 0)
@@ -346,29 +318,23 @@ def test_a_refused_resume_changes_nothing_and_a_granted_one_keeps_the_earlier_va
     assert not run.state_path.exists()
 
 
-def test_a_ledger_of_other_questions_is_refused_before_anything_changes(
-    run: RunDirectory, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run.create(make())
+@pytest.mark.usefixtures("started")
+def test_a_ledger_of_other_questions_is_refused_and_changes_nothing(run: RunDirectory, config: Config) -> None:
+    run.create(config)
     run.metrics_path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     ledger = {"seed": 0, "num_examples": 24, "examples_sha256": "of others"}
     write_checkpoint(run, 2, 0, ledger)
     before = contents(run)
-
-    monkeypatch.setattr(training, "_hosted", free)
     with pytest.raises(RunError, match="prompt order has examples_sha256 of others"):
         training.resume(str(run.path), ["learner.learning_rate=9"])
     assert contents(run) == before
 
 
-def test_a_run_without_a_whole_checkpoint_keeps_its_records(
-    run: RunDirectory, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("started")
+def test_a_run_without_a_whole_checkpoint_keeps_its_records(run: RunDirectory, config: Config) -> None:
     """It would begin again. A run that is killed before its first checkpoint does."""
-    run.create(changed(make(), checkpoint={"every_num_steps": 2}))
+    run.create(changed(config, checkpoint={"every_num_steps": 2}))
     run.metrics_path.write_text('{"step": 1}\n{"step": 2}\n')
-    monkeypatch.setattr(training, "_hosted", free)
-    monkeypatch.setattr(training, "_run_to_the_end", Silent())
     training.resume(str(run.path), [])
     run.metrics_path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     unfinished = run.checkpoint_path(2).with_name("unfinished-step-000002-0123abcd")
@@ -378,42 +344,34 @@ def test_a_run_without_a_whole_checkpoint_keeps_its_records(
     run.metrics_path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     before = contents(run)
     with pytest.raises(RunError, match=r"has no whole checkpoint, .* the records of its 3 steps; put one back"):
-        training.resume(
-            str(run.path), ["checkpoint.every_num_steps=9"]
-        )  # as if the checkpoint were not due yet
+        # As if the checkpoint were not due yet.
+        training.resume(str(run.path), ["checkpoint.every_num_steps=9"])
     assert contents(run) == before
 
 
 def test_a_resumed_run_that_loses_its_last_checkpoint_begins_again_with_its_first_prompts(
-    run: RunDirectory, make: Make, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, config: Config, started: Started
 ) -> None:
     """The prompts that a restore without a checkpoint falls back to are the run's first ones."""
-    run.create(make())
-    streams: list[PromptStream] = []
-
-    monkeypatch.setattr(training, "_hosted", free)
-    monkeypatch.setattr(training, "_run_to_the_end", lambda _, prepared, *__: streams.append(prepared.prompts))
+    run.create(config)
     training.resume(str(run.path), [])
-    book = GroupBook(make(), streams[0])
-    first = streams[0].state_dict()
+    book, first = GroupBook(config, started[0][1].prompts), started[0][1].prompts.state_dict()
     book.admit(8)
     write_checkpoint(run, 2, 0, book.state_dict())
     run.metrics_path.write_text('{"step": 1}\n{"step": 2}\n')
     training.resume(str(run.path), [])
-    streams[1].load_state_dict(None)
-    assert streams[1].state_dict() == first
-
-
-# ---- two starts at once ----
+    prompts = started[1][1].prompts
+    prompts.load_state_dict(None)
+    assert prompts.state_dict() == first
 
 
 @pytest.mark.parametrize("moment", ["_check", "dump_config"])
 def test_of_two_trains_at_once_one_runs_and_the_folder_has_its_configuration(
-    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch, moment: str
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """A faster start, which trains with 0.5, begins and ends its own while a slower one is at `moment`."""
     fast, slow = (
-        changed(make(), run={"output_dir": str(tmp_path), "name": "run"}, learner={"learning_rate": rate})
+        changed(config, run={"output_dir": str(tmp_path), "name": "run"}, learner={"learning_rate": rate})
         for rate in (0.5, 0.25)
     )
     run, trained, kept = RunDirectory(tmp_path / "run"), [], []
@@ -443,7 +401,7 @@ def test_of_two_trains_at_once_one_runs_and_the_folder_has_its_configuration(
         return found if moment == "_check" else original(config, *others)
 
     monkeypatch.setattr(training, "_hosted", free)
-    monkeypatch.setattr(training, "_prepare", Silent())
+    monkeypatch.setattr(training, "_prepare", Mock())
     monkeypatch.setattr(training, "_run_to_the_end", to_the_end)
     monkeypatch.setattr(module, moment, delayed)
     try:
@@ -458,27 +416,13 @@ def test_of_two_trains_at_once_one_runs_and_the_folder_has_its_configuration(
     assert contents(run) == files
 
 
-class Silent:
-    def __call__(self, *_: Any) -> "Silent":
-        return self
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_: None
-
-
 def contents(run: RunDirectory) -> dict[str, bytes]:
     return {str(p): p.read_bytes() for p in run.path.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
-# ---- a read-only disk ----
-
-
 def test_a_restore_gives_up_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read_only(self: RunDirectory, step: int) -> None:
-        raise OSError(30, "Read-only file system")
-
     display, slept = Recorder(), list[float]()
-    monkeypatch.setattr(RunDirectory, "rewind", read_only)
+    monkeypatch.setattr(RunDirectory, "rewind", Mock(side_effect=OSError(30, "Read-only file system")))
     monkeypatch.setattr(restores, "RETRY_S", 60)
     clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
     monkeypatch.setattr(restores, "time", clock)

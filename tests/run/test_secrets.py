@@ -2,7 +2,6 @@
 
 import os
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -43,40 +42,35 @@ def with_reward(reward: Any, *overrides: str) -> Config:
     return make_config(f"task.reward={reward}", *overrides)
 
 
-# ---- the environment of a worker ----
+# It shows the entries of os.environ, of a child process, and of /proc/PID/environ, before and after.
+WORKER = """
+import os, subprocess, sys
+from grpo_ray.config.secrets import keep_only
 
+def show():
+    print("\\0".join(f"{k}={v}" for k, v in os.environ.items()), end="\\1", flush=True)
+    subprocess.run([sys.executable, "-c", 'print(open("/proc/self/environ").read(), end="\\1")'])
+    print(open("/proc/self/environ").read(), end="\\1", flush=True)
 
-def environment_after(code: str, **variables: str) -> tuple[list[str], list[str], list[str]]:
-    """Run code, and return the entries of os.environ, of a child process, and of /proc/PID/environ after it."""
-    script = f"""
-        import os, subprocess, sys
-        from grpo_ray.config.secrets import keep_only
-        {code}
-        print("\\0".join(f"{{k}}={{v}}" for k, v in os.environ.items()), end="\\1", flush=True)
-        subprocess.run([sys.executable, "-c", 'print(open("/proc/self/environ").read(), end="\\1")'])
-        print(open("/proc/self/environ").read())
-    """
-    started = {**os.environ, **variables}
-    output = output_of(sys.executable, "-c", textwrap.dedent(script), env=started)
-    own, child, initial = (text.split("\0") for text in output.split("\1"))
-    return own, child, initial
-
-
+show()
+os.environ["REMOTE"] = "https://git"
+keep_only({"TOOL_KEY": "given"})
+show()
+"""
 SECRETS = {
-    "RAY_AUTH_TOKEN": "0123456789",
-    "RAY_AUTH_TOKEN_PATH": "/somewhere/secret",
-    "HF_TOKEN": "a hub's",
-    "TOOL_KEY": "a tool's",
-    "HTTPS_PROXY": "http://me:word@proxy",
-    "REMOTE": "https://word@git.example",
-}
+    "RAY_AUTH_TOKEN": "0123456789", "RAY_AUTH_TOKEN_PATH": "/somewhere/secret", "HF_TOKEN": "a hub's",
+    "TOOL_KEY": "a tool's", "HTTPS_PROXY": "http://me:word@proxy", "REMOTE": "https://word@git.example",
+}  # fmt: skip
 
 
 @pytest.mark.slow
 def test_a_worker_keeps_the_listed_secrets_alone_and_what_is_no_secret_any_more() -> None:
     """The memory that the process was started with, which /proc shows, has not even the listed ones."""
-    code = "os.environ['REMOTE'] = 'https://git'; keep_only({'TOOL_KEY': 'given'})"
-    own, child, initial = environment_after(code, **SECRETS, PLAIN="text")
+    output = output_of(sys.executable, "-c", WORKER, env={**os.environ, **SECRETS, "PLAIN": "text"})
+    *before, own, child, initial, _ = (text.split("\0") for text in output.split("\1"))
+    assert len(before) == 3
+    for entries in before:
+        assert {f"{name}={value}" for name, value in SECRETS.items()} <= set(entries)
     for entries in (own, child):
         assert "PLAIN=text" in entries
         kept = {entry for entry in entries if entry.partition("=")[0] in SECRETS}
@@ -85,39 +79,29 @@ def test_a_worker_keeps_the_listed_secrets_alone_and_what_is_no_secret_any_more(
     assert not [value for value in SECRETS.values() if value in "\0".join(initial)]
 
 
-@pytest.mark.slow
-def test_a_process_that_is_left_alone_has_them_in_all_three_places() -> None:
-    for entries in environment_after("", **SECRETS):
-        assert {f"{name}={value}" for name, value in SECRETS.items()} <= set(entries)
-
-
-# ---- names in the configuration ----
-
-
 def test_a_term_may_stand_alone(module: str) -> None:
     alone = with_reward(f"{{reward: '{module}', secrets: [JUDGE_KEY]}}")
     listed = with_reward(f"[{{reward: '{module}', secrets: [JUDGE_KEY]}}]")
     assert alone.task == listed.task
     assert alone.secrets == ["JUDGE_KEY"]
+    # Those of episodes count only with episodes.
+    assert make_config("episodes.secrets=[TOOL_KEY]").secrets == []
+    assert load_config("configs/calculator.yaml", ["episodes.secrets=[TOOL_KEY]"]).secrets == ["TOOL_KEY"]
 
 
 @pytest.mark.parametrize(
     "field", ["episodes.secrets=[sk-1234]", "task.reward=[{reward: 'a:b', secrets: ['sk 1234']}]"]
 )
 def test_a_value_in_place_of_a_name_is_refused_and_not_repeated(field: str) -> None:
-    with pytest.raises(
-        ConfigError, match="the name of the secret's environment variable, never its value"
-    ) as error:
+    name = "the name of the secret's environment variable, never its value"
+    with pytest.raises(ConfigError, match=name) as error:
         make_config(field)
     assert "1234" not in str(error.value)
 
 
-def test_secrets_of_episodes_count_only_with_episodes() -> None:
-    assert make_config("episodes.secrets=[TOOL_KEY]").secrets == []
-    assert load_config("configs/calculator.yaml", ["episodes.secrets=[TOOL_KEY]"]).secrets == ["TOOL_KEY"]
-
-
-def test_a_secret_that_is_not_set_is_refused_by_name(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_that_is_not_set_is_refused_by_name_and_no_value_is_in_the_configuration(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = with_reward(f"{{reward: '{module}', secrets: [OTHER_KEY, JUDGE_KEY]}}")
     with pytest.raises(ValueError, match=r"^task\.reward: secrets: JUDGE_KEY is not set; export it"):
         check_files(config)
@@ -126,6 +110,12 @@ def test_a_secret_that_is_not_set_is_refused_by_name(module: str, monkeypatch: p
         check_reward(config.task.rewards[""])
     monkeypatch.setenv("JUDGE_KEY", "a key")
     check_reward(config.task.rewards[""])
+    dump_config(config, tmp_path / "config.yaml")
+    text = (tmp_path / "config.yaml").read_text()
+    assert "JUDGE_KEY" in text
+    assert "a key" not in text
+    with pytest.raises(ValueError, match=r"task\.reward: secrets: brevity is built in and reads none"):
+        check_reward(with_reward("[{reward: brevity, secrets: [JUDGE_KEY]}]").task.rewards[""])
 
     episodes = load_config("configs/calculator.yaml", ["episodes.secrets=[TOOL_KEY]"])
     with pytest.raises(ValueError, match=r"^episodes\.secrets: TOOL_KEY is not set"):
@@ -134,28 +124,9 @@ def test_a_secret_that_is_not_set_is_refused_by_name(module: str, monkeypatch: p
     check_episodes(episodes)
 
 
-def test_a_built_in_reward_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JUDGE_KEY", "a key")
-    with pytest.raises(ValueError, match=r"task\.reward: secrets: brevity is built in and reads none"):
-        check_reward(with_reward("[{reward: brevity, secrets: [JUDGE_KEY]}]").task.rewards[""])
-
-
-def test_no_value_is_in_the_configuration(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JUDGE_KEY", "a key")
-    dump_config(with_reward(f"{{reward: '{module}', secrets: [JUDGE_KEY]}}"), tmp_path / "config.yaml")
-    text = (tmp_path / "config.yaml").read_text()
-    assert "JUDGE_KEY" in text
-    assert "a key" not in text
-
-
-# ---- rewards ----
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [[], ["JUDGE_KEY"]], ids=str)
-def test_a_reward_sees_the_keys_that_its_term_lists_alone(
-    module: str, monkeypatch: pytest.MonkeyPatch, names: list[str]
-) -> None:
+def test_a_reward_sees_its_keys_alone(module: str, monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
     """A Scorer, on whatever machine, is given them by the driver. A module may read them as it is imported."""
     monkeypatch.setenv("JUDGE_KEY", "a key")
     config = with_reward(f"{{reward: '{module}', secrets: {names}}}", "scorer.num_workers=1")
