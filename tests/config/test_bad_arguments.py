@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import pytest
+from commands import Capture
 from run_process import output_of
 
 from examples.course import __main__ as course
@@ -75,9 +76,8 @@ def test_every_field_refuses_a_wrong_type(tmp_path: Path, path: str, annotation:
 
 
 def test_the_walk_finds_the_fields() -> None:
-    paths = {path for path, _ in LEAVES}
-    assert {"run.seed", "model.tiny.warmup.num_steps", "task.long_prompts", "task.num_digits"} <= paths
-    assert {"task.parts", "task.curriculum.min_weight", "task.operations"} <= paths
+    some = {"run.seed", "model.tiny.warmup.num_steps", "task.long_prompts", "task.num_digits", "task.parts"}
+    assert {*some, "task.curriculum.min_weight", "task.operations"} <= {path for path, _ in LEAVES}
 
 
 # ---- the command line ----
@@ -109,7 +109,7 @@ def test_the_walk_finds_the_fields() -> None:
         ("course playground sorting --compare clip", "invalid choice: 'clip'"),
     ],
 )
-def test_wrong_arguments(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments(arguments: str, message: str, capsys: Capture) -> None:
     words = arguments.split()
     with pytest.raises(SystemExit) as caught:
         course.run(words[1:]) if words[:1] == ["course"] else main(words)
@@ -117,7 +117,7 @@ def test_wrong_arguments(arguments: str, message: str, capsys: pytest.CaptureFix
     assert message in capsys.readouterr().err
 
 
-def test_a_subcommand_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_subcommand_that_is_missing(capsys: Capture) -> None:
     assert course.run(["data"]) == 2
     assert f"{course.PROGRAM}: name the dataset to make: keywords" in capsys.readouterr().err
     assert course.run(["playground"]) == 2

@@ -4,13 +4,13 @@ import json
 import pickle
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from builders import TinyModel, Touch, edit_json, trained_so
+from commands import Capture, printed, refused
 from local_runs import make_config, train
 from local_serving import serve_locally as serve_locally
 from report_runs import make_run
@@ -24,11 +24,9 @@ from grpo_ray.tools.cli import main
 from grpo_ray.tools.trust import BUNDLED, code_in
 
 REWARD = "evil_reward:grade"
-AUTO_MAP = {
-    "AutoTokenizer": ["evil.EvilTokenizer", None],
-    "AutoConfig": "evil.EvilConfig",
-    "AutoModelForCausalLM": "evil.EvilModel",
-}
+EVIL_ALGORITHM = {f: f"evil_loss:{f}" for f in ("loss", "off_policy_correction", "advantage")}
+AUTO_MAP = {f"Auto{kind}": f"evil.Evil{kind}" for kind in ("Config", "ModelForCausalLM")}
+AUTO_MAP |= {"AutoTokenizer": ["evil.EvilTokenizer", None]}
 
 
 def poison(model: Path, marker: Path) -> None:
@@ -38,7 +36,7 @@ def poison(model: Path, marker: Path) -> None:
         "from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM\n"
         "class EvilTokenizer(PreTrainedTokenizerFast): pass\n"
         "class EvilConfig(Qwen2Config): model_type = 'evil'\n"
-        "class EvilModel(Qwen2ForCausalLM): config_class = EvilConfig\n"
+        "class EvilModelForCausalLM(Qwen2ForCausalLM): config_class = EvilConfig\n"
     )
     edit_json(model / "config.json", auto_map=AUTO_MAP, model_type="evil")
     edit_json(model / "tokenizer_config.json", auto_map=AUTO_MAP, tokenizer_class="EvilTokenizer")
@@ -46,9 +44,10 @@ def poison(model: Path, marker: Path) -> None:
         (model / name).write_bytes(pickle.dumps(Touch(marker)))
 
 
-def rewrite(run: RunDirectory, change: Callable[[dict[str, Any]], Any]) -> None:
+def corrupt(run: RunDirectory, **sections: dict[str, Any]) -> None:
+    """Change fields of the run's configuration."""
     data = yaml.safe_load(run.config_path.read_text())
-    change(data)
+    data |= {name: data[name] | values for name, values in sections.items()}
     run.config_path.write_text(yaml.safe_dump(data))
 
 
@@ -74,18 +73,10 @@ def evil(honest: Path, tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyP
     for checkpoint in run.checkpoints.glob("step-*"):
         poison(checkpoint, marker)
         trained_so(checkpoint)
-
-    def change(data: dict[str, Any]) -> None:
-        data["model"]["trust_remote_code"] = True
-        data["task"]["reward"] = REWARD
-        data["algorithm"] |= {"loss": "evil_loss:loss", "off_policy_correction": "evil_loss:mask"}
-        data["algorithm"] |= {"advantage": "evil_loss:advantage"}
-
-    rewrite(run, change)
-    (run.path / "evil_loss.py").write_text(f"open({str(marker)!r}, 'w')\n")
-    (run.path / "evil_reward.py").write_text(
-        f"open({str(marker)!r}, 'w')\ndef grade(response, truth):\n    return 0.0\n"
-    )
+    corrupt(run, model={"trust_remote_code": True}, task={"reward": REWARD}, algorithm=EVIL_ALGORITHM)
+    touch = f"open({str(marker)!r}, 'w')\n"
+    (run.path / "evil_loss.py").write_text(touch)
+    (run.path / "evil_reward.py").write_text(f"{touch}def grade(response, truth):\n    return 0.0\n")
     monkeypatch.chdir(run.path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "evil_reward", raising=False)
@@ -100,9 +91,6 @@ def keep_to_transformers(run: RunDirectory) -> None:
         trained_so(path.parent)
 
 
-# ---- report ----
-
-
 def report(run: RunDirectory, *options: str) -> dict[str, Any]:
     assert main(["report", str(run.path), *options]) == 0
     data: dict[str, Any] = script_data((run.path / "report.html").read_text(encoding="utf-8"))["runs"][0]
@@ -110,9 +98,7 @@ def report(run: RunDirectory, *options: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_report_shows_an_evil_run_without_its_tokens_and_runs_the_models_code_on_request(
-    evil: RunDirectory, marker: Path
-) -> None:
+def test_report_of_an_evil_run_has_no_tokens_but_on_request(evil: RunDirectory, marker: Path) -> None:
     data = report(evil)
     assert not marker.exists()
     assert data["facts"]["steps"] == "4"
@@ -126,9 +112,7 @@ def test_report_shows_an_evil_run_without_its_tokens_and_runs_the_models_code_on
 
 
 @pytest.mark.slow
-def test_report_shows_all_where_transformers_knows_the_classes_and_unpickles_nothing(
-    evil: RunDirectory, marker: Path
-) -> None:
+def test_report_shows_all_of_known_classes_and_unpickles_nothing(evil: RunDirectory, marker: Path) -> None:
     keep_to_transformers(evil)
     assert report(evil, "--log-ratio", "last")["rollouts"][0]["ratios"]
     for weights in evil.checkpoints.glob("step-*/model.safetensors"):
@@ -138,46 +122,32 @@ def test_report_shows_all_where_transformers_knows_the_classes_and_unpickles_not
     assert not marker.exists()
 
 
-def test_yaml_makes_no_object(evil: RunDirectory, marker: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_loads_nothing_and_yaml_makes_no_object(evil: RunDirectory, marker: Path, capsys: Capture) -> None:
+    assert "reward" in printed(capsys, "top", evil.path, "--once")
     evil.config_path.write_text(f"run: !!python/object/apply:os.system ['touch {marker}']\n")
     for command in ("report", "audit", "evaluate"):
-        assert main([command, str(evil.path)]) == 2
-        assert "not valid YAML" in capsys.readouterr().err
+        assert "not valid YAML" in refused(capsys, command, evil.path)
     assert not marker.exists()
-
-
-# ---- audit ----
 
 
 @pytest.mark.slow
-def test_audit_checks_all_but_rewards_that_are_code_and_runs_them_on_request(
-    evil: RunDirectory, marker: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["audit", str(evil.path)]) == 0
+def test_audit_runs_rewards_that_are_code_on_request(evil: RunDirectory, marker: Path, capsys: Capture) -> None:
+    shown = printed(capsys, "audit", evil.path)
     assert not marker.exists()
-    printed = capsys.readouterr().out
-    assert "4 steps, 16 groups" in printed
-    assert "no problem" in printed
-    assert "note: the run's model.trust_remote_code is ignored" in printed
-    assert f"note: rewards are not checked, because {REWARD} is code" in printed
+    assert "4 steps, 16 groups" in shown
+    assert "no problem" in shown
+    assert "note: the run's model.trust_remote_code is ignored" in shown
+    assert f"note: rewards are not checked, because {REWARD} is code" in shown
+    corrupt(evil, task={"reward": "brevity"})  # which is built in, and not what the run had
+    assert "it earns" in printed(capsys, "audit", evil.path, status=1)
+    assert not marker.exists()
+    corrupt(evil, task={"reward": REWARD})
     main(["audit", str(evil.path), "--run-reward-code"])
     assert marker.exists()
 
 
-def test_audit_still_finds_a_wrong_builtin_reward_beside_code(
-    evil: RunDirectory, marker: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def change(data: dict[str, Any]) -> None:
-        data["task"]["reward"] = "brevity"  # not the reward that the run had
-
-    rewrite(evil, change)
-    assert main(["audit", str(evil.path)]) == 1
-    assert "it earns" in capsys.readouterr().out
-    assert not marker.exists()
-
-
 def test_audit_reads_a_chat_template_without_the_models_code(
-    tmp_path: Path, marker: Path, tiny_model: TinyModel, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, marker: Path, tiny_model: TinyModel, capsys: Capture
 ) -> None:
     model = Path(shutil.copytree(tiny_model(), tmp_path / "model"))
     poison(model, marker)
@@ -196,28 +166,19 @@ def test_audit_reads_a_chat_template_without_the_models_code(
     assert marker.exists()
 
 
-# ---- evaluate ----
-
-
 def evaluate(run: Path, output: Path, *options: str) -> int:
     overrides = "generator.engine=torch", "recovery.restart_backoff_s=0.01"
     return main(["evaluate", str(run), *overrides, "--limit", "1", "--output", str(output), *options])
 
 
-def test_evaluate_refuses_a_reward_that_is_code(
-    evil: RunDirectory, marker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.slow
+def test_evaluate_refuses_a_reward_that_is_code_and_samples_an_evil_run_with_another_one(
+    evil: RunDirectory, marker: Path, tmp_path: Path, serve_locally: Any, capsys: Capture
 ) -> None:
     for target in ("", "config.yaml", "checkpoints/step-000004"):
         assert evaluate(evil.path / target, tmp_path / "e") == 2
         assert f"{REWARD} is code that the run's configuration names" in capsys.readouterr().err
-    assert not marker.exists()
     assert not (tmp_path / "e").exists()
-
-
-@pytest.mark.slow
-def test_evaluate_samples_an_evil_run_with_another_reward(
-    evil: RunDirectory, marker: Path, tmp_path: Path, serve_locally: Any, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
     serve_locally()
     assert evaluate(evil.path, tmp_path / "e", "--reward", "exact_match") == 2
     assert "model.path: " in capsys.readouterr().err  # its classes exist only as code
@@ -231,8 +192,8 @@ def test_evaluate_samples_an_evil_run_with_another_reward(
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [["--run-reward-code"], ["--reward", REWARD], [f"task.reward={REWARD}"]])
 def test_evaluate_runs_a_reward_that_the_command_line_allows(
-    evil: RunDirectory, marker: Path, tmp_path: Path, serve_locally: Any, how: list[str],
-) -> None:  # fmt: skip
+    evil: RunDirectory, marker: Path, tmp_path: Path, serve_locally: Any, how: list[str]
+) -> None:
     serve_locally()
     keep_to_transformers(evil)
     assert evaluate(evil.path, tmp_path / "e", *how) == 0
@@ -262,18 +223,13 @@ def test_a_configuration_of_the_users_own_is_believed_as_by_train(
 
 OURS = "grpo_ray.cluster.reaper:_main"  # called with a folder's seed, it kills the process of that pid
 GAME, SORTING = "configs/guess-number.yaml", "configs/quickstart.yaml"
-FIELDS = {
-    "task.episode": GAME,
-    "task.examples": GAME,
-    "task.warmup": GAME,
-    "task.reward": SORTING,
-    "generator.engine": SORTING,
-}
+FIELDS = {f"task.{name}": GAME for name in ("episode", "examples", "warmup")}
+FIELDS |= {"task.reward": SORTING, "generator.engine": SORTING}
 
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_audit_and_evaluate_call_no_other_function_of_this_package(
-    field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(reaper, "_main", lambda *args: calls.append(args))
@@ -281,12 +237,11 @@ def test_audit_and_evaluate_call_no_other_function_of_this_package(
     main(["audit", str(run.path)])
     noted = f"{OURS} is code" in capsys.readouterr().out
     assert noted is (field in ("task.examples", "task.reward"))  # it needs none of the others
-    command = ["evaluate", str(run.path), "--checkpoint", "initial", "--output", str(tmp_path / "e")]
-    assert main(command) == 2
-    assert f"{field}: {OURS} is code that the run's configuration names" in capsys.readouterr().err
+    command = ["evaluate", run.path, "--checkpoint", "initial", "--output", tmp_path / "e"]
+    assert f"{field}: {OURS} is code that the run's configuration names" in refused(capsys, *command)
     if field == "task.warmup":  # a tiny model's initial weights are built from the run's own task
-        assert main([*command, "--task", "sorting", "--reward", "exact_match"]) == 2
-        assert f"task.warmup: {OURS} is code" in capsys.readouterr().err
+        message = refused(capsys, *command, "--task", "sorting", "--reward", "exact_match")
+        assert f"task.warmup: {OURS} is code" in message
     assert calls == []
 
 
@@ -296,12 +251,3 @@ def test_the_bundled_functions_exist_and_are_all_that_our_configurations_name() 
             assert callable(import_function(name, field))
     for path in Path("configs").rglob("*.yaml"):
         assert code_in(load_config(path)) == [], path
-
-
-# ---- top ----
-
-
-def test_top_loads_nothing(evil: RunDirectory, marker: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["top", str(evil.path), "--once"]) == 0
-    assert "reward" in capsys.readouterr().out
-    assert not marker.exists()
