@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -94,9 +95,7 @@ def test_a_sync_splits_a_response_and_keeps_its_tokens() -> None:
     main, versions = partial(sampled_beside_sync, sample_at=0.0, sync_at=1.5), [5, 5, 5, 6, 6]
     assert run(given(5), main) == (5 * 1.5 + 1.5 + 7 + 3 * 0.5, versions)
     assert run(given(5), main, recompute_kv=False) == (5 * 1.5 + 1.5 + 7, versions)
-
-
-def test_a_response_that_begins_as_a_sync_pauses_is_all_of_the_new_version() -> None:
+    # A response that begins as a sync pauses is all of the new version.
     main = partial(sampled_beside_sync, sample_at=4.0, sync_at=1.0)
     assert run(given(3), main)[1] == [6, 6, 6]
 
@@ -147,9 +146,6 @@ def test_lengths_of_distributions() -> None:
     assert set(recorded(np.array([3, 8]))(rng, 100)) == {3, 8}
 
 
-# ---- the clock ----
-
-
 def test_the_clock_jumps_from_timer_to_timer_and_goes_on_with_the_next_loop() -> None:
     clock, seen = VirtualClock(), []
 
@@ -166,22 +162,15 @@ def test_the_clock_jumps_from_timer_to_timer_and_goes_on_with_the_next_loop() ->
     assert clock.now == 86400.0 * 3 + 1
 
 
-def test_a_deadlock_is_an_error() -> None:
+def test_a_deadlock_is_an_error_and_one_in_a_thread_reaches_its_caller() -> None:
     async def main() -> None:
+        with pytest.raises(OSError, match="full"):
+            await asyncio.to_thread(Mock(side_effect=OSError("full")))
         await asyncio.sleep(4.0)
         await asyncio.Event().wait()
 
     with pytest.raises(Deadlock, match=r"after 4.0 virtual seconds"):
         VirtualClock().run(main())
-
-
-@pytest.mark.virtual_time
-async def test_an_error_in_a_thread_reaches_its_caller() -> None:
-    def fail() -> None:
-        raise OSError("full")
-
-    with pytest.raises(OSError, match="full"):
-        await asyncio.to_thread(fail)
 
 
 @pytest.fixture(autouse=True)

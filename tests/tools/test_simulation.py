@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import check_names, make_completion, make_group, make_item
+from commands import Capture, printed, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_run import QUICKSTART
@@ -19,24 +20,16 @@ from grpo_ray.config.loading import load_config
 from grpo_ray.records.json_lines import read_lines
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.audit.audit import audit
-from grpo_ray.tools.cli import main
 from grpo_ray.tools.simulation.simulate import Simulated, lines_of, simulate
 from grpo_ray.tools.simulation.speeds import Speeds, lognormal, read_lengths, read_speeds
 from grpo_ray.tools.simulation.workers import Account, Faults
 
 SMALL = [
-    "generator.num_generators=3",
-    "sampling.max_tokens=200",
-    "algorithm.num_steps=6",
-    "algorithm.prompts_per_step=4",
-    "algorithm.samples_per_prompt=2",
-    "evaluation.every_num_steps=1000",
-    "checkpoint.every_num_steps=2",
-    "weight_sync.in_flight=true",
-    "recovery.max_restarts=10000",
-    "recovery.max_restores=10000",
-    "recovery.restart_backoff_s=0.5",
-]
+    "generator.num_generators=3", "sampling.max_tokens=200", "weight_sync.in_flight=true",
+    "algorithm.num_steps=6", "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2",
+    "evaluation.every_num_steps=1000", "checkpoint.every_num_steps=2",
+    "recovery.max_restarts=10000", "recovery.max_restores=10000", "recovery.restart_backoff_s=0.5",
+]  # fmt: skip
 FAST = Speeds(start_s=1.0, stage_s=0.2, load_s=0.1, train_s=0.5, snapshot_s=0.1)
 
 
@@ -55,10 +48,8 @@ def test_a_run_repeats_to_the_byte_with_its_faults(tmp_path: Path) -> None:
     traces: dict[str, list[str]] = {"one": [], "other": [], "seeded": []}
     for name, seed in (("one", 3), ("other", 3), ("seeded", 4)):
         # The same folder's name: the timeline has it.
-        simulated(
-            tmp_path / name / "run", f"run.seed={seed}", "algorithm.num_steps=10",
-            speeds=FAULTS, trace=traces[name].append,
-        )  # fmt: skip
+        folder, changes = tmp_path / name / "run", (f"run.seed={seed}", "algorithm.num_steps=10")
+        simulated(folder, *changes, speeds=FAULTS, trace=traces[name].append)
     assert traces["one"] == traces["other"]
     assert traces["one"] != traces["seeded"]
     for file in ("metrics.jsonl", "events.jsonl", "timeline.json"):
@@ -101,13 +92,10 @@ SCHEDULES = {
 @pytest.mark.parametrize("name", SCHEDULES)
 @settings(max_examples=2)
 @given(
-    seed=st.integers(0, 10**6),
-    num_generators=st.integers(1, 5),
-    mean=st.sampled_from([2.0, 20.0, 150.0]),
-    train_s=st.sampled_from([0.001, 0.3, 5.0]),
-    stage_s=st.sampled_from([0.0, 2.0]),
+    seed=st.integers(0, 10**6), num_generators=st.integers(1, 5), mean=st.sampled_from([2.0, 20.0, 150.0]),
+    train_s=st.sampled_from([0.001, 0.3, 5.0]), stage_s=st.sampled_from([0.0, 2.0]),
     life_s=st.sampled_from([None, 8.0]),
-)
+)  # fmt: skip
 def test_no_schedule_trains_an_old_token_or_loses_a_prompt(
     name: str, seed: int, num_generators: int, mean: float, train_s: float, stage_s: float, life_s: float | None
 ) -> None:
@@ -137,27 +125,19 @@ AGES = {
     "drop": [*OVERSAMPLED, "episodes.over_age=drop"],
 }
 EPISODES = [
-    "episodes.num_workers=2",
-    "episodes.max_concurrent=4",
-    "episodes.max_tokens=700",
-    "episodes.max_turns=4",
-    "sampling.max_tokens=100",
-    "scorer.num_workers=8",
-    "recovery.max_group_retries=1000",
-    "recovery.max_group_losses=1000",
-    "recovery.max_restarts=100000",
-]
+    "episodes.num_workers=2", "episodes.max_concurrent=4", "episodes.max_tokens=700", "episodes.max_turns=4",
+    "sampling.max_tokens=100", "scorer.num_workers=8",
+    "recovery.max_group_retries=1000", "recovery.max_group_losses=1000", "recovery.max_restarts=100000",
+]  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", AGES)
 @settings(max_examples=2)
 @given(
-    seed=st.integers(0, 10**6),
-    environment_s=st.sampled_from([0.0, 3.0]),
-    train_s=st.sampled_from([0.001, 5.0]),
-    life_s=st.sampled_from([None, 60.0]),
-)
+    seed=st.integers(0, 10**6), environment_s=st.sampled_from([0.0, 3.0]),
+    train_s=st.sampled_from([0.001, 5.0]), life_s=st.sampled_from([None, 60.0]),
+)  # fmt: skip
 def test_no_schedule_of_episodes_trains_an_old_token_or_loses_a_prompt(
     name: str, seed: int, environment_s: float, train_s: float, life_s: float | None
 ) -> None:
@@ -222,16 +202,12 @@ def test_old_tokens_are_counted_and_a_restored_run_forgets_later_steps() -> None
     assert account.lag_shares() == {0: 1.0}
 
 
-# ---- the command ----
-
-
 @pytest.mark.slow
-def test_the_command_prints_what_happened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_what_happened(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "speeds.json").write_text('{"decode_s": 0.5, "train_s": 0.01, "train_token_s": 0}')
     arguments = ["simulate", QUICKSTART, *SMALL, "--generators", "20", "--steps", "5", "--seed", "3"]
-    files = ["--speeds", str(tmp_path / "speeds.json"), "--trace", str(tmp_path / "trace")]
-    assert main([*arguments, "--length-mean", "40", *files, "--out", str(tmp_path / "run")]) == 0
-    shown = capsys.readouterr().out
+    files = ["--speeds", tmp_path / "speeds.json", "--trace", tmp_path / "trace"]
+    shown = printed(capsys, *arguments, "--length-mean", "40", *files, "--out", tmp_path / "run")
     assert shown.startswith("20 Generators, 5 steps of 4 groups of 2, max_lag 1\n")
     assert "faults          0 groups too old, 0 prompts lost, 0 repeated" in shown
     assert "Learner waits" in shown  # decoding is slow here
@@ -239,11 +215,11 @@ def test_the_command_prints_what_happened(tmp_path: Path, capsys: pytest.Capture
     assert {"time/generators/generate_s", "time/slowest-generator/generate_s"} <= row.keys()
     assert not any(name.startswith("time/generator-") for name in row)
     assert " generator-19 switch\n" in (tmp_path / "trace").read_text()
-    assert main([*arguments, "--out", str(tmp_path / "run")]) == 2
-    assert "run: it exists already; give a new folder" in capsys.readouterr().err
+    exists = "run: it exists already; give a new folder"
+    assert exists in refused(capsys, *arguments, "--out", tmp_path / "run")
     (tmp_path / "speeds.json").write_text('{"learner_life_s": 1}')
-    assert main([*arguments[:-6], *files, "recovery.max_restores=1"]) == 2
-    assert re.search(r"learner died: .*\nGive --out DIR to keep the run's records\n$", capsys.readouterr().err)
+    message = refused(capsys, *arguments[:-6], *files, "recovery.max_restores=1")
+    assert re.search(r"learner died: .*\nGive --out DIR to keep the run's records\n$", message)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -255,7 +231,7 @@ def test_a_run_that_was_restored_has_a_summary(tmp_path: Path, seed: int) -> Non
     assert low <= mean <= longest
 
 
-def test_recorded_lengths_are_those_of_the_runs_responses(tmp_path: Path) -> None:
+def test_recorded_lengths_are_those_of_the_runs_responses_and_wrong_files_are_refused(tmp_path: Path) -> None:
     simulated(tmp_path / "run", "run.save_rollouts=true")
     lengths = read_lengths(str(tmp_path / "run"))
     assert len(lengths) == 6 * 4 * 2
@@ -265,9 +241,6 @@ def test_recorded_lengths_are_those_of_the_runs_responses(tmp_path: Path) -> Non
     RunDirectory(tmp_path / "run").rollouts_path(6).write_bytes(b"")
     with pytest.raises(ValueError, match=r"step-000006\.parquet: not readable as Parquet .*; remove it to"):
         read_lengths(str(tmp_path / "run"))
-
-
-def test_a_speed_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     (tmp_path / "speeds.json").write_text('{"decode_s": 0.5, "brake_s": 1}')
     with pytest.raises(ValueError, match=r"speeds\.json: brake_s: Extra inputs are not permitted$"):
         read_speeds(str(tmp_path / "speeds.json"))
