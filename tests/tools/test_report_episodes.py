@@ -41,9 +41,7 @@ def test_branches_are_found_in_the_tokens(tmp_path: Path) -> None:
     assert [second[name] for name in ("start", "end", "num_prompt_tokens")] == [6, 7, 1]
     assert shown["turns"] == [[0, 0], [-1, 2], [1, 4], [2, 6]]
     assert (shown["status"], shown["reward"], shown["num_tokens"]) == ("finished", 1.0, 7)
-
-
-def test_a_turn_shared_in_part_does_not_count(tmp_path: Path) -> None:
+    # A turn that is shared in part does not count.
     segments = Segments()
     play(segments, [1], [2, 3, 4])
     play(segments, [1, 2, 9], [5])  # without the end of the reply
@@ -121,9 +119,8 @@ def page(tmp_path_factory: pytest.TempPathFactory, tiny_model: TinyModel) -> Pat
         episodes[2] = make_episode(segments, 0.5, status="truncated_turns", error="1 turn", turn_rewards=[0.5])
         return make_episode_group(step, episodes, discount=0.9)
 
-    run = make_run(
-        tmp_path_factory.mktemp("runs") / "run", NEAR_DEFAULT, 2, [[group(step)] for step in range(2)]
-    )
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    run = make_run(folder, NEAR_DEFAULT, 2, [[group(step)] for step in range(2)])
     add_checkpoint(run, 2, model)
     return report(ReportOptions((str(run.path),)))
 
@@ -154,9 +151,8 @@ def test_turns_calls_and_branches_are_shown(opened: Browser, page: Path) -> None
     assert any('calls calculator(expression: "' in name for name in names)
     assert all("advantage" in name for name in names if name.startswith("turn"))
     assert opened.texts(".sequence h5", kind="innerText")[0] == "Conversation"
-    assert opened.texts(".sequence.branch h5", kind="innerText")[0].startswith(
-        "Branch 1: leaves the conversation after turn 0 ("
-    )
+    (branch, *_) = opened.texts(".sequence.branch h5", kind="innerText")
+    assert branch.startswith("Branch 1: leaves the conversation after turn 0 (")
     assert "finished" in opened.texts(".episode-facts", kind="innerText")[0]
 
 
@@ -176,7 +172,7 @@ def test_tool_calls_are_found_in_linear_time(opened: Browser) -> None:
 
 
 @pages
-def test_context_has_no_colour(opened: Browser) -> None:
+def test_context_has_no_colour_and_arrow_keys_walk_through_the_whole_episode(opened: Browser) -> None:
     colored = "getComputedStyle(mark).backgroundColor !== 'rgba(0, 0, 0, 0)'"
     for coloring in ("ratio", "logprob", "advantage"):
         choose(opened, "Colour tokens by", coloring)
@@ -187,10 +183,6 @@ def test_context_has_no_colour(opened: Browser) -> None:
         assert num_colored[0] == 0
         assert num_colored[1] > 10
     assert opened.errors() == []
-
-
-@pages
-def test_arrow_keys_walk_through_the_whole_episode(opened: Browser) -> None:
     opened.run("document.querySelector('.episode').focus()")
     opened.press("End")
     (last,) = opened.texts(".episode + .readout", kind="innerText")
@@ -219,11 +211,11 @@ def test_ends_are_outcomes_to_choose_from(opened: Browser) -> None:
 
 
 @pages
-@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_nothing_is_wider_than_the_screen(opened: Browser, size: tuple[int, int]) -> None:
-    opened.look(size)
-    opened.settle()
-    assert opened.run("document.documentElement.scrollWidth") <= size[0]
+def test_nothing_is_wider_than_the_screen(opened: Browser) -> None:
+    for size in (DESKTOP, PHONE):
+        opened.look(size)
+        opened.settle()
+        assert opened.run("document.documentElement.scrollWidth") <= size[0]
 
 
 @pages

@@ -13,13 +13,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from unittest.mock import Mock
 
 import local_runs
 import psutil
 import pytest
 import yaml
 from builders import write_rows
+from commands import Capture, printed, refused
 from local_runs import Recorder
 from rich.console import Console
 from run_process import until
@@ -31,11 +33,8 @@ from grpo_ray.core.controller import Controller
 from grpo_ray.errors import RunError
 from grpo_ray.records.json_lines import read_last_lines
 from grpo_ray.records.run_files import RunDirectory, read_metrics
-from grpo_ray.tools.cli import main
 from grpo_ray.tools.top.bottleneck import (
     Problems,
-    RankFigures,
-    Shares,
     bottleneck,
     learner_figures,
     rank_figures,
@@ -49,6 +48,7 @@ from grpo_ray.watch import run_state
 from grpo_ray.watch.run_state import ActorState, Ending, LiveStatus, RunState, read_state, reported
 
 NOW = 1_700_000_000.0
+Found = TypeVar("Found")
 
 
 def make_state(**changes: Any) -> RunState:
@@ -92,6 +92,11 @@ def step(
         "time/scorer/score_s": scores, "time/scorer/wait_for_groups_s": 2 - scores,
     }  # fmt: skip
     return row | {name.replace("__", "/"): value for name, value in changes.items()}
+
+
+def given(found: Found | None) -> Found:
+    assert found is not None
+    return found
 
 
 def drawn(view: RunView, width: int = 80) -> str:
@@ -141,9 +146,7 @@ def test_a_run_writes_its_phase_and_its_ending(tmp_path: Path) -> None:
         assert reporter.state().phase == "stopping after this step"
         reporter.follow(lambda: live_status)
         assert state.began <= state.time <= time.time()
-    ended = read_state(run)
-    assert ended is not None
-    assert ended.ending == Ending(kind="finished")
+    assert given(read_state(run)).ending == Ending(kind="finished")
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
 
 
@@ -159,9 +162,7 @@ def test_last_words(error: BaseException, ending: Ending, tmp_path: Path) -> Non
     run = RunDirectory(tmp_path)
     with pytest.raises(type(error)), reported(run, 8, Recorder()):
         raise error
-    state = read_state(run)
-    assert state is not None
-    assert state.ending == ending
+    assert given(read_state(run)).ending == ending
 
 
 @pytest.mark.usefixtures("quick")
@@ -206,8 +207,7 @@ def test_a_real_run_is_followed_and_its_last_step_drawn(tmp_path: Path) -> None:
                 await asyncio.sleep(0.002)
 
     local_runs.train(config, run.path, watch)
-    last = read_state(run)
-    assert last is not None
+    last = given(read_state(run))
     assert last.now.step == 6
     names = {"generator-0", "scorer", "learner", "buffer", "weight_sync"}
     assert {actor.name for actor in last.now.actors} == names
@@ -225,9 +225,6 @@ def test_a_real_run_is_followed_and_its_last_step_drawn(tmp_path: Path) -> None:
     (row,) = [line.split() for line in text.splitlines() if line.strip().startswith("6 ")]
     assert len(row) == 15
     assert row[1] == f"{read_metrics(run.metrics_path)[-1]['reward/mean']:.3f}"
-
-
-# ---- reading ----
 
 
 def test_the_tail_of_a_long_file(tmp_path: Path) -> None:
@@ -253,7 +250,7 @@ def test_a_driver_that_writes_nothing() -> None:
     assert silence_of(make_state(ending=Ending(kind="finished")), NOW + 9999) is None
 
 
-def test_a_process_is_the_driver_by_pid_and_start_time() -> None:
+def test_a_process_is_the_driver_by_pid_and_start_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_alive(make_state())
     child = os.fork()
     if not child:
@@ -264,39 +261,12 @@ def test_a_process_is_the_driver_by_pid_and_start_time() -> None:
     assert not is_alive(make_state(pid=child, process_started=started))
     os.waitpid(child, 0)
     assert not is_alive(make_state(pid=child, process_started=started))
-
-
-def test_a_process_that_may_not_be_inspected_counts_as_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    def denied(pid: int) -> None:
-        raise psutil.AccessDenied(pid)
-
     state = make_state(process_started=1.0)
-    monkeypatch.setattr(psutil, "Process", denied)
-    assert is_alive(state)
-
-
-def test_a_folder_without_a_run_or_with_damage_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="not a run to watch"):
-        read_view(RunDirectory(tmp_path))
-    run = make_run(tmp_path / "run", make_state(), [step(1)])
-    run.state_path.write_text("{")
-    with pytest.raises(RunError, match=r"state\.json is not a valid run state"):
-        read_view(run)
+    monkeypatch.setattr(psutil, "Process", Mock(side_effect=psutil.AccessDenied(1)))
+    assert is_alive(state)  # it may not be inspected
 
 
 # ---- the bottleneck ----
-
-
-def shares_of(rows: list[dict[str, Any]]) -> Shares:
-    shares = time_shares(rows)
-    assert shares is not None
-    return shares
-
-
-def figures_of(rows: list[dict[str, Any]]) -> RankFigures:
-    figures = rank_figures(rows)
-    assert figures is not None
-    return figures
 
 
 SYNCS = {f"timing__weight_sync__{phase}_s": 0.5 for phase in ("stage", "load")}
@@ -334,10 +304,7 @@ LOOKS_UP = {"time/teacher-0/look_up_s": 1.8, "time/teacher-0/wait_for_groups_s":
             [step(2, waits=0.1, trains=1.8, samples=1.0)],
             "Learner trains 90% of the time and Generators sample 50%: the Learner is the bottleneck",
         ),
-        (
-            [step(2, waits=0.1, trains=1.8)],
-            "Both are busy: the Learner 90% of the time, the Generators 95%.",
-        ),
+        ([step(2, waits=0.1, trains=1.8)], "Both are busy: the Learner 90% of the time, the Generators 95%."),
         (  # 2 + 2 seconds of steps; 1.8 of validation are 45%
             [step(2, time__driver__train_s=2.0),
              step(3, time__driver__evaluate_s=1.8, time__driver__train_s=0.2)],
@@ -364,18 +331,22 @@ def test_shares_are_of_the_time_of_all_steps_and_of_all_actors_of_a_kind() -> No
         "time__generator-0__generate_s": 3.0, "time__generator-0__wait_for_prompts_s": 0.0,
         "time__generator-1__generate_s": 0.0, "time__generator-1__wait_for_prompts_s": 3.0,
     }  # fmt: skip
-    shares = shares_of([step(2, **long), step(3, waits=1.5, trains=0.5, samples=1.0)])
+    shares = given(time_shares([step(2, **long), step(3, waits=1.5, trains=0.5, samples=1.0)]))
     assert shares.learner_waits == pytest.approx((0.5 + 1.5) / 5)
     assert shares.learner_trains == pytest.approx((2.5 + 0.5) / 5)
     assert shares.generators_sample == pytest.approx((3.0 + 0.0 + 1.0) / 8)
     assert shares.evaluates == pytest.approx(1 / 5)
-
-
-def test_a_learner_of_several_ranks_is_their_mean() -> None:
-    rows = [rank_step(2, waits=(0.5, 0.1)), rank_step(3, waits=(0.7, 0.3))]
-    shares = shares_of(rows)
+    # A Learner of several ranks is their mean.
+    shares = given(time_shares([rank_step(2, waits=(0.5, 0.1)), rank_step(3, waits=(0.7, 0.3))]))
     assert shares.learner_waits == pytest.approx((0.5 + 0.1 + 0.7 + 0.3) / 8)
     assert shares.learner_trains == pytest.approx(1 - shares.learner_waits)
+    # One more Generator saves its part of the sampling, but no more than the Learner waits.
+    two = {"time__generator-1__generate_s": 1.9, "time__generator-1__wait_for_prompts_s": 0.1}
+    shares = given(time_shares([step(2, **two)]))
+    assert shares.num_generators == 2
+    assert shares.saved_by_a_generator == pytest.approx(0.95 / 3)  # three sample in 2/3 of the time of two
+    waits_less = given(time_shares([step(2, waits=0.5)]))  # a step takes the other 1.5 of its 2 s anyway
+    assert waits_less.saved_by_a_generator == 0.25
 
 
 # ---- ranks ----
@@ -401,17 +372,15 @@ def test_ranks_by_hand() -> None:
         rank_step(3, (0.2,) * 3, collectives=(0.1, 0.3, 0.7), slowest=0, imbalance=1.3),
         rank_step(4, (0.2,) * 3, collectives=(0.6, 0.2, 0.2), slowest=1, imbalance=1.2),
     ]
-    figures = figures_of(rows)
+    figures = given(rank_figures(rows))
     assert figures.collectives == pytest.approx({"learner-0": 0.2, "learner-1": 0.1, "learner-2": 0.2})
     assert ranks_line(figures) == (
         "Ranks: slowest learner-1 (2 of 3 steps), with 10% of the time in collectives, the others 20%; "
         "imbalance 1.20"
     )
-
-
-def test_only_steps_with_the_newest_steps_ranks_count() -> None:
+    # Only steps with the newest step's ranks count.
     four = rank_step(2, (0.2,) * 4, collectives=(1.0, 1.0, 1.0, 0.0), slowest=3)
-    figures = figures_of([four, rank_step(3)])  # the run was resumed with two
+    figures = given(rank_figures([four, rank_step(3)]))  # the run was resumed with two
     assert (figures.slowest, figures.num_steps) == ("learner-1", 1)
     assert figures.collectives == pytest.approx({"learner-0": 0.2, "learner-1": 0.05})
 
@@ -423,13 +392,13 @@ def test_only_steps_with_the_newest_steps_ranks_count() -> None:
 def test_lines_without_a_slowest_rank_or_a_time_are_left_out(changes: dict[str, Any]) -> None:
     assert rank_figures([rank_step(2) | changes]) is None
     assert rank_figures([step(2), step(3)]) is None  # of one rank
-    figures = figures_of([rank_step(2), rank_step(3) | changes])
+    figures = given(rank_figures([rank_step(2), rank_step(3) | changes]))
     assert figures.num_steps == 1
 
 
 def test_the_cause_of_waits_in_collectives() -> None:
     def hint(**changes: Any) -> str | None:
-        return rank_hint(figures_of([rank_step(number, **changes) for number in (2, 3, 4)]))
+        return rank_hint(given(rank_figures([rank_step(number, **changes) for number in (2, 3, 4)])))
 
     assert hint() is None
     spent = "40% of the time of most ranks is in collectives"
@@ -452,15 +421,6 @@ def test_a_frame_shows_each_rank_and_the_slowest(tmp_path: Path) -> None:
     words = " ".join(text.split())
     assert "! 30% of the time of most ranks is in collectives, waiting for learner-1" in words
     assert "Ranks: slowest learner-1 (3 of 3 steps)" in words
-
-
-def test_one_more_generator_saves_its_part_of_the_sampling_but_no_more_than_the_learner_waits() -> None:
-    two = {"time__generator-1__generate_s": 1.9, "time__generator-1__wait_for_prompts_s": 0.1}
-    shares = shares_of([step(2, **two)])
-    assert shares.num_generators == 2
-    assert shares.saved_by_a_generator == pytest.approx(0.95 / 3)  # three sample in 2/3 of the time of two
-    waits_less = shares_of([step(2, waits=0.5)])  # a step takes the other 1.5 of its 2 s anyway
-    assert waits_less.saved_by_a_generator == 0.25
 
 
 TWO_BY_FOUR = {"algorithm": {"prompts_per_step": 2, "samples_per_prompt": 4}}
@@ -490,9 +450,7 @@ def test_problems_are_counted_over_all_steps() -> None:
         ({}, [(8, 0)], "8 responses could not"),
     ],
 )
-def test_a_run_without_a_single_grade_says_so(
-    config: dict[str, Any], counts: list[tuple[int, int]], expected: str
-) -> None:
+def test_ungraded_runs_say_so(config: dict[str, Any], counts: list[tuple[int, int]], expected: str) -> None:
     rows = [step(1, reward__errors=errors, rollout__dropped_groups=dropped) for errors, dropped in counts]
     (text,) = Problems(config, rows).errors()
     assert text.startswith(f"{expected} be graded")
@@ -554,6 +512,9 @@ def test_a_frame_shows_the_run(tmp_path: Path) -> None:
     (last,) = [line.split() for line in text.splitlines() if line.strip().startswith("4 ")]
     assert last == ["4", "0.250", "1", "2.00", "1.90", "1.24", "0.70", "1,234"]
     assert not re.search("Ranks|collectives", drawn(view_of(run), 140))  # there is one
+    begun = drawn(view_of(make_run(tmp_path / "begun", None, [])))
+    assert "no state.json yet" in begun
+    assert "No step has been timed yet" in begun
 
 
 def test_a_frame_is_as_wide_and_as_high_as_its_terminal(tmp_path: Path) -> None:
@@ -615,12 +576,6 @@ def test_an_ending_counts_until_the_run_is_resumed(tmp_path: Path) -> None:
     assert read_view(run).is_over
 
 
-def test_a_frame_of_a_run_without_state_or_steps(tmp_path: Path) -> None:
-    text = drawn(view_of(make_run(tmp_path / "run", None, [])))
-    assert "no state.json yet" in text
-    assert "No step has been timed yet" in text
-
-
 def test_events_and_warnings(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", make_state(warnings=("the disk is full", "it died")), [step(1)])
     events = [{"text": "it died"}, {"actor": "scorer-1", "text": "works again"}]
@@ -631,16 +586,13 @@ def test_events_and_warnings(tmp_path: Path) -> None:
     assert text.count("it died") == 1
 
 
-# ---- the command ----
-
-
-def test_once_prints_one_frame(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_once_prints_one_frame_and_what_is_no_run_is_refused(tmp_path: Path, capsys: Capture) -> None:
     run = make_run(tmp_path / "run", make_state(), [step(1)])
-    assert main(["top", str(run.path), "--once"]) == 0
-    assert main(["top", str(run.path)]) == 0  # no terminal
-    assert capsys.readouterr().out.count("No step") == 0
-    assert main(["top", str(tmp_path / "none")]) == 2
-    assert "not a run to watch" in capsys.readouterr().err
+    for words in (["--once"], []):  # there is no terminal
+        assert printed(capsys, "top", run.path, *words).count("No step") == 0
+    assert "not a run to watch" in refused(capsys, "top", tmp_path)
+    run.state_path.write_text("{")
+    assert "state.json is not a valid run state" in refused(capsys, "top", run.path)
 
 
 @pytest.fixture
@@ -652,16 +604,13 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     os.close(ours)
 
 
-def test_a_key_is_read_without_enter(terminal: int) -> None:
-    with keys() as wait:
-        assert wait(0) == ""
-        os.write(terminal, b"q")
-        assert wait(5) == "q"
-
-
 def test_following_ends_with_the_run_or_with_q(tmp_path: Path, terminal: int) -> None:
     run = make_run(tmp_path / "run", make_state(), [step(1)])
     console = Console(width=80, height=24, force_terminal=True, file=io.StringIO())
+    with keys() as wait:
+        assert wait(0) == ""
+        os.write(terminal, b"q")
+        assert wait(5) == "q"  # without enter
     os.write(terminal, b"q")
     top(TopOptions(str(run.path), False, 0.01), console)  # returns because of the key
     ending = threading.Timer(
@@ -675,23 +624,13 @@ def test_following_ends_with_the_run_or_with_q(tmp_path: Path, terminal: int) ->
     assert "finished 0:01:05 after the last start" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_ctrl_c_ends_only_the_watching(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_ctrl_c_ends_only_the_watching_and_leaves_the_last_frame_on_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    run = make_run(tmp_path / "run", make_state(), [step(1)])
-    monkeypatch.setattr("grpo_ray.tools.top.frame.read_view", interrupted)
-    assert main(["top", str(run.path)]) == 0
-    assert "have been ended" not in capsys.readouterr().err
-
-
-def test_ctrl_c_leaves_the_last_frame_on_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(seconds: float) -> str:
-        raise KeyboardInterrupt
-
-    run = make_run(tmp_path / "run", make_state(), [step(1)])
+    run, interrupted = make_run(tmp_path / "run", make_state(), [step(1)]), Mock(side_effect=KeyboardInterrupt)
+    with monkeypatch.context() as patch:
+        patch.setattr("grpo_ray.tools.top.frame.read_view", interrupted)
+        assert "have been ended" not in refused(capsys, "top", run.path, status=0)
     monkeypatch.setattr("grpo_ray.tools.top.frame.keys", lambda: contextlib.nullcontext(interrupted))
     console = Console(width=80, height=24, force_terminal=True, file=io.StringIO())
     top(TopOptions(str(run.path), False, 0.01), console)
