@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from builders import change_weights, edit_json, trained_so, write_rows
-from local_runs import make_config, train
+from commands import Capture, printed
+from local_runs import train
 from report_runs import Rows, rewrite, set_in_group
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -24,9 +24,9 @@ from grpo_ray.rewards.base import verdict
 from grpo_ray.run import training
 from grpo_ray.tools.audit.audit import audit
 from grpo_ray.tools.audit.checkpoint import UNFINISHED, first_difference, hashes
-from grpo_ray.tools.cli import main
 
 pytestmark = pytest.mark.slow
+Finished = Callable[..., RunDirectory]
 
 
 def even_reward(response: str, ground_truth: str) -> dict[str, float]:
@@ -35,7 +35,7 @@ def even_reward(response: str, ground_truth: str) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunDirectory]]:
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
     """Return `finished_run("field=value", ...)`, which trains each run of 8 steps only once."""
     patch = pytest.MonkeyPatch()
     patch.setenv("GRPO_RAY_CACHE", str(tmp_path_factory.mktemp("models")))
@@ -54,7 +54,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
 
 
 @pytest.fixture
-def clean(finished_run: Callable[..., RunDirectory]) -> RunDirectory:
+def clean(finished_run: Finished) -> RunDirectory:
     """Return a finished run with the default schedule; tests must not change it."""
     return finished_run()
 
@@ -73,7 +73,7 @@ MIXED = ("buffer.replay.frac=0.25", "buffer.replay.max_age=3", "algorithm.dynami
 
 
 @pytest.fixture
-def mixed(finished_run: Callable[..., RunDirectory], tmp_path: Path) -> RunDirectory:
+def mixed(finished_run: Finished, tmp_path: Path) -> RunDirectory:
     """Return a run with three fresh groups and a replayed one per batch; groups without signal are dropped."""
     return copied(finished_run(*MIXED), tmp_path)
 
@@ -104,9 +104,7 @@ ADVANTAGES = [  # tests/core/test_schedules.py audits the other schedules
     "('buffer.replay.frac=0.25', 'buffer.replay.max_age=3', 'algorithm.dynamic_sampling_tries=2')",
     "('algorithm.overlong_buffer_tokens=3', 'algorithm.advantage=leave_one_out')",
 )
-def test_a_clean_run_with_any_advantage_is_clean(
-    finished_run: Callable[..., RunDirectory], changes: tuple[str, ...]
-) -> None:
+def test_a_clean_run_with_any_advantage_is_clean(finished_run: Finished, changes: tuple[str, ...]) -> None:
     run = finished_run(*changes)
     report = audit(run)
     assert report.problems == []
@@ -115,9 +113,7 @@ def test_a_clean_run_with_any_advantage_is_clean(
     assert (2 in uses) == any("replay" in change for change in changes)
 
 
-def test_steps_are_judged_by_the_configuration_that_they_were_trained_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_judged_by_their_own_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resume may change how many samples, advantages and lags are due; groups in the buffer keep theirs."""
     monkeypatch.setitem(REWARDS, "exact_match", even_reward)
     changed = [
@@ -178,12 +174,8 @@ def first_with(run: RunDirectory, found: Callable[[dict[str, Any]], bool]) -> tu
     return row["step"], row["group_id"]
 
 
-def step_with_signal(run: RunDirectory) -> Path:
-    """Return the file of a step with a correct response."""
-    return run.rollouts_path(first_with(run, lambda row: row["reward"] > 0)[0])
-
-
-ROLLOUTS: dict[str, tuple[Callable[[Rows], Rows | None], str]] = {
+Change = Callable[[Rows], Rows | None]
+ROLLOUTS: dict[str, tuple[Change, str]] = {
     "a logprob above 0": (lambda rows: rows[2]["logprobs"].__setitem__(0, 5.0), "token 0 has logprob 5.0"),
     "another use": (lambda rows: rows[2].update(use=0), "has more than one use"),
     "a group is gone": (lambda rows: rows[2:], "has 3 groups of its own instead of 4"),
@@ -210,45 +202,21 @@ ROLLOUTS: dict[str, tuple[Callable[[Rows], Rows | None], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ROLLOUTS)
-def test_rollouts_that_were_changed_are_found(run: RunDirectory, name: str) -> None:
-    change, message = ROLLOUTS[name]
+@pytest.mark.parametrize(("change", "message"), ROLLOUTS.values(), ids=ROLLOUTS)
+def test_rollouts_that_were_changed_are_found(run: RunDirectory, change: Change, message: str) -> None:
     rewrite(run.rollouts_path(2), change)
     problems = audit(run).problems
-    whole_run = ("epoch", "group")  # problems that no single file shows
-    assert any(
-        message in problem and ("step-000002" in problem or problem.startswith(whole_run))
-        for problem in problems
-    ), problems
+    of_file = [text for text in problems if "step-000002" in text or text.startswith(("epoch", "group"))]
+    assert any(message in problem for problem in of_file), problems
 
 
 def test_a_silent_zero_is_found_and_a_counted_one_is_not_a_problem(run: RunDirectory) -> None:
-    path = step_with_signal(run)
-    step = read_rollouts(path)[0]["step"]
-
-    def zero(rows: Rows) -> dict[str, Any]:
-        row = next(row for row in rows if row["reward"])
-        row.update(reward=0.0, answer_reward=0.0, format_reward=0.0)
-        return row
-
-    def compare(rows: Rows, row: dict[str, Any], among: Rows) -> None:
-        """Set the advantages of the row's group from the rewards of the rows in `among`."""
-        group = [other for other in rows if other["group_id"] == row["group_id"]]
-        rewards = torch.tensor([float(other["reward"]) for other in group if other in among])
-        for other in group:
-            is_alone = len(rewards) == 1 or other not in among  # nothing to compare with
-            advantage = 0.0 if is_alone else (other["reward"] - rewards.mean()) / (rewards.std() + 1e-6)
-            other["advantage"] = float(advantage)
-
-    def fail_silently(rows: Rows) -> None:
-        compare(rows, zero(rows), rows)
-
-    def fail(rows: Rows) -> None:
-        row = next(r for r in rows if f"group {r['group_id']}: completion {r['sample']}:" in problem)
-        row["error"] = "SIGKILL"
-        compare(rows, row, [other for other in rows if other is not row])
-
-    rewrite(path, fail_silently)
+    step, group = first_with(run, lambda row: row["advantage"] > 0)  # its other response has reward 0
+    path = run.rollouts_path(step)
+    place = next(n for n, row in enumerate(read_rollouts(path)) if row["group_id"] == group and row["reward"])
+    nothing = dict.fromkeys(("reward", "answer_reward", "format_reward"), 0.0)
+    rewrite(path, lambda rows: rows[place].update(nothing))
+    change_group(run, step, group, advantage=0.0)  # there is nothing to compare with
     means = {
         f"reward/{metric}": sum(row[column] for row in read_rollouts(path)) / 8
         for metric, column in (("mean", "reward"), ("answer", "answer_reward"), ("format", "format_reward"))
@@ -257,7 +225,7 @@ def test_a_silent_zero_is_found_and_a_counted_one_is_not_a_problem(run: RunDirec
     (problem,) = audit(run).problems
     assert "reward 0, it earns" in problem
 
-    rewrite(path, fail)
+    rewrite(path, lambda rows: rows[place].update(error="SIGKILL"))
     assert "reward/errors is recorded as 0.0, its responses give 1" in audit(run).problems[0]
     rewrite_lines(run.metrics_path, lambda rows: rows[step - 1].update({"reward/errors": 1.0}))
     report = audit(run)
@@ -265,10 +233,8 @@ def test_a_silent_zero_is_found_and_a_counted_one_is_not_a_problem(run: RunDirec
     assert report.num_errors == 1
 
 
-def test_a_response_that_cannot_be_graded_now_is_a_note(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = step_with_signal(run)
+def test_what_cannot_be_graded_now_is_a_note(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = run.rollouts_path(first_with(run, lambda row: row["reward"] > 0)[0])
     row = next(row for row in read_rollouts(path) if row["reward"])
 
     def slow_reward(response: str, ground_truth: str) -> dict[str, float]:
@@ -286,7 +252,7 @@ def test_a_response_that_cannot_be_graded_now_is_a_note(
     assert any("it earns" in problem for problem in audit(run).problems)  # the others are still graded
 
 
-METRICS: dict[str, tuple[Callable[[Rows], Rows | None], str]] = {
+METRICS: dict[str, tuple[Change, str]] = {
     "a line is lost": (lambda rows: rows[:3] + rows[4:], "metrics.jsonl: step 4 has no line"),
     "a line twice": (lambda rows: rows[:4] + rows[3:], "metrics.jsonl: step 4 has 2 lines"),
     "lines out of order": (lambda rows: [rows[1], rows[0], *rows[2:]], "not in the order of the steps"),
@@ -297,9 +263,8 @@ METRICS: dict[str, tuple[Callable[[Rows], Rows | None], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", METRICS)
-def test_lines_that_were_changed_are_found(run: RunDirectory, name: str) -> None:
-    change, message = METRICS[name]
+@pytest.mark.parametrize(("change", "message"), METRICS.values(), ids=METRICS)
+def test_lines_that_were_changed_are_found(run: RunDirectory, change: Change, message: str) -> None:
     rewrite_lines(run.metrics_path, change)
     assert any(message in problem for problem in audit(run).problems)
 
@@ -399,9 +364,7 @@ def aged(run: RunDirectory, step: int, group: int, lag: int) -> list[str]:
 @pytest.mark.parametrize(
     ("use", "allowed", "field"), [(1, 1, "weight_sync.max_lag"), (2, 3, "buffer.replay.max_age")]
 )
-def test_a_fresh_group_and_a_replayed_one_have_their_own_bounds(
-    mixed: RunDirectory, use: int, allowed: int, field: str
-) -> None:
+def test_fresh_and_replayed_groups_have_bounds(mixed: RunDirectory, use: int, allowed: int, field: str) -> None:
     step, group = first_with(mixed, lambda row: row["use"] == use)
     too_old = f"step-{step:06d}.parquet: a token is {allowed + 1} versions old; {field} is {allowed}"
     assert too_old not in aged(mixed, step, group, allowed)
@@ -419,16 +382,6 @@ def test_a_group_that_is_replayed_too_often_and_a_gap_in_its_uses_are_found(mixe
     assert f"{name}: group {group_id} is replayed with use 5 after use 1" in problems
 
 
-def test_too_many_replayed_groups_are_found(mixed: RunDirectory) -> None:
-    step, _ = first_with(mixed, lambda row: row["use"] == 2)
-    _, fresh = first_with(mixed, lambda row: row["use"] == 1 and row["step"] == step)
-    change_group(mixed, step, fresh, use=2)
-    problems = audit(mixed).problems
-    assert any("replays 2 groups, more than 1" in problem for problem in problems)
-    assert any("has 2 groups of its own instead of 3" in problem for problem in problems)
-    assert any(f"groups [{fresh}] are lost" in problem for problem in problems)
-
-
 def test_a_dropped_group_with_a_signal_and_too_many_dropped_ones_are_found(mixed: RunDirectory) -> None:
     step, group_id = first_with(mixed, lambda row: row["use"] == 1 and row["advantage"] != 0)
     change_group(mixed, step, group_id, use=0)
@@ -438,13 +391,18 @@ def test_a_dropped_group_with_a_signal_and_too_many_dropped_ones_are_found(mixed
     assert any(text.startswith(f"{name}: left out") and "groups, more than 0" in text for text in problems)
 
 
-def test_a_group_both_trained_and_dropped_is_found(mixed: RunDirectory) -> None:
-    step, group_id = first_with(mixed, lambda row: row["use"] == 0)
-    _, trained = first_with(mixed, lambda row: row["use"] == 1 and row["step"] != step)
-    change_group(mixed, step, group_id, group_id=trained)
+def test_too_many_replayed_groups_and_one_both_trained_and_dropped_are_found(mixed: RunDirectory) -> None:
+    step, _ = first_with(mixed, lambda row: row["use"] == 2)
+    _, fresh = first_with(mixed, lambda row: row["use"] == 1 and row["step"] == step)
+    change_group(mixed, step, fresh, use=2)
+    place, dropped = first_with(mixed, lambda row: row["use"] == 0)
+    _, trained = first_with(mixed, lambda row: row["use"] == 1 and row["step"] != place)
+    change_group(mixed, place, dropped, group_id=trained)
     problems = audit(mixed).problems
+    assert any("replays 2 groups, more than 1" in problem for problem in problems)
+    assert any("has 2 groups of its own instead of 3" in problem for problem in problems)
     assert f"group {trained} was both trained and left out" in problems
-    assert any(f"groups [{group_id}] are lost" in problem for problem in problems)
+    assert any(f"groups {sorted([fresh, dropped])} are lost" in problem for problem in problems)
 
 
 def test_an_unfinished_group_in_the_checkpoint_is_not_lost(mixed: RunDirectory) -> None:
@@ -527,9 +485,7 @@ def test_a_damaged_file_of_rollouts_is_named(run: RunDirectory, step: int, then:
     assert (uncounted in report.notes) == (step == 5)
 
 
-def test_lines_that_a_checkpoint_is_ahead_of_are_missing_and_their_groups_are_not_called_lost(
-    run: RunDirectory,
-) -> None:
+def test_lines_that_a_checkpoint_is_ahead_of_are_missing_and_no_group_is_lost(run: RunDirectory) -> None:
     rewrite_lines(run.metrics_path, lambda rows: rows[:5])
     report = audit(run)
     assert report.problems == [f"metrics.jsonl: step {step} has no line" for step in (6, 7)]
@@ -547,37 +503,28 @@ def test_the_checkpoint_of_an_interrupted_run_may_be_a_step_ahead_of_its_lines(r
     assert report.notes == ["the run is at step 7 of 12 (a resume writes the line of step 8)"]
 
 
-@pytest.fixture(scope="module")
-def hashed(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    folder = tmp_path_factory.mktemp("hashed") / "run"
-    train(make_config("algorithm.num_steps=2", "weight_sync.max_lag=0"), folder)
-    return RunDirectory(folder)
+# ---- hashes and the first difference of two runs ----
 
 
-@pytest.fixture
-def other(hashed: RunDirectory, tmp_path: Path) -> RunDirectory:
-    return copied(hashed, tmp_path)
-
-
-def test_the_order_of_arrival_and_names_do_not_count(hashed: RunDirectory, other: RunDirectory) -> None:
+def test_the_order_of_arrival_and_names_do_not_count(clean: RunDirectory, run: RunDirectory) -> None:
     def change(rows: Rows) -> None:
         rows.reverse()
         for row in rows:
             row["generator"] = "generator-9"
 
-    rewrite(other.rollouts_path(2), change)
-    assert hashes(other) == hashes(hashed)
-    assert first_difference(hashed, other) is None
+    rewrite(run.rollouts_path(2), change)
+    assert hashes(run) == hashes(clean)
+    assert first_difference(clean, run) is None
 
 
-def test_one_token_changes_the_hash_of_rollouts_alone(hashed: RunDirectory, other: RunDirectory) -> None:
+def test_one_token_changes_the_hash_of_rollouts_alone(clean: RunDirectory, run: RunDirectory) -> None:
     def change(rows: Rows) -> None:
         rows[-1]["token_ids"][1] += 1
 
-    rewrite(other.rollouts_path(2), change)
-    found, expected = hashes(other), hashes(hashed)
+    rewrite(run.rollouts_path(2), change)
+    found, expected = hashes(run), hashes(clean)
     assert [name for name in expected if found[name] != expected[name]] == ["rollouts"]
-    difference = first_difference(hashed, other)
+    difference = first_difference(clean, run)
     assert difference is not None
     assert difference.startswith("step-000002: group ")
     assert ", token_ids from place 1 on: [" in difference
@@ -586,39 +533,29 @@ def test_one_token_changes_the_hash_of_rollouts_alone(hashed: RunDirectory, othe
 @pytest.mark.parametrize(
     ("files", "name"), [("*.safetensors", "weights"), ("training/*.safetensors", "optimizer")]
 )
-def test_one_value_changes_the_hash_of_its_tensors(
-    hashed: RunDirectory, other: RunDirectory, files: str, name: str
-) -> None:
-    (path,) = sorted(other.checkpoints.iterdir())[-1].glob(files)
+def test_one_value_changes_one_hash(clean: RunDirectory, run: RunDirectory, files: str, name: str) -> None:
+    (path,) = run.checkpoint_path(8).glob(files)
     tensors = load_file(path)
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()  # with which the file keeps its size, which a checkpoint knows
     key = max(tensors, key=lambda key: tensors[key].numel())
     tensors[key].flatten()[0] += 1
     save_file(tensors, path, metadata)
-    trained_so(sorted(other.checkpoints.iterdir())[-1])
-    found, expected = hashes(other), hashes(hashed)
+    trained_so(run.checkpoint_path(8))
+    found, expected = hashes(run), hashes(clean)
     assert [each for each in expected if found[each] != expected[each]] == [name]
-    assert first_difference(hashed, other) == f"the newest checkpoint's {key}"
+    assert first_difference(clean, run) == f"the newest checkpoint's {key}"
 
 
-def test_the_command_prints_hashes_and_the_first_difference(
-    hashed: RunDirectory, other: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["audit", "--hash", str(hashed.path)]) == 0
-    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [
-        list(pair) for pair in hashes(hashed).items()
-    ]
-    assert main(["audit", str(hashed.path), str(other.path)]) == 0
-    assert "the two runs are the same" in capsys.readouterr().out
-    other.rollouts_path(1).unlink()
-    assert main(["audit", str(hashed.path), str(other.path)]) == 1
-    assert "step-000001.parquet stands where the other run has step-000002" in capsys.readouterr().out
-
-
-def test_a_step_more_and_a_missing_checkpoint_are_named(hashed: RunDirectory, other: RunDirectory) -> None:
-    other.rollouts_path(2).unlink()
-    assert first_difference(hashed, other) == "2 steps of rollouts, and 1"
-    shutil.rmtree(other.checkpoints)
+def test_the_command_compares_two_runs(clean: RunDirectory, run: RunDirectory, capsys: Capture) -> None:
+    lines = printed(capsys, "audit", "--hash", clean.path).splitlines()
+    assert [line.split()[:2] for line in lines] == [list(pair) for pair in hashes(clean).items()]
+    assert "the two runs are the same" in printed(capsys, "audit", clean.path, run.path)
+    run.rollouts_path(8).unlink()
+    assert first_difference(clean, run) == "8 steps of rollouts, and 7"
+    run.rollouts_path(1).unlink()
+    difference = "step-000001.parquet stands where the other run has step-000002"
+    assert difference in printed(capsys, "audit", clean.path, run.path, status=1)
+    shutil.rmtree(run.checkpoints)
     with pytest.raises(RunError, match="there is no checkpoint to hash"):
-        hashes(other)
+        hashes(run)

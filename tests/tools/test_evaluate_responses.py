@@ -62,16 +62,11 @@ def test_rows() -> None:
         "answer_reward": 0.0, "category": "not_graded", "error": "it took too long",
         **dict.fromkeys(EPISODE),
     }  # fmt: skip
-
-
-def test_a_right_answer_in_the_wrong_format_is_no_format() -> None:
-    """User-defined rewards can return this."""
+    # A right answer in the wrong format, which rewards of the user's own can return, is no format.
     group = replace(graded(0), answer_rewards=np.array([1, 1, 1, 1], np.float32))
     assert [row["category"] for row in response_rows(group)][2] == Category.NO_FORMAT
     assert summarise(outcomes_of([group])).num_no_format == 1
-
-
-def test_an_error_has_the_least_reward() -> None:
+    # An error has the least reward.
     groups = [replace(graded(0), rewards=graded(0).rewards - n) for n in (0, 1)]
     rewards = [summarise(outcomes_of([group])).reward for group in groups]
     assert rewards == [0.25, -0.75]  # (1 + 0 + 0 + 0) / 4, (0 - 1 - 1 - 1) / 4
@@ -109,9 +104,8 @@ def test_a_part_is_on_disk_as_soon_as_it_is_complete_and_each_example_once(tmp_p
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     ResponseFiles(tmp_path, range(1)).add(graded(0))
     (tmp_path / "parts/00000.parquet").write_bytes(b"")
-    with pytest.raises(
-        RunError, match=r"00000\.parquet: damaged \(.*\); remove it to sample its answers again"
-    ):
+    damaged = r"00000\.parquet: damaged \(.*\); remove it to sample its answers again"
+    with pytest.raises(RunError, match=damaged):
         ResponseFiles(tmp_path, range(1))
     (tmp_path / "summary.json").write_text('{"summary": {"step": 1')
     with pytest.raises(RunError, match=r"summary\.json is damaged \(.*\); remove it to evaluate again"):

@@ -82,10 +82,7 @@ def test_the_checkpoints_of_a_run(tmp_path: Path) -> None:
     assert len(notices) == 1
     assert notices[0].startswith("skipped, because it is damaged: ")
     assert "step-000008: model.safetensors is missing" in notices[0]
-
-
-def test_a_curve_that_lacks_checkpoints_says_so(tmp_path: Path) -> None:
-    """The run has a checkpoint every 20 steps (the default)."""
+    # The default is a checkpoint every 20 steps; a curve that lacks some says so.
     kept = str(write_run(tmp_path / "kept", {20: 0.1, 40: 0.2, 47: 0.2}))
     assert find_subject(kept, "all").notices == ()
     pruned = str(write_run(tmp_path / "pruned", {80: 0.1, 87: 0.2}))
@@ -108,9 +105,7 @@ def test_a_curve_that_lacks_checkpoints_says_so(tmp_path: Path) -> None:
         ("owner/name", "last", "is a model; only a run's folder has checkpoints"),
     ],
 )
-def test_a_wrong_target_or_checkpoint_is_refused(
-    here: Path, target: str, checkpoint: str | None, message: str
-) -> None:
+def test_wrong_targets_are_refused(here: Path, target: str, checkpoint: str | None, message: str) -> None:
     (here / "empty").mkdir()
     (here / "runs" / "quick-2025").mkdir(parents=True)
     (here / "job.yaml").write_text(CONFIG)
@@ -146,7 +141,7 @@ def test_files_are_recognised(tmp_path: Path) -> None:
         "gsm8k": ({"question": "1+1?", "answer": "2 it is\n#### 2"}, {"kind": "gsm8k"}),
         "math": ({"problem": "1+1?", "level": 1, "solution": r"\boxed{2}"}, {"kind": "math"}),
         "keywords": (
-            {"prompt": "Write", "answer": "A tree.", "keywords": ["tree"]},
+            {"prompt": "Write of trees.", "answer": "A tree.", "keywords": ["tree", "leaf"]},
             {"kind": "keywords", "num_validation_prompts": ALL_ROWS},
         ),
         "plain": ({"question": "1+1?", "answer": "2"}, {"kind": "file", "question_field": "question"}),
@@ -158,16 +153,17 @@ def test_files_are_recognised(tmp_path: Path) -> None:
         assert task.items() >= {**expected, "train_path": path, "validation_path": path}.items()
     named = asked(task=path, question_field="a", answer_field="b")
     assert task_of(named).items() >= {"kind": "file", "question_field": "a", "answer_field": "b"}.items()
+    keywords = plan_evaluation(asked(task=str(tmp_path / "keywords.jsonl"))).config.task
+    assert keywords.rewards == {"": "keyword_inclusion"}
+    (example,) = load_validation(keywords, 0).validation
+    assert (example.question, example.ground_truth) == ("Write of trees.", "tree, leaf")
 
 
-def test_a_kind_keeps_the_configurations_own_settings() -> None:
+def test_the_configurations_own_kind_keeps_its_settings_and_uses_all_rows_of_its_files() -> None:
     task = {"kind": "sorting", "num_digits": 3}
     assert task_of(asked(), task) == task_of(asked(task="sorting"), task) == task
     limited = {"kind": "arithmetic", "num_validation_prompts": 5}
     assert task_of(asked(task="arithmetic", limit=5), task) == limited
-
-
-def test_the_configurations_own_kind_uses_all_rows_of_its_files() -> None:
     own = {"kind": "math", "validation_path": "mine.jsonl", "num_validation_prompts": 9}
     assert task_of(asked(task="math"), own) == {**own, "num_validation_prompts": ALL_ROWS}
     assert task_of(asked(), own) == own
@@ -179,21 +175,16 @@ def test_the_configurations_own_kind_uses_all_rows_of_its_files() -> None:
 def test_another_file_keeps_the_prompt_and_the_reward_of_a_task_of_files(tmp_path: Path) -> None:
     own = {"kind": "file", "train_path": "mine.jsonl", "prompt": "question_only", "reward": "mine:reward"}
     path = write_rows(tmp_path / "held-out.jsonl", [{"q": "1+1?", "a": "2"}])
-    task = task_of(asked(task=path, question_field="q", answer_field="a"), own)
-    assert task.items() >= {**own, "train_path": path, "question_field": "q", "answer_field": "a"}.items()
-    task = task_of(asked(task=path, question_field="q", answer_field="a"), {**own, "kind": "gsm8k"})
+    choice = asked(task=path, question_field="q", answer_field="a")
+    given = {**own, "train_path": path, "question_field": "q", "answer_field": "a"}
+    assert task_of(choice, own).items() >= given.items()
+    task = task_of(choice, {**own, "kind": "gsm8k"})
     assert (task["kind"], task["prompt"], task["reward"]) == ("file", "question_only", "mine:reward")
     with pytest.raises(RunError, match="--task: episodes make their own questions"):
         task_of(asked(task=path), {"kind": "episodes"})
-
-
-def test_a_keywords_file_is_graded_as_such(tmp_path: Path) -> None:
-    row = {"prompt": "Write of trees.", "answer": "A tree.", "keywords": ["tree", "leaf"]}
-    path = write_rows(tmp_path / "v.jsonl", [row])
-    task = plan_evaluation(asked(task=path)).config.task
-    assert task.rewards == {"": "keyword_inclusion"}
-    (example,) = load_validation(task, 0).validation
-    assert (example.question, example.ground_truth) == ("Write of trees.", "tree, leaf")
+    mixture = {"kind": "mixture", "parts": {"easy": {"task": {"kind": "sorting"}}}}
+    with pytest.raises(RunError, match=r"--prompt: .* task.parts.NAME.task.prompt=... for NAME easy"):
+        task_of(asked(prompt="r1_zero"), mixture)
 
 
 def test_only_the_validation_set_of_another_task_is_read() -> None:
@@ -215,9 +206,7 @@ def test_only_the_validation_set_of_another_task_is_read() -> None:
         (asked(prompt="mine.txt"), {"kind": "math"}, None),
     ],
 )
-def test_the_reward_matches_the_format_of_the_prompt(
-    choice: EvaluationOptions, before: dict[str, Any], after: str | None
-) -> None:
+def test_the_reward_fits_a_prompt(choice: EvaluationOptions, before: dict[str, Any], after: str | None) -> None:
     assert task_of(choice, before).get("reward") == after
 
 
@@ -232,25 +221,15 @@ def test_the_reward_matches_the_format_of_the_prompt(
         (asked(task="./squad"), "is not a .jsonl, .parquet or .csv file; .* correct the path"),
         (asked(task="gsm8k", answer_field="b"), "--task gsm8k is not a file"),
         (asked(question_field="a"), "need a file; give it with --task"),
+        (asked(task="odd.jsonl"), "its fields are ask, reply; name those of"),
     ],
 )
-def test_contradictory_options_are_refused(choice: EvaluationOptions, message: str) -> None:
+def test_contradictory_options_are_refused(here: Path, choice: EvaluationOptions, message: str) -> None:
+    write_rows(here / "odd.jsonl", [{"ask": "1+1?", "reply": "2"}])
     with pytest.raises(RunError, match=message):
         task_of(choice)
-
-
-def test_a_mixture_has_no_prompt_of_its_own() -> None:
-    mixture = {"kind": "mixture", "parts": {"easy": {"task": {"kind": "sorting"}}}}
-    with pytest.raises(RunError, match=r"--prompt: .* task.parts.NAME.task.prompt=... for NAME easy"):
-        task_of(asked(prompt="r1_zero"), mixture)
-
-
-def test_unknown_fields_are_named(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "odd.jsonl", [{"ask": "1+1?", "reply": "2"}])
-    with pytest.raises(RunError, match="its fields are ask, reply; name those of"):
-        task_of(asked(task=path))
     with pytest.raises(ValueError, match="there is no such file"):
-        task_of(asked(task=str(tmp_path / "absent.jsonl")))
+        task_of(asked(task="absent.jsonl"))
 
 
 def test_overrides_win_and_a_tiny_model_keeps_its_own_task(tmp_path: Path) -> None:
@@ -261,15 +240,12 @@ def test_overrides_win_and_a_tiny_model_keeps_its_own_task(tmp_path: Path) -> No
     assert plan.config.sampling.max_tokens == 9
     # The override belongs to the other task.
     assert (plan.model_config.task.kind, plan.model_config.task.num_digits) == ("sorting", 5)
-
-
-def test_a_runs_tiny_model_is_its_initial_one(tmp_path: Path) -> None:
+    # A run's tiny model is its initial one; a configuration is not a run, so overrides apply to its model.
     overrides = ("task.num_validation_prompts=500", "run.seed=1", "task.prompt=question_only")
     run = write_run(tmp_path / "run", {2: 0.1})
     plan = plan_evaluation(EvaluationOptions(str(run), overrides=overrides))
     assert (plan.config.task.num_validation_prompts, plan.config.run.seed) == (500, 1)
     assert plan.model_config == plan_evaluation(EvaluationOptions(str(run))).model_config
-    (tmp_path / "job.yaml").write_text(CONFIG)  # not a run, so overrides apply to the model
     plan = plan_evaluation(EvaluationOptions(str(tmp_path / "job.yaml"), overrides=overrides))
     assert (plan.model_config.task.num_validation_prompts, plan.model_config.run.seed) == (500, 1)
 

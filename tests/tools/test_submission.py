@@ -15,12 +15,12 @@ from zipfile import ZipFile
 import aiohttp
 import pytest
 import yaml
+from commands import Capture, printed, refused
 from small_run import QUICKSTART
 
 from grpo_ray.cluster.ray_internals import forget_cached_token
 from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.errors import INTERRUPTED, RunError
-from grpo_ray.tools.cli import main
 from grpo_ray.tools.submit import submit
 from grpo_ray.tools.submit.submission import (
     CREDENTIALS,
@@ -64,18 +64,13 @@ def test_a_training_job_names_its_run_and_every_word_arrives_as_it_is() -> None:
         f'run.output_dir="{run.parent}"', 'run.name="007"',
     )  # fmt: skip
     assert job.metadata == {"run": str(run), "config": QUICKSTART}
-    there = subprocess.run(
-        f"printf '%s\\0' {job.entrypoint}", shell=True, capture_output=True, text=True, check=True
-    )
-    assert tuple(there.stdout.split("\0")[:-1]) == job.command  # as the cluster's shell reads it
+    there = subprocess.check_output(f"printf '%s\\0' {job.entrypoint}", shell=True, text=True)
+    assert tuple(there.split("\0")[:-1]) == job.command  # as the cluster's shell reads it
     config = load_config(QUICKSTART, job.command[5:])
     assert (config.run.name, config.run.output_dir) == ("007", str(run.parent))
     assert make_context(ELSEWHERE).program[0] == "python"
     assert make_context(ELSEWHERE, python="/opt/grpo/bin/python").program[0] == "/opt/grpo/bin/python"
-
-
-@pytest.mark.slow
-def test_a_run_without_a_name_gets_one_that_the_metadata_knows() -> None:
+    # A run without a name gets one that the metadata knows.
     job = training_job(QUICKSTART, [], make_context())
     config = load_config(QUICKSTART, job.command[5:])
     assert str(config.run.name).startswith("quickstart-2")
@@ -94,29 +89,23 @@ def test_only_named_variables_and_a_few_settings_are_sent(monkeypatch: pytest.Mo
     assert variables == {"HF_HUB_OFFLINE": "1", "RAY_JOB_STOP_WAIT_TIME_S": "60"}
 
     job = training_job(QUICKSTART, ["run.on_preemption_s=99.5"], make_context(env=["EXAMPLE_SETTING"]))
-    assert job.runtime_env["env_vars"]["EXAMPLE_SETTING"] == "yours"
-    assert job.runtime_env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "130"  # 99.5 up, and 30 to end
+    variables = job.runtime_env["env_vars"]
+    assert variables["EXAMPLE_SETTING"] == "yours"
+    assert variables["RAY_JOB_STOP_WAIT_TIME_S"] == "130"  # 99.5 up, and 30 to end
     assert job.warnings == ()
     with pytest.raises(RunError, match="--env NOT_THERE: no such variable in this shell"):
         training_job(QUICKSTART, [], make_context(env=["NOT_THERE"]))
-
-
-@pytest.mark.slow
-def test_listed_secrets_are_sent_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path("docs/cluster.md").read_text()
+    assert [name for name in SENT_ALONG if f"`{name}`" not in page] == []
+    # A secret that is listed is sent with a warning.
     monkeypatch.setenv("JUDGE_API_KEY", "mine")
     reward = "task.reward={reward: 'judges:judge', secrets: [JUDGE_API_KEY, NOT_THERE]}"
     job = training_job(QUICKSTART, [reward], make_context(env=["JUDGE_API_KEY"]))
-    sent = job.runtime_env["env_vars"]
-    assert sent["JUDGE_API_KEY"] == "mine"
-    assert "NOT_THERE" not in sent
+    assert job.runtime_env["env_vars"]["JUDGE_API_KEY"] == "mine"
+    assert "NOT_THERE" not in job.runtime_env["env_vars"]
     (warning,) = job.warnings
     assert "JUDGE_API_KEY looks like a credential" in warning
     assert "mine" not in job.entrypoint + warning
-
-
-def test_the_page_names_every_variable_that_is_sent() -> None:
-    page = Path("docs/cluster.md").read_text()
-    assert [name for name in SENT_ALONG if f"`{name}`" not in page] == []
 
 
 def write_files(folder: Path, texts: Mapping[str, str]) -> None:
@@ -203,19 +192,17 @@ def test_ray_uploads_neither_credentials_nor_runs(checkout: Path, tmp_path: Path
         listed(checkout, job.runtime_env["excludes"])
 
 
-def test_the_files_that_are_left_out_are_named(
-    checkout: Path, jobs: "FakeJobs", capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_files_that_are_left_out_are_named(checkout: Path, jobs: "FakeJobs", capsys: Capture) -> None:
     for name in (*CREDENTIAL_FILES, *BY_CONTENT):
         if name not in ("prod.env", ".ssh/id_rsa", "cloud.json"):
             (checkout / name).unlink()
     (checkout / "bad\x1b[2J.pem").touch()
-    assert main(["submit", "mine.yaml", "--no-wait"]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "not uploaded" in line]
+    lines = printed(capsys, "submit", "mine.yaml", "--no-wait").splitlines()
+    (line,) = [line for line in lines if "not uploaded" in line]
     assert line.endswith(r": .ssh/id_rsa, bad\x1b[2J.pem, cloud.json, prod.env")
     (checkout / "cloud.json").rename(checkout / "data" / "task.jsonl")
     data = ["task={kind: file, train_path: data/task.jsonl, validation_path: data/task.jsonl}"]
-    assert main(["submit", "mine.yaml", "model.tiny=null", "model.path=model", *data]) == 2
+    refused(capsys, "submit", "mine.yaml", "model.tiny=null", "model.path=model", *data)
 
 
 def test_the_autoscaler_copies_no_credential_either() -> None:
@@ -233,23 +220,11 @@ TREE = (
 
 
 PATTERNS = (
-    ["*.log", "!keep.log"],
-    ["!keep.log", "*.log"],
-    ["data"],
-    ["/data/"],
-    ["*.jsonl", "*.log", "!data/"],
-    ["/data", "!/data/train.jsonl"],
-    ["data/*", "!data/train.jsonl"],
-    ["data/**", "!data/train.jsonl"],
-    ["data/*/"],
-    ["src/build"],
-    ["**/deep/x.txt"],
-    ["data/**/x.txt"],
-    ["src/**"],
-    ["?.log", "[ab]*.txt  "],
-    ["# a comment", "", "#odd", "*.py"],
-    ["*", "!*/", "!*.py"],
-)
+    ["*.log", "!keep.log"], ["!keep.log", "*.log"], ["data"], ["/data/"], ["*.jsonl", "*.log", "!data/"],
+    ["/data", "!/data/train.jsonl"], ["data/*", "!data/train.jsonl"], ["data/**", "!data/train.jsonl"],
+    ["data/*/"], ["src/build"], ["**/deep/x.txt"], ["data/**/x.txt"], ["src/**"],
+    ["?.log", "[ab]*.txt  "], ["# a comment", "", "#odd", "*.py"], ["*", "!*/", "!*.py"],
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("patterns", PATTERNS, ids=" ".join)
@@ -262,12 +237,6 @@ def test_the_files_that_are_checked_are_those_that_ray_uploads(tmp_path: Path, p
         write_files(folder, {file: "\n".join(patterns)})
         assert listed(folder, []) == packed(folder, [])
         (folder / file).unlink()
-
-
-def test_the_limit_is_rays() -> None:
-    from ray._private.ray_constants import DASHBOARD_CLIENT_MAX_SIZE
-
-    assert LIMIT_BYTES == DASHBOARD_CLIENT_MAX_SIZE
 
 
 def test_what_the_run_reads_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,6 +267,9 @@ def test_what_the_run_reads_is_uploaded(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_folder_that_is_too_large_says_what_is_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private.ray_constants import DASHBOARD_CLIENT_MAX_SIZE
+
+    assert LIMIT_BYTES == DASHBOARD_CLIENT_MAX_SIZE
     write_files(tmp_path, {"mine.yaml": Path(QUICKSTART).read_text(), "data/a": "", "data/b": ""})
     for name in ("a", "b"):
         os.truncate(tmp_path / "data" / name, 60 * 2**20)
@@ -429,13 +401,12 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeJobs:
 
 
 @pytest.mark.slow
-def test_submit_follows_to_the_end(jobs: FakeJobs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_submit_follows_to_the_end(jobs: FakeJobs, capsys: Capture) -> None:
     jobs.not_ready = 2  # a head that is still starting
-    assert main(["submit", QUICKSTART, "run.name=a", "--address", HERE]) == 0
-    printed = capsys.readouterr().out
-    assert "step 1\nstep 2\njob job-1: succeeded\n" in printed
-    assert f"run        {Path.cwd()}/runs/a\n" in printed
-    assert "grpo-ray submit --stop job-1\n" in printed  # the default address
+    shown = printed(capsys, "submit", QUICKSTART, "run.name=a", "--address", HERE)
+    assert "step 1\nstep 2\njob job-1: succeeded\n" in shown
+    assert f"run        {Path.cwd()}/runs/a\n" in shown
+    assert "grpo-ray submit --stop job-1\n" in shown  # the default address
     assert os.environ["RAY_API_SERVER_ADDRESS"] == HERE  # not what the shell had
     sent = jobs.jobs["job-1"]
     assert shlex.split(sent.entrypoint)[3:5] == ["train", QUICKSTART]
@@ -444,59 +415,48 @@ def test_submit_follows_to_the_end(jobs: FakeJobs, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
-def test_a_failed_jobs_output_is_shown_not_obeyed(jobs: FakeJobs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_jobs_output_is_shown_not_obeyed(jobs: FakeJobs, capsys: Capture) -> None:
     hostile = "\x1b]52;c;ZXZpbA==\x07 \x9b2J \r \u202e"
     shown = r"\x1b]52;c;ZXZpbA==\x07 \x9b2J \r \u202e"
     jobs.output, jobs.ending = [f"step 1 {hostile}\n"], "FAILED"
-    assert main(["submit", QUICKSTART, "--no-wait"]) == 0
+    printed(capsys, "submit", QUICKSTART, "--no-wait")
     jobs.jobs["job-1"].message = f"exit code 2 {hostile}, last available logs (20,000 chars):\nstep 1\n"
-    assert main(["submit", "--follow", "job-1"]) == 1
-    assert capsys.readouterr().out.endswith(f"step 1 {shown}\njob job-1: failed: exit code 2 {shown}\n")
+    output = printed(capsys, "submit", "--follow", "job-1", status=1)
+    assert output.endswith(f"step 1 {shown}\njob job-1: failed: exit code 2 {shown}\n")
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_following_only(jobs: FakeJobs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_stops_following_only(jobs: FakeJobs, capsys: Capture) -> None:
     jobs.output = ["step 1\n", KeyboardInterrupt()]
-    assert main(["submit", QUICKSTART]) == INTERRUPTED
-    assert "the job keeps running" in capsys.readouterr().err
+    assert "the job keeps running" in refused(capsys, "submit", QUICKSTART, status=INTERRUPTED)
     assert jobs.jobs["job-1"].status == "RUNNING"
     jobs.output = ["step 2\n"]
-    assert main(["submit", "--follow", "job-1"]) == 0
-    assert "step 2\n" in capsys.readouterr().out
+    assert "step 2\n" in printed(capsys, "submit", "--follow", "job-1")
     jobs.accepted_by = KeyboardInterrupt()  # after the request, before its answer
-    assert main(["submit", QUICKSTART]) == INTERRUPTED
-    assert "may have been submitted; see with: grpo-ray submit --follow job-1" in capsys.readouterr().err
+    message = refused(capsys, "submit", QUICKSTART, status=INTERRUPTED)
+    assert "may have been submitted; see with: grpo-ray submit --follow job-1" in message
 
 
 @pytest.mark.slow
-def test_stop_says_how_to_go_on(jobs: FakeJobs, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["submit", QUICKSTART, "--no-wait", "run.name=a"]) == 0
-    assert "step 1" not in capsys.readouterr().out
-    assert main(["submit", "--stop", "job-1"]) == 0
-    printed = capsys.readouterr().out
-    assert (
-        f"job job-1: stopped\nresume it, if it had begun, with: grpo-ray submit --resume {Path.cwd()}/runs/a\n"
-        in printed
-    )
-    assert main(["submit", "--stop", "job-1"]) == 0  # a second time there is nothing to do
-    assert capsys.readouterr().out == "job job-1: stopped\n"
+def test_stop_says_how_to_go_on(jobs: FakeJobs, capsys: Capture) -> None:
+    assert "step 1" not in printed(capsys, "submit", QUICKSTART, "--no-wait", "run.name=a")
+    resume = f"resume it, if it had begun, with: grpo-ray submit --resume {Path.cwd()}/runs/a\n"
+    assert f"job job-1: stopped\n{resume}" in printed(capsys, "submit", "--stop", "job-1")
+    # A second time there is nothing to do.
+    assert printed(capsys, "submit", "--stop", "job-1") == "job job-1: stopped\n"
     jobs.stopped_by = KeyboardInterrupt()
-    assert main(["submit", "--stop", "job-1"]) == INTERRUPTED
-    assert "no longer waiting" in capsys.readouterr().err
+    assert "no longer waiting" in refused(capsys, "submit", "--stop", "job-1", status=INTERRUPTED)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [[RuntimeError("closed with close code 1006")], []])
-def test_a_connection_that_ends_says_that_the_job_goes_on(
-    jobs: FakeJobs, capsys: pytest.CaptureFixture[str], how: list[str | BaseException]
-) -> None:
+def test_a_lost_connection_ends_no_job(jobs: FakeJobs, capsys: Capture, how: list[str | BaseException]) -> None:
     jobs.output, jobs.ending = ["step 1\n", *how], "RUNNING"
-    assert main(["submit", QUICKSTART]) == 2
-    assert "the job keeps running; follow it again: grpo-ray submit --follow job-1" in capsys.readouterr().err
+    again = "the job keeps running; follow it again: grpo-ray submit --follow job-1"
+    assert again in refused(capsys, "submit", QUICKSTART)
     jobs.output = [aiohttp.ClientError("the head node ends")]
-    assert main(["submit", "--follow", "job-1"]) == 1
     words = f"{HERE} no longer answers; .* submit --follow job-1; if .* submit --resume {Path.cwd()}/runs/"
-    assert re.search(words, capsys.readouterr().err)
+    assert re.search(words, refused(capsys, "submit", "--follow", "job-1", status=1))
 
 
 @pytest.mark.slow
@@ -515,41 +475,31 @@ def test_a_connection_that_ends_says_that_the_job_goes_on(
         ([QUICKSTART, "--address", "head:6379"], "--address is head:6379: jobs go to the dashboard"),
     ],
 )
-def test_a_mistake_is_refused_before_anything_is_submitted(
-    jobs: FakeJobs, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
+def test_a_mistake_submits_nothing(jobs: FakeJobs, capsys: Capture, arguments: list[str], message: str) -> None:
     if "job-9" in arguments:
         jobs.output = [aiohttp.ClientError("404, as if there were no server")]  # as Ray raises it
-    assert main(["submit", *arguments]) == 2
-    assert message in capsys.readouterr().err
+    assert message in refused(capsys, "submit", *arguments)
     assert jobs.jobs == {}
 
 
 @pytest.mark.slow
-def test_files_that_the_cluster_alone_has(
-    jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_of_the_cluster_alone(jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     data = ["task.train_path=/none/train.jsonl", "task.validation_path=/none/test.jsonl"]
-    submit = ["submit", "configs/qwen2.5-math-1.5b.yaml", *data, "--no-wait"]
-    assert main(submit) == 2  # the cluster is this machine
-    assert "/none/train.jsonl" in capsys.readouterr().err
+    words = ["submit", "configs/qwen2.5-math-1.5b.yaml", *data, "--no-wait"]
+    assert "/none/train.jsonl" in refused(capsys, *words)  # the cluster is this machine
     assert jobs.jobs == {}
     for there in (["--address", ELSEWHERE], ["--python", "python"]):  # the latter behind a tunnel
-        assert main([*submit, *there]) == 0
-        printed = capsys.readouterr().out
-        assert "! task.train_path: /none/train.jsonl is not on this machine" in printed
-        assert ("--address" in there) == (f"--stop job-1 --address {ELSEWHERE}" in printed)
+        shown = printed(capsys, *words, *there)
+        assert "! task.train_path: /none/train.jsonl is not on this machine" in shown
+        assert ("--address" in there) == (f"--stop job-1 --address {ELSEWHERE}" in shown)
 
 
 @pytest.mark.slow
-def test_a_head_that_takes_no_jobs(
-    jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_head_that_takes_no_jobs(jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     jobs.not_ready = 9
     monkeypatch.setattr(submit, "STARTING_S", 0.0)
-    assert main(["submit", QUICKSTART]) == 2
-    assert f"grpo-ray: {HERE}: the head node accepts no jobs" in capsys.readouterr().err
+    assert f"grpo-ray: {HERE}: the head node accepts no jobs" in refused(capsys, "submit", QUICKSTART)
 
 
 def test_an_address_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
