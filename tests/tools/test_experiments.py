@@ -7,17 +7,20 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 from builders import check_names
+from commands import Capture, printed, refused
 from matplotlib.image import imread
+from run_process import until, wait_until
 from small_run import QUICKSTART, SMALL
 
+from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.errors import RunError
 from grpo_ray.records.run_files import read_metrics
@@ -56,19 +59,14 @@ class FakeRuns:
 
     def run(self, seeds: int = 1, experiment: Experiment = LOW_HIGH, jobs: int = 4, **options: Any) -> bool:
         options = {"base": QUICKSTART, "overrides": (), "command": "grpo-ray experiment rates", **options}
-        return run_experiment(
-            experiment, num_seeds=seeds, output=str(self.out), jobs=jobs, program=FAKE, **options
-        )
+        options |= {"output": str(self.out), "program": FAKE}
+        return run_experiment(experiment, num_seeds=seeds, jobs=jobs, **options)
 
     def launched(self) -> list[str]:
         launches = self.folder / "launches.txt"
         names = [line.split()[0] for line in launches.read_text().splitlines()] if launches.exists() else []
         launches.unlink(missing_ok=True)
         return sorted(names)
-
-    def bases(self) -> list[str]:
-        """Return the configurations that the runs were launched with."""
-        return [line.split()[1] for line in (self.folder / "launches.txt").read_text().splitlines()]
 
     def text(self, name: str) -> str:
         return (self.out / "rates" / name).read_text()
@@ -101,19 +99,17 @@ def test_every_variant_of_every_experiment_is_a_valid_configuration(name: str, t
     assert not tmp_path.joinpath(name).exists()
 
 
-def test_group_sizes_have_equal_samples_and_the_label_four_updates_is_true(tmp_path: Path) -> None:
-    sizes = plan_experiment(EXPERIMENTS["group-size"], QUICKSTART, [], 1, str(tmp_path)).runs
-    assert [run.config.rollouts_per_step for run in sizes] == [256] * 5
-    colocated = plan_experiment(EXPERIMENTS["colocate"], QUICKSTART, [], 1, str(tmp_path)).runs
-    assert [run.config.num_updates for run in colocated[:2]] == [1, 4]
+def test_variants_have_the_samples_and_updates_that_they_are_named_for() -> None:
+    def configs(name: str, base: str = QUICKSTART) -> dict[str, Config]:
+        plan = plan_experiment(EXPERIMENTS[name], base, [], 1, "experiments")
+        return {run.variant: run.config for run in plan.runs}
 
-
-@pytest.mark.parametrize("config", [QUICKSTART, "configs/cs336-2026.yaml"])
-def test_off_policy_variants_of_cs336_make_32_updates_per_batch(config: str, tmp_path: Path) -> None:
-    runs = plan_experiment(EXPERIMENTS["cs336-2026"], config, [], 1, str(tmp_path)).runs
-    for run in runs:
-        assert run.config.num_updates == (32 if run.variant.endswith("-32") else 1)
-        assert (run.config.algorithm.epochs_per_batch, run.config.weight_sync.max_lag) == (1, 0)
+    assert [config.rollouts_per_step for config in configs("group-size").values()] == [256] * 5
+    assert [config.num_updates for config in configs("colocate").values()][:2] == [1, 4]
+    for base in (QUICKSTART, "configs/cs336-2026.yaml"):
+        for variant, config in configs("cs336-2026", base).items():
+            assert config.num_updates == (32 if variant.endswith("-32") else 1)
+            assert (config.algorithm.epochs_per_batch, config.weight_sync.max_lag) == (1, 0)
 
 
 def test_all_problems_are_reported_before_anything_starts(fakes: FakeRuns) -> None:
@@ -150,16 +146,12 @@ def test_finished_runs_are_not_repeated_and_seeds_can_be_added(fakes: FakeRuns) 
     assert fakes.launched() == ["high-seed1", "high-seed2", "low-seed1", "low-seed2"]
     assert json.loads(fakes.text("experiment.json"))["seeds"] == 3
     assert "low,3," in fakes.text("table.csv")
-
-
-def test_runs_without_their_last_line_or_checkpoint_are_resumed(fakes: FakeRuns) -> None:
-    fakes.run(seeds=2)
-    fakes.launched()
+    # Runs without their last line or checkpoint are resumed.
     runs = fakes.out / "rates/runs"
     metrics = runs / "low-seed0/metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
     (runs / "high-seed0/checkpoints/step-000008/training/state.json").unlink()
-    fakes.run(seeds=2)
+    fakes.run(seeds=3)
     assert fakes.launched() == ["high-seed0", "low-seed0"]
 
 
@@ -190,16 +182,15 @@ def test_the_runs_read_a_copy_of_the_base_and_edited_questions_are_refused(fakes
     paths = f"train_path: {questions}, validation_path: {questions}"
     base.write_text(f"model: {{tiny: {{}}}}\ntask: {{kind: keywords, {paths}}}\n")
     assert fakes.run(base=str(base))
-    assert set(fakes.bases()) == {str(fakes.out / "rates/base.yaml")}
+    launches = (fakes.folder / "launches.txt").read_text().splitlines()
+    assert {line.split()[1] for line in launches} == {str(fakes.out / "rates/base.yaml")}
     assert fakes.text("base.yaml") == base.read_text()
     questions.write_text(questions.read_text().replace('"a"', '"c"'))
     with pytest.raises(RunError, match=r"variant low: task\.train_path \(.*pairs\.jsonl\): was"):
         fakes.run(seeds=2, base=str(base))
 
 
-def test_failure_and_divergence_are_named_and_only_the_failure_is_retried(
-    fakes: FakeRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failure_and_divergence_are_named_and_failures_retried(fakes: FakeRuns, capsys: Capture) -> None:
     fakes.script(
         low_seed0={"rewards": [0.2, 0.3, 0.09]},
         low_seed1={"rewards": [0.2, 0.3, 0.1]},  # exactly half is not below half
@@ -252,23 +243,17 @@ FIRST = ("low-seed0", "high-seed0")
 WAITS = {"low_seed0": {"ending": "waits"}, "high_seed0": {"ending": "waits"}}
 
 
-def until_both_wait(fakes: FakeRuns, process: subprocess.Popen[str] | None = None) -> None:
-    deadline = time.monotonic() + 600
-    while not all((fakes.out / "rates/runs" / name / "waiting").exists() for name in FIRST):
-        assert process is None or process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def both_wait(fakes: FakeRuns) -> bool:
+    return all((fakes.out / "rates/runs" / name / "waiting").exists() for name in FIRST)
 
 
 def start_waiting(fakes: FakeRuns) -> subprocess.Popen[str]:
     """Start an experiment by the command line, with two runs that wait for a signal and two queued."""
     fakes.script(**WAITS)
-    command = [sys.executable, "-c", PROGRAM, "experiment", "rates", f"--output={fakes.out}", "--seeds=2"]
-    command += ["--jobs=2"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    until_both_wait(fakes, process)
+    words = ["experiment", "rates", f"--output={fakes.out}", "--seeds=2", "--jobs=2"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, *words], start_new_session=True, **pipes)
+    wait_until(process, lambda: both_wait(fakes))
     return process
 
 
@@ -298,7 +283,7 @@ def test_ctrl_c_stops_the_runs_once_and_waits_for_them(fakes: FakeRuns) -> None:
 
 def test_sigterm_stops_them_too(fakes: FakeRuns) -> None:
     def stop() -> None:
-        until_both_wait(fakes)
+        until(lambda: both_wait(fakes))
         os.kill(os.getpid(), signal.SIGTERM)
 
     fakes.script(**WAITS)
@@ -325,13 +310,9 @@ def test_a_killed_experiment_leaves_no_run(fakes: FakeRuns) -> None:
     assert [(fakes.out / "rates/runs" / name / "signals").read_text() for name in FIRST] == ["0", "0"]
 
 
-# ---- the machine ----
-
-
 def test_jobs_by_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    two = load_config(
-        QUICKSTART, ["generator.num_generators=2", "generator.num_threads=3", "learner.num_threads=2"]
-    )
+    threads = ["generator.num_threads=3", "learner.num_threads=2"]
+    two = load_config(QUICKSTART, ["generator.num_generators=2", *threads])
     assert (cores_of(two), gpus_of(two)) == (8, 0)
     ranks = load_config(QUICKSTART, ["learner.num_ranks=3", "learner.num_threads=2"])
     assert cores_of(ranks) == load_config(QUICKSTART).generator.num_threads + 3 * 2
@@ -345,11 +326,9 @@ def test_jobs_by_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_run_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "local")  # as if it were unset
     monkeypatch.setattr("grpo_ray.run.machine.visible_gpus", lambda: ["4", "5", "6", "7"])
-    apart = load_config(QUICKSTART, ["generator.num_gpus=1", "learner.num_gpus=1"])
-    together = load_config(
-        QUICKSTART,
-        ["generator.num_gpus=1", "learner.num_gpus=1", "generator.colocated=true", "weight_sync.max_lag=0"],
-    )
+    gpus = ["generator.num_gpus=1", "learner.num_gpus=1"]
+    apart = load_config(QUICKSTART, gpus)
+    together = load_config(QUICKSTART, [*gpus, "generator.colocated=true", "weight_sync.max_lag=0"])
     assert (gpus_of(apart), gpus_of(together), default_jobs([apart]), default_jobs([together])) == (2, 1, 2, 4)
     pool = GpuPool([apart, together])
     assert pool.take(apart) == ["4", "5"]
@@ -360,14 +339,6 @@ def test_each_run_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert GpuPool([load_config(QUICKSTART)]).take(load_config(QUICKSTART)) == []
 
 
-def test_the_experiments_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["experiment", "--list"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(EXPERIMENTS)
-
-
-# ---- the command line ----
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -376,28 +347,23 @@ def test_the_experiments_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["experiment", "async", "--config", "nowhere.yaml"], "nowhere.yaml: 1 problem"),
     ],
 )
-def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
-    assert message in capsys.readouterr().err
+def test_wrong_command_lines(arguments: list[str], message: str, capsys: Capture) -> None:
+    assert message in refused(capsys, *arguments)
 
 
-def test_overrides_before_and_after_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(
-        "grpo_ray.tools.experiments.run_experiment.run_experiment", lambda *args: calls.append(args) or True
-    )
+def test_the_list_and_overrides_around_options(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    assert len(printed(capsys, "experiment", "--list").splitlines()) == len(EXPERIMENTS)
+    started = Mock(return_value=True)
+    monkeypatch.setattr("grpo_ray.tools.experiments.run_experiment.run_experiment", started)
     assert main(["experiment", "async", "a.b=1", "--seeds", "2", "c.d=2", "--jobs", "3"]) == 0
     assert main(["sweep", QUICKSTART, "a.b=1,2", "--name", "mine", "c.d=3,4"]) == 0
-    first, second = calls
+    first, second = (call.args for call in started.call_args_list)
     assert (first[0].name, first[2:6]) == ("async", (("a.b=1", "c.d=2"), 2, "experiments", 3))
     assert first[6] == "grpo-ray experiment async a.b=1 --seeds 2 c.d=2 --jobs 3"
     assert (second[0].name, second[3]) == ("mine", 1)
     assert list(second[0].variants) == ["b=1,d=3", "b=1,d=4", "b=2,d=3", "b=2,d=4"]
     with pytest.raises(SystemExit):
         main(["experiment", "async", "--jobs", "0"])
-
-
-# ---- a real one ----
 
 
 @pytest.mark.ray
@@ -435,9 +401,8 @@ def outcome(
     for name, values in metrics.items():
         for row in rows:
             row[name.replace("__", "/")] = values(row["step"]) if callable(values) else values[row["step"] - 1]
-    return ExperimentOutcome(
-        variant, seed, num_steps, status, "why" if status != "finished" else "", evaluations, rows
-    )
+    why = "why" if status != "finished" else ""
+    return ExperimentOutcome(variant, seed, num_steps, status, why, evaluations, rows)
 
 
 # Two seeds of `a`; one result and one failure of `b`.
@@ -547,19 +512,15 @@ def test_summary_of_a_first_variant_without_a_result() -> None:
     assert "within" not in summary.lower().replace("within the spread: the means", "")
 
 
-ODD = {
-    "nothing": [],
-    "no seconds, negative rewards, a metric that runs away": [
-        outcome("a", [(0, -3.0), (8, 2.0)], x__y=[1, 1, 1, 1, 1e9, None, None, 1]),
-        outcome("b", [(0, 0.0), (8, 0.5)], timing__step_s=lambda _: 2.0),
-    ],
-}
+ODD = [  # no seconds, negative rewards, a metric that runs away
+    outcome("a", [(0, -3.0), (8, 2.0)], x__y=[1, 1, 1, 1, 1e9, None, None, 1]),
+    outcome("b", [(0, 0.0), (8, 0.5)], timing__step_s=lambda _: 2.0),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ODD)
-def test_plots_are_drawn_of_whatever_there_is(name: str, tmp_path: Path) -> None:
-    results = by_variant(["a", "b"], ODD[name])
+@pytest.mark.parametrize("outcomes", [[], ODD], ids=["nothing", "odd"])
+def test_plots_are_drawn_of_whatever_there_is(outcomes: list[ExperimentOutcome], tmp_path: Path) -> None:
+    results = by_variant(["a", "b"], outcomes)
     plot_validation_reward(results, "title", tmp_path / "reward.png")
     plot_metrics(results, ["x/y", "lag/max", "not/there", "policy/entropy"], "title", tmp_path / "metrics.png")
     plot_timing(results, "title", tmp_path / "timing.png")
@@ -598,9 +559,7 @@ def test_sweep_is_the_product_with_readable_labels() -> None:
     assert sweep.common == ("algorithm.num_steps=4",)
     assert sweep.name == "sweep-quickstart-learning_rate-loss"
     assert make_sweep("x.yaml", arguments, "mine").name == "mine"
-
-
-def test_sweep_labels_are_safe_and_distinct() -> None:
+    # Labels are safe and distinct.
     bands = make_sweep("x.yaml", ["algorithm.correction_band=[0.5, 2],[0.1, 5]", "generator.slowdown_s=0,1"])
     label, overrides = next(iter(bands.variants.items()))
     assert label == "correction_band=_0.5,_2_,slowdown_s=0"
@@ -615,29 +574,19 @@ def test_sweep_labels_are_safe_and_distinct() -> None:
 
 @pytest.mark.parametrize(
     ("text", "values"),
-    [
-        ("1,2", ["1", "2"]),
-        ("[1,2],[3, 4]", ["[1,2]", "[3, 4]"]),
-        ("{a: [1,2], b: 3},null", ["{a: [1,2], b: 3}", "null"]),
-        ("'a,b', \"c,d\"", ["'a,b'", '"c,d"']),
-        ("", [""]),
-    ],
-)
+    [("1,2", ["1", "2"]), ("[1,2],[3, 4]", ["[1,2]", "[3, 4]"]), ("", [""]),
+     ("{a: [1,2], b: 3},null", ["{a: [1,2], b: 3}", "null"]), ("'a,b', \"c,d\"", ["'a,b'", '"c,d"'])],
+)  # fmt: skip
 def test_values_are_split_at_outer_commas(text: str, values: list[str]) -> None:
     assert split_values(text) == values
 
 
 @pytest.mark.parametrize(
     ("arguments", "name", "message"),
-    [
-        ([], None, "at least one"),
-        (["a.b"], None, "write it as"),
-        (["a.b=1,,2"], None, "a value is empty"),
-        (["a.b=1,2", "a.b=3"], None, "a.b is given twice"),
-        (["a.b=1,1"], None, "have the name 'b=1'"),
-        (["a.b=1,2"], "../up", "not a folder name"),
-    ],
-)
+    [([], None, "at least one"), (["a.b"], None, "write it as"), (["a.b=1,,2"], None, "a value is empty"),
+     (["a.b=1,2", "a.b=3"], None, "a.b is given twice"), (["a.b=1,1"], None, "have the name 'b=1'"),
+     (["a.b=1,2"], "../up", "not a folder name")],
+)  # fmt: skip
 def test_wrong_sweeps(arguments: list[str], name: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_sweep("x.yaml", arguments, name)
