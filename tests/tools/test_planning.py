@@ -15,16 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from builders import ENDS, TinyModel, changed, make_batch
+from commands import Capture, printed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_runs import make_config, train, until
 from run_process import output_of
+from small_run import QUICKSTART
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config import Config
@@ -49,7 +51,6 @@ from grpo_ray.objectives import chunked, chunked_log_probs
 from grpo_ray.run.machine import _emulates_bfloat16
 from grpo_ray.run.preparation import check_files
 from grpo_ray.run.tiny_model import build_model
-from grpo_ray.tools.cli import main
 from grpo_ray.tools.planning import learner_memory
 from grpo_ray.tools.planning.command import PlanOptions
 from grpo_ray.tools.planning.gpu_memory import (
@@ -110,12 +111,13 @@ def plan_config(**changes: dict[str, Any]) -> Config:
     return changed(load_config(QWEN, SMALL_BATCHES), **changes)
 
 
-def small_model(family: str = "qwen2", **sizes: int) -> tuple[PreTrainedModel, ModelShape]:
-    data = {**SMALL, **FAMILIES[family], **sizes}
-    kind = data["model_type"]
-    config = AutoConfig.for_model(**data)
+def small_model(family: str, **sizes: int) -> tuple[Any, ModelShape]:
+    """Build a model of transformers with the Learner's attention, or for `grpo_ray` a TransformerLM."""
+    data = {**SMALL, **FAMILIES["llama" if family == "grpo_ray" else family], **sizes}
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"), shape_of(data, kind)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**data), attn_implementation="sdpa")
+    model.set_attn_implementation(ATTENTION)
+    return TransformerLM(model.config) if family == "grpo_ray" else model, shape_of(data, data["model_type"])
 
 
 # ---- shapes ----
@@ -140,9 +142,7 @@ def test_a_tiny_model_has_the_parameters_it_is_planned_with(tiny_config: Config,
     assert shape.num_parameters == sum(p.numel() for p in model.parameters())
 
 
-def test_a_shape_is_found_in_a_folder_and_in_the_hubs_local_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shape_is_found_in_a_folder_and_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = tmp_path / "models--someone--model" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text(json.dumps(QWEN_7B))
@@ -154,28 +154,18 @@ def test_a_shape_is_found_in_a_folder_and_in_the_hubs_local_cache(
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("path", "text", "message"),
     [
-        ("{", "cannot be read"),
-        ("[]", "no mapping"),
-        ('{"model_type": "mamba"}', "'mamba'; a plan covers llama"),
-        ('{"model_type": "llama", "hidden_size": 0}', "hidden_size is 0"),
+        (".", "{", "cannot be read"),
+        (".", "[]", "no mapping"),
+        (".", '{"model_type": "mamba"}', "'mamba'; a plan covers llama"),
+        (".", '{"model_type": "llama", "hidden_size": 0}', "hidden_size is 0"),
+        ("someone/no-such-model", "", "`hf download someone/no-such-model config.json`, or give a folder"),
+        ("/no/such/folder", "", "no config.json in '/no/such/folder'; give a model's folder"),
     ],
 )
-def test_an_unusable_config_json_is_named(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        find_shape(ModelConfig(path=str(tmp_path)))
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("someone/no-such-model", "`hf download someone/no-such-model config.json`, or give a folder"),
-        ("/no/such/folder", "no config.json in '/no/such/folder'; give a model's folder"),
-    ],
-)
-def test_a_model_that_is_not_here_is_refused_with_what_to_do(path: str, message: str) -> None:
+def test_an_unusable_or_missing_config_json_is_named(here: Path, path: str, text: str, message: str) -> None:
+    (here / "config.json").write_text(text)
     with pytest.raises(ValueError, match=re.escape(message)):
         find_shape(ModelConfig(path=path))
 
@@ -229,32 +219,19 @@ def sequences_of_groups(num_groups: int, num_prompt: int, num_response: int) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype", "layout"),
-    [
-        ("qwen2", "float32", "padded"),
-        ("grpo_ray", "bfloat16", "padded"),
-        ("llama with wide heads", "float32", "sdpa"),
-        ("grpo_ray", "float32", "sdpa"),
-        ("qwen3", "bfloat16", "sdpa"),
-        ("qwen3", "bfloat16", "auto"),
-        ("grpo_ray", "bfloat16", "auto"),
-    ],
-)
+    [("qwen2", "float32", "padded"), ("grpo_ray", "bfloat16", "padded"),
+     ("llama with wide heads", "float32", "sdpa"), ("grpo_ray", "float32", "sdpa"),
+     ("qwen3", "bfloat16", "sdpa"), ("qwen3", "bfloat16", "auto"), ("grpo_ray", "bfloat16", "auto")],
+)  # fmt: skip
 def test_a_layer_keeps_as_many_bytes_of_a_token_as_planned(family: str, dtype: str, layout: str) -> None:
     """Padded, and packed with either attention: that of GPUs in bfloat16, and that of all other cases."""
-    config = plan_config(
-        model={
-            "dtype": dtype,
-            "implementation": "grpo_ray" if family == "grpo_ray" else "transformers",
-            "attention": "sdpa" if layout == "sdpa" else "auto",
-        },
-        learner={
-            "share_prompts": "never" if layout == "padded" else "auto",
-            "micro_batch_tokens": 10**6,
-            "num_gpus": 0 if layout == "sdpa" else 1,  # on a GPU these blocks would repeat keys
-        },
-        sampling={"max_tokens": 40},
-        algorithm={"prompts_per_step": 2},
-    )
+    is_sdpa = layout == "sdpa"
+    model_section = {"dtype": dtype, "attention": "sdpa" if is_sdpa else "auto"}
+    model_section |= {"implementation": "grpo_ray"} if family == "grpo_ray" else {}
+    learner = {"micro_batch_tokens": 10**6, "share_prompts": "never" if layout == "padded" else "auto"}
+    learner |= {"num_gpus": 0 if is_sdpa else 1}  # on a GPU these blocks would repeat keys
+    sizes = {"sampling": {"max_tokens": 40}, "algorithm": {"prompts_per_step": 2}}
+    config = plan_config(model=model_section, learner=learner, **sizes)
     sequences = sequences_of_groups(2, 8, 40)
     if layout == "padded":
         batch = collate_padded(sequences)
@@ -263,12 +240,7 @@ def test_a_layer_keeps_as_many_bytes_of_a_token_as_planned(family: str, dtype: s
     tokens, kept = largest_micro_batch(config, 8), []
     assert (tokens.all, tokens.responses) == (batch.input_ids.numel(), 16 * 40)
     for num_layers in (2, 3):
-        if family == "grpo_ray":
-            made, shape = small_model("llama", num_hidden_layers=num_layers)
-            model: Any = TransformerLM(made.config)
-        else:
-            model, shape = small_model(family, num_hidden_layers=num_layers)
-            model.set_attn_implementation(ATTENTION)
+        model, shape = small_model(family, num_hidden_layers=num_layers)
         cast_parameters(model.parameters(), getattr(torch, dtype))
         kept.append(kept_bytes(model, batch))
     # In addition, Qwen3's head norms keep a number per head, and attention in blocks its mask.
@@ -300,16 +272,16 @@ def peak_bytes(work: Callable[[], object]) -> int:
     ("dtype", "recomputation", "vocab_size", "chunk_bytes", "options"),
     [
         ("float32", False, 320, 2**28, {}),
-        ("float32", False, 320, 2**28, {"implementation": "grpo_ray"}),
-        ("float32", False, 320, 2**28, {"share_prompts": "never"}),
+        ("float32", False, 320, 2**28, {"model.implementation": "grpo_ray"}),
+        ("float32", False, 320, 2**28, {"learner.share_prompts": "never"}),
         ("float32", True, 320, 2**28, {}),
         ("float32", False, 8192, 2**28, {}),
-        ("float32", True, 8192, 2**22, {"entropy_bonus": 0.1}),
+        ("float32", True, 8192, 2**22, {"algorithm.entropy_bonus": 0.1}),
         ("bfloat16", False, 320, 2**28, {}),
         ("bfloat16", False, 8192, 2**22, {}),
         ("bfloat16", True, 8192, 2**28, {}),
-        ("bfloat16", True, 8192, 2**28, {"head_dtype": "float32"}),
-        ("bfloat16", False, 8192, 2**22, {"head_dtype": "float32"}),
+        ("bfloat16", True, 8192, 2**28, {"model.head_dtype": "float32"}),
+        ("bfloat16", False, 8192, 2**22, {"model.head_dtype": "float32"}),
     ],
 )
 @pytest.mark.kept(
@@ -322,25 +294,19 @@ def test_a_micro_batch_takes_what_is_planned(
     options: dict[str, Any],
 ) -> None:  # fmt: skip
     num_groups, num_prompt, num_response = 2, 8, 40
-    config = plan_config(
-        model={
-            "dtype": dtype, "implementation": options.get("implementation", "transformers"),
-            "head_dtype": options.get("head_dtype", "model"),
-        },
+    own = [f"{field}={value}" for field, value in options.items()]
+    config = changed(
+        load_config(QWEN, [*SMALL_BATCHES, *own]),
+        model={"dtype": dtype},
         generator={"num_gpus": 0},
         sampling={"max_tokens": num_response},
-        algorithm={"entropy_bonus": options.get("entropy_bonus", 0.0), "prompts_per_step": num_groups},
-        learner={
-            "micro_batch_tokens": 10**6, "gradient_checkpointing": recomputation, "num_gpus": 0,
-            "share_prompts": options.get("share_prompts", "auto"),
-        },
-    )  # fmt: skip
+        algorithm={"prompts_per_step": num_groups},
+        learner={"micro_batch_tokens": 10**6, "gradient_checkpointing": recomputation, "num_gpus": 0},
+    )
     monkeypatch.setattr(learner_memory, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(log_probs, "chunked_log_probs", partial(chunked_log_probs, chunk_bytes=chunk_bytes))
-    made, shape = small_model("llama", vocab_size=vocab_size, num_hidden_layers=6, hidden_size=128)
-    model: Any = made if config.model.implementation == "transformers" else TransformerLM(made.config)
-    if model is made:
-        model.set_attn_implementation(ATTENTION)
+    family = "llama" if config.model.implementation == "transformers" else "grpo_ray"
+    model, shape = small_model(family, vocab_size=vocab_size, num_hidden_layers=6, hidden_size=128)
     cast_parameters(with_head_dtype(model, config.model.head_dtype).parameters(), getattr(torch, dtype))
     if recomputation:
         model.train()
@@ -358,27 +324,15 @@ def test_a_micro_batch_takes_what_is_planned(
     assert planned == pytest.approx(measured, rel=0.15 if is_layer_the_peak else 0.03)
 
 
-def test_a_chunk_is_as_large_as_the_learners() -> None:
-    assert learner_memory.CHUNK_BYTES == chunked.CHUNK_BYTES
-    assert learner_memory.COMPILED_CHUNK_BYTES == chunked.COMPILED_CHUNK_BYTES
-
-
 DORA = {"rank": 4, "dora": True, "target_modules": ["q_proj", "up_proj"]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("adapter", "quantization", "reference"),
-    [
-        (None, "none", "none"),
-        (None, "none", "initial"),
-        (None, "none", "ema"),
-        ({"rank": 4}, "none", "initial"),
-        ({"rank": 4}, "nf4", "ema"),
-        (DORA, "none", "ema"),
-        (DORA, "nf4", "none"),
-    ],
-)
+    [(None, "none", "none"), (None, "none", "initial"), (None, "none", "ema"), (DORA, "nf4", "none"),
+     ({"rank": 4}, "none", "initial"), ({"rank": 4}, "nf4", "ema"), (DORA, "none", "ema")],
+)  # fmt: skip
 def test_the_state_is_what_a_learner_holds(
     tiny_config: Config, tiny_model: TinyModel, adapter: Any, quantization: str, reference: str
 ) -> None:
@@ -424,7 +378,10 @@ def budgets_of(
 
 
 def test_figures_of_1_5b_by_hand() -> None:
-    generator, learner = map(items_of, budgets_of(plan_config()))
+    plain, of_nccl = (
+        budgets_of(plan_config(weight_sync={"transport": name})) for name in ("object_store", "nccl")
+    )
+    generator, learner = map(items_of, plain)
     parameters = 1_543_714_304
     assert learner["weights"] == learner["gradients"] == 4 * parameters
     assert learner["copy of the weights"] == 2 * parameters
@@ -432,6 +389,8 @@ def test_figures_of_1_5b_by_hand() -> None:
     # 4,096 tokens of one group: a prompt of 256, and 3,840 of its responses. Each layer keeps its bfloat16
     # input, the last norm a float32 copy and what it scales. A chunk of 2^28 bytes holds 441 positions' logits.
     assert learner["activations"] == 28 * 4096 * 2 * 1536 + 4096 * 6 * 1536
+    assert learner_memory.CHUNK_BYTES == chunked.CHUNK_BYTES == 2**28
+    assert learner_memory.COMPILED_CHUNK_BYTES == chunked.COMPILED_CHUNK_BYTES
     # Half of that more in bfloat16, as of the weights' gradient, and the responses' states with their gradient.
     assert learner["output layer"] == 1.5 * 4 * 151_936 * (441 + 1536) + 2 * 2 * 3840 * 1536
     assert generator["weights"] == 2 * parameters
@@ -441,6 +400,9 @@ def test_figures_of_1_5b_by_hand() -> None:
     assert "20.1 GiB for the Generators' turn, " in budgets_of(together)[1].remark
     on_cpu = plan_config(learner={"num_gpus": 0}, generator={"num_gpus": 0, "kv_cache_gib": 1.0})
     assert budgets_of(on_cpu)[1].remark == ""
+    # NCCL keeps two copies on the Learner's GPU and none on the Generators'.
+    assert of_nccl[1].needed_bytes - plain[1].needed_bytes == 2 * 2 * parameters
+    assert of_nccl[0] == plain[0]
 
 
 @pytest.mark.parametrize(
@@ -457,12 +419,9 @@ def test_the_plan_is_what_an_h100_took(options: dict[str, Any], gib: float) -> N
     assert sum(item.num_bytes for item in learner.items) / 2**30 - 1 == pytest.approx(gib, rel=0.01)
 
 
-def test_the_kv_cache_is_divided_among_a_generators_gpus() -> None:
+def test_the_kv_cache_is_divided_among_gpus_and_sequences_are_limited_by_those_in_flight() -> None:
     of_gpus = [plan_config(generator={"num_gpus": n}) for n in (1, 2, 4, 8)]  # 4 key-value heads
     assert [kv_bytes_per_token(SHAPE_7B, config) / 1024 for config in of_gpus] == [56, 28, 14, 14]
-
-
-def test_sequences_are_limited_by_those_in_flight() -> None:
     few = plan_config(algorithm={"prompts_per_step": 4}, weight_sync={"max_lag": 2})
     assert concurrent_sequences(few) == (1 + 2) * 4 * 8
     assert concurrent_sequences(changed(few, generator={"num_generators": 2})) == 48
@@ -528,13 +487,6 @@ def test_a_colocated_turn_fits_if_each_of_its_phases_does(
         fitting = changed(config, generator={"gpu_memory_utilization": float(advised[1])})
         found = budgets_of(fitting, shape, gpu_gib)[0]
         assert found.fits or "no room for one sequence" in found.remark
-
-
-def test_nccl_keeps_two_copies_on_the_learners_gpu_and_none_on_the_generators() -> None:
-    generator, learner = budgets_of(plan_config())
-    generator_of_nccl, learner_of_nccl = budgets_of(plan_config(weight_sync={"transport": "nccl"}))
-    assert learner_of_nccl.needed_bytes - learner.needed_bytes == 2 * 2 * SHAPE_1_5B.num_parameters
-    assert generator_of_nccl == generator
 
 
 # ---- ranks, by hand ----
@@ -606,8 +558,10 @@ def test_a_base_of_4_bits_is_whole_on_every_rank_and_one_of_16_is_sharded() -> N
 # ---- verdicts ----
 
 
-def run(config: str, *arguments: str) -> int:
-    return main(["plan", config, *(SMALL_BATCHES if config == QWEN else ()), *arguments])
+def planned(capsys: Capture, config: str, *arguments: str, status: int = 0) -> str:
+    """Return what `grpo-ray plan` prints."""
+    words = ("plan", config, *(SMALL_BATCHES if config == QWEN else ()), *arguments)
+    return printed(capsys, *words, status=status)
 
 
 @pytest.fixture(autouse=True)
@@ -616,29 +570,22 @@ def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_ray.learning.attention.SHORT", 0)
 
 
-@pytest.fixture
-def folder_of(tmp_path: Path) -> Callable[[dict[str, Any]], str]:
-    """`folder_of(config)`: return an override of `model.path` with a folder that holds only a config.json."""
-
-    def folder(config: dict[str, Any]) -> str:
-        path = tmp_path / "model"
-        path.mkdir()
-        (path / "config.json").write_text(json.dumps(config))
-        return f"model.path={path}"
-
-    return folder
+def folder_of(tmp_path: Path, config: dict[str, Any]) -> str:
+    """Return an override of `model.path` with a folder that holds only this config.json."""
+    (tmp_path / "model").mkdir(exist_ok=True)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    return f"model.path={tmp_path / 'model'}"
 
 
-Folder = Callable[[dict[str, Any]], str]
-
-
-def test_7b_does_not_fit_one_24_gb_gpu(folder_of: Folder, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(QWEN, folder_of(QWEN_7B), *ON_ONE_GPU, "--gpus", "1", "--gpu-memory", "24") == 1
-    printed = capsys.readouterr().out
+def test_7b_does_not_fit_one_24_gb_gpu_and_1_5b_asks_for_two(tmp_path: Path, capsys: Capture) -> None:
+    on_one = ("--gpus", "1", "--gpu-memory", "24", *ON_ONE_GPU)
+    shown = planned(capsys, QWEN, folder_of(tmp_path, QWEN_7B), *on_one, status=1)
     # 7,615,616,512 x 18 bytes are 127.67 GiB; the gradient of the output layer takes 3.0 GiB more, and
     # contexts, asleep or not, another 3.
-    assert "DOES NOT FIT: 111.0 GiB too much; the largest item is AdamW's moments (56.7 GiB)" in printed
-    assert printed.endswith("does not fit: the GPU, in the Learner's turn\n")
+    assert "DOES NOT FIT: 111.0 GiB too much; the largest item is AdamW's moments (56.7 GiB)" in shown
+    assert shown.endswith("does not fit: the GPU, in the Learner's turn\n")
+    needed = "the run needs 2 GPUs, but --gpus is 1; lower generator.num_generators, "
+    assert needed in planned(capsys, QWEN, folder_of(tmp_path, QWEN_1_5B), "--gpus", "1", status=1)
 
 
 @pytest.mark.parametrize(
@@ -655,35 +602,27 @@ def test_7b_does_not_fit_one_24_gb_gpu(folder_of: Folder, capsys: pytest.Capture
     ],
 )
 def test_a_learner_that_does_not_fit_has_a_remedy(
-    overrides: tuple[str, ...], message: str, folder_of: Folder, capsys: pytest.CaptureFixture[str]
+    overrides: tuple[str, ...], message: str, tmp_path: Path, capsys: Capture
 ) -> None:
-    assert run(QWEN, folder_of(QWEN_7B), *overrides) == 1
-    assert f"! the Learner does not fit; {message}" in capsys.readouterr().out
-
-
-def test_too_few_gpus_are_refused_with_a_cure(folder_of: Folder, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(QWEN, folder_of(QWEN_1_5B), "--gpus", "1") == 1
-    needed = "the run needs 2 GPUs, but --gpus is 1; lower generator.num_generators, "
-    assert needed in capsys.readouterr().out
+    shown = planned(capsys, QWEN, folder_of(tmp_path, QWEN_7B), *overrides, status=1)
+    assert f"! the Learner does not fit; {message}" in shown
 
 
 @pytest.mark.parametrize("config", sorted(Path("configs").glob("*.yaml")), ids=lambda path: path.name)
-def test_every_configuration_here_can_be_planned(config: Path, folder_of: Folder) -> None:
-    overrides = () if load_config(config).model.tiny else (folder_of(QWEN_1_5B),)
+def test_every_configuration_here_can_be_planned(config: Path, tmp_path: Path) -> None:
+    overrides = () if load_config(config).model.tiny else (folder_of(tmp_path, QWEN_1_5B),)
     assert plan_memory(PlanOptions(str(config), overrides)).fits
 
 
-def test_a_cpus_kv_cache_must_hold_a_sequence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("configs/quickstart.yaml", "generator.kv_cache_gib=0.0005") == 1
-    assert "DOES NOT FIT" in capsys.readouterr().out
-    assert run("configs/quickstart.yaml") == 0
-    printed = capsys.readouterr().out
-    assert "no verdict without a GPU; the largest item is activations (418 MiB)" in printed
-    assert printed.endswith("\nfits; the run uses no GPU\n")
+def test_a_cpus_kv_cache_must_hold_a_sequence(capsys: Capture) -> None:
+    assert "DOES NOT FIT" in planned(capsys, QUICKSTART, "generator.kv_cache_gib=0.0005", status=1)
+    shown = planned(capsys, QUICKSTART)
+    assert "no verdict without a GPU; the largest item is activations (418 MiB)" in shown
+    assert shown.endswith("\nfits; the run uses no GPU\n")
 
 
-def test_the_longest_prompt_is_what_the_models_length_leaves(folder_of: Folder) -> None:
-    folder = folder_of(QWEN_1_5B)
+def test_the_longest_prompt_is_what_the_models_length_leaves(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, QWEN_1_5B)
     given = PlanOptions(QWEN, (folder,), prompt_tokens=100)
     limited = PlanOptions(QWEN, (folder, "generator.max_model_len=1500"))
     plans = map(plan_memory, (given, replace(given, prompt_tokens=None), limited))
@@ -691,14 +630,14 @@ def test_the_longest_prompt_is_what_the_models_length_leaves(folder_of: Folder) 
 
 
 @pytest.mark.slow
-def test_a_plan_and_the_start_of_an_experiment_need_neither_torch_nor_ray(folder_of: Folder) -> None:
+def test_a_plan_and_the_start_of_an_experiment_need_neither_torch_nor_ray(tmp_path: Path) -> None:
     code = (
         "import sys; from grpo_ray.tools.cli import main; assert main(sys.argv[1:]) == 0; "
         "assert not {'transformers', 'vllm'} & set(sys.modules); "
         "import grpo_ray.tools.experiments.run_experiment; "
         "print(sorted({'torch', 'ray', 'matplotlib'} & set(sys.modules)))"
     )
-    output = output_of(sys.executable, "-c", code, "plan", QWEN, folder_of(QWEN_1_5B))
+    output = output_of(sys.executable, "-c", code, "plan", QWEN, folder_of(tmp_path, QWEN_1_5B))
     assert output.splitlines()[-1] == "[]"
 
 

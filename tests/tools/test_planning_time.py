@@ -1,6 +1,5 @@
 """The time of a step, its communication and the splits of GPUs: figures by hand, and a run's own rates."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,19 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from builders import changed
+from builders import changed, write_rows
+from commands import Capture, refused
 from local_runs import make_config as make_run_config
 from local_runs import train
+from small_run import QUICKSTART
 from test_planning import (
     QWEN,
     QWEN_1_5B,
     QWEN_7B,
     SHAPE_1_5B,
     SHAPE_7B,
-    Folder,
     folder_of,
     plan_config,
-    run,
+    planned,
     small_model,
 )
 
@@ -53,7 +53,6 @@ from grpo_ray.tools.planning.step_time import (
 from grpo_ray.watch.flops import PEAK_TFLOPS, ModelSize
 from grpo_ray.watch.metrics_catalog import PAUSED
 
-__all__ = ["folder_of"]
 H100 = Machine(GPU_TYPES["H100"])
 P_7B = SHAPE_7B.num_parameters
 
@@ -100,9 +99,7 @@ def test_passes_by_hand() -> None:
     assert again.backward_s == pytest.approx((6 * blocks + 4 * output) / rate)  # the output layer is in chunks
     adapter = passes_on(H100.gpu, changed(config, model={"adapter": {"rank": 4}}), work())
     assert adapter.backward_s == adapter.forward_s
-
-
-def test_lookups_are_forward_passes_alone() -> None:
+    # Lookups are forward passes alone.
     assert num_lookups(plan_config()) == 0
     assert num_lookups(plan_config(algorithm={"kl": {"reference": "initial"}})) == 1
     proximal = {"old_log_probs": "proximal", "kl": {"reference": "ema"}}
@@ -128,12 +125,9 @@ def test_decoding_by_hand() -> None:
     weights, cached = 2 * 1_543_714_304, 512 * (256 + 512) * 28 * 1024
     assert step_s == pytest.approx((weights + cached) / (0.7 * 3350e9) + 0.005)
     prefill_s = 32 * 256 * 2 * 1_543_714_304 / (0.5 * 989e12)
-    assert sampling_s(H100.gpu, plan_config(), work(1024)) == pytest.approx(
-        prefill_s + 256 * 1024 * step_s / 512
-    )
-
-
-def test_decoding_is_limited_by_the_room_for_keys_and_values() -> None:
+    whole_s = prefill_s + 256 * 1024 * step_s / 512
+    assert sampling_s(H100.gpu, plan_config(), work(1024)) == pytest.approx(whole_s)
+    # On a smaller GPU it is limited by the room for keys and values.
     small = replace(H100.gpu, memory_gib=20.0)
     running, _ = decoding(small, plan_config(), work(1024, SHAPE_7B))
     cached = (256 + 512) * 56 * 1024
@@ -146,13 +140,12 @@ def test_decoding_is_limited_by_the_room_for_keys_and_values() -> None:
 # ---- communication ----
 
 
-def test_one_rank_communicates_nothing() -> None:
-    assert collectives(SHAPE_7B, plan_config(), H100) == Collectives()
-    on_cpus = changed(with_ranks(2), learner={"num_gpus": 0}, generator={"num_gpus": 0})
-    assert collectives(SHAPE_7B, on_cpus, H100) == Collectives()
+ON_CPUS: dict[str, dict[str, Any]] = {"learner": {"num_gpus": 0}, "generator": {"num_gpus": 0}}
 
 
 def test_collectives_of_7b_by_hand() -> None:
+    assert collectives(SHAPE_7B, plan_config(), H100) == Collectives()  # of one rank
+    assert collectives(SHAPE_7B, changed(with_ranks(2), **ON_CPUS), H100) == Collectives()
     near, far = 0.7 * 450e9, 0.7 * 50e9
     of_node = collectives(SHAPE_7B, with_ranks(8), H100)
     assert of_node.gather_s == pytest.approx(2 * P_7B * 7 / 8 / near)
@@ -181,15 +174,13 @@ def test_adapters_are_reduced_and_an_nf4_base_is_not_gathered() -> None:
     assert lora.reduce_s == pytest.approx(4 * trained * 7 / 8 / (0.7 * 450e9))
     nf4 = collectives(SHAPE_7B, with_ranks(8, model={"adapter": adapter, "base_quantization": "nf4"}), H100)
     assert nf4.gather_s == pytest.approx(2 * trained * 7 / 8 / (0.7 * 450e9))
-
-
-def test_computation_hides_communication_up_to_the_ends_of_a_pass() -> None:
+    # Computation hides communication up to the ends of a pass.
     passes = Collectives(gather_s=1.0, reduce_s=2.0, exposed_s=0.25)
     assert (passes.forward_s(0.5), passes.forward_s(4.0)) == (1.0, 4.0)
     assert (passes.backward_s(0.5), passes.backward_s(8.0)) == (3.25, 8.25)
 
 
-def test_ranks_divide_the_passes_where_links_are_fast() -> None:
+def test_ranks_divide_the_passes_where_links_are_fast_and_wait_where_they_are_slow() -> None:
     free = Machine(replace(H100.gpu, link=1e30))
     passes = Passes(8.0, 24.0, lookup_s=4.0)
     config = plan_config(algorithm={"kl": {"reference": "initial"}})
@@ -197,9 +188,7 @@ def test_ranks_divide_the_passes_where_links_are_fast() -> None:
     total_s, exposed_s = training_s(divided(config, 1, 4, 1, 4), work(), free, passes)
     assert total_s == pytest.approx(36 * 1.1 / 4)
     assert exposed_s == pytest.approx(0.0)
-
-
-def test_ranks_wait_where_links_are_slow() -> None:
+    # Where links are slow, ranks wait.
     slow = Machine(replace(H100.gpu, link=GB))
     config = with_ranks(2)
     each = collectives(SHAPE_1_5B, config, slow)
@@ -246,8 +235,7 @@ def split_with(step_s: float, num_ranks: int, fits: bool = True) -> Split:
 
 def test_the_best_split_fits_and_has_the_fewest_ranks_within_a_percent() -> None:
     table = [split_with(10.0, 1), split_with(5.04, 2), split_with(5.0, 3), split_with(1.0, 4, fits=False)]
-    best = best_split(table)
-    assert best is table[1]
+    assert best_split(table) is table[1]
     assert best_split([split_with(1.0, 1, fits=False)]) is None
     assert best_split([]) is None
 
@@ -274,20 +262,17 @@ def test_a_copy_per_node_is_taken_only_where_it_is_faster() -> None:
         return split.config.learner.replicas
 
     assert (replicas(10), replicas(1000)) == (2, 1)
-
-
-def test_shared_gpus_are_not_divided() -> None:
+    # Shared GPUs are not divided.
     colocated = plan_config(generator={"colocated": True}, weight_sync={"max_lag": 0})
     assert not splits(colocated, work(), H100, 8, None)
-    on_cpus = changed(plan_config(), learner={"num_gpus": 0}, generator={"num_gpus": 0})
-    assert not splits(on_cpus, work(), H100, 8, None)
+    assert not splits(plan_config(**ON_CPUS), work(), H100, 8, None)
 
 
 @pytest.mark.parametrize(
     ("name", "model"), [("qwen2.5-math-1.5b-8gpu", QWEN_1_5B), ("qwen2.5-7b-16gpu", QWEN_7B)]
 )
-def test_configurations_have_the_recommended_split(name: str, model: dict[str, Any], folder_of: Folder) -> None:
-    plan = plan_memory(PlanOptions(f"configs/{name}.yaml", (folder_of(model),)))
+def test_configurations_have_the_recommended_split(name: str, model: dict[str, Any], tmp_path: Path) -> None:
+    plan = plan_memory(PlanOptions(f"configs/{name}.yaml", (folder_of(tmp_path, model),)))
     best = best_split(plan.splits)
     assert plan.fits
     assert plan.num_gpus == int(name.rpartition("-")[2].removesuffix("gpu"))
@@ -301,26 +286,20 @@ def test_configurations_have_the_recommended_split(name: str, model: dict[str, A
 # ---- a run's own figures ----
 
 ROW = {
-    "throughput/sampled_tokens_per_s": 600.0,
-    "utilization/generators": 0.75,
-    "throughput/trained_tokens_per_s": 300.0,
-    "throughput/trained_tokens": 384.0,
-    "utilization/learner": 0.5,
-    "rollout/response_tokens/mean": 64.0,
-    "timing/step_s": 1.5,
-    "timing/weight_sync/paused_s": 0.06,
-}
+    "throughput/sampled_tokens_per_s": 600.0, "utilization/generators": 0.75,
+    "throughput/trained_tokens_per_s": 300.0, "utilization/learner": 0.5, "throughput/trained_tokens": 384.0,
+    "rollout/response_tokens/mean": 64.0, "timing/step_s": 1.5, "timing/weight_sync/paused_s": 0.06,
+}  # fmt: skip
 
 
 def write_run(folder: Path, config: Config, rows: Sequence[dict[str, float]]) -> Path:
     folder.mkdir()
     dump_config(config, folder / "config.yaml")
-    lines = [json.dumps({"step": step, **row}) for step, row in enumerate(rows, start=1)]
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    write_rows(folder / "metrics.jsonl", [{"step": step, **row} for step, row in enumerate(rows, start=1)])
     return folder
 
 
-def test_rates_are_tokens_over_seconds_of_work(tmp_path: Path, tiny_config: Config) -> None:
+def test_rates_are_tokens_over_seconds_of_work_or_refused(tmp_path: Path, tiny_config: Config) -> None:
     config = changed(tiny_config, generator={"num_generators": 2})  # 12 rollouts per step
     slow = {**ROW, "timing/step_s": 99.0, "throughput/sampled_tokens_per_s": 1.0}
     idle = {**ROW, "throughput/sampled_tokens_per_s": 0.0, "utilization/generators": 0.0}
@@ -330,51 +309,38 @@ def test_rates_are_tokens_over_seconds_of_work(tmp_path: Path, tiny_config: Conf
     assert found.trained_frac == 384 / (12 * 64)
     assert found.sync_s == pytest.approx(0.06)
     assert (found.response_tokens, found.step_s, found.num_steps) == (64, 1.5, 3)
-
-
-def test_a_run_without_rates_is_refused(tmp_path: Path, tiny_config: Config) -> None:
-    idle = {**ROW, "utilization/learner": 0.0}
     with pytest.raises(ValueError, match="no step in which"):
-        measure(write_run(tmp_path / "idle", tiny_config, [idle]))
+        measure(write_run(tmp_path / "idle", tiny_config, [{**ROW, "utilization/learner": 0.0}]))
     with pytest.raises(ValueError, match=r"no config\.yaml"):
         measure(tmp_path / "none")
 
 
-def test_a_mean_response_is_useless_without_rates(
-    folder_of: Folder, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("configs/quickstart.yaml", "--response-tokens", "10") == 2
-    assert "--response-tokens: without GPUs the time of a step needs" in capsys.readouterr().err
-    assert run("configs/quickstart.yaml", "--gpu-memory", "10") == 2
-    assert "--gpu-memory: the run uses no GPU" in capsys.readouterr().err
-    assert run(QWEN, folder_of(QWEN_1_5B), "--response-tokens", "100") == 0
-    assert "responses of 100 tokens, modelled from the data sheet of H100" in capsys.readouterr().out
+def test_a_mean_response_is_useless_without_rates(tmp_path: Path, capsys: Capture) -> None:
+    message = refused(capsys, "plan", QUICKSTART, "--response-tokens", "10")
+    assert "--response-tokens: without GPUs the time of a step needs" in message
+    assert "--gpu-memory: the run uses no GPU" in refused(capsys, "plan", QUICKSTART, "--gpu-memory", "10")
+    shown = planned(capsys, QWEN, folder_of(tmp_path, QWEN_1_5B), "--response-tokens", "100")
+    assert "responses of 100 tokens, modelled from the data sheet of H100" in shown
 
 
 def test_a_plan_warns_where_rates_are_of_another_model_or_other_devices(
-    tmp_path: Path, tiny_config: Config, folder_of: Folder, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_config: Config, capsys: Capture
 ) -> None:
     run_folder = str(write_run(tmp_path / "run", tiny_config, [ROW]))
-    assert run(QWEN, folder_of(QWEN_1_5B), "--from", run_folder) == 0
-    printed = capsys.readouterr().out
-    assert "from another model (788,608 parameters)" in printed
-    assert "from other devices" in printed
-    assert "responses of 64 tokens" in printed
+    shown = planned(capsys, QWEN, folder_of(tmp_path, QWEN_1_5B), "--from", run_folder)
+    assert "from another model (788,608 parameters)" in shown
+    assert "from other devices" in shown
+    assert "responses of 64 tokens" in shown
     own = (str(tmp_path / "run" / "config.yaml"), "--from", run_folder)
-    assert run(*own, "--response-tokens", "10") == 0
-    assert "responses of 10 tokens" in capsys.readouterr().out
-    assert run(*own) == 0
-    assert "!" not in capsys.readouterr().out
+    assert "responses of 10 tokens" in planned(capsys, *own, "--response-tokens", "10")
+    assert "!" not in planned(capsys, *own)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("model_cache", "any_reward")
-def test_a_run_that_was_trained_is_planned_with_its_own_rates(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_was_trained_is_planned_with_its_own_rates(tmp_path: Path, capsys: Capture) -> None:
     train(make_run_config("algorithm.num_steps=4"), tmp_path / "run")
-    assert run("configs/quickstart.yaml", "--from", str(tmp_path / "run")) == 0
-    assert "tokens/s per Generator" in capsys.readouterr().out
+    assert "tokens/s per Generator" in planned(capsys, QUICKSTART, "--from", str(tmp_path / "run"))
 
 
 # ---- time at a run's rates ----
@@ -385,10 +351,8 @@ def measured(
 ) -> MeasuredRun:
     """Return a run that measured these rates."""
     values = {"config": plan_config(), "num_steps": 3, "step_s": 1.0, "response_tokens": 100.0, **others}
-    return MeasuredRun(
-        sampled_tokens_per_s=sampled, trained_tokens_per_s=trained, sync_s=sync_s, trained_frac=trained_frac,
-        **values,
-    )  # fmt: skip
+    rates = {"sampled_tokens_per_s": sampled, "trained_tokens_per_s": trained, "sync_s": sync_s}
+    return MeasuredRun(trained_frac=trained_frac, **rates, **values)
 
 
 def test_a_step_is_the_sum_when_synchronous_and_the_slower_side_when_not() -> None:
@@ -401,9 +365,7 @@ def test_a_step_is_the_sum_when_synchronous_and_the_slower_side_when_not() -> No
     eight = changed(config, generator={"num_generators": 8})
     assert step_time(eight, work(), H100, rates).step_s == 1.0
     assert step_time(changed(config, weight_sync={"max_lag": 0}), work(), H100, rates).step_s == 5.5
-
-
-def test_replayed_groups_are_trained_and_not_sampled() -> None:
+    # Replayed groups are trained and not sampled.
     config = plan_config(buffer={"replay": {"frac": 0.25}})
     time = step_time(config, work(), H100, measured(1000, 1000))
     assert (time.sample_s, time.train_s) == (24 * 8 * 100 / 1000, 32 * 8 * 100 / 1000)
@@ -421,53 +383,43 @@ def test_measured_rates_are_those_of_the_runs_ranks() -> None:
     waiting = step_time(with_ranks(4), work(), slow, one)
     assert waiting.train_s == pytest.approx(alone_s * 1.1 / 4 + waiting.exposed_s)
     assert waiting.exposed_s > 0
-    assert waiting.snapshot_s == pytest.approx(
-        gather_seconds(2 * SHAPE_1_5B.num_parameters, with_ranks(4), slow)
-    )
+    gathered_s = gather_seconds(2 * SHAPE_1_5B.num_parameters, with_ranks(4), slow)
+    assert waiting.snapshot_s == pytest.approx(gathered_s)
 
 
-def test_the_splits_are_printed_with_the_slower_side(
-    tmp_path: Path, folder_of: Folder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_splits_are_printed_with_the_slower_side(tmp_path: Path, capsys: Capture) -> None:
     """9,000 tokens/s per Generator and of a rank: 76,800 take 8.53 s / Generators and 8.53 x 1.1 / ranks.
 
     Four ranks also wait 6 times for 3.5 ms that nothing hides, and gather a snapshot in 7 ms.
     """
-    folder = folder_of(QWEN_1_5B)
+    folder = folder_of(tmp_path, QWEN_1_5B)
     config = load_config(QWEN, [folder])
-    rates = {"throughput/sampled_tokens_per_s": 9000.0, "throughput/trained_tokens_per_s": 9000.0}
-    busy = {"utilization/generators": 1.0, "utilization/learner": 1.0}
-    tokens = {"rollout/response_tokens/mean": 300.0, "throughput/trained_tokens": 256 * 300.0}
-    no_sync = {PAUSED: 0.0}
-    run_folder = write_run(tmp_path / "run", config, [{**ROW, **rates, **busy, **tokens, **no_sync}])
-    assert run(QWEN, folder, "--gpus", "8", "--from", str(run_folder)) == 0
-    printed = capsys.readouterr().out
+    row = ROW | {f"throughput/{name}_tokens_per_s": 9000.0 for name in ("sampled", "trained")}
+    row |= {"utilization/generators": 1.0, "utilization/learner": 1.0, PAUSED: 0.0}
+    row |= {"rollout/response_tokens/mean": 300.0, "throughput/trained_tokens": 256 * 300.0}
+    run_folder = write_run(tmp_path / "run", config, [row])
+    shown = planned(capsys, QWEN, folder, "--gpus", "8", "--from", str(run_folder))
     for line in (
         "       7      1         1    28.9 GiB    1.22 s    8.53 s    8.53 s  Learner; Generators idle 86%",
         "*           4      4         1    10.5 GiB    2.13 s    2.38 s    2.38 s  Learner; Generators idle 10",
     ):
-        assert line in printed
-    assert "best: generator.num_generators=4 learner.num_ranks=4\n" in printed
+        assert line in shown
+    assert "best: generator.num_generators=4 learner.num_ranks=4\n" in shown
 
 
-def test_a_split_of_a_large_model_leaves_out_what_does_not_fit(
-    folder_of: Folder, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(QWEN, folder_of(QWEN_7B), "--gpus", "8") == 1
-    printed = capsys.readouterr().out
-    rows = [
-        line.removeprefix("  *").split() for line in printed.splitlines() if "GiB" in line and " s " in line
-    ]
+def test_a_split_of_a_large_model_leaves_out_what_does_not_fit(tmp_path: Path, capsys: Capture) -> None:
+    shown = planned(capsys, QWEN, folder_of(tmp_path, QWEN_7B), "--gpus", "8", status=1)
+    lines = [line for line in shown.splitlines() if "GiB" in line and " s " in line]
+    rows = [line.removeprefix("  *").split() for line in lines]
     assert [row[:2] for row in rows if row[-3:] == ["does", "not", "fit"]] == [["7", "1"]]
     assert len(rows) == 7
-    assert "best: generator.num_generators=" in printed
+    assert "best: generator.num_generators=" in shown
 
 
-def test_a_gpu_without_a_data_sheet_is_refused(folder_of: Folder, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = folder_of(QWEN_1_5B)
-    assert run(QWEN, folder, "--gpu-type", "voodoo2") == 2
+def test_a_gpu_without_a_data_sheet_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    folder = folder_of(tmp_path, QWEN_1_5B)
     message = "--gpu-type voodoo2: no data sheet; known are A100, H100, H200, B200, L40S"
-    assert message in capsys.readouterr().err
+    assert message in refused(capsys, "plan", QWEN, folder, "--gpu-type", "voodoo2")
     h200 = PlanOptions(QWEN, (folder,), gpu_type="h200")
     found = [plan_memory(options).machine.gpu.memory_gib for options in (h200, replace(h200, gpu_memory=90))]
     assert found == [140, 90]
