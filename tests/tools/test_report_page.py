@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 from builders import make_completion, make_group, make_item, write_rows
+from commands import Capture, printed, refused
 from matplotlib.figure import Figure
 from matplotlib.image import imread
-from report_runs import HOSTILE, group, make_run, metrics_of
+from report_runs import HOSTILE, Rows, group, make_run, metrics_of
 
 from grpo_ray.config import Config
 from grpo_ray.records.checkpoint import CheckpointState, CheckpointStore
 from grpo_ray.records.rollout_log import write_rollouts
 from grpo_ray.records.run_files import RunDirectory, step_name
-from grpo_ray.tools.cli import main
 from grpo_ray.tools.drawing.figures import draw_reward_curve
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
 from grpo_ray.tools.report.ending import OWN, print_ending
@@ -26,8 +26,6 @@ from grpo_ray.tools.report.run_header import about, warnings_in
 from grpo_ray.tools.report.write_report import embedded_json, make_page, names_of
 from grpo_ray.tools.top.bottleneck import bottleneck
 from grpo_ray.watch.run_state import Ending, LiveStatus, RunState
-
-# ---- one run's data ----
 
 
 def test_data_of_a_run(tmp_path: Path, tiny_config: Config) -> None:
@@ -76,7 +74,7 @@ def test_a_runs_settings_and_ending(run: RunDirectory, tiny_config: Config) -> N
     assert next(iter(data["about"])) == "last start"
 
 
-def test_problems_and_the_bottleneck_are_those_of_top(tmp_path: Path, tiny_config: Config) -> None:
+def test_facts_problems_and_the_bottleneck_are_of_all_steps(tmp_path: Path, tiny_config: Config) -> None:
     run = make_run(tmp_path / "run", tiny_config, num_steps=2)
     rows = [metrics_of(step) | {"reward/errors": 1.0, "rollout/truncated_frac": 0.5} for step in range(1, 31)]
     write_rows(run.metrics_path, rows)
@@ -88,16 +86,9 @@ def test_problems_and_the_bottleneck_are_those_of_top(tmp_path: Path, tiny_confi
     assert data["errors"][1] == "3 of 8 responses of the validation at step 6 could not be graded"
     assert data["hints"][0].startswith("50% of the responses are cut off")
     assert data["hints"][1] == bottleneck(rows)
-
-
-def test_facts_are_of_all_steps(tmp_path: Path, tiny_config: Config) -> None:
-    run = make_run(tmp_path / "run", tiny_config, num_steps=2)
-    seconds = {1: 1.0, 2: 9.0}  # 200 tokens in each: the mean of the steps' rates is 111
-    ages = {1: 3.0, 2: None}  # a value is missing after a checkpoint of an earlier release
-    rows = [
-        metrics_of(step) | {"timing/step_s": seconds[step], "lag/updates/max": ages[step]} for step in (1, 2)
-    ]
-    write_rows(run.metrics_path, rows)
+    # 200 tokens in each step: the mean of the steps' rates is 111. An earlier release wrote no age.
+    timed = [{"timing/step_s": seconds, "lag/updates/max": age} for seconds, age in ((1.0, 3.0), (9.0, None))]
+    write_rows(run.metrics_path, [metrics_of(step) | row for step, row in enumerate(timed, start=1)])
     facts = run_data(run, "run", "none")["facts"]
     assert (facts["trained"], facts["time in steps"]) == ("40 tokens/s", "10 s")
     assert facts["largest lag"] == "1 (3 updates)"
@@ -112,13 +103,10 @@ def script_data(page: str) -> Any:
     return json.loads(re.split("</script", inside, maxsplit=1, flags=re.I)[0])
 
 
-def test_no_text_of_a_run_escapes_from_the_data() -> None:
+def test_hostile_texts_arrive_intact_and_add_no_script(tmp_path: Path, tiny_config: Config) -> None:
     embedded = embedded_json({text: [text, math.nan] for text in HOSTILE})
     assert not re.search("[<>&\u2028\u2029]", embedded)
     assert json.loads(embedded) == {text: [text, None] for text in HOSTILE}
-
-
-def test_hostile_texts_arrive_intact_and_add_no_script(tmp_path: Path, tiny_config: Config) -> None:
     run = make_run(tmp_path / "run", tiny_config, num_steps=1, steps=[[group(0, HOSTILE)]])
     page = make_page([run_data(run, HOSTILE[0])])
     assert [row["response"] for row in script_data(page)["runs"][0]["rollouts"]] == HOSTILE
@@ -127,32 +115,26 @@ def test_hostile_texts_arrive_intact_and_add_no_script(tmp_path: Path, tiny_conf
     assert not re.search(r"(?:src|href)=[\"']?(?:https?:)?//", page)
 
 
-def test_links_planted_in_a_runs_folder_are_not_followed(tmp_path: Path, tiny_config: Config) -> None:
+def test_planted_links_are_not_followed(tmp_path: Path, tiny_config: Config, capsys: Capture) -> None:
     run, mine = make_run(tmp_path / "run", tiny_config, num_steps=1), tmp_path / ".bashrc"
     mine.write_text("mine")
     for name in ("report.html", ".report.html.partial"):
         (run.path / name).symlink_to(mine)
-    assert main(["report", str(run.path), "--log-ratio", "none"]) == 0
+    printed(capsys, "report", run.path, "--log-ratio", "none")
     assert mine.read_text() == "mine"
     assert "<html" in (run.path / "report.html").read_text()
 
 
-# ---- the command ----
-
-
 @pytest.mark.slow
-def test_the_command_writes_a_page_into_the_run(
-    tmp_path: Path, tiny_config: Config, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_a_page_into_the_run(tmp_path: Path, tiny_config: Config, capsys: Capture) -> None:
     runs = [make_run(tmp_path / name, tiny_config).path for name in ("first", "second")]
-    assert main(["report", str(runs[0])]) == 0
+    assert f"{runs[0] / 'report.html'}  (" in printed(capsys, "report", runs[0])
     page = (runs[0] / "report.html").read_text(encoding="utf-8")
     assert [run["name"] for run in script_data(page)["runs"]] == ["first"]
-    assert f"{runs[0] / 'report.html'}  (" in capsys.readouterr().out
-    assert main(["report", *map(str, runs), "--rollouts", "4", "--seed", "-1"]) == 0
+    printed(capsys, "report", *runs, "--rollouts", "4", "--seed", "-1")
     data = script_data((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert [len(run["rollouts"]) for run in data["runs"]] == [2, 2]
-    assert main(["report", str(runs[1]), "--output", str(tmp_path / "other.html")]) == 0
+    printed(capsys, "report", runs[1], "--output", tmp_path / "other.html")
     assert (tmp_path / "other.html").exists()
     assert not (runs[1] / "report.html").exists()
 
@@ -168,26 +150,21 @@ def test_the_command_writes_a_page_into_the_run(
     ],
 )
 def test_wrong_arguments_are_refused(
-    tmp_path: Path, tiny_config: Config, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    tmp_path: Path, tiny_config: Config, capsys: Capture, arguments: list[str], message: str
 ) -> None:
     run = make_run(tmp_path / "run", tiny_config).path
     given = [argument.format(run=run, folder=tmp_path) for argument in arguments]
-    assert main(["report", *given]) == 2
-    assert message.format(run=run, folder=tmp_path) in capsys.readouterr().err
+    assert message.format(run=run, folder=tmp_path) in refused(capsys, "report", *given)
     assert not list(tmp_path.rglob("*.html"))
 
 
-def test_a_damaged_file_is_named(
-    tmp_path: Path, tiny_config: Config, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_file_is_named(tmp_path: Path, tiny_config: Config, capsys: Capture) -> None:
     run = make_run(tmp_path / "run", tiny_config)
     run.rollouts_path(3).write_bytes(b"no parquet")
-    assert main(["report", str(run.path)]) == 2
-    assert f"{run.rollouts_path(3)}: not a Parquet file" in capsys.readouterr().err
+    assert f"{run.rollouts_path(3)}: not a Parquet file" in refused(capsys, "report", run.path)
     run.rollouts_path(3).unlink()
     run.metrics_path.write_text('{"step": 1}\nno json\n{"step": 2}\n')
-    assert main(["report", str(run.path)]) == 2
-    assert f"{run.metrics_path}, line 2: not valid JSON" in capsys.readouterr().err
+    assert f"{run.metrics_path}, line 2: not valid JSON" in refused(capsys, "report", run.path)
 
 
 def test_runs_of_the_same_name_are_distinguished(tmp_path: Path) -> None:
@@ -212,9 +189,7 @@ EVALUATIONS = [{"step": step, "reward": 0.2 + step / 20, "reward_standard_error"
         (None, None),  # no files
     ],
 )
-def test_plot_is_written(
-    tmp_path: Path, metrics: list[dict[str, Any]] | None, evaluations: list[dict[str, Any]] | None
-) -> None:
+def test_plot_is_written(tmp_path: Path, metrics: Rows | None, evaluations: Rows | None) -> None:
     paths = tmp_path / "metrics.jsonl", tmp_path / "summary.jsonl"
     for path, rows in zip(paths, (metrics, evaluations), strict=True):
         if rows is not None:
@@ -236,9 +211,7 @@ def test_terminal_curve_exactly() -> None:
         "0.00 └────",
         "      0  3",
     ]
-
-
-def test_terminal_curve_averages_and_interpolates() -> None:
+    # Points are averaged, and interpolated.
     many = terminal_curve([(step, float(step % 2)) for step in range(100)], width=10, height=2)
     assert many.splitlines()[:2] == ["1.00 ┤", "0.50 ┤██████████"]
     few = terminal_curve([(0, 0.0), (90, 0.9)], width=10, height=1).splitlines()
@@ -247,22 +220,14 @@ def test_terminal_curve_averages_and_interpolates() -> None:
 
 @pytest.mark.parametrize(
     ("points", "part"),
-    [
-        ([], "(no points yet)"),
-        ([(1, float("nan"))], "(no points yet)"),
-        ([(7, 17.0)], "17.50 ┤"),
-        ([(5, -2.0), (1, 3.0)], "-2.00 └"),
-        ([(10**9, 0.1), (10**9 + 1, 0.2)], "1000000000 1000000001"),
-    ],
-)
+    [([], "(no points yet)"), ([(1, float("nan"))], "(no points yet)"), ([(7, 17.0)], "17.50 ┤"),
+     ([(5, -2.0), (1, 3.0)], "-2.00 └"), ([(10**9, 0.1), (10**9 + 1, 0.2)], "1000000000 1000000001")],
+)  # fmt: skip
 def test_terminal_curve_of_odd_points(points: list[tuple[int, float]], part: str) -> None:
     assert part in terminal_curve(points, width=12)
 
 
-# ---- the ending ----
-
-
-def finished_run(folder: Path, events: list[dict[str, Any]] | None) -> RunDirectory:
+def finished_run(folder: Path, events: Rows | None) -> RunDirectory:
     """Write a run of five steps with two evaluations, and without an events file if `events` is None."""
     run = RunDirectory(folder)
     run.evaluations.mkdir()
@@ -283,9 +248,7 @@ def ending(run: RunDirectory, is_local: bool = False) -> list[str]:
 
 
 @pytest.mark.slow
-def test_ending_shows_the_first_and_last_samples_and_the_next_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ending_shows_samples_and_the_next_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "\n".join(ending(finished_run(tmp_path, None)))
     assert "Set aside" not in text
     assert "Samples at step 0:\n  reward 1  'prompt 0' -> 'response at 0'" in text
@@ -302,9 +265,7 @@ def test_ending_shows_the_first_and_last_samples_and_the_next_commands(
 
 
 @pytest.mark.slow
-def test_ending_of_a_long_run_does_not_hold_its_metrics_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ending_of_a_long_run_needs_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = finished_run(tmp_path, None)
     monkeypatch.setattr(Figure, "savefig", lambda *_: None)  # slow while memory is traced
     many = {f"time/generator-{index}/generate_s": 0.125 for index in range(300)}
@@ -321,9 +282,7 @@ def test_ending_of_a_long_run_does_not_hold_its_metrics_in_memory(
 
 
 @pytest.mark.slow
-def test_ending_lists_the_groups_set_aside_and_the_warnings_of_detectors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ending_lists_groups_set_aside_and_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Figure, "savefig", lambda *_: None)  # slow, and drawn in other tests
     text = "step 3: 6% of the tokens have no gradient; see docs/failures.md#a-wrong-mask"
     kinds = [("set_aside", 19), ("group_failed", 7), ("set_aside", 4), ("set_aside", 19)]

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from builders import TinyModel, changed, check_names, make_completion, make_group, make_item, plain_logprobs
+from commands import Capture, refused
 from report_runs import add_checkpoint, group, make_run
 
 from grpo_ray.config import Config
@@ -19,25 +20,19 @@ from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.records.readable_rollouts import MAX_CHARACTERS
 from grpo_ray.records.rollout_log import read_rollouts, write_rollouts
 from grpo_ray.records.run_files import RunDirectory
-from grpo_ray.tools.cli import main
 from grpo_ray.tools.report import rollout_sample
 from grpo_ray.tools.report.rollout_rows import MAX_TOKENS, TokenTexts, log_ratios, show_rollouts
 from grpo_ray.tools.report.rollout_sample import sample_rollouts, step_files
 from grpo_ray.tools.report.run_data import run_data
 from grpo_ray.tools.report.series import PANELS, Panel, RankTotals, expanded, make_series, stage_times
 
-# ---- series ----
 
-
-def test_a_short_run_keeps_every_step() -> None:
-    rows = [{"step": 1, "a": 1.5, "text": "x"}, {"step": 2, "a": None}, {"step": 3, "a": 2, "b": True}]
-    series = make_series(rows, len(rows), {"a": {1: 0.25, 3: 0.5}}, max_points=3)
+def test_a_short_run_keeps_every_step_and_bins_have_means_largest_values_and_the_errors_of_means() -> None:
+    short = [{"step": 1, "a": 1.5, "text": "x"}, {"step": 2, "a": None}, {"step": 3, "a": 2, "b": True}]
+    series = make_series(short, len(short), {"a": {1: 0.25, 3: 0.5}}, max_points=3)
     assert (series.steps, series.bin_size) == ([1.0, 2.0, 3.0], 1)
     assert series.columns == {"a": [1.5, None, 2.0]}
     assert series.standard_errors == {"a": [0.25, None, 0.5]}
-
-
-def test_bins_have_means_largest_values_and_the_errors_of_means() -> None:
     rows = [{"step": step, "a": float(step), "lag/max": float(step)} for step in (1, 2, 3, 4, 5)]
     rows[1]["a"] = math.nan
     series = make_series(rows, len(rows), {"a": {1: 3.0, 2: 4.0, 3: 1.0}}, max_points=3)
@@ -63,14 +58,8 @@ def test_stages_of_every_actor_in_the_order_of_their_numbers() -> None:
     assert stage_times({"timing/step_s": [1.0], "reward/mean": [1.0]}) == {}
 
 
-def test_charts_show_metrics_that_exist() -> None:
+def test_panels_show_metrics_that_exist_and_a_series_per_rank_in_their_order() -> None:
     assert check_names(m for panels in PANELS.values() for panel in panels for m, _ in panel.series) == []
-
-
-# ---- ranks ----
-
-
-def test_a_panel_has_a_series_per_rank_or_metric_in_their_order() -> None:
     panel = Panel("Memory", "bytes", (("memory/learner-*_bytes", "learner-*"), ("a", "b")))
     names = [
         "memory/learner-10_bytes", "memory/learner-2_bytes", "memory/learner-2_device_peak_bytes",
@@ -113,7 +102,7 @@ def test_ranks_over_all_steps() -> None:
 # ---- the sample of rollouts ----
 
 
-def test_replayed_groups_are_counted_but_not_in_the_error(tmp_path: Path, tiny_config: Config) -> None:
+def test_files_are_in_order_and_replays_not_in_their_error(tmp_path: Path, tiny_config: Config) -> None:
     run = make_run(tmp_path / "run", tiny_config, num_steps=1)
     assert step_files(run).inspected[0].standard_error is None  # of one group
     groups = [make_group(make_item(i), [make_completion([5])], [reward]) for i, reward in enumerate([0, 1, 9])]
@@ -121,6 +110,9 @@ def test_replayed_groups_are_counted_but_not_in_the_error(tmp_path: Path, tiny_c
     (file,) = step_files(run).inspected
     assert (file.step, file.num_rollouts) == (1, 3)
     assert file.standard_error == pytest.approx(0.5)  # of 0 and 1: std 0.7071, over sqrt(2)
+    for step in (999_999, 1_000_000):
+        write_rollouts(run.rollouts_path(step), step, [group(step)])
+    assert [file.step for file in step_files(run).inspected] == [1, 999_999, 1_000_000]
 
 
 def test_a_long_run_is_reported_from_a_sample_of_its_files(
@@ -149,13 +141,6 @@ def test_a_long_run_is_reported_from_a_sample_of_its_files(
         "num_rollouts": 20, "num_steps": 10, "num_sampled_steps": 4, "num_inspected_steps": 4, "seed": 0,
     }  # fmt: skip
     assert data == run_data(run, "run")
-
-
-def test_files_are_in_the_order_of_their_steps_beyond_a_million(tmp_path: Path, tiny_config: Config) -> None:
-    run = make_run(tmp_path / "run", tiny_config, num_steps=1)
-    for step in (999_999, 1_000_000):
-        write_rollouts(run.rollouts_path(step), step, [group(step)])
-    assert [file.step for file in step_files(run).inspected] == [1, 999_999, 1_000_000]
 
 
 @pytest.mark.slow
@@ -246,9 +231,7 @@ def test_token_texts_join_to_the_response(tiny_model: TinyModel) -> None:
     assert texts.of(tokenizer.encode("éab")[:3]) == ["é", "", "a"]
     assert texts.of(spread[:2]) == ["\N{REPLACEMENT CHARACTER}"] * 2
     assert texts.of([]) == []
-
-
-def test_spaces_that_sentencepiece_drops_are_kept() -> None:
+    # Spaces that SentencePiece drops are kept.
     words = {3: "▁the", 4: "▁cat", 5: "s"}
 
     class Llama:
@@ -262,9 +245,7 @@ def test_spaces_that_sentencepiece_drops_are_kept() -> None:
 
 
 @torch.no_grad()
-def test_log_ratios_are_the_checkpoints_logprobs_minus_the_samplers(
-    tiny_config: Config, tiny_model: TinyModel
-) -> None:
+def test_log_ratios_are_checkpoint_minus_sampler(tiny_config: Config, tiny_model: TinyModel) -> None:
     config = changed(tiny_config, sampling={"temperature": 0.7, "min_tokens": 0})
     model = load_policy(str(tiny_model()))
     rows = [
@@ -279,9 +260,7 @@ def test_log_ratios_are_the_checkpoints_logprobs_minus_the_samplers(
 
 
 @pytest.mark.slow
-def test_rows_have_tokens_ratios_and_version_spans(
-    tmp_path: Path, tiny_config: Config, tiny_model: TinyModel
-) -> None:
+def test_rows_have_tokens_ratios_and_spans(tmp_path: Path, tiny_config: Config, tiny_model: TinyModel) -> None:
     run = make_run(tmp_path / "run", tiny_config, num_steps=3)
     add_checkpoint(run, 2, tiny_model())
     add_checkpoint(run, 3, tiny_model(tied=False))
@@ -311,7 +290,9 @@ def test_long_texts_are_cut_visibly(tmp_path: Path, tiny_config: Config, tiny_mo
     assert len(row["tokens"]) == len(row["ratios"]) == MAX_TOKENS
 
 
-def test_without_a_checkpoint_a_notice_explains_the_missing_tokens(tmp_path: Path, tiny_config: Config) -> None:
+def test_a_notice_explains_what_is_missing_without_a_checkpoint_or_with_large_weights(
+    tmp_path: Path, tiny_config: Config, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make_run(tmp_path / "run", tiny_config)
     data = run_data(run, "run")
     assert data["checkpoint"] is None
@@ -320,11 +301,19 @@ def test_without_a_checkpoint_a_notice_explains_the_missing_tokens(tmp_path: Pat
         f"no log-ratios: {run.path} has no checkpoint yet",
         "responses are not split into tokens: no tokenizer of the run can be loaded",
     ]
+    monkeypatch.setattr("grpo_ray.tools.report.rollout_rows.SMALL_WEIGHTS_BYTES", 10)
+    add_checkpoint(run, 6, tiny_model())
+    sample = sample_rollouts(step_files(run), 10, 0)
+    rows, checkpoint, notices = show_rollouts(run, sample, None)
+    assert checkpoint is None
+    assert "request them with --log-ratio last" in notices[0]
+    assert rows[0]["tokens"]
+    assert show_rollouts(run, sample, "last")[1] == "step-000006"
 
 
 @pytest.mark.slow
 def test_an_obstacle_to_log_ratios_is_a_notice_and_the_rest_is_shown(
-    tmp_path: Path, tiny_config: Config, tiny_model: TinyModel, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_config: Config, tiny_model: TinyModel, capsys: Capture
 ) -> None:
     run = make_run(tmp_path / "run", tiny_config)
     add_checkpoint(run, 6, tiny_model())
@@ -338,19 +327,4 @@ def test_an_obstacle_to_log_ratios_is_a_notice_and_the_rest_is_shown(
     assert "algorithm.key_of_an_old_version" in data["config"]
     unknown = f"--log-ratio: {run.path} has no checkpoint 'initial'; give last, best, none, or one of"
     for choice, message in {"last": "key_of_an_old_version: unknown key", "initial": unknown}.items():
-        assert main(["report", str(run.path), "--log-ratio", choice]) == 2
-        assert message in capsys.readouterr().err
-
-
-def test_large_weights_are_loaded_only_on_request(
-    tmp_path: Path, tiny_config: Config, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("grpo_ray.tools.report.rollout_rows.SMALL_WEIGHTS_BYTES", 10)
-    run = make_run(tmp_path / "run", tiny_config)
-    add_checkpoint(run, 6, tiny_model())
-    sample = sample_rollouts(step_files(run), 10, 0)
-    rows, checkpoint, notices = show_rollouts(run, sample, None)
-    assert checkpoint is None
-    assert "request them with --log-ratio last" in notices[0]
-    assert rows[0]["tokens"]
-    assert show_rollouts(run, sample, "last")[1] == "step-000006"
+        assert message in refused(capsys, "report", run.path, "--log-ratio", choice)
