@@ -173,9 +173,7 @@ def test_an_event_loop_that_is_busy_is_ended_by_two_signals(folder: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_begun", [True, False])
-def test_the_first_ctrl_c_says_what_is_waited_for_and_the_second_ends_the_run_at_once(
-    folder: Path, has_begun: bool
-) -> None:
+def test_a_first_ctrl_c_says_what_it_awaits_and_a_second_ends_the_run(folder: Path, has_begun: bool) -> None:
     """A run that has no folder yet is not said to resume."""
     process = Started(LONG_STEP, folder if has_begun else folder.with_name("none"))
     process.send(signal.SIGINT)

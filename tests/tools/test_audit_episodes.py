@@ -20,6 +20,7 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 STEP = 4  # trains on version 3
 SIZE = 4
 Row = dict[str, Any]
+Change = Callable[[list[Row]], None]
 
 
 def make_config(*changes: str) -> Config:
@@ -33,8 +34,8 @@ def grader() -> Regrader:
 
 
 def audited(
-    path: Path, groups: list[ScoredGroup], grader: Regrader,
-    change: Callable[[list[Row]], None] = lambda rows: None, *changes: str, lag: float | None = None,
+    path: Path, groups: list[ScoredGroup], grader: Regrader, *overrides: str,
+    change: Change = lambda rows: None, lag: float | None = None,
 ) -> RolloutFacts:  # fmt: skip
     """Audit the step of these groups as written, after `change` was made to its rows."""
     write_rollouts(path / "step.parquet", STEP, groups)
@@ -45,7 +46,7 @@ def audited(
     num_masked = sum(np.count_nonzero(~c.mask & (c.turns != CONTEXT)) for c in completions)
     metrics = {"step": STEP, "lag/max": lag, "lag/masked_tokens": num_masked, **rollout_metrics(groups)}
     change(rows)
-    return audit_step(RolloutRows("step.parquet", rows), metrics, [make_config(*changes)], grader)
+    return audit_step(RolloutRows("step.parquet", rows), metrics, [make_config(*overrides)], grader)
 
 
 def branched_groups() -> list[ScoredGroup]:
@@ -75,26 +76,31 @@ def test_random_episodes_have_no_problem(tmp_path: Path, grader: Regrader, seed:
     assert audited(tmp_path, groups, grader).problems == []
 
 
-def test_branched_episodes_have_no_problem(tmp_path: Path, grader: Regrader) -> None:
+def test_branched_episodes_have_problems_with_another_discount_or_lag(tmp_path: Path, grader: Regrader) -> None:
     facts = audited(tmp_path, branched_groups(), grader)
     assert (facts.problems, facts.notes) == ([], [])
     assert (facts.trained, facts.num_errors, facts.num_completions) == ([0, 1], 2, 8)
+    found = audited(tmp_path, branched_groups(), grader, "episodes.turn_discount=1.0").problems
+    assert len(found) == 6
+    assert all("turn_advantages are" in problem for problem in found)
+    problems = audited(tmp_path, branched_groups(), grader, lag=0.0).problems
+    assert problems == ["step.parquet: lag/max is recorded as 0.0, its responses give 1"]
 
 
-def set_row(**values: Any) -> Callable[[list[Row]], None]:
+def set_row(**values: Any) -> Change:
     return lambda rows: rows[1].update(values)
 
 
-def at(column: str, place: int, value: Any) -> Callable[[list[Row]], None]:
+def at(column: str, place: int, value: Any) -> Change:
     """Change an element of a list of the second row."""
     return lambda rows: rows[1][column].__setitem__(place, value)
 
 
-def in_span(column: str, place: int, **values: Any) -> Callable[[list[Row]], None]:
+def in_span(column: str, place: int, **values: Any) -> Change:
     return lambda rows: rows[1][column][place].update(values)
 
 
-def all_of(*changes: Callable[[list[Row]], None]) -> Callable[[list[Row]], None]:
+def all_of(*changes: Change) -> Change:
     def change(rows: list[Row]) -> None:
         for each in changes:
             each(rows)
@@ -126,7 +132,7 @@ def split_whole(rows: list[Row]) -> None:
 
 
 # The second row: prompt 1 2 | 3 4 (turn 0) | 9 9 | 6 7 (turn 1), and prompt 1 2 3 4 8 | 5 (turn 2).
-FAULTS: dict[str, tuple[Callable[[list[Row]], None], str]] = {
+FAULTS: dict[str, tuple[Change, str]] = {
     "a sampled token without a version": (
         in_span("versions", 2, version=-1), "token 4 of turn 1 has version -1",
     ),
@@ -197,10 +203,9 @@ FAULTS: dict[str, tuple[Callable[[list[Row]], None], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_planted_faults_are_found(tmp_path: Path, grader: Regrader, name: str) -> None:
-    change, message = FAULTS[name]
-    problems = audited(tmp_path, branched_groups(), grader, change).problems
+@pytest.mark.parametrize(("change", "message"), FAULTS.values(), ids=FAULTS)
+def test_planted_faults_are_found(tmp_path: Path, grader: Regrader, change: Change, message: str) -> None:
+    problems = audited(tmp_path, branched_groups(), grader, change=change).problems
     assert any(message in problem for problem in problems), problems
 
 
@@ -208,22 +213,10 @@ def test_an_error_may_have_the_configured_reward(tmp_path: Path, grader: Regrade
     error = make_episode(Segments(), -0.5, status="environment_error", error="boom")
     won, lost = (branched_episode((2, 3, 3), reward=reward) for reward in (1.0, 0.0))
     groups = [make_episode_group(group_id, [won, lost, error, error]) for group_id in range(2)]
-    unchanged = grader, lambda rows: None
-    assert audited(tmp_path, groups, *unchanged, "episodes.error_reward=-0.5").problems == []
+    assert audited(tmp_path, groups, grader, "episodes.error_reward=-0.5").problems == []
     for changes in ((), ("episodes.error_reward=-1.0",)):
-        found = audited(tmp_path, groups, *unchanged, *changes).problems
+        found = audited(tmp_path, groups, grader, *changes).problems
         assert any("it ended as environment_error, with reward -0.5" in problem for problem in found)
-
-
-def test_another_discount_is_found(tmp_path: Path, grader: Regrader) -> None:
-    found = audited(tmp_path, branched_groups(), grader, lambda rows: None, "episodes.turn_discount=1.0")
-    assert len(found.problems) == 6
-    assert all("turn_advantages are" in problem for problem in found.problems)
-
-
-def test_another_lag_is_found(tmp_path: Path, grader: Regrader) -> None:
-    problems = audited(tmp_path, branched_groups(), grader, lag=0.0).problems
-    assert problems == ["step.parquet: lag/max is recorded as 0.0, its responses give 1"]
 
 
 def test_two_turns_with_the_same_tokens_are_no_fault(tmp_path: Path, grader: Regrader) -> None:
@@ -235,9 +228,7 @@ def test_two_turns_with_the_same_tokens_are_no_fault(tmp_path: Path, grader: Reg
     assert [s.prompt_token_ids for s in episode.sequences] == [(1,), (1,), (1, 2, 7)]
     groups = [make_episode_group(number, [episode] * SIZE) for number in range(2)]
     assert audited(tmp_path, groups, grader).problems == []
-
-
-def test_an_unrelated_conversation_is_a_note(tmp_path: Path, grader: Regrader) -> None:
+    # An unrelated conversation is a note.
     segments = Segments()
     play(segments, [1, 2], [3], 3)
     play(segments, [7, 2], [4], 3)  # as an agent's helper with a system prompt of its own

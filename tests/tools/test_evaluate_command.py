@@ -19,13 +19,13 @@ import pyarrow.parquet as pq
 import pytest
 from any_reward_cli import patch_graders
 from builders import change_weights, trained_so, write_rows
+from commands import Capture, printed, refused
 from local_runs import make_config, train
 from local_serving import LocalServing, serve_locally
 
 from grpo_ray.errors import RunError
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.run.signals import Interrupted
-from grpo_ray.tools.cli import main
 from grpo_ray.tools.evaluation.evaluate import evaluate
 from grpo_ray.tools.evaluation.responses import Row
 from grpo_ray.tools.evaluation.sampling import EvaluationConsole
@@ -65,13 +65,8 @@ def options(target: Path, output: Path, *overrides: str, **changes: Any) -> Eval
     """Grade `exact_match` in this process, which is faster than in a worker."""
     if changes.get("task") is not None:
         changes = {"prompt": "question_only", "reward": "exact_match", **changes, "task": str(changes["task"])}
-    return EvaluationOptions(
-        str(target),
-        max_tokens=16,
-        output=str(output),
-        overrides=("generator.engine=torch", "recovery.restart_backoff_s=0.01", *overrides),
-        **changes,
-    )
+    overrides = ("generator.engine=torch", "recovery.restart_backoff_s=0.01", *overrides)
+    return EvaluationOptions(str(target), max_tokens=16, output=str(output), overrides=overrides, **changes)
 
 
 def read(folder: Path) -> tuple[dict[str, Any], list[Row]]:
@@ -81,18 +76,26 @@ def read(folder: Path) -> tuple[dict[str, Any], list[Row]]:
 
 @pytest.mark.slow
 def test_two_generators_share_the_known_answers_to_a_gsm8k_file(
-    tmp_path: Path, tiny_model: Model, serve_locally: Serve
+    tmp_path: Path, tiny_model: Model, serve_locally: Serve, capsys: Capture
 ) -> None:
-    started = serve_locally(gsm8k_answers)
-    two = "generator.num_generators=2"
-    given = options(tiny_model(), tmp_path / "e", two, task=gsm8k_file(tmp_path), num_samples=4)
-    folder = evaluate(given)
+    started, folder = serve_locally(gsm8k_answers), tmp_path / "e"
+    words = [
+        "evaluate", tiny_model(), "--task", gsm8k_file(tmp_path), "--prompt", "question_only", "--max-tokens",
+        "16", "--reward", "exact_match", "--n", "4", "generator.engine=torch", "generator.num_generators=2",
+    ]  # fmt: skip
+    shown = printed(capsys, *words, "--output", folder)
+    assert "no GPU here" in shown
+    assert "temperature 1, 0 to 16 tokens, 2 x torch on CPU" in shown
+    assert "accuracy" in shown
+    assert "0.3000" in shown
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    assert "is not empty and holds no evaluation" in refused(capsys, *words, "--output", tmp_path / "mine")
     for client in started[0].generators.values():
         assert asyncio.run(client.actor.take_stats()).stages.seconds["generate"] > 0
     data, rows = read(folder)
-    summary = data["summary"]
-    assert data["task"]["kind"] == "gsm8k"
-    assert (data["task"]["prompt"], data["task"]["reward"]) == ("question_only", "exact_match")
+    summary, task = data["summary"], data["task"]
+    assert (task["kind"], task["prompt"], task["reward"]) == ("gsm8k", "question_only", "exact_match")
     assert (summary["num_examples"], summary["num_samples"]) == (5, 4)
     kinds = "".join(known for _, known in GSM8K.values())
     assert summary["num_correct"] == kinds.count("1") == 6
@@ -135,7 +138,7 @@ def interrupted_after(num_prompts: int, error: OSError | None) -> Iterator[None]
 
 
 def test_an_interrupted_evaluation_is_resumed_and_another_one_refused(
-    tmp_path: Path, tiny_model: Model, serve_locally: Serve, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_model: Model, serve_locally: Serve, capsys: Capture
 ) -> None:
     asked: list[str] = []
 
@@ -195,7 +198,7 @@ def test_rows_after_the_limit_are_not_read(tmp_path: Path, tiny_model: Model, se
 
 
 def test_a_dead_generator_loses_nothing_and_a_prompt_that_always_fails_is_left_out_and_named(
-    tmp_path: Path, tiny_model: Model, serve_locally: Serve, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_model: Model, serve_locally: Serve, capsys: Capture
 ) -> None:
     deaths = 0
 
@@ -219,19 +222,16 @@ def test_a_dead_generator_loses_nothing_and_a_prompt_that_always_fails_is_left_o
 
 @pytest.mark.slow
 def test_ungraded_responses_are_counted_separately(
-    tmp_path: Path, tiny_model: Model, serve_locally: Serve, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    (tmp_path / "own_reward.py").write_text(
+    here: Path, tiny_model: Model, serve_locally: Serve, capsys: Capture
+) -> None:
+    (here / "own_reward.py").write_text(
         "def reward_fn(response, ground_truth):\n"
         "    if '7' in response:\n"
         "        raise ValueError('not this one')\n"
         "    return {'reward': 1.0, 'format_reward': 1.0, 'answer_reward': 1.0}\n"
     )
-    monkeypatch.chdir(tmp_path)
     serve_locally(gsm8k_answers)
-    own = "own_reward:reward_fn"
-    given = options(tiny_model(), tmp_path / "e", task=gsm8k_file(tmp_path), reward=own)
+    given = options(tiny_model(), here / "e", task=gsm8k_file(here), reward="own_reward:reward_fn")
     data, rows = read(evaluate(given))
     errors = [row for row in rows if row["error"]]
     assert [row["example_id"] for row in errors] == [0, 1]
@@ -239,7 +239,7 @@ def test_ungraded_responses_are_counted_separately(
     assert data["summary"]["num_errors"] == 2
     assert data["summary"]["accuracy"] == 3 / 5  # they count as wrong among the 5
     assert "2 responses could not be graded" in capsys.readouterr().out
-    assert "## not graded: 2 of 5 responses" in (tmp_path / "e" / "examples.md").read_text()
+    assert "## not graded: 2 of 5 responses" in (here / "e" / "examples.md").read_text()
 
 
 # ---- a run ----
@@ -283,20 +283,18 @@ def test_a_runs_curve(run: RunDirectory, tmp_path: Path, serve_locally: Serve) -
 
 @pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_used_is_skipped(
-    run: RunDirectory, tmp_path: Path, serve_locally: Serve, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, tmp_path: Path, serve_locally: Serve, capsys: Capture
 ) -> None:
     serve_locally()
     folder = run.checkpoints / "step-000004"
     change_weights(folder, lambda tensors: next(iter(tensors.values())).fill_(math.nan))
     trained_so(folder)
     curve = evaluate(options(run.path, tmp_path / "curve", checkpoint="all"))
-    assert [line.split(",")[0] for line in (curve / "curve.csv").read_text().splitlines()] == [
-        "step", "0", "2", "6", "8",
-    ]  # fmt: skip
+    lines = (curve / "curve.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == ["step", "0", "2", "6", "8"]
     assert "step-000004 is skipped: model.path: " in " ".join(capsys.readouterr().out.split())
-    alone = evaluate(options(run.path, tmp_path / "e", checkpoint="step-000006"))
-    assert read(alone)[1] == read(curve / "step-000006")[1]
-    before = read(curve / "step-000006")[1]
+    alone, before = options(run.path, tmp_path / "e", checkpoint="step-000006"), read(curve / "step-000006")[1]
+    assert read(evaluate(alone))[1] == before
     shutil.rmtree(curve / "step-000006")
     evaluate(options(run.path, curve, checkpoint="all"))  # resumes with the missing ones
     assert read(curve / "step-000006")[1] == before
@@ -335,24 +333,3 @@ def test_greedy(run: RunDirectory, tmp_path: Path, serve_locally: Serve) -> None
     assert responses("hot", 1.0) != greedy
     with pytest.raises(RunError, match="--n: greedy sampling"):
         evaluate(options(run.path, tmp_path / "c", temperature=0.0, num_samples=2))
-
-
-def test_the_command_line(
-    tmp_path: Path, tiny_model: Model, serve_locally: Serve, capsys: pytest.CaptureFixture[str]
-) -> None:
-    serve_locally(gsm8k_answers)
-    arguments = [
-        "evaluate", str(tiny_model()), "--task", str(gsm8k_file(tmp_path)), "--prompt", "question_only",
-        "--reward", "exact_match", "--n", "2", "--max-tokens", "16",
-        "--output", str(tmp_path / "e"), "generator.engine=torch",
-    ]  # fmt: skip
-    assert main(arguments) == 0
-    printed = capsys.readouterr().out
-    assert "no GPU here" in printed
-    assert "temperature 1, 0 to 16 tokens, 1 x torch on CPU" in printed
-    assert "accuracy" in printed
-    assert "0.4000" in printed  # of ten answers 11, 10, 01, 00 and -- are right
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("mine")
-    assert main([*arguments[:-3], "--output", str(tmp_path / "mine")]) == 2
-    assert "is not empty and holds no evaluation" in capsys.readouterr().err
