@@ -29,7 +29,6 @@ from grpo_ray.watch.run_log import MAX_OWN_NAMES, RunLog
 from grpo_ray.watch.run_state import Ending, LiveStatus, RunState, read_state, reported
 
 HALF = "\ud83d"  # of a surrogate pair
-PLENTY = 2**30
 
 
 class Unspeakable:

@@ -278,7 +278,7 @@ def test_readers_change_nothing(tmp_path: Path) -> None:
 # ---- pruning ----
 
 
-def test_newest_and_best_are_kept(tmp_path: Path) -> None:
+def test_newest_and_on_request_best_are_kept(tmp_path: Path) -> None:
     store = make_store(tmp_path, keep=2)
     evaluated(tmp_path, {0: 9.0, 10: 0.3, 20: 0.8, 25: 2.0, 30: 0.5})  # 0 and 25 have no checkpoint
     kept = {10: [10], 20: [10, 20], 30: [20, 30], 40: [20, 30, 40], 50: [20, 40, 50]}
@@ -288,6 +288,8 @@ def test_newest_and_best_are_kept(tmp_path: Path) -> None:
     evaluated(tmp_path, {20: 0.8, 40: 0.8, 50: 0.1})
     write(store, 60)  # of equals, the newest
     assert names(tmp_path) == ["step-000040", "step-000050", "step-000060"]
+    write(make_store(tmp_path, keep=1, keep_best=False), 70)
+    assert names(tmp_path) == ["step-000070"]
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(
@@ -332,14 +334,6 @@ def test_a_run_that_was_moved_away_gets_no_second_folder(tmp_path: Path) -> None
     with pytest.raises(FileNotFoundError):
         store.begin(10)
     assert [path.name for path in tmp_path.iterdir()] == ["moved"]
-
-
-def test_the_best_is_only_kept_on_request(tmp_path: Path) -> None:
-    store = make_store(tmp_path, keep=1, keep_best=False)
-    evaluated(tmp_path, {10: 0.9})
-    for step in (10, 20):
-        write(store, step)
-    assert names(tmp_path) == ["step-000020"]
 
 
 def test_a_damaged_evaluation_costs_only_itself(tmp_path: Path) -> None:

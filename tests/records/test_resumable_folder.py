@@ -175,26 +175,20 @@ def test_a_run_with_a_link_to_elsewhere_is_refused_by_name(tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("fsync", [True, False])
-def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path: Path, fsync: bool) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("old")
-    with replacing(path, fsync) as partial:
-        partial.write_text("new")
-        assert path.read_text() == "old"
-    assert path.read_text() == "new"
-    assert os.listdir(tmp_path) == [path.name]
-
-
-def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_the_old_file_and_nothing_else_stays_until_the_new_one_is_whole(tmp_path: Path, fsync: bool) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("old")
     for begin in (lambda partial: partial.write_text("ne"), Path.mkdir):
-        with pytest.raises(KeyError), replacing(path) as partial:
+        with pytest.raises(KeyError), replacing(path, fsync) as partial:
             raise KeyError(begin(partial))
         assert (path.read_text(), os.listdir(tmp_path)) == ("old", [path.name])
-    with pytest.raises(FileNotFoundError), replacing(path):
+    with pytest.raises(FileNotFoundError), replacing(path, fsync):
         pass  # nothing was written
     assert (path.read_text(), os.listdir(tmp_path)) == ("old", [path.name])
+    with replacing(path, fsync) as partial:
+        partial.write_text("new")
+        assert path.read_text() == "old"
+    assert (path.read_text(), os.listdir(tmp_path)) == ("new", [path.name])
 
 
 @pytest.mark.parametrize("planted", [".page.html.partial", "page.html"])

@@ -71,13 +71,16 @@ def test_the_page_knows_the_same_characters() -> None:
 # ---- the ways to a terminal ----
 
 
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_a_runs_console(
-    is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(params=[False, True], ids=["a file", "a terminal"])
+def is_terminal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Make the output one of 300 columns; return True if it is a terminal."""
     monkeypatch.setenv("COLUMNS", "300")
-    if is_terminal:
+    if request.param:
         monkeypatch.setenv("FORCE_COLOR", "1")
+    return bool(request.param)
+
+
+def test_a_runs_console(is_terminal: bool, capsys: pytest.CaptureFixture[str]) -> None:
     with RunConsole(num_steps=2) as console:
         console.status(HOSTILE)
         console.warning(HOSTILE)
@@ -87,18 +90,12 @@ def test_a_runs_console(
     assert is_terminal or printed.count(SHOWN) == printed.count("[red]:smile:") == 3
 
 
-@pytest.mark.parametrize(("is_terminal", "has_ended"), [(False, True), (True, False)])
-def test_a_frame_of_top(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_terminal: bool,
-    has_ended: bool,
-) -> None:  # fmt: skip
-    monkeypatch.setenv("COLUMNS", "300")
-    if is_terminal:
-        monkeypatch.setenv("FORCE_COLOR", "1")
+def test_a_frame_of_top(is_terminal: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a file the run has ended, and on a terminal it has not."""
     actor = ActorState(name=f"a{HOSTILE}", doing=HOSTILE, for_s=1.0, num_calls=2)
     state = make_state(
         host=HOSTILE, phase=HOSTILE, warnings=(f"warning {HOSTILE}",), now=LiveStatus(step=4, actors=(actor,)),
-        ending=Ending(kind="failed", text=f"ended {HOSTILE}") if has_ended else None,
+        ending=None if is_terminal else Ending(kind="failed", text=f"ended {HOSTILE}"),
     )  # fmt: skip
     run = make_run(tmp_path / "run", state, [step(4) | {f"time/{HOSTILE}/train_s": 1.0}])
     JsonLines(run.events_path).append({"time": NOW, "kind": "x", "actor": None, "text": f"event {HOSTILE}"})
@@ -106,7 +103,7 @@ def test_a_frame_of_top(
     printed = capsys.readouterr().out
     (check_terminal if is_terminal else check)(printed)
     assert f"event {SHOWN}" in printed
-    assert f"{'ended' if has_ended else 'warning'} {SHOWN}" in printed
+    assert f"{'warning' if is_terminal else 'ended'} {SHOWN}" in printed
 
 
 def test_errors_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
