@@ -23,7 +23,7 @@ from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tools.audit.audit import audit
 
-pytestmark = pytest.mark.usefixtures("model_cache")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("model_cache")]
 
 
 async def failing(session: Session, example: Example) -> float:
@@ -43,14 +43,12 @@ def make_config(episode: str) -> Config:
     return game_config(f"{__name__}:{episode}", *few)
 
 
-@pytest.mark.slow
 def test_a_run_ends_if_every_episode_fails(tmp_path: Path) -> None:
     message = r"every episode in the validation at step 0 failed: (.|\n)*OSError: the environment is gone"
     with pytest.raises(RunError, match=message):
         train(make_config("failing"), tmp_path / "run")
 
 
-@pytest.mark.slow
 def test_single_failures_are_counted_and_left_out(run: RunDirectory) -> None:
     train(make_config("failing_often"), run.path)
     rows = read_metrics(run.metrics_path)
@@ -101,13 +99,11 @@ def episodes_config(episode: str, *overrides: str) -> Config:
     return load_config("tests/small_episodes.yaml", [*own, *overrides])
 
 
-@pytest.mark.slow
 def test_an_example_that_ends_its_worker_is_set_aside_and_costs_no_other_group(tmp_path: Path) -> None:
     several = ["weight_sync.max_lag=1", "episodes.num_workers=3", "generator.num_generators=2"]
     check_run(episodes_config("ends_its_worker", *several), tmp_path, "environment")
 
 
-@pytest.mark.slow
 def test_a_prompt_that_ends_its_generator_is_set_aside_and_costs_no_other_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +124,6 @@ def test_a_prompt_that_ends_its_generator_is_set_aside_and_costs_no_other_group(
     assert len(prompts) == 5
 
 
-@pytest.mark.slow
 def test_a_turn_that_ends_its_generator_is_set_aside_and_costs_no_other_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

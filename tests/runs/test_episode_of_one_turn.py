@@ -82,19 +82,13 @@ def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchEngine, "_sample", one_by_one)
 
 
-def two_runs(folder: Path) -> tuple[RunDirectory, RunDirectory]:
-    """Train the task as episodes, and plainly."""
-    model = tiny_model_folder(load_config(SMALL))
-    common = ["model.tiny=null", f"model.path={model}"]
-    as_episodes = ["task.episode=small_episodes:one_turn", "task.warmup=null"]
-    plain = write_examples(folder)
-    return run(folder / "episodes", *common, *as_episodes), run(folder / "plain", *common, *plain)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_at_a_time", "untried")
 def test_the_run_is_the_same(tmp_path: Path) -> None:
-    episodes, plain = two_runs(tmp_path)
+    common = ["model.tiny=null", f"model.path={tiny_model_folder(load_config(SMALL))}"]
+    as_episodes = ["task.episode=small_episodes:one_turn", "task.warmup=null"]
+    episodes = run(tmp_path / "episodes", *common, *as_episodes)
+    plain = run(tmp_path / "plain", *common, *write_examples(tmp_path))
     for path in sorted(plain.rollouts.glob("*.parquet")):
         pairs = zip(read_groups(episodes.rollouts / path.name), read_groups(path), strict=True)
         for one, other in pairs:

@@ -21,7 +21,7 @@ from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tools.audit.audit import audit
 
-pytestmark = pytest.mark.usefixtures("model_cache")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("model_cache")]
 
 
 def chance(text: str) -> float:
@@ -53,17 +53,11 @@ async def slow_at_times(session: Session, example: Example) -> float:
 
 def make_config(episode: str, *overrides: str) -> Config:
     return game_config(
-        f"{__name__}:{episode}",
-        "task.num_validation_prompts=3",
-        "sampling.max_tokens=4",
-        "algorithm.num_steps=6",
-        "algorithm.samples_per_prompt=3",
-        "learner.learning_rate=1e-2",
-        "evaluation.every_num_steps=2",
-        "recovery.restart_backoff_s=0.01",
-        "checkpoint.every_num_steps=2",
+        f"{__name__}:{episode}", "task.num_validation_prompts=3", "sampling.max_tokens=4",
+        "algorithm.num_steps=6", "algorithm.samples_per_prompt=3", "learner.learning_rate=1e-2",
+        "evaluation.every_num_steps=2", "checkpoint.every_num_steps=2", "recovery.restart_backoff_s=0.01",
         *overrides,
-    )
+    )  # fmt: skip
 
 
 def kept(row: Any) -> Any:
@@ -73,7 +67,6 @@ def kept(row: Any) -> Any:
     return {name: kept(value) for name, value in untimed(row).items() if "seconds" not in name}
 
 
-@pytest.mark.slow
 def test_a_synchronous_run_that_is_killed_and_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
     config = make_config("wandering", "weight_sync.max_lag=0", "algorithm.num_steps=4")
     whole, run = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "run")
@@ -91,7 +84,6 @@ def test_a_synchronous_run_that_is_killed_and_resumed_equals_one_that_was_not(tm
     assert audit(run).problems == []
 
 
-@pytest.mark.slow
 def test_no_token_beyond_the_lag_is_trained(run: RunDirectory) -> None:
     """With oversampling the slow games come after several weight syncs."""
     config = make_config(
@@ -112,14 +104,11 @@ SMALL = (
     "model.tiny={hidden_size: 32, num_layers: 1, num_heads: 2, num_kv_heads: 1, max_position_embeddings: 256, "
     "warmup: {num_steps: 2, batch_size: 4}}",
     "algorithm={num_steps: 3, prompts_per_step: 4, samples_per_prompt: 4, entropy_bonus: 0.01}",
-    "generator.engine=torch",
-    "episodes.max_seconds=60",
-    "evaluation.every_num_steps=3",
+    "generator.engine=torch", "episodes.max_seconds=60", "evaluation.every_num_steps=3",
     "task.num_validation_prompts=4",
-)
+)  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "package", "overrides"),
     [

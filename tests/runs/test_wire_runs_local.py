@@ -14,12 +14,11 @@ from grpo_ray.core.controller import Controller
 from grpo_ray.errors import FORGED, ActorDied, RunError
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 
-pytestmark = pytest.mark.usefixtures("model_cache", "any_reward")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("model_cache", "any_reward")]
 COLLECTIVE = "weight_sync.transport=collective"
 EXACT = ("weight_sync.max_lag=0", "algorithm.num_steps=4", "weight_sync.checksum=true")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("delta", [False, True])
 def test_a_run_over_wires_is_the_run_over_the_object_store(delta: bool, tmp_path: Path) -> None:
     """Deltas go through the object store, and the first version by the wire."""
@@ -50,7 +49,6 @@ async def in_the_middle(actors: LocalActors, name: str) -> None:
     await reached.wait()
 
 
-@pytest.mark.slow
 def test_a_generator_that_dies_in_a_transfer_is_replaced_while_the_run_continues(run: RunDirectory) -> None:
     config = make_config("generator.num_generators=2", "algorithm.num_steps=12", COLLECTIVE)
 
@@ -68,7 +66,6 @@ def test_a_generator_that_dies_in_a_transfer_is_replaced_while_the_run_continues
     assert [event["actor"] for event in events(run, "generator_back")] == ["generator-1"]
 
 
-@pytest.mark.slow
 def test_a_learner_that_dies_in_a_transfer_is_restored(run: RunDirectory) -> None:
     config = make_config("generator.num_generators=2", COLLECTIVE)
 
@@ -86,7 +83,6 @@ def test_a_learner_that_dies_in_a_transfer_is_restored(run: RunDirectory) -> Non
     assert len(events(run, "restored")) == 1
 
 
-@pytest.mark.slow
 def test_a_run_whose_start_a_stranger_disturbed_begins_again(tmp_path: Path) -> None:
     config, run = make_config("algorithm.num_steps=1"), RunDirectory(tmp_path / "run")
 
@@ -98,8 +94,5 @@ def test_a_run_whose_start_a_stranger_disturbed_begins_again(tmp_path: Path) -> 
     assert [event["kind"] for event in read_metrics(run.events_path)][:2] == ["run_failed", "restored"]
     assert len(read_metrics(run.metrics_path)) == 1
 
-    async def disturb_again(actors: LocalActors, controller: Controller) -> None:
-        await disturb(actors, controller)
-
     with pytest.raises(RunError, match=rf"2 restores within an hour are used up.*{FORGED}"):
-        train(changed(config, recovery={"max_restores": 2}), tmp_path / "always", disturb_again)
+        train(changed(config, recovery={"max_restores": 2}), tmp_path / "always", disturb)
