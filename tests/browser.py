@@ -8,7 +8,6 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +111,9 @@ class Browser:
         file.write_bytes(base64.b64decode(image["data"]))
 
 
-@contextmanager
-def browsing() -> Iterator[Browser]:
-    """Run a browser with a profile of its own until the block ends."""
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A browser with a profile of its own."""
     assert CHROMIUM is not None, "no Chromium here"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(
@@ -131,12 +130,6 @@ def browsing() -> Iterator[Browser]:
         finally:
             process.terminate()
             process.wait(timeout=600)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with browsing() as opened:
-        yield opened
 
 
 def _port(process: "subprocess.Popen[bytes]", file: Path) -> int:

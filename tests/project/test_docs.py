@@ -2,7 +2,6 @@
 
 import ast
 import html
-import importlib.util
 import os
 import re
 import runpy
@@ -11,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -49,13 +48,8 @@ def blocks(page: str) -> list[tuple[str, str, str]]:
 
 
 @pytest.fixture(scope="module")
-def reference() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_reference", DOCS / "hooks" / "reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def reference() -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(DOCS / "hooks" / "reference.py")))
 
 
 @pytest.fixture(scope="module")
@@ -70,17 +64,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_site_has_every_page_and_fetches_nothing(site: Path) -> None:
+def test_the_site_has_every_page_field_and_metric_and_the_sources_and_fetches_nothing(site: Path) -> None:
     for page in DOCS.rglob("*.md"):
         assert (site / page.relative_to(DOCS).with_suffix(".html")).exists(), page
     assert not (site / "hooks").exists()
     fetched = re.compile(r"<(?:script|img|link)[^>]+(?:src|href)=[\"']?(?:https?:)?//[^>]+>")
     for page in site.rglob("*.html"):
         assert not fetched.findall(page.read_text()), page
-
-
-@pytest.mark.slow
-def test_the_site_shows_linked_source_files_and_the_whole_program_of_one_step(site: Path) -> None:
     assert "source/grpo_ray/types.py.html" in (site / "concepts.html").read_text()
     source, step = (
         re.sub(r"<[^>]+>", "", (site / page).read_text())
@@ -89,6 +79,12 @@ def test_the_site_shows_linked_source_files_and_the_whole_program_of_one_step(si
     assert "class PromptItem" in source
     for line in (DOCS / "one_step.py").read_text().splitlines():
         assert html.escape(line, quote=False) in step, line
+    tables = (site / "configuration.html").read_text()
+    assert tables.count("<details") > 25
+    assert not re.search("<details[^>]* open", tables)
+    assert "<code>on_preemption_s</code></td>" in tables.partition("<details")[2]
+    metrics = (site / "metrics.html").read_text()
+    assert all(f"<code>{name}</code>" in metrics for name in METRICS)
 
 
 @pytest.mark.slow
@@ -147,9 +143,7 @@ def sections(base: type[Section] = Section) -> Iterator[type[Section]]:
         yield from sections(section)
 
 
-def test_every_field_of_every_section_stands_in_the_reference_and_says_what_it_is_for(
-    reference: ModuleType,
-) -> None:
+def test_every_field_of_every_section_stands_in_the_reference_with_its_use(reference: SimpleNamespace) -> None:
     tables = rows(reference.configuration_reference())
     cells = {(path, name): cells for path, table in tables.items() for name, cells in table.items()}
     assert [place for place, (_, _, meaning) in cells.items() if not meaning] == []
@@ -168,8 +162,9 @@ def test_every_field_of_every_section_stands_in_the_reference_and_says_what_it_i
         assert name in tables[heading], (path, value)
 
 
-def test_values_defaults_and_meanings_of_fields(reference: ModuleType) -> None:
-    tables = rows(reference.configuration_reference())
+def test_values_defaults_and_meanings_of_fields_follow_the_basic_keys(reference: SimpleNamespace) -> None:
+    markdown = reference.configuration_reference()
+    tables = rows(markdown)
     assert tables["learner"]["learning_rate"] == ["number >= 0", "`1e-05`", "Peak AdamW learning rate."]
     assert tables["algorithm"]["advantage_scale"][0] == "group, batch, whiten_responses or whiten_tokens"
     assert tables["algorithm.kl"]["ema_decay"][:2] == ["number >= 0 and < 1", "`0.99`"]
@@ -179,35 +174,21 @@ def test_values_defaults_and_meanings_of_fields(reference: ModuleType) -> None:
     assert tables["task.reward[N]"]["reward"][1] == "required"
     assert tables["model"]["tiny"][0] == "a section, below, or null"
     assert tables["sampling"]["stop"][1] == "`[]`"
-
-
-def test_the_reference_opens_with_the_basic_keys_and_folds_the_others(reference: ModuleType) -> None:
-    markdown = reference.configuration_reference()
-    basic = rows(markdown)[f"The {len(reference.BASIC)} keys that most runs need"]
+    assert tables["model.adapter (kind: lora)"]["kind"][2].startswith("`lora` adds")
+    assert [line for line in markdown.partition("\n## `run`")[2].splitlines() if line.startswith("|")] == []
+    basic = tables[f"The {len(reference.BASIC)} keys that most runs need"]
     assert list(basic) == list(reference.BASIC)
     assert 20 <= len(basic) <= 30
     assert basic["algorithm.num_steps"][:2] == ["integer > 0", "`200`"]
-    assert [line for line in markdown.partition("\n## `run`")[2].splitlines() if line.startswith("|")] == []
-    assert rows(markdown)["model.adapter (kind: lora)"]["kind"][2].startswith("`lora` adds")
 
 
-@pytest.mark.slow
-def test_the_page_of_the_configuration_folds_its_tables_and_that_of_the_metrics_has_all(site: Path) -> None:
-    page = (site / "configuration.html").read_text()
-    assert page.count("<details") > 25
-    assert not re.search("<details[^>]* open", page)
-    assert "<code>on_preemption_s</code></td>" in page.partition("<details")[2]
-    metrics = (site / "metrics.html").read_text()
-    assert all(f"<code>{name}</code>" in metrics for name in METRICS)
-
-
-def test_every_command_stands_in_the_reference_with_its_help(reference: ModuleType) -> None:
+def test_every_command_stands_in_the_reference_with_its_help(reference: SimpleNamespace) -> None:
     text = reference.command_reference()
     for command in COMMANDS:
         assert f"## grpo-ray {command.name}\n\n```text\nusage: grpo-ray {command.name} " in text
 
 
-def test_every_metric_stands_in_the_reference(reference: ModuleType) -> None:
+def test_every_metric_stands_in_the_reference(reference: SimpleNamespace) -> None:
     tables = rows(reference.metrics_reference())
     listed = {name: tuple(cells) for table in tables.values() for name, cells in table.items()}
     assert listed == {name: (unit, meaning.replace("|", "\\|")) for name, (unit, meaning) in METRICS.items()}
