@@ -21,22 +21,11 @@ SIZE = "algorithm.prompts_per_step=16", "algorithm.samples_per_prompt=8"
 CONFIG = make_config(*SIZE)
 NARROW = make_config(*SIZE, "algorithm.loss=gspo")
 GOOD = {
-    "rollout/response_tokens/mean": 16.0,
-    "reward/answer": 0.3,
-    "reward/mean": 0.3,
-    "reward/errors": 0.0,
-    "reward/ungradable": 0.0,
-    "policy/entropy": 0.09,
-    "rollout/zero_variance_groups": 3.0,
-    "loss/untrained_frac": 0.0,
-    "loss/gradient_scale": 1.0,
-    "loss/clip_frac": 0.003,
-    "mismatch/kl": 0.001,
-    "mismatch/ess_frac": 0.99,
-    "lag/mean": 1.0,
-    "lag/max": 1.0,
-    "optim/num_updates": 1.0,
-}
+    "reward/answer": 0.3, "reward/mean": 0.3, "reward/errors": 0.0, "reward/ungradable": 0.0,
+    "rollout/response_tokens/mean": 16.0, "rollout/zero_variance_groups": 3.0, "policy/entropy": 0.09,
+    "loss/untrained_frac": 0.0, "loss/gradient_scale": 1.0, "loss/clip_frac": 0.003,
+    "mismatch/kl": 0.001, "mismatch/ess_frac": 0.99, "lag/mean": 1.0, "lag/max": 1.0, "optim/num_updates": 1.0,
+}  # fmt: skip
 FIRST = {"lag/mean": 0.0, "lag/max": 0.0}
 
 
@@ -119,11 +108,6 @@ def test_a_judges_reward_dropped_groups_and_late_episodes_are_none() -> None:
     assert "20 episodes ended without a reward" in found.text
 
 
-def test_episodes_that_sample_nothing_are_reported() -> None:
-    (found,) = watched(course(*[{"rollout/response_tokens/mean": 0.0}] * 2))
-    assert (found.name, found.step, "no token was sampled" in found.text) == ("short_outputs", 3, True)
-
-
 def test_many_clipped_tokens_are_a_failure_unless_the_clip_range_is_narrow() -> None:
     rows = course({}, {"lag/mean": 9.0, "lag/max": 9.0, "loss/clip_frac": 0.2})
     assert [found.name for found in watched(rows)] == ["large_lag"]
@@ -140,7 +124,9 @@ def test_groups_that_come_to_hold_equal_wrong_responses_are_a_collapse() -> None
     assert watched(course({}, {**equal, "policy/entropy": 0.1})) == []  # equal by chance
 
 
-def test_many_answers_that_are_too_much_to_grade_are_a_reward_that_hangs() -> None:
+def test_the_text_tells_episodes_that_sample_nothing_and_a_reward_that_hangs_from_the_usual() -> None:
+    (found,) = watched(course(*[{"rollout/response_tokens/mean": 0.0}] * 2))
+    assert (found.name, found.step, "no token was sampled" in found.text) == ("short_outputs", 3, True)
     (found,) = watched(course({}, {"reward/ungradable": 13.0}))
     assert (found.name, found.step) == ("reward_errors", 4)
     assert "13 responses were too costly to grade (reward/ungradable)" in found.text
@@ -159,10 +145,8 @@ def test_a_failure_that_comes_back_is_reported_again_and_one_that_stays_is_not()
     wrong, good = {**GOOD, "loss/untrained_frac": 0.5}, GOOD
     assert len(watched([wrong] * 50)) == 1
     assert len(watched([wrong, *[good] * (NUM_CLEAR_STEPS - 1), wrong])) == 1
-    assert [found.step for found in watched([wrong, *[good] * NUM_CLEAR_STEPS, wrong])] == [
-        1,
-        NUM_CLEAR_STEPS + 2,
-    ]
+    again = watched([wrong, *[good] * NUM_CLEAR_STEPS, wrong])
+    assert [found.step for found in again] == [1, NUM_CLEAR_STEPS + 2]
 
 
 def test_a_resumed_watch_does_not_repeat_itself(tmp_path: Path) -> None:
@@ -229,25 +213,24 @@ def test_the_page_has_a_section_for_each_detector_and_the_catalog_its_metrics() 
 # ---- in a run ----
 
 WRONG_MASK = "algorithm.loss=examples.broken.losses:mask_off_by_one"
-VARIED = (
-    "task.reward=[{reward: brevity, arguments: {free: 0, span: 40}}]"  # random text earns different rewards
-)
+# Random text earns different rewards.
+VARIED = "task.reward=[{reward: brevity, arguments: {free: 0, span: 40}}]"
 
 
-def events(folder: Path) -> list[dict[str, Any]]:
-    return [row for row in read_metrics(RunDirectory(folder).events_path) if "detected" in row["kind"]]
+def events(run: RunDirectory) -> list[dict[str, Any]]:
+    return [row for row in read_metrics(run.events_path) if "detected" in row["kind"]]
 
 
 @pytest.mark.slow
-def test_a_run_warns_on_the_console_and_in_its_events_and_once_when_resumed(tmp_path: Path) -> None:
-    recorder = train(make_config(WRONG_MASK, VARIED, "algorithm.num_steps=2"), tmp_path / "run")
-    (event,) = events(tmp_path / "run")
+def test_a_run_warns_on_the_console_and_in_its_events_and_once_when_resumed(run: RunDirectory) -> None:
+    recorder = train(make_config(WRONG_MASK, VARIED, "algorithm.num_steps=2"), run.path)
+    (event,) = events(run)
     assert event["kind"] == "detected_wrong_mask"
     assert "docs/failures.md#a-wrong-mask" in event["text"]
     assert [text for text in recorder.warnings if "a-wrong-mask" in text] == [event["text"]]
-    line = read_metrics(RunDirectory(tmp_path / "run").metrics_path)[event["step"] - 1]
+    line = read_metrics(run.metrics_path)[event["step"] - 1]
     assert line["loss/untrained_frac"] > 0.1  # one of at most six tokens
 
-    resumed = train(make_config(WRONG_MASK, VARIED, "algorithm.num_steps=4"), tmp_path / "run")
+    resumed = train(make_config(WRONG_MASK, VARIED, "algorithm.num_steps=4"), run.path)
     assert resumed.steps == [3, 4]
-    assert events(tmp_path / "run") == [event]
+    assert events(run) == [event]

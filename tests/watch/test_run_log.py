@@ -17,11 +17,6 @@ from grpo_ray.watch.metrics_catalog import SYNC
 from grpo_ray.watch.run_log import FAILURES, RunLog
 
 
-def settle(log: RunLog) -> None:
-    """Wait for the thread that writes."""
-    assert log.writer.wait(5)
-
-
 @pytest.fixture
 def display() -> Recorder:
     return Recorder()
@@ -54,7 +49,7 @@ def test_event_is_written_with_its_step_and_shown(log: RunLog, display: Recorder
     log.event("set_aside", None, "group 9 is set aside", group_id=9)
     log.event("scorer_back", "scorer", "scores again", seconds=1.5)
     log.event("generator_failed", "generator-1", "generator-1 died: killed")
-    settle(log)
+    assert log.writer.wait(5)
     first, second, third = read_metrics(log.run.events_path)
     assert before <= first.pop("time") <= second.pop("time") <= third.pop("time") <= time.time()
     assert first == {
@@ -69,7 +64,7 @@ def test_event_is_written_with_its_step_and_shown(log: RunLog, display: Recorder
 def test_events_of_earlier_processes_count(log: RunLog, display: Recorder) -> None:
     for kind in ("generator_failed", "set_aside", "generator_failed", "scorer_failed", "environment_failed"):
         log.event(kind, None, "?")
-    settle(log)
+    assert log.writer.wait(5)
     with log.run.events_path.open("a") as file:
         file.write('{"kind": "set_asi')  # killed while it wrote: not counted, and no part of the next event
     later = RunLog(log.run, display)
@@ -79,7 +74,7 @@ def test_events_of_earlier_processes_count(log: RunLog, display: Recorder) -> No
     assert later.num_events("generator_failed") == 3
     assert later.num_events("set_aside") == 1
     assert later.num_events("restored") == later.num_events() == 0
-    settle(later)
+    assert later.writer.wait(5)
     assert RunLog(log.run, display).num_events("generator_failed") == 3
 
 
@@ -94,15 +89,15 @@ def test_what_the_disk_refused_is_a_warning_until_it_is_retried_after_the_next_s
         patch.setattr("grpo_ray.records.json_lines._write_whole", full)
         log.line(1, {"reward/mean": 0.5})
         log.event("scorer_back", "scorer", "scores again")
-        settle(log)
+        assert log.writer.wait(5)
         display.take()
         log.show_warnings()
         error = "[Errno 28] No space left on device; 1 lines wait in memory"
         assert display.take() == [f"{path}: {error}" for path in paths]
         assert log.num_events("scorer_back") == 1
-        settle(log)
+        assert log.writer.wait(5)
     log.show_warnings()  # which retries without another line or event
-    settle(log)
+    assert log.writer.wait(5)
     display.take()
     log.show_warnings()
     assert display.take() == []
@@ -166,7 +161,7 @@ def terminal_lines(monkeypatch: pytest.MonkeyPatch, columns: int) -> list[str]:
     return [line for line in re.split(r"[\r\n]+", written) if line.startswith("step  ")]
 
 
-def test_every_step_leaves_a_line_on_a_terminal_that_is_whole_where_there_is_room(
+def test_every_step_leaves_a_line_on_a_terminal_and_a_whole_one_if_wide(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert terminal_lines(monkeypatch, 80) == [

@@ -94,20 +94,10 @@ def test_a_line_is_exported_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = RayMetrics("sums")
     metrics.phase("train")
     metrics.phase("evaluate")
-    metrics.line(
-        3,
-        {
-            "reward/mean": 0.5,
-            "time/generator-0/wait_for_prompts_s": 1.25,
-            "time/learner/move_s": 0.0,
-            "memory/object_store_spilled_bytes": 7.0,
-            "ranks/learner-0/collectives_s": 0.25,
-            "ranks/learner-1/collectives_s": 0.0,
-            "ranks/learner-2/collectives_s": 0.5,
-            "ranks/slowest": 1.0,
-            "optim/lr": 1e-3,
-        },
-    )
+    collectives = {f"ranks/learner-{rank}/collectives_s": s for rank, s in enumerate((0.25, 0.0, 0.5))}
+    stages = {"time/generator-0/wait_for_prompts_s": 1.25, "time/learner/move_s": 0.0}
+    figures = {"reward/mean": 0.5, "memory/object_store_spilled_bytes": 7.0, "ranks/slowest": 1.0}
+    metrics.line(3, {**stages, **collectives, **figures, "optim/lr": 1e-3})
     waiting = {"run": "sums", "actor": "generator-0", "stage": "wait_for_prompts"}
     moving = {"run": "sums", "actor": "learner", "stage": "move"}
     assert {name: values for name, values in FakeMetric.told.items() if values} == {

@@ -84,9 +84,9 @@ def deliver(tmp_path: Path, tracker: Tracker, max_waiting: int = 100) -> Deliver
     return delivery
 
 
-def close(delivery: Delivery, end: End = "finished", timeout_s: float = LONG_S) -> str | None:
+def close(delivery: Delivery, end: End = "finished") -> str | None:
     delivery.begin_to_close(end)
-    return delivery.close(time.monotonic() + timeout_s)
+    return delivery.close(time.monotonic() + LONG_S)
 
 
 # ---- the id in a tracker ----
@@ -152,9 +152,7 @@ def test_a_hanging_tracker_delays_nothing_and_its_dropped_messages_are_counted(t
     assert tracker.told[-1] == ("close", "finished")
 
 
-def test_a_tracker_that_does_not_answer_is_named_and_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_tracker_is_named_and_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = Remembering(hang_at="resume_from")
     delivery = deliver(tmp_path, tracker, max_waiting=2)
     delivery.send(lambda t: t.resume_from(0))
@@ -256,9 +254,7 @@ def test_rollouts_are_sent_once_their_file_exists(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize(("every", "sent"), [(1, [1, 2]), (0, [])])
-def test_a_restored_run_drops_the_rollouts_it_was_waiting_for(
-    run: RunDirectory, every: int, sent: list[int]
-) -> None:
+def test_a_restored_run_drops_rollouts_it_waited_for(run: RunDirectory, every: int, sent: list[int]) -> None:
     tracker = Remembering(hang_at="start")
     trackers = make_trackers(run, tracker, rollouts_every_num_steps=every)
     for step in (1, 2, 3):
@@ -322,8 +318,7 @@ def test_trackers_of_a_run_given_as_a_dot_have_its_name_and_are_closed_at_every_
 ) -> None:
     good, broken = Remembering(), Remembering(break_at="close")
     monkeypatch.setattr(module, "make_tracker", {"wandb": good, "mlflow": broken}.__getitem__)
-    announced: list[str] = []
-    warnings: list[str] = []
+    announced, warnings = list[str](), list[str]()
     config, run = make_config("tracking.trackers=[wandb,mlflow]"), RunDirectory(".")
     (tmp_path / "run-7").mkdir()
     monkeypatch.chdir(tmp_path / "run-7")
@@ -352,6 +347,10 @@ def test_a_library_that_is_missing_is_refused_with_what_to_install(monkeypatch: 
         check_trackers(config)
     check_trackers(make_config("tracking.trackers=[tensorboard]"))
     check_trackers(make_config())
+    monkeypatch.setattr(choice, "_is_installed", lambda name: name == "mlflow")
+    with pytest.raises(ValueError, match=r"tracking.mlflow_uri: sqlite requires MLflow's server libraries"):
+        check_trackers(make_config("tracking.trackers=[mlflow]", "tracking.mlflow_uri=sqlite:///runs.db"))
+    check_trackers(make_config("tracking.trackers=[mlflow]", "tracking.mlflow_uri=http://127.0.0.1:5000"))
 
 
 def test_trackers_are_checked_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,8 +359,7 @@ def test_trackers_are_checked_before_ray_starts(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(session, "connected", connected)
     monkeypatch.setattr(choice, "_is_installed", lambda name: False)
-    overrides = [f"run.output_dir={tmp_path}", "run.name=one", "tracking.trackers=[wandb]"]
-    config = make_config(*overrides)
+    config = make_config(f"run.output_dir={tmp_path}", "run.name=one", "tracking.trackers=[wandb]")
     with pytest.raises(RunError, match="wandb is not installed"):
         training.train(config, "configs/quickstart.yaml")
     RunDirectory(tmp_path / "one").create(config)
@@ -376,13 +374,6 @@ def test_a_folder_with_a_librarys_name_is_no_library(tmp_path: Path, monkeypatch
     monkeypatch.syspath_prepend(str(tmp_path))
     assert not choice._is_installed("no_such_library")
     assert choice._is_installed("json")
-
-
-def test_a_database_requires_all_of_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "_is_installed", lambda name: name == "mlflow")
-    with pytest.raises(ValueError, match=r"tracking.mlflow_uri: sqlite requires MLflow's server libraries"):
-        check_trackers(make_config("tracking.trackers=[mlflow]", "tracking.mlflow_uri=sqlite:///runs.db"))
-    check_trackers(make_config("tracking.trackers=[mlflow]", "tracking.mlflow_uri=http://127.0.0.1:5000"))
 
 
 @pytest.mark.parametrize(
@@ -475,9 +466,8 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "false")  # so that the tracker's own setting is undone
-    for name in ("WANDB_API_KEY", "WANDB_PROJECT", "WANDB_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE"):
+    names = "WANDB_API_KEY", "WANDB_PROJECT", "WANDB_DIR", "MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE"
+    for name in names:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -485,8 +475,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("offline")
 def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
-    logged: list[dict[str, Any]] = []
-    ended: list[tuple[Any, ...]] = []
+    logged, ended = list[dict[str, Any]](), list[tuple[Any, ...]]()
     log, finish = wandb.Run.log, wandb.Run.finish
 
     def log_too(run: Any, row: dict[str, Any]) -> None:
