@@ -171,22 +171,17 @@ def test_every_stage_of_vllm_runs_without_a_gpu(tmp_path: Path) -> None:
     assert rows["in_flight"]["all_finite"]
 
 
-def test_a_stage_that_hangs_or_dies_ends_its_case_alone(gpu: ModuleType) -> None:
+def test_a_stage_of_an_engine_and_a_case_that_fail_on_a_gpu_end_alone(gpu: ModuleType) -> None:
     from gpu_page.engine import EngineCase, run_engine
-
-    line = '{"stage": "start", "seconds": 1.0}'
-    script = f"import sys; print('log'); print({line!r}); sys.exit('no kernel image is available')"
-    found = list(run_engine(EngineCase("tiny"), [sys.executable, "-c", script]))
-    assert found[0] == {"stage": "start", "seconds": 1.0}
-    assert found[1]["stage"] == "process"
-    assert "no kernel image is available" in found[1]["error"]
-
-
-def test_a_case_that_fails_on_a_gpu_ends_alone(gpu: ModuleType) -> None:
     from gpu_page.page import throughput_table
     from gpu_page.throughput import Case, run_case
 
-    command = [sys.executable, "-c", "raise SystemExit('no kernel image is available')"]
+    line, error = '{"stage": "start", "seconds": 1.0}', "no kernel image is available"
+    command = [sys.executable, "-c", f"import sys; print('log'); print({line!r}); sys.exit({error!r})"]
+    started, ended = run_engine(EngineCase("tiny"), command)
+    assert started == {"stage": "start", "seconds": 1.0}
+    assert ended["stage"] == "process"
+    assert error in ended["error"]
     found = run_case(Case("tiny", "plain", 4), torch.device("cuda"), None, command)
-    assert found["error"] == "no kernel image is available"
-    assert "no kernel image is available" in throughput_table([found])
+    assert found["error"] == error
+    assert error in throughput_table([found])
