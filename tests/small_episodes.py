@@ -60,10 +60,6 @@ def warmup_pairs(seed: int, num_pairs: int) -> Pairs:
 # ---- mistakes ----
 
 
-async def no_arguments() -> float:
-    return 0.0
-
-
 def a_list(seed: int) -> list[Example]:
     return [Example("", "")]
 

@@ -17,8 +17,6 @@ DRIVERS = {
 SECRETS = (*DRIVERS, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 LISTED, UNLISTED, PROC = 10.0, 1000.0, 100_000.0  # of a reward
 
-examples = small_episodes.examples
-
 
 def seen(listed: str) -> float:
     """Return what this process sees: LISTED for the value of `listed`, UNLISTED for each other secret."""

@@ -1,6 +1,5 @@
 """A whole run on real Ray, with tools and a reward that tell the secrets they see."""
 
-import json
 import os
 import shutil
 import sys
@@ -12,12 +11,11 @@ import pytest
 from conftest import Joining
 from run_process import output_of
 from spying_task import DRIVERS, LISTED
-from test_episode_combinations import make
+from test_episode_combinations import mixture
 
 from grpo_ray.episodes.confinement import SCRATCH
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.rewards.isolation.landlock import landlock_version
-from grpo_ray.run.tiny_model import tiny_model_folder
 
 pytestmark = [pytest.mark.ray, pytest.mark.campaign, pytest.mark.usefixtures("model_cache")]
 
@@ -31,15 +29,10 @@ def short_folder() -> Iterator[Path]:
 
 
 def overrides(run: RunDirectory) -> list[str]:
-    episodes = {"kind": "episodes", "episode": "spying_task:spy", "examples": "spying_task:examples"}
-    sorting = {"kind": "sorting", "num_train_prompts": 24, "num_validation_prompts": 4,
-               "reward": {"reward": "spying_task:grade", "secrets": ["GRADER_KEY"]}}  # fmt: skip
-    parts = {"talking": {"task": episodes}, "sorting": {"task": sorting}}
-    task = json.dumps({"kind": "mixture", "parts": parts})
+    graded = {"reward": "spying_task:grade", "secrets": ["GRADER_KEY"]}
     return [
-        "model.tiny=null", f"model.path={tiny_model_folder(make())}", f"task={task}", "algorithm.num_steps=2",
-        "episodes.confined=true", "episodes.secrets=[TOOL_KEY]",
-        f"run.output_dir={run.path.parent}", f"run.name={run.path.name}",
+        *mixture("spying_task:spy", graded), "algorithm.num_steps=2", "episodes.confined=true",
+        "episodes.secrets=[TOOL_KEY]", f"run.output_dir={run.path.parent}", f"run.name={run.path.name}",
     ]  # fmt: skip
 
 
