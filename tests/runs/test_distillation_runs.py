@@ -42,9 +42,9 @@ def teacher_of(config: Config) -> Path:
     return folder
 
 
-def with_teacher(*overrides: str, number: int = 1) -> list[str]:
-    """Return the overrides for a teacher of `make_config`."""
-    path = teacher_of(make_config("model.tiny.num_layers=2"))
+def with_teacher(*overrides: str, number: int = 1, student: Config | None = None) -> list[str]:
+    """Return the overrides for a teacher of `student`, by default of `make_config`."""
+    path = teacher_of(student or make_config("model.tiny.num_layers=2"))
     return [
         f"distillation.teacher={path}", "distillation.engine=torch", "distillation.num_gpus=0",
         f"distillation.num_teachers={number}", *overrides,
@@ -52,7 +52,7 @@ def with_teacher(*overrides: str, number: int = 1) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_policy_comes_closer_to_its_teacher_without_a_reward(run: RunDirectory) -> None:
+def test_a_policy_comes_closer_to_its_teacher_without_a_reward_and_keeps_it(run: RunDirectory) -> None:
     overrides = with_teacher("distillation.use_reward=false", "weight_sync.max_lag=0", "learner.warmup_steps=0")
     train(make_config(*overrides, "algorithm.num_steps=18", "algorithm.samples_per_prompt=8"), run.path)
     assert audit(run).problems == []
@@ -64,6 +64,12 @@ def test_a_policy_comes_closer_to_its_teacher_without_a_reward(run: RunDirectory
         assert row["rollout/zero_variance_groups"] == sum(len(values) == 1 for values in rewards)
     assert all(row["throughput/teacher_tokens_per_s"] > 0 for row in rows)
     assert all(row["time/teacher-0/look_up_s"] > 0 for row in rows)
+    assert read_rollouts(run.rollouts_path(1))[0]["teacher_logprobs"]
+    (validation, *_) = sorted(run.evaluations.glob("step-*.parquet"))
+    assert "teacher_logprobs" not in read_rollouts(validation)[0]  # validations ask no teacher
+    message = r"distillation.teacher: this run has .* and cannot be resumed with None"
+    with pytest.raises(RunError, match=message):
+        resume(str(run.path), ["distillation.teacher=null", "algorithm.num_steps=20"])
 
 
 @pytest.mark.slow
@@ -113,24 +119,12 @@ def test_combinations(run: RunDirectory, overrides: list[str]) -> None:
 
 @pytest.mark.slow
 def test_episodes_are_judged_too(run: RunDirectory) -> None:
-    teacher = teacher_of(load_config("tests/small_episodes.yaml"))
-    overrides = [f"distillation.teacher={teacher}", "distillation.engine=torch", "distillation.num_gpus=0"]
-    train(load_config("tests/small_episodes.yaml", overrides), run.path)
+    episodes = "tests/small_episodes.yaml"
+    train(load_config(episodes, with_teacher(student=load_config(episodes))), run.path)
     assert audit(run, run_reward_code=True).problems == []
     rows = read_rollouts(run.rollouts_path(1))
     assert any(row["num_context_tokens"] for row in rows)
     assert all(len(row["teacher_logprobs"]) == len(row["token_ids"]) for row in rows)
-
-
-@pytest.mark.slow
-def test_validations_ask_no_teacher_and_a_run_keeps_its_own(run: RunDirectory) -> None:
-    train(make_config(*with_teacher(), "algorithm.num_steps=1"), run.path)
-    assert read_rollouts(run.rollouts_path(1))[0]["teacher_logprobs"]
-    (validation, *_) = sorted(run.evaluations.glob("step-*.parquet"))
-    assert "teacher_logprobs" not in read_rollouts(validation)[0]
-    message = r"distillation.teacher: this run has .* and cannot be resumed with None"
-    with pytest.raises(RunError, match=message):
-        resume(str(run.path), ["distillation.teacher=null", "algorithm.num_steps=2"])
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "tests"])

@@ -24,6 +24,7 @@ from grpo_ray.tools.evaluation.subject import Weights, find_subject
 from grpo_ray.tools.export.merge import base_folder
 from grpo_ray.tools.report.rollout_rows import log_ratios
 
+pytestmark = pytest.mark.slow
 # Rows of whole blocks, so that every linear layer can be quantized.
 LORA = ["model.adapter.rank=4", "model.tiny.hidden_size=64", "model.tiny.intermediate_size=128"]
 
@@ -39,11 +40,6 @@ def lora_config(*overrides: str) -> Config:
     return make_config(*LORA, "learner.learning_rate=1e-2", *overrides)
 
 
-def metrics(folder: Path) -> list[dict[str, float]]:
-    return [dict(row) for row in read_metrics(folder / "metrics.jsonl")]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -57,14 +53,13 @@ def metrics(folder: Path) -> list[dict[str, float]]:
 def test_generators_sample_from_what_is_trained(overrides: list[str], tmp_path: Path) -> None:
     """With nf4 the first version differs from the model on disk, and is sent before the first token."""
     train(lora_config("algorithm.num_steps=4", "algorithm.samples_per_prompt=4", *overrides), tmp_path / "run")
-    rows = metrics(tmp_path / "run")
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert len(rows) == 4
     assert all(row["rollout/zero_variance_groups"] < 4 for row in rows)  # of 4
     assert all(0 <= row["mismatch/kl"] < 1e-9 for row in rows)
     assert all(row["mismatch/logprob_diff/max"] < 1e-4 for row in rows)
 
 
-@pytest.mark.slow
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     config = lora_config(*KL, "algorithm.num_steps=4")
     train(config, tmp_path / "whole")
@@ -88,8 +83,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return folder
 
 
-@pytest.mark.slow
-def test_an_exported_model_is_the_one_that_was_sampled_from(finished: Path, tmp_path: Path) -> None:
+def test_what_was_sampled_from_is_what_is_exported_and_evaluated(finished: Path, tmp_path: Path) -> None:
     config = lora_config("algorithm.num_steps=4")
     base_file = Path(base_folder(config)) / "model.safetensors"
     before = zlib.crc32(base_file.read_bytes())
@@ -107,33 +101,22 @@ def test_an_exported_model_is_the_one_that_was_sampled_from(finished: Path, tmp_
             torch.testing.assert_close(parameter, theirs.get_parameter(name), rtol=1e-5, atol=1e-7)
     assert (tmp_path / "model/tokenizer.json").exists()
     assert main(["export", str(finished), "--merged", str(tmp_path / "model")]) == 2  # exists already
-
-
-@pytest.mark.slow
-def test_an_evaluation_serves_the_exported_weights(finished: Path, tmp_path: Path) -> None:
-    """A run, its checkpoint and the adapter's folder alone have the same weights to evaluate."""
-    checkpoint = finished / "checkpoints/step-000004"
+    # A run, its checkpoint, the adapter's folder alone and a run that begins with it are evaluated with it.
     alone = shutil.copytree(checkpoint, tmp_path / "alone", ignore=shutil.ignore_patterns("training"))
-    run, own, copied = (find_subject(str(path)) for path in (finished, checkpoint, alone))
-    assert run.weights == own.weights == (Weights(4, checkpoint),)
+    run, single, copied = (find_subject(str(path)) for path in (finished, checkpoint, alone))
+    assert run.weights == single.weights == (Weights(4, checkpoint),)
     assert copied.weights == (Weights(0, alone),)
     assert copied.data["model"]["adapter"]["rank"] == 4
-    assert main(["export", str(finished), "--merged", str(tmp_path / "model")]) == 0
-    config = load_config(finished / "config.yaml")
-    served = tensors_of(_snapshot(config, Weights(4, checkpoint), 1))
-    expected = tensors_of(_snapshot(config, Weights(0, tmp_path / "model"), 1))
-    torch.testing.assert_close(served, expected, rtol=0, atol=0)
-
-
-def test_a_run_is_evaluated_from_the_adapter_that_it_began_with(finished: Path, tmp_path: Path) -> None:
-    checkpoint = finished / "checkpoints/step-000004"
     (tmp_path / "job.yaml").write_text(
         f"model: {{tiny: {{}}, adapter: {{path: {checkpoint}}}}}\ntask: {{kind: sorting}}\n"
     )
     assert find_subject(str(tmp_path / "job.yaml")).weights == (Weights(0, checkpoint),)
+    own = load_config(finished / "config.yaml")
+    served = tensors_of(_snapshot(own, Weights(4, checkpoint), 1))
+    expected = tensors_of(_snapshot(own, Weights(0, tmp_path / "model"), 1))
+    torch.testing.assert_close(served, expected, rtol=0, atol=0)
 
 
-@pytest.mark.slow
 def test_a_report_compares_tokens_with_the_adapter_s_policy(finished: Path, tmp_path: Path) -> None:
     assert main(["report", str(finished), "--output", str(tmp_path / "page.html"), "--log-ratio", "last"]) == 0
     rows = [{"prompt_token_ids": [5, 6], "token_ids": [7, 8], "logprobs": [-1.0, -1.0]}]
