@@ -44,14 +44,14 @@ async def stop_after_three(actors: LocalActors, controller: Controller) -> None:
     controller.stop()
 
 
-def tampered(run: RunDirectory, change: Callable[[list[dict[str, Any]]], None]) -> list[str]:
-    """Return the audit's problems after a change to the rollouts of step 1."""
+def check_found(run: RunDirectory, change: Callable[[list[dict[str, Any]]], None], expected: str) -> None:
+    """Check that the audit finds a change to the rollouts of step 1, which is undone."""
     path = run.rollouts_path(1)
     kept = path.read_bytes()
     rewrite(path, change)
     problems = audit(run).problems
     path.write_bytes(kept)
-    return problems
+    assert any(expected in problem for problem in problems), problems
 
 
 @pytest.mark.slow
@@ -86,8 +86,7 @@ def test_a_mixture_trains_and_its_audit_is_clean_until_its_order_is_changed(
         (set_in_group(0, prompt="?"), f"{rows[0]['task']}, epoch 0: samples '?' 1 times"),
         (lambda changed: changed[0].update(task=other_part), "group 0: has more than one task"),
     ):
-        found = tampered(run, change)
-        assert any(expected in problem for problem in found), found
+        check_found(run, change, expected)
 
     other = RunDirectory(tmp_path / "interrupted")
     train(job, other.path, stop_after_three)
@@ -97,7 +96,7 @@ def test_a_mixture_trains_and_its_audit_is_clean_until_its_order_is_changed(
 
 
 @pytest.mark.slow
-def test_a_mixture_that_replaces_groups_one_version_behind_is_clean(
+def test_a_mixture_that_replaces_groups_at_lag_1_is_clean(
     config: Callable[..., Config], tmp_path: Path
 ) -> None:
     curriculum = MIXTURE.replace("num_digits: 1", "num_digits: 1, curriculum: {min_weight: 0.2}")
@@ -110,10 +109,6 @@ def test_a_mixture_that_replaces_groups_one_version_behind_is_clean(
 def test_a_model_built_here_trains_on_arithmetic(run: RunDirectory) -> None:
     train(make_config(f"task={SUMS}", "algorithm.num_steps=3"), run.path)
     assert audit(run).problems == []
-    with pytest.raises(
-        ValueError, match=r"model.tiny: it is built for a task of kind .*arithmetic.*, not mixture"
-    ):
-        check_files(make_config(MIXTURE))
 
 
 CURRICULUM = ("task.num_train_prompts=8", "task.curriculum.min_weight=0.1", "algorithm.num_steps=7")
@@ -142,12 +137,10 @@ def test_a_curriculum_resumes_as_the_same_run(tmp_path: Path) -> None:
 def test_a_curriculum_two_versions_behind_is_clean_and_its_audit_finds_another_order(run: RunDirectory) -> None:
     train(make_config(*CURRICULUM, "weight_sync.max_lag=2"), run.path)
     assert audit(run).problems == []
-    found = tampered(run, set_in_group(2, prompt="?"))
-    assert any("index 2: samples '?', which is not a training prompt" in problem for problem in found), found
+    check_found(run, set_in_group(2, prompt="?"), "index 2: samples '?', which is not a training prompt")
     second = rows_of(run)[1]
     twice = set_in_group(2, prompt=second["prompt"], ground_truth=second["ground_truth"])
-    found = tampered(run, twice)  # a curriculum leaves nothing out before it was seen
-    assert any("epoch 0: samples" in problem for problem in found), found
+    check_found(run, twice, "epoch 0: samples")  # a curriculum leaves nothing out before it was seen
 
 
 @pytest.fixture
@@ -175,17 +168,14 @@ def test_the_models_own_chat_template(chat_model: Path, run: RunDirectory) -> No
         assert tokenizer.decode(row["prompt_token_ids"]) == row["prompt"]
 
 
-def test_a_model_without_a_chat_template_is_refused(config: Callable[..., Config]) -> None:
-    with pytest.raises(
-        ValueError, match=r"task.prompt: `chat` needs the model's chat template, but its tokenizer"
-    ):
-        check_files(config("task.prompt=chat"))
-
-
-def test_a_chat_template_that_takes_no_system_prompt(chat_model: Path) -> None:
-    (chat_model / "chat_template.jinja").write_text("{{ raise_exception('System role not supported') }}")
-    overrides = [f"model={{path: {chat_model}, dtype: float32}}", "task.prompt=chat", "task.system_prompt=x"]
-    with pytest.raises(
-        ValueError, match=r"refuses the question \(System role not supported\); some templates allow"
-    ):
-        check_files(make_config(*overrides))
+def test_no_chat_template_or_one_without_a_system_prompt_is_refused(chat_model: Path) -> None:
+    template = chat_model / "chat_template.jinja"
+    template.write_text("{{ raise_exception('System role not supported') }}")
+    task = [f"model={{path: {chat_model}, dtype: float32}}", "task.prompt=chat"]
+    message = r"refuses the question \(System role not supported\); some templates allow"
+    with pytest.raises(ValueError, match=message):
+        check_files(make_config(*task, "task.system_prompt=x"))
+    template.unlink()
+    message = r"task.prompt: `chat` needs the model's chat template, but its tokenizer"
+    with pytest.raises(ValueError, match=message):
+        check_files(make_config(*task))
