@@ -19,13 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    DynamicCache,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import DynamicCache, PreTrainedModel
 
 from grpo_ray.config import Config
 from grpo_ray.config.losses import loss_record
@@ -277,18 +271,6 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def tiny_mixture(tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeForCausalLM:
-    """Build a random mixture of experts with weights of its own for the output layer."""
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=32, intermediate_size=96, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2,
-        norm_topk_prob=True, max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, dtype="float32",
-    )  # fmt: skip
-    return Qwen3MoeForCausalLM(config)
 
 
 # ---- Learners ----

@@ -295,14 +295,26 @@ def make_learner(
 
 @pytest.fixture(scope="session")
 def tiny_moe(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Path:
-    """The folder of a random Qwen3-MoE with tokenizer: 2 layers of 4 experts, of which a token takes 2."""
-    from builders import perturb, tiny_mixture
+    """The folder of a random Qwen3-MoE with tokenizer: 2 layers of 4 experts, of which a token takes 2.
+
+    The output layer has weights of its own.
+    """
+    import torch
+    from builders import perturb
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     from grpo_ray.learning.model_files import load_tokenizer
 
     folder = tmp_path_factory.mktemp("tiny-moe")
     tokenizer = load_tokenizer(str(tiny_model()))
-    model = tiny_mixture(tokenizer)
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=32, intermediate_size=96, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2,
+        norm_topk_prob=True, max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, dtype="float32",
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config)
     perturb(model, seed=0, scale=0.2)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -6,6 +6,7 @@ python tests/extended_job.py COPY
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,16 +27,12 @@ from grpo_ray.transfer.snapshot import pack_weights
 def train_with_own_task_loss_and_engine(folder: Path) -> None:
     model_path = tiny_model_folder(make_config())
     config = make_config(
-        f"model.path={model_path}",
-        "model.tiny=null",
+        f"model.path={model_path}", "model.tiny=null", "run.seed=3",
         "task={kind: reversal, num_train_prompts: 24, num_validation_prompts: 4}",
         "generator.engine=uniform_engine:UniformEngine",
-        "algorithm.loss=my_losses:spo",
-        "algorithm.loss_options={strength: 0.5}",
-        "algorithm.off_policy_correction=my_losses:agreeing",
-        "algorithm.correction_options={limit: 20.0}",
-        "run.seed=3",
-    )
+        "algorithm.loss=my_losses:spo", "algorithm.loss_options={strength: 0.5}",
+        "algorithm.off_policy_correction=my_losses:agreeing", "algorithm.correction_options={limit: 20.0}",
+    )  # fmt: skip
     recorder, run = train(config, folder), RunDirectory(folder)
     assert recorder.steps == [1, 2, 3, 4, 5, 6, 7, 8], recorder.steps
     assert all("loss/clip_frac" in line for line in read_metrics(run.metrics_path) if line["loss/policy"])
@@ -92,7 +89,7 @@ def own_transport() -> None:
 
     worker = object.__new__(SharedMemoryTransferEngine)
     worker.device = torch.device("cpu")
-    worker.model, worker.model_config = Model(), _Anything()
+    worker.model, worker.model_config = Model(), SimpleNamespace(hf_text_config=None, quantization=None)
     buffer = FileBuffer()
     for version in (1, 2):
         weight = torch.arange(6.0).view(2, 3) + version
@@ -104,10 +101,6 @@ def own_transport() -> None:
     assert path.exists()
     buffer.close()
     assert not path.exists()
-
-
-class _Anything:
-    hf_text_config = quantization = None
 
 
 if __name__ == "__main__":
