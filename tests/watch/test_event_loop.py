@@ -170,17 +170,9 @@ async def test_a_change_is_not_missed_by_a_wait_that_has_not_begun() -> None:
     await asyncio.wait_for(waiting, 60)
 
 
-@pytest.fixture
-def clock() -> Time:
-    return Time()
-
-
-@pytest.fixture
-def calls(clock: Time) -> OpenCalls:
-    return OpenCalls(clock)
-
-
-def test_every_answer_is_progress(clock: Time, calls: OpenCalls) -> None:
+def test_every_answer_is_progress_and_an_error_is_none() -> None:
+    clock = Time()
+    calls = OpenCalls(clock)
     clock.seconds += 7
     assert calls.quiet_s == 7
     with calls.call("learner", "trains version 1"):
@@ -190,9 +182,6 @@ def test_every_answer_is_progress(clock: Time, calls: OpenCalls) -> None:
     clock.seconds += 3
     calls.progress()
     assert calls.quiet_s == 0
-
-
-def test_error_is_no_progress_and_closes_the_call(clock: Time, calls: OpenCalls) -> None:
     clock.seconds += 5
     with pytest.raises(ZeroDivisionError), calls.call("learner", "trains version 1"):
         1 // 0  # noqa: B018
@@ -202,35 +191,29 @@ def test_error_is_no_progress_and_closes_the_call(clock: Time, calls: OpenCalls)
     assert calls.stuck(1) == []
 
 
-def test_actors_that_work_on_one_call_for_long_are_stuck(clock: Time, calls: OpenCalls) -> None:
+def test_the_oldest_call_of_each_actor_is_shown_and_makes_it_stuck() -> None:
+    clock = Time()
+    calls = OpenCalls(clock)
+    assert calls.lines() == []
     with calls.call("scorer", "scores group 1"), calls.call("buffer", "waits", is_waiting=True):
         clock.seconds += 6
-        with calls.call("generator-0", "samples group 2"), calls.call("scorer", "scores group 2"):
+        with (
+            calls.call("generator-0", "samples group 2"),
+            calls.call("scorer", "scores group 3"),
+            calls.call("scorer", "scores group 4"),
+        ):
             clock.seconds += 4
+            assert calls.lines() == [
+                "buffer: waits for 10 s",
+                "generator-0: samples group 2 for 4 s",
+                "scorer: scores group 1 for 10 s (and 2 more calls)",
+            ]
             assert calls.stuck(11) == []
             assert calls.stuck(10) == ["scorer"]  # not the buffer, which waits for other actors
             assert calls.stuck(4.5) == ["scorer"]
             assert calls.stuck(4) == ["generator-0", "scorer"]
         assert calls.stuck(10) == ["scorer"]
     assert calls.stuck(0) == []
-
-
-def test_lines_show_the_oldest_call_of_each_actor(clock: Time, calls: OpenCalls) -> None:
-    assert calls.lines() == []
-    with calls.call("scorer", "scores group 1"):
-        clock.seconds += 6
-        with (
-            calls.call("generator-0", "samples group 2"),
-            calls.call("scorer", "scores group 3"),
-            calls.call("scorer", "scores group 4"),
-            calls.call("buffer", "waits for the groups of step 1", is_waiting=True),
-        ):
-            clock.seconds += 4
-            assert calls.lines() == [
-                "buffer: waits for the groups of step 1 for 4 s",
-                "generator-0: samples group 2 for 4 s",
-                "scorer: scores group 1 for 10 s (and 2 more calls)",
-            ]
 
 
 @pytest.mark.parametrize(
@@ -243,9 +226,7 @@ def test_lines_show_the_oldest_call_of_each_actor(clock: Time, calls: OpenCalls)
         ([0.0, 500.0, 1000.0, 1500.0, 2100.0, 2200.0], [2, 4, 8, 16, 2, 4]),  # counted from the last death
     ],
 )
-def test_the_pause_doubles_up_to_a_minute_until_nothing_dies_for_ten(
-    at: list[float], expected: list[float]
-) -> None:
+def test_a_pause_doubles_up_to_a_minute_until_none_dies_for_ten(at: list[float], expected: list[float]) -> None:
     assert pauses(at) == expected
 
 

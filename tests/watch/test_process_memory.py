@@ -3,8 +3,6 @@
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +14,7 @@ from small_run import QUICKSTART, SMALL
 from grpo_ray.records.run_files import read_metrics
 from grpo_ray.watch.memory import SEARCH_EVERY_S, ProcessFamily, SpilledBytes, resident_bytes
 
-
-@contextmanager
-def child_of_64_mib() -> Iterator[None]:
-    script = "block = bytearray(b'x') * (64 * 2**20); print(flush=True); input()"
-    child = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdout is not None
-    child.stdout.readline()
-    yield
-    child.communicate("\n")
+CHILD = "block = bytearray(b'x') * (64 * 2**20); print(flush=True); input()"
 
 
 def test_children_count_and_are_searched_for_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,9 +34,12 @@ def test_children_count_and_are_searched_for_now_and_then(monkeypatch: pytest.Mo
         family.resident_bytes(with_children=True)
         now += SEARCH_EVERY_S / 60
     assert searches == [5.0, pytest.approx(5.0 + SEARCH_EVERY_S)]
-    with child_of_64_mib():
+    command, pipe = [sys.executable, "-c", CHILD], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as child:
+        child.stdout.readline()  # type: ignore[union-attr]
         now += SEARCH_EVERY_S  # so a younger child counts as well
         of_all = family.resident_bytes(True) - family.resident_bytes(False)
+        child.communicate("\n")
     of_others = family.resident_bytes(True) - family.resident_bytes(False)  # the child has ended
     assert of_all - of_others > 60 * 2**20
 
