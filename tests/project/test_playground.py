@@ -88,10 +88,6 @@ def test_loss_is_the_formula_written_out(loss: str, kl: float) -> None:
     assert loss != "clipped" or 0 < num_clipped < 30
 
 
-def playground(*arguments: str, output: Path | None = None) -> int:
-    return run_command(["playground", *arguments, *(["--output", str(output)] if output else [])])
-
-
 SHORT = ("--steps", "3", "--updates", "1", "--seeds", "2")
 
 
@@ -107,7 +103,7 @@ def test_sorting_leaves_picture_and_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], folder: str,
     labels: list[str],
 ) -> None:  # fmt: skip
-    assert playground("sorting", *SHORT, *arguments, output=tmp_path) == 0
+    assert run_command(["playground", "sorting", *SHORT, *arguments, "--output", str(tmp_path)]) == 0
     written = tmp_path / folder
     assert imread(written / "rewards.png").shape[:2] == (800, 1200)
     figures = json.loads((written / "figures.json").read_text())
