@@ -30,9 +30,7 @@ def results(bench: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict
     return found
 
 
-def test_benchmarks_are_listed_and_their_helpers_are_not(
-    bench: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_benchmarks_are_listed_and_no_helpers(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--list"]) == 0
     listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
     assert listed > {*CHEAP, "learner_step", "weight_sync"}

@@ -22,9 +22,7 @@ def settle(census: Census) -> None:
         census.scan()
 
 
-def test_programs_that_need_a_processor_are_counted_and_so_are_their_children(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_programs_that_need_a_processor_and_their_children_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_census, "cpu_seconds_of", lambda pid: FREE_CPU_S)
     census = Census(os.getpid())
     settle(census)
@@ -93,8 +91,10 @@ def left(cases: Sequence[str], *args: str, last_failed: bool = False, session: A
     return marked
 
 
-def test_cases_that_are_not_kept_are_left_to_the_campaign() -> None:
+def test_cases_that_are_not_kept_are_left_to_the_campaign_and_may_be_asked_for_alone() -> None:
     assert left(["x", "y/[0]"], "../tests") == ["x"]
+    assert left(["x"], "../tests/test_one.py::test_a[x]", "../tests/test_two.py") == ["x"]
+    assert left(["x"], last_failed=True) == ["x"]
 
 
 def test_a_kept_case_that_the_test_lacks_is_an_error() -> None:
@@ -103,8 +103,3 @@ def test_a_kept_case_that_the_test_lacks_is_an_error() -> None:
     with pytest.raises(pytest.UsageError, match=text) as caught:
         left(["z", "x"], "../tests", session=session)
     assert session.shouldfail == str(caught.value)  # it is all that is seen of a worker's error
-
-
-def test_a_single_case_may_be_asked_for() -> None:
-    assert left(["x"], "../tests/test_one.py::test_a[x]", "../tests/test_two.py") == ["x"]
-    assert left(["x"], last_failed=True) == ["x"]

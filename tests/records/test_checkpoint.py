@@ -120,9 +120,7 @@ def test_leftovers_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_only_the_bytes_that_were_reported_become_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_reported_bytes_become_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another node's file may be hidden or shorter for a while; then the checkpoint waits for it."""
     store = make_store(tmp_path)
     monkeypatch.setattr("grpo_ray.records.checkpoint.VISIBLE_S", 0.3)
@@ -292,9 +290,7 @@ def test_newest_and_on_request_best_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000070"]
 
 
-def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stale NFS handle costs no checkpoint: no older one is resumed, and none is deleted."""
     store = make_store(tmp_path, keep=1)
     evaluated(tmp_path, {10: 0.9})

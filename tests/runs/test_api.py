@@ -105,9 +105,7 @@ def test_a_run_from_a_closure_and_a_list(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("untried")
-def test_a_call_that_resumes_keeps_the_reward_and_one_that_is_refused_the_data(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_resume_keeps_the_reward_and_is_refused_with_other_data(capsys: pytest.CaptureFixture[str]) -> None:
     """A new process pickles the same function to other bytes, so a pickle cannot say whether it is the same."""
     again = ("run.name=job", "run.if_exists=resume")
     run = train(*again, "algorithm.num_steps=1", reward=lambda response: 0.25)
