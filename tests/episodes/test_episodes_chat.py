@@ -208,23 +208,15 @@ def after_a_result(shown: str, condition: str, calls: list[dict[str, Any]], last
     return tokenizer.decode(list(ChatTemplate(tokenizer, [end]).suffix(conversation, 2, last)))
 
 
-@pytest.mark.parametrize(
-    ("shown", "condition", "calls"),
-    [
-        (SHOWN, "false", []),  # else the policy would answer without the result that it asked for
-        (SHOWN + CALLS, AFTER_A_CALL, [LOOK]),  # else the next prompt would hold the calls twice
-    ],
-)
-def test_a_template_that_hides_a_result_or_shows_calls_after_the_replys_end_is_refused(
-    shown: str, condition: str, calls: list[dict[str, Any]]
-) -> None:
-    with pytest.raises(ValueError, match="does not show a message of role 'tool' here"):
-        after_a_result(shown, condition, calls)
-
-
-def test_a_result_that_is_shown_only_after_a_call_is_found() -> None:
+def test_a_result_is_found_or_its_template_refused_if_it_hides_it_or_shows_calls_after_the_replys_end() -> None:
     assert after_a_result(SHOWN, AFTER_A_CALL, [LOOK]) == "<|im_end|>three<|im_end|>"
     assert after_a_result(SHOWN, AFTER_A_CALL, [LOOK], last_token="<|im_end|>") == "three<|im_end|>"
+    for shown, condition, calls in (
+        (SHOWN, "false", []),  # else the policy would answer without the result that it asked for
+        (SHOWN + CALLS, AFTER_A_CALL, [LOOK]),  # else the next prompt would hold the calls twice
+    ):
+        with pytest.raises(ValueError, match="does not show a message of role 'tool' here"):
+            after_a_result(shown, condition, calls)
 
 
 @pytest.mark.parametrize("shown", ["messages[0].content", "tools | tojson"])
@@ -303,7 +295,6 @@ async def test_a_result_that_cannot_fit_is_neither_rendered_nor_made_tokens(is_f
         with pytest.raises(EpisodeEnded, match=r"messages of 104858\d characters leave no room .* 4096 tokens"):
             await session.chat([*messages, {"role": "tool", "content": "x" * 10 + " data" * 209_715}])
     assert (counting.num_rendered, len(counting.encoded)) == before
-    assert session.ended is not None
     assert session.ended.status is Status.TRUNCATED_TOKENS
     assert len(sampler.prompts) == (0 if is_first else 1)
 

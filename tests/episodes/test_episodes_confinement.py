@@ -162,7 +162,6 @@ def test_the_folder_of_a_process_that_is_not_seen_stays(tmp_path: Path) -> None:
     """
     program = [sys.executable, "-c", textwrap.dedent(script)]
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         remove_abandoned(SCRATCH, str(tmp_path))
         assert other.is_dir()

@@ -168,7 +168,6 @@ def test_the_configuration_passes_its_checks(name: str) -> None:
     check_files(config)
     assert config.sampling.min_tokens == 1  # a guess is one digit, or two
     tiny = config.model.tiny
-    assert tiny is not None
     assert tiny.hidden_size // tiny.num_heads == 32  # which vLLM's attention on a CPU has
 
 

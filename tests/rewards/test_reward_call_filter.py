@@ -62,9 +62,7 @@ def verdict(machine: str, number: int, *arguments: int, architecture: int | None
 
 
 def is_allowed(machine: str, name: str, *arguments: int) -> bool:
-    number = NUMBERS[name][MACHINES[machine][1]]
-    assert number is not None
-    return verdict(machine, number, *arguments) == ALLOW
+    return verdict(machine, NUMBERS[name][MACHINES[machine][1]], *arguments) == ALLOW
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -277,9 +277,7 @@ def test_a_term_that_cannot_judge_an_answer_leaves_the_others_what_they_say() ->
     grader = Grader(rewards, ScorerConfig(num_workers=2, timeout_s=1.0, ungradable_reward=-5.0))
     spun, other = grader.grade("overrun", [("spin", ""), ("ab", "")])
     assert (type(spun), str(spun)) == (Overrun, "longer than 1 s (scorer.timeout_s)")
-    assert isinstance(spun, Overrun)
     assert (spun.scores["reward"], spun.scores["reward/spins"], spun.scores["reward/length"]) == (-9, -5, 4)
-    assert isinstance(other, dict)
     assert (other["reward"], other["reward/length"]) == (-1, 2)
     long = "</think> <answer> " + "1+" * 600 + "1 </answer>"
     (penalized,) = grader.grade("too long", [(long, "72")])
@@ -356,7 +354,6 @@ def test_a_judge_is_asked_at_the_same_time_and_again(url: str, function: str) ->
     assert isinstance(again, dict)
     assert Judge.seen[f"flaky {function}"] == 2
     (scores,) = grader.grade("second", [("x", "")], item)
-    assert isinstance(scores, dict)
     assert (scores["format_reward"], scores["reward"]) == (1, 0.5)  # the judge's, as the first does not apply
     grader.close()
 

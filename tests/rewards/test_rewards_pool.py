@@ -301,7 +301,6 @@ pool.submit("own", [("loop 72", "72")]).result()
 def test_a_killed_owner_leaves_no_process_even_during_a_computation() -> None:
     script = OWNER.format(folder=str(Path(__file__).parents[1]))
     owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
     fork_server = psutil.Process(int(owner.stdout.readline()))
     while len(workers := fork_server.children()) != 1:  # the fork server has forked, or looks for one to end
         time.sleep(0.02)

@@ -36,9 +36,7 @@ from grpo_ray.tools.experiments.experiment import EXPERIMENTS
 
 
 def text_of(name: str) -> str:
-    template = load_template(name)
-    assert isinstance(template, TextTemplate)
-    return template.text
+    return load_template(name).text
 
 
 def test_templates_end_where_the_model_starts() -> None:
@@ -401,6 +399,5 @@ def test_each_variants_longest_response_fits(name: str, variant: str) -> None:
         num_tokens = len(tokenizer(response, add_special_tokens=False)["input_ids"]) + 1  # the end token
         prompt = tokenizer(template.render(question), add_special_tokens=False)["input_ids"]
         assert num_tokens <= config.sampling.max_tokens
-        assert config.model.tiny is not None
         assert len(prompt) + config.sampling.max_tokens <= config.model.tiny.max_position_embeddings
         assert not any(stop in response and not response.endswith(stop) for stop in config.sampling.stop)
