@@ -6,26 +6,17 @@ from pathlib import Path
 from typing import Any
 
 
-def _raise() -> float:
-    return {"no": "reward"}["boom"]  # type: ignore[return-value]
-
-
 def _hang() -> float:
     while True:
         pass
 
 
-def _write() -> float:
-    Path("/tmp/written-by-a-reward.txt").write_text("x")
-    return 1.0
-
-
 FAULTS: dict[str, Callable[[], Any]] = {
     "nan": lambda: float("nan"),
     "none": lambda: None,
-    "raises": _raise,
+    "raises": lambda: {"no": "reward"}["boom"],
     "hangs": _hang,
-    "writes": _write,
+    "writes": lambda: Path("/tmp/written-by-a-reward.txt").write_text("x"),
 }
 
 

@@ -37,10 +37,6 @@ def _raise(error: BaseException) -> Any:
     raise error
 
 
-def _keep() -> None:
-    KEPT.append(mmap(-1, 150 * 2**20))
-
-
 def _grow() -> None:
     while True:
         KEPT.append(bytearray(64 * 2**20))
@@ -158,7 +154,7 @@ RAISING = {
 HARMLESS = {
     "print": _print,
     "close-stdin": lambda: sys.stdin.close(),
-    "keep": _keep,
+    "keep": lambda: KEPT.append(mmap(-1, 150 * 2**20)),
     "nap": lambda: time.sleep(0.05),
     "doze": lambda: time.sleep(0.3),
     "handle": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),

@@ -25,7 +25,7 @@ SAID = {
     "hangs": "longer than 0.2 s (scorer.timeout_s)",
     "writes": "the grader's sandbox forbids writing files",
 }
-TRACEBACK = {"raises": 'return {"no": "reward"}["boom"]', "writes": '.write_text("x")'}
+TRACEBACK = {"raises": '{"no": "reward"}["boom"]', "writes": '.write_text("x")'}
 
 
 def said_of(function: str, fault: str) -> str:
