@@ -204,9 +204,8 @@ def test_a_refusal_that_lasts_is_an_error_in_plain_words(monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(processes.socket, "socketpair", refuse)
-        with pytest.raises(
-            RunError, match=r"the system has refused another process or file \(.*Too many open files"
-        ):
+        message = r"the system has refused another process or file \(.*Too many open files"
+        with pytest.raises(RunError, match=message):
             grade(pool, "72")
     assert len(asked) == 3
     assert are_right(grade(pool, "72"))
@@ -256,7 +255,8 @@ HOSTILE: dict[str, Callable[[int], str]] = {
 }
 TRUTHS = {"keyword_inclusion": "cat, new york", "sort_distance": "3 1 2"}
 # The others read an answer in the same way, and judge what is short.
-SCANNING = ("exact_match", "keyword_inclusion", "last_number", "question_only", "sort_distance")
+WHOLE = ("keyword_inclusion", "last_number", "question_only")  # to these, tags are text like any other
+SCANNING = ("exact_match", "sort_distance", *WHOLE)
 
 
 def seconds_of(function: Callable[[str, str], object], response: str, truth: str) -> float:
@@ -278,7 +278,7 @@ def test_time_grows_with_the_length_alone(name: str, kind: str) -> None:
         small, large = (seconds_of(REWARDS[name], text, truth) for text in texts)
         return large < 9 * small + 0.02  # quadratic: 16 times
 
-    for wrap in ("{}", "so </think> <answer> {} </answer>"):
+    for wrap in ["{}", "so </think> <answer> {} </answer>"][: 1 if name in WHOLE else 2]:
         assert is_linear(wrap) or is_linear(wrap)  # a busy machine may disturb one try
 
 
