@@ -83,26 +83,16 @@ def real_templates() -> dict[str, str]:
 
 TEMPLATES = {"qwen2.5": QWEN25, "qwen3": QWEN3, "llama3": LLAMA3, **real_templates()}
 ENDS = {name: "<|eot_id|>" if name.startswith("llama") else "<|im_end|>" for name in TEMPLATES}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "Look at a place.",
-        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
-    },
-}
+_PLACE = {"type": "object", "properties": {"place": {"type": "string"}}}
+_LOOK = {"name": "look", "description": "Look at a place.", "parameters": _PLACE}
+TOOL = {"type": "function", "function": _LOOK}
 Policy = Callable[[str], str | Sequence[int]]
 HELLO = Example("hello", "reply")
 CALL = '<tool_call>\n{"name": "look", "arguments": {"place": "%s"}}\n</tool_call>'
-RESPONSE = {
-    **RESPONSE_TEMPLATE,
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        **RESPONSE_TEMPLATE["fields"],
-        "reasoning_content": {"open": "<think>\n", "close": "\n</think>"},
-        "content": {"close_pattern": r"<\|im_end\|>|$", "repeats": True, "join": ""},
-    },
-}
+_THOUGHTS = {"open": "<think>\n", "close": "\n</think>"}
+_CONTENT = {"close_pattern": r"<\|im_end\|>|$", "repeats": True, "join": ""}
+_FIELDS = {**RESPONSE_TEMPLATE["fields"], "reasoning_content": _THOUGHTS, "content": _CONTENT}
+RESPONSE = {**RESPONSE_TEMPLATE, "start_anchor": "<|im_start|>assistant\n", "fields": _FIELDS}
 
 
 def chat_tokenizer(template: str) -> PreTrainedTokenizerBase:
@@ -133,17 +123,13 @@ class Scripted:
         reply = self._policy(self._tokenizer.decode(list(prompt_token_ids)))
         if isinstance(reply, str):
             reply = self._tokenizer(reply + self._end, add_special_tokens=False)["input_ids"]
-        is_cut = len(reply) > settings.max_tokens
+        reason = "length" if len(reply) > settings.max_tokens else "stop"
         ids = np.array(reply[: settings.max_tokens], np.int32)
         version = len(self.prompts) - 1
         await asyncio.sleep(0)  # an engine answers later
-        return Completion(
-            self._tokenizer.decode(ids, skip_special_tokens=True),
-            ids,
-            -0.01 * np.arange(1, len(ids) + 1, dtype=np.float32) - version,
-            np.full(len(ids), version, np.int32),
-            "length" if is_cut else "stop",
-        )
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        logprobs = -0.01 * np.arange(1, len(ids) + 1, dtype=np.float32) - version
+        return Completion(text, ids, logprobs, np.full(len(ids), version, np.int32), reason)
 
 
 def make_session(
@@ -181,14 +167,20 @@ def said(*replies: str | Sequence[int]) -> Policy:
 
 
 def session_of(
-    name: str, policy: Policy, *arguments: Any, parser: str | None = None, **changes: Any,
+    tokenizer: str | PreTrainedTokenizerBase, policy: Policy, *arguments: Any,
+    parser: str | ToolParser | None = None, end: str = "<|im_end|>", **changes: Any,
 ) -> tuple[Session, Scripted]:  # fmt: skip
-    """Make a session with one of `TEMPLATES`, and its sampler; further arguments are as for `make_session`."""
-    tokenizer = tokenizer_of(name)
-    sampler = Scripted(tokenizer, policy, ENDS[name])
-    response = RESPONSE if parser == "transformers" else None
-    parse = None if parser is None else make_tool_parser(parser, tokenizer, response)
-    return make_session(sampler, tokenizer, *arguments, parser=parse, **changes), sampler
+    """Make a session and its sampler; further arguments are as for `make_session`.
+
+    Args:
+        tokenizer: or the name of one of `TEMPLATES`, which has its own end of a reply.
+    """
+    if isinstance(tokenizer, str):
+        tokenizer, end = tokenizer_of(tokenizer), ENDS[tokenizer]
+    sampler = Scripted(tokenizer, policy, end)
+    if isinstance(parser, str):
+        parser = make_tool_parser(parser, tokenizer, RESPONSE if parser == "transformers" else None)
+    return make_session(sampler, tokenizer, *arguments, parser=parser, **changes), sampler
 
 
 def play(episode: EpisodeFn, session: Session, example: Example = HELLO) -> EpisodeResult:

@@ -22,19 +22,10 @@ from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.learning.plain_chat import give_plain_chat
 from grpo_ray.learning.tiny_tokenizer import tiny_tokenizer
 from grpo_ray.tasks.examples import Example
-from grpo_ray.types import (
-    Completion,
-    Episode,
-    PlayReport,
-    PromptItem,
-    RolloutGroup,
-    SamplingSettings,
-    StartingModel,
-)
+from grpo_ray.types import Completion, Episode, PromptItem, RolloutGroup, SamplingSettings, StartingModel
 
 END = threading.Event()  # ends the calls that hang, at the end of each test
 SEEDS: list[int | None] = []
-Played = tuple[RolloutGroup, PlayReport]
 
 
 async def ask(session: Session, question: str = "hello") -> str:
@@ -119,7 +110,7 @@ async def working(
 
 def play(
     worker: EnvironmentWorker, group_id: int = 0, ground_truth: str = "", num_samples: int = 4, seed: int = 5
-) -> Coroutine[Any, Any, Played]:
+) -> Coroutine[Any, Any, tuple[RolloutGroup, Any]]:
     item = PromptItem(group_id, "hello", (1, 2), ground_truth)
     return worker.play(item, SamplingSettings(num_samples, 1.0, 1.0, 0, 16), seed)
 
@@ -164,11 +155,9 @@ async def test_an_episode_that_blocks_its_thread_stops_no_other_group(model: Sta
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("episode", "answer"), [("plain", never), ("blocking", None)])
-async def test_cancelling_a_play_cancels_its_episodes(
-    model: StartingModel, episode: str, answer: Answer | None
-) -> None:
-    async with working(model, episode, answer=answer) as (worker, generator):
+@pytest.mark.parametrize(("name", "answer"), [("plain", never), ("blocking", None)])
+async def test_cancelling_a_play_cancels_its_episodes(model: StartingModel, name: str, answer: Any) -> None:
+    async with working(model, name, answer=answer) as (worker, generator):
         num_threads = threading.active_count()
         playing = asyncio.ensure_future(play(worker, ground_truth="hang"))
         await until(lambda: generator.num_started >= 4)
@@ -252,16 +241,13 @@ async def test_time_without_generators_is_not_the_episodes_own(
         assert statuses((await playing)[0]) == ["finished"] * 4
 
 
-@pytest.mark.parametrize("answers", [True, False])
 async def test_only_a_generator_that_answers_costs_an_episode_its_time(
-    answers: bool, model: StartingModel, monkeypatch: pytest.MonkeyPatch
+    model: StartingModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The group of another one is lost, so that it is played again, and the Generator has failed."""
     async with working(model, "plain", "episodes.max_seconds=0.1", answer=never) as (worker, generator):
-        if answers:
-            assert statuses((await play(worker))[0]) == ["truncated_time"] * 4
-            assert not worker._router._failures
-            return
+        assert statuses((await play(worker))[0]) == ["truncated_time"] * 4
+        assert not worker._router._failures
         monkeypatch.setattr(turn_router, "ANSWER_S", 0.05)
         generator.ping_s = 60.0
         with pytest.raises(DataLost, match="a Generator failed with a turn, in which the time of an episode"):

@@ -97,7 +97,7 @@ ENDINGS: dict[str, Callable[[], Any]] = {
     "two rewards": lambda: np.array([0.5, 0.5]),
     "a reward that is complex": lambda: 1j,
     "a reward that cannot be shown": Unknown,
-    "a reward of a turn beyond its bound": lambda: Outcome(1.0, (-1e300,)),
+    "a turn's reward beyond its bound": lambda: Outcome(1.0, (-1e300,)),
     "rewards of too many turns": lambda: Outcome(1.0, (0.5, 0.5, 0.5)),
     "a mapping in place of rewards of turns": lambda: Outcome(1.0, {0: 0.5}),  # type: ignore[arg-type]
     "an error that cannot be shown": raises(Unspeakable()),
@@ -170,10 +170,7 @@ def test_numbers_of_other_libraries_become_floats(name: str, tmp_path: Path) -> 
 def test_messages_name_the_field() -> None:
     for name, message in (
         ("a metric beyond its bound", "as the metric 'm'; return a finite number within +-1e+30"),
-        (
-            "a reward of a turn beyond its bound",
-            "returned -1e+300 as a reward of a turn; return a finite number",
-        ),
+        ("a turn's reward beyond its bound", "returned -1e+300 as a reward of a turn; return a finite number"),
         ("a reward that is text", "returned '0.5' as its reward; return a finite number within +-1e+12, or an"),
         ("rewards of too many turns", "3 turn_rewards for 1 sampled turns"),
         ("a mapping in place of rewards of turns", "returned {0: 0.5} as turn_rewards; list a number"),
@@ -244,15 +241,11 @@ TEXTS = st.text(st.characters(exclude_categories=()), max_size=8)  # lone surrog
 WHOLE = st.integers() | st.integers(-(10**400), 10**400)
 NUMBERS = st.floats() | WHOLE | st.booleans() | st.none() | TEXTS | st.binary(max_size=3)
 METRICS = st.dictionaries(st.one_of(TEXTS, st.integers(), st.just("x" * 101)), NUMBERS, max_size=4)
-OUTCOMES = st.builds(
-    lambda *fields: lambda: Outcome(*fields), NUMBERS, st.none() | st.lists(NUMBERS, max_size=2), METRICS
-)
-ERRORS = st.builds(
-    lambda kind, text, notes: raises(noted(kind(text), notes)),
-    st.sampled_from([ValueError, KeyError, OSError, Base, SystemExit, SyntaxError, StopIteration]),
-    TEXTS,
-    st.lists(TEXTS, max_size=2),
-)
+TURNS = st.none() | st.lists(NUMBERS, max_size=2)
+OUTCOMES = st.builds(lambda *fields: lambda: Outcome(*fields), NUMBERS, TURNS, METRICS)
+KINDS = st.sampled_from([ValueError, KeyError, OSError, Base, SystemExit, SyntaxError, StopIteration])
+NOTES = st.lists(TEXTS, max_size=2)
+ERRORS = st.builds(lambda kind, text, own: raises(noted(kind(text), own)), KINDS, TEXTS, NOTES)
 FUZZED = st.one_of(OUTCOMES, ERRORS, NUMBERS.map(lambda number: lambda: number))
 
 

@@ -5,24 +5,10 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import episode_players as players
 import numpy as np
 import pytest
-from episode_players import (
-    ENDS,
-    LLAMA3,
-    QWEN3,
-    QWEN25,
-    TEMPLATES,
-    TOOL,
-    Scripted,
-    chat_tokenizer,
-    converse,
-    make_session,
-    said,
-    session_of,
-    tokenizer_of,
-    user,
-)
+from episode_players import chat_tokenizer, converse, said, session_of, tokenizer_of, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
@@ -44,14 +30,12 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", players.TEMPLATES)
 @settings(max_examples=40)
 @given(st.lists(st.tuples(TEXTS, REPLIES | IDS), min_size=1, max_size=4))
-def test_prompts_are_the_templates_own_and_sampled_tokens_stay(
-    name: str, turns: list[tuple[str, str | list[int]]]
-) -> None:
+def test_prompts_are_the_templates_own_and_sampled_tokens_stay(name: str, turns: list[Any]) -> None:
     tokenizer = tokenizer_of(name)
-    end = tokenizer.convert_tokens_to_ids(ENDS[name])
+    end = tokenizer.convert_tokens_to_ids(players.ENDS[name])
     replies = [reply if isinstance(reply, str) else [*reply, end] for _, reply in turns]
     session, sampler = session_of(name, said(*replies))
     messages = asyncio.run(converse(session, [[user(text)] for text, _ in turns]))
@@ -66,20 +50,20 @@ def test_prompts_are_the_templates_own_and_sampled_tokens_stay(
         known = (*prompt, *sampled)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", players.TEMPLATES)
 def test_a_reply_that_was_cut_off_gets_its_end(name: str) -> None:
     tokenizer = tokenizer_of(name)
     session, sampler = session_of(name, lambda prompt: "a long reply", max_tokens=3)
     asyncio.run(converse(session, [[user("hello")], [user("go on")]]))
     first, second = sampler.prompts
-    end = tokenizer.convert_tokens_to_ids(ENDS[name])
+    end = tokenizer.convert_tokens_to_ids(players.ENDS[name])
     assert second[len(first) + 3] == end
     (sequence,) = session.segments.sequences()
     assert sequence.response_token_ids[3] == end
     assert sequence.mask[:4].tolist() == [True, True, True, False]
 
 
-THINKING = [name for name in TEMPLATES if name.startswith("qwen3") and "instruct" not in name]
+THINKING = [name for name in players.TEMPLATES if name.startswith("qwen3") and "instruct" not in name]
 
 
 @pytest.mark.parametrize("name", THINKING)
@@ -100,8 +84,8 @@ def test_dropped_thoughts_open_a_branch(name: str) -> None:
 def test_thoughts_stay_while_only_tools_answer(name: str) -> None:
     replies = ["<think>\nhm\n</think>\n\nlet me see", "<think>\nso\n</think>\n\nit is"]
     tokenizer = tokenizer_of(name)
-    ids = tokenizer.convert_tokens_to_ids
-    spelled = ids([*"<think>", "Ċ", *"ok", "Ċ", *"</think>", "Ċ", *"four", ENDS[name]])  # no tokenizer would
+    pieces = [*"<think>", "Ċ", *"ok", "Ċ", *"</think>", "Ċ", *"four", players.ENDS[name]]
+    spelled = tokenizer.convert_tokens_to_ids(pieces)  # no tokenizer would
     session, sampler = session_of(name, said(*replies, spelled, "fine"))
     result = {"role": "tool", "content": "a table"}
     messages = asyncio.run(converse(session, [[user("one")], [result, result], [user("sure?")], [result]]))
@@ -142,14 +126,13 @@ async def test_an_edited_history_opens_a_branch() -> None:
 
 async def test_other_tools_open_a_branch() -> None:
     """Where the template lists the tools: at the beginning."""
-    tokenizer = chat_tokenizer("{{ tools | tojson if tools else '' }}" + QWEN25)
-    sampler = Scripted(tokenizer, lambda prompt: "reply", "<|im_end|>")
-    session = make_session(sampler, tokenizer, parser=lambda ids, prompt, tools: ("", "", []))
-    for wrong in (TOOL["function"], {"type": "function", "name": "look"}, print):
+    tokenizer = chat_tokenizer("{{ tools | tojson if tools else '' }}" + players.QWEN25)
+    session, sampler = session_of(tokenizer, lambda _: "reply", parser=lambda *_: ("", "", []))
+    for wrong in (players.TOOL["function"], {"type": "function", "name": "look"}, print):
         with pytest.raises(ValueError, match="tools: a session takes only a list of objects, each with"):
             await session.chat([user("one")], tools=[wrong])
     reply = await session.chat([user("one")])
-    await session.chat([user("one"), reply.message, user("two")], tools=[TOOL])
+    await session.chat([user("one"), reply.message, user("two")], tools=[players.TOOL])
     assert '"look"' in tokenizer.decode(list(sampler.prompts[1]))
     assert len(session.segments.sequences()) == 2
 
@@ -163,33 +146,29 @@ async def test_parallel_replies_to_one_conversation_are_branches() -> None:
     assert sorted(int(s.turns[0]) for s in sequences) == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("template", "ends", "message"),
-    [
-        (None, "<|im_end|>", "needs the model's chat template, but its tokenizer has none"),
-        ("{{ messages[-1].content }}", "<|im_end|>", "drops an assistant message that stands before"),
-        (LLAMA3, "<|im_end|>", "ends a reply with none of its ends"),
-        ("{{ raise_exception('no tools here') }}", "<|im_end|>", "refuses the conversation: no tools here"),
-    ],
-)
-def test_templates_that_cannot_be_used_are_refused(template: str | None, ends: str, message: str) -> None:
-    tokenizer = chat_tokenizer(QWEN3)
-    tokenizer.chat_template = template
-    chat = ChatTemplate(tokenizer, [tokenizer.convert_tokens_to_ids(ends)])
+def test_templates_that_cannot_be_used_are_refused() -> None:
+    tokenizer = chat_tokenizer(players.QWEN3)
     conversation = [user("one"), {"role": "assistant", "content": "two"}, user("three")]
-    with pytest.raises(ValueError, match=message):
-        chat.suffix(conversation, 2, 0)
+    for template, message in (
+        (None, "needs the model's chat template, but its tokenizer has none"),
+        ("{{ messages[-1].content }}", "drops an assistant message that stands before"),
+        (players.LLAMA3, "ends a reply with none of its ends"),
+        ("{{ raise_exception('no tools here') }}", "refuses the conversation: no tools here"),
+    ):
+        tokenizer.chat_template = template
+        chat = ChatTemplate(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
+        with pytest.raises(ValueError, match=message):
+            chat.suffix(conversation, 2, 0)
 
 
 async def test_a_developer_is_the_system_and_an_unknown_role_is_refused() -> None:
-    tokenizer = chat_tokenizer(
-        "{% for m in messages if m.role in ['system', 'user'] %}{{ m.content }}{% endfor %}"
-    )
-    sampler = Scripted(tokenizer, lambda prompt: "reply", "<|im_end|>")
-    await make_session(sampler, tokenizer).chat([{"role": "developer", "content": "Be brief."}, user("one")])
+    loop = "{% for m in messages if m.role in ['system', 'user'] %}"
+    tokenizer = chat_tokenizer(loop + "{{ m.content }}{% endfor %}")
+    session, sampler = session_of(tokenizer, lambda _: "reply")
+    await session.chat([{"role": "developer", "content": "Be brief."}, user("one")])
     assert tokenizer.decode(list(sampler.prompts[0])) == "Be brief.one"
     with pytest.raises(ValueError, match=r"leaves out a message of role 'critic' \('No.'\)"):
-        await make_session(sampler, tokenizer).chat([user("one"), {"role": "critic", "content": "No."}])
+        await session.chat([user("one"), {"role": "critic", "content": "No."}])
 
 
 SHOWN = "{{ message.content + '<|im_end|>' }}"
@@ -224,10 +203,9 @@ def test_what_stands_beside_the_last_message_opens_a_branch(shown: str) -> None:
     """There the templates of Mistral show the system prompt and the tools."""
     last = f"{{% if loop.last %}}{{{{ {shown} }}}}{{% endif %}}"
     tokenizer = chat_tokenizer(f"{{% for message in messages %}}{last}{SHOWN}{{% endfor %}}")
-    sampler = Scripted(tokenizer, lambda prompt: "reply", "<|im_end|>")
-    session = make_session(sampler, tokenizer, parser=lambda ids, prompt, tools: ("", "", []))
-    messages = asyncio.run(converse(session, [[user("one")], [user("two")]], [TOOL]))
-    text = tokenizer.apply_chat_template(messages[:3], tools=[TOOL], tokenize=False)
+    session, sampler = session_of(tokenizer, lambda _: "reply", parser=lambda *_: ("", "", []))
+    messages = asyncio.run(converse(session, [[user("one")], [user("two")]], [players.TOOL]))
+    text = tokenizer.apply_chat_template(messages[:3], tools=[players.TOOL], tokenize=False)
     assert sampler.prompts[1] == tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     assert len(session.segments.sequences()) == 2
 
@@ -250,7 +228,7 @@ async def test_messages_are_read_as_clients_write_them() -> None:
     with pytest.raises(ValueError, match="a message has no role"):
         await session.chat([{"content": "hello"}])
     with pytest.raises(ValueError, match="set a tool_parser"):
-        await session.chat([user("one")], tools=[TOOL])
+        await session.chat([user("one")], tools=[players.TOOL])
     assert len(session.segments.sequences()) == 1
 
 
@@ -277,11 +255,11 @@ class Counting:
         return self._tokenizer.apply_chat_template(*arguments, **options)
 
 
-def counted_session(limits: Limits) -> tuple[Session, Scripted, Counting]:
+def counted_session(limits: Limits) -> tuple[Session, players.Scripted, Counting]:
     tokenizer = tokenizer_of("qwen2.5")
     counting: Any = Counting(tokenizer)
-    sampler = Scripted(tokenizer, lambda prompt: "reply", "<|im_end|>")
-    return make_session(sampler, counting, limits), sampler, counting
+    sampler = players.Scripted(tokenizer, lambda prompt: "reply", "<|im_end|>")
+    return players.make_session(sampler, counting, limits), sampler, counting
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -7,18 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from episode_players import (
-    CALL,
-    QWEN25,
-    TOOL,
-    Scripted,
-    chat_tokenizer,
-    make_session,
-    play,
-    said,
-    session_of,
-    tokenizer_of,
-)
+from episode_players import CALL, QWEN25, TOOL, chat_tokenizer, play, said, session_of, tokenizer_of
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.config.loading import load_config
@@ -44,12 +33,10 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return learned
 
 
-def played(
-    episode: EpisodeFn, example: Example, policy: Callable[[str], str]
-) -> tuple[EpisodeResult, Scripted]:
-    sampler = Scripted(tokenizer(), policy, END)
+def played(episode: EpisodeFn, example: Example, policy: Callable[[str], str]) -> tuple[EpisodeResult, Any]:
     parser = make_tool_parser("transformers", tokenizer())
-    session = make_session(sampler, tokenizer(), parser=parser, ends=[tokenizer().eos_token_id])
+    ends = [tokenizer().eos_token_id]
+    session, sampler = session_of(tokenizer(), policy, parser=parser, end=END, ends=ends)
     return play(episode, session, example), sampler
 
 
@@ -84,13 +71,12 @@ def test_a_reply_that_is_no_number_or_the_wrong_one_costs_a_try(reply: str, hint
     assert hint in tokenizer().decode(list(sampler.prompts[1]))
 
 
-@pytest.mark.parametrize(
-    ("guess", "interval", "expected"),
-    [(16, (1, 31), True), (15, (1, 31), False), (17, (1, 31), False), (2, (2, 3), True), (3, (2, 3), True),
-     (4, (2, 3), False), (5, (5, 5), True), (9, (9, 12), False), (10, (9, 12), True), (11, (9, 12), True)],
-)  # fmt: skip
-def test_optimal_guesses_leave_half(guess: int, interval: tuple[int, int], expected: bool) -> None:
-    assert guess_number.is_optimal(guess, interval) == expected
+def test_optimal_guesses_leave_half() -> None:
+    for guess, interval, expected in (
+        (16, (1, 31), True), (15, (1, 31), False), (17, (1, 31), False), (2, (2, 3), True), (3, (2, 3), True),
+        (4, (2, 3), False), (5, (5, 5), True), (9, (9, 12), False), (10, (9, 12), True), (11, (9, 12), True),
+    ):  # fmt: skip
+        assert guess_number.is_optimal(guess, interval) == expected
 
 
 def test_the_calculator_must_be_called() -> None:
@@ -111,13 +97,12 @@ def test_the_calculator_must_be_called() -> None:
     assert (endless.reward, endless.metrics["num_calls"]) == (0.0, 3.0)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "result"),
-    [({"expression": "12 * 34"}, "408"), ({"expression": " 7-10 "}, "-3"), ({"expression": "2**9"}, "error"),
-     ({"expression": "__import__('os')"}, "error"), ({}, "error"), ({"expression": 3}, "error")],
-)  # fmt: skip
-def test_the_calculator_takes_two_numbers(arguments: dict[str, str], result: str) -> None:
-    assert calculator.calculate(arguments).startswith(result)
+def test_the_calculator_takes_two_numbers() -> None:
+    for arguments, result in (
+        ({"expression": "12 * 34"}, "408"), ({"expression": " 7-10 "}, "-3"), ({"expression": "2**9"}, "error"),
+        ({"expression": "__import__('os')"}, "error"), ({}, "error"), ({"expression": 3}, "error"),
+    ):  # fmt: skip
+        assert calculator.calculate(arguments).startswith(result)
 
 
 @pytest.mark.parametrize("game", [guess_number, calculator])
@@ -177,7 +162,7 @@ def test_the_configuration_passes_its_checks(name: str) -> None:
 PARSERS = ["transformers", pytest.param("hermes", marks=pytest.mark.vllm)]
 
 
-def replies_to(parser_name: str, *replies: str) -> tuple[list[Reply], Session, Scripted]:
+def replies_to(parser_name: str, *replies: str) -> tuple[list[Reply], Session, Any]:
     """Let each reply be answered by a result of the tool; return the replies."""
     session, sampler = session_of("qwen2.5", said(*replies), parser=parser_name)
 
@@ -196,10 +181,8 @@ def replies_to(parser_name: str, *replies: str) -> tuple[list[Reply], Session, S
 def test_calls_are_found_and_their_tokens_stay(parser: str) -> None:
     first = f"I look.\n{CALL % 'here'}\n{CALL % 'there'}"
     replies, session, sampler = replies_to(parser, first, "It is gone.")
-    assert [(call.name, call.arguments) for call in replies[0].tool_calls] == [
-        ("look", {"place": "here"}),
-        ("look", {"place": "there"}),
-    ]
+    calls = [(call.name, call.arguments) for call in replies[0].tool_calls]
+    assert calls == [("look", {"place": "here"}), ("look", {"place": "there"})]
     assert replies[0].text.strip() == "I look."
     assert replies[0].finish_reason == "tool_calls"
     assert len({call.id for call in replies[0].tool_calls}) == 2
@@ -229,18 +212,15 @@ async def test_thoughts_that_a_parser_tells_apart_stay_while_the_template_shows_
 
 
 @pytest.mark.parametrize("parser", PARSERS)
-@pytest.mark.parametrize(
-    "malformed",
-    [
+def test_a_malformed_call_is_text(parser: str) -> None:
+    for malformed in (
         '<tool_call>\n{"name": "look", "arguments": {"place": \n</tool_call>',
         '<tool_call>\n{"nam": "look"}\n</tool_call>',
         '<tool_call>\n{"name": "look", "arguments": 3}\n</tool_call>',
         "<tool_call>\nlook\n</tool_call>",
-    ],
-)
-def test_a_malformed_call_is_text(parser: str, malformed: str) -> None:
-    (reply,), _, _ = replies_to(parser, malformed)
-    assert (reply.text, reply.tool_calls, reply.finish_reason) == (malformed, (), "stop")
+    ):
+        (reply,), _, _ = replies_to(parser, malformed)
+        assert (reply.text, reply.tool_calls, reply.finish_reason) == (malformed, (), "stop")
 
 
 def test_without_tools_nothing_is_parsed() -> None:

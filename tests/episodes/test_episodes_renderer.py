@@ -96,9 +96,7 @@ IDS = st.lists(st.integers(1, 250), max_size=8)  # seldom what their text encode
 @pytest.mark.slow
 @settings(max_examples=60)
 @given(st.booleans(), st.lists(st.tuples(TEXTS, REPLIES | IDS), min_size=1, max_size=4))
-def test_prompts_are_the_chat_templates_and_sampled_tokens_stay(
-    thinks: bool, turns: list[tuple[str, str | list[int]]]
-) -> None:
+def test_prompts_are_the_chat_templates_and_sampled_tokens_stay(thinks: bool, turns: list[Any]) -> None:
     end = ends_of(tokenizer_of_qwen3())[0]
     opened = [[user(text)] for text, _ in turns]
     replies = [reply if isinstance(reply, str) else [*reply, end] for _, reply in turns]
@@ -110,10 +108,8 @@ def test_prompts_are_the_chat_templates_and_sampled_tokens_stay(
         check_prefixes(session, sampler)
         (sequence,) = session.segments.sequences()
         for number, reply in enumerate(replies):
-            assert (
-                isinstance(reply, str)
-                or sequence.response_token_ids[sequence.turns == number].tolist() == reply
-            )
+            sampled = sequence.response_token_ids[sequence.turns == number].tolist()
+            assert isinstance(reply, str) or sampled == reply
 
 
 @pytest.mark.slow
@@ -161,18 +157,16 @@ def test_a_reply_that_was_cut_off_gets_its_end(reply: str, added: str) -> None:
     assert plain.startswith("<|im_end|>")
 
 
-@pytest.mark.parametrize(
-    "malformed",
-    ['{"name": "look", "arguments": {"place": \n</tool_call>', '{"nam": "look"}\n</tool_call>', "look"],
-)
-def test_a_malformed_call_is_text(malformed: str) -> None:
+def test_a_malformed_call_is_text() -> None:
     pytest.importorskip("renderers")
     renderer, parser = configured(renderer="qwen3", tool_parser="renderer")
-    text = f"{CALL % 'here'}\n<tool_call>\n{malformed}"
-    _, _, messages = play(renderer, [text], [[user("one")]], [TOOL], parser)
-    assert messages[1] == {"role": "assistant", "content": text}
-    with pytest.raises(ValueError, match="a call is malformed"):
-        parser(renderer.tokenizer(text)["input_ids"], [], [TOOL])
+    place = '{"name": "look", "arguments": {"place": \n</tool_call>'
+    for malformed in (place, '{"nam": "look"}\n</tool_call>', "look"):
+        text = f"{CALL % 'here'}\n<tool_call>\n{malformed}"
+        _, _, messages = play(renderer, [text], [[user("one")]], [TOOL], parser)
+        assert messages[1] == {"role": "assistant", "content": text}
+        with pytest.raises(ValueError, match="a call is malformed"):
+            parser(renderer.tokenizer(text)["input_ids"], [], [TOOL])
 
 
 def test_renderers_that_do_not_fit_are_refused() -> None:

@@ -56,20 +56,17 @@ def test_an_episode_that_returns_is_finished_with_rewards_per_turn_and_metrics()
     assert result.seconds > 0
 
 
-@pytest.mark.parametrize(
-    ("limits", "status", "reason"),
-    [
+def test_limits_have_names() -> None:
+    for limits, status, reason in (
         (Limits(max_turns=3), Status.TRUNCATED_TURNS, "has had its 3 turns"),
         (Limits(max_tokens=100), Status.TRUNCATED_TOKENS, "leaves no room for a reply within 100"),
-    ],
-)
-def test_limits_have_names(limits: Limits, status: Status, reason: str) -> None:
-    result = run(endless, limits)
-    assert (result.status, result.reward) == (status, 0.0)
-    assert reason in result.error
-    assert result.segments.num_turns >= 3
-    (sequence,) = result.segments.sequences()
-    assert len(sequence.prompt_token_ids) + len(sequence.response_token_ids) <= limits.max_tokens
+    ):
+        result = run(endless, limits)
+        assert (result.status, result.reward) == (status, 0.0)
+        assert reason in result.error
+        assert result.segments.num_turns >= 3
+        (sequence,) = result.segments.sequences()
+        assert len(sequence.prompt_token_ids) + len(sequence.response_token_ids) <= limits.max_tokens
 
 
 def test_a_reply_is_cut_to_the_room_that_is_left() -> None:

@@ -40,10 +40,8 @@ def test_a_rewritten_history_branches_after_the_whole_segments_that_agree() -> N
     play(segments, [1, 2], [3, 4])
     play(segments, [1, 2, 4, 9], [6])  # without the reply's first token
     play(segments, [1, 2, 3, 4, 8], [7])
-    assert [rows(s) for s in segments.sequences()] == [
-        ([1, 2, 4, 9], [6], [1]),
-        ([1, 2], [3, 4, 8, 7], [1, 1, 0, 1]),
-    ]
+    rewritten, kept = ([1, 2, 4, 9], [6], [1]), ([1, 2], [3, 4, 8, 7], [1, 1, 0, 1])
+    assert [rows(s) for s in segments.sequences()] == [rewritten, kept]
 
 
 def test_what_branches_share_is_trained_in_the_first() -> None:
@@ -105,10 +103,8 @@ REWARDS = st.lists(st.floats(-5, 5), min_size=1, max_size=8)
 
 @given(REWARDS, st.floats(0, 1))
 def test_returns_are_discounted_sums(rewards: list[float], discount: float) -> None:
-    expected = [
-        sum(discount ** (later - turn) * rewards[later] for later in range(turn, len(rewards)))
-        for turn in range(len(rewards))
-    ]
+    turns = range(len(rewards))
+    expected = [sum(discount ** (later - turn) * rewards[later] for later in turns[turn:]) for turn in turns]
     assert np.allclose(discounted_returns(rewards, discount), expected)
 
 

@@ -203,22 +203,18 @@ class Stopped(FakeGenerator):
         raise AssertionError
 
 
-@pytest.mark.parametrize(
-    ("generator", "silence_s", "error"),
-    [
-        (FakeGenerator("generator-0", failing(EngineDied("vLLM's engine died"))), 30.0, "vLLM's engine died"),
-        (FakeGenerator("generator-0", never), 0.05, "it had turns and finished none for 0.05 s"),
-        (Stopped("generator-0", never), 0.05, "it had turns and finished none for 0.05 s"),
-    ],
-)
-async def test_a_generator_that_fails_its_turns_is_reported_and_another_one_gets_them(
-    generator: FakeGenerator, silence_s: float, error: str
-) -> None:
-    router = await serving({4: generator, 7: FakeGenerator("generator-1", at_once)}, silence_s=silence_s)
-    ends = await asyncio.gather(*(router.sample((n,), SETTINGS, 4) for n in range(5)))
-    assert [number for _, number in ends] == [7] * 5
-    (failure,) = await router.failures(0)
-    assert (failure.number, failure.error) == (4, error)
+async def test_a_generator_that_fails_its_turns_is_reported_and_another_one_gets_them() -> None:
+    died, silent = "vLLM's engine died", "it had turns and finished none for 0.05 s"
+    for generator, silence_s, error in (
+        (FakeGenerator("generator-0", failing(EngineDied(died))), 30.0, died),
+        (FakeGenerator("generator-0", never), 0.05, silent),
+        (Stopped("generator-0", never), 0.05, silent),
+    ):
+        router = await serving({4: generator, 7: FakeGenerator("generator-1", at_once)}, silence_s=silence_s)
+        ends = await asyncio.gather(*(router.sample((n,), SETTINGS, 4) for n in range(5)))
+        assert [number for _, number in ends] == [7] * 5
+        (failure,) = await router.failures(0)
+        assert (failure.number, failure.error) == (4, error)
 
 
 @pytest.mark.slow
