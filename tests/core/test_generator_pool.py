@@ -126,15 +126,20 @@ async def test_a_group_whose_data_is_lost_for_ever_is_given_up(tmp_path: Path) -
     assert pool.pool.num_retried == 4
 
 
-@pytest.mark.parametrize("what", ["generate", "score"])
+TAUGHT = ("distillation.teacher=/some/where", "distillation.engine=torch")
+
+
+@pytest.mark.parametrize("what", ["generate", "score", "look_up"])
 @pytest.mark.parametrize("error", [OSError("Too many open files"), RunError("ended by something else")])
-async def test_an_exception_in_the_scorer_is_treated_as_one_in_a_generator(
+async def test_an_exception_in_the_scorer_or_a_teacher_is_treated_as_one_in_a_generator(
     tmp_path: Path, what: str, error: Exception
 ) -> None:
-    assert await Pool(tmp_path / "a", fails(what, lambda: error, times=3)).sample() == ("group", 3, None)
-    pool = Pool(tmp_path / "b", fails(what, lambda: error))
+    taught, logprobs = (TAUGHT, "logprobs") if what == "look_up" else ((), None)
+    pool = Pool(tmp_path / "a", fails(what, lambda: error, times=3), *taught)
+    assert await pool.sample() == ("group", 3, logprobs)
+    pool = Pool(tmp_path / "b", fails(what, lambda: error), *taught)
     assert await pool.sample() is None
-    assert pool.actors.num_calls["generate"] == 4
+    assert pool.actors.num_calls["generate"] == pool.actors.num_calls[what] == 4
     assert [repr(error) in text for text in pool.events("group_failed")] == [True] * 4
 
 
@@ -269,16 +274,6 @@ async def test_a_learner_that_makes_progress_is_not_stuck_however_long_its_step(
                 await asyncio.wait_for(watch.run(), 2.0)
 
 
-async def test_all_generators_that_fail_together_cost_one_restart(tmp_path: Path) -> None:
-    pool = Pool(tmp_path, lambda *_: 3, "generator.num_generators=24", max_restarts=1)
-    async with pool.during():
-        for name in list(pool.pool.serving):
-            pool.pool.retire(name, "did not switch")
-        while len(pool.pool.serving) < 24:
-            await asyncio.sleep(0.001)
-    assert set(pool.actors.starts.values()) == {1, 2}
-
-
 async def test_a_generator_that_dies_in_the_learners_turn_starts_after_it(tmp_path: Path) -> None:
     """The colocated Learner fills the device: an engine that starts now would find no memory."""
     pool = Pool(tmp_path, lambda *_: 3)
@@ -336,8 +331,6 @@ async def test_groups_are_shared_among_scorers_and_one_that_dies_is_replaced_alo
 
 # ---- with a teacher ----
 
-TAUGHT = ("distillation.teacher=/some/where", "distillation.engine=torch")
-
 
 async def test_only_groups_to_train_on_are_looked_up(tmp_path: Path) -> None:
     pool = Pool(tmp_path, lambda asked, number: 3, *TAUGHT)
@@ -379,14 +372,6 @@ async def test_a_teacher_that_dies_is_replaced_for_the_same_group(tmp_path: Path
     assert (pool.actors.num_calls["generate"], pool.actors.num_calls["look_up"]) == (1, 3)
     assert pool.actors.starts["teacher-0"] == 3
     assert len(pool.events("teacher_failed")) == len(pool.events("teacher_back")) == 2
-
-
-async def test_a_group_whose_look_up_fails_is_sampled_again_and_then_given_up(tmp_path: Path) -> None:
-    pool = Pool(tmp_path, fails("look_up", lambda: ValueError("no finite logprob")), *TAUGHT)
-    assert await pool.sample() is None
-    tries = pool.config.recovery.max_group_retries + 1
-    assert pool.actors.num_calls["generate"] == pool.actors.num_calls["look_up"] == tries
-    assert all("no finite logprob" in text for text in pool.events("group_failed"))
 
 
 # ---- the start of a run's actors: Generators in waves, with a report of how many are up ----
@@ -451,7 +436,7 @@ def test_only_actors_that_had_their_turn_are_late(tmp_path: Path) -> None:
         starts.wait()
 
 
-async def test_replacements_start_in_waves_too(tmp_path: Path) -> None:
+async def test_replacements_start_in_waves_too_and_those_of_one_cause_cost_one_restart(tmp_path: Path) -> None:
     now: set[str] = set()
     most = 0
 
@@ -463,10 +448,12 @@ async def test_replacements_start_in_waves_too(tmp_path: Path) -> None:
         now.remove(name)
         return 3
 
-    pool = Pool(tmp_path, lambda what, _: start(what), "generator.num_generators=6", "generator.max_starting=2")
+    waves = ("generator.num_generators=6", "generator.max_starting=2")
+    pool = Pool(tmp_path, lambda what, _: start(what), *waves, max_restarts=1)
     async with pool.during():
         for name in list(pool.pool.serving):
             pool.pool.retire(name, "its node died")
         while len(pool.pool.serving) < 6:
             await asyncio.sleep(0.001)
     assert most == 2
+    assert set(pool.actors.starts.values()) == {1, 2}

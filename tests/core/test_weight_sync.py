@@ -377,9 +377,12 @@ async def without_one(learner: FakeLearner) -> WeightSync:
     return sync
 
 
-async def fail(error: Exception, after_s: float = 0.0) -> None:
+async def fail(error: Exception | None, after_s: float = 0.0) -> None:
+    """Raise the error after a while, or hang if there is none."""
+    if error is None:
+        await asyncio.Event().wait()
     await asyncio.sleep(after_s)
-    raise error
+    raise error  # type: ignore[misc]
 
 
 async def test_each_generator_joins_once_and_is_sent_every_version() -> None:
@@ -420,49 +423,32 @@ async def test_a_replacement_joins_and_is_sent_the_published_version() -> None:
     assert len(fresh.joined) == 1
 
 
-@pytest.mark.parametrize("send_fails_first", [True, False])
+GONE, SILENT, KILLED = WireError("the other end is gone"), WireError("gone or silent"), ActorDied("a", "killed")
+
+
+@pytest.mark.parametrize(
+    ("of_generator", "of_send", "reason"),
+    [
+        ((KILLED, 0.0), None, "a failed in `stage`: a died: killed"),
+        ((KILLED, 0.05), GONE, "a failed in `stage`: a died: killed"),
+        ((None, 0.0), SILENT, "gone or silent"),
+        ((None, 0.0), None, "a did not finish `stage` within 0.2 s"),
+    ],
+    ids=["its error first", "its error last", "it says nothing", "both hang"],
+)
 async def test_a_generator_that_fails_a_transfer_is_retired_alone_with_its_own_error(
-    send_fails_first: bool,
+    monkeypatch: pytest.MonkeyPatch, of_generator: Any, of_send: WireError | None, reason: str
 ) -> None:
-    learner = FakeLearner()
-    bad, good = FakeGenerator("a", fails="stage", error=ActorDied("a", "killed")), FakeGenerator("b")
-    if send_fails_first:
-        bad.fails, bad.hangs = "", "stage"
-
-        async def late() -> None:
-            await fail(ActorDied("a", "killed"), 0.05)
-
-        bad.stage_weights = lambda snapshot: late()  # type: ignore[method-assign]
-        learner.sends["a"] = lambda: fail(WireError("the other end is gone"))
-    else:
-        learner.sends["a"] = asyncio.Event().wait
-    sync = make_sync(bad, good, learner=learner)
-    report = await publish(sync, 1)
-    assert list(report.failed) == [bad.number]
-    assert "a failed in `stage`: a died: killed" in report.failed[bad.number]
-    assert await sync.versions() == {"b": 1}
-    assert learner.of("drop") == [("drop", "a")]
-
-
-@pytest.mark.slow
-async def test_a_transfer_that_hangs_is_dropped_after_the_time_limit() -> None:
-    learner, bad, good = FakeLearner(), FakeGenerator("a", hangs="stage"), FakeGenerator("b")
-    learner.sends["a"] = asyncio.Event().wait
+    monkeypatch.setattr(wires, "GRACE_S", 0.1)
+    learner, bad, good = FakeLearner(), FakeGenerator("a"), FakeGenerator("b")
+    bad.stage_weights = lambda snapshot: fail(*of_generator)  # type: ignore[method-assign]
+    learner.sends["a"] = lambda: fail(of_send)
     sync = make_sync(bad, good, timeout_s=0.2, learner=learner)
     report = await publish(sync, 1)
-    assert "a did not finish `stage` within 0.2 s" in report.failed[bad.number]
-    assert learner.of("drop") == [("drop", "a")]
+    assert list(report.failed) == [bad.number]
+    assert reason in report.failed[bad.number]
     assert await sync.versions() == {"b": 1}
-
-
-async def test_a_send_that_fails_excludes_its_generator_even_if_that_says_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(wires, "GRACE_S", 0.05)
-    learner, bad = FakeLearner(), FakeGenerator("a", hangs="stage")
-    learner.sends["a"] = lambda: fail(WireError("gone or silent"))
-    report = await publish(make_sync(bad, FakeGenerator("b"), learner=learner), 1)
-    assert "gone or silent" in report.failed[bad.number]
+    assert learner.of("drop") == [("drop", "a")]
 
 
 @pytest.mark.parametrize("generator_fails_first", [True, False])
