@@ -113,6 +113,7 @@ def test_a_synchronous_run_that_is_interrupted_is_the_same_run(
     else:
         recorder = train(config, run.path, once(meddle))
         assert any("the run continues from step" in text for text in recorder.warnings)
+        assert len(events(run, "restored")) == 1
     assert_same_run(whole, run)
     audit(run, config)
 
@@ -207,26 +208,38 @@ def test_a_run_whose_generators_cannot_load_its_adapter_ends(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "version"), [("learner", 5), ("buffer", 0), ("weight_sync", 5)])
-def test_a_run_restores_itself_when_an_actor_dies_that_cannot_be_replaced(
-    tmp_path: Path, victim: str, version: int
+@pytest.mark.parametrize(("victim", "version"), [("buffer", 0), ("buffer", 5), ("weight_sync", 5)])
+def test_a_run_restores_itself_when_an_actor_dies_and_waits_while_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str, version: int
 ) -> None:
+    """That actor cannot be replaced; the Learner is above, and its disk has room."""
     config, run = make_config(), RunDirectory(tmp_path / "run")
-    newest = run.checkpoints / "step-000004"
+    original, rewound = RunDirectory.rewind, list[int]()
+
+    def rewind(self: RunDirectory, step: int) -> None:
+        rewound.append(step)
+        if len(rewound) == 2:
+            disk_is_full()
+        original(self, step)
+
+    monkeypatch.setattr(RunDirectory, "rewind", rewind)
+    monkeypatch.setattr("grpo_ray.run.restores.RETRY_S", 0.01)
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
         await until(lambda: controller.has_begun and controller._version >= version)
         if version:
-            await until(newest.exists)
+            await until((run.checkpoints / "step-000004").exists)
         getattr(actors, victim).die()
         await asyncio.sleep(60)
 
-    train(config, run.path, once(meddle))
+    recorder = train(config, run.path, once(meddle))
     audit(run, config)
+    assert any("No space left" in text for text in recorder.warnings)
     (event,) = events(run, "restored")
     # A later checkpoint may have been complete by then.
     assert event["step"] in ((4, 6) if version else (0,))
     assert event["text"] == f"the run continues from step {event['step']}"
+    assert rewound == [0, event["step"], event["step"]]
 
 
 @pytest.mark.slow
@@ -555,31 +568,6 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch, steps: range, has_room_at_the
 
 def disk_is_full(*_: object) -> None:
     raise OSError(28, "No space left on device")
-
-
-@pytest.mark.slow
-def test_a_restore_waits_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, run = make_config(), RunDirectory(tmp_path / "run")
-    original, calls = RunDirectory.rewind, []
-
-    def rewind(self: RunDirectory, step: int) -> None:
-        calls.append(step)
-        if len(calls) == 2:
-            disk_is_full()
-        original(self, step)
-
-    monkeypatch.setattr(RunDirectory, "rewind", rewind)
-    monkeypatch.setattr("grpo_ray.run.restores.RETRY_S", 0.01)
-
-    async def meddle(actors: LocalActors, controller: Controller) -> None:
-        await until((run.checkpoints / "step-000004").exists)
-        actors.buffer.die()
-        await asyncio.sleep(60)
-
-    recorder = train(config, run.path, once(meddle))
-    audit(run, config)
-    assert calls in ([0, 4, 4], [0, 6, 6])  # a later checkpoint may have been complete by then
-    assert any("No space left" in text for text in recorder.warnings)
 
 
 def test_a_run_that_is_stopped_has_time_for_its_validation_unless_it_is_preempted() -> None:

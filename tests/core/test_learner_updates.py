@@ -434,10 +434,19 @@ def mismatch_by_hand(learner: Learner, sequences: Sequence[TrainSequence]) -> li
     return [(weights - 1 - log_ratios).mean(), np.abs(log_ratios).max(), kish]
 
 
+def measured(metrics: dict[str, float]) -> list[str]:
+    """Return the names of what is measured over the tokens with an advantage."""
+    names = ("mismatch/", "correction/", "loss/clip_frac", "policy/entropy")
+    return [name for name in metrics if name.startswith(names)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", POPULATION.values(), ids=POPULATION)
 def test_mismatch_is_of_the_same_tokens_in_each_configuration(make_learner: MakeLearner, options: dict) -> None:
-    """Groups 1 and 3 have no signal: some configurations compute them, and their mismatch is another."""
+    """Groups 1 and 3 have no signal: some configurations compute them, and their mismatch is another.
+
+    In a batch of these alone no token has an advantage: no 0 and no 1 stands for a measurement.
+    """
     learner = make_learner(algorithm=options, learner={"learning_rate": 0.0}, sampling={"temperature": 0.7})
     groups = make_batch(learner)
     for completion in groups[1].rollout.completions:
@@ -448,17 +457,22 @@ def test_mismatch_is_of_the_same_tokens_in_each_configuration(make_learner: Make
     rows = [row for own in rows_before(learner, sequences_of([groups[0], groups[2]])) for row in own]
     mean = np.mean([torch.distributions.Categorical(logits=row).entropy().item() for row in rows])
     assert metrics["policy/entropy/exact"] == pytest.approx(mean, rel=1e-4)
+    without = step(learner, [groups[1], groups[3]])
+    assert measured(without) == []
+    assert ("loss/kl_ref" in without) == ("kl" in options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("old", ["behaviour", "proximal"])
 def test_mismatch_of_minibatches_is_that_of_the_first(make_learner: MakeLearner, old: str) -> None:
     learner = make_learner(algorithm={"old_log_probs": old, "train_batch_size": 6})
-    groups = [*all_with_signal(make_batch(learner))[:3], make_batch(learner)[3]]  # the last has no signal
+    without = make_batch(learner)
+    groups = [*all_with_signal(without)[:3], without[3]]  # the last has no signal
     first_policy = make_learner()
     updates, metrics = updates_of(learner, groups)
     expected = mismatch_by_hand(first_policy, updates[0].sequences)
     assert [metrics[name] for name in MISMATCH] == pytest.approx(expected, rel=1e-3)
+    assert measured(step(learner, [without[1], without[3]])) == []
 
 
 def test_the_scale_of_the_gradient_is_measured_where_the_loss_alone_makes_it(make_learner: MakeLearner) -> None:
@@ -473,17 +487,6 @@ def test_the_scale_of_the_gradient_is_measured_where_the_loss_alone_makes_it(mak
     assert "gradient_sum" not in learner.accumulate_gradient(selected)
     for bent in ({"loss": "vespo"}, {"loss": "dppo_tv", "loss_options": {"kl_tau": 1.0}}):
         assert "gradient_sum" not in make_learner(algorithm=bent).accumulate_gradient(sequences)
-
-
-@pytest.mark.parametrize("options", [*POPULATION.values(), {"train_batch_size": 6}])
-def test_what_was_not_measured_is_absent(make_learner: MakeLearner, options: dict) -> None:
-    """Without signal no token has an advantage: no 0 and no 1 stands for a measurement."""
-    learner = make_learner(algorithm=options)
-    groups = make_batch(learner)
-    metrics = step(learner, [groups[1], groups[3]])
-    measured = ("mismatch/", "correction/", "loss/clip_frac", "policy/entropy")
-    assert not [name for name in metrics if name.startswith(measured)]
-    assert ("loss/kl_ref" in metrics) == ("kl" in options)
 
 
 @pytest.mark.parametrize("tokens", [1, 100_000])

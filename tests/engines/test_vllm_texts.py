@@ -59,14 +59,28 @@ def ids_of(name: str, text: str) -> list[int]:
     return [alphabet[c] for piece, _ in pre_tokenizers.ByteLevel(False).pre_tokenize_str(text) for c in piece]
 
 
-@settings(max_examples=300)
-@given(texts())
-def test_texts_are_vllms_to_the_byte(case: tuple[str, list[int], list[int]]) -> None:
+@pytest.fixture(scope="module")
+def vllm_texts() -> Any:
+    """The module, which imports vLLM."""
     pytest.importorskip("vllm")
+    from grpo_ray.engines import vllm_texts
+
+    return vllm_texts
+
+
+@pytest.fixture
+def detokenizer(vllm_texts: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's detokenizers; what a test corrects is undone after it."""
+    theirs = vllm_texts.detokenizer
+    monkeypatch.setattr(theirs, "from_new_request", theirs.from_new_request)
+    return theirs
+
+
+@settings(max_examples=300)
+@given(case=texts())
+def test_texts_are_vllms_to_the_byte(vllm_texts: Any, case: tuple[str, list[int], list[int]]) -> None:
     from vllm import SamplingParams
     from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
-
-    from grpo_ray.engines.vllm_texts import decode
 
     name, prompt, response = case
     params = SamplingParams(detokenize=False)
@@ -76,16 +90,13 @@ def test_texts_are_vllms_to_the_byte(case: tuple[str, list[int], list[int]]) -> 
     one_by_one = FastIncrementalDetokenizer(TOKENIZERS[name], request)
     for token in response:
         one_by_one.update([token], stop_terminated=False)
-    assert decode(TOKENIZERS[name], prompt, response, params) == one_by_one.output_text
+    assert vllm_texts.decode(TOKENIZERS[name], prompt, response, params) == one_by_one.output_text
 
 
 def test_after_a_prompt_cut_within_a_character_the_text_and_stop_strings_are_the_responses(
-    monkeypatch: pytest.MonkeyPatch,
+    vllm_texts: Any, detokenizer: Any
 ) -> None:
-    pytest.importorskip("vllm")
     from vllm import SamplingParams
-
-    from grpo_ray.engines import vllm_texts
 
     ids, tokenizer = ids_of("byte level", "</a> Name a fish: 🐠 is one </a>"), TOKENIZERS["byte level"]
     cut = ids.index(ids_of("byte level", "🐠")[-1])  # before the last byte
@@ -93,42 +104,33 @@ def test_after_a_prompt_cut_within_a_character_the_text_and_stop_strings_are_the
     assert expected == "\ufffd is one </a>"
     params = SamplingParams(detokenize=False)
     assert vllm_texts.decode(tokenizer, ids[:cut], ids[cut:], params) == expected
-    theirs = vllm_texts.detokenizer
-    monkeypatch.setattr(theirs, "from_new_request", theirs.from_new_request)  # to be undone
     vllm_texts.correct_stop_strings()
     params = SamplingParams(stop=["</a>"])
     request: Any = SimpleNamespace(request_id="", prompt_token_ids=ids[:cut], sampling_params=params)
-    made = theirs.from_new_request(tokenizer, request)
+    made = detokenizer.from_new_request(tokenizer, request)
     assert [made.update([token], False) for token in ids[cut:]] == [None] * (len(ids) - cut - 1) + ["</a>"]
 
 
-def test_logprobs_come_without_texts() -> None:
-    pytest.importorskip("vllm")
+def test_logprobs_come_without_texts(vllm_texts: Any) -> None:
     from vllm import SamplingParams
-    from vllm.v1.engine.logprobs import LogprobsProcessor
-
-    from grpo_ray.engines import vllm_texts
 
     request: Any = SimpleNamespace(sampling_params=SamplingParams(logprobs=0, flat_logprobs=True))
+    make = lambda: vllm_texts.processor.from_new_request(TOKENIZERS["byte level"], request)  # noqa: E731
     try:
         vllm_texts.omit_texts_of_logprobs()
-        processor = LogprobsProcessor.from_new_request(TOKENIZERS["byte level"], request)
+        assert make().tokenizer is None
     finally:
         vllm_texts.processor.from_new_request = classmethod(vllm_texts.original)
-    assert processor.tokenizer is None
-    assert LogprobsProcessor.from_new_request(TOKENIZERS["byte level"], request).tokenizer is not None
+    assert make().tokenizer is not None
 
 
-def test_a_slow_tokenizer_has_texts() -> None:
-    pytest.importorskip("vllm")
+def test_a_slow_tokenizer_has_texts(vllm_texts: Any) -> None:
     from transformers import ByT5Tokenizer
     from vllm import SamplingParams
 
-    from grpo_ray.engines.vllm_texts import decode
-
     tokenizer = ByT5Tokenizer()
     response = tokenizer("né", add_special_tokens=False)["input_ids"]
-    assert decode(tokenizer, response, response, SamplingParams(detokenize=False)) == "né"
+    assert vllm_texts.decode(tokenizer, response, response, SamplingParams(detokenize=False)) == "né"
 
 
 async def test_a_response_that_vllm_aborted_and_an_error_without_text_are_errors() -> None:
@@ -150,11 +152,9 @@ async def test_a_response_that_vllm_aborted_and_an_error_without_text_are_errors
 
 @pytest.mark.parametrize("min_tokens", range(3, 8))
 def test_a_stop_string_ends_a_response_of_min_tokens_in_both_engines(
-    min_tokens: int, monkeypatch: pytest.MonkeyPatch
+    min_tokens: int, vllm_texts: Any, detokenizer: Any
 ) -> None:
     """The stop string is complete with the fifth token; one before `min_tokens` ends nothing."""
-    pytest.importorskip("vllm")
-    from grpo_ray.engines import vllm_texts
     from grpo_ray.engines.sampling_batch import Sequence
     from grpo_ray.engines.vllm_engine import _sampling_params
     from grpo_ray.types import SamplingSettings
@@ -162,10 +162,8 @@ def test_a_stop_string_ends_a_response_of_min_tokens_in_both_engines(
     ids = ids_of("byte level", "5</a> and more")
     own = SamplingSettings(1, 1.0, 1.0, min_tokens, len(ids), ("</a>",), (END,))
     request = SimpleNamespace(request_id="", prompt_token_ids=[1], sampling_params=_sampling_params(own))
-    theirs = vllm_texts.detokenizer
-    monkeypatch.setattr(theirs, "from_new_request", theirs.from_new_request)  # to be undone
     vllm_texts.correct_stop_strings()
-    theirs = theirs.from_new_request(TOKENIZERS["byte level"], request)
+    theirs = detokenizer.from_new_request(TOKENIZERS["byte level"], request)
     ours = Sequence((1,), own, torch.zeros(len(ids)))
     ends = next((n for n, token in enumerate(ids, 1) if theirs.update([token], False)), len(ids))
     while not ours.finish_reason:
