@@ -171,9 +171,7 @@ time.sleep(120)
 """
 
 
-def test_a_killed_process_loses_its_semaphore_and_a_living_one_keeps_it(
-    started: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_killed_process_loses_its_semaphore(started: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The reaper's loop runs here: one process is killed after its first look, before it is dismissed."""
     command = [sys.executable, "-c", HOLDER]
     with (

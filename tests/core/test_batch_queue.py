@@ -79,9 +79,7 @@ class Counted(dict[int, bool]):
 
 @pytest.mark.parametrize("size", [10, 1000])
 @pytest.mark.parametrize("options", [{}, {"lookahead": 4}, {"first_come": True}])
-def test_a_group_costs_the_same_for_a_batch_of_any_size(
-    size: int, options: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_costs_the_same_in_any_batch(size: int, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """The buffer asks whether a group is awaited, and for a batch, with every group that it is given."""
     num_held, holds = 0, BatchQueue.holds
 

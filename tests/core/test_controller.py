@@ -195,9 +195,7 @@ def test_a_replacement_that_fails_a_sync_before_it_serves_is_replaced_as_well(ru
     audit(run, config)
 
 
-def test_a_run_whose_generators_cannot_load_its_adapter_ends(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unloadable_adapter_ends_its_run(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise ValueError("no such layer")
 
@@ -212,7 +210,7 @@ def test_a_run_whose_generators_cannot_load_its_adapter_ends(
 def test_a_run_restores_itself_when_an_actor_dies_and_waits_while_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str, version: int
 ) -> None:
-    """That actor cannot be replaced; the Learner is above, and its disk has room."""
+    """No actor can replace it; the death of the Learner is above, with room on the disk."""
     config, run = make_config(), RunDirectory(tmp_path / "run")
     original, rewound = RunDirectory.rewind, list[int]()
 
@@ -334,9 +332,7 @@ def test_a_stall_is_explained_and_ended(run: RunDirectory, victim: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_cannot_be_written_is_retried_and_shown_every_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_checkpoint_is_retried_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original, run, shown = Learner.write_captured, RunDirectory(tmp_path / "run"), list[str]()
 
     def full_until_shown(self: Learner, folder: Path) -> float:
@@ -406,9 +402,7 @@ def test_updates_that_are_not_finite_are_skipped_and_several_in_a_row_end_the_ru
 
 
 @pytest.mark.slow
-def test_an_error_while_a_version_is_validated_leaves_a_run_that_resumes(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_a_validation_leaves_its_run(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step of that version has a line, as the checkpoint of a later one needs."""
     config = make_config("weight_sync.max_lag=2", "evaluation.every_num_steps=2")
     evaluate, train_step = Validation.evaluate, Learner.train_step
@@ -464,9 +458,7 @@ def test_a_stop_is_not_forgotten_when_the_learner_dies_with_it(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_checkpoint_waits_for_the_metrics_of_earlier_steps(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_waits_for_earlier_metrics(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run resumed from the checkpoint would never write them."""
     config = make_config("algorithm.num_steps=12", "checkpoint.every_num_steps=2")
     fill_the_disk(monkeypatch, range(3, 6))
@@ -492,9 +484,7 @@ def test_a_checkpoint_waits_for_the_metrics_of_earlier_steps(
 
 
 @pytest.mark.slow
-def test_a_last_checkpoint_is_written_when_the_disk_has_room_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_last_checkpoint_waits_for_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk refused the last steps' metrics, and no later step would write them."""
     config, run = make_config(), RunDirectory(tmp_path / "run")
     num_steps = config.algorithm.num_steps
@@ -505,9 +495,7 @@ def test_a_last_checkpoint_is_written_when_the_disk_has_room_again(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_waits_for_the_rollouts_that_it_vouches_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_waits_for_its_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, flush, problems = RunDirectory(tmp_path / "run"), TrajectoryBuffer.flush, ["the disk is full"]
 
     async def full_at_first(self: TrajectoryBuffer) -> str | None:
@@ -520,9 +508,7 @@ def test_a_checkpoint_waits_for_the_rollouts_that_it_vouches_for(
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_after_the_last_checkpoint_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_at_the_end_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = Controller._save
 
     async def save_again(self: Controller, **patience: float) -> None:

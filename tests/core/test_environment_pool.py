@@ -132,9 +132,7 @@ async def test_a_worker_that_dies_between_groups_is_replaced_at_once(tmp_path: P
 
 
 @pytest.mark.slow
-async def test_a_worker_that_hangs_is_replaced_without_a_stall(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The groups of a hung process wait; only a call with a limit shows it."""
     monkeypatch.setattr(environment_pool, "PING_S", 0.02)
     monkeypatch.setattr(environment_pool, "ANSWER_S", 0.1)
@@ -219,9 +217,7 @@ async def test_groups_waiting_for_a_place_are_not_late(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(("num_stuck", "num_starts"), [(MAX_STUCK, 1), (MAX_STUCK + 1, 2)])
-async def test_a_worker_with_many_threads_that_hang_is_replaced(
-    tmp_path: Path, num_stuck: int, num_starts: int
-) -> None:
+async def test_a_worker_with_hung_threads_is_replaced(tmp_path: Path, num_stuck: int, num_starts: int) -> None:
     pool = Pool(tmp_path, lambda worker, number: PlayReport(12, 0 if number else num_stuck))
     async with pool.during():
         with suppress(DataLost):

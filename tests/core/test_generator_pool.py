@@ -144,9 +144,7 @@ async def test_an_exception_in_the_scorer_or_a_teacher_is_treated_as_one_in_a_ge
 
 
 @pytest.mark.parametrize(("what", "name"), [("generate", "generator-0"), ("score", "scorer")])
-async def test_an_actor_that_dies_at_every_group_ends_the_run_by_the_budget(
-    tmp_path: Path, what: str, name: str
-) -> None:
+async def test_an_actor_that_always_dies_uses_up_the_budget(tmp_path: Path, what: str, name: str) -> None:
     pool = Pool(tmp_path, fails(what, lambda: ActorDied(name, "killed")))
 
     async def work() -> None:
@@ -160,9 +158,7 @@ async def test_an_actor_that_dies_at_every_group_ends_the_run_by_the_budget(
 
 
 @pytest.mark.parametrize("error", [DataLost("the weights are gone"), ActorDied("weight_sync", "killed")])
-async def test_a_replacement_without_weights_ends_the_pool_instead_of_being_replaced(
-    tmp_path: Path, error: Exception
-) -> None:
+async def test_a_replacement_without_weights_ends_the_pool_at_once(tmp_path: Path, error: Exception) -> None:
     """The run goes back to its checkpoint: no other process could get these weights, either."""
     pool = Pool(tmp_path, fails("generate", lambda: ActorDied("generator-0", "killed"), times=1))
     pool.pool._weight_sync.admit = AsyncMock(side_effect=error)  # type: ignore[method-assign]
@@ -196,9 +192,7 @@ async def test_a_replacement_that_does_not_start_is_replaced_too(tmp_path: Path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "name"), [("score", "scorer"), ("look_up", "teacher-0")])
-async def test_the_stall_watch_does_not_wait_for_an_actor_that_it_replaces(
-    tmp_path: Path, what: str, name: str
-) -> None:
+async def test_the_stall_watch_waits_for_no_replacement(tmp_path: Path, what: str, name: str) -> None:
     """A Scorer or Teacher hangs, and so does its successor: the watch looks on, and the third one works."""
 
     def answer(asked: str, number: int) -> Any:
@@ -254,9 +248,7 @@ async def test_groups_that_are_only_retried_are_a_stall(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_working", [True, False])
-async def test_a_learner_that_makes_progress_is_not_stuck_however_long_its_step(
-    tmp_path: Path, is_working: bool
-) -> None:
+async def test_a_learner_in_a_long_step_with_progress_is_not_stuck(tmp_path: Path, is_working: bool) -> None:
     pool = Pool(tmp_path, lambda *_: 3)
     num_done = 0
 

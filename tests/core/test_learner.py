@@ -88,9 +88,7 @@ def with_versions(groups: Sequence[ScoredGroup], versions: dict[tuple[int, int],
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("max_lag", "too_old"), [(0, 4), (1, 3), (3, 1)])
-def test_one_token_too_old_refuses_the_batch_and_changes_nothing(
-    make_learner: MakeLearner, max_lag: int, too_old: int
-) -> None:
+def test_one_token_too_old_refuses_the_batch(make_learner: MakeLearner, max_lag: int, too_old: int) -> None:
     changes = {"weight_sync": {"max_lag": max_lag}, "learner": {"learning_rate": 1e-2}}
     learner = at_version(make_learner(**changes), 5)
     groups = make_batch(learner, versions=5)
@@ -195,9 +193,7 @@ def optimizer_state(learner: Learner) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
-def test_training_resumed_from_a_checkpoint_is_the_same_bit_for_bit(
-    make_learner: MakeLearner, tmp_path: Path, tied: bool
-) -> None:
+def test_training_resumes_bit_for_bit(make_learner: MakeLearner, tmp_path: Path, tied: bool) -> None:
     options = {"learner": {"learning_rate": 1e-2, "warmup_steps": 5, "weight_decay": 0.1}}
     if not tied:
         options["algorithm"] = {"epochs_per_batch": 2, "train_batch_size": 4, "old_log_probs": "proximal"}

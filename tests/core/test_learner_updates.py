@@ -241,9 +241,7 @@ def test_skipped_update_leaves_the_others_of_its_batch(make_learner: MakeLearner
 
 
 @pytest.mark.parametrize(("epochs", "size"), [(2, None), (1, 3), (2, 6)])
-def test_minibatches_without_any_signal_are_updates_of_zero(
-    make_learner: MakeLearner, epochs: int, size: int | None
-) -> None:
+def test_minibatches_without_signal_are_zero(make_learner: MakeLearner, epochs: int, size: int | None) -> None:
     """Gradients of zero would still be steps of Adam, which move the weights by its momentum."""
     learner = make_learner(algorithm={"epochs_per_batch": epochs, "train_batch_size": size})
     groups = make_batch(learner)
@@ -583,9 +581,7 @@ def ages(metrics: dict[str, float]) -> tuple[float, float | None]:
 
 
 @pytest.mark.slow
-def test_several_updates_per_batch_make_tokens_older_than_their_lag(
-    make_learner: MakeLearner, tmp_path: Path
-) -> None:
+def test_several_updates_make_tokens_older_than_their_lag(make_learner: MakeLearner, tmp_path: Path) -> None:
     learner = make_learner(**FOUR)
     assert ages(step(learner, make_batch(learner, versions=0))) == (0.0, 3.0)  # three updates before the last
     assert ages(step(learner, make_batch(learner, versions=0))) == (1.0, 7.0)  # four more

@@ -303,9 +303,7 @@ def configs(draw: st.DrawFn) -> Config:
 @pytest.mark.slow
 @settings(max_examples=75)
 @given(config=configs(), pace=paces(), resume_after=st.none() | st.integers(1, 5))
-def test_no_token_is_too_old_and_no_group_is_lost_at_any_speed(
-    config: Config, pace: Pace, resume_after: int | None
-) -> None:
+def test_no_token_is_too_old_and_no_group_is_lost(config: Config, pace: Pace, resume_after: int | None) -> None:
     # If as many groups as a batch has never finish, the run ends.
     pace.never_finishes = frozenset(sorted(pace.never_finishes)[: config.algorithm.prompts_per_step - 1])
     trained, schedule = train(config, pace, resume_after)
@@ -378,9 +376,7 @@ def test_one_group_takes_the_place_of_each_that_is_set_aside_or_dropped() -> Non
 @pytest.mark.parametrize(
     ("max_lag", "lookahead", "late"), [(0, 1, 0), (1, 1, 0), (3, 1, 0), (3, 3, 1), (3, 4, 2)]
 )
-def test_fast_generators_run_ahead_as_far_as_max_lag_allows(
-    max_lag: int, lookahead: int, late: int, replayed: int
-) -> None:
+def test_fast_generators_run_ahead_by_max_lag(max_lag: int, lookahead: int, late: int, replayed: int) -> None:
     """Admission that is tighter than necessary would waste the Generators' time."""
     replay = {"frac": replayed / (2 + replayed), "max_age": 9}
     config = make_config(max_lag, 2 + replayed, buffer={"lookahead": lookahead, "replay": replay})

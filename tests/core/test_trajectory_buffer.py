@@ -324,9 +324,7 @@ async def test_batches_beyond_the_memory_are_dropped_oldest_first(tmp_path: Path
     assert sorted(os.listdir(folder)) == ["step-000004.parquet", "step-000005.parquet"]
 
 
-async def test_take_waits_for_a_slow_disk_once_too_much_is_unwritten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_take_waits_once_too_much_is_unwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_write = threading.Event()
 
     def write(*args: Any) -> None:

@@ -159,9 +159,7 @@ def reason(name: str, call: str, hangs: bool) -> str:
 
 @pytest.mark.parametrize("hangs", [True, False])
 @pytest.mark.parametrize("call", CALLS)
-async def test_generator_that_fails_the_sync_is_named_and_excluded_and_the_others_continue(
-    call: str, hangs: bool
-) -> None:
+async def test_generator_that_fails_the_sync_is_named_and_excluded_alone(call: str, hangs: bool) -> None:
     good, bad = FakeGenerator("a"), FakeGenerator("b", **{"hangs" if hangs else "fails": call})
     sync = make_sync(good, bad, timeout_s=0.05)
     report = await publish(sync, 1)

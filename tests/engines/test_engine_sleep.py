@@ -181,9 +181,7 @@ def test_a_plan_says_what_it_does_not_count(capsys: pytest.CaptureFixture[str]) 
     assert "not counted: generator.engine_args (quantization)" in capsys.readouterr().out
 
 
-def test_an_engine_removes_the_sockets_of_those_that_have_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_removes_the_sockets_of_ended_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(os, "environ", {**os.environ})
     (tmp_path / "grpo-ray-sockets-ended").mkdir()

@@ -233,9 +233,7 @@ def test_a_stranger_with_a_wires_connection_is_noticed_before_any_weights(
         inbox.received(pack(sender, 1))
 
 
-def test_an_nccl_wire_proves_every_seat_by_broadcasts(
-    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_nccl_wire_proves_every_seat(threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     """A communicator that broadcasts between threads stands for NCCL's; the third worker has no secret."""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     place = make_sender().open_wire("a")

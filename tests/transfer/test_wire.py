@@ -117,9 +117,7 @@ def test_versions_arrive_whole_in_the_same_pages(threads: ThreadPoolExecutor) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lie", ["version", "layout"])
-def test_something_else_than_expected_is_refused_and_the_sender_told(
-    threads: ThreadPoolExecutor, lie: str
-) -> None:
+def test_something_unexpected_is_refused_and_the_sender_told(threads: ThreadPoolExecutor, lie: str) -> None:
     sender = make_sender()
     inbox = join(threads, sender)
     snapshot = pack_much(sender, 7)
@@ -233,9 +231,7 @@ def test_a_receiver_that_dies_midway_ends_its_send_alone(threads: ThreadPoolExec
 
 
 @pytest.mark.slow
-def test_a_send_that_fails_late_leaves_the_wire_of_a_replacement(
-    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_failure_spares_a_new_wire(threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     sender, replacements = make_sender(), []
     join(threads, sender)
     snapshot = pack(sender, 1)

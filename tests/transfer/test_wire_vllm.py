@@ -25,9 +25,7 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.mark.campaign
-def test_each_tensor_parallel_rank_loads_its_part(
-    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_tensor_parallel_rank_loads_a_part(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks on a CPU, which the configuration does not offer: vLLM wants their cores by hand."""
     arg_utils = pytest.importorskip("vllm.engine.arg_utils")
     cores = sorted(os.sched_getaffinity(0))[:2]
