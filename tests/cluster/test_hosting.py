@@ -48,10 +48,11 @@ async def all_ready(group: ActorGroup) -> None:
     await asyncio.gather(*(client.ready() for client in group.by_name().values()))
 
 
-def test_rays_dashboard_has_the_actors_names(actors: ActorGroup) -> None:
+def test_rays_dashboard_has_the_actors_names_and_spilling_is_seen(actors: ActorGroup) -> None:
     """A name that an earlier group of this process used is followed by a number."""
     shown = [name.partition(" (")[0] for name in ray.util.list_named_actors()]
     assert sorted(shown) == sorted(actors.by_name())
+    assert actors.spilled_bytes() == 0
 
 
 async def test_an_actors_own_error_arrives_as_it_is(actors: ActorGroup) -> None:
@@ -98,7 +99,3 @@ async def test_what_an_actor_has_imported_is_left_out_of_garbage_collections(act
     )
     assert is_enabled
     assert num_left_out > 100_000
-
-
-def test_spilling_is_seen(actors: ActorGroup) -> None:
-    assert actors.spilled_bytes() == 0

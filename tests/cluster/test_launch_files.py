@@ -253,6 +253,7 @@ def slurm(tmp_path: Path) -> Slurm:
 
 @pytest.mark.slow
 def test_slurm_starts_a_head_and_the_other_nodes_and_trains(slurm: Slurm, tmp_path: Path) -> None:
+    assert slurm() == (2, [])  # without a configuration
     status, calls = slurm(EIGHT_GPUS, "algorithm.num_steps=3")
     assert status == 0
     head, others = sorted((call for call in calls if call[0] == "step"), key=lambda call: "join" in call[2])
@@ -314,7 +315,3 @@ def test_slurm_asks_for_what_the_job_wants_and_stops_it_in_time() -> None:
     assert asked["ntasks-per-node"] == "1"
     (patience_s,) = re.findall(r"run\.on_preemption_s=(\d+)", text)
     assert int(asked["signal"].removeprefix("B:USR1@")) > int(patience_s) + CLEAN_UP_S
-
-
-def test_slurm_without_a_configuration(slurm: Slurm) -> None:
-    assert slurm() == (2, [])

@@ -307,32 +307,30 @@ def test_an_actor_has_the_same_bundle_whenever_it_is_started(monkeypatch: pytest
     assert ray.num_removed == 1
 
 
-def test_a_request_that_can_never_fit_is_refused_without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = FakeRay(monkeypatch, [SMALL])
-    message = (
-        r"the cluster lacks resources: GPU: 8 needed .* 2 available.* still coming, .* set placement\.wait_s"
-    )
+BUSY = [Node("10.0.0.1", {"GPU": 3, "CPU": 96}), Node("10.0.0.2", {})]
+NEVER = r"the cluster lacks resources: GPU: 8 needed .* 2 available.* still coming, .* set placement\.wait_s"
+NOT_NOW = r"the cluster is busy: GPU: 8 needed .* 3 free\. Free: .*\.1: 3 GPU, 96 CPU; .*\.2: nothing"
+NOT_YET = r"after 60 s \(placement\.wait_s\) the cluster lacks resources: GPU: 8 needed"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "there", "free", "waited", "message"),
+    [
+        ((), [SMALL], None, [], NEVER),  # no group is requested
+        ((), [LARGE], BUSY, [session.GRACE_S], NOT_NOW),
+        (("placement.wait_s=60",), [SMALL], [SMALL], [60], NOT_YET),  # an autoscaler sees the group's demand
+    ],
+    ids=["never", "not now", "not yet"],
+)
+def test_a_request_without_room_is_refused_and_leaves_no_group(
+    monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], there: list[Node], free: list[Node] | None,
+    waited: list[float], message: str,
+) -> None:  # fmt: skip
+    ray = FakeRay(monkeypatch, there, free)
     with pytest.raises(ResourceError, match=message):
-        session.placed(on_gpus()).__enter__()
-    assert ray.groups == []
-
-
-def test_a_busy_cluster_says_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = FakeRay(monkeypatch, [LARGE], [Node("10.0.0.1", {"GPU": 3, "CPU": 96}), Node("10.0.0.2", {})])
-    message = r"the cluster is busy: GPU: 8 needed .* 3 free\. Free: .*\.1: 3 GPU, 96 CPU; .*\.2: nothing"
-    with pytest.raises(ResourceError, match=message):
-        session.placed(on_gpus()).__enter__()
-    assert ray.waited == [session.GRACE_S]
-    assert ray.num_removed == 1
-
-
-def test_placed_waits_for_nodes_that_are_coming(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = FakeRay(monkeypatch, [SMALL], [SMALL])
-    message = r"after 60 s \(placement\.wait_s\) the cluster lacks resources: GPU: 8 needed"
-    with pytest.raises(ResourceError, match=message):
-        session.placed(on_gpus("placement.wait_s=60")).__enter__()
-    assert ray.waited == [60]  # an autoscaler sees the group's demand
-    assert ray.num_removed == 1
+        session.placed(on_gpus(*overrides)).__enter__()
+    assert ray.waited == waited
+    assert len(ray.groups) == ray.num_removed == len(waited)
 
 
 def test_the_group_is_removed_however_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,9 +98,9 @@ def test_a_process_that_ends_by_itself_is_not_killed(process: "subprocess.Popen[
 
 @pytest.fixture
 def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A ServingGroup without Ray, with the actors `a`, `b` and `c` on node n1; `sent` has the signals."""
+    """A ServingGroup without Ray, with the actors `a` to `d` on node n1; `sent` has the signals."""
     actors: Any = SimpleNamespace(
-        _ending=[], _run=SimpleNamespace(logs=tmp_path), by_name=lambda: dict.fromkeys("abc")
+        _ending=[], _run=SimpleNamespace(logs=tmp_path), by_name=lambda: dict.fromkeys("abcd")
     )
     actors.sent, actors.elsewhere = [], []
     actors._reach = partial(ServingGroup._reach, actors)
@@ -123,21 +123,17 @@ def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("damage", ["", "n1 pid 5"])
-def test_a_damaged_pid_file_hinders_no_other_actor(group: Any, tmp_path: Path, damage: str) -> None:
-    """A full disk leaves an empty one."""
+def test_each_process_is_signalled_on_its_own_node_whatever_is_in_others_pid_files(
+    group: Any, tmp_path: Path, damage: str
+) -> None:
+    """A full disk leaves an empty one. If a node is gone, its pid belongs to a stranger on every other one."""
     (tmp_path / "a.pid").write_text(damage)
     (tmp_path / "b.pid").mkdir()
     (tmp_path / "c.pid").write_text("n1 77 5")
+    (tmp_path / "d.pid").write_text("ab" * 28 + " 77 5")
     ServingGroup.dump_stacks(group)
     assert group.sent == [(77, "5")]
-
-
-def test_a_process_on_another_node_is_signalled_there_or_not_at_all(group: Any, tmp_path: Path) -> None:
-    """If that node is gone, its pid belongs to a stranger on every other one."""
-    (tmp_path / "a.pid").write_text("ab" * 28 + " 77 5")
-    ServingGroup.dump_stacks(group)
     assert group.elsewhere == [("ab" * 28, False, (77, "5"))]
-    assert group.sent == []
 
 
 def test_generators_that_are_up_shut_down_whatever_the_others_do(monkeypatch: pytest.MonkeyPatch) -> None:

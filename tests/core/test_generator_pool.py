@@ -83,11 +83,8 @@ class FakeClient:
     def look_up(self, *_: Any) -> Any:
         return "logprobs", self._actors.ask("look_up")
 
-    def sleep(self) -> Any:
-        return self._actors.ask("sleep")
-
-    def wake(self) -> Any:
-        return self._actors.ask("wake")
+    def __getattr__(self, call: str) -> Any:  # sleep, wake
+        return lambda: self._actors.ask(call)
 
 
 class FakeWeightSync:

@@ -60,7 +60,8 @@ async def test_group_that_arrives_twice_is_refused() -> None:
 
 
 def test_facts_of_a_group_are_the_same_from_the_scorer_and_from_the_restored_buffer(tmp_path: Path) -> None:
-    group, teacher = simple_group(3, versions=[4, 2, 5]), np.full(6, -1.0, np.float32)
+    completions = [make_completion([1, 2], versions=[3, 4]), make_completion([1], versions=2)]
+    group, teacher = make_group(make_item(3), completions, [1, 0], [1, -1]), np.full(3, -1.0, np.float32)
 
     async def restored(logprobs: np.ndarray | None) -> Any:
         buffer = make_buffer()
@@ -80,11 +81,6 @@ def test_facts_of_a_group_are_the_same_from_the_scorer_and_from_the_restored_buf
         said = parts(flat)[1].with_facts(flat.rollout, "advantage", has_teacher).facts
         assert said is not None
         assert said.has_signal == said.outcome == has_teacher
-
-
-def test_oldest_version_is_over_all_completions() -> None:
-    completions = [make_completion([1, 2], versions=[3, 4]), make_completion([1], versions=2)]
-    assert make_group(make_item(), completions).rollout.oldest_version == 2
 
 
 def test_rollout_metrics_by_hand() -> None:
