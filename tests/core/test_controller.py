@@ -495,29 +495,24 @@ def test_a_last_checkpoint_waits_for_room_on_the_disk(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.slow
-def test_a_checkpoint_waits_for_its_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, flush, problems = RunDirectory(tmp_path / "run"), TrajectoryBuffer.flush, ["the disk is full"]
+def test_a_checkpoint_waits_for_its_rollouts_and_a_full_disk_after_the_last_loses_nothing(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flush, save, problems = TrajectoryBuffer.flush, Controller._save, ["the disk is full"]
 
     async def full_at_first(self: TrajectoryBuffer) -> str | None:
         return problems.pop() if problems else await flush(self)
-
-    monkeypatch.setattr(TrajectoryBuffer, "flush", full_at_first)
-    train(make_config("algorithm.num_steps=4", "checkpoint.keep=9"), run.path)
-    written = {path.name for path in run.checkpoints.glob("step-*")}
-    assert written - {step_name(3)} == {step_name(4)}  # that of step 3 may be too late for the second attempt
-
-
-@pytest.mark.slow
-def test_a_disk_that_fills_at_the_end_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = Controller._save
 
     async def save_again(self: Controller, **patience: float) -> None:
         await save(self, **patience)
         self._checkpointing.problem = "a checkpoint waits for the records before it"
         await save(self, patience_s=0)
 
+    monkeypatch.setattr(TrajectoryBuffer, "flush", full_at_first)
     monkeypatch.setattr(Controller, "_save", save_again)
-    train(make_config("algorithm.num_steps=2"), tmp_path / "run")
+    train(make_config("algorithm.num_steps=4", "checkpoint.keep=9"), run.path)
+    written = {path.name for path in run.checkpoints.glob("step-*")}
+    assert written - {step_name(3)} == {step_name(4)}  # that of step 3 may be too late for the second attempt
 
 
 def fill_the_disk(monkeypatch: pytest.MonkeyPatch, steps: range, has_room_at_the_end: bool = False) -> None:

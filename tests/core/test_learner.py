@@ -107,20 +107,11 @@ def test_one_token_too_old_refuses_the_batch(make_learner: MakeLearner, max_lag:
     assert torch.equal(weights(learner), weights(untouched))
 
 
-def test_lag_by_hand(make_learner: MakeLearner) -> None:
-    learner = at_version(make_learner(weight_sync={"max_lag": 3}), 7)
-    completions = [make_completion([21, 22, 23], versions=[5, 6, 7]), make_completion([24], versions=7)]
-    group = make_group(make_item(), completions, [1, 0], [0.7, -0.7])
-    metrics = learner.train_step(TrainBatch((group,))).metrics
-    assert metrics["lag/mean"] == pytest.approx((2 + 1 + 0 + 0) / 4)
-    assert metrics["lag/max"] == 2.0
-
-
 # ---- metrics ----
 
 
 @pytest.mark.parametrize("share_prompts", ["auto", "never"])
-def test_mismatch_after_a_switch_of_versions_by_hand(make_learner: MakeLearner, share_prompts: str) -> None:
+def test_lag_and_mismatch_after_a_switch_by_hand(make_learner: MakeLearner, share_prompts: str) -> None:
     """Two groups: a response of one version alone, two with one switch, and one with two."""
     learner = make_learner(weight_sync={"max_lag": 2}, learner={"share_prompts": share_prompts})
     learner.version = 2
@@ -139,6 +130,8 @@ def test_mismatch_after_a_switch_of_versions_by_hand(make_learner: MakeLearner, 
         for number in range(2)
     ]
     metrics = learner.train_step(TrainBatch(tuple(groups))).metrics
+    assert metrics["lag/mean"] == pytest.approx((4 * 2 + (2 + 3 * 1) + (3 * 2 + 1) + 5 * 1) / (4 + 4 + 5 + 6))
+    assert metrics["lag/max"] == 2.0
     assert metrics["mismatch/tokens_after_switch"] == len(later) == 6
     assert metrics["mismatch/kl/after_switch"] == pytest.approx(np.mean(later), rel=1e-4)
 

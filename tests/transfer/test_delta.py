@@ -32,6 +32,13 @@ def zeros(num_words: int) -> np.ndarray:
     return np.zeros(2 * num_words, np.uint8)
 
 
+def encoded(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Return the delta between two arrays of words or bytes, which there must be."""
+    payload = encode(old.view(np.uint8), new.view(np.uint8))
+    assert payload is not None
+    return payload
+
+
 def restored(old: np.ndarray, payload: np.ndarray) -> np.ndarray:
     buffer = old.copy()
     apply(payload, buffer)
@@ -45,8 +52,7 @@ def test_sparse_changes_by_hand() -> None:
     """Words 2, 3 and 260 + 3 of 400 change: by +1, by -7 and by +1000."""
     old, new = np.full(400, 100, np.uint16), np.full(400, 100, np.uint16)
     new[[2, 3, 263]] = [101, 93, 1100]
-    payload = encode(old.view(np.uint8), new.view(np.uint8))
-    assert payload is not None
+    payload = encoded(old, new)
     assert payload[:12].view(np.uint32).tolist() == [4, 3, 1]  # bytes of positions, changes, literals
     positions, codes, literals = payload[12:16], payload[16:18], payload[18:]
     assert positions.tolist() == [2, 0, 255, 4]  # 259 unchanged words before the last: 255 and 4
@@ -58,8 +64,7 @@ def test_sparse_changes_by_hand() -> None:
 def test_dense_changes_are_a_bit_per_word() -> None:
     old, new = zeros(32), zeros(32)
     new.view(np.uint16)[:5] = 1
-    payload = encode(old, new)
-    assert payload is not None
+    payload = encoded(old, new)
     assert payload[:12].view(np.uint32).tolist() == [4, 5, 0]
     assert payload[12:16].tolist() == [0b11111000, 0, 0, 0]
     assert payload[16:].tolist() == [2 | 2 << 4, 2 | 2 << 4, 2]
@@ -77,8 +82,7 @@ def test_differences_wrap_around() -> None:
     """From 0 to 2^16 - 1 it is one step down: half a byte, not a literal."""
     old, new = zeros(64), zeros(64)
     new.view(np.uint16)[0], old.view(np.uint16)[63] = 65535, 65535
-    payload = encode(old, new)
-    assert payload is not None
+    payload = encoded(old, new)
     assert payload[:12].view(np.uint32).tolist() == [2, 2, 0]
     assert payload[12:].tolist() == [0, 62, 1 | 2 << 4]
     assert np.array_equal(restored(old, payload), new)
@@ -133,16 +137,14 @@ def test_buffers_that_do_not_match_are_refused() -> None:
 def test_payload_for_another_size_is_refused(num_words: int) -> None:
     old, new = zeros(400), zeros(400)
     new.view(np.uint16)[[7, 300]] = 1
-    payload = encode(old, new)
-    assert payload is not None
+    payload = encoded(old, new)
     with pytest.raises(ValueError, match=r"does not fit|is cut off|contradicts itself"):
         apply(payload, zeros(num_words))
 
 
 def test_payload_that_is_cut_off_is_refused() -> None:
     old = np.arange(99, dtype=np.uint16)
-    payload = encode(old.view(np.uint8), (old + np.uint16(1)).view(np.uint8))
-    assert payload is not None
+    payload = encoded(old, old + np.uint16(1))
     for num_bytes in range(payload.nbytes):
         with pytest.raises(ValueError, match=r"is cut off|does not fit"):
             apply(payload[:num_bytes], old.view(np.uint8))
@@ -156,8 +158,7 @@ def test_flipped_bit_writes_nothing_outside_and_is_refused_or_seen(place: int, b
     random = np.random.default_rng(1)
     old = random.integers(0, 2**16, 600).astype(np.uint16)
     new = old + (random.random(600) < 0.1) * random.integers(1, 20, 600).astype(np.uint16)
-    payload = encode(old.view(np.uint8), new.view(np.uint8))
-    assert payload is not None
+    payload = encoded(old, new)
     damaged = payload.copy()
     damaged[place % payload.nbytes] ^= 1 << bit
     assert zlib.crc32(damaged.data) != zlib.crc32(payload.data)
