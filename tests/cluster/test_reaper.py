@@ -92,9 +92,7 @@ ctypes.PyDLL(None).pthread_exit(None)  # with the GIL, so that the other thread 
 """
 
 
-def test_a_driver_with_a_thread_that_waits_in_the_kernel_is_dead_although_its_pipe_is_open(
-    started: list[int],
-) -> None:
+def test_a_driver_with_a_thread_in_the_kernel_is_dead_although_its_pipe_is_open(started: list[int]) -> None:
     """After SIGKILL a thread that waits for a frozen disk is left; here it outlives the main thread."""
     driver, (watcher, child) = run(HALF_DEAD, started)
     until(lambda: not process_at(child) and not process_at(watcher), END_S)
@@ -207,9 +205,7 @@ def test_only_a_killed_process_loses_its_semaphore(started: list[int], monkeypat
     assert watcher.returncode == 0
 
 
-def test_a_semaphore_of_less_than_a_look_before_the_drivers_death_is_removed(
-    started: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_semaphore_made_at_the_end_is_removed(started: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver's child, which the first look finds, makes one; the driver is killed before the next."""
     left: list[Path] = []
     parent = "import subprocess, sys; subprocess.run(sys.argv[1:])"

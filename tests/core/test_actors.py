@@ -331,9 +331,7 @@ def parameters_of(cls: Any, method: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("protocol", "actor"), PAIRS, ids=[actor.__name__ for _, actor in PAIRS])
-def test_every_call_exists_with_these_parameters_and_is_marked_if_it_returns_a_reference(
-    protocol: Any, actor: type
-) -> None:
+def test_every_call_exists_with_its_parameters_and_the_mark_of_a_reference(protocol: Any, actor: type) -> None:
     calls = dict(
         inspect.getmembers(protocol, lambda each: inspect.isfunction(each) and each.__name__[0] != "_")
     )

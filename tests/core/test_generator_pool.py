@@ -128,9 +128,7 @@ TAUGHT = ("distillation.teacher=/some/where", "distillation.engine=torch")
 
 @pytest.mark.parametrize("what", ["generate", "score", "look_up"])
 @pytest.mark.parametrize("error", [OSError("Too many open files"), RunError("ended by something else")])
-async def test_an_exception_in_the_scorer_or_a_teacher_is_treated_as_one_in_a_generator(
-    tmp_path: Path, what: str, error: Exception
-) -> None:
+async def test_exceptions_in_all_actors_are_treated_alike(tmp_path: Path, what: str, error: Exception) -> None:
     taught, logprobs = (TAUGHT, "logprobs") if what == "look_up" else ((), None)
     pool = Pool(tmp_path / "a", fails(what, lambda: error, times=3), *taught)
     assert await pool.sample() == ("group", 3, logprobs)

@@ -140,9 +140,7 @@ def test_lag_and_mismatch_after_a_switch_by_hand(make_learner: MakeLearner, shar
 
 
 @pytest.mark.parametrize(("tied", "checksum"), [(True, False), (False, True)])
-def test_snapshot_holds_every_weight_exactly_and_the_next_step_does_not_change_it(
-    make_learner: MakeLearner, tied: bool, checksum: bool
-) -> None:
+def test_snapshot_holds_every_weight_and_stays(make_learner: MakeLearner, tied: bool, checksum: bool) -> None:
     changes = {"weight_sync": {"checksum": checksum, "max_lag": 3}, "learner": {"learning_rate": 1e-2}}
     learner = at_version(make_learner(tied, **changes), 3)
     snapshot = learner.snapshot()[0]

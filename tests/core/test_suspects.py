@@ -249,9 +249,7 @@ def check(plan: Plan, folder: Path) -> None:
 @pytest.mark.slow
 @settings(max_examples=10)
 @given(plans())
-def test_whatever_the_schedule_culprits_are_set_aside_and_all_others_finish(
-    tmp_path_factory: pytest.TempPathFactory, plan: Plan
-) -> None:
+def test_culprits_are_set_aside_and_others_finish(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> None:
     check(plan, tmp_path_factory.mktemp("plan") / "run")
 
 

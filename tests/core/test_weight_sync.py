@@ -295,9 +295,7 @@ class ServingGenerator:
     turns=st.lists(st.integers(0, 5), min_size=1, max_size=12),
     pauses=st.lists(st.integers(0, 30), min_size=4, max_size=4),
 )
-def test_serving_generators_have_the_published_weights_however_deaths_and_publishes_interleave(
-    turns: list[int], pauses: list[int]
-) -> None:
+def test_serving_generators_always_have_the_published_weights(turns: list[int], pauses: list[int]) -> None:
     async def run() -> None:
         speeds = itertools.cycle(turns)
         serving = {name: ServingGenerator(name, speeds) for name in "abc"}

@@ -119,9 +119,7 @@ Drawn = list[tuple[list[int], list[float]]]
 
 
 @pytest.mark.slow
-async def test_engine_that_joins_no_requests_draws_the_same_to_the_last_bit_whatever_else_is_requested(
-    make_torch_engine: MakeEngine,
-) -> None:
+async def test_engine_that_joins_no_requests_draws_the_same_to_the_bit(make_torch_engine: MakeEngine) -> None:
     engine = make_torch_engine(max_lag=0, num_threads=2)
     settings = make_settings(num_samples=3, temperature=0.7, min_tokens=2, max_tokens=24, end_token_ids=ENDS)
 
@@ -264,9 +262,7 @@ async def test_weights_replaced_in_flight(
                 assert errors[version][versions != version].max() > 1e-2
 
 
-async def test_nothing_is_sampled_while_paused_and_the_version_is_that_of_the_start(
-    make_torch_engine: MakeEngine,
-) -> None:
+async def test_nothing_is_sampled_while_paused_or_of_another_version(make_torch_engine: MakeEngine) -> None:
     engine = make_torch_engine()
     await engine.start(7)
     settings = make_settings(max_tokens=40)

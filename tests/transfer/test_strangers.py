@@ -150,9 +150,7 @@ def in_anothers_place(seat: Seat, its_rank: int) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "replicas", "its_rank"), [(2, 1, 1), (3, 1, 0), (4, 2, 3)])
 @pytest.mark.kept("3-1-0")
-def test_a_stranger_with_a_ranks_connections_is_noticed_by_all_that_it_has_one_to(
-    size: int, replicas: int, its_rank: int
-) -> None:
+def test_a_stranger_on_a_ranks_connections_is_noticed_by_all(size: int, replicas: int, its_rank: int) -> None:
     found = on_ranks(size, in_anothers_place, its_rank, replicas=replicas)
     for rank, outcome in enumerate(found):
         if rank != its_rank:
