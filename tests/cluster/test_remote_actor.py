@@ -164,12 +164,11 @@ def test_a_log_is_bounded_and_holds_the_newest_output_of_all_processes(tmp_path:
     assert any(line.startswith("actor ") for line in lines)
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def small_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor_log, "MAX_BYTES", 40)
 
 
-@pytest.mark.usefixtures("small")
 def test_the_end_of_a_large_log_is_kept_from_a_whole_line_on(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     with log.open("ab") as writer:
@@ -188,7 +187,6 @@ def test_the_end_of_a_large_log_is_kept_from_a_whole_line_on(tmp_path: Path) -> 
     assert older(log).read_bytes() == b""  # one line longer than the limit: nothing of it
 
 
-@pytest.mark.usefixtures("small")
 def test_planted_links_are_not_followed(tmp_path: Path) -> None:
     log, mine = tmp_path / "logs" / "a.log", tmp_path / "mine"
     mine.write_text("mine")
@@ -203,7 +201,6 @@ def test_planted_links_are_not_followed(tmp_path: Path) -> None:
     assert older(log).read_bytes().startswith(b"line\n")
 
 
-@pytest.mark.usefixtures("small")
 def test_a_log_that_cannot_be_copied_stays(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_bytes(b"line\n" * 100)

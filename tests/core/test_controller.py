@@ -254,20 +254,6 @@ def test_a_restore_without_a_whole_checkpoint_keeps_the_records(run: RunDirector
 
 
 @pytest.mark.slow
-def test_restores_are_bounded_and_the_first_error_is_shown(tmp_path: Path) -> None:
-    victims = iter(["buffer", "learner", "learner"])
-
-    async def meddle(actors: LocalActors, controller: Controller) -> None:
-        await until(lambda: controller.has_begun)
-        getattr(actors, next(victims)).die()
-        await asyncio.sleep(60)
-
-    used_up = r"recovery.max_restores: 2 restores within an hour are used up. The first error was: buffer died"
-    with pytest.raises(RunError, match=used_up):
-        train(make_config("recovery.max_restores=2"), tmp_path / "run", meddle)
-
-
-@pytest.mark.slow
 def test_restarts_are_bounded_and_the_run_ends_with_a_checkpoint(run: RunDirectory) -> None:
     config = make_config("recovery.max_restarts=2", "algorithm.num_steps=500", "checkpoint.every_num_steps=400")
 

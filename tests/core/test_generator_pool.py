@@ -261,17 +261,21 @@ async def test_a_learner_in_a_long_step_with_progress_is_not_stuck(tmp_path: Pat
                 await asyncio.wait_for(watch.run(), 2.0)
 
 
-async def test_a_generator_that_dies_in_the_learners_turn_starts_after_it(tmp_path: Path) -> None:
+async def test_a_generator_starts_before_the_learners_turn_or_after_it(tmp_path: Path) -> None:
     """The colocated Learner fills the device: an engine that starts now would find no memory."""
-    pool = Pool(tmp_path, lambda *_: 3)
+    pool = Pool(tmp_path, lambda asked, _: asyncio.sleep(0.1) if asked == "generator-0 ready" else 3)
     async with pool.during():
-        await pool.pool.sleep()
         pool.pool.retire("generator-0", "killed")
-        await asyncio.sleep(0.05)
-        assert pool.actors.starts["generator-0"] == 1
-        await pool.pool.wake()
+        await pool.pool.sleep()
+        assert pool.actors.num_calls == {"generator-0 ready": 1, "sleep": 1}
+        assert pool.actors.starts["generator-0"] == 2
+        pool.pool.retire("generator-0", "killed in that turn")
         await asyncio.sleep(0.05)
         assert pool.actors.starts["generator-0"] == 2
+        await pool.pool.wake()
+        while not pool.pool.serving:
+            await asyncio.sleep(0.001)
+        assert pool.actors.starts["generator-0"] == 3
         assert list(pool.pool.serving) == ["generator-0"]
 
 
@@ -288,14 +292,6 @@ async def test_an_engine_that_fails_at_its_wake_is_replaced(tmp_path: Path) -> N
         await pool.pool.wake()
         while pool.actors.starts["generator-0"] < 3 or not pool.pool.serving:
             await asyncio.sleep(0.001)
-
-
-async def test_the_learners_turn_begins_after_a_generator_has_started(tmp_path: Path) -> None:
-    pool = Pool(tmp_path, lambda asked, _: asyncio.sleep(0.1) if asked == "generator-0 ready" else 3)
-    async with pool.during():
-        pool.pool.retire("generator-0", "killed")
-        await pool.pool.sleep()
-        assert pool.actors.num_calls == {"generator-0 ready": 1, "sleep": 1}
 
 
 @pytest.mark.slow
@@ -319,22 +315,17 @@ async def test_groups_are_shared_among_scorers_and_one_that_dies_is_replaced_alo
 # ---- with a teacher ----
 
 
-async def test_only_groups_to_train_on_are_looked_up(tmp_path: Path) -> None:
-    pool = Pool(tmp_path, lambda asked, number: 3, *TAUGHT)
-    assert await pool.sample() == ("group", 3, "logprobs")
-    assert pool.pool.num_looked_up_tokens == 3
-    assert await pool.sample("validation") == ("group", 3, None)
-    assert pool.actors.num_calls["look_up"] == 1
-
-
-async def test_tokens_of_concurrent_groups_are_all_counted(tmp_path: Path) -> None:
+async def test_only_groups_to_train_on_are_looked_up_and_all_their_tokens_counted(tmp_path: Path) -> None:
     async def later() -> int:
         await asyncio.sleep(0.01)
         return 3
 
     pool = Pool(tmp_path, lambda asked, number: later() if asked == "look_up" else 3, *TAUGHT)
     async with pool.during():
-        await asyncio.gather(*(pool.pool.sample(make_item(n), 2, "train") for n in range(5)))
+        purposes = enumerate(["train", "validation"] * 5)
+        found = await asyncio.gather(*(pool.pool.sample(make_item(n), 2, each) for n, each in purposes))
+    assert found == [("group", 3, "logprobs"), ("group", 3, None)] * 5
+    assert pool.actors.num_calls["look_up"] == 5
     assert pool.pool.num_looked_up_tokens == 15
 
 

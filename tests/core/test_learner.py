@@ -251,9 +251,13 @@ def test_folder_is_a_model_in_its_dtype(make_learner: MakeLearner, tmp_path: Pat
     assert AutoTokenizer.from_pretrained(folder).encode("sort 31245") == learner._tokenizer.encode("sort 31245")
 
 
-def test_nothing_trained_yet(make_learner: MakeLearner, tmp_path: Path) -> None:
-    learner = make_learner()
+def test_nothing_trained_yet_with_tied_weights_copied_once(make_learner: MakeLearner, tmp_path: Path) -> None:
+    learner = make_learner(tied=True)
     assert learner.capture() is None
+    assert learner._captured is not None
+    copies = learner._captured.weights
+    assert copies["lm_head.weight"] is copies["model.embed_tokens.weight"]
+    assert copies["lm_head.weight"].data_ptr() != learner.model.lm_head.weight.data_ptr()
     learner.write_captured(tmp_path)
     second = resume(learner, tmp_path)
     assert second.version == 0
@@ -270,15 +274,6 @@ def test_counters_in_a_file_s_metadata_are_read(make_learner: MakeLearner, tmp_p
     counters = {name: str(int(tensors.pop(f"counters/{name}"))) for name in ("version", "skipped_in_a_row")}
     save_file(tensors, file, metadata=counters)
     assert resume(learner, tmp_path / "step").version == 1
-
-
-def test_tied_weights_are_copied_once(make_learner: MakeLearner) -> None:
-    learner = make_learner(tied=True)
-    learner.capture()
-    assert learner._captured is not None
-    copies = learner._captured.weights
-    assert copies["lm_head.weight"] is copies["model.embed_tokens.weight"]
-    assert copies["lm_head.weight"].data_ptr() != learner.model.lm_head.weight.data_ptr()
 
 
 def test_checkpoint_of_another_model_is_refused(
@@ -344,9 +339,9 @@ def test_update_that_is_not_finite_is_skipped(make_learner: MakeLearner, tmp_pat
     assert not torch.equal(weights(learner), expected)
 
 
-def test_gradient_that_is_not_finite_under_a_finite_loss(make_learner: MakeLearner) -> None:
+def test_gradient_or_weights_that_are_not_finite_are_seen_and_skip_updates(make_learner: MakeLearner) -> None:
     learner = make_learner(learner={"learning_rate": 1e-2})
-    before = weights(learner)
+    before, batch = weights(learner), TrainBatch(tuple(make_batch(learner)))
     learner.model.model.norm.weight.register_hook(lambda gradient: gradient * torch.nan)
     (metrics,) = train(learner, [1])
     assert np.isfinite(metrics["loss/policy"])
@@ -354,10 +349,6 @@ def test_gradient_that_is_not_finite_under_a_finite_loss(make_learner: MakeLearn
     assert metrics["optim/skipped_updates"] == 1.0
     assert torch.equal(weights(learner), before)
 
-
-def test_weights_that_are_not_finite_are_seen_in_every_metric(make_learner: MakeLearner) -> None:
-    learner = make_learner()
-    batch = TrainBatch(tuple(make_batch(learner)))
     with torch.no_grad():
         next(learner.model.parameters())[:] = torch.nan
     metrics = learner.train_step(batch).metrics

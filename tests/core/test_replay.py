@@ -55,7 +55,7 @@ def test_a_draw_that_was_not_trained_is_not_counted() -> None:
     assert {r.group.group_id: r.num_uses for r in memory.contents(6)} == {3: 1}
 
 
-def test_groups_that_were_trained_are_held_as_used_once() -> None:
+def test_groups_that_were_trained_are_held_as_used_once_and_once_if_trained_again_as_fresh() -> None:
     memory = make_memory()
     assert (len(memory), memory.contents(99), memory.draw(0)) == (0, (), ())
     memory.add([simple_group(3), simple_group(1)])
@@ -64,6 +64,10 @@ def test_groups_that_were_trained_are_held_as_used_once() -> None:
     assert metrics["replay/groups"] == 2.0
     assert metrics["replay/bytes"] == 2 * simple_group(1).num_bytes
     assert check_names(metrics) == []
+    memory.add([simple_group(3, versions=2)])
+    assert held(memory) == {3: 1, 1: 1}
+    assert [each.group.rollout.oldest_version for each in memory.contents(99)] == [0, 2]
+    assert memory.take_metrics()["replay/bytes"] == 2 * simple_group(1).num_bytes
 
 
 def test_nothing_is_held_when_nothing_is_drawn() -> None:
@@ -102,15 +106,6 @@ def test_bytes_are_bounded() -> None:
     memory.add([large])
     assert held(memory) == {}  # too large even on its own
     assert memory.take_metrics()["replay/bytes"] == 0.0
-
-
-def test_group_that_is_trained_again_as_fresh_is_held_once() -> None:
-    memory = make_memory()
-    memory.add([simple_group(3)])
-    memory.add([simple_group(3, versions=2)])
-    assert held(memory) == {3: 1}
-    assert memory.contents(99)[0].group.rollout.oldest_version == 2
-    assert memory.take_metrics()["replay/bytes"] == simple_group(3).num_bytes
 
 
 def test_no_group_is_drawn_beyond_max_age() -> None:

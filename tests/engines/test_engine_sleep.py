@@ -47,9 +47,12 @@ def engine() -> VllmEngine:
     return engine
 
 
-async def test_weights_wake_for_the_sync_and_the_cache_after_it(engine: VllmEngine) -> None:
-    await engine.sleep()
-    await engine.wake()
+async def test_weights_wake_for_the_sync_and_the_cache_after_it_if_it_is_colocated(engine: VllmEngine) -> None:
+    for is_colocated in (False, True):
+        assert engine._llm.asked == []
+        engine._sleeps = is_colocated
+        await engine.sleep()
+        await engine.wake()
     await engine.pause()
     await engine.resume()
     await engine.pause()
@@ -57,13 +60,6 @@ async def test_weights_wake_for_the_sync_and_the_cache_after_it(engine: VllmEngi
     pause = "pause_scheduler_async keep False"
     woken = ["sleep 2", "wake_up ['weights']", pause, "wake_up ['kv_cache']", "resume_generation"]
     assert engine._llm.asked == [*woken, pause, "resume_generation"]
-
-
-async def test_an_engine_that_is_not_colocated_never_sleeps(engine: VllmEngine) -> None:
-    engine._sleeps = False
-    await engine.sleep()
-    await engine.wake()
-    assert engine._llm.asked == []
 
 
 async def test_calls_end_with_an_engine_that_dies_within_them() -> None:
