@@ -104,10 +104,8 @@ def test_a_run_on_two_nodes(two_nodes: dict[str, str], tmp_path: Path) -> None:
     for step in range(1, 9):
         for row in read_rollouts(run.rollouts_path(step)):
             versions[row["generator"]].update(span["version"] for span in row["versions"])
-    assert {name: max(seen) > 2 for name, seen in versions.items()} == {
-        "generator-0": True,
-        "generator-1": True,
-    }
+    both = {"generator-0": True, "generator-1": True}
+    assert {name: max(seen) > 2 for name, seen in versions.items()} == both
 
     (group,) = state_of(two_nodes, "placement_groups")
     assert group["state"] == "REMOVED"

@@ -23,12 +23,10 @@ EIGHT_GPUS = "configs/qwen2.5-math-1.5b-8gpu.yaml"
 
 
 def test_each_scorer_reserves_its_own() -> None:
-    several = quickstart(
-        "scorer.num_scorers=3", "scorer.num_cpus=2", "learner.num_cpus=0", "generator.num_cpus=0"
-    )
+    many = quickstart("scorer.num_scorers=3", "scorer.num_cpus=2", "learner.num_cpus=0", "generator.num_cpus=0")
     names = ["scorer-0", "scorer-1", "scorer-2"]
-    assert bundles_of(several) == tuple(Bundle((name,), {"CPU": 2}) for name in names)
-    (line,) = shortfalls(several, [Node("a", {"CPU": 5})])
+    assert bundles_of(many) == tuple(Bundle((name,), {"CPU": 2}) for name in names)
+    (line,) = shortfalls(many, [Node("a", {"CPU": 5})])
     assert line == "CPU: 6 needed (3 x 2 for Scorers), 5 available"
 
 
@@ -44,12 +42,8 @@ def test_each_environment_worker_reserves_its_own() -> None:
 
 
 def test_each_teacher_reserves_its_own() -> None:
-    given = [
-        "generator.num_cpus=0",
-        "learner.num_cpus=0",
-        "distillation.num_gpus=2",
-        "distillation.num_teachers=2",
-    ]
+    given = ["generator.num_cpus=0", "learner.num_cpus=0"]
+    given += ["distillation.num_gpus=2", "distillation.num_teachers=2"]
     assert bundles_of(quickstart(*given)) == ()  # there is no teacher
     several = quickstart(*given, "distillation.teacher=/some/where", "sampling.min_tokens=0")
     names = ["teacher-0", "teacher-1"]

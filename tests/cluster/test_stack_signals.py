@@ -28,9 +28,8 @@ for line in sys.stdin: pass
 @pytest.fixture
 def process() -> Iterator["subprocess.Popen[str]"]:
     """A process that says when it gets SIGUSR1."""
-    started = subprocess.Popen(
-        [sys.executable, "-c", TELLS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    command, pipe = [sys.executable, "-c", TELLS], subprocess.PIPE
+    started = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
     assert started.stdout is not None
     assert started.stdout.readline() == "up\n"
     yield started

@@ -33,9 +33,7 @@ def score(
     config: AlgorithmConfig, answers: list[str], lengths: list[int] | None = None, max_tokens: int = 16
 ) -> ScoredGroup:
     """Score a group with these answers in the right format; an empty one is a response without the format."""
-    texts = [
-        f" ascending </think> <answer> {answer} </answer>" if answer else "no format" for answer in answers
-    ]
+    texts = [f" ascending </think> <answer> {each} </answer>" if each else "no format" for each in answers]
     sizes = lengths or [1] * len(texts)
     completions = tuple(make_completion([5] * size, text=text) for text, size in zip(texts, sizes, strict=True))
     rollout = RolloutGroup(make_item(truth="01258"), completions, "generator-0")
@@ -332,9 +330,7 @@ def parameters_of(cls: Any, method: str) -> list[str]:
 
 @pytest.mark.parametrize(("protocol", "actor"), PAIRS, ids=[actor.__name__ for _, actor in PAIRS])
 def test_every_call_exists_with_its_parameters_and_the_mark_of_a_reference(protocol: Any, actor: type) -> None:
-    calls = dict(
-        inspect.getmembers(protocol, lambda each: inspect.isfunction(each) and each.__name__[0] != "_")
-    )
+    calls = dict(inspect.getmembers(protocol, lambda one: inspect.isfunction(one) and one.__name__[0] != "_"))
     assert len(calls) > 2
     for name in calls:
         assert parameters_of(protocol, name) == parameters_of(actor, name), f"{actor.__name__}.{name}"

@@ -185,12 +185,8 @@ async def test_a_worker_that_does_not_end_its_episodes_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment_pool, "GRACE_S", 0.05)
-    pool = Pool(
-        tmp_path,
-        lambda worker, number: good("", 0) if number else asyncio.sleep(60),
-        *PLACES,
-        "episodes.max_seconds=0.05",
-    )
+    short = (*PLACES, "episodes.max_seconds=0.05")
+    pool = Pool(tmp_path, lambda worker, number: good("", 0) if number else asyncio.sleep(60), *short)
     async with pool.during():
         with pytest.raises(TimeoutError, match=r"environment-0 did not end the episodes within 0\.1 s"):
             await pool.play()

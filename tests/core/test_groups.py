@@ -88,10 +88,12 @@ def test_order_is_a_permutation_per_epoch() -> None:
     assert epochs[0] == ["Q 0:", "Q 1:", "Q 4:", "Q 3:", "Q 2:"]  # the same in every process
 
 
-def test_item_holds_prompt_tokens_truth_and_cuts() -> None:
+def test_items_hold_prompt_tokens_truth_and_cuts_in_order() -> None:
     item = make_prompts(num_examples=1).item(0, num_cuts=2)
     assert (item.group_id, item.prompt, item.ground_truth, item.num_cuts) == (0, "Q 0:", "truth 0", 2)
     assert item.prompt_token_ids == tuple(b"Q 0:")
+    items = make_items([Example("b", "1"), Example("a", "2")], PROMPTERS)
+    assert [(item.group_id, item.prompt) for item in items] == [(0, "Q b:"), (1, "Q a:")]
 
 
 def test_state_of_another_run_is_refused() -> None:
@@ -105,11 +107,6 @@ def test_state_of_another_run_is_refused() -> None:
     examples = [Example(str(i), f"truth {i}") for i in (0, 1, 2, 4, 3)]  # the file in another order
     with pytest.raises(ValueError, match="has examples_sha256 "):
         PromptStream(examples, PROMPTERS, EpochOrder(5, seed=0)).load_state_dict(state)
-
-
-def test_make_items_keeps_the_order() -> None:
-    items = make_items([Example("b", "1"), Example("a", "2")], PROMPTERS)
-    assert [(item.group_id, item.prompt) for item in items] == [(0, "Q b:"), (1, "Q a:")]
 
 
 # ---- moves by hand ----
@@ -463,10 +460,8 @@ class Run:
         known = [*book.unfinished, *self.trained, *self.dropped, *book.given_up]
         assert sorted(known) == list(range(book.next_id))  # each group is in one place: none lost, none twice
         assert sum(len(book.ids_in(state)) for state in State) == len(book.unfinished)
-        in_buffer = (State.ENTERING, State.BUFFERED)
-        assert book._num_bytes == sum(
-            book._groups[g].facts.num_bytes for s in in_buffer for g in book.ids_in(s)
-        )
+        places = (State.ENTERING, State.BUFFERED)
+        assert book._num_bytes == sum(book._groups[g].facts.num_bytes for s in places for g in book.ids_in(s))
 
 
 ACTIONS = [

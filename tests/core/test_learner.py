@@ -236,9 +236,8 @@ def test_folder_is_a_model_in_its_dtype(make_learner: MakeLearner, tmp_path: Pat
     learner = make_learner(tied, model={"dtype": "bfloat16"})
     train(learner, [1])
     folder = written(learner, tmp_path / "step")
-    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(
-        os.listdir(folder)
-    )
+    files = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert files <= set(os.listdir(folder))
     assert os.listdir(folder / "training") == ["optimizer.safetensors"]
     tensors = load_file(folder / "model.safetensors")
     assert ("lm_head.weight" in tensors) == (not tied)

@@ -197,12 +197,8 @@ def test_every_step_shuffles_anew(make_learner: MakeLearner) -> None:
     """In another order with another seed."""
     dealt = []
     for seed in (0, 1):
-        options = {
-            "algorithm": {"train_batch_size": 4},
-            "learner": {"learning_rate": 0.0},
-            "run": {"seed": seed},
-        }
-        learner = make_learner(**options)
+        options = {"learner": {"learning_rate": 0.0}, "run": {"seed": seed}}
+        learner = make_learner(algorithm={"train_batch_size": 4}, **options)
         groups = all_with_signal(make_batch(learner))
         for _ in range(2):
             updates, _ = updates_of(learner, groups)
@@ -227,9 +223,8 @@ def test_weights_between_two_updates_are_not_captured(
 
 
 def test_skipped_update_leaves_the_others_of_its_batch(make_learner: MakeLearner) -> None:
-    learner = make_learner(
-        algorithm={"epochs_per_batch": 1, "train_batch_size": 6, "loss": "reinforce_with_baseline"}
-    )
+    options = {"epochs_per_batch": 1, "train_batch_size": 6, "loss": "reinforce_with_baseline"}
+    learner = make_learner(algorithm=options)
     groups = all_with_signal(make_batch(learner))
     groups[0].advantages[0] = np.inf
     before = flat_weights(learner.model)
@@ -511,10 +506,8 @@ def test_weights_of_a_correction_by_hand(
 def test_recipe_of_rloo_is_the_papers_gradient(make_learner: MakeLearner) -> None:
     """The completion is one action: A times the SUM of its tokens' gradients (arXiv:2402.14740, Eq. 8)."""
     learner = make_learner(algorithm=dict(PRESETS["rloo"].fields))
-    groups = []
-    for group, rewards in zip(
-        make_batch(learner, noise=0.0), ([1, 0, 0], [0, 2, 1], [0, 1, 1], [3, 1, 0]), strict=True
-    ):
+    groups, all_rewards = [], ([1, 0, 0], [0, 2, 1], [0, 1, 1], [3, 1, 0])
+    for group, rewards in zip(make_batch(learner, noise=0.0), all_rewards, strict=True):
         advantages = [r - (sum(rewards) - r) / 2 for r in rewards]
         groups.append(make_group(group.rollout.item, group.rollout.completions, rewards, advantages))
     options = learner._config.algorithm

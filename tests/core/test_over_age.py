@@ -25,9 +25,7 @@ class Games:
     """The plans of a run's episodes, which repeat, and the tokens and batches that come of them."""
 
     plans: list[list[Plan]]  # of each episode: its turns
-    numbers: "itertools.count[int]" = field(
-        default_factory=lambda: itertools.count(1)
-    )  # each token has its own
+    numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))  # of tokens
     sampled: dict[int, int] = field(default_factory=dict)  # by token: its version
     batches: list[TrainBatch] = field(default_factory=list)
     num_masked: list[float] = field(default_factory=list)  # by batch, as the buffer says
@@ -106,9 +104,8 @@ def configs(draw: st.DrawFn, over_age: str) -> Config:
     return make_config(over_age, max_lag, prompts, oversample, lookahead)
 
 
-PLANS = st.lists(
-    st.lists(st.tuples(st.booleans(), st.integers(1, 3)), min_size=1, max_size=4), min_size=1, max_size=5
-)
+PLAN = st.lists(st.tuples(st.booleans(), st.integers(1, 3)), min_size=1, max_size=4)
+PLANS = st.lists(PLAN, min_size=1, max_size=5)
 
 
 def train(config: Config, pace: Pace, games: Games) -> None:

@@ -100,9 +100,8 @@ class Pace:
     room: Sequence[int] = (0,)  # until a Generator has room for a group
 
     def __post_init__(self) -> None:
-        self._cycles = {
-            name: itertools.cycle(getattr(self, name)) for name in ("token", "train", "load", "travel", "room")
-        }
+        names = ("token", "train", "load", "travel", "room")
+        self._cycles = {name: itertools.cycle(getattr(self, name)) for name in names}
 
     def of(self, name: str) -> Iterator[int]:
         return self._cycles[name]

@@ -209,14 +209,9 @@ def play(plan: Plan, folder: Path, max_restarts: int = 1000) -> tuple[set[int], 
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["a prompt in a Generator", "an episode in a worker", "a turn in a Generator"])
 def test_a_prompt_that_ends_its_process_is_set_aside(kind: str, num_processes: int, tmp_path: Path) -> None:
-    ends = {"ends_worker": [3]} if "worker" in kind else {"ends_generator": [3]}
-    plan = Plan(
-        0,
-        num_generators=1 if "worker" in kind else num_processes,
-        num_workers=num_processes if "worker" in kind else 1,
-        episodes=() if "prompt" in kind else range(8),
-        **ends,
-    )
+    process = "worker" if "worker" in kind else "generator"
+    given: dict[str, Any] = {f"ends_{process}": [3], f"num_{process}s": num_processes}
+    plan = Plan(0, episodes=() if "prompt" in kind else range(8), **given)
     set_aside, world = play(plan, tmp_path / "run")
     assert set_aside == {3}
     assert sum(world.starts.values()) <= (6 if "turn" in kind else 5)
@@ -227,16 +222,10 @@ def plans(draw: st.DrawFn) -> Plan:
     num_groups = draw(st.integers(2, 12))
     group = st.integers(0, num_groups - 1)
     episodes = draw(st.sampled_from([(), range(num_groups), range(num_groups // 2)]))
-    return Plan(
-        draw(st.integers(0, 2**32)),
-        num_groups,
-        draw(st.integers(1, 3)),
-        draw(st.integers(1, 3)),
-        draw(st.sets(group, max_size=2)),
-        draw(st.sets(group, max_size=2)).intersection(episodes),
-        episodes,
-        draw(st.sampled_from([0.0, 0.0, 0.02])),
-    )
+    seed, num_generators, num_workers = (draw(st.integers(*each)) for each in ((0, 2**32), (1, 3), (1, 3)))
+    ends_generator, ends_worker = (draw(st.sets(group, max_size=2)) for _ in range(2))
+    sizes, cut_off = (num_groups, num_generators, num_workers), draw(st.sampled_from([0.0, 0.0, 0.02]))
+    return Plan(seed, *sizes, ends_generator, ends_worker.intersection(episodes), episodes, cut_off)
 
 
 def check(plan: Plan, folder: Path) -> None:

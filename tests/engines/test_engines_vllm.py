@@ -3,10 +3,11 @@
 There is one engine for a Qwen2 with tied embeddings, one for a TransformerLM without, and one for a Qwen3-MoE,
 which transformers holds under other names and in other shapes than its checkpoint; each runs through `_record`
 once, and the tests check the record. Weights come whole, as a delta, and by wires: to the Generator, and
-to vLLM's worker in chunks, as with `nccl`, here over gloo.
+to vLLM's worker in chunks, as with `nccl`, here over gloo. One more engine keeps keys and values at a sync.
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from builders import (
     TEST_ENGINE,
     TinyModel,
     logprob_error,
+    logprobs_over_kept_cache,
     make_settings,
     perturb,
     plain_rows,
@@ -92,14 +94,8 @@ def record(request: pytest.FixtureRequest, tiny_model: TinyModel, tiny_moe: Path
 
 
 def config_of_vllm(model: dict[str, str] | None = None, **sections: dict[str, Any]) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"tiny": {}, **(model or {"dtype": "float32"})},
-            "task": {"kind": "sorting"},
-            "generator": TEST_ENGINE,
-            **sections,
-        }
-    )
+    given = {"model": {"tiny": {}, **(model or {"dtype": "float32"})}, "task": {"kind": "sorting"}}
+    return Config.model_validate({**given, "generator": TEST_ENGINE, **sections})
 
 
 async def _record(config: Config, path: Path, models: list[PolicyModel]) -> Record:
@@ -313,3 +309,86 @@ def test_a_float32_head_over_bfloat16_before_and_after_a_sync(tiny_model: TinyMo
             }
             assert errors[version] < 0.05
             assert errors[1 - version] > 2 * errors[version]
+
+
+# ---- `weight_sync.recompute_kv: false`: keys and values are kept, and no version shares another's ----
+
+# The longer one fills a block of vLLM's prefix cache (128 tokens on a CPU).
+TWO_PROMPTS = [tuple(range(40, 240)), (60, 61, 62)]
+SHORT = make_settings(num_samples=2, temperature=0.7, max_tokens=12, end_token_ids=ENDS)
+KeptRecord = tuple[list[Any], dict[int, Groups], Groups]
+
+
+@pytest.fixture(scope="module")
+def kept_record(tiny_model: TinyModel) -> KeptRecord:
+    """The models by version, groups by their only version, and those that a sync interrupted.
+
+    The groups of the last version were requested while the sync began that brought it.
+    """
+    pytest.importorskip("vllm")
+    path = str(tiny_model(tied=False, hidden_size=64, own=True))
+    models = [load_policy(path) for _ in range(5)]
+    for version in range(1, 5):
+        perturb(models[version], seed=version, scale=0.1)
+    config = config_of_vllm(weight_sync={"recompute_kv": False})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_PLUGINS", "")  # as in a checkout that is not installed, which has no entry points
+        return models, *asyncio.run(_record_kept(config, path, models))
+
+
+async def _record_kept(config: Config, path: str, models: list[Any]) -> tuple[dict[int, Groups], Groups]:
+    engine = make_engine(config, path, max_model_len=384, seed=0)
+
+    def ask(settings: Any) -> "asyncio.Future[list[tuple[Completion, ...]]]":
+        return asyncio.gather(*(engine.generate(prompt, settings) for prompt in TWO_PROMPTS))
+
+    during: list[asyncio.Future[Groups]] = []
+    try:
+        await engine.start(0)
+        pure = {0: await ask(SHORT)}
+        await _sync_kept(engine, models[1], 1)
+        pure[1] = await ask(SHORT)
+        for version, delay_s in ((2, 0.2), (3, 0.05), (4, 1.0)):  # whatever the machine's speed
+            running = ask(LONG)
+            await asyncio.sleep(delay_s)
+            await _sync_kept(engine, models[version], version, lambda: during.append(ask(SHORT)))
+            interrupted, of_new = await running, await during[-1]
+            if all(len(np.unique(c.versions)) == 2 for group in interrupted for c in group):
+                break
+        return {**pure, version: of_new}, interrupted
+    finally:
+        await engine.shutdown()
+
+
+async def _sync_kept(engine: Engine, model: Any, version: int, ask: Callable[[], Any] = lambda: None) -> None:
+    await engine.stage(pack_weights(model.named_parameters(), version, torch.float32))
+    pausing = asyncio.create_task(engine.pause())
+    await asyncio.sleep(0)  # it has begun to pause
+    ask()
+    await pausing
+    await engine.load()
+    await engine.finish(version)
+    await engine.resume()
+
+
+def test_requests_use_no_prefix_of_another_version(kept_record: KeptRecord) -> None:
+    """The same prompts, one longer than a block of the cache, before a sync, after it, and during another."""
+    models, pure, _ = kept_record
+    assert len(pure) == 3
+    for version, groups in pure.items():
+        for prompt, group in zip(TWO_PROMPTS, groups, strict=True):
+            for completion in group:
+                assert (completion.versions == version).all()
+                assert logprob_error(models[version], prompt, completion, SHORT).max() < ROUNDING
+
+
+def test_running_requests_continue_on_the_keys_and_values_that_they_have(kept_record: KeptRecord) -> None:
+    models, _, interrupted = kept_record
+    for prompt, group in zip(TWO_PROMPTS, interrupted, strict=True):
+        for completion in group:
+            old, new = np.unique(completion.versions)
+            assert new == old + 1
+            expected = logprobs_over_kept_cache(models, prompt, completion, LONG)
+            assert np.abs(expected - completion.logprobs).max() < ROUNDING
+            anew = logprob_error(models[new], prompt, completion, LONG)
+            assert anew[completion.versions == new].max() > max(1e-3, 2 * ROUNDING)
