@@ -135,9 +135,8 @@ def test_the_image_has_the_pinned_versions() -> None:
     for _, group in pods():
         (container,) = group["template"]["spec"]["containers"]
         assert (container["image"], container["workingDir"]) == (tag, workdir())
-    copied = [
-        name for line in re.findall(r"^COPY --chown=\S+ (.+) \S+$", dockerfile, re.M) for name in line.split()
-    ]
+    lines = re.findall(r"^COPY --chown=\S+ (.+) \S+$", dockerfile, re.M)
+    copied = [name for line in lines for name in line.split()]
     assert {"grpo_ray", "configs", "requirements", project["readme"]} <= set(copied)
     assert all((ROOT / name).exists() for name in copied)
 
@@ -242,9 +241,8 @@ def slurm(tmp_path: Path) -> Slurm:
             "SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "node-[a-c]", "SLURM_SUBMIT_DIR": str(tmp_path),
             "SLURM_CPUS_PER_TASK": "32", "SLURM_GPUS_ON_NODE": "4", "FAKE_SIGNAL": signal,
         }  # fmt: skip
-        done = subprocess.run(
-            ["bash", LAUNCH / "slurm.sh", *arguments], cwd=tmp_path, env=environment, timeout=600
-        )
+        command = ["bash", LAUNCH / "slurm.sh", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, timeout=600)
         calls = (tmp_path / "calls").read_text().splitlines() if (tmp_path / "calls").exists() else []
         return done.returncode, [line.split("|") for line in calls]
 

@@ -147,9 +147,8 @@ print("the end", file=sys.stderr, flush=True)
 @pytest.mark.slow
 def test_a_log_is_bounded_and_holds_the_newest_output_of_all_processes(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "generator-0.log"
-    subprocess.run(
-        [sys.executable, "-c", ACTOR.replace("LIMIT", str(LIMIT)), str(log)], check=True, timeout=600
-    )
+    command = [sys.executable, "-c", ACTOR.replace("LIMIT", str(LIMIT)), str(log)]
+    subprocess.run(command, check=True, timeout=600)
     assert sorted(path.name for path in log.parent.iterdir()) == ["generator-0.log", "generator-0.log.1"]
     # 300 kB and more were written. A file exceeds the limit by what is written between two looks at it.
     assert log.stat().st_size < 4 * LIMIT

@@ -20,6 +20,8 @@ PICKLING_COLLECTIVES = {
     "recv_object_list", "broadcast_obj", "all_gather_obj", "send_obj", "recv_obj", "StatelessProcessGroup",
     "async_save",
 }  # fmt: skip
+RUN_CODE = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "torch.load"}
+RUN_CODE |= {"yaml.unsafe_load", "yaml.full_load", "yaml.load_all"}
 OPTIONS = ("Loader", "storage_reader", "no_dist", "shell", "allow_pickle", "trust_remote_code")
 
 
@@ -37,20 +39,15 @@ def problems_in(source: str) -> list[str]:
     for call in (node for node in nodes if isinstance(node, ast.Call)):
         name = ast.unparse(call.func)
         options = {each.arg: ast.unparse(each.value) for each in call.keywords if each.arg in OPTIONS}
-        if name in ("eval", "exec", "compile", "__import__", "os.system", "os.popen", "torch.load"):
-            found.append(name)
-        if name in ("yaml.unsafe_load", "yaml.full_load", "yaml.load_all"):
+        if name in RUN_CODE or name.split(".")[-1] in PICKLING_COLLECTIVES:
             found.append(name)
         if name == "yaml.load" and options.get("Loader") not in safe_loaders:
             found.append(name)
-        if name.split(".")[-1] in PICKLING_COLLECTIVES:
-            found.append(name)
         if name == "load" and "storage_reader" in options and options.get("no_dist") != "True":
             found.append(f"{name}(no_dist=...)")  # its ranks send each other plans as pickles
-        if options.get("shell", "False") != "False":
-            found.append(f"{name}(shell=...)")
-        if options.get("allow_pickle", "False") != "False":
-            found.append(f"{name}(allow_pickle=...)")
+        for option in {"shell", "allow_pickle"} & options.keys():
+            if options[option] != "False":
+                found.append(f"{name}({option}=...)")
         if options.get("trust_remote_code") == "True":
             found.append(f"{name}(trust_remote_code=True)")
         takes_it = (name.startswith("Auto") and name.endswith(".from_pretrained")) or name == "AsyncEngineArgs"

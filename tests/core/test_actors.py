@@ -88,9 +88,8 @@ def test_raw_rewards_of_a_group_of_correct_answers_are_a_signal() -> None:
 
 def test_long_responses_lose_advantage_but_no_reward() -> None:
     """The last 4 of 16 tokens cost up to 0.5: 12 tokens cost nothing, 14 half of it, 16 or more all of it."""
-    config = AlgorithmConfig(
-        samples_per_prompt=4, advantage="mean", overlong_buffer_tokens=4, overlong_penalty=0.5
-    )
+    long = {"overlong_buffer_tokens": 4, "overlong_penalty": 0.5}
+    config = AlgorithmConfig(samples_per_prompt=4, advantage="mean", **long)
     scored = score(config, ["01258"] * 4, lengths=[12, 14, 16, 3])
     assert scored.rewards.tolist() == [1, 1, 1, 1]
     worth = np.array([1, 0.75, 0.5, 1])
@@ -200,9 +199,8 @@ async def test_groups_tokens_and_seconds() -> None:
     assert await generate_s(generator) == 0.0  # idle so far
 
     started = time.perf_counter()
-    two = [
-        asyncio.create_task(generator.generate(make_item(i), make_settings(num_samples=4))) for i in range(2)
-    ]
+    settings = make_settings(num_samples=4)
+    two = [asyncio.create_task(generator.generate(make_item(i), settings)) for i in range(2)]
     await asyncio.sleep(0.1)
     assert "2 groups running" in repr(generator)
     asked = time.perf_counter()

@@ -473,10 +473,10 @@ def test_the_scale_of_the_gradient_is_measured_where_the_loss_alone_makes_it(mak
     sequences = sequences_of(make_batch(learner, noise=0.0)[:1])
     sums = learner.accumulate_gradient(sequences)
     assert sums["gradient_sum"] == pytest.approx(sums["plain_gradient_sum"], rel=1e-4)
-    ones = [np.ones(s.num_sampled, np.float32) for s in sequences]
-    selected = [
-        replace(s, token_weights=one, token_penalties=one) for s, one in zip(sequences, ones, strict=True)
-    ]
+    selected = []
+    for s in sequences:
+        ones = np.ones(s.num_sampled, np.float32)
+        selected.append(replace(s, token_weights=ones, token_penalties=ones))
     assert "gradient_sum" not in learner.accumulate_gradient(selected)
     for bent in ({"loss": "vespo"}, {"loss": "dppo_tv", "loss_options": {"kl_tau": 1.0}}):
         assert "gradient_sum" not in make_learner(algorithm=bent).accumulate_gradient(sequences)

@@ -125,10 +125,8 @@ def trained_tokens(group: RolloutGroup) -> list[tuple[int, int]]:
         assert isinstance(episode, Episode)
         for part in episode.sequences:
             mask = episode.mask[part.start : part.end]
-            ids, versions = (
-                array[part.start : part.end][mask] for array in (episode.token_ids, episode.versions)
-            )
-            found += zip(ids.tolist(), versions.tolist(), strict=True)
+            own = (values[part.start : part.end][mask] for values in (episode.token_ids, episode.versions))
+            found += zip(*(values.tolist() for values in own), strict=True)
     return found
 
 

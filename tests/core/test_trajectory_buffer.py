@@ -35,9 +35,9 @@ def ids(groups: tuple[ScoredGroup, ...]) -> list[int]:
 
 
 async def take(
-    buffer: TrajectoryBuffer, step: int, *group_ids: int, dropped: Sequence[int] = (), oldest_version: int = 0
+    buffer: TrajectoryBuffer, step: int, *group_ids: int, dropped: Sequence[int] = ()
 ) -> tuple[TrainBatch, BatchFacts]:
-    return await asyncio.wait_for(buffer.take(step, group_ids, dropped, oldest_version), 120)
+    return await asyncio.wait_for(buffer.take(step, group_ids, dropped, 0), 120)
 
 
 async def held(buffer: TrajectoryBuffer) -> list[int]:
@@ -111,9 +111,8 @@ def test_rollout_metrics_by_hand() -> None:
 
 def test_entropy_is_that_of_all_sampled_tokens_and_absent_without_logprobs() -> None:
     """Groups without signal count as well; tokens without a logprob do not."""
-    mixed = make_group(
-        make_item(0), [make_completion([5, 6], [-1.0, -2.0]), make_completion([7], [-0.3])], [1, 0]
-    )
+    completions = [make_completion([5, 6], [-1.0, -2.0]), make_completion([7], [-0.3])]
+    mixed = make_group(make_item(0), completions, [1, 0])
     solved = make_group(make_item(1), [make_completion([5, 6, 7], [-0.1, np.nan, -np.inf])] * 2, [1, 1], [0, 0])
     entropy = rollout_metrics([mixed, solved], num_dropped=1)["policy/entropy"]
     assert entropy == pytest.approx((1.0 + 2.0 + 0.3 + 0.1 + 0.1) / 5)

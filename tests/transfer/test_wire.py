@@ -39,9 +39,9 @@ def tensors(version: int) -> list[tuple[str, torch.Tensor]]:
             (("embed", (700, 300)), ("bias", (3,)), ("empty", (0, 4)), ("head", (300, 500)))]  # fmt: skip
 
 
-def make_sender(timeout_s: float = 20.0, chunk_bytes: int = 300_000) -> Sender:
+def make_sender(timeout_s: float = 20.0) -> Sender:
     sync = {"transport": "collective", "phase_timeout_s": timeout_s}
-    return Sender(schedule_config(algorithm={}, weight_sync=sync), "127.0.0.1", CPU, chunk_bytes)
+    return Sender(schedule_config(algorithm={}, weight_sync=sync), "127.0.0.1", CPU, chunk_bytes=300_000)
 
 
 @pytest.fixture
@@ -283,6 +283,8 @@ def test_an_end_that_waits_for_one_that_never_comes_gives_up(who: str) -> None:
     started = time.monotonic()
     with pytest.raises(WireError, match="did not come"):
         sender.join_wire("a") if who == "sender" else Inbox().join(meeting)
+    with pytest.raises(WireError, match="no store at"):
+        replace(meeting, port=1).store()
     assert time.monotonic() - started < 120
 
 
@@ -295,12 +297,6 @@ def test_a_wire_dropped_while_it_is_joined_is_not_used(threads: ThreadPoolExecut
     sender.drop_wire("a")
     Inbox().join(meeting)
     assert "was dropped" in str(joining.exception(20))
-
-
-@pytest.mark.slow
-def test_no_store_is_an_error_that_says_where() -> None:
-    with pytest.raises(WireError, match="no store at"):
-        Meeting("127.0.0.1", 1, "a/1", "gloo", 1, 0.2, b"").store()
 
 
 def test_nothing_is_left_in_dev_shm_and_no_thread(threads: ThreadPoolExecutor) -> None:

@@ -71,15 +71,12 @@ def receive(quantization: str | None, parameters: set[str], loaded: set[str]) ->
     engine.receive_weights(None)
 
 
-def test_scales_of_a_quantized_model_are_in_no_snapshot_and_its_weights_are() -> None:
+def test_every_parameter_is_needed_but_for_the_scales_of_a_quantized_model() -> None:
     made_here = {"q.weight_scale", "q.input_scale", "attn.k_scale", "experts.w13_weight_scale", "q.g_idx"}
     receive("fp8", LOADED | made_here, LOADED)
     for lost in sorted(LOADED):
         with pytest.raises(ValueError, match=f"nothing for .*{lost}"):
             receive("fp8", LOADED | made_here, LOADED - {lost})
-
-
-def test_a_model_as_it_is_needs_every_parameter() -> None:
     receive(None, LOADED, LOADED)
     with pytest.raises(ValueError, match=r"nothing for \['q.scale'\]"):
         receive(None, LOADED | {"q.scale"}, LOADED)
