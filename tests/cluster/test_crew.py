@@ -117,6 +117,9 @@ async def test_the_answer_and_the_bulk_are_the_first_ranks_once_all_have_answere
     assert not call.done()
     ranks[1].answer("snapshot", 1)
     assert (bulk, await call) == ("the weights of learner-0", 0)
+    call = ranks.crew.train_step()
+    ranks.answer("train_step", 5, 6, 7)
+    assert await call == 5
     assert not ranks.are_killed
 
 
