@@ -95,7 +95,9 @@ def test_a_run_on_two_nodes(two_nodes: dict[str, str], tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     assert "step    8/8" in result.stdout  # the log was followed
     run = RunDirectory(tmp_path / "job")
-    assert [row["step"] for row in read_metrics(run.metrics_path)] == list(range(1, 9))
+    metrics = read_metrics(run.metrics_path)
+    assert [row["step"] for row in metrics] == list(range(1, 9))
+    assert max(row["lag/max"] for row in metrics) <= 1
 
     generators = [a for a in state_of(two_nodes, "actors") if a["class_name"] == "Generator"]
     assert len(generators) == 2

@@ -388,7 +388,7 @@ def test_updates_that_are_not_finite_are_skipped_and_several_in_a_row_end_the_ru
 
 
 @pytest.mark.slow
-def test_an_error_in_a_validation_leaves_its_run(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_after_an_error_in_validation(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step of that version has a line, as the checkpoint of a later one needs."""
     config = make_config("weight_sync.max_lag=2", "evaluation.every_num_steps=2")
     evaluate, train_step = Validation.evaluate, Learner.train_step

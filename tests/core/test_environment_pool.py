@@ -108,8 +108,10 @@ async def test_a_worker_that_dies_is_replaced_and_the_group_has_the_same_seed_ag
         with pytest.raises(DataLost, match="environment-0 died: killed"):
             await pool.play()
         assert await pool.play() == ("group 7", 12)
+        pool.pool.fail(first, "told late, after its replacement")
+        assert await pool.play() == ("group 7", 12)
     second = pool.actors.environments["environment-0"]
-    assert first.seeds == second.seeds
+    assert [*first.seeds, *first.seeds] == second.seeds
     assert pool.actors.starts == {"environment-0": 2}
     (failed,), (back,) = pool.events("environment_failed"), pool.events("environment_back")
     assert "environment-0 died: killed; it is replaced" in failed

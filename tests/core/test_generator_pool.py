@@ -83,8 +83,11 @@ class FakeClient:
     def look_up(self, *_: Any) -> Any:
         return "logprobs", self._actors.ask("look_up")
 
-    def __getattr__(self, call: str) -> Any:  # sleep, wake
-        return lambda: self._actors.ask(call)
+    def sleep(self) -> Any:
+        return self._actors.ask("sleep")
+
+    def wake(self) -> Any:
+        return self._actors.ask("wake")
 
 
 class FakeWeightSync:
