@@ -30,7 +30,8 @@ from grpo_ray.watch.learner_metrics import add, mean_metrics
 AGGREGATIONS = [name for name in get_args(Aggregation) if name != "prompt_mean"]  # that needs row_tokens
 
 
-def test_masked_mean_by_hand():
+def test_masked_reductions_by_hand():
+    """The mask is bool or 0/1."""
     tensor = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
     mask = torch.tensor([[True, False, True], [False, False, True]])
     assert masked_mean(tensor, mask).item() == pytest.approx(10 / 3)
@@ -38,11 +39,7 @@ def test_masked_mean_by_hand():
     torch.testing.assert_close(
         masked_mean(tensor, mask, dim=0), torch.tensor([1.0, torch.nan, 4.5]), equal_nan=True
     )
-
-
-def test_masked_normalize_by_hand():
-    tensor = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    mask = torch.tensor([[1, 0, 1], [0, 0, 1]])
+    mask = mask.int()
     assert masked_normalize(tensor, mask, constant_normalizer=4.0).item() == 2.5
     assert masked_normalize(tensor, mask, dim=1, constant_normalizer=2.0).tolist() == [2.0, 3.0]
     assert masked_normalize(tensor, mask, dim=0).tolist() == [1.0, 0.0, 9.0]
@@ -76,24 +73,20 @@ def test_aggregation_by_hand(aggregation, expected):
     assert aggregate_loss(per_token_loss, mask, aggregation, denominator).item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("denominator", [0.0, -1.0, float("nan")])
-def test_a_denominator_that_cannot_be_a_count_is_refused(denominator):
-    with pytest.raises(ValueError, match="denominator"):
-        aggregate_loss(torch.ones(1, 1), torch.ones(1, 1), "token_mean", denominator)
-
-
-def test_an_unknown_aggregation_lists_the_allowed():
-    with pytest.raises(ValueError, match=r"'mean'.*sequence_mean, token_mean, constant"):
-        aggregate_loss(torch.ones(1, 1), torch.ones(1, 1), "mean", 1.0)
+def test_bad_arguments_are_refused() -> None:
+    one = torch.ones(1, 1)
+    for arguments, message in (
+        (("token_mean", 0.0), "denominator"),
+        (("token_mean", -1.0), "denominator"),
+        (("token_mean", math.nan), "denominator"),
+        (("mean", 1.0), r"'mean'.*sequence_mean, token_mean, constant"),
+        (("prompt_mean", 1.0), "prompt_mean needs row_tokens"),
+        (("prompt_mean", 1.0, one), r"must be \[batch\] = \[1\], got \[1, 1\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            aggregate_loss(one, one, *arguments)
     with pytest.raises(ValueError, match=r"'mean'.*sequence_mean, token_mean, constant"):
         loss_denominator("mean", 1, 1, 1)
-
-
-def test_a_mean_per_prompt_needs_the_tokens_of_each_prompt() -> None:
-    with pytest.raises(ValueError, match="prompt_mean needs row_tokens"):
-        aggregate_loss(torch.ones(1, 1), torch.ones(1, 1), "prompt_mean", 1.0)
-    with pytest.raises(ValueError, match=r"must be \[batch\] = \[1\], got \[1, 1\]"):
-        aggregate_loss(torch.ones(1, 1), torch.ones(1, 1), "prompt_mean", 1.0, torch.ones(1, 1))
 
 
 # ---- the gradient at every token ----
@@ -284,7 +277,7 @@ def test_extreme_ratios_are_finite_and_nan_of_the_learner_is_not_hidden(correcti
 
 
 def test_effective_sample_size_by_hand():
-    """Weights 1, 1, 4: (1 + 1 + 4)^2 / (3 * 18) = 2/3."""
+    """Weights 1, 1, 4: (1 + 1 + 4)^2 / (3 * 18) = 2/3; of equal weights 1, and where one of two rules 1/2."""
     ratios = torch.tensor([[1.0, 4.0, 3.0], [1.0, 7.0, 7.0]], dtype=torch.float64)
     behaviour = torch.full((2, 3), -1.0, dtype=torch.float64)
     learner = behaviour + ratios.log()
@@ -298,9 +291,6 @@ def test_effective_sample_size_by_hand():
     assert sums["num_weights"].item() == 3
     fraction = effective_sample_fraction(**{name: value.item() for name, value in sums.items()})
     assert fraction == pytest.approx(2 / 3)
-
-
-def test_effective_sample_fraction_at_its_ends():
     assert effective_sample_fraction(3 * 0.7, 3 * 0.49, 3) == pytest.approx(1.0)  # equal weights
     one_rules = effective_sample_sums(torch.tensor([[30.0, 0.0]]), torch.zeros(1, 2), torch.ones(1, 2))
     fraction = effective_sample_fraction(**{name: value.item() for name, value in one_rules.items()})
