@@ -33,15 +33,9 @@ class LetterTokenizer:
 def tiny_llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=19,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        initializer_range=0.5,
-    )
+        vocab_size=19, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32, initializer_range=0.5,
+    )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 
 
@@ -108,9 +102,7 @@ def test_tokenize_by_hand():
     assert result["response_mask"].tolist() == [[False, True, True, True], [True, False, False, False]]
     assert result["response_mask"].dtype == torch.bool
     assert result["input_ids"].dtype == torch.long
-
-
-def test_tokenize_empty_prompt_and_empty_output():
+    # An empty prompt, and an empty output.
     result = tokenize_prompt_and_output(["", "ab"], ["abc", ""], LetterTokenizer())
     assert result["labels"].tolist() == [[2, 3], [2, 0]]  # nothing predicts the very first token
     assert result["response_mask"].tolist() == [[True, True], [False, False]]
@@ -293,11 +285,8 @@ def test_a_temperature_that_is_not_positive_is_refused(temperature: float) -> No
 
 
 def test_bfloat16_is_computed_in_float32_from_the_logits_on() -> None:
-    hidden, weight, labels, is_ruled_out = (
-        x.detach().bfloat16() if x.is_floating_point() else x for x in inputs(torch.float32)
-    )
-    for tensor in (hidden, weight):
-        tensor.requires_grad_()
+    hidden, weight, labels, is_ruled_out = inputs(torch.float32)
+    hidden, weight = (x.detach().bfloat16().requires_grad_() for x in (hidden, weight))
     found = chunked_log_probs(hidden, weight, labels, 0.7, ENDS, is_ruled_out, 4 * VOCAB * 8)
     expected = plain(hidden, weight, labels, 0.7, is_ruled_out)
     assert found[0].dtype == torch.float32

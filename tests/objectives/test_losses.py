@@ -77,15 +77,13 @@ def test_a_missing_argument_is_named(loss_type, missing):
 
 
 def test_misspelt_options_are_refused():
-    policy = torch.tensor([[-1.0, -1.0]])
-    arguments = {"advantages": torch.ones(1, 1), "old_log_probs": policy - 0.1}
+    one = torch.ones(1, 1)
     misspelt = Objective("dppo_tv", loss_options={"dleta": 0.01})
-    with pytest.raises(
-        ValueError, match=r"dppo_tv has no option 'dleta'; it takes cap, delta, delta_high, kl_tau"
-    ):
-        misspelt.policy_gradient_loss(policy, torch.ones(1, 2), *arguments.values())
+    takes = "dppo_tv has no option 'dleta'; it takes cap, delta, delta_high, kl_tau"
+    with pytest.raises(ValueError, match=takes):
+        misspelt.policy_gradient_loss(one, one, one, one)
     with pytest.raises(ValueError, match="has no option 'tua'"):
-        compute_policy_gradient_loss(policy, "sapo", **arguments, tua=1.0)
+        compute_policy_gradient_loss(one, "sapo", advantages=one, old_log_probs=one, tua=1.0)
 
 
 @pytest.mark.parametrize(
@@ -108,13 +106,16 @@ def test_an_objective_refuses_what_it_would_ignore(arguments, message):
         Objective(**({"loss_type": "grpo_clip"} | arguments))
 
 
-def test_an_unknown_loss_type_lists_the_allowed():
+def test_unknown_names_list_the_allowed_and_a_dual_clip_is_above_one():
     with pytest.raises(ValueError, match=rf"'ppo'.*{', '.join(get_args(LossType))}"):
         compute_policy_gradient_loss(torch.ones(1, 1), "ppo")
     with pytest.raises(ValueError, match="unknown correction 'truncate_tokens'; allowed: truncate_token, "):
         Objective("unclipped", corrections=("truncate_tokens",))
     with pytest.raises(ValueError, match=r"must be \[batch, seq\], got \[1\]"):
         compute_naive_policy_gradient_loss(torch.ones(1), torch.ones(1))
+    for dual_clip in (1.0, -2.0, math.nan):
+        with pytest.raises(ValueError, match="dual_clip must be above 1"):
+            compute_grpo_clip_loss(*3 * [torch.ones(1, 1)], 0.2, None, dual_clip)
 
 
 @pytest.mark.parametrize("shape", [(3,), (1, 3), (3, 2), (1, 1)])
@@ -134,13 +135,6 @@ def test_shapes_that_would_broadcast_are_refused(shape):
         compute_policy_gradient_loss(
             log_probs, "reinforce_with_baseline", advantages=torch.ones(3, 1), response_mask=torch.ones(shape)
         )
-
-
-@pytest.mark.parametrize("dual_clip", [1.0, -2.0, math.nan])
-def test_a_dual_clip_that_is_not_above_one_is_refused(dual_clip):
-    column = torch.ones(1, 1)
-    with pytest.raises(ValueError, match="dual_clip must be above 1"):
-        compute_grpo_clip_loss(column, column, column, 0.2, None, dual_clip)
 
 
 @pytest.mark.parametrize("loss_type", get_args(LossType))
@@ -200,9 +194,6 @@ def test_a_loss_without_a_ratio_is_remarked_where_tokens_are_old(overrides, part
 # ---- one micro-batch: the tokens that are counted, what is refused instead of ignored, what is worked out ----
 
 
-CLIPRANGE = 0.2
-
-
 def test_clipped_tokens_are_told_apart_by_their_bound_and_counted_where_there_is_an_advantage():
     """Ratios 1, e^0.5, 1/e, e^2: with A > 0 the upper bound clips, with A < 0 the lower, with A = 0 none."""
     for advantage, dual_clip, expected in (
@@ -212,29 +203,33 @@ def test_clipped_tokens_are_told_apart_by_their_bound_and_counted_where_there_is
         (0, None, (0, 0, 0)),
     ):
         _, sums = policy_gradient_step(
-            torch.tensor([[0.0, 0.5, -1.0, 2.0]]),
-            torch.ones(1, 4),
-            objective=Objective("grpo_clip", "constant", CLIPRANGE, dual_clip=dual_clip),
-            denominator=4,
-            advantages=torch.tensor([[float(advantage)]]),
-            old_log_probs=torch.zeros(1, 4),
-        )
+            torch.tensor([[0.0, 0.5, -1.0, 2.0]]), torch.ones(1, 4),
+            objective=Objective("grpo_clip", "constant", 0.2, dual_clip=dual_clip), denominator=4,
+            advantages=torch.tensor([[float(advantage)]]), old_log_probs=torch.zeros(1, 4),
+        )  # fmt: skip
         assert tuple(sums[name].item() for name in ("num_ratios", "num_clipped", "num_clipped_low")) == expected
 
 
 def test_bad_arguments_are_refused():
-    log_probs, column = torch.zeros(2, 3), torch.ones(2, 1)
+    log_probs, mask, column = torch.zeros(2, 3), torch.ones(2, 3), torch.ones(2, 1)
     with pytest.raises(ValueError, match="gradient_accumulation_steps"):
-        grpo_microbatch_train_step(log_probs, torch.ones(2, 3), 0, "no_baseline", raw_rewards=column)
+        grpo_microbatch_train_step(log_probs, mask, 0, "no_baseline", raw_rewards=column)
     with pytest.raises(ValueError, match="response_mask"):
-        grpo_microbatch_train_step(log_probs, torch.ones(2, 1), 1, "no_baseline", raw_rewards=column)
-
-
-def test_a_selection_without_weights_is_refused():
-    arguments = {"advantages": torch.ones(1, 1), "old_log_probs": torch.zeros(1, 2)}
-    objective = Objective("grpo_clip", selection="top_entropy")
-    with pytest.raises(ValueError, match=r"top_entropy acts through weights.*SELECTIONS\['top_entropy'\]"):
-        policy_gradient_step(torch.zeros(1, 2), torch.ones(1, 2), objective=objective, **arguments)
+        grpo_microbatch_train_step(log_probs, column, 1, "no_baseline", raw_rewards=column)
+    for objective, message in (
+        (
+            Objective("grpo_clip", selection="top_entropy"),
+            r"top_entropy acts through weights.*SELECTIONS\['top_entropy'\]",
+        ),
+        (
+            Objective("reinforce_with_baseline", "constant"),
+            r"maximum response length.*loss_denominator\('constant'",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            policy_gradient_step(
+                log_probs, mask, objective=objective, advantages=column, old_log_probs=log_probs
+            )
 
 
 def test_corrections_without_weights_are_refused():
@@ -271,22 +266,13 @@ def test_without_a_denominator_the_rows_are_the_whole_batch(aggregation):
     mask, row_tokens = torch.tensor([[1, 0], [1, 1], [1, 1], [0, 0]]), torch.tensor([3, 3, 2, 2])
     policy, advantages = torch.rand(4, 2), torch.tensor([[1.0], [-2.0], [3.0], [0.5]])
     arguments = {"advantages": advantages, "objective": Objective("reinforce_with_baseline", aggregation)}
-    expected = policy_gradient_step(
-        policy, mask, denominator=loss_denominator(aggregation, 4, 5, 8, 4), **arguments
-    )
+    denominator = loss_denominator(aggregation, 4, 5, 8, 4)
+    expected = policy_gradient_step(policy, mask, denominator=denominator, **arguments)
     assert policy_gradient_step(policy, mask, **arguments)[0] == expected[0]
     with pytest.raises(ValueError, match="row_tokens needs denominator"):
         policy_gradient_step(policy, mask, row_tokens=row_tokens, **arguments)
     with pytest.raises(ValueError, match="penalties need old_log_probs"):
         policy_gradient_step(policy, mask, penalties=torch.ones(4, 2), **arguments)
-
-
-def test_a_constant_needs_its_denominator():
-    objective = Objective("reinforce_with_baseline", "constant")
-    with pytest.raises(ValueError, match=r"maximum response length.*loss_denominator\('constant'"):
-        policy_gradient_step(
-            torch.zeros(1, 2), torch.ones(1, 2), objective=objective, advantages=torch.ones(1, 1)
-        )
 
 
 def test_a_token_without_an_old_logprob_has_no_penalty_in_a_loss_without_a_ratio():
@@ -312,11 +298,8 @@ def select(name: str, entropies: np.ndarray | None = None, seed: int = 0, **opti
     return weights.tolist(), penalties.tolist()
 
 
-def test_the_table_has_every_name_of_the_configuration() -> None:
-    assert ("none", *SELECTIONS) == get_args(TokenSelection)
-
-
 def test_top_entropy_keeps_a_share_of_the_tokens() -> None:
+    assert ("none", *SELECTIONS) == get_args(TokenSelection)
     entropies = np.array([0.1, 0.4, 0.2, 0.3], np.float32)
     assert select("top_entropy", entropies, share=0.5) == ([0, 1, 0, 1], [0] * 4)
     assert select("top_entropy", entropies, share=0.25) == ([0, 1, 0, 0], [0] * 4)
@@ -341,15 +324,11 @@ def test_kl_cov_holds_the_largest_back() -> None:
 def test_a_penalty_is_added_by_hand() -> None:
     """2 * |0.5| + 3 * |-0.25|, over 4; its gradient has the sign of the drift."""
     policy = torch.tensor([[-0.5, -1.25, -1.0]], requires_grad=True)
+    objective = Objective("reinforce_with_baseline", "constant", selection="kl_cov")
     loss, _ = policy_gradient_step(
-        policy,
-        torch.ones(1, 3),
-        objective=Objective("reinforce_with_baseline", "constant", selection="kl_cov"),
-        denominator=4.0,
-        advantages=torch.zeros(1, 1),
-        old_log_probs=torch.tensor([[-1.0, -1.0, torch.nan]]),
-        penalties=torch.tensor([[2.0, 3.0, 5.0]]),
-    )
+        policy, torch.ones(1, 3), objective=objective, denominator=4.0, advantages=torch.zeros(1, 1),
+        old_log_probs=torch.tensor([[-1.0, -1.0, torch.nan]]), penalties=torch.tensor([[2.0, 3.0, 5.0]]),
+    )  # fmt: skip
     assert loss.item() == pytest.approx((2 * 0.5 + 3 * 0.25) / 4)
     loss.backward()
     assert policy.grad is not None

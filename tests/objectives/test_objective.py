@@ -250,6 +250,9 @@ def test_what_fits_is_accepted(changes: dict[str, Any]) -> None:
     check_algorithm(config_of(**changes))
 
 
+TRUNCATED = {"loss": "no_baseline", "off_policy_correction": "truncate_token"}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -270,64 +273,39 @@ def test_what_fits_is_accepted(changes: dict[str, Any]) -> None:
         ({"loss_options": {"tau": 1}}, r"algorithm\.loss: grpo_clip has no argument 'tau'; it takes none"),
         ({"loss_options": {"cliprange": 1}}, r"loss_options: cliprange is a field .* set algorithm\.cliprange"),
         ({"off_policy_correction": "opsm"}, r"opsm needs delta; give algorithm\.correction_options: \{delta: "),
-        (
-            {"correction_options": {"delta": 1}},
-            r"no correction in effect has an argument 'delta'; they take no",
-        ),
-        (
-            {"off_policy_correction": "veto", "correction_options": {"delta": 1}},
-            r"no correction in effect has an argument 'delta'; they take threshold",
-        ),
-        (
-            {"off_policy_correction": "veto", "correction_options": {"threshold": "x"}},
-            r"algorithm\.off_policy_correction: veto has threshold='x': input should be a valid number",
-        ),
-        (
-            {"off_policy_correction": "veto", "correction_options": {"band": 1}},
-            r"correction_options: band is a field of its own; set algorithm\.correction_band",
-        ),
+        ({"correction_options": {"delta": 1}}, "no correction in effect has an argument 'delta'; they take no"),
+        ({"off_policy_correction": "veto", "correction_options": {"delta": 1}},
+         r"no correction in effect has an argument 'delta'; they take threshold"),
+        ({"off_policy_correction": "veto", "correction_options": {"threshold": "x"}},
+         r"algorithm\.off_policy_correction: veto has threshold='x': input should be a valid number"),
+        ({"off_policy_correction": "veto", "correction_options": {"band": 1}},
+         r"correction_options: band is a field of its own; set algorithm\.correction_band"),
         ({"loss": "sapo", "loss_options": {"tau": 0}}, r"sapo has tau=0: input should be greater than 0"),
         ({"loss": "dppo_tv", "loss_options": {"kl_tau": -1}}, r"kl_tau=-1: input should be greater than or"),
         ({"loss": "vespo", "loss_options": {"decay": -3}}, r"decay=-3: input should be greater than 0"),
-        (
-            {"token_selection": "top_entropy", "selection_options": {"share": 20}},
-            r"algorithm\.token_selection: top_entropy has share=20: input should be less than or equal to 1",
-        ),
+        ({"token_selection": "top_entropy", "selection_options": {"share": 20}},
+         r"algorithm\.token_selection: top_entropy has share=20: input should be less than or equal to 1"),
         ({"selection_options": {"share": 0.1}}, r"token_selection is `none`, which takes none"),
-        (
-            {"token_selection": "top_entropy", "selection_options": {"low": 1}},
-            r"token_selection: top_entropy has no argument 'low'; it takes share",
-        ),
+        ({"token_selection": "top_entropy", "selection_options": {"low": 1}},
+         r"token_selection: top_entropy has no argument 'low'; it takes share"),
         ({"token_selection": "clip_cov", "selection_options": {"low": 5.0}}, r"low is 5\.0 and high 5\.0; "),
-        (
-            {
-                "loss": "no_baseline",
-                "off_policy_correction": "truncate_token",
-                "correction_options": {"floor": 5},
-            },
-            r"truncate_token: floor is 5, above algorithm\.correction_cap, which is 2",
-        ),
-        (
-            {"loss": "no_baseline", "off_policy_correction": "truncate_token", "correction_band": (0.9, 1.1)},
-            r"algorithm\.correction_band: no correction in effect has a band",
-        ),
-        (
-            {"correction_cap": 7.0},
-            r"algorithm\.correction_cap: no correction in effect has a cap; leave it out",
-        ),
+        ({**TRUNCATED, "correction_options": {"floor": 5}},
+         r"truncate_token: floor is 5, above algorithm\.correction_cap, which is 2"),
+        ({**TRUNCATED, "correction_band": (0.9, 1.1)},
+         r"algorithm\.correction_band: no correction in effect has a band"),
+        ({"correction_cap": 7.0},
+         r"algorithm\.correction_cap: no correction in effect has a cap; leave it out"),
         ({"loss": ":plain", "cliprange": 0.1}, r"loss `.*:plain` has no option 'cliprange'; it takes none"),
         ({"loss": ":spo", "cliprange_high": 0.5}, r"has no option 'cliprange_high'; it takes cliprange, str"),
         ({"loss": ":spo", "dual_clip": 3.0}, r"has no option 'dual_clip'"),
         ({"off_policy_correction": ":negative"}, r"negative must return weights of at least 0"),
         ({"off_policy_correction": ":across"}, r"the weights of a correction must be \[batch, 1\]"),
         ({"off_policy_correction": ":alone"}, r"off_policy_correction: .*:alone fails on a small batch"),
-        (
-            {"loss": ":spo", "off_policy_correction": "truncate_token"},
-            r"algorithm\.loss: .*:spo: off_policy_correction weights tokens by proximal / behaviour",
-        ),
+        ({"loss": ":spo", "off_policy_correction": "truncate_token"},
+         r"algorithm\.loss: .*:spo: off_policy_correction weights tokens by proximal / behaviour"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_refused_with_its_field(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_algorithm(config_of(**changes))
