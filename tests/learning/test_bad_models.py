@@ -3,12 +3,13 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import TinyModel, change_weights, edit_json
+from builders import TinyModel, change_weights, changed, edit_json
 from tokenizers.processors import TemplateProcessing
 
 from grpo_ray.config import Config
@@ -32,13 +33,7 @@ def folder(tiny_model: TinyModel, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def of_folder(tiny_config: Config, folder: Path) -> Callable[..., Config]:
-    def config(**sections: dict[str, Any]) -> Config:
-        data = tiny_config.model_dump() | {"model": {"path": str(folder), "dtype": "float32"}}
-        for name, fields in sections.items():
-            data[name] |= fields
-        return Config.model_validate(data)
-
-    return config
+    return partial(changed, changed(tiny_config, model={"path": str(folder), "tiny": None}))
 
 
 def refusal(function: Callable[..., Any], *arguments: Any) -> str:
@@ -50,15 +45,14 @@ def refusal(function: Callable[..., Any], *arguments: Any) -> str:
 # ---- files ----
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-100], lambda data: b"", lambda data: b"x" * 1000])
-def test_damaged_weights_are_named(folder: Path, of_folder: Callable[..., Config], damage: Any) -> None:
-    (folder / WEIGHTS).write_bytes(damage((folder / WEIGHTS).read_bytes()))
-    message = refusal(check_files, of_folder())
-    assert f"model.path: {folder / WEIGHTS} is damaged or missing (" in message
-    assert "copy or download the model again" in message
-
-
-def test_missing_shards_are_named(folder: Path, of_folder: Callable[..., Config]) -> None:
+def test_damaged_weights_and_missing_shards_are_named(folder: Path, of_folder: Callable[..., Config]) -> None:
+    whole = (folder / WEIGHTS).read_bytes()
+    for damaged in (whole[:-100], b"", b"x" * 1000):
+        (folder / WEIGHTS).write_bytes(damaged)
+        message = refusal(check_files, of_folder())
+        assert f"model.path: {folder / WEIGHTS} is damaged or missing (" in message
+        assert "copy or download the model again" in message
+    (folder / WEIGHTS).write_bytes(whole)
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": WEIGHTS, "x": "model-2.safetensors"}}))
     assert f"{folder / 'model-2.safetensors'} is damaged or missing" in refusal(check_files, of_folder())
@@ -147,21 +141,21 @@ def test_a_stop_string_that_texts_leave_out_is_refused(folder: Path, of_folder: 
 # ---- vocabulary ----
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
+def test_end_tokens_or_a_tokenizer_beyond_the_models_vocabulary_are_refused(
     folder: Path, of_folder: Callable[..., Config]
 ) -> None:
+    end_tokens = folder / "generation_config.json"
+    written = end_tokens.read_bytes()
+    edit_json(end_tokens, eos_token_id=[0, 300])
+    message = refusal(check_files, of_folder())
+    assert "has the end tokens [300], but the model's vocab_size is 300; correct eos_token_id" in message
+    end_tokens.write_bytes(written)
     tokenizer = load_tokenizer(str(folder))
     tokenizer.add_tokens([f"<extra{i}>" for i in range(301 - len(tokenizer))])
     tokenizer.save_pretrained(folder)
     message = refusal(check_files, of_folder())
     assert f"the tokenizer of {str(folder)!r} has 301 tokens, but the model's vocab_size is 300" in message
     assert "resize the model with model.resize_token_embeddings(301)" in message
-
-
-def test_an_end_token_outside_the_vocabulary_is_refused(folder: Path, of_folder: Callable[..., Config]) -> None:
-    edit_json(folder / "generation_config.json", eos_token_id=[0, 300])
-    message = refusal(check_files, of_folder())
-    assert "has the end tokens [300], but the model's vocab_size is 300; correct eos_token_id" in message
 
 
 def test_a_padded_vocabulary_is_allowed_and_its_unknown_tokens_have_no_text(

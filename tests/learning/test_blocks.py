@@ -97,12 +97,9 @@ def num_products(learner: Learner) -> int:
     return products.number
 
 
-@pytest.mark.parametrize(("given", "expected"), [(True, "full"), (False, "none"), ("selective", "selective")])
-def test_booleans_of_earlier_files_are_accepted(given: object, expected: str) -> None:
-    assert LearnerConfig(gradient_checkpointing=given).gradient_checkpointing == expected
-
-
-def test_combination_that_cannot_work_is_refused() -> None:
+def test_booleans_of_earlier_files_are_accepted_and_a_combination_that_cannot_work_is_not() -> None:
+    for given, expected in ((True, "full"), (False, "none"), ("selective", "selective")):
+        assert LearnerConfig(gradient_checkpointing=given).gradient_checkpointing == expected
     with pytest.raises(ValueError, match=r"with learner\.compile choose none or full"):
         LearnerConfig(compile=True, gradient_checkpointing="selective")
 

@@ -176,9 +176,8 @@ def test_a_disk_that_fills_up_is_an_os_error_whoever_finds_it(
     is_model_written: bool, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     model, tokenizer = load_policy(str(tiny_model())), load_tokenizer(str(tiny_model()))
-    state = capture_state(
-        MasterWeights(model, torch.float32), torch.optim.AdamW(model.parameters()), {"version": 1}, {}
-    )
+    masters, optimizer = MasterWeights(model, torch.float32), torch.optim.AdamW(model.parameters())
+    state = capture_state(masters, optimizer, {"version": 1}, {})
     (tmp_path / "training").mkdir()
     if is_model_written:  # the disk fills up after the model's files, in tokenizer.json, which Rust writes
         (tmp_path / "config.json").write_text("{}")
@@ -188,7 +187,7 @@ def test_a_disk_that_fills_up_is_an_os_error_whoever_finds_it(
     assert caught.value.errno == errno.EFBIG
 
 
-def test_a_learner_on_the_cpu_of_a_gpu_node_does_not_touch_the_gpu(
+def test_a_capture_takes_over_the_memory_of_one_that_is_written_and_touches_no_gpu(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asking CUDA for its random state makes a context of some hundred MiB on the first GPU."""
@@ -198,13 +197,6 @@ def test_a_learner_on_the_cpu_of_a_gpu_node_does_not_touch_the_gpu(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", refuse)
-    model = load_policy(str(tiny_model()))
-    capture_state(
-        MasterWeights(model, torch.float32), torch.optim.AdamW(model.parameters()), {"version": 3}, {}
-    )
-
-
-def test_a_capture_takes_over_the_memory_of_one_that_is_written(tiny_model: TinyModel) -> None:
     model = load_policy(str(tiny_model(tied=True)))
     masters, optimizer = MasterWeights(model, torch.bfloat16), torch.optim.AdamW(model.parameters())
     first = capture_state(masters, optimizer, {"version": 1}, {})
