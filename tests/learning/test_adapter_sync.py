@@ -91,7 +91,7 @@ async def _sync(engine: Engine, model: PolicyModel, version: int) -> int:
 
 
 @pytest.mark.vllm
-def test_each_version_of_the_adapter_is_served_as_peft_computes_it(record: Record) -> None:
+def test_only_the_adapter_travels_and_each_version_is_served_as_peft_computes_it(record: Record) -> None:
     for version, groups in enumerate((record.initial, record.synced)):
         for prompt, group in zip(PROMPTS, groups, strict=True):
             for completion in group:
@@ -99,6 +99,8 @@ def test_each_version_of_the_adapter_is_served_as_peft_computes_it(record: Recor
                 assert logprob_error(record.models[version], prompt, completion, SETTINGS).max() < 1e-4
     prompt, completion = PROMPTS[0], record.synced[0][0]
     assert logprob_error(record.models[0], prompt, completion, SETTINGS).max() > 1e-3  # the versions do differ
+    trained = sum(p.numel() for p in record.models[0].parameters() if p.requires_grad)
+    assert trained * 4 <= record.num_bytes < trained * 4 + 64 * 28  # aligned; only the adapter travels
 
 
 @pytest.mark.vllm
@@ -111,12 +113,6 @@ def test_an_adapter_is_replaced_under_running_requests(record: Record) -> None:
             assert (np.diff(completion.versions) >= 0).all()
             assert logprob_error(old, prompt, completion, LONG)[is_old].max() < 1e-4
             assert logprob_error(new, prompt, completion, LONG)[~is_old].max() < 1e-4
-
-
-@pytest.mark.vllm
-def test_only_the_adapter_travels(record: Record) -> None:
-    trained = sum(p.numel() for p in record.models[0].parameters() if p.requires_grad)
-    assert trained * 4 <= record.num_bytes < trained * 4 + 64 * 28  # aligned
 
 
 @pytest.mark.parametrize(

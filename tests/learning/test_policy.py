@@ -215,11 +215,13 @@ def test_model_for_keywords_follows_from_its_pairs(warmed: Config, tmp_path: Pat
     assert tokenizer.decode(ids_of(tokenizer, " The tree falls.")) == " The tree falls."
 
 
-def test_task_without_warm_up_pairs_is_refused_first(warmed: Config) -> None:
+def test_task_without_warm_up_pairs_is_refused_first_and_so_is_a_chat(warmed: Config) -> None:
     part = {"task": {"kind": "file", "train_path": "missing.jsonl", "validation_path": "missing.jsonl"}}
     config = with_task(warmed, kind="mixture", parts={"a": part})
     with pytest.raises(ValueError, match=r"model\.tiny: it is built for .* kind sorting or .*, not mixture;"):
         check_files(config)
+    with pytest.raises(ValueError, match=r"task\.prompt: a tiny model has no chat template; choose"):
+        tiny_tokenizer(with_task(warmed, kind="sorting", prompt="chat"))
 
 
 def test_a_tiny_model_of_ones_own_questions_is_right_half_of_the_time(tmp_path: Path) -> None:
@@ -233,12 +235,9 @@ def test_a_tiny_model_of_ones_own_questions_is_right_half_of_the_time(tmp_path: 
     assert tagged.startswith(" </think> <answer> a")
 
 
-def test_tiny_model_has_no_chat_template(warmed: Config) -> None:
-    with pytest.raises(ValueError, match=r"task\.prompt: a tiny model has no chat template; choose"):
-        tiny_tokenizer(with_task(warmed, kind="sorting", prompt="chat"))
-
-
-def test_a_crash_midway_leaves_nothing_final(warmed: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_midway_leaves_nothing_final_and_a_model_that_another_run_finished_is_taken(
+    warmed: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def crash(self: object, folder: Path) -> None:
         assert (Path(folder) / "model.safetensors").exists()  # the model has been written
         raise KeyboardInterrupt
@@ -248,11 +247,8 @@ def test_a_crash_midway_leaves_nothing_final(warmed: Config, monkeypatch: pytest
         with pytest.raises(KeyboardInterrupt):
             tiny_model_folder(warmed)
     assert not list(cache_folder().glob("tiny-*"))
-    check_local_model(str(tiny_model_folder(warmed)))
-
-
-def test_model_that_another_run_finished_is_taken(warmed: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_model_folder(warmed)
+    check_local_model(str(folder))
     finished = folder.with_name("finished")
     folder.rename(finished)
 

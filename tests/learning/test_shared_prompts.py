@@ -235,20 +235,6 @@ PADDED = [
 ]
 
 
-def logprobs_of_layout(model: Any, config: Config) -> tuple[Layout, dict[str, str]]:
-    """Check the chosen layout's log-probabilities against the model's own; return the layout and its notes."""
-    layout, notes = choose_layout(model, config, ENDS)
-    sequences = random_sequences(3, SHAPES[:3])
-    with torch.no_grad():
-        found, _ = layout.log_probs(model, layout.collate(sequences))
-        for row, s in zip(found, sequences, strict=True):
-            tokens = torch.tensor([*s.prompt_token_ids, *s.response_token_ids.tolist()])[None]
-            logits = model(input_ids=tokens, use_cache=False).logits[0, len(s.prompt_token_ids) - 1 : -1]
-            expected = logits.log_softmax(-1).gather(-1, tokens[0, len(s.prompt_token_ids) :, None])[:, 0]
-            torch.testing.assert_close(row[: len(expected)], expected, atol=2e-5, rtol=0)
-    return layout, notes
-
-
 def random_model(config: PreTrainedConfig) -> Any:
     torch.manual_seed(0)
     model = _with_sdpa(AutoModelForCausalLM.from_config, config).eval()
@@ -270,23 +256,32 @@ def test_a_model_without_torchs_attention_has_its_own() -> None:
         _with_sdpa(make, "no such model")
 
 
-@pytest.mark.parametrize("architecture", SHARING, ids=lambda config: config.model_type)
-def test_architectures_that_share_prompts(architecture: PreTrainedConfig, tiny_config: Config) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [*((architecture, None) for architecture in SHARING), *PADDED],
+    ids=lambda case: getattr(case, "model_type", case or "shares"),
+)
+def test_architectures_share_prompts_or_have_a_reason(
+    architecture: PreTrainedConfig, reason: str | None, tiny_config: Config
+) -> None:
+    """The chosen layout's log-probabilities are the model's own."""
     config = changed(tiny_config, sampling={"min_tokens": 0, "temperature": 1.0})
-    layout, notes = logprobs_of_layout(random_model(architecture), config)
+    model, sequences = random_model(architecture), random_sequences(3, SHAPES[:3])
+    layout, notes = choose_layout(model, config, ENDS)
+    with torch.no_grad():
+        found, _ = layout.log_probs(model, layout.collate(sequences))
+        for row, s in zip(found, sequences, strict=True):
+            tokens = torch.tensor([*s.prompt_token_ids, *s.response_token_ids.tolist()])[None]
+            logits = model(input_ids=tokens, use_cache=False).logits[0, len(s.prompt_token_ids) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(-1, tokens[0, len(s.prompt_token_ids) :, None])[:, 0]
+            torch.testing.assert_close(row[: len(expected)], expected, atol=2e-5, rtol=0)
+    assert layout.shares_prompts == (reason is None)
+    if reason is not None:
+        assert reason in notes["prompts_not_shared"]
+        return
     assert notes == {}
-    assert layout.shares_prompts
-    assert layout.log_probs.is_chunked == (
-        architecture.model_type not in ("cohere", "granite")
-    )  # logits are scaled
-
-
-@pytest.mark.parametrize(("architecture", "reason"), PADDED, ids=lambda case: getattr(case, "model_type", case))
-def test_architectures_that_do_not(architecture: PreTrainedConfig, reason: str, tiny_config: Config) -> None:
-    config = changed(tiny_config, sampling={"min_tokens": 0, "temperature": 1.0})
-    layout, notes = logprobs_of_layout(random_model(architecture), config)
-    assert not layout.shares_prompts
-    assert reason in notes["prompts_not_shared"]
+    is_scaled = architecture.model_type in ("cohere", "granite")  # its logits
+    assert layout.log_probs.is_chunked == (not is_scaled)
 
 
 def test_an_attention_that_ignores_the_tree_is_noticed(tiny_config: Config, policy: Any) -> None:

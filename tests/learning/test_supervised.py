@@ -74,14 +74,11 @@ def test_a_conversation_has_the_templates_tokens_up_to_the_end_token(
     assert prompt.startswith("<|im_start|>system\nBe short.<|endoftext|>\n<|im_start|>user\nSort 312")
     assert prompt.count("It is 123") == 1  # earlier replies are no response
     assert response == "It is 123<|endoftext|>"
-    own = {"prompt": None, "response": None, "messages": [USER, REPLY]}  # as Parquet fills in what a row lacks
-    given = read(
-        tmp_path,
-        tokenizer,
+    rows = [
         {"prompt": "Sort 312", "response": "It is 123"},
-        own,
-        template=ChatTemplate("Be short."),
-    )
+        {"prompt": None, "response": None, "messages": [USER, REPLY]},  # as Parquet fills in what a row lacks
+    ]
+    given = read(tmp_path, tokenizer, *rows, template=ChatTemplate("Be short."))
     assert given[0] == given[1]
     assert texts(tokenizer, given[0])[0].startswith("<|im_start|>system\nBe short.")
 

@@ -100,16 +100,6 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[TransformerLM,
     return ours, load_policy(path)
 
 
-def test_logits_are_transformers(pair: tuple[TransformerLM, LlamaForCausalLM]) -> None:
-    ours, theirs = pair
-    assert isinstance(theirs, LlamaForCausalLM)
-    ids = make_ids(3, 20)
-    with torch.no_grad():
-        expected = theirs(ids).logits
-        assert largest_difference(ours(ids).logits, expected) < 1e-4
-        assert largest_difference(ours(ids, logits_to_keep=3).logits, expected[:, -3:]) < 1e-4
-
-
 def test_gradients_are_transformers(pair: tuple[TransformerLM, LlamaForCausalLM]) -> None:
     ids, directions = make_ids(3, 12, seed=3), torch.randn(3, 12, VOCABULARY)  # one is 7, which also pads
     gradients = []
@@ -129,8 +119,16 @@ def left_padded(lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, tor
     return make_ids(len(lengths), longest).where(mask == 1, 7), mask, (mask.cumsum(1) - 1).clamp_min(0)
 
 
-def test_left_padding_changes_no_real_token(pair: tuple[TransformerLM, LlamaForCausalLM]) -> None:
+def test_logits_are_transformers_and_left_padding_changes_no_real_token(
+    pair: tuple[TransformerLM, LlamaForCausalLM],
+) -> None:
     ours, theirs = pair
+    assert isinstance(theirs, LlamaForCausalLM)
+    ids = make_ids(3, 20)
+    with torch.no_grad():
+        expected = theirs(ids).logits
+        assert largest_difference(ours(ids).logits, expected) < 1e-4
+        assert largest_difference(ours(ids, logits_to_keep=3).logits, expected[:, -3:]) < 1e-4
     lengths = [9, 4, 1]
     ids, mask, positions = left_padded(lengths)
     with torch.no_grad():
