@@ -45,10 +45,8 @@ from grpo_ray.watch.flops import ModelSize
 
 
 def options(folder: Path | str, quantization: str = "none", **adapter: Any) -> ModelConfig:
-    return ModelConfig(
-        path=str(folder), dtype="float32", base_quantization=quantization,
-        adapter=AdapterConfig(rank=4, **adapter),
-    )  # fmt: skip
+    own = AdapterConfig(rank=4, **adapter)
+    return ModelConfig(path=str(folder), dtype="float32", base_quantization=quantization, adapter=own)
 
 
 def perturbed(model: torch.nn.Module, seed: int = 3) -> None:
@@ -192,12 +190,9 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 @pytest.mark.slow
 def test_the_package_s_own_model_is_adapted_too(tiny_config: Config, tiny_model: TinyModel) -> None:
-    config = changed(
-        tiny_config,
-        model={"implementation": "grpo_ray", "adapter": {"rank": 2}},
-        learner={"gradient_checkpointing": "selective", "learning_rate": 1e-2},
-    )
-    learner = Learner(str(tiny_model(own=True)), config, ENDS)
+    model = {"implementation": "grpo_ray", "adapter": {"rank": 2}}
+    options = {"gradient_checkpointing": "selective", "learning_rate": 1e-2}
+    learner = Learner(str(tiny_model(own=True)), changed(tiny_config, model=model, learner=options), ENDS)
     before = tensors_of(learner.snapshot()[0])
     train_step(learner)
     after = tensors_of(learner.snapshot()[0])
@@ -241,9 +236,8 @@ def test_training_resumes_bit_for_bit(
     resumed = make_learner(written(learner, tmp_path / "step"), model=model, algorithm={"kl": kl})
     assert resumed.version == 2
     assert raw_state(learner) == raw_state(resumed)
-    first, second = (
-        {k: v for k, v in train_step(each, 2).items() if "loss" in k} for each in (learner, resumed)
-    )
+    metrics = [train_step(each, 2) for each in (learner, resumed)]
+    first, second = ({name: value for name, value in own.items() if "loss" in name} for own in metrics)
     assert first == second
     assert raw_state(learner) == raw_state(resumed)
 
@@ -289,9 +283,8 @@ def test_a_4_bit_base_computes_what_its_dequantized_copy_does(
     copy = load_policy(str(folder))
     copy.load_state_dict(served, strict=False)
     copy.save_pretrained(tmp_path / "copy")
-    plain = Learner(
-        str(tmp_path / "copy"), changed(quantized._config, model={"base_quantization": "none"}), ENDS
-    )
+    config = changed(quantized._config, model={"base_quantization": "none"})
+    plain = Learner(str(tmp_path / "copy"), config, ENDS)
     for learner in (quantized, plain):
         perturbed(learner.model)
     merged, expected = tensors_of(quantized.snapshot()[0]), tensors_of(plain.snapshot()[0])
@@ -365,10 +358,8 @@ def test_what_cannot_be_adapted_is_refused_by_name(
 
     fitting = AdapterConfig(rank=4, path=str(folder))
     add_adapter(skeleton(str(tiny_model()), False, "transformers"), fitting, str(tiny_model()))
-    check(
-        r"target_modules: the model has no linear layer 'query' to adapt; it has down_proj",
-        target_modules=["query"],
-    )
+    query = "target_modules: the model has no linear layer 'query' to adapt; it has down_proj"
+    check(query, target_modules=["query"])
     check(r"no linear layer 'lm_head'", target_modules=["lm_head"])
     check(r"adapter\.rslora: the adapter in", path=str(folder), rslora=True)
     check(r"adapter\.path: .* has no adapter_config\.json", path=str(tmp_path))
@@ -397,9 +388,8 @@ def test_what_cannot_be_adapted_is_refused_by_name(
 
 
 def test_a_4_bit_base_without_an_adapter_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"base_quantization: nf4 weights cannot be trained; add model\.adapter"
-    ):
+    untrained = r"base_quantization: nf4 weights cannot be trained; add model\.adapter"
+    with pytest.raises(ValueError, match=untrained):
         ModelConfig(path="x/y", base_quantization="nf4")
     with pytest.raises(ValueError, match="an empty list adapts nothing"):
         AdapterConfig(target_modules=())

@@ -88,9 +88,8 @@ def test_damaged_json_is_named(
 
 def test_weights_that_are_not_finite_are_refused(folder: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
-    change_weights(
-        folder, lambda tensors: tensors[name].view(-1)[:3].copy_(torch.tensor([torch.nan, torch.inf, 1]))
-    )
+    bad_values = torch.tensor([torch.nan, torch.inf, 1])
+    change_weights(folder, lambda tensors: tensors[name].view(-1)[:3].copy_(bad_values))
     bad = f"model.path: 2 of 2,048 values of {name!r} in {str(folder)!r} are NaN or infinite"
     assert f"{bad}; use a checkpoint from before the model broke" in refusal(load_policy, str(folder))
     change_weights(folder, lambda tensors: tensors["model.norm.weight"][1].fill_(-torch.inf))
@@ -129,9 +128,8 @@ def test_without_end_token_or_stop_string_a_response_would_never_end(
 def test_a_stop_string_that_texts_leave_out_is_refused(folder: Path, of_folder: Callable[..., Config]) -> None:
     edit_json(folder / "tokenizer_config.json", extra_special_tokens=["5"])
     message = refusal(check_files, of_folder(sampling={"stop": ("=", "<5>")}))
-    assert message.startswith(
-        "sampling.stop: '<5>' would end nothing, as the special token '5' is not in the text"
-    )
+    unseen = "sampling.stop: '<5>' would end nothing, as the special token '5' is not in the text"
+    assert message.startswith(unseen)
     (number,) = load_tokenizer(str(folder))("5")["input_ids"]
     assert f"add {number} to eos_token_id in generation_config.json of {str(folder)!r}" in message
     edit_json(folder / "generation_config.json", eos_token_id=number)

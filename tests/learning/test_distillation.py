@@ -145,9 +145,8 @@ def test_the_audit_finds_what_is_missing_or_not_finite(tmp_path: Path) -> None:
     for text, row in wrong.items():
         (problem,) = audit_teacher(row, has_teacher=True)
         assert text in problem
-    assert list(audit_teacher(first, has_teacher=False)) == [
-        "has a teacher's logprobs, and there is no teacher"
-    ]
+    (unexpected,) = audit_teacher(first, has_teacher=False)
+    assert unexpected == "has a teacher's logprobs, and there is no teacher"
 
 
 # ---- what is refused ----
@@ -163,9 +162,7 @@ def test_the_audit_finds_what_is_missing_or_not_finite(tmp_path: Path) -> None:
         (
             [
                 "distillation.use_reward=false",
-                "algorithm.kl.reference=initial",
-                "algorithm.kl.coefficient=1",
-                "algorithm.kl.placement=reward",
+                "algorithm.kl={reference: initial, coefficient: 1, placement: reward}",
                 "algorithm.advantage=mean",
             ],
             "algorithm.kl.placement: `reward` changes advantages, which .* set it to `loss`",
@@ -198,18 +195,16 @@ def test_another_vocabulary_is_refused(tmp_path: Path, tiny_model: TinyModel) ->
     engine, model = "distillation.engine=torch", ["model.tiny=null", f"model.path={policy}"]
     config = load_config(QUICKSTART, [f"distillation.teacher={path}", engine, *model])
     check_teacher(config, tokenizer, longest_prompt=100)
-    with pytest.raises(
-        ValueError, match=rf"distillation.teacher: .{path}. has 512 positions, .* up to 514 tokens"
-    ):
+    short = rf"distillation.teacher: .{path}. has 512 positions, .* up to 514 tokens"
+    with pytest.raises(ValueError, match=short):
         check_teacher(config, tokenizer, longest_prompt=490)
     others = train_tokenizer(["other words altogether"] * 9, vocab_size=280)
     differs = rf"the vocabulary of .{path}. differs from that of .{policy}. \(model\): \d+ tokens"
     with pytest.raises(ValueError, match=f"distillation.teacher: {differs}"):
         check_teacher(config, others, longest_prompt=100)
     edit_json(policy / "config.json", vocab_size=448)
-    with pytest.raises(
-        ValueError, match=r"has embeddings of \d+ tokens, and .*/policy. can sample 448; resize"
-    ):
+    small = r"has embeddings of \d+ tokens, and .*/policy. can sample 448; resize"
+    with pytest.raises(ValueError, match=small):
         check_teacher(config, tokenizer, longest_prompt=100)
     (policy / "config.json").rename(policy / "adapter_config.json")
     with pytest.raises(ValueError, match=r"has no config\.json; it holds an adapter alone; merge it"):
@@ -234,10 +229,6 @@ def make_teacher(tiny_config: Config, teacher_path: str) -> Callable[..., Teache
     return make
 
 
-def look_up(teacher: Teacher, group: RolloutGroup) -> tuple[np.ndarray, int]:
-    return asyncio.run(teacher.look_up(group))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("share_prompts", "temperature", "min_tokens"), [("auto", 1.0, 0), ("never", 0.7, 3)])
 def test_logprobs_are_those_of_a_plain_forward_pass(
@@ -250,7 +241,7 @@ def test_logprobs_are_those_of_a_plain_forward_pass(
     )
     responses = [[50, 51, 52, 53, 0], [60], [61, 62, 63, 64, 65, 66, 67, 17]]
     group = RolloutGroup(make_item(0, PROMPT), tuple(map(make_completion, responses)), "generator-0")
-    found, num_tokens = look_up(teacher, group)
+    found, num_tokens = asyncio.run(teacher.look_up(group))
     model = AutoModelForCausalLM.from_pretrained(teacher_path)
     expected = [plain_logprobs(model, PROMPT, r, temperature, min_tokens, ENDS) for r in responses]
     assert (found.dtype, num_tokens) == (np.float32, 14)
@@ -264,7 +255,8 @@ def test_each_token_of_an_episode_is_judged_in_its_own_branch(
     episodes = [random_episode(rng, branch=0.5) for _ in range(6)]
     assert max(len(episode.sequences) for episode in episodes) > 1
     group = RolloutGroup(make_item(0, PROMPT), tuple(episodes), "environment-0")
-    found, num_tokens = look_up(make_teacher(sampling={"min_tokens": 0}), group)
+    teacher = make_teacher(sampling={"min_tokens": 0})
+    found, num_tokens = asyncio.run(teacher.look_up(group))
     model = AutoModelForCausalLM.from_pretrained(teacher_path)
     expected = np.concatenate([of_episode(model, episode) for episode in episodes])
     np.testing.assert_allclose(found, expected, atol=1e-4)
@@ -289,4 +281,4 @@ def test_a_logprob_that_is_not_finite_is_an_error() -> None:
 
     group = RolloutGroup(make_item(7, PROMPT), (make_completion([50, 51]),), "generator-0")
     with pytest.raises(ValueError, match="no finite logprob for a token of group 7"):
-        look_up(Teacher("teacher-0", Broken()), group)
+        asyncio.run(Teacher("teacher-0", Broken()).look_up(group))

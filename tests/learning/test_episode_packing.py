@@ -88,9 +88,8 @@ def test_trees_hold_each_beginning_once_and_every_sequence_as_a_path(
         prompts = {s.prompt_token_ids for s in own}
         most += sum(map(len, prompts)) + sum(len(s.response_token_ids) for s in own)
     assert least <= tree.num_tokens <= most
-    assert tree.num_tokens == sum(
-        len(sequences[index]) - overlap for family in families_of(sequences) for index, overlap in family
-    )
+    members = [member for family in families_of(sequences) for member in family]
+    assert tree.num_tokens == sum(len(sequences[index]) - overlap for index, overlap in members)
     lengths = lengths_of(sequences)
     assert num_tokens(lengths) == tree.num_tokens
     assert num_pairs(lengths) == int((tree.positions() + 1).sum())
@@ -184,10 +183,8 @@ def test_a_kernel_is_named_and_one_that_fails_is_replaced_unless_it_was_asked_fo
     assert (chosen.kernel, chosen.shares_prompts) == ("sdpa", True)
     said = "sdpa computes attention, as varlen cannot be used: its forward pass fails there (TypeError"
     assert notes["attention_kernel"].startswith(said)
-    config = changed(
-        tiny_config, model={"attention": "varlen", "dtype": "bfloat16"}, learner={"num_gpus": 1},
-        generator={"num_gpus": 1},
-    )  # fmt: skip
+    on_gpu = {"learner": {"num_gpus": 1}, "generator": {"num_gpus": 1}}
+    config = changed(tiny_config, model={"attention": "varlen", "dtype": "bfloat16"}, **on_gpu)
     with pytest.raises(ValueError, match=r"model.attention: varlen cannot be used: .* use `auto` or `sdpa`"):
         choose_layout(policy, config, ())
 

@@ -109,9 +109,8 @@ def test_an_episode_of_one_turn_is_a_plain_completion_to_the_bit(make_learner: M
 
 
 def two_turns_and_a_branch() -> ScoredGroup:
-    episode = make_episode(
-        [([1, 2], [30, 31]), ([1, 2, 30, 31, 5, 6], [32, 33, 34]), ([1, 2, 31, 7], [35])], versions=[0, 1, 1]
-    )
+    turns = [([1, 2], [30, 31]), ([1, 2, 30, 31, 5, 6], [32, 33, 34]), ([1, 2, 31, 7], [35])]
+    episode = make_episode(turns, versions=[0, 1, 1])
     return make_group(make_item(0, [1, 2]), [episode, make_completion([36, 37])], [1, 0], [0.5, -0.5])
 
 
@@ -191,15 +190,13 @@ def test_end_tokens_are_impossible_at_the_start_of_every_turn(
     make_learner: MakeLearner, tiny_model: TinyModel
 ) -> None:
     model = load_policy(str(tiny_model()))
-    config = make_learner(sampling={"min_tokens": 2})._config
+    sampling = make_learner(sampling={"min_tokens": 2})._config.sampling
     end = ENDS[1]
     turns = [([20, 21], [22, end, end, 23]), ([20, 21, 22, end, end, 23, 24], [end, 25, end])]
     sequences = sequences_of([make_group(make_item(0, [20, 21]), [make_episode(turns)], [1])])
     with torch.no_grad():
-        found, _ = ResponseLogProbs(config.sampling, ENDS)(model, collate_padded(sequences))
-    expected = [
-        plain_logprobs(model, prompt, reply, config.sampling.temperature, 2, ENDS) for prompt, reply in turns
-    ]
+        found, _ = ResponseLogProbs(sampling, ENDS)(model, collate_padded(sequences))
+    expected = [plain_logprobs(model, *turn, sampling.temperature, 2, ENDS) for turn in turns]
     possible = [0, 2, 3, 5, 6]  # of the seven tokens
     torch.testing.assert_close(found[0, possible], torch.cat(expected)[possible], atol=1e-5, rtol=0)
     assert (found[0, [1, 4]] < -1e30).all()

@@ -51,9 +51,8 @@ def test_what_is_sent_is_what_the_files_hold_and_loads_into_another_model(model:
     model.save_pretrained(tmp_path)
     files = load_file(tmp_path / "model.safetensors")
     sent = in_hub_format(model, served_weights(model))
-    assert {name: (weight.shape, weight.dtype) for name, weight in sent} == {
-        name: (tensor.shape, tensor.dtype) for name, tensor in files.items()
-    }
+    found, expected = ({n: (w.shape, w.dtype) for n, w in each} for each in (sent, files.items()))
+    assert found == expected
     for name, weight in sent:
         assert torch.equal(weight.detach(), files[name]), name
     for name, weight in reversed(sent):  # in any order, again

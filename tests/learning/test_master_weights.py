@@ -59,9 +59,8 @@ def test_learner_computes_what_the_sampler_computes(
     engine = TorchEngine(learner._config, folder, 128, seed=0)
     ids = torch.randint(20, 280, (2, 50), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        assert torch.equal(
-            learner.model(ids, use_cache=False).logits, engine._model(ids, use_cache=False).logits
-        )
+        found, expected = (model(ids, use_cache=False).logits for model in (learner.model, engine._model))
+    assert torch.equal(found, expected)
 
 
 def test_gradients_of_a_master_are_the_sum_by_hand_and_frozen_weights_have_none() -> None:

@@ -29,12 +29,10 @@ def with_logprobs(sequence: TrainSequence, proximal: list[float], reference: lis
 
 
 def two_sequences() -> list[TrainSequence]:
-    long_prompt, long_response = (
-        make_sequence([11, 12, 13], [14, 15], 0.5),
-        make_sequence([21], [22, 23, 24], -2.0),
-    )
+    long_prompt = replace(make_sequence([11, 12, 13], [14, 15], 0.5), switch=1)
+    long_response = make_sequence([21], [22, 23, 24], -2.0)
     return [
-        with_logprobs(replace(long_prompt, switch=1), proximal=[-0.5, -0.25], reference=[-7, -8]),
+        with_logprobs(long_prompt, proximal=[-0.5, -0.25], reference=[-7, -8]),
         with_logprobs(long_response, proximal=[-3, -4, -5], reference=[-9, -10, -11]),
     ]
 
@@ -103,11 +101,8 @@ def test_sequences_of_pairs_each_completion_with_its_own_advantage() -> None:
     first = make_group(make_item(0, [1]), [make_completion([5, 6]), make_completion([7])], [1, 0], [0.7, 0.0])
     second = make_group(make_item(1, [2, 3]), [make_completion([8], [-0.25])], [1], [0])
     sequences = sequences_of([first, second])
-    assert [(s.prompt_token_ids, s.response_token_ids.tolist()) for s in sequences] == [
-        ((1,), [5, 6]),
-        ((1,), [7]),
-        ((2, 3), [8]),
-    ]
+    pairs = [(s.prompt_token_ids, s.response_token_ids.tolist()) for s in sequences]
+    assert pairs == [((1,), [5, 6]), ((1,), [7]), ((2, 3), [8])]
     assert [s.advantage for s in sequences] == pytest.approx([0.7, 0.0, 0.0])
     assert [s.has_signal for s in sequences] == [True, False, False]  # each by its own advantage
     assert sequences[2].behaviour_logprobs.tolist() == [-0.25]
@@ -116,10 +111,8 @@ def test_sequences_of_pairs_each_completion_with_its_own_advantage() -> None:
 
 def test_sequences_that_were_cut_off_can_be_left_out() -> None:
     cut, whole = make_completion([5, 6], finish_reason="length"), make_completion([7])
-    groups = [
-        make_group(make_item(0), [cut, whole], [1, 0], [0.0, -0.7]),
-        make_group(make_item(1), [cut, cut], [1, 1], [1.0, -1.0]),
-    ]
+    second = make_group(make_item(1), [cut, cut], [1, 1], [1.0, -1.0])
+    groups = [make_group(make_item(0), [cut, whole], [1, 0], [0.0, -0.7]), second]
     assert [len(s.response_token_ids) for s in sequences_of(groups)] == [2, 1, 2, 2]
     (kept,) = sequences_of(groups, mask_truncated=True)
     assert (kept.response_token_ids.tolist(), kept.has_signal) == ([7], True)
@@ -174,9 +167,8 @@ def test_too_long_sequence_goes_alone_and_others_fill_the_budget() -> None:
 
 
 def test_whole_groups_are_packed_and_a_large_one_is_split() -> None:
-    first, second, third = ([make_sequence([p], [2] * n) for n in lengths] for p, lengths in enumerate([
-        [3, 4, 5], [2, 2], [3]
-    ]))  # fmt: skip
+    groups = [[3, 4, 5], [2, 2], [3]]
+    first, second, third = ([make_sequence([p], [2] * n) for n in own] for p, own in enumerate(groups))
     sequences = [*second, *first, *third]  # with their prompts 5, 13 and 4 tokens
     assert plan(sequences, 22, shares_prompts=True) == [[4, 3, 2, 0, 1, 5]]
     assert plan(sequences, 18, shares_prompts=True) == [[4, 3, 2, 0, 1], [5]]

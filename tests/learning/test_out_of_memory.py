@@ -16,9 +16,8 @@ from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.types import TrainBatch
 
 SECTIONS = {"learner": {"micro_batch_tokens": 4000, "learning_rate": 1e-3}}
-EVERYTHING = {
-    "epochs_per_batch": 2, "train_batch_size": 6, "old_log_probs": "proximal", "kl": {"reference": "ema"},
-}  # fmt: skip
+MINIBATCHES = {"epochs_per_batch": 2, "train_batch_size": 6, "old_log_probs": "proximal"}
+EVERYTHING = {**MINIBATCHES, "kl": {"reference": "ema"}}
 
 
 def limit_memory(learner: Learner, max_tokens: int) -> list[int]:
@@ -57,10 +56,8 @@ def limit_memory(learner: Learner, max_tokens: int) -> list[int]:
 def test_step_is_the_same_with_smaller_micro_batches(
     make_learner: MakeLearner, share_prompts: str, limit: int, algorithm: dict, dtype: str
 ) -> None:
-    short, ample = (
-        make_learner(algorithm=algorithm, model={"dtype": dtype}, learner={"share_prompts": share_prompts})
-        for _ in range(2)
-    )
+    sections = {"algorithm": algorithm, "model": {"dtype": dtype}, "learner": {"share_prompts": share_prompts}}
+    short, ample = make_learner(**sections), make_learner(**sections)
     sizes = limit_memory(short, limit)
     batch = TrainBatch(tuple(make_batch(ample)))
     report, expected = short.train_step(batch), ample.train_step(batch)
@@ -68,11 +65,9 @@ def test_step_is_the_same_with_smaller_micro_batches(
     assert max(sizes) > limit
     assert left <= max(sizes) // 2
     assert "learner_out_of_memory" not in expected.events
-    assert ", learner.micro_batch_tokens 4000; continues with " in report.events["learner_out_of_memory"]
-    assert (
-        f"continues with {left} (CUDA out of memory. Tried to allocate 2.00 GiB.)"
-        in report.events["learner_out_of_memory"]
-    )
+    event = report.events["learner_out_of_memory"]
+    assert ", learner.micro_batch_tokens 4000; continues with " in event
+    assert f"continues with {left} (CUDA out of memory. Tried to allocate 2.00 GiB.)" in event
     assert report.version == 1
     assert report.metrics.keys() == expected.metrics.keys()
     rel = 1e-4 if dtype == "float32" else 0.1

@@ -89,9 +89,8 @@ def test_tokenizer_learns_from_its_text_and_keeps_its_size(tokenizer: PreTrained
     assert len(ids_of(tokenizer, "</answer>")) < len("</answer>")  # merges were learned
     assert tokenizer.eos_token == tokenizer.pad_token == END_TOKEN
     assert ids_of(tokenizer, END_TOKEN) == [tokenizer.eos_token_id]
-    assert (
-        tokenizer.decode([*ids_of(tokenizer, "a b"), tokenizer.eos_token_id], skip_special_tokens=True) == "a b"
-    )
+    ended = [*ids_of(tokenizer, "a b"), tokenizer.eos_token_id]
+    assert tokenizer.decode(ended, skip_special_tokens=True) == "a b"
 
 
 # ---- model ----
@@ -171,9 +170,8 @@ def test_initial_weights_have_the_configured_width_and_follow_from_the_seed(
     tokenizer: PreTrainedTokenizerBase, implementation: Implementation
 ) -> None:
     shape = TinyModelConfig(initializer_range=0.06, num_layers=2)
-    first, again, other = (
-        build_model(shape, tokenizer, seed, implementation).state_dict() for seed in (3, 3, 4)
-    )
+    models = (build_model(shape, tokenizer, seed, implementation) for seed in (3, 3, 4))
+    first, again, other = (model.state_dict() for model in models)
     for name in ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"):
         assert first[name].std().item() == pytest.approx(0.06, rel=0.02)
         assert not torch.equal(first[name], other[name])
@@ -312,9 +310,7 @@ def test_the_hub_is_asked_for_a_models_commit_and_else_its_cache(monkeypatch: py
     with pytest.raises(ValueError, match=r"model\.path: 'missing/model' is not a local folder, and .*404"):
         at_commit("missing/model")
     assert asked == ["owner/model None", "owner/model v2", "missing/model None"]
-    monkeypatch.setattr(
-        model_files, "try_to_load_from_cache", lambda name, file, revision: "/cache/f00/config.json"
-    )
+    monkeypatch.setattr(model_files, "try_to_load_from_cache", lambda *_, **__: "/cache/f00/config.json")
     assert at_commit("missing/model") == "missing/model@f00"
     assert (at_commit(None), at_commit("/a/model")) == (None, "/a/model")
 

@@ -234,10 +234,8 @@ def test_replicas_give_the_gradient_of_one_rank_and_others_resume_them(
     tiny_config: Config, tiny_model: TinyModel, batches: list[list[ScoredGroup]], tmp_path: Path
 ) -> None:
     """The model is a TransformerLM; those of transformers are in the other tests."""
-    config, model = (
-        changed(tiny_config, **SMOOTH, model={"implementation": "grpo_ray"}),
-        str(tiny_model(own=True)),
-    )
+    config = changed(tiny_config, **SMOOTH, model={"implementation": "grpo_ray"})
+    model = str(tiny_model(own=True))
     many = changed(config, learner={"num_ranks": 4, "replicas": 2})
     folder = tmp_path / "step"
     found = on_ranks(4, steps, model, many, batches[:1], None, folder, replicas=2)

@@ -42,9 +42,8 @@ def reference_weights(learner: Learner) -> torch.Tensor:
 def step(learner: Learner, seed: int) -> dict[str, float]:
     metrics = train_step(learner, seed)
     assert check_names(metrics) == []
-    return {
-        name: value for name, value in metrics.items() if not name.startswith(("timing/", "memory/", "perf/"))
-    }
+    of_clocks = ("timing/", "memory/", "perf/")
+    return {name: value for name, value in metrics.items() if not name.startswith(of_clocks)}
 
 
 # ---- movement ----

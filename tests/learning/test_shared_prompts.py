@@ -87,9 +87,8 @@ def test_logprobs_are_those_of_each_sequence_alone(
         assert ((found != 0) == batch.response_mask).all()
         assert ((entropy > 0) == batch.response_mask).all()
         for row, s in zip(found, sequences, strict=True):
-            expected = plain_logprobs(
-                policy, s.prompt_token_ids, s.response_token_ids, temperature, min_tokens, ENDS
-            )
+            given = s.prompt_token_ids, s.response_token_ids, temperature, min_tokens
+            expected = plain_logprobs(policy, *given, ENDS)
             torch.testing.assert_close(row[: len(expected)], expected, atol=1e-5, rtol=0)
 
 
@@ -141,9 +140,8 @@ def test_gradient_and_sums_equal_the_padded_path(
     padded_sums, padded_gradient = found.pop(("never", 60))
     assert padded_gradient.norm() > 0
     for sums, gradient in found.values():
-        torch.testing.assert_close(
-            gradient, padded_gradient, atol=1e-5 * padded_gradient.abs().max(), rtol=1e-5
-        )
+        atol = 1e-5 * padded_gradient.abs().max()
+        torch.testing.assert_close(gradient, padded_gradient, atol=atol, rtol=1e-5)
         for name in padded_sums.keys() - {"computed_tokens", "prompt_tokens", "padding_tokens"}:
             assert sums[name] == pytest.approx(padded_sums[name], rel=1e-4, abs=1e-5), name
     whole = found["auto", 1000][0]
@@ -300,10 +298,9 @@ def test_an_attention_that_ignores_the_tree_is_noticed(tiny_config: Config, poli
 def test_capped_scores_are_computed_as_by_the_model(tmp_path: Path) -> None:
     random_model(Gemma2Config(**SIZES, attn_logit_softcapping=0.5)).save_pretrained(tmp_path)
     own = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    (loaded, eager) = (
-        model(torch.arange(3, 23)[None], use_cache=False) for model in (load_policy(str(tmp_path)), own)
-    )
-    torch.testing.assert_close(loaded.logits, eager.logits)
+    models, tokens = (load_policy(str(tmp_path)), own), torch.arange(3, 23)[None]
+    loaded, eager = (model(tokens, use_cache=False).logits for model in models)
+    torch.testing.assert_close(loaded, eager)
 
 
 CAPPED = Gemma2Config(
@@ -341,9 +338,8 @@ def test_a_model_later_tokens_change_is_refused(architecture: PreTrainedConfig, 
     for name, parameter in model.named_parameters():
         if name.endswith("self_attn.A"):
             torch.nn.init.zeros_(parameter)
-    with pytest.raises(
-        ValueError, match=r"model.path: (Doge|Bert)\w+ cannot be trained in padded rows: its log-prob"
-    ):
+    message = r"model.path: (Doge|Bert)\w+ cannot be trained in padded rows: its log-prob"
+    with pytest.raises(ValueError, match=message):
         choose_layout(model, tiny_config, ENDS)
 
 

@@ -240,9 +240,8 @@ def test_saved_and_loaded_is_the_same_to_the_bit(tied: bool, tmp_path: Path) -> 
         assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
         assert not loaded.training
     with torch.no_grad():
-        assert torch.equal(
-            load_policy(path, implementation="grpo_ray")(make_ids(2, 9)).logits, model(make_ids(2, 9)).logits
-        )
+        loaded = load_policy(path, implementation="grpo_ray")
+        assert torch.equal(loaded(make_ids(2, 9)).logits, model(make_ids(2, 9)).logits)
 
 
 def test_folders_of_transformers_load(tmp_path: Path) -> None:
@@ -320,10 +319,8 @@ def test_redundant_tensors_are_left_alone(tmp_path: Path) -> None:
     """Such tensors are a copy of tied weights, and the rotary frequencies of early Llama checkpoints."""
     model = make_model(tie_word_embeddings=True)
     path = saved(model, tmp_path)
-    more = {
-        "lm_head.weight": torch.zeros(VOCABULARY, 32),
-        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4),
-    }
+    more = {"lm_head.weight": torch.zeros(VOCABULARY, 32)}
+    more["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
     change_weights(tmp_path, lambda tensors: tensors.update(more))
     loaded = load_policy(path, implementation="grpo_ray")
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
