@@ -215,14 +215,9 @@ PROMPT = (40, 41, 42)
 
 
 @pytest.fixture
-def teacher_path(tiny_model: TinyModel) -> str:
-    return str(tiny_model(tied=False))
-
-
-@pytest.fixture
-def make_teacher(tiny_config: Config, teacher_path: str) -> Callable[..., Teacher]:
+def make_teacher(tiny_config: Config, tiny_model: TinyModel) -> Callable[..., Teacher]:
     def make(**changes: dict[str, Any]) -> Teacher:
-        distillation = {"teacher": teacher_path, "engine": "torch", "num_gpus": 0}
+        distillation = {"teacher": str(tiny_model(tied=False)), "engine": "torch", "num_gpus": 0}
         config = changed(tiny_config, distillation=distillation, **changes)
         return Teacher("teacher-0", TorchTeacher(config, ENDS))
 
@@ -232,7 +227,7 @@ def make_teacher(tiny_config: Config, teacher_path: str) -> Callable[..., Teache
 @pytest.mark.slow
 @pytest.mark.parametrize(("share_prompts", "temperature", "min_tokens"), [("auto", 1.0, 0), ("never", 0.7, 3)])
 def test_logprobs_are_those_of_a_plain_forward_pass(
-    make_teacher: Callable[..., Teacher], teacher_path: str, share_prompts: str, temperature: float,
+    make_teacher: Callable[..., Teacher], tiny_model: TinyModel, share_prompts: str, temperature: float,
     min_tokens: int,
 ) -> None:  # fmt: skip
     teacher = make_teacher(
@@ -242,14 +237,14 @@ def test_logprobs_are_those_of_a_plain_forward_pass(
     responses = [[50, 51, 52, 53, 0], [60], [61, 62, 63, 64, 65, 66, 67, 17]]
     group = RolloutGroup(make_item(0, PROMPT), tuple(map(make_completion, responses)), "generator-0")
     found, num_tokens = asyncio.run(teacher.look_up(group))
-    model = AutoModelForCausalLM.from_pretrained(teacher_path)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(tied=False))
     expected = [plain_logprobs(model, PROMPT, r, temperature, min_tokens, ENDS) for r in responses]
     assert (found.dtype, num_tokens) == (np.float32, 14)
     np.testing.assert_allclose(found, np.concatenate([e.detach().numpy() for e in expected]), atol=1e-4)
 
 
 def test_each_token_of_an_episode_is_judged_in_its_own_branch(
-    make_teacher: Callable[..., Teacher], teacher_path: str
+    make_teacher: Callable[..., Teacher], tiny_model: TinyModel
 ) -> None:
     rng = np.random.default_rng(3)
     episodes = [random_episode(rng, branch=0.5) for _ in range(6)]
@@ -257,7 +252,7 @@ def test_each_token_of_an_episode_is_judged_in_its_own_branch(
     group = RolloutGroup(make_item(0, PROMPT), tuple(episodes), "environment-0")
     teacher = make_teacher(sampling={"min_tokens": 0})
     found, num_tokens = asyncio.run(teacher.look_up(group))
-    model = AutoModelForCausalLM.from_pretrained(teacher_path)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(tied=False))
     expected = np.concatenate([of_episode(model, episode) for episode in episodes])
     np.testing.assert_allclose(found, expected, atol=1e-4)
     assert num_tokens == sum(episode.num_tokens for episode in episodes) > 0

@@ -22,7 +22,6 @@ from grpo_ray.learning.layout import Layout, choose_layout
 from grpo_ray.learning.loading import load_policy
 from grpo_ray.learning.log_probs import ResponseLogProbs
 from grpo_ray.learning.microbatch import collate_packed, collate_padded
-from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.learning.sequences import TrainSequence, lengths_of, plan
 from grpo_ray.objectives import chunked_log_probs
 from grpo_ray.watch.flops import num_pairs, num_tokens
@@ -159,11 +158,6 @@ def test_a_path_may_have_thousands_of_segments() -> None:
 # ---- kernels of FlashAttention run on GPUs alone: here, how one is chosen, named and fed ----
 
 
-@pytest.fixture
-def policy(tiny_model: TinyModel) -> PolicyModel:
-    return load_policy(str(tiny_model()))
-
-
 def failing(tree: SegmentTree) -> Any:
     raise TypeError("varlen_attn() got an unexpected keyword argument")
 
@@ -173,8 +167,9 @@ def use(monkeypatch: pytest.MonkeyPatch, make_attention: Callable[[SegmentTree],
 
 
 def test_a_kernel_is_named_and_one_that_fails_is_replaced_unless_it_was_asked_for(
-    policy: PolicyModel, tiny_config: Config, monkeypatch: pytest.MonkeyPatch
+    tiny_model: TinyModel, tiny_config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    policy = load_policy(str(tiny_model()))
     use(monkeypatch, BlockAttention.of)  # it computes the same
     chosen, notes = choose_layout(policy, tiny_config, ())
     assert (chosen.kernel, notes) == ("varlen", {})

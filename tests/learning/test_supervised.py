@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from builders import CHAT_ML, TinyModel, changed, write_rows
@@ -186,6 +187,7 @@ def test_every_row_once_per_epoch_in_another_order() -> None:
 # ---- runs ----
 
 Job = Callable[..., list[str]]
+FIRST_STEP = "rollouts/step-000001.parquet"
 
 
 @pytest.fixture
@@ -210,10 +212,8 @@ def job(tmp_path: Path, tiny_model: TinyModel) -> Job:
     return arguments
 
 
-def first_responses(run: Path) -> list[str]:
-    import pyarrow.parquet as pq
-
-    texts: list[str] = pq.read_table(run / "rollouts" / "step-000001.parquet")["response"].to_pylist()
+def responses_of(rollouts: Path) -> list[str]:
+    texts: list[str] = pq.read_table(rollouts)["response"].to_pylist()
     return texts
 
 
@@ -237,7 +237,7 @@ def test_a_run_begins_with_what_it_was_taught(
     (tmp_path / "demonstrations.jsonl").unlink()
 
     assert main(["resume", str(run), "--local"]) == 0
-    assert all(text.startswith(" no") for text in first_responses(run))
+    assert all(text.startswith(" no") for text in responses_of(run / FIRST_STEP))
     (row,) = read_metrics(run / "metrics.jsonl")
     assert row["loss/kl_ref_k3"] < 1e-6  # the reference is the taught model, too
     assert adapter.stat().st_mtime_ns == written.st_mtime_ns
@@ -245,9 +245,7 @@ def test_a_run_begins_with_what_it_was_taught(
     out = ["--output", str(tmp_path / "evaluation")]
     assert main(["evaluate", str(run), "--checkpoint", "initial", "--limit", "4", "--local", *out]) == 0
     (responses,) = (tmp_path / "evaluation").rglob("*.parquet")
-    import pyarrow.parquet as pq
-
-    assert all(text.startswith(" no") for text in pq.read_table(responses)["response"].to_pylist())
+    assert all(text.startswith(" no") for text in responses_of(responses))
 
 
 @pytest.mark.slow
@@ -272,7 +270,7 @@ def test_a_run_that_is_killed_in_its_supervised_steps_begins_them_anew(
     assert not (run / "metrics.jsonl").exists()  # nor does the command go on to GRPO
     assert main(["resume", str(run), "--local"]) == 0
     assert not (run / "sft" / "half").exists()
-    assert {text.strip() for text in first_responses(run)} == {"no"}
+    assert {text.strip() for text in responses_of(run / FIRST_STEP)} == {"no"}
     (row,) = read_metrics(run / "metrics.jsonl")
     assert row["loss/kl_ref_k3"] < 1e-6  # the reference is the taught model, too
     assert read_metrics(run / "sft" / "metrics.jsonl")[-1]["loss/nll"] < 0.1

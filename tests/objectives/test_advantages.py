@@ -151,9 +151,8 @@ def test_pass_at_k_is_the_mean_over_all_subsets(rights, data):
     subsets = list(combinations(range(size), k))
     best = {subset: float(any(rights[i] for i in subset)) for subset in subsets}
     mean, std = fmean(best.values()), pstdev(best.values())
-    slow = [
-        fmean((best[s] - mean) / (std + 1e-6) for s in subsets if response in s) for response in range(size)
-    ]
+    scores = {subset: (value - mean) / (std + 1e-6) for subset, value in best.items()}
+    slow = [fmean(scores[s] for s in subsets if response in s) for response in range(size)]
     rewards = torch.tensor([rights], dtype=torch.float64)
     advantages = group_advantages(rewards, "pass_at_k", k=k)
     assert advantages[0].tolist() == pytest.approx(slow)
@@ -192,17 +191,10 @@ def test_scoring_a_batch_by_hand():
     )
     assert raw_rewards.tolist() == [1, 0, 0, 1, 1, 1]
     torch.testing.assert_close(advantages, torch.tensor([2 / 3, -1 / 3, -1 / 3, 0, 0, 0]))
-    assert metadata == pytest.approx(
-        {
-            "reward/mean": 4 / 6,
-            "reward/std": (8 / 30) ** 0.5,  # (4 * (1/3)^2 + 2 * (2/3)^2) / 5
-            "reward/min": 0.0,
-            "reward/max": 1.0,
-            "reward/format": 5 / 6,
-            "reward/answer": 4 / 6,
-            "rollout/zero_variance_groups": 1.0,
-        }
-    )
+    std = (8 / 30) ** 0.5  # (4 * (1/3)^2 + 2 * (2/3)^2) / 5
+    expected = {"reward/mean": 4 / 6, "reward/std": std, "reward/min": 0.0, "reward/max": 1.0}
+    expected |= {"reward/format": 5 / 6, "reward/answer": 4 / 6, "rollout/zero_variance_groups": 1.0}
+    assert metadata == pytest.approx(expected)
     assert all(type(value) is float for value in metadata.values())
 
 

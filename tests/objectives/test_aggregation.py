@@ -36,9 +36,8 @@ def test_masked_reductions_by_hand():
     mask = torch.tensor([[True, False, True], [False, False, True]])
     assert masked_mean(tensor, mask).item() == pytest.approx(10 / 3)
     assert masked_mean(tensor, mask, dim=1).tolist() == [2.0, 6.0]
-    torch.testing.assert_close(
-        masked_mean(tensor, mask, dim=0), torch.tensor([1.0, torch.nan, 4.5]), equal_nan=True
-    )
+    expected = torch.tensor([1.0, torch.nan, 4.5])
+    torch.testing.assert_close(masked_mean(tensor, mask, dim=0), expected, equal_nan=True)
     mask = mask.int()
     assert masked_normalize(tensor, mask, constant_normalizer=4.0).item() == 2.5
     assert masked_normalize(tensor, mask, dim=1, constant_normalizer=2.0).tolist() == [2.0, 3.0]
@@ -103,12 +102,12 @@ def metrics(
     weights: torch.Tensor | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Return the metrics of one update in these micro-batches."""
-    num_prompts, max_tokens = 2, 4
-    denominator = loss_denominator(objective.aggregation, 4, int(MASK.sum()), max_tokens, num_prompts)
+    aggregation = objective.aggregation
+    denominator = loss_denominator(aggregation, 4, int(MASK.sum()), max_tokens=4, num_prompts=2)
     sums: dict[str, float] = {}
     for split in splits:
         log_probs = LOG_PROBS[split].clone().requires_grad_()
-        row_tokens = PROMPT_TOKENS[split] if objective.aggregation == "prompt_mean" else None
+        row_tokens = PROMPT_TOKENS[split] if aggregation == "prompt_mean" else None
         factors = None if weights is None else weights[split]
         loss, counts = policy_gradient_step(
             log_probs, MASK[split], objective=objective, denominator=denominator, advantages=PROBED[split],
@@ -116,9 +115,8 @@ def metrics(
         )  # fmt: skip
         loss.backward()
         assert log_probs.grad is not None
-        counts |= gradient_sums(
-            log_probs.grad, MASK[split], PROBED[split], objective.aggregation, denominator, row_tokens, factors
-        )
+        given = log_probs.grad, MASK[split], PROBED[split], aggregation, denominator
+        counts |= gradient_sums(*given, row_tokens, factors)
         add(sums, {name: float(value) for name, value in counts.items()})
     return mean_metrics(sums)
 

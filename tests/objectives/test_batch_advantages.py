@@ -32,7 +32,7 @@ from grpo_ray.core.learner import Learner
 from grpo_ray.learning.batch_advantages import _penalized, needs_batch, with_batch_advantages
 from grpo_ray.learning.sequences import TrainSequence, sequences_of
 from grpo_ray.objectives.returns import penalties_to_go
-from grpo_ray.types import ScoredGroup, TrainBatch
+from grpo_ray.types import Completion, ScoredGroup, TrainBatch
 
 MAX_TOKENS = 16
 KL = {"reference": "initial", "coefficient": 0.5, "placement": "reward"}
@@ -160,9 +160,8 @@ def test_episodes_are_as_in_a_slow_loop(
     tiny_config: Config, algorithm: dict[str, Any], discount: float | None
 ) -> None:
     """With branches, turns of context, any ends, and for a discount with rewards per turn."""
-    config = changed(
-        config_of(tiny_config, **algorithm), episodes={"turn_discount": 1.0 if discount is None else discount}
-    )
+    discounted = {"turn_discount": 1.0 if discount is None else discount}
+    config = changed(config_of(tiny_config, **algorithm), episodes=discounted)
     rng = np.random.default_rng(11)
     groups = [random_episode_group(rng, place, 4, discount) for place in range(3)]
     first, *others = groups[0].rollout.completions
@@ -193,11 +192,8 @@ def test_reinforce_plus_plus_by_hand(tiny_config: Config) -> None:
         make_group(make_item(0), [make_completion([1, 2, 3], [-1.0, -2.0, -5.0])], [2]),
         make_group(make_item(1), [make_completion([1], [-1.0])], [1]),
     ]
-    reference = [[-3.0, -2.0, -1.0], [-2.0]]
-    sequences = [
-        replace(s, reference_logprobs=np.array(own))
-        for s, own in zip(sequences_of(groups), reference, strict=True)
-    ]
+    pairs = zip(sequences_of(groups), ([-3.0, -2.0, -1.0], [-2.0]), strict=True)
+    sequences = [replace(s, reference_logprobs=np.array(reference)) for s, reference in pairs]
     algorithm = {"advantage": "raw", "std": "population", "advantage_eps": 1e-9, "kl": TO_GO}
     found, metrics = with_batch_advantages(groups, sequences, config_of(tiny_config, **algorithm))
     assert [s.advantage.tolist() for s in found] == [[3.0, 4.0, 4.0], [0.5]]
@@ -270,6 +266,12 @@ def updates_of(
     return seen, metrics
 
 
+@torch.no_grad()
+def logprobs_by(model: Any, learner: Learner, group: ScoredGroup, completion: Completion) -> torch.Tensor:
+    sampling, given = learner._config.sampling, (group.rollout.item.prompt_token_ids, completion.token_ids)
+    return plain_logprobs(model, *given, sampling.temperature, sampling.min_tokens, ENDS)
+
+
 def test_the_reward_loses_the_kl_to_the_reference(make_learner: MakeLearner) -> None:
     """A group of equal rewards has signal by its KL; one that was not graded has none, and is not trained."""
     learner = make_learner(algorithm={"kl": KL, "loss": "reinforce_with_baseline", "advantage": "mean"})
@@ -278,16 +280,11 @@ def test_the_reward_loses_the_kl_to_the_reference(make_learner: MakeLearner) -> 
     groups = make_batch(learner)
     assert [group.has_signal for group in groups] == [True, False, True, False]
     groups[3] = replace(groups[3], errors=dict.fromkeys(range(3), "too slow"))
-    reference, sampling = learner._reference.model, learner._config.sampling
     expected, penalties = [], []
     for group in groups:
         rewards = []
         for reward, c in zip(group.rewards.tolist(), group.rollout.completions, strict=True):
-            prompt, response = group.rollout.item.prompt_token_ids, c.token_ids.tolist()
-            with torch.no_grad():
-                own = plain_logprobs(
-                    reference, prompt, response, sampling.temperature, sampling.min_tokens, ENDS
-                )
+            own = logprobs_by(learner._reference.model, learner, group, c)
             penalties.append(0.5 * float((torch.from_numpy(c.logprobs) - own).sum()))
             rewards.append(reward - penalties[-1])
         expected += [0.0] * 3 if group.errors else [r - fmean(rewards) for r in rewards]
@@ -313,15 +310,10 @@ def test_of_old_tokens_the_kl_in_the_reward_is_that_of_the_current_policy(
     perturb(learner._reference.model, seed=3, scale=0.02)
     learner.train_step(TrainBatch(tuple(make_batch(learner))))
     groups = make_batch(learner, seed=1, versions=0)
-    sampling, penalties = learner._config.sampling, []
+    models, penalties = (learner.model, learner._reference.model), []
     for group in groups:
         for c in group.rollout.completions:
-            given = group.rollout.item.prompt_token_ids, c.token_ids.tolist(), sampling.temperature
-            with torch.no_grad():
-                policy, reference = (
-                    plain_logprobs(model, *given, sampling.min_tokens, ENDS)
-                    for model in (learner.model, learner._reference.model)
-                )
+            policy, reference = (logprobs_by(model, learner, group, c) for model in models)
             penalties.append(0.5 * float((policy - reference).sum()))
     _, metrics = updates_of(learner, groups)
     assert metrics["lag/max"] == 1

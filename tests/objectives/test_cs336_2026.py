@@ -26,11 +26,8 @@ NORMALIZATIONS = (("sequence", None), ("constant", 24))
 
 def first_letter_reward(response, ground_truth):
     answer = float(response[:1] == ground_truth)
-    return {
-        "reward": answer + 0.1 * len(response),
-        "format_reward": float(response != ""),
-        "answer_reward": answer,
-    }
+    reward = answer + 0.1 * len(response)
+    return {"reward": reward, "format_reward": float(response != ""), "answer_reward": answer}
 
 
 # ---- rewards and advantages ----
@@ -39,16 +36,9 @@ def first_letter_reward(response, ground_truth):
 def test_rewards_and_their_metrics_by_hand():
     rewards, metadata = compute_rollout_rewards(first_letter_reward, ["c", "de", "", "cc"], list("cccc"))
     torch.testing.assert_close(rewards, torch.tensor([1.1, 0.2, 0.0, 1.2]))
-    assert metadata == pytest.approx(
-        {
-            "reward/mean": 0.625,
-            "reward/std": math.sqrt((0.475**2 + 0.425**2 + 0.625**2 + 0.575**2) / 3),
-            "reward/min": 0.0,
-            "reward/max": 1.2,
-            "reward/format": 0.75,
-            "reward/answer": 0.5,
-        }
-    )
+    std = math.sqrt((0.475**2 + 0.425**2 + 0.625**2 + 0.575**2) / 3)
+    expected = {"reward/mean": 0.625, "reward/std": std, "reward/min": 0.0, "reward/max": 1.2}
+    assert metadata == pytest.approx(expected | {"reward/format": 0.75, "reward/answer": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -176,9 +166,8 @@ def test_the_step_against_autograd_of_the_whole_batch_row_by_row(method, normali
         log_ratio = log_ratio.mean().expand(len(policy)) if method == "gspo" else log_ratio
         ratio = log_ratio.exp()
         unclipped, clipped = advantage * ratio, advantage * ratio.clamp(0.8, 1.2)
-        objective = {"none": advantage * policy, "noclip": unclipped}.get(
-            method, torch.minimum(unclipped, clipped)
-        )
+        smaller = torch.minimum(unclipped, clipped)
+        objective = {"none": advantage * policy, "noclip": unclipped}.get(method, smaller)
         num_clipped += (clipped < unclipped).sum().item() if method in ("grpo", "gspo") else 0
         total = total - (objective.mean() / 6 if normalization[0] == "sequence" else objective.sum() / 24)
     total.backward()
@@ -268,27 +257,18 @@ def test_bad_arguments_are_refused_by_name():
         ("gradient_accumulation_steps", {"gradient_accumulation_steps": 0}),
         ("'grpo' needs old_log_probs", {"importance_reweighting_method": "grpo"}),
         ("'gspo' needs cliprange", {"importance_reweighting_method": "gspo", "old_log_probs": torch.ones(1)}),
-        (
-            "old_log_probs has shape",
-            {"importance_reweighting_method": "noclip", "old_log_probs": torch.ones(6, 9)},
-        ),
+        ("old_log_probs has shape",
+         {"importance_reweighting_method": "noclip", "old_log_probs": torch.ones(6, 9)}),
         ("normalization_constant", {"loss_normalization": "constant"}),
         ("6 prompts and 5 outputs", {"rollout_responses": RESPONSES[:5]}),
     ],
-)
+)  # fmt: skip
 def test_a_step_is_refused_before_anything_is_graded(message, arguments):
     def graded(response, truth):
         raise AssertionError("graded before the check")
 
     model = tiny_llama()
-    given = {
-        "gradient_accumulation_steps": 1,
-        "max_grad_norm": None,
-        "reward_fn": graded,
-        "repeated_prompts": PROMPTS,
-        "rollout_responses": RESPONSES,
-        "repeated_ground_truths": TRUTHS,
-        "group_size": 2,
-    }
+    given = {"gradient_accumulation_steps": 1, "max_grad_norm": None, "reward_fn": graded, "group_size": 2}
+    given |= {"repeated_prompts": PROMPTS, "rollout_responses": RESPONSES, "repeated_ground_truths": TRUTHS}
     with pytest.raises(ValueError, match=message):
         grpo_train_step(model, TOKENIZER, torch.optim.SGD(model.parameters()), **given | arguments)

@@ -302,16 +302,13 @@ def test_a_float32_head_over_bfloat16_is_as_exact_as_a_loop_in_float64(rows_per_
     hidden, weight, labels, is_ruled_out = inputs(torch.float32)
     hidden, weight = (x.detach().bfloat16().requires_grad_() for x in (hidden, weight))
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    found = chunked_log_probs(
-        hidden, weight, labels, 0.7, ENDS, is_ruled_out, rows_per_chunk * 4 * VOCAB, in_float32=True
-    )
-    rows = [
-        plain(h[None], wide[1], y[None], 0.7, r[None])
-        for h, y, r in zip(wide[0], labels, is_ruled_out, strict=True)
-    ]
+    options, chunk_bytes = (0.7, ENDS, is_ruled_out), rows_per_chunk * 4 * VOCAB
+    found = chunked_log_probs(hidden, weight, labels, *options, chunk_bytes, in_float32=True)
+    tokens = zip(wide[0], labels, is_ruled_out, strict=True)
+    rows = [plain(h[None], wide[1], y[None], 0.7, r[None]) for h, y, r in tokens]
     expected = tuple(torch.cat(values) for values in zip(*rows, strict=True))
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-6)
-    rounded = chunked_log_probs(hidden, weight, labels, 0.7, ENDS, is_ruled_out)
+    rounded = chunked_log_probs(hidden, weight, labels, *options)
     assert (rounded[0] - expected[0]).abs().max() > 1e-3
     upstream = torch.randn(2, TOKENS)
     ours = torch.autograd.grad((upstream * torch.stack(found)).sum(), [hidden, weight])

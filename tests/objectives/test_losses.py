@@ -120,21 +120,19 @@ def test_unknown_names_list_the_allowed_and_a_dual_clip_is_above_one():
 
 @pytest.mark.parametrize("shape", [(3,), (1, 3), (3, 2), (1, 1)])
 def test_shapes_that_would_broadcast_are_refused(shape):
-    log_probs = torch.zeros(3, 3)
+    log_probs, column = torch.zeros(3, 3), torch.ones(3, 1)
     with pytest.raises(ValueError, match=r"\[3, 1\]"):
         compute_naive_policy_gradient_loss(torch.ones(shape), log_probs)
     with pytest.raises(ValueError, match=r"advantages must be .*\[3, 1\]"):
         CorrectionInputs.of(log_probs, log_probs, torch.ones(3, 3), torch.ones(shape))
     with pytest.raises(ValueError, match="behaviour has shape"):
-        CorrectionInputs.of(log_probs, torch.ones(shape), torch.ones(3, 3), torch.ones(3, 1))
+        CorrectionInputs.of(log_probs, torch.ones(shape), torch.ones(3, 3), column)
     with pytest.raises(ValueError, match=r"advantages must be .*\[3, 1\]"):
         compute_grpo_clip_loss(torch.ones(shape), log_probs, log_probs, 0.2)
     with pytest.raises(ValueError, match="old_log_probs"):
-        compute_grpo_clip_loss(torch.ones(3, 1), log_probs, torch.zeros(shape), 0.2)
+        compute_grpo_clip_loss(column, log_probs, torch.zeros(shape), 0.2)
     with pytest.raises(ValueError, match="response_mask"):
-        compute_policy_gradient_loss(
-            log_probs, "reinforce_with_baseline", advantages=torch.ones(3, 1), response_mask=torch.ones(shape)
-        )
+        compute_policy_gradient_loss(log_probs, "grpo_clip", None, column, log_probs, 0.2, torch.ones(shape))
 
 
 @pytest.mark.parametrize("loss_type", get_args(LossType))
@@ -196,12 +194,8 @@ def test_a_loss_without_a_ratio_is_remarked_where_tokens_are_old(overrides, part
 
 def test_clipped_tokens_are_told_apart_by_their_bound_and_counted_where_there_is_an_advantage():
     """Ratios 1, e^0.5, 1/e, e^2: with A > 0 the upper bound clips, with A < 0 the lower, with A = 0 none."""
-    for advantage, dual_clip, expected in (
-        (1, None, (4, 2, 0)),
-        (-1, None, (4, 1, 1)),
-        (-1, 4, (4, 2, 1)),
-        (0, None, (0, 0, 0)),
-    ):
+    cases = (1, None, (4, 2, 0)), (-1, None, (4, 1, 1)), (-1, 4, (4, 2, 1)), (0, None, (0, 0, 0))
+    for advantage, dual_clip, expected in cases:
         _, sums = policy_gradient_step(
             torch.tensor([[0.0, 0.5, -1.0, 2.0]]), torch.ones(1, 4),
             objective=Objective("grpo_clip", "constant", 0.2, dual_clip=dual_clip), denominator=4,
@@ -216,20 +210,12 @@ def test_bad_arguments_are_refused():
         grpo_microbatch_train_step(log_probs, mask, 0, "no_baseline", raw_rewards=column)
     with pytest.raises(ValueError, match="response_mask"):
         grpo_microbatch_train_step(log_probs, column, 1, "no_baseline", raw_rewards=column)
-    for objective, message in (
-        (
-            Objective("grpo_clip", selection="top_entropy"),
-            r"top_entropy acts through weights.*SELECTIONS\['top_entropy'\]",
-        ),
-        (
-            Objective("reinforce_with_baseline", "constant"),
-            r"maximum response length.*loss_denominator\('constant'",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            policy_gradient_step(
-                log_probs, mask, objective=objective, advantages=column, old_log_probs=log_probs
-            )
+    selecting = Objective("grpo_clip", selection="top_entropy")
+    constant, given = Objective("reinforce_with_baseline", "constant"), (log_probs, mask)
+    with pytest.raises(ValueError, match=r"top_entropy acts through weights.*SELECTIONS\['top_entropy'\]"):
+        policy_gradient_step(*given, objective=selecting, advantages=column, old_log_probs=log_probs)
+    with pytest.raises(ValueError, match=r"maximum response length.*loss_denominator\('constant'"):
+        policy_gradient_step(*given, objective=constant, advantages=column)
 
 
 def test_corrections_without_weights_are_refused():

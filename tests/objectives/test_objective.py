@@ -161,9 +161,8 @@ def test_with_a_target_the_entropy_is_that_of_all_tokens_that_the_bonus_acts_on(
     for target in (None, 5.0):
         learner = make_learner(algorithm={"entropy_target": target})
         groups = make_batch(learner)
-        sequences = sequences_of(groups)
         with torch.no_grad():
-            batch = collate_padded(sequences)
+            batch = collate_padded(sequences_of(groups))
             _, entropies = ResponseLogProbs(learner._config.sampling, ENDS)(learner.model, batch)
         mask = batch.advantage_mask if target is None else batch.response_mask
         found[target] = learner.train_step(TrainBatch(tuple(groups))).metrics
@@ -351,13 +350,11 @@ def test_an_error_notes_its_place_and_a_reloaded_module_is_used(monkeypatch: pyt
     [
         ({"loss": ":clip"}, {"loss": "grpo_clip"}),
         ({"loss": ":plain"}, {"loss": "reinforce_with_baseline"}),
-        (
-            {"off_policy_correction": ":halve", "correction_options": {"factor": 1.0}},
-            {"off_policy_correction": "truncate_token"},
-        ),
+        ({"off_policy_correction": ":halve", "correction_options": {"factor": 1.0}},
+         {"off_policy_correction": "truncate_token"}),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_learner_trains_with_ones_own_as_with_a_builtin(
     own: dict[str, Any], builtin: dict[str, Any], make_learner: MakeLearner
 ) -> None:

@@ -127,10 +127,8 @@ def test_gmpo_by_hand() -> None:
     """Log ratios 0.6, 0.1 and -0.7: up, the first is held at 0.4; down, the last at -0.4."""
     old = [[0.3, 0.3, 0.3, 0.0]]
     new = [[0.3 * math.exp(log) for log in (0.6, 0.1, -0.7)] + [0.0]]
-    for advantage, logs, clipped in (
-        (2.0, (0.4, 0.1, -0.7), [True, False, False]),
-        (-2.0, (0.6, 0.1, -0.4), [False, False, True]),
-    ):
+    cases = (2.0, (0.4, 0.1, -0.7), [True, False, False]), (-2.0, (0.6, 0.1, -0.4), [False, False, True])
+    for advantage, logs, clipped in cases:
         mean = math.exp(sum(logs) / 3)
         loss, gradient, found = loss_and_gradient("gmpo", inputs_of(new, old, [[advantage]]), cliprange=0.4)
         assert loss == pytest.approx([-advantage * mean] * 3)
