@@ -98,9 +98,7 @@ def test_an_adapter_names_its_base_as_peft_does(tmp_path: Path, tiny_model: Tiny
         ({"target_modules": ["q_proj", "down_proj"]}, "none"),
     ],
 )  # fmt: skip
-def test_merged_weights_give_the_logits_of_pefts_own_forward_pass(
-    adapter: dict[str, Any], quantization: str, tiny_model: TinyModel
-) -> None:
+def test_merged_weights_give_pefts_own_logits(adapter: dict, quantization: str, tiny_model: TinyModel) -> None:
     path = tiny_model(hidden_size=64 if quantization == "nf4" else 32)
     model = load_trained(str(path), options(path, quantization, **adapter), torch.device("cpu"))
     perturbed(model)
@@ -150,9 +148,7 @@ def peft_model(folder: Path, **options: Any) -> PeftModel:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_loads_in_peft_and_merges_there_to_what_generators_get(
-    make_learner: MakeLearner, tmp_path: Path
-) -> None:
+def test_a_checkpoint_merges_in_peft_to_what_generators_get(make_learner: MakeLearner, tmp_path: Path) -> None:
     """With DoRA, which has all kinds of tensors; the gradient above is of a plain adapter's checkpoint."""
     learner = make_learner(adapter={"dora": True})
     train_step(learner)
@@ -227,9 +223,7 @@ def test_the_initial_reference_is_the_base(make_learner: MakeLearner, tiny_model
     ],
     ids=["bfloat16-ema", "nf4", "dora-initial"],
 )
-def test_training_resumes_bit_for_bit(
-    model: dict[str, Any], kl: dict[str, Any], make_learner: MakeLearner, tmp_path: Path
-) -> None:
+def test_training_resumes_bit_for_bit(model: dict, kl: dict, make_learner: MakeLearner, tmp_path: Path) -> None:
     learner = make_learner(model=model, algorithm={"kl": kl})
     for seed in range(2):
         train_step(learner, seed)
@@ -248,9 +242,7 @@ def raw_state(learner: Learner) -> list[bytes]:
 
 
 @pytest.mark.slow
-def test_an_adapter_is_continued_from_elsewhere_or_with_an_average_that_begins_at_it(
-    make_learner: MakeLearner, tmp_path: Path
-) -> None:
+def test_an_adapter_is_continued_elsewhere_or_by_an_average(make_learner: MakeLearner, tmp_path: Path) -> None:
     learner = make_learner()
     train_step(learner)
     folder = written(learner, tmp_path / "step")
@@ -327,9 +319,7 @@ def test_gradient_checkpointing_changes_nothing(make_learner: MakeLearner) -> No
         assert relative_difference(recomputed.masters.named[name].grad, master.grad) < 1e-6
 
 
-def test_layers_without_an_adapter_are_served_dequantized_too_and_have_the_flops_of_their_weights(
-    make_learner: MakeLearner,
-) -> None:
+def test_layers_without_adapter_are_served_dequantized_and_counted_whole(make_learner: MakeLearner) -> None:
     learner = make_learner(adapter={"target_modules": ["q_proj"]}, model={"base_quantization": "nf4"})
     served = tensors_of(learner.snapshot()[0])
     gate: Any = learner.model.get_submodule("model.layers.0.mlp.gate_proj")
@@ -344,9 +334,7 @@ def test_layers_without_an_adapter_are_served_dequantized_too_and_have_the_flops
 
 
 @pytest.mark.slow
-def test_what_cannot_be_adapted_is_refused_by_name(
-    make_learner: MakeLearner, tiny_model: TinyModel, tmp_path: Path
-) -> None:
+def test_bad_adapters_are_refused(make_learner: MakeLearner, tiny_model: TinyModel, tmp_path: Path) -> None:
     learner = make_learner()
     folder = written(learner, tmp_path / "step")
 

@@ -23,6 +23,7 @@ from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompts import ChatTemplate, Prompter, TextTemplate, tokenized
 
 WEIGHTS = "model.safetensors"
+OfFolder = Callable[..., Config]
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def folder(tiny_model: TinyModel, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def of_folder(tiny_config: Config, folder: Path) -> Callable[..., Config]:
+def of_folder(tiny_config: Config, folder: Path) -> OfFolder:
     return partial(changed, changed(tiny_config, model={"path": str(folder), "tiny": None}))
 
 
@@ -45,7 +46,7 @@ def refusal(function: Callable[..., Any], *arguments: Any) -> str:
 # ---- files ----
 
 
-def test_damaged_weights_and_missing_shards_are_named(folder: Path, of_folder: Callable[..., Config]) -> None:
+def test_damaged_weights_and_missing_shards_are_named(folder: Path, of_folder: OfFolder) -> None:
     whole = (folder / WEIGHTS).read_bytes()
     for damaged in (whole[:-100], b"", b"x" * 1000):
         (folder / WEIGHTS).write_bytes(damaged)
@@ -75,7 +76,7 @@ def test_damaged_weights_and_missing_shards_are_named(folder: Path, of_folder: C
     ],
 )
 def test_damaged_json_is_named(
-    folder: Path, of_folder: Callable[..., Config], file: str, text: str | None, message: str
+    folder: Path, of_folder: OfFolder, file: str, text: str | None, message: str
 ) -> None:
     (folder / file).unlink() if text is None else (folder / file).write_text(text)
     problem = refusal(check_files, of_folder())
@@ -109,9 +110,7 @@ def test_weights_that_are_missing_or_of_another_shape_are_refused_rather_than_ma
 # ---- end tokens ----
 
 
-def test_without_end_token_or_stop_string_a_response_would_never_end(
-    folder: Path, of_folder: Callable[..., Config]
-) -> None:
+def test_without_end_token_or_stop_string_a_response_would_never_end(folder: Path, of_folder: OfFolder) -> None:
     edit_json(folder / "tokenizer_config.json", eos_token=None)
     edit_json(folder / "generation_config.json", eos_token_id=None)
     assert load_tokenizer(str(folder)).eos_token_id is None
@@ -125,7 +124,7 @@ def test_without_end_token_or_stop_string_a_response_would_never_end(
     assert prepare(config, check_files(config)).model.end_token_ids == (7,)
 
 
-def test_a_stop_string_that_texts_leave_out_is_refused(folder: Path, of_folder: Callable[..., Config]) -> None:
+def test_a_stop_string_that_texts_leave_out_is_refused(folder: Path, of_folder: OfFolder) -> None:
     edit_json(folder / "tokenizer_config.json", extra_special_tokens=["5"])
     message = refusal(check_files, of_folder(sampling={"stop": ("=", "<5>")}))
     unseen = "sampling.stop: '<5>' would end nothing, as the special token '5' is not in the text"
@@ -139,9 +138,7 @@ def test_a_stop_string_that_texts_leave_out_is_refused(folder: Path, of_folder: 
 # ---- vocabulary ----
 
 
-def test_end_tokens_or_a_tokenizer_beyond_the_models_vocabulary_are_refused(
-    folder: Path, of_folder: Callable[..., Config]
-) -> None:
+def test_end_tokens_or_tokenizer_beyond_the_vocabulary_are_refused(folder: Path, of_folder: OfFolder) -> None:
     end_tokens = folder / "generation_config.json"
     written = end_tokens.read_bytes()
     edit_json(end_tokens, eos_token_id=[0, 300])
@@ -156,9 +153,7 @@ def test_end_tokens_or_a_tokenizer_beyond_the_models_vocabulary_are_refused(
     assert "resize the model with model.resize_token_embeddings(301)" in message
 
 
-def test_a_padded_vocabulary_is_allowed_and_its_unknown_tokens_have_no_text(
-    folder: Path, of_folder: Callable[..., Config]
-) -> None:
+def test_a_padded_vocabulary_is_allowed_and_its_tokens_lack_text(folder: Path, of_folder: OfFolder) -> None:
     tokenizer = load_tokenizer(str(folder))
     shape = TinyModelConfig(
         hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=64, vocab_size=1000
@@ -177,7 +172,7 @@ def test_a_generation_config_that_transformers_would_not_save(folder: Path, tmp_
     assert json.loads((tmp_path / "saved" / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
 
 
-def test_heads_and_positions(folder: Path, of_folder: Callable[..., Config]) -> None:
+def test_heads_and_positions(folder: Path, of_folder: OfFolder) -> None:
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
     rope["original_max_position_embeddings"] = 32
     edit_json(folder / "config.json", head_dim=8, rope_parameters=rope)

@@ -243,9 +243,7 @@ def test_logprobs_are_those_of_a_plain_forward_pass(
     np.testing.assert_allclose(found, np.concatenate([e.detach().numpy() for e in expected]), atol=1e-4)
 
 
-def test_each_token_of_an_episode_is_judged_in_its_own_branch(
-    make_teacher: Callable[..., Teacher], tiny_model: TinyModel
-) -> None:
+def test_episodes_are_judged_by_branch(make_teacher: Callable[..., Teacher], tiny_model: TinyModel) -> None:
     rng = np.random.default_rng(3)
     episodes = [random_episode(rng, branch=0.5) for _ in range(6)]
     assert max(len(episode.sequences) for episode in episodes) > 1

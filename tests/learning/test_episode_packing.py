@@ -119,9 +119,7 @@ def test_a_conversation_is_the_smallest_tree() -> None:
 
 @pytest.mark.parametrize("is_varlen", [False, True])
 @pytest.mark.parametrize("is_own", [False, True])
-def test_logprobs_in_deep_trees_are_those_of_each_sequence_alone(
-    tiny_model: TinyModel, is_own: bool, is_varlen: bool
-) -> None:
+def test_deep_trees_have_each_sequences_logprobs(tiny_model: TinyModel, is_own: bool, is_varlen: bool) -> None:
     path = str(tiny_model(False, own=True)) if is_own else str(tiny_model())
     model = load_policy(path, implementation="grpo_ray" if is_own else "transformers")
     rng = np.random.default_rng(1)

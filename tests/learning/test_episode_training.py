@@ -68,9 +68,7 @@ def check(learner: Learner, seed: int, reference: Any = None) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_added_terms_and_weights(
-    make_learner: MakeLearner, tiny_model: TinyModel, algorithm: dict[str, Any]
-) -> None:
+def test_added_terms_and_weights(make_learner: MakeLearner, tiny_model: TinyModel, algorithm: dict) -> None:
     reference = load_policy(str(tiny_model())) if "kl" in algorithm else None
     if reference is not None:
         perturb(reference, 1, 0.05)
@@ -186,9 +184,7 @@ def test_minibatches_hold_whole_episodes(make_learner: MakeLearner) -> None:
 # ---- min_tokens ----
 
 
-def test_end_tokens_are_impossible_at_the_start_of_every_turn(
-    make_learner: MakeLearner, tiny_model: TinyModel
-) -> None:
+def test_end_tokens_are_impossible_as_a_turn_starts(make_learner: MakeLearner, tiny_model: TinyModel) -> None:
     model = load_policy(str(tiny_model()))
     sampling = make_learner(sampling={"min_tokens": 2})._config.sampling
     end = ENDS[1]

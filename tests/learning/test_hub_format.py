@@ -97,9 +97,7 @@ def test_one_group_is_converted_at_a_time(tiny_moe: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_learner_sends_what_its_checkpoint_holds(
-    dtype: str, tiny_moe: Path, tiny_config: Config, tmp_path: Path
-) -> None:
+def test_sent_is_what_a_checkpoint_has(dtype: str, tiny_moe: Path, tiny_config: Config, tmp_path: Path) -> None:
     learner = Learner(str(tiny_moe), changed(tiny_config, model={"dtype": dtype}), ENDS)
     gate: Any = learner.model.get_submodule("model.layers.1.mlp.gate")
     correction = torch.randn(4)  # in float32 whatever the weights are

@@ -50,9 +50,7 @@ def test_copy_is_bfloat16_and_masters_are_what_was_loaded(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_learner_computes_what_the_sampler_computes(
-    make_learner: MakeLearner, tiny_model: TinyModel, family: str
-) -> None:
+def test_learner_computes_as_the_sampler(make_learner: MakeLearner, tiny_model: TinyModel, family: str) -> None:
     """The residual stream included, so that equal inputs give equal logits."""
     learner = make_learner(family=family)
     folder = str(tiny_model(True, own=family == "grpo_ray"))

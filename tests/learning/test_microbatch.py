@@ -180,9 +180,7 @@ def test_whole_groups_are_packed_and_a_large_one_is_split() -> None:
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40), num_ranks=st.integers(1, 6),
     max_tokens=st.integers(50, 200),
 )  # fmt: skip
-def test_each_sequence_is_dealt_once_and_ranks_have_as_many_passes(
-    lengths: list[int], num_ranks: int, max_tokens: int
-) -> None:
+def test_sequences_are_dealt_once_in_equal_rounds(lengths: list[int], num_ranks: int, max_tokens: int) -> None:
     def cost(indices: list[int]) -> int:
         return sum(lengths[index] for index in indices)
 

@@ -152,9 +152,7 @@ def test_learning_rates_by_hand() -> None:
 
 
 @pytest.mark.slow
-def test_a_learner_decays_with_the_runs_steps_also_after_a_resume(
-    tiny_config: Config, tiny_model: TinyModel, tmp_path: Path
-) -> None:
+def test_learners_decay_over_the_runs_steps(tiny_config: Config, tiny_model: TinyModel, tmp_path: Path) -> None:
     options = {"learning_rate": 0.8, "lr_schedule": "linear", "warmup_steps": 1, "num_gpus": 0}
     sizes = {"num_steps": 4, "train_batch_size": 4}  # three updates per step, all at the step's rate
     config = changed(tiny_config, learner=options, algorithm=sizes)

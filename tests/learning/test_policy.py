@@ -9,7 +9,8 @@ import pytest
 import torch
 from builders import TinyModel, changed, write_rows
 from huggingface_hub import ModelInfo
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, Qwen2Config
+from transformers import AutoTokenizer, GenerationConfig, Qwen2Config
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
@@ -45,15 +46,15 @@ STRINGS = [
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
+def tokenizer() -> Tokenizer:
     texts = [prompt + response for prompt, response in warmup_pairs(SortingTaskConfig(), 0, 300)]
     return train_tokenizer(texts, vocab_size=300)
 
 
 @pytest.fixture(scope="module", params=IMPLEMENTATIONS)
 def reloaded(
-    request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory
-) -> PreTrainedTokenizerBase:
+    request: pytest.FixtureRequest, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
+) -> Tokenizer:
     """The tokenizer as loaded by AutoTokenizer, saved with a Qwen2 model and with a Llama."""
     folder = tmp_path_factory.mktemp("reloaded")
     build_model(SHAPE, tokenizer, 0, request.param).save_pretrained(folder)
@@ -61,7 +62,7 @@ def reloaded(
     return AutoTokenizer.from_pretrained(folder)
 
 
-def ids_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -76,15 +77,13 @@ def test_a_long_word_is_learned_in_pieces() -> None:
 
 
 @pytest.mark.parametrize("text", STRINGS)
-def test_reloaded_tokenizer_agrees_and_round_trips(
-    tokenizer: PreTrainedTokenizerBase, reloaded: PreTrainedTokenizerBase, text: str
-) -> None:
+def test_reloaded_tokenizer_agrees_on_round_trips(tokenizer: Tokenizer, reloaded: Tokenizer, text: str) -> None:
     ids = ids_of(tokenizer, text)
     assert ids_of(reloaded, text) == ids
     assert tokenizer.decode(ids) == reloaded.decode(ids) == text
 
 
-def test_tokenizer_learns_from_its_text_and_keeps_its_size(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_tokenizer_learns_from_its_text_and_keeps_its_size(tokenizer: Tokenizer) -> None:
     assert 257 < len(tokenizer) <= 300
     assert len(ids_of(tokenizer, "</answer>")) < len("</answer>")  # merges were learned
     assert tokenizer.eos_token == tokenizer.pad_token == END_TOKEN
@@ -97,9 +96,7 @@ def test_tokenizer_learns_from_its_text_and_keeps_its_size(tokenizer: PreTrained
 
 
 @pytest.mark.parametrize(("implementation", "tied"), [("transformers", True), ("grpo_ray", False)])
-def test_model_has_the_configured_shape(
-    tokenizer: PreTrainedTokenizerBase, tied: bool, implementation: Implementation
-) -> None:
+def test_model_has_configured_shape(tokenizer: Tokenizer, tied: bool, implementation: Implementation) -> None:
     shape = SHAPE.model_copy(update={"tie_embeddings": tied, "num_layers": 2, "num_heads": 4})
     model = build_model(shape, tokenizer, 0, implementation)
     assert isinstance(model, TransformerLM) == (implementation == "grpo_ray")
@@ -117,7 +114,7 @@ def test_model_has_the_configured_shape(
 # ---- warm-up ----
 
 
-def test_prompt_and_response_are_encoded_apart(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_prompt_and_response_are_encoded_apart(tokenizer: Tokenizer) -> None:
     """Even if the tokenizer would merge across the border."""
     prompt, response = plain_demonstration(tokenizer, "Sort 5", "1280")
     assert list(prompt) == ids_of(tokenizer, "Sort 5")
@@ -167,7 +164,7 @@ def with_task(config: Config, **task: Any) -> Config:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_initial_weights_have_the_configured_width_and_follow_from_the_seed(
-    tokenizer: PreTrainedTokenizerBase, implementation: Implementation
+    tokenizer: Tokenizer, implementation: Implementation
 ) -> None:
     shape = TinyModelConfig(initializer_range=0.06, num_layers=2)
     models = (build_model(shape, tokenizer, seed, implementation) for seed in (3, 3, 4))

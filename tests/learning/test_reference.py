@@ -74,9 +74,7 @@ def test_average_follows_its_formula(make_learner: MakeLearner) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kl", [FROZEN, REFRESHED, AVERAGE])
-def test_reference_computes_in_the_served_dtype_and_only_an_average_keeps_float32(
-    make_learner: MakeLearner, kl: dict
-) -> None:
+def test_reference_has_the_served_dtype_and_an_average_float32(make_learner: MakeLearner, kl: dict) -> None:
     learner = make_learner(algorithm={"kl": {**kl, "coefficient": 0.5}}, model={"dtype": "bfloat16"})
     step(learner, 0)
     step(learner, 1)

@@ -122,9 +122,7 @@ def gradient_of(
     [(algorithm, ("transformers", "grpo_ray")[n % 2]) for n, algorithm in enumerate(ALGORITHMS)],
     ids=str, indirect=["policy"],
 )  # fmt: skip
-def test_gradient_and_sums_equal_the_padded_path(
-    algorithm: dict[str, Any], tiny_config: Config, policy: PolicyModel
-) -> None:
+def test_gradient_and_sums_equal_padded_ones(algorithm: dict, tiny_config: Config, policy: PolicyModel) -> None:
     sequences = random_sequences(1, SHAPES)
     sequences[2] = replace(sequences[2], advantage=0.0)
     sequences[4].behaviour_logprobs[0] = np.nan
@@ -418,9 +416,7 @@ def test_a_float32_head_in_bfloat16(
     assert gradient.dtype == torch.bfloat16
 
 
-def test_a_model_that_rounds_its_logits_or_has_no_linear_output_layer_has_no_float32_head(
-    policy: Any, tiny_config: Config
-) -> None:
+def test_rounded_logits_or_no_linear_output_have_no_float32_head(policy: Any, tiny_config: Config) -> None:
     cast_parameters(with_head_dtype(policy, "float32").parameters(), torch.bfloat16)
 
     class Rounding(_Wrapped):

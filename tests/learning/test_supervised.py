@@ -12,7 +12,7 @@ import torch
 from builders import CHAT_ML, TinyModel, changed, write_rows
 from small_run import QUICKSTART, SMALL
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from grpo_ray.cluster.local import calls_of
 from grpo_ray.config import Config
@@ -39,27 +39,25 @@ DEMONSTRATIONS = [
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny_model: TinyModel) -> PreTrainedTokenizerBase:
+def tokenizer(tiny_model: TinyModel) -> Tokenizer:
     tokenizer = load_tokenizer(str(tiny_model()))
     tokenizer.chat_template = CHAT_ML
     return tokenizer
 
 
 def read(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, *rows: dict[str, Any],
+    folder: Path, tokenizer: Tokenizer, *rows: dict[str, Any],
     template: PromptTemplate | None = CHAT, **fields: Any,
 ) -> list[Demonstration]:  # fmt: skip
     sft, longest = SftConfig(path=write_rows(folder / "rows.jsonl", rows), **fields), 160
     return read_demonstrations(sft, template, tokenizer, (tokenizer.eos_token_id,), longest)
 
 
-def texts(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> list[str]:
+def texts(tokenizer: Tokenizer, demonstration: Demonstration) -> list[str]:
     return [tokenizer.decode(ids) for ids in demonstration]
 
 
-def test_a_conversation_has_the_templates_tokens_up_to_the_end_token(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_a_conversation_has_the_templates_tokens_up_to_the_end(tmp_path: Path, tokenizer: Tokenizer) -> None:
     system = {"role": "system", "content": "Be short."}
     found = read(
         tmp_path, tokenizer, {"messages": [USER, REPLY]}, {"prompt": "Sort 312", "response": "It is 123"},
@@ -85,7 +83,7 @@ def test_a_conversation_has_the_templates_tokens_up_to_the_end_token(
 
 
 def test_a_text_template_and_a_template_without_an_end_token(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = {"q": "Sort 312", "a": " 123"}
     fields = {"prompt_field": "q", "response_field": "a"}
@@ -112,16 +110,12 @@ def test_a_text_template_and_a_template_without_an_end_token(
         ({"prompt": "a" * 199, "response": "b"}, r"line 2: .* have \d+ tokens, but the model takes 160"),
     ],
 )  # fmt: skip
-def test_bad_rows_are_named(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], message: str
-) -> None:
+def test_bad_rows_are_named(tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read(tmp_path, tokenizer, {"prompt": "a", "response": "b"}, row)
 
 
-def test_what_no_file_can_be_read_with(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_suits_no_file(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"sft.path: .*rows.jsonl holds no rows"):
         read(tmp_path, tokenizer)
     with pytest.raises(ValueError, match="line 1: the task has no template"):
@@ -139,9 +133,7 @@ def test_what_no_file_can_be_read_with(
 
 
 @pytest.mark.parametrize("share_prompts", ["auto", "never"])
-def test_steps_equal_cross_entropy_on_the_responses(
-    tiny_config: Config, tiny_model: TinyModel, share_prompts: str
-) -> None:
+def test_steps_equal_cross_entropy(tiny_config: Config, tiny_model: TinyModel, share_prompts: str) -> None:
     """A loop in plain torch: padded, with labels of -100, and the same optimizer and schedule."""
     folder = str(tiny_model())
     config = changed(
@@ -218,9 +210,7 @@ def responses_of(rollouts: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_run_begins_with_what_it_was_taught(
-    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_begins_as_it_was_taught(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, adapter = tmp_path / "run", tmp_path / "run" / "sft" / "adapter_model.safetensors"
     # Under frozen random embeddings no token becomes likelier than about 0.4.
     assert main(["sft", *job("model.adapter.rank=8", "sft.num_steps=40", "sampling.temperature=0.1")]) == 0

@@ -262,9 +262,7 @@ def check_update(base: Config, model: str, loss: str, layout: str, factor: str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("loss", "update"), zip(LOSSES, itertools.cycle([0, 7, 14, 21, 4, 11]), strict=False))
-def test_a_sample_of_updates_with_a_loss(
-    loss: str, update: int, tiny_config: Config, tiny_model: TinyModel
-) -> None:
+def test_some_updates_with_a_loss(loss: str, update: int, tiny_config: Config, tiny_model: TinyModel) -> None:
     """Every layout and every factor is there."""
     check_update(tiny_config, str(tiny_model()), loss, *UPDATES[update], random.Random(loss).randrange(100))
 

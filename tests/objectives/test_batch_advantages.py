@@ -156,9 +156,7 @@ def test_responses_are_as_in_a_slow_loop(tiny_config: Config, algorithm: dict[st
 
 @pytest.mark.parametrize("discount", [None, 0.5])
 @pytest.mark.parametrize("algorithm", [case for case in CASES if "overlong_buffer_tokens" not in case], ids=str)
-def test_episodes_are_as_in_a_slow_loop(
-    tiny_config: Config, algorithm: dict[str, Any], discount: float | None
-) -> None:
+def test_episodes_are_as_in_a_slow_loop(tiny_config: Config, algorithm: dict, discount: float | None) -> None:
     """With branches, turns of context, any ends, and for a discount with rewards per turn."""
     discounted = {"turn_discount": 1.0 if discount is None else discount}
     config = changed(config_of(tiny_config, **algorithm), episodes=discounted)
@@ -215,9 +213,7 @@ def test_later_turns_are_discounted_and_turns_need_not_stand_in_order() -> None:
 
 
 @pytest.mark.parametrize("scale", ["batch", "whiten_responses", "whiten_tokens"])
-def test_equal_rewards_everywhere_and_a_batch_of_nothing_graded_leave_no_signal(
-    tiny_config: Config, scale: str
-) -> None:
+def test_equal_rewards_everywhere_and_nothing_graded_leave_no_signal(tiny_config: Config, scale: str) -> None:
     config = config_of(tiny_config, advantage="mean", advantage_scale=scale)
     equal = make_group(make_item(0), [make_completion([1, 2])] * 3, [0.1] * 3, [0.0] * 3)
     for group in (equal, replace(equal, rewards=0 * equal.rewards, errors=dict.fromkeys(range(3), "slow"))):
@@ -301,9 +297,7 @@ def test_the_reward_loses_the_kl_to_the_reference(make_learner: MakeLearner) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kl", [KL, TO_GO])
-def test_of_old_tokens_the_kl_in_the_reward_is_that_of_the_current_policy(
-    make_learner: MakeLearner, kl: dict[str, Any]
-) -> None:
+def test_of_old_tokens_the_kl_in_the_reward_is_the_current_policys(make_learner: MakeLearner, kl: dict) -> None:
     """Sampled by version 0 and trained at version 1, without the sampler's logprobs anywhere in the penalty."""
     learner = make_learner(algorithm={"kl": kl, "advantage": "mean"})
     assert learner._reference is not None

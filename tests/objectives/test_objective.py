@@ -153,9 +153,7 @@ def test_a_learner_follows_the_target_and_resumes(make_learner: MakeLearner, tmp
     assert weights == pytest.approx([0.0, 0.4, 0.5, 0.6])
 
 
-def test_with_a_target_the_entropy_is_that_of_all_tokens_that_the_bonus_acts_on(
-    make_learner: MakeLearner,
-) -> None:
+def test_with_a_target_the_entropy_is_that_of_all_tokens_the_bonus_acts_on(make_learner: MakeLearner) -> None:
     """Two of the four groups have no advantage; without a target the metric leaves them out."""
     found = {}
     for target in (None, 5.0):
@@ -355,9 +353,7 @@ def test_an_error_notes_its_place_and_a_reloaded_module_is_used(monkeypatch: pyt
     ],
     ids=str,
 )  # fmt: skip
-def test_a_learner_trains_with_ones_own_as_with_a_builtin(
-    own: dict[str, Any], builtin: dict[str, Any], make_learner: MakeLearner
-) -> None:
+def test_ones_own_trains_as_a_builtin_does(own: dict, builtin: dict, make_learner: MakeLearner) -> None:
     found = []
     for options in (own, builtin):
         options = {"old_log_probs": "behaviour" if "loss" in options else "proximal", **options}
