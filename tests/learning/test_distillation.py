@@ -2,10 +2,11 @@
 
 import asyncio
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.core.teacher import Teacher
 from grpo_ray.engines.torch_engine import TorchTeacher
 from grpo_ray.learning.model_files import check_local_model, check_teacher, load_tokenizer
-from grpo_ray.learning.sequences import TrainSequence, sequences_of
+from grpo_ray.learning.sequences import sequences_of
 from grpo_ray.learning.tiny_tokenizer import train_tokenizer
 from grpo_ray.objectives import SELECTIONS
 from grpo_ray.objectives.kl import teacher_term
@@ -266,12 +267,7 @@ def of_episode(model: Any, episode: Episode) -> np.ndarray:
 
 
 def test_a_logprob_that_is_not_finite_is_an_error() -> None:
-    class Broken:
-        async def logprobs(self, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
-            return [np.array([-1.0, -np.inf], np.float32) for _ in sequences]
-
-        async def shutdown(self) -> None: ...
-
+    broken = Mock(logprobs=AsyncMock(return_value=[np.array([-1.0, -np.inf], np.float32)]))
     group = RolloutGroup(make_item(7, PROMPT), (make_completion([50, 51]),), "generator-0")
     with pytest.raises(ValueError, match="no finite logprob for a token of group 7"):
-        asyncio.run(Teacher("teacher-0", Broken()).look_up(group))
+        asyncio.run(Teacher("teacher-0", broken).look_up(group))

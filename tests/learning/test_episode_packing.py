@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -156,10 +157,6 @@ def test_a_path_may_have_thousands_of_segments() -> None:
 # ---- kernels of FlashAttention run on GPUs alone: here, how one is chosen, named and fed ----
 
 
-def failing(tree: SegmentTree) -> Any:
-    raise TypeError("varlen_attn() got an unexpected keyword argument")
-
-
 def use(monkeypatch: pytest.MonkeyPatch, make_attention: Callable[[SegmentTree], Any]) -> None:
     monkeypatch.setattr(layout, "make_varlen", lambda *_: ("varlen", make_attention))
 
@@ -171,7 +168,7 @@ def test_a_kernel_is_named_and_one_that_fails_is_replaced_unless_it_was_asked_fo
     use(monkeypatch, BlockAttention.of)  # it computes the same
     chosen, notes = choose_layout(policy, tiny_config, ())
     assert (chosen.kernel, notes) == ("varlen", {})
-    use(monkeypatch, failing)
+    use(monkeypatch, Mock(side_effect=TypeError("varlen_attn() got an unexpected keyword argument")))
     chosen, notes = choose_layout(policy, tiny_config, ())
     assert (chosen.kernel, chosen.shares_prompts) == ("sdpa", True)
     said = "sdpa computes attention, as varlen cannot be used: its forward pass fails there (TypeError"

@@ -189,12 +189,8 @@ def test_a_capture_takes_over_the_memory_of_one_that_is_written_and_touches_no_g
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asking CUDA for its random state makes a context of some hundred MiB on the first GPU."""
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("CUDA was asked")
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", refuse)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: pytest.fail("CUDA was asked"))
     model = load_policy(str(tiny_model(tied=True)))
     masters, optimizer = MasterWeights(model, torch.bfloat16), torch.optim.AdamW(model.parameters())
     first = capture_state(masters, optimizer, {"version": 1}, {})

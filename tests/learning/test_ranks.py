@@ -339,12 +339,8 @@ def writes(seat: Seat, folder: Path) -> list[str]:
     """Write shards while the second rank has no room, then no memory, then both; return the outcomes."""
     ranks, outcomes = Ranks(seat), []
     tensors = {"x": distribute_tensor(torch.arange(4096.0), ranks.writing_mesh, [Shard(0)])}
-
-    def out_of_memory(*_: object) -> None:
-        raise MemoryError("no memory")
-
     no_room = partial(file_size_limit, 100)
-    no_memory = partial(patch.object, shards, "save", out_of_memory)
+    no_memory = partial(patch.object, shards, "save", side_effect=MemoryError("no memory"))
     for name, trouble in (("room", no_room), ("memory", no_memory), ("both", contextlib.nullcontext)):
         try:
             with trouble() if seat.rank == 1 else contextlib.nullcontext():

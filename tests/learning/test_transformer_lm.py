@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -324,14 +325,10 @@ def test_redundant_tensors_are_left_alone(tmp_path: Path) -> None:
 
 def test_models_of_a_hub_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(make_model(), tmp_path)
-    asked: list[tuple[str, list[str]]] = []
-
-    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
-        asked.append((name, allow_patterns))
-        return str(tmp_path)
-
+    snapshot_download = Mock(return_value=str(tmp_path))
     monkeypatch.setattr(loading, "snapshot_download", snapshot_download)
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **_: make_config())
     model = load_policy("owner/name", implementation="grpo_ray")
-    assert asked == [("owner/name", ["*.json", "model*.safetensors"])]
+    patterns = ["*.json", "model*.safetensors"]
+    snapshot_download.assert_called_once_with("owner/name", allow_patterns=patterns)
     assert torch.equal(model.lm_head.weight, make_model().lm_head.weight)

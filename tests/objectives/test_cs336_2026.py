@@ -264,10 +264,7 @@ def test_bad_arguments_are_refused_by_name():
     ],
 )  # fmt: skip
 def test_a_step_is_refused_before_anything_is_graded(message, arguments):
-    def graded(response, truth):
-        raise AssertionError("graded before the check")
-
-    model = tiny_llama()
+    model, graded = tiny_llama(), lambda *_: pytest.fail("graded before the check")
     given = {"gradient_accumulation_steps": 1, "max_grad_norm": None, "reward_fn": graded, "group_size": 2}
     given |= {"repeated_prompts": PROMPTS, "rollout_responses": RESPONSES, "repeated_ground_truths": TRUTHS}
     with pytest.raises(ValueError, match=message):

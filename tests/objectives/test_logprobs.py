@@ -1,6 +1,7 @@
 """Log-probabilities, entropy, KL, tokenisation: torch.distributions, hand-made arrays, all logits at once."""
 
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -121,17 +122,11 @@ def test_prompts_without_outputs_are_refused():
 
 
 def test_use_cache_is_off_for_transformers_models(monkeypatch):
-    model, seen = tiny_llama(), []
-    original = model.forward
-
-    def forward(*args: object, **kwargs: object) -> object:
-        seen.append(kwargs.get("use_cache"))
-        return original(*args, **kwargs)
-
+    model, ids = tiny_llama(), torch.tensor([[1, 2]])
+    forward = Mock(wraps=model.forward)
     monkeypatch.setattr(model, "forward", forward)
-    ids = torch.tensor([[1, 2]])
     get_response_log_probs(model, ids, ids, return_token_entropy=False)
-    assert seen == [False]
+    assert [call.kwargs.get("use_cache") for call in forward.call_args_list] == [False]
 
 
 def test_estimates_by_hand():
