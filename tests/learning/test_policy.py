@@ -303,7 +303,8 @@ def test_the_hub_is_asked_for_a_models_commit_and_else_its_cache(monkeypatch: py
     with pytest.raises(ValueError, match=r"model\.path: 'missing/model' is not a local folder, and .*404"):
         at_commit("missing/model")
     assert asked == ["owner/model None", "owner/model v2", "missing/model None"]
-    monkeypatch.setattr(model_files, "try_to_load_from_cache", lambda *_, **__: "/cache/f00/config.json")
+    cached = "/cache/f00/config.json"
+    monkeypatch.setattr(model_files, "try_to_load_from_cache", lambda name, file, revision: cached)
     assert at_commit("missing/model") == "missing/model@f00"
     assert (at_commit(None), at_commit("/a/model")) == (None, "/a/model")
 
