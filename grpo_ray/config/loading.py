@@ -97,9 +97,6 @@ def _message(path: str | Path, problems: Sequence[str]) -> str:
     return "\n  ".join([f"{path}: {count} in the configuration", *problems])
 
 
-# ---- the file ----
-
-
 class _StrictLoader(yaml.SafeLoader):
     """YAML loader that refuses repeated keys: a second `learner:` section would silently replace the first."""
 
@@ -163,9 +160,6 @@ def _neighbours(path: Path) -> str:
     hint = f"did you mean {nearest}? " if nearest else ""
     here = f"{path.parent} has: {', '.join(names)}" if names else f"{path.parent} has no .yaml file"
     return f"{hint}{here}" + (f"; bundled, without .yaml: {', '.join(bundled)}" if bundled else "")
-
-
-# ---- overrides ----
 
 
 def _apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:

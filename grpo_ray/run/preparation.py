@@ -93,8 +93,8 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
     check_rewards(config, None)
     check_episodes(config)
     _check_bitsandbytes(config)
-    if config.model.tiny is not None:
-        check_warmup(config.task)
+    if (tiny := config.model.tiny) is not None:
+        check_warmup(config.task, tiny.warmup.num_steps * tiny.warmup.batch_size if tiny.warmup else 0)
     if config.model.path is not None and is_local(config.model.path):
         check_local_model(config.model.path)
     _check_heads(config)

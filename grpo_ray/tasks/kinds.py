@@ -59,11 +59,11 @@ KINDS: dict[str, TaskKind[Any]] = {
 TOKENIZER_PAIRS = 1000
 
 
-def check_warmup(task: Task) -> None:
-    """Refuse a task without warm-up pairs: a tiny model's tokenizer and habits come from them.
+def check_warmup(task: Task, num_pairs: int = 0) -> None:
+    """Refuse a task without so many warm-up pairs: a tiny model's tokenizer and habits come from them.
 
     Raises:
-        ValueError: the task's kind has no pairs.
+        ValueError: the task's kind has no pairs, or too few.
     """
     with_pairs = [name for name, kind in KINDS.items() if kind.warmup_pairs is not None]
     if task.kind not in with_pairs:
@@ -71,6 +71,9 @@ def check_warmup(task: Task) -> None:
             f"model.tiny: it is built for a task of kind {' or '.join(with_pairs)}, not {task.kind}; "
             "set model.path instead"
         )
+    kind = KINDS[task.kind]
+    if kind.warmup_pairs and kind.max_warmup_pairs and num_pairs > kind.max_warmup_pairs(task):
+        kind.warmup_pairs(task, 0, num_pairs)  # raises
 
 
 def warmup_pairs(task: Task, seed: int, num_pairs: int) -> Pairs:

@@ -1,13 +1,14 @@
 """Tasks of the package reasoning-gym: over a hundred generators of questions, each with a verifier.
 
 Some generators go through sets of texts, of which each process has an order of its own unless the seed of its
-hashes is fixed, as in grading processes. Only then is an entry drawn again as it was.
+hashes is fixed, as in grading processes; one takes Python's own random numbers. See `_entry`.
 """
 
 import contextlib
 import json
 import os
 import pickle
+import random
 import re
 import subprocess
 import sys
@@ -64,7 +65,11 @@ def _draw(config: ReasoningGymTaskConfig, seed: int, field: str, known: set[str]
     dataset = _dataset(config.name, json.dumps(config.config, sort_keys=True), seed, size)
     seen, found = set(known), []
     for index in range(size):
-        entry = dataset[index]
+        try:
+            entry = _entry(dataset, index)
+        except Exception as error:  # the package's own, such as for a value of another type
+            what = f"{config.name} of reasoning_gym fails at {index} ({type(error).__name__}: {error})"
+            raise ValueError(f"task.config: {what}; change its fields") from None
         question = entry["question"].strip()
         if question in seen:
             continue
@@ -94,7 +99,7 @@ def verified(response: str, ground_truth: str, row: Mapping[str, Any], question:
     tagged = IN_TAGS.findall(response)
     answer = (tagged[-1] if tagged else response).strip()
     dataset = _dataset(row["name"], json.dumps(row["config"], sort_keys=True), row["seed"], row["size"])
-    entry = dataset[row["index"]]
+    entry = _entry(dataset, row["index"])
     if question not in ("", entry["question"].strip()):
         needed = "PYTHONHASHSEED=0, and the version of reasoning_gym that the run has"
         raise ValueError(f"{row['name']} draws another question for {row['index']} here; it takes {needed}")
@@ -103,6 +108,12 @@ def verified(response: str, ground_truth: str, row: Mapping[str, Any], question:
     except Exception:  # some verifiers raise for a text in another form than theirs
         score = 0.0
     return scores(score, has_format=bool(answer), is_right=score >= 1.0)
+
+
+def _entry(dataset: Any, index: int) -> Any:
+    """Return an entry, the same one in each process with the same seed of hashes."""
+    random.seed(dataset.seed + index)
+    return dataset[index]
 
 
 @lru_cache(maxsize=8)
@@ -128,7 +139,7 @@ def _dataset(name: str, config: str, seed: int, size: int) -> Any:
         raise ValueError(f"task.name: reasoning_gym has no {name!r}; {hint}")
     try:
         return create_dataset(name, **json.loads(config), seed=seed, size=size)
-    except (TypeError, AssertionError, ValueError) as error:
+    except Exception as error:
         fields = [field for field in DATASETS[name][1].__dataclass_fields__ if field not in ("seed", "size")]
         raise ValueError(
             f"task.config: {name} of reasoning_gym refuses it ({error}); its fields are {', '.join(fields)}"

@@ -206,11 +206,14 @@ def test_model_for_keywords_follows_from_its_pairs(warmed: Config, tmp_path: Pat
     assert tokenizer.decode(ids_of(tokenizer, " The tree falls.")) == " The tree falls."
 
 
-def test_task_without_warm_up_pairs_is_refused_first_and_so_is_a_chat(warmed: Config) -> None:
+def test_task_without_enough_warm_up_pairs_is_refused_first_and_so_is_a_chat(warmed: Config) -> None:
     part = {"task": {"kind": "file", "train_path": "missing.jsonl", "validation_path": "missing.jsonl"}}
     config = with_task(warmed, kind="mixture", parts={"a": part})
     with pytest.raises(ValueError, match=r"model\.tiny: it is built for .* kind sorting or .*, not mixture;"):
         check_files(config)
+    small = with_task(warmed, kind="sorting", num_digits=2, num_train_prompts=90, num_validation_prompts=8)
+    with pytest.raises(ValueError, match=r"model\.tiny\.warmup: \d+ examples .* do not fit into the 100"):
+        check_files(small)
     with pytest.raises(ValueError, match=r"task\.prompt: a tiny model has no chat template; choose"):
         tiny_tokenizer(with_task(warmed, kind="sorting", prompt="chat"))
 

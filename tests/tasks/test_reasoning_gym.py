@@ -66,6 +66,13 @@ def _entry(row: dict[str, Any]) -> Any:
         ("chain_sums", {}, "task.name: reasoning_gym has no 'chain_sums'; did you mean chain_sum?"),
         ("chain_sum", {"terms": 3}, r"task.config: chain_sum .*terms.*; its fields are min_terms"),
         ("chain_sum", {"max_terms": 1}, "task.config: chain_sum of reasoning_gym refuses it"),
+        (
+            "leg_counting",
+            {"min_animals": 1.5},
+            r"task.config: leg_counting .* fails at 0 \(.*; change its fields",
+        ),
+        ("spell_backward", {"data_file": "none.txt"}, "task.config: spell_backward .* refuses it .*none.txt"),
+        ("composite", {"datasets": ["leg_counting"]}, "task.config: composite of reasoning_gym refuses it"),
         ("coin_flip", {"max_trials": 3, "min_trials": 3}, "num_validation_prompts: .* only 8 .* of the 64"),
     ],
 )
@@ -80,6 +87,8 @@ def test_sets_are_the_same_in_all_processes() -> None:
     task = ReasoningGymTaskConfig(name="isomorphic_strings", num_train_prompts=20, num_validation_prompts=4)
     sets, ours = load_examples(task, 0), draw_sets(task, 0)
     assert load_examples(task, 0) == sets != ours
+    functions = ReasoningGymTaskConfig(name="list_functions", num_train_prompts=40, num_validation_prompts=4)
+    assert draw_sets(functions, 0) == draw_sets(functions, 0)  # it takes Python's own random numbers, too
     known = {example.question for example in ours.train}
     other = next(example for example in sets.train if example.question not in known)
     with pytest.raises(ValueError, match=r"^isomorphic_strings draws another question .* PYTHONHASHSEED=0"):

@@ -108,7 +108,7 @@ def comparison_table(results: Sequence[VariantResult], metrics: Sequence[str]) -
     notes = (
         "Mean ± sample standard deviation over the runs (seeds). Steps to a reward: the first validation that "
         "reached it, and the number of runs that did, if not all. Metrics: mean over the last quarter of the "
-        "steps (lag/max: the largest). Seconds: total of all steps, without startup; seconds per step: mean "
+        "steps (lag/max: the largest). Seconds: total of timed steps, without startup; seconds per step: mean "
         "without the first step. Warnings: the detectors that see a failure (docs/failures.md), and the first "
         "step at which each does, run by run."
     )

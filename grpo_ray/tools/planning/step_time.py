@@ -222,9 +222,6 @@ def gathering_s(shape: ModelShape, config: Config, machine: Machine) -> float:
     return gather_seconds(min(sent_bytes(shape, config), sharded_bytes), config, machine)
 
 
-# What one GPU computes
-
-
 def passes_on(gpu: GpuType, config: Config, work: Workload) -> Passes:
     """Return the seconds of a step's passes on one GPU; every response is taken to have a gradient."""
     blocks, output = forward_flops(config, work)
@@ -300,9 +297,6 @@ def decoding(gpu: GpuType, config: Config, work: Workload) -> tuple[int, float]:
 
 def _engine_flops(gpu: GpuType, config: Config) -> float:
     return SAMPLING_UTILIZATION * gpu.flops(config.model.dtype) * max(1, config.generator.num_gpus)
-
-
-# What ranks pass to one another
 
 
 @dataclass(frozen=True)

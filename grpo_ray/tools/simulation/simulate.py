@@ -155,9 +155,6 @@ def prepared_for(config: Config, speeds: Speeds) -> Prepared:
     )
 
 
-# The summary
-
-
 def lines_of(simulated: Simulated) -> Iterator[str]:
     """Yield the lines of the summary that `grpo-ray simulate` prints."""
     config, steps, faults = simulated.config, simulated.steps, simulated.faults
