@@ -60,7 +60,7 @@ TOKENIZER_PAIRS = 1000
 
 
 def check_warmup(task: Task, num_pairs: int = 0) -> None:
-    """Refuse a task without so many warm-up pairs: a tiny model's tokenizer and habits come from them.
+    """Refuse a task without `num_pairs` warm-up pairs: a tiny model's tokenizer and habits come from them.
 
     Raises:
         ValueError: the task's kind has no pairs, or too few.
