@@ -7,7 +7,6 @@ hashes is fixed, as in grading processes; one takes Python's own random numbers.
 import contextlib
 import json
 import os
-import pickle
 import random
 import re
 import subprocess
@@ -39,12 +38,13 @@ def reasoning_gym_examples(config: ReasoningGymTaskConfig, seed: int) -> Example
     if not sys.flags.hash_randomization:
         return draw_sets(config, seed)
     command, environment = [sys.executable, "-m", __name__], {**os.environ, "PYTHONHASHSEED": "0"}
-    given = pickle.dumps((config, seed))
-    done = subprocess.run(command, input=given, stdout=subprocess.PIPE, env=environment, check=True)
-    found: ExampleSets | ValueError = pickle.loads(done.stdout)
-    if isinstance(found, ValueError):
-        raise found
-    return found
+    given = json.dumps([config.model_dump(mode="json"), seed])
+    done = subprocess.run(command, input=given, stdout=subprocess.PIPE, env=environment, check=True, text=True)
+    problem, *parts = json.loads(done.stdout)
+    if problem:
+        raise ValueError(problem)
+    train, validation = ([Example(**fields) for fields in part] for part in parts)
+    return ExampleSets(train, validation)
 
 
 def draw_sets(config: ReasoningGymTaskConfig, seed: int) -> ExampleSets:
@@ -147,10 +147,11 @@ def _dataset(name: str, config: str, seed: int, size: int) -> Any:
 
 
 if __name__ == "__main__":
-    given, output = pickle.load(sys.stdin.buffer), sys.stdout.buffer
+    (fields, number), output = json.load(sys.stdin), sys.stdout
     sys.stdout = sys.stderr  # for what a generator prints
     try:
-        drawn: ExampleSets | ValueError = draw_sets(*given)
+        sets = draw_sets(ReasoningGymTaskConfig(**fields), number)
+        answer: list[Any] = ["", *([vars(each) for each in part] for part in (sets.train, sets.validation))]
     except ValueError as error:
-        drawn = error
-    pickle.dump(drawn, output)
+        answer = [str(error)]
+    json.dump(answer, output)
