@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +45,11 @@ class EpisodeFacts:
         return cls(
             episode.status, episode.num_turns, num_branches, num_context, episode.seconds, episode.metrics
         )
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> "EpisodeFacts":
+        """Read them from the columns of their names in a row of a file, in which metrics are pairs."""
+        return cls(**{name: row[name] for name in cls.__dataclass_fields__} | {"metrics": dict(row["metrics"])})
 
 
 def episodes_in(groups: Sequence[ScoredGroup]) -> Iterator[EpisodeFacts]:

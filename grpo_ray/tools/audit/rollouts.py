@@ -179,9 +179,7 @@ def audit_step(rows: RolloutRows, metrics: Row, configs: Sequence[Config], grade
     entropy = _mean_of_sampled(own.rows, lambda row: -np.array(row["logprobs"], np.float64))
     if entropy is not None:
         others["policy/entropy"] = entropy
-    episodes = [{**row, "metrics": dict(row["metrics"])} for row in own.rows if is_episode(row)]
-    columns = EpisodeFacts.__dataclass_fields__
-    others |= episode_metrics([EpisodeFacts(**{name: row[name] for name in columns}) for row in episodes])
+    others |= episode_metrics([EpisodeFacts.of_row(row) for row in own.rows if is_episode(row)])
     problems += _compare_recorded(metrics, others)
     facts = _facts(own, problems, notes)
     facts.trained = list(fresh.groups)

@@ -193,6 +193,7 @@ def read_responses(path: Path, columns: Sequence[str] | None = None) -> pa.Table
 def table_outcomes(table: pa.Table) -> Outcomes:
     """Return the rows as arrays; rows are ordered by example, then sample, with equally many samples each."""
     num_samples = 1 + pc.max(table["sample"]).as_py()
+    episodes = table.select(EPISODE).filter(pc.is_valid(table["status"])).to_pylist()
 
     def by_prompt(values: pa.ChunkedArray) -> np.ndarray:
         return np.asarray(values.to_numpy()).reshape(-1, num_samples)
@@ -206,15 +207,8 @@ def table_outcomes(table: pa.Table) -> Outcomes:
         num_tokens=by_prompt(table["num_tokens"]),
         is_truncated=by_prompt(pc.equal(table["finish_reason"], "length")),
         tasks=by_prompt(table["task"])[:, 0],
-        episodes=tuple(_episodes(table)),
+        episodes=tuple(map(EpisodeFacts.of_row, episodes)),
     )
-
-
-def _episodes(table: pa.Table) -> Iterator[EpisodeFacts]:
-    if table["status"].null_count < table.num_rows:
-        for row in table.select(EPISODE).to_pylist():
-            if row["status"] is not None:
-                yield EpisodeFacts(**{**row, "metrics": dict(row["metrics"])})
 
 
 def sample_rows(path: Path, category: Category, num_rows: int) -> list[Row]:
