@@ -10,7 +10,7 @@ A *step* trains on one batch and is counted from 1. A *version* is the number of
 completed and published, so the initial weights are version 0, and step n turns version n - 1 into n.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any, Protocol, TypeVar
@@ -18,8 +18,6 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 T_co = TypeVar("T_co", covariant=True)
-Method = TypeVar("Method", bound=Callable[..., object])
-_MARK = "returns_bulk_and_facts"
 
 TERM = "reward/"
 """Begins the name of a reward's term in scores and in rollout files."""
@@ -31,21 +29,6 @@ CONTEXT = -1
 
 class Ref(Awaitable[T_co], Protocol[T_co]):
     """A reference to a value in another process; awaiting it brings the value here."""
-
-
-def bulk_and_facts(method: Method) -> Method:
-    """Mark an actor's method that returns `(bulk, facts)`.
-
-    Its caller gets a reference to the bulk, to be passed on, and awaits the facts alone. If the method fails,
-    awaiting the facts raises its error, before the bulk is used.
-    """
-    setattr(method, _MARK, True)
-    return method
-
-
-def methods_with_bulk(actor_class: type) -> frozenset[str]:
-    """Return the names of the methods that `bulk_and_facts` marks."""
-    return frozenset(name for name in dir(actor_class) if hasattr(getattr(actor_class, name), _MARK))
 
 
 @dataclass(frozen=True)

@@ -10,32 +10,31 @@ import ray
 from ray.actor import ActorClass, ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from grpo_ray.cluster.crew import Crew, RankMeeting
-from grpo_ray.cluster.hosts import ServingHost
+from grpo_ray.cluster.hosts import ServingHost, scorer_arguments
 from grpo_ray.cluster.placement import LEARNER, joins_cluster, rank_names
 from grpo_ray.cluster.ray_internals import spilled_bytes_of
 from grpo_ray.cluster.reaper import KILL_AFTER_S, Process, kill_if_left, send_signal
-from grpo_ray.cluster.remote_actor import DEATHS, NOTHING, Client, Deferred, as_actor, last_line, result_of
+from grpo_ray.cluster.remote_actor import DEATHS, Client, Deferred, Kind, as_actor, last_line, result_of
 from grpo_ray.cluster.session import Placement, address_of_node
 from grpo_ray.config import Config
 from grpo_ray.config.secrets import values_of
-from grpo_ray.core.buffer import TrajectoryBuffer
-from grpo_ray.core.generator import Generator
-from grpo_ray.core.learner import Learner
-from grpo_ray.core.scorer import Scorer, scorer_arguments
-from grpo_ray.core.sync import WeightSync
-from grpo_ray.core.teacher import Teacher
+from grpo_ray.core import clients
 from grpo_ray.engines import make_engine, make_teacher_engine
-from grpo_ray.episodes.environment_worker import EnvironmentWorker
 from grpo_ray.errors import RunError
-from grpo_ray.learning.ranks import Seat
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.transfer.wires import Wires
-from grpo_ray.types import Ref, StartingModel, methods_with_bulk
+from grpo_ray.types import Ref, StartingModel
 from grpo_ray.watch.memory import SpilledBytes
 from grpo_ray.watch.ray_metrics import RayMetrics, are_on
 
 T = TypeVar("T")
+BUFFER_KIND = Kind("grpo_ray.core.buffer:TrajectoryBuffer", clients.BufferClient)
+ENVIRONMENT_KIND = Kind("grpo_ray.episodes.environment_worker:EnvironmentWorker", clients.EnvironmentClient)
+GENERATOR_KIND = Kind("grpo_ray.core.generator:Generator", clients.GeneratorClient)
+LEARNER_KIND = Kind("grpo_ray.core.learner:Learner", clients.LearnerClient, is_async=False)
+SCORER_KIND = Kind("grpo_ray.core.scorer:Scorer", clients.ScorerClient, is_async=False)
+TEACHER_KIND = Kind("grpo_ray.core.teacher:Teacher", clients.TeacherClient)
+WEIGHT_SYNC_KIND = Kind("grpo_ray.core.sync:WeightSync", clients.WeightSyncClient)
 
 
 class ServingGroup(ServingHost):
@@ -120,38 +119,40 @@ class ServingGroup(ServingHost):
     def _start_generator(self, name: str) -> Client:
         config, model, seed = self._config, self._model, self._seed_of(name)
         engine = Deferred(make_engine, config, model.path, model.max_model_len, seed)
-        actor = self._host(Generator, name).options(**self._placement.options(name), max_concurrency=10_000)
-        handle = actor.remote(name, engine, config.generator.slowdown_s, self._version)
-        return self._client(Generator, name, handle)
+        actor = self._host(GENERATOR_KIND, name)
+        handle = actor.options(**self._placement.options(name), max_concurrency=10_000).remote(
+            name, engine, config.generator.slowdown_s, self._version
+        )
+        return self._client(name, handle)
 
     def _start_scorer(self, name: str) -> Client:
         config = self._config
-        actor = self._host(Scorer, name, beside={"take_stats": 1}).options(
+        actor = self._host(SCORER_KIND, name, take_stats=1).options(
             **self._placement.options(name),
             max_concurrency=config.scorer.num_workers,  # groups at a time, so that each worker has an answer
             allow_out_of_order_execution=True,  # a slow group delays no other
         )
-        return self._client(Scorer, name, actor.remote(*scorer_arguments(config)))
+        return self._client(name, actor.remote(*scorer_arguments(config)))
 
     def _start_teacher(self, name: str) -> Client:
         config, model = self._config, self._model
         engine = Deferred(make_teacher_engine, config, model)
-        actor = self._host(Teacher, name).options(**self._placement.options(name), max_concurrency=10_000)
-        return self._client(Teacher, name, actor.remote(name, engine))
+        actor = self._host(TEACHER_KIND, name).options(**self._placement.options(name), max_concurrency=10_000)
+        return self._client(name, actor.remote(name, engine))
 
     def _start_environment(self, name: str) -> Client:
-        actor = self._host(EnvironmentWorker, name)
+        actor = self._host(ENVIRONMENT_KIND, name)
         settings = self._config.episodes
         handle = actor.options(**self._placement.options(name), max_concurrency=10_000).remote(
             name, self._config, self._model, settings.confined, values_of(settings.secrets)
         )
-        return self._client(EnvironmentWorker, name, handle)
+        return self._client(name, handle)
 
-    def _host(self, cls: type, name: str, beside: Mapping[str, int] = NOTHING) -> ActorClass[Any]:
-        return as_actor(cls, name, self._run.logs, beside)
+    def _host(self, kind: Kind, name: str, **beside: int) -> ActorClass[Any]:
+        return as_actor(kind, name, self._run.logs, beside)
 
-    def _client(self, cls: type, name: str, handle: ActorHandle) -> Client:
-        self._clients[name] = Client(name, handle, methods_with_bulk(cls), next(self._numbers))
+    def _client(self, name: str, handle: ActorHandle) -> Client:
+        self._clients[name] = Client(name, handle, next(self._numbers))
         return self._clients[name]
 
 
@@ -180,20 +181,22 @@ class ActorGroup(ServingGroup):
         if self._metrics is not None:
             self._metrics.phase(phase)
 
-    def _start_learner(self) -> Client | Crew:
+    def _start_learner(self) -> Any:
         names = rank_names(self._config)
         if len(names) == 1:
             self.ranks = [self._start_rank(LEARNER)]
             return self.ranks[0]
+        from grpo_ray.cluster.crew import Crew, RankMeeting  # they load torch
+
         self._meeting = RankMeeting(self._config, address_of_node(joins_cluster()))  # open as long as the ranks
         self.ranks = [self._start_rank(name, self._meeting.seat(rank)) for rank, name in enumerate(names)]
         return Crew(LEARNER, self.ranks, self._place_of, self._config.learner.collective_timeout_s)
 
-    def _start_rank(self, name: str, seat: Seat | None = None) -> Client:
-        actor = self._host(Learner, name, beside=self._beside_training())
+    def _start_rank(self, name: str, seat: Any = None) -> Client:
+        actor = self._host(LEARNER_KIND, name, **self._beside_training())
         address = Deferred(address_of_node, joins_cluster())
         handle = actor.options(**self._placement.options(name)).remote(*self._learner_arguments, seat, address)
-        return self._client(Learner, name, handle)
+        return self._client(name, handle)
 
     def _beside_training(self) -> dict[str, int]:
         """Return the Learner's methods that run beside its training, and their numbers of threads."""
@@ -206,16 +209,16 @@ class ActorGroup(ServingGroup):
 
     def _start_buffer(self) -> Client:
         """Start the buffer on this node, because it writes the run's rollouts into the run directory."""
-        actor = self._host(TrajectoryBuffer, "buffer").options(**on_this_node(), max_concurrency=10_000)
-        return self._client(TrajectoryBuffer, "buffer", actor.remote(*self._buffer_arguments))
+        actor = self._host(BUFFER_KIND, "buffer").options(**on_this_node(), max_concurrency=10_000)
+        return self._client("buffer", actor.remote(*self._buffer_arguments))
 
     def _start_weight_sync(self) -> Client:
         """Start WeightSync on this node: the death of another would take the run back to a checkpoint."""
-        actor = self._host(WeightSync, "weight_sync").options(**on_this_node(), max_concurrency=100)
+        actor = self._host(WEIGHT_SYNC_KIND, "weight_sync").options(**on_this_node(), max_concurrency=100)
         timeout_s = self._config.weight_sync.phase_timeout_s
         generators = list(self.generators.values())
         handle = actor.remote(generators, timeout_s, self._version, self._wires())
-        return self._client(WeightSync, "weight_sync", handle)
+        return self._client("weight_sync", handle)
 
     def _wires(self) -> Wires | None:
         backend = self._config.weight_sync.wire_backend
@@ -228,7 +231,7 @@ def learning(
 ) -> Iterator[Callable[..., Any]]:
     """Start a Learner alone, and yield a function that calls its methods; end it however the block is left."""
     logs = RunDirectory(run_dir).logs
-    actor = as_actor(Learner, LEARNER, logs).options(**placement.options(LEARNER))
+    actor = as_actor(LEARNER_KIND, LEARNER, logs).options(**placement.options(LEARNER))
     handle = actor.remote(model.path, config, model.end_token_ids)
 
     def call(method: str, *args: object) -> Any:

@@ -9,6 +9,8 @@ from typing import Any, Self
 
 from grpo_ray.cluster.placement import environment_names, generator_names, scorer_names, teacher_names
 from grpo_ray.config import Config
+from grpo_ray.config.reward import secrets_in
+from grpo_ray.config.secrets import values_of
 from grpo_ray.engines import engine_seed
 from grpo_ray.records.checkpoint import Checkpoint
 from grpo_ray.records.run_files import RunDirectory
@@ -103,3 +105,12 @@ class ServingHost(ABC):
 
     @abstractmethod
     def _start_environment(self, name: str) -> Any: ...
+
+
+def scorer_arguments(config: Config) -> tuple[Any, ...]:
+    """Return the arguments of Scorer for a configuration, with the secrets of this process's environment."""
+    rewards, discount = config.task.rewards, config.episodes.turn_discount
+    secrets = values_of(secrets_in(rewards.values()))
+    has_teacher = config.distillation.teacher is not None
+    max_tokens = config.sampling.max_tokens
+    return rewards, config.algorithm, config.scorer, max_tokens, discount, secrets, has_teacher

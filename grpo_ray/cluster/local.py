@@ -15,16 +15,17 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.cluster.hosts import ServingHost
+from grpo_ray.cluster.hosts import ServingHost, scorer_arguments
 from grpo_ray.cluster.placement import environment_names
 from grpo_ray.config import Config
 from grpo_ray.core.buffer import TrajectoryBuffer
+from grpo_ray.core.clients import WITH_BULK
 from grpo_ray.core.generator import Generator as GeneratorActor
 from grpo_ray.core.sync import WeightSync
 from grpo_ray.engines import make_engine, make_teacher_engine
 from grpo_ray.errors import ActorDied, RunError
 from grpo_ray.transfer.wires import SendingLearner, Wires
-from grpo_ray.types import StartingModel, methods_with_bulk
+from grpo_ray.types import StartingModel
 
 # The synchronous methods that run beside an actor's other calls, as in their concurrency groups on Ray.
 BESIDE = {name for name in vars(SendingLearner) if not name.startswith("_")} | {
@@ -103,10 +104,6 @@ class LocalClient:
     def actor(self) -> Any:
         return self._build()
 
-    @cached_property
-    def _bulk_methods(self) -> frozenset[str]:
-        return methods_with_bulk(type(self.actor))
-
     def die(self, reason: str = "it was ended") -> None:
         """End the actor as if its process had died: its open calls fail, and so do all later ones."""
         self.death = ActorDied(self.name, reason)
@@ -119,7 +116,7 @@ class LocalClient:
         self._calls.add(task)
         task.add_done_callback(self._ended)
         answer = Answer(self, task)
-        return (Part(answer, 0), Part(answer, 1)) if method in self._bulk_methods else answer
+        return (Part(answer, 0), Part(answer, 1)) if method in WITH_BULK else answer
 
     async def _work(self, method: str, args: Sequence[Any]) -> Any:
         if self.death is not None:
@@ -173,7 +170,7 @@ class LocalServing(ServingHost):
         return self._client(name, build)
 
     def _start_scorer(self, name: str) -> LocalClient:
-        from grpo_ray.core.scorer import Scorer, scorer_arguments
+        from grpo_ray.core.scorer import Scorer
 
         return self._client(name, lambda: Scorer(*scorer_arguments(self._config)))
 

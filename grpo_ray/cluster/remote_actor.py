@@ -8,11 +8,13 @@ import atexit
 import contextlib
 import faulthandler
 import gc
+import inspect
 import os
+import pkgutil
 import re
 import signal
 from collections import Counter
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +37,7 @@ from ray.exceptions import (
 
 from grpo_ray.cluster.reaper import process_at
 from grpo_ray.config.user_code import IMPORTED, import_from
+from grpo_ray.core.clients import WITH_BULK
 from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.records.durable import replacing
 from grpo_ray.watch.actor_log import redirect_output
@@ -64,23 +67,15 @@ class Client:
     cancels the call.
     """
 
-    def __init__(
-        self, name: str, handle: ActorHandle, bulk_methods: Iterable[str] = (), number: int = 0
-    ) -> None:
-        """
-        Args:
-            bulk_methods: those that return `(bulk, facts)`, see `bulk_and_facts`.
-            number: of the actor's process, among all that the run has started.
-        """
-        self.name, self.number = name, number
-        self.handle = handle
-        self._bulk_methods = frozenset(bulk_methods)
+    def __init__(self, name: str, handle: ActorHandle, number: int = 0) -> None:
+        """`number`: of the actor's process, among all that the run has started."""
+        self.name, self.number, self.handle = name, number, handle
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):  # pickle asks for such names before `handle` is there
             raise AttributeError(method)
         remote = getattr(self.handle, method)
-        if method in self._bulk_methods:
+        if method in WITH_BULK:
             return lambda *args: self._call_with_bulk(remote, args)
         return lambda *args: self._answer(remote.remote(*args))
 
@@ -133,8 +128,39 @@ class Deferred(partial[Any]):
     """An argument that is built in the actor's process, for objects that cannot be sent there (an engine)."""
 
 
-def as_actor(cls: type, name: str, logs: Path, beside: Mapping[str, int] = NOTHING) -> ActorClass[Any]:
-    """Return `cls` as a Ray actor class that writes its and its child processes' output to `logs/<name>.log`.
+@dataclass(frozen=True)
+class Kind:
+    """A class of actors, which only their processes import: that may take seconds."""
+
+    place: str | type
+    """`module:class`, or the class."""
+    calls: type
+    """The Protocol of its clients, or the class."""
+    is_async: bool = True
+    """All of its methods are coroutine functions; otherwise none is."""
+
+    @property
+    def name(self) -> str:
+        return self.place.partition(":")[2] if isinstance(self.place, str) else self.place.__name__
+
+    def load(self) -> type:
+        return pkgutil.resolve_name(self.place) if isinstance(self.place, str) else self.place
+
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        """Return a function for each method, by its name, which calls the one of `self.actor`."""
+        functions = inspect.getmembers(self.calls, inspect.isfunction)
+        return {name: _passed_on(name, self.is_async) for name, _ in functions if not name.startswith("_")}
+
+
+def _passed_on(method: str, is_async: bool) -> Callable[..., Any]:
+    async def call(self: Any, *args: Any) -> Any:
+        return await getattr(self.actor, method)(*args)
+
+    return call if is_async else lambda self, *args: getattr(self.actor, method)(*args)
+
+
+def as_actor(kind: Kind, name: str, logs: Path, beside: Mapping[str, int] = NOTHING) -> ActorClass[Any]:
+    """Return a Ray actor class that writes its and its child processes' output to `logs/<name>.log`.
 
     The log's size is bounded (actor_log.py).
 
@@ -145,7 +171,7 @@ def as_actor(cls: type, name: str, logs: Path, beside: Mapping[str, int] = NOTHI
         beside: methods that each run in threads of their own, in parallel with the others, and how many.
     """
 
-    def __init__(self: object, *args: object) -> None:
+    def __init__(self: Any, *args: object) -> None:
         gc.disable()  # its passes take a fifth of the time that an engine's imports need
         redirect_output(logs / f"{name}.log")
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # before the pid is known elsewhere
@@ -154,17 +180,17 @@ def as_actor(cls: type, name: str, logs: Path, beside: Mapping[str, int] = NOTHI
         for folder in (*imported, logs.parent / "given"):
             import_from(folder)
         built = [argument() if isinstance(argument, Deferred) else argument for argument in args]
-        cls.__init__(self, *built)  # type: ignore[misc]  # not of an instance of `cls` itself
+        self.actor = kind.load()(*built)
         gc.enable()
         for_life = contextlib.ExitStack()
         atexit.register(for_life.close)  # or libraries report leaks
         for_life.enter_context(imports_left_alone())
 
     imported = tuple(IMPORTED)
-    members: dict[str, Any] = {"__init__": __init__, "__module__": cls.__module__, "__repr__": lambda _: name}
+    members = {"__init__": __init__, "__repr__": lambda _: name, **kind.methods()}
     for method in beside:
-        members[method] = ray.method(concurrency_group=method)(getattr(cls, method))
-    hosted = type(cls.__name__, (cls,), members)
+        members[method] = ray.method(concurrency_group=method)(members[method])
+    hosted = type(kind.name, (), members)
     _num_started[name] += 1
     number = _num_started[name]
     # Ray releases the name of a killed actor only after a moment.

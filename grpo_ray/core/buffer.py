@@ -11,15 +11,7 @@ from grpo_ray.config import Config
 from grpo_ray.core.replay import ReplayedGroup, ReplayMemory
 from grpo_ray.core.staleness import version_trained_at
 from grpo_ray.records.rollout_log import DROPPED, FRESH, read_groups, read_uses, write_rollouts
-from grpo_ray.types import (
-    BatchFacts,
-    GroupFacts,
-    RolloutGroup,
-    ScoredGroup,
-    TrainBatch,
-    Verdict,
-    bulk_and_facts,
-)
+from grpo_ray.types import BatchFacts, GroupFacts, RolloutGroup, ScoredGroup, TrainBatch, Verdict
 from grpo_ray.watch.batch_metrics import (
     cut_metrics,
     part_metrics,
@@ -88,7 +80,6 @@ class TrajectoryBuffer:
         for group_id in group_ids:
             del self._groups[group_id]
 
-    @bulk_and_facts
     async def take(
         self, step: int, group_ids: Sequence[int], dropped_ids: Sequence[int], oldest_version: int
     ) -> tuple[TrainBatch, BatchFacts]:

@@ -1,8 +1,9 @@
 """The actors as their callers see them: one Protocol per actor, and every call between processes.
 
 A call returns an awaitable at once. Arguments and bulky results are references (`Ref`), which pass from actor
-to actor without their bytes going through the caller; the receiving actor gets the value itself. The classes
-behind the Protocols are in the files of the same names; `tests/core/test_actors.py` compares the two.
+to actor without their bytes going through the caller; the receiving actor gets the value itself. If a call with
+a bulky result fails, awaiting the facts beside it raises its error, before the bulk is used. The classes behind
+the Protocols are in the files of the same names; `tests/core/test_actors.py` compares the two.
 
 `cluster/remote_actor.py` makes clients of Ray actors, `cluster/local.py` of objects in the same process.
 """
@@ -55,6 +56,7 @@ class GeneratorClient(ReceivingGenerator, TurnClient, ActorClient, Protocol):
     def switch(self, phase_timeout_s: float) -> Awaitable[dict[str, float]]: ...
     def sleep(self) -> Awaitable[None]: ...
     def wake(self) -> Awaitable[None]: ...
+    def shutdown(self) -> Awaitable[None]: ...
 
 
 class EnvironmentClient(ActorClient, Protocol):
@@ -65,6 +67,7 @@ class EnvironmentClient(ActorClient, Protocol):
     def play(
         self, item: PromptItem, settings: SamplingSettings, seed: int
     ) -> tuple[Ref[RolloutGroup], Awaitable[PlayReport]]: ...
+    def shutdown(self) -> Awaitable[None]: ...
 
 
 class ScorerClient(ActorClient, Protocol):
@@ -115,6 +118,10 @@ class WeightSyncClient(ActorClient, Protocol):
     def publish(self, version: int, snapshot: Snapshot, is_initial: bool = False) -> Awaitable[SyncReport]: ...
     def retire(self, number: int) -> Awaitable[None]: ...
     def admit(self, generator: GeneratorClient) -> Awaitable[int]: ...
+
+
+WITH_BULK = frozenset(("generate", "play", "look_up", "take", "snapshot", "delta"))
+"""The calls of all actors that return `(bulk, facts)`."""
 
 
 class ServingActors(Protocol):

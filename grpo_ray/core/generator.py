@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from grpo_ray.engines.base import Engine, ReceivingEngine
 from grpo_ray.episodes.turn_box import FinishedTurns, TurnBoxes, Turns, Worker
 from grpo_ray.transfer.messages import Meeting, WeightSnapshot
-from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings, bulk_and_facts
+from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings
 from grpo_ray.watch.event_loop import Changes
 from grpo_ray.watch.memory import resident_bytes
 from grpo_ray.watch.stage_clock import ActorStats, StageClock
@@ -49,7 +49,6 @@ class Generator:
             await self._engine.start(self._version)
         return True
 
-    @bulk_and_facts
     async def generate(self, item: PromptItem, settings: SamplingSettings) -> tuple[RolloutGroup, int]:
         """Sample the item's completions; return them, and their number of tokens.
 

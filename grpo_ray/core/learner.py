@@ -36,7 +36,7 @@ from grpo_ray.records.rollout_log import write_rollouts
 from grpo_ray.records.run_files import step_name
 from grpo_ray.transfer.messages import Meeting, WeightSnapshot
 from grpo_ray.transfer.sender import Publisher
-from grpo_ray.types import NO_VERSION, ScoredGroup, StepReport, TrainBatch, bulk_and_facts
+from grpo_ray.types import NO_VERSION, ScoredGroup, StepReport, TrainBatch
 from grpo_ray.watch.flops import DEVICE_PEAK, Performance
 from grpo_ray.watch.learner_metrics import StepProfiler, Sums, add, mean_metrics
 from grpo_ray.watch.memory import resident_bytes
@@ -314,13 +314,11 @@ class Learner:
         except OSError as error:
             logging.warning("step %d: the batch could not be kept: %s", step, error)
 
-    @bulk_and_facts
     def snapshot(self) -> tuple[WeightSnapshot, int]:
         """Return a copy of the weights in the served dtype, unaffected by later steps, and its version."""
         with self._clock.stage("snapshot", f"version {self.version}"):
             return self._publisher.snapshot(self.model, self.version), self.version
 
-    @bulk_and_facts
     def delta(self) -> tuple[WeightSnapshot | None, float]:
         """Return the last snapshot as its difference from the one before it, and the share of its bytes.
 

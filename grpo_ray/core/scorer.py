@@ -3,14 +3,12 @@
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
-from grpo_ray.config import Config, ScorerConfig
+from grpo_ray.config import ScorerConfig
 from grpo_ray.config.algorithm import AlgorithmConfig
-from grpo_ray.config.reward import Reward, secrets_in, term_weights
-from grpo_ray.config.secrets import values_of
+from grpo_ray.config.reward import Reward, term_weights
 from grpo_ray.objectives import advantages_of
 from grpo_ray.objectives.returns import verdict_on
 from grpo_ray.rewards.base import Overrun, ScoringError, Ungradable, verdict
@@ -106,12 +104,3 @@ class Scorer:
     def close(self) -> None:
         """End the workers, which would also end with this process."""
         self._grader.close()
-
-
-def scorer_arguments(config: Config) -> tuple[Any, ...]:
-    """Return the arguments of Scorer for a configuration, with the secrets of this process's environment."""
-    rewards, discount = config.task.rewards, config.episodes.turn_discount
-    secrets = values_of(secrets_in(rewards.values()))
-    has_teacher = config.distillation.teacher is not None
-    max_tokens = config.sampling.max_tokens
-    return rewards, config.algorithm, config.scorer, max_tokens, discount, secrets, has_teacher

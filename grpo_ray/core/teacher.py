@@ -4,7 +4,7 @@ import numpy as np
 
 from grpo_ray.engines.base import TeacherEngine
 from grpo_ray.learning.sequences import sequences_of
-from grpo_ray.types import RolloutGroup, ScoredGroup, bulk_and_facts
+from grpo_ray.types import RolloutGroup, ScoredGroup
 from grpo_ray.watch.memory import resident_bytes
 from grpo_ray.watch.stage_clock import ActorStats, StageClock
 
@@ -20,7 +20,6 @@ class Teacher:
     async def ready(self) -> bool:
         return True
 
-    @bulk_and_facts
     async def look_up(self, group: RolloutGroup) -> tuple[np.ndarray, int]:
         """Return the group's `teacher_logprobs`, as in ScoredGroup, and the number of tokens that have one.
 

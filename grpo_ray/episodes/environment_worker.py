@@ -33,7 +33,6 @@ from grpo_ray.types import (
     RolloutGroup,
     SamplingSettings,
     StartingModel,
-    bulk_and_facts,
 )
 from grpo_ray.watch.memory import resident_bytes
 from grpo_ray.watch.stage_clock import ActorStats, StageClock
@@ -96,7 +95,6 @@ class EnvironmentWorker:
         """Wait until more than `num_known` Generators have failed; return the others."""
         return await self._router.failures(num_known)
 
-    @bulk_and_facts
     async def play(
         self, item: PromptItem, settings: SamplingSettings, seed: int
     ) -> tuple[RolloutGroup, PlayReport]:

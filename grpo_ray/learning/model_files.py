@@ -12,6 +12,7 @@ from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from grpo_ray.config import Config
 
@@ -182,13 +183,13 @@ def end_token_ids(
     Raises:
         ValueError: generation_config.json exists but cannot be read.
     """
-    from transformers import GenerationConfig
-
     try:
-        listed = GenerationConfig.from_pretrained(located(path)).eos_token_id
-    except OSError as error:  # generation_config.json is missing or damaged
-        if (Path(located(path)) / "generation_config.json").exists():
-            raise ValueError(f"model.path: {error} Correct it or remove it") from error
+        file = cached_file(located(path), "generation_config.json")  # GenerationConfig would import torch
+        listed = json.loads(Path(str(file)).read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:  # generation_config.json is missing or damaged
+        if (damaged := Path(located(path)) / "generation_config.json").exists():
+            text = f"model.path: {str(damaged)!r} is not a valid JSON file. Correct it or remove it"
+            raise ValueError(text) from error
         has_config = (Path(located(path)) / "config.json").exists()
         config = text_config(path, trust_remote_code) if has_config else None
         listed = getattr(config, "eos_token_id", None)

@@ -6,10 +6,9 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import LlamaConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.cluster import local
 from grpo_ray.config import Config, LearnerConfig
@@ -17,9 +16,7 @@ from grpo_ray.config.model import Implementation, TinyModelConfig
 from grpo_ray.config.task import SortingTaskConfig
 from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.learning.plain_chat import RESPONSE_TEMPLATE, TEMPLATE
-from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.learning.tiny_tokenizer import prompt_template, rendered, tiny_tokenizer
-from grpo_ray.learning.transformer_lm import TransformerLM
 from grpo_ray.records.durable import sync_tree
 from grpo_ray.rewards.answer_formats import ENDINGS, answer_place
 from grpo_ray.run.supervised import Progress, imitate, imitating, write_weights
@@ -27,6 +24,9 @@ from grpo_ray.tasks.demonstrations import plain_demonstration
 from grpo_ray.tasks.examples import Pairs
 from grpo_ray.tasks.kinds import tokenizer_pairs, warmup_pairs
 from grpo_ray.types import StartingModel
+
+if TYPE_CHECKING:
+    from grpo_ray.learning.policy_model import PolicyModel
 
 _RECIPE = 2  # increase when the code below would build a different model from the same configuration
 
@@ -40,8 +40,11 @@ def cache_folder() -> Path:
 def build_model(
     config: TinyModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int,
     implementation: Implementation = "transformers",
-) -> PolicyModel:  # fmt: skip
+) -> "PolicyModel":  # fmt: skip
     """Build a randomly initialised float32 model; the same seed gives the same weights."""
+    import torch  # takes seconds, which a model in the cache does not need
+    from transformers import LlamaConfig, Qwen2Config, Qwen2ForCausalLM
+
     torch.manual_seed(seed)
     shape: dict[str, Any] = {
         "vocab_size": max(config.vocab_size, len(tokenizer)),
@@ -59,13 +62,17 @@ def build_model(
         "dtype": "float32",
     }
     if implementation == "grpo_ray":
+        from grpo_ray.learning.transformer_lm import TransformerLM
+
         return TransformerLM(LlamaConfig(**shape))
     model: PolicyModel = Qwen2ForCausalLM(Qwen2Config(**shape))
     return model
 
 
-def tiny_skeleton(config: Config, tokenizer: PreTrainedTokenizerBase) -> PolicyModel:
+def tiny_skeleton(config: Config, tokenizer: PreTrainedTokenizerBase) -> "PolicyModel":
     """Return the configured tiny model without memory for its weights."""
+    import torch
+
     assert config.model.tiny is not None
     with torch.device("meta"):
         return build_model(config.model.tiny, tokenizer, config.run.seed, config.model.implementation)

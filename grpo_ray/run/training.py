@@ -1,13 +1,11 @@
 """The entry points `train` and `resume`: a run from its checks, through restores, to its last checkpoint."""
 
 import contextlib
-import importlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from threading import Thread
 
 import numpy as np
 
@@ -321,17 +319,12 @@ def _hosted(config: Config, is_local: bool) -> Iterator[tuple[RunConsole, Host, 
                 yield console, local.LocalActors, local.learning
             return
         console.status("starting Ray")
-        importing = Thread(target=importlib.import_module, args=("grpo_ray.cluster.hosting",), daemon=True)
-        importing.start()  # takes seconds, which Ray takes as well
-        from grpo_ray.cluster import session
+        from grpo_ray.cluster import hosting, session
 
         needs_hub = not all(map(is_local_model, model_paths(config)))
         with session.connected(needs_hub):
             console.status("reserving resources for the actors")
             with session.placed(config) as placement:
-                importing.join()
-                from grpo_ray.cluster import hosting
-
                 yield console, partial(hosting.ActorGroup, placement), partial(hosting.learning, placement)
 
 

@@ -21,12 +21,11 @@ import ray
 
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART, model_folder
-from grpo_ray.cluster.hosting import ServingGroup
-from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor
+from grpo_ray.cluster.hosting import BUFFER_KIND, ServingGroup
+from grpo_ray.cluster.remote_actor import Client, Deferred, Kind, as_actor
 from grpo_ray.cluster.session import connected, placed
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.core.buffer import TrajectoryBuffer
 from grpo_ray.core.context import ServingContext
 from grpo_ray.core.pool import GeneratorPool
 from grpo_ray.engines import make_engine
@@ -34,7 +33,7 @@ from grpo_ray.engines.base import Engine
 from grpo_ray.engines.vllm_engine import VllmEngine, _sampling_params, only_output
 from grpo_ray.learning.model_files import end_token_ids, load_tokenizer
 from grpo_ray.records.run_files import RunDirectory
-from grpo_ray.types import PromptItem, SamplingSettings, StartingModel, methods_with_bulk
+from grpo_ray.types import PromptItem, SamplingSettings, StartingModel
 from grpo_ray.watch.open_calls import OpenCalls
 from grpo_ray.watch.restarts import RestartBudget
 from grpo_ray.watch.run_log import RunLog
@@ -166,7 +165,7 @@ async def take_turns(
 
 def start_alone(kind: type[Alone], config: Config, model: StartingModel, logs: Path) -> Client:
     engine = Deferred(lambda: make_engine(config, model.path, model.max_model_len, seed=0))
-    actor = as_actor(kind, "alone", logs).options(num_cpus=0, max_concurrency=100)
+    actor = as_actor(Kind(kind, kind), "alone", logs).options(num_cpus=0, max_concurrency=100)
     return Client("alone", actor.remote(engine))
 
 
@@ -175,8 +174,8 @@ class _Through:
 
     def __init__(self, config: Config, actors: ServingGroup, run: RunDirectory) -> None:
         run.create(config)
-        buffer = as_actor(TrajectoryBuffer, "buffer", run.logs).options(num_cpus=0, max_concurrency=10_000)
-        self.buffer = Client("buffer", buffer.remote(config), methods_with_bulk(TrajectoryBuffer))
+        buffer = as_actor(BUFFER_KIND, "buffer", run.logs).options(num_cpus=0, max_concurrency=10_000)
+        self.buffer = Client("buffer", buffer.remote(config))
         self._context = ServingContext(config, actors, OpenCalls(), RunLog(run, _Silent()))
         self._pools: dict[SamplingSettings, GeneratorPool] = {}
         self._num_waves = 0

@@ -19,12 +19,12 @@ import torch
 
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART, model_folder
+from grpo_ray.cluster.hosting import GENERATOR_KIND
 from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor
 from grpo_ray.cluster.session import connected
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.core.clients import GeneratorClient
-from grpo_ray.core.generator import Generator
 from grpo_ray.core.sync import PHASES, WeightSync
 from grpo_ray.engines import make_engine
 from grpo_ray.learning.loading import load_policy
@@ -33,7 +33,7 @@ from grpo_ray.transfer.messages import Snapshot, WeightSnapshot
 from grpo_ray.transfer.sender import Sender
 from grpo_ray.transfer.snapshot import ReusedMemory, pack_weights
 from grpo_ray.transfer.wires import SendingLearner, Wires
-from grpo_ray.types import Ref, methods_with_bulk
+from grpo_ray.types import Ref
 
 TITLE = "weight sync by model size, transport and engine, against a copy in memory"
 SIZES: dict[str, list[str]] = {
@@ -97,8 +97,8 @@ def _generators(config: Config, folder: str, number: int) -> Iterator[list[Gener
     clients = []
     with tempfile.TemporaryDirectory() as logs:
         for name in (f"generator-{index}" for index in range(number)):
-            actor = as_actor(Generator, name, Path(logs)).options(num_cpus=0, max_concurrency=100)
-            clients.append(Client(name, actor.remote(name, engine, 0.0, 0), methods_with_bulk(Generator)))
+            actor = as_actor(GENERATOR_KIND, name, Path(logs)).options(num_cpus=0, max_concurrency=100)
+            clients.append(Client(name, actor.remote(name, engine, 0.0, 0)))
         try:
             yield [cast(GeneratorClient, client) for client in clients]
         finally:

@@ -39,7 +39,7 @@ from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.isolation import processes
 from grpo_ray.tools.cli import main
 from grpo_ray.transfer.messages import WeightSnapshot
-from grpo_ray.types import PromptItem, RolloutGroup, SamplingSettings, StepReport, Verdict, bulk_and_facts
+from grpo_ray.types import PromptItem, RolloutGroup, SamplingSettings, StepReport, Verdict
 
 
 def _follow_clock() -> None:
@@ -97,7 +97,6 @@ class ChaosGenerator(Generator):
             time.sleep(FOREVER_S)
         super().__init__(name, cast(Engine, PhasedEngine(engine)), slowdown_s, version)
 
-    @bulk_and_facts
     async def generate(self, item: PromptItem, settings: SamplingSettings) -> tuple[RolloutGroup, int]:
         if settings.num_samples > 1 and is_poisoned(item.prompt):  # one sample is a validation's
             os.kill(os.getpid(), signal.SIGKILL)
@@ -158,7 +157,6 @@ class ChaosLearner(Learner):
             weights.grad = torch.full_like(weights, float("nan"))
         return sums
 
-    @bulk_and_facts
     def snapshot(self) -> tuple[WeightSnapshot, int]:
         self._at("snapshot")
         return super().snapshot()
@@ -192,6 +190,6 @@ class ChaosLearner(Learner):
 
 if __name__ == "__main__":  # classes of __main__ travel to the actors by value
     _follow_clock()
-    actors: Any = hosting
-    actors.Scorer, actors.Learner, actors.Generator = ChaosScorer, ChaosLearner, ChaosGenerator
+    for kind, place in (("SCORER", ChaosScorer), ("LEARNER", ChaosLearner), ("GENERATOR", ChaosGenerator)):
+        setattr(hosting, f"{kind}_KIND", replace(getattr(hosting, f"{kind}_KIND"), place=place))
     sys.exit(main())

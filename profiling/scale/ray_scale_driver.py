@@ -27,12 +27,12 @@ from ray_scale_processes import AccountingLearner, EngineProcess, LogicalHandle,
 from grpo_ray.cluster import session
 from grpo_ray.cluster.hosting import ActorGroup, on_this_node
 from grpo_ray.cluster.placement import LEARNER, generator_names
+from grpo_ray.cluster.remote_actor import Kind
 from grpo_ray.cluster.session import Placement
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.core.clients import GeneratorClient, LearnerClient, ScorerClient
 from grpo_ray.core.controller import Controller
-from grpo_ray.core.generator import Generator
 from grpo_ray.core.groups import GroupBook
 from grpo_ray.engines import engine_seed
 from grpo_ray.records.checkpoint import Checkpoint
@@ -93,7 +93,7 @@ class ScaleActors(ActorGroup):
         if number not in self.processes:
             self.processes[number] = self._start_process(number)
         handle = LogicalHandle(self.processes[number], index)
-        return cast(GeneratorClient, self._client(Generator, name, cast(ActorHandle, handle)))
+        return cast(GeneratorClient, self._client(name, cast(ActorHandle, handle)))
 
     def _start_process(self, number: int) -> ActorHandle:
         """Start a process in the bundle of its first Generator."""
@@ -103,25 +103,25 @@ class ScaleActors(ActorGroup):
             engine_seed(self._config.run.seed, each, self._version, self._num_starts[each]) for each in names
         ]
         self._num_starts.update(names)
-        hosted = self._host(EngineProcess, f"process-{number}")
+        hosted = self._host(Kind(EngineProcess, EngineProcess), f"process-{number}")
         return hosted.options(**self._placement.options(names[0]), max_concurrency=10_000).remote(
             names, seeds, self._config, self._speeds, self._lengths, self._version
         )
 
     def _start_scorer(self, name: str) -> ScorerClient:
-        hosted = self._host(SimulatedScorer, name).options(
+        hosted = self._host(Kind(SimulatedScorer, SimulatedScorer), name).options(
             **self._placement.options(name), max_concurrency=1000
         )
         handle = hosted.remote(self._config, self._speeds)
-        return cast(ScorerClient, self._client(SimulatedScorer, name, handle))
+        return cast(ScorerClient, self._client(name, handle))
 
     def _start_learner(self) -> LearnerClient:
         """Start the Learner on this node: its node does not die."""
-        hosted = self._host(AccountingLearner, LEARNER)
+        hosted = self._host(Kind(AccountingLearner, AccountingLearner), LEARNER)
         handle = hosted.options(**on_this_node(), max_concurrency=100).remote(
             self._config, self._speeds, account_path(self._run.path), self._version
         )
-        self.ranks = [self._client(AccountingLearner, LEARNER, handle)]
+        self.ranks = [self._client(LEARNER, handle)]
         return cast(LearnerClient, self.ranks[0])
 
 

@@ -24,7 +24,7 @@ from grpo_ray.core.teacher import Teacher
 from grpo_ray.episodes.environment_worker import EnvironmentWorker
 from grpo_ray.objectives import advantages_of
 from grpo_ray.transfer.messages import TensorSpec, WeightSnapshot
-from grpo_ray.types import Completion, RolloutGroup, SamplingSettings, ScoredGroup, methods_with_bulk
+from grpo_ray.types import Completion, RolloutGroup, SamplingSettings, ScoredGroup
 
 # ---- Scorer ----
 
@@ -321,16 +321,12 @@ PAIRS: list[tuple[Any, type]] = [
 ]
 
 
-def parameters_of(cls: Any, method: str) -> list[str]:
-    """Return the parameters, without the one that Ray adds to the methods of a class that it has hosted."""
-    return [name for name in inspect.signature(getattr(cls, method)).parameters if name != "_ray_trace_ctx"]
-
-
 @pytest.mark.parametrize(("protocol", "actor"), PAIRS, ids=[actor.__name__ for _, actor in PAIRS])
 def test_every_call_exists_with_its_parameters_and_the_mark_of_a_reference(protocol: Any, actor: type) -> None:
     calls = dict(inspect.getmembers(protocol, lambda one: inspect.isfunction(one) and one.__name__[0] != "_"))
     assert len(calls) > 2
-    for name in calls:
-        assert parameters_of(protocol, name) == parameters_of(actor, name), f"{actor.__name__}.{name}"
-    pairs = {name for name, call in calls.items() if get_origin(get_type_hints(call)["return"]) is tuple}
-    assert pairs == methods_with_bulk(actor)
+    for name, call in calls.items():
+        method = getattr(actor, name)
+        assert list(inspect.signature(call).parameters) == list(inspect.signature(method).parameters), name
+        returned = [get_origin(get_type_hints(each)["return"]) for each in (call, method)]
+        assert [each is tuple for each in returned] == [name in clients.WITH_BULK] * 2, name

@@ -22,12 +22,13 @@ import pytest
 from local_runs import Recorder, make_config
 from process_census import SCANNING
 
+from grpo_ray.cluster.hosts import scorer_arguments
 from grpo_ray.cluster.local import LocalClient
 from grpo_ray.config import Config
 from grpo_ray.core.context import Prepared
 from grpo_ray.core.controller import Controller
 from grpo_ray.core.groups import State
-from grpo_ray.core.scorer import Scorer, scorer_arguments
+from grpo_ray.core.scorer import Scorer
 from grpo_ray.records.checkpoint import make_store
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.run.preparation import check_files, prepare

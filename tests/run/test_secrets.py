@@ -9,11 +9,12 @@ import pytest
 from local_runs import make_config
 from run_process import output_of
 
+from grpo_ray.cluster.hosts import scorer_arguments
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.config.reward import secrets_in
 from grpo_ray.config.secrets import values_of
-from grpo_ray.core.scorer import Scorer, scorer_arguments
+from grpo_ray.core.scorer import Scorer
 from grpo_ray.episodes.checking import check_episodes
 from grpo_ray.records.run_files import dump_config
 from grpo_ray.rewards.configured import check_reward

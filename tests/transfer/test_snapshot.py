@@ -214,19 +214,18 @@ async def test_two_snapshots_are_stored_at_a_time_and_read_where_they_lie(tmp_pa
     """The published one, and the one in transit; so the memory of the one before is used again."""
     import ray
 
+    from grpo_ray.cluster.hosting import GENERATOR_KIND
     from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor
     from grpo_ray.cluster.session import connected
-    from grpo_ray.core.generator import Generator
     from grpo_ray.core.sync import WeightSync
-    from grpo_ray.types import methods_with_bulk
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors cannot import it
     with connected():
         clients = []
         for number, name in enumerate(("generator-0", "generator-1")):
-            actor = as_actor(Generator, name, tmp_path).options(num_cpus=0, max_concurrency=10)
+            actor = as_actor(GENERATOR_KIND, name, tmp_path).options(num_cpus=0, max_concurrency=10)
             handle = actor.remote(name, Deferred(PlaceEngine), 0.0, 0)
-            clients.append(Client(name, handle, methods_with_bulk(Generator), number))
+            clients.append(Client(name, handle, number))
         sync = WeightSync(clients, phase_timeout_s=30)
         for version in range(1, 8):
             weights = [("w", torch.full((4_000_000,), float(version)))]

@@ -23,7 +23,6 @@ from grpo_ray.types import (
     PromptItem,
     RolloutGroup,
     SamplingSettings,
-    bulk_and_facts,
 )
 from grpo_ray.watch.stage_clock import ActorStats, StageClock
 
@@ -85,7 +84,6 @@ class SimulatedEnvironmentWorker:
     async def take_stats(self) -> ActorStats:
         return ActorStats(self._clock.take(), 0)
 
-    @bulk_and_facts
     async def play(
         self, item: PromptItem, settings: SamplingSettings, seed: int
     ) -> tuple[RolloutGroup, PlayReport]:

@@ -19,7 +19,7 @@ from grpo_ray.core.groups import GroupBook
 from grpo_ray.core.staleness import lag_metrics
 from grpo_ray.tools.simulation.speeds import Speeds
 from grpo_ray.transfer.messages import WeightSnapshot
-from grpo_ray.types import Episode, RolloutGroup, ScoredGroup, StepReport, TrainBatch, Verdict, bulk_and_facts
+from grpo_ray.types import Episode, RolloutGroup, ScoredGroup, StepReport, TrainBatch, Verdict
 from grpo_ray.watch.stage_clock import ActorStats, StageClock
 
 STAGES = ("train", "optimizer", "logprobs", "snapshot", "capture", "move")
@@ -133,14 +133,12 @@ class SimulatedLearner:
             self._report = StepReport(self.version, metrics)
             return self._report
 
-    @bulk_and_facts
     async def snapshot(self) -> tuple[WeightSnapshot, int]:
         async with self._turn:
             with self._clock.stage("snapshot"):
                 await asyncio.sleep(self._speeds.snapshot_s)
             return WeightSnapshot(self.version, (), NO_BYTES), self.version
 
-    @bulk_and_facts
     async def delta(self) -> tuple[WeightSnapshot | None, float]:
         return None, 1.0
 
@@ -212,7 +210,6 @@ class SimulatedTeacher:
     async def take_stats(self) -> ActorStats:
         return ActorStats(self._clock.take(), 0)
 
-    @bulk_and_facts
     async def look_up(self, group: RolloutGroup) -> tuple[np.ndarray, int]:
         """Return logprobs of the group's tokens, float32 `[group_tokens]`, and the number of sampled ones."""
         async with self._turn:
