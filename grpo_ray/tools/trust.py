@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from grpo_ray.config import Config
 from grpo_ray.config.reward import Reward
+from grpo_ray.config.schema import leaves
 from grpo_ray.tools.arguments import Flag
 
 TrustRemoteCode = Annotated[
@@ -62,7 +63,16 @@ def code_in(config: Config) -> list[tuple[str, str]]:
     for task in config.episode_tasks.values():
         named += [("task.episode", task.episode), ("task.examples", task.examples)]
         named += [("task.warmup", task.warmup)] if task.warmup is not None else []
-    return [(field, name) for field, name in named if is_code(field, name)]
+    found = [(field, name) for field, name in named if is_code(field, name)]
+    arguments = leaves(config.model_dump(include={"generator": {"engine_args"}}))
+    return found + [(k, str(v)) for k, v in arguments.items() if "module" in k or not _is_plain(v)]
+
+
+def _is_plain(argument: Any) -> bool:
+    """Return True for numbers and words, such as `fp8`: vLLM imports dotted names and the paths of plugins."""
+    if isinstance(argument, list | tuple):
+        return all(map(_is_plain, argument))
+    return isinstance(argument, int | float | None) or str(argument).replace("-", "_").isidentifier()
 
 
 def is_code(field: str, name: str) -> bool:

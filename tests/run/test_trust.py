@@ -13,7 +13,7 @@ from builders import TinyModel, Touch, edit_json, trained_so
 from commands import Capture, printed, refused
 from local_runs import make_config, train
 from local_serving import serve_locally as serve_locally
-from report_runs import make_run
+from report_runs import add_checkpoint, make_run
 from test_report_page import script_data
 
 from grpo_ray.cluster import reaper
@@ -243,6 +243,27 @@ def test_audit_and_evaluate_call_no_other_function_of_this_package(
         message = refused(capsys, *command, "--task", "sorting", "--reward", "exact_match")
         assert f"task.warmup: {OURS} is code" in message
     assert calls == []
+
+
+def test_no_tiny_base_is_built_with_code_and_vllm_is_given_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(reaper, "_main", lambda *args: calls.append(args))
+    config = load_config(GAME, [f"task.warmup={OURS}", "model.adapter={}"])
+    run = make_run(tmp_path / "run", config, num_steps=2)
+    (tmp_path / "adapter").mkdir()
+    saved = {"peft_type": "LORA", "base_model_name_or_path": "x", "target_modules": ["q_proj"]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(saved))
+    add_checkpoint(run, 2, tmp_path / "adapter")
+    assert f"{OURS} is code" in refused(capsys, "report", run.path, "--log-ratio", "last")
+    command = ["evaluate", run.path, "--task", "sorting", "--reward", "exact_match"]
+    assert f"task.warmup: {OURS} is code" in refused(capsys, *command)
+    assert calls == []
+    arguments = {"reasoning_parser_plugin": "run/evil.py", "quantization": "fp8", "max_num_partial_prefills": 2}
+    arguments |= {"kv_transfer_config": {"kv_connector_module_path": "evil", "kv_role": "kv_both"}}
+    named = code_in(load_config(SORTING, [f"generator.engine_args={json.dumps(arguments)}"]))
+    assert [text for _, text in named] == ["run/evil.py", "evil"]
 
 
 def test_the_bundled_functions_exist_and_are_all_that_our_configurations_name() -> None:

@@ -97,7 +97,7 @@ def plan_evaluation(options: EvaluationOptions) -> EvaluationPlan:
         import_from(Path(subject.source).resolve().parent / "given")  # of a run that Python began
     if not (subject.is_own or options.run_reward_code):
         _refuse_code(code_in(config), options)
-        if any(weights.folder is None for weights in subject.weights):  # a tiny model is built by its own task
+        if any(w.folder is None or w.is_adapter for w in subject.weights):  # a tiny base has its own task
             _refuse_code([named for named in code_in(model_config) if named[0] == "task.warmup"], options)
     sampling = config.sampling
     temperature = sampling.temperature if options.temperature is None else options.temperature

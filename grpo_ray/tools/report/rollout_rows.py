@@ -25,7 +25,7 @@ from grpo_ray.records.readable_rollouts import shortened
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.export.merge import base_folder, merged_policy
 from grpo_ray.tools.report.rollout_sample import FACTS, TEXTS, Row
-from grpo_ray.tools.trust import IGNORED, is_ignored, with_trust
+from grpo_ray.tools.trust import IGNORED, code_in, is_ignored, with_trust
 from grpo_ray.types import CONTEXT
 
 LONGEST_CHARACTER = 4  # bytes in UTF-8, and so tokens that one character may span
@@ -162,6 +162,9 @@ def show_rollouts(
         try:
             checkpoint = _find_checkpoint(run, log_ratio)
             config = with_trust(load_config(run.config_path), trust_remote_code)
+            code = [name for field, name in code_in(config) if field == "task.warmup"]
+            if code and config.model.tiny is not None and is_adapter(checkpoint):  # which builds the base
+                raise RunError(f"{code[0]} is code that the run's configuration names, and its base needs it")
             ratios = _ratios(config, checkpoint, sampled)
         except (RuntimeError, ValueError, OSError) as error:  # RuntimeError: also torch's lack of memory
             if log_ratio is not None:
