@@ -136,6 +136,24 @@ def task_of(choice: EvaluationOptions, task: Any = None) -> dict[str, Any]:
     return chosen
 
 
+def test_an_adapter_may_be_an_override_and_the_command_to_resume_is_accepted(tmp_path: Path) -> None:
+    adapter = tmp_path / "step-000010"
+    adapter.mkdir()
+    (tmp_path / "job.yaml").write_text("model: {tiny: {}}\ntask: {kind: sorting}\n")
+    saved = {"peft_type": "LORA", "base_model_name_or_path": "x", "target_modules": "[a-z]*"}
+    (adapter / "adapter_config.json").write_text(json.dumps(saved))
+    with pytest.raises(RunError, match="target_modules is the pattern"):
+        plan_evaluation(EvaluationOptions(str(adapter), task="sorting"))
+    job, path = str(tmp_path / "job.yaml"), f"model.adapter.path={adapter}"
+    plan = plan_evaluation(EvaluationOptions(job, overrides=(path,), command="grpo-ray evaluate"))
+    assert (plan.subject.weights, plan.subject.weights[0].is_adapter) == ((Weights(0, adapter),), True)
+    assert "--checkpoint" not in plan.command
+    run = write_run(tmp_path / "run", {2: 0.1})
+    for target, has_name in ((run, True), (run / "checkpoints" / "step-000002", False)):
+        command = plan_evaluation(EvaluationOptions(str(target), command="grpo-ray evaluate")).command
+        assert ("--checkpoint step-000002" in command) is has_name
+
+
 def test_files_are_recognised(tmp_path: Path) -> None:
     files = {
         "gsm8k": ({"question": "1+1?", "answer": "2 it is\n#### 2"}, {"kind": "gsm8k"}),

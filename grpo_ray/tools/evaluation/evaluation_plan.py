@@ -78,8 +78,8 @@ def plan_evaluation(options: EvaluationOptions) -> EvaluationPlan:
     Raises:
         ConfigError, RunError: the options, the configuration, the run or the model; says what to change.
     """
-    subject = _with_trust(find_subject(options.target, options.checkpoint), options)
     with shown_plainly():
+        subject = _with_trust(find_subject(options.target, options.checkpoint), options)
         data = choose_task(subject.data, options)
     overrides = list(options.overrides)
     if options.max_tokens is not None:
@@ -89,6 +89,9 @@ def plan_evaluation(options: EvaluationOptions) -> EvaluationPlan:
     config, notice = on_this_machine(make_config(data, overrides, subject.source), options.local)
     if notice is not None:
         subject = replace(subject, notices=(*subject.notices, notice))
+    if (adapter := config.model.adapter) is not None and adapter.path is not None:
+        initial = Weights(0, Path(adapter.path))
+        subject = replace(subject, weights=tuple(w if w.folder else initial for w in subject.weights))
     model_config = config
     if config.model.tiny is not None:
         of_model = make_config(subject.data, _of_model(subject, options), subject.source)
@@ -116,8 +119,9 @@ def plan_evaluation(options: EvaluationOptions) -> EvaluationPlan:
 
 def _again(subject: Subject, options: EvaluationOptions, output: str) -> str:
     """Return what resumes the evaluation, with the checkpoint, as the run may go on, and the folder."""
-    folder = subject.weights[0].folder if len(subject.weights) == 1 and options.checkpoint is None else None
-    more = {"checkpoint": folder.name} if folder is not None and folder.name.startswith("step-") else {}
+    is_chosen = options.checkpoint is not None or not subject.is_run
+    folder = None if is_chosen else subject.weights[0].folder
+    more = {"checkpoint": folder.name} if folder and folder.name != Path(options.target).name else {}
     more |= {} if options.output else {"output": output}
     if not options.command.startswith("grpo-ray"):  # a call from Python
         return options.command + " with " * bool(more) + ", ".join(f"{k}={v!r}" for k, v in more.items())

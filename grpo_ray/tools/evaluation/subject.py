@@ -39,7 +39,7 @@ class Weights:
     """One policy: a step of a run, or (step 0) the configuration's own model."""
 
     step: int
-    folder: Path | None = None  # None: `model` of the configuration
+    folder: Path | None = None  # None: `model` of the configuration, with its adapter if that has a path
     is_adapter: bool = field(init=False)  # now: a run that is still training may delete the folder
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ def find_subject(target: str, checkpoint: str | None = None) -> Subject:
     if path.suffix in YAML:
         _refuse_checkpoint(target, "a configuration", checkpoint)
         data = read_config(path)
-        return Subject(path.stem, target, data, (_initial(data),))
+        return Subject(path.stem, target, data, (Weights(0),))
     if (path / RUN_CONFIG).is_file():
         return _run_subject(RunDirectory(path), checkpoint or LAST)
     if (path.parent.parent / RUN_CONFIG).is_file() and path.parent.name == "checkpoints" and path.is_dir():
@@ -126,20 +126,12 @@ def _adapter_subject(folder: Path) -> Subject:
     return replace(subject, name=folder.name, source=str(folder), data=data, weights=(Weights(0, folder),))
 
 
-def _initial(data: dict[str, Any]) -> Weights:
-    """Return the weights that a configuration starts from: its model's, or `model.adapter.path` on it."""
-    model = data.get("model")
-    adapter = model.get("adapter") if isinstance(model, dict) else None
-    path = adapter.get("path") if isinstance(adapter, dict) else None
-    return Weights(0, Path(path).expanduser() if isinstance(path, str) else None)
-
-
 def _run_subject(run: RunDirectory, choice: str) -> Subject:
     store = CheckpointStore(run)
     checkpoints = store.all()
     notices = [f"skipped, because it is damaged: {line}" for line in store.damaged]
     data = read_config(run.config_path)
-    initial = Weights(0, run.sft) if run.sft.is_dir() else _initial(data)
+    initial = Weights(0, run.sft if run.sft.is_dir() else None)
     chosen = _choose(run, store, checkpoints, choice, initial)
     if choice == ALL:
         notices += _missing(run, data, len(checkpoints) + len(notices), chosen[-1].step)
