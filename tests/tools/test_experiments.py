@@ -221,7 +221,8 @@ def test_failure_and_divergence_are_named_and_failures_retried(fakes: FakeRuns, 
 def test_exactly_as_many_parallel_runs_as_jobs(fakes: FakeRuns) -> None:
     meet = {"meets": 2}  # a run ends once two runs are active
     fakes.script(low_seed0=meet, high_seed0=meet, low_seed1=meet, high_seed1=meet)
-    assert fakes.run(seeds=2, jobs=2)
+    assert fakes.run(seeds=2, jobs=2, experiment=replace(LOW_HIGH, metrics=()))
+    assert not (fakes.out / "rates/metrics.png").exists()
     counts = (fakes.folder / "met.txt").read_text().split()
     assert (len(counts), max(map(int, counts))) == (4, 2)
 

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -26,19 +25,15 @@ PROGRAM = (sys.executable, "-m", "grpo_ray")
 POLL_S = 0.1
 
 
-@dataclass(frozen=True)
-class Ended:
-    run: PlannedRun
-    status: int  # exit status of the process; negative: number of the signal that ended it
-    seconds: float
-    error: str | None  # its error in one line; None: it succeeded
+OnEnd = Callable[[PlannedRun, int, float, str | None], None]
+"""Given a run, its exit status (negative: of the signal that ended it), seconds, and error in one line."""
 
 
 class Launcher:
     """Runs processes until all have ended, or until a signal; then waits for the running ones."""
 
     def __init__(
-        self, base: str, jobs: int, on_start: Callable[[PlannedRun], None], on_end: Callable[[Ended], None],
+        self, base: str, jobs: int, on_start: Callable[[PlannedRun], None], on_end: OnEnd,
         program: Sequence[str] = PROGRAM,
     ) -> None:  # fmt: skip
         self._base, self._jobs, self._program = base, jobs, program
@@ -56,7 +51,7 @@ class Launcher:
                 for child in [child for child in self._children if child.has_ended()]:
                     self._children.remove(child)
                     pool.give_back(child.gpus)
-                    self._on_end(child.ended())
+                    self._on_end(child.run, *child.ended())
         return not self._is_stopped
 
     def _start(self, waiting: deque[PlannedRun], pool: GpuPool) -> None:
@@ -106,11 +101,11 @@ class _Child:
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
-    def ended(self) -> Ended:
+    def ended(self) -> tuple[int, float, str | None]:
         self._log.close()
         status = self._process.returncode
         error = error_in(self.run.log, self._begin, status) if status else None
-        return Ended(self.run, status, time.monotonic() - self._started, error)
+        return status, time.monotonic() - self._started, error
 
 
 def _end_with(launcher: int) -> None:

@@ -18,7 +18,7 @@ from grpo_ray.tools.experiments.experiment_plan import (
     differences,
     plan_experiment,
 )
-from grpo_ray.tools.experiments.launch import PROGRAM, Ended, Launcher
+from grpo_ray.tools.experiments.launch import PROGRAM, Launcher
 from grpo_ray.tools.experiments.outcome import ExperimentOutcome, read_outcome
 from grpo_ray.tools.experiments.table import by_variant, comparison_table, write_csv, write_summary
 
@@ -81,16 +81,16 @@ class _Progress:
         verb = "resumed" if self._outcomes[run.name].rows else "started"
         print(f"{run.name}: {verb} (log: {run.log})", flush=True)
 
-    def ended(self, ended: Ended) -> None:
-        is_stopped = ended.status == INTERRUPTED
-        outcome = read_outcome(ended.run, None if is_stopped else ended.error)
-        self._outcomes[ended.run.name] = outcome
+    def ended(self, run: PlannedRun, status: int, seconds: float, error: str | None) -> None:
+        is_stopped = status == INTERRUPTED
+        outcome = read_outcome(run, None if is_stopped else error)
+        self._outcomes[run.name] = outcome
         self._num_done += outcome.is_over
         words: str = "stopped" if is_stopped else outcome.status
         words += f" ({outcome.reason})" if outcome.reason else ""
         reward = f", validation reward {outcome.final:.3f}" if outcome.final is not None else ""
         count = f"{self._num_done} of {len(self._outcomes)}"
-        print(visible(f"{ended.run.name}: {words} after {ended.seconds:.0f} s{reward}  [{count}]"), flush=True)
+        print(visible(f"{run.name}: {words} after {seconds:.0f} s{reward}  [{count}]"), flush=True)
         self._write()
 
     def _write(self) -> None:
@@ -112,7 +112,8 @@ def write_report(plan: ExperimentPlan, outcomes: Sequence[ExperimentOutcome], co
     write_text(folder / "table.md", comparison_table(results, experiment.metrics))
     title = experiment.title
     plot_validation_reward(results, title, folder / "validation_reward.png")
-    plot_metrics(results, experiment.metrics, title, folder / "metrics.png")
+    if experiment.metrics:
+        plot_metrics(results, experiment.metrics, title, folder / "metrics.png")
     plot_timing(results, title, folder / "timing.png")
     if experiment.draw is not None:
         experiment.draw(results, title, folder)
