@@ -200,9 +200,9 @@ def _audit_training(
     both = sorted(dropped & trained.keys())
     report.problems += [f"group {group} was both trained and left out" for group in both]
     last = max((row["step"] for row in metrics), default=0)
-    for file in sorted(run.rollouts.glob("step-*.parquet")):
-        if int(file.stem.removeprefix("step-")) > last and last >= config.algorithm.num_steps:
-            report.problems.append(f"{file.name}: rollouts of a step that has no line in metrics.jsonl")
+    if last >= config.algorithm.num_steps:
+        late = [run.rollouts_path(step).name for step in run.rollout_steps() if step > last]
+        report.problems += [f"{name}: rollouts of a step that has no line in metrics.jsonl" for name in late]
     if unknown := sorted(set(range(1, checkpoint.step + 1)) - audited):
         steps = ", ".join(map(str, unknown[:10]))
         report.notes.append(f"what was trained at steps {steps} is lost, so groups and epochs are not counted")

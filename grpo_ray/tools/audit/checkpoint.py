@@ -165,7 +165,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _rollouts(run: RunDirectory) -> list[Path]:
-    return sorted(run.rollouts.glob("step-*.parquet"))
+    return [run.rollouts_path(step) for step in run.rollout_steps()]
 
 
 def _newest(run: RunDirectory) -> Path:

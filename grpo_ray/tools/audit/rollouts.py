@@ -32,9 +32,8 @@ class Regrader:
     def __init__(self, configs: Sequence[Config], run_reward_code: bool) -> None:
         config = configs[-1]  # all that the run has had have the same task
         rewards = config.task.rewards
-        code = {task: names for task, reward in rewards.items() if (names := code_of(reward))}
-        if run_reward_code:
-            code = {}
+        named = {} if run_reward_code else {task: code_of(reward) for task, reward in rewards.items()}
+        code = {task: names for task, names in named.items() if names}
         # A judge may answer otherwise today, and costs money.
         judged = {task for task, reward in rewards.items() if any(t.network for t in terms_of(reward))}
         own = [kind for c in configs if is_function_name(kind := c.algorithm.advantage_kind)]

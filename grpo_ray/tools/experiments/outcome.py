@@ -79,9 +79,6 @@ class ExperimentOutcome:
         values = [value for step, value in self.series(metric) if step > last - math.ceil(last / 4)]
         return fmean(values) if values else None
 
-    def largest(self, metric: str) -> float | None:
-        return max((value for _, value in self.series(metric)), default=None)
-
     @cached_property
     def _step_seconds(self) -> dict[int, float]:
         return dict(self.series(STEP_S))

@@ -87,10 +87,9 @@ def _csv_row(result: VariantResult, metrics: Sequence[str]) -> dict[str, Any]:
         reached = result.estimate(partial(ExperimentOutcome.steps_to, reward=threshold))
         row[f"steps_to_{threshold}_mean"] = reached.mean if reached else None
         row[f"steps_to_{threshold}_runs"] = reached.num_runs if reached else 0
-    lags = [lag for outcome in result.results if (lag := outcome.largest("lag/max")) is not None]
     row["seconds_total_mean"] = result.mean(lambda outcome: outcome.seconds)
     row["seconds_per_step_mean"] = result.seconds_of(STEP_S)
-    row["lag_max"] = max(lags, default=None)
+    row["lag_max"] = max((lag for o in result.results for _, lag in o.series("lag/max")), default=None)
     row |= {f"{metric}_last_quarter_mean": result.last_quarter(metric) for metric in metrics}
     row["warnings"] = _warnings(result)
     row["diverged"] = sum(outcome.status == "diverged" for outcome in result.outcomes)
