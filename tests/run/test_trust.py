@@ -223,8 +223,9 @@ def test_a_configuration_of_the_users_own_is_believed_as_by_train(
 
 OURS = "grpo_ray.cluster.reaper:_main"  # called with a folder's seed, it kills the process of that pid
 GAME, SORTING = "configs/guess-number.yaml", "configs/quickstart.yaml"
+ADAPTER = {"peft_type": "LORA", "base_model_name_or_path": "x", "target_modules": ["q_proj"]}
 FIELDS = {f"task.{name}": GAME for name in ("episode", "examples", "warmup")}
-FIELDS |= {"task.reward": SORTING, "generator.engine": SORTING}
+FIELDS |= dict.fromkeys(("task.reward", "generator.engine", "generator.engine_args.scheduler_cls"), SORTING)
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -242,28 +243,14 @@ def test_audit_and_evaluate_call_no_other_function_of_this_package(
     if field == "task.warmup":  # a tiny model's initial weights are built from the run's own task
         message = refused(capsys, *command, "--task", "sorting", "--reward", "exact_match")
         assert f"task.warmup: {OURS} is code" in message
+        # The base of an adapter, too.
+        run = make_run(tmp_path / "adapted", load_config(GAME, [f"{field}={OURS}", "model.adapter={}"]))
+        (tmp_path / "adapter").mkdir()
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(ADAPTER))
+        add_checkpoint(run, 6, tmp_path / "adapter")
+        assert message in refused(capsys, "evaluate", run.path, "--task", "sorting", "--reward", "exact_match")
+        assert f"{OURS} is code" in refused(capsys, "report", run.path, "--log-ratio", "last")
     assert calls == []
-
-
-def test_no_tiny_base_is_built_with_code_and_vllm_is_given_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr(reaper, "_main", lambda *args: calls.append(args))
-    config = load_config(GAME, [f"task.warmup={OURS}", "model.adapter={}"])
-    run = make_run(tmp_path / "run", config, num_steps=2)
-    (tmp_path / "adapter").mkdir()
-    saved = {"peft_type": "LORA", "base_model_name_or_path": "x", "target_modules": ["q_proj"]}
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(saved))
-    add_checkpoint(run, 2, tmp_path / "adapter")
-    assert f"{OURS} is code" in refused(capsys, "report", run.path, "--log-ratio", "last")
-    command = ["evaluate", run.path, "--task", "sorting", "--reward", "exact_match"]
-    assert f"task.warmup: {OURS} is code" in refused(capsys, *command)
-    assert calls == []
-    arguments = {"reasoning_parser_plugin": "run/evil.py", "quantization": "fp8", "max_num_partial_prefills": 2}
-    arguments |= {"kv_transfer_config": {"kv_connector_module_path": "evil", "kv_role": "kv_both"}}
-    named = code_in(load_config(SORTING, [f"generator.engine_args={json.dumps(arguments)}"]))
-    assert [text for _, text in named] == ["run/evil.py", "evil"]
 
 
 def test_the_bundled_functions_exist_and_are_all_that_our_configurations_name() -> None:

@@ -1,6 +1,7 @@
 """The subject and the task of an evaluation are recognised, or refused by name."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -137,21 +138,19 @@ def task_of(choice: EvaluationOptions, task: Any = None) -> dict[str, Any]:
 
 
 def test_an_adapter_may_be_an_override_and_the_command_to_resume_is_accepted(tmp_path: Path) -> None:
-    adapter = tmp_path / "step-000010"
-    adapter.mkdir()
-    (tmp_path / "job.yaml").write_text("model: {tiny: {}}\ntask: {kind: sorting}\n")
-    saved = {"peft_type": "LORA", "base_model_name_or_path": "x", "target_modules": "[a-z]*"}
-    (adapter / "adapter_config.json").write_text(json.dumps(saved))
-    with pytest.raises(RunError, match="target_modules is the pattern"):
-        plan_evaluation(EvaluationOptions(str(adapter), task="sorting"))
-    job, path = str(tmp_path / "job.yaml"), f"model.adapter.path={adapter}"
-    plan = plan_evaluation(EvaluationOptions(job, overrides=(path,), command="grpo-ray evaluate"))
-    assert (plan.subject.weights, plan.subject.weights[0].is_adapter) == ((Weights(0, adapter),), True)
-    assert "--checkpoint" not in plan.command
     run = write_run(tmp_path / "run", {2: 0.1})
-    for target, has_name in ((run, True), (run / "checkpoints" / "step-000002", False)):
+    adapter = run / "checkpoints" / "step-000002"
+    for target, has_name in ((run, True), (adapter, False)):
         command = plan_evaluation(EvaluationOptions(str(target), command="grpo-ray evaluate")).command
         assert ("--checkpoint step-000002" in command) is has_name
+    (tmp_path / "job.yaml").write_text(CONFIG)
+    saved = {"base_model_name_or_path": "x", "target_modules": "[a-z]*"}
+    (adapter / "adapter_config.json").write_text(json.dumps(saved))
+    options = EvaluationOptions(str(tmp_path / "job.yaml"), overrides=(f"model.adapter.path={adapter}",))
+    assert plan_evaluation(options).subject.weights == (Weights(0, adapter),)
+    copy = shutil.copytree(adapter, tmp_path / "copy")
+    with pytest.raises(RunError, match="target_modules is the pattern"):
+        plan_evaluation(EvaluationOptions(str(copy), task="sorting"))
 
 
 def test_files_are_recognised(tmp_path: Path) -> None:
