@@ -132,7 +132,7 @@ def _end_process(what: str, run: RunDirectory | None) -> None:
 
 
 @contextlib.contextmanager
-def _handled(numbers: Collection[signal.Signals], handler: Callable[..., None]) -> Iterator[None]:
+def signals_handled(numbers: Collection[signal.Signals], handler: Callable[..., None]) -> Iterator[None]:
     """Have the handler answer the signals while the block lasts, if this is the main thread."""
     before = {number: signal.signal(number, handler) for number in numbers if is_main_thread()}
     try:
@@ -144,7 +144,7 @@ def _handled(numbers: Collection[signal.Signals], handler: Callable[..., None]) 
 
 def sigterm_interrupts() -> contextlib.AbstractContextManager[None]:
     """Turn SIGTERM into Ctrl-C in the main thread, so that both clean up in the same way."""
-    return _handled((signal.SIGTERM,), _interrupt)
+    return signals_handled((signal.SIGTERM,), _interrupt)
 
 
 @contextlib.contextmanager
@@ -160,7 +160,7 @@ def signals_noticed(stop: Callable[[int], object]) -> Iterator[Callable[[], None
         if not loop.is_closed():
             loop.call_soon_threadsafe(stop, number)
 
-    with _handled(_answered(), notice):  # `loop.add_signal_handler` would take the watch's place
+    with signals_handled(_answered(), notice):  # `loop.add_signal_handler` would take the watch's place
         yield notice
 
 

@@ -10,15 +10,14 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import IO
 
 from grpo_ray.rewards.isolation.confinement import die_with_parent
 from grpo_ray.run.machine import GpuPool
+from grpo_ray.run.signals import signals_handled
 from grpo_ray.tools.experiments.experiment_plan import PlannedRun
 
 PROGRAM = (sys.executable, "-m", "grpo_ray")
@@ -44,7 +43,7 @@ class Launcher:
     def run_all(self, runs: Sequence[PlannedRun]) -> bool:
         """Run all of them; return False if a signal came first."""
         waiting, pool = deque(runs), GpuPool([run.config for run in runs])
-        with self._signals():
+        with signals_handled((signal.SIGINT, signal.SIGTERM), self._stop):
             while self._children or (waiting and not self._is_stopped):
                 self._start(waiting, pool)
                 time.sleep(POLL_S)
@@ -65,18 +64,8 @@ class Launcher:
             if self._is_stopped:  # the signal came during its start
                 self._children[-1].interrupt()
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
+    def _stop(self, *_: object) -> None:
         """Forward SIGINT and SIGTERM to the children as SIGINT: the first makes them save, the second exit."""
-        handled = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self._stop) for number in handled}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _stop(self, number: int, frame: FrameType | None) -> None:
         self._is_stopped = True
         for child in self._children:
             child.interrupt()
