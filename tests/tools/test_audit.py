@@ -199,6 +199,7 @@ ROLLOUTS: dict[str, tuple[Change, str]] = {
         lambda rows: next(r for r in rows if not r["reward"]).update(reward=1.0), "it earns",
     ),
     "another step's row": (set_first(step=7), "a row is of step 7"),
+    "another task": (lambda rows: [{**row, "task": "other"} for row in rows], "is of task 'other'"),
 }  # fmt: skip
 
 

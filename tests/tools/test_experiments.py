@@ -345,6 +345,7 @@ def test_each_run_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["experiment", "kl-drif"], "'kl-drif' is not an experiment; did you mean kl-drift?"),
         (["experiment"], "give the name of an experiment: learning-rate, "),
+        (["experiment", "builtins:dict"], "builtins:dict returned a dict; it must return an Experiment"),
         (["experiment", "async", "--config", "nowhere.yaml"], "nowhere.yaml: 1 problem"),
     ],
 )

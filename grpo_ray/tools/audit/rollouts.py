@@ -37,7 +37,7 @@ class Regrader:
         # A judge may answer otherwise today, and costs money.
         judged = {task for task, reward in rewards.items() if any(t.network for t in terms_of(reward))}
         own = [kind for c in configs if is_function_name(kind := c.algorithm.advantage_kind)]
-        self.skipped = judged | code.keys()  # the tasks with a reward that is code not run, or over the network
+        self.graded = rewards.keys() - judged - code.keys()  # without code that is not run, and the network
         self.skips_advantages = bool(own) and not run_reward_code  # the run's advantage is code that is not run
         skipped = own[:1] if self.skips_advantages else []
         self.notes = [f"advantages are not checked, because {name} {UNTRUSTED}" for name in skipped]
@@ -46,7 +46,7 @@ class Regrader:
         whys |= {task: f"{', '.join(names)} {UNTRUSTED}" for task, names in code.items()}
         for task, why in whys.items():
             self.notes.append(f"{f'task {task}: ' if task else ''}rewards are not checked, because {why}")
-        self.grader = Grader({t: r for t, r in rewards.items() if t not in self.skipped}, config.scorer)
+        self.grader = Grader({task: rewards[task] for task in self.graded}, config.scorer)
         """Close it at the end."""
 
 
@@ -311,7 +311,9 @@ def _audit_groups(
     for group, members in rows.groups.items():
         compare = audit_comparison if is_episode(members[0]) else _audit_advantages
         problems = list(_audit_members(members, num_samples, masks_old))
-        if not grader.skips_advantages:
+        if not is_episode(members[0]) and (task := members[0]["task"]) not in configs[-1].task.rewards:
+            problems.append(f"is of task {task!r}, which the configuration lacks")
+        elif not grader.skips_advantages:
             by_config = [list(compare(members, config)) for config in reversed(configs)]
             fewest = min(by_config, key=len)
             problems += fewest
@@ -359,7 +361,7 @@ def _audit_rewards(rows: RolloutRows, grader: Regrader) -> tuple[list[str], list
     """
     problems, failures = [], []
     for group, members in rows.groups.items():
-        if is_episode(members[0]) or members[0]["task"] in grader.skipped:
+        if is_episode(members[0]) or members[0]["task"] not in grader.graded:
             continue
         for row, earned in zip(members, _earned(members, grader), strict=True):
             name = f"group {group}: completion {row['sample']}"

@@ -45,7 +45,9 @@ def find(name: str, experiments: Mapping[str, Experiment]) -> Experiment:
         ValueError: as `import_function`.
     """
     if is_function_name(name):
-        own: Experiment = import_function(name, "NAME")()
+        own = import_function(name, "NAME")()
+        if not isinstance(own, Experiment):
+            raise ConfigError(f"{name} returned a {type(own).__name__}; it must return an Experiment")
         return own
     if not name:
         raise ConfigError(f"give the name of an experiment: {', '.join(experiments)}")
