@@ -1,7 +1,6 @@
 """The subject and the task of an evaluation are recognised, or refused by name."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +147,7 @@ def test_an_adapter_may_be_an_override_and_the_command_to_resume_is_accepted(tmp
     (adapter / "adapter_config.json").write_text(json.dumps(saved))
     options = EvaluationOptions(str(tmp_path / "job.yaml"), overrides=(f"model.adapter.path={adapter}",))
     assert plan_evaluation(options).subject.weights == (Weights(0, adapter),)
-    copy = shutil.copytree(adapter, tmp_path / "copy")
+    copy = adapter.rename(tmp_path / "copy")
     with pytest.raises(RunError, match="target_modules is the pattern"):
         plan_evaluation(EvaluationOptions(str(copy), task="sorting"))
 
