@@ -81,7 +81,7 @@ def add_adapter(model: PolicyModel, config: AdapterConfig, base: str) -> None:
         use_dora=config.dora, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
         base_model_name_or_path=name, revision=revision or None,
     )  # fmt: skip
-    inject_adapter_in_model(lora, model)  # type: ignore[arg-type]
+    inject_adapter_in_model(lora, model)
     del names.is_loaded_in_4bit
     cast_parameters((p for p in model.parameters() if p.requires_grad), torch.float32)
     if config.path is not None:

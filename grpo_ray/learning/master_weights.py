@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from grpo_ray.learning.device import Offload
-from grpo_ray.learning.policy_model import PolicyModel
 
 
 class MasterWeights:
@@ -24,7 +23,7 @@ class MasterWeights:
     """
 
     def __init__(
-        self, model: PolicyModel | nn.Module, dtype: torch.dtype,
+        self, model: nn.Module, dtype: torch.dtype,
         trained: Iterable[tuple[str, nn.Parameter]] | None = None,
     ) -> None:  # fmt: skip
         """Turn the parameters of `model` into copies in `dtype`; its buffers stay as they are.

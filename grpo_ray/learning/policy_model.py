@@ -3,10 +3,9 @@
 Its options: compilation of its blocks, what the backward pass recomputes, and a float32 output layer.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,62 +49,25 @@ class HiddenStates(Protocol):
 MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 
 
-class PolicyModel(Protocol):
-    """A torch module over token ids; its parameters have the names used in its Hugging Face folder."""
+class PolicyModel(nn.Module):
+    """A torch module over token ids; its parameters have the names used in its Hugging Face folder.
 
-    def __call__(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
-        past_key_values: object = None, use_cache: bool = ..., logits_to_keep: int = 0,
-    ) -> PolicyOutput:  # fmt: skip
-        """Compute logits at the last `logits_to_keep` positions (0: at all) of `input_ids` `[batch, seq]`."""
-        ...
+    transformers' causal models have this interface without inheriting it.
+    """
 
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def base_model(self) -> Callable[..., HiddenStates]:
-        """All but the output layer, called with the same arguments; with `tree`, over a packed row."""
-        ...
-
-    def get_output_embeddings(self) -> nn.Linear: ...
+    __call__: Callable[..., PolicyOutput]  # with the arguments of `TransformerLM.forward`
+    base_model: Callable[..., HiddenStates]
+    """All but the output layer, called with the same arguments; with `tree`, over a packed row."""
+    model: Any  # everything before the output layer; its blocks are in `layers`
+    get_output_embeddings: Callable[[], nn.Linear]
+    gradient_checkpointing_enable: Callable[..., None]
+    """Pass each block through `torch.utils.checkpoint.checkpoint` with `gradient_checkpointing_kwargs`."""
+    save_pretrained: Callable[..., None]
+    """Write a folder in Hugging Face format; `state_dict` replaces the model's own weights."""
 
     @property
-    def model(self) -> Any: ...  # everything before the output layer; its blocks are in `layers`
-
-    def to(self, *args: Any, **kwargs: Any) -> Self: ...
-
-    def eval(self) -> Self: ...
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self: ...
-
-    def gradient_checkpointing_enable(
-        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None
-    ) -> None:
-        """Pass each block through `torch.utils.checkpoint.checkpoint` with these options."""
-        ...
-
-    def modules(self) -> Iterator[nn.Module]: ...
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
-
-    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
-
-    def get_submodule(self, target: str) -> nn.Module: ...
-
-    def get_parameter(self, target: str) -> nn.Parameter: ...
-
-    def state_dict(self, *, keep_vars: bool = False) -> dict[str, Tensor]: ...
-
-    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> object: ...
-
-    def save_pretrained(
-        self, folder: Path, state_dict: dict[str, Tensor] | None = None, max_shard_size: str = ...
-    ) -> None:
-        """Write a folder in Hugging Face format; a `state_dict` replaces the model's own weights."""
-        ...
+    def device(self) -> torch.device:
+        return self.get_output_embeddings().weight.device
 
 
 class Float32Head(nn.Linear):

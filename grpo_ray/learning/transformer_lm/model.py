@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache, GenerationConfig, LlamaConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from grpo_ray.learning.policy_model import TreeAttention
+from grpo_ray.learning.policy_model import PolicyModel, TreeAttention
 from grpo_ray.learning.transformer_lm.layers import Block, Context, RMSNorm, rotary_angles
 
 OUTPUT_LAYER = "lm_head.weight"
@@ -45,7 +45,7 @@ class Decoder(nn.Module):
         return output
 
 
-class TransformerLM(nn.Module):
+class TransformerLM(PolicyModel):
     """The language model, with the interface of a policy (see PolicyModel).
 
     Weights are drawn from torch's generator: N(0, initializer_range), divided by sqrt(2 num_layers) where they
@@ -117,10 +117,6 @@ class TransformerLM(nn.Module):
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.lm_head
-
-    @property
-    def device(self) -> torch.device:
-        return self.lm_head.weight.device
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None

@@ -53,7 +53,7 @@ def merged_policy(base: str, config: ModelConfig, adapter: Path) -> PolicyModel:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, _plain(layer, dtype))
     assert has_adapter(model)
-    del model.peft_config  # type: ignore[attr-defined]
+    del model.peft_config
     return model.requires_grad_(True)
 
 
