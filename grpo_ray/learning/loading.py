@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from grpo_ray.config.model import Implementation
 from grpo_ray.learning.attention import NAME as ATTENTION
 from grpo_ray.learning.attention import tree_obstacle
-from grpo_ray.learning.model_files import WEIGHTS, is_local, listed_shards, located, savable
+from grpo_ray.learning.model_files import WEIGHTS, is_local, located, savable, weight_files
 from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.learning.transformer_lm import TransformerLM, check_llama, load_transformer_lm
 
@@ -97,9 +97,7 @@ def _prepared(model: Any) -> PolicyModel:
 def _load_transformer_lm(path: str) -> tuple[PolicyModel, list[str]]:
     config = check_llama(path)
     folder = Path(path if is_local(path) else snapshot_download(path, allow_patterns=["*.json", WEIGHTS]))
-    return load_transformer_lm(
-        config, folder, listed_shards(folder, "model.path") or [folder / "model.safetensors"]
-    )
+    return load_transformer_lm(config, folder, weight_files(folder, "model.path"))
 
 
 def check_finite(model: PolicyModel, path: str) -> None:

@@ -5,11 +5,11 @@ Imports neither torch nor a class of models, so that `check` answers quickly.
 
 import functools
 import json
+from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
@@ -69,7 +69,7 @@ def check_local_model(path: str, field: str = "model.path") -> None:
         raise ValueError(f"{field}: {path!r} has no config.json; {what}")
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"{field}: {path!r} has no *.safetensors; save it with save_pretrained()")
-    for file in [*sorted(folder.glob("*.safetensors")), *listed_shards(folder, field)]:
+    for file in sorted({*folder.glob("*.safetensors"), *weight_files(folder, field)}):
         try:
             with safe_open(file, framework="pt"):
                 pass
@@ -79,16 +79,16 @@ def check_local_model(path: str, field: str = "model.path") -> None:
             ) from None
 
 
-def listed_shards(folder: Path, field: str) -> list[Path]:
-    """Return the files listed in the index of a sharded model."""
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return []
+def weight_files(folder: Path, field: str) -> list[Path]:
+    """Return the files that a model's weights are loaded from: those of the index, or model.safetensors."""
+    listing = folder / "model.safetensors.index.json"
+    if not listing.exists():
+        return [folder / "model.safetensors"]
     try:
-        return sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
+        return sorted({folder / name for name in json.loads(listing.read_bytes())["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(
-            f"{field}: {index} is not an index of safetensors files; copy or download the model again"
+            f"{field}: {listing} is not an index of safetensors files; copy or download the model again"
         ) from None
 
 
@@ -157,7 +157,7 @@ def text_config(path: str, trust_remote_code: bool = False) -> "PreTrainedConfig
     try:
         config = AutoConfig.from_pretrained(located(path), trust_remote_code=trust_remote_code)
         return config.get_text_config()
-    except (OSError, ValueError, StrictDataclassError) as error:
+    except Exception as error:  # of many kinds: even a ZeroDivisionError for 0 heads
         raise ValueError(f"model.path: config.json of {path!r} cannot be used: {error}") from error
 
 
@@ -181,22 +181,27 @@ def end_token_ids(
     Where there is none, those of config.json count, as for vLLM and transformers.
 
     Raises:
-        ValueError: generation_config.json exists but cannot be read.
+        ValueError: generation_config.json exists but cannot be read, or names other things than numbers.
     """
     try:
         file = cached_file(located(path), "generation_config.json")  # GenerationConfig would import torch
-        listed = json.loads(Path(str(file)).read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:  # generation_config.json is missing or damaged
+        ids = _numbers(json.loads(Path(str(file)).read_text(encoding="utf-8")).get("eos_token_id"))
+    except (OSError, ValueError) as error:  # generation_config.json is missing or damaged
         if (damaged := Path(located(path)) / "generation_config.json").exists():
             text = f"model.path: {str(damaged)!r} is not a valid JSON file. Correct it or remove it"
             raise ValueError(text) from error
         has_config = (Path(located(path)) / "config.json").exists()
         config = text_config(path, trust_remote_code) if has_config else None
-        listed = getattr(config, "eos_token_id", None)
-    ids = {listed} if isinstance(listed, int) else set(listed or ())
+        ids = _numbers(getattr(config, "eos_token_id", None))
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"model.path: generation_config.json of {path!r} cannot be used: {error}") from error
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return tuple(sorted(ids))
+
+
+def _numbers(listed: Any) -> set[int]:
+    return {*map(index, [listed] if isinstance(listed, int) else listed or ())}
 
 
 def check_ends(

@@ -53,6 +53,9 @@ def test_damaged_weights_and_missing_shards_are_named(folder: Path, of_folder: O
         message = refusal(check_files, of_folder())
         assert f"model.path: {folder / WEIGHTS} is damaged or missing (" in message
         assert "copy or download the model again" in message
+    (folder / WEIGHTS).unlink()
+    (folder / "consolidated.safetensors").write_bytes(whole)  # which transformers does not read
+    assert f"{folder / WEIGHTS} is damaged or missing (" in refusal(check_files, of_folder())
     (folder / WEIGHTS).write_bytes(whole)
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": WEIGHTS, "x": "model-2.safetensors"}}))
@@ -68,11 +71,15 @@ def test_damaged_weights_and_missing_shards_are_named(folder: Path, of_folder: O
         ("config.json", "{broken", "config.json of {folder!r} cannot be used: "),
         ("config.json", "{}", "config.json of {folder!r} cannot be used: Unrecognized model"),
         ("config.json", '{"model_type": "nonsense"}', "config.json of {folder!r} cannot be used: "),
+        ("config.json", '{"model_type": "llama", "num_attention_heads": 0}', "cannot be used: integer"),
         ("tokenizer.json", "{broken", "the tokenizer of {folder!r} cannot be loaded (JSONDecodeError: "),
         ("tokenizer.json", "{}", "the tokenizer of {folder!r} cannot be loaded (KeyError: 'added_tokens')"),
         ("tokenizer_config.json", "{broken", "the tokenizer of {folder!r} cannot be loaded (JSONDecode"),
         ("tokenizer.json", None, "its tokenizer turns the prompt of the question 'Sort "),
         ("generation_config.json", "{broken", "generation_config.json' is not a valid JSON file. Correct it"),
+        ("generation_config.json", "[]", "generation_config.json of {folder!r} cannot be used: 'list' object"),
+        ("generation_config.json", '{"eos_token_id": [2, null]}', "of {folder!r} cannot be used: 'NoneType'"),
+        ("generation_config.json", '{"eos_token_id": "2"}', "of {folder!r} cannot be used: 'str' object"),
     ],
 )
 def test_damaged_json_is_named(
