@@ -38,7 +38,7 @@ class MicroBatch:
     response_mask: torch.Tensor  # bool [batch, resp]
     behaviour_logprobs: torch.Tensor  # float32 [batch, resp]
     advantages: torch.Tensor  # float32 [batch, 1], or [batch, resp] if turns have their own
-    switches: torch.Tensor  # int64 [batch, 1], see TrainSequence
+    switches: torch.Tensor  # int64 [batch, 1], see `TrainSequence.switch`
     num_padding_tokens: int
     sample_tokens: torch.Tensor | None = None  # int64 [batch], see TrainSequence
     proximal_logprobs: torch.Tensor | None = None  # float32 [batch, resp]

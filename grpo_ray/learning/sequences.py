@@ -2,7 +2,8 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -22,7 +23,7 @@ class TrainSequence:
     response_token_ids: np.ndarray  # [response_tokens]
     behaviour_logprobs: np.ndarray  # [sampled_tokens], like all values below
     advantage: float | np.ndarray  # an array if turns or tokens have their own
-    switch: int = NEVER  # first sampled token that another version sampled than the one before it
+    versions: np.ndarray = field(default_factory=partial(np.zeros, 0, int))  # that sampled each token, if known
     proximal_logprobs: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None
     teacher_logprobs: np.ndarray | None = None
@@ -38,7 +39,6 @@ class TrainSequence:
     token_weights: np.ndarray | None = None  # of a token selection: factors of the losses, and
     token_penalties: np.ndarray | None = None  # coefficients of |log(pi / pi_old)|
     group: int = 0  # place of its group in the batch
-    oldest_version: int = NO_VERSION  # that sampled any of its tokens
 
     def __len__(self) -> int:
         return len(self.prompt_token_ids) + len(self.response_token_ids)
@@ -53,11 +53,21 @@ class TrainSequence:
         has_penalty = self.token_penalties is not None and bool(self.token_penalties.any())
         return has_penalty or self.teacher_logprobs is not None or bool(np.any(self.advantage != 0.0))
 
+    @property
+    def oldest_version(self) -> int:
+        """The smallest version that sampled any of its tokens; NO_VERSION if none is known."""
+        return int(self.versions.min(initial=NO_VERSION))
+
+    @property
+    def switch(self) -> int:
+        """Index of the first token that another version sampled than the first; NEVER without one."""
+        differs = self.versions != self.versions[:1]
+        return int(differs.argmax()) if differs.any() else NEVER
+
     def before_any_update(self, version: int) -> "TrainSequence":
         """Leave out what only rounding makes, before the first update on a batch by that version's policy."""
-        own = {version: 0, version - 1: self.switch}.get(self.oldest_version, NEVER)  # it sampled from there on
         given = self.token_penalties
-        penalties = None if given is None else given * (np.arange(len(given)) < own)
+        penalties = None if given is None else given * (self.versions != version)
         return replace(self, proximal_logprobs=None, token_penalties=penalties)  # it is its own proximal one
 
     def tokens(self, start: int = 0, end: int = NEVER) -> np.ndarray:
@@ -91,10 +101,8 @@ def sequences_of(groups: Sequence[ScoredGroup], mask_truncated: bool = False) ->
                 branches = _of_episode(c, advantage, of_turns, (place, number), taught)
                 sequences += (replace(sequence, group=place) for sequence in branches)
             else:
-                values = c.token_ids, c.logprobs, advantage, first_switch(c.versions)
-                oldest = int(c.versions.min(initial=NO_VERSION))
-                own = TrainSequence(prompt, *values, None, None, taught, group=place, oldest_version=oldest)
-                sequences.append(own)
+                values = c.token_ids, c.logprobs, advantage, c.versions
+                sequences.append(TrainSequence(prompt, *values, None, None, taught, group=place))
     return sequences
 
 
@@ -114,10 +122,9 @@ def _of_episode(
         logprobs, versions = (x[own][mask] for x in (episode.logprobs, episode.versions))
         yield TrainSequence(
             sequence.prompt_token_ids, episode.token_ids[own], logprobs,
-            advantage if of_turns is None else of_turns[turns[mask]], first_switch(versions),
+            advantage if of_turns is None else of_turns[turns[mask]], versions,
             mask=None if mask.all() else mask, turn_places=places_in_turns(turns, mask), sample=sample,
             teacher_logprobs=None if taught is None else taught[own][mask],
-            oldest_version=int(versions.min()),
         )  # fmt: skip
 
 
@@ -132,12 +139,6 @@ def places_in_turns(turns: np.ndarray, mask: np.ndarray) -> np.ndarray | None:
     places = np.arange(len(turns)) - np.repeat(starts, np.diff(starts, append=len(turns)))
     sampled: np.ndarray = places[mask]
     return None if np.array_equal(sampled, np.arange(len(sampled))) else sampled
-
-
-def first_switch(versions: np.ndarray) -> int:
-    """Return the index of the first token that another version sampled than the first; NEVER without one."""
-    differs = versions != versions[:1]
-    return int(differs.argmax()) if differs.any() else NEVER
 
 
 def samples_of(sequences: Sequence[TrainSequence]) -> list[list[TrainSequence]]:

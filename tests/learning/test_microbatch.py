@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from grpo_ray.learning.attention import BlockAttention
 from grpo_ray.learning.families import SegmentTree
 from grpo_ray.learning.microbatch import MicroBatch, Pass, collate_packed, collate_padded, deal, imbalance
-from grpo_ray.learning.sequences import NEVER, TrainSequence, first_switch, minibatches, plan, sequences_of
+from grpo_ray.learning.sequences import NEVER, TrainSequence, minibatches, plan, sequences_of
 
 
 def make_sequence(prompt: list[int], response: list[int], advantage: float = 0.0) -> TrainSequence:
@@ -29,7 +29,7 @@ def with_logprobs(sequence: TrainSequence, proximal: list[float], reference: lis
 
 
 def two_sequences() -> list[TrainSequence]:
-    long_prompt = replace(make_sequence([11, 12, 13], [14, 15], 0.5), switch=1)
+    long_prompt = replace(make_sequence([11, 12, 13], [14, 15], 0.5), versions=np.array([3, 4]))
     long_response = make_sequence([21], [22, 23, 24], -2.0)
     return [
         with_logprobs(long_prompt, proximal=[-0.5, -0.25], reference=[-7, -8]),
@@ -61,9 +61,14 @@ def values_of(batch: MicroBatch) -> dict[str, object]:
     return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
-def test_first_switch() -> None:
+def test_versions_of_a_sequence() -> None:
     for versions, switch in (([3], NEVER), ([3, 3], NEVER), ([3, 4], 1), ([0, 0, 2, 3], 2), ([], NEVER)):
-        assert first_switch(np.array(versions, dtype=np.int32)) == switch
+        numbers, penalties = np.array(versions, dtype=np.int32), np.ones(len(versions), np.float32)
+        sequence = replace(make_sequence([1], versions, 0.0), versions=numbers, token_penalties=penalties)
+        assert sequence.switch == switch
+        kept = sequence.before_any_update(3).token_penalties  # tokens of version 3 differ by rounding alone
+        assert kept is not None
+        assert kept.tolist() == [version != 3 for version in versions]
 
 
 def test_two_sequences_of_different_shapes_padded() -> None:
