@@ -132,7 +132,7 @@ def get_response_log_probs(
     result = {"log_probs": token_log_probs(logits, labels, temperature)}
     if return_token_entropy:
         with torch.no_grad():
-            result["token_entropy"] = compute_entropy(logits if temperature == 1.0 else logits / temperature)
+            result["token_entropy"] = compute_entropy(logits.float() / temperature)
     return result
 
 

@@ -88,10 +88,10 @@ def test_token_log_probs_have_the_gradients_of_log_softmax(dtype, temperature):
 
 
 def test_response_log_probs_and_entropies_at_a_temperature():
-    logits = torch.randn(2, 3, 5)
+    logits = torch.randn(2, 3, 5).bfloat16()
     labels = torch.tensor([[0, 1, 2], [4, 3, 2]])
     found = get_response_log_probs(lambda ids: logits, labels, labels, True, temperature=0.7)
-    expected = Categorical(logits=logits / 0.7)
+    expected = Categorical(logits=logits.float() / 0.7)
     torch.testing.assert_close(found["log_probs"], expected.log_prob(labels))
     torch.testing.assert_close(found["token_entropy"], expected.entropy())
 
