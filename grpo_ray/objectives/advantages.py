@@ -1,7 +1,7 @@
 """From rewards to advantages: shaping of the rewards, then comparison within each group."""
 
 from collections.abc import Callable, Sequence
-from math import comb
+from itertools import accumulate
 from typing import Annotated, Any, get_args
 
 import torch
@@ -116,7 +116,8 @@ def pass_at_k(
 
 def _choices(size: int, chosen: int, like: Tensor) -> Tensor:
     """Return `C(n, chosen) / C(size, chosen)` for n from 0 to `size`, `[size + 1]`."""
-    return like.new_tensor([comb(n, chosen) / comb(size, chosen) for n in range(size + 1)])
+    falling = accumulate(range(size, 0, -1), lambda share, n: share * (n - chosen) / n, initial=1.0)
+    return like.new_tensor([max(0.0, share) for share in falling][::-1])
 
 
 def gdpo(
