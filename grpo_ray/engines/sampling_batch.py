@@ -107,7 +107,7 @@ class SamplingBatch:
             past_key_values=self._cache, use_cache=True, logits_to_keep=1,
         )  # fmt: skip
         self._cache = output.past_key_values
-        logits = output.logits[:, -1].float()
+        logits: torch.Tensor = output.logits[:, -1].float()
         for row, sequence in enumerate(self.sequences):
             if len(sequence.token_ids) < sequence.settings.min_tokens:
                 logits[row, list(sequence.settings.end_token_ids)] = -torch.inf

@@ -33,19 +33,6 @@ class TreeAttention(Protocol):
         ...
 
 
-class PolicyOutput(Protocol):
-    @property
-    def logits(self) -> Tensor: ...  # [batch, positions kept, vocab]
-
-    @property
-    def past_key_values(self) -> object: ...  # the cache for the next call, if one was requested
-
-
-class HiddenStates(Protocol):
-    @property
-    def last_hidden_state(self) -> Tensor: ...  # [batch, seq, width]
-
-
 MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 
 
@@ -55,8 +42,7 @@ class PolicyModel(nn.Module):
     transformers' causal models have this interface without inheriting it.
     """
 
-    __call__: Callable[..., PolicyOutput]  # with the arguments of `TransformerLM.forward`
-    base_model: Callable[..., HiddenStates]
+    base_model: Callable[..., Any]
     """All but the output layer, called with the same arguments; with `tree`, over a packed row."""
     model: Any  # everything before the output layer; its blocks are in `layers`
     get_output_embeddings: Callable[[], nn.Linear]
