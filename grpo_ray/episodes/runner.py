@@ -100,7 +100,7 @@ def _result(done: "asyncio.Future[float | Outcome]", session: Session, seconds: 
     status, reason = session.ended.status, str(session.ended)
     outcome, error = _outcome_of(done, session)
     has_returned = done.done() and not done.cancelled() and done.exception() is None
-    if isinstance(error, asyncio.InvalidStateError):
+    if not done.done():
         reason += f", and ignored its cancellation for {GRACE_S} s"
     elif error is not None and (status is Status.FINISHED or (status in CUT and has_returned)):
         status = Status.CANCELLED if isinstance(error, asyncio.CancelledError) else Status.ENVIRONMENT_ERROR

@@ -109,6 +109,7 @@ ENDINGS: dict[str, Callable[[], Any]] = {
     "the end of an iteration": raises(StopIteration()),
     "an exit": raises(SystemExit(3)),
     "a cancellation": raises(asyncio.CancelledError()),
+    "a result that is not there yet": raises(asyncio.InvalidStateError()),
 }
 GOOD: dict[str, tuple[Callable[[], Any], float]] = {
     "NumPy's float": (lambda: np.float32(0.5), 0.5),
