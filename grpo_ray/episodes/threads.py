@@ -68,7 +68,7 @@ class EpisodeThread:
         try:
             while not self._is_stopping:
                 # Of a task that an episode began; its awaiter gets it, too.
-                with contextlib.suppress(SystemExit):
+                with contextlib.suppress(SystemExit, KeyboardInterrupt):
                     loop.run_forever()
             left = asyncio.all_tasks(loop)
             for task in left:

@@ -230,14 +230,14 @@ def test_an_episode_may_be_as_long_as_the_model_and_the_engine_take_and_no_longe
 # ---- threads: bad code costs its own episode alone, and threads that end are not stuck ----
 
 
-async def _exits() -> float:
-    raise SystemExit(3)
+async def _exits(end: BaseException) -> float:
+    raise end
 
 
-async def _begins_a_task_that_exits() -> float:
+async def _begins_a_task_that_exits(end: BaseException) -> float:
     try:
-        return await asyncio.create_task(_exits())
-    except SystemExit as error:
+        return await asyncio.create_task(_exits(end))
+    except (SystemExit, KeyboardInterrupt) as error:
         raise RuntimeError("the task called exit") from error
 
 
@@ -246,10 +246,11 @@ async def _later() -> float:
     return 1.0
 
 
-async def test_a_task_that_calls_exit_leaves_the_thread_to_the_other_episodes() -> None:
+@pytest.mark.parametrize("end", [SystemExit(3), KeyboardInterrupt()])
+async def test_a_task_that_calls_exit_leaves_the_thread_to_the_other_episodes(end: BaseException) -> None:
     thread = EpisodeThread("group")
     assert thread.loop  # which starts it
-    running = [RunningEpisode(episode(), thread) for episode in (_begins_a_task_that_exits, _later)]
+    running = [RunningEpisode(episode, thread) for episode in (_begins_a_task_that_exits(end), _later())]
     try:
         async with asyncio.timeout(120):
             first, second = await asyncio.gather(*(each.done for each in running), return_exceptions=True)
