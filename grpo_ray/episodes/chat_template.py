@@ -280,14 +280,18 @@ def normalized(message: Message) -> dict[str, Any]:
     content = "" if message.get("content") is None else message["content"]
     if not isinstance(content, str):
         parts = content if isinstance(content, list | tuple) else [content]
-        if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
+        if not all(map(is_text, parts)):
             raise ValueError(f"a message has the content {content!r:.80}; only text is supported")
-        content = "".join(part["text"] for part in content)
+        content = "".join(part["text"] for part in parts)
     rest = {key: value for key, value in message.items() if value not in (None, [])}
     if "tool_calls" in rest:
         rest["tool_calls"] = [_normalized_call(call) for call in rest["tool_calls"]]
     role = "system" if message["role"] == "developer" else message["role"]
     return {**rest, "role": role, "content": encodable(content)}
+
+
+def is_text(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _normalized_call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
+from grpo_ray.episodes.chat_template import is_text
 from grpo_ray.episodes.outcome import EpisodeEnded, Status
 from grpo_ray.episodes.session import Reply, Session
 from grpo_ray.episodes.tool_calls import has_name
@@ -136,7 +137,7 @@ def _check_message(message: dict[str, Any]) -> None:
     if not isinstance(message.get("role"), str):
         raise ValueError("a message has no role, or one that is not text")
     content = message.get("content")
-    if not isinstance(content, str | None) and not (_has_objects(content) and all(map(_is_text, content))):
+    if not isinstance(content, str | None) and not (_has_objects(content) and all(map(is_text, content))):
         raise ValueError("content: a message has content other than text; only text is supported")
     for name in TEXT_FIELDS:
         if not isinstance(message.get(name), str | None):
@@ -144,10 +145,6 @@ def _check_message(message: dict[str, Any]) -> None:
     calls = message.get("tool_calls") or []
     if not _has_objects(calls) or not all(map(_is_function_call, calls)):
         raise ValueError("tool_calls: a session takes functions, each only with a name and arguments")
-
-
-def _is_text(part: dict[str, Any]) -> bool:
-    return part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _is_function_call(call: dict[str, Any]) -> bool:

@@ -39,7 +39,7 @@ def has_name(function: object) -> TypeGuard[Mapping[str, Any]]:
 
 def check_tools(tools: object) -> None:
     """Raise ValueError unless these are descriptions in OpenAI's form: no parser would find their calls."""
-    each = tools if isinstance(tools, Sequence) else [tools]
+    each = tools if isinstance(tools, Sequence) else [None]
     if not all(isinstance(tool, Mapping) and has_name(tool.get("function")) for tool in each):
         raise ValueError("tools: a session takes only a list of objects, each with a function that has a name")
 

@@ -128,9 +128,9 @@ async def test_other_tools_open_a_branch() -> None:
     """Where the template lists the tools: at the beginning."""
     tokenizer = chat_tokenizer("{{ tools | tojson if tools else '' }}" + players.QWEN25)
     session, sampler = session_of(tokenizer, lambda _: "reply", parser=lambda *_: ("", "", []))
-    for wrong in (players.TOOL["function"], {"type": "function", "name": "look"}, print):
+    for wrong in ([players.TOOL["function"]], [{"type": "function", "name": "look"}], [print], players.TOOL):
         with pytest.raises(ValueError, match="tools: a session takes only a list of objects, each with"):
-            await session.chat([user("one")], tools=[wrong])
+            await session.chat([user("one")], tools=wrong)
     reply = await session.chat([user("one")])
     await session.chat([user("one"), reply.message, user("two")], tools=[players.TOOL])
     assert '"look"' in tokenizer.decode(list(sampler.prompts[1]))
@@ -221,8 +221,9 @@ async def test_messages_are_read_as_clients_write_them() -> None:
     session, _ = session_of("qwen2.5", lambda prompt: "reply")
     first = await session.chat([{"role": "user", "content": [{"type": "text", "text": "one"}]}])
     echoed = {**first.message, "refusal": None, "tool_calls": []}
-    await session.chat([user("one"), echoed, user("two")])
-    for other in ([{"type": "image_url"}], ["one"], 0, False, 7, {}):
+    part = {"type": "text", "text": "one"}
+    await session.chat([{**user(""), "content": part}, echoed, user("two")])
+    for other in ([{"type": "image_url"}], [{"type": "text"}], ["one"], 0, False, 7, {}):
         with pytest.raises(ValueError, match="only text is supported"):
             await session.chat([{"role": "user", "content": other}])
     with pytest.raises(ValueError, match="a message has no role"):
