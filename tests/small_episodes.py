@@ -64,5 +64,13 @@ def a_list(seed: int) -> list[Example]:
     return [Example("", "")]
 
 
+def no_pairs(seed: int, num_pairs: int) -> Pairs:
+    return []
+
+
+def half_pairs(seed: int, num_pairs: int) -> list[str]:
+    return ["1 + 1 ="] * num_pairs
+
+
 def none_at_all(seed: int) -> ExampleSets:
     return ExampleSets([], [])

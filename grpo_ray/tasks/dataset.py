@@ -203,12 +203,21 @@ def episode_warmup(task: EpisodesTaskConfig, seed: int, num_pairs: int) -> Pairs
     """Return the warm-up's (transcript, reply) pairs.
 
     Raises:
-        ValueError: the task names no function of them.
+        ValueError: the task names no function of them; or it returns none, or what is no pair of texts.
     """
     if task.warmup is None:
         raise ValueError("task.warmup: a tiny model needs pairs to be warmed up with; name a `module:function`")
-    pairs: Pairs = import_function(task.warmup, "task.warmup")(seed, num_pairs)
+    found = import_function(task.warmup, "task.warmup")(seed, num_pairs)
+    pairs: Pairs = list(found) if isinstance(found, Iterable) else []
+    if not pairs or not all(map(_is_pair, pairs)):
+        one = repr(next((pair for pair in pairs if not _is_pair(pair)), found))[:80]
+        raise ValueError(f"task.warmup: {task.warmup} returned {one}; return (transcript, reply) pairs of text")
     return pairs
+
+
+def _is_pair(pair: object) -> bool:
+    texts = pair if isinstance(pair, tuple | list) and len(pair) == 2 else [None]
+    return all(isinstance(text, str) and text == encodable(text) for text in texts)
 
 
 def _from_files(task: EpisodesTaskConfig, validation_path: str) -> ExampleSets:

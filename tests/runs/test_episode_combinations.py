@@ -278,6 +278,8 @@ WRONG = {
     "task.examples=small_episodes:none_at_all": "task.examples: .* returned no examples",
     "task.warmup=null": "task.warmup: a tiny model needs pairs",
     "task.warmup=small_episodes:no_such": "task.warmup: .*no_such",
+    "task.warmup=small_episodes:no_pairs": r"task.warmup: .*no_pairs returned \[\]; return",
+    "task.warmup=small_episodes:half_pairs": "task.warmup: .*half_pairs returned '1 . 1 ='; return",
 }
 
 
