@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.config.task import SortingTaskConfig
 from grpo_ray.episodes.chat_template import ChatTemplate
 from grpo_ray.episodes.openai_server import ChatServer
-from grpo_ray.episodes.outcome import EpisodeResult, Limits
+from grpo_ray.episodes.outcome import EpisodeResult
 from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.tool_calls import ToolParser, make_tool_parser
@@ -133,7 +134,7 @@ class Scripted:
 
 
 def make_session(
-    sampler: Any, tokenizer: PreTrainedTokenizerBase, limits: Limits | None = None,
+    sampler: Any, tokenizer: PreTrainedTokenizerBase, limits: EpisodesConfig | None = None,
     parser: ToolParser | None = None, ends: Sequence[int] | None = None, **changes: Any,
 ) -> Session:  # fmt: skip
     """Make a session; `changes` are of its sampling settings."""
@@ -142,7 +143,7 @@ def make_session(
         ends = tuple(map(tokenizer.convert_tokens_to_ids, ("<|im_end|>", "<|eot_id|>")))
     template = ChatTemplate(tokenizer, ends)
     settings = SamplingSettings(**{**fields, **changes})
-    return Session(sampler, settings, template, limits or Limits(max_tokens=5000), parser)
+    return Session(sampler, settings, template, limits or EpisodesConfig(max_tokens=5000), parser)
 
 
 def user(text: str) -> dict[str, Any]:

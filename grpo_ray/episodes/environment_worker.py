@@ -17,7 +17,7 @@ from grpo_ray.engines import sample_seed
 from grpo_ray.episodes.chat_template import token_bounds
 from grpo_ray.episodes.confinement import SCRATCH, confine, make_scratch
 from grpo_ray.episodes.openai_server import ChatServer
-from grpo_ray.episodes.outcome import EpisodeResult, Limits, Status
+from grpo_ray.episodes.outcome import EpisodeResult, Status
 from grpo_ray.episodes.renderer_template import make_template
 from grpo_ray.episodes.runner import EpisodeRunner, load_episode
 from grpo_ray.episodes.session import Session
@@ -60,8 +60,7 @@ class EnvironmentWorker:
         self._template, self._parser = make_template(settings, self._tokenizer, model.end_token_ids)
         token_bounds(self._tokenizer)  # now: it looks at all of the vocabulary once
         length = min(settings.max_tokens, model.max_model_len)
-        rewards = settings.truncated_reward, settings.error_reward
-        self._limits = Limits(settings.max_turns, length, settings.max_seconds, *rewards)
+        self._limits = settings.model_copy(update={"max_tokens": length})
         self._router = TurnRouter(name, config.turn_silence_s)
         self._server = ChatServer()
         episodes = {task: load_episode(part.episode) for task, part in config.episode_tasks.items()}

@@ -1,4 +1,4 @@
-"""Limits and results of episodes: the status of an end, the user's outcome, and all that a trainer needs."""
+"""Results of episodes: the status of an end, the user's outcome, and all that a trainer needs."""
 
 import math
 from collections.abc import Callable, Mapping, Set
@@ -15,22 +15,6 @@ from grpo_ray.types import Episode, EpisodeSequence
 
 MAX_METRICS, LONGEST_NAME = 64, 100  # metrics of an episode, characters of the name of one
 LARGEST_METRIC = 1e30  # a sum of as many as a step has stays finite
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one episode; each has a status of its own (`Status`)."""
-
-    max_turns: int = 32
-    """Number of replies that may be sampled."""
-    max_tokens: int = 4096
-    """Tokens of a prompt and its reply together, at most the engine's `max_model_len`."""
-    max_seconds: float = 600.0
-    """Time of the episode, without the time in which no Generator served."""
-    truncated_reward: float = 0.0
-    """Reward after the end of turns or tokens, unless the episode function handles it and returns its own."""
-    error_reward: float | None = None
-    """Reward after an error of the environment; None: it says nothing about the policy."""
 
 
 class EpisodeEnded(Exception):

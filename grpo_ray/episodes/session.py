@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.engines import derived_seed
 from grpo_ray.episodes.chat_template import Message, Template, Tool, normalized, token_bounds
-from grpo_ray.episodes.outcome import EpisodeEnded, Limits, Status
+from grpo_ray.episodes.outcome import EpisodeEnded, Status
 from grpo_ray.episodes.segments import Segments
 from grpo_ray.episodes.tool_calls import ToolCall, ToolParser, check_tools
 from grpo_ray.records.visible_text import encodable
@@ -73,13 +74,14 @@ class Session:
     """One episode's access to the policy; any number of its calls may be in flight."""
 
     def __init__(
-        self, sampler: Sampler, settings: SamplingSettings, template: Template, limits: Limits,
+        self, sampler: Sampler, settings: SamplingSettings, template: Template, limits: EpisodesConfig,
         tool_parser: ToolParser | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
             settings: of each turn. The first turn draws with `settings.seed` itself, as a single request would,
                 and each later one with a seed derived from it.
+            limits: turns, tokens, seconds, and the rewards of episodes without one; other fields are not read.
             tool_parser: finds the tool calls in replies; None: `chat` accepts no tools.
         """
         self.segments = Segments()

@@ -13,12 +13,13 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from episode_players import HELLO, Policy, play, said, session_of, tokenizer_of
 
+from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.config.loading import load_config
 from grpo_ray.episodes.adapters.gymnasium import gymnasium_episode
 from grpo_ray.episodes.adapters.rehearsal import rehearse
 from grpo_ray.episodes.adapters.trl import describe_tools, trl_episode
 from grpo_ray.episodes.openai_server import ChatServer
-from grpo_ray.episodes.outcome import EpisodeResult, Limits, Status
+from grpo_ray.episodes.outcome import EpisodeResult, Status
 from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner, load_episode
 from grpo_ray.tasks.examples import Example
 
@@ -29,7 +30,7 @@ WAY = ["down", "down", "right", "down", "right", "right"]  # over the lake's 4 x
 
 
 def played(
-    episode: EpisodeFn, reply: Policy, example: Example = HELLO, limits: Limits | None = None
+    episode: EpisodeFn, reply: Policy, example: Example = HELLO, limits: EpisodesConfig | None = None
 ) -> tuple[EpisodeResult, list[str]]:
     """Play one episode; return its result and what it trains on, as text."""
     result = play(episode, session_of("qwen2.5", reply, limits, parser="transformers")[0], example)
@@ -116,7 +117,7 @@ def test_a_limit_keeps_the_rewards_and_every_end_closes_the_environment(in_threa
         (Steps(fails=True), Status.ENVIRONMENT_ERROR, None),
     ):
         episode = gymnasium_episode(lambda made=made: made, str, int, in_thread=in_thread)  # type: ignore[misc]
-        result, _ = played(episode, lambda prompt: "1", limits=Limits(max_turns=3, max_tokens=5000))
+        result, _ = played(episode, lambda prompt: "1", limits=EpisodesConfig(max_turns=3, max_tokens=5000))
         assert (result.status, result.reward) == (status, reward), result.error
         assert made.is_closed
         assert (threading.current_thread().name in made.threads) is not in_thread
@@ -188,7 +189,9 @@ def test_the_methods_of_a_class_are_its_tools() -> None:
 
 def test_a_limit_leaves_an_environment_class_its_reward() -> None:
     tries = said(call("open_door", '{"code": "7"}'), call("listen", "{}"))
-    result, _ = played(trl_episode(Vault), tries, Example("", "7"), Limits(max_turns=2, max_tokens=5000))
+    result, _ = played(
+        trl_episode(Vault), tries, Example("", "7"), EpisodesConfig(max_turns=2, max_tokens=5000)
+    )
     assert (result.status, result.reward) == (Status.TRUNCATED_TURNS, 1.0)
     judged = trl_episode(Vault, reward=lambda vault: 0.25, columns=lambda example: {"ground_truth": "x"})
     assert played(judged, said("no"))[0].reward == 0.25
@@ -238,8 +241,8 @@ def test_a_verifiers_environment_continues_its_tokens(numbers: Any) -> None:
 
 def test_verifiers_scores_an_episode_at_a_limit(numbers: Any) -> None:
     for limits, status in (
-        (Limits(max_turns=2, max_tokens=5000), Status.TRUNCATED_TURNS),
-        (Limits(max_tokens=120), Status.TRUNCATED_TOKENS),
+        (EpisodesConfig(max_turns=2, max_tokens=5000), Status.TRUNCATED_TURNS),
+        (EpisodesConfig(max_tokens=120), Status.TRUNCATED_TOKENS),
     ):
         result, _ = played(numbers.episode, lambda prompt: "1", numbers.examples(0).train[0], limits)
         assert (result.status, result.reward) == (status, 0.0)

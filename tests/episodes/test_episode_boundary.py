@@ -17,8 +17,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from local_runs import train
 
+from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.config.loading import load_config
-from grpo_ray.episodes.outcome import EpisodeResult, Limits, Outcome, Status
+from grpo_ray.episodes.outcome import EpisodeResult, Outcome, Status
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.tool_calls import checked
 from grpo_ray.records.rollout_log import read_rollouts, write_rollouts
@@ -128,7 +129,7 @@ def decode(token_ids: Sequence[int] | np.ndarray) -> str:
 CALL = '<tool_call>\n{"name": %s, "arguments": %s}\n</tool_call>'
 
 
-def ended(end: Callable[[], Any], limits: Limits | None = None) -> EpisodeResult:
+def ended(end: Callable[[], Any], limits: EpisodesConfig | None = None) -> EpisodeResult:
     """Play an episode of one turn that ends so."""
 
     async def episode(session: Session, example: Example) -> Any:
@@ -193,7 +194,7 @@ def test_messages_name_the_field() -> None:
 
 def test_an_error_earns_what_the_configuration_says(tmp_path: Path) -> None:
     fails = ENDINGS["half a pair in an error"]
-    result = ended(fails, Limits(max_tokens=5000, error_reward=-0.5))
+    result = ended(fails, EpisodesConfig(max_tokens=5000, error_reward=-0.5))
     assert (result.status, result.reward) == (Status.ENVIRONMENT_ERROR, -0.5)
     assert "there is no place" in result.error
     check_stored([result, ended(lambda: 0.5)], tmp_path)

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
+from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.episodes.chat_template import ChatTemplate, Recent
-from grpo_ray.episodes.outcome import EpisodeEnded, Limits, Status
+from grpo_ray.episodes.outcome import EpisodeEnded, Status
 from grpo_ray.episodes.session import SHORT_CHARS, Session
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12)
@@ -256,7 +257,7 @@ class Counting:
         return self._tokenizer.apply_chat_template(*arguments, **options)
 
 
-def counted_session(limits: Limits) -> tuple[Session, players.Scripted, Counting]:
+def counted_session(limits: EpisodesConfig) -> tuple[Session, players.Scripted, Counting]:
     tokenizer = tokenizer_of("qwen2.5")
     counting: Any = Counting(tokenizer)
     sampler = players.Scripted(tokenizer, lambda prompt: "reply", "<|im_end|>")
@@ -265,7 +266,7 @@ def counted_session(limits: Limits) -> tuple[Session, players.Scripted, Counting
 
 @pytest.mark.parametrize("is_first", [True, False])
 async def test_a_result_that_cannot_fit_is_neither_rendered_nor_made_tokens(is_first: bool) -> None:
-    session, sampler, counting = counted_session(Limits(max_tokens=4096))
+    session, sampler, counting = counted_session(EpisodesConfig(max_tokens=4096))
     messages: list[dict[str, Any]] = []
     if not is_first:
         messages = [user("one"), (await session.chat([user("one")])).message]
@@ -279,13 +280,13 @@ async def test_a_result_that_cannot_fit_is_neither_rendered_nor_made_tokens(is_f
 
 
 def test_white_space_that_a_template_drops_is_no_reason_to_end() -> None:
-    session, _ = session_of("llama3", said("reply"), Limits(max_tokens=64))
+    session, _ = session_of("llama3", said("reply"), EpisodesConfig(max_tokens=64))
     text = "one" + " " * (session.max_chars + 1)
     assert asyncio.run(session.chat([user(text)])).text == "reply"
 
 
 async def test_only_a_long_conversation_becomes_tokens_in_a_thread() -> None:
-    session, sampler, counting = counted_session(Limits(max_tokens=10**6))
+    session, sampler, counting = counted_session(EpisodesConfig(max_tokens=10**6))
     messages = [user("one")]
     messages.append((await session.chat(messages)).message)
     messages.append(user("word " * (SHORT_CHARS // 5)))
@@ -301,7 +302,7 @@ async def test_only_a_long_conversation_becomes_tokens_in_a_thread() -> None:
 async def test_calls_get_their_seeds_in_order_also_beside_a_long_one() -> None:
     """Else a resumed run would sample other replies than the first."""
     texts = ["a " * SHORT_CHARS, "b", "c " * SHORT_CHARS, "d"]
-    session, sampler, _ = counted_session(Limits(max_tokens=10**6))
+    session, sampler, _ = counted_session(EpisodesConfig(max_tokens=10**6))
     await asyncio.gather(*(session.chat([user(text)]) for text in texts))
     decode = tokenizer_of("qwen2.5").decode
     assert [decode(list(prompt)).split("user\n")[1][0] for prompt in sampler.prompts] == ["a", "b", "c", "d"]

@@ -17,8 +17,9 @@ from episode_players import CALL, TOOL, Scripted, said, session_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.episodes.openai_server import RETRY_HEADER, ChatServer
-from grpo_ray.episodes.outcome import Limits, Status
+from grpo_ray.episodes.outcome import Status
 from grpo_ray.episodes.session import Session
 
 QUESTION = {"role": "user", "content": "where?"}
@@ -43,7 +44,7 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(*replies: str, limits: Limits | None = None) -> AsyncIterator[Served]:
+async def serving(*replies: str, limits: EpisodesConfig | None = None) -> AsyncIterator[Served]:
     """Serve a session that gets these replies; default: always the same."""
     policy = said(*replies) if replies else lambda prompt: "gone"
     session, sampler = session_of("qwen2.5", policy, limits, parser="transformers")
@@ -102,8 +103,8 @@ async def test_a_limit_is_no_reason_to_ask_again_and_that_of_tokens_has_openais_
     """Agents end or shorten their conversation at the latter."""
     long = {"role": "user", "content": "where? " * 50}
     for limits, earlier, message, status, code in (
-        (Limits(max_turns=1), [QUESTION], QUESTION, Status.TRUNCATED_TURNS, "truncated_turns"),
-        (Limits(max_tokens=60), [], long, Status.TRUNCATED_TOKENS, "context_length_exceeded"),
+        (EpisodesConfig(max_turns=1), [QUESTION], QUESTION, Status.TRUNCATED_TURNS, "truncated_turns"),
+        (EpisodesConfig(max_tokens=60), [], long, Status.TRUNCATED_TOKENS, "context_length_exceeded"),
     ):
         async with serving(limits=limits) as served:
             for answered in earlier:
@@ -181,7 +182,7 @@ async def test_what_a_template_or_parser_does_not_take_is_refused() -> None:
 @pytest.mark.slow
 async def test_a_request_that_is_too_large_ends_the_episode_unread() -> None:
     """The limit follows from max_tokens, not from the endpoint."""
-    async with serving(limits=Limits(max_tokens=4096)) as served:
+    async with serving(limits=EpisodesConfig(max_tokens=4096)) as served:
         read = AsyncMock(side_effect=AssertionError("it was read"))
         with patch.object(served.session, "chat", read):
             large = json.dumps({"messages": [{**QUESTION, "content": "x" * (60 * 2**20)}]})
@@ -191,7 +192,7 @@ async def test_a_request_that_is_too_large_ends_the_episode_unread() -> None:
     assert served.session.ended.status is Status.TRUNCATED_TOKENS
     padded = json.dumps({"messages": [QUESTION]}).encode() + b" " * (3 * 2**20)
     for max_tokens, status in ((4096, 413), (10**6, 200)):
-        async with serving(limits=Limits(max_tokens=max_tokens)) as served:
+        async with serving(limits=EpisodesConfig(max_tokens=max_tokens)) as served:
             assert (await served.http.post(served.url, data=padded)).status == status
 
 
@@ -265,7 +266,7 @@ def test_no_request_is_an_error_of_the_server(num_requests: int) -> None:
             assert answer.status == 200, await answer.text()
 
     with asyncio.Runner() as runner:
-        context = serving(limits=Limits(max_turns=10**9))
+        context = serving(limits=EpisodesConfig(max_turns=10**9))
         served = runner.run(context.__aenter__())
 
         @settings(max_examples=num_requests, database=None)

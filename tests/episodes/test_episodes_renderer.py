@@ -19,7 +19,6 @@ from grpo_ray.config import Config
 from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.episodes.chat_template import ChatTemplate, Template
 from grpo_ray.episodes.checking import check_episodes, check_template
-from grpo_ray.episodes.outcome import Limits
 from grpo_ray.episodes.renderer_template import RendererTemplate, check_renderer, make_renderer, make_template
 from grpo_ray.episodes.session import Session
 from grpo_ray.types import SamplingSettings
@@ -78,7 +77,7 @@ def play(
     """Sample each reply after a turn's messages; `changes` are of the sampling settings."""
     sampler = Scripted(template.tokenizer, said(*replies), "<|im_end|>")
     fields = {"num_samples": 1, "temperature": 1.0, "top_p": 1.0, "min_tokens": 0, "max_tokens": 500, **changes}
-    session = Session(sampler, SamplingSettings(**fields), template, Limits(max_tokens=5000), parser)
+    session = Session(sampler, SamplingSettings(**fields), template, EpisodesConfig(max_tokens=5000), parser)
     return session, sampler, asyncio.run(converse(session, turns, tools))
 
 

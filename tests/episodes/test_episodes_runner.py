@@ -13,23 +13,24 @@ import pytest
 from episode_players import HELLO, make_session, play, said, session_of, tokenizer_of
 
 from grpo_ray.config import Config
+from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.engines import derived_seed
 from grpo_ray.episodes import runner as runner_module
 from grpo_ray.episodes import threads
 from grpo_ray.episodes.checking import check_room
 from grpo_ray.episodes.openai_server import ChatServer
-from grpo_ray.episodes.outcome import EpisodeEnded, EpisodeResult, Limits, Outcome, Status
+from grpo_ray.episodes.outcome import EpisodeEnded, EpisodeResult, Outcome, Status
 from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner, load_episode
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.threads import EpisodeThread, RunningEpisode, StoppedThreads
 from grpo_ray.tasks.examples import Example
 
 
-def new_session(limits: Limits | None = None) -> Session:
+def new_session(limits: EpisodesConfig | None = None) -> Session:
     return session_of("qwen2.5", lambda prompt: "reply", limits)[0]
 
 
-def run(episode: EpisodeFn, limits: Limits | None = None) -> EpisodeResult:
+def run(episode: EpisodeFn, limits: EpisodesConfig | None = None) -> EpisodeResult:
     return play(episode, new_session(limits))
 
 
@@ -58,8 +59,8 @@ def test_an_episode_that_returns_is_finished_with_rewards_per_turn_and_metrics()
 
 def test_limits_have_names() -> None:
     for limits, status, reason in (
-        (Limits(max_turns=3), Status.TRUNCATED_TURNS, "has had its 3 turns"),
-        (Limits(max_tokens=100), Status.TRUNCATED_TOKENS, "leaves no room for a reply within 100"),
+        (EpisodesConfig(max_turns=3), Status.TRUNCATED_TURNS, "has had its 3 turns"),
+        (EpisodesConfig(max_tokens=100), Status.TRUNCATED_TOKENS, "leaves no room for a reply within 100"),
     ):
         result = run(endless, limits)
         assert (result.status, result.reward) == (status, 0.0)
@@ -70,7 +71,7 @@ def test_limits_have_names() -> None:
 
 
 def test_a_reply_is_cut_to_the_room_that_is_left() -> None:
-    result = play(one_turn, session_of("qwen2.5", lambda prompt: [5] * 500, Limits(max_tokens=60))[0])
+    result = play(one_turn, session_of("qwen2.5", lambda prompt: [5] * 500, EpisodesConfig(max_tokens=60))[0])
     (sequence,) = result.segments.sequences()
     assert len(sequence.prompt_token_ids) + len(sequence.response_token_ids) == 60
 
@@ -82,9 +83,9 @@ def test_an_episode_may_answer_its_limit_with_a_reward() -> None:
         except EpisodeEnded:
             return -1.0
 
-    result = run(episode, Limits(max_turns=2))
+    result = run(episode, EpisodesConfig(max_turns=2))
     assert (result.status, result.reward) == (Status.TRUNCATED_TURNS, -1.0)
-    assert run(endless, Limits(max_turns=2, truncated_reward=-0.5)).reward == -0.5
+    assert run(endless, EpisodesConfig(max_turns=2, truncated_reward=-0.5)).reward == -0.5
 
 
 def test_calls_beyond_a_limit_lose_no_reply_on_its_way() -> None:
@@ -92,7 +93,7 @@ def test_calls_beyond_a_limit_lose_no_reply_on_its_way() -> None:
         await asyncio.gather(*(one_turn(session, Example(f"branch {n}", "")) for n in range(5)))
         return 1.0
 
-    result = run(episode, Limits(max_turns=3))
+    result = run(episode, EpisodesConfig(max_turns=3))
     assert (result.status, result.reward) == (Status.TRUNCATED_TURNS, 0.0)
     assert (result.segments.num_turns, len(result.segments.sequences())) == (3, 3)
 
@@ -105,8 +106,8 @@ def test_an_error_after_a_limit_is_seen() -> None:
             return Outcome(1.0, turn_rewards=(1.0, 1.0, 1.0))
         raise KeyError("score")
 
-    assert run(episode, Limits(max_turns=2, max_tokens=5000)).status is Status.ENVIRONMENT_ERROR
-    result = run(episode, Limits(max_turns=2, max_tokens=1000))
+    assert run(episode, EpisodesConfig(max_turns=2, max_tokens=5000)).status is Status.ENVIRONMENT_ERROR
+    result = run(episode, EpisodesConfig(max_turns=2, max_tokens=1000))
     assert (result.status, result.reward) == (Status.TRUNCATED_TURNS, 0.0)
     assert result.error.endswith("; then it raised KeyError: 'score'")
 
@@ -127,7 +128,7 @@ async def test_an_episode_that_ignores_its_cancellation_is_left_behind(monkeypat
                 late.append(end)
         return 1.0
 
-    result = await EpisodeRunner(episode).run(new_session(Limits(max_seconds=0.1)), HELLO)
+    result = await EpisodeRunner(episode).run(new_session(EpisodesConfig(max_seconds=0.1)), HELLO)
     await asyncio.sleep(0.8)
     assert result.status is Status.TRUNCATED_TIME
     assert "ignored its cancellation" in result.error
@@ -186,12 +187,12 @@ def test_a_generator_that_fails_is_no_error_of_the_environment() -> None:
 
 
 def test_turns_have_seeds_of_their_own() -> None:
-    session, sampler = session_of("qwen2.5", lambda prompt: "reply", Limits(max_turns=4), seed=7)
+    session, sampler = session_of("qwen2.5", lambda prompt: "reply", EpisodesConfig(max_turns=4), seed=7)
     play(endless, session)
     seeds = [settings.seed for settings in sampler.settings]
     assert seeds == [7, *(derived_seed(7, turn) for turn in range(1, 4))]
     assert len(set(seeds)) == 4
-    session, sampler = session_of("qwen2.5", lambda prompt: "reply", Limits(max_turns=4))
+    session, sampler = session_of("qwen2.5", lambda prompt: "reply", EpisodesConfig(max_turns=4))
     play(endless, session)
     assert [settings.seed for settings in sampler.settings] == [None] * 4
 

@@ -22,8 +22,8 @@ import torch
 from commands import Capture, refused
 from small_run import QUICKSTART
 
+from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.episodes.chat_template import ChatTemplate
-from grpo_ray.episodes.outcome import Limits
 from grpo_ray.episodes.renderer_template import make_template
 from grpo_ray.episodes.session import Reply
 from grpo_ray.episodes.tool_calls import Parsed
@@ -235,7 +235,7 @@ def test_faults_of_other_trainers_that_a_session_cannot_have(game: Subject) -> N
     template = ChatTemplate(game.tokenizer, game.end_token_ids)
     sampler = ScriptedSampler(dict(scripts_of(game, 0, with_random=True))["random"], game, no_calls)
     settings = SamplingSettings(1, 1.0, 1.0, 0, 64, (), game.end_token_ids, 0)
-    session = WatchedSession(Example("", ""), Watch([], []), sampler, settings, template, Limits())
+    session = WatchedSession(Example("", ""), Watch([], []), sampler, settings, template, EpisodesConfig())
 
     async def play() -> list[tuple[int, ...]]:
         start: list[dict[str, Any]] = [{"role": "user", "content": "Say something."}]

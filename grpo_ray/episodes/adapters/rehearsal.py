@@ -9,9 +9,10 @@ from itertools import cycle, islice
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.episodes.chat_template import ChatTemplate
 from grpo_ray.episodes.openai_server import ChatServer
-from grpo_ray.episodes.outcome import Limits, Outcome
+from grpo_ray.episodes.outcome import Outcome
 from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.tool_calls import make_tool_parser
@@ -89,7 +90,7 @@ async def _rehearsed(
         await server.start()
         for seed, example in enumerate(cycle(examples)):
             before = len(script.pairs)
-            session = Session(script, settings, template, Limits(max_tokens=MAX_TOKENS), parser)
+            session = Session(script, settings, template, EpisodesConfig(max_tokens=MAX_TOKENS), parser)
             result = await EpisodeRunner(heard, server=server).run(session, replace(example, seed=seed))
             if stops:
                 raise stops[0]

@@ -19,7 +19,7 @@ from grpo_ray.config.task import parts_of
 from grpo_ray.config.user_code import import_function, importable
 from grpo_ray.episodes.adapters.rehearsal import plain_tokenizer
 from grpo_ray.episodes.adapters.trl import trl_episode
-from grpo_ray.episodes.outcome import Limits, Outcome
+from grpo_ray.episodes.outcome import Outcome
 from grpo_ray.episodes.runner import EpisodeFn, load_episode
 from grpo_ray.episodes.session import Session
 from grpo_ray.learning.model_files import end_token_ids, load_tokenizer
@@ -74,11 +74,9 @@ class Subject:
         return own if own in self.end_token_ids else self.end_token_ids[0]
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> EpisodesConfig:
         """The run's limits; an episode of a preflight has seconds, not minutes."""
-        settings = self.settings
-        rewards = settings.truncated_reward, settings.error_reward
-        return Limits(settings.max_turns, settings.max_tokens, min(20.0, settings.max_seconds), *rewards)
+        return self.settings.model_copy(update={"max_seconds": min(20.0, self.settings.max_seconds)})
 
     @property
     def folders(self) -> tuple[str, ...]:
