@@ -5,16 +5,16 @@ Sessions stay on the worker's own loop, so their state needs no lock; a thread's
 
 import asyncio
 import contextlib
+import inspect
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from grpo_ray.episodes.chat_template import Message, Tool
 from grpo_ray.episodes.outcome import Outcome
-from grpo_ray.episodes.session import Reply, Session
+from grpo_ray.episodes.session import Session
 from grpo_ray.watch.background import settle
 
 T = TypeVar("T")
@@ -173,23 +173,16 @@ async def _no_thread(error: Exception) -> Outcome:
 
 
 class SessionElsewhere:
-    """A session for an episode function in another thread than the session's own."""
+    """A session for an episode function in another thread than the session's own, where its calls run."""
 
     def __init__(self, session: Session) -> None:
         self._session, self._home = session, asyncio.get_running_loop()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
+        found = getattr(self._session, name)
 
-    async def chat(
-        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, max_tokens: int | None = None
-    ) -> Reply:
-        """See `Session.chat`."""
-        return await self._at_home(self._session.chat(messages, tools, max_tokens))
+        async def at_home(*args: Any, **kwargs: Any) -> Any:
+            call = asyncio.run_coroutine_threadsafe(found(*args, **kwargs), self._home)
+            return await asyncio.wrap_future(call)
 
-    async def sample(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Reply:
-        """See `Session.sample`."""
-        return await self._at_home(self._session.sample(token_ids, max_tokens))
-
-    def _at_home(self, call: Coroutine[Any, Any, T]) -> Awaitable[T]:
-        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._home))
+        return at_home if inspect.iscoroutinefunction(found) else found
