@@ -85,7 +85,7 @@ class ChatServer:
         except web.HTTPRequestEntityTooLarge:
             limit = session.limits.max_tokens
             reason = f"a request of more than {max_bytes} bytes does not fit into {limit} tokens"
-            return _end(413, session.end(Status.TRUNCATED_TOKENS, reason))
+            return _end(413, await session.at_limit(Status.TRUNCATED_TOKENS, reason))
         except EpisodeEnded as end:
             return _end(400, end)  # clients do not ask again
         except REFUSALS as error:

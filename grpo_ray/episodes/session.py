@@ -179,7 +179,7 @@ class Session:
         if (num_chars := sum(map(len, given))) > self.max_chars:
             limit = self.limits.max_tokens
             reason = f"messages of {num_chars} characters leave no room for a reply within {limit} tokens"
-            raise await self._at_limit(Status.TRUNCATED_TOKENS, reason)
+            raise await self.at_limit(Status.TRUNCATED_TOKENS, reason)
         make = partial(self._rendered, conversation, tools, turn)
         async with self._in_order:
             if _num_chars(conversation) + _num_chars(tools) <= SHORT_CHARS:
@@ -231,7 +231,7 @@ class Session:
             self._in_flight.discard(answered)
             answered.set_result(None)
 
-    async def _at_limit(self, status: Status, reason: str) -> EpisodeEnded:
+    async def at_limit(self, status: Status, reason: str) -> EpisodeEnded:
         """End the session once the calls in flight have been answered, so that a limit loses no reply."""
         while self._in_flight and self.ended is None:
             await asyncio.wait(set(self._in_flight))
@@ -248,11 +248,11 @@ class Session:
             raise self.ended
         if self._num_requests >= limits.max_turns:
             reason = f"the episode has had its {limits.max_turns} turns"
-            raise await self._at_limit(Status.TRUNCATED_TURNS, reason)
+            raise await self.at_limit(Status.TRUNCATED_TURNS, reason)
         room = min(settings.max_tokens, limits.max_tokens - prompt_length)
         if room < max(1, settings.min_tokens):
             reason = f"a prompt of {prompt_length} tokens leaves no room for a reply within {limits.max_tokens}"
-            raise await self._at_limit(Status.TRUNCATED_TOKENS, reason)
+            raise await self.at_limit(Status.TRUNCATED_TOKENS, reason)
         seed = settings.seed
         if seed is not None and self._num_requests > 0:
             seed = derived_seed(seed, self._num_requests)

@@ -196,6 +196,15 @@ async def test_a_request_that_is_too_large_ends_the_episode_unread() -> None:
             assert (await served.http.post(served.url, data=padded)).status == status
 
 
+async def test_a_request_that_is_too_large_loses_no_reply_on_its_way() -> None:
+    async with serving(limits=EpisodesConfig(max_tokens=64)) as served:
+        with served.session._answering():
+            asked = asyncio.ensure_future(served.http.post(served.url, data=b" " * 2**21))
+            await asyncio.sleep(0.2)
+            assert served.session.ended is None
+        assert (await asked).status == 413
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),

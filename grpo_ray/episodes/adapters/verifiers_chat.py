@@ -69,7 +69,7 @@ async def _reply(
     body = {"model": model, "messages": messages, **({"tools": tools} if tools else {})}
     async with http.post(f"{endpoint}/chat/completions", json=body) as answer:
         text = await answer.text()
-        if answer.status == 400 and any(limit in text for limit in LIMITS):
+        if answer.status in (400, 413) and any(limit in text for limit in LIMITS):
             return None
         if answer.status != 200:
             raise RuntimeError(f"the model refused a turn: {answer.status} {text}")
