@@ -113,7 +113,7 @@ class FakeServing:
             raise first_error(errors) from errors
 
     def events(self, kind: str) -> list[str]:
-        assert self.log.writer.wait(20)
+        self.log.writer.call("waiting", str).result(20)
         return [e["text"] for e in read_metrics(self.run.events_path) if e["kind"] == kind]
 
 

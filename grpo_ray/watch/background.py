@@ -56,16 +56,8 @@ class BackgroundThread:
         """Run a job after those queued before it; return its result, or raise its error."""
         return await asyncio.wrap_future(self.call(what, job))
 
-    def wait(self, limit_s: float) -> bool:
-        """Wait until all jobs submitted so far are done; return False if they are not after `limit_s`."""
-        try:
-            self.call("waiting", lambda: None).result(limit_s)
-        except TimeoutError:
-            return False
-        return True
-
     def close(self, limit_s: float) -> bool:
-        """Wait as `wait`, then end the thread; a job that hangs is left behind, and no later one begins."""
+        """Wait for all jobs, then end the thread; one that hangs is left behind, and no later one begins."""
         self._jobs.put(None)
         self._thread.join(limit_s)
         self._is_abandoned = True

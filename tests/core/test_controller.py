@@ -511,7 +511,7 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
         write(descriptor, line)
 
     async def make_room_and_save(self: Controller, **patience: float) -> None:
-        assert self._log.writer.wait(30)  # for the writes that the disk refuses
+        self._log.writer.call("waiting", str).result(30)  # for the writes that the disk refuses
         asyncio.get_running_loop().call_later(0.3, make_room)
         await save(self, **patience)
 

@@ -149,7 +149,7 @@ async def test_jobs_run_in_order_and_their_errors_are_not_lost() -> None:
     thread, done = BackgroundThread("test"), []
     for number in range(5):
         thread.submit("a job", lambda number=number: done.append(number))
-    assert thread.wait(5)
+    thread.call("waiting", str).result(5)
     assert done == [0, 1, 2, 3, 4]
     assert await thread.run("a job", lambda: 7) == 7
     with pytest.raises(OSError, match="No space left"):
@@ -157,7 +157,7 @@ async def test_jobs_run_in_order_and_their_errors_are_not_lost() -> None:
     assert thread.problem() is None
     thread.submit("a bug", lambda: done[99])
     thread.submit("a job", lambda: done.append(5))
-    assert thread.wait(60)
+    thread.call("waiting", str).result(60)
     assert thread.problem() == "a bug has failed: IndexError: list index out of range"
     assert done[-1] == 5  # one mistake stops no other record
 
@@ -173,7 +173,8 @@ def test_a_job_that_hangs_is_reported_and_left_behind(monkeypatch: pytest.Monkey
     problem = thread.problem() or ""
     assert "the line of step 3 has not been written for" in problem
     assert "1 more records wait in memory" in problem
-    assert not thread.wait(0.05)
+    with pytest.raises(TimeoutError):
+        thread.call("waiting", str).result(0.05)
     assert not thread.close(0.05)
     may_end.set()
     thread._thread.join(5)
@@ -187,5 +188,5 @@ async def test_a_job_whose_caller_was_cancelled_does_not_run() -> None:
         async with asyncio.timeout(0.05):
             await thread.run("a checkpoint", lambda: done.append(1))
     may_end.set()
-    assert thread.wait(5)
+    thread.call("waiting", str).result(5)
     assert done == []

@@ -132,12 +132,12 @@ def test_a_run_in_whose_place_another_one_writes_ends_after_the_step(tmp_path: P
     with run.lock():
         for step in (1, 2):
             log.line(step, {})
-            assert log.writer.wait(5)
+            log.writer.call("waiting", str).result(5)
             log.show_warnings()
         (run.path / ".lock").unlink()
         (run.path / ".lock").write_text(json.dumps({"pid": 7, "host": "here"}))
         log.line(3, {})
-        assert log.writer.wait(5)
+        log.writer.call("waiting", str).result(5)
         with pytest.raises(RunError, match=r"was moved or removed .*; pid 7 on host here writes to a new"):
             log.show_warnings()
     assert [row["step"] for row in read_metrics(run.metrics_path)] == [1, 2]

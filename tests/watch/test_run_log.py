@@ -49,7 +49,7 @@ def test_event_is_written_with_its_step_and_shown(log: RunLog, display: Recorder
     log.event("set_aside", None, "group 9 is set aside", group_id=9)
     log.event("scorer_back", "scorer", "scores again", seconds=1.5)
     log.event("generator_failed", "generator-1", "generator-1 died: killed")
-    assert log.writer.wait(5)
+    log.writer.call("waiting", str).result(5)
     first, second, third = read_metrics(log.run.events_path)
     assert before <= first.pop("time") <= second.pop("time") <= third.pop("time") <= time.time()
     assert first == {
@@ -64,7 +64,7 @@ def test_event_is_written_with_its_step_and_shown(log: RunLog, display: Recorder
 def test_events_of_earlier_processes_count(log: RunLog, display: Recorder) -> None:
     for kind in ("generator_failed", "set_aside", "generator_failed", "scorer_failed", "environment_failed"):
         log.event(kind, None, "?")
-    assert log.writer.wait(5)
+    log.writer.call("waiting", str).result(5)
     with log.run.events_path.open("a") as file:
         file.write('{"kind": "set_asi')  # killed while it wrote: not counted, and no part of the next event
     later = RunLog(log.run, display)
@@ -74,7 +74,7 @@ def test_events_of_earlier_processes_count(log: RunLog, display: Recorder) -> No
     assert later.num_events("generator_failed") == 3
     assert later.num_events("set_aside") == 1
     assert later.num_events("restored") == later.num_events() == 0
-    assert later.writer.wait(5)
+    later.writer.call("waiting", str).result(5)
     assert RunLog(log.run, display).num_events("generator_failed") == 3
 
 
@@ -89,15 +89,15 @@ def test_what_the_disk_refused_is_a_warning_until_it_is_retried_after_the_next_s
         patch.setattr("grpo_ray.records.json_lines._write_whole", full)
         log.line(1, {"reward/mean": 0.5})
         log.event("scorer_back", "scorer", "scores again")
-        assert log.writer.wait(5)
+        log.writer.call("waiting", str).result(5)
         display.take()
         log.show_warnings()
         error = "[Errno 28] No space left on device; 1 lines wait in memory"
         assert display.take() == [f"{path}: {error}" for path in paths]
         assert log.num_events("scorer_back") == 1
-        assert log.writer.wait(5)
+        log.writer.call("waiting", str).result(5)
     log.show_warnings()  # which retries without another line or event
-    assert log.writer.wait(5)
+    log.writer.call("waiting", str).result(5)
     display.take()
     log.show_warnings()
     assert display.take() == []

@@ -295,7 +295,7 @@ def test_a_broken_tracker_is_shown_once_and_a_slow_one_until_it_keeps_up(run: Ru
     for step in (2, 3):
         log.show_warnings()
         log.line(step, {"reward/mean": 0.5})
-        assert log.writer.wait(60)
+        log.writer.call("waiting", str).result(60)
     log.show_warnings()
     off = "a: OSError: no route to host; the run continues without it"
     dropped = [f"a does not keep up: {n} messages were dropped" for n in (1, 2)]
@@ -304,7 +304,7 @@ def test_a_broken_tracker_is_shown_once_and_a_slow_one_until_it_keeps_up(run: Ru
     until(lambda: len(slow.told) == 2)
     log.show_warnings()
     assert display.take() == []
-    assert log.writer.wait(60)
+    log.writer.call("waiting", str).result(60)
     assert [(event["kind"], event["text"]) for event in read_metrics(run.events_path)] == [("tracker_off", off)]
     assert trackers.close("finished") == ["a: 2 messages were dropped"]
     assert [step for step, _ in told(good, "metrics")] == [1, 2, 3]
