@@ -148,7 +148,8 @@ class CheckpointStore:
             if self._read(chosen.state.step, chosen.path, reads_files=True, is_strict=False) is not None:
                 return chosen
         if not found:
-            raise RunError(f"{self._run.path} has no checkpoint yet")
+            state = "checkpoint yet" if not self.damaged else "whole checkpoint"
+            raise RunError("; ".join((f"{self._run.path} has no {state}", *self.damaged)))
         if choice == BEST:
             raise RunError(f"{option} best: no checkpoint of {self._run.path} was validated; give its name")
         place = f"{self._folder / choice}:"

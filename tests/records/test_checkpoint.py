@@ -261,6 +261,9 @@ def test_of_many_checkpoints_the_chosen_one_is_read_and_a_damaged_one_passed_ove
         RunError, match=f"^--which: {first.path}: .* has no checkpoint 'step-000001'; give last,"
     ):
         store.choose("step-000001", "--which")
+    (third.path / "training" / "groups.parquet").unlink()
+    with pytest.raises(RunError, match=f"^{tmp_path} has no whole checkpoint; {third.path}: .* is missing; "):
+        store.choose("last", "--which")
 
 
 def test_readers_change_nothing(tmp_path: Path) -> None:
