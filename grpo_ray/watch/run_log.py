@@ -141,7 +141,8 @@ class RunLog:
         """Record an unusual event in events.jsonl and show it."""
         self._num_events[kind] += 1
         row = {"time": wall_time(), "kind": kind, "actor": actor, "step": self.step, "text": text, **facts}
-        self.writer.submit("an event", lambda: self.warning("events", self._events.append(row)))
+        if self._taken is None:  # else the file is another run's
+            self.writer.submit("an event", lambda: self.warning("events", self._events.append(row)))
         self.display.warning(told(actor, text))
 
     def close(self, limit_s: float = CLOSE_S) -> None:

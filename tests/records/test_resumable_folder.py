@@ -140,6 +140,9 @@ def test_a_run_in_whose_place_another_one_writes_ends_after_the_step(tmp_path: P
         log.writer.call("waiting", str).result(5)
         with pytest.raises(RunError, match=r"was moved or removed .*; pid 7 on host here writes to a new"):
             log.show_warnings()
+        log.event("not_saved", None, "no last checkpoint could be written")
+        log.writer.call("waiting", str).result(5)
+        assert not run.events_path.exists()
     assert [row["step"] for row in read_metrics(run.metrics_path)] == [1, 2]
 
 
