@@ -181,7 +181,8 @@ def _active_shares(model: Model, config: Any) -> dict[str, float]:
     experts = {name: p for name, p in model.named_parameters() if EXPERT.search(name)}
     if not experts:
         return {}
-    taken = getattr(config, "num_experts_per_tok", None) or 1
+    names = "num_experts_per_tok", "top_k_experts"  # Gemma 4 has the second
+    taken = next((number for name in names if (number := getattr(config, name, None))), 1)
     listed = max(int(EXPERT.search(name)[1] or 0) for name in experts) + 1  # type: ignore[index]
     return {name: taken / (p.shape[0] if p.ndim == 3 else listed) for name, p in experts.items()}
 

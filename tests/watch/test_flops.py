@@ -89,6 +89,9 @@ def test_a_token_takes_its_experts_and_the_router() -> None:
     size = ModelSize.of(build("qwen3_moe", **experts, decoder_sparse_step=1, mlp_only_layers=[]))
     assert size.linear == pytest.approx(3 * (2 * 8 * 8 + 2 * 8 * 4 + 6 * 8 + 2 * 3 * 8 * 5))
     assert size.attention_width == {None: WIDTH}
+    experts = {"num_experts": 6, "moe_intermediate_size": 5, "enable_moe_block": True, "head_dim": 2}
+    one, two = (ModelSize.of(build("gemma4_text", **experts, top_k_experts=number)) for number in (1, 2))
+    assert two.linear - one.linear == pytest.approx(3 * 3 * 8 * 5)
 
 
 def test_experts_in_a_list_are_counted_as_one_tensor_of_them() -> None:
