@@ -95,15 +95,14 @@ def import_function(name: str, field: str) -> Callable[..., Any]:
         raise ValueError(
             f"{field}: importing {module_name!r} failed: {type(error).__name__}: {error}"
         ) from error
+    file = getattr(module, "__file__", None) or "none: it is a folder, or built in"
     function: Callable[..., Any] | None = getattr(module, function_name, None)
     if function is None:
-        raise ValueError(
-            f"{field}: {module_name!r} has no function {function_name!r}; its file is {module.__file__}"
-        )
+        raise ValueError(f"{field}: {module_name!r} has no function {function_name!r}; its file is {file}")
     if not callable(function):
         raise ValueError(
             f"{field}: {function_name!r} of {module_name!r} is a {type(function).__name__}, not a function; "
-            f"the file is {module.__file__}"
+            f"the file is {file}"
         )
     return function
 

@@ -104,6 +104,7 @@ def test_a_module_in_the_current_folder_is_found() -> None:
         ("no_module_4711:f", {}, "there is no module 'no_module_4711' in "),
         ("my_rewards_4711.py:f", {}, "Leave out .py: my_rewards_4711:f"),
         ("my_rewards_4711:f", {}, "'my_rewards_4711' has no function 'f'; its file is "),
+        ("sys:f", {}, "'sys' has no function 'f'; its file is none: it is a folder, or built in"),
         ("my_rewards_4711:BLEU", {}, "'BLEU' of 'my_rewards_4711' is a int, not a function"),
         ("failing_4711:reward", {}, "importing 'failing_4711' failed: ZeroDivisionError: division by zero"),
         ("leaving_4711:reward", {}, "importing 'leaving_4711' failed: SystemExit: 3"),
