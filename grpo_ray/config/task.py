@@ -206,7 +206,7 @@ class Gsm8kTaskConfig(ExamplesTaskConfig):
     train_path: HomePath = "openai/gsm8k"
     validation_path: HomePath = "openai/gsm8k"
     subset: str | None = "main"
-    answer_marker: str | None = "####"
+    answer_marker: Annotated[str, Field(min_length=1)] | None = "####"
 
 
 class MathTaskConfig(ExamplesTaskConfig):

@@ -322,6 +322,8 @@ def test_missing_file_names_its_neighbours(tmp_path: Path) -> None:
     assert "it cannot be read: Too many levels of symbolic links" in error_of(tmp_path / "loop.yaml")
     message = error_of(write(tmp_path), ("task.answer_marker=A # b",))
     assert "` #` starts a comment in YAML; put the value in quotes" in message
+    message = error_of(write(tmp_path), ("task={kind: gsm8k, answer_marker: ''}",))
+    assert "task.answer_marker: '' is not valid" in message
 
 
 def test_a_bundled_configuration_by_its_name(here: Path) -> None:
