@@ -105,7 +105,7 @@ class LoopLag:
     def take(self) -> dict[str, float]:
         """Return the 99th percentile of the delays since the last reading, which then begins anew.
 
-        It is the longest delay of a hundred or fewer. There is none if the timer has not rung.
+        It is the longest delay of fewer than a hundred. There is none if the timer has not rung.
         """
         delays = sorted(self._delays)
         self._delays.clear()
