@@ -101,6 +101,6 @@ def _flat(name: str, names: Container[str]) -> str:
     """
     before, is_own, own = name.partition(OWN)
     if is_own:
-        return before + OWN + re.sub(r"[^\w. :-]", "_", own)
+        return before + OWN + re.sub(r"[^\w. :-]|^\.+$", "_", own)
     parent, _, last = name.rpartition("/")
     return f"{parent}.{last}" if parent in names else name
