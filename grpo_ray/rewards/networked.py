@@ -5,6 +5,7 @@ error, as no response can help an outage.
 """
 
 import asyncio
+import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -62,7 +63,8 @@ class NetworkReward:
             try:
                 async with slots, limit:
                     limit.reschedule(asyncio.get_running_loop().time() + self._term.timeout_s)
-                    return await (call() if self._function.is_async else asyncio.to_thread(call))
+                    result = await asyncio.to_thread(call)  # of an `async def` what is to be awaited
+                    return await result if inspect.isawaitable(result) else result
             except (Exception, SystemExit, asyncio.CancelledError) as failure:  # of the judge, or the network
                 error = failure if isinstance(failure, Exception) else RuntimeError(repr(failure))
                 if limit.expired():

@@ -46,7 +46,7 @@ ABOUT = {
 }
 
 MODULE = '''
-import asyncio, os, re, threading, urllib.request, json
+import asyncio, functools, os, re, threading, urllib.request, json
 import numpy as np
 
 def rubric(prompt, completion, answer, **kwargs): return float(answer in completion)
@@ -69,6 +69,8 @@ def everything(response, ground_truth, **columns): return float(columns["level"]
 def relative(response, ground_truth, completions): return sum(len(response) > len(c) for c in completions)
 def batched(response, ground_truth, level): return [len(r) + l for r, l in zip(response, level, strict=True)]
 def too_few(response, ground_truth): return [1.0]
+@lambda f: functools.wraps(f)(lambda **texts: asyncio.run(f(**texts)))
+async def in_its_own_loop(response, ground_truth): return 0.5
 def by_answer(completions, answer): return [float(c == a) for c, a in zip(completions, answer, strict=True)]
 def undecided(prompts, completions): return [None if c == "x" else 1.0 for c in completions]
 def spins(response, ground_truth):
@@ -361,6 +363,8 @@ def test_a_judge_is_asked_at_the_same_time_and_again(url: str, function: str) ->
 def test_a_call_that_ends_its_program_costs_its_own_response_alone() -> None:
     reward = NetworkReward(own("leaves", network=True, retries=0, concurrency=2), num_slots=2)
     assert [str(each) for each in reward(["a", "b"], ["", ""], {})] == ["SystemExit(3)"] * 2
+    reward = NetworkReward(own("in_its_own_loop", network=True, retries=0), num_slots=1)
+    assert reward(["a"], [""], {})[0]["reward"] == 0.5
 
 
 def test_a_call_that_hangs_keeps_its_thread_from_no_other() -> None:
