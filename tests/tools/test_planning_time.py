@@ -242,13 +242,28 @@ def test_the_best_split_fits_and_has_the_fewest_ranks_within_a_percent() -> None
 
 def test_a_split_is_given_as_overrides() -> None:
     def overrides(*of_split: int) -> str:
-        return Split(divided(plan_config(), *of_split), StepTime(1.0, 1.0, 0.0, True), 0.0, True).overrides
+        split = Split(divided(plan_config(), *of_split), StepTime(1.0, 1.0, 0.0, True), 0.0, True)
+        return split.overrides(given)
+
+    given = plan_config()
 
     assert overrides(3, 5, 1, 5) == "generator.num_generators=3 learner.num_ranks=5"
     assert overrides(4, 12, 2, 6) == "generator.num_generators=4 learner.num_ranks=12 learner.replicas=2"
     on_small_nodes = "generator.num_generators=2 learner.num_ranks=6 learner.ranks_per_node=3"
     assert overrides(2, 6, 1, 3) == on_small_nodes
     assert load_config(QWEN, on_small_nodes.split()).learner.num_ranks_per_node == 3
+    given = divided(given, 4, 4, 2, 2)  # a configuration with values of its own for both keys
+    assert overrides(3, 5, 1, 5).endswith("learner.num_ranks=5 learner.replicas=1 learner.ranks_per_node=5")
+
+
+def test_splits_are_those_that_a_run_can_have() -> None:
+    def ranks(num_gpus: int, **changes: dict[str, Any]) -> list[int]:
+        found = splits(plan_config(**changes), work(), H100, num_gpus, None)
+        return [split.config.learner.num_ranks for split in found]
+
+    teachers = {"teacher": "a-model", "num_teachers": 2}
+    assert ranks(4) == ranks(6, distillation=teachers, sampling={"min_tokens": 0}) == [1, 2, 3]
+    assert ranks(4, learner={"moments": "8bit"}) == [1]
 
 
 def test_a_copy_per_node_is_taken_only_where_it_is_faster() -> None:

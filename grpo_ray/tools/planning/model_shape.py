@@ -97,11 +97,13 @@ class ModelShape:
         return self.num_layers * self.block_parameters + self.root_parameters
 
     def adapter_parameters(self, adapter: AdapterConfig | None) -> int:
-        """Return the number of values in an adapter of the linear layers; 0 without one."""
+        """Return the number of values in an adapter of linear layers, 0 without one; ValueError for others."""
         if adapter is None:
             return 0
         sizes = self.linear_sizes
         named = {target.rpartition(".")[2] for target in adapter.target_modules or sizes}
+        if unknown := sorted(named - sizes.keys()):
+            raise ValueError(f"model.adapter.target_modules: no {unknown[0]}; there are {', '.join(sizes)}")
         found = [size for name, size in sizes.items() if name in named]
         dora = sum(outputs for _, outputs in found) if adapter.dora else 0
         return self.num_layers * (adapter.rank * sum(map(sum, found)) + dora)

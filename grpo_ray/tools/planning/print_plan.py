@@ -15,7 +15,7 @@ from grpo_ray.tools.planning.model_shape import (
     TRAINING_UTILIZATION,
     find_shape,
 )
-from grpo_ray.tools.planning.splits import Split, best_split
+from grpo_ray.tools.planning.splits import Split, best_split, gpus_to_divide
 from grpo_ray.tools.planning.step_time import (
     MeasuredRun,
     StepTime,
@@ -152,7 +152,7 @@ def _splits(plan: MemoryPlan) -> Iterator[str]:
     if not plan.splits:
         return
     best = best_split(plan.splits)
-    yield f"{plan.num_gpus} GPUs divided, on nodes of {plan.machine.gpus_per_node}"
+    yield f"{gpus_to_divide(plan.config, plan.num_gpus)} GPUs divided, on nodes of {plan.machine.gpus_per_node}"
     yield "     Generators  ranks  replicas    per rank  sampling  training      step  bottleneck"
     for split in plan.splits:
         learner, time = split.config.learner, split.time
@@ -163,7 +163,7 @@ def _splits(plan: MemoryPlan) -> Iterator[str]:
     if best is None:
         yield "no split fits"
     else:
-        yield f"best: {best.overrides}"
+        yield f"best: {best.overrides(plan.config)}"
 
 
 def _bottleneck(split: Split) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from grpo_ray.config import Config
 from grpo_ray.tools.planning.gpu_memory import GIB, generator_budget, gib
@@ -21,17 +22,21 @@ class Split:
     rank_bytes: float  # memory of a rank's GPU
     fits: bool
 
-    @property
-    def overrides(self) -> str:
-        """The overrides of a configuration that make this split."""
-        generator, learner = self.config.generator, self.config.learner
-        text = f"generator.num_generators={generator.num_generators} learner.num_ranks={learner.num_ranks}"
-        if learner.replicas > 1:
-            text += f" learner.replicas={learner.replicas}"
-        default = learner.model_copy(update={"ranks_per_node": None})
-        if learner.num_ranks_per_node != default.num_ranks_per_node:
-            text += f" learner.ranks_per_node={learner.num_ranks_per_node}"
-        return text
+    def overrides(self, given: Config) -> str:
+        """Return the overrides with which the given configuration makes this split."""
+        return f"generator.num_generators={self.config.generator.num_generators} {ranks_of(self.config, given)}"
+
+
+def ranks_of(config: Config, given: Config) -> str:
+    """Return the overrides with which the given configuration has the other one's ranks."""
+    learner = config.learner
+    text = f"learner.num_ranks={learner.num_ranks}"
+    if max(learner.replicas, given.learner.replicas) > 1:
+        text += f" learner.replicas={learner.replicas}"
+    default = learner.model_copy(update={"ranks_per_node": given.learner.ranks_per_node})
+    if learner.num_ranks_per_node != default.num_ranks_per_node:
+        text += f" learner.ranks_per_node={learner.num_ranks_per_node}"
+    return text
 
 
 def splits(
@@ -45,14 +50,21 @@ def splits(
     if config.generator.colocated or not (config.generator.num_gpus and config.learner.num_gpus):
         return []
     found = []
-    all_divisions = divisions(num_gpus, machine.gpus_per_node, config.generator.num_gpus)
-    for number, num_nodes, num_generators in all_divisions:
+    num_divided, is_one_rank = gpus_to_divide(config, num_gpus), config.learner.moments == "8bit" or config.sft
+    all_divisions = divisions(num_divided, machine.gpus_per_node, config.generator.num_gpus)
+    for number, num_nodes, num_generators in islice(all_divisions, 1 if is_one_rank else None):
         candidates = [
             _split(divided(config, num_generators, number, replicas, number // num_nodes), work, machine, run)
             for replicas in sorted({1, num_nodes})
         ]
         found.append(best_split(candidates) or candidates[0])
     return found
+
+
+def gpus_to_divide(config: Config, num_gpus: int) -> int:
+    """Return how many GPUs are left for Generators and ranks: Teachers have their own."""
+    teachers = config.distillation
+    return num_gpus - (teachers.num_teachers * teachers.num_gpus if teachers.teacher is not None else 0)
 
 
 def divisions(num_gpus: int, gpus_per_node: int, of_generator: int) -> Iterator[tuple[int, int, int]]:
@@ -94,10 +106,11 @@ def _split(config: Config, work: Workload, machine: Machine, run: MeasuredRun | 
 def remedy_of(shape: ModelShape, config: Config, prompt_tokens: int, gpu_bytes: float) -> str:
     """Return what makes the Learner fit: the fewest ranks that do, or else less work at a time.
 
-    Without a sharded form (8-bit moments), and where ranks do not help, only the second is left.
+    With 8-bit moments or supervised steps, which ranks cannot share, and where ranks do not help, only the
+    second is left.
     """
     smaller = "a lower learner.micro_batch_tokens or sampling.max_tokens, learner.gradient_checkpointing=full"
-    if config.learner.moments == "8bit":
+    if config.learner.moments == "8bit" or config.sft:
         return f"it may fit with {smaller}"
     all_of_a_node, whole_nodes = range(2, 9), range(16, MOST_RANKS + 1, 8)
     for num_ranks in (n for n in (*all_of_a_node, *whole_nodes) if n > config.learner.num_ranks):
@@ -105,5 +118,5 @@ def remedy_of(shape: ModelShape, config: Config, prompt_tokens: int, gpu_bytes: 
         budget = learner_budget(shape, of_ranks, prompt_tokens, gpu_bytes)
         if budget.fits:
             pairs = f" generator.num_generators={num_ranks}" if config.generator.colocated else ""
-            return f"it fits with learner.num_ranks={num_ranks}{pairs}: {gib(budget.needed_bytes)} per rank"
+            return f"it fits with {ranks_of(of_ranks, config)}{pairs}: {gib(budget.needed_bytes)} per rank"
     return f"more ranks (learner.num_ranks) are not enough; use {smaller} or model.adapter"
