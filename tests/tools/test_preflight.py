@@ -216,6 +216,9 @@ def test_a_chat_template_is_judged_if_prompts_are_made_by_it() -> None:
     )
     assert names(r1_zero.faults) == []
     assert (names(chat.faults), chat.num_episodes) == (["no_generation_prompt"], 0)  # nothing is played
+    allow = ("no_generation_prompt",)
+    allowed = PreflightOptions(QUICKSTART, ("task.prompt=chat",), template, num_examples=1, allow=allow)
+    assert run(allowed).num_episodes
 
 
 # ---- what a session makes impossible ----
