@@ -160,8 +160,10 @@ def test_wrong_arguments_are_refused(
 
 def test_a_damaged_file_is_named(tmp_path: Path, tiny_config: Config, capsys: Capture) -> None:
     run = make_run(tmp_path / "run", tiny_config)
-    run.rollouts_path(3).write_bytes(b"no parquet")
-    assert f"{run.rollouts_path(3)}: not a Parquet file" in refused(capsys, "report", run.path)
+    whole = run.rollouts_path(3).read_bytes()
+    for damaged in (b"no parquet", whole[:4] + bytes(len(whole) // 2) + whole[4 + len(whole) // 2 :]):
+        run.rollouts_path(3).write_bytes(damaged)
+        assert f"{run.rollouts_path(3)}: not a Parquet file" in refused(capsys, "report", run.path)
     run.rollouts_path(3).unlink()
     run.metrics_path.write_text('{"step": 1}\nno json\n{"step": 2}\n')
     assert f"{run.metrics_path}, line 2: not valid JSON" in refused(capsys, "report", run.path)

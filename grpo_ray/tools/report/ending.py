@@ -25,7 +25,7 @@ def print_ending(print_line: Callable[[str], None], run: RunDirectory) -> None:
     except OSError as error:  # such as a full disk; the run itself is saved
         print_line(f"\n{curve} could not be drawn: {error}")
     rows = read_metrics(run.evaluations_summary_path)
-    rewards = [(row["step"], row["reward"]) for row in rows]
+    rewards = [(row["step"], row["reward"]) for row in rows if row["reward"] is not None]
     print_line(f"\n{terminal_curve(rewards, title='validation reward')}")
     samples_of: dict[int, list[ReadableRollout]] = {}
     try:

@@ -80,8 +80,9 @@ def step_files(run: RunDirectory) -> StepFiles:
 
 
 def _step_file(step: int, path: Path) -> StepFile:
-    file = _open(path)
-    table = file.read(["group_id", "reward", "use"])
+    with damage_named(path, DAMAGED):
+        file = pq.ParquetFile(path)
+        table = file.read(["group_id", "reward", "use"])
     table = table.filter(pc.less_equal(table["use"], FRESH))  # replayed groups counted in an earlier step
     means = table.group_by("group_id").aggregate([("reward", "mean")])["reward_mean"].to_numpy()
     # A group's responses share their prompt, so groups are the independent draws (Miller, "Adding Error Bars to
@@ -120,14 +121,9 @@ def evenly_spaced(items: Sequence[T], number: int) -> list[T]:
 
 def _read_rows(path: Path, places: np.ndarray) -> Iterator[Row]:
     """Yield the rows at the sorted places."""
-    start, file = 0, _open(path)
+    start = 0
     with damage_named(path, DAMAGED):
-        for batch in file.iter_batches(ROWS_AT_A_TIME, columns=COLUMNS):
+        for batch in pq.ParquetFile(path).iter_batches(ROWS_AT_A_TIME, columns=COLUMNS):
             wanted = places[(places >= start) & (places < start + batch.num_rows)] - start
             yield from batch.take(pa.array(wanted)).to_pylist()
             start += batch.num_rows
-
-
-def _open(path: Path) -> pq.ParquetFile:
-    with damage_named(path, DAMAGED):
-        return pq.ParquetFile(path)
