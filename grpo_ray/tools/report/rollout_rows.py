@@ -165,7 +165,7 @@ def show_rollouts(
             code = [name for field, name in code_in(config) if field == "task.warmup"]
             if code and config.model.tiny is not None and is_adapter(checkpoint):  # which builds the base
                 raise RunError(f"{code[0]} is code that the run's configuration names, and its base needs it")
-            ratios = _ratios(config, checkpoint, sampled)
+            ratios = log_ratios(config, checkpoint, sampled)
         except (RuntimeError, ValueError, OSError) as error:  # RuntimeError: also torch's lack of memory
             if log_ratio is not None:
                 raise
@@ -185,31 +185,6 @@ def _find_checkpoint(run: RunDirectory, log_ratio: str | None) -> Path:
     if log_ratio is None and num_bytes > SMALL_WEIGHTS_BYTES:
         raise RunError(f"weights of {num_bytes / 1e9:.1f} GB take a while; request them with --log-ratio last")
     return folder
-
-
-def _ratios(config: Config, checkpoint: Path, rows: Sequence[Row]) -> list[np.ndarray]:
-    """Return the log-ratios of each row's tokens that are shown; those of context are NaN."""
-    parts = [_parts(row) for row in rows]
-    found = iter(log_ratios(config, checkpoint, [part for of_row in parts for part in of_row]))
-    return [np.concatenate([np.empty(0, np.float32), *(next(found) for _ in of_row)]) for of_row in parts]
-
-
-def _parts(row: Row) -> list[Row]:
-    """Return the shown tokens as rows for `log_ratios`: one, or one for each sequence of an episode."""
-    if not is_episode(row):
-        return [{**row, **{name: row[name][:MAX_TOKENS] for name in ("token_ids", "logprobs")}}]
-    shown = {name: row[name][:MAX_EPISODE_TOKENS] for name in ("token_ids", "logprobs")}
-    for name in ("turn", "version"):
-        of_tokens = [span[name] for span in row[f"{name}s"] for _ in range(span["start"], span["end"])]
-        shown[f"{name}s"] = of_tokens[:MAX_EPISODE_TOKENS]
-    return [
-        {
-            "prompt_token_ids": sequence["prompt_token_ids"],
-            **{name: each[sequence["start"] : sequence["end"]] for name, each in shown.items()},
-        }
-        for sequence in row["sequences"]
-        if sequence["start"] < MAX_EPISODE_TOKENS
-    ]
 
 
 def _token_texts(
@@ -252,7 +227,7 @@ def _number(value: float | None) -> float | None:
 
 
 def log_ratios(config: Config, model_path: Path, rows: Sequence[Row]) -> list[np.ndarray]:
-    """Return `log pi_checkpoint - log pi_behaviour`, in nats, of each row's tokens: `[response_tokens]`.
+    """Return `log pi_checkpoint - log pi_behaviour`, in nats, of each row's tokens that are shown.
 
     Those of an episode's context are NaN. Both policies are at the sampling temperature, like all that the
     Learner compares. For tokens that the checkpoint itself sampled, the ratio is the numerical difference
@@ -261,8 +236,7 @@ def log_ratios(config: Config, model_path: Path, rows: Sequence[Row]) -> list[np
     Args:
         config: the run's configuration.
         model_path: the checkpoint, in Hugging Face format or PEFT's.
-        rows: rollouts, with `prompt_token_ids`, `token_ids` and `logprobs`; of an episode's sequence also the
-            turn of each token, `turns`.
+        rows: of responses, with `prompt_token_ids`, `token_ids` and `logprobs`, or of episodes.
 
     Raises:
         ValueError: the checkpoint cannot be loaded.
@@ -278,10 +252,11 @@ def log_ratios(config: Config, model_path: Path, rows: Sequence[Row]) -> list[np
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trust = model_config.trust_remote_code
     ends = end_token_ids(path, load_tokenizer(path, trust), trust)
-    sequences = [_sequence(row) for row in rows]
-    sampled = [sequence for sequence in sequences if sequence.num_sampled]
+    parts = [_sequences(row) for row in rows]
+    sampled = [sequence for of_row in parts for sequence in of_row if sequence.num_sampled]
     found = iter(ForwardBackward(config, ends, device).with_proximal(model.to(device), sampled))
-    return [_ratios_of(next(found) if sequence.num_sampled else sequence) for sequence in sequences]
+    ratios = [[_ratios_of(next(found) if part.num_sampled else part) for part in of_row] for of_row in parts]
+    return [np.concatenate([np.empty(0, np.float32), *of_row]) for of_row in ratios]
 
 
 def _ratios_of(sequence: TrainSequence) -> np.ndarray:
@@ -292,18 +267,24 @@ def _ratios_of(sequence: TrainSequence) -> np.ndarray:
     return ratios
 
 
-def _sequence(row: Row) -> TrainSequence:
-    logprobs = np.array(row["logprobs"], dtype=np.float32)  # nan for None
-    mask = places = None
-    if row.get("turns") is not None:  # null in plain rows of a file with episodes
-        turns = np.array(row["turns"], dtype=np.int32)
-        mask = np.array(row["versions"]) != CONTEXT  # a token that was too old to be trained has only a turn
-        logprobs, places = logprobs[mask], places_in_turns(turns, mask)
-    return TrainSequence(
-        prompt_token_ids=tuple(row["prompt_token_ids"]),
-        response_token_ids=np.array(row["token_ids"], dtype=np.int32),
-        behaviour_logprobs=logprobs,
-        advantage=0.0,
-        mask=mask,
-        turn_places=places,
+def _sequences(row: Row) -> list[TrainSequence]:
+    """Return the shown tokens: a response's, or those of each sequence of an episode."""
+    most = MAX_EPISODE_TOKENS if is_episode(row) else MAX_TOKENS
+    ids = np.array(row["token_ids"][:most], np.int32)
+    logprobs = np.array(row["logprobs"][:most], np.float32)  # nan for None
+    if not is_episode(row):
+        return [TrainSequence(tuple(row["prompt_token_ids"]), ids, logprobs, advantage=0.0)]
+    turns, versions = (
+        np.array([span[name] for span in row[f"{name}s"] for _ in range(span["start"], span["end"])], np.int32)
+        for name in ("turn", "version")
     )
+    is_sampled = versions[:most] != CONTEXT  # a token that was too old to be trained has only a turn
+    sequences = []
+    for sequence in row["sequences"]:
+        own = slice(sequence["start"], min(sequence["end"], most))
+        if own.start < most:
+            prompt, mask = tuple(sequence["prompt_token_ids"]), is_sampled[own]
+            places = places_in_turns(turns[own], mask)
+            part = TrainSequence(prompt, ids[own], logprobs[own][mask], 0.0, mask=mask, turn_places=places)
+            sequences.append(part)
+    return sequences
