@@ -194,6 +194,8 @@ class SimulatedEngine:
     def _end_sequences(self) -> None:
         self._timer = None
         self._advance()
+        if self._running:  # the clock's rounding could stop at the end of a token of nanoseconds for ever
+            self._position = max(self._position, self._running[0][0])
         while self._running and self._running[0][0] <= self._position + ROUNDING:
             _, _, sequence = heapq.heappop(self._running)
             sequence.versions = self._versions_of(sequence)
