@@ -61,7 +61,7 @@ def plot(seeds: list[Rewards], control: Rewards, control_name: str, path: Path) 
         draw_spread(axis, index, label, sorted(by_step.items()), has_markers=True)
     axis.set_ylim(0, 1)
     tidy(axis, "step", "validation reward")
-    legend_beside(figure, axis, "")
+    legend_beside(figure, "")
     figure.savefig(path)
 
 
@@ -93,7 +93,7 @@ def main() -> None:
             for seed in options.seeds
         ]
         print_together(seeds)
-        own = [change, f"run.seed={options.seeds[0]}", *options.overrides]
+        own = [f"run.seed={options.seeds[0]}", *options.overrides, change]
         control = train(options.config, "control", own, folder)
     if options.plot is not None:
         plot(seeds, control, control_name, options.plot)
