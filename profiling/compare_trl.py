@@ -242,6 +242,8 @@ def step_metrics(run: RunDirectory) -> tuple[list[float], list[float], list[floa
 
 def trl_job(case: Case, config: Config, num_steps: int, folder: Path) -> dict[str, Any]:
     """Return what trl_side.py needs to do the same work as a run of `config`."""
+    if config.rollouts_per_step % case.trl_micro_batch_rows:  # it would train on fewer responses
+        raise ValueError(f"--rows must divide a step's {config.rollouts_per_step} responses")
     model = str(tiny_model_folder(config)) if config.model.path is None else config.model.path
     prompter = Prompter(template_of(config.task), load_tokenizer(model))  # type: ignore[arg-type]
     items = [prompter.item(n, e) for n, e in enumerate(load_examples(config.task, config.run.seed).train)]
