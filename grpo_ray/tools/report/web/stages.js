@@ -68,7 +68,7 @@ class StageChart extends Figure {
     this.legend.replaceChildren(...names.map((stage) => el("span", {}, swatch(this.colors.get(stage)), stageName(stage))));
     this.plot.setAttribute("aria-label", `${this.title}, ${this.actor ?? ""}. Arrow keys read out the values.`);
     if (names.length === 0) return null;
-    const steps = this.run.series[0].steps, size = Math.ceil(steps.length / ((width - LEFT - RIGHT) / 4));
+    const steps = this.run.series[0].steps, size = Math.max(1, Math.ceil(steps.length / ((width - LEFT - RIGHT) / 4)));
     const bins = [];
     for (let first = 0; first < steps.length; first += size) bins.push(this.bin(names, steps, first, first + size));
     const heights = bins.map((bin) => total(bin.parts.map(([, seconds]) => seconds)));
