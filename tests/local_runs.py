@@ -19,6 +19,7 @@ from grpo_ray.records.evaluation_summary import EvaluationSummary
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run.preparation import check_files, prepare
 from grpo_ray.run.restores import train_through_restores
+from grpo_ray.watch.event_loop import TasksAlongside
 from grpo_ray.watch.open_calls import OpenCalls
 from grpo_ray.watch.restarts import RestartBudget
 from grpo_ray.watch.run_log import RunLog
@@ -105,10 +106,9 @@ class FakeServing:
     async def during(self) -> AsyncIterator[None]:
         """Run the subclass's `pool`, and cancel it afterwards."""
         try:
-            async with asyncio.TaskGroup() as tasks, asyncio.timeout(120):
+            async with TasksAlongside() as tasks, asyncio.timeout(120):
                 self.pool.start(tasks)
                 yield
-                self.pool.cancel()
         except BaseExceptionGroup as errors:
             raise first_error(errors) from errors
 

@@ -43,6 +43,7 @@ from grpo_ray.records.checkpoint import Checkpoint, CheckpointStore
 from grpo_ray.records.run_files import step_name
 from grpo_ray.transfer.messages import Snapshot, WeightSnapshot
 from grpo_ray.types import Ref, StepReport, SyncReport, TrainBatch
+from grpo_ray.watch.event_loop import TasksAlongside
 from grpo_ray.watch.metrics_catalog import RANK, SENT
 from grpo_ray.watch.open_calls import OpenCalls
 from grpo_ray.watch.restarts import RestartBudget
@@ -133,25 +134,21 @@ class Controller:
             RunError, or an actor's own error: the run cannot continue; the last good weights have a checkpoint.
         """
         try:
-            async with asyncio.TaskGroup() as tasks:
-                self._tasks = tasks
-                self._pool.start(tasks)
+            async with TasksAlongside() as until_saved:
                 limit_s, work_done = self._config.recovery.stall_timeout_s, self._actors.learner.work_done
                 watch = StallWatch(self._calls, self._pool, self._log, limit_s, work_done)
-                watching: asyncio.Task[None] | None = None
-                with contextlib.suppress(_Stopped):
-                    await self._unless_stopped(until_all_ready(self._context, self._ready))
-                    self._calls.progress()
-                    watching = tasks.create_task(watch.run())
-                    await self._unless_stopped(self._begin())
-                    self._producer.start(tasks)
-                    await self._train()
-                self._producer.cancel()
-                self._pool.cancel()
+                async with TasksAlongside() as tasks:
+                    self._tasks = tasks
+                    self._pool.start(tasks)
+                    with contextlib.suppress(_Stopped):
+                        await self._unless_stopped(until_all_ready(self._context, self._ready))
+                        self._calls.progress()
+                        until_saved.create_task(watch.run())
+                        await self._unless_stopped(self._begin())
+                        tasks.create_task(self._producer.run(tasks))
+                        await self._train()
                 watch.limit_s = max(watch.limit_s, LAST_WRITE_S)
                 await self._save()
-                if watching is not None:
-                    watching.cancel()
         except BaseExceptionGroup as errors:
             error = first_error(errors)
             if not isinstance(error, RECOVERABLE):

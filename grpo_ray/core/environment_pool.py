@@ -38,17 +38,12 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
         self._serving: Mapping[int, GeneratorClient] = {}
         self._served = ServingTime()
         self._changes = Changes()  # of the Generators that serve
-        self._keeping: list[asyncio.Task[None]] = []
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Keep the workers informed, and replace those that die, in this task group."""
         super().start(tasks)
-        self._keeping = [tasks.create_task(self._keep(name)) for name in self._clients]
-
-    def cancel(self) -> None:
-        super().cancel()
-        for task in self._keeping:
-            task.cancel()
+        for name in self._clients:
+            tasks.create_task(self._keep(name))
 
     def serve(self, serving: Mapping[str, Incarnation]) -> None:
         """Send turns to these Generators from now on."""

@@ -71,13 +71,6 @@ class GeneratorPool:
         for actors in self._others:
             actors.start(tasks)
 
-    def cancel(self) -> None:
-        """Abandon the replacements that are under way."""
-        for actors in self._others:
-            actors.cancel()
-        for task in self._replacing:
-            task.cancel()
-
     @property
     def serving(self) -> Mapping[str, Incarnation]:
         """The Generators that serve now, by name."""

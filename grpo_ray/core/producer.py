@@ -22,7 +22,7 @@ SLICE = 1000  # groups dispatched at a time
 
 
 class RolloutProducer:
-    """The producer of groups, in parallel with training: call `begin`, then `start`.
+    """The producer of groups, in parallel with training: call `begin`, then `run`.
 
     The controller asks for each batch with `next_batch`, and reports each trained step and published version.
     """
@@ -30,7 +30,6 @@ class RolloutProducer:
     def __init__(self, context: RunContext, book: GroupBook, pool: GeneratorPool) -> None:
         self._config, self._calls, self._log = context.config, context.calls, context.log
         self._actors, self._book, self._pool = context.actors, book, pool
-        self._own_tasks: set[asyncio.Task[None]] = set()
         self._sampling: dict[int, asyncio.Task[None]] = {}  # by group, while it can be cut off
         self._num_losses: Counter[int] = Counter()  # of groups, on their way into the buffer
         self._progress = Changes()  # of any group, or of the published version
@@ -43,16 +42,8 @@ class RolloutProducer:
             held = await self._actors.buffer.begin([*book_state["in_flight"], *book_state["buffered"]])
             self._book.load_state_dict(book_state, held)
 
-    def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Produce in this task group; an error ends it."""
-        self._own_tasks.add(tasks.create_task(self._run(tasks)))
-
-    def cancel(self) -> None:
-        for task in self._own_tasks:
-            task.cancel()
-
-    async def _run(self, tasks: asyncio.TaskGroup) -> None:
-        """Dispatch what the book admits, until cancelled.
+    async def run(self, tasks: asyncio.TaskGroup) -> None:
+        """Dispatch what the book admits in this task group, until cancelled; an error ends the group.
 
         Consumes admitted groups; produces one task per group. Waits for the buffer to discard the bytes of
         groups before they are dispatched again. Unblocked by a new version, an extra slot, a group that waits.
@@ -65,9 +56,7 @@ class RolloutProducer:
                     await self._actors.buffer.drop(discarded)
             if self._may_dispatch():
                 for item in book.admit(SLICE):
-                    task = self._sampling[item.group_id] = tasks.create_task(self._produce(item))
-                    self._own_tasks.add(task)
-                    task.add_done_callback(self._own_tasks.discard)
+                    self._sampling[item.group_id] = tasks.create_task(self._produce(item))
                 await asyncio.sleep(0)  # the first ones are sampled, and a signal is answered
 
     def _may_dispatch(self) -> bool:
@@ -145,7 +134,7 @@ class RolloutProducer:
 
     def _choose(self, step: int) -> Batch | None:
         batch = self._book.batch(step)
-        if batch is None and self._book.discarded:  # groups were refused: `_run` dispatches them again
+        if batch is None and self._book.discarded:  # groups were refused: `run` dispatches them again
             self._changed()
         return batch
 

@@ -39,11 +39,6 @@ class StatelessActors(Generic[ClientT]):
         """Run replacements in this task group; one that exceeds the budget ends the run."""
         self._tasks = tasks
 
-    def cancel(self) -> None:
-        """Abandon the replacements that are under way."""
-        for task in self.replacing.values():
-            task.cancel()
-
     @contextlib.contextmanager
     def least_busy(self) -> Iterator[ClientT]:
         """Give one more group to the least busy actor while the block lasts."""

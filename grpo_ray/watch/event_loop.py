@@ -6,6 +6,7 @@ event loop would delay everything else by half a second. All calls are under way
 
 import asyncio
 import math
+import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
@@ -32,6 +33,28 @@ async def gathered(work: Iterable[Awaitable[T]]) -> list[T]:
             task.cancel()
         raise
     return [task.result() for task in begun]
+
+
+class TasksAlongside(asyncio.TaskGroup):
+    """Tasks alongside a block: those left at its end are cancelled, and an error of one ends all."""
+
+    _is_over = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begun = weakref.WeakSet[asyncio.Task[Any]]()
+
+    def create_task(self, *work: Any, **options: Any) -> asyncio.Task[Any]:
+        self._begun.add(task := super().create_task(*work, **options))
+        if self._is_over:  # begun by one that ends
+            task.cancel()
+        return task
+
+    async def __aexit__(self, *error: Any) -> None:
+        self._is_over = True
+        for task in self._begun if error[0] is None else ():
+            task.cancel()
+        await super().__aexit__(*error)
 
 
 class FanOut:

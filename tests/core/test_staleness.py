@@ -27,6 +27,7 @@ from grpo_ray.core.sync import WeightSync
 from grpo_ray.errors import DataLost
 from grpo_ray.transfer.messages import Snapshot
 from grpo_ray.types import NO_VERSION, PromptItem, Ref, RolloutGroup, Verdict
+from grpo_ray.watch.event_loop import TasksAlongside
 from grpo_ray.watch.open_calls import OpenCalls
 from grpo_ray.watch.stage_clock import StageClock
 
@@ -180,11 +181,10 @@ class Schedule:
         self.producer = RolloutProducer(context, self.book, pool)
 
     async def run(self, last_step: int) -> None:
-        async with asyncio.TaskGroup() as self.tasks:
+        async with TasksAlongside() as self.tasks:
             await self.producer.begin(self.book_state)
-            self.producer.start(self.tasks)
+            self.tasks.create_task(self.producer.run(self.tasks))
             await self.train(last_step)
-            self.producer.cancel()
 
     async def train(self, last_step: int) -> None:
         published: asyncio.Task[None] | None = None

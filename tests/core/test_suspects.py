@@ -22,6 +22,7 @@ from grpo_ray.episodes.turn_router import RoutedSampler, TurnRouter
 from grpo_ray.errors import ActorDied, DataLost, RunError, TurnLost, TurnUnanswered, first_error
 from grpo_ray.types import GeneratorFailure, PlayReport, PromptItem, SamplingSettings
 from grpo_ray.watch.clock import VirtualClock, simulated_by
+from grpo_ray.watch.event_loop import TasksAlongside
 from grpo_ray.watch.restarts import MAX_LONE, BudgetUsedUp, Gate, Losses, Suspects
 
 PLAIN, GAMES = "sums", "games"
@@ -191,12 +192,10 @@ def play(plan: Plan, folder: Path, max_restarts: int = 1000) -> tuple[set[int], 
         world = World(plan, config, draw)
         given, sync = FakeServing(folder, config, world, max_restarts), cast(Any, FakeWeightSync())
         pool = GeneratorPool(given.context, sync, make_settings(), given.budget)
-        async with asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(4 * 3600), TasksAlongside() as tasks:
             pool.start(tasks)
             sampling = [tasks.create_task(sample(pool, group)) for group in range(plan.num_groups)]
-            async with asyncio.timeout(4 * 3600):
-                results = [await each for each in sampling]
-            pool.cancel()
+            results = [await each for each in sampling]
         return {group for group, result in enumerate(results) if result is None}, world
 
     try:

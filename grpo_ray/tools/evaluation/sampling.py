@@ -32,6 +32,7 @@ from grpo_ray.transfer.messages import Snapshot, WeightSnapshot
 from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.types import PromptItem, Ref, SamplingSettings, ScoredGroup
 from grpo_ray.watch.console import RunConsole
+from grpo_ray.watch.event_loop import TasksAlongside
 from grpo_ray.watch.open_calls import OpenCalls
 from grpo_ray.watch.restarts import RestartBudget
 from grpo_ray.watch.run_log import RunLog
@@ -99,15 +100,12 @@ class Evaluator:
             RunError: the error that ended it.
         """
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with TasksAlongside() as tasks:
                 self._pool.start(tasks)
                 await asyncio.gather(*(a.ready() for a in self._actors.by_name().values()))
                 limit_s = self._config.recovery.stall_timeout_s
-                watch = StallWatch(self._calls, self._pool, self._log, limit_s)
-                watching = tasks.create_task(watch.run())
+                tasks.create_task(StallWatch(self._calls, self._pool, self._log, limit_s).run())
                 await work()
-                watching.cancel()
-                self._pool.cancel()
         except BaseExceptionGroup as errors:
             error = first_error(errors)
             if isinstance(error, ActorDied | DataLost | EngineDied | Stalled):
