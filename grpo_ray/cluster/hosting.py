@@ -1,13 +1,12 @@
 """The actors of a run as Ray actors: the placement of each one, and its replacement."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar, cast
 
 import ray
-from ray.actor import ActorClass, ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_ray.cluster.hosts import ServingHost, scorer_arguments
@@ -119,39 +118,36 @@ class ServingGroup(ServingHost):
     def _start_generator(self, name: str) -> Client:
         config, model, seed = self._config, self._model, self._seed_of(name)
         engine = Deferred(make_engine, config, model.path, model.max_model_len, seed)
-        actor = self._host(GENERATOR_KIND, name)
-        handle = actor.options(**self._placement.options(name), max_concurrency=10_000).remote(
-            name, engine, config.generator.slowdown_s, self._version
-        )
-        return self._client(name, handle)
+        given = name, engine, config.generator.slowdown_s, self._version
+        return self._start(GENERATOR_KIND, name, given, max_concurrency=10_000)
 
     def _start_scorer(self, name: str) -> Client:
-        config = self._config
-        actor = self._host(SCORER_KIND, name, take_stats=1).options(
-            **self._placement.options(name),
-            max_concurrency=config.scorer.num_workers,  # groups at a time, so that each worker has an answer
+        return self._start(
+            SCORER_KIND, name, scorer_arguments(self._config), beside={"take_stats": 1},
+            max_concurrency=self._config.scorer.num_workers,  # groups at a time, so each worker has an answer
             allow_out_of_order_execution=True,  # a slow group delays no other
-        )
-        return self._client(name, actor.remote(*scorer_arguments(config)))
+        )  # fmt: skip
 
     def _start_teacher(self, name: str) -> Client:
-        config, model = self._config, self._model
-        engine = Deferred(make_teacher_engine, config, model)
-        actor = self._host(TEACHER_KIND, name).options(**self._placement.options(name), max_concurrency=10_000)
-        return self._client(name, actor.remote(name, engine))
+        given = name, Deferred(make_teacher_engine, self._config, self._model)
+        return self._start(TEACHER_KIND, name, given, max_concurrency=10_000)
 
     def _start_environment(self, name: str) -> Client:
-        actor = self._host(ENVIRONMENT_KIND, name)
         settings = self._config.episodes
-        handle = actor.options(**self._placement.options(name), max_concurrency=10_000).remote(
-            name, self._config, self._model, settings.confined, values_of(settings.secrets)
-        )
-        return self._client(name, handle)
+        given = name, self._config, self._model, settings.confined, values_of(settings.secrets)
+        return self._start(ENVIRONMENT_KIND, name, given, max_concurrency=10_000)
 
-    def _host(self, kind: Kind, name: str, **beside: int) -> ActorClass[Any]:
-        return as_actor(kind, name, self._run.logs, beside)
-
-    def _client(self, name: str, handle: ActorHandle) -> Client:
+    def _start(
+        self,
+        kind: Kind,
+        name: str,
+        given: Sequence[Any],
+        beside: Mapping[str, int] | None = None,
+        **options: Any,
+    ) -> Client:
+        """Start an actor in its bundle, unless the options place it, and return its client."""
+        place = {} if "scheduling_strategy" in options else self._placement.options(name)
+        handle = as_actor(kind, name, self._run.logs, beside or {}).options(**place, **options).remote(*given)
         self._clients[name] = Client(name, handle, next(self._numbers))
         return self._clients[name]
 
@@ -193,10 +189,8 @@ class ActorGroup(ServingGroup):
         return Crew(LEARNER, self.ranks, self._place_of, self._config.learner.collective_timeout_s)
 
     def _start_rank(self, name: str, seat: Any = None) -> Client:
-        actor = self._host(LEARNER_KIND, name, **self._beside_training())
-        address = Deferred(address_of_node, joins_cluster())
-        handle = actor.options(**self._placement.options(name)).remote(*self._learner_arguments, seat, address)
-        return self._client(name, handle)
+        given = *self._learner_arguments, seat, Deferred(address_of_node, joins_cluster())
+        return self._start(LEARNER_KIND, name, given, self._beside_training())
 
     def _beside_training(self) -> dict[str, int]:
         """Return the Learner's methods that run beside its training, and their numbers of threads."""
@@ -209,16 +203,14 @@ class ActorGroup(ServingGroup):
 
     def _start_buffer(self) -> Client:
         """Start the buffer on this node, because it writes the run's rollouts into the run directory."""
-        actor = self._host(BUFFER_KIND, "buffer").options(**on_this_node(), max_concurrency=10_000)
-        return self._client("buffer", actor.remote(*self._buffer_arguments))
+        given = self._buffer_arguments
+        return self._start(BUFFER_KIND, "buffer", given, **on_this_node(), max_concurrency=10_000)
 
     def _start_weight_sync(self) -> Client:
         """Start WeightSync on this node: the death of another would take the run back to a checkpoint."""
-        actor = self._host(WEIGHT_SYNC_KIND, "weight_sync").options(**on_this_node(), max_concurrency=100)
-        timeout_s = self._config.weight_sync.phase_timeout_s
-        generators = list(self.generators.values())
-        handle = actor.remote(generators, timeout_s, self._version, self._wires())
-        return self._client("weight_sync", handle)
+        generators, timeout_s = list(self.generators.values()), self._config.weight_sync.phase_timeout_s
+        given = generators, timeout_s, self._version, self._wires()
+        return self._start(WEIGHT_SYNC_KIND, "weight_sync", given, **on_this_node(), max_concurrency=100)
 
     def _wires(self) -> Wires | None:
         backend = self._config.weight_sync.wire_backend

@@ -27,7 +27,7 @@ from ray_scale_processes import AccountingLearner, EngineProcess, LogicalHandle,
 from grpo_ray.cluster import session
 from grpo_ray.cluster.hosting import ActorGroup, on_this_node
 from grpo_ray.cluster.placement import LEARNER, generator_names
-from grpo_ray.cluster.remote_actor import Kind
+from grpo_ray.cluster.remote_actor import Client, Kind, as_actor
 from grpo_ray.cluster.session import Placement
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
@@ -93,7 +93,8 @@ class ScaleActors(ActorGroup):
         if number not in self.processes:
             self.processes[number] = self._start_process(number)
         handle = LogicalHandle(self.processes[number], index)
-        return cast(GeneratorClient, self._client(name, cast(ActorHandle, handle)))
+        self._clients[name] = Client(name, cast(ActorHandle, handle), next(self._numbers))
+        return cast(GeneratorClient, self._clients[name])
 
     def _start_process(self, number: int) -> ActorHandle:
         """Start a process in the bundle of its first Generator."""
@@ -103,25 +104,20 @@ class ScaleActors(ActorGroup):
             engine_seed(self._config.run.seed, each, self._version, self._num_starts[each]) for each in names
         ]
         self._num_starts.update(names)
-        hosted = self._host(Kind(EngineProcess, EngineProcess), f"process-{number}")
+        hosted = as_actor(Kind(EngineProcess, EngineProcess), f"process-{number}", self._run.logs)
         return hosted.options(**self._placement.options(names[0]), max_concurrency=10_000).remote(
             names, seeds, self._config, self._speeds, self._lengths, self._version
         )
 
     def _start_scorer(self, name: str) -> ScorerClient:
-        hosted = self._host(Kind(SimulatedScorer, SimulatedScorer), name).options(
-            **self._placement.options(name), max_concurrency=1000
-        )
-        handle = hosted.remote(self._config, self._speeds)
-        return cast(ScorerClient, self._client(name, handle))
+        kind, given = Kind(SimulatedScorer, SimulatedScorer), (self._config, self._speeds)
+        return cast(ScorerClient, self._start(kind, name, given, max_concurrency=1000))
 
     def _start_learner(self) -> LearnerClient:
         """Start the Learner on this node: its node does not die."""
-        hosted = self._host(Kind(AccountingLearner, AccountingLearner), LEARNER)
-        handle = hosted.options(**on_this_node(), max_concurrency=100).remote(
-            self._config, self._speeds, account_path(self._run.path), self._version
-        )
-        self.ranks = [self._client(LEARNER, handle)]
+        kind = Kind(AccountingLearner, AccountingLearner)
+        given = self._config, self._speeds, account_path(self._run.path), self._version
+        self.ranks = [self._start(kind, LEARNER, given, **on_this_node(), max_concurrency=100)]
         return cast(LearnerClient, self.ranks[0])
 
 
