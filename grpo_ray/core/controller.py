@@ -123,7 +123,7 @@ class Controller:
 
     def stop(self, is_preempted: bool = False) -> None:
         """End after the current step, with a checkpoint; a preemption leaves no time for an evaluation."""
-        self._is_preempted = is_preempted
+        self._is_preempted |= is_preempted  # also if the Python program stops it as well
         self._stop.set()
 
     async def run(self) -> None:

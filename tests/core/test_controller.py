@@ -532,8 +532,9 @@ def disk_is_full(*_: object) -> None:
 def test_a_run_that_is_stopped_has_time_for_its_validation_unless_it_is_preempted() -> None:
     for given, is_preempted in (({}, False), ({"is_preempted": True}, True)):
         controller = Controller.__new__(Controller)  # without a run
-        controller._stop = asyncio.Event()
+        controller._stop, controller._is_preempted = asyncio.Event(), False
         controller.stop(**given)
+        controller.stop()  # by `on_step`
         assert (controller.was_stopped, controller._is_preempted) == (True, is_preempted)
 
 
