@@ -33,8 +33,8 @@ _RECIPE = 2  # increase when the code below would build a different model from t
 
 def cache_folder() -> Path:
     """Return the folder of built models: $GRPO_RAY_CACHE, or grpo_ray/ in the user's cache folder."""
-    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "grpo_ray"
-    return Path(os.environ.get("GRPO_RAY_CACHE", default))
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "grpo_ray")
+    return Path(os.environ.get("GRPO_RAY_CACHE") or default).expanduser().absolute()
 
 
 def build_model(
