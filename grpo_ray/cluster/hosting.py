@@ -138,13 +138,9 @@ class ServingGroup(ServingHost):
         return self._start(ENVIRONMENT_KIND, name, given, max_concurrency=10_000)
 
     def _start(
-        self,
-        kind: Kind,
-        name: str,
-        given: Sequence[Any],
-        beside: Mapping[str, int] | None = None,
+        self, kind: Kind, name: str, given: Sequence[Any], beside: Mapping[str, int] | None = None,
         **options: Any,
-    ) -> Client:
+    ) -> Client:  # fmt: skip
         """Start an actor in its bundle, unless the options place it, and return its client."""
         place = {} if "scheduling_strategy" in options else self._placement.options(name)
         handle = as_actor(kind, name, self._run.logs, beside or {}).options(**place, **options).remote(*given)

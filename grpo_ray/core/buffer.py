@@ -19,16 +19,17 @@ from grpo_ray.watch.batch_metrics import (
     teacher_metrics,
     ungraded_in,
 )
-from grpo_ray.watch.memory import resident_bytes
 from grpo_ray.watch.rollout_writer import RolloutWriter
-from grpo_ray.watch.stage_clock import ActorStats, StageClock
+from grpo_ray.watch.stage_clock import ClockedActor, StageClock
 
 GROUPS, REPLAY = "groups.parquet", "replay.parquet"  # in a checkpoint's training folder
 STAGES = ("write_rollouts", "write_checkpoint", "make_batch")
 
 
-class TrajectoryBuffer:
+class TrajectoryBuffer(ClockedActor):
     """The bytes of scored groups, by id, and the memory of replayed ones; the GroupBook chooses each batch."""
+
+    _has_children = False
 
     def __init__(
         self, config: Config, rollouts_folder: Path | None = None, checkpoint: Path | None = None
@@ -52,12 +53,6 @@ class TrajectoryBuffer:
         self._notes: list[str] = [] if self._writer is None else self._writer.notes
         if checkpoint is not None:
             self._restore(checkpoint)
-
-    async def ready(self) -> bool:
-        return True
-
-    async def take_stats(self) -> ActorStats:
-        return ActorStats(self._clock.take(), resident_bytes(with_children=False))
 
     async def begin(self, group_ids: Sequence[int]) -> dict[int, GroupFacts]:
         """Keep only those of the restored groups that may still be trained; return their facts, by id."""

@@ -11,8 +11,7 @@ from grpo_ray.episodes.turn_box import FinishedTurns, TurnBoxes, Turns, Worker
 from grpo_ray.transfer.messages import Meeting, WeightSnapshot
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings
 from grpo_ray.watch.event_loop import Changes
-from grpo_ray.watch.memory import resident_bytes
-from grpo_ray.watch.stage_clock import ActorStats, StageClock
+from grpo_ray.watch.stage_clock import ClockedActor, StageClock
 
 if TYPE_CHECKING:  # it loads torch
     from grpo_ray.transfer.wire import Inbox
@@ -22,7 +21,7 @@ SWITCHING = "load_weights", "finish_weights", "resume", "pause"
 STAGES = "start", *SWITCHING, "sleep", "generate", "stage_weights"
 
 
-class Generator:
+class Generator(ClockedActor):
     """An engine as an actor. It samples every group on arrival: admission decides when one is dispatched."""
 
     def __init__(self, name: str, engine: Engine, slowdown_s: float = 0.0, version: int = 0) -> None:
@@ -171,9 +170,6 @@ class Generator:
         """Take the device back from the colocated Learner."""
         with self._asleep.pop_all():
             await self._engine.wake()
-
-    async def take_stats(self) -> ActorStats:
-        return ActorStats(self._clock.take(), resident_bytes())
 
     async def shutdown(self) -> None:
         await self._engine.shutdown()

@@ -12,8 +12,7 @@ from grpo_ray.transfer.messages import Snapshot, WeightSnapshot
 from grpo_ray.transfer.wires import Wires
 from grpo_ray.types import Ref, SyncReport
 from grpo_ray.watch.event_loop import gathered
-from grpo_ray.watch.memory import resident_bytes
-from grpo_ray.watch.stage_clock import ActorStats, StageClock
+from grpo_ray.watch.stage_clock import ClockedActor, StageClock
 
 CALLS = ("stage", "switch")
 PHASES = ("stage", "pause", "load", "finish", "resume")  # `switch` is all but the first
@@ -24,7 +23,7 @@ class WeightSyncError(RuntimeError):
     """A Generator's failure or timeout in a call of the sync."""
 
 
-class WeightSync:
+class WeightSync(ClockedActor):
     """The only writer of the Generators' weights, and the record of their versions.
 
     A version is *published* when every serving Generator runs it; `publish` returns then, and its answer is
@@ -32,7 +31,7 @@ class WeightSync:
     process: its version is unknown. A replacement has a number of its own.
     """
 
-    name = "weight_sync"
+    name, _has_children = "weight_sync", False
 
     def __init__(
         self, generators: Sequence[GeneratorClient], phase_timeout_s: float, version: int = 0,
@@ -51,12 +50,6 @@ class WeightSync:
         self._weights: Ref[WeightSnapshot] | None = None
         self._transaction = asyncio.Lock()
         self._clock = StageClock(CALLS[::-1], rest="wait_for_version")
-
-    async def ready(self) -> bool:
-        return True
-
-    async def take_stats(self) -> ActorStats:
-        return ActorStats(self._clock.take(), resident_bytes(with_children=False))
 
     async def versions(self) -> dict[str, int]:
         """Return the version that each serving Generator runs, by its name."""

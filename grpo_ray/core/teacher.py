@@ -5,20 +5,16 @@ import numpy as np
 from grpo_ray.engines.base import TeacherEngine
 from grpo_ray.learning.sequences import sequences_of
 from grpo_ray.types import RolloutGroup, ScoredGroup
-from grpo_ray.watch.memory import resident_bytes
-from grpo_ray.watch.stage_clock import ActorStats, StageClock
+from grpo_ray.watch.stage_clock import ClockedActor, StageClock
 
 
-class Teacher:
+class Teacher(ClockedActor):
     """A model that is not trained, as an actor; its engine is ready once it is made."""
 
     def __init__(self, name: str, engine: TeacherEngine) -> None:
         self.name = name
         self._engine = engine
         self._clock = StageClock(("look_up",), rest="wait_for_groups")
-
-    async def ready(self) -> bool:
-        return True
 
     async def look_up(self, group: RolloutGroup) -> tuple[np.ndarray, int]:
         """Return the group's `teacher_logprobs`, as in ScoredGroup, and the number of tokens that have one.
@@ -38,9 +34,6 @@ class Teacher:
         logprobs = np.zeros(len(is_sampled), np.float32)
         logprobs[is_sampled] = found
         return logprobs, len(found)
-
-    async def take_stats(self) -> ActorStats:
-        return ActorStats(self._clock.take(), resident_bytes())
 
     async def shutdown(self) -> None:
         await self._engine.shutdown()

@@ -34,12 +34,13 @@ from grpo_ray.types import (
     SamplingSettings,
     StartingModel,
 )
-from grpo_ray.watch.memory import resident_bytes
-from grpo_ray.watch.stage_clock import ActorStats, StageClock
+from grpo_ray.watch.stage_clock import ClockedActor, StageClock
 
 
-class EnvironmentWorker:
+class EnvironmentWorker(ClockedActor):
     """Episodes as an actor; it plays every group on arrival, and asks the Generators that `serve` names."""
+
+    _has_children = False  # confined, it could not look for them
 
     def __init__(
         self, name: str, config: Config, model: StartingModel, is_confined: bool = False,
@@ -140,10 +141,6 @@ class EnvironmentWorker:
                 raise RuntimeError(f"sample {sample} of group {item.group_id}: {result.error}")
             if result.status is Status.ENVIRONMENT_ERROR:
                 logging.warning("group %d: sample %d: %s", item.group_id, sample, result.error)
-
-    async def take_stats(self) -> ActorStats:
-        """Return the stage times since the last call, and the process's memory."""
-        return ActorStats(self._clock.take(), resident_bytes(with_children=False))
 
 
 def environment_seed(run_seed: int, purpose: str, group_id: int) -> int:

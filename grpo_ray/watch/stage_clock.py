@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from grpo_ray.watch.clock import monotonic, wall_time
+from grpo_ray.watch.memory import resident_bytes
 
 MAX_SPANS = 10_000  # kept between two readings; `grpo-ray evaluate` never reads
 
@@ -130,3 +131,17 @@ class ActorStats:
 
     stages: StageTimes
     resident_bytes: int  # of its process and its child processes
+
+
+class ClockedActor:
+    """The calls that every asynchronous actor answers."""
+
+    _clock: StageClock
+    _has_children = True  # processes, whose memory counts
+
+    async def ready(self) -> bool:
+        return True
+
+    async def take_stats(self) -> ActorStats:
+        """Return the stage times since the last call, and the memory."""
+        return ActorStats(self._clock.take(), resident_bytes(self._has_children))

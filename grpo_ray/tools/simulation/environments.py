@@ -24,7 +24,7 @@ from grpo_ray.types import (
     RolloutGroup,
     SamplingSettings,
 )
-from grpo_ray.watch.stage_clock import ActorStats, StageClock
+from grpo_ray.watch.stage_clock import ClockedActor, StageClock
 
 TOKEN = 0
 
@@ -57,7 +57,7 @@ class _Tokens:
         )  # fmt: skip
 
 
-class SimulatedEnvironmentWorker:
+class SimulatedEnvironmentWorker(ClockedActor):
     """A worker with episodes of about `episode_turns` replies and `environment_s` between two of them."""
 
     def __init__(self, name: str, config: Config, speeds: Speeds, num_starts: int) -> None:
@@ -80,9 +80,6 @@ class SimulatedEnvironmentWorker:
 
     async def failures(self, num_known: int) -> list[GeneratorFailure]:
         return await self._router.failures(num_known)
-
-    async def take_stats(self) -> ActorStats:
-        return ActorStats(self._clock.take(), 0)
 
     async def play(
         self, item: PromptItem, settings: SamplingSettings, seed: int

@@ -20,7 +20,7 @@ from grpo_ray.core.staleness import lag_metrics
 from grpo_ray.tools.simulation.speeds import Speeds
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import Episode, RolloutGroup, ScoredGroup, StepReport, TrainBatch, Verdict
-from grpo_ray.watch.stage_clock import ActorStats, StageClock
+from grpo_ray.watch.stage_clock import ActorStats, ClockedActor, StageClock
 
 STAGES = ("train", "optimizer", "logprobs", "snapshot", "capture", "move")
 ANSWER_S = 0.001  # of virtual time, or a whole step could pass in none, and have no rates
@@ -161,19 +161,13 @@ class SimulatedLearner:
         return {"simulated.json": len(text)}
 
 
-class SimulatedScorer:
+class SimulatedScorer(ClockedActor):
     """A Scorer that takes `score_s` per group, and gives rewards of 0 and 1 by chance."""
 
     def __init__(self, config: Config, speeds: Speeds) -> None:
         self._config, self._speeds = config, speeds
         self._workers = asyncio.Semaphore(config.scorer.num_workers)
         self._clock = StageClock(("score",), rest="wait_for_groups")
-
-    async def ready(self) -> bool:
-        return True
-
-    async def take_stats(self) -> ActorStats:
-        return ActorStats(self._clock.take(), 0)
 
     async def score(self, group: RolloutGroup) -> Verdict:
         """Return the rewards of episodes, or some by chance: a group's share of 1 is uniform over groups."""
@@ -195,7 +189,7 @@ class SimulatedScorer:
         return verdict.with_facts(group, algorithm.dynamic_sampling_metric, teacher is not None)
 
 
-class SimulatedTeacher:
+class SimulatedTeacher(ClockedActor):
     """A Teacher that takes `teacher_s` per group, one at a time."""
 
     def __init__(self, speeds: Speeds) -> None:
@@ -206,9 +200,6 @@ class SimulatedTeacher:
     async def ready(self) -> bool:
         await asyncio.sleep(self._speeds.start_s)
         return True
-
-    async def take_stats(self) -> ActorStats:
-        return ActorStats(self._clock.take(), 0)
 
     async def look_up(self, group: RolloutGroup) -> tuple[np.ndarray, int]:
         """Return logprobs of the group's tokens, float32 `[group_tokens]`, and the number of sampled ones."""
