@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -205,7 +206,12 @@ class RunDirectory:
 
 def last_logged_step(path: str | Path) -> int:
     """Return the last step with a line in the metrics file; 0 without any."""
-    return next((int(row.get("step", 0)) for row in read_last_lines(path, 1)), 0)
+    return int(last_row(path).get("step", 0))
+
+
+def last_row(path: str | Path) -> dict[str, Any]:
+    """Return the last row of a log, read from its end; empty without any."""
+    return next(iter(read_last_lines(path, 1)), {})
 
 
 def kept_part(path: Path, step: int) -> tuple[int, int]:

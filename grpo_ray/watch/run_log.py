@@ -8,8 +8,8 @@ from typing import Protocol
 from grpo_ray.errors import RunError
 from grpo_ray.records.durable import replacing, sync_files
 from grpo_ray.records.evaluation_summary import EvaluationSummary
-from grpo_ray.records.json_lines import JsonLines, drop_half_line, parse_line, readable_rows
-from grpo_ray.records.run_files import RunDirectory, last_logged_step
+from grpo_ray.records.json_lines import JsonLines, drop_half_line, parse_line
+from grpo_ray.records.run_files import RunDirectory, last_row
 from grpo_ray.records.visible_text import told
 from grpo_ray.types import ScoredGroup, Ungraded
 from grpo_ray.watch.background import background_thread
@@ -52,9 +52,9 @@ class RunLog:
         self._warnings: dict[str, str | None] = {}
         self._taken: RunError | None = None  # why nothing may be written any more
         self.step = 0  # the last trained step
-        self.last_logged_step = last_logged_step(run.metrics_path)  # when the log was opened
-        rows = readable_rows(run.metrics_path)
-        self._own_names = {name for row in rows for name in row if name.startswith(OWN)}
+        before = last_row(run.metrics_path)  # when the log was opened
+        self.last_logged_step = int(before.get("step", 0))
+        self._own_names = {name for name in before if name.startswith(OWN)}
         self.ungraded: dict[int, Ungraded] = {}  # by step, until its line is written
         if num_damaged:
             display.warning(f"{run.events_path}: {num_damaged} damaged lines are removed")

@@ -166,8 +166,7 @@ def test_names_of_metrics_are_bounded_and_the_run_says_so_once(tmp_path: Path) -
     assert event["kind"] == "metrics_left_out"
     assert "episodes/metrics/6/5 and all later ones are only in the rollouts" in event["text"]
     again = RunLog(run, recorder)  # of a resumed run
-    known = "episodes/metrics/1/7"  # in a line before the last
-    assert again.bounded({known: 1.0, "episodes/metrics/new": 1.0}) == {known: 1.0}
+    assert "episodes/metrics/won" in again.bounded({"episodes/metrics/won": 1.0})
     again.close()
 
 
