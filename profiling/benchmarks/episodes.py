@@ -20,11 +20,12 @@ import psutil
 from benchmarks.played_turns import HINT, SLEEP_S, sleeping
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART, model_folder
+from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.config.loading import load_config
 from grpo_ray.episodes.chat_template import ChatTemplate
 from grpo_ray.episodes.environment_worker import EnvironmentWorker
 from grpo_ray.episodes.openai_server import ChatServer
-from grpo_ray.episodes.outcome import Limits, Status
+from grpo_ray.episodes.outcome import Status
 from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.turn_box import FinishedTurns, Turn, TurnBox, Worker
@@ -153,7 +154,7 @@ def _on_one_loop(episode: EpisodeFn) -> Play:
         settings = SamplingSettings(1, 1.0, 1.0, 0, REPLY_TOKENS)
         template, sampler = ChatTemplate(tokenizer, [tokenizer.eos_token_id]), SleepingSampler()
         watch = Watch()
-        sessions = [Session(sampler, settings, template, Limits()) for _ in range(number)]
+        sessions = [Session(sampler, settings, template, EpisodesConfig()) for _ in range(number)]
         with watch.watching():
             results = await asyncio.gather(*(runner.run(session, EXAMPLE) for session in sessions))
         await server.aclose()
