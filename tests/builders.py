@@ -273,8 +273,6 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-# ---- Learners ----
-
 _read = functools.cache(lambda load, *args: load(*args))
 
 

@@ -154,9 +154,6 @@ def _joined(turns: Sequence[Turn], versions: int) -> Episode:
     return episode
 
 
-# ---- the formulas ----
-
-
 def slow_gradient(
     model: torch.nn.Module, config: Config, samples: Sequence[Sequence[Turn]], reference: Any = None,
     first: Any = None, groups: Sequence[int] | None = None,

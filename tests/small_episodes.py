@@ -57,9 +57,6 @@ def warmup_pairs(seed: int, num_pairs: int) -> Pairs:
     return [(f"{question(n % 40)}\n>\n", f"{n} I say. No. Again, without me.") for n in range(num_pairs)]
 
 
-# ---- mistakes ----
-
-
 def a_list(seed: int) -> list[Example]:
     return [Example("", "")]
 

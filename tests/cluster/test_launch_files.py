@@ -74,9 +74,6 @@ def test_the_pages_submit_what_can_be_submitted() -> None:
         load_config(ROOT / options.config, options.overrides)
 
 
-# ---- Kubernetes ----
-
-
 def manifest() -> dict[str, Any]:
     return yaml.safe_load((LAUNCH / "rayjob.yaml").read_text())  # type: ignore[no-any-return]
 
@@ -185,8 +182,6 @@ def test_the_autoscalers_commands() -> None:
         for name in re.findall(r"-r (\S+)", command):
             assert (ROOT / name).exists()
 
-
-# ---- Slurm ----
 
 FAKES = {
     # Logs the program that it is asked to run, and where; the step lives until it is ended, as on a node.

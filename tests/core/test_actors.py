@@ -26,8 +26,6 @@ from grpo_ray.objectives import advantages_of
 from grpo_ray.transfer.messages import TensorSpec, WeightSnapshot
 from grpo_ray.types import Completion, RolloutGroup, SamplingSettings, ScoredGroup
 
-# ---- Scorer ----
-
 
 def score(
     config: AlgorithmConfig, answers: list[str], lengths: list[int] | None = None, max_tokens: int = 16
@@ -96,9 +94,6 @@ def test_long_responses_lose_advantage_but_no_reward() -> None:
     assert scored.advantages.tolist() == pytest.approx((worth - worth.mean()).tolist())
     assert scored.has_signal
     assert not score(config, ["01258"] * 4, lengths=[12, 14, 16, 3], max_tokens=100).has_signal
-
-
-# ---- Generator ----
 
 
 class FakeEngine:

@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from grpo_ray.core.batch_queue import BatchQueue
 from grpo_ray.core.dispatch import Dispatcher
 
-# ---- the window ----
-
 
 def test_look_ahead_by_hand() -> None:
     queue = BatchQueue(2, lookahead=3)

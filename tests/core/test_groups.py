@@ -308,9 +308,6 @@ def test_only_the_chosen_batch_is_trained_and_once() -> None:
         book.trained(1)
 
 
-# ---- checkpoints ----
-
-
 def test_restored_book_by_hand() -> None:
     state = json.loads(json.dumps(busy_book().state_dict()))
     assert {name: state[name] for name in ("in_flight", "buffered", "waiting", "set_aside")} == {

@@ -42,9 +42,6 @@ def weights(learner: Learner) -> torch.Tensor:
     return flat_weights(learner.model)
 
 
-# ---- the step ----
-
-
 def test_step_is_adamw_on_the_clipped_gradient(make_learner: MakeLearner) -> None:
     options = {"learning_rate": 1e-2, "max_grad_norm": 0.01, "weight_decay": 0.1, "adam_eps": 1e-3}
     learner = make_learner(learner=options)
@@ -107,9 +104,6 @@ def test_one_token_too_old_refuses_the_batch(make_learner: MakeLearner, max_lag:
     assert torch.equal(weights(learner), weights(untouched))
 
 
-# ---- metrics ----
-
-
 @pytest.mark.parametrize("share_prompts", ["auto", "never"])
 def test_lag_and_mismatch_after_a_switch_by_hand(make_learner: MakeLearner, share_prompts: str) -> None:
     """Two groups: a response of one version alone, two with one switch, and one with two."""
@@ -134,9 +128,6 @@ def test_lag_and_mismatch_after_a_switch_by_hand(make_learner: MakeLearner, shar
     assert metrics["lag/max"] == 2.0
     assert metrics["mismatch/tokens_after_switch"] == len(later) == 6
     assert metrics["mismatch/kl/after_switch"] == pytest.approx(np.mean(later), rel=1e-4)
-
-
-# ---- weights out ----
 
 
 @pytest.mark.parametrize(("tied", "checksum"), [(True, False), (False, True)])

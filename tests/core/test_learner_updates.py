@@ -500,9 +500,6 @@ def test_weights_of_a_correction_by_hand(
     assert metrics["correction/limited_frac"] == pytest.approx(1 / 5)
 
 
-# ---- recipes ----
-
-
 def test_recipe_of_rloo_is_the_papers_gradient(make_learner: MakeLearner) -> None:
     """The completion is one action: A times the SUM of its tokens' gradients (arXiv:2402.14740, Eq. 8)."""
     learner = make_learner(algorithm=dict(PRESETS["rloo"].fields))
@@ -523,9 +520,6 @@ def test_recipe_of_rloo_is_the_papers_gradient(make_learner: MakeLearner) -> Non
     learner.accumulate_gradient(sequences)
     assert torch.cosine_similarity(gradient(learner), expected, dim=0).item() == pytest.approx(1.0, abs=1e-5)
     assert relative_difference(gradient(learner) * MAX_TOKENS, expected) < 1e-5
-
-
-# ---- added terms ----
 
 
 def move_reference(learner: Learner) -> None:

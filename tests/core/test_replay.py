@@ -42,9 +42,6 @@ def with_advantages(group_id: int, advantages: Sequence[float]) -> ScoredGroup:
     return make_group(make_item(group_id), completions, [0.0] * len(advantages), advantages)
 
 
-# ---- what is held ----
-
-
 def test_a_draw_that_was_not_trained_is_not_counted() -> None:
     """A checkpoint of version 5 excludes the draw of step 6, even if that has been made; version 6 has it."""
     memory = make_memory(max_uses=2, max_age=4)

@@ -262,8 +262,6 @@ def train(config: Config, pace: Pace, resume_after: int | None = None) -> tuple[
         return trained, asyncio.run(within_turns(run(Path(folder))))
 
 
-# ---- at any speed ----
-
 SPEEDS = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 
 

@@ -46,9 +46,6 @@ async def held(buffer: TrajectoryBuffer) -> list[int]:
     return sorted(group.group_id for group in buffer._captured[0])
 
 
-# ---- batches ----
-
-
 async def test_group_that_arrives_twice_is_refused() -> None:
     buffer = make_buffer()
     await buffer.put(*parts(simple_group(4)))
@@ -206,9 +203,6 @@ def test_bytes_of_a_group_by_hand() -> None:
     assert group.num_bytes == arrays + len("prompt 0") + len("ab") + 3 * INT_BYTES
 
 
-# ---- checkpoints ----
-
-
 def test_captured_groups_are_restored(tmp_path: Path) -> None:
     groups = {g: simple_group(g, versions=[g, g, g + 1]) for g in (4, 2, 5, 3, 6)}
 
@@ -272,9 +266,6 @@ async def test_a_batch_that_was_taken_but_not_trained_is_not_replayed(tmp_path: 
     assert len(resumed._memory) == 4
     await resumed.begin([2, 3])
     assert len(resumed._memory) == 2
-
-
-# ---- files ----
 
 
 async def test_disk_that_fills_up_and_is_freed(tmp_path: Path) -> None:

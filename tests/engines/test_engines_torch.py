@@ -53,9 +53,6 @@ def generate(
     return asyncio.run(run())
 
 
-# ---- sampling ----
-
-
 @pytest.mark.slow
 def test_draws_follow_the_distribution(make_torch_engine: MakeEngine, tiny_model: TinyModel) -> None:
     """Pearson's chi-square of 2,000 first tokens; the seed is fixed, so the test is deterministic."""
@@ -213,9 +210,6 @@ async def test_error_reaches_its_request_and_the_engine_keeps_serving(make_torch
     with pytest.raises(IndexError):
         await asyncio.wait_for(refused, 120)
     assert len(await asyncio.wait_for(engine.generate(PROMPTS[0], make_settings()), 120)) == 1
-
-
-# ---- new weights ----
 
 
 async def sync(engine: TorchEngine, model: PreTrainedModel, version: int) -> None:

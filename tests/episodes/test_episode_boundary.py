@@ -302,8 +302,6 @@ def test_any_call_can_be_stored(num_examples: int) -> None:
     check()
 
 
-# ---- whole runs ----
-
 played: Counter[str] = Counter()
 
 

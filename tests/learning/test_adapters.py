@@ -159,9 +159,6 @@ def test_a_checkpoint_merges_in_peft_to_what_generators_get(make_learner: MakeLe
     assert {f.name for f in (tmp_path / "step").glob("*.safetensors")} == {FILE}
 
 
-# ---- training ----
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("bfloat16", "nf4")])
 def test_only_the_adapter_is_trained(dtype: str, quantization: str, make_learner: MakeLearner) -> None:
@@ -258,9 +255,6 @@ def test_an_adapter_is_continued_elsewhere_or_by_an_average(make_learner: MakeLe
     assert [raw(p) for p in averages] == [raw(p) for p in policys]
 
 
-# ---- four bits ----
-
-
 @pytest.mark.slow
 def test_a_4_bit_base_computes_what_its_dequantized_copy_does(
     make_learner: MakeLearner, tiny_model: TinyModel, tmp_path: Path
@@ -328,9 +322,6 @@ def test_layers_without_adapter_are_served_dequantized_and_counted_whole(make_le
     config = changed(learner._config, model={"base_quantization": "none"})
     plain = Learner(str(learner._tokenizer.name_or_path), config, ENDS)
     assert ModelSize.of(learner.model) == ModelSize.of(plain.model)
-
-
-# ---- refusals ----
 
 
 @pytest.mark.slow

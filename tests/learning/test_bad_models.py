@@ -43,9 +43,6 @@ def refusal(function: Callable[..., Any], *arguments: Any) -> str:
     return str(caught.value)
 
 
-# ---- files ----
-
-
 def test_damaged_weights_and_missing_shards_are_named(folder: Path, of_folder: OfFolder) -> None:
     whole = (folder / WEIGHTS).read_bytes()
     for damaged in (whole[:-100], b"", b"x" * 1000):
@@ -91,9 +88,6 @@ def test_damaged_json_is_named(
     assert message.replace("{folder!r}", repr(str(folder))) in problem
 
 
-# ---- weights ----
-
-
 def test_weights_that_are_not_finite_are_refused(folder: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     bad_values = torch.tensor([torch.nan, torch.inf, 1])
@@ -112,9 +106,6 @@ def test_weights_that_are_missing_or_of_another_shape_are_refused_rather_than_ma
     assert f"config.json: {missing}; copy or save the model again" in message
     change_weights(folder, lambda tensors: tensors.update({cut: tensors[cut][:200].clone()}))
     assert f"shapes do not match its config.json: {cut}, {missing}; copy" in refusal(load_policy, str(folder))
-
-
-# ---- end tokens ----
 
 
 def test_without_end_token_or_stop_string_a_response_would_never_end(folder: Path, of_folder: OfFolder) -> None:
@@ -140,9 +131,6 @@ def test_a_stop_string_that_texts_leave_out_is_refused(folder: Path, of_folder: 
     assert f"add {number} to eos_token_id in generation_config.json of {str(folder)!r}" in message
     edit_json(folder / "generation_config.json", eos_token_id=number)
     check_files(of_folder(sampling={"stop": ("=", "<5>")}))
-
-
-# ---- vocabulary ----
 
 
 def test_end_tokens_or_tokenizer_beyond_the_vocabulary_are_refused(folder: Path, of_folder: OfFolder) -> None:

@@ -51,9 +51,6 @@ def taught(group: ScoredGroup, seed: int = 0) -> ScoredGroup:
     return replace(group, teacher_logprobs=np.where(masks, -rng.random(len(masks)), 0).astype(np.float32))
 
 
-# ---- advantages ----
-
-
 def test_the_term_is_the_bounded_log_ratio_to_the_current_policy() -> None:
     teacher = torch.tensor([-2.0, -3.0, -torch.inf, -40.0, 0.0])
     policy = torch.tensor([-3.0, -1.0, -1.0, -1.0, -40.0], requires_grad=True)

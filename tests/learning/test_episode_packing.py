@@ -115,9 +115,6 @@ def test_a_conversation_is_the_smallest_tree() -> None:
             assert segments_of(sequences)[0].num_tokens == len(all_paths(sequences))
 
 
-# ---- models ----
-
-
 @pytest.mark.parametrize("is_varlen", [False, True])
 @pytest.mark.parametrize("is_own", [False, True])
 def test_deep_trees_have_each_sequences_logprobs(tiny_model: TinyModel, is_own: bool, is_varlen: bool) -> None:

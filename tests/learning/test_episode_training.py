@@ -75,9 +75,6 @@ def test_added_terms_and_weights(make_learner: MakeLearner, tiny_model: TinyMode
     check(make_learner(algorithm=algorithm), 11, reference)
 
 
-# ---- one turn ----
-
-
 def test_an_episode_of_one_turn_is_a_plain_completion_to_the_bit(make_learner: MakeLearner) -> None:
     learner = make_learner(algorithm={"aggregation": "prompt_mean"})
     found = []
@@ -101,9 +98,6 @@ def test_an_episode_of_one_turn_is_a_plain_completion_to_the_bit(make_learner: M
             np.testing.assert_array_equal(getattr(other, name), value, err_msg=name)
             assert type(getattr(other, name)) is type(value), name
     assert torch.equal(plain_gradient, own_gradient)
-
-
-# ---- sequences ----
 
 
 def two_turns_and_a_branch() -> ScoredGroup:
@@ -181,9 +175,6 @@ def test_minibatches_hold_whole_episodes(make_learner: MakeLearner) -> None:
         assert sum(map(len, owners)) == len(set.union(*owners)) == 6
 
 
-# ---- min_tokens ----
-
-
 def test_end_tokens_are_impossible_as_a_turn_starts(make_learner: MakeLearner, tiny_model: TinyModel) -> None:
     model = load_policy(str(tiny_model()))
     sampling = make_learner(sampling={"min_tokens": 2})._config.sampling
@@ -196,9 +187,6 @@ def test_end_tokens_are_impossible_as_a_turn_starts(make_learner: MakeLearner, t
     possible = [0, 2, 3, 5, 6]  # of the seven tokens
     torch.testing.assert_close(found[0, possible], torch.cat(expected)[possible], atol=1e-5, rtol=0)
     assert (found[0, [1, 4]] < -1e30).all()
-
-
-# ---- steps ----
 
 
 def test_a_step_without_any_sampled_token_changes_nothing(make_learner: MakeLearner) -> None:

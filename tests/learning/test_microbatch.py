@@ -25,9 +25,6 @@ def with_logprobs(sequence: TrainSequence, proximal: list[float], reference: lis
     return replace(sequence, **dict(zip(("proximal_logprobs", "reference_logprobs"), arrays, strict=True)))
 
 
-# ---- collate ----
-
-
 def two_sequences() -> list[TrainSequence]:
     long_prompt = replace(make_sequence([11, 12, 13], [14, 15], 0.5), versions=np.array([3, 4]))
     long_response = make_sequence([21], [22, 23, 24], -2.0)
@@ -122,9 +119,6 @@ def test_sequences_that_were_cut_off_can_be_left_out() -> None:
     assert kept.advantage == pytest.approx(-0.7)
 
 
-# ---- minibatches ----
-
-
 @given(num_sequences=st.integers(1, 20), size=st.none() | st.integers(1, 25), num_epochs=st.integers(1, 4))
 def test_every_epoch_has_each_sequence_once(num_sequences: int, size: int | None, num_epochs: int) -> None:
     sequences = [make_sequence([1], [place]) for place in range(num_sequences)]
@@ -156,9 +150,6 @@ def test_shuffling_depends_on_the_seed_alone() -> None:
     first, second = shuffle("0/minibatches/0")[:2], shuffle("0/minibatches/0")[2:]
     assert first != second  # each epoch is shuffled anew
     assert shuffle("0/minibatches/0")[0] == [5, 3, 2, 4]  # the same in every process
-
-
-# ---- plan ----
 
 
 def test_too_long_sequence_goes_alone_and_others_fill_the_budget() -> None:

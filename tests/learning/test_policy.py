@@ -66,9 +66,6 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-# ---- tokenizer ----
-
-
 def test_a_long_word_is_learned_in_pieces() -> None:
     """Its time would grow with the square of its length: 60,000 letters took 5 s."""
     vocab = train_tokenizer(["x" * 30_000, "a y"] * 2, vocab_size=300).get_vocab()
@@ -92,9 +89,6 @@ def test_tokenizer_learns_from_its_text_and_keeps_its_size(tokenizer: Tokenizer)
     assert tokenizer.decode(ended, skip_special_tokens=True) == "a b"
 
 
-# ---- model ----
-
-
 @pytest.mark.parametrize(("implementation", "tied"), [("transformers", True), ("grpo_ray", False)])
 def test_model_has_configured_shape(tokenizer: Tokenizer, tied: bool, implementation: Implementation) -> None:
     shape = SHAPE.model_copy(update={"tie_embeddings": tied, "num_layers": 2, "num_heads": 4})
@@ -111,17 +105,11 @@ def test_model_has_configured_shape(tokenizer: Tokenizer, tied: bool, implementa
     assert model.config.eos_token_id == tokenizer.eos_token_id
 
 
-# ---- warm-up ----
-
-
 def test_prompt_and_response_are_encoded_apart(tokenizer: Tokenizer) -> None:
     """Even if the tokenizer would merge across the border."""
     prompt, response = plain_demonstration(tokenizer, "Sort 5", "1280")
     assert list(prompt) == ids_of(tokenizer, "Sort 5")
     assert list(response) == [*ids_of(tokenizer, "1280"), tokenizer.eos_token_id]
-
-
-# ---- the cache ----
 
 
 @pytest.fixture

@@ -46,9 +46,6 @@ def step(learner: Learner, seed: int) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith(of_clocks)}
 
 
-# ---- movement ----
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kl", [FROZEN, REFRESHED])
 def test_a_reference_is_the_first_policy_or_of_every_second_step(make_learner: MakeLearner, kl: dict) -> None:
@@ -130,9 +127,6 @@ def test_distance_by_a_loop(make_learner: MakeLearner) -> None:
     assert metrics["loss/kl_ref"] == pytest.approx(sum(k1) / len(k1), rel=1e-4)
     assert metrics["loss/kl_ref_k3"] == pytest.approx(sum(k3) / len(k3), rel=1e-4)
     assert metrics["loss/kl_ref_k3"] > 0.01
-
-
-# ---- resume ----
 
 
 @pytest.mark.slow

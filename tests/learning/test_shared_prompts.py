@@ -92,8 +92,6 @@ def test_logprobs_are_those_of_each_sequence_alone(
             torch.testing.assert_close(row[: len(expected)], expected, atol=1e-5, rtol=0)
 
 
-# ---- gradients ----
-
 # Every loss in every layout, against loops over tokens: tests/objectives/test_algorithm_combinations.py.
 ALGORITHMS: list[dict[str, Any]] = [
     {"old_log_probs": "proximal", "off_policy_correction": "truncate_sequence", "aggregation": "token_mean"},
@@ -145,9 +143,6 @@ def test_gradient_and_sums_equal_padded_ones(algorithm: dict, tiny_config: Confi
     whole = found["auto", 1000][0]
     assert whole["computed_tokens"] < padded_sums["computed_tokens"] - padded_sums["padding_tokens"]
     assert whole["padding_tokens"] == 0
-
-
-# ---- trees ----
 
 
 def loop_attention(tree: SegmentTree, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -206,8 +201,6 @@ def test_segments_much_shorter_than_a_blocks_longest_begin_another() -> None:
     assert blocks_of((3, 7, 5, 8, 6), (NO_PARENT,) * 5) == [(3, 8), (1, 5), (1, 3)]
     assert blocks_of((2, 4, 8, 6), (NO_PARENT, 0, 0, 0)) == [(1, 2), (2, 8), (1, 4)]
 
-
-# ---- models ----
 
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,

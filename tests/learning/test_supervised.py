@@ -129,9 +129,6 @@ def test_what_suits_no_file(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: p
         read(tmp_path, tokenizer, {"messages": [USER, REPLY]})
 
 
-# ---- the loss ----
-
-
 @pytest.mark.parametrize("share_prompts", ["auto", "never"])
 def test_steps_equal_cross_entropy(tiny_config: Config, tiny_model: TinyModel, share_prompts: str) -> None:
     """A loop in plain torch: padded, with labels of -100, and the same optimizer and schedule."""
@@ -175,8 +172,6 @@ def test_every_row_once_per_epoch_in_another_order() -> None:
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
     assert drawn[:10] != drawn[10:] != list(range(10))
 
-
-# ---- runs ----
 
 Job = Callable[..., list[str]]
 FIRST_STEP = "rollouts/step-000001.parquet"

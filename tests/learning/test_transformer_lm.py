@@ -198,9 +198,6 @@ def test_a_cache_is_kept_on_request_and_the_mask_must_cover_it() -> None:
         model(make_ids(2, 1), attention_mask=torch.ones(2, 1), past_key_values=cache)
 
 
-# ---- training ----
-
-
 def test_initial_weights() -> None:
     """Weights are N(0, 0.02), divided by sqrt(2 * 8 layers) = 4 in o_proj and down_proj."""
     torch.manual_seed(5)
@@ -222,9 +219,6 @@ def test_bfloat16_is_close_to_float32() -> None:
         logits = model.to(torch.bfloat16)(ids, position_ids=positions).logits
     assert logits.dtype == torch.bfloat16
     assert relative_difference(logits.float(), expected) < 0.03
-
-
-# ---- folders ----
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -28,8 +28,6 @@ from grpo_ray.types import ScoredGroup
 LOSSES, AGGREGATIONS = get_args(LossType), get_args(Aggregation)
 MAX_TOKENS = 8
 
-# ---- tensors ----
-
 FEATURES = ("factors", "turns", "branches", "masked", "empty", "terms", "micro_batches")
 SUBSETS = [s for size in range(len(FEATURES) + 1) for s in itertools.combinations(FEATURES, size)]
 ESTIMATORS = get_args(KLEstimator)

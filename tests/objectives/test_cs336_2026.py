@@ -76,9 +76,6 @@ def test_equal_rewards_have_no_advantage_with_a_baseline_and_the_defaults_are_th
     assert torch.equal(compute_group_normalized_rewards(rewards, 4)[0], expected)
 
 
-# ---- loss ----
-
-
 def log_probs(seed=0, rows=4, columns=5):
     generator = torch.Generator().manual_seed(seed)
     old = -3 * torch.rand(rows, columns, generator=generator, dtype=torch.float64)
@@ -115,9 +112,6 @@ def test_nan_outside_the_mask_changes_neither_loss_nor_gradient(method, normaliz
         assert torch.equal(clean, poisoned)
     assert results[0][1].any()
     assert not results[0][1][~MASK].any()
-
-
-# ---- the step ----
 
 
 def whole_batch(model):

@@ -60,9 +60,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# ---- the site ----
-
-
 @pytest.mark.slow
 def test_the_site_has_every_page_field_and_metric_and_the_sources_and_fetches_nothing(site: Path) -> None:
     for page in DOCS.rglob("*.md"):
@@ -319,9 +316,6 @@ def test_what_the_page_on_choosing_an_algorithm_says_to_set_is_valid() -> None:
         places = [key if key.split(".")[0] in Config.model_fields else f"algorithm.{key}" for key, _ in row]
         overrides = [f"{place}={value}" for place, (_, value) in zip(places, row, strict=True)]
         load_config(ROOT / "configs/quickstart.yaml", overrides)
-
-
-# ---- extending ----
 
 
 def write_files(folder: Path) -> None:

@@ -217,9 +217,6 @@ def test_a_report_shows_half_a_pair_escaped(tmp_path: Path) -> None:
     assert r"episodes/metrics/\ud83d" in page
 
 
-# ---- examples ----
-
-
 def examples_with(**fields: Any) -> Callable[[int], ExampleSets]:
     good, bad = Example("question", "truth"), replace(Example("question", "truth"), **fields)
     return lambda seed: ExampleSets([good, bad], [good])

@@ -145,9 +145,6 @@ def test_only_the_reported_bytes_become_a_checkpoint(tmp_path: Path, monkeypatch
     assert json.loads((written.training_path / "state.json").read_text())["files"] == {file.name: 9}
 
 
-# ---- damage ----
-
-
 def test_damaged_checkpoints_are_skipped_and_named(tmp_path: Path) -> None:
     store = make_store(tmp_path, keep=9)
     for step in range(1, 8):
@@ -212,9 +209,6 @@ def test_an_invalid_state_is_a_value_error(tmp_path: Path) -> None:
             read_checkpoint(state.parents[1])
 
 
-# ---- finding one ----
-
-
 def test_all_are_found_oldest_first_and_the_best_among_them(tmp_path: Path) -> None:
     store = make_store(tmp_path, keep=9)
     assert (store.all(), store.best_of(store.all())) == ([], None)
@@ -274,9 +268,6 @@ def test_readers_change_nothing(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     assert (store.all(), store.best_of(store.all())) == ([], None)
     assert names(tmp_path) == ["replaced-step-000020"]
-
-
-# ---- pruning ----
 
 
 def test_newest_and_on_request_best_are_kept(tmp_path: Path) -> None:
@@ -384,9 +375,6 @@ def test_other_folders_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-000005").write_text("a file")
     write(store, 20)
     assert names(tmp_path) == ["best", "step-000005", "step-000010-mine", "step-000020", "unfinished-thoughts"]
-
-
-# ---- faults ----
 
 
 def test_a_failed_deletion_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

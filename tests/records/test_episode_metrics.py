@@ -92,9 +92,6 @@ def test_readable_rollouts_say_how_an_episode_went() -> None:
     assert plain.response == ""
 
 
-# ---- validation ----
-
-
 def test_a_validation_of_episodes_is_written_and_found(tmp_path: Path) -> None:
     groups = [two_episodes()]
     summary = summarise_groups(4, groups)

@@ -43,9 +43,6 @@ def make_group(group_id: int, versions: list[list[int]]) -> ScoredGroup:
     return builders.make_group(item, completions, [0.5] * len(versions), list(advantages))
 
 
-# ---- run folders ----
-
-
 def test_create_makes_the_folders_and_the_config_also_after_it_was_interrupted(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "runs" / "first")
     run.rollouts.mkdir(parents=True)
@@ -147,9 +144,6 @@ def test_lock_lasts_as_long_as_its_process_and_no_longer(run: RunDirectory) -> N
         run.create(CONFIG)  # a folder with nothing but the lock is free
 
 
-# ---- metrics ----
-
-
 def test_lines_are_readable_after_each_and_hold_what_json_can(tmp_path: Path) -> None:
     log = JsonLines(tmp_path / "metrics.jsonl")
     metrics = {"step": 1, "reward/mean": np.float32(0.5), "loss/policy": math.nan, "optim/grad_norm": math.inf}
@@ -204,9 +198,6 @@ def test_a_full_device_and_the_limit_on_pending_lines(monkeypatch: pytest.Monkey
     assert errors[4] is not None
     assert "No space left on device; 1 lines wait in memory" in errors[0]
     assert errors[4].endswith("3 lines wait in memory; 2 older ones are lost")
-
-
-# ---- rollouts ----
 
 
 def test_rollouts_round_trip(tmp_path: Path) -> None:
@@ -302,9 +293,6 @@ def test_full_disk_leaves_no_part_of_a_file(tmp_path: Path) -> None:
         write_rollouts(path, 1, groups)
     assert os.listdir(tmp_path) == [path.name]
     assert [row["group_id"] for row in read_rollouts(path)] == [7]
-
-
-# ---- the catalog ----
 
 
 def test_the_catalog_knows_its_names() -> None:

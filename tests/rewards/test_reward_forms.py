@@ -134,9 +134,6 @@ def rewards_of(term: RewardTerm, responses: Sequence[str], about: Any = ABOUT) -
     return [str(each) if isinstance(each, Exception) else each.get("reward", "none") for each in results]
 
 
-# ---- by name ----
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -199,9 +196,6 @@ def test_the_signature_is_compared_with_the_columns(
         return
     with pytest.raises(ValueError, match=rf"task\.reward: forms_4711:\w+ {message}"):
         check_reward((term,), columns=columns)
-
-
-# ---- groups ----
 
 
 def test_a_batched_function_gets_lists() -> None:
@@ -463,9 +457,6 @@ def test_the_other_columns_travel_only_for_code_that_may_ask(tmp_path: Path) -> 
         "messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "q2"}],
     }
     assert Prompter(TextTemplate("{question}"), Tokenizer()).item(0, sets.train[2]).about == ""  # type: ignore[arg-type]
-
-
-# ---- in a run ----
 
 
 def test_terms_are_graded_logged_and_read_again(tmp_path: Path) -> None:

@@ -51,9 +51,6 @@ def test_graded_in_boxes_with_grades_of_ones_own() -> None:
     assert grade(respond("72")) == scores(-3, 0, 0)
 
 
-# ---- keywords ----
-
-
 @pytest.mark.parametrize(
     ("response", "keywords", "value"),
     [
@@ -136,9 +133,6 @@ def test_sorting_rewards_need_the_format_and_numbers() -> None:
         sort_distance_reward_fn(respond("0"), "abc")
 
 
-# ---- shaping ----
-
-
 @pytest.mark.parametrize(
     ("length", "value"), [(0, 1), (200, 1), (201, 1 - 1 / 800), (600, 0.5), (1000, 0), (5000, 0)]
 )
@@ -155,9 +149,6 @@ def test_format_requires_an_answer_in_its_place() -> None:
     assert format_reward_fn(respond(""), "72") == scores(0, 0, 0)
     assert format_reward_fn("72", "72") == scores(0, 0, 0)
     assert format_reward_fn(r"\boxed{71}", "72", answer_in="boxed") == scores(1, 1, 0)
-
-
-# ---- a sum ----
 
 
 def test_a_weighted_sum_by_hand() -> None:

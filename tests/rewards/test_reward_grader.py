@@ -46,8 +46,6 @@ def test_every_truth_is_right_for_itself() -> None:
             assert is_equal(f"${truth}$" if "$" not in truth else truth, truth)
 
 
-# ---- properties ----
-
 INTEGERS = st.integers(-(10**12), 10**12)
 
 

@@ -132,9 +132,6 @@ def test_the_preflight_checks_it(tiny_config: Config) -> None:
         check_files(tiny_config.model_copy(update={"task": task}))
 
 
-# ---- the examples ----
-
-
 @pytest.mark.parametrize(
     ("response", "expected"),
     [("about 3.14", 1), ("3.2 or 3.13", 1), ("3.3", 0), ("3.14 of 100", 0), ("none", -1), ("3,140.0e-3", 1)],

@@ -432,9 +432,6 @@ def test_a_restore_gives_up_in_the_end(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(display.warnings) == len(slept) == 600 / 60 - 1  # the last try has 60 s, too
 
 
-# ---- long runs ----
-
-
 def test_a_resume_reads_the_end_of_the_metrics_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, num_steps = RunDirectory(tmp_path), 5000
     for folder in (run.rollouts, run.evaluations, run.checkpoints):

@@ -139,9 +139,6 @@ def test_examples_of_files_several_samples_to_validate_and_tables_for_trackers(t
     assert any("num_turns" in text and "finished" in text for text in texts)
 
 
-# ---- mixtures ----
-
-
 def mixture(episode: str = "small_episodes:talk", reward: object = "small_episodes:reward") -> list[str]:
     """Return the overrides of a mixture of episodes and sorting, with a model of its own."""
     episodes = {"kind": "episodes", "episode": episode, "examples": "small_episodes:examples"}
@@ -166,9 +163,6 @@ def test_a_mixture_of_episodes_and_a_plain_task(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert main(["report", str(directory.path), "--output", str(page)]) == 0
     assert "<html" in page.read_text()
-
-
-# ---- the tools ----
 
 
 @pytest.fixture(scope="module")

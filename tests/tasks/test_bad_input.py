@@ -43,9 +43,6 @@ def refusal(task: FileTaskConfig) -> str:
     return str(caught.value)
 
 
-# ---- duplicates ----
-
-
 def test_duplicates_are_dropped_and_counted(tmp_path: Path) -> None:
     train = line("a?") + line("b?") + line(" a? ") + line("a?") + line("c?") + line("v?")
     task = write_task(tmp_path, train, line("v?") + line("w?") + line("w?"))
@@ -216,9 +213,6 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     table = parquet(tmp_path, question=["a"], answer=["b"])
     monkeypatch.setattr(files.pq, "ParquetFile", denied)
     assert f"{table.train_path}: cannot be read (Permission denied)" in refusal(table)
-
-
-# ---- long prompts ----
 
 
 @pytest.fixture

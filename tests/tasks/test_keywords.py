@@ -27,9 +27,6 @@ def write_list(folder: Path, text: str | bytes) -> str:
     return str(path)
 
 
-# ---- the list ----
-
-
 def test_the_bundled_list() -> None:
     words = read_words(None)
     assert len(words) >= 200
@@ -74,9 +71,6 @@ def test_every_number_of_words_is_equally_likely() -> None:
     assert [counts[size] / 3000 for size in (2, 3, 4)] == pytest.approx([1 / 3] * 3, abs=0.03)
 
 
-# ---- the task ----
-
-
 def test_examples_are_seeded_and_disjoint_in_any_order(tmp_path: Path) -> None:
     path = write_list(tmp_path, "a\nb\nc\nd\ne\nf\n")
     sizes = {"num_train_prompts": 25, "num_validation_prompts": 10}
@@ -104,9 +98,6 @@ def test_wrong_fields_are_refused(fields: dict[str, Any], message: str) -> None:
         KeywordsTaskConfig(**fields)
 
 
-# ---- the grammar ----
-
-
 @pytest.mark.parametrize("count", [1, 2, 6])
 def test_sentences_have_their_nouns_in_order(count: int) -> None:
     rng = random.Random(count)
@@ -117,9 +108,6 @@ def test_sentences_have_their_nouns_in_order(count: int) -> None:
         assert text[0].isupper()
         assert text.endswith(".")
         assert text[1:-1] == text[1:-1].lower()
-
-
-# ---- warm-up ----
 
 
 def test_warmup_has_three_habits_on_other_words() -> None:

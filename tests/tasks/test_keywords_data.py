@@ -41,9 +41,6 @@ def wanted_of(row: dict[str, Any]) -> frozenset[str]:
     return frozenset(row["keywords"])
 
 
-# ---- by templates ----
-
-
 def test_pairs_are_verified_split_and_disjoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "data" / "set"
     assert make(folder, "--num-pairs", "203", "--num-keywords", "1-3") == 0
@@ -71,9 +68,6 @@ def test_the_seed_determines_the_dataset_and_its_files_are_a_task(tmp_path: Path
     assert [example.question for example in sets.train] == [row["prompt"] for row in rows]
     assert [example.ground_truth.split(", ") for example in sets.train] == [row["keywords"] for row in rows]
     assert (len(sets.validation), sets.notices) == (2, ())
-
-
-# ---- refusals ----
 
 
 def refusal(capsys: pytest.CaptureFixture[str], output: Path, *options: str) -> str:
@@ -110,9 +104,6 @@ def test_wrong_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
         with pytest.raises(SystemExit):
             make(output, option, value)
         assert f"argument {option}: '{value}' is not a number" in capsys.readouterr().err
-
-
-# ---- by a model ----
 
 
 class ScriptedEngine:
@@ -281,9 +272,6 @@ def test_a_prompt_template_and_answers_too_long_for_the_model(
     assert make(tmp_path / "set", *options) == 0
     assert all(prompt.startswith("Be brief. Write a sentence with the words: ") for prompt in engine.prompts)
     assert read(tmp_path / "set" / "train.jsonl")[0]["prompt"].startswith("Write a sentence")
-
-
-# ---- parts ----
 
 
 def test_half_a_line_is_not_a_pair(tmp_path: Path) -> None:

@@ -32,8 +32,6 @@ from grpo_ray.tasks.sorting import sorting_examples, warmup_pairs
 from grpo_ray.tasks.sources import Source
 from grpo_ray.tools.experiments.experiment import EXPERIMENTS
 
-# ---- templates ----
-
 
 def text_of(name: str) -> str:
     return load_template(name).text
@@ -64,15 +62,9 @@ def test_template_from_a_file(tmp_path: Path) -> None:
         load_template("r1zero")
 
 
-# ---- kinds ----
-
-
 def test_every_kind_of_the_configuration_is_registered() -> None:
     kinds = {config.model_fields["kind"].default for config in get_args(PlainTask)}
     assert kinds == KINDS.keys()
-
-
-# ---- sorting ----
 
 
 def questions_of(sets: ExampleSets) -> set[str]:
@@ -121,9 +113,6 @@ def test_warmup_pairs_show_three_habits_on_other_numbers() -> None:
     assert shares == pytest.approx([0.25, 0.45, 0.30], abs=0.02)
     with pytest.raises(ValueError, match=r"7937 examples .* the task's 2064 prompts do not fit into the 10000"):
         warmup_pairs(config, seed=3, num_pairs=7937)
-
-
-# ---- files ----
 
 
 def read(path: Path, question: str, answer: str, marker: str | None = None, limit: int | None = None) -> Any:
@@ -244,9 +233,6 @@ def test_a_worked_solution_boxes_its_answer_in_several_ways(solution: str, truth
     assert Fields("q", "a", is_boxed=True).ground_truth(solution) == truth
 
 
-# ---- arithmetic ----
-
-
 def calculated(question: str) -> int:
     match = re.fullmatch(r"What is ([0-9 +*-]+)\?", question)
     assert match
@@ -307,9 +293,6 @@ def test_arithmetic_warmup_excludes_validation_and_is_right_a_third_of_the_time(
     assert habits == right
     few = ArithmeticTaskConfig(num_digits=1, num_train_prompts=200, num_validation_prompts=50)
     assert len(arithmetic.warmup_pairs(few, seed=0, num_pairs=1000)) == 300 - 50
-
-
-# ---- mixtures ----
 
 
 def mixture(**parts: Any) -> MixtureTaskConfig:

@@ -242,9 +242,6 @@ def test_ungraded_responses_are_counted_separately(
     assert "## not graded: 2 of 5 responses" in (here / "e" / "examples.md").read_text()
 
 
-# ---- a run ----
-
-
 @pytest.fixture(scope="module")
 def trained(model_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run of eight steps with different checkpoints 2, 4, 6 and 8."""

@@ -127,9 +127,6 @@ def test_an_evaluation_has_no_learner_and_no_teacher_and_shares_no_device(tmp_pa
     assert config.gpus_per_generator == 1
 
 
-# ---- the task ----
-
-
 def task_of(choice: EvaluationOptions, task: Any = None) -> dict[str, Any]:
     data = {"model": {}} if task is None else {"task": task}
     chosen: dict[str, Any] = choose_task(data, choice)["task"]

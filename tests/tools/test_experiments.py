@@ -133,9 +133,6 @@ def test_all_problems_are_reported_before_anything_starts(fakes: FakeRuns) -> No
     assert not fakes.out.exists()
 
 
-# ---- running ----
-
-
 def test_finished_runs_are_not_repeated_and_seeds_can_be_added(fakes: FakeRuns) -> None:
     assert fakes.run(seeds=1)
     assert fakes.launched() == ["high-seed0", "low-seed0"]
@@ -226,8 +223,6 @@ def test_exactly_as_many_parallel_runs_as_jobs(fakes: FakeRuns) -> None:
     counts = (fakes.folder / "met.txt").read_text().split()
     assert (len(counts), max(map(int, counts))) == (4, 2)
 
-
-# ---- Ctrl-C ----
 
 PROGRAM = f"""
 import sys

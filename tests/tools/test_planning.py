@@ -120,9 +120,6 @@ def small_model(family: str, **sizes: int) -> tuple[Any, ModelShape]:
     return TransformerLM(model.config) if family == "grpo_ray" else model, shape_of(data, data["model_type"])
 
 
-# ---- shapes ----
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_those_of_the_model(family: str) -> None:
     with torch.device("meta"):
@@ -553,9 +550,6 @@ def test_a_base_of_4_bits_is_whole_on_every_rank_and_one_of_16_is_sharded() -> N
     sharded = learner_items(model={"adapter": adapter}, learner={"num_ranks": 4})
     assert sharded["base"] == 2 * SHAPE_7B.num_parameters / 4
     assert sharded["unreduced gradients"] == whole["unreduced gradients"] == (2 + 4 + 4 / 4 + 4) * trained // 28
-
-
-# ---- verdicts ----
 
 
 def planned(capsys: Capture, config: str, *arguments: str, status: int = 0) -> str:

@@ -208,9 +208,6 @@ def test_a_snapshot_is_gathered_copied_and_stored() -> None:
     assert snapshot_s(SHAPE_7B, nf4, H100) < copied_s + 0.01 * gathered_s  # the base is whole on every rank
 
 
-# ---- splits ----
-
-
 @pytest.mark.parametrize(
     ("num_gpus", "gpus_per_node", "of_generator", "found"),
     [

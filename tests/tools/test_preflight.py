@@ -91,9 +91,6 @@ def test_each_animal_is_short_and_says_where_it_comes_from() -> None:
         assert "From: " in text, name
 
 
-# ---- the command ----
-
-
 @pytest.mark.slow
 def test_the_command_shows_tokens_and_findings_writes_json_and_a_page_and_ends_with_1_for_a_fault(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

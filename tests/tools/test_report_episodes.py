@@ -96,9 +96,6 @@ def test_long_episodes_are_cut(tmp_path: Path, tiny_model: TinyModel) -> None:
     assert row["episode"]["num_tokens"] == MAX_EPISODE_TOKENS + 11
 
 
-# ---- the page ----
-
-
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory, tiny_model: TinyModel) -> Path:
     """Write the page of a run of two steps with four episodes each."""

@@ -94,9 +94,6 @@ def test_facts_problems_and_the_bottleneck_are_of_all_steps(tmp_path: Path, tiny
     assert facts["largest lag"] == "1 (3 updates)"
 
 
-# ---- the page ----
-
-
 def script_data(page: str) -> Any:
     """Return the page's JSON as a browser finds it: up to the first `</script`."""
     inside = page.partition('<script type="application/json" id="data">')[2]

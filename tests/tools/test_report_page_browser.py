@@ -87,9 +87,6 @@ def shown(browser: Browser) -> str:
     return text
 
 
-# ---- it loads ----
-
-
 def test_it_loads_without_errors_or_other_requests_and_names_every_control(opened: Browser, page: Path) -> None:
     assert opened.errors() == []
     assert opened.requests() == [page.as_uri()]
@@ -223,9 +220,6 @@ def test_a_rollouts_tokens_are_coloured_by_their_log_ratio(opened: Browser, page
     assert readout.startswith("token 3 ")
     assert "logprob -0.5, log-ratio " in readout
     assert readout.endswith("version 5")
-
-
-# ---- the charts ----
 
 
 def figure(title: str) -> str:

@@ -214,9 +214,6 @@ def test_steps_outside_the_sample_are_read_by_small_columns_only(
     assert len(read) == 3
 
 
-# ---- tokens ----
-
-
 def test_token_texts_join_to_the_response(tiny_model: TinyModel) -> None:
     tokenizer = load_tokenizer(str(tiny_model()))
     texts = TokenTexts(tokenizer)

@@ -50,9 +50,6 @@ def make_context(address: str = HERE, **others: Any) -> SubmissionContext:
     return SubmissionContext(address, Path.cwd(), **others)
 
 
-# ---- what is sent ----
-
-
 @pytest.mark.slow
 def test_a_training_job_names_its_run_and_every_word_arrives_as_it_is() -> None:
     """YAML would read the name as a number, and the folder's end as a comment, if they were not quoted."""
@@ -335,9 +332,6 @@ def test_without_a_token_nothing_goes_elsewhere(monkeypatch: pytest.MonkeyPatch,
         check_token(make_context(ELSEWHERE))
         assert os.environ["RAY_AUTH_MODE"] == "token"
         monkeypatch.delenv(name)
-
-
-# ---- the job API ----
 
 
 class FakeJobs:

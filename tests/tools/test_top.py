@@ -105,9 +105,6 @@ def drawn(view: RunView, width: int = 80) -> str:
     return console.export_text()
 
 
-# ---- state.json ----
-
-
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_state, "EVERY_S", 0.01)
@@ -349,9 +346,6 @@ def test_shares_are_of_the_time_of_all_steps_and_of_all_actors_of_a_kind() -> No
     assert waits_less.saved_by_a_generator == 0.25
 
 
-# ---- ranks ----
-
-
 def rank_step(
     number: int, waits: tuple[float, ...] = (0.2, 0.2), samples: float = 1.9,
     collectives: tuple[float, ...] = (0.4, 0.1), slowest: int = 1, imbalance: float = 1.0,
@@ -475,9 +469,6 @@ def test_every_remedy_is_in_the_tuning_guide_and_in_the_configuration() -> None:
     named = {word for word in re.findall(r"\b[a-z_]+\.[a-z_]+\b", source) if word in known}
     assert len(named) >= 13
     assert [name for name in sorted(named) if name not in guide] == []
-
-
-# ---- the frame ----
 
 
 def view_of(run: RunDirectory, at: float = NOW + 1) -> RunView:

@@ -45,9 +45,6 @@ def restored(old: np.ndarray, payload: np.ndarray) -> np.ndarray:
     return buffer
 
 
-# ---- by hand ----
-
-
 def test_sparse_changes_by_hand() -> None:
     """Words 2, 3 and 260 + 3 of 400 change: by +1, by -7 and by +1000."""
     old, new = np.full(400, 100, np.uint16), np.full(400, 100, np.uint16)
@@ -88,8 +85,6 @@ def test_differences_wrap_around() -> None:
     assert np.array_equal(restored(old, payload), new)
 
 
-# ---- any bytes ----
-
 STRANGE = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x7FFF, 0x0001]  # signed zeros, infinities, NaNs
 
 
@@ -121,9 +116,6 @@ def test_applied_delta_is_exact(block: int, versions: tuple[np.ndarray, np.ndarr
         assert payload.nbytes < new.nbytes
         payload.flags.writeable = False  # as Ray's object store returns it
         assert np.array_equal(restored(old, payload), new)
-
-
-# ---- refusals ----
 
 
 def test_buffers_that_do_not_match_are_refused() -> None:
@@ -169,9 +161,6 @@ def test_flipped_bit_writes_nothing_outside_and_is_refused_or_seen(place: int, b
         return
     is_exact = np.array_equal(buffer, new.view(np.uint8))
     assert is_exact == (fingerprint(buffer) == fingerprint(new.view(np.uint8)))
-
-
-# ---- fingerprints ----
 
 
 WHOLE_BLOCKS = 2 * 8 * delta.ROWS * delta.COLUMNS
@@ -256,9 +245,6 @@ def test_whole_is_sent_where_it_is_smaller_or_of_another_size() -> None:
     assert sender.version == 4
 
 
-# ---- refusals ----
-
-
 def test_delta_from_another_version_is_refused_and_the_kept_one_stays() -> None:
     kept = receiver()
     text = "version 3 came as its difference from version 2, but version 1 is kept here"
@@ -309,9 +295,6 @@ def test_adapter_that_came_as_a_delta_is_written_as_a_whole_one() -> None:
         served.close()
 
 
-# ---- the Learner ----
-
-
 def test_a_publisher_compares_with_the_version_before_and_lets_the_whole_go() -> None:
     publisher: Any = object.__new__(Publisher)
     publisher._kept, publisher._ranks = KeptWeights(), SimpleNamespace(is_first=True)
@@ -322,8 +305,6 @@ def test_a_publisher_compares_with_the_version_before_and_lets_the_whole_go() ->
         assert (found is None, share == 1.0) == (version == 1, version == 1)
     assert share == found.data.nbytes / whole(2).num_bytes < 0.05
 
-
-# ---- whole runs ----
 
 SMALL_UPDATES = ["model.dtype=bfloat16", "learner.learning_rate=1e-5", "weight_sync.max_lag=0"]
 

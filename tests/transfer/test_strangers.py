@@ -91,9 +91,6 @@ def test_the_strangers_pickle_would_run(tmp_path: Path) -> None:
     assert (tmp_path / "trace").exists()
 
 
-# ---- ranks ----
-
-
 def joined(seat: Seat) -> list[int]:
     return Ranks(seat).gathered(seat.rank)
 
@@ -177,9 +174,6 @@ def test_stores_and_ranks_listen_at_their_own_address_alone() -> None:
     store = open_store("127.0.0.1")
     assert listening() - before == {("127.0.0.1", store.port)}
     assert on_ranks(2, addresses) == [{"127.0.0.1"}] * 2
-
-
-# ---- wires ----
 
 
 @pytest.mark.slow

@@ -71,9 +71,6 @@ def transfer(
     return received
 
 
-# ---- chunks ----
-
-
 @pytest.mark.parametrize(
     ("sizes", "limit", "expected"),
     [
@@ -92,9 +89,6 @@ def test_chunks_by_hand(sizes: tuple[int, ...], limit: int, expected: list[tuple
     found = list(chunks(specs, sum(sizes), limit))
     assert [(chunk.start, chunk.end) for chunk in found] == expected
     assert [spec for chunk in found for spec in chunk.specs] == specs
-
-
-# ---- transfers ----
 
 
 def test_versions_arrive_whole_in_the_same_pages(threads: ThreadPoolExecutor) -> None:

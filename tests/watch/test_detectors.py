@@ -210,8 +210,6 @@ def test_the_page_has_a_section_for_each_detector_and_the_catalog_its_metrics() 
     assert set(DETECTORS) == set(get_args(DetectorName)) == set(FAILURES)
 
 
-# ---- in a run ----
-
 WRONG_MASK = "algorithm.loss=examples.broken.losses:mask_off_by_one"
 # Random text earns different rewards.
 VARIED = "task.reward=[{reward: brevity, arguments: {free: 0, span: 40}}]"

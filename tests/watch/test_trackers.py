@@ -120,9 +120,6 @@ def test_a_copy_of_a_runs_folder_is_another_run_in_the_tracker(tmp_path: Path) -
     assert tracked(tmp_path / "moved").id == "abc"
 
 
-# ---- delivery ----
-
-
 def test_messages_arrive_in_order_in_the_trackers_own_thread(tmp_path: Path) -> None:
     tracker, announced = Remembering(), []
     delivery = Delivery("a", tracker, tracked(tmp_path), announced.append)
@@ -335,9 +332,6 @@ def test_trackers_of_a_run_given_as_a_dot_have_its_name_and_are_closed_at_every_
     assert good.folder == tmp_path / "run-7" / "trackers" / "wandb"
     assert sorted(announced) == ["mlflow: at https://host", "wandb: at https://host"]
     assert warnings == ["mlflow: OSError: no route to host; the run continues without it"]
-
-
-# ---- before a run ----
 
 
 def test_a_library_that_is_missing_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -581,9 +575,6 @@ def test_mlflow_uses_an_experiment_that_another_run_creates_at_the_same_time(
     monkeypatch.setattr(MlflowClient, "get_experiment_by_name", look_too_early)
     make_tracker("mlflow").start(run)
     assert looked == ["grpo_ray", "grpo_ray"]
-
-
-# ---- whole runs ----
 
 
 @pytest.mark.slow
