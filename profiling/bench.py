@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.name == "compare":
             if len(options.rest) != 2:
                 raise ValueError(f"compare takes two result files, not {len(options.rest)}")
-            print_comparison(*(read_result(Path(file)) for file in options.rest), console)
+            print_comparison(read_result(Path(options.rest[0])), read_result(Path(options.rest[1])), console)
         else:
             measure(options, console)
     except ValueError as error:

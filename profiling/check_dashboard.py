@@ -142,7 +142,7 @@ def wait_for(
     while not is_ready():
         if process.poll() is not None or time.monotonic() > deadline:
             state = "is not up" if process.returncode is None else "has ended"
-            raise RuntimeError(f"{process.args} {state}:\n{log.read_text()[-2000:]}")
+            raise RuntimeError(f"{process.args!r} {state}:\n{log.read_text()[-2000:]}")
         time.sleep(0.2)
 
 

@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not chosen:
         print(f"compare_trl.py: no case has {options.case!r} in its name: {', '.join(CASES)}", file=sys.stderr)
         return 2
-    machine, trl_versions = describe_machine(), {}
+    machine, trl_versions = describe_machine(), dict[str, str]()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in chosen:
@@ -290,7 +290,7 @@ def write_long_prompts(num_tokens: int, folder: Path) -> list[str]:
     """
     config = load_config(QUICKSTART)
     model = str(tiny_model_folder(config))
-    template, tokenizer = template_of(config.task), load_tokenizer(model)
+    template, tokenizer = template_of(config.task), load_tokenizer(model)  # type: ignore[arg-type]
     rng = random.Random(0)
 
     def question(num_digits: int) -> str:

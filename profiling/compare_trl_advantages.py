@@ -107,8 +107,8 @@ def make_rewards(seed: int, has_failures: bool, has_partial_failures: bool = Fal
         [1, 0.5, 1, 0.5],
         rng.random(4).tolist(),
     ]
-    first = [float(reward) for group in groups for reward in group]
-    second = rng.integers(0, 2, len(first)).astype(float).tolist()
+    first: list[float | None] = [float(reward) for group in groups for reward in group]
+    second: list[float | None] = rng.integers(0, 2, len(first)).astype(float).tolist()
     failed = {0, 3, 13, 14, 15, 20, 21, 22, 23} if has_failures or has_partial_failures else set()
     first = [None if n in failed else reward for n, reward in enumerate(first)]
     return [first, [None if n in failed else r for n, r in enumerate(second)] if has_failures else second]

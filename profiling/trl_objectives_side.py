@@ -83,7 +83,8 @@ def _from_rewards(
     trainer._get_per_token_logps_and_entropies = log_probs
     ids = [[5] * int(length) for length in mask.sum(dim=1)]
     prompts, texts = [[5]] * len(ids), [""] * len(ids)
-    sampled = (prompts, ids, texts) if is_rloo else (prompts, ids, None, texts, None, {}, None, [])
+    grpo = prompts, ids, None, texts, None, {}, None, []  # type: ignore[var-annotated]
+    sampled = (prompts, ids, texts) if is_rloo else grpo
     trainer._generate = lambda _: sampled
     scored = trainer._generate_and_score_completions([{"prompt": "1"} for _ in ids])
     if is_rloo:  # of one ratio per response: at the first update, where it is 1
@@ -120,7 +121,7 @@ def _make_trainer(job: dict[str, Any], case: dict[str, Any], rewards: Any = None
 
     library = trl
     if case["trainer"] == "GMPOTrainer":
-        from trl.experimental import gmpo as library
+        from trl.experimental import gmpo as library  # type: ignore[no-redef]
     trainer_class = getattr(library, case["trainer"])
     config_class = getattr(library, case["trainer"].replace("Trainer", "Config"))
     config = config_class(

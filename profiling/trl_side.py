@@ -62,7 +62,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         means.append(sum(earned) / len(earned))
         return earned
 
-    class Clock(TrainerCallback):
+    class Clock(TrainerCallback):  # type: ignore[misc]  # its base has no types here
         """The time at which each step ended."""
 
         def __init__(self) -> None:

@@ -39,7 +39,7 @@ def run(options: Options) -> list[Row]:
             sequences = asyncio.run(sample(folder, dtype, 2 if options.quick else 16))
             if name == ALONE:
                 own = learner.with_proximal(model, sequences)
-                sequences = [replace(s, behaviour_logprobs=s.proximal_logprobs) for s in own]
+                sequences = [replace(s, behaviour_logprobs=np.asarray(s.proximal_logprobs)) for s in own]
             cases[name] = partial(learner.with_proximal, model, sequences)
     facts = {name: apart(look_up()) for name, look_up in cases.items()}
     seconds = take_turns(cases, options.rounds or (1 if options.quick else 4))

@@ -176,8 +176,8 @@ class _Sides:
 
     async def _generate(self, item: PromptItem, settings: SamplingSettings) -> int:
         _, num_tokens = self._generator.generate(item, settings)
-        return await num_tokens
+        return int(await num_tokens)
 
     async def _play(self, item: PromptItem, settings: SamplingSettings) -> int:
         _, report = self._worker.play(item, settings, 0)
-        return (await report).num_tokens
+        return int((await report).num_tokens)

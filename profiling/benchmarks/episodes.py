@@ -11,7 +11,7 @@ import contextlib
 import gc
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 
 import aiohttp
 import numpy as np
@@ -88,7 +88,7 @@ class Watch:
     @property
     def growth(self) -> np.ndarray:
         """Bytes, threads and open files more than before."""
-        return self.most - self._before
+        return np.asarray(self.most - self._before)
 
     async def tick(self) -> None:
         while True:
@@ -107,7 +107,7 @@ class Watch:
             ticking.cancel()
 
 
-Play = Callable[[int, str], Awaitable[Watch]]  # the number of episodes, and the model's folder
+Play = Callable[[int, str], Coroutine[object, object, Watch]]  # the number of episodes, and the model's folder
 
 
 def run(options: Options) -> list[Row]:
@@ -125,9 +125,9 @@ def run(options: Options) -> list[Row]:
         tokenizer.chat_template = TEMPLATE
         tokenizer.save_pretrained(folder)
         for name, (play, number) in cases.items():
-            asyncio.run(play(few, folder))  # type: ignore[arg-type]  # warms up
+            asyncio.run(play(few, folder))  # warms up
             gc.collect()
-            watches = [asyncio.run(play(number, folder)) for _ in range(rounds)]  # type: ignore[arg-type]
+            watches = [asyncio.run(play(number, folder)) for _ in range(rounds)]
             lags = np.concatenate([watch.lags for watch in watches]) * 1e3
             num_bytes, threads, files = np.max([watch.growth for watch in watches], 0).tolist()
             facts = {
@@ -173,7 +173,7 @@ async def _in_worker(number: int, folder: str) -> Watch:
     model = StartingModel(folder, (load_tokenizer(folder).eos_token_id,), 4096)
     worker = EnvironmentWorker("environment-0", config, model)
     await worker.ready()
-    await worker.serve({0: SleepingGenerator()})
+    await worker.serve({0: SleepingGenerator()})  # type: ignore[dict-item]  # it answers no ping
     settings = SamplingSettings(GROUP, 1.0, 1.0, 0, REPLY_TOKENS)
     items = [PromptItem(n, QUESTION, (1,), str(TURNS)) for n in range(number // GROUP)]
     watch = Watch()

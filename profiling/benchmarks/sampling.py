@@ -232,7 +232,7 @@ def cpu_seconds() -> dict[tuple[int, str], float]:
 
 def _name(process: Any) -> str:
     line = process.cmdline()
-    title = line[0] if line else process.name()
+    title: str = line[0] if line else process.name()
     if title.startswith("ray::"):
         return title.removeprefix("ray::").partition(":")[0].partition(".")[0]
     return "engine" if "EngineCore" in title else "Ray's own"
@@ -241,5 +241,5 @@ def _name(process: Any) -> str:
 def _spent_since(before: Mapping[tuple[int, str], float]) -> Counter[str]:
     spent: Counter[str] = Counter()
     for (pid, name), seconds in cpu_seconds().items():
-        spent[name] += seconds - before.get((pid, name), 0.0)
+        spent[name] += seconds - before.get((pid, name), 0.0)  # type: ignore[assignment]
     return spent

@@ -7,6 +7,8 @@ Scorer). Each answer is different, so caches do not help.
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 from benchmarks.results import Options, Row, take_turns
 from grpo_ray.rewards import get_reward_fn
@@ -46,11 +48,14 @@ def _started(sizes: Sequence[int]) -> Iterator[list[RewardPool]]:
 def _measure(kind: str, pools: Sequence[RewardPool], num_pairs: int, rounds: int) -> list[Row]:
     reward_fn, fresh = get_reward_fn("r1_zero"), itertools.count(1)
     size = num_pairs if kind != "algebra" else max(GROUP, num_pairs // 10)
-    ways: dict[str, tuple[Callable[[Pairs], list], int]] = {
+    ways: dict[str, tuple[Callable[[Pairs], list[Any]], int]] = {
         IN_PROCESS: (lambda pairs: [reward_fn(*pair) for pair in pairs], size)
     }
     for num_workers, pool in enumerate(pools, 1):
-        grade: Callable[[Pairs], list] = lambda pairs, pool=pool: pool.submit("", pairs).result()  # noqa: E731
+
+        def grade(pairs: Pairs, pool: RewardPool = pool) -> list[Any]:
+            return pool.submit("", pairs).result()
+
         ways[f"pool of {num_workers}"] = grade, size
         ways[f"pool of {num_workers}, in groups"] = grade, GROUP
 
@@ -62,7 +67,7 @@ def _measure(kind: str, pools: Sequence[RewardPool], num_pairs: int, rounds: int
                 assert not isinstance(result, ScoringError), result
                 assert result["reward"] == 1, result
 
-    seconds = take_turns({way: (lambda way=way: grade_all(way)) for way in ways}, rounds)
+    seconds = take_turns({way: partial(grade_all, way) for way in ways}, rounds)
     base = f"{kind}, {IN_PROCESS}"
     return [Row(f"{kind}, {way}", values, base, size, "answers") for way, values in seconds.items()]
 

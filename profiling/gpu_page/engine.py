@@ -261,7 +261,7 @@ class MeasuredEngine:
     async def _sampled(self, num_groups: int, num_tokens: int) -> Groups:
         settings = self._settings(num_tokens, num_tokens, 1.0)
         requests = (self._engine.generate(prompt, settings) for prompt in self._prompts(num_groups))
-        return await asyncio.gather(*requests)
+        return list(await asyncio.gather(*requests))
 
     async def _sampled_raw(self, num_groups: int, num_tokens: int) -> list[Any]:
         from grpo_ray.engines.vllm_engine import _sampling_params, only_output

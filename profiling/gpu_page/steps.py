@@ -91,7 +91,8 @@ class PlainStep:
         """Compute the gradient: the mean over responses of each response's mean of -advantage * logprob."""
         self._optimizer.zero_grad()
         for rows in self._micro_batches(sequences):
-            losses = [-s.advantage * row.mean() for s, row in zip(rows, self._rows(rows), strict=True)]
+            means = zip(rows, map(torch.mean, self._rows(rows)), strict=True)
+            losses = [-torch.as_tensor(s.advantage) * mean for s, mean in means]
             (torch.stack(losses).sum() / len(sequences)).backward()
 
     def update(self) -> None:

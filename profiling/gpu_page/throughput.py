@@ -80,7 +80,7 @@ def run_case(
 def too_large(case: Case, memory_bytes: float) -> bool:
     """Return whether weights, gradients and optimizer state alone exceed the memory."""
     parameters = build_model(case.model, torch.device("meta")).num_parameters()
-    return parameters * BYTES_PER_PARAMETER[case.has_optimizer] > memory_bytes
+    return bool(parameters * BYTES_PER_PARAMETER[case.has_optimizer] > memory_bytes)
 
 
 def _run(case: Case, device: torch.device, peak_tflops: float | None, command: list[str]) -> dict[str, Any]:

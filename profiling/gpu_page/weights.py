@@ -72,7 +72,7 @@ def _nccl(buffer: torch.Tensor, target: torch.Tensor, device: torch.device) -> f
     """Gather the buffer in a group of one: NCCL refuses two ranks on a GPU, so no link is measured."""
     import torch.distributed as dist
 
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)  # type: ignore[attr-defined]
     try:
         return _median(lambda: dist.all_gather_into_tensor(target, buffer), device)
     finally:

@@ -31,7 +31,6 @@ from grpo_ray.cluster.remote_actor import Client, Kind, as_actor
 from grpo_ray.cluster.session import Placement
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.core.clients import GeneratorClient, LearnerClient, ScorerClient
 from grpo_ray.core.controller import Controller
 from grpo_ray.core.groups import GroupBook
 from grpo_ray.engines import engine_seed
@@ -88,13 +87,13 @@ class ScaleActors(ActorGroup):
         """Return the process's number, and the Generator's place in it."""
         return divmod(int(name.rpartition("-")[2]), self._per_process)
 
-    def _start_generator(self, name: str) -> GeneratorClient:
+    def _start_generator(self, name: str) -> Client:
         number, index = self._place(name)
         if number not in self.processes:
             self.processes[number] = self._start_process(number)
         handle = LogicalHandle(self.processes[number], index)
         self._clients[name] = Client(name, cast(ActorHandle, handle), next(self._numbers))
-        return cast(GeneratorClient, self._clients[name])
+        return self._clients[name]
 
     def _start_process(self, number: int) -> ActorHandle:
         """Start a process in the bundle of its first Generator."""
@@ -109,16 +108,16 @@ class ScaleActors(ActorGroup):
             names, seeds, self._config, self._speeds, self._lengths, self._version
         )
 
-    def _start_scorer(self, name: str) -> ScorerClient:
+    def _start_scorer(self, name: str) -> Client:
         kind, given = Kind(SimulatedScorer, SimulatedScorer), (self._config, self._speeds)
-        return cast(ScorerClient, self._start(kind, name, given, max_concurrency=1000))
+        return self._start(kind, name, given, max_concurrency=1000)
 
-    def _start_learner(self) -> LearnerClient:
+    def _start_learner(self) -> Client:
         """Start the Learner on this node: its node does not die."""
         kind = Kind(AccountingLearner, AccountingLearner)
         given = self._config, self._speeds, account_path(self._run.path), self._version
         self.ranks = [self._start(kind, LEARNER, given, **on_this_node(), max_concurrency=100)]
-        return cast(LearnerClient, self.ranks[0])
+        return self.ranks[0]
 
 
 class _Stopwatch:
