@@ -188,6 +188,28 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+SWITCHES = {
+    "algorithm.entropy_target": ("algorithm.entropy_step", "algorithm.entropy_bonus_max"),
+    "algorithm.kl.coefficient": ("algorithm.kl.estimator",),
+    "algorithm.overlong_buffer_tokens": ("algorithm.overlong_penalty",),
+    "buffer.replay.frac": ("buffer.replay.",),
+    "distillation.teacher": ("distillation.coefficient", "distillation.max_gap", "distillation.use_reward"),
+}
+"""Keys, each with those (or their beginnings) that nothing reads while it has its default value."""
+
+
+def idle_keys(config: Config) -> tuple[str, ...]:
+    """Return a notice for each key that was changed although nothing reads it."""
+    changed = leaves(config.model_dump(exclude_defaults=True))
+    unread = {switch: keys for switch, keys in SWITCHES.items() if switch not in changed}
+    if config.algorithm.kl.reference != "ema":
+        unread["algorithm.kl.reference: ema"] = ("algorithm.kl.ema_decay",)
+    if not config.episode_tasks:
+        unread["task.kind: episodes"] = ("episodes.",)
+    idle = [(key, switch) for switch, keys in unread.items() for key in changed if key.startswith(keys)]
+    return tuple(f"{key} has no effect without {switch}" for key, switch in idle)
+
+
 TRL = {  # of 1.16.0: GRPOConfig and GRPOTrainer
     "max_steps": "algorithm.num_steps", "num_generations": "algorithm.samples_per_prompt",
     "per_device_train_batch_size": "algorithm.prompts_per_step, groups over all devices",

@@ -12,6 +12,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.algorithm import MAX_ROLLOUTS
 from grpo_ray.config.losses import RATIO_LOSSES
 from grpo_ray.config.reward import is_own, term_weights
+from grpo_ray.config.schema import idle_keys
 from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig, PlainTask, field_of, parts_of
 from grpo_ray.config.user_code import import_function
 from grpo_ray.core.context import Prepared, PreparedServing
@@ -100,6 +101,7 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
     _check_heads(config)
     if examples is None:
         check_sft(config)  # not of an evaluation, which brings its examples
+        algorithm_notices += idle_keys(config)
         examples = load_examples(config.task, config.run.seed)
     check_rewards(config, examples)
     per_prompt, num_prompts = config.evaluation.samples_per_prompt, len(examples.validation)

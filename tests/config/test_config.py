@@ -8,7 +8,7 @@ import pytest
 
 from grpo_ray.config import AlgorithmConfig, Config
 from grpo_ray.config.loading import ConfigError, find_config, load_config
-from grpo_ray.config.schema import OTHER_NAMES, _keys
+from grpo_ray.config.schema import OTHER_NAMES, SWITCHES, _keys, idle_keys, leaves
 from grpo_ray.config.task import OPENING_TAGS, TAGGED
 from grpo_ray.objectives import Objective
 from grpo_ray.records.run_files import dump_config
@@ -352,6 +352,20 @@ def test_other_libraries_names_are_explained_by_keys_that_exist() -> None:
         for name, text in names.items():
             named = set(re.findall(r"\b(?:[a-z_]+\.)+[a-z_]+", text.replace("environments.md", "")))
             assert named <= keys, name
+
+
+def test_keys_that_nothing_reads_are_named_and_no_bundled_configuration_has_one() -> None:
+    idle = ["buffer.replay.max_age=3", "algorithm.kl.ema_decay=0.9", "episodes.max_turns=3"]
+    assert idle_keys(load_config("configs/quickstart.yaml", idle)) == (
+        "buffer.replay.max_age has no effect without buffer.replay.frac",
+        "algorithm.kl.ema_decay has no effect without algorithm.kl.reference: ema",
+        "episodes.max_turns has no effect without task.kind: episodes",
+    )
+    read = [*idle, "buffer.replay.frac=0.5", "algorithm.kl.reference=ema", "algorithm.kl.coefficient=0.1"]
+    assert idle_keys(load_config("configs/calculator.yaml", [*read, "algorithm.kl.estimator=k2"])) == ()
+    for path in Path("configs").glob("*.yaml"):
+        assert idle_keys(load_config(str(path))) == (), path
+    assert SWITCHES.keys() <= set(leaves(load_config("configs/quickstart.yaml").model_dump()))
 
 
 def test_paths_in_the_home_folder_are_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
