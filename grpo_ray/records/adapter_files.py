@@ -38,10 +38,10 @@ def check_adapter_files(folder: Path, base: str) -> None:
                 "checkpoint of a run with model.adapter"
             )
     try:
-        saved = json.loads((folder / CONFIG).read_bytes())
+        saved = dict(json.loads((folder / CONFIG).read_bytes()))
         with safe_open(folder / FILE, framework="numpy") as file:
             digest = (file.metadata() or {}).get(DIGEST)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, TypeError, ValueError, SafetensorError) as error:
         raise ValueError(f"model.adapter.path: {str(folder)!r} is damaged ({error}); copy it again") from None
     if saved.get("peft_type") != "LORA":
         raise ValueError(f"model.adapter.path: {str(folder)!r} is of kind {saved.get('peft_type')}, not LORA")

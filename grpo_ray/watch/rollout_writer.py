@@ -1,6 +1,7 @@
 """Background writer of the rollouts of each batch, which retries what a full disk refused."""
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,6 +90,7 @@ class RolloutWriter:
                 return
             except Exception as error:  # a mistake: it would come again, and training does not need the file
                 note = f"{path} is not written: {type(error).__name__}: {error}"
+                logging.warning("%s", note)  # of the last batch no later one brings the note
             else:
                 self._unsynced.append(path)
             self.notes += [note] if note else []

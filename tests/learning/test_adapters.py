@@ -364,6 +364,8 @@ def test_bad_adapters_are_refused(make_learner: MakeLearner, tiny_model: TinyMod
         saved_config(folder)
     (folder / FILE).write_bytes(b"damaged")
     check(r"is damaged", path=str(folder))
+    (folder / CONFIG).write_text("[1]")
+    check(r"is damaged \(", path=str(folder))
 
 
 def test_a_4_bit_base_without_an_adapter_is_refused() -> None:
