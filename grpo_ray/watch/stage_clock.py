@@ -137,7 +137,7 @@ class ClockedActor:
     """The calls that every asynchronous actor answers."""
 
     _clock: StageClock
-    _has_children = True  # processes, whose memory counts
+    _has_children = True  # child processes: their memory counts
 
     async def ready(self) -> bool:
         return True
