@@ -34,7 +34,8 @@ from grpo_ray.watch.trackers import tracker as choice
 from grpo_ray.watch.trackers import trackers as module
 from grpo_ray.watch.trackers.delivery import Delivery
 from grpo_ray.watch.trackers.tensorboard_tracker import escaped_markdown_table
-from grpo_ray.watch.trackers.tracker import End, Row, TrackedRun, Tracker, make_tracker
+from grpo_ray.watch.trackers.tracker import End, Row, TrackedRun, Tracker
+from grpo_ray.watch.trackers.trackers import TRACKERS
 
 LONG_S = 30.0  # no test waits this long
 
@@ -314,7 +315,7 @@ def test_trackers_of_a_run_given_as_a_dot_have_its_name_and_are_closed_at_every_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException | None, end: str
 ) -> None:
     good, broken = Remembering(), Remembering(break_at="close")
-    monkeypatch.setattr(module, "make_tracker", {"wandb": good, "mlflow": broken}.__getitem__)
+    monkeypatch.setattr(module, "TRACKERS", {"wandb": lambda: good, "mlflow": lambda: broken})
     announced, warnings = list[str](), list[str]()
     config, run = make_config("tracking.trackers=[wandb,mlflow]"), RunDirectory(".")
     (tmp_path / "run-7").mkdir()
@@ -401,7 +402,7 @@ OWN = {"episodes/metrics/pass@1": 0.5, "eval/episodes/metrics/acc/easy": 1.0, "e
 
 def use(name: TrackerName, run: TrackedRun, end: End = "finished") -> str:
     """Log a run of two steps, the second of which is repeated after a restore to step 1."""
-    tracker = make_tracker(name)
+    tracker = TRACKERS[name]()
     run.folder.mkdir(parents=True, exist_ok=True)
     place = tracker.start(run)
     tracker.resume_from(0)
@@ -417,7 +418,7 @@ def use(name: TrackerName, run: TrackedRun, end: End = "finished") -> str:
 
 def go_on(name: TrackerName, run: TrackedRun) -> None:
     """Log the next process of the same run."""
-    tracker = make_tracker(name)
+    tracker = TRACKERS[name]()
     tracker.start(run)
     tracker.resume_from(2)
     tracker.metrics(3, {"reward/mean": 1.0})
@@ -573,7 +574,7 @@ def test_mlflow_uses_an_experiment_that_another_run_creates_at_the_same_time(
         return None
 
     monkeypatch.setattr(MlflowClient, "get_experiment_by_name", look_too_early)
-    make_tracker("mlflow").start(run)
+    TRACKERS["mlflow"]().start(run)
     assert looked == ["grpo_ray", "grpo_ray"]
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from grpo_ray.config import Config
-from grpo_ray.config.run import TrackerName
 from grpo_ray.records.durable import write_text
 
 Row = Mapping[str, str | float | None]  # None, as a column of W&B's has one type or null
@@ -74,21 +73,6 @@ class Tracker(Protocol):
 
     def close(self, end: End) -> None:
         """Send what is left; no other call follows."""
-
-
-def make_tracker(name: TrackerName) -> Tracker:
-    """Return the tracker; its library is imported when it starts, in its own thread."""
-    if name == "tensorboard":
-        from grpo_ray.watch.trackers.tensorboard_tracker import TensorBoardTracker
-
-        return TensorBoardTracker()
-    if name == "wandb":
-        from grpo_ray.watch.trackers.wandb_tracker import WandbTracker
-
-        return WandbTracker()
-    from grpo_ray.watch.trackers.mlflow_tracker import MlflowTracker
-
-    return MlflowTracker()
 
 
 def check_trackers(config: Config) -> None:

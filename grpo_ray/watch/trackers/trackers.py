@@ -11,16 +11,23 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from grpo_ray.config import Config
-from grpo_ray.config.run import TrackingConfig
+from grpo_ray.config.run import TrackerName, TrackingConfig
 from grpo_ray.records.evaluation_summary import EvaluationSummary
 from grpo_ray.records.readable_rollouts import readable_rollouts, shortened
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.types import ScoredGroup
 from grpo_ray.watch.trackers.delivery import Delivery, Message
-from grpo_ray.watch.trackers.tracker import End, Row, TrackedRun, Tracker, make_tracker
+from grpo_ray.watch.trackers.mlflow_tracker import MlflowTracker
+from grpo_ray.watch.trackers.tensorboard_tracker import TensorBoardTracker
+from grpo_ray.watch.trackers.tracker import End, Row, TrackedRun, Tracker
+from grpo_ray.watch.trackers.wandb_tracker import WandbTracker
 
 COLUMNS = ["group_id", "prompt", "response", "ground_truth", "reward", "advantage", "num_tokens"]
 EPISODE_COLUMNS = ["status", "num_turns"]  # not in files without episodes
+# Each imports its library when it starts, in its own thread.
+TRACKERS: Mapping[TrackerName, Callable[[], Tracker]] = {
+    "tensorboard": TensorBoardTracker, "wandb": WandbTracker, "mlflow": MlflowTracker,
+}  # fmt: skip
 
 
 class Trackers:
@@ -98,7 +105,7 @@ def tracking(
     path = run.path.resolve()  # so that `grpo-ray resume .` has a name
     folder = RunDirectory(path).trackers
     deliveries = [
-        Delivery(name, make_tracker(name), TrackedRun(config, path.name, folder / name), announce)
+        Delivery(name, TRACKERS[name](), TrackedRun(config, path.name, folder / name), announce)
         for name in config.tracking.trackers
     ]
     trackers = Trackers(config.tracking, run, deliveries)
