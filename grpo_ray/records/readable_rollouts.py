@@ -1,7 +1,7 @@
 """A few rollouts for people to read."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from grpo_ray.records.episode_metrics import ending_line
 from grpo_ray.types import Completion, ScoredGroup
@@ -9,31 +9,19 @@ from grpo_ray.types import Completion, ScoredGroup
 MAX_CHARACTERS = 4000
 
 
-@dataclass(frozen=True)
-class ReadableRollout:
-    """A prompt, one response to it, and its reward."""
-
-    prompt: str
-    response: str
-    ground_truth: str
-    reward: float
-    error: str | None = None
-    """Reason why it could not be graded."""
-
-
-def readable_rollouts(groups: Sequence[ScoredGroup], num_rollouts: int) -> list[ReadableRollout]:
+def readable_rollouts(groups: Sequence[ScoredGroup], num_rollouts: int) -> list[dict[str, Any]]:
     """Return first completions of prompts spread evenly over the set: the same prompts at every validation."""
     ordered = sorted(groups, key=lambda group: group.group_id)
     num_rollouts = min(num_rollouts, len(ordered))
     chosen = [ordered[index * len(ordered) // num_rollouts] for index in range(num_rollouts)]
     return [
-        ReadableRollout(
-            prompt=group.rollout.item.prompt,
-            response=readable_response(group.rollout.completions[0]),
-            ground_truth=group.rollout.item.ground_truth,
-            reward=float(group.rewards[0]),
-            error=group.errors.get(0),
-        )
+        {
+            "prompt": group.rollout.item.prompt,
+            "response": readable_response(group.rollout.completions[0]),
+            "ground_truth": group.rollout.item.ground_truth,
+            "reward": float(group.rewards[0]),
+            "error": group.errors.get(0),  # why it could not be graded
+        }
         for group in chosen
     ]
 
@@ -42,6 +30,11 @@ def readable_response(completion: Completion) -> str:
     """Return the text of a completion; of an episode its last line says how it went."""
     ending = ending_line(completion)
     return f"{completion.text}\n({ending})".lstrip() if ending else completion.text
+
+
+def readable_cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of a table with its texts shortened."""
+    return {name: shortened(value) if isinstance(value, str) else value for name, value in row.items()}
 
 
 def shortened(text: str, max_characters: int = MAX_CHARACTERS) -> str:

@@ -66,7 +66,7 @@ def test_groups_without_a_sampled_token_have_metrics() -> None:
     assert (metrics["rollout/response_tokens/max"], metrics["reward/errors"]) == (0, 2)
     assert cut_metrics([group]) == {}
     assert summarise_groups(3, [group]).version == 0
-    assert readable_rollouts([group], 1)[0].response == "(0 turns, generator_error: died)"
+    assert readable_rollouts([group], 1)[0]["response"] == "(0 turns, generator_error: died)"
 
 
 def test_context_counts_nowhere() -> None:
@@ -87,9 +87,9 @@ def test_context_counts_nowhere() -> None:
 def test_readable_rollouts_say_how_an_episode_went() -> None:
     group = two_episodes()
     (first,) = readable_rollouts([group], 1)
-    assert first.response == "12 low 14\n(3 turns, 1 branch, finished)"
+    assert first["response"] == "12 low 14\n(3 turns, 1 branch, finished)"
     (plain,) = readable_rollouts([simple_group(0)], 1)
-    assert plain.response == ""
+    assert plain["response"] == ""
 
 
 def test_a_validation_of_episodes_is_written_and_found(tmp_path: Path) -> None:

@@ -67,9 +67,9 @@ def test_what_could_not_be_graded_has_the_least_reward_of_its_own_part() -> None
 
 def test_readable_rollouts_do_not_depend_on_the_order() -> None:
     chosen = readable_rollouts(GROUPS, 2)
-    assert [(r.prompt, r.response, r.ground_truth, r.reward) for r in chosen] == [
-        ("prompt 0", "response 0.0", "truth 0", 1.0),
-        ("prompt 1", "response 1.0", "truth 1", 0.0),
+    assert [(*r.values(),) for r in chosen] == [
+        ("prompt 0", "response 0.0", "truth 0", 1.0, None),
+        ("prompt 1", "response 1.0", "truth 1", 0.0, None),
     ]
     assert readable_rollouts(GROUPS[::-1], 2) == chosen
     assert len(readable_rollouts(GROUPS, 99)) == 3

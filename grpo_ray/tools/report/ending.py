@@ -5,10 +5,10 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from grpo_ray.records.checkpoint import CheckpointStore
 from grpo_ray.records.json_lines import StepLines
-from grpo_ray.records.readable_rollouts import ReadableRollout
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.drawing.figures import draw_reward_curve
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
@@ -27,7 +27,7 @@ def print_ending(print_line: Callable[[str], None], run: RunDirectory) -> None:
     rows = read_metrics(run.evaluations_summary_path)
     rewards = [(row["step"], row["reward"]) for row in rows if row["reward"] is not None]
     print_line(f"\n{terminal_curve(rewards, title='validation reward')}")
-    samples_of: dict[int, list[ReadableRollout]] = {}
+    samples_of: dict[int, list[dict[str, Any]]] = {}
     try:
         samples_of = validation_samples(run, [step for step, _ in rewards])
     except (OSError, ValueError) as error:  # damaged since; the run itself is saved
@@ -35,8 +35,8 @@ def print_ending(print_line: Callable[[str], None], run: RunDirectory) -> None:
     for step, samples in samples_of.items():
         print_line(f"\nSamples at step {step}:")
         for sample in samples:
-            reward = f"{sample.reward:g}" if sample.error is None else "none (not graded)"
-            print_line(f"  reward {reward}  {sample.prompt!r} -> {sample.response!r}")
+            reward = f"{sample['reward']:g}" if sample["error"] is None else "none (not graded)"
+            print_line(f"  reward {reward}  {sample['prompt']!r} -> {sample['response']!r}")
     _print_events(print_line, run)
     print_line(f"\nReward curve   {curve}")
     print_line(f"Run directory  {run.path}  (metrics.jsonl, rollouts/, evaluations/, checkpoints/, logs/)")

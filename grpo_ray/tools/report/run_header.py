@@ -3,7 +3,6 @@
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.schema import leaves
 from grpo_ray.config.section import Section
 from grpo_ray.records.json_lines import readable_rows
-from grpo_ray.records.readable_rollouts import ReadableRollout, readable_rollouts, shortened
+from grpo_ray.records.readable_rollouts import readable_cells, readable_rollouts
 from grpo_ray.records.rollout_log import read_groups
 from grpo_ray.records.run_files import RunDirectory, step_name
 from grpo_ray.tools.report.rollout_sample import StepFiles
@@ -61,7 +60,7 @@ def not_validated(evaluations: Sequence[Row]) -> list[str]:
     return [f"{number:,} of {whole:,} responses of the validation at step {row['step']:,} could not be graded"]
 
 
-def validation_samples(run: RunDirectory, steps: Sequence[int]) -> dict[int, list[ReadableRollout]]:
+def validation_samples(run: RunDirectory, steps: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
     """Return the answers to a few prompts, the same ones, at the first and the last validation with a file."""
     paths = {step: run.evaluations / f"{step_name(step)}.parquet" for step in steps}
     known = [step for step in steps if paths[step].exists()]
@@ -73,9 +72,9 @@ def validation_samples(run: RunDirectory, steps: Sequence[int]) -> dict[int, lis
 def shown_samples(run: RunDirectory, steps: Sequence[int]) -> list[dict[str, Any]]:
     """Return the answers of each validation that is compared, with its step."""
     return [
-        {"step": step, **{name: shortened(value) if isinstance(value, str) else value for name, value in each}}
+        {"step": step, **readable_cells(sample)}
         for step, samples in validation_samples(run, steps).items()
-        for each in (asdict(sample).items() for sample in samples)
+        for sample in samples
     ]
 
 

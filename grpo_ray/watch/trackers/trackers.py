@@ -5,7 +5,6 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -13,13 +12,13 @@ import pyarrow.parquet as pq
 from grpo_ray.config import Config
 from grpo_ray.config.run import TrackerName, TrackingConfig
 from grpo_ray.records.evaluation_summary import EvaluationSummary
-from grpo_ray.records.readable_rollouts import readable_rollouts, shortened
+from grpo_ray.records.readable_rollouts import readable_cells, readable_rollouts
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.types import ScoredGroup
 from grpo_ray.watch.trackers.delivery import Delivery, Message
 from grpo_ray.watch.trackers.mlflow_tracker import MlflowTracker
 from grpo_ray.watch.trackers.tensorboard_tracker import TensorBoardTracker
-from grpo_ray.watch.trackers.tracker import End, Row, TrackedRun, Tracker
+from grpo_ray.watch.trackers.tracker import End, TrackedRun, Tracker
 from grpo_ray.watch.trackers.wandb_tracker import WandbTracker
 
 COLUMNS = ["group_id", "prompt", "response", "ground_truth", "reward", "advantage", "num_tokens"]
@@ -57,8 +56,7 @@ class Trackers:
             return
         metrics = {name: float(value) for name, value in summary.metrics.items()}
         self._send(lambda tracker: tracker.metrics(summary.step, metrics))
-        chosen = readable_rollouts(groups, self._config.rollouts_per_table)
-        rows = [_cells(asdict(rollout)) for rollout in chosen]
+        rows = list(map(readable_cells, readable_rollouts(groups, self._config.rollouts_per_table)))
         self._send(lambda tracker: tracker.table("validation", summary.step, rows))
 
     def take_failures(self) -> list[str]:
@@ -130,12 +128,8 @@ def _rollouts_table(path: Path, step: int, num_rows: int) -> Message:
         except FileNotFoundError:  # the run has been restored from a checkpoint since
             return
         draw = random.Random(step).sample(range(table.num_rows), min(num_rows, table.num_rows))
-        rows = [_cells(row) for row in table.take(sorted(draw)).to_pylist()]
+        rows = list(map(readable_cells, table.take(sorted(draw)).to_pylist()))
         if rows:
             tracker.table("rollouts", step, rows)
 
     return send
-
-
-def _cells(row: Row) -> Row:
-    return {name: shortened(value) if isinstance(value, str) else value for name, value in row.items()}
