@@ -21,8 +21,9 @@ from grpo_ray.records.run_files import RunDirectory, step_name
 from grpo_ray.tools.drawing.figures import draw_reward_curve
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
 from grpo_ray.tools.report.ending import OWN, print_ending
+from grpo_ray.tools.report.rollout_sample import StepFiles
 from grpo_ray.tools.report.run_data import run_data
-from grpo_ray.tools.report.run_header import about, warnings_in
+from grpo_ray.tools.report.run_header import RunTotals, about, run_facts, warnings_in
 from grpo_ray.tools.report.write_report import embedded_json, make_page, names_of
 from grpo_ray.tools.top.bottleneck import bottleneck
 from grpo_ray.watch.run_state import Ending, LiveStatus, RunState
@@ -49,6 +50,8 @@ def test_data_of_a_run(tmp_path: Path, tiny_config: Config) -> None:
     assert data["config"]["algorithm.cliprange"] == "null"
     assert {"generator.engine", "sampling.max_tokens"} <= set(data["changed"]) <= data["config"].keys()
     assert "algorithm.loss" not in data["changed"]
+    equal = [{"step": step, "reward": 1.0} for step in (20, 40)]
+    assert run_facts(RunTotals(), equal, StepFiles([], []))["best"] == "1.000 at step 40"  # as it is kept
 
 
 def test_a_runs_settings_and_ending(run: RunDirectory, tiny_config: Config) -> None:

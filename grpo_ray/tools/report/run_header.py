@@ -117,7 +117,7 @@ def run_facts(totals: RunTotals, evaluations: Sequence[Row], files: StepFiles) -
     facts = {"steps": f"{totals.last_step:,}" if totals.last_step is not None else "none yet"}
     validated = [(row["step"], row["reward"]) for row in evaluations if row.get("reward") is not None]
     if validated:
-        best_step, best = max(validated, key=lambda point: point[1])
+        best_step, best = max(validated, key=lambda point: point[::-1])  # of equals the newest, as is kept
         facts["validation reward"] = f"{validated[0][1]:.3f} → {validated[-1][1]:.3f}"
         facts["best"] = f"{best:.3f} at step {best_step:,}"
     if totals.rewards is not None:
