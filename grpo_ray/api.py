@@ -24,6 +24,7 @@ from grpo_ray.errors import RunError, shown_plainly
 from grpo_ray.records.json_lines import read_lines
 from grpo_ray.records.rollout_log import read_table
 from grpo_ray.records.run_files import RunDirectory, run_name
+from grpo_ray.records.visible_text import print_visible
 from grpo_ray.rewards.user_function import UserFunction
 from grpo_ray.run.machine import let_waiting_threads_sleep
 from grpo_ray.watch.run_state import read_state
@@ -105,7 +106,10 @@ class Run:
         from grpo_ray.tools.export.merge import base_folder, merged_policy
 
         config = load_config(self._run.config_path)
-        folder = CheckpointStore(self._run).choose(checkpoint, "checkpoint").path
+        store = CheckpointStore(self._run)
+        folder = store.choose(checkpoint, "checkpoint").path
+        for line in store.damaged:
+            print_visible(f"! skipped, because it is damaged: {line}")
         trust = config.model.trust_remote_code
         if config.model.adapter is not None:
             base = base_folder(config)

@@ -275,6 +275,9 @@ def test_rows_have_tokens_ratios_and_spans(tmp_path: Path, tiny_config: Config, 
     assert len(row["tokens"]) == 3
     rows, _, _ = show_rollouts(run, sample, "none")
     assert rows[0]["ratios"] is None
+    (run.checkpoint_path(3) / "training" / "state.json").unlink()
+    _, checkpoint, notices = show_rollouts(run, sample, "last")
+    assert (checkpoint, "step-000003: " in notices[0]) == ("step-000002", True)
 
 
 def test_long_texts_are_cut_visibly(tmp_path: Path, tiny_config: Config, tiny_model: TinyModel) -> None:

@@ -160,7 +160,7 @@ def show_rollouts(
     notices = [IGNORED] if is_ignored(model, trust_remote_code) else []
     if log_ratio != NO_RATIOS:
         try:
-            checkpoint = _find_checkpoint(run, log_ratio)
+            checkpoint = _find_checkpoint(run, log_ratio, notices)
             config = with_trust(load_config(run.config_path), trust_remote_code)
             code = [name for field, name in code_in(config) if field == "task.warmup"]
             if code and config.model.tiny is not None and is_adapter(checkpoint):  # which builds the base
@@ -176,9 +176,11 @@ def show_rollouts(
     return rows, checkpoint.name if checkpoint is not None else None, notices
 
 
-def _find_checkpoint(run: RunDirectory, log_ratio: str | None) -> Path:
-    """Return the folder of the checkpoint to compare with."""
-    folder = CheckpointStore(run).choose(log_ratio or LAST, "--log-ratio", (NO_RATIOS,)).path
+def _find_checkpoint(run: RunDirectory, log_ratio: str | None, notices: list[str]) -> Path:
+    """Return the folder of the checkpoint to compare with; notices name those that are passed over."""
+    store = CheckpointStore(run)
+    folder = store.choose(log_ratio or LAST, "--log-ratio", (NO_RATIOS,)).path
+    notices += [f"skipped, because it is damaged: {line}" for line in store.damaged]
     folders = [folder, folder_of_model(saved_config(folder)[0])] if is_adapter(folder) else [folder]
     files = (file for each in folders if each is not None for file in each.glob("*.safetensors"))
     num_bytes = sum(file.stat().st_size for file in files)
