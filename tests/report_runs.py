@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 from builders import make_completion, make_group, make_item, write_rows
 
 from grpo_ray.config import Config
+from grpo_ray.config.run import CheckpointConfig
 from grpo_ray.records.checkpoint import CheckpointState, CheckpointStore
 from grpo_ray.records.rollout_log import write_rollouts
 from grpo_ray.records.run_files import RunDirectory
@@ -107,7 +108,7 @@ def set_in_group(group: int, **values: Any) -> Callable[[Rows], None]:
 
 
 def add_checkpoint(run: RunDirectory, step: int, model: Path) -> Path:
-    store = CheckpointStore(run, keep=5, keep_best=False)
+    store = CheckpointStore(run, CheckpointConfig(keep=5, keep_best=False))
     folder = store.begin(step)
     shutil.copytree(model, folder, dirs_exist_ok=True)
     files = [path for path in folder.rglob("*") if path.is_file()]

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.config import Config
+from grpo_ray.config.run import CheckpointConfig
 from grpo_ray.errors import RunError
 from grpo_ray.records.durable import sync, sync_files
 from grpo_ray.records.json_lines import readable_rows, to_json
@@ -98,16 +98,14 @@ def read_checkpoint(path: Path, reads_files: bool = False) -> Checkpoint:
 class CheckpointStore:
     """The checkpoints of one run.
 
-    Anyone may read: `all`, `best_of`, `choose`. Writing, and `latest`, which repairs what a crash left, are for
+    Anyone may read: `all`, `choose`. Writing, and `latest`, which repairs what a crash left, are for
     the process that holds the run's lock. One is written at a time: `begin`, the writers, `commit`.
     """
 
-    def __init__(self, run: RunDirectory, keep: int = 1, keep_best: bool = True) -> None:
-        """Open the store; `keep` and `keep_best` are those of the checkpoint configuration."""
-        self._run = run
+    def __init__(self, run: RunDirectory, config: CheckpointConfig | None = None) -> None:
+        """Open the store; the configuration limits what `commit` keeps."""
+        self._run, self._config = run, config or CheckpointConfig()
         self._folder = run.checkpoints
-        self._keep = keep
-        self._keep_best = keep_best
         self._unfinished: Path | None = None  # the folder of the current attempt
         self._in_use: set[int] = set()  # returned by `latest`: engines may load them again
         self.damaged: list[str] = []  # by the last reading: each damaged checkpoint, and how
@@ -138,12 +136,11 @@ class CheckpointStore:
             RunError: there is no such checkpoint; says which there are.
         """
         found = {checkpoint.path.name: checkpoint for checkpoint in self.all(reads_files=False)}
-        while found:
-            name = [*found][-1] if choice == LAST else choice
-            if choice == BEST and (best := self.best_of(found.values())) is not None:
-                name = best.path.name
-            if name not in found:
-                break
+        wanted = [name for name in found if choice in (LAST, name)]
+        if choice == BEST:
+            names = {checkpoint.state.step: name for name, checkpoint in found.items()}
+            wanted = [names[step] for step in _by_reward(names, self._rewards())]
+        for name in reversed(wanted):
             chosen = found.pop(name)
             if self._read(chosen.state.step, chosen.path, reads_files=True, is_strict=False) is not None:
                 return chosen
@@ -189,12 +186,6 @@ class CheckpointStore:
             self.damaged.append(f"{folder}: {error}")
             return None
         return checkpoint
-
-    def best_of(self, checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
-        """Return the one with the highest validation reward, the newest of equals; None: none was validated."""
-        by_step = {checkpoint.state.step: checkpoint for checkpoint in checkpoints}
-        best = _best_step(by_step, self._rewards())
-        return None if best is None else by_step[best]
 
     def _rewards(self) -> dict[Any, Any]:
         """Return the validation reward of each step; of a damaged line there is none."""
@@ -267,12 +258,12 @@ class CheckpointStore:
             whole = {checkpoint.state.step for checkpoint in self.all(reads_files=False, is_strict=True)}
         except OSError:  # one that cannot be read now may be the best
             return
-        kept: set[int | None] = {newest, *sorted(whole)[-self._keep :], *self._in_use}
-        if self._keep_best:
+        kept = {newest, *sorted(whole)[-self._config.keep :], *self._in_use}
+        if self._config.keep_best:
             rewards = self._rewards()
             files = {step for step in whole if (self._run.evaluations / f"{step_name(step)}.parquet").exists()}
             # One without the line of its validation may be the best, too.
-            kept |= {_best_step(whole, rewards), *(files - rewards.keys())}
+            kept |= {*_by_reward(whole, rewards)[-1:], *(files - rewards.keys())}
         for step, folder in self._folders("step"):
             if step not in kept and (step < newest or step in whole):
                 with suppress(OSError):  # the next checkpoint tries again
@@ -292,15 +283,10 @@ class CheckpointStore:
                 yield int(match[1]), folder
 
 
-def make_store(config: Config, run: RunDirectory) -> CheckpointStore:
-    """Return the run's store, with its configuration's limits on what is kept."""
-    return CheckpointStore(run, config.checkpoint.keep, config.checkpoint.keep_best)
-
-
-def _best_step(steps: Iterable[int], rewards: Mapping[Any, Any]) -> int | None:
-    """Return the step with the highest validation reward, the newest of equals; None if none has one."""
+def _by_reward(steps: Iterable[int], rewards: Mapping[Any, Any]) -> list[int]:
+    """Return the steps with a validation reward, the highest last, of equals the newest."""
     validated = [step for step in steps if rewards.get(step) is not None]
-    return max(validated, key=lambda step: (rewards[step], step), default=None)
+    return sorted(validated, key=lambda step: (rewards[step], step))
 
 
 def _state_path(folder: Path) -> Path:

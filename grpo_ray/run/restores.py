@@ -12,7 +12,7 @@ from grpo_ray.core.clients import RunActors
 from grpo_ray.core.context import Prepared
 from grpo_ray.core.controller import RECOVERABLE, Controller
 from grpo_ray.errors import FORGED, OutOfDeviceMemory, RunError, shown_plainly
-from grpo_ray.records.checkpoint import Checkpoint, CheckpointStore, make_store
+from grpo_ray.records.checkpoint import Checkpoint, CheckpointStore
 from grpo_ray.records.run_files import RunDirectory, last_logged_step
 from grpo_ray.types import StartingModel
 from grpo_ray.watch.background import BackgroundThread
@@ -44,7 +44,7 @@ def train_through_restores(
     recovery = config.recovery
     budget = RestartBudget("recovery.max_restarts", recovery.max_restarts, recovery.restart_backoff_s)
     restores = _Restores(recovery.max_restores)
-    store, failure = make_store(config, run), ""
+    store, failure = CheckpointStore(run, config.checkpoint), ""
     while True:
         checkpoint = _restore(store, run, display, failure)
         with shown_plainly():

@@ -18,7 +18,7 @@ from grpo_ray.core.context import Prepared
 from grpo_ray.core.controller import Controller
 from grpo_ray.errors import RunError, all_of, shown_plainly
 from grpo_ray.learning.model_files import is_local as is_local_model
-from grpo_ray.records.checkpoint import Checkpoint, make_store
+from grpo_ray.records.checkpoint import Checkpoint, CheckpointStore
 from grpo_ray.records.durable import sync_files
 from grpo_ray.records.json_lines import JsonLines, readable_rows
 from grpo_ray.records.resumable_folder import changed_values
@@ -156,7 +156,7 @@ def _resume(run: RunDirectory, config: Config, follower: Follower | None) -> Run
     if unchecked := check_inputs(run, digests):
         print_visible(f"! {unchecked}")
     with run.lock():
-        store, logged = make_store(config, run), last_logged_step(run.metrics_path)
+        store, logged = CheckpointStore(run, config.checkpoint), last_logged_step(run.metrics_path)
         try:
             checkpoint = store.latest()
         except OSError as error:

@@ -34,7 +34,7 @@ from grpo_ray.core.groups import GroupBook
 from grpo_ray.core.learner import Learner
 from grpo_ray.core.scorer import Scorer
 from grpo_ray.learning.model_files import load_tokenizer
-from grpo_ray.records.checkpoint import CheckpointState, make_store
+from grpo_ray.records.checkpoint import CheckpointState, CheckpointStore
 from grpo_ray.records.evaluation_summary import summarise_groups, write_evaluation
 from grpo_ray.records.rollout_log import write_rollouts
 from grpo_ray.records.run_files import RunDirectory, step_name
@@ -191,7 +191,7 @@ class SyntheticRun:
         learner.train_step(TrainBatch(tuple(self._first)))  # so that the optimizer has a state
         learner.version = step
         learner.capture()
-        store = make_store(self._config, self.run)
+        store = CheckpointStore(self.run, self._config.checkpoint)
         folder = store.begin(step)
         sizes = learner.write_captured(folder)
         for name in (GROUPS, REPLAY):
@@ -234,7 +234,7 @@ def _resume(run: RunDirectory) -> Callable[[], None]:
     prompts = prepare(config, check_files(config)).prompts
 
     def work() -> None:
-        store = make_store(config, run)
+        store = CheckpointStore(run, config.checkpoint)
         newest = store.latest()
         assert newest is not None
         assert last_logged_step(run.metrics_path) == newest.state.step  # is it done?

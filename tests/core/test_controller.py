@@ -30,7 +30,7 @@ from grpo_ray.core.learner import Learner
 from grpo_ray.core.validation import Validation
 from grpo_ray.errors import ActorDied, RunError
 from grpo_ray.records import json_lines
-from grpo_ray.records.checkpoint import CheckpointStore, make_store
+from grpo_ray.records.checkpoint import CheckpointStore
 from grpo_ray.records.json_lines import JsonLines
 from grpo_ray.records.rollout_log import read_rollouts
 from grpo_ray.records.run_files import RunDirectory, read_metrics, step_name
@@ -267,7 +267,7 @@ def test_restarts_are_bounded_and_the_run_ends_with_a_checkpoint(run: RunDirecto
     used_up = r"recovery.max_restarts: 2 restarts within .* used up. The first error was: .*generator-0"
     with pytest.raises(RunError, match=used_up):
         train(config, run.path, meddle)
-    assert make_store(config, run).latest() is not None
+    assert CheckpointStore(run, config.checkpoint).latest() is not None
 
 
 @pytest.mark.slow
@@ -380,7 +380,7 @@ def test_updates_that_are_not_finite_are_skipped_and_several_in_a_row_end_the_ru
     assert audit_files(other).problems == []
     assert at_capture  # for the checkpoint that was due at step 4, and for that of the ending
     assert not any(at_capture)  # none replaces what is being written
-    checkpoint = make_store(config, other).latest()
+    checkpoint = CheckpointStore(other, config.checkpoint).latest()
     assert checkpoint is not None
     assert checkpoint.state.step == 5
     weights = load_file(checkpoint.path / "model.safetensors")

@@ -29,7 +29,7 @@ from grpo_ray.core.context import Prepared
 from grpo_ray.core.controller import Controller
 from grpo_ray.core.groups import State
 from grpo_ray.core.scorer import Scorer
-from grpo_ray.records.checkpoint import make_store
+from grpo_ray.records.checkpoint import CheckpointStore
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.run.preparation import check_files, prepare
 from grpo_ray.tools.simulation.actors import SimulatedActors, SimulatedClient
@@ -148,7 +148,7 @@ async def test_memory_does_not_grow_with_the_steps(
     actors = StubActors(config, prepared, run.path, steps)
     log = RunLog(run, Quiet())
     budget = RestartBudget("recovery.max_restarts", 0, 1.0)
-    store = make_store(config, run)
+    store = CheckpointStore(run, config.checkpoint)
     controller = Controller(config, prepared, actors, log, store, budget)  # type: ignore[arg-type]
     actors.book = controller.book
     await controller.run()

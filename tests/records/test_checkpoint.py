@@ -15,6 +15,7 @@ import pytest
 from run_process import output_of
 from safetensors.numpy import save
 
+from grpo_ray.config.run import CheckpointConfig
 from grpo_ray.errors import RunError
 from grpo_ray.records import checkpoint
 from grpo_ray.records.checkpoint import Checkpoint, CheckpointState, CheckpointStore, read_checkpoint
@@ -25,7 +26,7 @@ WEIGHTS = save({"weights": np.zeros(2, "<f4")})
 
 def make_store(folder: Path, keep: int = 2, keep_best: bool = True) -> CheckpointStore:
     folder.mkdir(exist_ok=True)
-    return CheckpointStore(RunDirectory(folder), keep, keep_best)
+    return CheckpointStore(RunDirectory(folder), CheckpointConfig(keep=keep, keep_best=keep_best))
 
 
 def make_state(step: int, mark: float = 0.0) -> CheckpointState:
@@ -211,14 +212,13 @@ def test_an_invalid_state_is_a_value_error(tmp_path: Path) -> None:
 
 def test_all_are_found_oldest_first_and_the_best_among_them(tmp_path: Path) -> None:
     store = make_store(tmp_path, keep=9)
-    assert (store.all(), store.best_of(store.all())) == ([], None)
+    assert store.all() == []
     written = [write(store, step) for step in (1, 2, 3, 4)]
     assert store.all() == written
-    assert store.best_of(store.all()) is None
     evaluated(tmp_path, {1: 0.7, 2: 0.9, 3: 0.7, 4: 0.2, 9: 1.0})
-    assert store.best_of(store.all()) == written[1]
+    assert store.choose("best", "--which") == written[1]
     (written[1].path / "config.json").unlink()
-    assert store.best_of(store.all()) == written[2]  # the newest of equals
+    assert store.choose("best", "--which") == written[2]  # the newest of equals
     assert store.damaged == [f"{written[1].path}: config.json is missing"]
     assert store.all() == [written[0], *written[2:]]
 
@@ -266,7 +266,7 @@ def test_readers_change_nothing(tmp_path: Path) -> None:
     final = tmp_path / "checkpoints" / "step-000020"
     final.rename(final.with_name("replaced-step-000020"))
     store = make_store(tmp_path)
-    assert (store.all(), store.best_of(store.all())) == ([], None)
+    assert store.all() == []
     assert names(tmp_path) == ["replaced-step-000020"]
 
 

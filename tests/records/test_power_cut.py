@@ -14,7 +14,7 @@ from grpo_ray.cluster.local import LocalActors
 from grpo_ray.core.controller import Controller
 from grpo_ray.errors import RunError
 from grpo_ray.records import durable
-from grpo_ray.records.checkpoint import make_store
+from grpo_ray.records.checkpoint import CheckpointStore
 from grpo_ray.records.run_files import RunDirectory, last_logged_step
 from grpo_ray.tools.audit.audit import audit
 from grpo_ray.watch.background import BackgroundThread
@@ -72,7 +72,7 @@ def test_a_run_resumes_after_a_power_cut_and_its_audit_is_clean(run: RunDirector
 
     with pytest.raises(Killed):
         train(config, run.path, kill)
-    newest = make_store(config, run).latest()
+    newest = CheckpointStore(run, config.checkpoint).latest()
     assert newest is not None
     assert cut_power(run, synced) != []
     assert last_logged_step(run.metrics_path) >= newest.state.step - 1  # those before it are on disk

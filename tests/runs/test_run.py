@@ -14,7 +14,7 @@ from grpo_ray.config.loading import load_config
 from grpo_ray.core import groups
 from grpo_ray.core.controller import Controller
 from grpo_ray.core.staleness import Admission
-from grpo_ray.records.checkpoint import make_store
+from grpo_ray.records.checkpoint import CheckpointStore
 from grpo_ray.records.rollout_log import read_rollouts
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run.preparation import check_files, prepare
@@ -28,7 +28,7 @@ def run_actors(config: Config, folder: Path) -> RunDirectory:
     prepared = prepare(config, check_files(config))
     run = RunDirectory(folder)
     run.create(config)
-    store = make_store(config, run)
+    store = CheckpointStore(run, config.checkpoint)
     with (
         session.connected(),
         session.placed(config) as placement,

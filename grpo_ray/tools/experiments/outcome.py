@@ -8,7 +8,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any, Literal
 
-from grpo_ray.records.checkpoint import Checkpoint, make_store
+from grpo_ray.records.checkpoint import Checkpoint, CheckpointStore
 from grpo_ray.records.json_lines import StepLines
 from grpo_ray.tools.experiments.experiment_plan import PlannedRun
 from grpo_ray.watch.detectors import detections
@@ -106,7 +106,7 @@ def read_outcome(run: PlannedRun, error: str | None = None) -> ExperimentOutcome
 def _status(
     run: PlannedRun, rows: Sequence[dict[str, Any]], evaluations: Sequence[tuple[int, float]], error: str | None
 ) -> tuple[Status, str]:
-    newest = make_store(run.config, run.directory).latest()
+    newest = CheckpointStore(run.directory, run.config.checkpoint).latest()
     num_steps, num_skipped = run.config.algorithm.num_steps, _skipped_in_a_row(rows, newest)
     if num_skipped >= run.config.recovery.max_skipped_updates or (error or "").startswith(NOT_FINITE):
         return "diverged", f"{num_skipped} steps in a row had no finite update" if num_skipped else str(error)
