@@ -23,7 +23,7 @@ from grpo_ray.config.user_code import import_from, pickled
 from grpo_ray.errors import RunError, shown_plainly
 from grpo_ray.records.json_lines import read_lines
 from grpo_ray.records.rollout_log import read_table
-from grpo_ray.records.run_files import RunDirectory, run_name
+from grpo_ray.records.run_files import RunDirectory, last_logged_step, run_name
 from grpo_ray.records.visible_text import print_visible
 from grpo_ray.rewards.user_function import UserFunction
 from grpo_ray.run.machine import let_waiting_threads_sleep
@@ -66,10 +66,10 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        """True if all steps are done."""
+        """True if all steps are done, and the last validation."""
         if (state := read_state(self._run)) is None or state.ending is None:
             return False
-        return state.ending.kind != "failed" and state.now.step >= state.num_steps
+        return state.ending.kind != "failed" and last_logged_step(self._run.metrics_path) >= state.num_steps
 
     def metrics(self) -> pa.Table:
         """Return one row per step, one column per metric (docs/metrics.md); null where a step lacks one."""

@@ -135,6 +135,8 @@ async def test_a_run_in_a_notebook_another_in_a_thread_and_one_stopped_by_its_pr
     assert second.is_finished
     assert first.resume(local=True).is_finished
     assert first.metrics()["step"].to_pylist() == [1, 2, 3]
+    (first.path / "metrics.jsonl").unlink()
+    assert not first.is_finished  # the last line comes after the last validation
 
 
 @pytest.mark.slow
