@@ -86,7 +86,8 @@ def _header(view: RunView) -> list[RenderableType]:
     if state is None:
         lines.append(Text("no state.json yet: the run is starting"))
         return lines
-    began = timedelta(seconds=round((state.time if view.is_over else view.read_at) - state.began))
+    now = state.time if view.is_over else max(view.read_at, state.time)  # this clock may be behind the host's
+    began = timedelta(seconds=round(now - state.began))
     lines.append(_progress(state))
     if state.ending is not None:
         style = ENDING_STYLES[state.ending.kind]
