@@ -100,6 +100,12 @@ class Config(Section):
         return {name: part for name, part in parts if isinstance(part, EpisodesTaskConfig)}
 
     @property
+    def models(self) -> dict[str, str]:
+        """The folders or hub names of the policy's model, unless it is built, and of the teacher, by field."""
+        named = {"model.path": self.model.path, "distillation.teacher": self.distillation.teacher}
+        return {field: path for field, path in named.items() if path is not None}
+
+    @property
     def secrets(self) -> list[str]:
         """The names of the environment's secrets that rewards and episodes list."""
         own = self.episodes.secrets if self.episode_tasks else ()

@@ -250,7 +250,7 @@ def check_lengths(
     )
 
 
-def at_commit(path: str | None, field: str = "model.path") -> str | None:
+def at_commit(path: str, field: str = "model.path") -> str:
     """Return `owner/name@commit` for a model on the hub, and any other path as it is.
 
     The commit is the newest of the hub, or of the local cache if the hub does not answer.
@@ -258,7 +258,7 @@ def at_commit(path: str | None, field: str = "model.path") -> str | None:
     Raises:
         ValueError: neither has the model.
     """
-    if path is None or is_local(path):
+    if is_local(path):
         return path
     name, _, revision = path.partition("@")
     try:

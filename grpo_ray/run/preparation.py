@@ -96,8 +96,9 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
     _check_bitsandbytes(config)
     if (tiny := config.model.tiny) is not None:
         check_warmup(config.task, tiny.warmup.num_steps * tiny.warmup.batch_size if tiny.warmup else 0)
-    if config.model.path is not None and is_local(config.model.path):
-        check_local_model(config.model.path)
+    for name, path in config.models.items():
+        if is_local(path):
+            check_local_model(path, name)
     _check_heads(config)
     if examples is None:
         check_sft(config)  # not of an evaluation, which brings its examples
@@ -115,11 +116,7 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
     notices = examples.notices + (protection_here().notices if is_isolated else ()) + algorithm_notices
     asked = [name for name, part in parts_of(config.task).items() if may_ask(part)]
     task = TaskData(examples.train, examples.validation, templates, notices, with_facts=asked)
-    if config.distillation.teacher is not None and is_local(config.distillation.teacher):
-        check_local_model(config.distillation.teacher, "distillation.teacher")
-    if all(map(is_local, model_paths(config))):
-        task = _fit_prompts(config, task)
-    return task
+    return _fit_prompts(config, task) if all(map(is_local, config.models.values())) else task
 
 
 def check_rewards(config: Config, examples: ExampleSets | None) -> None:
@@ -239,21 +236,15 @@ def _check_heads(config: Config) -> None:
         )
 
 
-def model_paths(config: Config) -> list[str]:
-    """Return the folders or hub names of the policy's model, unless it is built, and of the teacher."""
-    return [path for path in (config.model.path, config.distillation.teacher) if path is not None]
-
-
 def at_commits(config: Config) -> Config:
     """Return the configuration with the commit of each model on a hub; raises ValueError as `at_commit`."""
-    teacher = at_commit(config.distillation.teacher, "distillation.teacher")
-    return with_models(config, at_commit(config.model.path), teacher)
+    return with_models(config, {name: at_commit(path, name) for name, path in config.models.items()})
 
 
-def with_models(config: Config, policy: str | None, teacher: str | None) -> Config:
-    """Return the configuration with other values of `model.path` and `distillation.teacher`."""
-    model = config.model.model_copy(update={"path": policy})
-    distillation = config.distillation.model_copy(update={"teacher": teacher})
+def with_models(config: Config, models: Mapping[str, str]) -> Config:
+    """Return the configuration with other values of `Config.models`."""
+    model = config.model.model_copy(update={"path": models.get("model.path")})
+    distillation = config.distillation.model_copy(update={"teacher": models.get("distillation.teacher")})
     return config.model_copy(update={"model": model, "distillation": distillation})
 
 

@@ -26,15 +26,7 @@ from grpo_ray.records.rollout_log import num_groups_in
 from grpo_ray.records.run_files import RunDirectory, check_dumped, dump_config, last_logged_step, run_name
 from grpo_ray.records.visible_text import print_visible
 from grpo_ray.run.machine import check_machine, on_this_machine
-from grpo_ray.run.preparation import (
-    TaskData,
-    at_commits,
-    check_files,
-    model_paths,
-    prepare,
-    with_models,
-    with_trial,
-)
+from grpo_ray.run.preparation import TaskData, at_commits, check_files, prepare, with_models, with_trial
 from grpo_ray.run.restores import Host, no_whole_checkpoint, train_through_restores
 from grpo_ray.run.signals import run_until_signal, signals_answered
 from grpo_ray.run.supervised import LearnerHost, after_sft
@@ -209,15 +201,10 @@ def _digests(config: Config, task: TaskData, prepared: Prepared | None = None) -
 
 def _with_commits_of(before: Config, now: Config) -> Config:
     """Return the configuration with the commits of the models that the run has loaded, where it names none."""
-
-    def known(path: str | None, earlier: str | None) -> str | None:
-        return earlier if earlier is not None and earlier.partition("@")[0] == path else path
-
-    return with_models(
-        now,
-        known(now.model.path, before.model.path),
-        known(now.distillation.teacher, before.distillation.teacher),
-    )
+    known = {
+        field: path for field, path in before.models.items() if path.partition("@")[0] == now.models.get(field)
+    }
+    return with_models(now, now.models | known)
 
 
 def _adopt(run: RunDirectory, before: Config, now: Config, step: int, unchecked: str | None) -> None:
@@ -321,7 +308,7 @@ def _hosted(config: Config, is_local: bool) -> Iterator[tuple[RunConsole, Host, 
         console.status("starting Ray")
         from grpo_ray.cluster import hosting, session
 
-        needs_hub = not all(map(is_local_model, model_paths(config)))
+        needs_hub = not all(map(is_local_model, config.models.values()))
         with session.connected(needs_hub):
             console.status("reserving resources for the actors")
             with session.placed(config) as placement:

@@ -55,9 +55,8 @@ def input_digests(
         digests |= _of_modules(field, map(str, value if isinstance(value, list | tuple) else [value]))
     for name, part in config.episode_tasks.items():
         digests |= _of_modules(f"{field_of(name)}.episode", (part.episode, part.examples, part.warmup or ""))
-    models = {MODEL: config.model.path, TEACHER: config.distillation.teacher}
-    for field, folder in models.items():
-        if folder is not None and Path(folder).is_dir():
+    for field, folder in config.models.items():
+        if Path(folder).is_dir():
             digests |= _of_model(field, Path(folder))
     return digests
 

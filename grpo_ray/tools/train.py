@@ -129,9 +129,8 @@ def model_lines(config: Config) -> Iterator[str]:
     """Yield what the hub says of a model that is to come from it."""
     from grpo_ray.learning.model_files import at_commit, is_local
 
-    models = {"model.path": config.model.path, "distillation.teacher": config.distillation.teacher}
-    for field, path in models.items():
-        if path is not None and not is_local(path):
+    for field, path in config.models.items():
+        if not is_local(path):
             try:
                 yield f"{field}: {at_commit(path, field)} on the hub, or in the local cache"
             except ValueError as error:

@@ -297,7 +297,7 @@ def test_the_hub_is_asked_for_a_models_commit_and_else_its_cache(monkeypatch: py
     cached = "/cache/f00/config.json"
     monkeypatch.setattr(model_files, "try_to_load_from_cache", lambda name, file, revision: cached)
     assert at_commit("missing/model") == "missing/model@f00"
-    assert (at_commit(None), at_commit("/a/model")) == (None, "/a/model")
+    assert at_commit("/a/model") == "/a/model"
 
 
 def test_end_tokens_are_the_tokenizers_and_generation_configs(tiny_model: TinyModel, tmp_path: Path) -> None:
