@@ -226,30 +226,6 @@ def check_ends(
             )
 
 
-def check_lengths(
-    longest_prompt: int, max_tokens: int, limit: int | None, what: str, place: str = "", remedy: str = ""
-) -> None:
-    """Refuse prompts and responses that do not fit `limit` tokens (None: no known limit).
-
-    Args:
-        what: the name of the limit in the message.
-        place: the file and line of the longest prompt, if it has one.
-        remedy: an alternative to fewer response tokens.
-
-    Raises:
-        ValueError: the longest prompt and response together exceed the limit.
-    """
-    if limit is None or longest_prompt + max_tokens <= limit:
-        return
-    room = limit - longest_prompt
-    fewer = f"set it to {room} or less" if room > 0 else ""
-    fix = ", ".join(filter(None, (fewer, remedy if fewer else remedy.removeprefix("or ")))) or "shorten it"
-    raise ValueError(
-        f"sampling.max_tokens: {max_tokens} response tokens after the longest prompt "
-        f"({longest_prompt} tokens{place and f': {place}'}) do not fit {what} ({limit}); {fix}"
-    )
-
-
 def at_commit(path: str, field: str = "model.path") -> str:
     """Return `owner/name@commit` for a model on the hub, and any other path as it is.
 

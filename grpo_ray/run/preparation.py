@@ -21,7 +21,6 @@ from grpo_ray.episodes.checking import check_episodes, check_room, check_templat
 from grpo_ray.learning.model_files import (
     at_commit,
     check_ends,
-    check_lengths,
     check_local_model,
     check_teacher,
     check_vocabulary,
@@ -411,9 +410,16 @@ def _refuse_long(
         choices = ["skip (left out)"] if min(chain(*lengths)) <= limit else []
         choices += ["truncate (cut on the left)"] if task.prompt != "chat" and limit > 0 else []
         remedy = f"or set task.long_prompts to {' or '.join(choices)}" if choices else ""
+    max_tokens = config.sampling.max_tokens
     spaces = ((positions, "the model's positions"), (config.generator.max_model_len, "generator.max_model_len"))
     for space, what in spaces:
-        check_lengths(longest, config.sampling.max_tokens, space, what, example.place, remedy)
+        if space is not None and longest + max_tokens > space:
+            fewer = f"set it to {space - longest} or less" if space > longest else ""
+            fix = ", ".join(filter(None, (fewer, remedy if fewer else remedy.removeprefix("or "))))
+            raise ValueError(
+                f"sampling.max_tokens: {max_tokens} response tokens after the longest prompt ({longest} tokens"
+                f"{example.place and f': {example.place}'}) do not fit {what} ({space}); {fix or 'shorten it'}"
+            )
     assert isinstance(task, ExamplesTaskConfig)
     raise ValueError(
         f"{example.place}: the prompt has {longest} tokens, more than task.max_prompt_tokens "

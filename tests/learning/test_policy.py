@@ -18,14 +18,7 @@ from grpo_ray.config.model import Implementation, TinyModelConfig, WarmupConfig
 from grpo_ray.config.task import FileTaskConfig, SortingTaskConfig
 from grpo_ray.learning import model_files
 from grpo_ray.learning.loading import skeleton
-from grpo_ray.learning.model_files import (
-    at_commit,
-    check_lengths,
-    check_local_model,
-    end_token_ids,
-    is_local,
-    load_tokenizer,
-)
+from grpo_ray.learning.model_files import at_commit, check_local_model, end_token_ids, is_local, load_tokenizer
 from grpo_ray.learning.tiny_tokenizer import END_TOKEN, tiny_tokenizer, train_tokenizer
 from grpo_ray.learning.transformer_lm import TransformerLM
 from grpo_ray.run.preparation import check_files
@@ -269,15 +262,6 @@ def test_is_local(here: Path) -> None:
     for path in ("/models/m", "./m", "../m", "mine", "runs/last", "typo", "runs/last/missing"):
         assert is_local(path), path
     assert not is_local("Qwen/Qwen2.5-Math-1.5B")
-
-
-def test_check_lengths() -> None:
-    check_lengths(30, max_tokens=70, limit=100, what="the model's positions")
-    check_lengths(30, max_tokens=7000, limit=None, what="the model's positions")
-    with pytest.raises(ValueError, match=r"71 .*\(30 tokens\).*fit the positions \(100\); set it to 70 or"):
-        check_lengths(30, max_tokens=71, limit=100, what="the positions")
-    with pytest.raises(ValueError, match="; shorten it"):
-        check_lengths(101, max_tokens=1, limit=100, what="the positions")
 
 
 def test_the_hub_is_asked_for_a_models_commit_and_else_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
