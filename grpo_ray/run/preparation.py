@@ -1,8 +1,8 @@
 """Checks of everything that a run needs, before anything expensive starts."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NoReturn
 
@@ -42,7 +42,7 @@ from grpo_ray.tasks.examples import Example, ExampleSets
 from grpo_ray.tasks.kinds import check_warmup
 from grpo_ray.tasks.prompt_lengths import Lengths, check_cut, count_tokens, cut_notices, skip_long
 from grpo_ray.tasks.prompt_stream import PromptStream
-from grpo_ray.tasks.prompts import Prompter, Prompters, PromptTemplate, TextTemplate, make_items, template_of
+from grpo_ray.tasks.prompts import Prompter, Prompters, TextTemplate, make_items, template_of
 from grpo_ray.tasks.sources import source_names
 from grpo_ray.types import StartingModel
 
@@ -53,23 +53,14 @@ WarmupProgress = Callable[[int, int, float], None]
 
 @dataclass(frozen=True)
 class TaskData:
-    """The task's examples and templates, read and checked; parts of a mixture differ by `Example.task`."""
+    """The task's examples and prompters, read and checked; parts of a mixture differ by `Example.task`."""
 
     train: Sequence[Example]
     validation: Sequence[Example]
-    templates: Mapping[str, PromptTemplate]
+    prompters: Prompters  # for a model on the hub without a tokenizer, until `prepare`
     notices: tuple[str, ...] = ()  # what was skipped or cut, and gaps in isolation
     longest_prompt: int | None = None  # tokens; None until there is a tokenizer
-    max_prompt_tokens: Mapping[str, int] = field(default_factory=dict)  # longer prompts are cut on the left
-    with_facts: Collection[str] = ()  # parts with code of the user's that may ask about an example
-    tokenizer: PreTrainedTokenizerBase | None = None  # None for a model on the hub
     first_prompts: tuple[str, ...] = ()  # lines that show one prompt of each part, and what its truth earns
-
-    def prompters(self) -> Prompters:
-        cuts, asked, tokenizer = self.max_prompt_tokens, self.with_facts, self.tokenizer
-        return {
-            name: Prompter(t, tokenizer, cuts.get(name), name in asked) for name, t in self.templates.items()
-        }
 
     def part(self, name: str) -> ExampleSets:
         train, validation = ([e for e in some if e.task == name] for some in (self.train, self.validation))
@@ -110,11 +101,13 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
             f"evaluation.samples_per_prompt: {per_prompt:,} responses to each of {num_prompts:,} validation "
             f"prompts are in memory together; at most {MAX_ROLLOUTS:,} may be"
         )
-    templates = {name: template_of(part) for name, part in parts_of(config.task).items()}
+    prompters = {
+        name: Prompter(template_of(part), None, with_facts=may_ask(part))
+        for name, part in parts_of(config.task).items()
+    }
     is_isolated = any(map(needs_isolation, config.task.rewards.values()))
     notices = examples.notices + (protection_here().notices if is_isolated else ()) + algorithm_notices
-    asked = [name for name, part in parts_of(config.task).items() if may_ask(part)]
-    task = TaskData(examples.train, examples.validation, templates, notices, with_facts=asked)
+    task = TaskData(examples.train, examples.validation, prompters, notices)
     return _fit_prompts(config, task) if all(map(is_local, config.models.values())) else task
 
 
@@ -156,11 +149,10 @@ def with_trial(config: Config, task: TaskData) -> TaskData:
         ValueError: a function of the user's fails.
     """
     firsts = {e.task: e for e in reversed([*task.train, *task.validation]) if e.task in config.task.rewards}
-    prompters = task.prompters()
     items = {
-        name: (prompters[name].item(0, first), first.place)
-        for name, first in firsts.items()
-        if task.tokenizer is not None or isinstance(task.templates[name], TextTemplate)  # a chat needs it
+        name: (prompter.item(0, firsts[name]), firsts[name].place)
+        for name, prompter in task.prompters.items()
+        if name in firsts and (prompter.tokenizer is not None or isinstance(prompter.template, TextTemplate))
     }
     trials, notices = try_rewards(config.task.rewards, items, config.scorer)
     for name, reward in config.task.rewards.items():
@@ -256,7 +248,7 @@ def prepare(config: Config, task: TaskData, progress: WarmupProgress | None = No
     """
     serving, task = _prepare(config, task, progress)
     order = make_order(config.task, Counter(example.task for example in task.train), config.run.seed)
-    return Prepared(prompts=PromptStream(task.train, task.prompters(), order), **vars(serving))
+    return Prepared(prompts=PromptStream(task.train, task.prompters, order), **vars(serving))
 
 
 def prepare_serving(config: Config, task: TaskData) -> PreparedServing:
@@ -275,14 +267,14 @@ def _prepare(
     at_commits(config)  # the hub has what it is asked for
     if task.longest_prompt is None:
         task = _fit_prompts(config, task)
-    longest, tokenizer = task.longest_prompt, task.tokenizer
+    longest, tokenizer = task.longest_prompt, next(iter(task.prompters.values())).tokenizer
     assert longest is not None
     assert tokenizer is not None
     ends = end_token_ids(model_path, tokenizer, config.model.trust_remote_code)
     max_model_len = config.generator.max_model_len or longest + config.sampling.max_tokens
     serving = PreparedServing(
         model=StartingModel(model_path, ends, max_model_len),
-        validation=make_items(task.validation, task.prompters()),
+        validation=make_items(task.validation, task.prompters),
         longest_prompt=longest,
         notices=task.notices,
     )
@@ -347,57 +339,50 @@ def _check_engine(config: Config, positions: int | None) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _FittedPart:
-    examples: ExampleSets  # with notices of the changes that made them fit
-    longest_prompt: int  # tokens
-    max_prompt_tokens: int | None = None  # longer prompts are cut
-
-
 def _fit_prompts(config: Config, task: TaskData) -> TaskData:
     """Return the task with its longest prompt known, after handling those that are too long."""
     tokenizer, positions = _tokenizer_and_positions(config)
     _check_engine(config, positions)
     check_template(config, tokenizer)
-    task = replace(task, tokenizer=tokenizer)
-    prompters = task.prompters()
-    parts = {
+    prompters = {name: replace(each, tokenizer=tokenizer) for name, each in task.prompters.items()}
+    fitted = {
         name: _fit_part(config, part, task.part(name), prompters[name], positions)
         for name, part in parts_of(config.task).items()
     }
-    fitted = join_parts({name: part.examples for name, part in parts.items()})
-    cuts = {name: part.max_prompt_tokens for name, part in parts.items()}
-    longest = max(part.longest_prompt for part in parts.values())
+    longest = max(longest for _, _, longest in fitted.values())
     check_teacher(config, tokenizer, longest)
+    joined = join_parts({name: examples for name, (examples, _, _) in fitted.items()})
     return replace(
         task,
-        train=fitted.train,
-        validation=fitted.validation,
-        notices=task.notices + fitted.notices,
+        train=joined.train,
+        validation=joined.validation,
+        prompters={name: prompter for name, (_, prompter, _) in fitted.items()},
+        notices=task.notices + joined.notices,
         longest_prompt=longest,
-        max_prompt_tokens={name: cut for name, cut in cuts.items() if cut is not None},
     )
 
 
 def _fit_part(
     config: Config, task: PlainTask, examples: ExampleSets, prompter: Prompter, positions: int | None
-) -> _FittedPart:
+) -> tuple[ExampleSets, Prompter, int]:
+    """Return the examples that fit, with a notice of the others, their prompter, and their longest prompt."""
     if isinstance(task, EpisodesTaskConfig):  # its prompts grow as far as `episodes.max_tokens`
         check_room(config, positions)
-        return _FittedPart(examples, config.episodes.max_tokens - config.sampling.max_tokens)
+        return examples, prompter, config.episodes.max_tokens - config.sampling.max_tokens
     lengths = (count_tokens(examples.train, prompter), count_tokens(examples.validation, prompter))
     longest = max(chain(*lengths))
     limit = _longest_allowed(config, task, positions)
     if limit is None or longest <= limit:
-        return _FittedPart(examples, longest)
+        return examples, prompter, longest
     if not isinstance(task, ExamplesTaskConfig) or task.long_prompts == "refuse":
         _refuse_long(config, task, examples, lengths, positions, limit)
     names = source_names(task)
     if task.long_prompts == "skip":
         kept = skip_long(examples, lengths, limit, names)
-        return _FittedPart(kept, max(count for count in chain(*lengths) if count <= limit))
+        return kept, prompter, max(count for count in chain(*lengths) if count <= limit)
     check_cut(prompter, limit)
-    return _FittedPart(replace(examples, notices=cut_notices(lengths, limit, names)), limit, limit)
+    cut = replace(examples, notices=cut_notices(lengths, limit, names))
+    return cut, replace(prompter, max_tokens=limit), limit
 
 
 def _refuse_long(

@@ -190,7 +190,8 @@ def check_resume(run: RunDirectory, config: Config, task: TaskData) -> None:
 
 
 def _digests(config: Config, task: TaskData, prepared: Prepared | None = None) -> dict[str, str]:
-    digests = input_digests(config, task.templates, task.train, task.validation)
+    templates = {name: prompter.template for name, prompter in task.prompters.items()}
+    digests = input_digests(config, templates, task.train, task.validation)
     if config.model.tiny is not None:
         from grpo_ray.run.tiny_model import tiny_digest  # takes seconds
 

@@ -101,7 +101,7 @@ def start_model(config: Config, data: TaskData) -> ModelWriter:
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its log would bury ours on a terminal
     prepared = prepare_serving(config, data)
-    prompter = Prompter(data.templates[""], load_tokenizer(prepared.model.path))
+    prompter = Prompter(data.prompters[""].template, load_tokenizer(prepared.model.path))
     settings = training_settings(config.sampling, prepared.model.end_token_ids)
     return ModelWriter(
         make_engine(config, prepared.model.path, prepared.model.max_model_len, 0), prompter, settings
