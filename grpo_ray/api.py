@@ -185,6 +185,7 @@ def evaluate(target: str | Path | Run, *overrides: str, **options: Any) -> "Eval
     Raises:
         ConfigError, RunError: as the command.
     """
+    from grpo_ray.run.training import Follower
     from grpo_ray.tools.arguments import converted
     from grpo_ray.tools.evaluation.evaluate import evaluate as run_evaluation
     from grpo_ray.tools.evaluation.results import read_summary
@@ -200,8 +201,8 @@ def evaluate(target: str | Path | Run, *overrides: str, **options: Any) -> "Eval
     _check_overrides(overrides)
     own: Any = {"overrides": overrides, "command": f"the same call of grpo_ray.evaluate({path!r}, ...)"}
     asked = EvaluationOptions(path, **own, **converted(EvaluationOptions, options))
-    stop = _Stop()
-    summary = read_summary(_in_own_thread(lambda: run_evaluation(asked, stop.can_be_asked_by), stop))
+    follower = Follower()
+    summary = read_summary(_in_own_thread(lambda: run_evaluation(asked, follower.can_stop), follower))
     assert summary is not None
     return summary
 
@@ -370,24 +371,6 @@ def _imported_name(function: Callable[..., Any]) -> str | None:
     return f"{module}:{name}" if found is function and is_file and module != "__main__" else None
 
 
-class _Stop:
-    """A way to end a run from the thread that waits for it."""
-
-    def __init__(self) -> None:
-        self._request: Callable[[], object] | None = None
-        self._is_asked = False
-
-    def can_be_asked_by(self, request: Callable[[], object]) -> None:
-        self._request = request
-        if self._is_asked:
-            request()
-
-    def __call__(self) -> None:
-        self._is_asked = True
-        if self._request is not None:
-            self._request()
-
-
 def _check_overrides(overrides: Sequence[Any]) -> None:
     for each in overrides:
         if not isinstance(each, str):
@@ -399,13 +382,12 @@ def _finished(work: "Callable[[Follower], RunDirectory]", on_step: OnStep | None
     from grpo_ray.run.signals import Interrupted
     from grpo_ray.run.training import Follower
 
-    stop = _Stop()
-    follower = Follower(on_step, stop.can_be_asked_by)
+    follower = Follower(on_step)
     # A run's seed is not the caller's: numbers may be drawn afterwards.
     torch = sys.modules.get("torch")
     try:
         with torch.random.fork_rng(devices=()) if torch else nullcontext():
-            return Run(_in_own_thread(lambda: work(follower), stop).path)
+            return Run(_in_own_thread(lambda: work(follower), follower).path)
     except Interrupted as interrupted:
         if follower.exit is not None:
             raise follower.exit from None
@@ -414,7 +396,7 @@ def _finished(work: "Callable[[Follower], RunDirectory]", on_step: OnStep | None
         return Run(interrupted.run.path)
 
 
-def _in_own_thread(work: Callable[[], T], stop: _Stop) -> T:
+def _in_own_thread(work: Callable[[], T], follower: "Follower") -> T:
     """Run `work` here if no event loop runs in this thread, and else in a thread.
 
     Ctrl-C while waiting asks the run to stop with a checkpoint; a second one stops waiting.
@@ -430,7 +412,7 @@ def _in_own_thread(work: Callable[[], T], stop: _Stop) -> T:
     try:
         return future.result()
     except KeyboardInterrupt:
-        stop()
+        follower.stop()
         return future.result()
 
 

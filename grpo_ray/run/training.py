@@ -38,17 +38,10 @@ from grpo_ray.watch.trackers import check_trackers, tracking
 
 
 class Follower:
-    """The Python program that a run belongs to: it sees each step, and may stop the run."""
+    """The Python program that a run belongs to: it sees each step, and may stop the run from any thread."""
 
-    def __init__(
-        self, on_step: Callable[[int, Mapping[str, float]], object] | None = None,
-        stoppable_by: Callable[[Callable[[], None]], None] | None = None,
-    ) -> None:  # fmt: skip
-        """
-        Args:
-            on_step: called with each step and its metrics; the run stops if it returns True.
-            stoppable_by: given a function that stops the run, which any thread may call.
-        """
+    def __init__(self, on_step: Callable[[int, Mapping[str, float]], object] | None = None) -> None:
+        """`on_step` is called with each step and its metrics; the run stops if it returns True."""
         if on_step is not None:
             if not callable(on_step):
                 raise ValueError(f"on_step: a {type(on_step).__name__} is not a function")
@@ -56,15 +49,20 @@ class Follower:
                 raise ValueError("on_step: nothing would wait for an `async` function; write it without")
             further = keyword_parameters(on_step, "step, metrics", "on_step: the function") or {}
             check_arguments(further, {}, "on_step: the function", "it is called with step and metrics alone")
-        self.on_step, self._stoppable_by = on_step, stoppable_by
-        self._stop: Callable[[], None] = lambda: None
+        self.on_step, self._is_stopped = on_step, False
+        self._request: Callable[[], object] = lambda: None
         self.exit: BaseException | None = None  # by which the program asked to end
 
-    def can_stop(self, stop: Callable[[], None]) -> None:
-        """Note how the run can be stopped."""
-        self._stop = stop
-        if self._stoppable_by is not None:
-            self._stoppable_by(stop)
+    def can_stop(self, request: Callable[[], object]) -> None:
+        """Note how the run can be asked to stop."""
+        self._request = request
+        if self._is_stopped:
+            request()
+
+    def stop(self) -> None:
+        """Stop the run, or have it stop as soon as it can."""
+        self._is_stopped = True
+        self._request()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a step to the program."""
@@ -73,7 +71,7 @@ class Follower:
         except (SystemExit, KeyboardInterrupt) as error:  # it would end the loop before there is a checkpoint
             self.exit, result = error, True
         if isinstance(result, bool | np.bool_) and result:
-            self._stop()
+            self.stop()
 
 
 def train(
