@@ -109,7 +109,7 @@ class ServingHost(ABC):
 
 def scorer_arguments(config: Config) -> tuple[Any, ...]:
     """Return the arguments of Scorer for a configuration, with the secrets of this process's environment."""
-    rewards, discount = config.task.rewards, config.episodes.turn_discount
+    rewards, discount = config.rewards, config.episodes.turn_discount
     secrets = values_of(secrets_in(rewards.values()))
     has_teacher = config.distillation.teacher is not None
     max_tokens = config.sampling.max_tokens

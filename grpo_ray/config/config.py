@@ -13,7 +13,7 @@ from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.episodes import GRACE_S, EpisodesConfig
 from grpo_ray.config.learner import LearnerConfig, SftConfig
 from grpo_ray.config.model import ModelConfig
-from grpo_ray.config.reward import ScorerConfig, secrets_in, term_weights
+from grpo_ray.config.reward import Reward, ScorerConfig, secrets_in, term_weights
 from grpo_ray.config.run import (
     CheckpointConfig,
     EvaluationConfig,
@@ -100,6 +100,12 @@ class Config(Section):
         return {name: part for name, part in parts if isinstance(part, EpisodesTaskConfig)}
 
     @property
+    def rewards(self) -> dict[str, Reward]:
+        """The parts' rewards, by `PromptItem.task`; an episode has none to grade with, and returns its own."""
+        parts = parts_of(self.task).items()
+        return {name: part.reward for name, part in parts if not isinstance(part, EpisodesTaskConfig)}
+
+    @property
     def models(self) -> dict[str, str]:
         """The folders or hub names of the policy's model, unless it is built, and of the teacher, by field."""
         named = {"model.path": self.model.path, "distillation.teacher": self.distillation.teacher}
@@ -109,7 +115,7 @@ class Config(Section):
     def secrets(self) -> list[str]:
         """The names of the environment's secrets that rewards and episodes list."""
         own = self.episodes.secrets if self.episode_tasks else ()
-        return list(dict.fromkeys([*secrets_in(self.task.rewards.values()), *own]))
+        return list(dict.fromkeys([*secrets_in(self.rewards.values()), *own]))
 
     @property
     def has_only_episodes(self) -> bool:
@@ -197,9 +203,7 @@ class Config(Section):
                 "tracking.rollouts_every_num_steps needs the run's rollout files; set run.save_rollouts to "
                 "true, or tracking.rollouts_every_num_steps to 0"
             )
-        is_by_terms = self.algorithm.advantage_kind == "gdpo" and any(
-            map(term_weights, self.task.rewards.values())
-        )
+        is_by_terms = self.algorithm.advantage_kind == "gdpo" and any(map(term_weights, self.rewards.values()))
         has_weights = any(name.endswith("_weight") for name in self.algorithm.advantage_options)
         if buffer_tokens and is_by_terms and not has_weights:
             yield (

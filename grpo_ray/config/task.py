@@ -48,11 +48,6 @@ class PlainTaskConfig(Section):
     curriculum: CurriculumConfig | None = None
     """Sample prompts less often if they last taught nothing; default: every prompt once per epoch."""
 
-    @property
-    def rewards(self) -> dict[str, Reward]:
-        """Rewards by `PromptItem.task`; a task that is no mixture has a single part, named ""."""
-        return {"": self.reward}
-
     def _conflicts(self) -> Iterator[str]:
         if self.system_prompt is not None and self.prompt != "chat":
             yield (
@@ -241,11 +236,6 @@ class EpisodesTaskConfig(Section):
     curriculum: CurriculumConfig | None = None
     """Sample prompts less often if they last taught nothing; default: every prompt once per epoch."""
 
-    @property
-    def rewards(self) -> dict[str, Reward]:
-        """No reward to grade with: an episode returns its own."""
-        return {}
-
     def _conflicts(self) -> Iterator[str]:
         if (":" in self.examples) == (self.validation_examples is not None):
             yield "validation_examples: give a file if `examples` is one; omit it for a `module:function`"
@@ -278,11 +268,6 @@ class MixtureTaskConfig(Section):
     kind: Literal["mixture"] = "mixture"
     parts: dict[str, MixturePart]
     """Parts by name (letters, digits, `_` and `-`); metrics of a part end with its name."""
-
-    @property
-    def rewards(self) -> dict[str, Reward]:
-        """Rewards by part."""
-        return {name: reward for name, part in self.parts.items() for reward in part.task.rewards.values()}
 
     def _conflicts(self) -> Iterator[str]:
         if not self.parts:

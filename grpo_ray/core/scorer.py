@@ -30,7 +30,7 @@ class Scorer:
     ) -> None:  # fmt: skip
         """
         Args:
-            rewards: one per task, by name (`config.task.rewards`).
+            rewards: one per task, by name (`config.rewards`).
             max_tokens: length of the longest response that may be sampled.
             turn_discount: of the returns of episodes with rewards per turn.
             secrets: those that the rewards list, put into this process's environment.

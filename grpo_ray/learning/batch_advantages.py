@@ -121,7 +121,7 @@ def _penalized(group: ScoredGroup, penalties: Sequence[np.ndarray], config: Conf
     completions, algorithm = group.rollout.completions, config.algorithm
     parts = group.format_rewards, group.answer_rewards
     if not group.rollout.is_of_episodes:
-        terms = group.terms, term_weights(config.task.rewards[group.rollout.item.task])
+        terms = group.terms, term_weights(config.rewards[group.rollout.item.task])
         fixed = group.is_graded, algorithm, config.sampling.max_tokens, *parts, *terms
         return replace(group, rewards=rewards, advantages=advantages_of(rewards, _lengths(completions), *fixed))
     episodes = [completion for completion in completions if isinstance(completion, Episode)]

@@ -23,7 +23,7 @@ class Grader:
     def __init__(self, rewards: Mapping[str, Reward], config: ScorerConfig) -> None:
         """
         Args:
-            rewards: each task's reward, by the task's name (`config.task.rewards`).
+            rewards: each task's reward, by the task's name (`config.rewards`).
         """
         self._terms = {
             task: [(f"{task}#{place}", term) for place, term in enumerate(named_terms(reward))]

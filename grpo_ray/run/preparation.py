@@ -105,7 +105,7 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
         name: Prompter(template_of(part), None, with_facts=may_ask(part))
         for name, part in parts_of(config.task).items()
     }
-    is_isolated = any(map(needs_isolation, config.task.rewards.values()))
+    is_isolated = any(map(needs_isolation, config.rewards.values()))
     notices = examples.notices + (protection_here().notices if is_isolated else ()) + algorithm_notices
     task = TaskData(examples.train, examples.validation, prompters, notices)
     return _fit_prompts(config, task) if all(map(is_local, config.models.values())) else task
@@ -113,7 +113,7 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
 
 def check_rewards(config: Config, examples: ExampleSets | None) -> None:
     """Check the rewards; before the examples are read, not what functions ask their columns for."""
-    for name, reward in config.task.rewards.items():
+    for name, reward in config.rewards.items():
         field = f"{field_of(name)}.reward"
         part = parts_of(config.task)[name]
         if not isinstance(part, ExamplesTaskConfig):
@@ -148,14 +148,14 @@ def with_trial(config: Config, task: TaskData) -> TaskData:
         RunError: the grading process cannot be started.
         ValueError: a function of the user's fails.
     """
-    firsts = {e.task: e for e in reversed([*task.train, *task.validation]) if e.task in config.task.rewards}
+    firsts = {e.task: e for e in reversed([*task.train, *task.validation]) if e.task in config.rewards}
     items = {
         name: (prompter.item(0, firsts[name]), firsts[name].place)
         for name, prompter in task.prompters.items()
         if name in firsts and (prompter.tokenizer is not None or isinstance(prompter.template, TextTemplate))
     }
-    trials, notices = try_rewards(config.task.rewards, items, config.scorer)
-    for name, reward in config.task.rewards.items():
+    trials, notices = try_rewards(config.rewards, items, config.scorer)
+    for name, reward in config.rewards.items():
         for own in own_functions(reward):
             if name in firsts and (parameter := own.truth_as(firsts[name].row)):
                 notices.append(f"{own.where}: no column is called {parameter!r}, so it is the ground truth")
@@ -186,7 +186,7 @@ def _check_algorithm(config: Config) -> tuple[str, ...]:
     from grpo_ray.objectives import check_algorithm
     from grpo_ray.objectives.checking import notices_on_loss
 
-    weights = [term_weights(reward) for reward in config.task.rewards.values()]
+    weights = [term_weights(reward) for reward in config.rewards.values()]
     check_algorithm(algorithm, weights + [{}] * bool(config.episode_tasks))  # an episode's reward has no terms
     return notices_on_loss(config)
 

@@ -62,7 +62,7 @@ def input_digests(
 
 
 def _of_rewards(config: Config) -> dict[str, str]:
-    terms = ((f"{field_of(name)}.reward", terms_of(reward)) for name, reward in config.task.rewards.items())
+    terms = ((f"{field_of(name)}.reward", terms_of(reward)) for name, reward in config.rewards.items())
     return dict(pair for field, own in terms for pair in _of_modules(field, (term.reward for term in own)))
 
 

@@ -57,7 +57,7 @@ def is_ignored(model: Any, trust_remote_code: bool) -> bool:
 
 def code_in(config: Config) -> list[tuple[str, str]]:
     """Return the fields that name code which an evaluation would import, and which is not bundled for them."""
-    rewards = config.task.rewards.values()
+    rewards = config.rewards.values()
     named = [("generator.engine", config.generator.engine)]
     named += [("task.reward", name) for reward in rewards for name in code_of(reward)]
     for task in config.episode_tasks.values():

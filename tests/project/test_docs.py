@@ -337,8 +337,8 @@ def in_written_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("in_written_folder")
 def test_a_reward_of_ones_own() -> None:
     config = load_config("my_reward.yaml")
-    check_reward(config.task.rewards[""])
-    reward_fn = get_reward_fn(config.task.rewards[""])
+    check_reward(config.rewards[""])
+    reward_fn = get_reward_fn(config.rewards[""])
     by_length = [reward_fn(" word" * n, "3")["reward"] for n in range(7)]
     assert by_length == [0, 0.5, 1, 1, 1, 0.5, 0]
     assert reward_fn("one two three four five", "3")["answer_reward"] == 0
@@ -352,7 +352,7 @@ def test_a_task_from_a_file() -> None:
     every = {example.question: example.ground_truth for example in [*sets.train, *sets.validation]}
     assert len(every) == 1000
     assert every["What is 12 squared?"] == "144"
-    reward_fn = get_reward_fn(load_config("squares.yaml").task.rewards[""])
+    reward_fn = get_reward_fn(load_config("squares.yaml").rewards[""])
     assert [reward_fn(answer, "144")["reward"] for answer in ("144", " 145", "about 144")] == [1, 0.1, 0]
 
 

@@ -108,15 +108,15 @@ def test_a_secret_that_is_not_set_is_refused_by_name_and_no_value_is_in_the_conf
         check_files(config)
     monkeypatch.setenv("JUDGE_KEY", "")
     with pytest.raises(ValueError, match=r"^task\.reward: secrets: JUDGE_KEY is not set"):
-        check_reward(config.task.rewards[""])
+        check_reward(config.rewards[""])
     monkeypatch.setenv("JUDGE_KEY", "a key")
-    check_reward(config.task.rewards[""])
+    check_reward(config.rewards[""])
     dump_config(config, tmp_path / "config.yaml")
     text = (tmp_path / "config.yaml").read_text()
     assert "JUDGE_KEY" in text
     assert "a key" not in text
     with pytest.raises(ValueError, match=r"task\.reward: secrets: brevity is built in and reads none"):
-        check_reward(with_reward("[{reward: brevity, secrets: [JUDGE_KEY]}]").task.rewards[""])
+        check_reward(with_reward("[{reward: brevity, secrets: [JUDGE_KEY]}]").rewards[""])
 
     episodes = load_config("configs/calculator.yaml", ["episodes.secrets=[TOOL_KEY]"])
     with pytest.raises(ValueError, match=r"^episodes\.secrets: TOOL_KEY is not set"):
@@ -132,7 +132,7 @@ def test_a_reward_sees_its_keys_alone(module: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("JUDGE_KEY", "a key")
     config = with_reward(f"{{reward: '{module}', secrets: {names}}}", "scorer.num_workers=1")
     arguments = scorer_arguments(config)
-    assert values_of(secrets_in(config.task.rewards.values())) == dict.fromkeys(names, "a key")
+    assert values_of(secrets_in(config.rewards.values())) == dict.fromkeys(names, "a key")
     for name in names:
         monkeypatch.delenv(name)
     scorer = Scorer(*arguments)

@@ -306,7 +306,8 @@ def test_a_mixtures_examples_know_their_part(tmp_path: Path) -> None:
         sums={"task": {"kind": "arithmetic", "num_train_prompts": 3, "num_validation_prompts": 2}},
         school={"weight": 2, "task": {"kind": "gsm8k", "train_path": train, "validation_path": test}},
     )
-    assert task.rewards == {"sums": "exact_match", "school": "r1_zero"}
+    config = load_config(QUICKSTART).model_copy(update={"task": task})
+    assert config.rewards == {"sums": "exact_match", "school": "r1_zero"}
     sets = load_examples(task, seed=0)
     assert [example.task for example in sets.train] == ["sums"] * 3 + ["school"] * 2
     assert [example.task for example in sets.validation] == ["sums"] * 2 + ["school"]

@@ -86,7 +86,7 @@ def audit(run: RunDirectory, trust_remote_code: bool = False, run_reward_code: b
     report = AuditReport(num_steps=len(metrics))
     if run_reward_code:
         import_from(run.given)
-        for reward in config.task.rewards.values():
+        for reward in config.rewards.values():
             own_functions(reward)  # imports them
     try:
         check_dumped(run.config_path)

@@ -31,7 +31,7 @@ class Regrader:
 
     def __init__(self, configs: Sequence[Config], run_reward_code: bool) -> None:
         config = configs[-1]  # all that the run has had have the same task
-        rewards = config.task.rewards
+        rewards = config.rewards
         named = {} if run_reward_code else {task: code_of(reward) for task, reward in rewards.items()}
         code = {task: names for task, names in named.items() if names}
         # A judge may answer otherwise today, and costs money.
@@ -311,7 +311,7 @@ def _audit_groups(
     for group, members in rows.groups.items():
         compare = audit_comparison if is_episode(members[0]) else _audit_advantages
         problems = list(_audit_members(members, num_samples, masks_old))
-        if not is_episode(members[0]) and (task := members[0]["task"]) not in configs[-1].task.rewards:
+        if not is_episode(members[0]) and (task := members[0]["task"]) not in configs[-1].rewards:
             problems.append(f"is of task {task!r}, which the configuration lacks")
         elif not grader.skips_advantages:
             by_config = [list(compare(members, config)) for config in reversed(configs)]
@@ -397,7 +397,7 @@ def _audit_advantages(members: list[Row], config: Config) -> Iterator[str]:
     lengths = np.array([row["num_tokens"] for row in members])
     is_graded = np.array([row["error"] is None for row in members])
     formats, answers = (np.array([row[name] for row in members], np.float32) for name in REWARDS[1:])
-    weights = term_weights(config.task.rewards[members[0]["task"]])
+    weights = term_weights(config.rewards[members[0]["task"]])
     weights = {name: weight for name, weight in weights.items() if TERM + name in members[0]}  # of this release
     terms = {name: np.array([row[TERM + name] for row in members], np.float32) for name in weights}
     shapes = config.algorithm, config.sampling.max_tokens

@@ -132,7 +132,7 @@ def _of_config(options: PreflightOptions) -> Subject:
         ends: tuple[int, ...] = (tokenizer.eos_token_id,)
     else:
         tokenizer, ends = _tokenizer(model, config.model.trust_remote_code)
-    rewards = config.task.rewards
+    rewards = config.rewards
     prompts: dict[str, PromptTemplate] = {}
     episodes = {name: load_episode(task.episode) for name, task in config.episode_tasks.items()}
     for name, reward in rewards.items():
