@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from transformers import PreTrainedTokenizerBase
 
@@ -89,7 +89,6 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
     for name, path in config.models.items():
         if is_local(path):
             check_local_model(path, name)
-    _check_heads(config)
     if examples is None:
         check_sft(config)  # not of an evaluation, which brings its examples
         algorithm_notices += idle_keys(config)
@@ -207,26 +206,6 @@ VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of attention heads that vLLM 0.32 computes on a CPU (`CPUAttentionBackend`); others fail at a token."""
 
 
-def _check_heads(config: Config) -> None:
-    tiny, path, cure = config.model.tiny, config.model.path, "use"
-    if config.generator.engine != "vllm" or config.generator.num_gpus:
-        return
-    if tiny is not None:
-        size, cure = tiny.hidden_size // tiny.num_heads, f"give num_heads: {max(1, tiny.hidden_size // 32)}, or"
-    elif path is None or not is_local(path):
-        return
-    else:
-        shape = text_config(path, config.model.trust_remote_code)
-        number = 0 if hasattr(shape, "kv_lora_rank") else getattr(shape, "num_attention_heads", 0)
-        size = getattr(shape, "head_dim", None) or shape.hidden_size // number if number else 32
-    if size not in VLLM_CPU_HEADS:
-        field = "model.tiny: hidden_size / num_heads" if tiny else "model.path: the size of its attention heads"
-        raise ValueError(
-            f"{field} is {size}, but vLLM's attention on a CPU supports only heads of "
-            f"{', '.join(map(str, VLLM_CPU_HEADS))}; {cure} generator.engine: torch"
-        )
-
-
 def at_commits(config: Config) -> Config:
     """Return the configuration with the commit of each model on a hub; raises ValueError as `at_commit`."""
     return with_models(config, {name: at_commit(path, name) for name, path in config.models.items()})
@@ -319,23 +298,32 @@ def _check_adapter(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _check_engine(config: Config, positions: int | None) -> None:
-    """Refuse what vLLM would refuse once its actors have started."""
-    asked, num_gpus, model = config.generator.max_model_len, config.generator.num_gpus, config.model
+    """Refuse what vLLM would refuse once its actors have started, or at the first token."""
+    asked, num_gpus, tiny = config.generator.max_model_len, config.generator.num_gpus, config.model.tiny
     if config.generator.engine != "vllm":
         return
     if asked is not None and positions is not None and asked > positions:
         raise ValueError(
             f"generator.max_model_len is {asked}, but the model has {positions} positions; give at most that"
         )
-    if num_gpus < 2:
+    shape: Any = tiny or text_config(str(config.model.path), config.model.trust_remote_code)
+    number = tiny.num_heads if tiny is not None else getattr(shape, "num_attention_heads", None)
+    if not isinstance(number, int):
         return
-    num_heads = model.tiny.num_heads if model.tiny is not None else None
-    if model.path is not None:
-        num_heads = getattr(text_config(model.path, model.trust_remote_code), "num_attention_heads", None)
-    if num_heads is not None and num_heads % num_gpus:
+    if num_gpus and number % num_gpus:
         raise ValueError(
-            f"generator.num_gpus is {num_gpus}, but vLLM cannot divide the model's {num_heads} attention heads "
+            f"generator.num_gpus is {num_gpus}, but vLLM cannot divide the model's {number} attention heads "
             "by it; give a divisor, and more generator.num_generators"
+        )
+    size = getattr(shape, "head_dim", None) or shape.hidden_size // number
+    if not num_gpus and size not in VLLM_CPU_HEADS and not hasattr(shape, "kv_lora_rank"):
+        field, cure = "model.path: the size of its attention heads", "use"
+        if tiny is not None:
+            field = "model.tiny: hidden_size / num_heads"
+            cure = f"give num_heads: {max(1, tiny.hidden_size // 32)}, or"
+        raise ValueError(
+            f"{field} is {size}, but vLLM's attention on a CPU supports only heads of "
+            f"{', '.join(map(str, VLLM_CPU_HEADS))}; {cure} generator.engine: torch"
         )
 
 
