@@ -124,6 +124,7 @@ def gpus_of(config: Config) -> int:
 
 def default_jobs(configs: Sequence[Config]) -> int:
     """Return how many runs of the largest size fit at once; 1 on a shared cluster or with pinned cores."""
+    configs = [on_this_machine(config)[0] for config in configs]
     is_pinned = any(config.generator.cpu_cores or config.learner.cpu_cores for config in configs)
     if is_pinned or joins_cluster():
         return 1

@@ -21,7 +21,7 @@ from run_process import until, wait_until
 from small_run import QUICKSTART, SMALL
 
 from grpo_ray.config import Config
-from grpo_ray.config.loading import ConfigError, load_config
+from grpo_ray.config.loading import ConfigError, load_config, make_config
 from grpo_ray.errors import RunError
 from grpo_ray.records.run_files import read_metrics
 from grpo_ray.run.machine import GpuPool, cores_of, default_jobs, gpus_of
@@ -315,6 +315,9 @@ def test_jobs_by_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(17)))
     assert default_jobs([two, load_config(QUICKSTART)]) == 2
     assert default_jobs([load_config(QUICKSTART, ["learner.cpu_cores=[0]"])]) == 1
+    monkeypatch.setattr("grpo_ray.run.machine._num_gpus", lambda: 0)  # so each actor takes one core
+    unnamed = make_config({"model": {"tiny": {}}, "task": {"kind": "sorting"}}, (), "")
+    assert default_jobs([unnamed]) == 8
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     assert default_jobs([two]) == 1
 
