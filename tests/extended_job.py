@@ -77,7 +77,7 @@ def own_loss() -> None:
 def own_transport() -> None:
     from grpo_ray.engines.file_buffer import FileBuffer  # type: ignore[import-not-found]
 
-    from grpo_ray.transfer.vllm_worker import SharedMemoryTransferEngine, SharedMemoryUpdateInfo, update_info
+    from grpo_ray.transfer.vllm_worker import LoadingWorker, message_of
 
     class Model:
         def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
@@ -87,16 +87,16 @@ def own_transport() -> None:
             self.loaded = {name: tensor.clone() for name, tensor in weights}
             return set(self.loaded)
 
-    worker = object.__new__(SharedMemoryTransferEngine)
+    worker, model = LoadingWorker(), Model()
     worker.device = torch.device("cpu")
-    worker.model, worker.model_config = Model(), SimpleNamespace(hf_text_config=None, quantization=None)
+    worker.model_config = SimpleNamespace(hf_text_config=None, quantization=None)
     buffer = FileBuffer()
     for version in (1, 2):
         weight = torch.arange(6.0).view(2, 3) + version
         snapshot = pack_weights([("weight", weight)], version, torch.float32)
         pages = buffer.write(snapshot)
-        worker.receive_weights(SharedMemoryUpdateInfo(**update_info(pages, snapshot)))
-        assert torch.equal(worker.model.loaded["weight"], weight)
+        worker._receive_weights(model, message_of(snapshot, pages))
+        assert torch.equal(model.loaded["weight"], weight)
     path = Path(buffer.path)
     assert path.exists()
     buffer.close()

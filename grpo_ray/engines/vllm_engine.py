@@ -49,14 +49,12 @@ class VllmEngine:
         self._sleeps = generator.colocated and self._on_gpu  # vLLM can only free GPU memory
         self._lacks_cache = False
         common = common_arguments(generator, model)  # first: it sets the environment
-        from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from grpo_ray.engines.vllm_texts import correct_stop_strings, omit_texts_of_logprobs
-        from grpo_ray.transfer.vllm_worker import BACKEND, WORKER, register
+        from grpo_ray.transfer.vllm_worker import WORKER
 
-        register()
         omit_texts_of_logprobs()
         correct_stop_strings()
         arguments = {
@@ -66,7 +64,6 @@ class VllmEngine:
             "seed": seed,
             "max_model_len": max_model_len,
             "logprobs_mode": "processed_logprobs",  # at the sampling temperature, like the draws
-            "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
             "worker_extension_cls": WORKER,
             "enable_sleep_mode": self._sleeps,
             # No sync brings the weights of a speculative draft; without one the pattern matches nothing.
@@ -104,10 +101,7 @@ class VllmEngine:
         await self._llm.is_sleeping()
 
     async def join(self, meeting: Meeting) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        request = WeightTransferInitRequest(init_info={"meeting": asdict(meeting)})
-        await self._llm.init_weight_transfer_engine(request)
+        await self._llm.collective_rpc("join_wire", args=(asdict(meeting),))
 
     async def stage(self, snapshot: WeightSnapshot) -> None:
         if self._adapter is not None:
@@ -132,11 +126,11 @@ class VllmEngine:
         if self._adapter is not None:
             await self._adapter.load(self._llm)
             return
-        from grpo_ray.transfer.vllm_worker import update_info
+        from grpo_ray.transfer.vllm_worker import message_of
 
         assert self._staged is not None, "stage first"
         snapshot, pages = self._staged
-        await self._llm.collective_rpc("load_weights_from", args=(update_info(pages, snapshot),))
+        await self._llm.collective_rpc("load_weights_from", args=(message_of(snapshot, pages),))
         self._staged = None
 
     async def finish(self, version: int) -> None:

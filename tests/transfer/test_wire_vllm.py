@@ -60,15 +60,15 @@ LOADED = {"q.weight", "q.bias", "experts.w13_weight", "norm.weight"}
 
 def receive(quantization: str | None, parameters: set[str], loaded: set[str]) -> None:
     pytest.importorskip("vllm")
-    from grpo_ray.transfer.vllm_worker import SharedMemoryTransferEngine
+    from grpo_ray.transfer.vllm_worker import LoadingWorker
 
-    engine: Any = object.__new__(SharedMemoryTransferEngine)
+    worker: Any = LoadingWorker()
     named = {name: torch.empty(0) for name in parameters}
-    engine.model = SimpleNamespace(load_weights=lambda _: loaded, named_parameters=lambda: named.items())
+    model = SimpleNamespace(load_weights=lambda _: loaded, named_parameters=lambda: named.items())
     text_config = SimpleNamespace(tie_word_embeddings=False)
-    engine.model_config = SimpleNamespace(quantization=quantization, hf_text_config=text_config)
-    engine._parts = lambda info: iter([(Chunk((), 0, 0), torch.empty(0, dtype=torch.uint8))])
-    engine.receive_weights(None)
+    worker.model_config = SimpleNamespace(quantization=quantization, hf_text_config=text_config)
+    worker._parts = lambda: iter([(Chunk((), 0, 0), torch.empty(0, dtype=torch.uint8))])
+    worker._receive_weights(model, {})
 
 
 def test_every_parameter_is_needed_but_for_the_scales_of_a_quantized_model() -> None:
@@ -86,11 +86,11 @@ def test_a_gpus_worker_locks_its_pages_once(monkeypatch: pytest.MonkeyPatch, tmp
     vllm_worker = pytest.importorskip("grpo_ray.transfer.vllm_worker")
     locked: list[torch.Tensor] = []
     monkeypatch.setattr(vllm_worker, "lock_pages", lambda pages: locked.append(pages) or pages)
-    worker = object.__new__(vllm_worker.SharedMemoryTransferEngine)
+    worker = vllm_worker.LoadingWorker()
     worker.device, buffer = torch.device("cuda", 0), SharedBuffer()
     for value, (size, times) in enumerate(((5000, 1), (5000, 1), (9000, 2), (5000, 3))):
         snapshot = WeightSnapshot(1, (), np.full(size, value, np.uint8))
-        mapped = worker._mapped(buffer.write(snapshot))  # which has the fields that are read
+        mapped = worker._mapped(buffer.write(snapshot))
         assert (mapped.numpy().tobytes(), len(locked)) == (snapshot.data.tobytes(), times)
     buffer.close()
     for number in range(2):  # a file of the same name
@@ -122,11 +122,11 @@ def test_each_engine_loads_the_chunks_on_its_own_gpu(monkeypatch: pytest.MonkeyP
     check_snapshot(snapshot)
     monkeypatch.setattr(vllm_worker, "gpu_of", lambda device: f"GPU-{device.index + 1}")
     monkeypatch.setattr(vllm_worker, "open_shared", lambda handle, _: buffers[handle.storage_offset_bytes])
-    fields = vllm_worker.update_info(Pages("", 0, snapshot.num_bytes), snapshot)
-    info = vllm_worker.SharedMemoryUpdateInfo(**fields)
+    message = vllm_worker.message_of(snapshot, Pages("", 0, snapshot.num_bytes))
     for index in (0, 1):
-        worker: Any = SimpleNamespace(device=torch.device("cuda", index))
-        parts = vllm_worker.SharedMemoryTransferEngine._parts(worker, info)
+        worker = vllm_worker.LoadingWorker()
+        worker.device = torch.device("cuda", index)
+        parts = worker._parts(**message)
         loaded = {n: t for chunk, part in parts for n, t in unpack_weights(chunk.rebased(), part)}
         assert loaded.keys() == {name for name, _ in TENSORS}
         for name, tensor in TENSORS:
