@@ -2,19 +2,17 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from grpo_ray.config.model import Implementation
 from grpo_ray.learning.attention import NAME as ATTENTION
 from grpo_ray.learning.attention import tree_obstacle
-from grpo_ray.learning.model_files import WEIGHTS, is_local, located, savable, weight_files
+from grpo_ray.learning.model_files import located, savable
 from grpo_ray.learning.policy_model import PolicyModel
-from grpo_ray.learning.transformer_lm import TransformerLM, check_llama, load_transformer_lm
+from grpo_ray.learning.transformer_lm import TransformerLM, check_llama, transformer_lm_of
 
 
 def skeleton(path: str, trust_remote_code: bool, implementation: Implementation) -> PolicyModel:
@@ -45,30 +43,24 @@ def load_policy(
         ValueError: weights are missing, not finite or of a shape that does not match config.json; or
             TransformerLM does not support the model.
     """
-    folder = located(path, weights=True)
-    if implementation == "grpo_ray":
-        model, wrong = _load_transformer_lm(folder)
-        cast_parameters(model.parameters(), dtype)
-    else:
-        model, wrong = _load_transformers(folder, trust_remote_code, dtype)
-    if wrong:
+    folder, is_own = located(path, weights=True), implementation == "grpo_ray"
+    config = check_llama(folder) if is_own else None
+    # Tensors that it cannot find are filled with random values.
+    model, found = _with_sdpa(
+        AutoModelForCausalLM.from_pretrained, folder, dtype=dtype,
+        trust_remote_code=trust_remote_code and not is_own,
+        ignore_mismatched_sizes=True, output_loading_info=True, use_safetensors=True,
+    )  # fmt: skip
+    if config is not None:
+        model = transformer_lm_of(config, model, sorted(found["unexpected_keys"]), folder)
+    if wrong := sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]):
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(
             f"model.path: {path!r} lacks tensors, or their shapes do not match its config.json: "
             f"{', '.join(wrong[:3])}{more}; copy or save the model again"
         )
     check_finite(model, path)
-    return model.eval()
-
-
-def _load_transformers(path: str, trust_remote_code: bool, dtype: torch.dtype) -> tuple[PolicyModel, list[str]]:
-    """Load with transformers; also return the tensors that it could not find and filled with random values."""
-    model, found = _with_sdpa(
-        AutoModelForCausalLM.from_pretrained, path, dtype=dtype, trust_remote_code=trust_remote_code,
-        ignore_mismatched_sizes=True, output_loading_info=True, use_safetensors=True,
-    )  # fmt: skip
-    wrong = [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]
-    return _prepared(model), sorted(wrong)
+    return (model if is_own else _prepared(model)).eval()
 
 
 def _with_sdpa(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -92,12 +84,6 @@ def _prepared(model: Any) -> PolicyModel:
         if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None  # or no context trains a token that pads, which may also end turns
     return model  # type: ignore[no-any-return]
-
-
-def _load_transformer_lm(path: str) -> tuple[PolicyModel, list[str]]:
-    config = check_llama(path)
-    folder = Path(path if is_local(path) else snapshot_download(path, allow_patterns=["*.json", WEIGHTS]))
-    return load_transformer_lm(config, folder, weight_files(folder, "model.path"))
 
 
 def check_finite(model: PolicyModel, path: str) -> None:

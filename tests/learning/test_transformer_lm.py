@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,10 +11,9 @@ from builders import TinyModel, change_weights, changed, edit_json, perturb, rel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from transformers import AutoConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from grpo_ray.config import Config
-from grpo_ray.learning import loading
 from grpo_ray.learning.loading import load_policy
 from grpo_ray.learning.transformer_lm import TransformerLM
 from grpo_ray.learning.transformer_lm.layers import RMSNorm
@@ -315,14 +313,3 @@ def test_redundant_tensors_are_left_alone(tmp_path: Path) -> None:
     change_weights(tmp_path, lambda tensors: tensors.update(more))
     loaded = load_policy(path, implementation="grpo_ray")
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
-
-
-def test_models_of_a_hub_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved(make_model(), tmp_path)
-    snapshot_download = Mock(return_value=str(tmp_path))
-    monkeypatch.setattr(loading, "snapshot_download", snapshot_download)
-    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **_: make_config())
-    model = load_policy("owner/name", implementation="grpo_ray")
-    patterns = ["*.json", "model*.safetensors"]
-    snapshot_download.assert_called_once_with("owner/name", allow_patterns=patterns)
-    assert torch.equal(model.lm_head.weight, make_model().lm_head.weight)
