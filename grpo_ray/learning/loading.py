@@ -51,6 +51,7 @@ def load_policy(
         trust_remote_code=trust_remote_code and not is_own,
         ignore_mismatched_sizes=True, output_loading_info=True, use_safetensors=True,
     )  # fmt: skip
+    model.tie_weights()  # by config.json, as vLLM does, also where a second copy in the files has other values
     if config is not None:
         model = transformer_lm_of(config, model, sorted(found["unexpected_keys"]), folder)
     if wrong := sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]):
