@@ -1,7 +1,6 @@
 """A model's shape: the sizes in its config.json from which parameters, activations and KV cache follow.
 
-Also the data sheets of GPUs, and the shares of them that the time of a step is planned with. No share was
-measured with this project; docs/plan.md lists them.
+Also the data sheets of GPUs.
 """
 
 import json
@@ -17,21 +16,6 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")  # every weight of 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 HUB_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(.+))?")
 GB = 1e9
-TRAINING_UTILIZATION = 0.3
-"""Share of the peak that passes of the Learner reach, recomputation included. Published for FSDP2 at this size:
-0.15 with micro-batches of 16k tokens, 0.36 with 64k (prime-rl's benchmarks of Qwen3-4B on 8 H200)."""
-SAMPLING_UTILIZATION = 0.5  # share of the peak in prefill and in large decoding batches
-MEMORY_UTILIZATION = 0.7  # share of the memory's bandwidth that decoding and the optimizer reach
-LINK_UTILIZATION = 0.7  # share of a link's bandwidth that a collective reaches
-IMBALANCE = 1.1
-"""Time of the slowest rank over the mean: micro-batches of unequal sequences are dealt out, and ranks wait."""
-ENGINE_STEP_S = 0.005
-"""An engine's step beyond its traffic and arithmetic: scheduling, launches, sampling from the logits."""
-ALL_REDUCE_S = 15e-6  # latency of an all-reduce between the GPUs of one engine, two per layer
-COPY_TO_HOST = 20 * GB  # bytes per second from a GPU to pinned host memory
-COPY_TO_STORE = 4 * GB  # bytes per second from host memory into Ray's object store
-LOAD_FROM_HOST = 16 * GB
-"""Bytes per second from page-locked host memory into an engine, while it is paused; 16 to 19 on an H100."""
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,14 @@ from grpo_ray.errors import counted
 from grpo_ray.run.machine import gpus_of
 from grpo_ray.tools.planning.gpu_memory import Budget, gib
 from grpo_ray.tools.planning.memory_plan import MemoryPlan
-from grpo_ray.tools.planning.model_shape import (
-    GB,
+from grpo_ray.tools.planning.model_shape import GB, find_shape
+from grpo_ray.tools.planning.splits import Split, best_split, gpus_to_divide
+from grpo_ray.tools.planning.step_time import (
     IMBALANCE,
     LINK_UTILIZATION,
     MEMORY_UTILIZATION,
     SAMPLING_UTILIZATION,
     TRAINING_UTILIZATION,
-    find_shape,
-)
-from grpo_ray.tools.planning.splits import Split, best_split, gpus_to_divide
-from grpo_ray.tools.planning.step_time import (
     MeasuredRun,
     StepTime,
     Workload,

@@ -4,7 +4,7 @@ Operations are counted as in watch/flops.py, which imports torch, and with recom
 bytes of ring collectives over the bandwidth of the slowest link: a ring of n ranks passes (n - 1) / n of the
 bytes through every rank in an all-gather or a reduce-scatter, and twice that in an all-reduce (Patarasu and
 Yuan 2009). Across nodes the rings share the nodes' adapters, so all ranks of a node together pass those bytes
-once. The assumed shares of peaks and bandwidths are in model_shape.py.
+once. No assumed share of a peak or bandwidth was measured with this project; docs/plan.md lists them.
 """
 
 from dataclasses import dataclass
@@ -31,23 +31,24 @@ from grpo_ray.tools.planning.learner_memory import (
     responses_per_prompt,
     trained_parameters,
 )
-from grpo_ray.tools.planning.model_shape import (
-    ALL_REDUCE_S,
-    COPY_TO_HOST,
-    COPY_TO_STORE,
-    ENGINE_STEP_S,
-    IMBALANCE,
-    LINK_UTILIZATION,
-    LOAD_FROM_HOST,
-    MEMORY_UTILIZATION,
-    SAMPLING_UTILIZATION,
-    TRAINING_UTILIZATION,
-    GpuType,
-    Machine,
-    ModelShape,
-)
+from grpo_ray.tools.planning.model_shape import GB, GpuType, Machine, ModelShape
 from grpo_ray.watch.metrics_catalog import PAUSED
 
+TRAINING_UTILIZATION = 0.3
+"""Share of the peak that passes of the Learner reach, recomputation included. Published for FSDP2 at this size:
+0.15 with micro-batches of 16k tokens, 0.36 with 64k (prime-rl's benchmarks of Qwen3-4B on 8 H200)."""
+SAMPLING_UTILIZATION = 0.5  # share of the peak in prefill and in large decoding batches
+MEMORY_UTILIZATION = 0.7  # share of the memory's bandwidth that decoding and the optimizer reach
+LINK_UTILIZATION = 0.7  # share of a link's bandwidth that a collective reaches
+IMBALANCE = 1.1
+"""Time of the slowest rank over the mean: micro-batches of unequal sequences are dealt out, and ranks wait."""
+ENGINE_STEP_S = 0.005
+"""An engine's step beyond its traffic and arithmetic: scheduling, launches, sampling from the logits."""
+ALL_REDUCE_S = 15e-6  # latency of an all-reduce between the GPUs of one engine, two per layer
+COPY_TO_HOST = 20 * GB  # bytes per second from a GPU to pinned host memory
+COPY_TO_STORE = 4 * GB  # bytes per second from host memory into Ray's object store
+LOAD_FROM_HOST = 16 * GB
+"""Bytes per second from page-locked host memory into an engine, while it is paused; 16 to 19 on an H100."""
 FIRST_STEPS = 2  # engine and allocator are slower in these
 NEEDED = (  # a step counts where all of them are above 0
     "throughput/sampled_tokens_per_s", "throughput/trained_tokens_per_s",
