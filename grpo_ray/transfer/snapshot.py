@@ -5,7 +5,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Union
 
 import numpy as np
 import torch
@@ -14,21 +14,13 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from grpo_ray.learning.device import lock_pages, whole_pages
 from grpo_ray.transfer.messages import CHUNK_BYTES, DeviceHandle, TensorSpec, WeightSnapshot, chunks
 
+if TYPE_CHECKING:  # it imports transformers
+    from grpo_ray.learning.hub_format import LazyWeight
+
 ALIGNMENT_BYTES = 64  # any dtype can be viewed in place
 
 
-class Weight(Protocol):
-    """A tensor, or a weight that is computed when `detach` is called, so that few exist at a time."""
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def detach(self) -> torch.Tensor: ...
-
-
+Weight = Union[torch.Tensor, "LazyWeight"]
 NamedWeights = Iterable[tuple[str, Weight]]
 
 
@@ -106,14 +98,14 @@ def pack(
     return specs, buffer
 
 
-_Tensors = list[tuple[str, Weight, torch.dtype]]
-
-
-def _layout(named_tensors: NamedWeights, dtype: torch.dtype) -> tuple[_Tensors, tuple[TensorSpec, ...], int]:
-    """Return the tensors with the dtypes that they are cast to, their places, and the bytes of all."""
-    tensors = [(n, t, _wire_dtype(t, dtype)) for n, t in named_tensors]
-    specs, offset = [], 0
-    for name, tensor, wire_dtype in tensors:
+def _layout(
+    named_tensors: NamedWeights, dtype: torch.dtype
+) -> tuple[list[tuple[str, Weight]], tuple[TensorSpec, ...], int]:
+    """Return the tensors, their places with the dtypes that they are cast to, and the bytes of all."""
+    tensors, specs, offset = list(named_tensors), [], 0
+    for name, tensor in tensors:
+        is_kept = getattr(tensor, "keeps_dtype", False) or not tensor.dtype.is_floating_point
+        wire_dtype = tensor.dtype if is_kept else dtype
         num_bytes = tensor.shape.numel() * wire_dtype.itemsize
         specs.append(
             TensorSpec(name, str(wire_dtype).removeprefix("torch."), tuple(tensor.shape), offset, num_bytes)
@@ -122,22 +114,14 @@ def _layout(named_tensors: NamedWeights, dtype: torch.dtype) -> tuple[_Tensors, 
     return tensors, tuple(specs), offset
 
 
-def _fill(tensors: _Tensors, specs: Iterable[TensorSpec], buffer: torch.Tensor) -> None:
-    for spec, (_, tensor, wire_dtype) in zip(specs, tensors, strict=True):
-        view = (
-            buffer[spec.offset_bytes : spec.offset_bytes + spec.num_bytes].view(wire_dtype).view(tensor.shape)
-        )
+def _fill(tensors: NamedWeights, specs: Iterable[TensorSpec], buffer: torch.Tensor) -> None:
+    for (_, view), (_, tensor) in zip(unpack_weights(specs, buffer), tensors, strict=True):
         values = tensor.detach()
         if values.device != buffer.device:
-            values = values.to(wire_dtype)  # there, so that no more bytes than needed are sent
+            values = values.to(view.dtype)  # there, so that no more bytes than needed are sent
         view.copy_(values, non_blocking=True)
     if torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()  # another stream or process reads it
-
-
-def _wire_dtype(tensor: Weight, dtype: torch.dtype) -> torch.dtype:
-    is_kept = getattr(tensor, "keeps_dtype", False) or not tensor.dtype.is_floating_point
-    return tensor.dtype if is_kept else dtype
 
 
 def check_snapshot(snapshot: WeightSnapshot) -> None:
