@@ -397,6 +397,10 @@ def test_figures_of_1_5b_by_hand() -> None:
     assert "20.1 GiB for the Generators' turn, " in budgets_of(together)[1].remark
     on_cpu = plan_config(learner={"num_gpus": 0}, generator={"num_gpus": 0, "kv_cache_gib": 1.0})
     assert budgets_of(on_cpu)[1].remark == ""
+    kept = plan_config(weight_sync={"transport": "collective", "delta": True})  # two to send, one for the delta
+    assert " 8.6 GiB for 3 snapshots, 2.9 GiB for each" in budgets_of(kept)[1].remark
+    adapted = plan_config(weight_sync={"send": "adapter"}, model={"adapter": {"rank": 16}})
+    assert " 35 MiB for a snapshot" in budgets_of(adapted)[1].remark
     # NCCL keeps two copies on the Learner's GPU and none on the Generators'.
     assert of_nccl[1].needed_bytes - plain[1].needed_bytes == 2 * 2 * parameters
     assert of_nccl[0] == plain[0]

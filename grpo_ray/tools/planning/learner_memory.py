@@ -59,19 +59,28 @@ def host_remark(shape: ModelShape, config: Config) -> str:
     learner, generator, sync = config.learner, config.generator, config.weight_sync
     if learner.num_ranks == 1 and not learner.num_gpus:
         return ""
-    sent, trained = served_width(config) * shape.num_parameters, trained_parameters(shape, config)
+    sent, trained = sent_bytes(shape, config), trained_parameters(shape, config)
     saved = (FLOAT32 + 2 * MOMENT_BYTES[learner.moments]) * trained / num_shards(config)
     parts = {"checkpoints": saved}
     if learner.num_gpus and generator.colocated:
         gradients = FLOAT32 * trained / num_shards(config)  # which are freed
         parts["the Generators' turn"] = sum(i.num_bytes for i in state_items(shape, config)) - gradients
     if sync.transport != "ipc" and sync.wire_backend != "nccl":
-        parts["a snapshot"] = sent
+        copies = 1 + (sync.wire_backend is not None) + sync.delta  # see transfer/sender.py
+        parts["a snapshot" if copies == 1 else f"{copies} snapshots"] = copies * sent
         parts["each Generator's copy"] = sent if generator.num_gpus else 0.0
     if learner.num_ranks > 1:
-        parts["loading in float32, on rank 0"] = FLOAT32 * shape.num_parameters
+        dtype = "float32" if config.model.adapter is None else config.model.dtype
+        parts[f"loading in {dtype}, on rank 0"] = (FLOAT32 if dtype == "float32" else 2) * shape.num_parameters
     listed = ", ".join(f"{gib(num_bytes)} for {what}" for what, num_bytes in parts.items() if num_bytes)
     return f"host memory: {listed}"
+
+
+def sent_bytes(shape: ModelShape, config: Config) -> float:
+    """Return the bytes of a snapshot."""
+    if config.model.adapter is not None and config.weight_sync.send == "adapter":
+        return served_width(config) * shape.adapter_parameters(config.model.adapter)
+    return served_width(config) * shape.num_parameters
 
 
 def state_items(shape: ModelShape, config: Config) -> list[Item]:

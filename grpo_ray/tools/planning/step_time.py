@@ -29,6 +29,7 @@ from grpo_ray.tools.planning.learner_memory import (
     gathered_parameters,
     num_shards,
     responses_per_prompt,
+    sent_bytes,
     trained_parameters,
 )
 from grpo_ray.tools.planning.model_shape import GB, GpuType, Machine, ModelShape
@@ -197,13 +198,6 @@ def training_s(config: Config, work: Workload, machine: Machine, passes: Passes)
         total_s += of_batch * communication.forward_s(passes.lookup_s * of_ranks / of_batch)
     computing_s = (passes.forward_s + passes.backward_s + passes.lookup_s) * of_ranks
     return total_s, total_s - computing_s
-
-
-def sent_bytes(shape: ModelShape, config: Config) -> float:
-    """Return the bytes of a snapshot."""
-    if config.model.adapter is not None and config.weight_sync.send == "adapter":
-        return served_width(config) * shape.adapter_parameters(config.model.adapter)
-    return served_width(config) * shape.num_parameters
 
 
 def snapshot_s(shape: ModelShape, config: Config, machine: Machine) -> float:
