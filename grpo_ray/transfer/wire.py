@@ -147,7 +147,7 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self._fd = os.memfd_create("grpo_ray-inbox")
+        self._file = os.fdopen(os.memfd_create("grpo_ray-inbox"))  # which is closed with this object
         self._data = np.empty(0, np.uint8)
         self._meeting: Meeting | None = None
         self._channel: GlooChannel | None = None
@@ -162,7 +162,7 @@ class Inbox:
         if self._channel is None or self._meeting is None:
             raise WireError("join a wire first")
         if self._data.nbytes != snapshot.wire_bytes:
-            self._data = shared_memory(self._fd, snapshot.wire_bytes)
+            self._data = shared_memory(self._file.fileno(), snapshot.wire_bytes)
         buffer = torch.from_numpy(self._data)
         try:
             for _ in receive(
@@ -173,7 +173,3 @@ class Inbox:
             self._channel = None
             raise
         return replace(snapshot, data=self._data, wire_bytes=0)
-
-    def close(self) -> None:
-        self._channel = None
-        os.close(self._fd)

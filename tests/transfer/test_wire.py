@@ -304,7 +304,10 @@ def test_nothing_is_left_in_dev_shm_and_no_thread(threads: ThreadPoolExecutor) -
     inbox = join(threads, sender)
     transfer(threads, sender, inbox, pack(sender, 1))
     assert shared() <= before
-    inbox.close()
+    number = inbox._file.fileno()
+    del inbox
+    with pytest.raises(OSError, match="Bad file descriptor"):  # the memory is free
+        os.fstat(number)
     sender.drop_wire("a")
     assert threading.active_count() <= num_threads + 1  # the pool's
 
