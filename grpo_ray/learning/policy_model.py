@@ -71,7 +71,7 @@ def with_head_dtype(model: PolicyModel, head_dtype: HeadDtype) -> PolicyModel:
     """
     layer = model.get_output_embeddings()
     if head_dtype == "float32":
-        if type(layer) is not nn.Linear:
+        if type(layer) not in (nn.Linear, Float32Head):  # which it may be already
             raise ValueError(
                 f"model.head_dtype: the output layer of {type(model).__name__} is a {type(layer).__name__}, "
                 "but only a linear layer can be computed in float32; set it to model"

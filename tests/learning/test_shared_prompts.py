@@ -391,6 +391,7 @@ def test_a_float32_head_in_bfloat16(
     model = {"dtype": "bfloat16", "head_dtype": "float32"}
     learner, sampling = {"share_prompts": share_prompts}, {"min_tokens": 0}
     config = changed(tiny_config, model=model, learner=learner, sampling=sampling)
+    with_head_dtype(policy, "float32")  # a merged policy has it already
     cast_parameters(with_head_dtype(policy, "float32").parameters(), torch.bfloat16)
     layout, _ = choose_layout(policy, config, ENDS)
     assert layout.log_probs.is_chunked
