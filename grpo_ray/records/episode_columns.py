@@ -50,11 +50,10 @@ def _plain(row: Completion, turn_advantages: np.ndarray | None) -> dict[str, Any
     if not isinstance(row, Episode):
         return {"turn_advantages": turn_advantages}
     return {
-        **vars(EpisodeFacts.of(row)),
+        **EpisodeFacts.of(row).row,
         "episode_reward": row.reward,
         "turn_rewards": row.turn_rewards,
         "turn_advantages": turn_advantages,
-        "metrics": list(row.metrics.items()),
         "episode_error": row.error,
     }
 

@@ -46,9 +46,14 @@ class EpisodeFacts:
             episode.status, episode.num_turns, num_branches, num_context, episode.seconds, episode.metrics
         )
 
+    @property
+    def row(self) -> dict[str, Any]:
+        """The columns of these names in a row of a file, in which metrics are pairs."""
+        return {**vars(self), "metrics": list(self.metrics.items())}
+
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> "EpisodeFacts":
-        """Read them from the columns of their names in a row of a file, in which metrics are pairs."""
+        """Read them from the columns of a `row`."""
         return cls(**{name: row[name] for name in cls.__dataclass_fields__} | {"metrics": dict(row["metrics"])})
 
 

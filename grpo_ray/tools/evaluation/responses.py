@@ -19,12 +19,14 @@ from pyarrow.dataset import dataset
 
 from grpo_ray.errors import RunError
 from grpo_ray.records.durable import replacing
+from grpo_ray.records.episode_columns import PLAIN
 from grpo_ray.records.episode_metrics import EpisodeFacts
 from grpo_ray.records.evaluation_summary import Category, Outcomes
 from grpo_ray.records.rollout_log import damage_named
-from grpo_ray.types import Completion, Episode, PromptItem, ScoredGroup
+from grpo_ray.types import Episode, PromptItem, ScoredGroup
 
 EXAMPLES_PER_PART = 64
+EPISODE = list(EpisodeFacts.__dataclass_fields__)
 
 SCHEMA = pa.schema(
     [
@@ -42,17 +44,11 @@ SCHEMA = pa.schema(
         ("category", pa.string()),  # a Category
         ("error", pa.string()),  # why it could not be graded; empty if it was
         # The facts of an episode; null in other responses.
-        ("status", pa.string()),
-        ("num_turns", pa.int32()),
-        ("num_branches", pa.int32()),
-        ("num_context_tokens", pa.int32()),
-        ("seconds", pa.float64()),
-        ("metrics", pa.map_(pa.string(), pa.float64())),
+        *((name, PLAIN[name]) for name in EPISODE),
     ]
 )
 NUMBERS = ["example_id", "task", "sample", "num_tokens", "finish_reason", "category", "error"]
 REWARDS = ["reward", "format_reward", "answer_reward"]
-EPISODE = ["status", "num_turns", "num_branches", "num_context_tokens", "seconds", "metrics"]
 
 Row = dict[str, Any]
 
@@ -93,16 +89,9 @@ def response_rows(group: ScoredGroup) -> list[Row]:
         make_row(
             group.rollout.item, sample, c.text, c.num_tokens, c.finish_reason, rewards[sample],
             group.errors.get(sample, ""),
-        ) | _episode_columns(c)
+        ) | (EpisodeFacts.of(c).row if isinstance(c, Episode) else {})
         for sample, c in enumerate(group.rollout.completions)
     ]  # fmt: skip
-
-
-def _episode_columns(completion: Completion) -> Row:
-    if not isinstance(completion, Episode):
-        return {}
-    facts = vars(EpisodeFacts.of(completion))
-    return {**facts, "metrics": list(facts["metrics"].items())}
 
 
 class ResponseFiles:

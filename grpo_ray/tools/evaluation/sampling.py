@@ -21,10 +21,10 @@ from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled, first_error
 from grpo_ray.learning.adapters import served_weights
 from grpo_ray.learning.hub_format import in_hub_format
 from grpo_ray.learning.loading import load_policy
-from grpo_ray.records.evaluation_summary import Category
+from grpo_ray.records.evaluation_summary import outcomes_of
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.evaluation.evaluation_plan import EvaluationPlan
-from grpo_ray.tools.evaluation.responses import ResponseFiles, response_rows
+from grpo_ray.tools.evaluation.responses import ResponseFiles
 from grpo_ray.tools.evaluation.results import write_results
 from grpo_ray.tools.evaluation.subject import Weights
 from grpo_ray.tools.export.merge import base_folder, merged_policy
@@ -56,10 +56,10 @@ class EvaluationConsole(RunConsole):
 
     def advance(self, group: ScoredGroup) -> None:
         """Count one more prompt as done."""
-        categories = [row["category"] for row in response_rows(group)]
+        is_correct = outcomes_of([group]).is_correct
         self._num_done += 1
-        self._num_correct += categories.count(Category.CORRECT)
-        self._num_responses += len(categories)
+        self._num_correct += int(is_correct.sum())
+        self._num_responses += is_correct.size
         accuracy = f"accuracy {self._num_correct / self._num_responses:.3f}"
         accuracy += " of those sampled now" if self._num_before else " so far"
         if self.console.is_terminal:
