@@ -331,14 +331,6 @@ class PlayReport:
 
 
 @dataclass(frozen=True)
-class GeneratorFailure:
-    """A Generator that failed a turn."""
-
-    number: int  # of its process
-    error: str
-
-
-@dataclass(frozen=True)
 class TrainBatch:
     """The groups of one Learner step: fresh groups in order, then replayed ones."""
 

@@ -19,7 +19,6 @@ from grpo_ray.transfer.messages import Snapshot, WeightSnapshot
 from grpo_ray.transfer.wires import ReceivingGenerator, SendingLearner
 from grpo_ray.types import (
     BatchFacts,
-    GeneratorFailure,
     GroupFacts,
     PlayReport,
     PromptItem,
@@ -63,7 +62,7 @@ class EnvironmentClient(ActorClient, Protocol):
     """The EnvironmentWorker: groups of episodes, with their turns from Generators (environment_worker.py)."""
 
     def serve(self, serving: Mapping[int, GeneratorClient]) -> Awaitable[None]: ...
-    def failures(self, num_known: int) -> Awaitable[list[GeneratorFailure]]: ...
+    def failures(self, num_known: int) -> Awaitable[list[tuple[int, str]]]: ...
     def play(
         self, item: PromptItem, settings: SamplingSettings, seed: int
     ) -> tuple[Ref[RolloutGroup], Awaitable[PlayReport]]: ...

@@ -123,5 +123,5 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
         while True:
             failures = await worker.failures(num_known)
             num_known += len(failures)
-            for failure in failures:
-                self._on_failure(failure.number, failure.error)
+            for number, error in failures:
+                self._on_failure(number, error)

@@ -26,14 +26,7 @@ from grpo_ray.episodes.turn_router import RoutedSampler, TurnClient, TurnRouter
 from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.records.run_lock import remove_abandoned
 from grpo_ray.tasks.examples import Example
-from grpo_ray.types import (
-    GeneratorFailure,
-    PlayReport,
-    PromptItem,
-    RolloutGroup,
-    SamplingSettings,
-    StartingModel,
-)
+from grpo_ray.types import PlayReport, PromptItem, RolloutGroup, SamplingSettings, StartingModel
 from grpo_ray.watch.stage_clock import ClockedActor, StageClock
 
 
@@ -91,8 +84,8 @@ class EnvironmentWorker(ClockedActor):
         """Send turns to these Generators from now on; each has a number of its own."""
         await self._router.serve(serving)
 
-    async def failures(self, num_known: int) -> list[GeneratorFailure]:
-        """Wait until more than `num_known` Generators have failed; return the others."""
+    async def failures(self, num_known: int) -> list[tuple[int, str]]:
+        """Wait until more than `num_known` Generators have failed; return the others' numbers and errors."""
         return await self._router.failures(num_known)
 
     async def play(

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.episodes.turn_box import FinishedTurns, Turn, Turns, Worker
 from grpo_ray.errors import ActorDied, TurnLost, TurnUnanswered
-from grpo_ray.types import Completion, GeneratorFailure, SamplingSettings
+from grpo_ray.types import Completion, SamplingSettings
 from grpo_ray.watch.clock import monotonic
 from grpo_ray.watch.event_loop import Changes
 
@@ -140,24 +140,23 @@ class TurnRouter:
         self._worker, self._silence_s = (name, uuid.uuid4().hex), silence_s
         self.served = ServingTime(is_serving=False)
         self._serving: dict[int, TurnLink] = {}  # by number: a replacement has another one
-        self._failures: list[GeneratorFailure] = []
+        self._failures: dict[int, str] = {}  # errors by number
         self._changes = Changes()  # of the two above
 
     async def serve(self, serving: Mapping[int, TurnClient]) -> None:
         """Send turns to these Generators from now on."""
-        known = {failure.number for failure in self._failures}
         self._serving = {
             number: self._serving.get(number) or TurnLink(client, self._worker, self._silence_s)
             for number, client in serving.items()
-            if number not in known
+            if number not in self._failures
         }
         self.served.set(bool(self._serving))
         self._changes.announce()
 
-    async def failures(self, num_known: int) -> list[GeneratorFailure]:
-        """Wait until more than `num_known` Generators have failed; return the others."""
+    async def failures(self, num_known: int) -> list[tuple[int, str]]:
+        """Wait until more than `num_known` Generators have failed; return the others' numbers and errors."""
         await self._changes.until(lambda: len(self._failures) > num_known)
-        return self._failures[num_known:]
+        return list(self._failures.items())[num_known:]
 
     async def sample(
         self, token_ids: tuple[int, ...], settings: SamplingSettings, preferred: int | None,
@@ -216,7 +215,7 @@ class TurnRouter:
         if number in self._serving:
             del self._serving[number]
             self.served.set(bool(self._serving))
-            self._failures.append(GeneratorFailure(number, error))
+            self._failures[number] = error
             self._changes.announce()
 
 

@@ -16,7 +16,7 @@ from grpo_ray.core.dispatch import Incarnation
 from grpo_ray.core.environment_pool import MAX_STUCK, EnvironmentPool
 from grpo_ray.episodes.environment_worker import environment_seed
 from grpo_ray.errors import ActorDied, DataLost
-from grpo_ray.types import GeneratorFailure, PlayReport
+from grpo_ray.types import PlayReport
 
 Behaviour = Callable[[str, int], Any]  # (worker, number of the play over all workers) -> report or error
 
@@ -28,7 +28,7 @@ class FakeWorker:
         self._actors, self.name = actors, name
         self.serving: list[list[int]] = []
         self.seeds: list[int] = []
-        self.known_failures: list[GeneratorFailure] = []
+        self.known_failures: list[tuple[int, str]] = []
         self.dead, self.hangs = asyncio.Event(), False
 
     async def ready(self) -> bool:
@@ -40,7 +40,7 @@ class FakeWorker:
             await asyncio.sleep(60)
         self.serving.append(sorted(serving))
 
-    async def failures(self, num_known: int) -> list[GeneratorFailure]:
+    async def failures(self, num_known: int) -> list[tuple[int, str]]:
         while len(self.known_failures) <= num_known:
             self._check()
             await asyncio.sleep(0.001)
@@ -252,13 +252,13 @@ async def test_each_incarnation_of_a_generator_has_its_number_and_its_own_failur
         pool.pool.serve({"generator-0": first, "generator-1": other})
         workers = list(pool.actors.environments.values())
         await until(lambda: all(worker.serving[-1:] == [[0, 1]] for worker in workers))
-        workers[0].known_failures.append(GeneratorFailure(0, "it hangs"))
+        workers[0].known_failures.append((0, "it hangs"))
         await until(lambda: bool(pool.failed))
         second = Incarnation(Client("generator-0", 2))  # type: ignore[arg-type]
         pool.pool.serve({"generator-1": other})
         pool.pool.serve({"generator-1": other, "generator-0": second})
         await until(lambda: all(worker.serving[-1] == [1, 2] for worker in workers))
-        workers[1].known_failures.append(GeneratorFailure(0, "it hangs"))  # the other worker saw it later
+        workers[1].known_failures.append((0, "it hangs"))  # the other worker saw it later
         await until(lambda: len(pool.failed) == 2)
     assert pool.failed == [(0, "it hangs")] * 2
 

@@ -20,7 +20,7 @@ from turn_clients import FakeGenerator, completion, until_death
 from grpo_ray.core.pool import GeneratorPool
 from grpo_ray.episodes.turn_router import RoutedSampler, TurnRouter
 from grpo_ray.errors import ActorDied, DataLost, RunError, TurnLost, TurnUnanswered, first_error
-from grpo_ray.types import GeneratorFailure, PlayReport, PromptItem, SamplingSettings
+from grpo_ray.types import PlayReport, PromptItem, SamplingSettings
 from grpo_ray.watch.clock import VirtualClock, simulated_by
 from grpo_ray.watch.event_loop import TasksAlongside
 from grpo_ray.watch.restarts import MAX_LONE, BudgetUsedUp, Gate, Losses, Suspects
@@ -142,7 +142,7 @@ class Worker:
     async def serve(self, serving: Mapping[int, Any]) -> None:
         await self.alive(self._router.serve(serving))
 
-    async def failures(self, num_known: int) -> list[GeneratorFailure]:
+    async def failures(self, num_known: int) -> list[tuple[int, str]]:
         return await self.alive(self._router.failures(num_known))
 
     def play(

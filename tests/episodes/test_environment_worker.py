@@ -253,7 +253,7 @@ async def test_only_a_generator_that_answers_costs_an_episode_its_time(
         with pytest.raises(DataLost, match="a Generator failed with a turn, in which the time of an episode"):
             await play(worker)
         (failure,) = await worker.failures(0)
-        assert failure.error.startswith("does not answer (2 x 0.05 s), and the time of an episode ended")
+        assert failure[1].startswith("does not answer (2 x 0.05 s), and the time of an episode ended")
 
 
 async def test_a_generator_that_refuses_a_turn_fails_the_group(model: StartingModel) -> None:

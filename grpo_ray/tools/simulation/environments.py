@@ -18,7 +18,6 @@ from grpo_ray.types import (
     CONTEXT,
     Episode,
     EpisodeSequence,
-    GeneratorFailure,
     PlayReport,
     PromptItem,
     RolloutGroup,
@@ -78,7 +77,7 @@ class SimulatedEnvironmentWorker(ClockedActor):
     async def serve(self, serving: Mapping[int, TurnClient]) -> None:
         await self._router.serve(serving)
 
-    async def failures(self, num_known: int) -> list[GeneratorFailure]:
+    async def failures(self, num_known: int) -> list[tuple[int, str]]:
         return await self._router.failures(num_known)
 
     async def play(
