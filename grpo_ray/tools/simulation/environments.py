@@ -7,53 +7,17 @@ its threads and chat templates are left out.
 import asyncio
 import random
 from collections.abc import Callable, Mapping
-
-import numpy as np
+from dataclasses import replace
 
 from grpo_ray.config import Config
-from grpo_ray.episodes.outcome import Status
+from grpo_ray.episodes.outcome import EpisodeResult, Status
+from grpo_ray.episodes.segments import Segments
 from grpo_ray.episodes.turn_router import RoutedSampler, TurnClient, TurnRouter
 from grpo_ray.tools.simulation.speeds import Speeds
-from grpo_ray.types import (
-    CONTEXT,
-    Episode,
-    EpisodeSequence,
-    PlayReport,
-    PromptItem,
-    RolloutGroup,
-    SamplingSettings,
-)
+from grpo_ray.types import Episode, PlayReport, PromptItem, RolloutGroup, SamplingSettings
 from grpo_ray.watch.stage_clock import ClockedActor, StageClock
 
 TOKEN = 0
-
-
-class _Tokens:
-    """The tokens of an episode behind its prompt: sampled ones, and the environment's answers."""
-
-    def __init__(self) -> None:
-        self.num_turns = 0
-        self._versions = [np.empty(0, np.int32)]
-        self._turns = [np.empty(0, np.int32)]
-
-    def __len__(self) -> int:
-        return sum(map(len, self._versions))
-
-    def add(self, versions: np.ndarray, turn: int) -> None:
-        self._versions.append(versions)
-        self._turns.append(np.full(len(versions), turn, np.int32))
-
-    def episode(self, prompt: tuple[int, ...], status: Status, reward: float | None, seconds: float) -> Episode:
-        """Return the episode, of one sequence; a reward of None leaves it out of its group's baseline."""
-        versions, turns = np.concatenate(self._versions), np.concatenate(self._turns)
-        shape = versions.shape
-        tokens, logprobs = np.broadcast_to(np.int32(TOKEN), shape), np.broadcast_to(np.float32(-1), shape)
-        sequences = (EpisodeSequence(prompt, 0, len(versions)),) if len(versions) else ()
-        reason = "length" if status is not Status.FINISHED else "stop"
-        return Episode(
-            "", tokens, logprobs, versions, reason, turns, sequences, status, reward, seconds,
-            error="" if reward is not None else status,
-        )  # fmt: skip
 
 
 class SimulatedEnvironmentWorker(ClockedActor):
@@ -99,12 +63,12 @@ class SimulatedEnvironmentWorker(ClockedActor):
     async def _play(
         self, item: PromptItem, settings: SamplingSettings, rng: random.Random, pass_rate: float
     ) -> Episode:
-        tokens, prompt = _Tokens(), item.prompt_token_ids
+        segments = Segments()
         async with self._places:
             began = asyncio.get_running_loop().time()
             try:
                 status = await self._router.served.within(
-                    self._settings.max_seconds, self._take_turns(prompt, settings, rng, tokens)
+                    self._settings.max_seconds, self._take_turns(item.prompt_token_ids, settings, rng, segments)
                 )
             except TimeoutError:
                 status = Status.TRUNCATED_TIME
@@ -114,26 +78,25 @@ class SimulatedEnvironmentWorker(ClockedActor):
             reward = None
         elif status is not Status.FINISHED:
             reward = self._settings.truncated_reward
-        return tokens.episode(prompt, status, reward, seconds)
+        error = "" if reward is not None else status.value
+        return EpisodeResult(status, reward, segments, seconds, error=error).episode(lambda token_ids: "")
 
     async def _take_turns(
-        self, prompt: tuple[int, ...], settings: SamplingSettings, rng: random.Random, tokens: _Tokens
+        self, tokens: tuple[int, ...], settings: SamplingSettings, rng: random.Random, segments: Segments
     ) -> Status:
+        """Sample turns that each continue the tokens so far, which begin as the prompt's."""
         speeds, sampler = self._speeds, RoutedSampler(self._router)
         num_turns = 1 + int(rng.expovariate(1 / max(1e-9, speeds.episode_turns - 0.5)))
-        while tokens.num_turns < num_turns:
-            if tokens.num_turns == self._settings.max_turns:
+        while segments.num_turns < num_turns:
+            if segments.num_turns == self._settings.max_turns:
                 return Status.TRUNCATED_TURNS
-            room = self._settings.max_tokens - len(prompt) - len(tokens)
+            room = self._settings.max_tokens - len(tokens)
             if room < max(1, settings.min_tokens):
                 return Status.TRUNCATED_TOKENS
-            limits = SamplingSettings(
-                **{**vars(settings), "num_samples": 1, "max_tokens": min(room, settings.max_tokens)}
-            )
-            reply = await sampler.sample(prompt + (TOKEN,) * len(tokens), limits)
-            tokens.add(reply.versions, tokens.num_turns)
-            tokens.num_turns += 1
-            if tokens.num_turns < num_turns:
+            limits = replace(settings, num_samples=1, max_tokens=min(room, settings.max_tokens))
+            reply = await sampler.sample(tokens, limits)
+            segments.add_sample(segments.add_prompt(tokens), reply)
+            if segments.num_turns < num_turns:
                 await asyncio.sleep(rng.expovariate(1) * speeds.environment_s)
-                tokens.add(np.full(speeds.answer_tokens, CONTEXT, np.int32), CONTEXT)
+                tokens += (TOKEN,) * (len(reply.token_ids) + speeds.answer_tokens)
         return Status.FINISHED
