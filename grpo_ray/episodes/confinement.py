@@ -12,9 +12,8 @@ from pathlib import Path
 
 from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.records.run_lock import make_locked
-from grpo_ray.rewards.isolation.confinement import NETWORK_FILES, drop_capabilities
-from grpo_ray.rewards.isolation.landlock import READ_FOLDER, Ruleset, landlock_version
-from grpo_ray.rewards.isolation.readable import listable_folders, readable_paths
+from grpo_ray.rewards.isolation.confinement import drop_capabilities
+from grpo_ray.rewards.isolation.landlock import Ruleset, landlock_version
 from grpo_ray.rewards.isolation.system_calls import forgo_privileges
 
 HINT = (
@@ -35,8 +34,10 @@ def confine(settings: EpisodesConfig, scratch: str) -> None:
         scratch: the folder of `make_scratch`.
 
     Raises:
+        ValueError: a path of the settings does not exist on this node.
         OSError: the kernel refuses.
     """
+    check_paths(settings)
     # Private memory beyond the present; Ray's shared memory is not counted.
     pages = int(Path("/proc/self/statm").read_text().split()[5])
     limit = pages * resource.getpagesize() + int(settings.memory_gib * 2**30)
@@ -45,10 +46,7 @@ def confine(settings: EpisodesConfig, scratch: str) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = scratch
     version = landlock_version()
     if version:
-        networked = [path for path in NETWORK_FILES if os.path.exists(path)]
-        rules = Ruleset(readable_paths([*settings.readable_paths, *networked]), version, is_offline=False)
-        for folder in listable_folders():
-            rules.allow(folder, READ_FOLDER)
+        rules = Ruleset(settings.readable_paths, version, is_offline=False)
         for folder in (scratch, *settings.writable_paths):
             rules.allow(folder, rules.all_rights)
         rules.enter()

@@ -14,7 +14,7 @@ import pytest
 from run_process import output_of
 
 from grpo_ray.config.episodes import EpisodesConfig
-from grpo_ray.episodes.confinement import HINT, NO_MEMORY_HINT, SCRATCH, check_paths, hint_for, make_scratch
+from grpo_ray.episodes.confinement import HINT, NO_MEMORY_HINT, SCRATCH, confine, hint_for, make_scratch
 from grpo_ray.records.run_lock import remove_abandoned
 from grpo_ray.rewards.isolation.landlock import landlock_version
 
@@ -95,10 +95,10 @@ def test_errors_name_the_remedy() -> None:
     assert hint_for(ValueError()) == ""
 
 
-def test_paths_must_exist(tmp_path: Path) -> None:
-    check_paths(EpisodesConfig(readable_paths=(str(tmp_path),)))
-    with pytest.raises(ValueError, match=r"episodes\.writable_paths: there is no '/absent'"):
-        check_paths(EpisodesConfig(writable_paths=("/absent",)))
+@pytest.mark.parametrize("field", ["readable_paths", "writable_paths"])
+def test_paths_must_exist_on_each_node(tmp_path: Path, field: str) -> None:
+    with pytest.raises(ValueError, match=rf"^episodes\.{field}: there is no '/absent'"):
+        confine(EpisodesConfig.model_validate({field: (str(tmp_path), "/absent")}), str(tmp_path))
 
 
 IN_A_CHILD = """

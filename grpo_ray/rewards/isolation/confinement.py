@@ -15,15 +15,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from grpo_ray.rewards.isolation.landlock import READ_FOLDER, Ruleset, landlock_version
-from grpo_ray.rewards.isolation.readable import listable_folders, readable_paths
+from grpo_ray.rewards.isolation.landlock import Ruleset, landlock_version
 from grpo_ray.rewards.isolation.seccomp import CallFilter, is_filter_available
 from grpo_ray.rewards.isolation.system_calls import call
 
 PR_SET_PDEATHSIG = 1
 CAPABILITY_VERSION = 0x20080522
 CAP_DAC_READ_SEARCH = 1 << 2
-NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/host.conf")
 MAX_FILES = 256  # open at once: pipes and sockets hold memory that no limit of memory counts
 TRUNCATES, CONNECTS, SIGNALS = 3, 4, 6  # versions of Landlock from which it denies them
 
@@ -94,19 +92,13 @@ class Confinement:
             is_offline: deny the network and threads, and all system calls that computing does not need.
 
         Raises:
-            ValueError: one of `readable` does not exist.
-            OSError: the kernel refuses the ruleset.
+            ValueError, OSError: as `Ruleset`.
         """
         self._memory_gib, self._is_offline = memory_gib, is_offline
         protection = protection or protection_here()
         self._filter = CallFilter(platform.machine()) if protection.has_filter and is_offline else None
-        if not is_offline:
-            readable = [*readable, *filter(os.path.exists, NETWORK_FILES)]
-        self._ruleset = None
-        if protection.landlock:
-            self._ruleset = Ruleset(readable_paths(readable), protection.landlock, is_offline)
-            for folder in listable_folders():
-                self._ruleset.allow(folder, READ_FOLDER)
+        version = protection.landlock
+        self._ruleset = Ruleset(readable, version, is_offline) if version else None
 
     def enter(self) -> None:
         """Confine this process for good: limit resources, drop capabilities, and enter the sandbox.

@@ -9,6 +9,7 @@ import os
 import stat
 from collections.abc import Iterable
 
+from grpo_ray.rewards.isolation.readable import listable_folders, readable_paths
 from grpo_ray.rewards.isolation.system_calls import call, forgo_privileges
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same on every architecture
@@ -19,6 +20,7 @@ READ_FILE, READ_FOLDER = 1 << 2, 1 << 3
 FILE_RIGHTS = 0b111 | 1 << 14  # what a rule for a file may allow: execute, write, read; truncate
 NUM_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # by Landlock's version; 16 from the fifth on
 NETWORK_RIGHTS = 0b11  # TCP: bind, connect; from version 4
+NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/host.conf")
 SCOPES = 0b11  # abstract unix sockets, signals to processes outside; from version 6
 
 
@@ -31,14 +33,18 @@ def landlock_version() -> int:
 
 
 class Ruleset:
-    """The right to read some files and folders, and nothing else; made once, and entered by each worker."""
+    """The right to read what modules need and some other files; made once, and entered by each worker."""
 
     def __init__(self, readable: Iterable[str], version: int, is_offline: bool = True) -> None:
         """
         Args:
-            readable: files, and folders with all that they hold.
+            readable: files, and folders with all that they hold, besides what modules need.
             version: of Landlock, at most the kernel's.
             is_offline: deny the network, and signals to other processes, as well.
+
+        Raises:
+            ValueError: one of `readable` does not exist.
+            OSError: the kernel refuses the ruleset.
         """
         self.all_rights = (1 << NUM_FILE_RIGHTS.get(version, 16)) - 1
         handled = [self.all_rights]  # a handled right is denied unless a rule allows it
@@ -46,8 +52,11 @@ class Ruleset:
             handled += [NETWORK_RIGHTS] * (version >= 4) + [SCOPES] * (version >= 6)
         attributes = (ctypes.c_uint64 * len(handled))(*handled)
         self._fd = call("syscall", CREATE_RULESET, attributes, ctypes.sizeof(attributes), 0)
-        for path in readable:
+        networked = () if is_offline else filter(os.path.exists, NETWORK_FILES)
+        for path in readable_paths([*readable, *networked]):
             self.allow(path, READ_FILE | READ_FOLDER)
+        for folder in listable_folders():
+            self.allow(folder, READ_FOLDER)
 
     def allow(self, path: str, rights: int) -> None:
         """Allow `rights` for the file, or for the folder and all beneath it; ignore a path that is gone."""
