@@ -184,11 +184,12 @@ def episode_examples(task: EpisodesTaskConfig, seed: int) -> ExampleSets:
     validation = found.validation[: task.num_validation_prompts]
     for name, examples in (("train", found.train), ("validation", validation)):
         for number, example in enumerate(examples):
-            _check(example, f"task.examples: {name}[{number}] of {task.examples}")
+            check_example(example, f"task.examples: {name}[{number}] of {task.examples}")
     return ExampleSets(found.train, validation, found.notices)
 
 
-def _check(example: Example, place: str) -> None:
+def check_example(example: Example, place: str) -> None:
+    """Refuse, by a ValueError that begins with `place`, what no prompt can be made of."""
     if not isinstance(example, Example):
         raise ValueError(f"{place} is a {type(example).__name__}; make it an Example(question, ground_truth)")
     for field in ("question", "ground_truth"):

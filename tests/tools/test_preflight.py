@@ -50,6 +50,7 @@ ZOO = {  # the fault that each broken environment, reward or template must show
     "spot_checked_sort": "not_deterministic", "times_table": "left_behind", "translation": "raises",
     "word_riddle": "blocking_call",
 }  # fmt: skip
+examples = [{"question": "half of a pair: \ud83d"}]
 GAME = PreflightOptions("grpo_ray.episodes.guess_number:episode")
 QUICK = ("fading_bonus", "spot_checked_sort")  # two others are in the tests of the command and the fixture
 
@@ -119,6 +120,7 @@ def test_the_command_shows_tokens_and_findings_writes_json_and_a_page_and_ends_w
     [
         (["no_such_module:episode"], "there is no module 'no_such_module'"),
         (["nowhere.py:episode"], "nowhere.py: there is no such file"),
+        ([f"{__name__}:names"], f"examples[0] of {__name__}: its question holds half of a surrogate pair"),
         (["nowhere.py"], "nowhere.py: give its function too, as in nowhere.py:FUNCTION"),
         (["nowhere.py:episode", "a.b=1"], "a.b=1: a function has no configuration to change"),
         (["grpo_ray.tasks.reasoning_gym:verified"], "has no `examples`"),
@@ -206,9 +208,9 @@ def test_the_fixture_fails_a_test_for_a_fault(preflight: Any) -> None:
 
 @pytest.mark.slow
 def test_a_chat_template_is_judged_if_prompts_are_made_by_it() -> None:
-    template = str(ROOT / "examples/zoo/known/no_header.jinja")
+    template, short = str(ROOT / "examples/zoo/known/no_header.jinja"), "episodes.max_tokens=1"
     r1_zero, chat = (
-        run(PreflightOptions(QUICKSTART, (f"task.prompt={prompt}",), template, num_examples=1))
+        run(PreflightOptions(QUICKSTART, (f"task.prompt={prompt}", short), template, num_examples=1))
         for prompt in ("r1_zero", "chat")
     )
     assert names(r1_zero.faults) == []

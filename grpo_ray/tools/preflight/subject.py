@@ -30,6 +30,7 @@ from grpo_ray.rewards.configured import TermReward, check_reward, summed, weight
 from grpo_ray.rewards.grader import about_of
 from grpo_ray.rewards.user_function import UserFunction
 from grpo_ray.tasks import load_examples
+from grpo_ray.tasks.dataset import check_example
 from grpo_ray.tasks.examples import Example, ExampleSets
 from grpo_ray.tasks.files import Fields, facts_of, read_examples
 from grpo_ray.tasks.prompts import ChatTemplate, Prompter, PromptTemplate, template_of
@@ -39,6 +40,7 @@ from grpo_ray.tools.preflight.command import PreflightOptions
 Solve = Callable[[list[dict[str, Any]], Example], str]
 """(messages so far, example) to the next right reply: `solve` in the module of an environment."""
 REPLY_TOKENS, MAX_TURNS = 256, 12  # of a reply and of an episode, if no configuration says otherwise
+ANY_LENGTH = 2**31
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,11 @@ class Subject:
         own: int = self.tokenizer.eos_token_id
         return own if own in self.end_token_ids else self.end_token_ids[0]
 
-    @property
-    def limits(self) -> EpisodesConfig:
-        """The run's limits; an episode of a preflight has seconds, not minutes."""
-        return self.settings.model_copy(update={"max_seconds": min(20.0, self.settings.max_seconds)})
+    def limits(self, task: str) -> EpisodesConfig:
+        """Return the run's limits, with seconds instead of minutes; `max_tokens` bounds episodes alone."""
+        max_tokens = ANY_LENGTH if task in self.rewards else self.settings.max_tokens
+        max_seconds = min(20.0, self.settings.max_seconds)
+        return self.settings.model_copy(update={"max_seconds": max_seconds, "max_tokens": max_tokens})
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -215,7 +218,10 @@ def _examples(module: ModuleType, file: str | None, seed: int) -> Sequence[Examp
             f"{module.__name__} has no `examples`; define it (a list, or a function of a seed), or give "
             "--examples FILE"
         )
-    return [row if isinstance(row, Example) else _example_of(row) for row in rows]
+    examples = [row if isinstance(row, Example) else _example_of(row) for row in rows]
+    for number, example in enumerate(examples):
+        check_example(example, f"examples[{number}] of {module.__name__}")
+    return examples
 
 
 def _example_of(row: Any) -> Example:
