@@ -23,6 +23,7 @@ from grpo_ray.records.episode_columns import PLAIN
 from grpo_ray.records.episode_metrics import EpisodeFacts
 from grpo_ray.records.evaluation_summary import Category, Outcomes
 from grpo_ray.records.rollout_log import damage_named
+from grpo_ray.records.visible_text import encodable
 from grpo_ray.types import Episode, PromptItem, ScoredGroup
 
 EXAMPLES_PER_PART = 64
@@ -87,7 +88,7 @@ def response_rows(group: ScoredGroup) -> list[Row]:
     rewards = [dict(zip(REWARDS, values, strict=True)) for values in columns]
     return [
         make_row(
-            group.rollout.item, sample, c.text, c.num_tokens, c.finish_reason, rewards[sample],
+            group.rollout.item, sample, encodable(c.text), c.num_tokens, c.finish_reason, rewards[sample],
             group.errors.get(sample, ""),
         ) | (EpisodeFacts.of(c).row if isinstance(c, Episode) else {})
         for sample, c in enumerate(group.rollout.completions)
