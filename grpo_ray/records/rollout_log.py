@@ -103,12 +103,6 @@ def read_uses(path: str | Path) -> list[int]:
     return uses
 
 
-def num_groups_in(path: str | Path) -> int:
-    """Return the number of groups in the file."""
-    samples = pq.ParquetFile(path).read(["sample"])["sample"]
-    return int(pc.sum(pc.equal(samples, 0)).as_py() or 0)
-
-
 class _Columns:
     """A table's columns as Python strings and NumPy arrays, without a Python object per token."""
 
@@ -189,6 +183,12 @@ def _table(step: int | None, groups: Sequence[ScoredGroup], uses: Sequence[int])
         (sampled.min(), sampled.max()) if len(sampled) else (None, None)
         for sampled in (completion.versions[completion.mask] for completion in completions)
     ]
+    abouts = per_group(lambda group: group.rollout.item.about)
+    own = {"about": pa.array(abouts, pa.string())} if any(abouts) else {}  # only with functions of the user's
+    for name in dict.fromkeys(name for group in groups for name in group.terms):  # of a reward of several
+        # Null in groups of a task without the term, and NaN where it does not apply.
+        of_groups = [group.terms.get(name, [None] * size) for group, size in zip(groups, sizes, strict=True)]
+        own[f"{TERM}{name}"] = pa.array([value for values in of_groups for value in values], pa.float32())
     taught = [row for group in groups for row in group.teacher_rows if row is not None]  # all rows, or none
     columns = {
         "step": pa.array([step] * len(completions), pa.int32()),
@@ -216,7 +216,7 @@ def _table(step: int | None, groups: Sequence[ScoredGroup], uses: Sequence[int])
         "token_ids": lists([completion.token_ids for completion in completions], np.int32),
         "logprobs": lists([completion.logprobs for completion in completions], np.float32),
         "versions": run_lengths([completion.versions for completion in completions], "version"),
-        **_columns_of_own_rewards(groups),
+        **own,
         **({"teacher_logprobs": lists(taught, np.float32)} if taught else {}),
         **episode_columns(groups),
     }
@@ -272,22 +272,3 @@ def _float(value: Any) -> float | None:
         return float(value)
     except Exception:
         return None
-
-
-def _columns_of_own_rewards(groups: Sequence[ScoredGroup]) -> dict[str, pa.Array]:
-    """Return the columns that a file has only with functions of the user's, or with rewards of several terms.
-
-    A term is null in groups of a task without it, and NaN where it does not apply.
-    """
-    columns: dict[str, pa.Array] = {}
-    if any(group.rollout.item.about for group in groups):
-        columns["about"] = pa.array(
-            [group.rollout.item.about for group in groups for _ in group.rewards], pa.string()
-        )
-    for name in dict.fromkeys(name for group in groups for name in group.terms):
-        values = [
-            group.terms[name].tolist() if name in group.terms else [None] * len(group.rewards)
-            for group in groups
-        ]
-        columns[f"{TERM}{name}"] = pa.array([value for row in values for value in row], pa.float32())
-    return columns

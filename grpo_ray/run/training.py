@@ -22,7 +22,7 @@ from grpo_ray.records.checkpoint import Checkpoint, CheckpointStore
 from grpo_ray.records.durable import sync_files
 from grpo_ray.records.json_lines import JsonLines, readable_rows
 from grpo_ray.records.resumable_folder import changed_values
-from grpo_ray.records.rollout_log import num_groups_in
+from grpo_ray.records.rollout_log import read_uses
 from grpo_ray.records.run_files import RunDirectory, check_dumped, dump_config, last_logged_step, run_name
 from grpo_ray.records.visible_text import print_visible
 from grpo_ray.run.machine import check_machine, on_this_machine
@@ -286,7 +286,7 @@ def check_same_sampling(before: Config, now: Config, checkpoint: Checkpoint) -> 
     """
     old, new = leaves(before.model_dump()), leaves(now.model_dump())
     changed = [name for name in SAMPLED if old[name] != new[name]]
-    num_groups = sum(map(num_groups_in, (checkpoint.groups_path, checkpoint.replay_path)))
+    num_groups = sum(len(read_uses(path)) for path in (checkpoint.groups_path, checkpoint.replay_path))
     if changed and num_groups:
         name = changed[0]
         raise RunError(
