@@ -78,28 +78,6 @@ class DamagedLine(RunError, ValueError):
     """A line that cannot be read, and cannot be half of the last write."""
 
 
-def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """Return the lines as dicts, none of a file that is missing.
-
-    A tail that cannot be read, as a crash leaves it, is left out.
-
-    Raises:
-        DamagedLine: another line cannot be read.
-    """
-    rows: list[dict[str, Any]] = []
-    damaged = 0
-    with suppress(FileNotFoundError), Path(path).open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            row = parse_line(line)
-            if row is None:
-                damaged = damaged or number
-            elif damaged:
-                raise damaged_line(path, damaged)
-            else:
-                rows.append(row)
-    return rows
-
-
 def parse_line(line: bytes) -> dict[str, Any] | None:
     """Return the line's dict; None if the line is incomplete or damaged, for example full of zeros."""
     if not line.endswith(b"\n"):
@@ -152,11 +130,13 @@ def line_number(path: str | Path, offset: int) -> int:
     return number
 
 
-def read_last_lines(path: str | Path, num_lines: int) -> list[dict[str, Any]]:
-    """Return the last lines as dicts, reading no more of the file than they take; a damaged end is left out.
+def read_lines(path: str | Path, most: int | None = None) -> list[dict[str, Any]]:
+    """Return the lines as dicts, or the last ones, for which no more of the file is read; none without a file.
+
+    A tail that cannot be read, as a crash leaves it, is left out.
 
     Raises:
-        DamagedLine: one before it cannot be read.
+        DamagedLine: another line cannot be read.
     """
     rows: list[dict[str, Any]] = []
     for offset, line in lines_from_end(path):
@@ -165,7 +145,7 @@ def read_last_lines(path: str | Path, num_lines: int) -> list[dict[str, Any]]:
             rows.append(row)
         elif rows:
             raise damaged_line(path, line_number(path, offset))
-        if len(rows) == num_lines:
+        if len(rows) == most:
             break
     return rows[::-1]
 

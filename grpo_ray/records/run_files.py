@@ -15,14 +15,7 @@ import yaml
 from grpo_ray.config import Config
 from grpo_ray.errors import RunError
 from grpo_ray.records.durable import sync, write_text
-from grpo_ray.records.json_lines import (
-    damaged_line,
-    line_number,
-    lines_from_end,
-    parse_line,
-    read_last_lines,
-    read_lines,
-)
+from grpo_ray.records.json_lines import damaged_line, line_number, lines_from_end, parse_line, read_lines
 from grpo_ray.records.resumable_folder import ResumableFolder
 
 read_metrics = read_lines
@@ -211,7 +204,7 @@ def last_logged_step(path: str | Path) -> int:
 
 def last_row(path: str | Path) -> dict[str, Any]:
     """Return the last row of a log, read from its end; empty without any."""
-    return next(iter(read_last_lines(path, 1)), {})
+    return next(iter(read_lines(path, 1)), {})
 
 
 def kept_part(path: Path, step: int) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from grpo_ray.config.loading import load_config
 from grpo_ray.config.schema import leaves
 from grpo_ray.core.controller import Controller
 from grpo_ray.errors import RunError
-from grpo_ray.records.json_lines import read_last_lines
+from grpo_ray.records.json_lines import read_lines
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.top.bottleneck import (
     Problems,
@@ -227,15 +227,15 @@ def test_a_real_run_is_followed_and_its_last_step_drawn(tmp_path: Path) -> None:
 def test_the_tail_of_a_long_file(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_text("".join(f'{{"n": {n}}}\n' for n in range(1000)) + '{"half": ')
-    assert read_last_lines(path, 3) == [{"n": 997}, {"n": 998}, {"n": 999}]
-    assert len(read_last_lines(path, 5000)) == 1000
+    assert read_lines(path, 3) == [{"n": 997}, {"n": 998}, {"n": 999}]
+    assert len(read_lines(path, 5000)) == 1000
     path.write_text("")
-    assert read_last_lines(path, 3) == []
+    assert read_lines(path, 3) == []
     path.write_text('{"n": 1}\n\0\0\0\n')
-    assert read_last_lines(path, 3) == [{"n": 1}]  # a power cut has left the end
+    assert read_lines(path, 3) == [{"n": 1}]  # a power cut has left the end
     path.write_text('{]\n{"n": 1}\n')
     with pytest.raises(ValueError, match="line 1: not valid JSON"):
-        read_last_lines(path, 3)
+        read_lines(path, 3)
 
 
 def test_a_driver_that_writes_nothing() -> None:
