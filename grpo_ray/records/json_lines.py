@@ -194,20 +194,15 @@ class StepLines:
     def __init__(self, path: str | Path) -> None:
         """Find the lines; raises DamagedLine for one without a step, or damaged before the tail."""
         self._path = Path(path)
-        last: dict[int, int] = {}  # by step: where its last line begins
-        start, damaged = 0, None
-        with suppress(FileNotFoundError), self._path.open("rb") as file:
-            for line in file:
-                step = self._step(start, line)
-                if step is None:
-                    damaged = damaged or damaged_line(path, line_number(path, start))
-                elif damaged is not None:
-                    raise damaged
-                else:
-                    last[step] = start
-                start += len(line)
-        self.steps = array("q", sorted(last))
-        self._starts = array("q", (last[step] for step in self.steps))
+        starts: dict[int, int] = {}  # by step: where its last line begins
+        for start, line in lines_from_end(path):
+            step = self._step(start, line)
+            if step is not None:
+                starts.setdefault(step, start)
+            elif starts:
+                raise damaged_line(path, line_number(path, start))
+        self.steps = array("q", sorted(starts))
+        self._starts = array("q", (starts[step] for step in self.steps))
 
     def __len__(self) -> int:
         return len(self.steps)
