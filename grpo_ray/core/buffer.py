@@ -10,6 +10,7 @@ import numpy as np
 from grpo_ray.config import Config
 from grpo_ray.core.replay import ReplayedGroup, ReplayMemory
 from grpo_ray.core.staleness import version_trained_at
+from grpo_ray.records.checkpoint import GROUPS, REPLAY
 from grpo_ray.records.rollout_log import DROPPED, FRESH, read_groups, read_uses, write_rollouts
 from grpo_ray.types import BatchFacts, GroupFacts, RolloutGroup, ScoredGroup, TrainBatch, Verdict
 from grpo_ray.watch.batch_metrics import (
@@ -22,7 +23,6 @@ from grpo_ray.watch.batch_metrics import (
 from grpo_ray.watch.rollout_writer import RolloutWriter
 from grpo_ray.watch.stage_clock import ClockedActor, StageClock
 
-GROUPS, REPLAY = "groups.parquet", "replay.parquet"  # in a checkpoint's training folder
 STAGES = ("write_rollouts", "write_checkpoint", "make_batch")
 
 

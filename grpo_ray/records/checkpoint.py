@@ -30,6 +30,7 @@ from grpo_ray.records.json_lines import readable_rows, to_json
 from grpo_ray.records.run_files import RunDirectory, step_name
 
 LAST, BEST = "last", "best"
+GROUPS, REPLAY = "groups.parquet", "replay.parquet"  # in `training/`
 MISSING = FileNotFoundError, NotADirectoryError
 LEFT_BEHIND = re.compile(r"unfinished-step-\d+(-[0-9a-f]{8})?|discarded-step-\d+")
 CHECKSUM_BYTES = 2**26  # a larger file has no checksum: reading it again would take as long as writing it
@@ -55,14 +56,6 @@ class Checkpoint:
     @property
     def training_path(self) -> Path:
         return self.path / "training"
-
-    @property
-    def groups_path(self) -> Path:
-        return self.training_path / "groups.parquet"
-
-    @property
-    def replay_path(self) -> Path:
-        return self.training_path / "replay.parquet"
 
 
 def read_checkpoint(path: Path, reads_files: bool = False) -> Checkpoint:

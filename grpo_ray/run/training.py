@@ -18,7 +18,7 @@ from grpo_ray.core.context import Prepared
 from grpo_ray.core.controller import Controller
 from grpo_ray.errors import RunError, all_of, shown_plainly
 from grpo_ray.learning.model_files import is_local as is_local_model
-from grpo_ray.records.checkpoint import Checkpoint, CheckpointStore
+from grpo_ray.records.checkpoint import GROUPS, REPLAY, Checkpoint, CheckpointStore
 from grpo_ray.records.durable import sync_files
 from grpo_ray.records.json_lines import JsonLines, readable_rows
 from grpo_ray.records.resumable_folder import changed_values
@@ -286,7 +286,7 @@ def check_same_sampling(before: Config, now: Config, checkpoint: Checkpoint) -> 
     """
     old, new = leaves(before.model_dump()), leaves(now.model_dump())
     changed = [name for name in SAMPLED if old[name] != new[name]]
-    num_groups = sum(len(read_uses(path)) for path in (checkpoint.groups_path, checkpoint.replay_path))
+    num_groups = sum(len(read_uses(checkpoint.training_path / name)) for name in (GROUPS, REPLAY))
     if changed and num_groups:
         name = changed[0]
         raise RunError(

@@ -29,12 +29,11 @@ from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.core.buffer import GROUPS, REPLAY
 from grpo_ray.core.groups import GroupBook
 from grpo_ray.core.learner import Learner
 from grpo_ray.core.scorer import Scorer
 from grpo_ray.learning.model_files import load_tokenizer
-from grpo_ray.records.checkpoint import CheckpointState, CheckpointStore
+from grpo_ray.records.checkpoint import GROUPS, REPLAY, CheckpointState, CheckpointStore
 from grpo_ray.records.evaluation_summary import summarise_groups, write_evaluation
 from grpo_ray.records.rollout_log import write_rollouts
 from grpo_ray.records.run_files import RunDirectory, step_name

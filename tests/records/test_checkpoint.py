@@ -80,7 +80,7 @@ def test_committed_checkpoint_is_found(tmp_path: Path) -> None:
     assert found == written
     assert found.path == tmp_path / "checkpoints" / "step-000040"
     assert found.training_path == found.path / "training"
-    assert found.groups_path.read_bytes() == b"groups"
+    assert (found.training_path / "groups.parquet").read_bytes() == b"groups"
     assert found.state == make_state(40)
     assert names(tmp_path) == ["step-000040"]
     assert json.loads((found.training_path / "state.json").read_text())["files"] == {

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from grpo_ray.errors import RunError
-from grpo_ray.records.checkpoint import Checkpoint, CheckpointStore
+from grpo_ray.records.checkpoint import GROUPS, Checkpoint, CheckpointStore
 from grpo_ray.records.rollout_log import read_groups, read_table
 from grpo_ray.records.run_files import RunDirectory
 
@@ -97,7 +97,8 @@ def _audit_ledger(checkpoint: Checkpoint) -> Iterator[str]:
             f"together not {num_done}"
         )
     unfinished = _unfinished(ledger)
-    foreign = [g.group_id for g in read_groups(checkpoint.groups_path) if g.group_id not in unfinished]
+    held = read_groups(checkpoint.training_path / GROUPS)
+    foreign = [group.group_id for group in held if group.group_id not in unfinished]
     if foreign:
         yield f"training/groups.parquet holds groups {foreign}, which the ledger has as done"
 
