@@ -80,20 +80,12 @@ def state_tensors(optimizer: torch.optim.Optimizer, parameter: torch.nn.Paramete
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: Mapping[int, Tensors]) -> None:
-    """Restore what `state_tensors` returned, by the positions of the weights.
-
-    Raises:
-        ValueError: the moments are 8-bit ones and the optimizer's are not, or the other way round.
-    """
+    """Restore what `state_tensors` returned, by the positions of the weights."""
     is_8bit = hasattr(optimizer, "name2qmap")
-    restored: dict[int, dict[str, Any]] = {}
-    for position, tensors in state.items():
-        if ("state1" in tensors) != is_8bit:
-            raise ValueError(
-                "learner.moments: the checkpoint's moments and those of the configuration are not both 8bit; "
-                "resume with the moments that the run began with"
-            )
-        restored[position] = {**tensors, **_of_bitsandbytes(optimizer, tensors)} if is_8bit else {**tensors}
+    restored = {
+        position: {**tensors, **(_of_bitsandbytes(optimizer, tensors) if is_8bit else {})}
+        for position, tensors in state.items()
+    }
     optimizer.load_state_dict({"state": restored, "param_groups": optimizer.state_dict()["param_groups"]})
 
 

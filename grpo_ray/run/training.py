@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from safetensors import safe_open
 
 from grpo_ray.cluster import local
 from grpo_ray.config import Config
@@ -166,6 +167,7 @@ def _resume(run: RunDirectory, config: Config, follower: Follower | None) -> Run
         if checkpoint is not None:
             check_same_reference(before, config)
             check_same_sampling(before, config, checkpoint)
+            check_same_moments(config, checkpoint)
         with shown_plainly():
             config = at_commits(config)  # of a run of an earlier release, which has none
         with _hosted(config, run.is_local) as (console, host, learner_host):
@@ -293,6 +295,21 @@ def check_same_sampling(before: Config, now: Config, checkpoint: Checkpoint) -> 
             f"{name}: the buffer of {checkpoint.path} holds {num_groups} groups sampled with {old[name]!r}, so "
             f"the run cannot be resumed with {new[name]!r}; leave it, or train a new run from that checkpoint "
             "(model.path)"
+        )
+
+
+def check_same_moments(now: Config, checkpoint: Checkpoint) -> None:
+    """Refuse 8-bit moments in place of others, or the other way round; raises RunError."""
+    file = checkpoint.training_path / "optimizer.safetensors"
+    moments = {"exp_avg"}  # of several ranks, which write other files, and have none of 8 bits
+    if file.exists():
+        with safe_open(file, framework="numpy") as tensors:
+            names = [name for name in tensors.keys() if name.startswith("adam/")]  # noqa: SIM118
+        moments = {name.rpartition("/")[2] for name in names}
+    if moments and ("state1" in moments) != (now.learner.moments == "8bit"):
+        raise RunError(
+            "learner.moments: the checkpoint's moments and those of the configuration are not both 8bit; "
+            "resume with the moments that the run began with"
         )
 
 

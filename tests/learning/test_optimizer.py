@@ -3,6 +3,7 @@
 import errno
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from builders import (
 
 from grpo_ray.config import Config, LearnerConfig
 from grpo_ray.core.learner import Learner
+from grpo_ray.errors import RunError
 from grpo_ray.learning.device import Offload
 from grpo_ray.learning.loading import load_policy
 from grpo_ray.learning.master_weights import MasterWeights
@@ -27,6 +29,7 @@ from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.learning.optimizer import learning_rate, make_optimizer, move_optimizer
 from grpo_ray.learning.ranks import Ranks
 from grpo_ray.learning.training_state import capture_state, write_state
+from grpo_ray.run.training import check_same_moments
 
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
@@ -114,8 +117,11 @@ def test_moments_of_another_kind_are_refused_but_for_narrower_floats(
     learner = make_learner(learner={"moments": first})
     train(learner, 0)
     folder = written(learner, tmp_path / "step")
-    with pytest.raises(ValueError, match=r"learner\.moments: the checkpoint's moments"):
-        make_learner(checkpoint=folder, learner={"moments": second})
+    checkpoint: Any = SimpleNamespace(training_path=folder / "training")
+    now: Any = [SimpleNamespace(learner=LearnerConfig(moments=moments)) for moments in (first, second)]
+    check_same_moments(now[0], checkpoint)
+    with pytest.raises(RunError, match=r"learner\.moments: the checkpoint's moments"):
+        check_same_moments(now[1], checkpoint)
     if first == "float32":
         resumed = make_learner(checkpoint=folder, learner={"moments": "bfloat16"})
         moments = resumed._optimizer.state[resumed.masters.parameters[0]]
