@@ -100,9 +100,10 @@ def _check(options: CheckOptions) -> int:
     if options.nodes is None:  # otherwise it is about other machines
         config, notice = on_this_machine(config)
     with shown_plainly():
-        task = with_trial(config, check_files(config))
-        check_trackers(config)
         run = RunDirectory(Path(config.run.output_dir) / run_name(config, options.config))
+        left = config.model_copy(update={"sft": None}) if run.sft.exists() else config  # as `train` does
+        task = with_trial(left, check_files(left))
+        check_trackers(config)
         if config.run.if_exists != "resume":
             run.check_free()
         elif run.config_path.exists():
