@@ -23,7 +23,7 @@ from grpo_ray.core.clients import WITH_BULK
 from grpo_ray.core.generator import Generator as GeneratorActor
 from grpo_ray.core.sync import WeightSync
 from grpo_ray.engines import make_engine, make_teacher_engine
-from grpo_ray.errors import ActorDied, RunError
+from grpo_ray.errors import ActorDied, RunError, shown_plainly
 from grpo_ray.transfer.wires import SendingLearner, Wires
 from grpo_ray.types import StartingModel
 
@@ -102,7 +102,8 @@ class LocalClient:
 
     @cached_property
     def actor(self) -> Any:
-        return self._build()
+        with shown_plainly():  # a Learner refuses a model that it cannot train, for example
+            return self._build()
 
     def die(self, reason: str = "it was ended") -> None:
         """End the actor as if its process had died: its open calls fail, and so do all later ones."""
