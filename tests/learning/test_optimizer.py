@@ -118,7 +118,7 @@ def test_moments_of_another_kind_are_refused_but_for_narrower_floats(
     train(learner, 0)
     folder = written(learner, tmp_path / "step")
     checkpoint: Any = SimpleNamespace(training_path=folder / "training")
-    now: Any = [SimpleNamespace(learner=LearnerConfig(moments=moments)) for moments in (first, second)]
+    now: Any = [SimpleNamespace(learner=LearnerConfig.model_validate({"moments": m})) for m in (first, second)]
     check_same_moments(now[0], checkpoint)
     with pytest.raises(RunError, match=r"learner\.moments: the checkpoint's moments"):
         check_same_moments(now[1], checkpoint)

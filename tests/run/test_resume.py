@@ -34,7 +34,7 @@ from grpo_ray.records.json_lines import lines_from_end
 from grpo_ray.records.run_files import RunDirectory, dump_config, last_logged_step, read_metrics
 from grpo_ray.run import restores, training
 from grpo_ray.run.preparation import check_files
-from grpo_ray.tasks.input_digests import check_inputs, input_digests, write_digests
+from grpo_ray.tasks.input_digests import check_inputs, write_digests
 from grpo_ray.watch.run_log import RunLog
 
 TEMPLATE = "Sort: {question}\nAnswer:"
@@ -141,12 +141,12 @@ def test_an_edited_model_is_refused_by_name(tmp_path: Path, config: Config, fiel
     engine = {"engine": "torch"} if section == "distillation" else {}
     config = changed(config, **{section: {name: str(folder), **engine}})
     run.create(config)
-    before = input_digests(config, task.templates, task.train, task.validation)
+    before = training._digests(config, task)
     write_digests(run, before)
     assert check_inputs(run, before) is None
     MODEL_EDITS[file](folder / file)
     with pytest.raises(RunError, match=f"^{re.escape(field)} \\({re.escape(file)}\\): not what this run began"):
-        check_inputs(run, input_digests(config, task.templates, task.train, task.validation))
+        check_inputs(run, training._digests(config, task))
 
 
 def test_a_run_of_an_earlier_release_has_no_digests_of_its_model(tmp_path: Path, config: Config) -> None:
@@ -218,8 +218,7 @@ def test_a_resumed_run_loads_the_commit_that_it_began_with(
 
 
 def digests(config: Config) -> dict[str, str]:
-    task = check_files(config)
-    return input_digests(config, task.templates, task.train, task.validation)
+    return training._digests(config, check_files(config))
 
 
 @pytest.mark.slow

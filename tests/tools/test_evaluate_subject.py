@@ -167,7 +167,7 @@ def test_files_are_recognised(tmp_path: Path) -> None:
     named = asked(task=path, question_field="a", answer_field="b")
     assert task_of(named).items() >= {"kind": "file", "question_field": "a", "answer_field": "b"}.items()
     keywords = plan_evaluation(asked(task=str(tmp_path / "keywords.jsonl"))).config.task
-    assert keywords.rewards == {"": "keyword_inclusion"}
+    assert keywords.reward == "keyword_inclusion"
     (example,) = load_validation(keywords, 0).validation
     assert (example.question, example.ground_truth) == ("Write of trees.", "tree, leaf")
 
