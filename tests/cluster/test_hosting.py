@@ -17,7 +17,6 @@ from small_run import QUICKSTART, SMALL
 from grpo_ray.cluster import session
 from grpo_ray.cluster.hosting import ActorGroup
 from grpo_ray.config.loading import load_config
-from grpo_ray.core.generator import Generator
 from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.run.preparation import check_files, prepare
 from grpo_ray.types import TrainBatch
@@ -66,7 +65,9 @@ async def test_an_abandoned_call_is_cancelled_in_the_actor(actors: ActorGroup) -
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asyncio.ensure_future(sampled), 1.0)
     async with asyncio.timeout(120):
-        while "0 groups running" not in await generator.handle.__ray_call__.remote(Generator.__repr__):
+        while "0 groups running" not in await generator.handle.__ray_call__.remote(
+            lambda hosted: repr(hosted.actor)
+        ):
             await asyncio.sleep(0.05)
 
 
