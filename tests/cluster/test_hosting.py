@@ -65,9 +65,7 @@ async def test_an_abandoned_call_is_cancelled_in_the_actor(actors: ActorGroup) -
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asyncio.ensure_future(sampled), 1.0)
     async with asyncio.timeout(120):
-        while "0 groups running" not in await generator.handle.__ray_call__.remote(
-            lambda hosted: repr(hosted.actor)
-        ):
+        while "0 groups running" not in await generator.handle.__ray_call__.remote(lambda it: repr(it.actor)):
             await asyncio.sleep(0.05)
 
 

@@ -234,7 +234,7 @@ async def test_two_snapshots_are_stored_at_a_time_and_read_where_they_lie(tmp_pa
             assert not report.failed
             del reference
             await asyncio.sleep(1.0)  # Ray frees an object soon after its last reference has gone
-        seen = lambda actor: (actor._engine.places, actor._engine.are_right)  # noqa: E731
+        seen = lambda it: (it.actor._engine.places, it.actor._engine.are_right)  # noqa: E731
         (places, are_right), (others, _) = [ray.get(each.handle.__ray_call__.remote(seen)) for each in clients]
     assert all(are_right)
     assert places == others  # one copy on the node
