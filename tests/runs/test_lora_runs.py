@@ -19,9 +19,11 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.records.run_files import read_metrics
 from grpo_ray.tools.cli import main
+from grpo_ray.tools.evaluation.evaluation_plan import plan_evaluation
 from grpo_ray.tools.evaluation.sampling import _snapshot
 from grpo_ray.tools.evaluation.subject import Weights, find_subject
 from grpo_ray.tools.export.merge import base_folder
+from grpo_ray.tools.look import EvaluationOptions
 from grpo_ray.tools.report.rollout_rows import log_ratios
 
 pytestmark = pytest.mark.slow
@@ -107,10 +109,9 @@ def test_what_was_sampled_from_is_what_is_exported_and_evaluated(finished: Path,
     assert run.weights == single.weights == (Weights(4, checkpoint),)
     assert copied.weights == (Weights(0, alone),)
     assert copied.data["model"]["adapter"]["rank"] == 4
-    (tmp_path / "job.yaml").write_text(
-        f"model: {{tiny: {{}}, adapter: {{path: {checkpoint}}}}}\ntask: {{kind: sorting}}\n"
-    )
-    assert find_subject(str(tmp_path / "job.yaml")).weights == (Weights(0, checkpoint),)
+    job = tmp_path / "job.yaml"
+    job.write_text(f"model: {{tiny: {{}}, adapter: {{path: {checkpoint}}}}}\ntask: {{kind: sorting}}\n")
+    assert plan_evaluation(EvaluationOptions(str(job))).subject.weights == (Weights(0, checkpoint),)
     own = load_config(finished / "config.yaml")
     served = tensors_of(_snapshot(own, Weights(4, checkpoint), 1))
     expected = tensors_of(_snapshot(own, Weights(0, tmp_path / "model"), 1))
