@@ -108,8 +108,8 @@ class Run:
         config = load_config(self._run.config_path)
         store = CheckpointStore(self._run)
         folder = store.choose(checkpoint, "checkpoint").path
-        for line in store.damaged:
-            print_visible(f"! skipped, because it is damaged: {line}")
+        for line in store.skipped:
+            print_visible(f"! {line}")
         trust = config.model.trust_remote_code
         if config.model.adapter is not None:
             base = base_folder(config)

@@ -111,6 +111,5 @@ def scorer_arguments(config: Config) -> tuple[Any, ...]:
     """Return the arguments of Scorer for a configuration, with the secrets of this process's environment."""
     rewards, discount = config.rewards, config.episodes.turn_discount
     secrets = values_of(secrets_in(rewards.values()))
-    has_teacher = config.distillation.teacher is not None
-    max_tokens = config.sampling.max_tokens
+    has_teacher, max_tokens = config.distillation.teacher is not None, config.sampling.max_tokens
     return rewards, config.algorithm, config.scorer, max_tokens, discount, secrets, has_teacher

@@ -180,6 +180,11 @@ class CheckpointStore:
             return None
         return checkpoint
 
+    @property
+    def skipped(self) -> list[str]:
+        """A notice for each checkpoint that the last reading passed over."""
+        return [f"skipped, because it is damaged: {line}" for line in self.damaged]
+
     def _rewards(self) -> dict[Any, Any]:
         """Return the validation reward of each step; of a damaged line there is none."""
         return {row.get("step"): row.get("reward") for row in readable_rows(self._run.evaluations_summary_path)}

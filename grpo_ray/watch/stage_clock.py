@@ -134,7 +134,7 @@ class ActorStats:
 
 
 class ClockedActor:
-    """The calls that every asynchronous actor answers."""
+    """The calls that every asynchronous actor answers, as `ActorClient` in core/clients.py has them."""
 
     _clock: StageClock
     _has_children = True  # child processes: their memory counts
@@ -143,5 +143,4 @@ class ClockedActor:
         return True
 
     async def take_stats(self) -> ActorStats:
-        """Return the stage times since the last call, and the memory."""
         return ActorStats(self._clock.take(), resident_bytes(self._has_children))

@@ -128,8 +128,7 @@ def _adapter_subject(folder: Path) -> Subject:
 
 def _run_subject(run: RunDirectory, choice: str) -> Subject:
     store = CheckpointStore(run)
-    checkpoints = store.all()
-    notices = [f"skipped, because it is damaged: {line}" for line in store.damaged]
+    checkpoints, notices = store.all(), store.skipped
     data = read_config(run.config_path)
     initial = Weights(0, run.sft if run.sft.is_dir() else None)
     chosen = _choose(run, store, checkpoints, choice, initial)

@@ -22,8 +22,6 @@ from grpo_ray.tools.experiments.experiment_plan import PlannedRun
 
 PROGRAM = (sys.executable, "-m", "grpo_ray")
 POLL_S = 0.1
-
-
 OnEnd = Callable[[PlannedRun, int, float, str | None], None]
 """Given a run, its exit status (negative: of the signal that ended it), seconds, and error in one line."""
 

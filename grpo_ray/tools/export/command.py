@@ -55,8 +55,8 @@ def export_merged(options: ExportOptions) -> Path:
         raise RunError(f"--merged: {folder} already exists; give a new folder, or move it away")
     store = CheckpointStore(run)
     checkpoint = store.choose(options.checkpoint, "--checkpoint").path
-    for line in store.damaged:
-        print_visible(f"! skipped, because it is damaged: {line}")
+    for line in store.skipped:
+        print_visible(f"! {line}")
     for path in checkpoint.rglob("*"):
         if path.is_symlink():  # no run writes one, and the model would hold the file that it leads to
             raise RunError(f"{path} is a link; put the file itself in its place")

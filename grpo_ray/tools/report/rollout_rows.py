@@ -180,7 +180,7 @@ def _find_checkpoint(run: RunDirectory, log_ratio: str | None, notices: list[str
     """Return the folder of the checkpoint to compare with; notices name those that are passed over."""
     store = CheckpointStore(run)
     folder = store.choose(log_ratio or LAST, "--log-ratio", (NO_RATIOS,)).path
-    notices += [f"skipped, because it is damaged: {line}" for line in store.damaged]
+    notices += store.skipped
     folders = [folder, folder_of_model(saved_config(folder)[0])] if is_adapter(folder) else [folder]
     files = (file for each in folders if each is not None for file in each.glob("*.safetensors"))
     num_bytes = sum(file.stat().st_size for file in files)
