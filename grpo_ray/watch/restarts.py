@@ -5,6 +5,7 @@ A group that is lost twice with its process is a suspect. It is then played alon
 
 import asyncio
 import contextlib
+import re
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ HOUR_S = 3600.0
 COMMON_CAUSE_S = 30.0  # actors that die within this time of the first share a cause: a node, a network, a sync
 FORGIVEN_AFTER_S = 600.0  # a death this long after the previous one starts a new series
 LONGEST_PAUSE_S = 60.0
+OF_A_NODE = re.compile("its node has died|the actor's node was")  # in Ray's error of an actor
 LOSSES = 2  # alongside other groups, until a group is a suspect
 MAX_LONE = 8  # suspects lost one after another, while no group finishes, that cannot all be to blame
 
@@ -109,12 +111,14 @@ class Suspects:
         return self._losses.get(group) or Losses()
 
     def lost(self, group: str, error: DataLost) -> Losses:
-        """Count a loss of the group.
+        """Count a loss of the group, except with a whole node: no group's prompt is to blame for that.
 
         Raises:
             RunError: suspect after suspect is lost, and no group finishes: no prompt is the cause.
         """
         losses = self._losses.setdefault(group, Losses())
+        if OF_A_NODE.search(str(error)):
+            return losses
         if losses.is_suspect:
             self._lone.add(group)
         losses.add(error)

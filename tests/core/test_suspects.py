@@ -284,6 +284,17 @@ def test_a_finished_group_shows_that_not_every_group_ends_its_process() -> None:
         suspects.lost(f"train/{MAX_LONE}", DataLost("killed"))
 
 
+def test_a_node_that_dies_makes_no_suspects() -> None:
+    suspects = Suspects()
+    for why in (
+        "the actor's node was terminated unexpectedly: health check failed",
+        "... its node has died. Node",
+    ):
+        for group in range(4 * MAX_LONE):
+            losses = suspects.lost(f"train/{group % MAX_LONE}", DataLost(f"generator-1 died: {why}"))
+            assert losses == Losses()
+
+
 def test_a_lost_turn_counts_twice_and_as_alone_only_after_another() -> None:
     """An episode that is alone in its worker shares the Generators until one of its turns is lost."""
     suspects = Suspects()
