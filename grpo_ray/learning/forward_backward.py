@@ -169,19 +169,18 @@ class ForwardBackward:
             sequences = [replace(s, sample_tokens=num) for unit, num in counted for s in unit]
         # Without a denominator the loss counts no token of any sequence.
         computed = [s for s in sequences if denominator and (s.has_signal or has_other_terms)]
-        sums: dict[str, torch.Tensor] = {}
         omitted = [s for s in sequences if not (s.has_signal or has_other_terms)]
         measured = [s for s in omitted if s.reference_logprobs is not None or self._steers_entropy]
-        for _, batch in self._batches(model, measured):
-            _add_on_device(sums, self._measure(model, batch))
+        # On the device until the end, so that no micro-batch waits for the one before it.
+        found = [self._measure(model, batch) for _, batch in self._batches(model, measured)]
         counts: Sums = {"loss": 0.0}
         for indices, batch in self._batches(model, computed):
-            _add_on_device(sums, self._backward(model, batch, denominator))
+            found.append(self._backward(model, batch, denominator))
             add(counts, _sizes(batch) if indices else {})
         self.work.add_forward(model, lengths_of(measured))
         self.work.add_training(model, lengths_of(computed))
         total: Sums = {}
-        for of_rank in self._ranks.gathered({**counts, **_read(sums)}):
+        for of_rank in self._ranks.gathered({**counts, **_total(found)}):
             add(total, of_rank)
         return {**total, "trained_tokens": float(sum(s.num_sampled for s in computed))}
 
@@ -320,23 +319,14 @@ class ForwardBackward:
         return sequence.num_sampled
 
 
-def _add_on_device(sums: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
-    """Add scalars as `add` does, but on the device, so that no micro-batch waits for the one before it."""
-    for name, value in more.items():
-        value = value.detach().double()
-        if name not in sums:
-            sums[name] = value
-        elif name.endswith("_min"):
-            sums[name] = torch.minimum(sums[name], value)
-        elif name.endswith("_max"):
-            sums[name] = torch.maximum(sums[name], value)
-        else:
-            sums[name] = sums[name] + value
-
-
-def _read(sums: Mapping[str, torch.Tensor]) -> Sums:
-    """Return sums that are on the device, waiting for it once."""
-    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
+def _total(found: Sequence[Mapping[str, torch.Tensor]]) -> Sums:
+    """Add up scalars of micro-batches, as `add` does; the device is waited for once."""
+    values = [value.double() for scalars in found for value in scalars.values()]
+    numbers = iter(torch.stack(values).tolist() if values else ())
+    total: Sums = {}
+    for scalars in found:
+        add(total, {name: next(numbers) for name in scalars})
+    return total
 
 
 def _sizes(batch: MicroBatch) -> Sums:
