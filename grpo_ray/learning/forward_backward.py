@@ -20,8 +20,8 @@ from grpo_ray.learning.sequences import TrainSequence, lengths_of, prompts_of, s
 from grpo_ray.objectives import SELECTIONS, CorrectionInputs, Objective, loss_denominator, policy_gradient_step
 from grpo_ray.objectives.aggregation import gradient_sums
 from grpo_ray.objectives.checking import acts_without_advantage
-from grpo_ray.objectives.correction import correction_sums, effective_sample_sums
-from grpo_ray.objectives.kl import kl_sums, logprob_mismatch, teacher_term
+from grpo_ray.objectives.correction import correction_sums
+from grpo_ray.objectives.kl import kl_sums, mismatch_sums, teacher_term
 from grpo_ray.objectives.objective import EntropyBonus
 from grpo_ray.watch.flops import ModelSize, WorkCount
 from grpo_ray.watch.learner_metrics import Sums, add
@@ -340,12 +340,10 @@ def _sizes(batch: MicroBatch) -> Sums:
 
 def _mismatch_sums(first: torch.Tensor, batch: MicroBatch) -> dict[str, torch.Tensor]:
     """Compare the policy before the first update with the sampler, on tokens with an advantage."""
-    mask = batch.advantage_mask
-    mismatch = logprob_mismatch(first, batch.behaviour_logprobs, mask)
-    later = logprob_mismatch(first, batch.behaviour_logprobs, mask & batch.after_switch)
-    sums = effective_sample_sums(first, batch.behaviour_logprobs, mask)
-    sums |= {"after_switch_kl": later["kl_sum"], "num_after_switch": later["num_tokens"]}
-    return {"mismatch_kl": mismatch["kl_sum"], "logprob_diff_max": mismatch["abs_diff_max"], **sums}
+    given, mask = (first, batch.behaviour_logprobs), batch.advantage_mask
+    later = mismatch_sums(*given, mask & batch.after_switch)
+    of_later = {"after_switch_kl": later["mismatch_kl"], "num_after_switch": later["num_weights"]}
+    return mismatch_sums(*given, mask) | of_later
 
 
 def _floats(data: bytes) -> np.ndarray:

@@ -161,31 +161,3 @@ def _outside(ratio: Tensor, band: Band) -> Tensor:
 
 def _dropping(inputs: CorrectionInputs, is_dropped: Tensor) -> tuple[Tensor, Tensor]:
     return ones(inputs).masked_fill(is_dropped, 0.0), is_dropped
-
-
-@torch.no_grad()
-def effective_sample_sums(
-    learner_log_probs: Tensor, behaviour_log_probs: Tensor, mask: Tensor
-) -> dict[str, Tensor]:
-    """Return sums over the tokens' ratios; added up over micro-batches, they go to `effective_sample_fraction`.
-
-    Args:
-        learner_log_probs: `[batch, seq]`, nats.
-        behaviour_log_probs: `[batch, seq]`, nats; tokens where it is not finite are excluded.
-        mask: `[batch, seq]`, bool or 0/1.
-
-    Returns:
-        Scalars: `weight_sum` and `weight_square_sum` (float64) of the untruncated ratios, `num_weights`.
-    """
-    mask = mask.bool() & behaviour_log_probs.isfinite()
-    log_ratio = learner_log_probs.double() - behaviour_log_probs.double()
-    weights = clamped_exp(log_ratio.masked_fill(~mask, 0.0)).masked_fill(~mask, 0.0)
-    return {"weight_sum": weights.sum(), "weight_square_sum": weights.square().sum(), "num_weights": mask.sum()}
-
-
-def effective_sample_fraction(weight_sum: float, weight_square_sum: float, num_weights: float) -> float:
-    """Return Kish's effective sample size divided by the sample size, `(sum w)^2 / (n * sum w^2)` (Kish 1965).
-
-    It is from 1 / n to 1, and 1 if all weights are equal; n is at least 1.
-    """
-    return float(weight_sum) ** 2 / (float(num_weights) * float(weight_square_sum))

@@ -109,13 +109,14 @@ def kl_sums(policy_log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor)
 
 
 @torch.no_grad()
-def logprob_mismatch(learner_log_probs: Tensor, behaviour_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+def mismatch_sums(learner_log_probs: Tensor, behaviour_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Measure how far the sampler's log-probabilities are from the Learner's for the same tokens.
 
     The results accumulate over micro-batches: add the sums, take the larger maximum. The KL is Schulman's k3
     (see `kl_estimate`), here an unbiased and never negative estimate of KL(behaviour || learner) from the
     behaviour policy's own samples: `r - 1 - log r` with `log r = learner - behaviour`. It is a small difference
-    of large numbers, so everything is in float64.
+    of large numbers, so everything is in float64. The ratios r are also the weights of
+    `effective_sample_fraction`.
 
     Args:
         learner_log_probs: `[batch, seq]`, nats. To measure the numerical difference of the engines alone, they
@@ -124,14 +125,25 @@ def logprob_mismatch(learner_log_probs: Tensor, behaviour_log_probs: Tensor, mas
         mask: `[batch, seq]`, bool or 0/1.
 
     Returns:
-        Scalars: `kl_sum` and `abs_diff_max` (nats, float64; 0 without tokens), and `num_tokens` (int64), by
-        which the caller divides the sum.
+        Scalars: `mismatch_kl` and `logprob_diff_max` (nats; 0 without tokens), `weight_sum` and
+        `weight_square_sum` of the untruncated ratios, and `num_weights`, by which the caller divides the KL.
     """
     mask = mask.bool() & behaviour_log_probs.isfinite()
     log_ratio = (learner_log_probs.double() - behaviour_log_probs.double()).masked_fill(~mask, 0.0)
     abs_diff = log_ratio.abs()
+    weights = clamped_exp(log_ratio).masked_fill(~mask, 0.0)
     return {
-        "kl_sum": (torch.expm1(log_ratio) - log_ratio).sum(),
-        "abs_diff_max": abs_diff.amax() if abs_diff.numel() else abs_diff.sum(),
-        "num_tokens": mask.sum(),
+        "mismatch_kl": (torch.expm1(log_ratio) - log_ratio).sum(),
+        "logprob_diff_max": abs_diff.amax() if abs_diff.numel() else abs_diff.sum(),
+        "weight_sum": weights.sum(),
+        "weight_square_sum": weights.square().sum(),
+        "num_weights": mask.sum(),
     }
+
+
+def effective_sample_fraction(weight_sum: float, weight_square_sum: float, num_weights: float) -> float:
+    """Return Kish's effective sample size divided by the sample size, `(sum w)^2 / (n * sum w^2)` (Kish 1965).
+
+    It is from 1 / n to 1, and 1 if all weights are equal; n is at least 1.
+    """
+    return float(weight_sum) ** 2 / (float(num_weights) * float(weight_square_sum))

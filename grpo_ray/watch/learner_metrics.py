@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from grpo_ray.objectives.correction import effective_sample_fraction
+from grpo_ray.objectives.kl import effective_sample_fraction
 from grpo_ray.records.run_files import step_name
 
 Sums = dict[str, float]

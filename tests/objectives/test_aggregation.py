@@ -23,8 +23,9 @@ from grpo_ray.objectives import (
     policy_gradient_step,
 )
 from grpo_ray.objectives.aggregation import gradient_sums
-from grpo_ray.objectives.correction import correction_sums, effective_sample_fraction, effective_sample_sums
+from grpo_ray.objectives.correction import correction_sums
 from grpo_ray.objectives.inputs import arguments_of
+from grpo_ray.objectives.kl import effective_sample_fraction, mismatch_sums
 from grpo_ray.watch.learner_metrics import add, mean_metrics
 
 AGGREGATIONS = [name for name in get_args(Aggregation) if name != "prompt_mean"]  # that needs row_tokens
@@ -282,15 +283,14 @@ def test_effective_sample_size_by_hand():
     behaviour[0, 2] = -torch.inf
     learner[1, 1] = torch.nan
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
-    sums = effective_sample_sums(learner.requires_grad_(), behaviour, mask)
+    weights = ("weight_sum", "weight_square_sum", "num_weights")
+    sums = mismatch_sums(learner.requires_grad_(), behaviour, mask)
     assert not any(value.requires_grad for value in sums.values())
     assert sums["weight_sum"].item() == pytest.approx(6.0)
     assert sums["weight_square_sum"].item() == pytest.approx(18.0)
     assert sums["num_weights"].item() == 3
-    fraction = effective_sample_fraction(**{name: value.item() for name, value in sums.items()})
-    assert fraction == pytest.approx(2 / 3)
+    assert effective_sample_fraction(*(sums[name] for name in weights)) == pytest.approx(2 / 3)
     assert effective_sample_fraction(3 * 0.7, 3 * 0.49, 3) == pytest.approx(1.0)  # equal weights
-    one_rules = effective_sample_sums(torch.tensor([[30.0, 0.0]]), torch.zeros(1, 2), torch.ones(1, 2))
-    fraction = effective_sample_fraction(**{name: value.item() for name, value in one_rules.items()})
-    assert fraction == pytest.approx(0.5)
+    one_rules = mismatch_sums(torch.tensor([[30.0, 0.0]]), torch.zeros(1, 2), torch.ones(1, 2))
+    assert effective_sample_fraction(*(one_rules[name] for name in weights)) == pytest.approx(0.5)
     assert one_rules["weight_sum"].item() == pytest.approx(math.exp(20) + 1)

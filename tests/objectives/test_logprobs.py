@@ -17,7 +17,7 @@ from grpo_ray.objectives import (
     token_log_probs,
     tokenize_prompt_and_output,
 )
-from grpo_ray.objectives.kl import logprob_mismatch
+from grpo_ray.objectives.kl import mismatch_sums
 
 
 class LetterTokenizer:
@@ -202,20 +202,20 @@ def test_mismatch_by_hand():
     learner = torch.tensor([[-1.0, -2.0, -5.0], [-1.0, -1.0, -1.0]])
     behaviour = torch.tensor([[-1.5, -1.0, -9.0], [-1.0, float("-inf"), float("nan")]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-    result = logprob_mismatch(learner, behaviour, mask)
+    result = mismatch_sums(learner, behaviour, mask)
     kl = (math.exp(0.5) - 1 - 0.5) + (math.exp(-1.0) - 1 + 1.0)
-    assert result["kl_sum"].item() == pytest.approx(kl, rel=1e-12)
-    assert result["abs_diff_max"].item() == 1.0
-    assert result["num_tokens"].item() == 3
+    assert result["mismatch_kl"].item() == pytest.approx(kl, rel=1e-12)
+    assert result["logprob_diff_max"].item() == 1.0
+    assert result["num_weights"].item() == 3
 
 
 def test_nan_of_the_learner_is_hidden_outside_the_mask_alone_and_an_empty_mask_gives_zero():
     learner = torch.full((1, 2), float("nan"), requires_grad=True)
-    result = logprob_mismatch(learner, torch.zeros(1, 2), torch.zeros(1, 2))
+    result = mismatch_sums(learner, torch.zeros(1, 2), torch.zeros(1, 2))
     assert {name: value.item() for name, value in result.items()} == dict.fromkeys(result, 0)
     assert not any(value.requires_grad for value in result.values())
-    assert logprob_mismatch(*3 * [torch.zeros(1, 0)]) == result
-    assert logprob_mismatch(learner, torch.zeros(1, 2), torch.ones(1, 2))["kl_sum"].isnan()
+    assert mismatch_sums(*3 * [torch.zeros(1, 0)]) == result
+    assert mismatch_sums(learner, torch.zeros(1, 2), torch.ones(1, 2))["mismatch_kl"].isnan()
 
 
 # ---- by chunks, against log_softmax on all logits, with autograd's gradients ----
