@@ -11,7 +11,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.algorithm import WEIGHING, AlgorithmConfig
 from grpo_ray.config.user_code import check_arguments, keyword_parameters
 from grpo_ray.objectives.advantages import advantage_function
-from grpo_ray.objectives.comparison import compare_group
+from grpo_ray.objectives.comparison import advantages_of
 from grpo_ray.objectives.correction import CORRECTIONS, correction_function
 from grpo_ray.objectives.inputs import CorrectionInputs, takes_any, uses_ratio
 from grpo_ray.objectives.logprobs import check_shape
@@ -118,7 +118,7 @@ def _check_advantage(config: AlgorithmConfig, weights: Iterable[Mapping[str, flo
             try:
                 are_graded, lengths = np.ones(len(rewards), bool), np.arange(1, len(rewards) + 1)
                 terms = dict.fromkeys(own_weights, rewards), own_weights
-                compare_group(rewards, are_graded, config, rewards, rewards, lengths, *terms)
+                advantages_of(rewards, lengths, are_graded, config, None, rewards, rewards, *terms)
             except Exception as error:  # the function is the user's: show whatever it raises
                 raise ValueError(f"{what} fails on a small batch: {type(error).__name__}: {error}") from error
 

@@ -9,52 +9,26 @@ from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.objectives.advantages import advantage_function, overlong_penalties
 from grpo_ray.objectives.inputs import AdvantageInputs, arguments_of
 
-NO_TERMS: Mapping[str, np.ndarray] = {}
-NO_WEIGHTS: Mapping[str, float] = {}
-
 
 def advantages_of(
     rewards: np.ndarray, lengths: np.ndarray, is_graded: np.ndarray, algorithm: AlgorithmConfig,
-    max_tokens: int, format_rewards: np.ndarray | None = None, answer_rewards: np.ndarray | None = None,
-    terms: Mapping[str, np.ndarray] = NO_TERMS, weights: Mapping[str, float] = NO_WEIGHTS,
+    max_tokens: int | None, format_rewards: np.ndarray | None = None,
+    answer_rewards: np.ndarray | None = None, terms: Mapping[str, np.ndarray] | None = None,
+    weights: Mapping[str, float] | None = None,
 ) -> np.ndarray:  # fmt: skip
-    """Return the advantages of a group of single turns, `[G]` float32.
+    """Return the configured advantages of a group, `[G]` float32.
 
     Overlong responses lose reward first, so a group of correct answers can still prefer the shorter ones.
+    Responses that were not graded, through no fault of theirs, get 0; the others are compared among themselves.
 
     Args:
         rewards: `[G]`.
         lengths: `[G]`, in tokens.
         is_graded: `[G]` bool.
+        max_tokens: of a response; None: none is overlong, as episodes are not.
         format_rewards, answer_rewards: `[G]`; None: 0.
         terms: of a sum, `[G]` each, unweighted, by name; NaN where one does not apply.
         weights: of the terms.
-    """
-    shaped = shaped_rewards(rewards, lengths, algorithm, max_tokens)
-    return compare_group(shaped, is_graded, algorithm, format_rewards, answer_rewards, lengths, terms, weights)
-
-
-def shaped_rewards(
-    rewards: np.ndarray, lengths: np.ndarray, algorithm: AlgorithmConfig, max_tokens: int
-) -> np.ndarray:
-    """Return the rewards `[G]` minus the penalties of overlong responses; see `advantages_of`."""
-    penalties = overlong_penalties(
-        torch.from_numpy(lengths), max_tokens, algorithm.overlong_buffer_tokens, algorithm.overlong_penalty
-    )
-    shaped: np.ndarray = rewards + penalties.numpy()
-    return shaped
-
-
-def compare_group(
-    rewards: np.ndarray, is_graded: np.ndarray, algorithm: AlgorithmConfig,
-    format_rewards: np.ndarray | None = None, answer_rewards: np.ndarray | None = None,
-    lengths: np.ndarray | None = None, terms: Mapping[str, np.ndarray] = NO_TERMS,
-    weights: Mapping[str, float] = NO_WEIGHTS,
-) -> np.ndarray:  # fmt: skip
-    """Return the configured advantages of a group's rewards as they are, `[G]` float32.
-
-    Responses that were not graded, through no fault of theirs, get 0; the others are compared among themselves.
-    Parts of the rewards that are not given are 0, and lengths 1.
 
     Raises:
         ValueError: a function of the user's own returns another shape than `[1, responses]`, or NaN.
@@ -65,13 +39,17 @@ def compare_group(
     kind = algorithm.advantage_kind
     if not num_graded or (kind == "leave_one_out" and num_graded == 1):  # there is no other to compare with
         return advantages
-    parts = (rewards, format_rewards, answer_rewards)
-    rows = [np.zeros(len(rewards)) if part is None else part for part in parts]
-    rows.append(np.ones(len(rewards)) if lengths is None else lengths)
-    columns = [torch.tensor(row[is_graded][None], dtype=torch.float32) for row in (*rows, *terms.values())]
-    by_name = dict(zip(terms, columns[len(rows) :], strict=True))
-    shaped, formats, answers, token_counts = columns[: len(rows)]
-    inputs = AdvantageInputs(shaped, formats, answers, token_counts, by_name, weights)
+    if max_tokens is not None:
+        rewards = shaped_rewards(rewards, lengths, algorithm, max_tokens)
+
+    def graded(values: np.ndarray | None) -> torch.Tensor:
+        values = np.zeros(len(rewards)) if values is None else values
+        return torch.tensor(values[is_graded][None], dtype=torch.float32)
+
+    inputs = AdvantageInputs(
+        graded(rewards), graded(format_rewards), graded(answer_rewards), graded(lengths),
+        {name: graded(values) for name, values in (terms or {}).items()}, weights or {},
+    )  # fmt: skip
     function = advantage_function(kind)
     fields = arguments_of(function, {"eps": algorithm.advantage_eps, "std": algorithm.std})
     found = function(inputs, **algorithm.advantage_options, **fields)
@@ -81,10 +59,20 @@ def compare_group(
             f"{tuple(inputs.rewards.shape)}; return one advantage per reward"
         )
     if ":" in kind and not found.isfinite().all():
-        values, given = found[0].tolist(), shaped[0].tolist()
-        raise ValueError(f"algorithm.advantage: {kind} returned {values} for the rewards {given}")
+        returned, given = found[0].tolist(), inputs.rewards[0].tolist()
+        raise ValueError(f"algorithm.advantage: {kind} returned {returned} for the rewards {given}")
     advantages[is_graded] = found[0].detach().numpy()
     return advantages
+
+
+def shaped_rewards(
+    rewards: np.ndarray, lengths: np.ndarray, algorithm: AlgorithmConfig, max_tokens: int
+) -> np.ndarray:
+    """Return the rewards `[G]` minus the penalties of overlong responses."""
+    buffer_tokens, penalty = algorithm.overlong_buffer_tokens, algorithm.overlong_penalty
+    penalties = overlong_penalties(torch.from_numpy(lengths), max_tokens, buffer_tokens, penalty)
+    shaped: np.ndarray = rewards + penalties.numpy()
+    return shaped
 
 
 def spread(values: np.ndarray, algorithm: AlgorithmConfig) -> float:

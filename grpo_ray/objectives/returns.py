@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from grpo_ray.config.algorithm import AlgorithmConfig
-from grpo_ray.objectives.comparison import compare_group
+from grpo_ray.objectives.comparison import advantages_of
 from grpo_ray.types import CONTEXT, Episode, Verdict
 
 
@@ -49,14 +49,15 @@ def episode_advantages(
     rewards: Sequence[float | None], algorithm: AlgorithmConfig, format_rewards: np.ndarray | None = None,
     answer_rewards: np.ndarray | None = None, lengths: np.ndarray | None = None,
 ) -> np.ndarray:  # fmt: skip
-    """Compare each episode's reward with its group's, float32 `[G]`; see `compare_group`.
+    """Compare each episode's reward with its group's, float32 `[G]`; see `advantages_of`.
 
     An episode without a reward (`EpisodeResult.reward` is None) has advantage 0 and is no part of the baseline;
     neither has one that is left to be compared with none.
     """
     is_graded = np.array([reward is not None for reward in rewards], bool)
     known = np.array([0.0 if reward is None else reward for reward in rewards], np.float32)
-    return compare_group(known, is_graded, algorithm, format_rewards, answer_rewards, lengths)
+    lengths = np.ones(len(known)) if lengths is None else lengths
+    return advantages_of(known, lengths, is_graded, algorithm, None, format_rewards, answer_rewards)
 
 
 def turn_advantages(

@@ -26,7 +26,7 @@ from grpo_ray.config.loading import load_config
 from grpo_ray.config.schema import leaves
 from grpo_ray.config.section import Section
 from grpo_ray.objectives import CorrectionInputs, Objective, check_algorithm
-from grpo_ray.objectives.comparison import compare_group
+from grpo_ray.objectives.comparison import advantages_of
 from grpo_ray.rewards import get_reward_fn
 from grpo_ray.rewards.configured import check_reward
 from grpo_ray.tasks import load_examples
@@ -361,7 +361,7 @@ def test_an_advantage_of_ones_own() -> None:
     algorithm = load_config("my_advantage.yaml").algorithm
     check_algorithm(algorithm)
     rewards, formats = np.array([1, 0, 7], np.float32), np.array([1, 0, 1])
-    found = compare_group(rewards, np.ones(3, bool), algorithm, formats)
+    found = advantages_of(rewards, np.ones(3), np.ones(3, bool), algorithm, None, formats)
     assert found.tolist() == pytest.approx([0, -1.2, 6])
 
 
