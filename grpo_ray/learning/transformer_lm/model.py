@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import Cache, DynamicCache, GenerationConfig, LlamaConfig
+from transformers import Cache, DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from grpo_ray.learning.policy_model import PolicyModel, TreeAttention
 from grpo_ray.learning.transformer_lm.layers import Block, Context, RMSNorm, rotary_angles
-
-OUTPUT_LAYER = "lm_head.weight"
 
 
 class Decoder(nn.Module):
@@ -127,7 +124,7 @@ class TransformerLM(PolicyModel):
     def save_pretrained(
         self, folder: Path | str, state_dict: dict[str, Tensor] | None = None, max_shard_size: str = "5GB"
     ) -> None:
-        """Write `config.json`, `generation_config.json` and `model.safetensors` in Llama's layout.
+        """Write the folder that transformers' Llama with these weights writes.
 
         Args:
             state_dict: written instead of the model's own weights.
@@ -136,17 +133,12 @@ class TransformerLM(PolicyModel):
         Raises:
             OSError, SafetensorError: the files could not be written.
         """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        weights = dict(self.state_dict() if state_dict is None else state_dict)
-        if self.config.tie_word_embeddings:
-            weights.pop(OUTPUT_LAYER, None)
-        self.config.architectures = ["LlamaForCausalLM"]
-        self.config.dtype = self.lm_head.weight.dtype
-        self.config.save_pretrained(folder)
-        self.generation_config.save_pretrained(folder)
-        contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
-        save_torch_state_dict(contiguous, folder, max_shard_size=max_shard_size)
+        with torch.device("meta"):
+            written = LlamaForCausalLM(self.config).to(self.lm_head.weight.dtype)
+        written.generation_config = self.generation_config
+        written.save_pretrained(
+            folder, state_dict=state_dict or self.state_dict(), max_shard_size=max_shard_size
+        )
 
 
 def _check_shapes(
