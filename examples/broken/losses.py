@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from grpo_ray.objectives import RatioInputs
+from grpo_ray.objectives import RatioInputs, compute_grpo_clip_loss
 from grpo_ray.objectives.inputs import Details
-from grpo_ray.objectives.losses import compute_grpo_clip_loss
 
 
 def mask_off_by_one(inputs: RatioInputs, cliprange: float = 0.2) -> tuple[Tensor, Details]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_ray.config.losses import LossType
-from grpo_ray.objectives import losses
+from grpo_ray.objectives import train_step
 from grpo_ray.objectives.advantages import group_advantages
 from grpo_ray.objectives.aggregation import aggregate_loss, masked_normalize
 from grpo_ray.objectives.logprobs import check_shape, get_response_log_probs, tokenize_prompt_and_output
@@ -134,7 +134,7 @@ def compute_policy_gradient_loss(
         response_mask = response_mask.bool()
         policy_log_probs = policy_log_probs.masked_fill(~response_mask, 0.0)
         old_log_probs = None if old_log_probs is None else old_log_probs.masked_fill(~response_mask, 0.0)
-    loss, details = losses.compute_policy_gradient_loss(
+    loss, details = train_step.compute_policy_gradient_loss(
         policy_log_probs, LOSSES[method], None, weights, old_log_probs, cliprange, response_mask
     )
     if "clipped" in details and response_mask is not None:

@@ -28,15 +28,15 @@ from grpo_ray.objectives.logprobs import (
     token_log_probs,
     tokenize_prompt_and_output,
 )
-from grpo_ray.objectives.losses import (
-    LOSSES,
-    compute_grpo_clip_loss,
-    compute_naive_policy_gradient_loss,
-    compute_policy_gradient_loss,
-)
+from grpo_ray.objectives.losses import LOSSES, compute_naive_policy_gradient_loss
 from grpo_ray.objectives.objective import Objective
 from grpo_ray.objectives.selection import SELECTIONS
-from grpo_ray.objectives.train_step import grpo_microbatch_train_step, policy_gradient_step
+from grpo_ray.objectives.train_step import (
+    compute_grpo_clip_loss,
+    compute_policy_gradient_loss,
+    grpo_microbatch_train_step,
+    policy_gradient_step,
+)
 
 __all__ = [
     "ADVANTAGES",

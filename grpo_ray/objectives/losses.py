@@ -11,29 +11,13 @@ or one per token (`[batch, seq]`) if turns have their own. Each raises ValueErro
 if the shapes of old_log_probs and policy_log_probs differ.
 """
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
-
 import torch
 from torch import Tensor
 
-from grpo_ray.config.losses import LossType, clip_epsilons, loss_record
-from grpo_ray.objectives.inputs import (
-    Details,
-    LossFn,
-    LossInputs,
-    RatioInputs,
-    arguments_of,
-    named,
-    parameters_of,
-    refuse_unknown,
-    row_mean,
-    uses_ratio,
-)
-from grpo_ray.objectives.logprobs import check_rows, check_shape, clamped_exp
+from grpo_ray.config.losses import LossType
+from grpo_ray.objectives.inputs import Details, LossFn, LossInputs, RatioInputs, named, row_mean
+from grpo_ray.objectives.logprobs import check_rows, clamped_exp
 from grpo_ray.objectives.trust_regions import details, dppo_kl, dppo_tv, gmpo, ipo, sapo, token_form, vespo
-
-T = TypeVar("T")
 
 
 def compute_naive_policy_gradient_loss(raw_rewards_or_advantages: Tensor, policy_log_probs: Tensor) -> Tensor:
@@ -51,112 +35,6 @@ def compute_naive_policy_gradient_loss(raw_rewards_or_advantages: Tensor, policy
     """
     check_rows("raw_rewards_or_advantages", raw_rewards_or_advantages, policy_log_probs)
     return -raw_rewards_or_advantages * policy_log_probs
-
-
-def compute_grpo_clip_loss(
-    advantages: Tensor, policy_log_probs: Tensor, old_log_probs: Tensor, cliprange: float,
-    cliprange_high: float | None = None, dual_clip: float | None = None,
-) -> tuple[Tensor, Details]:  # fmt: skip
-    """Compute GRPO-Clip by `compute_policy_gradient_loss`; `grpo_clip` has the formula.
-
-    Args:
-        advantages: `[batch, 1]` or `[batch, seq]`.
-        policy_log_probs: `[batch, seq]`, differentiated.
-        old_log_probs: `[batch, seq]`, never differentiated.
-        cliprange, cliprange_high, dual_clip: see `grpo_clip`.
-
-    Returns:
-        The loss `[batch, seq]` and its details (see the module).
-
-    Raises:
-        ValueError: see the module; or dual_clip is not above 1.
-    """
-    return compute_policy_gradient_loss(
-        policy_log_probs, "grpo_clip", None, advantages, old_log_probs, cliprange,
-        cliprange_high=cliprange_high, dual_clip=dual_clip,
-    )  # fmt: skip
-
-
-def compute_policy_gradient_loss(
-    policy_log_probs: Tensor, loss_type: LossType, raw_rewards: Tensor | None = None,
-    advantages: Tensor | None = None, old_log_probs: Tensor | None = None, cliprange: float | None = None,
-    response_mask: Tensor | None = None, cliprange_high: float | None = None, dual_clip: float | None = None,
-    **loss_options: Any,
-) -> tuple[Tensor, Details]:  # fmt: skip
-    """Compute the per-token loss named by `loss_type` from the arguments that it needs, ignoring the others.
-
-    `no_baseline` needs raw_rewards, every other loss advantages. The ratio losses also need old_log_probs, and
-    those with a ratio per response response_mask.
-
-    Args:
-        policy_log_probs: `[batch, seq]`.
-        loss_type: one of `LossType`.
-        raw_rewards, advantages: `[batch, 1]` or `[batch, seq]`.
-        old_log_probs, response_mask: `[batch, seq]`.
-        cliprange: low, and also high unless `cliprange_high` is given; None: the loss's own, as in a
-            configuration (0.2 for most).
-        dual_clip: see `grpo_clip`.
-        loss_options: further keyword arguments of the loss, such as `delta` of `dppo_tv`.
-
-    Returns:
-        The loss `[batch, seq]` and its details (see the module; empty except for the ratio losses).
-
-    Raises:
-        ValueError: an argument that the loss needs is missing, or the loss or an option of it is unknown.
-    """
-    if loss_type not in LOSSES:
-        raise ValueError(f"unknown loss_type {loss_type!r}; allowed: {', '.join(LOSSES)}")
-    if loss_record(loss_type).is_of_responses:
-        _required("response_mask", response_mask, loss_type)
-    low, high = clip_epsilons(loss_type, cliprange, cliprange_high)
-    if response_mask is None:
-        response_mask = torch.ones_like(policy_log_probs, dtype=torch.bool)
-    return apply_loss(
-        LOSSES[loss_type],
-        loss_type,
-        policy_log_probs,
-        response_mask,
-        raw_rewards if loss_type == "no_baseline" else advantages,
-        old_log_probs,
-        {"cliprange": low, "cliprange_high": high, "dual_clip": dual_clip},
-        loss_options,
-    )
-
-
-def apply_loss(
-    loss_fn: LossFn, name: str, policy_log_probs: Tensor, mask: Tensor, advantages: Tensor | None,
-    old_log_probs: Tensor | None, offered: Mapping[str, Any], options: Mapping[str, Any] | None = None,
-) -> tuple[Tensor, Details]:  # fmt: skip
-    """Call a loss function with the dataclass that it is annotated with, and its keyword arguments.
-
-    Args:
-        loss_fn: one of `LOSSES`, or the user's own.
-        name: of the function, for errors.
-        policy_log_probs, mask: `[batch, seq]`.
-        advantages: `[batch, 1]` or `[batch, seq]`; the raw rewards for `no_baseline`.
-        old_log_probs: `[batch, seq]`, for the ratio losses.
-        offered: keyword arguments, of which the loss gets those that it takes; None is as if not given.
-        options: keyword arguments that it has to take.
-
-    Raises:
-        ValueError: an argument that the loss needs is missing, a shape differs, or it takes no such option.
-    """
-    refuse_unknown(f"the loss {name}", [loss_fn], options or {})
-    advantages = _required("raw_rewards" if name == "no_baseline" else "advantages", advantages, name)
-    check_rows("advantages", advantages, policy_log_probs)
-    check_shape("response_mask", mask, policy_log_probs)
-    inputs = LossInputs(policy_log_probs, advantages, mask.bool())
-    if uses_ratio(loss_fn):
-        old_log_probs = _required("old_log_probs", old_log_probs, name)
-        check_shape("old_log_probs", old_log_probs, policy_log_probs)
-        inputs = RatioInputs(policy_log_probs, advantages, mask.bool(), old_log_probs)
-    given = arguments_of(loss_fn, {**offered, **(options or {})})
-    for parameter in parameters_of(loss_fn).values():
-        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
-            _required(parameter.name, given.get(parameter.name), name)
-    loss, found = loss_fn(inputs, **given)
-    check_shape(f"the loss of {name}", loss, policy_log_probs)
-    return loss, found
 
 
 # ---- the losses by name, in the form that a loss of the user's own has too ----
@@ -280,9 +158,3 @@ def _clipped_surrogate(
     """Return the objective, and where the clipped branch is strictly the smaller."""
     unclipped, clipped = ratio * advantages, _clip(ratio, cliprange, cliprange_high) * advantages
     return torch.minimum(unclipped, clipped), clipped < unclipped
-
-
-def _required(name: str, value: T | None, loss_type: str) -> T:
-    if value is None:
-        raise ValueError(f"loss_type {loss_type!r} needs {name}")
-    return value

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from torch import Tensor
 
@@ -13,12 +13,18 @@ from grpo_ray.objectives.correction import CORRECTIONS, correction_function, cor
 from grpo_ray.objectives.inputs import (
     CorrectionInputs,
     Details,
+    LossFn,
+    LossInputs,
+    RatioInputs,
     arguments_of,
     parameters_of,
     refuse_unknown,
     uses_ratio,
 )
-from grpo_ray.objectives.losses import apply_loss, loss_function
+from grpo_ray.objectives.logprobs import check_rows, check_shape
+from grpo_ray.objectives.losses import loss_function
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -117,9 +123,39 @@ class Objective:
     def policy_gradient_loss(
         self, policy_log_probs: Tensor, mask: Tensor, advantages: Tensor | None, old_log_probs: Tensor | None
     ) -> tuple[Tensor, Details]:
-        """Compute this objective's loss per token, with its clip ranges and options; see `apply_loss`."""
-        tensors = policy_log_probs, mask, advantages, old_log_probs
-        function = loss_function(self.loss_type)
+        """Call the loss function with the dataclass that it is annotated with, its clip ranges and options.
+
+        Args:
+            policy_log_probs, mask: `[batch, seq]`.
+            advantages: `[batch, 1]` or `[batch, seq]`; the raw rewards for `no_baseline`.
+            old_log_probs: `[batch, seq]`, for the ratio losses.
+
+        Returns:
+            The loss `[batch, seq]`, without mask and mean, and the details of the function.
+
+        Raises:
+            ValueError: an argument that the loss needs is missing, a shape differs, or it takes no such option.
+        """
+        name, function = self.loss_type, loss_function(self.loss_type)
+        refuse_unknown(f"the loss {name}", [function], self.loss_options)
+        advantages = required("raw_rewards" if name == "no_baseline" else "advantages", advantages, name)
+        check_rows("advantages", advantages, policy_log_probs)
+        check_shape("response_mask", mask, policy_log_probs)
+        inputs = LossInputs(policy_log_probs, advantages, mask.bool())
+        if uses_ratio(function):
+            old_log_probs = required("old_log_probs", old_log_probs, name)
+            check_shape("old_log_probs", old_log_probs, policy_log_probs)
+            inputs = RatioInputs(policy_log_probs, advantages, mask.bool(), old_log_probs)
+        given = arguments_of(function, {**self._ranges(function), **self.loss_options})
+        for parameter in parameters_of(function).values():
+            if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
+                required(parameter.name, given.get(parameter.name), name)
+        loss, found = function(inputs, **given)
+        check_shape(f"the loss of {name}", loss, policy_log_probs)
+        return loss, found
+
+    def _ranges(self, function: LossFn) -> dict[str, Any]:
+        """Return the clip ranges, of which the loss function gets those that it takes and that are not None."""
         low, high = clip_epsilons(self.loss_type, self.cliprange, self.cliprange_high)
         ranges = {"cliprange": low, "cliprange_high": high, "dual_clip": self.dual_clip}
         if ":" in self.loss_type:
@@ -127,7 +163,7 @@ class Objective:
             refuse_unknown(f"the loss `{self.loss_type}`", [function], dict.fromkeys(given))
             own = {} if given else parameters_of(function)  # of which defaults stay
             ranges = {n: v for n, v in ranges.items() if n not in own or own[n].default is own[n].empty}
-        return apply_loss(function, self.loss_type, *tensors, ranges, self.loss_options)
+        return ranges
 
     def correction_weights(self, inputs: CorrectionInputs) -> tuple[Tensor, Tensor]:
         """Return the weights of this objective's corrections and where they intervened; see correction.py.
@@ -177,3 +213,9 @@ class EntropyBonus:
         if self._config.entropy_target is not None and "entropy_coefficient" in state:
             self._coefficient = min(state["entropy_coefficient"], self._config.entropy_bonus_max)
             self._is_low = bool(state["entropy_is_low"])
+
+
+def required(name: str, value: T | None, loss_type: str) -> T:
+    if value is None:
+        raise ValueError(f"loss_type {loss_type!r} needs {name}")
+    return value

@@ -1,17 +1,17 @@
-"""From one micro-batch to its scalar loss: the Learner's function, and the handout's, which calls it."""
+"""From one micro-batch to its scalar loss: the Learner's function, and the handout's, which end in the same."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_ray.config.losses import LossType
+from grpo_ray.config.losses import LossType, loss_record
 from grpo_ray.objectives.aggregation import aggregate_loss, batch_denominator
-from grpo_ray.objectives.inputs import arguments_of
+from grpo_ray.objectives.inputs import Details, arguments_of
 from grpo_ray.objectives.kl import kl_estimate, kl_sums
 from grpo_ray.objectives.logprobs import check_shape
 from grpo_ray.objectives.losses import LOSSES
-from grpo_ray.objectives.objective import Objective
+from grpo_ray.objectives.objective import Objective, required
 
 
 def policy_gradient_step(
@@ -50,7 +50,7 @@ def policy_gradient_step(
 
     Raises:
         ValueError: an argument that the objective needs is missing, a shape differs, or the entropy of an
-            entropy_bonus has no gradient; see also `compute_policy_gradient_loss`, `kl_estimate` and
+            entropy_bonus has no gradient; see also `Objective.policy_gradient_loss`, `kl_estimate` and
             `aggregate_loss`.
     """
     of_tokens = {
@@ -116,6 +116,70 @@ def policy_gradient_step(
     return aggregate_loss(per_token_loss, mask, aggregation, denominator, row_tokens), sums
 
 
+# ---- the functions of Stanford CS336's handout of spring 2025 ----
+
+
+def compute_grpo_clip_loss(
+    advantages: Tensor, policy_log_probs: Tensor, old_log_probs: Tensor, cliprange: float,
+    cliprange_high: float | None = None, dual_clip: float | None = None,
+) -> tuple[Tensor, Details]:  # fmt: skip
+    """Compute GRPO-Clip by `compute_policy_gradient_loss`; `grpo_clip` has the formula.
+
+    Args:
+        advantages: `[batch, 1]` or `[batch, seq]`.
+        policy_log_probs: `[batch, seq]`, differentiated.
+        old_log_probs: `[batch, seq]`, never differentiated.
+        cliprange, cliprange_high, dual_clip: see `grpo_clip`.
+
+    Returns:
+        The loss `[batch, seq]` and its details (see losses.py).
+
+    Raises:
+        ValueError: see losses.py; or an epsilon is not above 0, or dual_clip not above 1.
+    """
+    return compute_policy_gradient_loss(
+        policy_log_probs, "grpo_clip", None, advantages, old_log_probs, cliprange,
+        cliprange_high=cliprange_high, dual_clip=dual_clip,
+    )  # fmt: skip
+
+
+def compute_policy_gradient_loss(
+    policy_log_probs: Tensor, loss_type: LossType, raw_rewards: Tensor | None = None,
+    advantages: Tensor | None = None, old_log_probs: Tensor | None = None, cliprange: float | None = None,
+    response_mask: Tensor | None = None, cliprange_high: float | None = None, dual_clip: float | None = None,
+    **loss_options: Any,
+) -> tuple[Tensor, Details]:  # fmt: skip
+    """Compute the per-token loss named by `loss_type` from the arguments that it needs, ignoring the others.
+
+    `no_baseline` needs raw_rewards, every other loss advantages. The ratio losses also need old_log_probs, and
+    those with a ratio per response response_mask.
+
+    Args:
+        policy_log_probs: `[batch, seq]`.
+        loss_type: one of `LossType`.
+        raw_rewards, advantages: `[batch, 1]` or `[batch, seq]`.
+        old_log_probs, response_mask: `[batch, seq]`.
+        cliprange: low, and also high unless `cliprange_high` is given; None: the loss's own, as in a
+            configuration (0.2 for most).
+        dual_clip: see `grpo_clip`.
+        loss_options: further keyword arguments of the loss, such as `delta` of `dppo_tv`.
+
+    Returns:
+        The loss `[batch, seq]` and its details (see losses.py; empty except for the ratio losses).
+
+    Raises:
+        ValueError: an argument that the loss needs is missing, the loss or an option of it is unknown, or a
+            bound is not positive.
+    """
+    objective = _of_name(loss_type, (cliprange, cliprange_high, dual_clip), loss_options)
+    if loss_record(loss_type).is_of_responses:
+        required("response_mask", response_mask, loss_type)
+    if response_mask is None:
+        response_mask = torch.ones_like(policy_log_probs, dtype=torch.bool)
+    weights = raw_rewards if loss_type == "no_baseline" else advantages
+    return objective.policy_gradient_loss(policy_log_probs, response_mask, weights, old_log_probs)
+
+
 def grpo_microbatch_train_step(
     policy_log_probs: Tensor, response_mask: Tensor, gradient_accumulation_steps: int, loss_type: LossType,
     raw_rewards: Tensor | None = None, advantages: Tensor | None = None, old_log_probs: Tensor | None = None,
@@ -136,15 +200,20 @@ def grpo_microbatch_train_step(
     """
     if gradient_accumulation_steps < 1:
         raise ValueError(f"gradient_accumulation_steps must be at least 1, got {gradient_accumulation_steps}")
-    given = {"cliprange": cliprange, "cliprange_high": cliprange_high, "dual_clip": dual_clip}
-    ranges = arguments_of(LOSSES[loss_type], given) if loss_type in LOSSES else {}
     loss, sums = policy_gradient_step(
         policy_log_probs,
         response_mask,
-        objective=Objective(loss_type, "sequence_mean", **ranges, loss_options=loss_options),
+        objective=_of_name(loss_type, (cliprange, cliprange_high, dual_clip), loss_options),
         denominator=policy_log_probs.shape[0] * gradient_accumulation_steps,
         advantages=raw_rewards if loss_type == "no_baseline" else advantages,
         old_log_probs=old_log_probs,
     )
     torch.autograd.backward(loss)
     return loss.detach(), sums
+
+
+def _of_name(loss_type: LossType, bounds: tuple[float | None, ...], loss_options: dict[str, Any]) -> Objective:
+    """Return the objective of the loss with those of the bounds that it has."""
+    given = dict(zip(("cliprange", "cliprange_high", "dual_clip"), bounds, strict=True))
+    own = arguments_of(LOSSES[loss_type], given) if loss_type in LOSSES else {}
+    return Objective(loss_type, "sequence_mean", **own, loss_options=loss_options)
