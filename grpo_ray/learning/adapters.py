@@ -4,7 +4,6 @@ peft puts its layers into the model in place, so that the policy keeps its class
 layer. A layer `q_proj` then has its own weights in `q_proj.base_layer`, and the adapter's beside it.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -22,15 +21,7 @@ from grpo_ray.learning.model_files import is_local
 from grpo_ray.learning.policy_model import PolicyModel, with_head_dtype
 from grpo_ray.learning.quantization import dequantized, is_quantized, quantize_linear_layers
 from grpo_ray.learning.sharded import sharded_like
-from grpo_ray.records.adapter_files import (
-    CONFIG,
-    DIGEST,
-    FIELDS,
-    FILE,
-    PREFIX,
-    base_digest,
-    check_adapter_files,
-)
+from grpo_ray.records.adapter_files import DIGEST, FIELDS, FILE, PREFIX, base_digest, checked_config
 
 NAME = "default"  # peft's name of a model's only adapter
 OWN = re.compile(r"\.lora_(A|B|magnitude_vector)\.")
@@ -191,8 +182,7 @@ def load_adapter(model: Any, folder: Path) -> None:
     from peft import get_peft_model_state_dict
 
     config = model.peft_config[NAME]
-    check_adapter_files(folder, _base(config))
-    saved = json.loads((folder / CONFIG).read_bytes())
+    saved = checked_config(folder, _base(config))
     for name, field in FIELDS.items():
         if saved.get(name, False) != getattr(config, name):
             raise ValueError(

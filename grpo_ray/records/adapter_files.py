@@ -25,8 +25,8 @@ def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-def check_adapter_files(folder: Path, base: str) -> None:
-    """Refuse a folder without an adapter, or with one that was trained on another base.
+def checked_config(folder: Path, base: str) -> Mapping[str, Any]:
+    """Return PEFT's configuration of an adapter; refuse a folder without one, or with that of another base.
 
     Raises:
         ValueError: the files are missing or damaged, or name another base by its digest.
@@ -53,6 +53,7 @@ def check_adapter_files(folder: Path, base: str) -> None:
             f"({saved.get('base_model_name_or_path')}), with other weights than {base!r}; set model.path to "
             "the base that it was trained on. A tiny model needs the release that built it"
         )
+    return saved
 
 
 def _refuse_other_kinds(folder: Path, saved: Mapping[str, Any]) -> None:
