@@ -16,7 +16,7 @@ from grpo_ray.learning.layout import Layout, choose_layout
 from grpo_ray.learning.microbatch import MicroBatch, Pass, deal, imbalance
 from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.learning.ranks import Ranks
-from grpo_ray.learning.sequences import TrainSequence, lengths_of, prompts_of, samples_of
+from grpo_ray.learning.sequences import TrainSequence, lengths_of, plan, prompts_of, samples_of
 from grpo_ray.objectives import SELECTIONS, CorrectionInputs, Objective, loss_denominator, policy_gradient_step
 from grpo_ray.objectives.aggregation import gradient_sums
 from grpo_ray.objectives.checking import acts_without_advantage
@@ -299,15 +299,15 @@ class ForwardBackward:
     def _dealt(self, model: PolicyModel, sequences: Sequence[TrainSequence]) -> list[Pass]:
         """Return this rank's passes, checked to be a part of the same plan on all ranks."""
         assert self._layout is not None
-        plan = partial(self._layout.plan, sequences)
+        planned = partial(plan, sequences, shares_prompts=self._layout.shares_prompts)
         if self._ranks.size == 1:
-            return [Pass(indices) for indices in plan(self.micro_batch_tokens)]
+            return [Pass(indices) for indices in planned(self.micro_batch_tokens)]
         size = ModelSize.of(model)
 
         def cost(indices: list[int]) -> float:
             return size.forward_flops(lengths_of([sequences[index] for index in indices]))
 
-        dealt = deal(plan, self.micro_batch_tokens, self._ranks.size, cost)
+        dealt = deal(planned, self.micro_batch_tokens, self._ranks.size, cost)
         self._ranks.agree("their micro-batches", zlib.crc32(repr(dealt).encode()))
         self.imbalance = imbalance(dealt, cost)
         return dealt[self._ranks.rank]

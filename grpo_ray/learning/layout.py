@@ -1,6 +1,7 @@
 """The layout of micro-batches: packed with shared prompts where that gives the same log-probabilities."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from grpo_ray.learning.log_probs import ResponseLogProbs, has_plain_output_layer
 from grpo_ray.learning.microbatch import MicroBatch, collate_packed, collate_padded
 from grpo_ray.learning.policy_model import Float32Head, PolicyModel, TreeAttention
 from grpo_ray.learning.ranks import Ranks
-from grpo_ray.learning.sequences import TrainSequence, plan
+from grpo_ray.learning.sequences import TrainSequence
 from grpo_ray.objectives import token_log_probs
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
@@ -26,28 +27,23 @@ PLAIN = SamplingConfig(min_tokens=0)
 MakeAttention = Callable[[SegmentTree], TreeAttention]
 
 
+@dataclass(frozen=True)
 class Layout:
     """One way to lay out micro-batches and to compute their log-probabilities."""
 
-    def __init__(
-        self, log_probs: ResponseLogProbs, make_attention: MakeAttention | None, kernel: str = "sdpa"
-    ) -> None:
-        """`make_attention` makes the attention of the packed layout, by `kernel`; None for the padded one."""
-        self.log_probs, self._make_attention, self.kernel = log_probs, make_attention, kernel
+    log_probs: ResponseLogProbs
+    make_attention: MakeAttention | None  # of the packed layout, by `kernel`; None: this is the padded one
+    kernel: str = "sdpa"
 
     @property
     def shares_prompts(self) -> bool:
-        return self._make_attention is not None
-
-    def plan(self, sequences: Sequence[TrainSequence], max_tokens: int) -> list[list[int]]:
-        """See `sequences.plan`."""
-        return plan(sequences, max_tokens, self.shares_prompts)
+        return self.make_attention is not None
 
     def collate(self, sequences: Sequence[TrainSequence]) -> MicroBatch:
         """Make one micro-batch of the sequences."""
-        if self._make_attention is None:
+        if self.make_attention is None:
             return collate_padded(sequences)
-        return collate_packed(sequences, self._make_attention)
+        return collate_packed(sequences, self.make_attention)
 
 
 def choose_layout(
