@@ -117,42 +117,27 @@ def _overlap(one: "TrainSequence", other: "TrainSequence") -> int:
 def segments_of(sequences: "Sequence[TrainSequence]") -> tuple[SegmentTree, list[np.ndarray], list[int]]:
     """Return the sequences as one tree, each segment's tokens, and the segment in which each sequence ends."""
     indices, overlaps = zip(*chain(*families_of(sequences)), strict=True)
-    tree, parts, last = grow_tree([len(sequences[index]) for index in indices], overlaps)
-    tokens = [sequences[indices[row]].tokens(start, end) for row, start, end in parts]
-    return tree, tokens, [last[row] for row in np.argsort(indices)]
-
-
-def grow_tree(
-    lengths: Sequence[int], overlaps: Sequence[int]
-) -> tuple[SegmentTree, list[tuple[int, int, int]], list[int]]:
-    """Make a tree of rows of tokens, each of which shares its first tokens with the row before it.
-
-    Args:
-        lengths: of the rows.
-        overlaps: the number of tokens that each row shares with the one before it; 0 begins at a root.
-
-    Returns:
-        The tree; of each segment the row, start and end of its tokens; and each row's last segment.
-    """
-    parts: list[tuple[int, int, int]] = []
-    parents, last = [], []
-    path: list[int] = []  # the latest row's segments
-    for row, start in enumerate(overlaps):
-        while path and parts[path[-1]][2] > start:
+    tokens: list[np.ndarray] = []
+    parents, ends, last = list[int](), list[int](), dict[int, int]()
+    path: list[int] = []  # the latest sequence's segments
+    for place, (index, start) in enumerate(zip(indices, overlaps, strict=True)):
+        while path and ends[path[-1]] > start:
             path.pop()
-        for end in _cuts(lengths[row], overlaps, row):
+        for end in _cuts(len(sequences[index]), overlaps, place):
             parents.append(path[-1] if path else NO_PARENT)
-            path.append(len(parts))
-            parts.append((row, start, end))
+            path.append(len(tokens))
+            tokens.append(sequences[index].tokens(start, end))
+            ends.append(end)
             start = end
-        last.append(path[-1])
-    return SegmentTree(tuple(end - start for _, start, end in parts), tuple(parents)), parts, last
+        last[index] = path[-1]
+    tree = SegmentTree(tuple(map(len, tokens)), tuple(parents))
+    return tree, tokens, [last[index] for index in range(len(sequences))]
 
 
-def _cuts(length: int, overlaps: Sequence[int], row: int) -> list[int]:
-    """Return the ends of a row's own segments, where later rows leave it."""
-    ends, start = [length] * (length > overlaps[row]), overlaps[row]
-    for later in range(row + 1, len(overlaps)):
+def _cuts(length: int, overlaps: Sequence[int], place: int) -> list[int]:
+    """Return the ends of a sequence's own segments, where later ones leave it."""
+    ends, start = [length] * (length > overlaps[place]), overlaps[place]
+    for later in range(place + 1, len(overlaps)):
         if overlaps[later] <= start:
             break
         if overlaps[later] < ends[-1]:
