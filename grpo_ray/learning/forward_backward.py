@@ -16,7 +16,7 @@ from grpo_ray.learning.layout import Layout, choose_layout
 from grpo_ray.learning.microbatch import MicroBatch, Pass, deal, imbalance
 from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.learning.ranks import Ranks
-from grpo_ray.learning.sequences import TrainSequence, lengths_of, plan, prompts_of, samples_of
+from grpo_ray.learning.sequences import TrainSequence, lengths_of, plan, samples_of
 from grpo_ray.objectives import SELECTIONS, CorrectionInputs, Objective, loss_denominator, policy_gradient_step
 from grpo_ray.objectives.aggregation import gradient_sums
 from grpo_ray.objectives.checking import acts_without_advantage
@@ -160,10 +160,10 @@ class ForwardBackward:
         )
         aggregation, max_tokens = self._objective.aggregation, config.sampling.max_tokens
         is_of_prompts = aggregation == "prompt_mean"
-        samples = samples_of(sequences)
-        units = prompts_of(sequences) if is_of_prompts else samples  # of one mean each
+        num_samples = len(samples_of(sequences))
+        units = samples_of(sequences, by_prompt=is_of_prompts)  # of one mean each
         counts_of = [sum(map(self._num_counted, unit)) for unit in units]
-        denominator = loss_denominator(aggregation, len(samples), sum(counts_of), max_tokens, len(units))
+        denominator = loss_denominator(aggregation, num_samples, sum(counts_of), max_tokens, len(units))
         if is_of_prompts or len(units) < len(sequences):  # one unit may be in different micro-batches
             counted = zip(units, counts_of, strict=True)
             sequences = [replace(s, sample_tokens=num) for unit, num in counted for s in unit]

@@ -141,20 +141,13 @@ def places_in_turns(turns: np.ndarray, mask: np.ndarray) -> np.ndarray | None:
     return None if np.array_equal(sampled, np.arange(len(sampled))) else sampled
 
 
-def samples_of(sequences: Sequence[TrainSequence]) -> list[list[TrainSequence]]:
-    """Return the sequences of each sample, in the order of the samples' first."""
-    samples: dict[object, list[TrainSequence]] = {}
+def samples_of(sequences: Sequence[TrainSequence], by_prompt: bool = False) -> list[list[TrainSequence]]:
+    """Return the sequences of each sample, or of each prompt, in the order of their first."""
+    units: dict[object, list[TrainSequence]] = {}
     for index, sequence in enumerate(sequences):
-        samples.setdefault(index if sequence.sample is None else sequence.sample, []).append(sequence)
-    return list(samples.values())
-
-
-def prompts_of(sequences: Sequence[TrainSequence]) -> list[list[TrainSequence]]:
-    """Return the sequences of each prompt, in the order of the prompts' first."""
-    prompts: dict[int, list[TrainSequence]] = {}
-    for sequence in sequences:
-        prompts.setdefault(sequence.group, []).append(sequence)
-    return list(prompts.values())
+        sample = index if sequence.sample is None else sequence.sample
+        units.setdefault(sequence.group if by_prompt else sample, []).append(sequence)
+    return list(units.values())
 
 
 def minibatches(
