@@ -130,7 +130,10 @@ def _penalized(group: ScoredGroup, penalties: Sequence[np.ndarray], config: Conf
         rewarded = zip(episodes, per_turn, strict=True)
         episodes = [replace(e, turn_rewards=None if own is None else tuple(own)) for e, own in rewarded]
     episodes = [_cheaper(episode, own) for episode, own in zip(episodes, penalties, strict=True)]
-    advantages, of_turns = compare_episodes(episodes, *parts, algorithm, config.episodes.turn_discount)
+    earned, lengths = [e.reward for e in episodes], np.array([e.num_tokens for e in episodes])
+    advantages, of_turns = compare_episodes(
+        earned, turn_rewards_of(episodes), algorithm, config.episodes.turn_discount, *parts, lengths
+    )
     rollout = replace(group.rollout, completions=tuple(episodes))
     return replace(group, rollout=rollout, rewards=rewards, advantages=advantages, turn_advantages=of_turns)
 

@@ -3,14 +3,13 @@
 A group's episodes begin in the same state.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.objectives.comparison import advantages_of
-from grpo_ray.types import CONTEXT, Episode, Verdict
+from grpo_ray.types import Episode, Verdict
 
 
 def discounted_returns(turn_rewards: Sequence[float], discount: float) -> np.ndarray:
@@ -45,43 +44,41 @@ def penalties_to_go(penalties: np.ndarray, turns: np.ndarray, discount: float) -
     return to_go
 
 
-def episode_advantages(
-    rewards: Sequence[float | None], algorithm: AlgorithmConfig, format_rewards: np.ndarray | None = None,
+def compare_episodes(
+    rewards: Sequence[float | None], turn_rewards: Sequence[Sequence[float] | None] | None,
+    algorithm: AlgorithmConfig, turn_discount: float, format_rewards: np.ndarray | None = None,
     answer_rewards: np.ndarray | None = None, lengths: np.ndarray | None = None,
-) -> np.ndarray:  # fmt: skip
-    """Compare each episode's reward with its group's, float32 `[G]`; see `advantages_of`.
+) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:  # fmt: skip
+    """Compare each episode's reward with its group's, and each turn's discounted return with the same turn's.
 
     An episode without a reward (`EpisodeResult.reward` is None) has advantage 0 and is no part of the baseline;
-    neither has one that is left to be compared with none.
-    """
-    is_graded = np.array([reward is not None for reward in rewards], bool)
-    known = np.array([0.0 if reward is None else reward for reward in rewards], np.float32)
-    lengths = np.ones(len(known)) if lengths is None else lengths
-    return advantages_of(known, lengths, is_graded, algorithm, None, format_rewards, answer_rewards)
-
-
-def turn_advantages(
-    turn_rewards: Sequence[Sequence[float] | None], discount: float,
-    compare: Callable[[Sequence[float | None]], np.ndarray],
-) -> list[np.ndarray]:  # fmt: skip
-    """Compare each turn's discounted return with those of the same turn in the group's other episodes.
-
-    A turn that only one episode reached has no other to compare with: its advantage is that of a group of 1.
+    neither has one that is left to be compared with none. A turn that only one episode reached has no other to
+    compare with: its advantage is that of a group of 1.
 
     Args:
-        turn_rewards: of each episode, one per turn; None leaves an episode out, as in `episode_advantages`.
-        compare: `episode_advantages` with its options.
+        rewards: of each episode.
+        turn_rewards: of each episode, one per turn; None leaves an episode out. None: no episode has any.
+        format_rewards, answer_rewards: as for `advantages_of`.
+        lengths: of each episode, sampled tokens; None: 1.
 
     Returns:
-        Of each episode float32 `[turns]`, empty for None.
+        The advantages, float32 `[G]`; and those of each episode's turns, float32 `[turns]`, empty if it is left
+        out. Without rewards per turn there are none of these.
     """
-    returns = [discounted_returns(rewards or (), discount) for rewards in turn_rewards]
-    advantages = [np.zeros(len(own), np.float32) for own in returns]
+    num_tokens = np.ones(len(rewards)) if lengths is None else lengths
+
+    def compared(values: Sequence[float | None]) -> np.ndarray:
+        is_graded = np.array([value is not None for value in values], bool)
+        known = np.array([0.0 if value is None else value for value in values], np.float32)
+        return advantages_of(known, num_tokens, is_graded, algorithm, None, format_rewards, answer_rewards)
+
+    returns = [discounted_returns(own or (), turn_discount) for own in turn_rewards or ()]
+    of_turns = tuple(np.zeros(len(own), np.float32) for own in returns)
     for turn in range(max(map(len, returns), default=0)):
         column = [float(own[turn]) if turn < len(own) else None for own in returns]
-        for own, advantage in zip(advantages, compare(column), strict=True):
+        for own, advantage in zip(of_turns, compared(column), strict=True):
             own[turn : turn + 1] = advantage
-    return advantages
+    return compared(rewards), of_turns
 
 
 def verdict_on(episodes: Sequence[Episode], algorithm: AlgorithmConfig, turn_discount: float) -> Verdict:
@@ -92,7 +89,10 @@ def verdict_on(episodes: Sequence[Episode], algorithm: AlgorithmConfig, turn_dis
     known = np.array([episode.reward or 0.0 for episode in episodes], np.float32)
     formats = np.array([episode.status == "finished" for episode in episodes], np.float32)
     answers = (known > 0).astype(np.float32)
-    advantages, of_turns = compare_episodes(episodes, formats, answers, algorithm, turn_discount)
+    rewards, lengths = [e.reward for e in episodes], np.array([e.num_tokens for e in episodes])
+    advantages, of_turns = compare_episodes(
+        rewards, turn_rewards_of(episodes), algorithm, turn_discount, formats, answers, lengths
+    )
     return Verdict(
         rewards=known,
         format_rewards=formats,
@@ -101,23 +101,6 @@ def verdict_on(episodes: Sequence[Episode], algorithm: AlgorithmConfig, turn_dis
         errors={n: e.error or e.status for n, e in enumerate(episodes) if e.reward is None},
         turn_advantages=of_turns,
     )
-
-
-def compare_episodes(
-    episodes: Sequence[Episode], format_rewards: np.ndarray, answer_rewards: np.ndarray,
-    algorithm: AlgorithmConfig, turn_discount: float,
-) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:  # fmt: skip
-    """Return a group's advantages `[G]`, and those of its turns if an episode has rewards per turn."""
-    compare = partial(
-        episode_advantages,
-        algorithm=algorithm,
-        format_rewards=format_rewards,
-        answer_rewards=answer_rewards,
-        lengths=np.array([np.count_nonzero(episode.turns != CONTEXT) for episode in episodes]),
-    )
-    advantages = compare([episode.reward for episode in episodes])
-    per_turn = turn_rewards_of(episodes)
-    return advantages, () if per_turn is None else tuple(turn_advantages(per_turn, turn_discount, compare))
 
 
 def turn_rewards_of(episodes: Sequence[Episode]) -> list[Sequence[float] | None] | None:

@@ -1,7 +1,5 @@
 """Segments of an episode: exact paths, each sampled token trained once; returns and advantages of a group."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 from builders import make_completion
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.episodes.segments import Segments, TrainedPath
 from grpo_ray.learning.families import NO_PARENT
-from grpo_ray.objectives.returns import discounted_returns, episode_advantages, turn_advantages
+from grpo_ray.objectives.returns import compare_episodes, discounted_returns
 from grpo_ray.types import CONTEXT
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=4)  # few tokens, so that paths often agree
@@ -114,18 +112,19 @@ def test_a_discount_outside_its_range_is_refused() -> None:
 
 
 def test_episodes_without_a_reward_leave_the_baseline() -> None:
-    advantages = episode_advantages([1.0, None, 0.0, None, 0.0, 1.0], AlgorithmConfig(advantage="mean"))
+    mean, rloo = AlgorithmConfig(advantage="mean"), AlgorithmConfig(advantage="leave_one_out")
+    advantages, of_turns = compare_episodes([1.0, None, 0.0, None, 0.0, 1.0], None, mean, 1.0)
     assert advantages.tolist() == [0.5, 0, -0.5, 0, -0.5, 0.5]
     assert advantages.dtype == np.float32
-    assert episode_advantages([None, None], AlgorithmConfig()).tolist() == [0, 0]
-    rloo = AlgorithmConfig(advantage="leave_one_out")
-    assert episode_advantages([None, 2.0], rloo).tolist() == [0, 0]
-    assert episode_advantages([3.0, None, 1.0], rloo).tolist() == [2, 0, -2]
+    assert of_turns == ()
+    for rewards, expected in (([None, None], [0, 0]), ([None, 2.0], [0, 0]), ([3.0, None, 1.0], [2, 0, -2])):
+        assert compare_episodes(rewards, None, rloo, 1.0)[0].tolist() == expected
+    assert compare_episodes([None, None], None, AlgorithmConfig(), 1.0)[0].tolist() == [0, 0]
 
 
 def test_turns_are_compared_with_the_same_turn_of_other_episodes() -> None:
-    compare = partial(episode_advantages, algorithm=AlgorithmConfig(advantage="mean"))
-    advantages = turn_advantages([[0.0, 1.0], [0.0, 0.0], None, [1.0]], discount=0.5, compare=compare)
+    turn_rewards, mean = [[0.0, 1.0], [0.0, 0.0], None, [1.0]], AlgorithmConfig(advantage="mean")
+    _, advantages = compare_episodes([1.0, 0.0, None, 1.0], turn_rewards, mean, turn_discount=0.5)
     # Returns: [0.5, 1], [0, 0] and [1].
     assert [a.tolist() for a in advantages] == [[0.0, 0.5], [-0.5, -0.5], [], [0.5]]
 

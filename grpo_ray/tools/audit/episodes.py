@@ -5,7 +5,6 @@ Trusted are the tokens and the spans of turns; versions, counts and advantages m
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from grpo_ray.config import Config
 from grpo_ray.episodes.outcome import Status
-from grpo_ray.objectives.returns import episode_advantages, rewards_per_turn, turn_advantages
+from grpo_ray.objectives.returns import compare_episodes, rewards_per_turn
 from grpo_ray.types import CONTEXT
 
 Row = dict[str, Any]
@@ -182,22 +181,20 @@ def audit_comparison(members: Sequence[Row], config: Config) -> Iterator[str]:
     )
     turns = [_expanded(row["turns"], "turn") for row in members]
     lengths = np.array([0 if own is None else np.count_nonzero(own != CONTEXT) for own in turns])
-    compare = partial(
-        episode_advantages, algorithm=config.algorithm, format_rewards=formats, answer_rewards=answers,
-        lengths=lengths,
-    )  # fmt: skip
-    expected = compare([row["episode_reward"] for row in members])
-    recorded = np.array([row["advantage"] for row in members])
-    if not np.allclose(recorded, expected, rtol=1e-5, atol=1e-5):
-        yield f"advantages {recorded.tolist()} are recorded, its rewards give {expected.tolist()}"
-    by_turn: list[np.ndarray] | None = None
+    per_turn: list[Sequence[float] | None] | None = None
     if any(row["turn_rewards"] is not None for row in members):
         per_turn = [
             rewards_per_turn(row["episode_reward"], row["turn_rewards"], row["num_turns"]) for row in members
         ]
-        by_turn = turn_advantages(per_turn, config.episodes.turn_discount, compare)
+    rewards, discount = [row["episode_reward"] for row in members], config.episodes.turn_discount
+    expected, by_turn = compare_episodes(
+        rewards, per_turn, config.algorithm, discount, formats, answers, lengths
+    )
+    recorded = np.array([row["advantage"] for row in members])
+    if not np.allclose(recorded, expected, rtol=1e-5, atol=1e-5):
+        yield f"advantages {recorded.tolist()} are recorded, its rewards give {expected.tolist()}"
     for number, row in enumerate(members):
-        given, due = row["turn_advantages"], None if by_turn is None else by_turn[number].tolist()
+        given, due = row["turn_advantages"], by_turn[number].tolist() if by_turn else None
         if not _is_close(given, due):
             yield f"episode {row['sample']}: turn_advantages are {given}, its rewards give {due}"
 
