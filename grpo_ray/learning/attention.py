@@ -71,7 +71,7 @@ class BlockAttention:
     def of(cls, tree: SegmentTree) -> Self:
         blocks = _split(tree, [s for s, parent in enumerate(tree.parents) if parent == NO_PARENT])
         blocks += _split(tree, [s for s, parent in enumerate(tree.parents) if parent != NO_PARENT])
-        own = [padded([tree.tokens(s) for s in block]) for block in blocks]
+        own = [padded([tree.paths[s][tree.depths[s] :] for s in block]) for block in blocks]
         tokens = concatenated(rows.ravel() for rows in own)
         places = np.empty(tree.num_tokens, np.int64)
         places[tokens[tokens >= 0]] = np.flatnonzero(tokens >= 0)

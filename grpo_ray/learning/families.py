@@ -12,7 +12,7 @@ path to its own, and to its own up to itself. The code that computes does not kn
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,8 +30,7 @@ class SegmentTree:
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """Index of each segment's first token in the row."""
-        ends = np.cumsum(self.lengths).tolist()
-        return tuple(end - length for end, length in zip(ends, self.lengths, strict=True))
+        return tuple(accumulate(self.lengths[:-1], initial=0))
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -44,10 +43,6 @@ class SegmentTree:
     @property
     def num_tokens(self) -> int:
         return sum(self.lengths)
-
-    def tokens(self, segment: int) -> np.ndarray:
-        """Return the indices of the segment's own tokens, int64 `[length]`."""
-        return np.arange(self.starts[segment], self.starts[segment] + self.lengths[segment])
 
     @cached_property
     def paths(self) -> list[np.ndarray]:
