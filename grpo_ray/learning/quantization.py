@@ -35,19 +35,14 @@ def quantize_linear_layers(model: PolicyModel, dtype: torch.dtype, device: torch
     They dequantize to `dtype`, and multiply in it. A layer stays as it is if its rows are not whole blocks: on
     CPUs bitsandbytes 0.50 dequantizes those with the scales of their neighbours.
     """
+    from bitsandbytes.nn import Params4bit
+
     output = model.get_output_embeddings()
     for name, layer in list(model.named_modules()):
         if type(layer) is nn.Linear and layer is not output and layer.in_features % BLOCK == 0:
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, _quantized(layer, dtype, device))
-
-
-def _quantized(layer: nn.Linear, dtype: torch.dtype, device: torch.device) -> Any:
-    from bitsandbytes.nn import Params4bit
-
-    narrow = _without_weights(layer, dtype)
-    narrow.weight = Params4bit(layer.weight.data.to(dtype), quant_type="nf4", module=narrow).to(device)
-    return narrow
+            narrow = _without_weights(layer, dtype)
+            narrow.weight = Params4bit(layer.weight.data.to(dtype), quant_type="nf4", module=narrow).to(device)
+            model.set_submodule(name, narrow)
 
 
 def _without_weights(layer: nn.Linear, dtype: torch.dtype) -> Any:

@@ -61,9 +61,9 @@ def _receive_quantized_layers(
     names = [name for name, layer in layers.items() if is_quantized(getattr(layer, "weight", None))]
     for name in ranks.from_first(names):
         values = ranks.tensors_from_first(quantized_values(layers[name]) if layers else {})
-        parent, _, child = name.removesuffix(".base_layer").rpartition(".")
-        place = model.get_submodule(parent)
-        setattr(place, child, layer_of(values, getattr(place, child), dtype, device))
+        place = name.removesuffix(".base_layer")
+        own: Any = model.get_submodule(place)
+        model.set_submodule(place, layer_of(values, own, dtype, device))
 
 
 @torch.no_grad()

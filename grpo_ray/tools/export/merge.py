@@ -50,8 +50,7 @@ def merged_policy(base: str, config: ModelConfig, adapter: Path) -> PolicyModel:
     for name, layer in list(model.named_modules()):
         is_inside = ".base_layer" in name  # replaced with the layer around it
         if hasattr(layer, "base_layer") or (is_quantized(getattr(layer, "weight", None)) and not is_inside):
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, _plain(layer, dtype))
+            model.set_submodule(name, _plain(layer, dtype))
     assert has_adapter(model)
     del model.peft_config
     return model.requires_grad_(True)
