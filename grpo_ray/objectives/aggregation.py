@@ -88,7 +88,7 @@ def aggregate_loss(
 
 
 def loss_denominator(
-    aggregation: Aggregation, num_sequences: int, num_tokens: int, max_tokens: int, num_prompts: int = 0
+    aggregation: Aggregation, num_sequences: int, num_tokens: int, max_tokens: int | None, num_prompts: int = 0
 ) -> float:
     """Return the denominator of `aggregate_loss` for one batch.
 
@@ -96,32 +96,21 @@ def loss_denominator(
         num_sequences: responses in the whole batch; an episode counts as one, whatever its turns and branches.
         num_tokens: response tokens in the whole batch that are trained on.
         max_tokens: the maximum response length in tokens; in episodes that of one turn, so that the constant
-            does not depend on their number.
+            does not depend on their number. None: not known, and needed for `constant` alone.
         num_prompts: prompts in the whole batch, for `prompt_mean` alone.
 
     Raises:
-        ValueError: the aggregation is unknown.
+        ValueError: the aggregation is unknown, or `constant` lacks max_tokens.
     """
     _check_known(aggregation)
-    counts = {"token_mean": num_tokens, "prompt_mean": num_prompts, "constant": num_sequences * max_tokens}
-    return float(counts.get(aggregation, num_sequences))
-
-
-def batch_denominator(aggregation: Aggregation, mask: Tensor) -> float:
-    """Return the denominator of `aggregate_loss` for rows that are the whole batch, each a unit.
-
-    Args:
-        mask: bool `[batch, seq]`, the tokens in the loss.
-
-    Raises:
-        ValueError: the aggregation is `constant`, which divides by the maximum response length, or unknown.
-    """
-    if aggregation == "constant":
+    if aggregation == "constant" and max_tokens is None:
         raise ValueError(
             "the aggregation constant divides by the maximum response length, which a batch does not contain; "
             "give denominator=loss_denominator('constant', num_sequences, num_tokens, max_tokens)"
         )
-    return max(loss_denominator(aggregation, len(mask), int(mask.sum()), 0, len(mask)), 1.0)
+    of_constant = num_sequences * (max_tokens or 0)
+    counts = {"token_mean": num_tokens, "prompt_mean": num_prompts, "constant": of_constant}
+    return float(counts.get(aggregation, num_sequences))
 
 
 def _masked_sum(tensor: Tensor, mask: Tensor, dim: int | None) -> Tensor:

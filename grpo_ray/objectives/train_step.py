@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from grpo_ray.config.losses import LossType, loss_record
-from grpo_ray.objectives.aggregation import aggregate_loss, batch_denominator
+from grpo_ray.objectives.aggregation import aggregate_loss, loss_denominator
 from grpo_ray.objectives.inputs import Details, arguments_of
 from grpo_ray.objectives.kl import kl_estimate, kl_sums
 from grpo_ray.objectives.logprobs import check_shape
@@ -112,7 +112,8 @@ def policy_gradient_step(
     if denominator is None:
         if row_tokens is not None:
             raise ValueError("row_tokens needs denominator: rows do not say how many units they belong to")
-        denominator = batch_denominator(aggregation, mask)
+        rows, num_tokens = len(mask), int(mask.sum())
+        denominator = max(loss_denominator(aggregation, rows, num_tokens, None, rows), 1.0)
     return aggregate_loss(per_token_loss, mask, aggregation, denominator, row_tokens), sums
 
 
