@@ -98,8 +98,7 @@ def sequences_of(groups: Sequence[ScoredGroup], mask_truncated: bool = False) ->
             advantage = float(a)
             if isinstance(c, Episode):
                 of_turns = group.turn_advantages[number] if group.turn_advantages else None
-                branches = _of_episode(c, advantage, of_turns, (place, number), taught)
-                sequences += (replace(sequence, group=place) for sequence in branches)
+                sequences += _of_episode(c, advantage, of_turns, (place, number), taught)
             else:
                 values = c.token_ids, c.logprobs, advantage, c.versions
                 sequences.append(TrainSequence(prompt, *values, None, None, taught, group=place))
@@ -124,7 +123,7 @@ def _of_episode(
             sequence.prompt_token_ids, episode.token_ids[own], logprobs,
             advantage if of_turns is None else of_turns[turns[mask]], versions,
             mask=None if mask.all() else mask, turn_places=places_in_turns(turns, mask), sample=sample,
-            teacher_logprobs=None if taught is None else taught[own][mask],
+            teacher_logprobs=None if taught is None else taught[own][mask], group=sample[0],
         )  # fmt: skip
 
 
