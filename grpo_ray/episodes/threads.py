@@ -127,42 +127,26 @@ class RunningEpisode:
     def __init__(
         self, episode: Coroutine[Any, Any, float | Outcome], thread: EpisodeThread | None = None
     ) -> None:
-        self._here = asyncio.get_running_loop()
+        here = asyncio.get_running_loop()
         try:
-            self._loop = self._here if thread is None else thread.loop
+            self._loop = here if thread is None else thread.loop
         except (RuntimeError, OSError) as error:
             episode.close()
-            self._loop, episode = self._here, _no_thread(error)
+            self._loop, episode = here, _no_thread(error)
         self._task: asyncio.Task[float | Outcome] | None = None
-        self.done: asyncio.Future[float | Outcome] = self._here.create_future()
-        self._loop.call_soon_threadsafe(self._begin, episode)
+        self.done = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._run(episode), self._loop))
+
+    async def _run(self, episode: Coroutine[Any, Any, float | Outcome]) -> float | Outcome:
+        self._task = asyncio.current_task()
+        return await episode
 
     def cancel(self) -> None:
         """Cancel the episode; `done` follows when it has ended."""
-        self._loop.call_soon_threadsafe(self._cancel)
+        asyncio.run_coroutine_threadsafe(self._cancel(), self._loop)
 
-    def _begin(self, episode: Coroutine[Any, Any, float | Outcome]) -> None:
-        self._task = self._loop.create_task(episode)
-        self._task.add_done_callback(self._finish)
-
-    def _cancel(self) -> None:
+    async def _cancel(self) -> None:
         assert self._task is not None, "calls arrive in order"
         self._task.cancel()
-
-    def _finish(self, task: "asyncio.Task[float | Outcome]") -> None:
-        error = None if task.cancelled() else task.exception()  # retrieved, even if the caller has left
-        if not self._here.is_closed():
-            self._here.call_soon_threadsafe(self._settle, task, error)
-
-    def _settle(self, task: "asyncio.Task[float | Outcome]", error: BaseException | None) -> None:
-        if self.done.done():
-            return
-        if task.cancelled():
-            self.done.cancel()
-        elif error is not None:
-            self.done.set_exception(error)
-        else:
-            self.done.set_result(task.result())
 
 
 async def _no_thread(error: Exception) -> Outcome:
