@@ -21,7 +21,7 @@ from grpo_ray.episodes.outcome import EpisodeResult, Status
 from grpo_ray.episodes.renderer_template import make_template
 from grpo_ray.episodes.runner import EpisodeRunner, load_episode
 from grpo_ray.episodes.session import Session
-from grpo_ray.episodes.threads import EpisodeThread, StoppedThreads
+from grpo_ray.episodes.threads import EpisodeThread
 from grpo_ray.episodes.turn_router import RoutedSampler, TurnClient, TurnRouter
 from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.records.run_lock import remove_abandoned
@@ -62,7 +62,7 @@ class EnvironmentWorker(ClockedActor):
             task: EpisodeRunner(episode, settings.max_concurrent, self._server, self._router.served)
             for task, episode in episodes.items()
         }
-        self._stopped = StoppedThreads()
+        self._stopped: list[EpisodeThread] = []  # which run on, as a call in them has not come back
         self._clock = StageClock(("start", "play"), rest="wait_for_groups")
 
     async def ready(self) -> bool:
@@ -118,7 +118,8 @@ class EnvironmentWorker(ClockedActor):
                 plays = (play(n, sampler) for n, sampler in enumerate(samplers))
                 results = await asyncio.gather(*plays)
         finally:
-            self._stopped.stop(thread)
+            thread.stop()
+            self._stopped = [each for each in (*self._stopped, thread) if each.is_alive]
         late = [n for n, result in enumerate(results) if result.status is Status.TRUNCATED_TIME]
         await asyncio.gather(*(samplers[n].ran_out_of_time() for n in late))
         if lost := [each.lost for each in samplers if each.lost is not None]:
@@ -126,7 +127,8 @@ class EnvironmentWorker(ClockedActor):
         self._check(item, results)
         episodes = tuple(result.episode(self._tokenizer.decode) for result in results)
         num_tokens = sum(episode.num_tokens for episode in episodes)
-        return RolloutGroup(item, episodes, self.name), PlayReport(num_tokens, self._stopped.num_stuck())
+        num_stuck = sum(each.is_stuck for each in self._stopped)
+        return RolloutGroup(item, episodes, self.name), PlayReport(num_tokens, num_stuck)
 
     def _check(self, item: PromptItem, results: list[EpisodeResult]) -> None:
         for sample, result in enumerate(results):

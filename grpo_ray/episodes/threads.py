@@ -6,6 +6,7 @@ Sessions stay on the worker's own loop, so their state needs no lock; a thread's
 import asyncio
 import contextlib
 import inspect
+import math
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -29,6 +30,7 @@ class EpisodeThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._is_stopping = False
+        self._told_at = math.inf  # the time of the call of `stop`
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -51,12 +53,21 @@ class EpisodeThread:
 
     def stop(self) -> None:
         """End the thread once the code that runs in it lets go; this does not wait."""
+        self._told_at = time.monotonic()
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._stop, self._loop)
 
     @property
     def is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def is_stuck(self) -> bool:
+        """True if it has not come back from a call long after it was told to stop.
+
+        However many calls of `asyncio.to_thread` hang that its episodes began, one thread is stuck.
+        """
+        return self.is_alive and time.monotonic() - self._told_at >= WIND_DOWN_S
 
     def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
         self._is_stopping = True
@@ -96,26 +107,6 @@ class _Calls(ThreadPoolExecutor):
         self.open.add(future)
         future.add_done_callback(self.open.discard)
         return future
-
-
-class StoppedThreads:
-    """Threads that were told to stop, until they have."""
-
-    def __init__(self) -> None:
-        self._stopped: list[tuple[float, EpisodeThread]] = []  # with the time of the call
-
-    def stop(self, thread: EpisodeThread) -> None:
-        thread.stop()
-        self._stopped.append((time.monotonic(), thread))
-
-    def num_stuck(self) -> int:
-        """Count the threads that have not come back from a call long after they were told to stop.
-
-        A thread counts once, however many calls of `asyncio.to_thread` hang that its episodes began.
-        """
-        self._stopped = [(since, thread) for since, thread in self._stopped if thread.is_alive]
-        limit = time.monotonic() - WIND_DOWN_S
-        return sum(since <= limit for since, _ in self._stopped)
 
 
 class RunningEpisode:

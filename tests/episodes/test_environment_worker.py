@@ -150,7 +150,7 @@ async def test_an_episode_that_blocks_its_thread_stops_no_other_group(model: Sta
         await asyncio.sleep(0.2)
         assert (await play(worker, 7))[1].num_stuck == 1
         END.set()
-        await until(lambda: worker._stopped.num_stuck() == 0)
+        await until(lambda: not any(each.is_stuck for each in worker._stopped))
         assert (await play(worker, 8))[1].num_stuck == 0
 
 

@@ -22,7 +22,7 @@ from grpo_ray.episodes.openai_server import ChatServer
 from grpo_ray.episodes.outcome import EpisodeEnded, EpisodeResult, Outcome, Status
 from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner, load_episode
 from grpo_ray.episodes.session import Session
-from grpo_ray.episodes.threads import EpisodeThread, RunningEpisode, StoppedThreads
+from grpo_ray.episodes.threads import EpisodeThread, RunningEpisode
 from grpo_ray.tasks.examples import Example
 
 
@@ -293,20 +293,18 @@ async def test_a_thread_that_cannot_start_costs_its_episodes_and_no_place(
 
 
 def test_threads_that_wind_down_together_are_not_stuck() -> None:
-    stopped = StoppedThreads()
-    for number in range(64):
-        thread = EpisodeThread(f"group {number}")
+    stopped = [EpisodeThread(f"group {number}") for number in range(64)]
+    for thread in stopped:
         assert thread.loop  # which starts it
-        stopped.stop(thread)
-        assert stopped.num_stuck() == 0
+        thread.stop()
+        assert not any(each.is_stuck for each in stopped)
 
 
 @pytest.mark.slow
 async def test_a_call_of_to_thread_that_hangs_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     """The episode itself ends when it is cancelled; only the call that it began in another thread goes on."""
     monkeypatch.setattr(threads, "WIND_DOWN_S", 0.0)
-    stopped, thread, release = StoppedThreads(), EpisodeThread("group"), threading.Event()
-    begun = threading.Event()
+    thread, release, begun = EpisodeThread("group"), threading.Event(), threading.Event()
 
     def call(loop: asyncio.AbstractEventLoop) -> None:
         release.wait(30)
@@ -323,11 +321,11 @@ async def test_a_call_of_to_thread_that_hangs_is_stuck(monkeypatch: pytest.Monke
     try:
         await asyncio.wait({running.done}, timeout=5)
         assert running.done.cancelled()
-        stopped.stop(thread)
+        thread.stop()
         await asyncio.sleep(0.2)  # the thread has had its time to end
-        assert stopped.num_stuck() == 1
+        assert thread.is_stuck
         assert all(each.daemon for each in threading.enumerate() if "settle" in each.name)
     finally:
         release.set()
     thread._thread.join(5)
-    assert stopped.num_stuck() == 0
+    assert not thread.is_stuck
