@@ -7,7 +7,6 @@ import asyncio
 import itertools
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from grpo_ray.engines.base import EngineDied
@@ -158,40 +157,18 @@ class TurnRouter:
         await self._changes.until(lambda: len(self._failures) > num_known)
         return list(self._failures.items())[num_known:]
 
-    async def sample(
-        self, token_ids: tuple[int, ...], settings: SamplingSettings, preferred: int | None,
-        on_send: Callable[[int], None] = lambda number: None,
-    ) -> tuple[Completion, int]:  # fmt: skip
-        """Sample a turn; return it, and the number of the Generator that now has its prefix.
+    async def choose(self, preferred: int | None) -> tuple[int, TurnLink]:
+        """Wait until a Generator serves; return the one that the next turn goes to, by its number.
 
         Args:
-            preferred: the number that the episode's last turn returned.
-            on_send: takes the number of each Generator that the turn goes to.
-
-        Raises:
-            TurnLost: two Generators that had begun the turn have failed; the turn may be the cause.
+            preferred: the number of the one that has the turn's prefix.
         """
-        num_lost = 0
-        while True:
-            number = await self._choose(preferred)
-            link = self._serving[number]
-            on_send(number)
-            num_before = link.num_answers
-            try:
-                return await link.sample(token_ids, settings), number
-            except (ActorDied, EngineDied, TimeoutError) as error:
-                self._fail(number, str(error))
-                num_lost += link.num_answers > num_before  # or else it was dead before it had the turn
-                if num_lost == 2:
-                    raise TurnLost(f"two Generators failed with one turn; the second: {error}") from error
-
-    async def _choose(self, preferred: int | None) -> int:
         await self._changes.until(lambda: self._serving)
-        least = min(self._serving, key=lambda number: self._serving[number].num_turns)
-        if preferred is None or preferred not in self._serving:
-            return least
-        busier = self._serving[preferred].num_turns - self._serving[least].num_turns
-        return preferred if busier <= SLACK else least
+        loads = {number: link.num_turns for number, link in self._serving.items()}
+        number = min(loads, key=lambda number: loads[number])
+        if preferred in loads and loads[preferred] - loads[number] <= SLACK:
+            number = preferred
+        return number, self._serving[number]
 
     async def answers(self, number: int) -> bool:
         """Return whether a Generator serves, and answers; one that does not answer has failed."""
@@ -208,10 +185,11 @@ class TurnRouter:
             except Exception as error:  # also an engine's own
                 failure = str(error)
                 break
-        self._fail(number, failure)
+        self.fail(number, failure)
         return False
 
-    def _fail(self, number: int, error: str) -> None:
+    def fail(self, number: int, error: str) -> None:
+        """Send no more turns to this Generator, and report its error."""
         if number in self._serving:
             del self._serving[number]
             self.served.set(bool(self._serving))
@@ -229,15 +207,25 @@ class RoutedSampler:
         self.lost: TurnLost | None = None
 
     async def sample(self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
-        """Sample one completion."""
-        call = object()
-        try:
-            completion, self._has_prefix = await self._router.sample(
-                prompt_token_ids, settings, self._has_prefix, partial(self._open_at.__setitem__, call)
-            )
-        except TurnLost as lost:
-            self.lost = lost
-            raise
+        """Sample one completion.
+
+        Raises:
+            TurnLost: two Generators that had begun the turn have failed; the turn may be the cause.
+        """
+        call, preferred, num_lost = object(), self._has_prefix, 0
+        while True:
+            number, link = await self._router.choose(preferred)
+            self._open_at[call], num_before = number, link.num_answers
+            try:
+                completion = await link.sample(prompt_token_ids, settings)
+                break
+            except (ActorDied, EngineDied, TimeoutError) as error:
+                self._router.fail(number, str(error))
+                num_lost += link.num_answers > num_before  # or else it was dead before it had the turn
+                if num_lost == 2:
+                    self.lost = TurnLost(f"two Generators failed with one turn; the second: {error}")
+                    raise self.lost from error
+        self._has_prefix = number
         del self._open_at[call]
         return completion
 

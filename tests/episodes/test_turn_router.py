@@ -177,7 +177,8 @@ async def serving(generators: Mapping[int, FakeGenerator], silence_s: float = 30
 async def test_a_generator_that_dies_in_the_middle_of_turns_costs_the_turns_only() -> None:
     dying, other = FakeGenerator("generator-0", never), FakeGenerator("generator-1", at_once)
     router = await serving({0: dying})
-    turns = asyncio.gather(*(router.sample((n,), SETTINGS, None) for n in range(20)))
+    samplers = [RoutedSampler(router) for _ in range(20)]
+    turns = asyncio.gather(*(sampler.sample((n,), SETTINGS) for n, sampler in enumerate(samplers)))
     await until(lambda: dying.num_running == 20)
     failures = asyncio.ensure_future(router.failures(0))
     dying.die()
@@ -185,8 +186,8 @@ async def test_a_generator_that_dies_in_the_middle_of_turns_costs_the_turns_only
     await asyncio.sleep(0.01)
     assert not turns.done()  # no Generator serves: they wait
     await router.serve({0: dying, 1: other})  # the caller has not heard yet: the dead one stays away
-    got = await turns
-    assert [(end.token_ids.tolist(), number) for end, number in got] == [([n], 1) for n in range(20)]
+    assert [end.token_ids.tolist() for end in await turns] == [[n] for n in range(20)]
+    assert {sampler._has_prefix for sampler in samplers} == {1}
     assert dying.num_started == 20
     assert len(await router.failures(0)) == 1  # it was not asked again
 
@@ -210,8 +211,10 @@ async def test_a_generator_that_fails_its_turns_is_reported_and_another_one_gets
         (Stopped("generator-0", never), 0.05, silent),
     ):
         router = await serving({4: generator, 7: FakeGenerator("generator-1", at_once)}, silence_s=silence_s)
-        ends = await asyncio.gather(*(router.sample((n,), SETTINGS, 4) for n in range(5)))
-        assert [number for _, number in ends] == [7] * 5
+        sampler = RoutedSampler(router)
+        sampler._has_prefix = 4
+        await asyncio.gather(*(sampler.sample((n,), SETTINGS) for n in range(5)))
+        assert sampler._has_prefix == 7
         (failure,) = await router.failures(0)
         assert failure == (4, error)
 
@@ -227,8 +230,9 @@ async def test_a_turn_that_waits_for_others_does_not_fail_its_generator() -> Non
         return completion(*token_ids)
 
     router = await serving({0: FakeGenerator("generator-0", one_by_one)}, silence_s=0.3)
-    ends = await asyncio.gather(*(router.sample((n,), SETTINGS, 0) for n in range(12)))  # 0.6 s in all
-    assert [end.token_ids.tolist() for end, _ in ends] == [[n] for n in range(12)]
+    sampler = RoutedSampler(router)
+    ends = await asyncio.gather(*(sampler.sample((n,), SETTINGS) for n in range(12)))  # 0.6 s in all
+    assert [end.token_ids.tolist() for end in ends] == [[n] for n in range(12)]
     assert not router._failures
 
 
@@ -268,9 +272,10 @@ async def test_a_generator_that_hangs_is_found_by_turns_that_give_up_sooner() ->
 async def test_the_generator_with_the_prefix_is_preferred_unless_it_is_overloaded() -> None:
     generators = [FakeGenerator(f"generator-{n}", never) for n in range(2)]
     router = await serving(dict(enumerate(generators)))
-    turns = []
+    sampler, turns = RoutedSampler(router), []
+    sampler._has_prefix = 1
     for _ in range(SLACK + 4):
-        turns.append(asyncio.ensure_future(router.sample((1,), SETTINGS, 1)))
+        turns.append(asyncio.ensure_future(sampler.sample((1,), SETTINGS)))
         await asyncio.sleep(0.01)
     # The preferred one takes turns until it has SLACK + 1 more; then the other gets one, and so on.
     assert [generator.num_running for generator in generators] == [1 + 1, SLACK + 2]
@@ -315,13 +320,15 @@ async def test_a_generator_that_no_longer_serves_finishes_its_turns() -> None:
     first = FakeGenerator("generator-0", lambda *_: end)
     second = FakeGenerator("generator-1", at_once)
     router = await serving({0: first})
-    turn = asyncio.ensure_future(router.sample((1,), SETTINGS, None))
+    sampler = RoutedSampler(router)
+    sampler._has_prefix = 0
+    turn = asyncio.ensure_future(sampler.sample((1,), SETTINGS))
     await until(lambda: first.num_running == 1)
     await router.serve({1: second})
-    assert (await router.sample((2,), SETTINGS, 0))[1] == 1
+    await sampler.sample((2,), SETTINGS)
+    assert sampler._has_prefix == 1
     end.set_result(completion(5))
-    got, number = await turn
-    assert (got.token_ids.tolist(), number) == ([5], 0)
+    assert ((await turn).token_ids.tolist(), sampler._has_prefix) == ([5], 0)
 
 
 def test_only_the_time_of_serving_counts() -> None:
