@@ -15,7 +15,6 @@ from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.config.task import SortingTaskConfig
 from grpo_ray.episodes.chat_template import ChatTemplate
 from grpo_ray.episodes.openai_server import ChatServer
-from grpo_ray.episodes.outcome import EpisodeResult
 from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.tool_calls import ToolParser, make_tool_parser
@@ -23,7 +22,7 @@ from grpo_ray.learning.plain_chat import RESPONSE_TEMPLATE
 from grpo_ray.learning.tiny_tokenizer import train_tokenizer
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.sorting import warmup_pairs
-from grpo_ray.types import Completion, SamplingSettings
+from grpo_ray.types import Completion, Episode, SamplingSettings
 
 SPECIAL = (
     "<|im_start|>", "<|im_end|>",
@@ -184,10 +183,10 @@ def session_of(
     return make_session(sampler, tokenizer, *arguments, parser=parser, **changes), sampler
 
 
-def play(episode: EpisodeFn, session: Session, example: Example = HELLO) -> EpisodeResult:
+def play(episode: EpisodeFn, session: Session, example: Example = HELLO) -> Episode:
     """Play one episode; its session has a URL meanwhile."""
 
-    async def run() -> EpisodeResult:
+    async def run() -> Episode:
         async with contextlib.aclosing(ChatServer()) as server:
             await server.start()
             return await EpisodeRunner(episode, server=server).run(session, example)

@@ -17,7 +17,7 @@ from grpo_ray.engines import sample_seed
 from grpo_ray.episodes.chat_template import token_bounds
 from grpo_ray.episodes.confinement import SCRATCH, confine, make_scratch
 from grpo_ray.episodes.openai_server import ChatServer
-from grpo_ray.episodes.outcome import EpisodeResult, Status
+from grpo_ray.episodes.outcome import Status
 from grpo_ray.episodes.renderer_template import make_template
 from grpo_ray.episodes.runner import EpisodeRunner, load_episode
 from grpo_ray.episodes.session import Session
@@ -26,7 +26,7 @@ from grpo_ray.episodes.turn_router import RoutedSampler, TurnClient, TurnRouter
 from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.records.run_lock import remove_abandoned
 from grpo_ray.tasks.examples import Example
-from grpo_ray.types import PlayReport, PromptItem, RolloutGroup, SamplingSettings, StartingModel
+from grpo_ray.types import Episode, PlayReport, PromptItem, RolloutGroup, SamplingSettings, StartingModel
 from grpo_ray.watch.stage_clock import ClockedActor, StageClock
 
 
@@ -107,7 +107,7 @@ class EnvironmentWorker(ClockedActor):
         label = f"group {item.group_id}, {settings.num_samples} episodes"
         samplers = [RoutedSampler(self._router) for _ in range(settings.num_samples)]
 
-        def play(sample: int, sampler: RoutedSampler) -> Awaitable[EpisodeResult]:
+        def play(sample: int, sampler: RoutedSampler) -> Awaitable[Episode]:
             seed = None if settings.seed is None else sample_seed(settings.seed, sample)
             own = replace(settings, num_samples=1, seed=seed)
             session = Session(sampler, own, self._template, self._limits, self._parser)
@@ -116,26 +116,22 @@ class EnvironmentWorker(ClockedActor):
         try:
             with self._clock.stage("play"), self._clock.span("episodes", label):
                 plays = (play(n, sampler) for n, sampler in enumerate(samplers))
-                results = await asyncio.gather(*plays)
+                episodes = tuple(await asyncio.gather(*plays))
         finally:
             thread.stop()
             self._stopped = [each for each in (*self._stopped, thread) if each.is_alive]
-        late = [n for n, result in enumerate(results) if result.status is Status.TRUNCATED_TIME]
+        late = [n for n, episode in enumerate(episodes) if episode.status == Status.TRUNCATED_TIME]
         await asyncio.gather(*(samplers[n].ran_out_of_time() for n in late))
         if lost := [each.lost for each in samplers if each.lost is not None]:
             raise lost[0]
-        self._check(item, results)
-        episodes = tuple(result.episode(self._tokenizer.decode) for result in results)
+        for sample, episode in enumerate(episodes):
+            if episode.status == Status.GENERATOR_ERROR:
+                raise RuntimeError(f"sample {sample} of group {item.group_id}: {episode.error}")
+            if episode.status == Status.ENVIRONMENT_ERROR:
+                logging.warning("group %d: sample %d: %s", item.group_id, sample, episode.error)
         num_tokens = sum(episode.num_tokens for episode in episodes)
         num_stuck = sum(each.is_stuck for each in self._stopped)
         return RolloutGroup(item, episodes, self.name), PlayReport(num_tokens, num_stuck)
-
-    def _check(self, item: PromptItem, results: list[EpisodeResult]) -> None:
-        for sample, result in enumerate(results):
-            if result.status is Status.GENERATOR_ERROR:
-                raise RuntimeError(f"sample {sample} of group {item.group_id}: {result.error}")
-            if result.status is Status.ENVIRONMENT_ERROR:
-                logging.warning("group %d: sample %d: %s", item.group_id, sample, result.error)
 
 
 def environment_seed(run_seed: int, purpose: str, group_id: int) -> int:

@@ -4,10 +4,12 @@ import math
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 
 from grpo_ray.episodes.segments import Segments
+from grpo_ray.records.episode_metrics import CUT
 from grpo_ray.records.episode_metrics import Status as Status
 from grpo_ray.records.visible_text import encodable
 from grpo_ray.rewards.isolation.messages import LARGEST_REWARD
@@ -96,50 +98,34 @@ def _shown(value: object) -> str:
         return f"a value of type {type(value).__name__}"
 
 
-@dataclass(frozen=True)
-class EpisodeResult:
-    """One episode that has ended, in whatever way.
+def episode_of(
+    segments: Segments, decode: Callable[[np.ndarray], str], status: Status, outcome: Outcome | None,
+    seconds: float, error: str = "",
+) -> Episode:  # fmt: skip
+    """Return an episode that has ended, in whatever way, as a message to the Scorer.
 
-    `reward` is None if the end says nothing about the policy (an error, a cancellation, the clock): such an
-    episode is left out of its group's baseline and has no advantage.
+    Args:
+        decode: from the tokens `[response_tokens]` of one sequence to their text.
+        outcome: None if the end says nothing about the policy (an error, a cancellation, the clock): such an
+            episode is left out of its group's baseline and has no advantage.
+        error: the end of the traceback, or the limit that was reached.
     """
-
-    status: Status
-    reward: float | None
-    segments: Segments
-    seconds: float
-    turn_rewards: tuple[float, ...] | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    error: str = ""  # the end of the traceback, or the limit that was reached
-
-    def __post_init__(self) -> None:
-        vars(self).update(error=encodable(self.error))
-
-    def episode(self, decode: Callable[[np.ndarray], str]) -> Episode:
-        """Return the episode as a message to the Scorer.
-
-        Args:
-            decode: from the tokens `[response_tokens]` of one sequence to their text.
-        """
-        paths = self.segments.sequences()
-        bounds = pairwise((0, *accumulate(len(path.response_token_ids) for path in paths)))
-        empty = np.empty(0, np.int32)
-        is_cut = self.status in (Status.TRUNCATED_TURNS, Status.TRUNCATED_TOKENS, Status.TRUNCATED_TIME)
-        return Episode(
-            text="\n".join(decode(path.response_token_ids) for path in paths),
-            token_ids=np.concatenate([empty, *(path.response_token_ids for path in paths)]),
-            logprobs=np.concatenate([empty, *(path.logprobs for path in paths)]).astype(np.float32),
-            versions=np.concatenate([empty, *(path.versions for path in paths)]),
-            finish_reason="length" if is_cut else "stop",
-            turns=np.concatenate([empty, *(path.turns for path in paths)]),
-            sequences=tuple(
-                EpisodeSequence(path.prompt_token_ids, *bound)
-                for path, bound in zip(paths, bounds, strict=True)
-            ),
-            status=self.status.value,
-            reward=self.reward,
-            seconds=self.seconds,
-            turn_rewards=self.turn_rewards,
-            metrics=dict(self.metrics),
-            error=self.error,
-        )
+    paths = segments.sequences()
+    bounds = pairwise((0, *accumulate(len(path.response_token_ids) for path in paths)))
+    empty = np.empty(0, np.int32)
+    earned: dict[str, Any] = {"reward": None} if outcome is None else vars(outcome)
+    return Episode(
+        text="\n".join(decode(path.response_token_ids) for path in paths),
+        token_ids=np.concatenate([empty, *(path.response_token_ids for path in paths)]),
+        logprobs=np.concatenate([empty, *(path.logprobs for path in paths)]).astype(np.float32),
+        versions=np.concatenate([empty, *(path.versions for path in paths)]),
+        finish_reason="length" if status in (*CUT, Status.TRUNCATED_TIME) else "stop",
+        turns=np.concatenate([empty, *(path.turns for path in paths)]),
+        sequences=tuple(
+            EpisodeSequence(path.prompt_token_ids, *bound) for path, bound in zip(paths, bounds, strict=True)
+        ),
+        status=status.value,
+        seconds=seconds,
+        error=encodable(error),
+        **earned,
+    )

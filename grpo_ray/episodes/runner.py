@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, cast
 from grpo_ray.config.episodes import GRACE_S
 from grpo_ray.config.user_code import import_function
 from grpo_ray.episodes.confinement import hint_for
-from grpo_ray.episodes.outcome import EpisodeResult, Outcome, Status
+from grpo_ray.episodes.outcome import Outcome, Status, episode_of
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.threads import EpisodeThread, RunningEpisode, SessionElsewhere
 from grpo_ray.episodes.turn_router import ServingTime
 from grpo_ray.records.episode_metrics import CUT, THEN_RAISED
 from grpo_ray.tasks.examples import Example
+from grpo_ray.types import Episode
 
 if TYPE_CHECKING:
     from grpo_ray.episodes.openai_server import ChatServer
@@ -57,12 +58,10 @@ class EpisodeRunner:
         self._episode, self._server, self._served = episode, server, served or ServingTime()
         self._places = asyncio.Semaphore(max_concurrent or 2**31)
 
-    async def run(
-        self, session: Session, example: Example, thread: EpisodeThread | None = None
-    ) -> EpisodeResult:
+    async def run(self, session: Session, example: Example, thread: EpisodeThread | None = None) -> Episode:
         """Run one episode to its end; its limit of time begins when it starts.
 
-        Errors of the episode function are in the result, not raised. Cancelling the call cancels the episode.
+        Errors of the episode function are in the episode, not raised. Cancelling the call cancels the episode.
 
         Args:
             thread: runs the episode function; default: this thread.
@@ -95,7 +94,7 @@ async def _guarded(episode: EpisodeFn, session: Session, example: Example) -> fl
         raise RuntimeError(f"the episode raised {type(error).__name__}") from error
 
 
-def _result(done: "asyncio.Future[float | Outcome]", session: Session, seconds: float) -> EpisodeResult:
+def _result(done: "asyncio.Future[float | Outcome]", session: Session, seconds: float) -> Episode:
     assert session.ended is not None
     status, reason = session.ended.status, str(session.ended)
     outcome, error = _outcome_of(done, session)
@@ -112,11 +111,10 @@ def _result(done: "asyncio.Future[float | Outcome]", session: Session, seconds: 
         outcome = outcome or Outcome(session.limits.truncated_reward)
     elif status is Status.ENVIRONMENT_ERROR and session.limits.error_reward is not None:
         outcome = Outcome(session.limits.error_reward)
-    elif status is not Status.FINISHED or outcome is None:
-        return EpisodeResult(status, None, session.segments, seconds, error=reason)
+    elif status is not Status.FINISHED:
+        outcome = None
     error_text = "" if status is Status.FINISHED else reason
-    rewards = outcome.turn_rewards, outcome.metrics
-    return EpisodeResult(status, outcome.reward, session.segments, seconds, *rewards, error=error_text)
+    return episode_of(session.segments, session.decode, status, outcome, seconds, error_text)
 
 
 def _traceback(error: BaseException) -> str:

@@ -90,6 +90,7 @@ class Session:
         self.served_at: str | None = None  # set by the ChatServer that serves the session
         self._sampler, self._settings = sampler, settings
         self._template, self._tool_parser = template, tool_parser
+        self.decode = template.tokenizer.decode
         self._vocabulary, token_chars = token_bounds(template.tokenizer)
         self.max_chars = limits.max_tokens * token_chars
         """Characters of a conversation beyond which no tokens of it fit into `limits.max_tokens`."""

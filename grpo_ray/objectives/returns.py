@@ -51,7 +51,7 @@ def compare_episodes(
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:  # fmt: skip
     """Compare each episode's reward with its group's, and each turn's discounted return with the same turn's.
 
-    An episode without a reward (`EpisodeResult.reward` is None) has advantage 0 and is no part of the baseline;
+    An episode without a reward (`Episode.reward` is None) has advantage 0 and is no part of the baseline;
     neither has one that is left to be compared with none. A turn that only one episode reached has no other to
     compare with: its advantage is that of a group of 1.
 

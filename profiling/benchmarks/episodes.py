@@ -158,7 +158,7 @@ def _on_one_loop(episode: EpisodeFn) -> Play:
         with watch.watching():
             results = await asyncio.gather(*(runner.run(session, EXAMPLE) for session in sessions))
         await server.aclose()
-        assert all(result.status is Status.FINISHED for result in results), {r.error for r in results}
+        assert all(result.status == Status.FINISHED for result in results), {r.error for r in results}
         return watch
 
     return play

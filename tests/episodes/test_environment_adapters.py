@@ -19,9 +19,10 @@ from grpo_ray.episodes.adapters.gymnasium import gymnasium_episode
 from grpo_ray.episodes.adapters.rehearsal import rehearse
 from grpo_ray.episodes.adapters.trl import describe_tools, trl_episode
 from grpo_ray.episodes.openai_server import ChatServer
-from grpo_ray.episodes.outcome import EpisodeResult, Status
+from grpo_ray.episodes.outcome import Status
 from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner, load_episode
 from grpo_ray.tasks.examples import Example
+from grpo_ray.types import Episode
 
 pytestmark = pytest.mark.slow
 
@@ -31,11 +32,11 @@ WAY = ["down", "down", "right", "down", "right", "right"]  # over the lake's 4 x
 
 def played(
     episode: EpisodeFn, reply: Policy, example: Example = HELLO, limits: EpisodesConfig | None = None
-) -> tuple[EpisodeResult, list[str]]:
+) -> tuple[Episode, list[str]]:
     """Play one episode; return its result and what it trains on, as text."""
     result = play(episode, session_of("qwen2.5", reply, limits, parser="transformers")[0], example)
-    paths, decode = result.segments.sequences(), tokenizer_of("qwen2.5").decode
-    return result, [decode([*path.prompt_token_ids, *path.response_token_ids]) for path in paths]
+    decode, ids = tokenizer_of("qwen2.5").decode, result.token_ids
+    return result, [decode([*s.prompt_token_ids, *ids[s.start : s.end]]) for s in result.sequences]
 
 
 def call(name: str, arguments: str) -> str:
@@ -247,7 +248,7 @@ def test_verifiers_scores_an_episode_at_a_limit(numbers: Any) -> None:
         result, _ = played(numbers.episode, lambda prompt: "1", numbers.examples(0).train[0], limits)
         assert (result.status, result.reward) == (status, 0.0)
         assert result.metrics["is_right"] == 0.0, "scored, and not only given the limit's reward"
-        assert result.metrics["num_replies"] == result.segments.num_turns
+        assert result.metrics["num_replies"] == result.num_turns
 
 
 def test_a_verifiers_environment_writes_to_the_temporary_folder_only_and_its_error_is_the_episodes(
@@ -267,7 +268,7 @@ async def test_every_concurrent_verifiers_episode_has_its_own_session(numbers: A
         await server.start()
         runner = EpisodeRunner(numbers.episode, server=server)
         results = await asyncio.gather(*map(runner.run, sessions, numbers.examples(0).train))
-    assert [(result.reward, result.segments.num_turns) for result in results] == [(1.0, 1)] * 5
+    assert [(result.reward, result.num_turns) for result in results] == [(1.0, 1)] * 5
 
 
 @pytest.mark.slow  # verifiers serves the tool from a process
@@ -378,5 +379,5 @@ def test_the_pages_client_plays_on_a_server(environments_page: Any, monkeypatch:
     lost, _ = played(episode, said("1", "2", "3"), Example("", "", seed=4))
     assert lost.turn_rewards == (0.0, 0.0, 0.0)
     failed, _ = played(episode, said("dog"), Example("", "", seed=4))
-    assert failed.status is Status.ENVIRONMENT_ERROR
+    assert failed.status == Status.ENVIRONMENT_ERROR
     assert "no number" in failed.error

@@ -19,13 +19,14 @@ from local_runs import train
 
 from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.config.loading import load_config
-from grpo_ray.episodes.outcome import EpisodeResult, Outcome, Status
+from grpo_ray.episodes.outcome import Outcome, Status
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.tool_calls import checked
 from grpo_ray.records.rollout_log import read_rollouts, write_rollouts
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tasks.examples import Example, ExampleSets
 from grpo_ray.tools.audit.audit import audit
+from grpo_ray.types import Episode
 from grpo_ray.watch.batch_metrics import rollout_metrics
 
 HALF = "\ud83d"  # of a surrogate pair; a model writes it as "\\ud83d" in JSON
@@ -122,14 +123,10 @@ GOOD: dict[str, tuple[Callable[[], Any], float]] = {
 }
 
 
-def decode(token_ids: Sequence[int] | np.ndarray) -> str:
-    return tokenizer_of("qwen2.5").decode(token_ids)
-
-
 CALL = '<tool_call>\n{"name": %s, "arguments": %s}\n</tool_call>'
 
 
-def ended(end: Callable[[], Any], limits: EpisodesConfig | None = None) -> EpisodeResult:
+def ended(end: Callable[[], Any], limits: EpisodesConfig | None = None) -> Episode:
     """Play an episode of one turn that ends so."""
 
     async def episode(session: Session, example: Example) -> Any:
@@ -139,9 +136,9 @@ def ended(end: Callable[[], Any], limits: EpisodesConfig | None = None) -> Episo
     return play(episode, session_of("qwen2.5", said("reply"), limits)[0])
 
 
-def check_stored(results: Sequence[EpisodeResult], folder: Path) -> None:
+def check_stored(results: Sequence[Episode], folder: Path) -> None:
     """Check that the episodes can be scored, counted and written as they are."""
-    group = make_episode_group(3, [result.episode(decode) for result in results])
+    group = make_episode_group(3, results)
     metrics = rollout_metrics([group])
     assert json.loads(json.dumps(metrics, allow_nan=False)) == metrics
     assert write_rollouts(folder / "rollouts.parquet", 1, [group]) is None
@@ -198,8 +195,7 @@ def test_an_error_earns_what_the_configuration_says(tmp_path: Path) -> None:
     assert (result.status, result.reward) == (Status.ENVIRONMENT_ERROR, -0.5)
     assert "there is no place" in result.error
     check_stored([result, ended(lambda: 0.5)], tmp_path)
-    episodes = [each.episode(decode) for each in (result, ended(lambda: 0.5))]
-    group = make_episode_group(3, episodes)
+    group = make_episode_group(3, [result, ended(lambda: 0.5)])
     assert group.errors == {}
     assert group.advantages[0] < 0 < group.advantages[1]
 
@@ -219,7 +215,7 @@ def call_of(reply: str) -> tuple[Any, Any]:
         await session.chat(messages, tools=[TOOL])
         return first.tool_calls
 
-    return asyncio.run(turns()), decode(list(sampler.prompts[-1]))
+    return asyncio.run(turns()), tokenizer_of("qwen2.5").decode(list(sampler.prompts[-1]))
 
 
 def test_half_of_a_pair_in_a_call_ends_no_episode() -> None:
@@ -275,7 +271,7 @@ def test_any_ending_can_be_stored(num_examples: int, tmp_path: Path) -> None:
     def check(end: Callable[[], Any]) -> None:
         result = ended(end)
         assert result.status in (Status.FINISHED, Status.ENVIRONMENT_ERROR)
-        assert (result.reward is None) == (result.status is Status.ENVIRONMENT_ERROR)
+        assert (result.reward is None) == (result.status == Status.ENVIRONMENT_ERROR)
         check_stored([result], tmp_path)
 
     check()

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_ray.config.loading import load_config
 from grpo_ray.episodes import calculator, guess_number
 from grpo_ray.episodes.chat_template import ChatTemplate
-from grpo_ray.episodes.outcome import EpisodeResult, Status
+from grpo_ray.episodes.outcome import Status
 from grpo_ray.episodes.runner import EpisodeFn
 from grpo_ray.episodes.session import Reply, Session
 from grpo_ray.episodes.tool_calls import make_tool_parser
@@ -21,6 +21,7 @@ from grpo_ray.learning.plain_chat import give_plain_chat
 from grpo_ray.learning.tiny_tokenizer import train_tokenizer
 from grpo_ray.run.preparation import check_files
 from grpo_ray.tasks.examples import Example
+from grpo_ray.types import Episode
 
 END = "<|endoftext|>"
 
@@ -33,7 +34,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return learned
 
 
-def played(episode: EpisodeFn, example: Example, policy: Callable[[str], str]) -> tuple[EpisodeResult, Any]:
+def played(episode: EpisodeFn, example: Example, policy: Callable[[str], str]) -> tuple[Episode, Any]:
     parser = make_tool_parser("transformers", tokenizer())
     ends = [tokenizer().eos_token_id]
     session, sampler = session_of(tokenizer(), policy, parser=parser, end=END, ends=ends)
@@ -58,8 +59,8 @@ def test_halving_the_interval_always_wins() -> None:
         assert (result.status, result.reward) == (Status.FINISHED, 1.0), result.error
         assert result.metrics["optimal"] == 1.0
         assert result.metrics["num_guesses"] == len(sampler.prompts) <= guess_number.TRIES
-        (sequence,) = result.segments.sequences()
-        whole = [*sequence.prompt_token_ids, *sequence.response_token_ids.tolist()]
+        (sequence,) = result.sequences
+        whole = [*sequence.prompt_token_ids, *result.token_ids.tolist()]
         assert tokenizer().decode(whole).endswith(f">\n{number}{END}")
 
 
@@ -88,8 +89,8 @@ def test_the_calculator_must_be_called() -> None:
     for example in calculator.examples(seed=0, num_train=20, num_validation=1).train:
         result, sampler = played(calculator.episode, example, calling)
         assert (result.status, result.reward, result.metrics["num_calls"]) == (Status.FINISHED, 1.0, 1.0)
-        (sequence,) = result.segments.sequences()
-        trained = tokenizer().decode(sequence.response_token_ids[sequence.mask])
+        assert len(result.sequences) == 1
+        trained = tokenizer().decode(result.token_ids[result.mask])
         called = calling(tokenizer().decode(list(sampler.prompts[0])))
         assert trained == called + END + example.ground_truth + END
     assert played(calculator.episode, example, lambda prompt: "7")[0].reward == 0.0

@@ -19,18 +19,19 @@ from grpo_ray.episodes import runner as runner_module
 from grpo_ray.episodes import threads
 from grpo_ray.episodes.checking import check_room
 from grpo_ray.episodes.openai_server import ChatServer
-from grpo_ray.episodes.outcome import EpisodeEnded, EpisodeResult, Outcome, Status
+from grpo_ray.episodes.outcome import EpisodeEnded, Outcome, Status
 from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner, load_episode
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.threads import EpisodeThread, RunningEpisode
 from grpo_ray.tasks.examples import Example
+from grpo_ray.types import Episode
 
 
 def new_session(limits: EpisodesConfig | None = None) -> Session:
     return session_of("qwen2.5", lambda prompt: "reply", limits)[0]
 
 
-def run(episode: EpisodeFn, limits: EpisodesConfig | None = None) -> EpisodeResult:
+def run(episode: EpisodeFn, limits: EpisodesConfig | None = None) -> Episode:
     return play(episode, new_session(limits))
 
 
@@ -52,7 +53,7 @@ def test_an_episode_that_returns_is_finished_with_rewards_per_turn_and_metrics()
         return Outcome(0.5, turn_rewards=(0.0, 0.5), metrics={"score": 3.0})
 
     result = run(episode)
-    assert (result.status, result.error, result.segments.num_turns) == (Status.FINISHED, "", 2)
+    assert (result.status, result.error, result.num_turns) == (Status.FINISHED, "", 2)
     assert (result.reward, result.turn_rewards, result.metrics) == (0.5, (0.0, 0.5), {"score": 3.0})
     assert result.seconds > 0
 
@@ -65,15 +66,15 @@ def test_limits_have_names() -> None:
         result = run(endless, limits)
         assert (result.status, result.reward) == (status, 0.0)
         assert reason in result.error
-        assert result.segments.num_turns >= 3
-        (sequence,) = result.segments.sequences()
-        assert len(sequence.prompt_token_ids) + len(sequence.response_token_ids) <= limits.max_tokens
+        assert result.num_turns >= 3
+        (sequence,) = result.sequences
+        assert len(sequence.prompt_token_ids) + sequence.end <= limits.max_tokens
 
 
 def test_a_reply_is_cut_to_the_room_that_is_left() -> None:
     result = play(one_turn, session_of("qwen2.5", lambda prompt: [5] * 500, EpisodesConfig(max_tokens=60))[0])
-    (sequence,) = result.segments.sequences()
-    assert len(sequence.prompt_token_ids) + len(sequence.response_token_ids) == 60
+    (sequence,) = result.sequences
+    assert len(sequence.prompt_token_ids) + sequence.end == 60
 
 
 def test_an_episode_may_answer_its_limit_with_a_reward() -> None:
@@ -95,7 +96,7 @@ def test_calls_beyond_a_limit_lose_no_reply_on_its_way() -> None:
 
     result = run(episode, EpisodesConfig(max_turns=3))
     assert (result.status, result.reward) == (Status.TRUNCATED_TURNS, 0.0)
-    assert (result.segments.num_turns, len(result.segments.sequences())) == (3, 3)
+    assert (result.num_turns, len(result.sequences)) == (3, 3)
 
 
 def test_an_error_after_a_limit_is_seen() -> None:
@@ -106,7 +107,7 @@ def test_an_error_after_a_limit_is_seen() -> None:
             return Outcome(1.0, turn_rewards=(1.0, 1.0, 1.0))
         raise KeyError("score")
 
-    assert run(episode, EpisodesConfig(max_turns=2, max_tokens=5000)).status is Status.ENVIRONMENT_ERROR
+    assert run(episode, EpisodesConfig(max_turns=2, max_tokens=5000)).status == Status.ENVIRONMENT_ERROR
     result = run(episode, EpisodesConfig(max_turns=2, max_tokens=1000))
     assert (result.status, result.reward) == (Status.TRUNCATED_TURNS, 0.0)
     assert result.error.endswith("; then it raised KeyError: 'score'")
@@ -130,10 +131,10 @@ async def test_an_episode_that_ignores_its_cancellation_is_left_behind(monkeypat
 
     result = await EpisodeRunner(episode).run(new_session(EpisodesConfig(max_seconds=0.1)), HELLO)
     await asyncio.sleep(0.8)
-    assert result.status is Status.TRUNCATED_TIME
+    assert result.status == Status.TRUNCATED_TIME
     assert "ignored its cancellation" in result.error
     assert late  # its session samples no more
-    assert result.segments.num_turns == 0
+    assert result.num_turns == 0
 
 
 async def test_what_an_episode_held_when_it_failed_is_freed_at_once() -> None:
@@ -284,10 +285,11 @@ async def test_a_thread_that_cannot_start_costs_its_episodes_and_no_place(
         async with asyncio.timeout(60):  # of 600 s that a lost place would be held
             results = await asyncio.gather(*runs)
         thread.stop()
-        failed = [result for result in results if result.status is Status.ENVIRONMENT_ERROR]
+        failed = [result for result in results if result.status == Status.ENVIRONMENT_ERROR]
         assert len(failed) == num_failed
         assert all("could not start (can't start new thread): raise" in result.error for result in failed)
-        assert all(result.reward == 1.0 for result in results if result not in failed)
+        rewards = [result.reward for result in results if result.status == Status.FINISHED]
+        assert rewards == [1.0] * (4 - num_failed)
     assert server._sessions == {}
     assert all(loop.is_closed() for loop in loops[:num_failures])
 

@@ -270,8 +270,8 @@ async def _play(subject: Subject, seed: int, kind: Kind, watch: Watch) -> Play:
         watch.caught.set(caught)
         result = await runners[example.task].run(session, example)
         episodes[index, sample] = Played(
-            index, sample, name, str(result.status), result.reward, result.turn_rewards, result.error,
-            session.turns, result.segments.sequences(), caught,
+            index, sample, name, result.status, result.reward, result.turn_rewards, result.error,
+            session.turns, session.segments.sequences(), caught,
         )  # fmt: skip
 
     with watch.noting({"first": "exceptions", "backwards": "calls"}.get(kind)):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from grpo_ray.config import Config
-from grpo_ray.episodes.outcome import EpisodeResult, Status
+from grpo_ray.episodes.outcome import Outcome, Status, episode_of
 from grpo_ray.episodes.segments import Segments
 from grpo_ray.episodes.turn_router import RoutedSampler, TurnClient, TurnRouter
 from grpo_ray.tools.simulation.speeds import Speeds
@@ -73,13 +73,13 @@ class SimulatedEnvironmentWorker(ClockedActor):
             except TimeoutError:
                 status = Status.TRUNCATED_TIME
             seconds = asyncio.get_running_loop().time() - began
-        reward: float | None = float(rng.random() < pass_rate)
+        outcome: Outcome | None = Outcome(float(rng.random() < pass_rate))
         if status is Status.TRUNCATED_TIME:
-            reward = None
+            outcome = None
         elif status is not Status.FINISHED:
-            reward = self._settings.truncated_reward
-        error = "" if reward is not None else status.value
-        return EpisodeResult(status, reward, segments, seconds, error=error).episode(lambda token_ids: "")
+            outcome = Outcome(self._settings.truncated_reward)
+        error = "" if outcome is not None else status.value
+        return episode_of(segments, lambda token_ids: "", status, outcome, seconds, error)
 
     async def _take_turns(
         self, tokens: tuple[int, ...], settings: SamplingSettings, rng: random.Random, segments: Segments
