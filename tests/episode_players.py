@@ -179,7 +179,8 @@ def session_of(
         tokenizer, end = tokenizer_of(tokenizer), ENDS[tokenizer]
     sampler = Scripted(tokenizer, policy, end)
     if isinstance(parser, str):
-        parser = make_tool_parser(parser, tokenizer, RESPONSE if parser == "transformers" else None)
+        tokenizer.response_template = RESPONSE
+        parser = make_tool_parser(parser, tokenizer)
     return make_session(sampler, tokenizer, *arguments, parser=parser, **changes), sampler
 
 

@@ -93,7 +93,7 @@ def make_template(
     if settings.tool_parser is None:
         return template, None
     try:
-        return template, make_tool_parser(settings.tool_parser, tokenizer, end_token_ids=end_token_ids)
+        return template, make_tool_parser(settings.tool_parser, tokenizer, end_token_ids)
     except ValueError as error:
         raise ValueError(f"episodes.{error}") from None
 

@@ -45,19 +45,15 @@ def check_tools(tools: object) -> None:
 
 
 def make_tool_parser(
-    name: str, tokenizer: PreTrainedTokenizerBase, response_template: Mapping[str, Any] | None = None,
-    end_token_ids: Collection[int] = (),
-) -> ToolParser:  # fmt: skip
+    name: str, tokenizer: PreTrainedTokenizerBase, end_token_ids: Collection[int] = ()
+) -> ToolParser:
     """Return the parser of that name: `transformers`, or one of vLLM's (`hermes`, `llama3_json`, ...).
-
-    Args:
-        response_template: for `transformers`; default: the tokenizer's own.
 
     Raises:
         ValueError: the tokenizer has no response template, or vLLM has no such parser.
     """
     if name == TRANSFORMERS:
-        return checked(_transformers_parser(tokenizer, response_template))
+        return checked(_transformers_parser(tokenizer))
     return checked(_vllm_parser(name, tokenizer, end_token_ids))
 
 
@@ -76,10 +72,8 @@ def checked(parse: ToolParser) -> ToolParser:
     return parse_checked
 
 
-def _transformers_parser(
-    tokenizer: PreTrainedTokenizerBase, response_template: Mapping[str, Any] | None
-) -> ToolParser:
-    schema = response_template or getattr(tokenizer, "response_template", None)
+def _transformers_parser(tokenizer: PreTrainedTokenizerBase) -> ToolParser:
+    schema = getattr(tokenizer, "response_template", None)
     if schema is None:
         raise ValueError(
             "tool_parser: the tokenizer has no response_template for transformers' parser; name one of vLLM's "
