@@ -18,9 +18,6 @@ from grpo_ray.types import TERM
 
 T = TypeVar("T")
 
-GroupFn = Callable[[Sequence[str], Sequence[str], About], list[Graded]]
-"""(responses of a group, ground truths, facts about the prompt) to the outcome of each response."""
-
 
 def get_reward_fn(reward: Reward) -> RewardFn:
     """Return the reward as a function of (response, ground truth).
@@ -45,7 +42,10 @@ def get_reward_fn(reward: Reward) -> RewardFn:
 
 
 class TermReward:
-    """A term of a reward as a GroupFn: it never raises, as what one response makes it raise is its outcome."""
+    """A term of a reward, called with responses to one prompt, their truths, and facts about the prompt.
+
+    It never raises, as what one response makes it raise is its outcome.
+    """
 
     def __init__(self, term: RewardTerm) -> None:
         """

@@ -14,14 +14,16 @@ from typing import Any
 
 from grpo_ray.config.reward import RewardTerm
 from grpo_ray.rewards.base import About, Graded
-from grpo_ray.rewards.configured import T, for_each, tried, weighted
+from grpo_ray.rewards.configured import T, TermReward, for_each, tried
 from grpo_ray.rewards.user_function import UserFunction
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # between a failed call and the next
 
 
-class NetworkReward:
-    """The reward of a networked term for the responses of a group; a GroupFn."""
+class NetworkReward(TermReward):
+    """The reward of a networked term for the responses of a group."""
+
+    needs_group = True  # so that its calls are under way at the same time
 
     def __init__(self, term: RewardTerm, num_slots: int) -> None:
         """
@@ -31,21 +33,22 @@ class NetworkReward:
         Raises:
             ValueError: there is no such module or function.
         """
-        self._function, self._term, self._num_slots = UserFunction.of(term), term, num_slots
+        super().__init__(term)
+        self._num_slots = num_slots
         self._runner: asyncio.Runner | None = None  # one loop for all groups: clients keep their connections
 
-    def __call__(self, responses: Sequence[str], ground_truths: Sequence[str], about: About) -> list[Graded]:
+    def _outcomes(self, responses: Sequence[str], truths: Sequence[str], about: About) -> list[Graded]:
         if self._runner is None:
             self._runner = asyncio.Runner()
             self._take_new_threads(self._runner.get_loop())
-        outcomes = self._runner.run(self._outcomes(responses, ground_truths, about))
-        return [weighted(self._term, outcome) for outcome in outcomes]
+        return self._runner.run(self._called(responses, truths, about))
 
     def _take_new_threads(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.set_default_executor(ThreadPoolExecutor(self._num_slots))
 
-    async def _outcomes(self, responses: Sequence[str], truths: Sequence[str], about: About) -> list[Graded]:
+    async def _called(self, responses: Sequence[str], truths: Sequence[str], about: About) -> list[Graded]:
         function, slots = self._function, asyncio.Semaphore(self._num_slots)
+        assert isinstance(function, UserFunction), "the configuration refuses others"
         if function.takes_group:
             size = len(responses)
             result = await self._until_it_succeeds(slots, lambda: function.call_group(responses, truths, about))

@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from grpo_ray.config.reward import Reward, terms_of
-from grpo_ray.rewards.configured import GroupFn, TermReward, uses_algebra
+from grpo_ray.rewards.configured import TermReward, uses_algebra
 from grpo_ray.rewards.isolation.confinement import Confinement, die_with_parent
 from grpo_ray.rewards.isolation.worker import OUT_OF_MEMORY, describe_error, serve
 from grpo_ray.rewards.math.algebra import is_equal_latex
@@ -59,7 +59,7 @@ class _Child:
 
 class _ForkServer:
     def __init__(
-        self, control: socket.socket, rewards: Mapping[str, GroupFn], confinement: Confinement,
+        self, control: socket.socket, rewards: Mapping[str, TermReward], confinement: Confinement,
         memory_gib: float,
     ) -> None:  # fmt: skip
         self._control, self._rewards = control, rewards
@@ -165,12 +165,11 @@ def _main(arguments: dict[str, Any]) -> None:
     try:
         rewards = REWARDS.validate_python(arguments["rewards"])
         terms = {task: term for task, reward in rewards.items() for term in terms_of(reward)}
-        functions: Mapping[str, GroupFn]
-        if num_slots:
-            functions, together = {task: NetworkReward(terms[task], num_slots) for task in terms}, [*terms]
-        else:
-            functions = graded = {task: TermReward(term) for task, term in terms.items()}
-            together = [task for task, reward in graded.items() if reward.needs_group]
+        functions = {
+            task: NetworkReward(term, num_slots) if num_slots else TermReward(term)
+            for task, term in terms.items()
+        }
+        together = [task for task, function in functions.items() if function.needs_group]
         if any(map(uses_algebra, rewards.values())):
             for left, right in WARM_UP:
                 is_equal_latex(left, right)

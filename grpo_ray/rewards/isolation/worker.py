@@ -17,7 +17,7 @@ from mmap import mmap
 from typing import Any
 
 from grpo_ray.rewards.base import Graded, NotGraded, Result, ScoringError, Ungradable
-from grpo_ray.rewards.configured import GroupFn
+from grpo_ray.rewards.configured import TermReward
 from grpo_ray.rewards.isolation.confinement import Confinement, MappedMemory
 from grpo_ray.rewards.isolation.messages import LARGEST_REWARD, is_storable, max_bytes, storable
 
@@ -26,7 +26,7 @@ LONGEST_LINE, LONGEST_TRACE = 500, 1200  # characters of an error
 
 
 def serve(
-    channel: socket.socket, rewards: Mapping[str, GroupFn], confinement: Confinement, memory_gib: float,
+    channel: socket.socket, rewards: Mapping[str, TermReward], confinement: Confinement, memory_gib: float,
     num_begun: mmap,
 ) -> None:  # fmt: skip
     """Grade the answers that arrive on `channel` until it is closed.
