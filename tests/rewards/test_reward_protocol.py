@@ -160,7 +160,7 @@ os.setuid({nobody})
 _, most = resource.getrlimit(resource.RLIMIT_NPROC)
 resource.setrlimit(resource.RLIMIT_NPROC, (0, most))
 signal.signal(signal.SIGUSR1, lambda *_: resource.setrlimit(resource.RLIMIT_NPROC, (most, most)))
-_ForkServer(socket.socket(fileno=int(sys.argv[1])), {{}}, Confinement(0.25), 0.25).run()
+_ForkServer(socket.socket(fileno=int(sys.argv[1])), {{}}, Confinement(0.25)).run()
 """
 
 

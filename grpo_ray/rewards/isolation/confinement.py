@@ -94,7 +94,7 @@ class Confinement:
         Raises:
             ValueError, OSError: as `Ruleset`.
         """
-        self._memory_gib, self._is_offline = memory_gib, is_offline
+        self.memory_gib, self._is_offline = memory_gib, is_offline
         protection = protection or protection_here()
         self._filter = CallFilter(platform.machine()) if protection.has_filter and is_offline else None
         version = protection.landlock
@@ -106,7 +106,7 @@ class Confinement:
         Raises:
             OSError: the system refuses one of them.
         """
-        limit_resources(self._memory_gib, self._is_offline)
+        limit_resources(self.memory_gib, self._is_offline)
         drop_capabilities()
         if self._ruleset is not None:
             self._ruleset.enter()

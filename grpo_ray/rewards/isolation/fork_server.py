@@ -59,11 +59,9 @@ class _Child:
 
 class _ForkServer:
     def __init__(
-        self, control: socket.socket, rewards: Mapping[str, TermReward], confinement: Confinement,
-        memory_gib: float,
-    ) -> None:  # fmt: skip
-        self._control, self._rewards = control, rewards
-        self._confinement, self._memory_gib = confinement, memory_gib
+        self, control: socket.socket, rewards: Mapping[str, TermReward], confinement: Confinement
+    ) -> None:
+        self._control, self._rewards, self._confinement = control, rewards, confinement
         self._by_channel: dict[int, _Child] = {}
         self._by_exit: dict[int, _Child] = {}
         self._poll = select.poll()
@@ -107,7 +105,7 @@ class _ForkServer:
             try:
                 die_with_parent(parent)
                 self._become_worker()
-                serve(channel, self._rewards, self._confinement, self._memory_gib, num_begun)
+                serve(channel, self._rewards, self._confinement, num_begun)
                 os._exit(0)
             finally:
                 os._exit(1)
@@ -159,7 +157,7 @@ def _ending(status: int) -> tuple[str, bool]:
 
 def _main(arguments: dict[str, Any]) -> None:
     control = socket.socket(fileno=0)
-    memory_gib, num_slots = arguments["memory_gib"], arguments["num_slots"]
+    num_slots = arguments["num_slots"]
     signal.alarm(arguments["start_timeout_s"])  # in case a user's import never ends and the pool has died
     sys.path[:] = arguments["path"]
     try:
@@ -173,14 +171,15 @@ def _main(arguments: dict[str, Any]) -> None:
         if any(map(uses_algebra, rewards.values())):
             for left, right in WARM_UP:
                 is_equal_latex(left, right)
-        confinement = Confinement(memory_gib, arguments["readable_paths"], is_offline=not num_slots)
+        memory_gib, readable = arguments["memory_gib"], arguments["readable_paths"]
+        confinement = Confinement(memory_gib, readable, is_offline=not num_slots)
     except Exception as error:  # a user's module can raise anything
         control.sendall(json.dumps(["failed", describe_error(error)]).encode())
         return
     signal.alarm(0)
     gc.freeze()  # collecting what was imported would copy its pages into each worker
     control.sendall(json.dumps(["ready", together]).encode())
-    _ForkServer(control, functions, confinement, memory_gib).run()
+    _ForkServer(control, functions, confinement).run()
 
 
 if __name__ == "__main__":

@@ -26,9 +26,8 @@ LONGEST_LINE, LONGEST_TRACE = 500, 1200  # characters of an error
 
 
 def serve(
-    channel: socket.socket, rewards: Mapping[str, TermReward], confinement: Confinement, memory_gib: float,
-    num_begun: mmap,
-) -> None:  # fmt: skip
+    channel: socket.socket, rewards: Mapping[str, TermReward], confinement: Confinement, num_begun: mmap
+) -> None:
     """Grade the answers that arrive on `channel` until it is closed.
 
     Args:
@@ -43,7 +42,7 @@ def serve(
         _say(channel, "failed", describe_error(error))
         return
     _say(channel, "ready", os.getpid())
-    enough = memory.num_bytes() + memory_gib * 2**30 / 2
+    enough = memory.num_bytes() + confinement.memory_gib * 2**30 / 2
     for count, line in enumerate(channel.makefile("rb"), 1):
         num_begun[:] = count.to_bytes(8, "little")
         try:
