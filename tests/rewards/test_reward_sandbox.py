@@ -13,6 +13,7 @@ from sandbox_attempts import CASES, GAPS
 
 from grpo_ray.config import Config
 from grpo_ray.rewards.isolation.confinement import Protection, protection_here
+from grpo_ray.rewards.isolation.landlock import Ruleset
 from grpo_ray.rewards.isolation.readable import readable_paths
 from grpo_ray.run import preparation
 
@@ -104,5 +105,7 @@ def test_readable_files_leave_out_what_is_hidden_and_what_is_no_module_of_a_home
     readable = {path for path in readable_paths() if path.startswith(str(tmp_path))}
     assert readable == {str(home / "rewards.py"), str(home / "package"), str(project / "data")}
     assert str(project / ".env") in readable_paths([str(project / ".env")])
+    opened = os.listdir("/proc/self/fd")
     with pytest.raises(ValueError, match=r"scorer\.readable_paths: there is no '/no/such'; give files"):
-        readable_paths(["/no/such"])
+        Ruleset(["/no/such"], version=1)
+    assert {*os.listdir("/proc/self/fd")} <= {*opened}  # nor is a ruleset left open

@@ -51,9 +51,10 @@ class Ruleset:
         if is_offline:
             handled += [NETWORK_RIGHTS] * (version >= 4) + [SCOPES] * (version >= 6)
         attributes = (ctypes.c_uint64 * len(handled))(*handled)
-        self._fd = call("syscall", CREATE_RULESET, attributes, ctypes.sizeof(attributes), 0)
         networked = () if is_offline else filter(os.path.exists, NETWORK_FILES)
-        for path in readable_paths([*readable, *networked]):
+        paths = readable_paths([*readable, *networked])
+        self._fd = call("syscall", CREATE_RULESET, attributes, ctypes.sizeof(attributes), 0)
+        for path in paths:
             self.allow(path, READ_FILE | READ_FOLDER)
         for folder in listable_folders():
             self.allow(folder, READ_FOLDER)
