@@ -220,7 +220,10 @@ class Session:
             # The model's vocabulary may be larger than its tokenizer's.
             self._vocabulary = max(self._vocabulary, 1 + int(completion.token_ids.max(initial=0)))
             segment = self.segments.add_sample(before, completion)
-        return segment, self._reply(prompt, completion, tools, self.segments[segment].turn)
+        turn, token_ids = self.segments[segment].turn, tuple(completion.token_ids.tolist())
+        text, reasoning, calls = self._parsed(completion.text, token_ids, prompt, tools, turn)
+        reason = "tool_calls" if calls else completion.finish_reason
+        return segment, Reply(text, calls, reason, token_ids, len(prompt), reasoning, turn)
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
@@ -258,14 +261,6 @@ class Session:
         if seed is not None and self._num_requests > 0:
             seed = derived_seed(seed, self._num_requests)
         return replace(settings, num_samples=1, max_tokens=room, seed=seed)
-
-    def _reply(
-        self, prompt: tuple[int, ...], completion: Completion, tools: Sequence[Tool], turn: int
-    ) -> Reply:
-        token_ids = tuple(completion.token_ids.tolist())
-        text, reasoning, calls = self._parsed(completion.text, token_ids, prompt, tools, turn)
-        reason = "tool_calls" if calls else completion.finish_reason
-        return Reply(text, calls, reason, token_ids, len(prompt), reasoning, turn)
 
     def _parsed(
         self, text: str, token_ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Tool], turn: int
