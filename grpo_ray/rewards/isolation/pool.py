@@ -39,24 +39,33 @@ class Starved(TimeoutError):
     """An answer took too long while its worker hardly ran: asleep, stopped, or on a busy machine."""
 
 
-@dataclass
-class _Batch:
-    """The answers of one call, and their results so far."""
-
-    results: list[Result | None]
-    num_left: int
-    done: Future[list[Result]] = field(default_factory=Future)
-
-
 @dataclass(frozen=True)
 class _Answer:
     """One answer to be graded, or all of a group together, as the line that a worker reads."""
 
     line: bytes
-    batch: _Batch
-    index: int  # in the batch, of the first
     limit_s: float
     size: int | None = None  # of a group
+    done: Future[list[Result]] = field(default_factory=Future)
+
+    def settle(self, result: Result | list[Result]) -> None:
+        """Note the result, of a group one for all or one for each."""
+        self.done.set_result(result if isinstance(result, list) else [result] * (self.size or 1))
+
+
+@dataclass(frozen=True)
+class Grading:
+    """The answers of one call, which are being graded."""
+
+    answers: Sequence[_Answer]
+
+    def result(self) -> list[Result]:
+        """Wait for all, and return their results in order.
+
+        Raises:
+            RunError: workers cannot be started, or the pool is closed.
+        """
+        return [result for answer in self.answers for result in answer.done.result()]
 
 
 class RewardPool:
@@ -85,8 +94,7 @@ class RewardPool:
         self._network = network
         self._num_slots = network.concurrency // num_workers if network is not None else 0
         self._fork_server = ForkServer(rewards, memory_gib, readable_paths, self._num_slots)
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition()
         self._waiting: deque[_Answer] = deque()
         self._is_closed = False
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(num_workers)]
@@ -101,10 +109,8 @@ class RewardPool:
         """
         self._fork_server.new_worker().close()
 
-    def submit(
-        self, task: str, pairs: Sequence[tuple[str, str]], about: About = NOTHING
-    ) -> Future[list[Result]]:
-        """Begin to grade; return the task's scores of each (response, ground truth), or why it has none.
+    def submit(self, task: str, pairs: Sequence[tuple[str, str]], about: About = NOTHING) -> Grading:
+        """Begin to grade each (response, ground truth): its result is the task's scores, or why it has none.
 
         Ungradable is the answer's doing: it is an Overrun, or the reward says so.
 
@@ -115,23 +121,19 @@ class RewardPool:
         Raises:
             RunError: workers cannot be started, or the pool is closed.
         """
-        batch = _Batch([None] * len(pairs), len(pairs))
-        if not pairs:
-            batch.done.set_result([])
-            return batch.done
-        if task in self._own and self._fork_server.is_graded_together(task):
+        if pairs and task in self._own and self._fork_server.is_graded_together(task):
             responses, truths = zip(*pairs, strict=True)
             line = _line(task, responses, truths, about)
-            answers = [_Answer(line, batch, 0, self._limit_s(len(pairs)), len(pairs))]
+            answers = [_Answer(line, self._limit_s(len(pairs)), len(pairs))]
         else:
-            lines = [_line(task, response, truth, about) for response, truth in pairs]
-            answers = [_Answer(line, batch, index, self._timeout_s) for index, line in enumerate(lines)]
+            lines = (_line(task, response, truth, about) for response, truth in pairs)
+            answers = [_Answer(line, self._timeout_s) for line in lines]
         with self._changed:
             if self._is_closed:
                 raise RunError(CLOSED)
             self._waiting.extend(answers)
             self._changed.notify_all()
-        return batch.done
+        return Grading(answers)
 
     def _limit_s(self, size: int) -> float:
         if self._network is not None:
@@ -146,7 +148,8 @@ class RewardPool:
         self._fork_server.close()
         for thread in self._threads:
             thread.join()
-        self._fail(self._waiting, RunError(CLOSED))
+        while self._waiting:
+            self._waiting.popleft().done.set_exception(RunError(CLOSED))
 
     def _work(self) -> None:
         """Grade chunks of answers with one worker at a time; each thread of the pool runs this."""
@@ -156,7 +159,8 @@ class RewardPool:
                 worker = self._grade_chunk(worker, chunk)
             except Exception as error:  # no worker can be started: fail the calls that wait for these answers
                 worker = None
-                self._fail(chunk, error)
+                for answer in chunk:
+                    answer.done.set_exception(error)
         if worker is not None:
             worker.close()
 
@@ -189,7 +193,7 @@ class RewardPool:
                 worker = None
             num_fruitless = num_fruitless + 1 if len(chunk) == num_left else 0
             if num_fruitless > MAX_FRUITLESS:
-                self._settle(chunk.popleft(), ScoringError("its workers end before they have begun it"))
+                chunk.popleft().settle(ScoringError("its workers end before they have begun it"))
                 num_fruitless = 0
         return worker
 
@@ -204,19 +208,19 @@ class RewardPool:
                 if kind == "ended":
                     ending, is_answers_doing, num_begun = value
                     if num_begun > worker.num_settled:  # else it died between answers, not because of one
-                        self._settle(chunk.popleft(), (Overrun if is_answers_doing else ScoringError)(ending))
+                        chunk.popleft().settle((Overrun if is_answers_doing else ScoringError)(ending))
                     return False
                 results = _results(kind, value[0] if value else None, chunk[0].size)
                 worker.num_settled += 1
-                self._settle(chunk.popleft(), results)
+                chunk.popleft().settle(results)
         except Starved as error:
-            self._settle(chunk.popleft(), ScoringError(f"{self._too_long}, of which {error}"))
+            chunk.popleft().settle(ScoringError(f"{self._too_long}, of which {error}"))
             return False
         except TimeoutError:
-            self._settle(chunk.popleft(), Overrun(self._too_long))
+            chunk.popleft().settle(Overrun(self._too_long))
             return False
         except Garbage as error:
-            self._settle(chunk.popleft(), ScoringError(f"its worker sent {error}"))
+            chunk.popleft().settle(ScoringError(f"its worker sent {error}"))
             return False
         return worker.num_settled == worker.num_sent
 
@@ -251,22 +255,6 @@ class RewardPool:
                 break
             left_s = limit_s / 2
         raise Starved(f"its worker ran for {max(0, ran - began):.1f} s")
-
-    def _fail(self, answers: deque[_Answer], error: Exception) -> None:
-        with self._lock:
-            for answer in answers:
-                if not answer.batch.done.done():
-                    answer.batch.done.set_exception(error)
-
-    def _settle(self, answer: _Answer, result: Result | list[Result]) -> None:
-        """Note a result, of a group one for all or one for each."""
-        results = result if isinstance(result, list) else [result] * (answer.size or 1)
-        with self._lock:
-            batch = answer.batch
-            batch.results[answer.index : answer.index + len(results)] = results
-            batch.num_left -= len(results)
-            if not batch.num_left and not batch.done.done():
-                batch.done.set_result([result for result in batch.results if result is not None])
 
 
 def _line(task: str, response: Any, ground_truth: Any, about: About) -> bytes:
