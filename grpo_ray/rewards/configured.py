@@ -3,7 +3,7 @@
 `check_reward` finds out before a run that it exists, and that its arguments fit.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -30,13 +30,7 @@ def get_reward_fn(reward: Reward) -> RewardFn:
     graders = [TermReward(term) for term in named_terms(reward)]
 
     def reward_fn(response: str, ground_truth: str) -> Scores:
-        parts = []
-        for grade in graders:
-            (outcome,) = grade([response], [ground_truth], NOTHING)
-            if isinstance(outcome, Exception):
-                raise outcome
-            parts.append(outcome)
-        return summed(parts)
+        return summed(grade([response], [ground_truth], NOTHING)[0] for grade in graders)
 
     return reward_fn
 
@@ -85,12 +79,18 @@ def weighted(term: RewardTerm, outcome: Graded) -> Graded:
     return {**outcome, "reward": float(term.weight * outcome["reward"]), **own}
 
 
-def summed(parts: Sequence[Scores]) -> Scores:
-    """Return the sum of what all terms give one response; a term that does not apply adds nothing.
+def summed(parts: Iterable[Graded]) -> Scores:
+    """Return the sum of what all terms give one response, or raise the first exception among them.
 
-    Format and answer are those of the first that applies; if none does, there are no scores.
+    A term that does not apply adds nothing. Format and answer are those of the first that applies; if none does,
+    there are no scores.
     """
-    applied = [part for part in parts if part]
+    applied = []
+    for part in parts:
+        if isinstance(part, Exception):
+            raise part
+        if part:
+            applied.append(part)
     if not applied:
         return {}
     own = {name: value for part in applied for name, value in part.items() if name.startswith(TERM)}

@@ -161,12 +161,7 @@ def _graded(reward: Reward, prompter: Prompter) -> EpisodeFn:
         item = prompter.item(0, example)
         reply = await session.sample(item.prompt_token_ids)
         about: About = {**about_of(item), "completions": [reply.text]}
-        parts = []
-        for grade in graders:
-            outcome = await grade(reply.text, example.ground_truth, about)
-            if isinstance(outcome, Exception):
-                raise outcome
-            parts.append(outcome)
+        parts = [await grade(reply.text, example.ground_truth, about) for grade in graders]
         return Outcome(summed(parts).get("reward", 0.0))
 
     return episode
