@@ -14,6 +14,7 @@ from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.records.run_lock import make_locked
 from grpo_ray.rewards.isolation.confinement import drop_capabilities
 from grpo_ray.rewards.isolation.landlock import Ruleset, landlock_version
+from grpo_ray.rewards.isolation.readable import check_exist
 from grpo_ray.rewards.isolation.system_calls import forgo_privileges
 
 HINT = (
@@ -68,9 +69,7 @@ def check_paths(config: EpisodesConfig) -> None:
         ValueError: names the field and the path.
     """
     for field in ("readable_paths", "writable_paths"):
-        for path in getattr(config, field):
-            if not Path(path).exists():
-                raise ValueError(f"episodes.{field}: there is no {path!r}; give files and folders that exist")
+        check_exist(getattr(config, field), f"episodes.{field}")
 
 
 def hint_for(error: BaseException) -> str:

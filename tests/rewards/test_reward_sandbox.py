@@ -6,6 +6,7 @@ import platform
 import sys
 import tempfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from run_process import output_of
@@ -109,3 +110,5 @@ def test_readable_files_leave_out_what_is_hidden_and_what_is_no_module_of_a_home
     with pytest.raises(ValueError, match=r"scorer\.readable_paths: there is no '/no/such'; give files"):
         Ruleset(["/no/such"], version=1)
     assert {*os.listdir("/proc/self/fd")} <= {*opened}  # nor is a ruleset left open
+    monkeypatch.setattr(os, "scandir", Mock(side_effect=PermissionError))  # as of another user's folder
+    assert not [path for path in readable_paths() if path.startswith(str(tmp_path))]

@@ -5,7 +5,7 @@ Credentials lie elsewhere: in hidden files of the home or of a project, in /etc,
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 SYSTEM = (
@@ -17,7 +17,7 @@ LIBRARIES = ("lib", "lib64", "share", "pyvenv.cfg")  # below a prefix of Python
 MODULES = (".py", ".pyc", ".so")
 
 
-def readable_paths(extra: Iterable[str] = ()) -> list[str]:
+def readable_paths(extra: Sequence[str] = ()) -> list[str]:
     """Return the files and folders that this process's modules, imported or not, need.
 
     Args:
@@ -26,10 +26,11 @@ def readable_paths(extra: Iterable[str] = ()) -> list[str]:
     Raises:
         ValueError: one of `extra` does not exist.
     """
+    check_exist(extra, "scorer.readable_paths")
     prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
     libraries = [os.path.join(prefix, name) for prefix in prefixes for name in LIBRARIES]
     linked = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":"))
-    whole = {os.path.realpath(path) for path in (*SYSTEM, *libraries, *linked, *_packages(), *_named(extra))}
+    whole = {os.path.realpath(path) for path in (*SYSTEM, *libraries, *linked, *_packages(), *extra)}
     visible = [
         path for folder in listable_folders() if not _is_in(folder, whole) for path in _visible(Path(folder))
     ]
@@ -41,11 +42,11 @@ def listable_folders() -> list[str]:
     return sorted({os.path.realpath(path or os.curdir) for path in sys.path})
 
 
-def _named(extra: Iterable[str]) -> Iterator[str]:
-    for path in extra:
+def check_exist(paths: Iterable[str], field: str) -> None:
+    """Refuse paths of a field that do not exist, by a ValueError."""
+    for path in paths:
         if not os.path.exists(path):
-            raise ValueError(f"scorer.readable_paths: there is no {path!r}; give files and folders that exist")
-        yield path
+            raise ValueError(f"{field}: there is no {path!r}; give files and folders that exist")
 
 
 def _packages() -> Iterator[str]:
@@ -58,12 +59,16 @@ def _packages() -> Iterator[str]:
 
 def _visible(folder: Path) -> Iterator[str]:
     """Yield what is in a folder of modules except hidden entries; in the home and above it, modules alone."""
-    if not folder.is_dir():
+    try:
+        entries = [*os.scandir(folder)]
+    except NotADirectoryError:
         yield str(folder)  # a zip file
+        return
+    except OSError:  # Python finds no module there either
         return
     home = Path(os.path.realpath(Path.home()))
     is_home = folder == home or folder in home.parents
-    for entry in os.scandir(folder):
+    for entry in entries:
         is_module = entry.name.endswith(MODULES) or os.path.exists(os.path.join(entry.path, "__init__.py"))
         if not entry.name.startswith(".") and (is_module or not is_home):
             yield os.path.realpath(entry.path)
