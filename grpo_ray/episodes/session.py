@@ -18,6 +18,7 @@ from grpo_ray.episodes.segments import Segments
 from grpo_ray.episodes.tool_calls import ToolCall, ToolParser, check_tools
 from grpo_ray.records.visible_text import encodable
 from grpo_ray.types import Completion, SamplingSettings
+from grpo_ray.watch.event_loop import Changes
 
 logger = logging.getLogger(__name__)
 SHORT_CHARS = 64 * 1024  # of a conversation that becomes tokens in the loop; a longer one does in a thread
@@ -96,7 +97,7 @@ class Session:
         """Characters of a conversation beyond which no tokens of it fit into `limits.max_tokens`."""
         self._in_order = asyncio.Lock()  # calls get their seeds in order, also if a long one becomes tokens
         self._num_requests = 0
-        self._in_flight: set[asyncio.Future[None]] = set()
+        self._num_in_flight, self._answers = 0, Changes()
         self._turns: list[_Turn] = []
 
     @property
@@ -227,18 +228,16 @@ class Session:
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        answered = asyncio.get_running_loop().create_future()
-        self._in_flight.add(answered)
+        self._num_in_flight += 1
         try:
             yield
         finally:
-            self._in_flight.discard(answered)
-            answered.set_result(None)
+            self._num_in_flight -= 1
+            self._answers.announce()
 
     async def at_limit(self, status: Status, reason: str) -> EpisodeEnded:
         """End the session once the calls in flight have been answered, so that a limit loses no reply."""
-        while self._in_flight and self.ended is None:
-            await asyncio.wait(set(self._in_flight))
+        await self._answers.until(lambda: self.ended is not None or not self._num_in_flight)
         return self.end(status, reason)
 
     async def _turn_settings(self, prompt_length: int) -> SamplingSettings:
