@@ -188,16 +188,15 @@ class UserFunction:
         by_position: tuple[Any, ...] = ()
         names = list(self._parameters)
         if not self._is_by_name(about.get("row", ())):
+            given = "response", "ground_truth", *names[:2]
             by_position, names = (response, ground_truth), names[2:]
-            values = {n: v for n, v in values.items() if n not in ("response", "ground_truth")}
+            values = {n: v for n, v in values.items() if n not in given}
         wanted = [name for name in names if self._parameters[name].kind not in UNNAMED]
         for name in wanted:
             if name not in values and self._parameters[name].default is inspect.Parameter.empty:
                 columns = ", ".join(about.get("row", ())) or "none"
                 raise LookupError(f"it asks for {name!r}, which this row lacks (its columns: {columns})")
         taken = values if self._takes_any else {n: values[n] for n in wanted if n in values}
-        if self._takes_any and by_position:
-            taken = {n: v for n, v in values.items() if n not in [*self._parameters][:2]}
         return self._function(*by_position, **(taken if self._parameters else self._arguments))
 
     def _is_by_name(self, columns: Collection[str]) -> bool:
