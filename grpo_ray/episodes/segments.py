@@ -23,7 +23,6 @@ class Segment:
     logprobs: np.ndarray  # float32; 0 in context
     versions: np.ndarray  # int32; CONTEXT in context
     turn: int = CONTEXT  # turn that sampled it, from 0; CONTEXT in context
-    finish_reason: str = ""  # of the completion; empty in context
 
     @property
     def is_sampled(self) -> bool:
@@ -93,7 +92,7 @@ class Segments:
         """Return the new segment of a completion that was sampled after the segment `prompt`."""
         arrays = completion.token_ids, completion.logprobs, completion.versions
         self.num_turns += 1
-        return self._add(Segment(prompt, *arrays, self.num_turns - 1, completion.finish_reason))
+        return self._add(Segment(prompt, *arrays, self.num_turns - 1))
 
     def sequences(self) -> list[TrainedPath]:
         """Return the paths to train on; each sampled token has mask 1 in exactly one of them."""
