@@ -63,7 +63,7 @@ def evaluate_vllm(
     ]
     outputs = vllm_model.generate(inputs, eval_sampling_params)
     rows = [
-        _graded(item, sample, response, lambda text, truth: own.graded(text, truth, NOTHING))
+        _graded(item, sample, response, lambda text, truth: own.read(own.call(text, truth, NOTHING)))
         for item, answered in zip(items, outputs, strict=True)
         for sample, response in enumerate(answered.outputs)
     ]

@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from grpo_ray.config.reward import Reward, RewardTerm, is_own, named_terms, terms_of
 from grpo_ray.config.secrets import check_set
@@ -64,11 +64,16 @@ class TermReward:
             return [tried(partial(function, *pair, **self._term.arguments)) for pair in pairs]
         if function.takes_group:
             size = len(responses)
-            read = partial(function.read_group, size=size)
-            return for_each(tried(lambda: read(function.call_group(responses, truths, about))), size)
-        if function.needs_group:
+            (result,) = self._results([partial(function.call_group, responses, truths, about)])
+            return for_each(_read(result, partial(function.read_group, size=size)), size)
+        if self.needs_group:
             about = {**about, "completions": list(responses)}
-        return [tried(partial(function.graded, *pair, about)) for pair in pairs]
+        results = self._results([partial(function.call, *pair, about) for pair in pairs])
+        return [_read(result, function.read) for result in results]
+
+    def _results(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Return what each call returns or, if it raises, that exception."""
+        return [tried(call) for call in calls]
 
 
 def weighted(term: RewardTerm, outcome: Graded) -> Graded:
@@ -82,8 +87,8 @@ def weighted(term: RewardTerm, outcome: Graded) -> Graded:
 def summed(parts: Iterable[Graded]) -> Scores:
     """Return the sum of what all terms give one response, or raise the first exception among them.
 
-    A term that does not apply adds nothing. Format and answer are those of the first that applies; if none does,
-    there are no scores.
+    A term that does not apply adds nothing. Format and answer are those of the first that applies. If none
+    does, there are no scores.
     """
     applied = []
     for part in parts:
@@ -107,6 +112,11 @@ def tried(call: Callable[[], T]) -> T | Exception:
         return error
     except SystemExit as error:  # of code that it runs
         return RuntimeError(f"SystemExit: {error}").with_traceback(error.__traceback__)
+
+
+def _read(result: Any, read: Callable[[Any], T]) -> T | Exception:
+    """Return what `read` makes of a call's result, or the exception that one of them ended with."""
+    return result if isinstance(result, Exception) else tried(partial(read, result))
 
 
 def for_each(results: list[Graded] | Exception, size: int) -> list[Graded]:

@@ -8,14 +8,11 @@ import asyncio
 import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from math import ceil
 from typing import Any
 
 from grpo_ray.config.reward import RewardTerm
-from grpo_ray.rewards.base import About, Graded
-from grpo_ray.rewards.configured import T, TermReward, for_each, tried
-from grpo_ray.rewards.user_function import UserFunction
+from grpo_ray.rewards.configured import TermReward
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # between a failed call and the next
 
@@ -37,26 +34,18 @@ class NetworkReward(TermReward):
         self._num_slots = num_slots
         self._runner: asyncio.Runner | None = None  # one loop for all groups: clients keep their connections
 
-    def _outcomes(self, responses: Sequence[str], truths: Sequence[str], about: About) -> list[Graded]:
+    def _results(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         if self._runner is None:
             self._runner = asyncio.Runner()
             self._take_new_threads(self._runner.get_loop())
-        return self._runner.run(self._called(responses, truths, about))
+        return self._runner.run(self._gathered(calls))
 
     def _take_new_threads(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.set_default_executor(ThreadPoolExecutor(self._num_slots))
 
-    async def _called(self, responses: Sequence[str], truths: Sequence[str], about: About) -> list[Graded]:
-        function, slots = self._function, asyncio.Semaphore(self._num_slots)
-        assert isinstance(function, UserFunction), "the configuration refuses others"
-        if function.takes_group:
-            size = len(responses)
-            result = await self._until_it_succeeds(slots, lambda: function.call_group(responses, truths, about))
-            return for_each(_read(result, lambda values: function.read_group(values, size)), size)
-        about = {**about, "completions": list(responses)}
-        pairs = zip(responses, truths, strict=True)
-        calls = [self._until_it_succeeds(slots, partial(function.call, *pair, about)) for pair in pairs]
-        return [_read(result, function.read) for result in await asyncio.gather(*calls)]
+    async def _gathered(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        slots = asyncio.Semaphore(self._num_slots)
+        return await asyncio.gather(*(self._until_it_succeeds(slots, call) for call in calls))
 
     async def _until_it_succeeds(self, slots: asyncio.Semaphore, call: Callable[[], Any]) -> Any:
         """Return what the call does, or, after all retries, the last exception."""
@@ -83,8 +72,3 @@ def longest_s(term: RewardTerm, num_slots: int, num_responses: int) -> float:
     """Return the most seconds that the grading of a group takes."""
     waves = ceil(num_responses / num_slots)
     return waves * (term.retries + 1) * (term.timeout_s + LONGEST_PAUSE_S) + LONGEST_PAUSE_S
-
-
-def _read(result: Any, read: Callable[[Any], T]) -> T | Exception:
-    """Return what `read` makes of a call's result, or the exception that one of them ended with."""
-    return result if isinstance(result, Exception) else tried(partial(read, result))

@@ -127,10 +127,6 @@ class UserFunction:
             values |= _as_in_trl(responses, about)
         return self._apply(list(responses), list(ground_truths), values, about)
 
-    def graded(self, response: str, ground_truth: str, about: About) -> Scores:
-        """Return what the function gives one response, checked; raises whatever it does."""
-        return self.read(self.call(response, ground_truth, about))
-
     def read(self, result: Any) -> Scores:
         """Return the result as scores; a number counts as in the format, and as right if it is at least 1.
 

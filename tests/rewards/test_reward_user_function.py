@@ -12,7 +12,6 @@ from examples.rewards import json_object, numeric_tolerance, regex_format, shuff
 from grpo_ray.config import Config
 from grpo_ray.config.reward import RewardTerm
 from grpo_ray.rewards import get_reward_fn
-from grpo_ray.rewards.base import NOTHING
 from grpo_ray.rewards.configured import check_reward
 from grpo_ray.rewards.user_function import UserFunction
 from grpo_ray.run.preparation import check_files
@@ -21,7 +20,7 @@ EXAMPLES = "examples.rewards"
 
 
 def result_of(value: Any) -> dict[str, float]:
-    return UserFunction(lambda response, ground_truth: value, "mine:reward", {}).graded("", "", NOTHING)
+    return UserFunction(lambda response, ground_truth: value, "mine:reward", {}).read(value)
 
 
 @pytest.mark.parametrize(
