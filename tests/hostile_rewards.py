@@ -96,7 +96,7 @@ def _forge(line: bytes) -> Any:
     return lambda: _channel().sendall(line + b"\n")
 
 
-SCORES = b'["scores", {"reward": %s, "format_reward": 1, "answer_reward": %s}]'
+SCORES = b'["results", [["scores", {"reward": %s, "format_reward": 1, "answer_reward": %s}]]]'
 FORGERIES = {
     "no-json": b"garbage",
     "no-text": b"\xff\xfe",
@@ -105,8 +105,10 @@ FORGERIES = {
     "number": b"5",
     "unknown": b'["hello", "x"]',
     "unhashable": b'[["scores"], {}]',
-    "missing": b'["scores", {"reward": 1}]',
-    "no-scores": b'["scores", [1, 1, 1]]',
+    "results-in-results": b'["results", [' * 400 + b"]]" * 400,
+    "no-list": b'["results", [{"error": 1, "x": 2}]]',
+    "missing": b'["results", [["scores", {"reward": 1}]]]',
+    "no-scores": b'["results", [["scores", [1, 1, 1]]]]',
     "of-text": SCORES % (b'"1"', b"1"),
     "true": SCORES % (b"true", b"1"),
     "nan": SCORES % (b"NaN", b"1"),
@@ -116,7 +118,7 @@ FORGERIES = {
     "many-digits": SCORES % (b"9" * 5000, b"1"),
     "half": SCORES % (b"1", b"0.5"),
     "unknown-score": SCORES % (b"1", b'1, "other": 1'),
-    "null": b'["error", null]',
+    "null": b'["results", [["error", null]]]',
     "ready": b'["ready", 1]',
     "failed": b'["failed", "x"]',
     "ended-short": b'["ended"]',

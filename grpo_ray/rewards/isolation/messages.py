@@ -11,7 +11,7 @@ from typing import Any
 from grpo_ray.rewards.base import FACTS, Result, Scores, ScoringError, Ungradable
 from grpo_ray.types import TERM
 
-MAX_BYTES = 2**16  # of a message about one answer, or about up to 64 of a group
+MAX_BYTES = 2**16  # of a message about up to 64 answers
 LONGEST_ERROR = 2000  # characters
 LARGEST_REWARD = 1e12  # a gradient of it, squared for its norm, still fits into float32
 
@@ -19,14 +19,9 @@ FORMS: dict[str, tuple[type, ...]] = {
     "ready": (int,),
     "failed": (str,),
     "refused": (str,),
-    "scores": (dict,),
-    "ungradable": (str,),
-    "error": (str,),
-    "group": (list,),
+    "results": (list,),
     "ended": (str, bool, int),
 }
-RESULTS: dict[str, Callable[[Any], Result]] = {"scores": dict, "ungradable": Ungradable, "error": ScoringError}
-"""By kind of a message about one answer: the type of the result."""
 
 
 class Garbage(ValueError):
@@ -34,28 +29,32 @@ class Garbage(ValueError):
 
 
 def read_message(line: bytes) -> list[Any]:
-    """Return the message: its kind, and its values.
+    """Return the message: its kind, and its values; those of `results` are one for each answer.
 
     Raises:
         Garbage: it is none.
     """
-    garbage = Garbage(f"no message: {storable(repr(line[:100]))}")
     try:
         message = json.loads(line)
         kind, *values = message
-        is_exact = isinstance(message, list) and tuple(map(type, values)) == FORMS[kind]
+        if not isinstance(message, list) or tuple(map(type, values)) != FORMS[kind]:
+            raise TypeError
+        if kind == "results":
+            return [kind, [*map(_result, values[0])]]
+    except Garbage:
+        raise
     except (ValueError, TypeError, KeyError, RecursionError):
-        is_exact = False
-    if not is_exact:
-        raise garbage
-    if kind == "scores":
-        return [kind, _scores(values[0])]
-    if kind == "group":
-        members = [read_message(json.dumps(member).encode()) for member in values[0]]
-        if any(member[0] not in RESULTS for member in members):
-            raise garbage
-        return [kind, members]
+        raise Garbage(f"no message: {storable(repr(line[:100]))}") from None
     return [kind, *(storable(value) if isinstance(value, str) else value for value in values)]
+
+
+def _result(said: Any) -> Result:
+    """Return the result of one answer; raises one of several errors if it is none."""
+    kind, value = said
+    form, make = RESULTS[kind]
+    if not isinstance(said, list) or type(value) is not form:
+        raise TypeError
+    return make(value)
 
 
 def _scores(values: dict[str, Any]) -> Scores:
@@ -67,9 +66,17 @@ def _scores(values: dict[str, Any]) -> Scores:
     return {name: float(value) for name, value in values.items()}
 
 
-def max_bytes(size: int | None) -> int:
-    """Return the most bytes of a message: about one answer, or about a group of `size`."""
-    return MAX_BYTES * ceil((size or 1) / 64)
+RESULTS: dict[str, tuple[type, Callable[[Any], Result]]] = {
+    "scores": (dict, _scores),
+    "ungradable": (str, lambda why: Ungradable(storable(why))),
+    "error": (str, lambda why: ScoringError(storable(why))),
+}
+"""By kind of what is said of one answer."""
+
+
+def max_bytes(size: int) -> int:
+    """Return the most bytes of a message about that many answers."""
+    return MAX_BYTES * ceil(size / 64)
 
 
 def is_storable(reward: float) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 from grpo_ray.config.reward import Reward, RewardTerm, is_own
 from grpo_ray.errors import RunError
 from grpo_ray.rewards.base import NOTHING, About, Overrun, Result, ScoringError
-from grpo_ray.rewards.isolation.messages import RESULTS, Garbage, max_bytes
+from grpo_ray.rewards.isolation.messages import Garbage, max_bytes
 from grpo_ray.rewards.isolation.processes import ForkServer, WorkerProcess
 from grpo_ray.rewards.networked import longest_s
 
@@ -41,16 +41,16 @@ class Starved(TimeoutError):
 
 @dataclass(frozen=True)
 class _Answer:
-    """One answer to be graded, or all of a group together, as the line that a worker reads."""
+    """A group of answers to be graded together, mostly of one, as the line that a worker reads."""
 
     line: bytes
     limit_s: float
-    size: int | None = None  # of a group
+    size: int  # of the group
     done: Future[list[Result]] = field(default_factory=Future)
 
     def settle(self, result: Result | list[Result]) -> None:
         """Note the result, of a group one for all or one for each."""
-        self.done.set_result(result if isinstance(result, list) else [result] * (self.size or 1))
+        self.done.set_result(result if isinstance(result, list) else [result] * self.size)
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,10 @@ class RewardPool:
             RunError: workers cannot be started, or the pool is closed.
         """
         if pairs and task in self._own and self._fork_server.is_graded_together(task):
-            responses, truths = zip(*pairs, strict=True)
-            line = _line(task, responses, truths, about)
-            answers = [_Answer(line, self._limit_s(len(pairs)), len(pairs))]
+            groups, limit_s = [pairs], self._limit_s(len(pairs))
         else:
-            lines = (_line(task, response, truth, about) for response, truth in pairs)
-            answers = [_Answer(line, self._timeout_s) for line in lines]
+            groups, limit_s = [[pair] for pair in pairs], self._timeout_s
+        answers = [_Answer(_line(task, group, about), limit_s, len(group)) for group in groups]
         with self._changed:
             if self._is_closed:
                 raise RunError(CLOSED)
@@ -210,9 +208,11 @@ class RewardPool:
                     if num_begun > worker.num_settled:  # else it died between answers, not because of one
                         chunk.popleft().settle((Overrun if is_answers_doing else ScoringError)(ending))
                     return False
-                results = _results(kind, value[0] if value else None, chunk[0].size)
+                size = chunk[0].size
+                if kind != "results" or len(value[0]) != size:
+                    raise Garbage(f"{kind!r} instead of {size} results")
                 worker.num_settled += 1
-                chunk.popleft().settle(results)
+                chunk.popleft().settle(value[0])
         except Starved as error:
             chunk.popleft().settle(ScoringError(f"{self._too_long}, of which {error}"))
             return False
@@ -257,19 +257,6 @@ class RewardPool:
         raise Starved(f"its worker ran for {max(0, ran - began):.1f} s")
 
 
-def _line(task: str, response: Any, ground_truth: Any, about: About) -> bytes:
-    return json.dumps([task, response, ground_truth, about]).encode() + b"\n"  # escaped: breaks, surrogates
-
-
-def _results(kind: str, value: Any, size: int | None) -> list[Result]:
-    """Return the result that a message of this kind is, or those of a group of `size`.
-
-    Raises:
-        Garbage: it is none.
-    """
-    if size is None and kind not in RESULTS:
-        raise Garbage(f"{kind!r} instead of a result")
-    if size is not None and (kind != "group" or len(value) != size):
-        raise Garbage(f"{kind!r} instead of {size} results")
-    members = [(kind, value)] if size is None else value
-    return [RESULTS[each](said) for each, said in members]
+def _line(task: str, pairs: Sequence[tuple[str, str]], about: About) -> bytes:
+    responses, truths = zip(*pairs, strict=True)
+    return json.dumps([task, responses, truths, about]).encode() + b"\n"  # escaped: breaks, surrogates

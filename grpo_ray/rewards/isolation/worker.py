@@ -1,8 +1,8 @@
 """A worker of a RewardPool: it gives up what it does not need, then grades line by line.
 
-It sends the pool lines of JSON: first ["ready", its pid] or ["failed", why], then for each answer in order
-["scores", {...}], ["ungradable", why] (the answer's doing) or ["error", why] (the function's or the truth's).
-Answers that must be graded together come as lists in one line, and their results as ["group", [...]].
+It sends the pool lines of JSON: first ["ready", its pid] or ["failed", why], then ["results", [...]] for each
+line. A result is ["scores", {...}], ["ungradable", why] (the answer's doing) or ["error", why] (the
+function's or the truth's). Only answers that must be graded together come in one line.
 When it has died, its fork server adds ["ended", how, whether the answer did it, answers begun]; if it could
 not be forked, the fork server says ["refused", why]. messages.py reads all of these.
 """
@@ -46,27 +46,23 @@ def serve(
     for count, line in enumerate(channel.makefile("rb"), 1):
         num_begun[:] = count.to_bytes(8, "little")
         try:
-            task, response, ground_truth, about = json.loads(line)
-            is_group = isinstance(response, list)
-            results = rewards[task](
-                response if is_group else [response], ground_truth if is_group else [ground_truth], about
-            )
+            task, responses, truths, about = json.loads(line)
+            results = rewards[task](responses, truths, about)
             messages = [_message(result, len(results)) for result in results]
         except MemoryError:  # caches may hold on to the memory, and the next answer would run out of it
             os._exit(OUT_OF_MEMORY)
-        _say(channel, *(["group", messages] if is_group else messages[0]))
+        _say(channel, "results", messages)
         if memory.num_bytes() > enough:  # memory that this answer left behind must not end another one
             return
 
 
 def _message(outcome: Graded, num_results: int) -> list[Any]:
-    """Return the message about a response; a group's must not be too long together."""
+    """Return what to say of a response; the results of a group must not be too long together."""
     result = result_of(outcome)
     if isinstance(result, dict):
         return ["scores", result]
     kind = "ungradable" if isinstance(result, Ungradable) else "error"
-    most = max_bytes(num_results) // (8 * num_results) if num_results > 1 else None
-    return [kind, str(result)[:most]]
+    return [kind, str(result)[: max_bytes(num_results) // (8 * num_results)]]
 
 
 def result_of(outcome: Graded) -> Result:
