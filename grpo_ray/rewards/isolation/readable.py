@@ -34,7 +34,7 @@ def readable_paths(extra: Sequence[str] = ()) -> list[str]:
     visible = [
         path for folder in listable_folders() if not _is_in(folder, whole) for path in _visible(Path(folder))
     ]
-    return _outermost({*whole, *visible})
+    return sorted({*whole, *visible})
 
 
 def listable_folders() -> list[str]:
@@ -72,15 +72,6 @@ def _visible(folder: Path) -> Iterator[str]:
         is_module = entry.name.endswith(MODULES) or os.path.exists(os.path.join(entry.path, "__init__.py"))
         if not entry.name.startswith(".") and (is_module or not is_home):
             yield os.path.realpath(entry.path)
-
-
-def _outermost(paths: Iterable[str]) -> list[str]:
-    """Return the paths that are in none of the others."""
-    kept: list[str] = []
-    for path in sorted(paths):
-        if not _is_in(path, kept):
-            kept.append(path)
-    return kept
 
 
 def _is_in(path: str, folders: Iterable[str]) -> bool:
