@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -61,33 +61,6 @@ class Recent(Generic[K, V]):
         return value
 
 
-class Template(Protocol):
-    """The way from conversations to tokens."""
-
-    tokenizer: PreTrainedTokenizerBase
-
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> tuple[int, ...]:
-        """Return the tokens of a whole conversation, up to the beginning of the next reply.
-
-        Raises:
-            ValueError: the template cannot show the messages.
-        """
-
-    def continued(
-        self, messages: Sequence[Message], num_known: int, prompt: Sequence[int], reply: Sequence[int],
-        tools: Sequence[Tool] | None = None,
-    ) -> tuple[int, ...] | None:  # fmt: skip
-        """Return the next prompt, which begins with `prompt` and `reply`; None: a branch begins.
-
-        Args:
-            num_known: messages that those tokens show, the reply included; the others are new.
-            prompt: tokens of the turn that sampled the reply.
-
-        Raises:
-            ValueError: the template cannot show the messages.
-        """
-
-
 class ChatTemplate:
     """A tokenizer's chat template, for conversations that grow."""
 
@@ -110,7 +83,11 @@ class ChatTemplate:
         )
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> tuple[int, ...]:
-        """See `Template.prompt`."""
+        """Return the tokens of a whole conversation, up to the beginning of the next reply.
+
+        Raises:
+            ValueError: the template cannot show the messages.
+        """
         text = self._render(messages, tools)
         check_shown(messages, text)
         return self._encoded(text)
@@ -119,7 +96,17 @@ class ChatTemplate:
         self, messages: Sequence[Message], num_known: int, prompt: Sequence[int], reply: Sequence[int],
         tools: Sequence[Tool] | None = None,
     ) -> tuple[int, ...] | None:  # fmt: skip
-        """See `Template.continued`; a branch begins where text of those tokens is dropped, or shown again."""
+        """Return the next prompt, which begins with `prompt` and `reply`.
+
+        None: a branch begins, since text of those tokens is dropped, or shown again.
+
+        Args:
+            num_known: messages that those tokens show, the reply included; the others are new.
+            prompt: tokens of the turn that sampled the reply.
+
+        Raises:
+            ValueError: the template cannot show the messages.
+        """
         dropped = self._dropped(messages, tools)
         is_dropped = dropped and not dropped <= self._dropped(messages[: num_known - 1], tools)
         if is_dropped or self._is_repeated(messages, num_known, tools):

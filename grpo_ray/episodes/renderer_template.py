@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.episodes.adapters import required
-from grpo_ray.episodes.chat_template import ChatTemplate, Message, Template, Tool
+from grpo_ray.episodes.chat_template import ChatTemplate, Message, Tool
 from grpo_ray.episodes.tool_calls import Parsed, ToolParser, checked, make_tool_parser
 
 PARSER = "renderer"
@@ -39,7 +39,7 @@ class RendererTemplate:
         self._renderer = renderer
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> tuple[int, ...]:
-        """See `Template.prompt`."""
+        """See `ChatTemplate.prompt`."""
         given = _with_names(messages)
         with refused("the renderer refuses the conversation: "):
             return tuple(self._renderer.render_ids(given, tools=_listed(tools), add_generation_prompt=True))
@@ -48,7 +48,7 @@ class RendererTemplate:
         self, messages: Sequence[Message], num_known: int, prompt: Sequence[int], reply: Sequence[int],
         tools: Sequence[Tool] | None = None,
     ) -> tuple[int, ...] | None:  # fmt: skip
-        """See `Template.continued`; a branch begins where the renderer finds no continuation."""
+        """See `ChatTemplate.continued`; a branch begins where the renderer finds no continuation."""
         new = _with_names(messages)[num_known:]
         with refused("the renderer refuses the conversation: "):
             bridged = self._renderer.bridge_to_next_turn(list(prompt), list(reply), new, tools=_listed(tools))
@@ -70,6 +70,10 @@ class RendererTemplate:
             raise ValueError(f"a call is malformed ({malformed[0].status}): {malformed[0].raw}")
         calls = [(call.name, call.arguments) for call in found.tool_calls]
         return found.content or "", found.reasoning_content or "", calls
+
+
+Template = ChatTemplate | RendererTemplate
+"""The way from conversations to tokens."""
 
 
 def make_template(

@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.engines import derived_seed
-from grpo_ray.episodes.chat_template import Message, Template, Tool, normalized, token_bounds
+from grpo_ray.episodes.chat_template import Message, Tool, normalized, token_bounds
 from grpo_ray.episodes.outcome import EpisodeEnded, Status
+from grpo_ray.episodes.renderer_template import Template
 from grpo_ray.episodes.segments import Segments
 from grpo_ray.episodes.tool_calls import ToolCall, ToolParser, check_tools
 from grpo_ray.records.visible_text import encodable

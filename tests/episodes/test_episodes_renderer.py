@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.config import Config
 from grpo_ray.config.episodes import EpisodesConfig
-from grpo_ray.episodes.chat_template import ChatTemplate, Template
+from grpo_ray.episodes.chat_template import ChatTemplate
 from grpo_ray.episodes.checking import check_episodes, check_template
 from grpo_ray.episodes.renderer_template import RendererTemplate, check_renderer, make_renderer, make_template
 from grpo_ray.episodes.session import Session
@@ -71,8 +71,9 @@ def chat_template(thinks: bool) -> ChatTemplate:
 
 
 def play(
-    template: Template, replies: Sequence[str | Sequence[int]], turns: Sequence[Sequence[dict[str, Any]]],
-    tools: Sequence[dict[str, Any]] = (), parser: Any = None, **changes: Any,
+    template: ChatTemplate | RendererTemplate, replies: Sequence[str | Sequence[int]],
+    turns: Sequence[Sequence[dict[str, Any]]], tools: Sequence[dict[str, Any]] = (), parser: Any = None,
+    **changes: Any,
 ) -> tuple[Session, Scripted, list[dict[str, Any]]]:  # fmt: skip
     """Sample each reply after a turn's messages; `changes` are of the sampling settings."""
     sampler = Scripted(template.tokenizer, said(*replies), "<|im_end|>")
