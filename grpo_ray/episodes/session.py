@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 from grpo_ray.config.episodes import EpisodesConfig
@@ -183,22 +182,20 @@ class Session:
             limit = self.limits.max_tokens
             reason = f"messages of {num_chars} characters leave no room for a reply within {limit} tokens"
             raise await self.at_limit(Status.TRUNCATED_TOKENS, reason)
-        make = partial(self._rendered, conversation, tools, turn)
+
+        def rendered() -> tuple[int, ...]:
+            if turn is not None:
+                known = self.segments.token_ids(turn.segment)
+                start = len(known) - len(self.segments[turn.segment].token_ids)
+                replied = len(turn.messages), known[:start], known[start:]
+                if (prompt := self._template.continued(conversation, *replied, tools)) is not None:
+                    return prompt
+            return self._template.prompt(conversation, tools)
+
         async with self._in_order:
             if _num_chars(conversation) + _num_chars(tools) <= SHORT_CHARS:
-                return make()
-            return await asyncio.to_thread(make)
-
-    def _rendered(
-        self, conversation: list[dict[str, Any]], tools: list[Tool], turn: _Turn | None
-    ) -> tuple[int, ...]:
-        if turn is None:
-            return self._template.prompt(conversation, tools)
-        known = self.segments.token_ids(turn.segment)
-        start = len(known) - len(self.segments[turn.segment].token_ids)
-        num_known = len(turn.messages)
-        prompt = self._template.continued(conversation, num_known, known[:start], known[start:], tools)
-        return self._template.prompt(conversation, tools) if prompt is None else prompt
+                return rendered()
+            return await asyncio.to_thread(rendered)
 
     async def _sample(
         self, prompt: tuple[int, ...], tools: Sequence[Tool], max_tokens: int | None
