@@ -122,7 +122,9 @@ class RewardPool:
             RunError: workers cannot be started, or the pool is closed.
         """
         if pairs and task in self._own and self._fork_server.is_graded_together(task):
-            groups, limit_s = [pairs], self._limit_s(len(pairs))
+            groups, limit_s = [pairs], len(pairs) * self._timeout_s
+            if self._network is not None:
+                limit_s = longest_s(self._network, self._num_slots, len(pairs))
         else:
             groups, limit_s = [[pair] for pair in pairs], self._timeout_s
         answers = [_Answer(_line(task, group, about), limit_s, len(group)) for group in groups]
@@ -132,11 +134,6 @@ class RewardPool:
             self._waiting.extend(answers)
             self._changed.notify_all()
         return Grading(answers)
-
-    def _limit_s(self, size: int) -> float:
-        if self._network is not None:
-            return longest_s(self._network, self._num_slots, size)
-        return size * self._timeout_s
 
     def close(self) -> None:
         """End all processes; answers in flight fail."""
