@@ -10,7 +10,7 @@ from builders import make_completion, make_item
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.core.scorer import Scorer
-from grpo_ray.episodes.outcome import Outcome, Status, episode_of
+from grpo_ray.episodes.outcome import Status, episode_of
 from grpo_ray.episodes.segments import Segments
 from grpo_ray.types import Episode, RolloutGroup, ScoredGroup
 
@@ -31,10 +31,9 @@ def make_episode(
     metrics: Mapping[str, float] | None = None, error: str = "",
 ) -> Episode:  # fmt: skip
     """Make an episode of what was sampled, as a runner does."""
-    outcome = None if reward is None else Outcome(reward)
-    episode = episode_of(segments, lambda token_ids: "", Status(status), outcome, seconds, error)
+    episode = episode_of(segments, lambda token_ids: "", Status(status), None, seconds, error)
     rewards = None if turn_rewards is None else tuple(turn_rewards)
-    return replace(episode, text=text, turn_rewards=rewards, metrics=dict(metrics or {}))
+    return replace(episode, text=text, reward=reward, turn_rewards=rewards, metrics=dict(metrics or {}))
 
 
 def make_episode_group(

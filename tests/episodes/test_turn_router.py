@@ -168,17 +168,20 @@ async def test_an_error_of_a_call_fails_the_turns_that_wait_for_it_and_no_later_
 # The router
 
 
-async def serving(generators: Mapping[int, FakeGenerator], silence_s: float = 30.0) -> TurnRouter:
+async def serving(
+    generators: Mapping[int, FakeGenerator], silence_s: float = 30.0, has_prefix: int | None = None
+) -> tuple[TurnRouter, RoutedSampler]:
     router = TurnRouter("environment-0", silence_s)
     await router.serve(generators)
-    return router
+    sampler = RoutedSampler(router)
+    sampler._has_prefix = has_prefix
+    return router, sampler
 
 
 async def test_a_generator_that_dies_in_the_middle_of_turns_costs_the_turns_only() -> None:
     dying, other = FakeGenerator("generator-0", never), FakeGenerator("generator-1", at_once)
-    router = await serving({0: dying})
-    samplers = [RoutedSampler(router) for _ in range(20)]
-    turns = asyncio.gather(*(sampler.sample((n,), SETTINGS) for n, sampler in enumerate(samplers)))
+    router, sampler = await serving({0: dying})
+    turns = asyncio.gather(*(sampler.sample((n,), SETTINGS) for n in range(20)))
     await until(lambda: dying.num_running == 20)
     failures = asyncio.ensure_future(router.failures(0))
     dying.die()
@@ -187,7 +190,7 @@ async def test_a_generator_that_dies_in_the_middle_of_turns_costs_the_turns_only
     assert not turns.done()  # no Generator serves: they wait
     await router.serve({0: dying, 1: other})  # the caller has not heard yet: the dead one stays away
     assert [end.token_ids.tolist() for end in await turns] == [[n] for n in range(20)]
-    assert {sampler._has_prefix for sampler in samplers} == {1}
+    assert sampler._has_prefix == 1
     assert dying.num_started == 20
     assert len(await router.failures(0)) == 1  # it was not asked again
 
@@ -210,9 +213,8 @@ async def test_a_generator_that_fails_its_turns_is_reported_and_another_one_gets
         (FakeGenerator("generator-0", never), 0.05, silent),
         (Stopped("generator-0", never), 0.05, silent),
     ):
-        router = await serving({4: generator, 7: FakeGenerator("generator-1", at_once)}, silence_s=silence_s)
-        sampler = RoutedSampler(router)
-        sampler._has_prefix = 4
+        generators = {4: generator, 7: FakeGenerator("generator-1", at_once)}
+        router, sampler = await serving(generators, silence_s, has_prefix=4)
         await asyncio.gather(*(sampler.sample((n,), SETTINGS) for n in range(5)))
         assert sampler._has_prefix == 7
         (failure,) = await router.failures(0)
@@ -229,8 +231,7 @@ async def test_a_turn_that_waits_for_others_does_not_fail_its_generator() -> Non
             await asyncio.sleep(0.05)
         return completion(*token_ids)
 
-    router = await serving({0: FakeGenerator("generator-0", one_by_one)}, silence_s=0.3)
-    sampler = RoutedSampler(router)
+    router, sampler = await serving({0: FakeGenerator("generator-0", one_by_one)}, silence_s=0.3)
     ends = await asyncio.gather(*(sampler.sample((n,), SETTINGS) for n in range(12)))  # 0.6 s in all
     assert [end.token_ids.tolist() for end in ends] == [[n] for n in range(12)]
     assert not router._failures
@@ -271,9 +272,8 @@ async def test_a_generator_that_hangs_is_found_by_turns_that_give_up_sooner() ->
 
 async def test_the_generator_with_the_prefix_is_preferred_unless_it_is_overloaded() -> None:
     generators = [FakeGenerator(f"generator-{n}", never) for n in range(2)]
-    router = await serving(dict(enumerate(generators)))
-    sampler, turns = RoutedSampler(router), []
-    sampler._has_prefix = 1
+    _, sampler = await serving(dict(enumerate(generators)), has_prefix=1)
+    turns = []
     for _ in range(SLACK + 4):
         turns.append(asyncio.ensure_future(sampler.sample((1,), SETTINGS)))
         await asyncio.sleep(0.01)
@@ -290,7 +290,7 @@ async def test_turns_without_a_prefix_are_spread_evenly_and_a_session_stays_wher
         return completion(*token_ids)
 
     generators = [FakeGenerator(f"generator-{n}", slow) for n in range(2)]
-    router = await serving(dict(enumerate(generators)))
+    router, _ = await serving(dict(enumerate(generators)))
     samplers = [RoutedSampler(router) for _ in range(8)]
     for _ in range(3):
         await asyncio.gather(*(sampler.sample((1,), SETTINGS) for sampler in samplers))
@@ -302,8 +302,7 @@ async def test_each_generator_with_an_open_turn_has_to_answer(monkeypatch: pytes
     """Also if a parallel turn has ended at another one since."""
     monkeypatch.setattr(turn_router, "ANSWER_S", 0.02)
     generators = {0: FakeGenerator("generator-0", never), 1: FakeGenerator("generator-1", at_once)}
-    router = await serving(generators)
-    sampler = RoutedSampler(router)
+    router, sampler = await serving(generators)
     turn = asyncio.ensure_future(sampler.sample((1,), SETTINGS))
     await until(lambda: generators[0].num_running == 1)
     await sampler.sample((2,), SETTINGS)
@@ -319,9 +318,7 @@ async def test_a_generator_that_no_longer_serves_finishes_its_turns() -> None:
     end: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
     first = FakeGenerator("generator-0", lambda *_: end)
     second = FakeGenerator("generator-1", at_once)
-    router = await serving({0: first})
-    sampler = RoutedSampler(router)
-    sampler._has_prefix = 0
+    router, sampler = await serving({0: first}, has_prefix=0)
     turn = asyncio.ensure_future(sampler.sample((1,), SETTINGS))
     await until(lambda: first.num_running == 1)
     await router.serve({1: second})

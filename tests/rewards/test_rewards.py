@@ -1,6 +1,6 @@
 """Rewards: right and wrong answers in many spellings, and responses that exploit the format."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from builders import respond
@@ -197,11 +197,8 @@ def test_boxed_answers_are_graded_like_tagged_ones() -> None:
 
 
 def test_grading_works_off_the_main_thread() -> None:
-    verdicts: list[dict[str, float]] = []
-    thread = threading.Thread(target=lambda: verdicts.append(r1_zero_reward_fn(respond("0.5"), r"\frac{1}{2}")))
-    thread.start()
-    thread.join()
-    assert verdicts == [RIGHT]
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(r1_zero_reward_fn, respond("0.5"), r"\frac{1}{2}").result() == RIGHT
 
 
 def test_unknown_reward_is_refused() -> None:
