@@ -142,7 +142,7 @@ def make_session(
         ends = tuple(map(tokenizer.convert_tokens_to_ids, ("<|im_end|>", "<|eot_id|>")))
     template = ChatTemplate(tokenizer, ends)
     settings = SamplingSettings(**{**fields, **changes})
-    return Session(sampler, settings, template, limits or EpisodesConfig(max_tokens=5000), parser)
+    return Session(sampler.sample, settings, template, limits or EpisodesConfig(max_tokens=5000), parser)
 
 
 def user(text: str) -> dict[str, Any]:

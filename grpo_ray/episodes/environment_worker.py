@@ -110,7 +110,7 @@ class EnvironmentWorker(ClockedActor):
         def play(sample: int, sampler: RoutedSampler) -> Awaitable[Episode]:
             seed = None if settings.seed is None else sample_seed(settings.seed, sample)
             own = replace(settings, num_samples=1, seed=seed)
-            session = Session(sampler, own, self._template, self._limits, self._parser)
+            session = Session(sampler.sample, own, self._template, self._limits, self._parser)
             return self._runners[item.task].run(session, example, thread)
 
         try:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.engines import derived_seed
@@ -16,19 +16,13 @@ from grpo_ray.episodes.outcome import EpisodeEnded, Status
 from grpo_ray.episodes.renderer_template import Template
 from grpo_ray.episodes.segments import Segments
 from grpo_ray.episodes.tool_calls import ToolCall, ToolParser, check_tools
+from grpo_ray.episodes.turn_box import Sample
 from grpo_ray.records.visible_text import encodable
-from grpo_ray.types import Completion, SamplingSettings
+from grpo_ray.types import SamplingSettings
 from grpo_ray.watch.event_loop import Changes
 
 logger = logging.getLogger(__name__)
 SHORT_CHARS = 64 * 1024  # of a conversation that becomes tokens in the loop; a longer one does in a thread
-
-
-class Sampler(Protocol):
-    """The way from a session to a Generator."""
-
-    async def sample(self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
-        """Sample one completion."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +69,12 @@ class Session:
     """One episode's access to the policy; any number of its calls may be in flight."""
 
     def __init__(
-        self, sampler: Sampler, settings: SamplingSettings, template: Template, limits: EpisodesConfig,
+        self, draw: Sample, settings: SamplingSettings, template: Template, limits: EpisodesConfig,
         tool_parser: ToolParser | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
+            draw: the way to a Generator; it samples one completion.
             settings: of each turn. The first turn draws with `settings.seed` itself, as a single request would,
                 and each later one with a seed derived from it.
             limits: turns, tokens, seconds, and the rewards of episodes without one; other fields are not read.
@@ -89,7 +84,7 @@ class Session:
         self.limits = limits
         self.ended: EpisodeEnded | None = None
         self.served_at: str | None = None  # set by the ChatServer that serves the session
-        self._sampler, self._settings = sampler, settings
+        self._draw, self._settings = draw, settings
         self._template, self._tool_parser = template, tool_parser
         self.decode = template.tokenizer.decode
         self._vocabulary, token_chars = token_bounds(template.tokenizer)
@@ -209,7 +204,7 @@ class Session:
         with self._answering():
             before = self.segments.add_prompt(prompt)
             try:
-                completion = await self._sampler.sample(prompt, settings)
+                completion = await self._draw(prompt, settings)
             except Exception as error:
                 logger.exception("a turn could not be sampled")
                 reason = f"{type(error).__name__}: {error}"

@@ -154,7 +154,7 @@ def _on_one_loop(episode: EpisodeFn) -> Play:
         settings = SamplingSettings(1, 1.0, 1.0, 0, REPLY_TOKENS)
         template, sampler = ChatTemplate(tokenizer, [tokenizer.eos_token_id]), SleepingSampler()
         watch = Watch()
-        sessions = [Session(sampler, settings, template, EpisodesConfig()) for _ in range(number)]
+        sessions = [Session(sampler.sample, settings, template, EpisodesConfig()) for _ in range(number)]
         with watch.watching():
             results = await asyncio.gather(*(runner.run(session, EXAMPLE) for session in sessions))
         await server.aclose()

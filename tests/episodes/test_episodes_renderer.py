@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,8 +78,8 @@ def play(
 ) -> tuple[Session, Scripted, list[dict[str, Any]]]:  # fmt: skip
     """Sample each reply after a turn's messages; `changes` are of the sampling settings."""
     sampler = Scripted(template.tokenizer, said(*replies), "<|im_end|>")
-    fields = {"num_samples": 1, "temperature": 1.0, "top_p": 1.0, "min_tokens": 0, "max_tokens": 500, **changes}
-    session = Session(sampler, SamplingSettings(**fields), template, EpisodesConfig(max_tokens=5000), parser)
+    own = replace(SamplingSettings(1, 1.0, 1.0, 0, 500), **changes)
+    session = Session(sampler.sample, own, template, EpisodesConfig(max_tokens=5000), parser)
     return session, sampler, asyncio.run(converse(session, turns, tools))
 
 

@@ -67,7 +67,7 @@ END: list[Callable[[str, Any], None]] = []  # of the running test: ends a worker
 async def ends_its_worker(session: Session, example: Example) -> Any:
     if example.ground_truth == CULPRIT:
         await session.chat([{"role": "user", "content": example.question}])
-        END[-1]("worker", session._sampler._router)  # type: ignore[attr-defined]
+        END[-1]("worker", session._draw.__self__._router)  # type: ignore[attr-defined]
         await asyncio.sleep(60)
     return await small_episodes.talk(session, example)
 

@@ -235,9 +235,9 @@ def test_faults_of_other_trainers_that_a_session_cannot_have(game: Subject) -> N
     (prime-rl#2975), no end of turn left out (trl#5988), no sampled token left out as padding (agentcore#122).
     """
     template = ChatTemplate(game.tokenizer, game.end_token_ids)
-    sampler = ScriptedSampler(dict(scripts_of(game, 0, with_random=True))["random"], game, no_calls)
+    sample = ScriptedSampler(dict(scripts_of(game, 0, with_random=True))["random"], game, no_calls).sample
     settings = SamplingSettings(1, 1.0, 1.0, 0, 64, (), game.end_token_ids, 0)
-    session = WatchedSession(Example("", ""), Watch([], []), sampler, settings, template, EpisodesConfig())
+    session = WatchedSession(Example("", ""), Watch([], []), sample, settings, template, EpisodesConfig())
 
     async def play() -> list[tuple[int, ...]]:
         start: list[dict[str, Any]] = [{"role": "user", "content": "Say something."}]

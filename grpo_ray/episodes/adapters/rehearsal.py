@@ -90,7 +90,7 @@ async def _rehearsed(
         await server.start()
         for seed, example in enumerate(cycle(examples)):
             before = len(script.pairs)
-            session = Session(script, settings, template, EpisodesConfig(max_tokens=MAX_TOKENS), parser)
+            session = Session(script.sample, settings, template, EpisodesConfig(max_tokens=MAX_TOKENS), parser)
             result = await EpisodeRunner(heard, server=server).run(session, replace(example, seed=seed))
             if stops:
                 raise stops[0]

@@ -265,7 +265,7 @@ async def _play(subject: Subject, seed: int, kind: Kind, watch: Watch) -> Play:
         settings = SamplingSettings(1, 1.0, 1.0, 0, subject.reply_tokens, (), ends, own)
         parse = sampler.parse if reads_calls else None  # as in the run: it refuses tools
         limits = subject.limits(example.task)
-        session = WatchedSession(example, watch, sampler, settings, template, limits, parse)
+        session = WatchedSession(example, watch, sampler.sample, settings, template, limits, parse)
         caught: list[tuple[str, str]] = []
         watch.caught.set(caught)
         result = await runners[example.task].run(session, example)
