@@ -50,16 +50,15 @@ class EnvironmentWorker(ClockedActor):
         self._tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)  # with a hub's token
         if secrets is not None:
             keep_only(secrets)
-        settings = config.episodes
-        self._template, self._parser = make_template(settings, self._tokenizer, model.end_token_ids)
+        self._template, self._parser = make_template(self._settings, self._tokenizer, model.end_token_ids)
         token_bounds(self._tokenizer)  # now: it looks at all of the vocabulary once
-        length = min(settings.max_tokens, model.max_model_len)
-        self._limits = settings.model_copy(update={"max_tokens": length})
+        length = min(self._settings.max_tokens, model.max_model_len)
+        self._limits = self._settings.model_copy(update={"max_tokens": length})
         self._router = TurnRouter(name, config.turn_silence_s)
         self._server = ChatServer()
         episodes = {task: load_episode(part.episode) for task, part in config.episode_tasks.items()}
         self._runners = {
-            task: EpisodeRunner(episode, settings.max_concurrent, self._server, self._router.served)
+            task: EpisodeRunner(episode, self._limits.max_concurrent, self._server, self._router.served)
             for task, episode in episodes.items()
         }
         self._stopped: list[EpisodeThread] = []  # which run on, as a call in them has not come back
