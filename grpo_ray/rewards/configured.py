@@ -65,7 +65,8 @@ class TermReward:
         if function.takes_group:
             size = len(responses)
             (result,) = self._results([partial(function.call_group, responses, truths, about)])
-            return for_each(_read(result, partial(function.read_group, size=size)), size)
+            outcomes = _read(result, partial(function.read_group, size=size))
+            return [outcomes] * size if isinstance(outcomes, Exception) else outcomes  # it is that of all
         if self.needs_group:
             about = {**about, "completions": list(responses)}
         results = self._results([partial(function.call, *pair, about) for pair in pairs])
@@ -117,11 +118,6 @@ def tried(call: Callable[[], T]) -> T | Exception:
 def _read(result: Any, read: Callable[[Any], T]) -> T | Exception:
     """Return what `read` makes of a call's result, or the exception that one of them ended with."""
     return result if isinstance(result, Exception) else tried(partial(read, result))
-
-
-def for_each(results: list[Graded] | Exception, size: int) -> list[Graded]:
-    """Return the outcome of each response of a group; an exception is that of all."""
-    return [results] * size if isinstance(results, Exception) else [*results]
 
 
 def wrong_scores(term: RewardTerm, response: str, ground_truth: str, own: float) -> Graded:
