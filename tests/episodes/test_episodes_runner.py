@@ -288,8 +288,7 @@ async def test_a_thread_that_cannot_start_costs_its_episodes_and_no_place(
         failed = [result for result in results if result.status == Status.ENVIRONMENT_ERROR]
         assert len(failed) == num_failed
         assert all("could not start (can't start new thread): raise" in result.error for result in failed)
-        rewards = [result.reward for result in results if result.status == Status.FINISHED]
-        assert rewards == [1.0] * (4 - num_failed)
+        assert [r.reward for r in results if r.status == Status.FINISHED] == [1.0] * (4 - num_failed)
     assert server._sessions == {}
     assert all(loop.is_closed() for loop in loops[:num_failures])
 
