@@ -1,13 +1,14 @@
 """The command line with a reward that a random model earns half of the time, so every step has a gradient."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from grpo_ray.cluster import hosting
+from grpo_ray.config import Config
 from grpo_ray.core import scorer
 from grpo_ray.core.scorer import Scorer
 from grpo_ray.rewards import trial
@@ -31,9 +32,9 @@ def patch_graders(patch: pytest.MonkeyPatch) -> None:
 
 
 class AnyRewardScorer(Scorer):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._grader = ParityGrader(*args[:1], args[2])
+    def __init__(self, config: Config, secrets: Mapping[str, str]) -> None:
+        super().__init__(config, secrets)
+        self._grader = ParityGrader(None, config.scorer)
 
 
 KIND = replace(hosting.SCORER_KIND, place=AnyRewardScorer)

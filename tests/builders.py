@@ -26,6 +26,7 @@ from grpo_ray.config.losses import loss_record
 from grpo_ray.core import learner
 from grpo_ray.core.buffer import TrajectoryBuffer
 from grpo_ray.core.learner import Learner
+from grpo_ray.core.scorer import Scorer
 from grpo_ray.engines.base import Engine
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
@@ -144,6 +145,12 @@ def make_buffer(
         episodes={"over_age": "mask" if masks_old else "wait"},
     )
     return TrajectoryBuffer(config, rollouts, checkpoint)
+
+
+def make_scorer(reward: Any = "exact_match", **sections: Any) -> Scorer:
+    """Make a Scorer of answers to one task, with these sections of the configuration."""
+    task = {"kind": "sorting", "reward": reward}
+    return Scorer(schedule_config(**{"task": task, "algorithm": {}, **sections}))
 
 
 def same_groups(actual: Sequence[ScoredGroup], expected: Sequence[ScoredGroup]) -> bool:

@@ -5,11 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from builders import make_completion, make_item
+from builders import make_completion, make_item, make_scorer
 
-from grpo_ray.config import ScorerConfig
-from grpo_ray.config.algorithm import AlgorithmConfig
-from grpo_ray.core.scorer import Scorer
 from grpo_ray.episodes.outcome import Status, episode_of
 from grpo_ray.episodes.segments import Segments
 from grpo_ray.types import Episode, RolloutGroup, ScoredGroup
@@ -45,8 +42,7 @@ def make_episode_group(
         discount: of rewards per turn, if an episode has them.
     """
     rollout = RolloutGroup(make_item(group_id, **item), tuple(episodes), "environment-0")
-    scorer = Scorer({}, AlgorithmConfig(), ScorerConfig(), max_tokens=8, turn_discount=discount)
-    return ScoredGroup.of(rollout, scorer.score(rollout))
+    return ScoredGroup.of(rollout, make_scorer(episodes={"turn_discount": discount}).score(rollout))
 
 
 def random_episode(

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from grpo_ray.cluster.hosts import ServingHost, scorer_arguments
+from grpo_ray.cluster.hosts import ServingHost
 from grpo_ray.cluster.placement import LEARNER, joins_cluster, rank_names
 from grpo_ray.cluster.ray_internals import spilled_bytes_of
 from grpo_ray.cluster.reaper import KILL_AFTER_S, Process, kill_if_left, send_signal
@@ -123,7 +123,7 @@ class ServingGroup(ServingHost):
 
     def _start_scorer(self, name: str) -> Client:
         return self._start(
-            SCORER_KIND, name, scorer_arguments(self._config), beside={"take_stats": 1},
+            SCORER_KIND, name, self._scorer_arguments, beside={"take_stats": 1},
             max_concurrency=self._config.scorer.num_workers,  # groups at a time, so each worker has an answer
             allow_out_of_order_execution=True,  # a slow group delays no other
         )  # fmt: skip

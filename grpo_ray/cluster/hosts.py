@@ -90,6 +90,11 @@ class ServingHost(ABC):
         ends, path = model.end_token_ids, self._training_path
         return model.path, self._config, ends, path, run.skipped, self._initial_path, run.profile
 
+    @property
+    def _scorer_arguments(self) -> tuple[Config, dict[str, str]]:
+        """Those of each Scorer, with the secrets of this process's environment."""
+        return self._config, values_of(secrets_in(self._config.rewards.values()))
+
     @abstractmethod
     def _kill(self, name: str) -> None:
         """End an actor that is to be replaced."""
@@ -105,11 +110,3 @@ class ServingHost(ABC):
 
     @abstractmethod
     def _start_environment(self, name: str) -> Any: ...
-
-
-def scorer_arguments(config: Config) -> tuple[Any, ...]:
-    """Return the arguments of Scorer for a configuration, with the secrets of this process's environment."""
-    rewards, discount = config.rewards, config.episodes.turn_discount
-    secrets = values_of(secrets_in(rewards.values()))
-    has_teacher, max_tokens = config.distillation.teacher is not None, config.sampling.max_tokens
-    return rewards, config.algorithm, config.scorer, max_tokens, discount, secrets, has_teacher

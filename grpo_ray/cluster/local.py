@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.cluster.hosts import ServingHost, scorer_arguments
+from grpo_ray.cluster.hosts import ServingHost
 from grpo_ray.cluster.placement import environment_names
 from grpo_ray.config import Config
 from grpo_ray.core.buffer import TrajectoryBuffer
@@ -173,7 +173,7 @@ class LocalServing(ServingHost):
     def _start_scorer(self, name: str) -> LocalClient:
         from grpo_ray.core.scorer import Scorer
 
-        return self._client(name, lambda: Scorer(*scorer_arguments(self._config)))
+        return self._client(name, lambda: Scorer(*self._scorer_arguments))
 
     def _start_teacher(self, name: str) -> LocalClient:
         from grpo_ray.core.teacher import Teacher

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from grpo_ray.config import ScorerConfig
-from grpo_ray.config.algorithm import AlgorithmConfig
-from grpo_ray.config.reward import Reward, term_weights
+from grpo_ray.config import Config
+from grpo_ray.config.reward import term_weights
 from grpo_ray.objectives import advantages_of
 from grpo_ray.objectives.returns import verdict_on
 from grpo_ray.rewards.base import Overrun, ScoringError, Ungradable, verdict
@@ -24,23 +23,12 @@ UNGRADED = verdict(has_format=False, is_right=False)
 class Scorer:
     """The grader of groups; `score` may run in several threads, to keep all workers of the Grader busy."""
 
-    def __init__(
-        self, rewards: Mapping[str, Reward], algorithm: AlgorithmConfig, config: ScorerConfig, max_tokens: int,
-        turn_discount: float = 1.0, secrets: Mapping[str, str] = NO_SECRETS, has_teacher: bool = False,
-    ) -> None:  # fmt: skip
-        """
-        Args:
-            rewards: one per task, by name (`config.rewards`).
-            max_tokens: length of the longest response that may be sampled.
-            turn_discount: of the returns of episodes with rewards per turn.
-            secrets: those that the rewards list, put into this process's environment.
-            has_teacher: a Teacher's logprobs come to the buffer with each group.
-        """
+    def __init__(self, config: Config, secrets: Mapping[str, str] = NO_SECRETS) -> None:
+        """`secrets`: those that the rewards list, put into this process's environment."""
         os.environ.update(secrets)
-        self._grader = Grader(rewards, config)
-        self._weights = {task: term_weights(reward) for task, reward in rewards.items()}
-        self._algorithm, self._max_tokens, self._turn_discount = algorithm, max_tokens, turn_discount
-        self._has_teacher = has_teacher
+        self._config = config
+        self._grader = Grader(config.rewards, config.scorer)
+        self._weights = {task: term_weights(reward) for task, reward in config.rewards.items()}
         self._clock = StageClock(("start", "score"), rest="wait_for_groups")
 
     def __repr__(self) -> str:
@@ -56,16 +44,15 @@ class Scorer:
 
     def score(self, group: RolloutGroup) -> Verdict:
         """Return the group's rewards and advantages, and the facts by which it is admitted to a batch."""
+        algorithm, discount = self._config.algorithm, self._config.episodes.turn_discount
+        has_teacher = self._config.distillation.teacher is not None
         with self._clock.stage("score", f"group {group.item.group_id}"):
             episodes = [each for each in group.completions if isinstance(each, Episode)]
-            if episodes:
-                verdict = verdict_on(episodes, self._algorithm, self._turn_discount)
-            else:
-                verdict = self._score(group)
-            return verdict.with_facts(group, self._algorithm.dynamic_sampling_metric, self._has_teacher)
+            verdict = verdict_on(episodes, algorithm, discount) if episodes else self._score(group)
+            return verdict.with_facts(group, algorithm.dynamic_sampling_metric, has_teacher)
 
     def _score(self, group: RolloutGroup) -> Verdict:
-        item = group.item
+        item, algorithm, max_tokens = group.item, self._config.algorithm, self._config.sampling.max_tokens
         pairs = [(completion.text, item.ground_truth) for completion in group.completions]
         scores, errors, ungradable, overruns = [], {}, {}, set()
         for sample, result in enumerate(self._grader.grade(item.task, pairs, item)):
@@ -92,7 +79,7 @@ class Scorer:
             for name in weights
         }
         advantages = advantages_of(
-            rewards, lengths, is_graded, self._algorithm, self._max_tokens, formats, answers, terms, weights
+            rewards, lengths, is_graded, algorithm, max_tokens, formats, answers, terms, weights
         )
         return Verdict(
             rewards, formats, answers, advantages, errors, ungradable, overruns=frozenset(overruns), terms=terms

@@ -109,7 +109,7 @@ class SyntheticRun:
         self._num_whole = min(num_whole_steps, self._num_steps)
         self._prepared = prepare(config, check_files(config))
         self._tokenizer = load_tokenizer(self._prepared.model.path)
-        self._scorer = Scorer(config.rewards, config.algorithm, config.scorer, config.sampling.max_tokens)
+        self._scorer = Scorer(config)
 
     def write(self) -> RunDirectory:
         self.run.create(self._config)

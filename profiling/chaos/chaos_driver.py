@@ -28,6 +28,7 @@ import torch
 from chaos_episodes import FOREVER_S, is_poisoned, is_requested, triggers
 
 from grpo_ray.cluster import hosting
+from grpo_ray.config import Config
 from grpo_ray.core.generator import Generator
 from grpo_ray.core.learner import Learner
 from grpo_ray.core.scorer import Scorer
@@ -64,13 +65,13 @@ class ChaosGrader(Grader):
 
 
 class ChaosScorer(Scorer):
-    def __init__(self, rewards: Mapping[str, Any], algorithm: Any, config: Any, *others: Any) -> None:
+    def __init__(self, config: Config, secrets: Mapping[str, str]) -> None:
         _follow_clock()
         if is_requested("hang_scorer_start"):
             time.sleep(FOREVER_S)
         processes.START_TIMEOUT_S = 10  # a fork server that hangs is replaced before the stall watch looks
-        super().__init__(rewards, algorithm, config, *others)
-        self._grader = ChaosGrader(rewards, config)
+        super().__init__(config, secrets)
+        self._grader = ChaosGrader(config.rewards, config.scorer)
 
     def _score(self, group: RolloutGroup) -> Verdict:
         if is_requested("scorer_error"):

@@ -10,9 +10,8 @@ from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 import pytest
-from builders import make_completion, make_item, make_settings
+from builders import make_completion, make_item, make_scorer, make_settings
 
-from grpo_ray.config import ScorerConfig
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.core import clients
 from grpo_ray.core.buffer import TrajectoryBuffer
@@ -35,13 +34,13 @@ def score(
     sizes = lengths or [1] * len(texts)
     completions = tuple(make_completion([5] * size, text=text) for text, size in zip(texts, sizes, strict=True))
     rollout = RolloutGroup(make_item(truth="01258"), completions, "generator-0")
-    verdict = Scorer({"": "exact_match"}, config, ScorerConfig(), max_tokens).score(rollout)
+    verdict = make_scorer(algorithm=vars(config), sampling={"max_tokens": max_tokens}).score(rollout)
     return ScoredGroup.of(rollout, verdict)
 
 
 def test_scorer_reports_its_seconds_and_memory() -> None:
     rollout = RolloutGroup(make_item(truth="01258"), (make_completion([5], text="?"),), "generator-0")
-    scorer = Scorer({"": "exact_match"}, AlgorithmConfig(), ScorerConfig(), 16)
+    scorer = make_scorer()
     started = time.perf_counter()
     assert repr(scorer) == "Scorer(wait_for_groups)"
     scorer.score(rollout)
@@ -273,8 +272,10 @@ def test_advantages_compare_only_graded_responses(kind: str) -> None:
 def test_ungraded_responses_have_no_advantage_and_ungradable_ones_are_no_better_off_than_wrong_ones() -> None:
     """A fault of the grader excludes a response; one that makes its own grading impossible takes part."""
     rewards = {"maths": "r1_zero", "own": "hostile_rewards:obey"}
-    config = ScorerConfig(num_workers=1, timeout_s=1.0, ungradable_reward=-1.0)
-    scorer = Scorer(rewards, AlgorithmConfig(std="population"), config, 16)
+    parts = {name: {"task": {"kind": "sorting", "reward": reward}} for name, reward in rewards.items()}
+    limits = {"num_workers": 1, "timeout_s": 1.0, "ungradable_reward": -1.0}
+    mixture = {"kind": "mixture", "parts": parts}
+    scorer = make_scorer(task=mixture, algorithm={"std": "population"}, scorer=limits)
 
     def scored_by(task: str, *texts: str) -> ScoredGroup:
         completions = tuple(make_completion([5, 6], text=text) for text in texts)

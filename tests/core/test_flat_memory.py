@@ -22,7 +22,6 @@ import pytest
 from local_runs import Recorder, make_config
 from process_census import SCANNING
 
-from grpo_ray.cluster.hosts import scorer_arguments
 from grpo_ray.cluster.local import LocalClient
 from grpo_ray.config import Config
 from grpo_ray.core.context import Prepared
@@ -96,7 +95,7 @@ class StubActors(SimulatedActors):
         return client
 
     def _start_scorer(self, name: str) -> Any:
-        return LocalClient(name, lambda: Scorer(*scorer_arguments(self._config)), next(self._numbers))
+        return LocalClient(name, lambda: Scorer(self._config), next(self._numbers))
 
     async def at_step(self, step: int) -> None:
         """Measure around each of `steps`, once every group that is admitted has arrived and is written."""

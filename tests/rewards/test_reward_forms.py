@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from builders import make_completion, make_item, write_rows
+from builders import make_completion, make_item, make_scorer, write_rows
 from small_run import QUICKSTART
 
 from grpo_ray.config import ScorerConfig
@@ -20,7 +20,6 @@ from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.reward import RewardTerm, named_terms, term_weights
 from grpo_ray.config.task import EpisodesTaskConfig, FileTaskConfig
-from grpo_ray.core.scorer import Scorer
 from grpo_ray.errors import RunError
 from grpo_ray.objectives import advantages_of
 from grpo_ray.records.rollout_log import read_groups, write_rollouts
@@ -464,7 +463,7 @@ def test_terms_are_graded_logged_and_read_again(tmp_path: Path) -> None:
         RewardTerm(reward="brevity", arguments={"free": 0, "span": 4}),
         RewardTerm(reward="format", weight=2),
     )
-    scorer = Scorer({"": reward}, AlgorithmConfig(), ScorerConfig(), max_tokens=8)
+    scorer = make_scorer(reward)
     item = replace(make_item(truth="42"), about='{"question": "6 * 7?"}')
     rollout = RolloutGroup(item, tuple(make_completion([1], text=text) for text in ("a", "abc")), "generator-0")
     verdict = scorer.score(rollout)

@@ -9,7 +9,6 @@ import pytest
 from local_runs import make_config
 from run_process import output_of
 
-from grpo_ray.cluster.hosts import scorer_arguments
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.config.reward import secrets_in
@@ -131,11 +130,11 @@ def test_a_reward_sees_its_keys_alone(module: str, monkeypatch: pytest.MonkeyPat
     """A Scorer, on whatever machine, is given them by the driver. A module may read them as it is imported."""
     monkeypatch.setenv("JUDGE_KEY", "a key")
     config = with_reward(f"{{reward: '{module}', secrets: {names}}}", "scorer.num_workers=1")
-    arguments = scorer_arguments(config)
-    assert values_of(secrets_in(config.rewards.values())) == dict.fromkeys(names, "a key")
+    secrets = values_of(secrets_in(config.rewards.values()))
+    assert secrets == dict.fromkeys(names, "a key")
     for name in names:
         monkeypatch.delenv(name)
-    scorer = Scorer(*arguments)
+    scorer = Scorer(config, secrets)
     try:
         (result,) = scorer._grader.grade("", [("a", "b")])
         assert isinstance(result, dict), result
