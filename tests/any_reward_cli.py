@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grpo_ray.cluster import hosting
+from grpo_ray.cluster import kinds
 from grpo_ray.config import Config
 from grpo_ray.core import scorer
 from grpo_ray.core.scorer import Scorer
@@ -37,8 +37,8 @@ class AnyRewardScorer(Scorer):
         self._grader = ParityGrader(None, config.scorer)
 
 
-KIND = replace(hosting.SCORER_KIND, place=AnyRewardScorer)
+KIND = replace(kinds.SCORER, place=AnyRewardScorer)
 
 if __name__ == "__main__":
-    hosting.SCORER_KIND = KIND
+    kinds.SCORER = KIND
     sys.exit(main(sys.argv[1:]))

@@ -9,31 +9,23 @@ from typing import Any, TypeVar, cast
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from grpo_ray.cluster.hosts import ServingHost
+from grpo_ray.cluster import kinds
+from grpo_ray.cluster.hosts import ServingHost, TrainingHost
+from grpo_ray.cluster.kinds import NOTHING, Deferred, Kind
 from grpo_ray.cluster.placement import LEARNER, joins_cluster, rank_names
 from grpo_ray.cluster.ray_internals import spilled_bytes_of
 from grpo_ray.cluster.reaper import KILL_AFTER_S, Process, kill_if_left, send_signal
-from grpo_ray.cluster.remote_actor import DEATHS, Client, Deferred, Kind, as_actor, last_line, result_of
+from grpo_ray.cluster.remote_actor import DEATHS, Client, as_actor, last_line, result_of
 from grpo_ray.cluster.session import Placement, address_of_node
 from grpo_ray.config import Config
 from grpo_ray.config.secrets import values_of
-from grpo_ray.core import clients
-from grpo_ray.engines import make_engine, make_teacher_engine
 from grpo_ray.errors import RunError
 from grpo_ray.records.run_files import RunDirectory
-from grpo_ray.transfer.wires import Wires
 from grpo_ray.types import Ref, StartingModel
 from grpo_ray.watch.memory import SpilledBytes
 from grpo_ray.watch.ray_metrics import RayMetrics, are_on
 
 T = TypeVar("T")
-BUFFER_KIND = Kind("grpo_ray.core.buffer:TrajectoryBuffer", clients.BufferClient)
-ENVIRONMENT_KIND = Kind("grpo_ray.episodes.environment_worker:EnvironmentWorker", clients.EnvironmentClient)
-GENERATOR_KIND = Kind("grpo_ray.core.generator:Generator", clients.GeneratorClient)
-LEARNER_KIND = Kind("grpo_ray.core.learner:Learner", clients.LearnerClient, is_async=False)
-SCORER_KIND = Kind("grpo_ray.core.scorer:Scorer", clients.ScorerClient, is_async=False)
-TEACHER_KIND = Kind("grpo_ray.core.teacher:Teacher", clients.TeacherClient)
-WEIGHT_SYNC_KIND = Kind("grpo_ray.core.sync:WeightSync", clients.WeightSyncClient)
 
 
 class ServingGroup(ServingHost):
@@ -115,53 +107,34 @@ class ServingGroup(ServingHost):
         for thread in self._ending:
             thread.join(2 * KILL_AFTER_S)
 
-    def _start_generator(self, name: str) -> Client:
-        config, model, seed = self._config, self._model, self._seed_of(name)
-        engine = Deferred(make_engine, config, model.path, model.max_model_len, seed)
-        given = name, engine, config.generator.slowdown_s, self._version
-        return self._start(GENERATOR_KIND, name, given, max_concurrency=10_000)
-
-    def _start_scorer(self, name: str) -> Client:
-        return self._start(
-            SCORER_KIND, name, self._scorer_arguments, beside={"take_stats": 1},
-            max_concurrency=self._config.scorer.num_workers,  # groups at a time, so each worker has an answer
-            allow_out_of_order_execution=True,  # a slow group delays no other
-        )  # fmt: skip
-
-    def _start_teacher(self, name: str) -> Client:
-        given = name, Deferred(make_teacher_engine, self._config, self._model)
-        return self._start(TEACHER_KIND, name, given, max_concurrency=10_000)
-
     def _start_environment(self, name: str) -> Client:
         settings = self._config.episodes
         given = name, self._config, self._model, settings.confined, values_of(settings.secrets)
-        return self._start(ENVIRONMENT_KIND, name, given, max_concurrency=10_000)
+        return self._start(kinds.ENVIRONMENT, name, given)
 
     def _start(
-        self, kind: Kind, name: str, given: Sequence[Any], beside: Mapping[str, int] | None = None,
-        **options: Any,
+        self, kind: Kind, name: str, given: Sequence[Any], beside: Mapping[str, int] = NOTHING, *,
+        is_with_driver: bool = False, **options: Any,
     ) -> Client:  # fmt: skip
-        """Start an actor in its bundle, unless the options place it, and return its client."""
-        place = {} if "scheduling_strategy" in options else self._placement.options(name)
-        handle = as_actor(kind, name, self._run.logs, beside or {}).options(**place, **options).remote(*given)
-        self._clients[name] = Client(name, handle, next(self._numbers))
+        """Start an actor in its bundle, unless it is with the driver."""
+        if is_with_driver:
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            place: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": here}
+        else:
+            place = self._placement.options(name)
+        calls = {"max_concurrency": 10_000} if kind.is_async else {}
+        actor = as_actor(kind, name, self._run.logs, beside).options(**(calls | place | options))
+        self._clients[name] = Client(name, actor.remote(*given), next(self._numbers))
         return self._clients[name]
 
 
-class ActorGroup(ServingGroup):
+class ActorGroup(TrainingHost, ServingGroup):
     """Every actor of a run, as a Ray actor."""
 
     def __init__(self, *given: Any) -> None:
         """`given`: as for `ServingGroup`."""
         super().__init__(*given)
         self._metrics = RayMetrics(self._run.path.name) if are_on() else None
-        self.learner: Any = self._start_learner()
-        self.buffer: Any = self._start_buffer()
-        self.weight_sync: Any = self._start_weight_sync()
-
-    def by_name(self) -> dict[str, Any]:
-        others = (*self.ranks, self.buffer, self.weight_sync)
-        return {**super().by_name(), **{client.name: client for client in others}}
 
     def show_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Export a step's metrics, for Ray's dashboard."""
@@ -174,43 +147,15 @@ class ActorGroup(ServingGroup):
             self._metrics.phase(phase)
 
     def _start_learner(self) -> Any:
-        names = rank_names(self._config)
+        names, address = rank_names(self._config), Deferred(address_of_node, joins_cluster())
         if len(names) == 1:
-            self.ranks = [self._start_rank(LEARNER)]
+            self.ranks = [self._start_rank(LEARNER, None, address)]
             return self.ranks[0]
         from grpo_ray.cluster.crew import Crew, RankMeeting  # they load torch
 
         self._meeting = RankMeeting(self._config, address_of_node(joins_cluster()))  # open as long as the ranks
-        self.ranks = [self._start_rank(name, self._meeting.seat(rank)) for rank, name in enumerate(names)]
+        self.ranks = [self._start_rank(n, self._meeting.seat(rank), address) for rank, n in enumerate(names)]
         return Crew(LEARNER, self.ranks, self._place_of, self._config.learner.collective_timeout_s)
-
-    def _start_rank(self, name: str, seat: Any = None) -> Client:
-        given = *self._learner_arguments, seat, Deferred(address_of_node, joins_cluster())
-        return self._start(LEARNER_KIND, name, given, self._beside_training())
-
-    def _beside_training(self) -> dict[str, int]:
-        """Return the Learner's methods that run beside its training, and their numbers of threads."""
-        alone = ["write_captured", "take_stats", "work_done"]
-        if not self._config.weight_sync.wire_backend:
-            return dict.fromkeys(alone, 1)
-        each = 8 * self._config.generator.num_generators  # some may still wait for predecessors
-        short = dict.fromkeys([*alone, "open_wire", "drop_wire", "release"], 1)
-        return {**short, "join_wire": each, "send": each}
-
-    def _start_buffer(self) -> Client:
-        """Start the buffer on this node, because it writes the run's rollouts into the run directory."""
-        given = self._buffer_arguments
-        return self._start(BUFFER_KIND, "buffer", given, **on_this_node(), max_concurrency=10_000)
-
-    def _start_weight_sync(self) -> Client:
-        """Start WeightSync on this node: the death of another would take the run back to a checkpoint."""
-        generators, timeout_s = list(self.generators.values()), self._config.weight_sync.phase_timeout_s
-        given = generators, timeout_s, self._version, self._wires()
-        return self._start(WEIGHT_SYNC_KIND, "weight_sync", given, **on_this_node(), max_concurrency=100)
-
-    def _wires(self) -> Wires | None:
-        backend = self._config.weight_sync.wire_backend
-        return None if backend is None else Wires(self.ranks[0], "switch" if backend == "nccl" else "stage")
 
 
 @contextlib.contextmanager
@@ -219,7 +164,7 @@ def learning(
 ) -> Iterator[Callable[..., Any]]:
     """Start a Learner alone, and yield a function that calls its methods; end it however the block is left."""
     logs = RunDirectory(run_dir).logs
-    actor = as_actor(LEARNER_KIND, LEARNER, logs).options(**placement.options(LEARNER))
+    actor = as_actor(kinds.LEARNER, LEARNER, logs).options(**placement.options(LEARNER))
     handle = actor.remote(model.path, config, model.end_token_ids)
 
     def call(method: str, *args: object) -> Any:
@@ -234,9 +179,3 @@ def learning(
         yield call
     finally:
         ray.kill(handle)
-
-
-def on_this_node() -> dict[str, Any]:
-    """Return the options of an actor that reserves nothing, and lives and dies with the driver's node."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return {"num_cpus": 0, "scheduling_strategy": here}

@@ -8,29 +8,20 @@ import asyncio
 import contextlib
 import faulthandler
 import inspect
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.cluster.hosts import ServingHost
+from grpo_ray.cluster.hosts import ServingHost, TrainingHost
+from grpo_ray.cluster.kinds import NOTHING, Kind
 from grpo_ray.cluster.placement import environment_names
 from grpo_ray.config import Config
-from grpo_ray.core.buffer import TrajectoryBuffer
 from grpo_ray.core.clients import WITH_BULK
-from grpo_ray.core.generator import Generator as GeneratorActor
-from grpo_ray.core.sync import WeightSync
-from grpo_ray.engines import make_engine, make_teacher_engine
 from grpo_ray.errors import ActorDied, RunError, shown_plainly
-from grpo_ray.transfer.wires import SendingLearner, Wires
 from grpo_ray.types import StartingModel
-
-# The synchronous methods that run beside an actor's other calls, as in their concurrency groups on Ray.
-BESIDE = {name for name in vars(SendingLearner) if not name.startswith("_")} | {
-    "write_captured", "take_stats", "work_done",
-}  # fmt: skip
 
 
 def check_local(config: Config) -> None:
@@ -84,13 +75,16 @@ class Part:
 class LocalClient:
     """A client like `remote_actor.Client`, of an object in this process, which can die."""
 
-    def __init__(self, name: str, build: Callable[[], Any], number: int = 0) -> None:
+    def __init__(
+        self, name: str, build: Callable[[], Any], number: int = 0, beside: Collection[str] = ()
+    ) -> None:
         """
         Args:
             build: makes the object, at the first call.
             number: of the actor's process, if it had one, among all that the run has started.
+            beside: its synchronous methods that run in parallel with its others.
         """
-        self.name, self.number, self._build = name, number, build
+        self.name, self.number, self._build, self._beside = name, number, build, beside
         self.death: ActorDied | None = None
         self._calls: set[asyncio.Task[Any]] = set()
         self._turn = asyncio.Lock()  # a synchronous actor's calls run one at a time, in order
@@ -129,7 +123,7 @@ class LocalClient:
         function = getattr(self.actor, method)
         if inspect.iscoroutinefunction(function):
             return await function(*args)
-        if method in BESIDE:
+        if method in self._beside:
             return await asyncio.to_thread(function, *args)
         async with self._turn:
             return await asyncio.to_thread(function, *args)
@@ -155,35 +149,16 @@ def threads_kept() -> Iterator[None]:
 class LocalServing(ServingHost):
     """The counterpart of `hosting.ServingGroup` in this process."""
 
-    def _client(self, name: str, build: Callable[[], Any]) -> LocalClient:
-        return LocalClient(name, build, next(self._numbers))
+    def _start(
+        self, kind: Kind, name: str, given: Sequence[Any], beside: Mapping[str, int] = NOTHING, **_: Any
+    ) -> LocalClient:
+        return self._client(name, partial(kind.make, given), beside)
+
+    def _client(self, name: str, build: Callable[[], Any], beside: Collection[str] = ()) -> LocalClient:
+        return LocalClient(name, build, next(self._numbers), beside)
 
     def _kill(self, name: str) -> None:
         self.by_name()[name].die("it was replaced")
-
-    def _start_generator(self, name: str) -> LocalClient:
-        config, model, seed = self._config, self._model, self._seed_of(name)
-
-        def build() -> GeneratorActor:
-            engine = make_engine(config, model.path, model.max_model_len, seed)
-            return GeneratorActor(name, engine, config.generator.slowdown_s, self._version)
-
-        return self._client(name, build)
-
-    def _start_scorer(self, name: str) -> LocalClient:
-        from grpo_ray.core.scorer import Scorer
-
-        return self._client(name, lambda: Scorer(*self._scorer_arguments))
-
-    def _start_teacher(self, name: str) -> LocalClient:
-        from grpo_ray.core.teacher import Teacher
-
-        return self._client(name, lambda: Teacher(name, make_teacher_engine(self._config, self._model)))
-
-    def _start_environment(self, name: str) -> LocalClient:
-        from grpo_ray.episodes.environment_worker import EnvironmentWorker
-
-        return self._client(name, lambda: EnvironmentWorker(name, self._config, self._model))
 
     async def fetch(self, reference: Any) -> Any:
         return await reference
@@ -205,30 +180,8 @@ class LocalServing(ServingHost):
                 client.actor.close()
 
 
-class LocalActors(LocalServing):
+class LocalActors(TrainingHost, LocalServing):
     """The counterpart of `hosting.ActorGroup` in this process."""
-
-    def __init__(self, *given: Any) -> None:
-        """`given`: as for `ServingHost`."""
-        super().__init__(*given)
-        self.learner: Any = self._start_learner()
-        self.buffer: Any = self._client("buffer", lambda: TrajectoryBuffer(*self._buffer_arguments))
-        clients = list(self.generators.values())
-        self.weight_sync: Any = self._client("weight_sync", partial(self._make_weight_sync, clients))
-
-    def by_name(self) -> dict[str, Any]:
-        others = (self.learner, self.buffer, self.weight_sync)
-        return {**super().by_name(), **{client.name: client for client in others}}
-
-    def _start_learner(self) -> LocalClient:
-        from grpo_ray.core.learner import Learner
-
-        return self._client("learner", lambda: Learner(*self._learner_arguments))
-
-    def _make_weight_sync(self, generators: list[Any]) -> WeightSync:
-        config = self._config.weight_sync
-        wires = Wires(self.learner, "stage") if config.wire_backend else None
-        return WeightSync(generators, config.phase_timeout_s, self._version, wires)
 
     def spilled_bytes(self) -> int:
         return 0

@@ -10,7 +10,6 @@ import faulthandler
 import gc
 import inspect
 import os
-import pkgutil
 import re
 import signal
 from collections import Counter
@@ -35,6 +34,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
+from grpo_ray.cluster.kinds import NOTHING, Kind
 from grpo_ray.cluster.reaper import process_at
 from grpo_ray.config.user_code import IMPORTED, import_from
 from grpo_ray.core.clients import WITH_BULK
@@ -44,7 +44,6 @@ from grpo_ray.watch.actor_log import redirect_output
 from grpo_ray.watch.memory import imports_left_alone
 
 T = TypeVar("T")
-NOTHING: Mapping[str, int] = {}
 
 # Ray's errors for an actor that has ended or cannot start. Most of them are not RayActorErrors.
 DEATHS = (
@@ -124,32 +123,10 @@ def last_line(error: BaseException) -> str:
     return cause.partition("Some common causes")[0].strip()[:500]
 
 
-class Deferred(partial[Any]):
-    """An argument that is built in the actor's process, for objects that cannot be sent there (an engine)."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A class of actors, which only their processes import: that may take seconds."""
-
-    place: str | type
-    """`module:class`, or the class."""
-    calls: type
-    """The Protocol of its clients, or the class."""
-    is_async: bool = True
-    """All of its methods are coroutine functions; otherwise none is."""
-
-    @property
-    def name(self) -> str:
-        return self.place.partition(":")[2] if isinstance(self.place, str) else self.place.__name__
-
-    def load(self) -> type:
-        return pkgutil.resolve_name(self.place) if isinstance(self.place, str) else self.place
-
-    def methods(self) -> dict[str, Callable[..., Any]]:
-        """Return a function for each method, by its name, which calls the one of `self.actor`."""
-        functions = inspect.getmembers(self.calls, inspect.isfunction)
-        return {name: _passed_on(name, self.is_async) for name, _ in functions if not name.startswith("_")}
+def _methods_of(kind: Kind) -> dict[str, Callable[..., Any]]:
+    """Return a function for each method, by its name, which calls the one of `self.actor`."""
+    functions = inspect.getmembers(kind.calls, inspect.isfunction)
+    return {name: _passed_on(name, kind.is_async) for name, _ in functions if not name.startswith("_")}
 
 
 def _passed_on(method: str, is_async: bool) -> Callable[..., Any]:
@@ -179,15 +156,14 @@ def as_actor(kind: Kind, name: str, logs: Path, beside: Mapping[str, int] = NOTH
             pid.write_text(_address())
         for folder in (*imported, logs.parent / "given"):
             import_from(folder)
-        built = [argument() if isinstance(argument, Deferred) else argument for argument in args]
-        self.actor = kind.load()(*built)
+        self.actor = kind.make(args)
         gc.enable()
         for_life = contextlib.ExitStack()
         atexit.register(for_life.close)  # or libraries report leaks
         for_life.enter_context(imports_left_alone())
 
     imported = tuple(IMPORTED)
-    members = {"__init__": __init__, "__repr__": lambda _: name, **kind.methods()}
+    members = {"__init__": __init__, "__repr__": lambda _: name, **_methods_of(kind)}
     for method in beside:
         members[method] = ray.method(concurrency_group=method)(members[method])
     hosted = type(kind.name, (), members)

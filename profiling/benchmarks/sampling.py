@@ -21,8 +21,9 @@ import ray
 
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART, model_folder
-from grpo_ray.cluster.hosting import BUFFER_KIND, ServingGroup
-from grpo_ray.cluster.remote_actor import Client, Deferred, Kind, as_actor
+from grpo_ray.cluster.hosting import ServingGroup
+from grpo_ray.cluster.kinds import BUFFER, Deferred, Kind
+from grpo_ray.cluster.remote_actor import Client, as_actor
 from grpo_ray.cluster.session import connected, placed
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
@@ -174,7 +175,7 @@ class _Through:
 
     def __init__(self, config: Config, actors: ServingGroup, run: RunDirectory) -> None:
         run.create(config)
-        buffer = as_actor(BUFFER_KIND, "buffer", run.logs).options(num_cpus=0, max_concurrency=10_000)
+        buffer = as_actor(BUFFER, "buffer", run.logs).options(num_cpus=0, max_concurrency=10_000)
         self.buffer = Client("buffer", buffer.remote(config))
         self._context = ServingContext(config, actors, OpenCalls(), RunLog(run, _Silent()))
         self._pools: dict[SamplingSettings, GeneratorPool] = {}

@@ -19,8 +19,8 @@ import torch
 
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART, model_folder
-from grpo_ray.cluster.hosting import GENERATOR_KIND
-from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor
+from grpo_ray.cluster.kinds import GENERATOR, Deferred
+from grpo_ray.cluster.remote_actor import Client, as_actor
 from grpo_ray.cluster.session import connected
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
@@ -97,7 +97,7 @@ def _generators(config: Config, folder: str, number: int) -> Iterator[list[Gener
     clients = []
     with tempfile.TemporaryDirectory() as logs:
         for name in (f"generator-{index}" for index in range(number)):
-            actor = as_actor(GENERATOR_KIND, name, Path(logs)).options(num_cpus=0, max_concurrency=100)
+            actor = as_actor(GENERATOR, name, Path(logs)).options(num_cpus=0, max_concurrency=100)
             clients.append(Client(name, actor.remote(name, engine, 0.0, 0)))
         try:
             yield [cast(GeneratorClient, client) for client in clients]

@@ -27,7 +27,7 @@ from typing import Any, cast
 import torch
 from chaos_episodes import FOREVER_S, is_poisoned, is_requested, triggers
 
-from grpo_ray.cluster import hosting
+from grpo_ray.cluster import kinds
 from grpo_ray.config import Config
 from grpo_ray.core.generator import Generator
 from grpo_ray.core.learner import Learner
@@ -192,5 +192,5 @@ class ChaosLearner(Learner):
 if __name__ == "__main__":  # classes of __main__ travel to the actors by value
     _follow_clock()
     for kind, place in (("SCORER", ChaosScorer), ("LEARNER", ChaosLearner), ("GENERATOR", ChaosGenerator)):
-        setattr(hosting, f"{kind}_KIND", replace(getattr(hosting, f"{kind}_KIND"), place=place))
+        setattr(kinds, kind, replace(getattr(kinds, kind), place=place))
     sys.exit(main())

@@ -25,15 +25,15 @@ from ray_scale import Measured, Plan
 from ray_scale_processes import AccountingLearner, EngineProcess, LogicalHandle, account_path, read_account
 
 from grpo_ray.cluster import session
-from grpo_ray.cluster.hosting import ActorGroup, on_this_node
+from grpo_ray.cluster.hosting import ActorGroup
+from grpo_ray.cluster.kinds import Kind
 from grpo_ray.cluster.placement import LEARNER, generator_names
-from grpo_ray.cluster.remote_actor import Client, Kind, as_actor
+from grpo_ray.cluster.remote_actor import Client, as_actor
 from grpo_ray.cluster.session import Placement
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.core.controller import Controller
 from grpo_ray.core.groups import GroupBook
-from grpo_ray.engines import engine_seed
 from grpo_ray.records.checkpoint import Checkpoint
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run.restores import train_through_restores
@@ -99,10 +99,7 @@ class ScaleActors(ActorGroup):
         """Start a process in the bundle of its first Generator."""
         first = number * self._per_process
         names = generator_names(self._config)[first : first + self._per_process]
-        seeds = [
-            engine_seed(self._config.run.seed, each, self._version, self._num_starts[each]) for each in names
-        ]
-        self._num_starts.update(names)
+        seeds = [self._seed_of(each) for each in names]
         hosted = as_actor(Kind(EngineProcess, EngineProcess), f"process-{number}", self._run.logs)
         return hosted.options(**self._placement.options(names[0]), max_concurrency=10_000).remote(
             names, seeds, self._config, self._speeds, self._lengths, self._version
@@ -112,11 +109,11 @@ class ScaleActors(ActorGroup):
         kind, given = Kind(SimulatedScorer, SimulatedScorer), (self._config, self._speeds)
         return self._start(kind, name, given, max_concurrency=1000)
 
-    def _start_learner(self) -> Client:
+    def _start_learner(self) -> Any:
         """Start the Learner on this node: its node does not die."""
         kind = Kind(AccountingLearner, AccountingLearner)
         given = self._config, self._speeds, account_path(self._run.path), self._version
-        self.ranks = [self._start(kind, LEARNER, given, **on_this_node(), max_concurrency=100)]
+        self.ranks = [self._start(kind, LEARNER, given, is_with_driver=True)]
         return self.ranks[0]
 
 

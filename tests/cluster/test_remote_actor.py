@@ -271,7 +271,7 @@ class Worker:
 
 
 async def test_synchronous_calls_run_one_at_a_time_beside_asynchronous_ones() -> None:
-    client = LocalClient("worker", Worker)
+    client = LocalClient("worker", Worker, beside=["work_done"])
     held, after = client.held(), client.next()
     while not client.actor.began.is_set():
         await asyncio.sleep(0.001)

@@ -19,7 +19,7 @@ from run_process import PROGRAM, interrupt, num_lines, output_of, pid_of, resume
 from safetensors.torch import load_file
 from small_run import QUICKSTART, SMALL
 
-from grpo_ray.cluster import hosting, session
+from grpo_ray.cluster import hosting, kinds, session
 from grpo_ray.config.loading import load_config
 from grpo_ray.core.controller import Controller
 from grpo_ray.records.run_files import RunDirectory, read_metrics
@@ -76,7 +76,7 @@ def test_a_run_with_a_killed_rank_ends_like_one_rank_that_was_not_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray.cloudpickle.register_pickle_by_value(any_reward_cli)  # Ray's workers cannot import it
-    monkeypatch.setattr(hosting, "SCORER_KIND", any_reward_cli.KIND)
+    monkeypatch.setattr(kinds, "SCORER", any_reward_cli.KIND)
     exact = ["weight_sync.max_lag=0", "checkpoint.every_num_steps=2", "algorithm.num_steps=6"]
     config = load_config(QUICKSTART, [*SMALL, *exact, "learner.num_ranks=2", "learner.slowdown_s=0.3"])
     run, pids = RunDirectory(tmp_path / "run"), list[int]()

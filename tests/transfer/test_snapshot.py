@@ -214,8 +214,8 @@ async def test_two_snapshots_are_stored_at_a_time_and_read_where_they_lie(tmp_pa
     """The published one, and the one in transit; so the memory of the one before is used again."""
     import ray
 
-    from grpo_ray.cluster.hosting import GENERATOR_KIND
-    from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor
+    from grpo_ray.cluster.kinds import GENERATOR, Deferred
+    from grpo_ray.cluster.remote_actor import Client, as_actor
     from grpo_ray.cluster.session import connected
     from grpo_ray.core.sync import WeightSync
 
@@ -223,7 +223,7 @@ async def test_two_snapshots_are_stored_at_a_time_and_read_where_they_lie(tmp_pa
     with connected():
         clients = []
         for number, name in enumerate(("generator-0", "generator-1")):
-            actor = as_actor(GENERATOR_KIND, name, tmp_path).options(num_cpus=0, max_concurrency=10)
+            actor = as_actor(GENERATOR, name, tmp_path).options(num_cpus=0, max_concurrency=10)
             handle = actor.remote(name, Deferred(PlaceEngine), 0.0, 0)
             clients.append(Client(name, handle, number))
         sync = WeightSync(clients, phase_timeout_s=30)

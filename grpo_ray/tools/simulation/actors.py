@@ -1,7 +1,7 @@
 """The actors of a simulated run, as objects of this process that are called like Ray actors."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ class SimulatedActors(LocalActors):
             async with self._dispatching:
                 await asyncio.sleep(self._speeds.dispatch_s)
 
-    def _client(self, name: str, build: Callable[[], Any]) -> SimulatedClient:
+    def _client(self, name: str, build: Callable[[], Any], beside: Collection[str] = ()) -> SimulatedClient:
         return SimulatedClient(name, build, next(self._numbers), self)
 
     def _start_generator(self, name: str) -> SimulatedClient:
@@ -100,9 +100,10 @@ class SimulatedActors(LocalActors):
         worker.on_death = client.die
         return client
 
-    def _start_learner(self) -> SimulatedClient:
+    def _start_learner(self) -> Any:
         learner = SimulatedLearner(self._config, self._speeds, self._account, self._version)
-        return self._client("learner", lambda: learner)
+        self.ranks = [self._client("learner", lambda: learner)]
+        return self.ranks[0]
 
     def stop(self) -> None:
         """Do nothing: simulated graders have no processes."""
