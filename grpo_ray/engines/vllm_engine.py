@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from multiprocessing import forkserver, get_context
@@ -48,30 +48,18 @@ class VllmEngine:
         self._on_gpu = generator.num_gpus > 0
         self._sleeps = generator.colocated and self._on_gpu  # vLLM can only free GPU memory
         self._lacks_cache = False
-        common = common_arguments(generator, model)  # first: it sets the environment
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        from grpo_ray.engines.vllm_texts import correct_stop_strings, omit_texts_of_logprobs
-        from grpo_ray.transfer.vllm_worker import WORKER
-
-        omit_texts_of_logprobs()
-        correct_stop_strings()
         arguments = {
-            **_defaults(generator),
-            **common,
-            "model": located(model_path, weights=True),
             "seed": seed,
             "max_model_len": max_model_len,
             "logprobs_mode": "processed_logprobs",  # at the sampling temperature, like the draws
-            "worker_extension_cls": WORKER,
+            "worker_extension_cls": "grpo_ray.transfer.vllm_worker.LoadingWorker",
             "enable_sleep_mode": self._sleeps,
             # No sync brings the weights of a speculative draft; without one the pattern matches nothing.
             **({"sleep_preserve_parameter_names": ["draft.*"]} if self._sleeps else {}),
             **(self._adapter.engine_arguments() if self._adapter is not None else {}),
         }
-        trust = model.trust_remote_code
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(trust_remote_code=trust, **arguments))
+        trust, defaults = model.trust_remote_code, _defaults(generator)
+        self._llm = start_llm(generator, model, model_path, trust, arguments, defaults)
         _end_calls_at_death(self._llm)
         self._buffer = SharedBuffer()
         self._staged: tuple[WeightSnapshot, Pages] | None = None
@@ -193,16 +181,30 @@ def _end_calls_at_death(llm: Any) -> None:
     llm.engine_core._call_utility_async = ending
 
 
-def common_arguments(config: EngineConfig, model: ModelConfig) -> dict[str, Any]:
-    """Set this process's environment for vLLM; return the arguments that all of a run's engines have."""
+def start_llm(
+    config: EngineConfig, model: ModelConfig, path: str, trust_remote_code: bool, own: Mapping[str, Any],
+    defaults: Mapping[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """Set this process's environment for vLLM, and return an engine with the model at `path`.
+
+    Args:
+        own: the arguments of this engine alone.
+        defaults: arguments that `engine_args` may change.
+    """
     on_cpu = config.num_gpus == 0
     _set_environment(config if on_cpu else None)
     if on_cpu:
         _fork_engines()
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-    return {
-        **config.engine_args,
+    from grpo_ray.engines.vllm_texts import correct_stop_strings, omit_texts_of_logprobs
+
+    omit_texts_of_logprobs()
+    correct_stop_strings()
+    common = {
+        "model": located(path, weights=True),
         "load_format": "safetensors",  # never a pickle
         "dtype": model.dtype,
         **({"hf_overrides": {"head_dtype": model.head_dtype}} if model.head_dtype != "model" else {}),
@@ -216,6 +218,8 @@ def common_arguments(config: EngineConfig, model: ModelConfig) -> dict[str, Any]
         "generation_config": "vllm",  # the model's own sampling defaults would change the distribution
         "disable_log_stats": True,
     }
+    arguments = {**(defaults or {}), **config.engine_args, **common, **own}
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(trust_remote_code=trust_remote_code, **arguments))
 
 
 def _defaults(config: GeneratorConfig) -> dict[str, Any]:
@@ -311,21 +315,10 @@ class VllmTeacher:
     """
 
     def __init__(self, config: Config, max_model_len: int) -> None:
-        common = common_arguments(config.distillation, config.model)  # first: it sets the environment
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        from grpo_ray.engines.vllm_texts import omit_texts_of_logprobs
-
-        omit_texts_of_logprobs()
-        assert config.distillation.teacher is not None
-        arguments = AsyncEngineArgs(
-            model=located(config.distillation.teacher, weights=True),
-            max_model_len=max_model_len + 1,  # vLLM draws one token after the sequence
-            trust_remote_code=False,
-            **common,
-        )
-        self._llm = AsyncLLM.from_engine_args(arguments)
+        teacher = config.distillation
+        assert teacher.teacher is not None
+        own = {"max_model_len": max_model_len + 1}  # vLLM draws one token after the sequence
+        self._llm = start_llm(teacher, config.model, teacher.teacher, False, own)
         self._request_ids = itertools.count()
 
     async def logprobs(self, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:

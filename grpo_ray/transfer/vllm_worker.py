@@ -33,8 +33,6 @@ from grpo_ray.transfer.shared_pages import Pages, map_pages
 from grpo_ray.transfer.snapshot import gpu_of, open_shared, unpack_weights
 from grpo_ray.transfer.wire import Channel, receive
 
-WORKER = f"{__name__}.LoadingWorker"
-
 
 def register() -> None:
     """Prepare one of vLLM's processes; all call this, through the entry point `vllm.general_plugins`."""
