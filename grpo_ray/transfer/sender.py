@@ -17,7 +17,6 @@ from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.learning.ranks import Ranks
 from grpo_ray.learning.rendezvous import NUM_BYTES, open_store
 from grpo_ray.learning.sharded import gathered
-from grpo_ray.transfer.channels import join
 from grpo_ray.transfer.kept_weights import KeptWeights
 from grpo_ray.transfer.messages import CHUNK_BYTES, Backend, DeviceHandle, Meeting, WeightSnapshot, WireError
 from grpo_ray.transfer.snapshot import (
@@ -29,7 +28,7 @@ from grpo_ray.transfer.snapshot import (
     pack_weights,
     take_part,
 )
-from grpo_ray.transfer.wire import SENDER, Channel, send
+from grpo_ray.transfer.wire import SENDER, Channel, join, send
 
 
 class Sender:

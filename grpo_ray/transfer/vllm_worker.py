@@ -19,7 +19,6 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from grpo_ray.learning.device import lock_pages
-from grpo_ray.transfer.channels import join
 from grpo_ray.transfer.messages import (
     CHUNK_BYTES,
     Chunk,
@@ -31,7 +30,7 @@ from grpo_ray.transfer.messages import (
 )
 from grpo_ray.transfer.shared_pages import Pages, map_pages
 from grpo_ray.transfer.snapshot import gpu_of, open_shared, unpack_weights
-from grpo_ray.transfer.wire import Channel, receive
+from grpo_ray.transfer.wire import Channel, join, receive
 
 
 def register() -> None:

@@ -2,8 +2,10 @@
 
 Each Generator has its own, so that one that fails holds up no other, and a replacement joins like the first.
 The bytes are one flat buffer, cut at the borders of tensors, so that a receiver can load a chunk while the next
-one arrives. A header goes ahead of them: both ends must mean the same version in the same layout. An `Inbox`
-is a Generator's end in host memory.
+one arrives. A header goes ahead of them: both ends must mean the same version in the same layout.
+
+Gloo goes between host memories, where an `Inbox` is a Generator's end, and NCCL through vLLM's bindings between
+GPUs. The channel with NCCL has not been run on any GPU.
 """
 
 import os
@@ -12,7 +14,8 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from time import monotonic
+from threading import Lock
+from time import monotonic, sleep
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +27,7 @@ from grpo_ray.transfer.messages import Chunk, Meeting, WeightSnapshot, WireError
 from grpo_ray.transfer.shared_pages import shared_memory
 
 SENDER = 0  # the Learner's rank in every wire; the receivers follow
+POLL_S = 0.0005
 
 
 class Channel(Protocol):
@@ -39,6 +43,9 @@ class Channel(Protocol):
     def receive(self, part: torch.Tensor, timeout_s: float) -> None:
         """Fill `part` (uint8) with the bytes sent; raises like `send`."""
 
+    def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
+        """Send each end its part, before all else; return the part that came from each."""
+
     def close(self) -> None:
         """Let the other end know, whatever it waits for."""
 
@@ -49,7 +56,8 @@ class GlooChannel:
     device = torch.device("cpu")
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
-        """Wait for the other end; raises WireError if it did not come in time, or is another process."""
+        """Wait for the other end; raises WireError if it did not come in time."""
+        self._timeout_s = meeting.timeout_s
         gloo: Any = ProcessGroupGloo  # its type lacks much
         options = gloo._Options()
         options._timeout = timedelta(seconds=meeting.timeout_s)
@@ -57,17 +65,15 @@ class GlooChannel:
         self._store, self._other = meeting.store(), 1 - rank
         try:
             self._group: Any = gloo(self._store, rank, 2, options)
-            prove(meeting.secret, meeting.key, rank, 2, lambda parts: self._exchange(parts, meeting.timeout_s))
         except RuntimeError as error:
-            self.close()
             raise WireError(f"the other end did not come: {error}") from error
 
-    def _exchange(self, parts: Sequence[bytes], timeout_s: float) -> list[bytes]:
+    def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
         part = torch.frombuffer(bytearray(parts[self._other]), dtype=torch.uint8)
         sending = self._group.send([part], self._other, 0)
         found = torch.empty(NUM_BYTES, dtype=torch.uint8)
-        self.receive(found, timeout_s)
-        sending.wait(timedelta(seconds=timeout_s))
+        self.receive(found, self._timeout_s)
+        sending.wait(timedelta(seconds=self._timeout_s))
         return [bytes(found.tolist())] * 2
 
     def send(self, part: torch.Tensor, timeout_s: float) -> None:
@@ -87,6 +93,102 @@ class GlooChannel:
 
     def close(self) -> None:
         self._group = None  # closes its connection, once no thread waits in it
+
+
+class NcclChannel:
+    """A channel that broadcasts from the Learner to every worker of a Generator.
+
+    NCCL itself waits without a limit; here a transfer that takes too long is aborted.
+    """
+
+    def __init__(self, meeting: Meeting, rank: int, device: torch.device) -> None:
+        """Wait for all ranks; raises WireError if they did not come in time."""
+        self._rank, self._timeout_s = rank, meeting.timeout_s
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        size, store = 1 + meeting.num_receivers, meeting.store()
+        store.set(f"here/{rank}", "")
+        try:
+            store.wait([f"here/{rank}" for rank in range(size)], timedelta(seconds=meeting.timeout_s))
+        except RuntimeError as error:
+            raise WireError(f"the other end did not come: {error}") from error
+        self._lock, self._is_closed = Lock(), False
+        try:
+            self._nccl = _communicator(store, rank, size, self.device)
+        except (OSError, RuntimeError) as error:
+            raise WireError(f"no communicator of NCCL: {error}") from error
+        if self._nccl.disabled:
+            raise WireError("vLLM's use of NCCL is turned off here")
+        self._stream = torch.cuda.Stream(self.device)  # beside training
+
+    def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
+        found = []
+        for root in range(len(parts)):  # each sends all of its parts to all
+            data = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8).to(self.device)
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # which copies the bytes there
+            self._broadcast(data, self._timeout_s, root)
+            found.append(bytes(data.view(-1, NUM_BYTES)[self._rank].tolist()))
+        return found
+
+    def send(self, part: torch.Tensor, timeout_s: float) -> None:
+        self._broadcast(part, timeout_s)
+
+    def receive(self, part: torch.Tensor, timeout_s: float) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))  # may still use part's memory
+        self._broadcast(part, timeout_s)
+
+    def _broadcast(self, part: torch.Tensor, timeout_s: float, root: int = SENDER) -> None:
+        deadline = monotonic() + timeout_s
+        with self._lock, torch.cuda.device(self.device):
+            self._check_open()
+            try:
+                self._nccl.broadcast(part, root, self._stream)
+            except RuntimeError as error:
+                raise WireError(f"NCCL: {error}") from error
+            done = self._stream.record_event()
+        while not done.query():
+            if monotonic() > deadline:
+                self.close()
+                raise WireError("the other end is gone or silent")
+            sleep(POLL_S)
+        self._check_open()  # an abort ends the transfer, too
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise WireError("the wire was closed")
+
+    def close(self) -> None:
+        self._is_closed = True
+        with self._lock:  # no thread begins a transfer on what is being freed
+            if not self._nccl.disabled:
+                self._nccl.destroy()  # aborts what waits
+
+
+def _communicator(store: Any, rank: int, size: int, device: torch.device) -> Any:
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+    from vllm.utils.nccl import unpinned_nccl_env
+
+    with unpinned_nccl_env():
+        if rank == SENDER:
+            store.set("id", bytes(NCCLLibrary().ncclGetUniqueId().internal))
+        return PyNcclCommunicator.from_unique_id_bytes(store.get("id"), rank, size, device)
+
+
+def join(meeting: Meeting, rank: int, device: torch.device) -> Channel:
+    """Return the channel to the meeting's other ranks.
+
+    Raises:
+        WireError: they did not come in time, or one of them is another process.
+    """
+    is_gloo = meeting.backend == "gloo"
+    channel: Channel = GlooChannel(meeting, rank) if is_gloo else NcclChannel(meeting, rank, device)
+    try:
+        prove(meeting.secret, meeting.key, rank, 1 + meeting.num_receivers, channel.exchange)
+    except RuntimeError as error:
+        channel.close()
+        raise WireError(f"the other end did not come: {error}") from error
+    return channel
 
 
 def _address_towards(meeting: Meeting) -> str:
@@ -150,12 +252,12 @@ class Inbox:
         self._file = os.fdopen(os.memfd_create("grpo_ray-inbox"))  # which is closed with this object
         self._data = np.empty(0, np.uint8)
         self._meeting: Meeting | None = None
-        self._channel: GlooChannel | None = None
+        self._channel: Channel | None = None
 
     def join(self, meeting: Meeting) -> None:
         """Join the wire, in place of an earlier one; raises WireError if the Learner did not come."""
         self._meeting, self._channel = meeting, None
-        self._channel = GlooChannel(meeting, rank=1)
+        self._channel = join(meeting, 1, GlooChannel.device)
 
     def received(self, snapshot: WeightSnapshot) -> WeightSnapshot:
         """Receive the snapshot's bytes, over the previous ones; raises WireError if they did not come."""

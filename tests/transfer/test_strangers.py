@@ -29,9 +29,8 @@ from torch.distributed import HashStore, TCPStore
 from grpo_ray.errors import FORGED
 from grpo_ray.learning.ranks import Ranks, Seat
 from grpo_ray.learning.rendezvous import NUM_BYTES, SignedStore, open_store, prove
-from grpo_ray.transfer.channels import NcclChannel
 from grpo_ray.transfer.messages import WireError
-from grpo_ray.transfer.wire import Inbox
+from grpo_ray.transfer.wire import Inbox, NcclChannel
 
 LIMIT = timedelta(minutes=2)
 
@@ -242,9 +241,9 @@ def test_an_nccl_wire_proves_every_seat(threads: ThreadPoolExecutor, monkeypatch
             part.copy_(table[root])
             barrier.wait()
 
-        channel._broadcast = broadcast
+        channel._broadcast, channel._rank, channel._timeout_s = broadcast, rank, place.timeout_s
         try:
-            prove(secret, place.key, rank, 3, lambda parts: channel._exchange(parts, rank, place))
+            prove(secret, place.key, rank, 3, channel.exchange)
         except RuntimeError as error:
             return str(error)
         return "proved"

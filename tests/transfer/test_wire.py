@@ -23,12 +23,11 @@ import pytest
 import torch
 from builders import schedule_config, tensors_of
 
-from grpo_ray.transfer.channels import NcclChannel
 from grpo_ray.transfer.messages import Meeting, TensorSpec, WeightSnapshot, WireError, chunks
 from grpo_ray.transfer.sender import Sender
 from grpo_ray.transfer.shared_pages import map_pages, pages_of
 from grpo_ray.transfer.snapshot import check_snapshot, pack_weights
-from grpo_ray.transfer.wire import Inbox
+from grpo_ray.transfer.wire import Inbox, NcclChannel
 
 CPU = torch.device("cpu")
 
