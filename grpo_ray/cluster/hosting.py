@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from grpo_ray.cluster import kinds
 from grpo_ray.cluster.hosts import ServingHost, TrainingHost
 from grpo_ray.cluster.kinds import NOTHING, Deferred, Kind
-from grpo_ray.cluster.placement import LEARNER, joins_cluster, rank_names
+from grpo_ray.cluster.placement import LEARNER, joins_cluster, names_of
 from grpo_ray.cluster.ray_internals import spilled_bytes_of
 from grpo_ray.cluster.reaper import KILL_AFTER_S, Process, kill_if_left, send_signal
 from grpo_ray.cluster.remote_actor import DEATHS, Client, as_actor, last_line, result_of
@@ -147,7 +147,7 @@ class ActorGroup(TrainingHost, ServingGroup):
             self._metrics.phase(phase)
 
     def _start_learner(self) -> Any:
-        names, address = rank_names(self._config), Deferred(address_of_node, joins_cluster())
+        names, address = names_of(self._config)[LEARNER], Deferred(address_of_node, joins_cluster())
         if len(names) == 1:
             self.ranks = [self._start_rank(LEARNER, None, address)]
             return self.ranks[0]

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from grpo_ray.cluster import kinds
 from grpo_ray.cluster.kinds import NOTHING, Deferred, Kind
-from grpo_ray.cluster.placement import LEARNER, environment_names, generator_names, scorer_names, teacher_names
+from grpo_ray.cluster.placement import LEARNER, SCORER, names_of
 from grpo_ray.config import Config
 from grpo_ray.config.reward import secrets_in
 from grpo_ray.config.secrets import values_of
@@ -41,10 +41,11 @@ class ServingHost(ABC):
         self._version = checkpoint.state.step if checkpoint else 0
         self._num_starts: Counter[str] = Counter()  # of engines, by their Generator's name
         self._numbers = itertools.count()  # of processes
-        self.generators: dict[str, Any] = {n: self._start_generator(n) for n in generator_names(config)}
-        self.scorers: dict[str, Any] = {n: self._start_scorer(n) for n in scorer_names(config)}
-        self.teachers: dict[str, Any] = {n: self._start_teacher(n) for n in teacher_names(config)}
-        self.environments: dict[str, Any] = {n: self._start_environment(n) for n in environment_names(config)}
+        names = names_of(config)
+        self.generators: dict[str, Any] = {n: self._start_generator(n) for n in names["generator"]}
+        self.scorers: dict[str, Any] = {n: self._start_scorer(n) for n in names[SCORER]}
+        self.teachers: dict[str, Any] = {n: self._start_teacher(n) for n in names["teacher"]}
+        self.environments: dict[str, Any] = {n: self._start_environment(n) for n in names["environment"]}
 
     def __enter__(self) -> Self:
         return self

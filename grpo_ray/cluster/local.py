@@ -17,7 +17,6 @@ from typing import Any
 
 from grpo_ray.cluster.hosts import ServingHost, TrainingHost
 from grpo_ray.cluster.kinds import NOTHING, Kind
-from grpo_ray.cluster.placement import environment_names
 from grpo_ray.config import Config
 from grpo_ray.core.clients import WITH_BULK
 from grpo_ray.errors import ActorDied, RunError, shown_plainly
@@ -37,7 +36,7 @@ def check_local(config: Config) -> None:
         "generator.cpu_cores=null": config.generator.cpu_cores is not None,
         "learner.cpu_cores=null": config.learner.cpu_cores is not None,
         "weight_sync.transport=object_store": config.weight_sync.transport != "object_store",
-        "episodes.confined=false": config.episodes.confined and bool(environment_names(config)),
+        "episodes.confined=false": config.episodes.confined and bool(config.episode_tasks),
     }
     if any(needed.values()):
         changes = " ".join(change for change, is_needed in needed.items() if is_needed)

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from grpo_ray.config import Config
-from grpo_ray.watch.metrics_catalog import rank_name
 
 Resources = Mapping[str, float]  # "GPU" and "CPU"; zero amounts are left out
 
@@ -37,44 +36,34 @@ def joins_cluster() -> bool:
     return os.environ.get("RAY_ADDRESS") not in (None, "", "local")
 
 
-def generator_names(config: Config) -> list[str]:
-    return [f"generator-{index}" for index in range(config.generator.num_generators)]
+def names_of(config: Config) -> dict[str, list[str]]:
+    """Return the names of a run's actors by their kind: `generator-0` and so on, and of the Learner its ranks.
 
-
-def rank_names(config: Config) -> list[str]:
-    """Return the names of the Learner's ranks: `learner`, or `learner-0` and so on if there are several."""
-    number = config.learner.num_ranks
-    return [LEARNER] if number == 1 else [rank_name(rank) for rank in range(number)]
-
-
-def scorer_names(config: Config) -> list[str]:
-    """Return the Scorers' names: `scorer`, or `scorer-0` and so on if there are several."""
-    number = config.scorer.num_scorers
-    return [SCORER] if number == 1 else [f"{SCORER}-{index}" for index in range(number)]
-
-
-def teacher_names(config: Config) -> list[str]:
-    """Return the Teachers' names, `teacher-0` and so on; none without distillation."""
-    distillation = config.distillation
-    return [f"teacher-{i}" for i in range(distillation.num_teachers)] if distillation.teacher else []
-
-
-def environment_names(config: Config) -> list[str]:
-    """Return the names of the EnvironmentWorkers, `environment-0` and so on; none without episodes."""
-    number = config.episodes.num_workers if config.episode_tasks else 0
-    return [f"environment-{index}" for index in range(number)]
+    One Learner or Scorer alone has no number. Teachers need distillation, and EnvironmentWorkers episodes.
+    """
+    numbers = {
+        "generator": config.generator.num_generators,
+        LEARNER: config.learner.num_ranks,
+        SCORER: config.scorer.num_scorers,
+        "teacher": config.distillation.num_teachers if config.distillation.teacher else 0,
+        "environment": config.episodes.num_workers if config.episode_tasks else 0,
+    }  # Generators first, so that `spread` places these first
+    return {
+        kind: [kind] if number == 1 and kind in (LEARNER, SCORER) else [f"{kind}-{i}" for i in range(number)]
+        for kind, number in numbers.items()
+    }
 
 
 def reservations(config: Config) -> dict[str, dict[str, float]]:
     """Return the resources that each actor reserves in Ray, by its name; actors left out reserve nothing."""
-    amounts = (
-        (generator_names(config), config.gpus_per_generator, config.generator.num_cpus),
-        (rank_names(config), config.gpus_of_learner, config.learner.num_cpus),
-        (scorer_names(config), 0.0, config.scorer.num_cpus),
-        (teacher_names(config), config.distillation.num_gpus, config.distillation.num_cpus),
-        (environment_names(config), 0.0, config.episodes.num_cpus),
-    )  # Generators first, so that `spread` places these first
-    return {name: {"GPU": gpus, "CPU": cpus} for names, gpus, cpus in amounts for name in names}
+    amounts = {
+        "generator": {"GPU": config.gpus_per_generator, "CPU": config.generator.num_cpus},
+        LEARNER: {"GPU": config.gpus_of_learner, "CPU": config.learner.num_cpus},
+        SCORER: {"GPU": 0.0, "CPU": config.scorer.num_cpus},
+        "teacher": {"GPU": config.distillation.num_gpus, "CPU": config.distillation.num_cpus},
+        "environment": {"GPU": 0.0, "CPU": config.episodes.num_cpus},
+    }
+    return {name: amounts[kind] for kind, names in names_of(config).items() for name in names}
 
 
 def bundles_of(config: Config) -> tuple[Bundle, ...]:
@@ -85,18 +74,17 @@ def bundles_of(config: Config) -> tuple[Bundle, ...]:
     on CPUs all Generators and ranks.
     """
     wanted = {name: amounts for name, amounts in reservations(config).items() if any(amounts.values())}
-    ranks, per_node = rank_names(config), config.learner.num_ranks_per_node
+    generators, ranks, *others = names_of(config).values()
+    helpers, per_node = [[name] for names in others for name in names], config.learner.num_ranks_per_node
     nodes = [ranks[first : first + per_node] for first in range(0, len(ranks), per_node)]
-    helpers = [*scorer_names(config), *teacher_names(config), *environment_names(config)]
-    apart = [[name] for name in generator_names(config)], [[name] for name in helpers]
     if config.placement.strategy == "colocate":
         groups = [list(wanted)]
     elif config.generator.colocated and config.learner.num_gpus:
-        groups = [[*pair] for pair in zip(generator_names(config), ranks, strict=True)] + apart[1]
+        groups = [[*pair] for pair in zip(generators, ranks, strict=True)] + helpers
     elif config.generator.colocated:
-        groups = [generator_names(config) + ranks, *apart[1]]
+        groups = [generators + ranks, *helpers]
     else:
-        groups = [*apart[0], *nodes, *apart[1]]
+        groups = [*([name] for name in generators), *nodes, *helpers]
     present = (tuple(name for name in group if name in wanted) for group in groups)
     return tuple(Bundle(names, _sum(wanted[name] for name in names)) for names in present if names)
 
@@ -164,14 +152,15 @@ def _no_room(size: Resources, bundles: Sequence[Bundle], nodes: Sequence[Node], 
 def _shares(config: Config, resource: str) -> str:
     """Return the amounts per actor, such as `2 x 1 for Generators, 1 for the Learner`."""
     amounts = {name: amounts[resource] for name, amounts in reservations(config).items()}
-    kinds = (
-        (generator_names(config), "Generators", "Generators"),
-        (rank_names(config), "the Learner", "the Learner's ranks"),
-        (scorer_names(config), "the Scorer", "Scorers"),
-        (teacher_names(config), "the Teacher", "Teachers"),
-        (environment_names(config), "the EnvironmentWorker", "EnvironmentWorkers"),
-    )
-    shares = [(len(names), amounts[names[0]], one, several) for names, one, several in kinds if names]
+    kinds = {
+        "generator": ("Generators", "Generators"),
+        LEARNER: ("the Learner", "the Learner's ranks"),
+        SCORER: ("the Scorer", "Scorers"),
+        "teacher": ("the Teacher", "Teachers"),
+        "environment": ("the EnvironmentWorker", "EnvironmentWorkers"),
+    }
+    present = [(kind, names) for kind, names in names_of(config).items() if names]
+    shares = [(len(names), amounts[names[0]], *kinds[kind]) for kind, names in present]
     return ", ".join(
         f"{amount:g} for {one}" if number == 1 and one != several else f"{number} x {amount:g} for {several}"
         for number, amount, one, several in shares

@@ -27,7 +27,7 @@ from ray_scale_processes import AccountingLearner, EngineProcess, LogicalHandle,
 from grpo_ray.cluster import session
 from grpo_ray.cluster.hosting import ActorGroup
 from grpo_ray.cluster.kinds import Kind
-from grpo_ray.cluster.placement import LEARNER, generator_names
+from grpo_ray.cluster.placement import LEARNER, names_of
 from grpo_ray.cluster.remote_actor import Client, as_actor
 from grpo_ray.cluster.session import Placement
 from grpo_ray.config import Config
@@ -98,7 +98,7 @@ class ScaleActors(ActorGroup):
     def _start_process(self, number: int) -> ActorHandle:
         """Start a process in the bundle of its first Generator."""
         first = number * self._per_process
-        names = generator_names(self._config)[first : first + self._per_process]
+        names = names_of(self._config)["generator"][first : first + self._per_process]
         seeds = [self._seed_of(each) for each in names]
         hosted = as_actor(Kind(EngineProcess, EngineProcess), f"process-{number}", self._run.logs)
         return hosted.options(**self._placement.options(names[0]), max_concurrency=10_000).remote(

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -11,7 +11,7 @@ import pytest
 from builders import make_item, make_settings
 from local_runs import FakeServing, make_config
 
-from grpo_ray.cluster.placement import scorer_names, teacher_names
+from grpo_ray.cluster.placement import names_of
 from grpo_ray.core import starting
 from grpo_ray.core.pool import GeneratorPool
 from grpo_ray.core.stalls import StallWatch
@@ -28,16 +28,11 @@ Behaviour = Callable[[str, int], Any]  # (actor, how many times it was called be
 class FakeActors:
     """A Generator and a Scorer with answers that a test decides; `started` has each one's number of starts."""
 
-    def __init__(
-        self, answer: Behaviour, num_generators: int, scorers: Sequence[str], teachers: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, answer: Behaviour, names: dict[str, list[str]]) -> None:
         self._answer, self.num_calls = answer, dict[str, int]()
-        names = [f"generator-{index}" for index in range(num_generators)]
-        self.generators = {name: FakeClient(self, name) for name in names}
-        self.scorers = {name: FakeClient(self, name) for name in scorers}
-        self.teachers = {name: FakeClient(self, name) for name in teachers}
-        self.environments = dict[str, FakeClient]()
-        self.starts = dict.fromkeys([*names, *scorers, *teachers], 1)
+        clients = [{name: FakeClient(self, name) for name in of_kind} for of_kind in names.values()]
+        self.generators, _, self.scorers, self.teachers, self.environments = clients
+        self.starts = dict.fromkeys(self.by_name(), 1)
         self.num_stack_dumps = 0
         self.scored_by: list[str] = []
 
@@ -102,9 +97,7 @@ class Pool(FakeServing):
 
     def __init__(self, folder: Path, answer: Behaviour, *overrides: str, max_restarts: int = 5) -> None:
         config = make_config("recovery.restart_backoff_s=0.001", *overrides)
-        names = scorer_names(config), teacher_names(config)
-        actors = FakeActors(answer, config.generator.num_generators, *names)
-        super().__init__(folder, config, actors, max_restarts)
+        super().__init__(folder, config, FakeActors(answer, names_of(config)), max_restarts)
         sync: Any = FakeWeightSync()
         self.pool = GeneratorPool(self.context, sync, make_settings(), self.budget)
 
@@ -363,8 +356,7 @@ class Starts(FakeServing):
 
     def __init__(self, folder: Path, num_generators: int, *overrides: str) -> None:
         config = make_config(f"generator.num_generators={num_generators}", *overrides)
-        actors = FakeActors(lambda what, _: self.start(what), num_generators, ["scorer"])
-        super().__init__(folder, config, actors)
+        super().__init__(folder, config, FakeActors(lambda what, _: self.start(what), names_of(config)))
         self.texts: list[str] = []
         self.log.display.status = self.texts.append  # type: ignore[method-assign]
         self.seconds = dict.fromkeys(self.actors.by_name(), 0.1)
