@@ -3,11 +3,13 @@
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
 import ray
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from grpo_ray.cluster.remote_actor import Answer, Client
 from grpo_ray.config import Config
@@ -18,29 +20,26 @@ from grpo_ray.learning.rendezvous import NUM_BYTES, open_store
 GRACE_S = 5.0  # for the other ranks, after the first error; those that wait for the failed one never answer
 
 
-class RankMeeting:
-    """The place where the ranks find each other: a store in this process, and the secret that they share."""
+def seats_of(config: Config, host: str) -> tuple[TCPStore, list[Seat]]:
+    """Return the store where the ranks find each other, to keep as long as they run, and the seat of each.
 
-    def __init__(self, config: Config, host: str) -> None:
-        """`host`: the address of this node, which all ranks reach."""
-        self._config = config
-        self._store = open_store(host)
-        self._secret = secrets.token_bytes(NUM_BYTES)
-
-    def seat(self, rank: int) -> Seat:
-        learner = self._config.learner
-        return Seat(
-            rank=rank,
-            size=learner.num_ranks,
-            replicas=learner.replicas,
-            # A colocated rank keeps the GPU that it shares with its Generator.
-            ranks_per_node=1 if self._config.generator.colocated else learner.num_ranks_per_node,
-            host=self._store.host,
-            port=self._store.port,
-            start_timeout_s=self._config.recovery.start_timeout_s,
-            collective_timeout_s=learner.collective_timeout_s,
-            secret=self._secret,
-        )
+    Args:
+        host: the address of this node, which all ranks reach.
+    """
+    learner, store = config.learner, open_store(host)
+    first = Seat(
+        rank=0,
+        size=learner.num_ranks,
+        replicas=learner.replicas,
+        # A colocated rank keeps the GPU that it shares with its Generator.
+        ranks_per_node=1 if config.generator.colocated else learner.num_ranks_per_node,
+        host=store.host,
+        port=store.port,
+        start_timeout_s=config.recovery.start_timeout_s,
+        collective_timeout_s=learner.collective_timeout_s,
+        secret=secrets.token_bytes(NUM_BYTES),
+    )
+    return store, [replace(first, rank=rank) for rank in range(learner.num_ranks)]
 
 
 class Crew:

@@ -151,10 +151,10 @@ class ActorGroup(TrainingHost, ServingGroup):
         if len(names) == 1:
             self.ranks = [self._start_rank(LEARNER, None, address)]
             return self.ranks[0]
-        from grpo_ray.cluster.crew import Crew, RankMeeting  # they load torch
+        from grpo_ray.cluster.crew import Crew, seats_of  # they load torch
 
-        self._meeting = RankMeeting(self._config, address_of_node(joins_cluster()))  # open as long as the ranks
-        self.ranks = [self._start_rank(n, self._meeting.seat(rank), address) for rank, n in enumerate(names)]
+        self._store, seats = seats_of(self._config, address_of_node(joins_cluster()))
+        self.ranks = [self._start_rank(n, seat, address) for n, seat in zip(names, seats, strict=True)]
         return Crew(LEARNER, self.ranks, self._place_of, self._config.learner.collective_timeout_s)
 
 
