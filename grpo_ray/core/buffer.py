@@ -45,12 +45,7 @@ class TrajectoryBuffer(ClockedActor):
         self._groups: dict[int, ScoredGroup] = {}  # in the order of their arrival
         self._captured: tuple[tuple[ScoredGroup, ...], tuple[ReplayedGroup, ...]] = (), ()
         self._clock = StageClock(STAGES, rest="wait_for_groups")
-        self._writer = (
-            None
-            if rollouts_folder is None
-            else RolloutWriter(rollouts_folder, int(config.buffer.max_gib * 2**30), self._clock)
-        )
-        self._notes: list[str] = [] if self._writer is None else self._writer.notes
+        self._writer = RolloutWriter(rollouts_folder, int(config.buffer.max_gib * 2**30), self._clock)
         if checkpoint is not None:
             self._restore(checkpoint)
 
@@ -84,8 +79,7 @@ class TrajectoryBuffer(ClockedActor):
             dropped_ids: groups that leave for lack of signal; they are recorded with the batch.
             oldest_version: tokens of earlier ones are masked, in groups of episodes.
         """
-        if self._writer is not None:
-            await self._writer.room()
+        await self._writer.room()
         # No await from here on: a caller that is cancelled gets all of it or nothing.
         with self._clock.stage("make_batch", f"step {step}"):
             return self._hand_out(step, group_ids, dropped_ids, oldest_version)
@@ -98,10 +92,9 @@ class TrajectoryBuffer(ClockedActor):
         fresh = tuple(self._groups.pop(group_id) for group_id in group_ids)
         self._memory.add(fresh)
         dropped = tuple(self._groups.pop(group_id) for group_id in dropped_ids)
-        write_error = self._writer.error if self._writer is not None else None
-        if self._writer is not None:
-            uses = [FRESH] * len(fresh) + [r.num_uses for r in replayed] + [DROPPED] * len(dropped)
-            self._writer.add(step, (*fresh, *(r.group for r in replayed), *dropped), uses)
+        write_error = self._writer.error
+        uses = [FRESH] * len(fresh) + [r.num_uses for r in replayed] + [DROPPED] * len(dropped)
+        self._writer.add(step, (*fresh, *(r.group for r in replayed), *dropped), uses)
         metrics = {
             **rollout_metrics([*fresh, *dropped], len(dropped)),
             **part_metrics([*fresh, *dropped]),
@@ -110,8 +103,8 @@ class TrajectoryBuffer(ClockedActor):
             **self._memory.take_metrics(),
             **({"lag/masked_tokens": float(num_masked)} if self._masks_old else {}),
         }
-        facts = BatchFacts(metrics, write_error, ungraded_in([*fresh, *dropped]), tuple(self._notes))
-        self._notes.clear()
+        facts = BatchFacts(metrics, write_error, ungraded_in([*fresh, *dropped]), tuple(self._writer.notes))
+        self._writer.notes.clear()
         return TrainBatch((*fresh, *(r.group for r in replayed))), facts
 
     def _mask_older(self, group_ids: Sequence[int], oldest_version: int) -> int:
@@ -148,7 +141,7 @@ class TrajectoryBuffer(ClockedActor):
             first = await write(write_rollouts, folder / GROUPS, None, groups, fsync=True)
             memory = [r.group for r in replayed]
             second = await write(write_rollouts, folder / REPLAY, None, memory, uses, fsync=True)
-            self._notes += filter(None, (first, second))
+            self._writer.notes += filter(None, (first, second))
             return {name: (folder / name).stat().st_size for name in (GROUPS, REPLAY)}
 
     def _restore(self, folder: Path) -> None:
@@ -159,4 +152,4 @@ class TrajectoryBuffer(ClockedActor):
 
     async def flush(self) -> str | None:
         """Wait until the batches taken so far are on disk; return the error if they cannot be (a full disk)."""
-        return None if self._writer is None else await self._writer.flush()
+        return await self._writer.flush()

@@ -20,17 +20,18 @@ MAX_UNSYNCED = 64  # files; also with checkpoints that are far apart
 class RolloutWriter:
     """A queue of batches to write; `error` says why some wait, and `notes` what is changed or left out."""
 
-    def __init__(self, folder: Path, max_bytes: int, clock: StageClock) -> None:
+    def __init__(self, folder: Path | None, max_bytes: int, clock: StageClock) -> None:
         """Start with an empty queue.
 
         Args:
+            folder: receives a file per batch; None: nothing is written.
             max_bytes: size of the groups that may wait in memory.
             clock: has a stage `write_rollouts`.
         """
         self._folder = folder
         self._max_bytes = max_bytes
         self._clock = clock
-        self._waiting: deque[tuple[int, Groups, Sequence[int] | None]] = deque()
+        self._waiting: deque[tuple[Path, int, Groups, Sequence[int] | None]] = deque()
         self._num_bytes = 0
         self._num_dropped = 0
         self._unsynced: list[Path] = []  # written, but maybe not on disk yet
@@ -45,7 +46,9 @@ class RolloutWriter:
 
     def add(self, step: int, groups: Groups, uses: Sequence[int] | None = None) -> None:
         """Queue a step's groups and start writing; `uses` as in `write_rollouts`."""
-        self._waiting.append((step, groups, uses))
+        if self._folder is None:
+            return
+        self._waiting.append((self._folder / f"{step_name(step)}.parquet", step, groups, uses))
         self._num_bytes += _num_bytes(groups)
         self._start()
 
@@ -77,8 +80,7 @@ class RolloutWriter:
 
     async def _write(self) -> None:
         while self._waiting:
-            step, groups, uses = self._waiting[0]
-            path = self._folder / f"{step_name(step)}.parquet"
+            path, step, groups, uses = self._waiting[0]
             try:
                 with self._clock.stage("write_rollouts", f"step {step}, {len(groups)} groups"):
                     note = await asyncio.to_thread(write_rollouts, path, step, groups, uses)
@@ -100,7 +102,7 @@ class RolloutWriter:
         self.error = None
 
     def _drop_oldest(self) -> None:
-        _, groups, _ = self._waiting.popleft()
+        _, _, groups, _ = self._waiting.popleft()
         self._num_bytes -= _num_bytes(groups)
 
     def _message(self, path: Path, error: OSError) -> str:
