@@ -13,6 +13,7 @@ from contextvars import Context
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from grpo_ray.cluster.hosts import ServingHost, TrainingHost
@@ -158,6 +159,8 @@ class LocalServing(ServingHost):
 
     def _kill(self, name: str) -> None:
         self.by_name()[name].die("it was replaced")
+        if name in self.scorers:  # in a thread, as it may be stuck
+            Thread(target=self._end_grader, args=[self.scorers[name]], daemon=True).start()
 
     async def fetch(self, reference: Any) -> Any:
         return await reference
@@ -174,9 +177,12 @@ class LocalServing(ServingHost):
 
     def stop(self) -> None:
         """End the processes of the graders."""
-        for client in self.scorers.values():
-            if "actor" in vars(client):  # it was called
-                client.actor.close()
+        for scorer in self.scorers.values():
+            self._end_grader(scorer)
+
+    def _end_grader(self, scorer: LocalClient) -> None:
+        if "actor" in vars(scorer):  # it was called
+            scorer.actor.close()
 
 
 class LocalActors(TrainingHost, LocalServing):

@@ -301,6 +301,7 @@ def test_a_group_that_never_finishes_is_retried_and_then_set_aside(run: RunDirec
 def test_a_stall_is_explained_and_ended(run: RunDirectory, victim: str) -> None:
     config = make_config(f"recovery.stall_timeout_s={LIMIT_S}")
     method = {"generator-0": "generate", "scorer": "score", "learner": "train_step"}[victim]
+    closed: list[str] = []
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
         await until(lambda: controller._version >= 3)
@@ -308,13 +309,14 @@ def test_a_stall_is_explained_and_ended(run: RunDirectory, victim: str) -> None:
         async def never(*_: Any) -> None:
             await asyncio.sleep(60)
 
-        setattr(actors.by_name()[victim].actor, method, never)
+        vars(actors.by_name()[victim].actor).update({method: never, "close": lambda: closed.append(victim)})
         await until((run.logs / "threads.log").exists)
 
     train(config, run.path, once(meddle))
     audit(run, config)
     assert any(f"{victim}: " in event["text"] for event in events(run, "waits"))
     assert len(events(run, "restored")) == (victim == "learner")
+    assert closed == ["scorer"] * (victim == "scorer")  # with its processes
 
 
 @pytest.mark.slow

@@ -105,5 +105,5 @@ class SimulatedActors(LocalActors):
         self.ranks = [self._client("learner", lambda: learner)]
         return self.ranks[0]
 
-    def stop(self) -> None:
+    def _end_grader(self, scorer: LocalClient) -> None:
         """Do nothing: simulated graders have no processes."""
