@@ -304,7 +304,8 @@ def private_ray_folder() -> str:
         raise RunError(
             f"{folder} has {length} bytes; Ray's sockets allow {LONGEST_FOLDER}: set a shorter TMPDIR"
         )
-    folder.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # also of a file, or of a link to nowhere
+        folder.mkdir(mode=0o700)
     status = folder.lstat()
     is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
     if status.st_uid != os.getuid() or not is_private:

@@ -139,6 +139,8 @@ def test_a_ray_folder_that_others_can_enter_is_refused(monkeypatch, tmp_path):
     with pytest.raises(RunError, match="only you can enter"):
         session.private_ray_folder()
     folder.rmdir()
-    folder.symlink_to(tmp_path)
-    with pytest.raises(RunError, match="only you can enter"):
-        session.private_ray_folder()
+    for occupy in (lambda: folder.symlink_to(tmp_path), lambda: folder.symlink_to("nowhere"), folder.touch):
+        occupy()
+        with pytest.raises(RunError, match="only you can enter"):
+            session.private_ray_folder()
+        folder.unlink()
