@@ -11,7 +11,8 @@ import ray
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from grpo_ray.cluster.remote_actor import Answer, Client
+from grpo_ray.cluster.kinds import Answer, BaseClient
+from grpo_ray.cluster.remote_actor import Client
 from grpo_ray.config import Config
 from grpo_ray.errors import FORGED, ActorDied, DataLost, OutOfDeviceMemory, RunError
 from grpo_ray.learning.ranks import WRITE_TIMEOUT, Seat
@@ -42,7 +43,7 @@ def seats_of(config: Config, host: str) -> tuple[TCPStore, list[Seat]]:
     return store, [replace(first, rank=rank) for rank in range(learner.num_ranks)]
 
 
-class Crew:
+class Crew(BaseClient):
     """Makes each call to every rank; the answer is that of the first, once all have answered.
 
     If a rank dies, fails while others wait for it in a collective, or has no answer long after another's, all
@@ -59,20 +60,14 @@ class Crew:
         self._errors: list[tuple[int, BaseException]] = []  # of any call, with their ranks, oldest first
         self._ending: BaseException | None = None  # the error that ended the ranks
 
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        if method.startswith("_"):
-            raise AttributeError(method)
+    def _call(self, method: str, args: Sequence[Any]) -> Any:
         # The first rank writes the model alone.
         limit_s = WRITE_TIMEOUT.total_seconds() if method == "write_captured" else self._wait_s
-
-        def call(*args: Any) -> Any:
-            answers = [getattr(rank, method)(*args) for rank in self._ranks]
-            if isinstance(answers[0], Answer):
-                return Answer(partial(self.first_answer, answers, limit_s))
-            bulk, _ = answers[0]
-            return bulk, Answer(partial(self.first_answer, [facts for _, facts in answers], limit_s))
-
-        return call
+        answers = [getattr(rank, method)(*args) for rank in self._ranks]
+        if isinstance(answers[0], Answer):
+            return Answer(partial(self.first_answer, answers, limit_s))
+        bulk, _ = answers[0]
+        return bulk, Answer(partial(self.first_answer, [facts for _, facts in answers], limit_s))
 
     async def first_answer(self, answers: Sequence[Awaitable[Any]], limit_s: float) -> Any:
         """Return the first rank's answer.

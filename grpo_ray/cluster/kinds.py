@@ -1,7 +1,8 @@
-"""The classes of a run's actors, which only the processes that have one import: that may take seconds."""
+"""The kinds of a run's actors, and the calls of their clients, for both hosts."""
 
 import pkgutil
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ class Deferred(partial[Any]):
 
 @dataclass(frozen=True)
 class Kind:
-    """A class of actors."""
+    """A class of actors, which only their processes import: that may take seconds."""
 
     place: str | type
     """`module:class`, or the class."""
@@ -35,6 +36,29 @@ class Kind:
         built = [argument() if isinstance(argument, Deferred) else argument for argument in given]
         actor = pkgutil.resolve_name(self.place) if isinstance(self.place, str) else self.place
         return actor(*built)
+
+
+class BaseClient(ABC):
+    """A client of an actor, which makes the calls that the Protocols of core/clients.py declare."""
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("_"):  # pickle asks for such names before there are attributes
+            raise AttributeError(method)
+        return lambda *args: self._call(method, args)
+
+    @abstractmethod
+    def _call(self, method: str, args: Sequence[Any]) -> Any:
+        """Begin a call, and return its Answer; with a bulky result, a reference to it and the facts' Answer."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The future result of a call, which `result` waits for; unlike a coroutine, it need not be awaited."""
+
+    result: Callable[[], Awaitable[Any]]
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self.result().__await__()
 
 
 BUFFER = Kind("grpo_ray.core.buffer:TrajectoryBuffer", clients.BufferClient)

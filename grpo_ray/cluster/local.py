@@ -8,16 +8,15 @@ import asyncio
 import contextlib
 import faulthandler
 import inspect
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import Context
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 from grpo_ray.cluster.hosts import ServingHost, TrainingHost
-from grpo_ray.cluster.kinds import NOTHING, Kind
+from grpo_ray.cluster.kinds import NOTHING, Answer, BaseClient, Kind
 from grpo_ray.config import Config
 from grpo_ray.core.clients import WITH_BULK
 from grpo_ray.errors import ActorDied, RunError, shown_plainly
@@ -44,35 +43,7 @@ def check_local(config: Config) -> None:
         raise RunError(f"--local runs all actors in one process, on its CPU; add {changes}, or omit --local")
 
 
-class Answer:
-    """The future result of a call, which like Ray's begins at once and need not be awaited."""
-
-    def __init__(self, client: "LocalClient", task: "asyncio.Task[Any]") -> None:
-        self._client, self._task = client, task
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        try:
-            return (yield from self._task.__await__())
-        except asyncio.CancelledError:
-            waiting = asyncio.current_task()
-            is_cancelled = waiting is not None and waiting.cancelling() > 0
-            if self._task.cancelled() and self._client.death is not None and not is_cancelled:
-                raise self._client.death from None
-            raise
-
-
-@dataclass(frozen=True)
-class Part:
-    """One of the two results of a call that returns bulk and facts; the bulk is passed on as a reference."""
-
-    answer: Answer
-    index: int
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return (yield from self.answer.__await__())[self.index]
-
-
-class LocalClient:
+class LocalClient(BaseClient):
     """A client like `remote_actor.Client`, of an object in this process, which can die."""
 
     def __init__(
@@ -88,11 +59,6 @@ class LocalClient:
         self.death: ActorDied | None = None
         self._calls: set[asyncio.Task[Any]] = set()
         self._turn = asyncio.Lock()  # a synchronous actor's calls run one at a time, in order
-
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        if method.startswith("_"):
-            raise AttributeError(method)
-        return lambda *args: self._call(method, args)
 
     @cached_property
     def actor(self) -> Any:
@@ -110,13 +76,27 @@ class LocalClient:
         task = asyncio.get_running_loop().create_task(work, context=Context())
         self._calls.add(task)
         task.add_done_callback(self._ended)
-        answer = Answer(self, task)
-        return (Part(answer, 0), Part(answer, 1)) if method in WITH_BULK else answer
+        if method in WITH_BULK:
+            return Answer(partial(self._part, task, 0)), Answer(partial(self._part, task, 1))
+        return Answer(partial(self._result, task))
+
+    async def _part(self, task: "asyncio.Task[Any]", part: int) -> Any:
+        return (await self._result(task))[part]
+
+    async def _result(self, task: "asyncio.Task[Any]") -> Any:
+        try:
+            return await task
+        except asyncio.CancelledError:
+            waiting = asyncio.current_task()
+            is_cancelled = waiting is not None and waiting.cancelling() > 0
+            if task.cancelled() and self.death is not None and not is_cancelled:
+                raise self.death from None
+            raise
 
     async def _work(self, method: str, args: Sequence[Any]) -> Any:
         if self.death is not None:
             raise self.death
-        values = [await arg if isinstance(arg, Answer | Part | asyncio.Future) else arg for arg in args]
+        values = [await arg if isinstance(arg, Answer | asyncio.Future) else arg for arg in args]
         return await self._serve(method, values)
 
     async def _serve(self, method: str, args: Sequence[Any]) -> Any:

@@ -13,8 +13,7 @@ import os
 import re
 import signal
 from collections import Counter
-from collections.abc import Awaitable, Callable, Generator, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +33,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from grpo_ray.cluster.kinds import NOTHING, Kind
+from grpo_ray.cluster.kinds import NOTHING, Answer, BaseClient, Kind
 from grpo_ray.cluster.reaper import process_at
 from grpo_ray.config.user_code import IMPORTED, import_from
 from grpo_ray.core.clients import WITH_BULK
@@ -58,7 +57,7 @@ DEATHS = (
 )
 
 
-class Client:
+class Client(BaseClient):
     """The client of one actor, with the calls that the Protocols of core/clients.py declare.
 
     Awaiting an answer raises what the method raised, ActorDied if the actor's process is gone or cannot start,
@@ -70,30 +69,12 @@ class Client:
         """`number`: of the actor's process, among all that the run has started."""
         self.name, self.number, self.handle = name, number, handle
 
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        if method.startswith("_"):  # pickle asks for such names before `handle` is there
-            raise AttributeError(method)
-        remote = getattr(self.handle, method)
-        if method in WITH_BULK:
-            return lambda *args: self._call_with_bulk(remote, args)
-        return lambda *args: self._answer(remote.remote(*args))
-
-    def _call_with_bulk(self, remote: ActorMethod, args: tuple[Any, ...]) -> tuple[Any, Awaitable[Any]]:
+    def _call(self, method: str, args: Sequence[Any]) -> Any:
+        remote: ActorMethod = getattr(self.handle, method)
+        if method not in WITH_BULK:
+            return Answer(partial(result_of, self.name, remote.remote(*args)))
         bulk, facts = remote.options(num_returns=2).remote(*args)
-        return bulk, self._answer(facts)
-
-    def _answer(self, reference: Awaitable[Any]) -> "Answer":
-        return Answer(partial(result_of, self.name, reference))
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The future result of a call, which `result` waits for; unlike a coroutine, it need not be awaited."""
-
-    result: Callable[[], Awaitable[Any]]
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return self.result().__await__()
+        return bulk, Answer(partial(result_of, self.name, facts))
 
 
 async def result_of(name: str, reference: Awaitable[T]) -> T:

@@ -11,7 +11,7 @@ import torch
 
 from grpo_ray.cluster import crew as crew_module
 from grpo_ray.cluster.crew import Crew
-from grpo_ray.cluster.remote_actor import Answer
+from grpo_ray.cluster.kinds import Answer
 from grpo_ray.errors import FORGED, ActorDied, DataLost, OutOfDeviceMemory, RunError
 
 LIMIT_S = 0.2
