@@ -121,7 +121,7 @@ class ServingGroup(ServingHost):
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             place: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": here}
         else:
-            place = self._placement.options(name)
+            place = self._placement[name]
         calls = {"max_concurrency": 10_000} if kind.is_async else {}
         actor = as_actor(kind, name, self._run.logs, beside).options(**(calls | place | options))
         self._clients[name] = Client(name, actor.remote(*given), next(self._numbers))
@@ -164,7 +164,7 @@ def learning(
 ) -> Iterator[Callable[..., Any]]:
     """Start a Learner alone, and yield a function that calls its methods; end it however the block is left."""
     logs = RunDirectory(run_dir).logs
-    actor = as_actor(kinds.LEARNER, LEARNER, logs).options(**placement.options(LEARNER))
+    actor = as_actor(kinds.LEARNER, LEARNER, logs).options(**placement[LEARNER])
     handle = actor.remote(model.path, config, model.end_token_ids)
 
     def call(method: str, *args: object) -> Any:

@@ -12,7 +12,7 @@ import socket
 import stat
 import tempfile
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -180,22 +180,18 @@ RAY_STRATEGY: dict[Strategy, str] = {
 }  # fmt: skip
 
 
-class Placement:
-    """The placement group of a run: the resources of its actors, held from before they start until the end."""
+Placement = Mapping[str, dict[str, Any]]
+"""Each actor's resources and bundle, for `ActorClass.options`, also when it is restarted."""
 
-    def __init__(self, config: Config, group: PlacementGroup | None) -> None:
-        """`group`: has the bundles of `bundles_of(config)`; None if no actor reserves anything."""
-        self._reservations, self._group = reservations(config), group
-        self._index = {name: i for i, bundle in enumerate(bundles_of(config)) for name in bundle.actors}
 
-    def options(self, actor: str) -> dict[str, Any]:
-        """Return the actor's resources and bundle, for `ActorClass.options`, also when it is restarted."""
-        wanted = self._reservations[actor]
-        options: dict[str, Any] = {"num_gpus": wanted["GPU"], "num_cpus": wanted["CPU"]}
-        if actor in self._index:
-            bundle = PlacementGroupSchedulingStrategy(self._group, self._index[actor])
-            options["scheduling_strategy"] = bundle
-        return options
+def _options(config: Config, group: PlacementGroup | None) -> Placement:
+    """Return the options of the actors; `group` is None if none of them reserves anything."""
+    wanted = reservations(config).items()
+    options: Placement = {name: {"num_gpus": own["GPU"], "num_cpus": own["CPU"]} for name, own in wanted}
+    for index, bundle in enumerate(bundles_of(config)):
+        for name in bundle.actors:
+            options[name]["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, index)
+    return options
 
 
 @contextlib.contextmanager
@@ -211,13 +207,13 @@ def placed(config: Config) -> Iterator[Placement]:
         _refuse(shortfalls(config, _nodes()), "the cluster lacks resources", NODES_MAY_COME)
     bundles = [dict(bundle.resources) for bundle in bundles_of(config)]
     if not bundles:
-        yield Placement(config, None)
+        yield _options(config, None)
         return
     group = placement_group(bundles, strategy=RAY_STRATEGY[config.placement.strategy])
     try:
         if not group.wait(wait_s or GRACE_S):
             _refuse_busy(config, wait_s)
-        yield Placement(config, group)
+        yield _options(config, group)
     finally:
         remove_placement_group(group)
 

@@ -101,7 +101,7 @@ class ScaleActors(ActorGroup):
         names = names_of(self._config)["generator"][first : first + self._per_process]
         seeds = [self._seed_of(each) for each in names]
         hosted = as_actor(Kind(EngineProcess, EngineProcess), f"process-{number}", self._run.logs)
-        return hosted.options(**self._placement.options(names[0]), max_concurrency=10_000).remote(
+        return hosted.options(**self._placement[names[0]], max_concurrency=10_000).remote(
             names, seeds, self._config, self._speeds, self._lengths, self._version
         )
 

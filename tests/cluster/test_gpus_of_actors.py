@@ -26,7 +26,7 @@ def gpus(*changes: str) -> Found:
     with session.placed(config) as placement:
 
         def start(name: str) -> tuple[Any, str]:
-            actor = ray.remote(Actor).options(**placement.options(name)).remote()
+            actor = ray.remote(Actor).options(**placement[name]).remote()
             return actor, ray.get(actor.gpus.remote())
 
         bundles = [[name for name in bundle.actors if "scorer" not in name] for bundle in bundles_of(config)]

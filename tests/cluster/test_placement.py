@@ -74,7 +74,7 @@ def test_colocated_actors_share_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     with session.placed(config) as placement:
         assert ray.groups == [([{"GPU": 1, "CPU": 2}, {"CPU": 1}], "PACK")]
         for actor, index, gpus in (("generator-0", 0, 0.5), ("learner", 0, 0.5), ("scorer", 1, 0)):
-            options = placement.options(actor)
+            options = placement[actor]
             assert options["num_gpus"] == gpus
             assert options["scheduling_strategy"].placement_group_bundle_index == index
 
@@ -292,10 +292,10 @@ def test_an_actor_has_the_same_bundle_whenever_it_is_started(monkeypatch: pytest
     with session.placed(config) as placement:
         assert ray.groups == [([{"GPU": 4, "CPU": 1}] * 2, "STRICT_SPREAD")]
         for index in (0, 1, 1):
-            options = placement.options(f"generator-{index}")
+            options = placement[f"generator-{index}"]
             assert (options["num_gpus"], options["num_cpus"]) == (4, 1)
             assert options["scheduling_strategy"].placement_group_bundle_index == index
-        assert placement.options("learner") == {"num_gpus": 0, "num_cpus": 0}  # wherever Ray puts it
+        assert placement["learner"] == {"num_gpus": 0, "num_cpus": 0}  # wherever Ray puts it
         assert ray.num_removed == 0
     assert ray.num_removed == 1
 
