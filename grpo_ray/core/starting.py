@@ -13,7 +13,7 @@ NOTICE_S = 60.0  # without an actor that comes up, before the run names those th
 REPORT_S = 10.0  # between two reports of the number of actors that are up
 
 
-async def until_all_ready(context: ServingContext, ready: Callable[[ActorClient], Awaitable[None]]) -> None:
+async def until_all_ready(context: ServingContext, ready: Callable[[ActorClient], Awaitable[object]]) -> None:
     """Wait for every actor, report how many are up, and after `NOTICE_S` which ones are not.
 
     At most `generator.max_starting` Generators start at the same time, and each one's time counts from then.

@@ -67,12 +67,9 @@ class FakeGenerator:
 
 
 def make_sync(
-    *generators: FakeGenerator,
-    timeout_s: float = 5.0,
-    version: int = 0,
-    learner: Any = None,
+    *generators: FakeGenerator, timeout_s: float = 5.0, version: int = 0, learner: Any = None,
     call: str = "stage",
-) -> WeightSync:
+) -> WeightSync:  # fmt: skip
     wires = None if learner is None else Wires(learner, call)
     return WeightSync(fakes(generators), timeout_s, version, wires)
 

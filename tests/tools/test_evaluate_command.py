@@ -197,6 +197,13 @@ def test_rows_after_the_limit_are_not_read(tmp_path: Path, tiny_model: Model, se
         evaluate(options(tiny_model(), tmp_path / "six", task=path, limit=6))
 
 
+def test_an_actor_that_starts_late_ends_it(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
+    serve_locally(gsm8k_answers)
+    given = options(tiny_model(), tmp_path / "e", "recovery.start_timeout_s=0.001", task=gsm8k_file(tmp_path))
+    with pytest.raises(RunError, match=r"did not start within 0\.001 s"):
+        evaluate(given)
+
+
 def test_a_dead_generator_loses_nothing_and_a_prompt_that_always_fails_is_left_out_and_named(
     tmp_path: Path, tiny_model: Model, serve_locally: Serve, capsys: Capture
 ) -> None:

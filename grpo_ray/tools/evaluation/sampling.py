@@ -15,6 +15,7 @@ from grpo_ray.core.clients import ServingActors
 from grpo_ray.core.context import PreparedServing, ServingContext
 from grpo_ray.core.pool import GeneratorPool, training_settings
 from grpo_ray.core.stalls import StallWatch
+from grpo_ray.core.starting import until_all_ready
 from grpo_ray.core.sync import WeightSync
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled, first_error
@@ -89,8 +90,8 @@ class Evaluator:
         budget = RestartBudget("recovery.max_restarts", recovery.max_restarts, recovery.restart_backoff_s)
         generators = list(actors.generators.values())
         self._weight_sync = WeightSync(generators, config.weight_sync.phase_timeout_s)
-        context = ServingContext(config, actors, self._calls, log)
-        self._pool = GeneratorPool(context, self._weight_sync, settings, budget)
+        self._context = ServingContext(config, actors, self._calls, log)
+        self._pool = GeneratorPool(self._context, self._weight_sync, settings, budget)
         self._num_loaded = 0
 
     async def run(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -102,7 +103,7 @@ class Evaluator:
         try:
             async with TasksAlongside() as tasks:
                 self._pool.start(tasks)
-                await asyncio.gather(*(a.ready() for a in self._actors.by_name().values()))
+                await until_all_ready(self._context, lambda actor: actor.ready())
                 limit_s = self._config.recovery.stall_timeout_s
                 tasks.create_task(StallWatch(self._calls, self._pool, self._log, limit_s).run())
                 await work()
@@ -175,7 +176,6 @@ async def sample(
     """
     settings = training_settings(config.sampling, prepared.model.end_token_ids)
     settings = replace(settings, temperature=plan.temperature, top_p=plan.top_p)
-    console.status("starting the actors")
     log = RunLog(RunDirectory(plan.folder.path), console)
     evaluator = Evaluator(config, settings, actors, log)
 
