@@ -125,8 +125,8 @@ def kill_after(num_steps: int, seconds: float) -> Watcher:
     """Kill the driver `seconds` after `num_steps` more steps, on a slow machine and on a fast one alike."""
 
     async def kill(actors: LocalActors, controller: Controller) -> None:
-        version = controller._version + num_steps
-        await until(lambda: controller._version >= version)
+        version = controller.version + num_steps
+        await until(lambda: controller.version >= version)
         await asyncio.sleep(seconds)
         raise Killed
 

@@ -69,7 +69,7 @@ class Packed:
 
 
 class Controller:
-    """The driver of one run's actors; its `_version` is the Learner's, so step n turns `n - 1` into `n`."""
+    """The driver of one run's actors; its `version` is the Learner's, so step n turns `n - 1` into `n`."""
 
     def __init__(
         self, config: Config, prepared: Prepared, actors: RunActors, log: RunLog, store: CheckpointStore,
@@ -77,18 +77,18 @@ class Controller:
     ) -> None:  # fmt: skip
         self._config, self._actors, self._log = config, actors, log
         self._checkpoint = checkpoint
-        self._version = self._first_version = log.step = checkpoint.state.step if checkpoint else 0
+        self.version = self._first_version = log.step = checkpoint.state.step if checkpoint else 0
         self.has_begun = False  # every actor has been up, and the first step can start
         self._calls = OpenCalls()
         self._clock = StageClock(STAGES, rest="idle", on_turn=actors.show_phase)
         self._context = context = RunContext(config, actors, self._calls, log, self._clock)
         settings = training_settings(config.sampling, prepared.model.end_token_ids)
         self._pool = GeneratorPool(context, actors.weight_sync, settings, budget)
-        self.book = GroupBook(config, prepared.prompts, self._version)
+        self.book = GroupBook(config, prepared.prompts, self.version)
         self._producer = RolloutProducer(context, self.book, self._pool)
         self._step_metrics = StepMetrics(context, self._pool)
         self._validation = Validation(context, prepared.validation, self._pool)
-        self._checkpointing = Checkpointing(context, store, self.book.state_dict, self._version)
+        self._checkpointing = Checkpointing(context, store, self.book.state_dict, self.version)
         self._tasks: asyncio.TaskGroup | None = None
         self._stop = asyncio.Event()
         self._is_preempted = False
@@ -101,7 +101,7 @@ class Controller:
         """Return the current state; another thread may call this, so it only reads."""
         book = self.book
         return LiveStatus(
-            step=self._version,
+            step=self.version,
             published_version=book.published_version,
             num_sampling=book.num_in(State.IN_FLIGHT, State.SCORED, State.ENTERING),
             num_buffered=book.num_in(State.BUFFERED, State.DROPPED),
@@ -111,11 +111,6 @@ class Controller:
         )
 
     # From start to end
-
-    @property
-    def version(self) -> int:
-        """The Learner's version: the number of steps that are complete."""
-        return self._version
 
     @property
     def was_stopped(self) -> bool:
@@ -171,16 +166,16 @@ class Controller:
         """
         if self._config.model.adapter is not None:
             self._log.display.status("sending the adapted weights")
-            report = await self._sync(self._version, await self._pack_first(), is_initial=True)
+            report = await self._sync(self.version, await self._pack_first(), is_initial=True)
             if self._checkpoint is None and len(report.failed) == self._config.generator.num_generators:
                 raise RunError(f"no Generator can load the adapted weights: {min(report.failed.values())}")
         state = self._checkpoint.state if self._checkpoint is not None else None
         await self._producer.begin(state.ledger if state is not None else None)
-        if state is not None and self._log.last_logged_step < self._version:
-            self._unlogged[self._version] = dict(state.metrics)
-        if self._validation.is_due(self._version):
+        if state is not None and self._log.last_logged_step < self.version:
+            self._unlogged[self.version] = dict(state.metrics)
+        if self._validation.is_due(self.version):
             self._log.display.status("evaluating the policy")
-        await self._finish_step(self._version)
+        await self._finish_step(self.version)
         self._log.display.status("training")
         await self._step_metrics.begin()
         self.has_begun = True
@@ -207,7 +202,7 @@ class Controller:
     async def _train(self) -> None:
         published: asyncio.Task[None] | None = None
         try:
-            for step in range(self._version + 1, self._config.algorithm.num_steps + 1):
+            for step in range(self.version + 1, self._config.algorithm.num_steps + 1):
                 batch, metrics = await self._unless_stopped(self._next_batch(step))
                 if self._config.generator.colocated:
                     if published is not None:
@@ -290,7 +285,7 @@ class Controller:
         metrics |= report.metrics | self._producer.step_trained(report.version)
         metrics |= self._step_metrics.of_recovery()
         self._unlogged[report.version] = metrics
-        self._version = self._log.step = report.version
+        self.version = self._log.step = report.version
         self._in_training = None
 
     def _check_skipped(self, report: StepReport) -> None:
@@ -362,7 +357,7 @@ class Controller:
         evaluating = asyncio.ensure_future(self._validation.evaluate(step))
         try:
             while not (await asyncio.wait({evaluating}, timeout=0.1))[0]:
-                if self._is_preempted and step < self._version:
+                if self._is_preempted and step < self.version:
                     text = f"the preemption left no time to validate step {step}"
                     self._log.event("not_evaluated", None, text, validation_step=step)
                     return {}
@@ -394,13 +389,13 @@ class Controller:
 
         A disk that refuses it, or the records before it, is tried again for `patience_s`: it may get room.
         """
-        if self._version == self._first_version:
+        if self.version == self._first_version:
             return
         give_up_at = monotonic() + patience_s
         while True:
             self._validation.write()
             self._log.warning("rollouts", await self._actors.buffer.flush())
-            await self._checkpointing.begin(self._unlogged.get(self._version, {}), await self._log.on_disk())
+            await self._checkpointing.begin(self._unlogged.get(self.version, {}), await self._log.on_disk())
             await self._checkpointing.settle()
             if (problem := self._checkpointing.problem) is None:
                 return
@@ -417,9 +412,9 @@ class Controller:
             async with asyncio.timeout(self._config.recovery.stall_timeout_s):
                 await self._checkpointing.settle()  # or a checkpoint would be written of what is replaced now
                 report = await self._actors.learner.capture()
-                if report is not None and report.version > self._version and self._in_training is not None:
+                if report is not None and report.version > self.version and self._in_training is not None:
                     self._settle_step(report)  # the error came while the Learner finished a step
-                for step in sorted(self._unlogged.keys() - {self._version}):  # the error ended its publication
+                for step in sorted(self._unlogged.keys() - {self.version}):  # the error ended its publication
                     self._log.line(step, self._unlogged.pop(step))
                     if self._validation.is_due(step):
                         text = f"the error left no time to validate step {step}"

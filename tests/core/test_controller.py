@@ -100,7 +100,7 @@ def test_a_synchronous_run_that_is_interrupted_is_the_same_run(
         assert row["throughput/sampled_tokens_per_s"] * row["timing/step_s"] == pytest.approx(num_tokens)
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
-        await until(lambda: controller._version >= after)
+        await until(lambda: controller.version >= after)
         if interruption == "stop":
             controller.stop()
         else:
@@ -140,7 +140,7 @@ def test_a_generator_that_dies_is_replaced_and_synced_before_it_serves(run: RunD
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
         for version in (3, 6):
-            await until(lambda version=version: controller._version >= version)
+            await until(lambda version=version: controller.version >= version)
             actors.generators["generator-1"].die()
             await until(lambda: len(controller._pool.serving) == 1)
             await until(lambda: len(controller._pool.serving) == 2)
@@ -163,7 +163,7 @@ def test_a_replacement_that_fails_a_sync_before_it_serves_is_replaced_as_well(ru
     config = make_config("generator.num_generators=2", "algorithm.num_steps=12")
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
-        await until(lambda: controller._version >= 2)
+        await until(lambda: controller.version >= 2)
         sync = actors.weight_sync.actor
         admit, publish, published = sync.admit, sync.publish, asyncio.Event()
 
@@ -224,7 +224,7 @@ def test_a_run_restores_itself_when_an_actor_dies_and_waits_while_the_disk_is_fu
     monkeypatch.setattr("grpo_ray.run.restores.RETRY_S", 0.01)
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
-        await until(lambda: controller.has_begun and controller._version >= version)
+        await until(lambda: controller.has_begun and controller.version >= version)
         if version:
             await until((run.checkpoints / "step-000004").exists)
         getattr(actors, victim).die()
@@ -243,7 +243,7 @@ def test_a_run_restores_itself_when_an_actor_dies_and_waits_while_the_disk_is_fu
 @pytest.mark.slow
 def test_a_restore_without_a_whole_checkpoint_keeps_the_records(run: RunDirectory) -> None:
     async def meddle(actors: LocalActors, controller: Controller) -> None:
-        await until(lambda: controller._version >= 4 and (run.checkpoints / "step-000003").exists())
+        await until(lambda: controller.version >= 4 and (run.checkpoints / "step-000003").exists())
         (run.checkpoints / "step-000003/training/state.json").write_text("{")
         actors.learner.die()
         await asyncio.sleep(60)
@@ -258,7 +258,7 @@ def test_restarts_are_bounded_and_the_run_ends_with_a_checkpoint(run: RunDirecto
     config = make_config("recovery.max_restarts=2", "algorithm.num_steps=500", "checkpoint.every_num_steps=400")
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
-        await until(lambda: controller._version >= 3)
+        await until(lambda: controller.version >= 3)
         while True:
             actors.generators["generator-0"].die()
             await until(lambda: not controller._pool.serving)
@@ -304,7 +304,7 @@ def test_a_stall_is_explained_and_ended(run: RunDirectory, victim: str) -> None:
     closed: list[str] = []
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
-        await until(lambda: controller._version >= 3)
+        await until(lambda: controller.version >= 3)
 
         async def never(*_: Any) -> None:
             await asyncio.sleep(60)
@@ -561,7 +561,7 @@ def test_a_preemption_skips_the_validation_that_its_checkpoint_would_wait_for(
     monkeypatch.setattr(Validation, "evaluate", slow_evaluate)
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
-        await until(lambda: controller._version >= last and has_begun)
+        await until(lambda: controller.version >= last and has_begun)
         controller.stop(is_preempted=True)
         await asyncio.sleep(60)
 

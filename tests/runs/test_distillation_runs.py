@@ -86,9 +86,9 @@ def test_a_synchronous_run_that_is_killed_and_resumed_equals_one_that_was_not(tm
 @pytest.mark.slow
 def test_a_teacher_that_dies_is_replaced_and_looks_up_again(run: RunDirectory) -> None:
     async def meddle(actors: LocalActors, controller: Controller) -> None:
-        await until(lambda: controller._version >= 2)
+        await until(lambda: controller.version >= 2)
         actors.teachers["teacher-0"].die()
-        await until(lambda: controller._version >= 4)
+        await until(lambda: controller.version >= 4)
 
     train(make_config(*with_teacher(number=2)), run.path, meddle)
     assert audit(run).problems == []

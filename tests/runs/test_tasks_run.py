@@ -40,7 +40,7 @@ def rows_of(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 async def stop_after_three(actors: LocalActors, controller: Controller) -> None:
-    await until(lambda: controller._version >= 3)
+    await until(lambda: controller.version >= 3)
     controller.stop()
 
 

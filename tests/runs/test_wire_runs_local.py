@@ -53,7 +53,7 @@ def test_a_generator_that_dies_in_a_transfer_is_replaced_while_the_run_continues
     config = make_config("generator.num_generators=2", "algorithm.num_steps=12", COLLECTIVE)
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
-        await until(lambda: controller._version >= 3)
+        await until(lambda: controller.version >= 3)
         await in_the_middle(actors, "generator-1")
         actors.generators["generator-1"].die()
         await until(lambda: len(controller._pool.serving) == 1)
@@ -70,7 +70,7 @@ def test_a_learner_that_dies_in_a_transfer_is_restored(run: RunDirectory) -> Non
     config = make_config("generator.num_generators=2", COLLECTIVE)
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
-        await until(lambda: controller._version >= 3)
+        await until(lambda: controller.version >= 3)
         await in_the_middle(actors, "generator-1")
         actors.learner.die()
         await asyncio.sleep(60)

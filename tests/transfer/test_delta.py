@@ -322,9 +322,9 @@ def test_runs_with_deltas_sample_the_same_tokens_and_replaced_generators_get_the
     train(make_config(*SMALL_UPDATES, "weight_sync.delta=false"), without.path)
 
     async def kill_a_generator_then_the_driver(actors: Any, controller: Any) -> None:
-        await until(lambda: controller._version >= 3)
+        await until(lambda: controller.version >= 3)
         actors.generators["generator-0"].die()
-        await until(lambda: controller._version >= 5)
+        await until(lambda: controller.version >= 5)
         raise Killed
 
     train_twice(config, run.path, kill_a_generator_then_the_driver)

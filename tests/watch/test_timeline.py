@@ -147,9 +147,9 @@ def test_a_runs_stages_add_up_to_its_time_and_its_timeline_has_them(run: RunDire
     config = make_config("weight_sync.max_lag=1", "generator.num_generators=2")
 
     async def end_a_generator(actors: LocalActors, controller: Controller) -> None:
-        await until(lambda: controller._version >= 3)
+        await until(lambda: controller.version >= 3)
         actors.generators["generator-1"].die()
-        await until(lambda: controller._version >= 8)
+        await until(lambda: controller.version >= 8)
 
     train(config, run.path, end_a_generator)
     events = read(run.timeline_path)

@@ -592,7 +592,7 @@ def test_a_resumed_and_restored_run_is_one_run_in_a_tracker(tmp_path: Path) -> N
 
     async def kill_learner(actors: LocalActors, controller: Controller) -> None:
         if not (folder / "events.jsonl").exists():  # the first time
-            while controller._version < 7:
+            while controller.version < 7:
                 await asyncio.sleep(0.001)
             actors.learner.die()
         await asyncio.sleep(LONG_S)
