@@ -320,10 +320,7 @@ class Learner:
             return self._publisher.snapshot(self.model, self.version), self.version
 
     def delta(self) -> tuple[WeightSnapshot | None, float]:
-        """Return the last snapshot as its difference from the one before it, and the share of its bytes.
-
-        It is None, and the share 1, if the whole is to be sent: it is the first, or not larger.
-        """
+        """Return the last snapshot as its difference from the one before it: see `Publisher.delta`."""
         with self._clock.stage("snapshot", f"changes of version {self.version}"):
             return self._publisher.delta()
 
