@@ -126,8 +126,6 @@ class Run:
         from grpo_ray.run import training
 
         _check_overrides(overrides)
-        if local:
-            overrides = with_torch(read_config(self._run.config_path), overrides)
         return _finished(lambda follower: training.resume(str(self.path), overrides, local, follower), on_step)
 
 

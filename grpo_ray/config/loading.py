@@ -46,20 +46,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), is_local: bool 
     Raises:
         ConfigError: names all problems at once.
     """
-    path = find_config(path)
-    try:
-        data = _read_mapping(path)
-    except ConfigError as error:
-        raise ConfigError(_message(path, [str(error), *_apply_overrides({}, overrides)])) from None
+    data = read_config(path := find_config(path), overrides)
     return make_config(data, with_torch(data, overrides) if is_local else overrides, path)
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Return the YAML file's mapping without validating it; raises ConfigError."""
+def read_config(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the mapping, not validated; a ConfigError names the faults of file and overrides together."""
     try:
         return _read_mapping(path)
     except ConfigError as error:
-        raise ConfigError(_message(path, [str(error)])) from None
+        raise ConfigError(_message(path, [str(error), *_apply_overrides({}, overrides)])) from None
 
 
 def make_config(data: Mapping[str, Any], overrides: Sequence[str], source: str | Path) -> Config:

@@ -129,7 +129,7 @@ def resume(
     if not run.config_path.exists():
         raise RunError(f"{path}: no run to resume (it has no config.yaml); give a folder that `train` made")
     with signals_answered(run):
-        return _resume(run, load_config(run.config_path, overrides), follower)
+        return _resume(run, load_config(run.config_path, overrides, is_local), follower)
 
 
 def _resume(run: RunDirectory, config: Config, follower: Follower | None) -> RunDirectory:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from grpo_ray.cluster.placement import Node, amounts_of, bundles_of, listed, shortfalls
 from grpo_ray.config import Config
-from grpo_ray.config.loading import ConfigError, find_config, load_config, read_config, with_torch
+from grpo_ray.config.loading import ConfigError, find_config, load_config
 from grpo_ray.errors import shown_plainly
 from grpo_ray.records.visible_text import print_visible
 from grpo_ray.tools.arguments import EXCLUSIVE, Argument, Command, ConfigFile, Flag, Local, Option, Overrides
@@ -82,10 +82,7 @@ def _resume(options: ResumeOptions) -> int:
     from grpo_ray.run.training import resume
     from grpo_ray.tools.report.ending import print_ending
 
-    saved, overrides = Path(options.run) / "config.yaml", options.overrides
-    if options.local and saved.exists():
-        overrides = with_torch(read_config(saved), overrides)
-    print_ending(print_visible, resume(options.run, overrides, options.local))
+    print_ending(print_visible, resume(options.run, options.overrides, options.local))
     return 0
 
 
