@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
 from grpo_ray.config import Config
-from grpo_ray.config.schema import (
-    describe,
-    either,
-    kind_of,
-    nearest_keys,
-    nearest_name,
-    other_name,
-    resolve,
-    sections_of,
-)  # fmt: skip
+from grpo_ray.config.schema import explained, nearest_name
 
 BUNDLED = Path(__file__).parents[1] / "configs"
 
@@ -67,7 +57,7 @@ def make_config(data: Mapping[str, Any], overrides: Sequence[str], source: str |
     except ValidationError as error:
         # A default that is made of other fields is not made once one of them is wrong; no news about its field.
         found = [detail for detail in error.errors() if detail["input"] is not PydanticUndefined]
-        problems += [_explain(detail) for detail in found]
+        problems += map(explained, found)
     if problems:
         raise ConfigError(_message(source, problems))
     return config
@@ -187,43 +177,3 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     value = section[keys[-1]] = text.strip() if text.lstrip().startswith("#") else _parse_yaml(text)
     if isinstance(value, str) and re.search(r"\s#", text) and "#" not in value:
         raise ConfigError("` #` starts a comment in YAML; put the value in quotes")
-
-
-# ---- pydantic's errors ----
-
-
-def _explain(detail: Mapping[str, Any]) -> str:
-    """Return one line for one of pydantic's errors: the path, the given value and the allowed values."""
-    kind, location, value = detail["type"], detail["loc"], detail["input"]
-    path, annotation = resolve(location)
-    if kind in ("extra_forbidden", "invalid_key"):
-        return _explain_unknown_key(location)
-    if kind == "value_error":
-        return f"{path or 'configuration'}: {detail['ctx']['error']}"
-    if kind in ("union_tag_invalid", "union_tag_not_found"):
-        kinds = ", ".join(map(kind_of, sections_of(annotation)))
-        given = f"{value['kind']!r} is not valid" if kind == "union_tag_invalid" else "required, but not given"
-        return f"{path}.kind: {given}; allowed: {kinds}"
-    if location[-1] == "[key]":
-        return f"{path}: the name {value!r} is not text; put it in quotes"
-    if kind == "missing":
-        return f"{path}: required, but not given; allowed: {describe(annotation)}"
-    is_text = kind == "string_type" and isinstance(value, bool | int | float | date)
-    remedy = "; to give it as text, put it in quotes" if is_text else ""
-    return f"{path}: {value!r} is not valid; allowed: {describe(annotation)}{remedy}"
-
-
-MANY_KEYS = 12  # too many to list in a message
-
-
-def _explain_unknown_key(location: Sequence[int | str]) -> str:
-    path, _ = resolve([*location[:-1], str(location[-1])])
-    _, section = resolve(location[:-1])
-    names = [name for candidate in sections_of(section) for name in candidate.model_fields]
-    if (other := other_name(str(location[-1]))) is not None:
-        return f"{path}: unknown key; {other[1]}"
-    hint = (
-        f"allowed: {', '.join(names)}" if len(names) <= MANY_KEYS else "docs/configuration.md lists every key"
-    )
-    nearest = nearest_keys(path, names)
-    return f"{path}: unknown key; {f'did you mean {either(nearest)}?' if nearest else hint}"

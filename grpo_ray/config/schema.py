@@ -5,6 +5,7 @@ users who type them, are listed at the end.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
 from difflib import SequenceMatcher, get_close_matches
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -186,6 +187,46 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in tree.items():
         found |= leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return found
+
+
+# ---- pydantic's errors ----
+
+
+def explained(detail: Mapping[str, Any]) -> str:
+    """Return one line for one of pydantic's errors: the path, the given value and the allowed values."""
+    kind, location, value = detail["type"], detail["loc"], detail["input"]
+    path, annotation = resolve(location)
+    if kind in ("extra_forbidden", "invalid_key"):
+        return _explain_unknown_key(location)
+    if kind == "value_error":
+        return f"{path or 'configuration'}: {detail['ctx']['error']}"
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        kinds = ", ".join(map(kind_of, sections_of(annotation)))
+        given = f"{value['kind']!r} is not valid" if kind == "union_tag_invalid" else "required, but not given"
+        return f"{path}.kind: {given}; allowed: {kinds}"
+    if location[-1] == "[key]":
+        return f"{path}: the name {value!r} is not text; put it in quotes"
+    if kind == "missing":
+        return f"{path}: required, but not given; allowed: {describe(annotation)}"
+    is_text = kind == "string_type" and isinstance(value, bool | int | float | date)
+    remedy = "; to give it as text, put it in quotes" if is_text else ""
+    return f"{path}: {value!r} is not valid; allowed: {describe(annotation)}{remedy}"
+
+
+MANY_KEYS = 12  # too many to list in a message
+
+
+def _explain_unknown_key(location: Sequence[int | str]) -> str:
+    path, _ = resolve([*location[:-1], str(location[-1])])
+    _, section = resolve(location[:-1])
+    names = [name for candidate in sections_of(section) for name in candidate.model_fields]
+    if (other := other_name(str(location[-1]))) is not None:
+        return f"{path}: unknown key; {other[1]}"
+    hint = (
+        f"allowed: {', '.join(names)}" if len(names) <= MANY_KEYS else "docs/configuration.md lists every key"
+    )
+    nearest = nearest_keys(path, names)
+    return f"{path}: unknown key; {f'did you mean {either(nearest)}?' if nearest else hint}"
 
 
 SWITCHES = {
