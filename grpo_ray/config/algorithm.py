@@ -17,9 +17,8 @@ from grpo_ray.config.losses import (
     refuse_clip_range,
     with_preset,
 )
-from grpo_ray.config.reward import Argument
 from grpo_ray.config.section import NAME_OR_LIST, Decay, GroupSize, NonNegativeFloat, NonNegativeInt, Section
-from grpo_ray.config.user_code import is_function_name, one_of_or_own
+from grpo_ray.config.user_code import Argument, is_function_name, one_of_or_own
 
 AdvantageKind = Literal["mean_std", "mean", "leave_one_out", "max_only", "raw", "max_rl", "pass_at_k", "gdpo"]
 AdvantageScale = Literal["group", "batch", "whiten_responses", "whiten_tokens"]

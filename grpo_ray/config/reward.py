@@ -3,44 +3,20 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, count
-from math import isfinite
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    FiniteFloat,
-    NonNegativeInt,
-    PlainValidator,
-    PositiveFloat,
-    PositiveInt,
-    Tag,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, Tag
 
 from grpo_ray.config.secrets import SecretName
 from grpo_ray.config.section import NAME_OR_LIST, HomePath, NonNegativeFloat, PositiveSeconds, Section
-from grpo_ray.config.user_code import one_of_or_own
+from grpo_ray.config.user_code import Argument, one_of_or_own
 
 REWARD_NAMES = (
     "brevity", "exact_match", "format", "graded", "keyword_inclusion", "last_number", "question_only",
     "r1_zero", "sort_distance", "sort_inclusion_ordering",
 )  # fmt: skip
 
-
 RewardName = Annotated[str, one_of_or_own(REWARD_NAMES)]
-
-
-def _scalar(value: Any) -> Any:
-    if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", value):
-        value = float(value)  # YAML 1.1 reads 1e-3 and 1.0e3 as text
-    if not isinstance(value, bool | int | float | str) or (isinstance(value, float) and not isfinite(value)):
-        raise ValueError(f"{value!r} is not valid; allowed: number, text, or true or false")
-    return value
-
-
-# A plain union would report one error per member.
-Argument = Annotated[bool | int | float | str, PlainValidator(_scalar)]
 
 
 def _plain_name(name: str) -> str:
@@ -158,7 +134,7 @@ class ScorerConfig(Section):
     """Seconds for a term to grade one response; then its worker is killed, and the term counts it as wrong."""
     memory_gib: PositiveFloat = 2.0
     """Memory to grade one response, in GiB (libraries excluded); a worker that needs more is killed."""
-    ungradable_reward: FiniteFloat | None = 0.0
+    ungradable_reward: float | None = 0.0
     """Reward if your function exceeds these limits; null: an error, and the response leaves its group."""
     readable_paths: tuple[HomePath, ...] = ()
     """Files and folders that your function can read while it grades; it can read modules anyway."""

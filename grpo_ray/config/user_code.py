@@ -3,13 +3,15 @@
 import importlib
 import inspect
 import io
+import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, PlainValidator, TypeAdapter, ValidationError
 
 from grpo_ray.errors import RunError
 
@@ -31,6 +33,17 @@ def one_of_or_own(names: tuple[str, ...]) -> AfterValidator:
 
     return AfterValidator(known)
 
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", value):
+        value = float(value)  # YAML 1.1 reads 1e-3 and 1.0e3 as text
+    if not isinstance(value, bool | int | float | str) or (isinstance(value, float) and not isfinite(value)):
+        raise ValueError(f"{value!r} is not valid; allowed: number, text, or true or false")
+    return value
+
+
+# A plain union would report one error per member.
+Argument = Annotated[bool | int | float | str, PlainValidator(_scalar)]
 
 IMPORTED: list[Path] = []
 """Folders that this process imports from, for the actors that it starts."""
