@@ -8,15 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, Tag, model_validator
 
-from grpo_ray.config.losses import (
-    Aggregation,
-    LossType,
-    PresetName,
-    clip_epsilons,
-    loss_record,
-    refuse_clip_range,
-    with_preset,
-)
+from grpo_ray.config.losses import PRESETS, Aggregation, LossType, PresetName, loss_record, refuse_clip_range
 from grpo_ray.config.section import NAME_OR_LIST, Decay, GroupSize, NonNegativeFloat, NonNegativeInt, Section
 from grpo_ray.config.user_code import Argument, is_function_name, one_of_or_own
 
@@ -225,12 +217,25 @@ class AlgorithmConfig(Section):
     @property
     def clip_epsilons(self) -> tuple[float, float]:
         """Epsilon below and above a ratio of 1."""
-        return clip_epsilons(self.loss, self.cliprange, self.cliprange_high)
+        return loss_record(self.loss).clip_epsilons(self.cliprange, self.cliprange_high)
 
     @model_validator(mode="before")
     @classmethod
     def _expand_preset(cls, given: Any) -> Any:
-        return with_preset(given)
+        """Return the section with its preset's fields, under those that are given.
+
+        A resolved section gives them all, so expanding it again changes nothing. An unknown preset is left to
+        the field's own check.
+        """
+        name = given.get("preset") if isinstance(given, dict) else None
+        preset = next((preset for known, preset in PRESETS.items() if known == name), None)
+        if preset is None:
+            return given
+        kl = given.get("kl", {})
+        whole = {"kl": {**preset.fields.get("kl", {}), **kl}} if isinstance(kl, dict) else {}
+        is_clip = given.get("loss", "grpo_clip") == "grpo_clip"  # which the preset's clip range is meant for
+        fields = {name: value for name, value in preset.fields.items() if is_clip or "cliprange" not in name}
+        return {**fields, **given, **whole}
 
     def _conflicts(self) -> Iterator[str]:
         yield from self._conflicts_of_advantages()

@@ -30,6 +30,14 @@ class LossRecord:
     aggregation: Aggregation = "sequence_mean"
     """Default aggregation."""
 
+    def clip_epsilons(self, low: float | None, high: float | None) -> Epsilons:
+        """Return the epsilons in effect, below and above: those given, else the loss's own.
+
+        A `low` alone is also the one above. Of a loss without a clip range they are 0.2.
+        """
+        below, above = self.epsilons or PLAIN
+        return below if low is None else low, high if high is not None else above if low is None else low
+
 
 # GSPO's ratio is averaged over a response, GMPO's range is of the log ratio. CISPO's ratio is a weight, capped
 # at 5 and with no floor: a floor would keep pushing down a token however improbable it has become.
@@ -54,15 +62,6 @@ RATIO_LOSSES = tuple(name for name, record in LOSS_RECORDS.items() if record.has
 def loss_record(name: str) -> LossRecord:
     """Return the record of a loss; of one of the user's own, the defaults."""
     return next((record for known, record in LOSS_RECORDS.items() if known == name), LossRecord())
-
-
-def clip_epsilons(loss: str, low: float | None, high: float | None) -> Epsilons:
-    """Return the epsilons in effect, below and above: those given, else the loss's own.
-
-    A `low` alone is also the one above. Of a loss without a clip range they are 0.2.
-    """
-    below, above = loss_record(loss).epsilons or PLAIN
-    return below if low is None else low, high if high is not None else above if low is None else low
 
 
 def refuse_clip_range(loss: str, **given: float | None) -> None:
@@ -116,20 +115,3 @@ PRESETS: dict[PresetName, Preset] = {
     }),
     "prime_rl": Preset("prime-rl's default loss", {"loss": "ipo", "aggregation": "token_mean"}),
 }  # fmt: skip
-
-
-def with_preset(given: Any) -> Any:
-    """Return the section `algorithm` with its preset's fields, under those that are given.
-
-    A resolved section gives them all, so expanding it again changes nothing. An unknown preset is left to the
-    field's own check.
-    """
-    name = given.get("preset") if isinstance(given, dict) else None
-    preset = next((preset for known, preset in PRESETS.items() if known == name), None)
-    if preset is None:
-        return given
-    kl = given.get("kl", {})
-    whole = {"kl": {**preset.fields.get("kl", {}), **kl}} if isinstance(kl, dict) else {}
-    is_clip = given.get("loss", "grpo_clip") == "grpo_clip"  # which the preset's clip range is meant for
-    fields = {name: value for name, value in preset.fields.items() if is_clip or "cliprange" not in name}
-    return {**fields, **given, **whole}

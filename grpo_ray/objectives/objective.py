@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args
 from torch import Tensor
 
 from grpo_ray.config.algorithm import AlgorithmConfig, KLEstimator, TokenSelection
-from grpo_ray.config.losses import LOSS_RECORDS, Aggregation, clip_epsilons, loss_record, refuse_clip_range
+from grpo_ray.config.losses import LOSS_RECORDS, Aggregation, loss_record, refuse_clip_range
 from grpo_ray.objectives.correction import CORRECTIONS, correction_function, correction_weights
 from grpo_ray.objectives.inputs import (
     CorrectionInputs,
@@ -103,7 +103,7 @@ class Objective:
         if loss_record(self.loss_type).epsilons is None:
             refuse_clip_range(self.loss_type, cliprange=self.cliprange, cliprange_high=self.cliprange_high)
         elif not own:  # which is imported only to be computed, and not by a report
-            low, high = clip_epsilons(self.loss_type, self.cliprange, self.cliprange_high)
+            low, high = loss_record(self.loss_type).clip_epsilons(self.cliprange, self.cliprange_high)
             object.__setattr__(self, "cliprange", low)
             object.__setattr__(self, "cliprange_high", high)
         if self.aggregation is None:
@@ -156,7 +156,7 @@ class Objective:
 
     def _ranges(self, function: LossFn) -> dict[str, Any]:
         """Return the clip ranges, of which the loss function gets those that it takes and that are not None."""
-        low, high = clip_epsilons(self.loss_type, self.cliprange, self.cliprange_high)
+        low, high = loss_record(self.loss_type).clip_epsilons(self.cliprange, self.cliprange_high)
         ranges = {"cliprange": low, "cliprange_high": high, "dual_clip": self.dual_clip}
         if ":" in self.loss_type:
             given = [name for name in ranges if getattr(self, name) is not None]
