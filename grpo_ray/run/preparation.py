@@ -40,7 +40,7 @@ from grpo_ray.run.supervised import check_sft
 from grpo_ray.tasks import join_parts, load_examples, make_order
 from grpo_ray.tasks.examples import Example, ExampleSets
 from grpo_ray.tasks.kinds import check_warmup
-from grpo_ray.tasks.prompt_lengths import Lengths, check_cut, count_tokens, cut_notices, skip_long
+from grpo_ray.tasks.prompt_lengths import Lengths, check_cut, count_tokens, long_notices, without_long
 from grpo_ray.tasks.prompt_stream import PromptStream
 from grpo_ray.tasks.prompts import Prompter, Prompters, TextTemplate, make_items, template_of
 from grpo_ray.tasks.sources import source_names
@@ -364,12 +364,14 @@ def _fit_part(
         return examples, prompter, longest
     if not isinstance(task, ExamplesTaskConfig) or task.long_prompts == "refuse":
         _refuse_long(config, task, examples, lengths, positions, limit)
-    names = source_names(task)
+    paths = source_names(task)
     if task.long_prompts == "skip":
-        kept = skip_long(examples, lengths, limit, names)
+        sets = zip(paths, (examples.train, examples.validation), lengths, strict=True)
+        train, validation = (without_long(*each, limit) for each in sets)
+        kept = ExampleSets(train, validation, long_notices(lengths, limit, paths, "skipped"))
         return kept, prompter, max(count for count in chain(*lengths) if count <= limit)
     check_cut(prompter, limit)
-    cut = replace(examples, notices=cut_notices(lengths, limit, names))
+    cut = replace(examples, notices=long_notices(lengths, limit, paths, "cut on the left"))
     return cut, replace(prompter, max_tokens=limit), limit
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from grpo_ray.errors import counted
-from grpo_ray.tasks.examples import Example, ExampleSets
+from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompts import PLACEHOLDER, Prompter, tokenized
 
 Lengths = tuple[list[int], list[int]]  # tokens of each prompt: train's, validation's
@@ -30,37 +30,27 @@ def count_tokens(examples: Sequence[Example], prompter: Prompter) -> list[int]:
     return counts
 
 
-def skip_long(examples: ExampleSets, lengths: Lengths, limit: int, paths: tuple[str, str]) -> ExampleSets:
-    """Leave out the examples with prompts longer than `limit` tokens.
-
-    Args:
-        paths: names of the train and the validation examples, for messages.
+def without_long(path: str, examples: Sequence[Example], counts: Sequence[int], limit: int) -> list[Example]:
+    """Return the examples with prompts of at most `limit` tokens, of which there are `counts`.
 
     Raises:
-        ValueError: nothing is left of either.
+        ValueError: none is left; it names the examples by their path.
     """
-    kept_sets, notices = [], list(examples.notices)
-    for path, some, counts in zip(paths, (examples.train, examples.validation), lengths, strict=True):
-        kept = [example for example, count in zip(some, counts, strict=True) if count <= limit]
-        if some and not kept:
-            raise ValueError(
-                f"{path}: every prompt is longer than {max(0, limit)} tokens (the shortest has {min(counts)}), "
-                "so task.long_prompts = skip leaves none; raise task.max_prompt_tokens or "
-                "generator.max_model_len, lower sampling.max_tokens, or shorten the template"
-            )
-        if len(kept) < len(some):
-            skipped = counted(len(some) - len(kept), "prompt")
-            notices.append(f"{path}: {skipped} longer than {limit} tokens skipped")
-        kept_sets.append(kept)
-    train, validation = kept_sets
-    return ExampleSets(train, validation, tuple(notices))
+    kept = [example for example, count in zip(examples, counts, strict=True) if count <= limit]
+    if examples and not kept:
+        raise ValueError(
+            f"{path}: every prompt is longer than {max(0, limit)} tokens (the shortest has {min(counts)}), "
+            "so task.long_prompts = skip leaves none; raise task.max_prompt_tokens or "
+            "generator.max_model_len, lower sampling.max_tokens, or shorten the template"
+        )
+    return kept
 
 
-def cut_notices(lengths: Lengths, limit: int, paths: tuple[str, str]) -> tuple[str, ...]:
-    """Return a notice for each of train and validation with prompts that will be cut to `limit` tokens."""
+def long_notices(lengths: Lengths, limit: int, paths: tuple[str, str], fate: str) -> tuple[str, ...]:
+    """Return a notice for each of train and validation with prompts longer than `limit` tokens: their fate."""
     numbers = [sum(count > limit for count in counts) for counts in lengths]
     return tuple(
-        f"{path}: {counted(number, 'prompt')} longer than {limit} tokens cut on the left"
+        f"{path}: {counted(number, 'prompt')} longer than {limit} tokens {fate}"
         for path, number in zip(paths, numbers, strict=True)
         if number
     )
