@@ -1,7 +1,7 @@
 """Checks of everything that a run needs, before anything expensive starts."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NoReturn
@@ -51,14 +51,14 @@ WITH_OPTIONS = ("pass_at_k",)  # advantages that are of no use without an option
 WarmupProgress = Callable[[int, int, float], None]
 
 
-@dataclass(frozen=True)
-class TaskData:
-    """The task's examples and prompters, read and checked; parts of a mixture differ by `Example.task`."""
+@dataclass(frozen=True, kw_only=True)
+class TaskData(ExampleSets):
+    """The task's examples and prompters, read and checked; parts of a mixture differ by `Example.task`.
 
-    train: Sequence[Example]
-    validation: Sequence[Example]
+    Notices are also about gaps in isolation.
+    """
+
     prompters: Prompters  # for a model on the hub without a tokenizer, until `prepare`
-    notices: tuple[str, ...] = ()  # what was skipped or cut, and gaps in isolation
     longest_prompt: int | None = None  # tokens; None until there is a tokenizer
     first_prompts: tuple[str, ...] = ()  # lines that show one prompt of each part, and what its truth earns
 
@@ -106,7 +106,7 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
     }
     is_isolated = any(map(needs_isolation, config.rewards.values()))
     notices = examples.notices + (protection_here().notices if is_isolated else ()) + algorithm_notices
-    task = TaskData(examples.train, examples.validation, prompters, notices)
+    task = TaskData(examples.train, examples.validation, notices, prompters=prompters)
     return _fit_prompts(config, task) if all(map(is_local, config.models.values())) else task
 
 
@@ -263,9 +263,7 @@ def _prepare(
 def _tokenizer_and_positions(config: Config) -> tuple[PreTrainedTokenizerBase, int | None]:
     """Return the tokenizer, checked against the model, and the longest sequence that the model supports."""
     if config.model.tiny is not None:  # both are built to fit
-        tokenizer = tiny_tokenizer(config)
-        _check_adapter(config, tokenizer)
-        return tokenizer, config.model.tiny.max_position_embeddings
+        return tiny_tokenizer(config), config.model.tiny.max_position_embeddings
     assert config.model.path is not None
     path, trust = config.model.path, config.model.trust_remote_code
     if config.model.implementation == "grpo_ray":
@@ -277,7 +275,6 @@ def _tokenizer_and_positions(config: Config) -> tuple[PreTrainedTokenizerBase, i
     ends = end_token_ids(path, tokenizer, trust)
     check_ends(path, tokenizer, ends, config.sampling.stop)
     check_vocabulary(path, tokenizer, ends, trust)
-    _check_adapter(config, tokenizer)
     return tokenizer, positions
 
 
@@ -330,6 +327,7 @@ def _check_engine(config: Config, positions: int | None) -> None:
 def _fit_prompts(config: Config, task: TaskData) -> TaskData:
     """Return the task with its longest prompt known, after handling those that are too long."""
     tokenizer, positions = _tokenizer_and_positions(config)
+    _check_adapter(config, tokenizer)
     _check_engine(config, positions)
     check_template(config, tokenizer)
     prompters = {name: replace(each, tokenizer=tokenizer) for name, each in task.prompters.items()}
