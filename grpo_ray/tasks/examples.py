@@ -20,6 +20,7 @@ class Example:
     task: str = ""  # the part of a mixture that it belongs to
     seed: int = field(default=0, compare=False)  # of an episode's environment: one per prompt and epoch
     facts: str = ""  # JSON: `row`, and the `fields` of question and answer, where code of the user's may ask
+    response: str = field(default="", compare=False)  # of its row, where there is one for a warm-up to imitate
 
     @property
     def row(self) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import math
 import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -80,25 +79,10 @@ def draw_keywords(
     return drawn
 
 
-@dataclass(frozen=True)
-class KeywordPair:
-    """One line of a file: `{"prompt": "...", "answer": "...", "keywords": ["tree", "boat"]}`."""
+def read_pairs(path: str | Path, limit: int | None = None) -> list[Example]:
+    """Read the first `limit` pairs of a JSONL or Parquet file, each an example with its response.
 
-    prompt: str
-    answer: str
-    keywords: Keywords
-    place: str = field(default="", compare=False)  # its file and line, for messages
-
-    @property
-    def example(self) -> Example:
-        return Example(self.prompt, ", ".join(self.keywords), self.place)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"prompt": self.prompt, "answer": self.answer, "keywords": list(self.keywords)}
-
-
-def read_pairs(path: str | Path, limit: int | None = None) -> list[KeywordPair]:
-    """Read the first `limit` pairs of a JSONL or Parquet file; other fields are ignored.
+    A row is `{"prompt": "...", "answer": "...", "keywords": ["tree", "boat"]}`; other fields are ignored.
 
     Raises:
         ValueError: the file cannot be read, holds no pairs, or holds one that is not valid.
@@ -109,7 +93,7 @@ def read_pairs(path: str | Path, limit: int | None = None) -> list[KeywordPair]:
     return pairs
 
 
-def _pair(place: str, row: Mapping[str, Any]) -> KeywordPair:
+def _pair(place: str, row: Mapping[str, Any]) -> Example:
     if missing := [name for name in FIELDS if name not in row]:
         raise ValueError(
             f"{place}: no field {missing[0]!r}; a row has {', '.join(FIELDS)}, not {', '.join(row)}"
@@ -121,13 +105,14 @@ def _pair(place: str, row: Mapping[str, Any]) -> KeywordPair:
         raise ValueError(
             f"{place}: 'keywords' is {repr(keywords)[:80]}; it must be a list of at least one word"
         )
-    return KeywordPair(prompt, answer, tuple(keywords), place)
+    return Example(prompt, ", ".join(keywords), place, response=answer)
 
 
 def _pair_examples(train_path: str, validation_path: str, num_validation: int) -> ExampleSets:
     """Read all train pairs, and the first validation pairs, with keywords that are not trained on."""
     train, validation = read_pairs(train_path), read_pairs(validation_path, num_validation)
-    kept = not_evaluated(train, validation)
+    evaluated = set(map(_word_set, validation))
+    kept = [example for example in train if _word_set(example) not in evaluated]
     if not kept:
         raise ValueError(
             f"{train_path}: {validation_path} asks for the keywords of every prompt too, so none is left to "
@@ -137,18 +122,12 @@ def _pair_examples(train_path: str, validation_path: str, num_validation: int) -
     if len(kept) < len(train):
         shared = counted(len(train) - len(kept), "prompt")
         notices = (f"{train_path}: {shared} with keywords of {validation_path} kept out of training",)
-    return ExampleSets([pair.example for pair in kept], [pair.example for pair in validation], notices)
+    return ExampleSets(kept, validation, notices)
 
 
-def not_evaluated(train: Sequence[KeywordPair], validation: Sequence[KeywordPair]) -> list[KeywordPair]:
-    """Return the train pairs with keywords that no validation pair asks for."""
-    evaluated = {_word_set(pair) for pair in validation}
-    return [pair for pair in train if _word_set(pair) not in evaluated]
-
-
-def _word_set(pair: KeywordPair) -> frozenset[str]:
-    """Return a value that is equal for pairs that ask for the same words."""
-    return frozenset(word.casefold() for word in pair.keywords)
+def _word_set(example: Example) -> frozenset[str]:
+    """Return a value that is equal for examples that ask for the same words."""
+    return frozenset(example.ground_truth.casefold().split(", "))
 
 
 def keyword_examples(config: KeywordsTaskConfig, seed: int) -> ExampleSets:
@@ -166,7 +145,7 @@ def keyword_examples(config: KeywordsTaskConfig, seed: int) -> ExampleSets:
 def keyword_validation(config: KeywordsTaskConfig, seed: int, limit: int) -> ExampleSets:
     """Read or draw only the first `limit` validation examples; else as `keyword_examples`."""
     if config.validation_path is not None:
-        return ExampleSets([], [pair.example for pair in read_pairs(config.validation_path, limit)])
+        return ExampleSets([], read_pairs(config.validation_path, limit))
     return ExampleSets([], keyword_examples(config, seed).validation[:limit])
 
 
@@ -194,10 +173,8 @@ def warmup_pairs(config: KeywordsTaskConfig, seed: int, num_pairs: int) -> Pairs
     right. No prompt of the task asks for the same words as a pair.
     """
     rng = random.Random(f"keywords-warmup/{seed}")
-    if config.train_path is not None and config.validation_path is not None:
-        validation = read_pairs(config.validation_path, config.num_validation_prompts)
-        kept = not_evaluated(read_pairs(config.train_path), validation)
-        pairs = [(pair.prompt, f" {pair.answer}") for pair in kept]
+    if config.train_path is not None:
+        pairs = [(each.question, f" {each.response}") for each in keyword_examples(config, seed).train]
         return rng.sample(pairs, min(num_pairs, len(pairs)))
     taken = task_keywords(config, seed)
     drawn = draw_keywords(rng, config.keywords_path, config.num_keywords, num_pairs, taken)

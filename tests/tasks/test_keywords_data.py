@@ -14,14 +14,13 @@ from builders import TinyModel, make_completion
 
 from examples.course.__main__ import run
 from examples.course.keyword_data import writers
-from examples.course.keyword_data.keyword_dataset import KeywordDataset
+from examples.course.keyword_data.keyword_dataset import KeywordDataset, KeywordPair
 from grpo_ray.config import Config
 from grpo_ray.config.task import KeywordsTaskConfig
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.run import preparation
 from grpo_ray.tasks import load_examples
-from grpo_ray.tasks.keywords import KeywordPair
 from grpo_ray.types import Completion, SamplingSettings
 
 

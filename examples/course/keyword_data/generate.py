@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from examples.course.keyword_data.keyword_dataset import FEWEST_PAIRS, KeywordDataset, has_keywords
+from examples.course.keyword_data.keyword_dataset import FEWEST_PAIRS, KeywordDataset, KeywordPair, has_keywords
 from examples.course.keyword_data.options import KeywordOptions
 from examples.course.keyword_data.writers import (
     AnswerWriter,
@@ -23,7 +23,7 @@ from grpo_ray.config.task import KeywordsTaskConfig
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.errors import RunError, counted, shown_plainly
 from grpo_ray.run.preparation import check_files
-from grpo_ray.tasks.keywords import KeywordPair, Keywords, make_example, read_words, task_keywords
+from grpo_ray.tasks.keywords import Keywords, make_example, read_words, task_keywords
 
 AT_ONCE = 256  # prompts in the engine at a time
 

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from grpo_ray.errors import RunError
@@ -11,10 +12,19 @@ from grpo_ray.records.durable import replacing, sync_tree
 from grpo_ray.records.json_lines import JsonLines, read_lines
 from grpo_ray.records.resumable_folder import Definition, ResumableFolder
 from grpo_ray.rewards.builtin import keyword_inclusion_reward_fn
-from grpo_ray.tasks.keywords import KeywordPair, Keywords
+from grpo_ray.tasks.keywords import Keywords
 
 TRAIN_FRAC = 0.8
 FEWEST_PAIRS = 5  # the fewest with at least one pair for validation
+
+
+@dataclass(frozen=True)
+class KeywordPair:
+    """One line of a file: `{"prompt": "...", "answer": "...", "keywords": ["tree", "boat"]}`."""
+
+    prompt: str
+    answer: str
+    keywords: Keywords
 
 
 def has_keywords(answer: str, keywords: Keywords) -> bool:
@@ -60,7 +70,7 @@ class KeywordDataset:
             RunError: it could not be written.
         """
         assert has_keywords(pair.answer, pair.keywords)
-        if error := self._lines.append(pair.to_json()):
+        if error := self._lines.append(asdict(pair)):
             raise RunError(f"{error}; make room, then run the same command to resume")
         self.pairs[pair.keywords] = pair
 
@@ -89,4 +99,4 @@ class KeywordDataset:
 
 
 def _write(path: Path, pairs: Sequence[KeywordPair]) -> None:
-    path.write_text("".join(json.dumps(pair.to_json()) + "\n" for pair in pairs), encoding="utf-8")
+    path.write_text("".join(json.dumps(asdict(pair)) + "\n" for pair in pairs), encoding="utf-8")
