@@ -118,19 +118,18 @@ def check_sft(config: Config) -> None:
     if config.model.tiny is not None:
         raise ValueError("sft: a tiny model has a warm-up instead (model.tiny.warmup); remove sft")
     if is_local(path := str(config.model.path)):
-        trust = config.model.trust_remote_code
-        ends = end_token_ids(path, load_tokenizer(path, trust), trust)
-        demonstrations_of(config, StartingModel(path, ends, 0))
+        demonstrations_of(config, path)
 
 
-def demonstrations_of(config: Config, model: StartingModel) -> list[Demonstration]:
-    """Read `sft.path` for the model; raises ValueError as `read_demonstrations`."""
+def demonstrations_of(config: Config, path: str) -> list[Demonstration]:
+    """Read `sft.path` for the model at `path`; raises ValueError as `read_demonstrations`."""
     assert config.sft is not None
     trust = config.model.trust_remote_code
-    tokenizer, positions = load_tokenizer(model.path, trust), max_positions(model.path, trust)
+    tokenizer, positions = load_tokenizer(path, trust), max_positions(path, trust)
     has_prompt = not (isinstance(config.task, MixtureTaskConfig) or config.episode_tasks)
     template = template_of(config.task) if has_prompt else None  # type: ignore[arg-type]
-    return read_demonstrations(config.sft, template, tokenizer, model.end_token_ids, positions)
+    ends = end_token_ids(path, tokenizer, trust)
+    return read_demonstrations(config.sft, template, tokenizer, ends, positions)
 
 
 def after_sft(
@@ -157,7 +156,7 @@ def _take_steps(
     assert config.sft is not None
     sft = config.sft
     with shown_plainly():
-        demonstrations = demonstrations_of(config, model)
+        demonstrations = demonstrations_of(config, model.path)
     imitator = imitating(config, sft.num_steps, sft.batch_size, learning_rate=sft.learning_rate)
     partial = run.path / ".sft.partial"
     shutil.rmtree(partial, ignore_errors=True)
