@@ -140,9 +140,7 @@ def num_cores() -> int:
 
 def visible_gpus() -> list[str]:
     """Return this process's GPUs, as CUDA_VISIBLE_DEVICES names them."""
-    import torch  # imported here, because runs on the CPU never need it
-
-    count = torch.cuda.device_count()
+    count = _num_gpus()
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return names[:count] if names else [str(index) for index in range(count)]
 
