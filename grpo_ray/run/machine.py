@@ -10,7 +10,9 @@ from platform import machine, python_version
 
 from grpo_ray.cluster.placement import Node, bundles_of, joins_cluster, shortfalls, total
 from grpo_ray.config import Config
+from grpo_ray.config.loading import load_config
 from grpo_ray.errors import IN_GRADER, RunError, ray_needed
+from grpo_ray.records.run_files import RunDirectory
 
 FEW_CPUS = 0.5
 """CPUs that each actor reserves, so that several fit on two cores."""
@@ -63,6 +65,18 @@ def on_this_machine(config: Config, is_local: bool = False) -> tuple[Config, str
     if _emulates_bfloat16(adapted):
         notices.append(f"model.dtype: {EMULATED}; float32 is many times faster")
     return adapted, "; ".join(notices) or None
+
+
+def with_dtype_of(run: RunDirectory, config: Config) -> Config:
+    """Return the configuration with the `model.dtype` of the run that it resumes, unless it names one.
+
+    The default depends on the machine, and a run may go on on another one.
+    """
+    is_resumed = config.run.if_exists == "resume" and run.config_path.exists()
+    if not is_resumed or "dtype" in config.model.model_fields_set:
+        return config
+    dtype = load_config(run.config_path).model.dtype
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
 
 
 def shortfalls_here(config: Config) -> list[str]:

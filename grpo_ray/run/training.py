@@ -26,7 +26,7 @@ from grpo_ray.records.resumable_folder import changed_values
 from grpo_ray.records.rollout_log import read_uses
 from grpo_ray.records.run_files import RunDirectory, check_dumped, dump_config, last_logged_step, run_name
 from grpo_ray.records.visible_text import print_visible
-from grpo_ray.run.machine import check_machine, on_this_machine
+from grpo_ray.run.machine import check_machine, on_this_machine, with_dtype_of
 from grpo_ray.run.preparation import TaskData, at_commits, check_files, prepare, with_models, with_trial
 from grpo_ray.run.restores import Host, no_whole_checkpoint, train_through_restores
 from grpo_ray.run.signals import run_until_signal, signals_answered
@@ -90,10 +90,10 @@ def train(
         RunError: a fault of the files, the model, the cluster or an actor; the message says what to do.
         Interrupted: Ctrl-C or SIGTERM.
     """
-    config, notice = on_this_machine(config, is_local)
+    run = RunDirectory(Path(config.run.output_dir) / run_name(config, config_path), is_local, is_sft_alone)
+    config, notice = on_this_machine(with_dtype_of(run, config), is_local)
     if notice is not None:
         print(f"! {notice}")
-    run = RunDirectory(Path(config.run.output_dir) / run_name(config, config_path), is_local, is_sft_alone)
     with signals_answered(run):
         if config.run.if_exists == "resume" and run.config_path.exists():
             return _resume(run, config, follower)

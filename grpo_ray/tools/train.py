@@ -89,15 +89,15 @@ def _resume(options: ResumeOptions) -> int:
 def _check(options: CheckOptions) -> int:
     config = load_config(options.config, options.overrides)
     from grpo_ray.records.run_files import RunDirectory, run_name
-    from grpo_ray.run.machine import on_this_machine, shortfalls_here
+    from grpo_ray.run.machine import on_this_machine, shortfalls_here, with_dtype_of
     from grpo_ray.run.preparation import check_files, with_trial
     from grpo_ray.watch.trackers import check_trackers
 
-    notice = None
+    run = RunDirectory(Path(config.run.output_dir) / run_name(config, options.config))
+    config, notice = with_dtype_of(run, config), None
     if options.nodes is None:  # otherwise it is about other machines
         config, notice = on_this_machine(config)
     with shown_plainly():
-        run = RunDirectory(Path(config.run.output_dir) / run_name(config, options.config))
         left = config.model_copy(update={"sft": None}) if run.sft.exists() else config  # as `train` does
         task = with_trial(left, check_files(left))
         check_trackers(config)

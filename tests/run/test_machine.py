@@ -9,9 +9,9 @@ from commands import Capture, printed, refused
 from small_run import QUICKSTART
 
 from grpo_ray.config.loading import load_config, make_config
-from grpo_ray.records.run_files import dump_config
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.run import machine
-from grpo_ray.run.machine import on_this_machine
+from grpo_ray.run.machine import on_this_machine, with_dtype_of
 from grpo_ray.run.preparation import check_files
 from grpo_ray.tools.cli import main
 
@@ -78,18 +78,22 @@ def test_a_cluster_may_have_gpus_on_other_nodes(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_gpu_is_used_and_a_resume_keeps_its_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dump_config(on_this_machine(make_config(SMALL, [], "a file"))[0], tmp_path / "cpu.yaml")
+    runs = {name: RunDirectory(tmp_path / name) for name in ("cpu", "gpu")}
+    runs["cpu"].create(on_this_machine(make_config(SMALL, [], "a file"))[0])
     monkeypatch.setattr(machine, "GPU_DEVICES", ["/dev/null"])
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     config = make_config(SMALL, [], "a file")
     assert on_this_machine(config) == (config, None)
-    dump_config(config, tmp_path / "gpu.yaml")
-    for name, dtype in (("cpu", "float32"), ("gpu", "bfloat16")):
+    runs["gpu"].create(config)
+    for run, dtype in zip(runs.values(), ("float32", "bfloat16"), strict=True):
         for count in (0, 1):
             monkeypatch.setattr("torch.cuda.device_count", lambda count=count: count)
-            saved = load_config(tmp_path / f"{name}.yaml")
+            saved = load_config(run.config_path)
             assert on_this_machine(saved) == (saved, None)
             assert saved.model.dtype == dtype
+        for given, expected in (([], dtype), (["model.dtype=bfloat16"], "bfloat16")):
+            job = make_config(SMALL, ["run.if_exists=resume", *given], "a file")
+            assert with_dtype_of(run, job).model.dtype == expected
 
 
 @pytest.mark.slow
