@@ -126,9 +126,10 @@ class RunDirectory:
             RunError: another process holds the lock, or a link would make the run write elsewhere; names it.
         """
         for path in (*_entries(self.path), *chain(*map(_entries, self._own_folders))):
-            if path.is_symlink() and not path.resolve().is_relative_to(self.path.resolve()):
+            target = Path(os.path.realpath(path))  # `resolve` raises RuntimeError for a link to itself
+            if path.is_symlink() and (target.is_symlink() or not target.is_relative_to(self.path.resolve())):
                 raise RunError(
-                    f"{path} is a link to {path.resolve()}, and a run writes only inside its own folder; "
+                    f"{path} is a link to {target}, and a run writes only inside its own folder; "
                     "put the file or folder itself in its place"
                 )
         return self._folder.lock()

@@ -164,12 +164,12 @@ def test_a_run_with_a_link_to_elsewhere_is_refused_by_name(tmp_path: Path, name:
     run = RunDirectory(tmp_path / "run")
     (tmp_path / "mine").mkdir()
     run.logs.mkdir(parents=True)
-    (run.path / name).symlink_to(tmp_path / "mine")
-    with pytest.raises(
-        RunError, match=f"^{run.path / name} is a link to {tmp_path / 'mine'}, and a run writes"
-    ):
-        run.lock()
-    (run.path / name).unlink()
+    link = run.path / name
+    for target in (tmp_path / "mine", link):
+        link.symlink_to(target)
+        with pytest.raises(RunError, match=f"^{link} is a link to {target}, and a run writes"):
+            run.lock()
+        link.unlink()
     (run.path / "latest").symlink_to("logs")  # of the user's
     (run.trackers / "wandb").mkdir(parents=True)
     (run.trackers / "wandb" / "debug.log").symlink_to(tmp_path / "mine")  # of a tracker's library
