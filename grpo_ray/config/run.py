@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt, field_validator
 
 from grpo_ray.config.secrets import SECRET_VALUE
-from grpo_ray.config.section import GroupSize, HomePath, NonNegativeInt, PositiveSeconds, Seconds, Section
+from grpo_ray.config.section import GroupSize, HomePath, Name, NonNegativeInt, PositiveSeconds, Seconds, Section
 
 DetectorName = Literal[
     "short_outputs", "wrong_mask", "mismatched_logprobs", "wrong_normalizer", "stale_old_logprobs",
@@ -16,7 +16,7 @@ Strategy = Literal["pack", "spread", "strict_spread", "colocate"]
 
 
 class RunConfig(Section):
-    name: str | None = None
+    name: Name | None = None
     """Name of the run directory under `output_dir`; default: the config file's name and the time."""
     output_dir: HomePath = "runs"
     """Folder that holds the run directories; on several machines, a folder they share."""

@@ -33,9 +33,13 @@ Cores = Annotated[
 """Processor cores by their numbers; null means any."""
 
 
-def _at_home(path: str) -> str:
+def _without_null(path: str) -> str:
     if "\0" in path:
         raise ValueError("a path cannot contain a null character")
+    return path
+
+
+def _at_home(path: str) -> str:
     try:
         return str(Path(path).expanduser()) if path[:1] == "~" else path
     except RuntimeError:
@@ -53,7 +57,9 @@ NAME_OR_LIST = Discriminator(
 )
 """The form that was meant, by the tags `name` and `list`, so that errors concern that form alone."""
 
-HomePath = Annotated[str, AfterValidator(_at_home)]
+Name = Annotated[str, AfterValidator(_without_null)]
+"""A part of a path."""
+HomePath = Annotated[Name, AfterValidator(_at_home)]
 """A path, or another name; `~` is written out."""
 
 

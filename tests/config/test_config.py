@@ -32,18 +32,15 @@ def error_of(path: str | Path, overrides: tuple[str, ...] = ()) -> str:
 
 def test_defaults_are_the_handouts(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, "model: {path: m}\ntask: {kind: gsm8k}"))
-    assert config.algorithm.num_steps == 200
-    assert config.learner.learning_rate == 1e-5
-    assert config.algorithm.advantage_eps == 1e-6
-    assert config.algorithm.samples_per_prompt == 8
-    assert config.rollouts_per_step == 256
+    algorithm, learner = config.algorithm, config.learner
+    assert (algorithm.num_steps, algorithm.samples_per_prompt, config.rollouts_per_step) == (200, 8, 256)
+    assert (algorithm.advantage_eps, algorithm.clip_epsilons) == (1e-6, (0.2, 0.2))
     assert (config.sampling.temperature, config.sampling.top_p) == (1.0, 1.0)
     assert (config.sampling.min_tokens, config.sampling.max_tokens) == (4, 1024)
     assert config.sampling.stop == ("</answer>",)
-    assert config.learner.betas == (0.9, 0.95)
-    assert (config.learner.weight_decay, config.learner.max_grad_norm) == (0.0, 1.0)
+    assert (learner.learning_rate, learner.betas) == (1e-5, (0.9, 0.95))
+    assert (learner.weight_decay, learner.max_grad_norm) == (0.0, 1.0)
     assert config.generator.gpu_memory_utilization == 0.85
-    assert config.algorithm.clip_epsilons == (0.2, 0.2)
 
 
 @pytest.mark.parametrize(
@@ -122,14 +119,11 @@ def test_overrides(tmp_path: Path) -> None:
         "task.answer_marker=####",
     ]
     config = load_config(write(tmp_path), overrides)
-    assert config.learner.learning_rate == 1e-4
+    assert (config.learner.learning_rate, config.learner.betas) == (1e-4, (0.5, 0.6))
     assert config.model.tiny is not None
     assert config.model.tiny.warmup is None
-    assert config.run.name == "a=b"
-    assert config.sampling.stop == ("x", "y")
-    assert config.learner.betas == (0.5, 0.6)
-    assert config.task.kind == "file"
-    assert config.task.answer_marker == "####"
+    assert (config.run.name, config.sampling.stop) == ("a=b", ("x", "y"))
+    assert (config.task.kind, config.task.answer_marker) == ("file", "####")
     # The model is swapped.
     path = write(tmp_path)
     assert "model: give exactly one of `path`" in error_of(path, ("model.path=Qwen/Qwen2.5-Math-1.5B",))
@@ -192,6 +186,7 @@ def refuses(folder: Path, overrides: str, parts: str) -> None:
         ("sampling.stop=x", "sampling.stop: 'x' is not valid; allowed: a list, each element text"),
         ("run=null", "run: None is not valid; allowed: a mapping of name, output_dir"),
         ("run.name=5", "run.name: 5 is not valid; allowed: text or null"),
+        (r'run.name="a\0b"', "run.name: a path cannot contain a null character"),
         ("model.tiny.hidden_size=130", "model.tiny: hidden_size (130) must be a multiple"),
         ("task.num_digits=99", "task.num_digits: 99 is not valid; allowed: integer >= 2 and <= 9"),
         ("task.kind=sums", "task.kind: 'sums' is not valid; allowed: sorting, ... math, episodes, mixture"),
