@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from grpo_ray.config import Config
 from grpo_ray.core.clients import RunActors, ServingActors
-from grpo_ray.tasks.prompt_stream import PromptStream
+from grpo_ray.tasks.prompt_order import PromptStream
 from grpo_ray.types import PromptItem, StartingModel
 from grpo_ray.watch.open_calls import OpenCalls
 from grpo_ray.watch.run_log import RunLog

@@ -23,7 +23,7 @@ from typing import Any
 from grpo_ray.config import Config
 from grpo_ray.core.batch_queue import BatchQueue
 from grpo_ray.core.staleness import Admission, oldest_allowed, version_trained_at
-from grpo_ray.tasks.prompt_stream import PromptStream
+from grpo_ray.tasks.prompt_order import PromptStream
 from grpo_ray.types import NO_VERSION, GroupFacts, PromptItem
 
 

@@ -41,7 +41,7 @@ from grpo_ray.tasks import join_parts, load_examples, make_order
 from grpo_ray.tasks.examples import Example, ExampleSets
 from grpo_ray.tasks.kinds import check_warmup
 from grpo_ray.tasks.prompt_lengths import Lengths, check_cut, count_tokens, long_notices, without_long
-from grpo_ray.tasks.prompt_stream import PromptStream
+from grpo_ray.tasks.prompt_order import PromptStream
 from grpo_ray.tasks.prompts import Prompter, Prompters, TextTemplate, make_items, template_of
 from grpo_ray.tasks.sources import source_names
 from grpo_ray.types import StartingModel

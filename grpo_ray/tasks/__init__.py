@@ -4,8 +4,7 @@
     arithmetic.py, keywords.py, sorting.py   kinds that generate their questions
     dataset.py         kinds that read them from files (files.py), here or on the hub (sources.py)
     prompts.py         from a question to a prompt: chat templates, and the texts in templates/
-    prompt_order.py    which example each group asks, epoch after epoch; a curriculum skips some
-    prompt_stream.py   the prompt of every group, by its id
+    prompt_order.py    which example each group asks, epoch after epoch, and the prompts in that order
 
 The functions below are the entry: the examples of a configured task, and their order.
 """

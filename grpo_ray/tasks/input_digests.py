@@ -19,7 +19,7 @@ from grpo_ray.records.adapter_files import base_digest
 from grpo_ray.records.durable import write_text
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tasks.examples import Example
-from grpo_ray.tasks.prompt_stream import examples_digest
+from grpo_ray.tasks.prompt_order import examples_digest
 from grpo_ray.tasks.prompts import PromptTemplate, TextTemplate
 
 MODEL, TINY, TEACHER = "model.path", "model.tiny", "distillation.teacher"

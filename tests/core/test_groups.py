@@ -13,8 +13,7 @@ from grpo_ray.config import Config
 from grpo_ray.core.groups import GroupBook, State
 from grpo_ray.core.staleness import oldest_allowed, version_trained_at
 from grpo_ray.tasks.examples import Example
-from grpo_ray.tasks.prompt_order import EpochOrder
-from grpo_ray.tasks.prompt_stream import PromptStream
+from grpo_ray.tasks.prompt_order import EpochOrder, PromptStream
 from grpo_ray.tasks.prompts import Prompter, TextTemplate, make_items
 from grpo_ray.types import NO_VERSION, GroupFacts
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from grpo_ray.config.task import CurriculumConfig, MixtureTaskConfig
 from grpo_ray.tasks import make_order
 from grpo_ray.tasks.examples import Example
-from grpo_ray.tasks.prompt_order import CurriculumOrder, EpochOrder, MixtureOrder
-from grpo_ray.tasks.prompt_stream import PromptStream
+from grpo_ray.tasks.prompt_order import CurriculumOrder, EpochOrder, MixtureOrder, PromptStream
 from grpo_ray.tasks.prompts import Prompter, TextTemplate
 from grpo_ray.types import PromptItem
 

@@ -25,7 +25,7 @@ from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.run.restores import train_through_restores
 from grpo_ray.tasks import make_order
 from grpo_ray.tasks.examples import Example
-from grpo_ray.tasks.prompt_stream import PromptStream
+from grpo_ray.tasks.prompt_order import PromptStream
 from grpo_ray.tasks.prompts import Prompter, TextTemplate, make_items
 from grpo_ray.tools.simulation.actors import SimulatedActors, Trace
 from grpo_ray.tools.simulation.speeds import Lengths, Speeds
