@@ -87,17 +87,15 @@ class MixtureOrder(EpochOrder):
 
     def _begin(self) -> None:
         self._rng = random.Random(f"{self.seed}/mixture")
-        self._num_drawn = 0
         self._counts = [0] * len(self._orders)  # groups drawn from each part
         self._drawn: dict[int, tuple[int, int]] = {}  # part and place of groups not done
 
     def locate(self, group_id: int) -> tuple[int, int]:
         """Return the group's part, and its place in the part's own order."""
-        while self._num_drawn <= group_id:
+        while (drawn := sum(self._counts)) <= group_id:
             part = self._rng.choices(range(len(self._weights)), cum_weights=self._weights)[0]
-            self._drawn[self._num_drawn] = part, self._counts[part]
+            self._drawn[drawn] = part, self._counts[part]
             self._counts[part] += 1
-            self._num_drawn += 1
         return self._drawn[group_id]
 
     def index(self, group_id: int) -> int:
@@ -124,7 +122,7 @@ class MixtureOrder(EpochOrder):
             "names": list(self.names),
             "weights": list(self._weights),
             "parts": [order.state_dict() for order in self._orders],
-            "num_drawn": self._num_drawn,
+            "num_drawn": sum(self._counts),
             "counts": list(self._counts),
             "drawn": [[group_id, *place] for group_id, place in sorted(self._drawn.items())],
             "random": list(self._rng.getstate()[1]),
@@ -145,7 +143,7 @@ class MixtureOrder(EpochOrder):
             return
         version, _, gauss_next = self._rng.getstate()
         self._rng.setstate((version, tuple(state["random"]), gauss_next))
-        self._num_drawn, self._counts = state["num_drawn"], list(state["counts"])
+        self._counts = list(state["counts"])
         self._drawn = {group_id: (part, place) for group_id, part, place in state["drawn"]}
 
     def metrics(self) -> dict[str, float]:
