@@ -1,6 +1,7 @@
 """Errors with a message that is all the user needs: the problem, its place and the remedy."""
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -67,6 +68,19 @@ def ray_needed(otherwise: str = "") -> Iterator[None]:
         if error.name != "ray":
             raise
         raise RunError(f"this needs Ray: pip install 'grpo_ray[cluster]'{otherwise}") from None
+
+
+def require_bitsandbytes(field: str, value: str, other: str) -> None:
+    """Refuse a field's value without the optional package that implements it; `other` needs none.
+
+    Raises:
+        ValueError: bitsandbytes is not installed.
+    """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(
+            f"{field}: {value} needs the package bitsandbytes on the Learner's machine; install it with "
+            f"`pip install bitsandbytes`, or set {field} to {other}"
+        )
 
 
 def first_error(errors: BaseExceptionGroup) -> BaseException:

@@ -8,8 +8,8 @@ import torch
 from torch.optim.adamw import adamw
 
 from grpo_ray.config import LearnerConfig
+from grpo_ray.errors import require_bitsandbytes
 from grpo_ray.learning.device import Offload
-from grpo_ray.learning.quantization import require_bitsandbytes
 
 Tensors = dict[str, torch.Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -5,7 +5,6 @@ NF4 has 16 values at the quantiles of a normal distribution, and a scale per 64 
 compute on GPUs and CPUs alike, without compilation.
 """
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -14,19 +13,6 @@ from torch import nn
 from grpo_ray.learning.policy_model import PolicyModel
 
 BLOCK = 64  # weights that share a scale
-
-
-def require_bitsandbytes(field: str, value: str, other: str) -> None:
-    """Refuse a field's value without the package that implements it; `other` needs none.
-
-    Raises:
-        ValueError: bitsandbytes is not installed.
-    """
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ValueError(
-            f"{field}: {value} needs the package bitsandbytes on the Learner's machine; install it with "
-            f"`pip install bitsandbytes`, or set {field} to {other}"
-        )
 
 
 def quantize_linear_layers(model: PolicyModel, dtype: torch.dtype, device: torch.device) -> None:

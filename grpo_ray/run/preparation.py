@@ -18,6 +18,7 @@ from grpo_ray.config.user_code import import_function
 from grpo_ray.core.context import Prepared, PreparedServing
 from grpo_ray.engines import check_engine_args
 from grpo_ray.episodes.checking import check_episodes, check_room, check_template
+from grpo_ray.errors import require_bitsandbytes
 from grpo_ray.learning.model_files import (
     at_commit,
     check_ends,
@@ -83,7 +84,10 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
     algorithm_notices = _check_algorithm(config)
     check_rewards(config, None)
     check_episodes(config)
-    _check_bitsandbytes(config)
+    if config.learner.moments == "8bit":
+        require_bitsandbytes("learner.moments", "8bit", "bfloat16")
+    if (quantization := config.model.base_quantization) != "none":
+        require_bitsandbytes("model.base_quantization", quantization, "none")
     if (tiny := config.model.tiny) is not None:
         check_warmup(config.task, tiny.warmup.num_steps * tiny.warmup.batch_size if tiny.warmup else 0)
     for name, path in config.models.items():
@@ -188,18 +192,6 @@ def _check_algorithm(config: Config) -> tuple[str, ...]:
     weights = [term_weights(reward) for reward in config.rewards.values()]
     check_algorithm(algorithm, weights + [{}] * bool(config.episode_tasks))  # an episode's reward has no terms
     return notices_on_loss(config)
-
-
-def _check_bitsandbytes(config: Config) -> None:
-    moments, quantization = config.learner.moments, config.model.base_quantization
-    if moments != "8bit" and quantization == "none":
-        return
-    from grpo_ray.learning.quantization import require_bitsandbytes
-
-    if moments == "8bit":
-        require_bitsandbytes("learner.moments", moments, "bfloat16")
-    if quantization != "none":
-        require_bitsandbytes("model.base_quantization", quantization, "none")
 
 
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
