@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
-from typing import TypeVar
 
 from grpo_ray.config import Config
 from grpo_ray.core.checkpointing import GIVE_UP_S, RETRY_S
@@ -21,7 +20,6 @@ from grpo_ray.watch.restarts import RestartBudget
 from grpo_ray.watch.run_log import Display, RunLog
 from grpo_ray.watch.trackers import NO_TRACKERS, Trackers
 
-T = TypeVar("T")
 # (config, model, run directory, checkpoint) -> a context manager: the actors, which end with its block.
 Host = Callable[[Config, StartingModel, Path, Checkpoint | None], AbstractContextManager[RunActors]]
 
@@ -118,6 +116,8 @@ def no_whole_checkpoint(run: RunDirectory, damaged: Sequence[str]) -> str:
 def _restore(store: CheckpointStore, run: RunDirectory, display: Display, failure: str) -> Checkpoint | None:
     """Return the newest complete checkpoint, after removing all later steps from the run directory.
 
+    It is tried until no OSError comes of it, in a thread, so that a signal ends a try that hangs.
+
     Args:
         failure: of this process's last try, for the error.
 
@@ -133,21 +133,12 @@ def _restore(store: CheckpointStore, run: RunDirectory, display: Display, failur
         run.rewind(newest.state.step if newest else 0)
         return newest
 
-    checkpoint = _until_the_disk_lets(restore, display)
-    for line in store.damaged:
-        display.warning(f"skipped a damaged checkpoint: {line}")
-    if checkpoint is not None:
-        display.status(f"resuming from {checkpoint.path}")
-    return checkpoint
-
-
-def _until_the_disk_lets(work: Callable[[], T], display: Display) -> T:
-    """Repeat `work` until it raises no OSError; it runs in a thread, so that a signal ends one that hangs."""
     disk, give_up_at = BackgroundThread("restore"), time.monotonic() + GIVE_UP_S
     try:
         while True:
             try:
-                return disk.call("the run directory", work).result(give_up_at - time.monotonic())
+                checkpoint = disk.call("the run directory", restore).result(give_up_at - time.monotonic())
+                break
             except OSError as error:
                 reason = str(error) or "the disk does not answer"
                 if time.monotonic() + RETRY_S >= give_up_at:  # another try would have no time
@@ -159,6 +150,11 @@ def _until_the_disk_lets(work: Callable[[], T], display: Display) -> T:
                 time.sleep(RETRY_S)
     finally:
         disk.close(0.0)
+    for line in store.damaged:
+        display.warning(f"skipped a damaged checkpoint: {line}")
+    if checkpoint is not None:
+        display.status(f"resuming from {checkpoint.path}")
+    return checkpoint
 
 
 def how_to_resume(run: RunDirectory) -> str:
