@@ -2,10 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from grpo_ray.config.secrets import SECRET_VALUE
-from grpo_ray.config.section import GroupSize, HomePath, Name, NonNegativeInt, PositiveSeconds, Seconds, Section
+from grpo_ray.config.section import GroupSize, HomePath, Name, PositiveSeconds, Seconds, Section, checked
 
 DetectorName = Literal[
     "short_outputs", "wrong_mask", "mismatched_logprobs", "wrong_normalizer", "stale_old_logprobs",
@@ -88,42 +88,33 @@ class PlacementConfig(Section):
     """Seconds to wait for missing resources, as for an autoscaler or another job; 0 refuses at once."""
 
 
+def _repeated(names: tuple[str, ...]) -> str | None:
+    return f"{', '.join(names)}: name each tracker once" if len(set(names)) < len(names) else None
+
+
+def _password_in(uri: str | None) -> str | None:
+    if uri is None or not SECRET_VALUE.search(uri):
+        return None
+    return (
+        "the address contains a password, and the configuration is written to the run's folder; remove it, and "
+        "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+    )
+
+
 class TrackingConfig(Section):
     """Destinations of metrics and tables in addition to the run directory."""
 
-    trackers: tuple[TrackerName, ...] = ()
+    trackers: Annotated[tuple[TrackerName, ...], checked(_repeated)] = ()
     """Trackers to use; each is an extra to install, such as `pip install "grpo_ray[wandb]"`."""
-    project: str = "grpo_ray"
+    project: Annotated[str, checked(lambda name: None if name.strip() else "give the project a name")] = (
+        "grpo_ray"
+    )
     """W&B project or MLflow experiment."""
     rollouts_per_table: PositiveInt = 16
     """Rows per table of rollouts or of validation responses."""
     rollouts_every_num_steps: NonNegativeInt = 10
     """Log a table of rollouts every N steps, read from the run's files; 0 logs none."""
-    mlflow_uri: str | None = None
+    mlflow_uri: Annotated[str | None, checked(_password_in)] = None
     """MLflow server or folder; default: `MLFLOW_TRACKING_URI`, or the folder `mlruns` in `run.output_dir`."""
     close_timeout_s: PositiveSeconds = 20.0
     """Seconds to wait at the end of a run for unsent data."""
-
-    @field_validator("trackers")
-    @classmethod
-    def _each_once(cls, trackers: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
-        if len(set(trackers)) < len(trackers):
-            raise ValueError(f"{', '.join(trackers)}: name each tracker once")
-        return trackers
-
-    @field_validator("project")
-    @classmethod
-    def _has_a_name(cls, project: str) -> str:
-        if not project.strip():
-            raise ValueError("give the project a name")
-        return project
-
-    @field_validator("mlflow_uri")
-    @classmethod
-    def _holds_no_password(cls, uri: str | None) -> str | None:
-        if uri is not None and SECRET_VALUE.search(uri):
-            raise ValueError(
-                "the address contains a password, and the configuration is written to the run's folder; "
-                "remove it, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
-            )
-        return uri

@@ -1,6 +1,6 @@
 """The base class of every section of the configuration, and the types that their fields share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Self, get_args
 
@@ -15,15 +15,20 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
+def checked(fault: Callable[[Any], str | None]) -> AfterValidator:
+    """Return the check of a value by a function that says what is wrong with it; None: nothing."""
+
+    def check(value: Any) -> Any:
+        if (text := fault(value)) is not None:
+            raise ValueError(text)
+        return value
+
+    return AfterValidator(check)
+
+
 def not_empty(problem: str) -> AfterValidator:
     """Return the check of a list, with the error of an empty one."""
-
-    def some(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-        if values == ():
-            raise ValueError(problem)
-        return values
-
-    return AfterValidator(some)
+    return checked(lambda values: problem if values == () else None)
 
 
 Cores = Annotated[
@@ -31,12 +36,6 @@ Cores = Annotated[
     not_empty("an empty list leaves no core to run on; name at least one, or give null for any"),
 ]
 """Processor cores by their numbers; null means any."""
-
-
-def _without_null(path: str) -> str:
-    if "\0" in path:
-        raise ValueError("a path cannot contain a null character")
-    return path
 
 
 def _at_home(path: str) -> str:
@@ -57,7 +56,7 @@ NAME_OR_LIST = Discriminator(
 )
 """The form that was meant, by the tags `name` and `list`, so that errors concern that form alone."""
 
-Name = Annotated[str, AfterValidator(_without_null)]
+Name = Annotated[str, checked(lambda text: "a path cannot contain a null character" if "\0" in text else None)]
 """A part of a path."""
 HomePath = Annotated[Name, AfterValidator(_at_home)]
 """A path, or another name; `~` is written out."""
