@@ -7,7 +7,6 @@
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.config import Config
 from grpo_ray.config.learner import LearnerConfig
-from grpo_ray.config.reward import ScorerConfig
 from grpo_ray.config.sampling import GeneratorConfig, SamplingConfig
 
-__all__ = ["AlgorithmConfig", "Config", "GeneratorConfig", "LearnerConfig", "SamplingConfig", "ScorerConfig"]
+__all__ = ["AlgorithmConfig", "Config", "GeneratorConfig", "LearnerConfig", "SamplingConfig"]

@@ -3,8 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 
-from grpo_ray.config import ScorerConfig
-from grpo_ray.config.reward import Reward, RewardTerm, is_own, named_terms
+from grpo_ray.config.reward import Reward, RewardTerm, ScorerConfig, is_own, named_terms
 from grpo_ray.rewards.base import NOTHING, About, Result, Scores, ScoringError, Ungradable
 from grpo_ray.rewards.configured import TermReward, needs_isolation, summed, tried, wrong_scores
 from grpo_ray.rewards.isolation.confinement import protection_here

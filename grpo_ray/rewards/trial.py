@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo_ray.config import ScorerConfig
-from grpo_ray.config.reward import Reward, terms_of
+from grpo_ray.config.reward import Reward, ScorerConfig, terms_of
 from grpo_ray.config.task import field_of
 from grpo_ray.rewards.answer_formats import written
 from grpo_ray.rewards.base import Result, Scores, ScoringError, Ungradable

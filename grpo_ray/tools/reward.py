@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import ValidationError
 
-from grpo_ray.config import ScorerConfig
-from grpo_ray.config.reward import REWARD_NAMES, RewardTerm
+from grpo_ray.config.reward import REWARD_NAMES, RewardTerm, ScorerConfig
 from grpo_ray.config.user_code import importable, is_function_name
 from grpo_ray.errors import shown_plainly
 from grpo_ray.records.visible_text import print_visible

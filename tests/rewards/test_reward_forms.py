@@ -15,10 +15,9 @@ import torch
 from builders import make_completion, make_item, make_scorer, write_rows
 from small_run import QUICKSTART
 
-from grpo_ray.config import ScorerConfig
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.loading import load_config
-from grpo_ray.config.reward import RewardTerm, named_terms, term_weights
+from grpo_ray.config.reward import RewardTerm, ScorerConfig, named_terms, term_weights
 from grpo_ray.config.task import EpisodesTaskConfig, FileTaskConfig
 from grpo_ray.errors import RunError
 from grpo_ray.objectives import advantages_of

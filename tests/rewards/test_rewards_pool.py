@@ -17,7 +17,7 @@ from builders import respond
 from hostile_rewards import DEADLY, ENDLESS, HARMLESS, RAISING, UNGRADABLE
 from run_process import until
 
-from grpo_ray.config import ScorerConfig
+from grpo_ray.config.reward import ScorerConfig
 from grpo_ray.config.secrets import reward_environment
 from grpo_ray.errors import RunError
 from grpo_ray.rewards.base import Overrun, Result, ScoringError, Ungradable, verdict
