@@ -37,24 +37,6 @@ def check_episodes(config: Config) -> None:
         check_renderer(config.episodes.renderer)
 
 
-def check_room(config: Config, positions: int | None) -> None:
-    """Compare `episodes.max_tokens` with what the model and the engine take.
-
-    Args:
-        positions: length in tokens of the longest sequence that the model supports.
-
-    Raises:
-        ValueError: it is more.
-    """
-    spaces = ((positions, "the model's positions"), (config.generator.max_model_len, "generator.max_model_len"))
-    for space, what in spaces:
-        if space is not None and config.episodes.max_tokens > space:
-            raise ValueError(
-                f"episodes.max_tokens is {config.episodes.max_tokens}, more than {what} ({space}); set it to "
-                f"at most {space}"
-            )
-
-
 def check_template(config: Config, tokenizer: Any) -> None:
     """Make the configured renderer and parser of tool calls.
 

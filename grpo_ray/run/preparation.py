@@ -17,7 +17,7 @@ from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig, PlainTa
 from grpo_ray.config.user_code import import_function
 from grpo_ray.core.context import Prepared, PreparedServing
 from grpo_ray.engines import check_engine_args
-from grpo_ray.episodes.checking import check_episodes, check_room, check_template
+from grpo_ray.episodes.checking import check_episodes, check_template
 from grpo_ray.errors import require_bitsandbytes
 from grpo_ray.learning.model_files import (
     at_commit,
@@ -344,16 +344,25 @@ def _fit_part(
     config: Config, task: PlainTask, examples: ExampleSets, prompter: Prompter, positions: int | None
 ) -> tuple[ExampleSets, Prompter, int]:
     """Return the examples that fit, with a notice of the others, their prompter, and their longest prompt."""
-    if isinstance(task, EpisodesTaskConfig):  # its prompts grow as far as `episodes.max_tokens`
-        check_room(config, positions)
-        return examples, prompter, config.episodes.max_tokens - config.sampling.max_tokens
+    spaces = _spaces(config, positions)
+    if isinstance(task, EpisodesTaskConfig):
+        most = config.episodes.max_tokens  # as far as its prompts grow
+        for what, space in spaces.items():
+            if most > space:
+                raise ValueError(
+                    f"episodes.max_tokens is {most}, more than {what} ({space}); set it to at most {space}"
+                )
+        return examples, prompter, most - config.sampling.max_tokens
     lengths = (count_tokens(examples.train, prompter), count_tokens(examples.validation, prompter))
     longest = max(chain(*lengths))
-    limit = _longest_allowed(config, task, positions)
+    limits = [space - config.sampling.max_tokens for space in spaces.values()]
+    if isinstance(task, ExamplesTaskConfig) and task.max_prompt_tokens is not None:
+        limits.append(task.max_prompt_tokens)
+    limit = min(limits, default=None)
     if limit is None or longest <= limit:
         return examples, prompter, longest
     if not isinstance(task, ExamplesTaskConfig) or task.long_prompts == "refuse":
-        _refuse_long(config, task, examples, lengths, positions, limit)
+        _refuse_long(config, task, examples, lengths, spaces, limit)
     paths = source_names(task)
     if task.long_prompts == "skip":
         sets = zip(paths, (examples.train, examples.validation), lengths, strict=True)
@@ -365,9 +374,16 @@ def _fit_part(
     return cut, replace(prompter, max_tokens=limit), limit
 
 
+def _spaces(config: Config, positions: int | None) -> dict[str, int]:
+    """Return the lengths in tokens that bound a prompt with its response, by what bounds it."""
+    found = {"the model's positions": positions, "generator.max_model_len": config.generator.max_model_len}
+    return {what: space for what, space in found.items() if space is not None}
+
+
 def _refuse_long(
-    config: Config, task: PlainTask, examples: ExampleSets, lengths: Lengths, positions: int | None, limit: int
-) -> NoReturn:
+    config: Config, task: PlainTask, examples: ExampleSets, lengths: Lengths, spaces: Mapping[str, int],
+    limit: int,
+) -> NoReturn:  # fmt: skip
     pairs = zip(chain(*lengths), [*examples.train, *examples.validation], strict=True)
     longest, example = max(pairs, key=lambda pair: pair[0])
     remedy = ""
@@ -376,9 +392,8 @@ def _refuse_long(
         choices += ["truncate (cut on the left)"] if task.prompt != "chat" and limit > 0 else []
         remedy = f"or set task.long_prompts to {' or '.join(choices)}" if choices else ""
     max_tokens = config.sampling.max_tokens
-    spaces = ((positions, "the model's positions"), (config.generator.max_model_len, "generator.max_model_len"))
-    for space, what in spaces:
-        if space is not None and longest + max_tokens > space:
+    for what, space in spaces.items():
+        if longest + max_tokens > space:
             fewer = f"set it to {space - longest} or less" if space > longest else ""
             fix = ", ".join(filter(None, (fewer, remedy if fewer else remedy.removeprefix("or "))))
             raise ValueError(
@@ -390,12 +405,3 @@ def _refuse_long(
         f"{example.place}: the prompt has {longest} tokens, more than task.max_prompt_tokens "
         f"({task.max_prompt_tokens}); {', '.join(filter(None, ('raise it', remedy)))}"
     )
-
-
-def _longest_allowed(config: Config, task: PlainTask, positions: int | None) -> int | None:
-    """Return the length in tokens of the longest prompt that fits; None if nothing limits it."""
-    spaces = [space for space in (positions, config.generator.max_model_len) if space is not None]
-    limits = [space - config.sampling.max_tokens for space in spaces]
-    if isinstance(task, ExamplesTaskConfig) and task.max_prompt_tokens is not None:
-        limits.append(task.max_prompt_tokens)
-    return min(limits, default=None)

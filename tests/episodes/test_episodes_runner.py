@@ -8,6 +8,7 @@ import threading
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from episode_players import HELLO, make_session, play, said, session_of, tokenizer_of
@@ -17,13 +18,13 @@ from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.engines import derived_seed
 from grpo_ray.episodes import runner as runner_module
 from grpo_ray.episodes import threads
-from grpo_ray.episodes.checking import check_room
 from grpo_ray.episodes.openai_server import ChatServer
 from grpo_ray.episodes.outcome import EpisodeEnded, Outcome, Status
 from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner, load_episode
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.threads import EpisodeThread, RunningEpisode
-from grpo_ray.tasks.examples import Example
+from grpo_ray.run.preparation import _fit_part
+from grpo_ray.tasks.examples import Example, ExampleSets
 from grpo_ray.types import Episode
 
 
@@ -215,18 +216,19 @@ def test_episodes_are_found_by_their_import_path(tmp_path: Path, monkeypatch: py
 
 
 def test_an_episode_may_be_as_long_as_the_model_and_the_engine_take_and_no_longer() -> None:
-    def config(**generator: int) -> Config:
+    def fit(positions: int | None, **generator: int) -> None:
         task = {"kind": "episodes", "episode": "games:play", "examples": "games:examples"}
         options = {"episodes": {"max_tokens": 96}, "sampling": {"max_tokens": 8}, "generator": generator}
-        return Config.model_validate({"model": {"path": "m"}, "task": task, **options})
+        config: Any = Config.model_validate({"model": {"path": "m"}, "task": task, **options})
+        _fit_part(config, config.task, ExampleSets([], []), Mock(), positions)
 
     for positions in (None, 96, 1000):
-        check_room(config(), positions)
-        check_room(config(max_model_len=96), positions)
+        fit(positions)
+        fit(positions, max_model_len=96)
     with pytest.raises(ValueError, match=r"more than the model's positions \(95\); set it to at most 95"):
-        check_room(config(max_model_len=96), 95)
+        fit(95, max_model_len=96)
     with pytest.raises(ValueError, match=r"max_tokens is 96, more than generator\.max_model_len \(95\)"):
-        check_room(config(max_model_len=95), None)
+        fit(None, max_model_len=95)
 
 
 # ---- threads: bad code costs its own episode alone, and threads that end are not stuck ----
