@@ -1,7 +1,7 @@
 """Checks of everything that a run needs, before anything expensive starts."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NoReturn
@@ -37,7 +37,7 @@ from grpo_ray.rewards.configured import check_reward
 from grpo_ray.rewards.isolation.confinement import protection_here
 from grpo_ray.rewards.trial import try_rewards
 from grpo_ray.rewards.user_function import own_functions
-from grpo_ray.run.supervised import check_sft
+from grpo_ray.run.supervised import Progress, check_sft
 from grpo_ray.tasks import join_parts, load_examples, make_order
 from grpo_ray.tasks.examples import Example, ExampleSets
 from grpo_ray.tasks.kinds import check_warmup
@@ -48,8 +48,6 @@ from grpo_ray.tasks.sources import source_names
 from grpo_ray.types import StartingModel
 
 WITH_OPTIONS = ("pass_at_k",)  # advantages that are of no use without an option
-
-WarmupProgress = Callable[[int, int, float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +208,7 @@ def with_models(config: Config, models: Mapping[str, str]) -> Config:
     return config.model_copy(update={"model": model, "distillation": distillation})
 
 
-def prepare(config: Config, task: TaskData, progress: WarmupProgress | None = None) -> Prepared:
+def prepare(config: Config, task: TaskData, progress: Progress | None = None) -> Prepared:
     """Find, fetch or build the model.
 
     Raises:
@@ -227,9 +225,7 @@ def prepare_serving(config: Config, task: TaskData) -> PreparedServing:
     return _prepare(config, task, None)[0]
 
 
-def _prepare(
-    config: Config, task: TaskData, progress: WarmupProgress | None
-) -> tuple[PreparedServing, TaskData]:
+def _prepare(config: Config, task: TaskData, progress: Progress | None) -> tuple[PreparedServing, TaskData]:
     model_path = config.model.path
     if model_path is None:
         from grpo_ray.run.tiny_model import tiny_model_folder
