@@ -13,22 +13,17 @@ from grpo_ray.config.section import NAME_OR_LIST, Decay, GroupSize, NonNegativeF
 from grpo_ray.config.user_code import Argument, is_function_name, one_of_or_own
 
 AdvantageKind = Literal["mean_std", "mean", "leave_one_out", "max_only", "raw", "max_rl", "pass_at_k", "gdpo"]
-AdvantageScale = Literal["group", "batch", "whiten_responses", "whiten_tokens"]
 Std = Literal["sample", "population"]
-OldLogProbs = Literal["behaviour", "proximal"]
 Correction = Literal[
     "truncate_token", "truncate_sequence", "mask_band", "mask_product", "mask_geometric", "veto", "opsm"
 ]
 # The corrections that weigh a token by proximal / behaviour; the other ones keep or drop a whole response.
 WEIGHING: tuple[Correction, ...] = ("truncate_token", "truncate_sequence", "mask_band")
-SamplingMetric = Literal["advantage", "reward", "answer"]
 TokenSelection = Literal["none", "top_entropy", "clip_cov", "kl_cov"]
 # The advantages that keep the sign and size of rewards.
 UNCENTRED: tuple[AdvantageKind, ...] = ("max_only", "raw")
 # The advantages in units of reward.
 IN_REWARDS: tuple[AdvantageKind, ...] = ("raw", "mean", "leave_one_out", "max_only")
-KLReference = Literal["none", "initial", "ema"]
-KLPlacement = Literal["loss", "reward", "reward_to_go"]
 KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+", "unbiased"]
 
 
@@ -38,8 +33,6 @@ def _several(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-AdvantageName = Annotated[str, one_of_or_own(get_args(AdvantageKind))]
-LossName = Annotated[str, one_of_or_own(get_args(LossType))]
 CorrectionName = Annotated[str, one_of_or_own(("none", *get_args(Correction)))]
 CorrectionNames = Annotated[tuple[CorrectionName, ...], AfterValidator(_several)]
 Corrections = Annotated[
@@ -53,11 +46,11 @@ MAX_ROLLOUTS = 2**22
 class KLConfig(Section):
     """KL divergence of the policy from a reference: measured, and penalised if `coefficient` is above 0."""
 
-    reference: KLReference = "none"
+    reference: Literal["none", "initial", "ema"] = "none"
     """`initial`: a frozen copy of the initial weights; `ema`: a moving average of the policy's weights."""
     coefficient: NonNegativeFloat = 0.0
     """Weight of the KL penalty (beta); 0 only measures."""
-    placement: KLPlacement = "loss"
+    placement: Literal["loss", "reward", "reward_to_go"] = "loss"
     """Place of the penalty. `loss`: a term per token. `reward`: each response's reward is reduced by the sum of
     its tokens' log(policy / reference), whatever `estimator` says, before rewards are compared. `reward_to_go`:
     each token's advantage is reduced by that sum from the token on (REINFORCE++)."""
@@ -94,7 +87,7 @@ class AlgorithmConfig(Section):
     """Groups per step; times `samples_per_prompt`, they are CS336's rollout_batch_size."""
     samples_per_prompt: GroupSize = 8
     """Completions per prompt, G (CS336's group_size)."""
-    advantage: AdvantageName = "mean_std"
+    advantage: Annotated[str, one_of_or_own(get_args(AdvantageKind))] = "mean_std"
     """Conversion of a group's rewards to advantages, or a function of your own as `module:function`.
     `mean_std`: minus the group's mean, divided by its standard deviation. `mean`: minus the mean.
     `leave_one_out`: minus the mean of the other completions (RLOO). `max_only`: 0 for all but the group's best.
@@ -102,7 +95,7 @@ class AlgorithmConfig(Section):
     in which a response succeeds. `gdpo`: `mean_std` of each reward term, then their weighted sum (GDPO)."""
     advantage_options: dict[str, Argument] = Field(default_factory=dict)
     """Keyword arguments of the advantage function other than `std` and `advantage_eps`."""
-    advantage_scale: AdvantageScale = "group"
+    advantage_scale: Literal["group", "batch", "whiten_responses", "whiten_tokens"] = "group"
     """Change of the advantages over the whole batch, before the first update on it. `group`: none. `batch`:
     divided by the standard deviation of the batch's rewards (for `mean` and `leave_one_out`).
     `whiten_responses`, `whiten_tokens`: minus their mean and divided by their standard deviation, over the
@@ -112,7 +105,7 @@ class AlgorithmConfig(Section):
     1), `population` by their number."""
     advantage_eps: PositiveFloat = 1e-6
     """Added to the divisors of advantages: standard deviations, and the mean for `max_rl`."""
-    loss: LossName = "grpo_clip"
+    loss: Annotated[str, one_of_or_own(get_args(LossType))] = "grpo_clip"
     """Loss per token, or your own as `module:function`; `no_baseline` takes raw rewards, not advantages."""
     loss_options: dict[str, Argument] = Field(default_factory=dict)
     """Keyword arguments of the loss function other than the three below."""
@@ -134,7 +127,7 @@ class AlgorithmConfig(Section):
     """Passes over each rollout batch (CS336's epochs_per_rollout_batch)."""
     train_batch_size: PositiveInt | None = None
     """Responses per optimizer update; default: the rollout batch, so one update per epoch."""
-    old_log_probs: OldLogProbs = "behaviour"
+    old_log_probs: Literal["behaviour", "proximal"] = "behaviour"
     """Denominator of the ratio. `behaviour`: logprobs from the sampler. `proximal`: logprobs that the Learner
     computes before its first update on the batch; with one update per batch every ratio is then 1."""
     off_policy_correction: Corrections = "none"
@@ -175,7 +168,7 @@ class AlgorithmConfig(Section):
     Their rewards still count in the group."""
     dynamic_sampling_tries: NonNegativeInt = 0
     """Replace groups without signal by new prompts (DAPO), at most N batches of them per step."""
-    dynamic_sampling_metric: SamplingMetric = "advantage"
+    dynamic_sampling_metric: Literal["advantage", "reward", "answer"] = "advantage"
     """Signal that a group needs: an `advantage` other than 0, different `reward`s (before the penalty of
     overlong responses), or different `answer` rewards, as in DAPO."""
     oversample_frac: Annotated[float, Field(ge=0, le=100)] = 0.0

@@ -25,9 +25,6 @@ def _plain_name(name: str) -> str:
     return name
 
 
-TermName = Annotated[str, AfterValidator(_plain_name)]
-
-
 class RewardTerm(Section):
     """One term of a weighted sum."""
 
@@ -39,7 +36,7 @@ class RewardTerm(Section):
     """Extra keyword arguments for the reward function."""
     secrets: tuple[SecretName, ...] = ()
     """Environment variables that your function needs, by name, such as a judge's key."""
-    name: TermName | None = None
+    name: Annotated[str, AfterValidator(_plain_name)] | None = None
     """Name of the term in metrics (`reward/<name>/mean`) and for `gdpo`; default: its function's name."""
     batched: bool = False
     """Call your function once per group, with lists instead of values; it returns a list."""

@@ -8,8 +8,6 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 from grpo_ray.config.section import Cores, Fraction, HomePath, NonNegativeFloat, NonNegativeInt, Section
 from grpo_ray.config.user_code import one_of_or_own
 
-EngineName = Annotated[str, one_of_or_own(("vllm", "torch"))]
-
 _ONE_ENGINE = "set generator.num_gpus and generator.num_generators"
 _DISTRIBUTION = "only the fields of sampling may shape the distribution, which the Learner reproduces"
 _ONE_MODEL = "the Learner and the engine read the same model.path"
@@ -76,7 +74,7 @@ class EngineConfig(Section):
 
     _other_fields: ClassVar[Mapping[str, str]] = {}  # in the place of these parts of DECIDED's fields
 
-    engine: EngineName = "vllm"
+    engine: Annotated[str, one_of_or_own(("vllm", "torch"))] = "vllm"
     """`vllm` for real runs, `torch` for a plain reference implementation. Generators also take one of your own:
     a class as `module:name`."""
     num_gpus: NonNegativeInt = 1
