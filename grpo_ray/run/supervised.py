@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import chain, count, islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +81,7 @@ def write_weights(learner: Imitator, folder: Path) -> None:
 
 def _batches(rows: Sequence[Demonstration], size: int, seed: str) -> Iterator[list[Demonstration]]:
     """Yield batches without end, of the rows in another order in every epoch."""
-
-    def epoch(number: int) -> list[Demonstration]:
-        return random.Random(f"{seed}/{number}").sample(rows, len(rows))
-
-    endless = chain.from_iterable(map(epoch, count()))
+    endless = (row for n in count() for row in random.Random(f"{seed}/{n}").sample(rows, len(rows)))
     while True:
         yield list(islice(endless, size))
 
