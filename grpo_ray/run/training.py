@@ -265,7 +265,7 @@ def _check_same_prompts(before: Config, now: Config) -> None:
             )
 
 
-SAMPLED = ("sampling.temperature", "sampling.min_tokens")  # they decide the logprobs of sampled tokens
+SAMPLED = ("temperature", "min_tokens")  # they decide the logprobs of sampled tokens
 
 
 def check_same_reference(before: Config, now: Config) -> None:
@@ -286,15 +286,14 @@ def check_same_sampling(before: Config, now: Config, checkpoint: Checkpoint) -> 
     Raises:
         RunError: names the field.
     """
-    old, new = leaves(before.model_dump()), leaves(now.model_dump())
-    changed = [name for name in SAMPLED if old[name] != new[name]]
+    changed = [name for name in SAMPLED if getattr(before.sampling, name) != getattr(now.sampling, name)]
     num_groups = sum(len(read_uses(checkpoint.training_path / name)) for name in (GROUPS, REPLAY))
     if changed and num_groups:
-        name = changed[0]
+        old, new = (getattr(config.sampling, changed[0]) for config in (before, now))
         raise RunError(
-            f"{name}: the buffer of {checkpoint.path} holds {num_groups} groups sampled with {old[name]!r}, so "
-            f"the run cannot be resumed with {new[name]!r}; leave it, or train a new run from that checkpoint "
-            "(model.path)"
+            f"sampling.{changed[0]}: the buffer of {checkpoint.path} holds {num_groups} groups sampled with "
+            f"{old!r}, so the run cannot be resumed with {new!r}; leave it, or train a new run from that "
+            "checkpoint (model.path)"
         )
 
 
