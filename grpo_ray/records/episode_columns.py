@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from grpo_ray.records.episode_metrics import EpisodeFacts
+from grpo_ray.records.episode_metrics import episode_facts
 from grpo_ray.types import Completion, Episode, EpisodeSequence, ScoredGroup
 
 PLAIN: Mapping[str, pa.DataType] = {
@@ -50,7 +50,7 @@ def _plain(row: Completion, turn_advantages: np.ndarray | None) -> dict[str, Any
     if not isinstance(row, Episode):
         return {"turn_advantages": turn_advantages}
     return {
-        **EpisodeFacts.of(row).row,
+        **episode_facts(row),
         "episode_reward": row.reward,
         "turn_rewards": row.turn_rewards,
         "turn_advantages": turn_advantages,

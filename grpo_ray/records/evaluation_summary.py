@@ -5,7 +5,7 @@
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_ray.records.episode_metrics import EpisodeFacts, episode_metrics, episodes_in
+from grpo_ray.records.episode_metrics import episode_metrics, facts_in
 from grpo_ray.records.json_lines import JsonLines, lines_from_end, parse_line
 from grpo_ray.records.rollout_log import write_rollouts
 from grpo_ray.records.run_files import step_name
@@ -48,7 +48,7 @@ class Outcomes:
     num_tokens: np.ndarray
     is_truncated: np.ndarray  # bool
     tasks: np.ndarray  # [prompts]: the mixture part that a prompt comes from
-    episodes: tuple[EpisodeFacts, ...] = ()  # of the responses that are episodes, in any order
+    episodes: Sequence[Mapping[str, Any]] = ()  # facts of the responses that are episodes, in any order
 
     @property
     def is_correct(self) -> np.ndarray:
@@ -224,7 +224,7 @@ def outcomes_of(groups: Sequence[ScoredGroup]) -> Outcomes:
         num_tokens=stacked(lambda group: [c.num_tokens for c in group.rollout.completions], np.int64),
         is_truncated=stacked(lambda group: [c.is_truncated for c in group.rollout.completions], np.bool_),
         tasks=np.array([group.rollout.item.task for group in groups]),
-        episodes=tuple(episodes_in(groups)),
+        episodes=facts_in(groups),
     )
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_ray.records.episode_metrics import ending_line
-from grpo_ray.types import Completion, ScoredGroup
+from grpo_ray.errors import counted
+from grpo_ray.records.episode_metrics import episode_facts
+from grpo_ray.types import Completion, Episode, ScoredGroup
 
 MAX_CHARACTERS = 4000
 
@@ -27,9 +28,16 @@ def readable_rollouts(groups: Sequence[ScoredGroup], num_rollouts: int) -> list[
 
 
 def readable_response(completion: Completion) -> str:
-    """Return the text of a completion; of an episode its last line says how it went."""
-    ending = ending_line(completion)
-    return f"{completion.text}\n({ending})".lstrip() if ending else completion.text
+    """Return the text of a completion; of an episode its last line says how it went: `(1 turn, finished)`."""
+    if not isinstance(completion, Episode):
+        return completion.text
+    facts = episode_facts(completion)
+    parts = [counted(facts["num_turns"], "turn"), completion.status]
+    if facts["num_branches"]:
+        parts.insert(1, counted(facts["num_branches"], "branch", "es"))
+    lines = [line for line in completion.error.splitlines() if line.strip()]
+    ending = ", ".join(parts) + (f": {lines[-1].strip()}" if lines else "")
+    return f"{completion.text}\n({ending})".lstrip()
 
 
 def readable_cells(row: Mapping[str, Any]) -> dict[str, Any]:

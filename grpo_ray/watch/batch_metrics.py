@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from grpo_ray.records.episode_metrics import Status, episode_metrics, episodes_in
+from grpo_ray.records.episode_metrics import Status, episode_metrics, facts_in
 from grpo_ray.types import CONTEXT, Episode, ScoredGroup, Ungraded
 
 
@@ -36,7 +36,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup], num_dropped: int = 0) -> dict
         "rollout/zero_variance_groups": float(sum(not group.has_advantage for group in groups)),
         "rollout/dropped_groups": float(num_dropped),
         **entropy,
-        **episode_metrics(list(episodes_in(groups))),
+        **episode_metrics(facts_in(groups)),
     }
 
 

@@ -18,9 +18,9 @@ from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
 from grpo_ray.errors import RunError
 from grpo_ray.learning.loading import load_policy
+from grpo_ray.records.episode_metrics import FACTS
 from grpo_ray.records.evaluation_summary import Category, outcomes_of, summarise
 from grpo_ray.tools.evaluation.responses import (
-    EPISODE,
     EXAMPLES_PER_PART,
     SCHEMA,
     ResponseFiles,
@@ -60,7 +60,7 @@ def test_rows() -> None:
         "example_id": 5, "task": "", "prompt": "prompt 5", "ground_truth": "truth 5", "sample": 3,
         "response": "5.3", "num_tokens": 4, "finish_reason": "length", "reward": 0.0, "format_reward": 0.0,
         "answer_reward": 0.0, "category": "not_graded", "error": "it took too long",
-        **dict.fromkeys(EPISODE),
+        **dict.fromkeys(FACTS),
     }  # fmt: skip
     # A right answer in the wrong format, which rewards of the user's own can return, is no format.
     group = replace(graded(0), answer_rewards=np.array([1, 1, 1, 1], np.float32))

@@ -15,7 +15,7 @@ from grpo_ray.core.scorer import UNGRADED
 from grpo_ray.core.staleness import version_trained_at
 from grpo_ray.objectives import advantages_of
 from grpo_ray.records.episode_columns import is_episode
-from grpo_ray.records.episode_metrics import EpisodeFacts, episode_metrics
+from grpo_ray.records.episode_metrics import episode_metrics
 from grpo_ray.records.rollout_log import DROPPED, FRESH
 from grpo_ray.rewards.base import Result, ScoringError, Ungradable
 from grpo_ray.rewards.grader import Grader
@@ -178,7 +178,7 @@ def audit_step(rows: RolloutRows, metrics: Row, configs: Sequence[Config], grade
     entropy = _mean_of_sampled(own.rows, lambda row: -np.array(row["logprobs"], np.float64))
     if entropy is not None:
         others["policy/entropy"] = entropy
-    others |= episode_metrics([EpisodeFacts.of_row(row) for row in own.rows if is_episode(row)])
+    others |= episode_metrics(list(filter(is_episode, own.rows)))
     problems += _compare_recorded(metrics, others)
     facts = _facts(own, problems, notes)
     facts.trained = list(fresh.groups)

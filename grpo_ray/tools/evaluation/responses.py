@@ -20,14 +20,13 @@ from pyarrow.dataset import dataset
 from grpo_ray.errors import RunError
 from grpo_ray.records.durable import replacing
 from grpo_ray.records.episode_columns import PLAIN
-from grpo_ray.records.episode_metrics import EpisodeFacts
+from grpo_ray.records.episode_metrics import FACTS, episode_facts
 from grpo_ray.records.evaluation_summary import Category, Outcomes
 from grpo_ray.records.rollout_log import damage_named
 from grpo_ray.records.visible_text import encodable
 from grpo_ray.types import Episode, PromptItem, ScoredGroup
 
 EXAMPLES_PER_PART = 64
-EPISODE = list(EpisodeFacts.__dataclass_fields__)
 
 SCHEMA = pa.schema(
     [
@@ -45,7 +44,7 @@ SCHEMA = pa.schema(
         ("category", pa.string()),  # a Category
         ("error", pa.string()),  # why it could not be graded; empty if it was
         # The facts of an episode; null in other responses.
-        *((name, PLAIN[name]) for name in EPISODE),
+        *((name, PLAIN[name]) for name in FACTS),
     ]
 )
 NUMBERS = ["example_id", "task", "sample", "num_tokens", "finish_reason", "category", "error"]
@@ -78,7 +77,7 @@ def make_row(
         **{name: float(rewards[name]) for name in REWARDS},
         "category": category_of(rewards, error),
         "error": error,
-        **dict.fromkeys(EPISODE),
+        **dict.fromkeys(FACTS),
     }
 
 
@@ -90,7 +89,7 @@ def response_rows(group: ScoredGroup) -> list[Row]:
         make_row(
             group.rollout.item, sample, encodable(c.text), c.num_tokens, c.finish_reason, rewards[sample],
             group.errors.get(sample, ""),
-        ) | (EpisodeFacts.of(c).row if isinstance(c, Episode) else {})
+        ) | (episode_facts(c) if isinstance(c, Episode) else {})
         for sample, c in enumerate(group.rollout.completions)
     ]  # fmt: skip
 
@@ -172,7 +171,7 @@ class ResponseFiles:
 
 def read_outcomes(path: Path) -> Outcomes:
     """Return the file's responses as arrays, without reading the long texts."""
-    return table_outcomes(read_responses(path, [*NUMBERS, *REWARDS, *EPISODE]))
+    return table_outcomes(read_responses(path, [*NUMBERS, *REWARDS, *FACTS]))
 
 
 def read_responses(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
@@ -183,7 +182,7 @@ def read_responses(path: Path, columns: Sequence[str] | None = None) -> pa.Table
 def table_outcomes(table: pa.Table) -> Outcomes:
     """Return the rows as arrays; rows are ordered by example, then sample, with equally many samples each."""
     num_samples = 1 + pc.max(table["sample"]).as_py()
-    episodes = table.select(EPISODE).filter(pc.is_valid(table["status"])).to_pylist()
+    episodes = table.select(FACTS).filter(pc.is_valid(table["status"])).to_pylist()
 
     def by_prompt(values: pa.ChunkedArray) -> np.ndarray:
         return np.asarray(values.to_numpy()).reshape(-1, num_samples)
@@ -197,7 +196,7 @@ def table_outcomes(table: pa.Table) -> Outcomes:
         num_tokens=by_prompt(table["num_tokens"]),
         is_truncated=by_prompt(pc.equal(table["finish_reason"], "length")),
         tasks=by_prompt(table["task"])[:, 0],
-        episodes=tuple(map(EpisodeFacts.of_row, episodes)),
+        episodes=episodes,
     )
 
 
