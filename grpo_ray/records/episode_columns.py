@@ -22,6 +22,9 @@ PLAIN: Mapping[str, pa.DataType] = {
     "metrics": pa.map_(pa.string(), pa.float64()),
     "episode_error": pa.string(),
 }
+SEQUENCES = pa.list_(
+    pa.struct({"prompt_token_ids": pa.list_(pa.int32()), "start": pa.int32(), "end": pa.int32()})
+)
 NAMES = (*PLAIN, "turns", "sequences")
 
 
@@ -42,7 +45,7 @@ def episode_columns(groups: Sequence[ScoredGroup]) -> dict[str, pa.Array]:
     plain = [_plain(row, advantages) for row, advantages in zip(rows, per_turn, strict=True)]
     columns = {name: pa.array([row.get(name) for row in plain], kind) for name, kind in PLAIN.items()}
     columns["turns"] = run_lengths([row.turns if isinstance(row, Episode) else None for row in rows], "turn")
-    columns["sequences"] = _sequences([row.sequences if isinstance(row, Episode) else None for row in rows])
+    columns["sequences"] = pa.array([row.get("sequences") for row in plain], SEQUENCES)
     return columns
 
 
@@ -55,51 +58,33 @@ def _plain(row: Completion, turn_advantages: np.ndarray | None) -> dict[str, Any
         "turn_rewards": row.turn_rewards,
         "turn_advantages": turn_advantages,
         "episode_error": row.error,
+        "sequences": [vars(sequence) for sequence in row.sequences],
     }
 
 
-class EpisodeColumns:
-    """The columns of a table, as the arguments of its episodes."""
+def episode_fields(table: pa.Table) -> list[dict[str, Any] | None]:
+    """Return for each row the fields of its Episode that other completions lack; None: it is no episode."""
+    if "status" not in table.column_names:
+        return [None] * table.num_rows
+    turns = run_length_rows(table["turns"], "turn")
+    rows = table.select([*PLAIN, "sequences"]).to_pylist()
+    return [_fields(row, own) if is_episode(row) else None for row, own in zip(rows, turns, strict=True)]
 
-    def __init__(self, table: pa.Table) -> None:
-        """Read the columns; a file without episodes has none."""
-        self._plain = {
-            name: table[name].to_pylist() if name in table.column_names else [None] * table.num_rows
-            for name in PLAIN
-        }
-        self._has_episodes = any(status is not None for status in self._plain["status"])
-        if self._has_episodes:
-            self._turns = RunLengths(table["turns"], "turn")
-            sequences = table["sequences"].combine_chunks()
-            self._offsets = sequences.offsets.to_numpy()
-            self._prompts = list_rows(sequences.values.field("prompt_token_ids"))
-            self._ranges = [sequences.values.field(name).to_pylist() for name in ("start", "end")]
 
-    def is_episode(self, row: int) -> bool:
-        return self._plain["status"][row] is not None
-
-    def fields(self, row: int) -> dict[str, Any]:
-        """Return the fields of the row's Episode that other completions lack."""
-        value: dict[str, Any] = {name: values[row] for name, values in self._plain.items()}
-        places = range(self._offsets[row], self._offsets[row + 1])
-        starts, ends = self._ranges
-        return {
-            "turns": self._turns.row(row),
-            "sequences": tuple(
-                EpisodeSequence(tuple(self._prompts[at].tolist()), starts[at], ends[at]) for at in places
-            ),
-            "status": value["status"],
-            "reward": value["episode_reward"],
-            "seconds": value["seconds"],
-            "turn_rewards": None if value["turn_rewards"] is None else tuple(value["turn_rewards"]),
-            "metrics": dict(value["metrics"]),
-            "error": value["episode_error"],
-        }
-
-    def turn_advantages(self, start: int, end: int) -> tuple[np.ndarray, ...]:
-        """Return those of the group of these rows; empty if it has none."""
-        rows = self._plain["turn_advantages"][start:end]
-        return () if None in rows else tuple(np.array(row, np.float32) for row in rows)
+def _fields(row: Mapping[str, Any], turns: np.ndarray) -> dict[str, Any]:
+    return {
+        "turns": turns,
+        "sequences": tuple(
+            EpisodeSequence(tuple(each["prompt_token_ids"]), each["start"], each["end"])
+            for each in row["sequences"]
+        ),
+        "status": row["status"],
+        "reward": row["episode_reward"],
+        "seconds": row["seconds"],
+        "turn_rewards": None if row["turn_rewards"] is None else tuple(row["turn_rewards"]),
+        "metrics": dict(row["metrics"]),
+        "error": row["episode_error"],
+    }
 
 
 def run_lengths(arrays: Sequence[np.ndarray | None], name: str) -> pa.ListArray:
@@ -120,19 +105,12 @@ def run_lengths(arrays: Sequence[np.ndarray | None], name: str) -> pa.ListArray:
     )
 
 
-class RunLengths:
-    """The rows of a column that `run_lengths` made."""
-
-    def __init__(self, column: pa.ChunkedArray, name: str) -> None:
-        spans = column.combine_chunks()
-        self._offsets = spans.offsets.to_numpy()
-        self._values, starts, ends = (spans.values.field(field).to_numpy() for field in (name, "start", "end"))
-        self._lengths = ends - starts
-
-    def row(self, row: int) -> np.ndarray:
-        """Return the row's array, int32."""
-        spans = slice(self._offsets[row], self._offsets[row + 1])
-        return np.repeat(self._values[spans], self._lengths[spans])
+def run_length_rows(column: pa.ChunkedArray, name: str) -> list[np.ndarray]:
+    """Return the arrays of a column that `run_lengths` made, int32."""
+    spans = column.combine_chunks()
+    values, starts, ends = (spans.values.field(field).to_numpy() for field in (name, "start", "end"))
+    bounds = pairwise(spans.offsets.to_numpy().tolist())
+    return [np.repeat(values[a:b], ends[a:b] - starts[a:b]) for a, b in bounds]
 
 
 def lists(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> pa.ListArray:
@@ -141,24 +119,11 @@ def lists(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> pa.ListArray
     return _list_array([len(array) for array in arrays], pa.array(values))
 
 
-def list_rows(column: pa.ChunkedArray | pa.ListArray) -> list[np.ndarray]:
+def list_rows(column: pa.ChunkedArray) -> list[np.ndarray]:
     """Return views of a list column's rows."""
-    rows = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    rows = column.combine_chunks()
     values = rows.values.to_numpy()
     return [values[a:b] for a, b in pairwise(rows.offsets.to_numpy().tolist())]
-
-
-def _sequences(rows: Sequence[tuple[EpisodeSequence, ...] | None]) -> pa.ListArray:
-    flat = [sequence for row in rows for sequence in row or ()]
-    columns = {
-        "prompt_token_ids": lists(
-            [np.array(sequence.prompt_token_ids, np.int32) for sequence in flat], np.int32
-        ),
-        "start": pa.array([sequence.start for sequence in flat], pa.int32()),
-        "end": pa.array([sequence.end for sequence in flat], pa.int32()),
-    }
-    values = pa.StructArray.from_arrays(list(columns.values()), names=list(columns))
-    return _list_array([len(row or ()) for row in rows], values, [row is None for row in rows])
 
 
 def _list_array(lengths: Sequence[int], values: pa.Array, is_null: Sequence[bool] = ()) -> pa.ListArray:

@@ -19,11 +19,11 @@ import pyarrow.parquet as pq
 
 from grpo_ray.records.durable import replacing
 from grpo_ray.records.episode_columns import (
-    EpisodeColumns,
-    RunLengths,
     episode_columns,
+    episode_fields,
     list_rows,
     lists,
+    run_length_rows,
     run_lengths,
 )
 from grpo_ray.records.visible_text import encodable, visible
@@ -112,29 +112,28 @@ class _Columns:
             "group_id", "task", "prompt", "response", "ground_truth", "error", "finish_reason", "generator",
         )  # fmt: skip
         self._plain = {name: table[name].to_pylist() for name in names}
-        # A file of an earlier version lacks the column.
-        self._ungradable = table["ungradable"].to_pylist() if "ungradable" in table.column_names else []
+        for name in ("about", "ungradable", "turn_advantages"):  # which not every file has
+            is_there = name in table.column_names
+            self._plain[name] = table[name].to_pylist() if is_there else [None] * table.num_rows
         self._prompt_ids = list_rows(table["prompt_token_ids"])
         self._token_ids = list_rows(table["token_ids"])
         self._logprobs = list_rows(table["logprobs"])
         has_teacher = "teacher_logprobs" in table.column_names
         self._teacher = list_rows(table["teacher_logprobs"]) if has_teacher else []
-        self._versions = RunLengths(table["versions"], "version")
-        self._about = table["about"].to_pylist() if "about" in table.column_names else []
+        self._versions = run_length_rows(table["versions"], "version")
         self._terms = [
             (name.removeprefix(TERM), table[name]) for name in table.column_names if name.startswith(TERM)
         ]
-        self._episodes = EpisodeColumns(table)
+        self._episodes = episode_fields(table)
 
     def group(self, start: int, end: int) -> ScoredGroup:
         """Return the group of these rows."""
         plain = {name: values[start] for name, values in self._plain.items()}
         prompt_ids = tuple(self._prompt_ids[start].tolist())
-        task = plain["task"]
-        about = (self._about[start] if self._about else None) or ""
         item = PromptItem(
-            plain["group_id"], plain["prompt"], prompt_ids, plain["ground_truth"], task=task, about=about
-        )
+            plain["group_id"], plain["prompt"], prompt_ids, plain["ground_truth"], task=plain["task"],
+            about=plain["about"] or "",
+        )  # fmt: skip
         completions = tuple(self._completion(row) for row in range(start, end))
         rewards, formats, answers, advantages = (
             self._table[name][start:end].to_numpy().copy()
@@ -143,9 +142,10 @@ class _Columns:
         rollout = RolloutGroup(item, completions, plain["generator"])
         errors, ungradable = (
             {sample: text for sample, text in enumerate(texts[start:end]) if text is not None}
-            for texts in (self._plain["error"], self._ungradable)
+            for texts in (self._plain["error"], self._plain["ungradable"])
         )
-        per_turn = self._episodes.turn_advantages(start, end)
+        by_turn = self._plain["turn_advantages"][start:end]
+        per_turn = () if None in by_turn else tuple(np.array(each, np.float32) for each in by_turn)
         taught = np.concatenate(self._teacher[start:end]) if self._teacher else None
         terms = {name: column[start:end] for name, column in self._terms}
         of_task = {n: c.to_numpy().copy() for n, c in terms.items() if c.null_count < len(c)}
@@ -157,12 +157,11 @@ class _Columns:
             "text": self._plain["response"][row],
             "token_ids": self._token_ids[row].copy(),  # a view would keep the whole column in memory
             "logprobs": self._logprobs[row].copy(),
-            "versions": self._versions.row(row),
+            "versions": self._versions[row],
             "finish_reason": self._plain["finish_reason"][row],
         }
-        if self._episodes.is_episode(row):
-            return Episode(**fields, **self._episodes.fields(row))
-        return Completion(**fields)
+        of_episode = self._episodes[row]
+        return Completion(**fields) if of_episode is None else Episode(**fields, **of_episode)
 
 
 def _table(step: int | None, groups: Sequence[ScoredGroup], uses: Sequence[int]) -> pa.Table:
