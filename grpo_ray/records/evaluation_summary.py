@@ -163,22 +163,16 @@ def pass_at_k(num_samples: int, num_correct: np.ndarray, k: int) -> np.ndarray:
     """Return unbiased estimates of the chance that at least one of k responses is correct; `[prompts]` float64.
 
     1 - C(n - c, k) / C(n, k) for c correct responses of n (Chen et al. 2021, "Evaluating Large Language
-    Models Trained on Code", equation 1), as a product of factors in [0, 1], which does not overflow.
+    Models Trained on Code", equation 1). Python's whole numbers do not overflow.
 
     Args:
         num_correct: `[prompts]` integers between 0 and `num_samples`.
     """
     assert 1 <= k <= num_samples
     counts, inverse = np.unique(num_correct, return_inverse=True)
-    missed = np.array([_all_wrong(num_samples, int(count), k) for count in counts])
+    draws = math.comb(num_samples, k)
+    missed = np.array([math.comb(num_samples - int(count), k) / draws for count in counts])
     return 1.0 - missed[inverse]
-
-
-def _all_wrong(n: int, c: int, k: int) -> float:
-    """Return C(n - c, k) / C(n, k), the chance that k draws miss all c correct responses."""
-    if n - c < k:
-        return 0.0
-    return float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
 
 
 def powers_of_two(num_samples: int) -> list[int]:
