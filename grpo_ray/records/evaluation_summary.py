@@ -54,10 +54,6 @@ class Outcomes:
     def is_correct(self) -> np.ndarray:
         return ~self.is_error & (self.format_rewards > 0) & (self.answer_rewards > 0)
 
-    @property
-    def is_wrong_answer(self) -> np.ndarray:
-        return ~self.is_error & (self.format_rewards > 0) & (self.answer_rewards <= 0)
-
 
 @dataclass(frozen=True)
 class EvaluationSummary:
@@ -124,7 +120,8 @@ def summarise(outcomes: Outcomes, step: int = 0, version: int = 0) -> Evaluation
     worst = {task: outcomes.rewards[outcomes.tasks == task].min(initial=0.0) for task in set(outcomes.tasks)}
     least = np.array([[worst[task]] for task in outcomes.tasks])
     rewards = np.where(is_graded, outcomes.rewards, least)
-    num_correct, num_wrong = int(correct.sum()), int(outcomes.is_wrong_answer.sum())
+    num_graded, num_correct = int(is_graded.sum()), int(correct.sum())
+    num_formatted = int((is_graded & (outcomes.format_rewards > 0)).sum())
     return EvaluationSummary(
         step=step,
         version=version,
@@ -134,8 +131,8 @@ def summarise(outcomes: Outcomes, step: int = 0, version: int = 0) -> Evaluation
         format_reward=float(outcomes.format_rewards.mean()),
         answer_reward=float(outcomes.answer_rewards.mean()),
         num_correct=num_correct,
-        num_wrong_answer=num_wrong,
-        num_no_format=int(is_graded.sum()) - num_correct - num_wrong,
+        num_wrong_answer=num_formatted - num_correct,
+        num_no_format=num_graded - num_formatted,
         mean_response_tokens=float(outcomes.num_tokens.mean()),
         truncated_frac=float(outcomes.is_truncated.mean()),
         num_samples=num_samples,
