@@ -10,12 +10,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from grpo_ray.errors import RunError
 
 STEP_FIRST = re.compile(rb'\{"step": (\d+)[,}]')  # as every log here is written
 Row = dict[str, Any]
+Fields = Mapping[str, type | UnionType]  # by name: the type that a line must have there
+STEP: Fields = {"step": int}
 MAX_PENDING = 10_000
 
 
@@ -78,7 +81,7 @@ class DamagedLine(RunError, ValueError):
     """A line that cannot be read, and cannot be half of the last write."""
 
 
-def parse_line(line: bytes) -> dict[str, Any] | None:
+def parse_line(line: bytes) -> Row | None:
     """Return the line's dict; None if the line is incomplete or damaged, for example full of zeros."""
     if not line.endswith(b"\n"):
         return None
@@ -95,9 +98,21 @@ def readable_rows(path: str | Path) -> Iterator[Row]:
         yield from filter(None, map(parse_line, file))
 
 
-def damaged_line(path: str | Path, number: int, problem: str = "not valid JSON") -> DamagedLine:
-    """Return the error that names a damaged line."""
-    return DamagedLine(f"{path}, line {number}: {problem}; remove the line, or put back a copy of the file")
+def damaged_line(path: str | Path, offset: int, problem: str = "not valid JSON") -> DamagedLine:
+    """Return the error that names the damaged line that begins at an offset."""
+    line = f"{path}, line {line_number(path, offset)}"
+    return DamagedLine(f"{line}: {problem}; remove the line, or put back a copy of the file")
+
+
+def _checked(path: str | Path, offset: int, line: bytes, fields: Fields) -> Row:
+    """Return the dict of the line at an offset; raises DamagedLine, also if it lacks one of the fields."""
+    row = parse_line(line)
+    if row is None:
+        raise damaged_line(path, offset)
+    for name, kind in fields.items():
+        if not isinstance(row.get(name), kind):
+            raise damaged_line(path, offset, f"it has no {name}")
+    return row
 
 
 def lines_from_end(path: str | Path, block: int = 2**16) -> Iterator[tuple[int, bytes]]:
@@ -130,21 +145,18 @@ def line_number(path: str | Path, offset: int) -> int:
     return number
 
 
-def read_lines(path: str | Path, most: int | None = None) -> list[dict[str, Any]]:
+def read_lines(path: str | Path, most: int | None = None, fields: Fields | None = None) -> list[Row]:
     """Return the lines as dicts, or the last ones, for which no more of the file is read; none without a file.
 
     A tail that cannot be read, as a crash leaves it, is left out.
 
     Raises:
-        DamagedLine: another line cannot be read.
+        DamagedLine: another line cannot be read, or any line lacks one of the `fields`.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for offset, line in lines_from_end(path):
-        row = parse_line(line)
-        if row is not None:
-            rows.append(row)
-        elif rows:
-            raise damaged_line(path, line_number(path, offset))
+        if rows or parse_line(line) is not None:
+            rows.append(_checked(path, offset, line, fields or {}))
         if len(rows) == most:
             break
     return rows[::-1]
@@ -196,11 +208,10 @@ class StepLines:
         self._path = Path(path)
         starts: dict[int, int] = {}  # by step: where its last line begins
         for start, line in lines_from_end(path):
-            step = self._step(start, line)
-            if step is not None:
-                starts.setdefault(step, start)
-            elif starts:
-                raise damaged_line(path, line_number(path, start))
+            if line.endswith(b"}\n") and (match := STEP_FIRST.match(line)):
+                starts.setdefault(int(match[1]), start)
+            elif starts or parse_line(line) is not None:
+                starts.setdefault(_checked(path, start, line, STEP)["step"], start)
         self.steps = array("q", sorted(starts))
         self._starts = array("q", (starts[step] for step in self.steps))
 
@@ -215,17 +226,4 @@ class StepLines:
             for start in self._starts:
                 if file.tell() != start:
                     file.seek(start)
-                yield self._parsed(start, file.readline())
-
-    def _step(self, start: int, line: bytes) -> int | None:
-        """Return the line's step; None if the line cannot be read, as a crash leaves the last ones."""
-        if line.endswith(b"}\n") and (match := STEP_FIRST.match(line)):
-            return int(match[1])
-        return None if parse_line(line) is None else int(self._parsed(start, line)["step"])
-
-    def _parsed(self, start: int, line: bytes) -> Row:
-        row = parse_line(line)
-        if row is None or not isinstance(row.get("step"), int):
-            problem = "not valid JSON" if row is None else "it has no step"
-            raise damaged_line(self._path, line_number(self._path, start), problem)
-        return row
+                yield _checked(self._path, start, file.readline(), STEP)

@@ -221,7 +221,7 @@ def kept_part(path: Path, step: int) -> tuple[int, int]:
     for offset, line in lines_from_end(path):
         found = (parse_line(line) or {}).get("step")
         if found is None and end:
-            raise damaged_line(path, line_number(path, offset))
+            raise damaged_line(path, offset)
         if found is not None and found <= step and not end:
             end, last_step = offset + len(line), found
         if end and end - offset > CHECKED_BYTES:

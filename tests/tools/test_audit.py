@@ -460,6 +460,9 @@ def test_missing_changed_and_left_over_files_are_found(run: RunDirectory) -> Non
     (run.evaluations / "step-000004.parquet").write_bytes(b"PAR1")
     shutil.rmtree(run.checkpoints)
     assert any("not readable as Parquet" in problem for problem in audit(run).problems)
+    run.events_path.write_text('{"kind": "x"}\n')
+    with pytest.raises(RunError, match=r"events.jsonl, line 1: it has no step; remove the line"):
+        audit(run)
 
 
 def test_an_unfinished_run_is_audited_up_to_its_current_step(run: RunDirectory) -> None:

@@ -582,6 +582,8 @@ def test_once_prints_one_frame_and_what_is_no_run_is_refused(tmp_path: Path, cap
     for words in (["--once"], []):  # there is no terminal
         assert printed(capsys, "top", run.path, *words).count("No step") == 0
     assert "not a run to watch" in refused(capsys, "top", tmp_path)
+    run.events_path.write_text('{"kind": "x"}\n')
+    assert "events.jsonl, line 1: it has no time; remove the line" in refused(capsys, "top", run.path)
     run.state_path.write_text("{")
     assert "state.json is not a valid run state" in refused(capsys, "top", run.path)
 

@@ -20,8 +20,9 @@ from grpo_ray.config.loading import load_config, make_config
 from grpo_ray.config.user_code import import_from
 from grpo_ray.errors import RunError
 from grpo_ray.records.evaluation_summary import summarise_groups
+from grpo_ray.records.json_lines import STEP, read_lines
 from grpo_ray.records.rollout_log import read_groups, read_rollouts
-from grpo_ray.records.run_files import RunDirectory, check_dumped, read_metrics, step_name
+from grpo_ray.records.run_files import RunDirectory, check_dumped, step_name
 from grpo_ray.rewards.user_function import own_functions
 from grpo_ray.tasks.input_digests import edited_rewards
 from grpo_ray.tools.audit.checkpoint import CheckpointFacts, audit_checkpoint
@@ -82,7 +83,7 @@ def audit(run: RunDirectory, trust_remote_code: bool = False, run_reward_code: b
     own = load_config(run.config_path)
     config = with_trust(own, trust_remote_code)
     history = [*_earlier_configs(run), (sys.maxsize, config)]
-    metrics = read_metrics(run.metrics_path)
+    metrics = read_lines(run.metrics_path, fields=STEP)
     report = AuditReport(num_steps=len(metrics))
     if run_reward_code:
         import_from(run.given)
@@ -132,7 +133,7 @@ def _earlier_configs(run: RunDirectory) -> History:
 
 
 def _events(run: RunDirectory, kind: str) -> list[Row]:
-    events = read_metrics(run.events_path)
+    events = read_lines(run.events_path, fields={"kind": str, **STEP})
     return [event for event in events if event["kind"] == kind]
 
 
@@ -244,8 +245,7 @@ def _audit_evaluations(
     run: RunDirectory, history: History, last: int, is_finished: bool, grader: Regrader, report: AuditReport
 ) -> None:
     """Check that each due step has one evaluation, with correct rewards and a summary that matches them."""
-    path = run.evaluations_summary_path
-    summaries = read_metrics(path)
+    summaries = read_lines(run.evaluations_summary_path, fields=STEP)
     steps = Counter(row["step"] for row in summaries)
     steps_so_far = range(last + 1 if last else 0)  # the first validation may not have been reached
     due = {s for s in steps_so_far if s % _configs_until(history, s)[-1].evaluation.every_num_steps == 0}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ray.records.checkpoint import CheckpointStore
-from grpo_ray.records.json_lines import StepLines
+from grpo_ray.records.json_lines import StepLines, readable_rows
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.drawing.figures import draw_reward_curve
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
@@ -47,8 +47,8 @@ def _print_events(print_line: Callable[[str], None], run: RunDirectory) -> None:
     """Print the warnings of detectors, and the groups that were given up."""
     for text in warnings_in(run.events_path):
         print_line(f"\nWarning at {text}")
-    events = read_metrics(run.events_path)
-    group_ids = sorted({event["group_id"] for event in events if event["kind"] == "set_aside"})
+    events = readable_rows(run.events_path)
+    group_ids = sorted({event["group_id"] for event in events if event.get("kind") == "set_aside"})
     with suppress(OSError):
         found = CheckpointStore(run).all(reads_files=False, is_strict=True)
         for newest in found[-1:]:  # a restore undoes events

@@ -10,7 +10,7 @@ import psutil
 
 from grpo_ray.config.loading import read_config
 from grpo_ray.errors import RunError
-from grpo_ray.records.json_lines import read_lines
+from grpo_ray.records.json_lines import STEP, read_lines
 from grpo_ray.records.resumable_folder import LOCK_NAME
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.records.run_lock import is_taken_since
@@ -51,8 +51,8 @@ def read_view(run: RunDirectory) -> RunView:
         return RunView(
             path=run.path,
             state=state,
-            steps=read_lines(run.metrics_path, NUM_STEPS),
-            events=read_lines(run.events_path, NUM_EVENTS),
+            steps=read_lines(run.metrics_path, NUM_STEPS, STEP),
+            events=read_lines(run.events_path, NUM_EVENTS, {"time": int | float, "text": str}),
             read_at=now,
             silence=None if state is None else silence_of(state, now),
             config=read_config(run.config_path),
