@@ -167,12 +167,6 @@ class RunDirectory:
                 if match and (match["unfinished"] or int(match["step"]) > step):
                     (folder / name).unlink(missing_ok=True)
 
-    def rollout_steps(self) -> list[int]:
-        """Return the steps with a file of rollouts, in order; a folder that cannot be read is an OSError."""
-        names = os.listdir(self.rollouts) if self.rollouts.exists() else []
-        found = filter(None, map(STEP_FILE.fullmatch, names))
-        return sorted(int(match["step"]) for match in found if match["step"])
-
     def rollouts_path(self, step: int) -> Path:
         return self.rollouts / f"{step_name(step)}.parquet"
 
@@ -196,6 +190,13 @@ class RunDirectory:
     def _own_folders(self) -> tuple[Path, ...]:
         """All folders but those of trackers, where libraries such as W&B's put links of their own."""
         return *self._subfolders, self.skipped, self.profile
+
+
+def files_by_step(folder: Path) -> dict[int, Path]:
+    """Return a folder's files of rollouts by step, in order; a folder that cannot be read is an OSError."""
+    names = os.listdir(folder) if folder.exists() else []
+    found = filter(None, map(STEP_FILE.fullmatch, names))
+    return dict(sorted((int(match["step"]), folder / match[0]) for match in found if match["step"]))
 
 
 def last_logged_step(path: str | Path) -> int:

@@ -442,6 +442,7 @@ def test_missing_changed_and_left_over_files_are_found(run: RunDirectory) -> Non
     (run.checkpoints / "unfinished-step-000009").mkdir()
     run.skipped.mkdir()
     (run.skipped / "step-000007.parquet").touch()
+    (run.skipped / "step-000007 (copy).parquet").touch()
     (run.rollouts / ".step-000009.parquet.partial").touch()
     (run.rollouts / "step-000001 of mine.parquet").touch()
     rewrite(run.evaluations / "step-000004.parquet", set_first(max_version=3, min_version=3))

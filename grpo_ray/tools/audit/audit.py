@@ -22,7 +22,7 @@ from grpo_ray.errors import RunError
 from grpo_ray.records.evaluation_summary import summarise_groups
 from grpo_ray.records.json_lines import STEP, read_lines
 from grpo_ray.records.rollout_log import read_groups, read_rollouts
-from grpo_ray.records.run_files import RunDirectory, check_dumped, step_name
+from grpo_ray.records.run_files import RunDirectory, check_dumped, files_by_step, step_name
 from grpo_ray.rewards.user_function import own_functions
 from grpo_ray.tasks.input_digests import edited_rewards
 from grpo_ray.tools.audit.checkpoint import CheckpointFacts, audit_checkpoint
@@ -202,7 +202,7 @@ def _audit_training(
     report.problems += [f"group {group} was both trained and left out" for group in both]
     last = max((row["step"] for row in metrics), default=0)
     if last >= config.algorithm.num_steps:
-        late = [run.rollouts_path(step).name for step in run.rollout_steps() if step > last]
+        late = [path.name for step, path in files_by_step(run.rollouts).items() if step > last]
         report.problems += [f"{name}: rollouts of a step that has no line in metrics.jsonl" for name in late]
     if unknown := sorted(set(range(1, checkpoint.step + 1)) - audited):
         steps = ", ".join(map(str, unknown[:10]))
@@ -294,15 +294,15 @@ def _audit_skipped(run: RunDirectory, metrics: Sequence[Row], report: AuditRepor
     """Check that every non-finite update was skipped and counted, and that only skipped batches are kept."""
     needed = ("optim/grad_norm", "optim/skipped_updates")
     lacking = [f"step {row['step']}: its line lacks {n}" for row in metrics for n in needed if n not in row]
-    skipped = {step_name(row["step"]) for row in metrics if row.get("optim/skipped_updates")}
+    skipped = {row["step"] for row in metrics if row.get("optim/skipped_updates")}
     report.num_skipped_updates = int(sum(row.get("optim/skipped_updates", 0) for row in metrics))
-    kept = {path.stem for path in run.skipped.glob("step-*.parquet")}
     norms = {row["step"]: row.get("optim/grad_norm", 0.0) for row in metrics}  # nan is null in JSON
     infinite = [step for step, norm in norms.items() if norm is None or not math.isfinite(norm)]
     last = max(norms, default=0)  # a resume writes the line of a later step
-    unexplained = sorted(name for name in kept - skipped if int(name.removeprefix("step-")) <= last)
-    used = [step for step in infinite if step_name(step) not in skipped]
-    problems = [f"skipped/{name}.parquet: no update of that step was skipped" for name in unexplained]
+    kept = files_by_step(run.skipped).items()
+    unexplained = [path.name for step, path in kept if step <= last and step not in skipped]
+    used = [step for step in infinite if step not in skipped]
+    problems = [f"skipped/{name}: no update of that step was skipped" for name in unexplained]
     problems += [f"step {step}: its gradient is not finite and was used" for step in used]
     return lacking + problems
 

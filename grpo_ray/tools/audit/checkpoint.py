@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from grpo_ray.errors import RunError
 from grpo_ray.records.checkpoint import GROUPS, Checkpoint, CheckpointStore
 from grpo_ray.records.rollout_log import read_groups, read_table
-from grpo_ray.records.run_files import RunDirectory
+from grpo_ray.records.run_files import RunDirectory, files_by_step
 
 UNFINISHED = ("in_flight", "buffered", "waiting")
 LEDGER = (*UNFINISHED, "set_aside", "next_group_id", "num_trained", "num_dropped", "num_examples")
@@ -117,14 +117,14 @@ def hashes(run: RunDirectory) -> dict[str, str]:
         RunError: the run has no checkpoint.
     """
     folder = _newest(run)
-    rows = (row for path in _rollouts(run) for row in _rows(path))
+    rows = (row for path in files_by_step(run.rollouts).values() for row in _rows(path))
     of_files = {name: _sha256(_bytes_of(*each) for each in _tensors(folder, name)) for name in FILES}
     return {**of_files, "rollouts": _sha256(repr(row).encode() for row in rows)}
 
 
 def first_difference(run: RunDirectory, other: RunDirectory) -> str | None:
     """Return where two runs first differ: the step, group and token, or the tensor; None if they nowhere do."""
-    paths, others = _rollouts(run), _rollouts(other)
+    paths, others = (list(files_by_step(each.rollouts).values()) for each in (run, other))
     for path, theirs in zip(paths, others, strict=False):
         if path.name != theirs.name:
             return f"{path.name} stands where the other run has {theirs.name}"
@@ -163,10 +163,6 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
     table = read_table(path)
     table = table.select([name for name in (*ROW, *COMPARED) if name in table.column_names])
     yield from table.sort_by([(name, "ascending") for name in ROW]).to_pylist()
-
-
-def _rollouts(run: RunDirectory) -> list[Path]:
-    return [run.rollouts_path(step) for step in run.rollout_steps()]
 
 
 def _newest(run: RunDirectory) -> Path:

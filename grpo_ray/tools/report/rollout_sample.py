@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from grpo_ray.records.episode_columns import NAMES as EPISODE_COLUMNS
 from grpo_ray.records.evaluation_summary import standard_error
 from grpo_ray.records.rollout_log import FRESH, damage_named
-from grpo_ray.records.run_files import RunDirectory
+from grpo_ray.records.run_files import RunDirectory, files_by_step
 
 FEW = 4  # rollouts per sampled step, if the limit allows it
 MAX_FILES = 500  # opened per run: one takes a millisecond on a local disk, and far more on a network's
@@ -74,9 +74,9 @@ def step_files(run: RunDirectory) -> StepFiles:
     Raises:
         ValueError: a file is damaged.
     """
-    steps = run.rollout_steps()
-    chosen = evenly_spaced(steps, MAX_FILES)
-    return StepFiles([_step_file(step, run.rollouts_path(step)) for step in chosen], steps)
+    found = files_by_step(run.rollouts)
+    chosen = evenly_spaced(list(found.items()), MAX_FILES)
+    return StepFiles([_step_file(step, path) for step, path in chosen], list(found))
 
 
 def _step_file(step: int, path: Path) -> StepFile:

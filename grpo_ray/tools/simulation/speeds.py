@@ -10,7 +10,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from grpo_ray.config.section import NonNegativeFloat, Section
 from grpo_ray.records.rollout_log import damage_named
-from grpo_ray.records.run_files import RunDirectory
+from grpo_ray.records.run_files import RunDirectory, files_by_step
 
 DAMAGED = "not readable as Parquet ({}); remove it to leave its step out"
 MAX_RECORDED = 1_000_000  # lengths; the last steps of a longer run
@@ -119,8 +119,7 @@ def read_lengths(path: str) -> np.ndarray:
         ValueError: the folder holds no rollouts, or one of its files is damaged.
     """
     found: list[np.ndarray] = []
-    run = RunDirectory(path)
-    for file in map(run.rollouts_path, reversed(run.rollout_steps())):
+    for file in reversed(files_by_step(RunDirectory(path).rollouts).values()):
         if sum(map(len, found)) < MAX_RECORDED:
             with damage_named(file, DAMAGED):
                 column = pq.read_table(file, columns=["num_tokens"])["num_tokens"]
