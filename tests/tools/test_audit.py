@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from builders import change_weights, edit_json, trained_so, write_rows
 from commands import Capture, printed
@@ -445,6 +446,7 @@ def test_missing_changed_and_left_over_files_are_found(run: RunDirectory) -> Non
     (run.skipped / "step-000007 (copy).parquet").touch()
     (run.rollouts / ".step-000009.parquet.partial").touch()
     (run.rollouts / "step-000001 of mine.parquet").touch()
+    pq.write_table(pq.read_table(run.rollouts_path(4)).drop_columns("prompt_token_ids"), run.rollouts_path(4))
     rewrite(run.evaluations / "step-000004.parquet", set_first(max_version=3, min_version=3))
     rewrite_lines(run.evaluations_summary_path, lambda rows: rows[:2])
     (run.evaluations / "step-000000.parquet").unlink()
@@ -458,6 +460,7 @@ def test_missing_changed_and_left_over_files_are_found(run: RunDirectory) -> Non
         "rollouts/.step-000009.parquet.partial is left over",
     } <= set(problems)
     assert any("sampled by versions [3, 4], not only by 4" in problem for problem in problems)
+    assert any(text.startswith("step-000004") and "no column prompt_token_ids" in text for text in problems)
     (run.evaluations / "step-000004.parquet").write_bytes(b"PAR1")
     shutil.rmtree(run.checkpoints)
     assert any("not readable as Parquet" in problem for problem in audit(run).problems)

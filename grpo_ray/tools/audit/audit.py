@@ -19,6 +19,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config, make_config
 from grpo_ray.config.user_code import import_from
 from grpo_ray.errors import RunError
+from grpo_ray.records.episode_columns import NAMES
 from grpo_ray.records.evaluation_summary import summarise_groups
 from grpo_ray.records.json_lines import STEP, read_lines
 from grpo_ray.records.rollout_log import read_groups, read_rollouts
@@ -39,6 +40,12 @@ from grpo_ray.tools.trust import IGNORED, with_trust
 
 Row = dict[str, Any]
 History = list[tuple[int, Config]]  # each configuration with the last step that it was used for
+COLUMNS = (
+    "step", "use", "group_id", "sample", "task", "prompt", "response", "ground_truth", "reward",
+    "format_reward", "answer_reward", "advantage", "error", "num_tokens", "finish_reason", "min_version",
+    "max_version", "generator", "prompt_token_ids", "token_ids", "logprobs", "versions",
+)  # fmt: skip
+"""The columns that every file of rollouts has, docs/rollouts.md."""
 
 
 @dataclass
@@ -175,7 +182,7 @@ def _audit_training(
                 report.problems.append(f"{path.name}: step {step} was trained and has no rollouts")
             continue
         try:
-            rows = RolloutRows(path.name, read_rollouts(path))
+            rows = _rows_of(path, path.name)
         except ArrowInvalid as error:
             is_ahead = step > checkpoint.step
             lost = "a resume removes it and trains the step again" if is_ahead else "its rows are lost"
@@ -212,6 +219,15 @@ def _audit_training(
     problems, notes = audit_epochs(config, prompts, checkpoint, run_code)
     report.problems += problems
     report.notes += notes
+
+
+def _rows_of(path: Path, name: str) -> RolloutRows:
+    """Read a file of rollouts; raises ArrowInvalid if it is damaged, or lacks a column that it needs."""
+    rows = read_rollouts(path)
+    needed = (*COLUMNS, *NAMES) if rows and "status" in rows[0] else COLUMNS
+    if lacking := [column for column in needed if rows and column not in rows[0]]:
+        raise ArrowInvalid(f"{path}: it has no column {lacking[0]}")
+    return RolloutRows(name, rows)
 
 
 def _with_line_to_come(metrics: Sequence[Row], checkpoint: CheckpointFacts) -> Sequence[Row]:
@@ -264,7 +280,7 @@ def _audit_evaluations(
             notes.append(f"evaluations/{file.name} is missing" + is_lost * ": the disk had no room")
             continue
         try:
-            rows = RolloutRows(f"evaluations/{file.name}", read_rollouts(file))
+            rows = _rows_of(file, f"evaluations/{file.name}")
         except ArrowInvalid as error:
             report.problems.append(f"evaluations/{file.name}: {error}")
             continue

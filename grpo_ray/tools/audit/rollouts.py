@@ -325,7 +325,7 @@ def _audit_members(members: list[Row], num_samples: int, masks_old: bool) -> Ite
     if [row["sample"] for row in members] != list(range(num_samples)):
         yield f"has completions {[row['sample'] for row in members]} instead of {num_samples}"
     for name in ("task", "prompt", "ground_truth", "prompt_token_ids", "generator", "use"):
-        if any(row.get(name) != members[0].get(name) for row in members):
+        if any(row[name] != members[0][name] for row in members):
             yield f"has more than one {name}"
     if len({is_episode(row) for row in members}) > 1:
         yield "only some of its completions are episodes"
