@@ -6,7 +6,6 @@ import re
 import shlex
 from contextlib import AbstractContextManager
 from datetime import datetime
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +124,9 @@ class RunDirectory:
         Raises:
             RunError: another process holds the lock, or a link would make the run write elsewhere; names it.
         """
-        for path in (*_entries(self.path), *chain(*map(_entries, self._own_folders))):
+        # Not in those of trackers, where libraries such as W&B's put links of their own.
+        folders = self.path, *self._subfolders, self.skipped, self.profile
+        for path in (path for folder in folders if folder.is_dir() for path in folder.iterdir()):
             target = Path(os.path.realpath(path))  # `resolve` raises RuntimeError for a link to itself
             if path.is_symlink() and (target.is_symlink() or not target.is_relative_to(self.path.resolve())):
                 raise RunError(
@@ -186,11 +187,6 @@ class RunDirectory:
     def _subfolders(self) -> tuple[Path, ...]:
         return self.rollouts, self.evaluations, self.checkpoints, self.logs
 
-    @property
-    def _own_folders(self) -> tuple[Path, ...]:
-        """All folders but those of trackers, where libraries such as W&B's put links of their own."""
-        return *self._subfolders, self.skipped, self.profile
-
 
 def files_by_step(folder: Path) -> dict[int, Path]:
     """Return a folder's files of rollouts by step, in order; a folder that cannot be read is an OSError."""
@@ -228,7 +224,3 @@ def kept_part(path: Path, step: int) -> tuple[int, int]:
         if end and end - offset > CHECKED_BYTES:
             break
     return end, last_step
-
-
-def _entries(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []
