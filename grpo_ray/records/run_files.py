@@ -139,8 +139,8 @@ class RunDirectory:
         """Refuse to write on if another process holds the lock as well; raises RunError, which names it."""
         self._folder.check_lock()
 
-    def check_records(self, step: int) -> None:
-        """Refuse records that a run cannot resume from at `step`, as `rewind` would; nothing is changed.
+    def check_records(self, step: int) -> dict[Path, int]:
+        """Refuse records that a run cannot resume from at `step`; return the bytes of each log that it keeps.
 
         Raises:
             RunError: names the file and the line, and says what to do.
@@ -152,13 +152,12 @@ class RunDirectory:
                 f"{last_step + 1} to {step - 1} are missing or damaged, and {self.checkpoint_path(step)} needs "
                 "them. Put back a copy of the file, or remove that checkpoint to resume from an earlier one"
             )
-        kept_part(self.evaluations_summary_path, step)
+        of_evaluations, _ = kept_part(self.evaluations_summary_path, step)
+        return {self.metrics_path: num_bytes, self.evaluations_summary_path: of_evaluations}
 
     def rewind(self, step: int) -> None:
         """Delete the records of later steps, which a resumed run repeats; raises as `check_records`."""
-        self.check_records(step)
-        for log in (self.metrics_path, self.evaluations_summary_path):
-            num_bytes, _ = kept_part(log, step)
+        for log, num_bytes in self.check_records(step).items():
             if log.exists() and log.stat().st_size > num_bytes:
                 os.truncate(log, num_bytes)
                 sync(log)
