@@ -17,7 +17,7 @@ SLOW_S = 10.0  # for one job; beyond it `problem` says so
 
 
 class BackgroundThread:
-    """Jobs that run one after another, in the order of their submission.
+    """Jobs that run one after another, in the order of their submission; in simulated time at once.
 
     The thread is a daemon: neither the event loop nor the end of the process waits for a job that hangs, as
     both would for one in asyncio's own executor.
@@ -44,7 +44,10 @@ class BackgroundThread:
 
     def submit(self, what: str, job: Callable[[], object]) -> None:
         """Queue a job, and return at once; it handles its own errors. One that it does not is a `problem`."""
-        self._jobs.put((what, job))
+        if is_simulated():  # a thread would end at a moment of real time
+            job()
+        else:
+            self._jobs.put((what, job))
 
     def call(self, what: str, job: Callable[[], T]) -> "Future[T]":
         """Queue a job, and return its future; a job that is cancelled before it begins does not run."""
@@ -54,7 +57,7 @@ class BackgroundThread:
 
     async def run(self, what: str, job: Callable[[], T]) -> T:
         """Run a job after those queued before it; return its result, or raise its error."""
-        return await asyncio.wrap_future(self.call(what, job))
+        return job() if is_simulated() else await asyncio.wrap_future(self.call(what, job))
 
     def close(self, limit_s: float) -> bool:
         """Wait for all jobs, then end the thread; one that hangs is left behind, and no later one begins."""
@@ -83,28 +86,6 @@ class BackgroundThread:
                 self._error = f"{what} has failed: {type(error).__name__}: {error}"
                 logging.exception("%s has failed", what)
             self._running = None
-
-
-class InlineJobs(BackgroundThread):
-    """Jobs that run when they are submitted, for simulated time, in which a thread has no place."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        super().close(0.0)
-
-    def submit(self, what: str, job: Callable[[], object]) -> None:
-        job()
-
-    async def run(self, what: str, job: Callable[[], T]) -> T:
-        return job()
-
-    def close(self, limit_s: float) -> bool:
-        return True
-
-
-def background_thread(name: str) -> BackgroundThread:
-    """Return a thread for jobs; in simulated time, one that runs them at once."""
-    return InlineJobs(name) if is_simulated() else BackgroundThread(name)
 
 
 def settle(future: "Future[T]", job: Callable[[], T]) -> None:

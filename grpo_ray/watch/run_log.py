@@ -12,7 +12,7 @@ from grpo_ray.records.json_lines import JsonLines, drop_half_line, parse_line
 from grpo_ray.records.run_files import RunDirectory, last_row
 from grpo_ray.records.visible_text import told
 from grpo_ray.types import ScoredGroup, Ungraded
-from grpo_ray.watch.background import background_thread
+from grpo_ray.watch.background import BackgroundThread
 from grpo_ray.watch.clock import wall_time
 from grpo_ray.watch.detectors import FailureWatch
 from grpo_ray.watch.trackers import NO_TRACKERS, Trackers
@@ -45,7 +45,7 @@ class RunLog:
         failures: FailureWatch | None = None,
     ) -> None:  # fmt: skip
         self.run, self.display, self._trackers, self._failures = run, display, trackers, failures
-        self.writer = background_thread("records")
+        self.writer = BackgroundThread("records")
         self._num_events, num_damaged = _count_kinds(run.events_path)
         self._metrics = JsonLines(run.metrics_path)
         self._events = JsonLines(run.events_path)
