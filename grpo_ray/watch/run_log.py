@@ -155,19 +155,13 @@ class RunLog:
         return sum(self._num_events[kind] for kind in kinds)
 
 
-def _kind(line: bytes) -> str:
-    """Return an event's kind; empty if the line is damaged."""
-    row = parse_line(line)
-    return "" if row is None else str(row.get("kind", ""))
-
-
 def _count_kinds(path: Path) -> tuple[Counter[str], int]:
     """Count the events of each kind; remove damaged lines, on which nothing depends, and count those."""
     drop_half_line(path)
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    kinds = Counter(map(_kind, lines))
-    num_damaged = kinds.pop("", 0)
-    if num_damaged:
+    kinds = [str((parse_line(line) or {}).get("kind", "")) for line in lines]
+    whole = [line for line, kind in zip(lines, kinds, strict=True) if kind]
+    if len(whole) < len(lines):
         with replacing(path) as partial:
-            partial.write_bytes(b"".join(line for line in lines if _kind(line)))
-    return kinds, num_damaged
+            partial.write_bytes(b"".join(whole))
+    return Counter(filter(None, kinds)), len(lines) - len(whole)
