@@ -58,16 +58,11 @@ class OpenCalls:
         limit = self._clock() - older_than_s
         return sorted({c.actor for c in self._open.values() if c.since <= limit and not c.is_waiting})
 
-    def by_actor(self) -> dict[str, list[OpenCall]]:
-        """Return each actor's open calls, oldest first; safe to call from another thread."""
+    def states(self, names: Iterable[str]) -> tuple[ActorState, ...]:
+        """Return what each actor does now: its oldest open call. Safe to call from another thread."""
         calls: dict[str, list[OpenCall]] = {}
         for call in sorted(self._open.values(), key=lambda call: call.since):
             calls.setdefault(call.actor, []).append(call)
-        return calls
-
-    def states(self, names: Iterable[str]) -> tuple[ActorState, ...]:
-        """Return what each actor does now: its oldest open call. Safe to call from another thread."""
-        calls = self.by_actor()
         return tuple(  # a rank of the Learner has the Learner's calls
             self._state(name, calls.get(name) or calls.get(name.partition("-")[0], [])) for name in names
         )
@@ -75,16 +70,15 @@ class OpenCalls:
     def _state(self, name: str, calls: list[OpenCall]) -> ActorState:
         if not calls:
             return ActorState(name=name)
-        doing, for_s, is_waiting = calls[0].what, self.age_s(calls[0]), calls[0].is_waiting
-        return ActorState(name=name, doing=doing, for_s=for_s, num_calls=len(calls), is_waiting=is_waiting)
-
-    def age_s(self, call: OpenCall) -> float:
-        return self._clock() - call.since
+        first, for_s = calls[0], self._clock() - calls[0].since
+        return ActorState(
+            name=name, doing=first.what, for_s=for_s, num_calls=len(calls), is_waiting=first.is_waiting
+        )
 
     def lines(self) -> list[str]:
         """Return one line per actor: its oldest open call, and how many more are open."""
         return [
-            f"{actor}: {calls[0].what} for {self.age_s(calls[0]):.0f} s"
-            + (f" (and {len(calls) - 1} more calls)" if len(calls) > 1 else "")
-            for actor, calls in sorted(self.by_actor().items())
+            f"{state.name}: {state.doing} for {state.for_s:.0f} s"
+            + (f" (and {state.num_calls - 1} more calls)" if state.num_calls > 1 else "")
+            for state in self.states(sorted({call.actor for call in self._open.values()}))
         ]
