@@ -1,7 +1,6 @@
 """The Learner's metrics of a step, from sums over its micro-batches, and torch's traces of single steps."""
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -13,6 +12,21 @@ from grpo_ray.objectives.kl import effective_sample_fraction
 from grpo_ray.records.run_files import step_name
 
 Sums = dict[str, float]
+RATIOS = {  # the two sums that a metric is the ratio of
+    "loss/clip_frac": ("num_clipped", "num_ratios"),
+    "loss/clip_frac/low": ("num_clipped_low", "num_ratios"),
+    "loss/gradient_scale": ("gradient_sum", "plain_gradient_sum"),
+    "mismatch/kl": ("mismatch_kl", "num_weights"),
+    "mismatch/kl/after_switch": ("after_switch_kl", "num_after_switch"),
+    "correction/weight/mean": ("correction_weight_sum", "num_corrected"),
+    "correction/limited_frac": ("num_limited", "num_corrected"),
+    "correction/dropped_frac": ("num_dropped", "num_corrected"),
+    "perf/prompt_frac": ("prompt_tokens", "computed_tokens"),
+    "perf/padding_frac": ("padding_tokens", "computed_tokens"),
+    "policy/entropy/exact": ("entropy", "entropy_tokens"),
+    "loss/kl_ref": ("kl_k1_sum", "kl_tokens"),
+    "loss/kl_ref_k3": ("kl_k3_sum", "kl_tokens"),
+}
 
 
 def add(sums: Sums, more: Mapping[str, float]) -> None:
@@ -31,50 +45,27 @@ def add(sums: Sums, more: Mapping[str, float]) -> None:
 
 def mean_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Compute the metrics of a step from its sums; those of which nothing was measured are absent."""
-    got: Mapping[str, float] = defaultdict(float, sums)
-    metrics: dict[str, float] = {}
-    if ratios := got["num_ratios"]:
-        clipped, low = got["num_clipped"], got["num_clipped_low"]
+    metrics = {
+        name: sums[part] / sums[whole]
+        for name, (part, whole) in RATIOS.items()
+        if part in sums and sums.get(whole)
+    }
+    if ratios := sums.get("num_ratios"):
+        metrics["loss/clip_frac/high"] = (sums["num_clipped"] - sums["num_clipped_low"]) / ratios
+    if sums.get("plain_gradient_sum"):
+        # A clipped token has no gradient by right.
+        unexplained = max(0.0, sums["num_without_gradient"] - sums.get("num_clipped", 0.0))
+        metrics["loss/untrained_frac"] = unexplained / sums["num_gradients"]
+    if compared := sums.get("num_weights"):
+        sampled = effective_sample_fraction(sums["weight_sum"], sums["weight_square_sum"], compared)
         metrics |= {
-            "loss/clip_frac": clipped / ratios,
-            "loss/clip_frac/low": low / ratios,
-            "loss/clip_frac/high": (clipped - low) / ratios,
+            "mismatch/logprob_diff/max": sums["logprob_diff_max"],
+            "mismatch/ess_frac": sampled,
+            "mismatch/tokens_after_switch": sums["num_after_switch"],
         }
-    if plain := got["plain_gradient_sum"]:
-        metrics |= {
-            "loss/gradient_scale": got["gradient_sum"] / plain,
-            # A clipped token has no gradient by right.
-            "loss/untrained_frac": max(0.0, got["num_without_gradient"] - got["num_clipped"])
-            / got["num_gradients"],
-        }
-    if compared := got["num_weights"]:
-        metrics |= {
-            "mismatch/kl": got["mismatch_kl"] / compared,
-            "mismatch/logprob_diff/max": got["logprob_diff_max"],
-            "mismatch/ess_frac": effective_sample_fraction(
-                got["weight_sum"], got["weight_square_sum"], compared
-            ),
-            "mismatch/tokens_after_switch": got["num_after_switch"],
-        }
-    if after_switch := got["num_after_switch"]:
-        metrics["mismatch/kl/after_switch"] = got["after_switch_kl"] / after_switch
-    if corrected := got["num_corrected"]:
-        metrics |= {
-            "correction/weight/mean": got["correction_weight_sum"] / corrected,
-            "correction/weight/min": got["correction_weight_min"],
-            "correction/weight/max": got["correction_weight_max"],
-            "correction/limited_frac": got["num_limited"] / corrected,
-            "correction/dropped_frac": got["num_dropped"] / corrected,
-        }
-    if computed := got["computed_tokens"]:
-        metrics |= {
-            "perf/prompt_frac": got["prompt_tokens"] / computed,
-            "perf/padding_frac": got["padding_tokens"] / computed,
-        }
-    if tokens := got["entropy_tokens"]:
-        metrics["policy/entropy/exact"] = got["entropy"] / tokens
-    if "kl_k1_sum" in sums and (tokens := got["kl_tokens"]):
-        metrics |= {"loss/kl_ref": got["kl_k1_sum"] / tokens, "loss/kl_ref_k3": got["kl_k3_sum"] / tokens}
+    if sums.get("num_corrected"):
+        metrics["correction/weight/min"] = sums["correction_weight_min"]
+        metrics["correction/weight/max"] = sums["correction_weight_max"]
     return metrics
 
 
