@@ -30,7 +30,7 @@ from grpo_ray.types import (
     TrainBatch,
     Verdict,
 )
-from grpo_ray.watch.stage_clock import ActorStats
+from grpo_ray.watch.stage_clock import StageTimes
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class ActorClient(Protocol):
     @property
     def name(self) -> str: ...
     def ready(self) -> Awaitable[bool]: ...
-    def take_stats(self) -> Awaitable[ActorStats]:
+    def take_stats(self) -> Awaitable[StageTimes]:
         """Return the stage times since the last call, and the process's memory."""
 
 

@@ -41,7 +41,7 @@ from grpo_ray.watch.flops import DEVICE_PEAK, Performance
 from grpo_ray.watch.learner_metrics import StepProfiler, Sums, add, mean_metrics
 from grpo_ray.watch.memory import resident_bytes
 from grpo_ray.watch.metrics_catalog import IMBALANCE, SLOWEST, collectives_of, rank_name
-from grpo_ray.watch.stage_clock import ActorStats, StageClock
+from grpo_ray.watch.stage_clock import StageClock, StageTimes
 
 STAGES = ("optimizer", "logprobs", "train", "snapshot", "capture", "move", "write_checkpoint", "write_profile")
 
@@ -147,9 +147,9 @@ class Learner:
     def ready(self) -> bool:
         return True
 
-    def take_stats(self) -> ActorStats:
+    def take_stats(self) -> StageTimes:
         """Return the stage times since the last call, and the memory; another thread may be training."""
-        return ActorStats(self._clock.take(), resident_bytes())
+        return self._clock.take(resident_bytes())
 
     def work_done(self) -> int:
         """Return the number of micro-batches computed so far; another thread may be training."""

@@ -14,7 +14,7 @@ from grpo_ray.rewards.base import Overrun, ScoringError, Ungradable, verdict
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.types import TERM, Episode, RolloutGroup, Verdict
 from grpo_ray.watch.memory import resident_bytes
-from grpo_ray.watch.stage_clock import ActorStats, StageClock
+from grpo_ray.watch.stage_clock import StageClock, StageTimes
 
 NO_SECRETS: Mapping[str, str] = {}
 UNGRADED = verdict(has_format=False, is_right=False)
@@ -85,8 +85,8 @@ class Scorer:
             rewards, formats, answers, advantages, errors, ungradable, overruns=frozenset(overruns), terms=terms
         )
 
-    def take_stats(self) -> ActorStats:
-        return ActorStats(self._clock.take(), resident_bytes())
+    def take_stats(self) -> StageTimes:
+        return self._clock.take(resident_bytes())
 
     def close(self) -> None:
         """End the workers, which would also end with this process."""

@@ -11,7 +11,7 @@ from grpo_ray.watch.event_loop import breathe
 from grpo_ray.watch.memory import resident_bytes
 from grpo_ray.watch.metrics_catalog import RANK, by_number
 from grpo_ray.watch.run_log import Metrics
-from grpo_ray.watch.stage_clock import ActorStats, StageClock, StageTimes
+from grpo_ray.watch.stage_clock import StageClock, StageTimes
 
 DRIVER = "driver"
 ANSWER_S = 2.0  # an actor that takes longer has no metrics in that step
@@ -26,38 +26,31 @@ class Window:
     """The time between two readings."""
 
     seconds: float
-    stats: Mapping[str, ActorStats]
-    """Stats of the actors that were read at both ends of the window, and of the driver."""
+    stats: Mapping[str, StageTimes]
+    """Times of the actors that were read at both ends of the window, and of the driver."""
     is_complete: bool
     """True if every actor that was asked is in `stats`."""
-
-    @property
-    def stages(self) -> dict[str, StageTimes]:
-        return {name: stats.stages for name, stats in self.stats.items()}
 
     @property
     def drawn(self) -> dict[str, StageTimes]:
         """The actors that the timeline shows: of the Generators the first `NUM_SHOWN`."""
         hidden = set(self._generators[NUM_SHOWN:])
-        return {name: times for name, times in self.stages.items() if name not in hidden}
+        return {name: times for name, times in self.stats.items() if name not in hidden}
 
     @cached_property
     def _generators(self) -> list[str]:
         return sorted((name for name in self.stats if name.startswith(GENERATOR)), key=by_number)
 
-    def _mean(self) -> ActorStats:
+    def _mean(self) -> StageTimes:
         """Return the mean over the Generators; its stages add up to the step's time, too."""
         generators = [self.stats[name] for name in self._generators]
-        seconds = {
-            stage: fmean(stats.stages.seconds[stage] for stats in generators)
-            for stage in generators[0].stages.seconds
-        }
-        wall_s = fmean(stats.stages.wall_s for stats in generators)
-        return ActorStats(StageTimes(wall_s, seconds), int(fmean(s.resident_bytes for s in generators)))
+        seconds = {stage: fmean(each.seconds[stage] for each in generators) for stage in generators[0].seconds}
+        memory = fmean(each.resident_bytes for each in generators)
+        return StageTimes(fmean(each.wall_s for each in generators), seconds, resident_bytes=int(memory))
 
-    def _slowest(self) -> tuple[ActorStats, float]:
+    def _slowest(self) -> tuple[StageTimes, float]:
         """Return the Generator that sampled longest, and its number."""
-        name = max(self._generators, key=lambda name: self.stats[name].stages.seconds.get("generate", 0.0))
+        name = max(self._generators, key=lambda name: self.stats[name].seconds.get("generate", 0.0))
         return self.stats[name], float(name.removeprefix(GENERATOR))
 
     def metrics(self, num_generators: int) -> Metrics:
@@ -69,27 +62,26 @@ class Window:
         Args:
             num_generators: the configured number; a Generator that is being replaced counts as idle.
         """
-        stages = self.stages
         metrics: Metrics = {}
         shown = self.stats
         if len(self._generators) > NUM_SHOWN:  # their mean, and the slowest
             slowest, metrics["generators/slowest"] = self._slowest()
-            others = {name: stats for name, stats in shown.items() if not name.startswith(GENERATOR)}
+            others = {name: times for name, times in shown.items() if not name.startswith(GENERATOR)}
             shown = {**others, ALL: self._mean(), SLOWEST: slowest}
-        for name, stats in shown.items():
-            metrics |= {f"time/{name}/{stage}_s": spent for stage, spent in stats.stages.seconds.items()}
-        metrics |= {f"memory/{name}_bytes": float(stats.resident_bytes) for name, stats in shown.items()}
-        generators = [times for times in stages.values() if "generate" in times.seconds]
+        for name, times in shown.items():
+            metrics |= {f"time/{name}/{stage}_s": spent for stage, spent in times.seconds.items()}
+        metrics |= {f"memory/{name}_bytes": float(times.resident_bytes) for name, times in shown.items()}
+        generators = [times for times in self.stats.values() if "generate" in times.seconds]
         if generators and self.is_complete:
             metrics["timing/generate_s"] = max(times.seconds["generate"] for times in generators)
             # An answer that came late covers more than the window, and that of a replacement less.
             shares = (times.seconds["generate"] / max(times.wall_s, self.seconds) for times in generators)
             metrics["utilization/generators"] = sum(shares) / num_generators
-        ranks = [times for name, times in stages.items() if RANK.fullmatch(name)]
+        ranks = [times for name, times in self.stats.items() if RANK.fullmatch(name)]
         if ranks:  # they train the same batches together, so those that answered stand for all
             training = (sum(times.seconds[stage] for stage in TRAINING) / times.wall_s for times in ranks)
             metrics["utilization/learner"] = fmean(training)
-        scoring = [times.seconds["score"] for times in stages.values() if "score" in times.seconds]
+        scoring = [times.seconds["score"] for times in self.stats.values() if "score" in times.seconds]
         if scoring:
             metrics["timing/score_s"] = max(scoring)
         return metrics
@@ -98,7 +90,7 @@ class Window:
 class TimedActor(Protocol):
     """Anything with a stage clock that can be read through a call."""
 
-    def take_stats(self) -> Awaitable[ActorStats]: ...
+    def take_stats(self) -> Awaitable[StageTimes]: ...
 
 
 class Activity:
@@ -107,7 +99,7 @@ class Activity:
     def __init__(self, clock: StageClock, answer_s: float = ANSWER_S) -> None:
         """Start with no reading yet; `clock` is the driver's."""
         self._clock, self._answer_s = clock, answer_s
-        self._asked: dict[str, tuple[TimedActor, asyncio.Task[ActorStats]]] = {}
+        self._asked: dict[str, tuple[TimedActor, asyncio.Task[StageTimes]]] = {}
         self._read: dict[str, TimedActor] = {}  # the actors that answered in time at the last reading
 
     async def read(self, clients: Mapping[str, TimedActor]) -> Window:
@@ -116,16 +108,16 @@ class Activity:
         Args:
             clients: the serving actors by name; one that was replaced since then has no stats yet.
         """
-        own = self._clock.take()
+        own = self._clock.take(resident_bytes(with_children=False))
         stats = await self._ask(clients)
         whole = {name: each for name, each in stats.items() if self._read.get(name) is clients[name]}
         self._read = {name: clients[name] for name in stats}
-        whole[DRIVER] = ActorStats(own, resident_bytes(with_children=False))
+        whole[DRIVER] = own
         return Window(seconds=own.wall_s, stats=whole, is_complete=clients.keys() <= whole.keys())
 
-    async def _ask(self, clients: Mapping[str, TimedActor]) -> dict[str, ActorStats]:
+    async def _ask(self, clients: Mapping[str, TimedActor]) -> dict[str, StageTimes]:
         """Return the answers that came in time. An actor that still owes an answer is not asked again."""
-        new: dict[asyncio.Task[ActorStats], str] = {}
+        new: dict[asyncio.Task[StageTimes], str] = {}
         for name, client in clients.items():
             before, answer = self._asked.get(name, (None, None))
             if before is not client or answer is None or answer.done():
@@ -140,5 +132,5 @@ class Activity:
         return {name: answer.result() for name, answer in in_time.items() if answer.exception() is None}
 
 
-async def _stats_of(client: TimedActor) -> ActorStats:
+async def _stats_of(client: TimedActor) -> StageTimes:
     return await client.take_stats()

@@ -24,12 +24,13 @@ class Span:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """A clock's record since it was last read; `seconds` adds up to `wall_s`."""
+    """A clock's record since it was last read, and its actor's memory; `seconds` adds up to `wall_s`."""
 
     wall_s: float
     seconds: dict[str, float]  # by stage
     turns: tuple[Span, ...] = ()  # consecutive stages without a gap; they add up to `seconds`
     spans: tuple[Span, ...] = ()  # spans that ended since; they may overlap
+    resident_bytes: int = 0  # of the actor's process and its child processes
 
 
 @dataclass
@@ -94,12 +95,13 @@ class StageClock:
                 return stage
         return self._rest
 
-    def take(self) -> StageTimes:
-        """Return the record since the last call; running stages are counted up to now."""
+    def take(self, resident_bytes: int = 0) -> StageTimes:
+        """Return the record since the last call, with the memory; running stages are counted up to now."""
         with self._lock:
             now = self._now()
             self._end_turn(now, self._turn)
-            times = StageTimes(now - self._read_at, self._seconds, tuple(self._turns), tuple(self._spans))
+            drawn = tuple(self._turns), tuple(self._spans)
+            times = StageTimes(now - self._read_at, self._seconds, *drawn, resident_bytes)
             self._read_at, self._seconds = now, dict.fromkeys(self._seconds, 0.0)
             self._turns.clear()
             self._spans.clear()
@@ -125,14 +127,6 @@ class StageClock:
         self._turn, self._turn_began = following, now
 
 
-@dataclass(frozen=True)
-class ActorStats:
-    """An actor's stage times since it was last asked, and its memory."""
-
-    stages: StageTimes
-    resident_bytes: int  # of its process and its child processes
-
-
 class ClockedActor:
     """The calls that every asynchronous actor answers, as `ActorClient` in core/clients.py has them."""
 
@@ -142,5 +136,5 @@ class ClockedActor:
     async def ready(self) -> bool:
         return True
 
-    async def take_stats(self) -> ActorStats:
-        return ActorStats(self._clock.take(), resident_bytes(self._has_children))
+    async def take_stats(self) -> StageTimes:
+        return self._clock.take(resident_bytes(self._has_children))

@@ -46,8 +46,8 @@ def test_scorer_reports_its_seconds_and_memory() -> None:
     assert repr(scorer) == "Scorer(wait_for_groups)"
     scorer.score(rollout)
     stats = scorer.take_stats()
-    assert 0 < stats.stages.seconds["score"] <= time.perf_counter() - started
-    assert "group 0" in [turn.label for turn in stats.stages.turns]
+    assert 0 < stats.seconds["score"] <= time.perf_counter() - started
+    assert "group 0" in [turn.label for turn in stats.turns]
     assert 2**20 < stats.resident_bytes < 2**40
 
 
@@ -183,7 +183,7 @@ def test_incomplete_snapshot_is_refused_before_it_reaches_the_engine() -> None:
 
 
 async def generate_s(generator: Generator) -> float:
-    return (await generator.take_stats()).stages.seconds["generate"]
+    return (await generator.take_stats()).seconds["generate"]
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ async def test_groups_tokens_and_seconds() -> None:
     asked = time.perf_counter()
     running = await generator.take_stats()
     # overlapping groups count once
-    assert 0.09 <= running.stages.seconds["generate"] <= time.perf_counter() - started
+    assert 0.09 <= running.seconds["generate"] <= time.perf_counter() - started
 
     engine.released.set()
     answers = await asyncio.gather(*two)
@@ -210,13 +210,13 @@ async def test_groups_tokens_and_seconds() -> None:
     assert [num_tokens for _, num_tokens in answers] == [4 * 3, 4 * 3]
     finished = await generator.take_stats()
     # reported once
-    assert 0 < finished.stages.seconds["generate"] <= time.perf_counter() - asked
-    assert sorted(span.label.partition(",")[0] for span in finished.stages.spans) == ["group 0", "group 1"]
+    assert 0 < finished.seconds["generate"] <= time.perf_counter() - asked
+    assert sorted(span.label.partition(",")[0] for span in finished.spans) == ["group 0", "group 1"]
 
     await asyncio.sleep(0.05)
     idle = await generator.take_stats()
-    assert idle.stages.seconds["generate"] == 0
-    assert idle.stages.seconds["wait_for_prompts"] >= 0.05
+    assert idle.seconds["generate"] == 0
+    assert idle.seconds["wait_for_prompts"] >= 0.05
 
 
 async def test_generator_sleeps_when_its_last_group_has_ended() -> None:

@@ -92,7 +92,7 @@ def test_two_generators_share_the_known_answers_to_a_gsm8k_file(
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     assert "is not empty and holds no evaluation" in refused(capsys, *words, "--output", tmp_path / "mine")
     for client in started[0].generators.values():
-        assert asyncio.run(client.actor.take_stats()).stages.seconds["generate"] > 0
+        assert asyncio.run(client.actor.take_stats()).seconds["generate"] > 0
     data, rows = read(folder)
     summary, task = data["summary"], data["task"]
     assert (task["kind"], task["prompt"], task["reward"]) == ("gsm8k", "question_only", "exact_match")

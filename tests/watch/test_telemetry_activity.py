@@ -9,7 +9,7 @@ from builders import Time, check_names
 
 from grpo_ray.errors import ActorDied
 from grpo_ray.watch.activity import Activity, Window
-from grpo_ray.watch.stage_clock import ActorStats, StageClock, StageTimes
+from grpo_ray.watch.stage_clock import StageClock, StageTimes
 
 
 class Actor:
@@ -21,14 +21,14 @@ class Actor:
         self.answers.set()
         self.num_asked = 0
 
-    async def take_stats(self) -> ActorStats:
+    async def take_stats(self) -> StageTimes:
         self.num_asked += 1
         await self.answers.wait()
-        return ActorStats(self.clock.take(), 1000)
+        return self.clock.take(1000)
 
 
 class Dead:
-    async def take_stats(self) -> ActorStats:
+    async def take_stats(self) -> StageTimes:
         raise ActorDied("learner", "the test ended it")
 
 
@@ -48,7 +48,7 @@ async def test_all_have_the_same_window_and_a_dead_or_replaced_actor_none() -> N
         (["driver", "learner", "scorer"], True),
     ]
     assert windows[-1].seconds == 7
-    assert all(times.wall_s == 7 for times in windows[-1].stages.values())
+    assert all(times.wall_s == 7 for times in windows[-1].stats.values())
 
 
 async def test_a_silent_actor_is_waited_for_once_and_its_late_answer_is_not_used() -> None:
@@ -63,7 +63,7 @@ async def test_a_silent_actor_is_waited_for_once_and_its_late_answer_is_not_used
     for _ in range(3):
         time.seconds += 1
         started = loop.time()
-        assert (await activity.read(clients)).stages.keys() == {"driver", "scorer"}
+        assert (await activity.read(clients)).stats.keys() == {"driver", "scorer"}
         waited.append(loop.time() - started)
     assert waited[0] >= slow_s > max(waited[1:])
     assert silent.num_asked == 2  # not asked again while it owes an answer
@@ -74,12 +74,12 @@ async def test_a_silent_actor_is_waited_for_once_and_its_late_answer_is_not_used
         time.seconds += 1
         windows.append(await activity.read(clients))
     assert [window.is_complete for window in windows] == [False, True]
-    assert windows[1].stages["learner"].wall_s == 1
+    assert windows[1].stats["learner"].wall_s == 1
 
 
 def window(**seconds: dict[str, float]) -> Window:
     stats = {
-        name.replace("_", "-"): ActorStats(StageTimes(sum(stages.values()), stages), 7)
+        name.replace("_", "-"): StageTimes(sum(stages.values()), stages, resident_bytes=7)
         for name, stages in seconds.items()
     }
     return Window(4.0, stats, is_complete=True)

@@ -20,7 +20,7 @@ from grpo_ray.core.staleness import lag_metrics
 from grpo_ray.tools.simulation.speeds import Speeds
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import Episode, RolloutGroup, ScoredGroup, StepReport, TrainBatch, Verdict
-from grpo_ray.watch.stage_clock import ActorStats, ClockedActor, StageClock
+from grpo_ray.watch.stage_clock import ClockedActor, StageClock, StageTimes
 
 STAGES = ("train", "optimizer", "logprobs", "snapshot", "capture", "move")
 ANSWER_S = 0.001  # of virtual time, or a whole step could pass in none, and have no rates
@@ -97,9 +97,9 @@ class SimulatedLearner:
         await asyncio.sleep(self._speeds.start_s)
         return True
 
-    async def take_stats(self) -> ActorStats:
+    async def take_stats(self) -> StageTimes:
         await asyncio.sleep(ANSWER_S)
-        return ActorStats(self._clock.take(), 0)
+        return self._clock.take()
 
     async def work_done(self) -> int:
         return self._num_done
