@@ -23,7 +23,7 @@ from grpo_ray.objectives.checking import acts_without_advantage
 from grpo_ray.objectives.correction import correction_sums
 from grpo_ray.objectives.kl import kl_sums, mismatch_sums, teacher_term
 from grpo_ray.objectives.objective import EntropyBonus
-from grpo_ray.watch.flops import ModelSize, WorkCount
+from grpo_ray.watch.flops import ModelSize, WorkCount, num_tokens
 from grpo_ray.watch.learner_metrics import Sums, add
 
 MISMATCH = (
@@ -136,7 +136,7 @@ class ForwardBackward:
             if indices:
                 found |= zip(indices, zip(*rows, strict=True), strict=True)
         self._ranks.end_lookup(model)
-        self.work.add_forward(model, lengths_of(sequences))
+        self.work.flops += ModelSize.of(model).forward_flops(lengths_of(sequences))
         if self._ranks.size == 1:
             return found
         sent = [
@@ -177,8 +177,9 @@ class ForwardBackward:
         for indices, batch in self._batches(model, computed):
             found.append(self._backward(model, batch, denominator))
             add(counts, _sizes(batch) if indices else {})
-        self.work.add_forward(model, lengths_of(measured))
-        self.work.add_training(model, lengths_of(computed))
+        size, lengths = ModelSize.of(model), lengths_of(computed)
+        self.work.flops += size.forward_flops(lengths_of(measured)) + size.training_flops(lengths)
+        self.work.trained_tokens += num_tokens(lengths)
         total: Sums = {}
         for of_rank in self._ranks.gathered({**counts, **_total(found)}):
             add(total, of_rank)

@@ -118,24 +118,12 @@ class ModelSize:
         return sum(width * num_pairs(lengths, window) for window, width in self.attention_width.items())
 
 
+@dataclass
 class WorkCount:
-    """The model FLOPs and trained tokens of passes, added up until `reset`."""
+    """The model FLOPs and trained tokens of passes, added up until `Performance.take`."""
 
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.flops = 0.0
-        self.trained_tokens = 0
-
-    def add_forward(self, model: Model, lengths: Lengths) -> None:
-        """Count a forward pass on sequences of these lengths."""
-        self.flops += ModelSize.of(model).forward_flops(lengths)
-
-    def add_training(self, model: Model, lengths: Lengths) -> None:
-        """Count a forward and a backward pass on sequences of these lengths."""
-        self.flops += ModelSize.of(model).training_flops(lengths)
-        self.trained_tokens += num_tokens(lengths)
+    flops: float = 0.0
+    trained_tokens: int = 0
 
 
 class Performance:
@@ -157,7 +145,7 @@ class Performance:
         if self._device.type == "cuda":
             metrics[DEVICE_PEAK] = float(torch.cuda.max_memory_allocated(self._device))
             torch.cuda.reset_peak_memory_stats(self._device)
-        work.reset()
+        work.flops, work.trained_tokens = 0.0, 0
         return metrics
 
 

@@ -153,8 +153,7 @@ def test_the_peak_is_found_by_the_drivers_name(name: str, tflops: float, float32
 
 
 def test_the_figures_of_a_step_are_its_work_over_seconds_and_peak(tiny_config: Config) -> None:
-    work, config = WorkCount(), changed(tiny_config, learner={"peak_tflops": 2.0})
-    work.flops, work.trained_tokens = 3e12, 800
+    work, config = WorkCount(3e12, 800), changed(tiny_config, learner={"peak_tflops": 2.0})
     performance = Performance(config, torch.device("cpu"))
     assert performance.take(work, seconds=4.0) == {
         "perf/mfu": pytest.approx(3 / 4 / 2),
@@ -172,8 +171,7 @@ def test_a_gpus_peak_is_its_data_sheets_and_its_memory_peak_begins_again(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
-    device, work = torch.device("cuda"), WorkCount()
-    work.flops = 6.7e12
+    device, work = torch.device("cuda"), WorkCount(flops=6.7e12)
     figures = Performance(changed(tiny_config, model={"dtype": "float32"}), device).take(work, 1.0)
     assert figures["perf/mfu"] == pytest.approx(0.1)
     assert figures["memory/learner_device_peak_bytes"] == 7
