@@ -13,13 +13,7 @@ from grpo_ray.core.staleness import version_trained_at
 from grpo_ray.records.checkpoint import GROUPS, REPLAY
 from grpo_ray.records.rollout_log import DROPPED, FRESH, read_groups, read_uses, write_rollouts
 from grpo_ray.types import BatchFacts, GroupFacts, RolloutGroup, ScoredGroup, TrainBatch, Verdict
-from grpo_ray.watch.batch_metrics import (
-    cut_metrics,
-    part_metrics,
-    rollout_metrics,
-    teacher_metrics,
-    ungraded_in,
-)
+from grpo_ray.watch.batch_metrics import cut_metrics, rollout_metrics, teacher_metrics, ungraded_in
 from grpo_ray.watch.rollout_writer import RolloutWriter
 from grpo_ray.watch.stage_clock import ClockedActor, StageClock
 
@@ -97,7 +91,6 @@ class TrajectoryBuffer(ClockedActor):
         self._writer.add(step, (*fresh, *(r.group for r in replayed), *dropped), uses)
         metrics = {
             **rollout_metrics([*fresh, *dropped], len(dropped)),
-            **part_metrics([*fresh, *dropped]),
             **teacher_metrics(fresh),
             **cut_metrics(fresh),
             **self._memory.take_metrics(),

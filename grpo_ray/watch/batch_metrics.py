@@ -24,6 +24,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup], num_dropped: int = 0) -> dict
     means = np.array([group.rewards.mean() for group in groups])
     return {
         "reward/mean": float(means.mean()),
+        **part_metrics(groups),
         "reward/format": float(np.mean([group.format_rewards.mean() for group in groups])),
         "reward/answer": float(np.mean([group.answer_rewards.mean() for group in groups])),
         **term_metrics(groups),
