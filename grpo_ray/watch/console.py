@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_ray.config import Config
+from grpo_ray.errors import counted
 from grpo_ray.records.evaluation_summary import EvaluationSummary
 from grpo_ray.records.visible_text import visible
 from grpo_ray.watch.metrics_catalog import SYNC
@@ -188,14 +189,12 @@ def _task(config: Config, longest_prompt: int | None) -> Iterator[tuple[str, str
 
 def _other_actors(config: Config) -> str:
     """Return the names of the actors without a line of their own."""
-    names = ["Scorer", "TrajectoryBuffer", "WeightSync"]
-    if config.distillation.teacher is not None:
-        number = config.distillation.num_teachers
-        names.append(f"Teacher x{number}" if number > 1 else "Teacher")
-    if config.episode_tasks:
-        number = config.episodes.num_workers
-        names.append(f"EnvironmentWorker x{number}" if number > 1 else "EnvironmentWorker")
-    return ", ".join(names)
+    numbers = {
+        "Teacher": config.distillation.num_teachers if config.distillation.teacher is not None else 0,
+        "EnvironmentWorker": config.episodes.num_workers if config.episode_tasks else 0,
+    }
+    others = [f"{name} x{number}" if number > 1 else name for name, number in numbers.items() if number]
+    return ", ".join(["Scorer", "TrajectoryBuffer", "WeightSync", *others])
 
 
 def _learner(config: Config) -> str:
@@ -229,6 +228,4 @@ def _schedule(config: Config) -> str:
 
 
 def _device(num_gpus: int, num_threads: int) -> str:
-    if num_gpus:
-        return f"{num_gpus} GPU{'s' if num_gpus > 1 else ''}"
-    return f"CPU, {num_threads} thread{'s' if num_threads > 1 else ''}"
+    return counted(num_gpus, "GPU") if num_gpus else f"CPU, {counted(num_threads, 'thread')}"
