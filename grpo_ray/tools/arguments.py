@@ -181,6 +181,20 @@ def _declarations(options: type) -> Iterator[tuple[Field[Any], Any, Argument | O
                 yield field, kind, one
 
 
+def take_rest(options: type, parsed: argparse.Namespace, rest: Sequence[str]) -> bool:
+    """Give the last positional argument what stands behind options; return False if it takes no more.
+
+    argparse itself takes the values of positional arguments in one place only.
+    """
+    places = [(field.name, kind) for field, kind, one in _declarations(options) if isinstance(one, Argument)]
+    name, takes_many = (places[-1][0], _one_value(places[-1][1])[1]) if places else ("", False)
+    held = getattr(parsed, name, ())
+    fits = takes_many or (held is None and len(rest) == 1)
+    if fits:
+        setattr(parsed, name, [*held, *rest] if takes_many else rest[0])
+    return fits
+
+
 def flag_names(options: type) -> list[str]:
     """Return the options as they are typed, without those that take their place among the arguments."""
     found = [(field, one) for field, _, one in _declarations(options) if not isinstance(one, Argument)]

@@ -21,7 +21,7 @@ from grpo_ray.config.schema import key_meant, nearest_name
 from grpo_ray.errors import INTERRUPTED, RunError
 from grpo_ray.records.visible_text import visible
 from grpo_ray.run.machine import let_waiting_threads_sleep
-from grpo_ray.tools.arguments import Command, add_commands, flag_names, make_options
+from grpo_ray.tools.arguments import Command, add_commands, flag_names, make_options, take_rest
 from grpo_ray.tools.data import DATA
 from grpo_ray.tools.experiments.command import EXPERIMENT, SWEEP
 from grpo_ray.tools.export.command import EXPORT
@@ -97,13 +97,11 @@ def parse(
         hint = f"did you mean {nearest}?" if nearest else f"see {program} --help"
         parser.error(f"no command {arguments[0]!r}; {hint}")
     parsed, rest = parser.parse_known_args(arguments)
-    # Overrides may stand both before and after options; argparse itself takes them in one place only.
-    if any(argument.startswith("-") for argument in rest) or (rest and "overrides" not in parsed):
+    has_option = any(argument.startswith("-") for argument in rest)
+    if has_option or (rest and not take_rest(parsed.chosen.options, parsed, rest)):
         hint = _as_override(rest, arguments) if "overrides" in parsed else ""
         hint = hint or _flag_meant(rest, parsed.chosen)
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
-    if rest:
-        parsed.overrides = [*parsed.overrides, *rest]
     typed = f"{program} {shlex.join(arguments)}"
     return parsed.chosen, make_options(parsed.chosen.options, parsed, typed)
 

@@ -559,7 +559,7 @@ def test_one_value_changes_one_hash(clean: RunDirectory, run: RunDirectory, file
 def test_the_command_compares_two_runs(clean: RunDirectory, run: RunDirectory, capsys: Capture) -> None:
     lines = printed(capsys, "audit", "--hash", clean.path).splitlines()
     assert [line.split()[:2] for line in lines] == [list(pair) for pair in hashes(clean).items()]
-    assert "the two runs are the same" in printed(capsys, "audit", clean.path, run.path)
+    assert "the two runs are the same" in printed(capsys, "audit", clean.path, "--hash", run.path)
     run.rollouts_path(8).unlink()
     assert first_difference(clean, run) == "8 steps of rollouts, and 7"
     run.rollouts_path(1).unlink()
