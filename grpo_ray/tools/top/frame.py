@@ -250,19 +250,13 @@ def top(options: TopOptions, console: Console | None = None) -> None:
         RunError: there is no such run, or its folder cannot be read here.
     """
     console, run = console or VisibleConsole(), RunDirectory(options.run)
-    if options.once or not console.is_terminal:
-        console.print(draw_frame(read_view(run), console))
-        return
-    _follow(run, console, options.every_s)
-
-
-def _follow(run: RunDirectory, console: Console, every_s: float) -> None:
     view = read_view(run)  # before the screen is taken, so that an error stays visible
-    screen = Live(console=console, screen=True, auto_refresh=False)
-    with contextlib.suppress(KeyboardInterrupt), keys() as wait, screen as live:
-        while not view.is_over:
-            live.update(draw_frame(view, console), refresh=True)
-            if wait(every_s) == "q":
-                break
-            view = read_view(run)
+    if console.is_terminal and not options.once:
+        screen = Live(console=console, screen=True, auto_refresh=False)
+        with contextlib.suppress(KeyboardInterrupt), keys() as wait, screen as live:
+            while not view.is_over:
+                live.update(draw_frame(view, console), refresh=True)
+                if wait(options.every_s) == "q":
+                    break
+                view = read_view(run)
     console.print(draw_frame(view, console))
