@@ -88,7 +88,8 @@ class RolloutWriter:
                 while self._num_bytes > self._max_bytes:
                     self._drop_oldest()
                     self._num_dropped += 1
-                self.error = self._message(path, error)
+                dropped = f"; {self._num_dropped} older ones are lost" if self._num_dropped else ""
+                self.error = f"{path}: {error}; {len(self._waiting)} batches wait in memory{dropped}"
                 return
             except Exception as error:  # a mistake: it would come again, and training does not need the file
                 note = f"{path} is not written: {type(error).__name__}: {error}"
@@ -104,10 +105,6 @@ class RolloutWriter:
     def _drop_oldest(self) -> None:
         _, _, groups, _ = self._waiting.popleft()
         self._num_bytes -= _num_bytes(groups)
-
-    def _message(self, path: Path, error: OSError) -> str:
-        dropped = f"; {self._num_dropped} older ones are lost" if self._num_dropped else ""
-        return f"{path}: {error}; {len(self._waiting)} batches wait in memory{dropped}"
 
 
 def _num_bytes(groups: Groups) -> int:
