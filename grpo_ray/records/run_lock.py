@@ -11,7 +11,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,12 @@ def locked(path: Path, what: Path) -> Iterator[None]:
     Raises:
         RunError: another process holds it, or the file is a link or cannot be opened.
     """
-    with ExitStack() as stack:
-        try:  # a link could have any file of the user's emptied
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        except OSError as error:
-            raise RunError(f"{path}: {error.strerror}; make its folder writable, or remove it") from error
-        _held[descriptor] = path
-        stack.callback(_release, descriptor)
+    try:  # a link could have any file of the user's emptied
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise RunError(f"{path}: {error.strerror}; make its folder writable, or remove it") from error
+    _held[descriptor] = path
+    try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -62,6 +61,9 @@ def locked(path: Path, what: Path) -> Iterator[None]:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(_identity()).encode(), 0)
         yield
+    finally:
+        if _held.pop(descriptor, None) is not None:  # not in a forked child, where it is closed
+            os.close(descriptor)
 
 
 def check_still_held(path: Path, what: Path) -> None:
@@ -88,11 +90,6 @@ def is_taken_since(path: Path, time: float) -> bool:
     if holder.get("machine") != _identity()["machine"] or path.stat().st_mtime <= time:
         return False
     return Path(f"/proc/{holder['pid']}").exists()
-
-
-def _release(descriptor: int) -> None:
-    if _held.pop(descriptor, None) is not None:  # not in a forked child, where it is closed
-        os.close(descriptor)
 
 
 def _identity() -> dict[str, Any]:
