@@ -278,7 +278,7 @@ def test_changed_metrics_summaries_validations_and_configurations_are_found(run:
     )  # fmt: skip
     rewrite_lines(run.metrics_path, lambda rows: rows[3].update(dict.fromkeys(metrics, 0.77)))
     summary = {
-        "accuracy": 0.987, "answer_reward": 0.9, "format_reward": 0.8, "num_correct": 77, "num_errors": 1,
+        "accuracy": 0.987, "answer_reward": 0.9, "format_reward": 0.8, "num_correct": "x", "num_errors": 1,
         "pass_at_k": {"1": 2}, "accuracy_interval": [2, 2],
     }  # fmt: skip
     rewrite_lines(run.evaluations_summary_path, lambda rows: rows[1].update(summary))

@@ -263,7 +263,7 @@ def _facts(rows: RolloutRows, problems: list[str], notes: list[str]) -> RolloutF
 
 def _compare(recorded: Mapping[str, Any], name: str, value: float) -> Iterator[str]:
     given = recorded.get(name)
-    if given is None or not math.isclose(given, value, rel_tol=1e-5, abs_tol=1e-5):
+    if not isinstance(given, int | float) or not math.isclose(given, value, rel_tol=1e-5, abs_tol=1e-5):
         yield f"{name} is recorded as {given}, its responses give {value:g}"
 
 
