@@ -93,10 +93,10 @@ def _header(view: RunView) -> list[RenderableType]:
         style = ENDING_STYLES[state.ending.kind]
         text = f": {state.ending.text}" if state.ending.text else ""
         lines.append(plain_text(f"{state.ending.kind} {began} after the last start{text}", style))
-    elif view.silence is not None:
+    elif (silence := view.silence) is not None:
         run = RunDirectory(view.path, state.is_local)
-        command = f"resume with: {run.resume_command}" if "and is gone" in view.silence else ""
-        lines.append(plain_text("\n".join(filter(None, [view.silence, command])), "bold red"))
+        command = f"resume with: {run.resume_command}" if "and is gone" in silence else ""
+        lines.append(plain_text("\n".join(filter(None, [silence, command])), "bold red"))
     else:
         lines.append(plain_text(f"driver: process {state.pid} on {state.host}, for {began}", "dim"))
     return lines

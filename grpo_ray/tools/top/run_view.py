@@ -29,9 +29,13 @@ class RunView:
     steps: list[dict[str, Any]]  # the newest lines of metrics.jsonl, oldest first
     events: list[dict[str, Any]]
     read_at: float  # seconds since the epoch
-    silence: str | None  # a sentence about a driver that has stopped writing
     config: dict[str, Any]  # config.yaml as it is
     is_resumed: bool = False  # by a process that has not written a state yet
+
+    @property
+    def silence(self) -> str | None:
+        """A sentence about a driver that has stopped writing."""
+        return None if self.state is None else silence_of(self.state, self.read_at)
 
     @property
     def is_over(self) -> bool:
@@ -54,7 +58,6 @@ def read_view(run: RunDirectory) -> RunView:
             steps=read_lines(run.metrics_path, NUM_STEPS, STEP),
             events=read_lines(run.events_path, NUM_EVENTS, {"time": int | float, "text": str}),
             read_at=now,
-            silence=None if state is None else silence_of(state, now),
             config=read_config(run.config_path),
             is_resumed=bool(state and state.ending and is_taken_since(run.path / LOCK_NAME, state.time)),
         )
