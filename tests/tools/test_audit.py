@@ -1,6 +1,5 @@
 """The audit finds no problem in a clean run, and names each way its files can be broken."""
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from small_run import QUICKSTART, SMALL
 
 from grpo_ray.config.loading import load_config
 from grpo_ray.errors import RunError
+from grpo_ray.records.checkpoint import read_checkpoint
 from grpo_ray.records.rollout_log import read_rollouts
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.rewards import REWARDS
@@ -156,9 +156,7 @@ def rewrite_state(run: RunDirectory, step: int = 8, **values: Any) -> None:
 
 
 def ledger_of(run: RunDirectory, step: int = 8) -> dict[str, Any]:
-    state = json.loads((run.checkpoint_path(step) / "training" / "state.json").read_text())
-    ledger: dict[str, Any] = state["ledger"]
-    return ledger
+    return read_checkpoint(run.checkpoint_path(step)).state.ledger
 
 
 def set_first(**values: Any) -> Callable[[Rows], None]:
