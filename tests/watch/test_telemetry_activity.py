@@ -110,11 +110,8 @@ def test_a_generator_is_busy_for_at_most_the_window(seconds: float, expected: fl
 
 def test_the_learners_utilization_is_the_mean_of_its_ranks() -> None:
     stages = {"optimizer": 0.0, "logprobs": 0.0, "wait_for_batch": 1.0}
-    metrics = window(
-        learner_0={"train": 3.0, **stages},
-        learner_1={"train": 1.0, **stages},
-        learner_10={"train": 0.0, **stages},
-    ).metrics(num_generators=1)
+    ranks = {f"learner_{n}": {"train": seconds, **stages} for n, seconds in ((0, 3.0), (1, 1.0), (10, 0.0))}
+    metrics = window(**ranks).metrics(num_generators=1)
     assert metrics["utilization/learner"] == pytest.approx((0.75 + 0.5 + 0.0) / 3)
     assert metrics["time/learner-10/wait_for_batch_s"] == 1
     assert metrics["memory/learner-1_bytes"] == 7
