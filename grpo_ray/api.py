@@ -89,14 +89,17 @@ class Run:
 
         return draw_reward_curve(self._run.metrics_path, self._run.evaluations_summary_path)
 
-    def model(self, checkpoint: str = "last") -> tuple[Any, Any]:
+    def model(
+        self, checkpoint: str = "last", trust_remote_code: bool = False, run_reward_code: bool = False
+    ) -> tuple[Any, Any]:
         """Return the model and the tokenizer of a checkpoint, for transformers.
 
         Args:
             checkpoint: `last`, `best`, or a name such as `step-000010`.
+            trust_remote_code, run_reward_code: as of `grpo-ray export`; the run itself is not believed.
 
         Raises:
-            RunError: there is no such checkpoint.
+            RunError: there is no such checkpoint, or it takes code that is not to be run.
         """
         from transformers import AutoModelForCausalLM
 
@@ -104,18 +107,20 @@ class Run:
         from grpo_ray.learning.model_files import load_tokenizer
         from grpo_ray.records.checkpoint import CheckpointStore
         from grpo_ray.tools.export.merge import base_folder, merged_policy
+        from grpo_ray.tools.trust import with_trust
 
-        config = load_config(self._run.config_path)
+        config = with_trust(load_config(self._run.config_path), trust_remote_code)
         store = CheckpointStore(self._run)
         folder = store.choose(checkpoint, "checkpoint").path
         for line in store.skipped:
             print_visible(f"! {line}")
-        trust = config.model.trust_remote_code
         if config.model.adapter is not None:
-            base = base_folder(config)
-            return merged_policy(base, config.model, folder), load_tokenizer(base, trust)
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust)
-        return model, load_tokenizer(str(folder), trust)
+            base = base_folder(config, run_reward_code)
+            return merged_policy(base, config.model, folder), load_tokenizer(base, trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, use_safetensors=True
+        )
+        return model, load_tokenizer(str(folder), trust_remote_code)
 
     def resume(self, *overrides: str, on_step: OnStep | None = None, local: bool = False) -> "Run":
         """Continue the run from its last checkpoint, such as with `"algorithm.num_steps=200"`.

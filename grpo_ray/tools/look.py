@@ -64,6 +64,7 @@ class ReportOptions:
         "(default: last, if its weights are smaller than 500 MB)",
     )] = None  # fmt: skip
     trust_remote_code: TrustRemoteCode = False
+    run_reward_code: RunRewardCode = False
 
 
 def _report(options: ReportOptions) -> int:

@@ -1,16 +1,18 @@
 """Code that a run's folder brings: run only if the command line says so, whatever the run's own files say.
 
 A run's `config.yaml` can name code in two ways: `model.trust_remote_code` runs Python that lies beside a model,
-and a reward or an engine `module:function` imports a module. `grpo-ray report`, `audit` and `evaluate` are also
-given runs of somebody else, so they believe neither.
+and a reward or an engine `module:function` imports a module. `grpo-ray report`, `audit`, `evaluate`,
+`export` and `Run.model` in Python are also given runs of somebody else, so they believe neither.
 """
 
 import os
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 from grpo_ray.config import Config
 from grpo_ray.config.reward import Reward
 from grpo_ray.config.schema import leaves
+from grpo_ray.errors import RunError
 from grpo_ray.tools.arguments import Flag
 
 TrustRemoteCode = Annotated[
@@ -66,6 +68,21 @@ def code_in(config: Config) -> list[tuple[str, str]]:
     found = [(field, name) for field, name in named if is_code(field, name)]
     arguments = leaves(config.model_dump(include={"generator": {"engine_args"}}))
     return found + [(k, str(v)) for k, v in arguments.items() if "module" in k or not _is_plain(v)]
+
+
+def code_of_base(config: Config) -> list[tuple[str, str]]:
+    """Return the code that a tiny model is built with, which may lie under an adapter."""
+    return [named for named in code_in(config) if named[0] == "task.warmup"]
+
+
+def refuse_code(code: Iterable[tuple[str, str]], typed: Sequence[str] = ()) -> None:
+    """Refuse to import code that the run's configuration names and the command line, `typed`, does not."""
+    for field, name in code:
+        if not any(name in text for text in typed):
+            raise RunError(
+                f"{field}: {name} is code that the run's configuration names; if you trust it, give "
+                f"--run-reward-code{', otherwise another --reward' if field == 'task.reward' else ''}"
+            )
 
 
 def _is_plain(argument: Any) -> bool:

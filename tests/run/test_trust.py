@@ -1,4 +1,4 @@
-"""A run's folder by an attacker: report, audit, evaluate and top run none of its code, and do what they can."""
+"""A run's folder by an attacker: no command that reads it runs its code, and each does what it can."""
 
 import json
 import pickle
@@ -16,6 +16,7 @@ from local_serving import serve_locally as serve_locally
 from report_runs import add_checkpoint, make_run
 from test_report_page import script_data
 
+from grpo_ray import Run
 from grpo_ray.cluster import reaper
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.user_code import import_function
@@ -187,6 +188,8 @@ def test_evaluate_refuses_a_reward_that_is_code_and_samples_an_evil_run_with_ano
     assert "the run's model.trust_remote_code is ignored" in " ".join(capsys.readouterr().out.split())
     assert not marker.exists()
     assert (tmp_path / "e" / "step-000004" / "summary.json").exists()
+    evaluate(evil.path, tmp_path / "trusted", "--reward", "exact_match", "--trust-remote-code")
+    assert marker.exists()
 
 
 @pytest.mark.slow
@@ -197,14 +200,6 @@ def test_evaluate_runs_a_reward_that_the_command_line_allows(
     serve_locally()
     keep_to_transformers(evil)
     assert evaluate(evil.path, tmp_path / "e", *how) == 0
-    assert marker.exists()
-
-
-def test_evaluate_runs_the_models_code_on_request(
-    evil: RunDirectory, marker: Path, tmp_path: Path, serve_locally: Any,
-) -> None:  # fmt: skip
-    serve_locally()
-    evaluate(evil.path, tmp_path / "e", "--reward", "exact_match", "--trust-remote-code")
     assert marker.exists()
 
 
@@ -249,7 +244,14 @@ def test_audit_and_evaluate_call_no_other_function_of_this_package(
         (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(ADAPTER))
         add_checkpoint(run, 6, tmp_path / "adapter")
         assert message in refused(capsys, "evaluate", run.path, "--task", "sorting", "--reward", "exact_match")
-        assert f"{OURS} is code" in refused(capsys, "report", run.path, "--log-ratio", "last")
+        others = {"report": ["--log-ratio", "last"], "export": ["--merged", tmp_path / "merged"]}
+        for words in ([name, run.path, *options] for name, options in others.items()):
+            assert refused(capsys, *words) == message
+            assert not calls
+            assert "task.warmup: " in refused(capsys, *words, "--run-reward-code")
+            assert calls.pop()  # its arguments
+        with pytest.raises(RuntimeError, match="is code that the run's configuration names"):
+            Run(run.path).model()
     assert calls == []
 
 

@@ -20,7 +20,7 @@ from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.input_digests import input_digests
 from grpo_ray.tools.evaluation.subject import Subject, Weights, choose_task, find_subject
 from grpo_ray.tools.look import EvaluationOptions
-from grpo_ray.tools.trust import IGNORED, code_in, is_ignored
+from grpo_ray.tools.trust import IGNORED, code_in, code_of_base, is_ignored, refuse_code
 from grpo_ray.types import PromptItem
 
 
@@ -99,9 +99,10 @@ def plan_evaluation(options: EvaluationOptions) -> EvaluationPlan:
     if options.run_reward_code:
         import_from(Path(subject.source).resolve().parent / "given")  # of a run that Python began
     if not (subject.is_own or options.run_reward_code):
-        _refuse_code(code_in(config), options)
+        typed = [options.reward or "", *options.overrides]
+        refuse_code(code_in(config), typed)
         if any(w.folder is None or w.is_adapter for w in subject.weights):  # a tiny base has its own task
-            _refuse_code([named for named in code_in(model_config) if named[0] == "task.warmup"], options)
+            refuse_code(code_of_base(model_config), typed)
     sampling = config.sampling
     temperature = sampling.temperature if options.temperature is None else options.temperature
     top_p = sampling.top_p if options.top_p is None else options.top_p
@@ -136,17 +137,6 @@ def _with_trust(subject: Subject, options: EvaluationOptions) -> Subject:
     data = {**subject.data, "model": {**model, "trust_remote_code": options.trust_remote_code}}
     ignored = (IGNORED,) if is_ignored(model, options.trust_remote_code) else ()
     return replace(subject, data=data, notices=(*subject.notices, *ignored))
-
-
-def _refuse_code(code: Iterable[tuple[str, str]], options: EvaluationOptions) -> None:
-    """Refuse to import code that the run's configuration names and the command line does not."""
-    typed = [options.reward or "", *options.overrides]
-    for field, name in code:
-        if not any(name in text for text in typed):
-            raise RunError(
-                f"{field}: {name} is code that the run's configuration names; if you trust it, give "
-                f"--run-reward-code{', otherwise another --reward' if field == 'task.reward' else ''}"
-            )
 
 
 def _of_model(subject: Subject, options: EvaluationOptions) -> list[str]:

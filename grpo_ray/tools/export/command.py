@@ -13,7 +13,7 @@ from grpo_ray.records.durable import sync, sync_tree
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.records.visible_text import print_visible
 from grpo_ray.tools.arguments import Argument, Command, Option
-from grpo_ray.tools.trust import TrustRemoteCode, with_trust
+from grpo_ray.tools.trust import RunRewardCode, TrustRemoteCode, with_trust
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class ExportOptions:
         str, Option("CHECKPOINT", "last, best or a checkpoint's name (default: %(default)s)")
     ] = LAST
     trust_remote_code: TrustRemoteCode = False
+    run_reward_code: RunRewardCode = False
 
 
 def _export(options: ExportOptions) -> int:
@@ -72,7 +73,7 @@ def export_merged(options: ExportOptions) -> Path:
                 ignored = shutil.ignore_patterns("training")
                 shutil.copytree(checkpoint, unfinished, ignore=ignored, dirs_exist_ok=True)
             else:
-                base = base_folder(config)
+                base = base_folder(config, options.run_reward_code)
                 merged, tokenizer = merged_policy(base, config.model, checkpoint), load_tokenizer(base, trust)
                 with os_errors():
                     merged.save_pretrained(unfinished)

@@ -13,15 +13,21 @@ from grpo_ray.learning.loading import cast_parameters
 from grpo_ray.learning.model_files import at_commit, check_local_model, is_local
 from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.learning.quantization import is_quantized
+from grpo_ray.tools.trust import code_of_base, refuse_code
 
 
-def base_folder(config: Config) -> str:
+def base_folder(config: Config, run_reward_code: bool = False) -> str:
     """Return the folder or hub name of the model that a run began with; a tiny one is built if necessary.
 
+    Args:
+        run_reward_code: build it also by a function that the configuration names; a folder may be a stranger's.
+
     Raises:
+        RunError: it takes such a function.
         ValueError: the folder has no usable model, or neither hub nor cache knows the name.
     """
     if config.model.tiny is not None:
+        refuse_code(() if run_reward_code else code_of_base(config))
         from grpo_ray.run.tiny_model import tiny_model_folder
 
         return str(tiny_model_folder(config))

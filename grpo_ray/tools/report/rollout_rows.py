@@ -25,7 +25,7 @@ from grpo_ray.records.readable_rollouts import shortened
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.export.merge import base_folder, merged_policy
 from grpo_ray.tools.report.rollout_sample import FACTS, TEXTS, Row
-from grpo_ray.tools.trust import IGNORED, code_in, is_ignored, with_trust
+from grpo_ray.tools.trust import IGNORED, is_ignored, with_trust
 from grpo_ray.types import CONTEXT
 
 LONGEST_CHARACTER = 4  # bytes in UTF-8, and so tokens that one character may span
@@ -137,8 +137,9 @@ def _last_turn(row: Row, sequence: Row, num_shared: int) -> tuple[int | None, in
 
 
 def show_rollouts(
-    run: RunDirectory, sampled: Sequence[Row], log_ratio: str | None, trust_remote_code: bool = False
-) -> tuple[list[Row], str | None, list[str]]:
+    run: RunDirectory, sampled: Sequence[Row], log_ratio: str | None, trust_remote_code: bool = False,
+    run_reward_code: bool = False,
+) -> tuple[list[Row], str | None, list[str]]:  # fmt: skip
     """Add the tokens' texts to the sample, and their log-ratios to a checkpoint's policy.
 
     The result is the rows for the page, the name of the checkpoint, and notices about the rows.
@@ -147,9 +148,10 @@ def show_rollouts(
         log_ratio: `last`, `best`, a checkpoint's name, or `none`; None: the last one, if its weights are small
             and it can be loaded.
         trust_remote_code: run the Python code of the checkpoint's model; the run's own setting is not believed.
+        run_reward_code: as of `base_folder`.
 
     Raises:
-        RunError: there is no such checkpoint.
+        RunError: there is no such checkpoint, or its base takes code that is not to be run.
         ValueError: the checkpoint or the run's configuration cannot be loaded.
     """
     if not sampled:
@@ -162,10 +164,7 @@ def show_rollouts(
         try:
             checkpoint = _find_checkpoint(run, log_ratio, notices)
             config = with_trust(load_config(run.config_path), trust_remote_code)
-            code = [name for field, name in code_in(config) if field == "task.warmup"]
-            if code and config.model.tiny is not None and is_adapter(checkpoint):  # which builds the base
-                raise RunError(f"{code[0]} is code that the run's configuration names, and its base needs it")
-            ratios = log_ratios(config, checkpoint, sampled)
+            ratios = log_ratios(config, checkpoint, sampled, run_reward_code)
         except (RuntimeError, ValueError, OSError) as error:  # RuntimeError: also torch's lack of memory
             if log_ratio is not None:
                 raise
@@ -228,7 +227,9 @@ def _number(value: float | None) -> float | None:
     return round(float(value), 3) if value is not None and np.isfinite(value) else None
 
 
-def log_ratios(config: Config, model_path: Path, rows: Sequence[Row]) -> list[np.ndarray]:
+def log_ratios(
+    config: Config, model_path: Path, rows: Sequence[Row], run_reward_code: bool = False
+) -> list[np.ndarray]:
     """Return `log pi_checkpoint - log pi_behaviour`, in nats, of each row's tokens that are shown.
 
     Those of an episode's context are NaN. Both policies are at the sampling temperature, like all that the
@@ -239,13 +240,14 @@ def log_ratios(config: Config, model_path: Path, rows: Sequence[Row]) -> list[np
         config: the run's configuration.
         model_path: the checkpoint, in Hugging Face format or PEFT's.
         rows: of responses, with `prompt_token_ids`, `token_ids` and `logprobs`, or of episodes.
+        run_reward_code: as of `base_folder`.
 
     Raises:
         ValueError: the checkpoint cannot be loaded.
     """
     path, model_config = str(model_path), config.model
     if is_adapter(model_path):
-        path = base_folder(config)
+        path = base_folder(config, run_reward_code)
         model = merged_policy(path, model_config, model_path)
     else:
         check_local_model(path)

@@ -30,7 +30,8 @@ POINTS = 3000  # per metric, over all runs
 
 def run_data(
     run: RunDirectory, name: str, log_ratio: str | None = None, trust_remote_code: bool = False,
-    max_points: int = POINTS, max_rollouts: int = ReportOptions.num_rollouts, seed: int = ReportOptions.seed,
+    run_reward_code: bool = False, max_points: int = POINTS, max_rollouts: int = ReportOptions.num_rollouts,
+    seed: int = ReportOptions.seed,
 ) -> dict[str, Any]:  # fmt: skip
     """Collect the run's metrics, sampled rollouts and configuration; see `show_rollouts`.
 
@@ -55,7 +56,8 @@ def run_data(
         max_points,
     )  # fmt: skip
     sampled = sample_rollouts(files, max_rollouts, seed)
-    rollouts, checkpoint, more_notices = show_rollouts(run, sampled, log_ratio, trust_remote_code)
+    trusted = trust_remote_code, run_reward_code
+    rollouts, checkpoint, more_notices = show_rollouts(run, sampled, log_ratio, *trusted)
     head = about(run, config)
     failure = [head.pop("state")] if head["state"].startswith("failed") else []
     return {

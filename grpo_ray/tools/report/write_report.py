@@ -82,8 +82,9 @@ def report(options: ReportOptions) -> Path:
     output = _output(options, paths)
     number = len(paths)
     bounds = max(FEWEST_POINTS, POINTS // number), max(1, options.num_rollouts // number), options.seed
+    trusted = options.trust_remote_code, options.run_reward_code
     data = [
-        run_data(RunDirectory(path), name, options.log_ratio, options.trust_remote_code, *bounds)
+        run_data(RunDirectory(path), name, options.log_ratio, *trusted, *bounds)
         for path, name in zip(paths, names_of(paths), strict=True)
     ]
     try:
