@@ -202,7 +202,7 @@ def evaluate(target: str | Path | Run, *overrides: str, **options: Any) -> "Eval
         raise ValueError(f"target: a {type(target).__name__} is neither a run nor the path of a file or folder")
     path = str(target.path if isinstance(target, Run) else target)
     _check_overrides(overrides)
-    own: Any = {"overrides": overrides, "command": f"the same call of grpo_ray.evaluate({path!r}, ...)"}
+    own: Any = {"overrides": overrides, "typed": f"the same call of grpo_ray.evaluate({path!r}, ...)"}
     asked = EvaluationOptions(path, **own, **converted(EvaluationOptions, options))
     follower = Follower()
     summary = read_summary(_in_own_thread(lambda: run_evaluation(asked, follower.can_stop), follower))

@@ -12,18 +12,22 @@ A new command is a module like the following, and an entry in `cli.COMMANDS`:
 
 The field's name is the option's (`--log-ratio` for `log_ratio`), its type converts the text, and without a
 default the option is required. A `tuple[T, ...]` takes any number of values; annotated with a tuple of
-options, it takes the values of all of them.
+options, it takes the values of all of them. A field `typed: str` without a declaration receives the whole
+command as typed, for messages that repeat it.
 """
 
 import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, fields
+from functools import partial
 from os import PathLike
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from grpo_ray.config.schema import nearest_name
 
+T = TypeVar("T")
 Options = TypeVar("Options")
 EXCLUSIVE = "exclusive"
 
@@ -47,7 +51,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Option:
-    """An option that takes a value."""
+    """An option that takes a value; one of a field that is a bool takes none."""
 
     metavar: str | None
     help: str
@@ -58,32 +62,25 @@ class Option:
     group: str = ""
     """The heading in the help. `EXCLUSIVE` has none; only one of its options may be given."""
 
+    def typed(self, field: Field[Any]) -> str:
+        return self.name or f"--{field.name.replace('_', '-')}"
+
     def add(self, target: argparse._ActionsContainer, field: Field[Any], kind: Any) -> None:
         kind, takes_many = _one_value(kind)
+        if kind is bool:
+            target.add_argument(self.typed(field), dest=field.name, action="store_true", help=self.help)
+            return
         choices = get_args(kind) if get_origin(kind) is Literal else None
         is_required = field.default is MISSING
         default: Any = None if is_required else field.default
         target.add_argument(
-            self.name or _dashed(field), dest=field.name, metavar=self.metavar, help=self.help,
+            self.typed(field), dest=field.name, metavar=self.metavar, help=self.help,
             action="append" if takes_many else "store", type=self.type or (str if choices else kind),
             choices=choices, required=is_required, default=list(default or ()) if takes_many else default,
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Flag:
-    """An option without a value."""
-
-    help: str
-    group: str = ""
-    """The group, as of an `Option`."""
-
-    def add(self, target: argparse._ActionsContainer, field: Field[Any], kind: Any) -> None:
-        target.add_argument(_dashed(field), dest=field.name, action="store_true", help=self.help)
-
-
-class TypedCommand:
-    """Marks the field that receives the whole command as typed, for messages that repeat it."""
+Flag = partial(Option, None)
 
 
 @dataclass(frozen=True)
@@ -130,16 +127,11 @@ def add_commands(
             add_commands(own, command.subcommands, command.metavar, is_required=False)
 
 
-def make_options(options: type[Options], parsed: argparse.Namespace, typed: str) -> Options:
-    """Return the dataclass with the parsed values; `typed` is the whole command."""
-    values: dict[str, Any] = {}
-    for name, hint in get_type_hints(options, include_extras=True).items():
-        if TypedCommand in get_args(hint):
-            values[name] = typed
-        else:
-            value = getattr(parsed, name)
-            values[name] = tuple(value) if isinstance(value, list) else value
-    return options(**values)
+def make_options(options: type[Options], parsed: argparse.Namespace) -> Options:
+    """Return the dataclass with the parsed values."""
+    values = {name: getattr(parsed, name) for name in get_type_hints(options)}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return options(**given)
 
 
 def converted(options: type, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,18 +141,18 @@ def converted(options: type, values: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: names the option.
     """
     found_in = _declarations(options)
-    declared = {field.name: (kind, one) for field, kind, one in found_in if not isinstance(one, Argument)}
+    declared = {field.name: (kind, one) for field, kind, one in found_in if isinstance(one, Option)}
     found = dict(values)
     for name, value in values.items():
         if name not in declared:
             nearest = nearest_name(name, list(declared))
             raise ValueError(f"there is no option {name!r}{f'; did you mean {nearest!r}?' if nearest else ''}")
         kind, one = declared[name]
-        if isinstance(one, Flag) and not isinstance(value, bool | None):
+        if kind is bool and not isinstance(value, bool | None):
             raise ValueError(f"{name}: {value!r} is neither True nor False")
-        if value is None or isinstance(one, Flag):
+        if value is None or kind is bool:
             continue
-        convert = getattr(one, "type", None) or _one_value(kind)[0]
+        convert = one.type or _one_value(kind)[0]
         if convert is str and not isinstance(value, str | PathLike):
             raise ValueError(f"{name}: {value!r} is not text")
         try:
@@ -170,12 +162,11 @@ def converted(options: type, values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _declarations(options: type) -> Iterator[tuple[Field[Any], Any, Argument | Option | Flag]]:
+def _declarations(options: type) -> Iterator[tuple[Field[Any], Any, Argument | Option]]:
     """Yield (field, type, declaration) per argument."""
     hints = get_type_hints(options, include_extras=True)
     for field in fields(options):
-        hint = hints[field.name]
-        if TypedCommand not in get_args(hint):
+        if get_origin(hint := hints[field.name]) is Annotated:
             kind, declared = get_args(hint)
             for one in declared if isinstance(declared, tuple) else (declared,):
                 yield field, kind, one
@@ -197,8 +188,7 @@ def take_rest(options: type, parsed: argparse.Namespace, rest: Sequence[str]) ->
 
 def flag_names(options: type) -> list[str]:
     """Return the options as they are typed, without those that take their place among the arguments."""
-    found = [(field, one) for field, _, one in _declarations(options) if not isinstance(one, Argument)]
-    return [getattr(one, "name", None) or _dashed(field) for field, one in found]
+    return [one.typed(field) for field, _, one in _declarations(options) if isinstance(one, Option)]
 
 
 def _one_value(kind: Any) -> tuple[Any, bool]:
@@ -208,38 +198,21 @@ def _one_value(kind: Any) -> tuple[Any, bool]:
     return (get_args(kind)[0] if type(None) in get_args(kind) else kind), False
 
 
-def _dashed(field: Field[Any]) -> str:
-    return f"--{field.name.replace('_', '-')}"
-
-
-def _whole(least: int) -> Callable[[str], int]:
-    """Return a converter of whole numbers of at least `least`."""
-
-    def convert(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least}")
-        return int(text)
-
-    return convert
-
-
-def _number(is_good: Callable[[float], bool], words: str) -> Callable[[str], float]:
+def _number(kind: Callable[[str], T], is_good: Callable[[T], bool], words: str) -> Callable[[str], T]:
     """Return a converter of numbers that are `words`."""
 
-    def convert(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not is_good(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number {words}")
-        return value
+    def convert(text: str) -> T:
+        with suppress(ValueError):
+            if is_good(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {words}")
 
     return convert
 
 
-positive, natural = _whole(1), _whole(0)
-non_negative = _number(lambda value: 0 <= value < math.inf, "of at least 0")
-vllm_temperature = _number(lambda t: t == 0 or 0.01 <= t <= 2, "of at least 0.01 and at most 2, or 0")
-above_zero = _number(lambda value: 0 < value < math.inf, "above 0")
-fraction = _number(lambda value: 0 < value <= 1, "above 0 and at most 1")
+positive = _number(int, lambda value: value >= 1, "of at least 1")
+natural = _number(int, lambda value: value >= 0, "of at least 0")
+non_negative = _number(float, lambda value: 0 <= value < math.inf, "of at least 0")
+vllm_temperature = _number(float, lambda t: t == 0 or 0.01 <= t <= 2, "of at least 0.01 and at most 2, or 0")
+above_zero = _number(float, lambda value: 0 < value < math.inf, "above 0")
+fraction = _number(float, lambda value: 0 < value <= 1, "above 0 and at most 1")

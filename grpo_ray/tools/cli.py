@@ -102,8 +102,8 @@ def parse(
         hint = _as_override(rest, arguments) if "overrides" in parsed else ""
         hint = hint or _flag_meant(rest, parsed.chosen)
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
-    typed = f"{program} {shlex.join(arguments)}"
-    return parsed.chosen, make_options(parsed.chosen.options, parsed, typed)
+    parsed.typed = f"{program} {shlex.join(arguments)}"
+    return parsed.chosen, make_options(parsed.chosen.options, parsed)
 
 
 def _commands_by_group(commands: Sequence[Command[Any]]) -> str:

@@ -13,7 +13,6 @@ from grpo_ray.tools.arguments import (
     Flag,
     Local,
     Option,
-    TypedCommand,
     above_zero,
     fraction,
     positive,
@@ -166,7 +165,7 @@ class EvaluationOptions:
     run_reward_code: RunRewardCode = False
     output: Annotated[str | None, Option("FOLDER", "default: evaluations/<name>-<time>")] = None
     overrides: Annotated[tuple[str, ...], Argument("KEY=VALUE", "changes, such as generator.engine=torch")] = ()
-    command: Annotated[str, TypedCommand] = ""
+    typed: str = ""
 
 
 def _evaluate(options: EvaluationOptions) -> int:

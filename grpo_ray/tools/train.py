@@ -43,7 +43,7 @@ class CheckOptions:
         "NxGPUS", "compare with a cluster, such as 2x8: two nodes of eight GPUs; 2x8x96: each with 96 CPUs",
         type=_nodes, group=EXCLUSIVE,
     )] = None  # fmt: skip
-    here: Annotated[bool, Flag("exit with 1 if this machine lacks something", EXCLUSIVE)] = False
+    here: Annotated[bool, Flag("exit with 1 if this machine lacks something", group=EXCLUSIVE)] = False
 
 
 @dataclass(frozen=True)

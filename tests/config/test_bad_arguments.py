@@ -130,7 +130,7 @@ def test_options_arrive_as_their_dataclasses() -> None:
     _, evaluated = parse(["evaluate", "m", "--limit", "3", "--n", "2", "--temperature", "0"])
     assert evaluated == EvaluationOptions(
         "m", limit=3, num_samples=2, temperature=0.0,
-        command="grpo-ray evaluate m --limit 3 --n 2 --temperature 0",
+        typed="grpo-ray evaluate m --limit 3 --n 2 --temperature 0",
     )  # fmt: skip
     _, sorting = parse(["playground", "sorting", "--kl", "1", "--steps", "9", "--kl", "2"], course.COMMANDS)
     assert dict(sorting.given) == {"kl": "2", "steps": "9"}

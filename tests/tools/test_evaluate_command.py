@@ -150,7 +150,7 @@ def test_an_interrupted_evaluation_is_resumed_and_another_one_refused(
     model = shutil.copytree(tiny_model(), tmp_path / "model")
     path, template, command = gsm8k_file(tmp_path), tmp_path / "mine.prompt", "grpo-ray evaluate M"
     template.write_text("Q: {question}\n")
-    given = options(model, tmp_path / "e", task=path, num_samples=2, prompt=str(template), command=command)
+    given = options(model, tmp_path / "e", task=path, num_samples=2, prompt=str(template), typed=command)
     full = OSError(errno.ENOSPC, "No space left on device")
     with interrupted_after(2, full), pytest.raises(RunError, match=r"No space left.*\n.*resume with: grpo"):
         evaluate(given)

@@ -137,7 +137,7 @@ def test_an_adapter_may_be_an_override_and_the_command_to_resume_is_accepted(tmp
     run = write_run(tmp_path / "run", {2: 0.1})
     adapter = run / "checkpoints" / "step-000002"
     for target, has_name in ((run, True), (adapter, False)):
-        command = plan_evaluation(EvaluationOptions(str(target), command="grpo-ray evaluate")).command
+        command = plan_evaluation(EvaluationOptions(str(target), typed="grpo-ray evaluate")).command
         assert ("--checkpoint step-000002" in command) is has_name
     (tmp_path / "job.yaml").write_text(CONFIG)
     saved = {"base_model_name_or_path": "x", "target_modules": "[a-z]*"}

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from examples.course.playground.settings import Settings, allowed, option
 from grpo_ray.errors import RunError
-from grpo_ray.tools.arguments import Command, Flag, Option, TypedCommand, positive
+from grpo_ray.tools.arguments import Command, Flag, Option, positive
 
 SettingOption = partial(Option, "X", group="settings (the defaults are the lecture's)")
 
@@ -32,7 +32,7 @@ class PlaygroundOptions:
 @dataclass(frozen=True)
 class ExampleOptions:
     output: Annotated[str, Option("FOLDER", "folder for the results (default: %(default)s)")] = "playground"
-    typed: Annotated[str, TypedCommand] = ""
+    typed: str = ""
 
 
 @dataclass(frozen=True)

@@ -124,9 +124,9 @@ def _again(subject: Subject, options: EvaluationOptions, output: str) -> str:
     folder = None if is_chosen else subject.weights[0].folder
     more = {"checkpoint": folder.name} if folder and folder.name != Path(options.target).name else {}
     more |= {} if options.output else {"output": output}
-    if not options.command.startswith("grpo-ray"):  # a call from Python
-        return options.command + " with " * bool(more) + ", ".join(f"{k}={v!r}" for k, v in more.items())
-    return options.command + "".join(f" --{name} {shlex.quote(value)}" for name, value in more.items())
+    if not options.typed.startswith("grpo-ray"):  # a call from Python
+        return options.typed + " with " * bool(more) + ", ".join(f"{k}={v!r}" for k, v in more.items())
+    return options.typed + "".join(f" --{name} {shlex.quote(value)}" for name, value in more.items())
 
 
 def _with_trust(subject: Subject, options: EvaluationOptions) -> Subject:

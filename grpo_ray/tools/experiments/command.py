@@ -5,16 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from grpo_ray.errors import shown_plainly
-from grpo_ray.tools.arguments import (
-    Argument,
-    Command,
-    ConfigFile,
-    Flag,
-    Option,
-    Overrides,
-    TypedCommand,
-    positive,
-)
+from grpo_ray.tools.arguments import Argument, Command, ConfigFile, Flag, Option, Overrides, positive
 
 if TYPE_CHECKING:
     from grpo_ray.tools.experiments.experiment import Experiment
@@ -35,7 +26,7 @@ class ExperimentOptions:
     output: Output = "experiments"
     jobs: Jobs = None
     overrides: Overrides = ()
-    typed: Annotated[str, TypedCommand] = ""
+    typed: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,7 +37,7 @@ class SweepOptions:
     seeds: Seeds = 1
     output: Output = "experiments"
     jobs: Jobs = None
-    typed: Annotated[str, TypedCommand] = ""
+    typed: str = ""
 
 
 def _experiment(options: ExperimentOptions) -> int:
