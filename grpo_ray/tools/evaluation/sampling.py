@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Protocol, TypeVar
@@ -31,7 +31,7 @@ from grpo_ray.tools.evaluation.subject import Weights
 from grpo_ray.tools.export.merge import base_folder, merged_policy
 from grpo_ray.transfer.messages import Snapshot, WeightSnapshot
 from grpo_ray.transfer.snapshot import pack_weights
-from grpo_ray.types import PromptItem, Ref, SamplingSettings, ScoredGroup
+from grpo_ray.types import Ref, ScoredGroup
 from grpo_ray.watch.console import RunConsole
 from grpo_ray.watch.event_loop import TasksAlongside
 from grpo_ray.watch.open_calls import OpenCalls
@@ -79,34 +79,47 @@ class PuttingActors(ServingActors, Protocol):
 class Evaluator:
     """A run's path from prompts to scored groups, including deaths and restarts, without a Learner.
 
-    Another policy's weights reach the Generators as a trained version would: by a weight sync, which a
-    WeightSync in this process conducts.
+    The actors start with the plan's first weights, or with the base of an adapter. Another policy's weights reach
+    the Generators as a trained version would: by a weight sync, which a WeightSync in this process conducts.
     """
 
-    def __init__(self, config: Config, settings: SamplingSettings, actors: PuttingActors, log: RunLog) -> None:
-        self._config, self._actors, self._log = config, actors, log
+    def __init__(
+        self, plan: EvaluationPlan, config: Config, prepared: PreparedServing, actors: PuttingActors,
+        console: EvaluationConsole, log: RunLog,
+    ) -> None:  # fmt: skip
+        self._plan, self._config, self._items = plan, config, prepared.validation
+        self._actors, self._console, self._log = actors, console, log
         recovery = config.recovery
         self._calls = OpenCalls()
         budget = RestartBudget("recovery.max_restarts", recovery.max_restarts, recovery.restart_backoff_s)
         generators = list(actors.generators.values())
         self._weight_sync = WeightSync(generators, config.weight_sync.phase_timeout_s)
         self._context = ServingContext(config, actors, self._calls, log)
+        settings = training_settings(config.sampling, prepared.model.end_token_ids)
+        settings = replace(settings, temperature=plan.temperature, top_p=plan.top_p)
         self._pool = GeneratorPool(self._context, self._weight_sync, settings, budget)
         self._num_loaded = 0
 
-    async def run(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do the work once every actor is up.
+    async def run(self, left: Sequence[Weights]) -> None:
+        """Sample with each of the weights, once every actor is up; those that cannot be loaded are skipped.
 
         Raises:
             RunError: the error that ended it.
         """
+        self._console.status("starting the actors")
         try:
             async with TasksAlongside() as tasks:
                 self._pool.start(tasks)
                 await until_all_ready(self._context, lambda actor: actor.ready())
                 limit_s = self._config.recovery.stall_timeout_s
                 tasks.create_task(StallWatch(self._calls, self._pool, self._log, limit_s).run())
-                await work()
+                for weights in left:
+                    try:
+                        await self._load(weights)
+                    except ValueError as unusable:
+                        self._console.warning(f"{weights.folder} is skipped: {unusable}")
+                        continue
+                    await self._sample(weights)
         except BaseExceptionGroup as errors:
             error = first_error(errors)
             if isinstance(error, ActorDied | DataLost | EngineDied | Stalled):
@@ -114,39 +127,65 @@ class Evaluator:
                 raise RunError(f"{error}\nThe actors' output is in {logs}/") from error
             raise error from None
 
-    async def load(self, weights: Weights) -> None:
-        """Load the weights into every Generator; a Generator that fails is replaced.
+    async def _load(self, weights: Weights) -> None:
+        """Load the weights into every Generator that does not start with them; one that fails is replaced.
 
         Raises:
             ValueError: the weights cannot be used; the Generators keep their current ones.
         """
+        if weights == self._plan.subject.weights[0] and not weights.is_adapter:
+            return
         snapshot = await asyncio.to_thread(_snapshot, self._config, weights, self._num_loaded + 1)
         self._num_loaded += 1
         report = await self._weight_sync.publish(self._num_loaded, Snapshot(self._actors.put(snapshot)))
         for number, error in report.failed.items():
             self._pool.fail(number, error)
 
-    async def evaluate(
-        self, items: Sequence[PromptItem], num_samples: int, take: Callable[[ScoredGroup], None]
-    ) -> list[int]:
-        """Pass each scored group to `take` as it arrives; return the ids of prompts that failed."""
-        waiting = iter(items)  # shared: each worker takes the next when it is free
+    async def _sample(self, weights: Weights) -> None:
+        """Sample and grade what is not in the weights' folder yet, and write the results."""
+        plan, items = self._plan, self._items
+        folder = plan.folder_of(weights)
+        folder.mkdir(exist_ok=True)
+        files = ResponseFiles(folder, [item.group_id for item in items])
+        self._console.begin(folder.name, len(items), len(files.done))
+        started, num_tokens = time.perf_counter(), 0
+        left = [item for item in items if item.group_id not in files.done]
+        waiting = iter(left)  # shared: each worker takes the next when it is free
         failed: list[int] = []
 
         async def work() -> None:
+            nonlocal num_tokens
             for item in waiting:
-                group = await self._pool.sample_whole(item, num_samples, "evaluation")
+                group = await self._pool.sample_whole(item, plan.num_samples, "evaluation")
                 if group is None:
                     failed.append(item.group_id)
-                else:
-                    take(group)
+                    continue
+                num_tokens += sum(completion.num_tokens for completion in group.rollout.completions)
+                files.add(group)
+                self._console.advance(group)
 
         generator = self._config.generator
-        in_flight = generator.num_generators * math.ceil(SURPLUS * generator.max_num_seqs / num_samples)
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(min(in_flight, len(items))):
-                tasks.create_task(work())
-        return sorted(failed)
+        in_flight = generator.num_generators * math.ceil(SURPLUS * generator.max_num_seqs / plan.num_samples)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(min(in_flight, len(left))):
+                    tasks.create_task(work())
+        finally:
+            files.flush()
+        if len(failed) == len(items):
+            raise RunError(f"no prompt could be sampled; see {plan.folder.path / 'events.jsonl'}")
+        if failed:
+            text = f"{len(failed)} prompts failed every attempt and are left out; see summary.json"
+            self._console.warning(text)
+        facts = {
+            **plan.definition,
+            "weights": str(weights.folder or plan.config.model.path or "tiny"),
+            "not_sampled": sorted(failed),  # ids of prompts that are not in the results
+            "seconds": time.perf_counter() - started,  # of this start alone
+            "sampled_tokens": num_tokens,  # of this start alone
+        }
+        write_results(folder, files.join(), weights.step, facts)
+        files.remove_parts()
 
 
 def _snapshot(config: Config, weights: Weights, version: int) -> WeightSnapshot:
@@ -166,64 +205,10 @@ async def sample(
     plan: EvaluationPlan, config: Config, left: Sequence[Weights], prepared: PreparedServing,
     actors: PuttingActors, console: EvaluationConsole,
 ) -> None:  # fmt: skip
-    """Sample with the weights in `left`, one after another; the actors start with the plan's first weights, or
-    with the base of an adapter.
-
-    Later weights that cannot be loaded are skipped.
+    """Sample with the weights in `left`, one after another.
 
     Raises:
         RunError: the error that ended it; the responses so far are on disk.
     """
-    settings = training_settings(config.sampling, prepared.model.end_token_ids)
-    settings = replace(settings, temperature=plan.temperature, top_p=plan.top_p)
-    log = RunLog(RunDirectory(plan.folder.path), console)
-    evaluator = Evaluator(config, settings, actors, log)
-
-    async def work() -> None:
-        for weights in left:
-            if weights != plan.subject.weights[0] or weights.is_adapter:
-                try:
-                    await evaluator.load(weights)
-                except ValueError as error:
-                    console.warning(f"{weights.folder} is skipped: {error}")
-                    continue
-            await _sample_one(plan, weights, prepared, evaluator, console)
-
-    with closing(log):
-        await evaluator.run(work)
-
-
-async def _sample_one(
-    plan: EvaluationPlan, weights: Weights, prepared: PreparedServing, evaluator: Evaluator,
-    console: EvaluationConsole,
-) -> None:  # fmt: skip
-    folder, items = plan.folder_of(weights), prepared.validation
-    folder.mkdir(exist_ok=True)
-    files = ResponseFiles(folder, [item.group_id for item in items])
-    console.begin(folder.name, len(items), len(files.done))
-    started, num_tokens = time.perf_counter(), 0
-
-    def take(group: ScoredGroup) -> None:
-        nonlocal num_tokens
-        num_tokens += sum(completion.num_tokens for completion in group.rollout.completions)
-        files.add(group)
-        console.advance(group)
-
-    waiting = [item for item in items if item.group_id not in files.done]
-    try:
-        failed = await evaluator.evaluate(waiting, plan.num_samples, take)
-    finally:
-        files.flush()
-    if len(failed) == len(items):
-        raise RunError(f"no prompt could be sampled; see {plan.folder.path / 'events.jsonl'}")
-    if failed:
-        console.warning(f"{len(failed)} prompts failed every attempt and are left out; see summary.json")
-    facts = {
-        **plan.definition,
-        "weights": str(weights.folder or plan.config.model.path or "tiny"),
-        "not_sampled": failed,  # ids of prompts that are not in the results
-        "seconds": time.perf_counter() - started,  # of this start alone
-        "sampled_tokens": num_tokens,  # of this start alone
-    }
-    write_results(folder, files.join(), weights.step, facts)
-    files.remove_parts()
+    with closing(RunLog(RunDirectory(plan.folder.path), console)) as log:
+        await Evaluator(plan, config, prepared, actors, console, log).run(left)
