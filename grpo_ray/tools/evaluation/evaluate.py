@@ -161,8 +161,8 @@ def _print_plan(
     prompt, reward = (getattr(task, name, "of each part") for name in ("prompt", "reward"))
     graded = "episodes" if config.has_only_episodes else f"prompt {prompt}, reward {reward}"
     device = f"{generator.num_gpus} GPU" if generator.num_gpus else "CPU"
-    how = "greedy" if plan.temperature == 0 else f"temperature {plan.temperature:g}"
-    top_p = f", top_p {plan.top_p:g}" if plan.top_p < 1 else ""
+    how = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
+    top_p = f", top_p {sampling.top_p:g}" if sampling.top_p < 1 else ""
     stop = f", up to {' or '.join(map(repr, sampling.stop))}" if sampling.stop else ""
     console.print(
         f"{plan.subject.name}: {len(prepared.validation):,} prompts of {task.kind} x {plan.num_samples}, "

@@ -29,11 +29,9 @@ class EvaluationPlan:
     """The weights to evaluate, the prompts, the sampling settings and the folder."""
 
     subject: Subject
-    config: Config
+    config: Config  # with the temperature and top_p of the options, which training would refuse
     model_config: Config  # builds a tiny model, which keeps its own task whatever task is evaluated
     num_samples: int
-    temperature: float
-    top_p: float
     limit: int | None
     folder: ResumableFolder
     command: str  # as typed, with the folder, to resume
@@ -44,9 +42,7 @@ class EvaluationPlan:
         """Everything that two starts of one evaluation have in common, except for the prompts themselves."""
         sections = {"model", "task", "sampling"} | ({"episodes"} if self.config.episode_tasks else set())
         config = self.config.model_dump(mode="json", include=sections)
-        config["sampling"] |= {
-            "num_samples": self.num_samples, "temperature": self.temperature, "top_p": self.top_p,
-        }  # fmt: skip
+        config["sampling"]["num_samples"] = self.num_samples
         weights = {str(w.folder or "model"): self._files_digest(w) for w in self.subject.weights}
         return {**config, "weights": weights, "seed": self.config.run.seed, "limit": self.limit}
 
@@ -103,18 +99,18 @@ def plan_evaluation(options: EvaluationOptions) -> EvaluationPlan:
         refuse_code(code_in(config), typed)
         if any(w.folder is None or w.is_adapter for w in subject.weights):  # a tiny base has its own task
             refuse_code(code_of_base(model_config), typed)
-    sampling = config.sampling
-    temperature = sampling.temperature if options.temperature is None else options.temperature
-    top_p = sampling.top_p if options.top_p is None else options.top_p
     num_samples = options.num_samples or config.evaluation.samples_per_prompt
-    if temperature == 0 and num_samples > 1:
+    if options.temperature == 0 and num_samples > 1:
         raise RunError(f"--n: greedy sampling (--temperature 0) gives {num_samples} equal responses; give 1")
+    asked = {"temperature": options.temperature, "top_p": options.top_p}
+    given = {name: value for name, value in asked.items() if value is not None}
+    sampling = config.sampling.model_copy(update=given)  # not validated: training would refuse these values
     stamp = time.strftime("%Y%m%d-%H%M%S")
     folder = options.output or f"evaluations/{subject.name}-{stamp}"
     results = ResumableFolder(Path(folder), "evaluation.json", "evaluation", "give another --output")
     return EvaluationPlan(
-        subject, _serving(config), model_config, num_samples, temperature, top_p, options.limit, results,
-        _again(subject, options, folder), options.local,
+        subject, _serving(config).model_copy(update={"sampling": sampling}), model_config, num_samples,
+        options.limit, results, _again(subject, options, folder), options.local,
     )  # fmt: skip
 
 

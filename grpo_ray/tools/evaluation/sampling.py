@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -96,7 +95,6 @@ class Evaluator:
         self._weight_sync = WeightSync(generators, config.weight_sync.phase_timeout_s)
         self._context = ServingContext(config, actors, self._calls, log)
         settings = training_settings(config.sampling, prepared.model.end_token_ids)
-        settings = replace(settings, temperature=plan.temperature, top_p=plan.top_p)
         self._pool = GeneratorPool(self._context, self._weight_sync, settings, budget)
         self._num_loaded = 0
 
