@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow.dataset import dataset
 
-from grpo_ray.errors import RunError
+from grpo_ray.errors import shown_plainly
 from grpo_ray.records.durable import replacing
 from grpo_ray.records.episode_columns import PLAIN
 from grpo_ray.records.episode_metrics import FACTS, episode_facts
@@ -116,15 +116,13 @@ class ResponseFiles:
         for part in list(self._missing):
             path = self._part_path(part)
             if path.exists():
-                try:
-                    with damage_named(path, "damaged ({}); remove it to sample its answers again"):
-                        rows = read_responses(path).to_pylist()
-                except pa.ArrowInvalid as error:
-                    raise RunError(str(error)) from None
-                self._missing[part] -= {row["example_id"] for row in rows}
+                with shown_plainly(), damage_named(path, "damaged ({}); remove it to sample its answers again"):
+                    rows = read_responses(path).to_pylist()
+                done = {row["example_id"] for row in rows}
+                self._missing[part] -= done
                 if self._missing[part]:
                     self._rows[part] = rows
-                yield from sorted({row["example_id"] for row in rows})
+                yield from done
 
     def add(self, group: ScoredGroup) -> None:
         """Add a group, and write its part if that completes it.
