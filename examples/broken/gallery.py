@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from grpo_ray.tools.drawing.figures import draw_spread, legend_beside, new_figure, tidy
 from grpo_ray.tools.experiments.curves import LEGEND, by_step
@@ -49,4 +48,3 @@ def _plot(axis: Axes, first: VariantResult, other: VariantResult, metric: str) -
     if len(positive) == len(values) and positive and max(positive) > 30 * min(positive):
         axis.set_yscale("log")
     tidy(axis, "step", metric)
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))

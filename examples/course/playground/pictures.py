@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from examples.course.playground.baseline import Estimates
@@ -38,7 +37,6 @@ def plot_runs(
         other.set_ylim(-0.03, 1.03)
     tidy(rewards, "", "expected reward of a response")
     tidy(other, f"step (a batch of responses; gradient steps on each: {settings.updates})", name)
-    other.xaxis.set_major_locator(MaxNLocator(integer=True))
     num_seeds = len({run.seed for run in runs})
     figure.suptitle(f"Sorting {settings.numbers} numbers: {_title(settings, compare)}", fontsize=14)
     legend_beside(

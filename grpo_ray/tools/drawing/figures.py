@@ -71,7 +71,9 @@ def legend_beside(figure: Figure, title: str) -> None:
 
 
 def tidy(axis: Axes, x_label: str, y_label: str) -> None:
-    """Label the axes, and reduce frame and grid to what helps reading."""
+    """Label the axes, steps with whole numbers, and reduce frame and grid to what helps reading."""
+    if x_label.startswith("step"):
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_xlabel(x_label, fontsize=12, color=INK)
     axis.set_ylabel(y_label, fontsize=12, color=INK)
     axis.grid(axis="y", color=GRID, linewidth=0.8)
@@ -94,10 +96,8 @@ def draw_reward_curve(metrics_path: str | Path, evaluations_summary_path: str | 
     if timed:
         _plot_times(axes[1], timed)
     for axis in axes:
-        tidy(axis, "", axis.get_ylabel())
+        tidy(axis, "step" if axis is axes[-1] else "", axis.get_ylabel())
         axis.margins(x=0.02)
-    axes[-1].set_xlabel("step", fontsize=12, color=INK)
-    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 
 

@@ -20,7 +20,6 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import MaxNLocator
 from rich.table import Table
 
 from grpo_ray.errors import RunError, counted
@@ -159,7 +158,6 @@ def plot_curve(summaries: Sequence[EvaluationSummary], title: str, path: Path) -
         )  # fmt: skip
     axis.set_ylim(-0.06, 1.02)
     tidy(axis, "step", f"share ({summaries[0].num_examples:,} prompts x {k})")
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.margins(x=0.04)
     axis.legend(loc="best", framealpha=0.85, edgecolor="none", fontsize=12, title="with 95% bands")
     axis.set_title(title, fontsize=14)

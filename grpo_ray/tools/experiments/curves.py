@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import fmean, median
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from grpo_ray.tools.drawing.figures import COLORS, GRID, Points, draw_spread, legend_beside, new_figure, tidy
 from grpo_ray.tools.experiments.outcome import STEP_S
@@ -31,7 +30,6 @@ def plot_validation_reward(results: Sequence[VariantResult], title: str, path: P
         over_steps.set_ylim(-0.02, 1.02)
     tidy(over_steps, "step", "validation reward")
     tidy(over_seconds, "seconds of training (without startup)", "")
-    over_steps.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.suptitle(title, fontsize=14)
     legend_beside(figure, LEGEND)
     figure.savefig(path)
@@ -65,7 +63,6 @@ def _plot_metric(axis: Axes, results: Sequence[VariantResult], metric: str) -> N
         axis.set_yscale("log")  # one diverging variant must not flatten the others
     unit = METRICS.get(metric, ("", ""))[0]
     tidy(axis, "step", f"{metric} [{unit}]" if unit else metric)
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _rewards(result: VariantResult) -> Points:
