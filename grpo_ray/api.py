@@ -106,7 +106,7 @@ class Run:
         from grpo_ray.config.loading import load_config
         from grpo_ray.learning.model_files import load_tokenizer
         from grpo_ray.records.checkpoint import CheckpointStore
-        from grpo_ray.tools.export.merge import base_folder, merged_policy
+        from grpo_ray.tools.export.merge import checkpoint_policy
         from grpo_ray.tools.trust import with_trust
 
         config = with_trust(load_config(self._run.config_path), trust_remote_code)
@@ -115,8 +115,8 @@ class Run:
         for line in store.skipped:
             print_visible(f"! {line}")
         if config.model.adapter is not None:
-            base = base_folder(config, run_reward_code)
-            return merged_policy(base, config.model, folder), load_tokenizer(base, trust_remote_code)
+            merged, base = checkpoint_policy(config, folder, run_reward_code)
+            return merged, load_tokenizer(base, trust_remote_code)
         model = AutoModelForCausalLM.from_pretrained(
             folder, trust_remote_code=trust_remote_code, use_safetensors=True
         )

@@ -59,8 +59,8 @@ def test_a_full_disk_is_named(run: Path, monkeypatch: pytest.MonkeyPatch, capsys
     full = SafetensorError("I/O error: No space left on device (os error 28)")
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(config.replace("  adapter: null", "  adapter: {rank: 2}"))
-    monkeypatch.setattr(merge, "merged_policy", lambda *_: Mock(**{"save_pretrained.side_effect": full}))
-    monkeypatch.setattr(merge, "base_folder", lambda *_: str(run / "checkpoints/step-000001"))
+    policy = Mock(**{"save_pretrained.side_effect": full}), str(run / "checkpoints/step-000001")
+    monkeypatch.setattr(merge, "checkpoint_policy", lambda *_: policy)
     message = refused(capsys, "export", run, "--merged", run.parent / "out" / "model")
     assert "cannot be read or written: I/O error: No space left" in message
     assert os.listdir(run.parent / "out") == []

@@ -20,14 +20,13 @@ from grpo_ray.engines.base import EngineDied
 from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled, first_error
 from grpo_ray.learning.adapters import served_weights
 from grpo_ray.learning.hub_format import in_hub_format
-from grpo_ray.learning.loading import load_policy
 from grpo_ray.records.evaluation_summary import outcomes_of
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.evaluation.evaluation_plan import EvaluationPlan
 from grpo_ray.tools.evaluation.responses import ResponseFiles
 from grpo_ray.tools.evaluation.results import write_results
 from grpo_ray.tools.evaluation.subject import Weights
-from grpo_ray.tools.export.merge import base_folder, merged_policy
+from grpo_ray.tools.export.merge import checkpoint_policy
 from grpo_ray.transfer.messages import Snapshot, WeightSnapshot
 from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.types import Ref, ScoredGroup
@@ -78,8 +77,8 @@ class PuttingActors(ServingActors, Protocol):
 class Evaluator:
     """A run's path from prompts to scored groups, including deaths and restarts, without a Learner.
 
-    The actors start with the plan's first weights, or with the base of an adapter. Another policy's weights reach
-    the Generators as a trained version would: by a weight sync, which a WeightSync in this process conducts.
+    The actors start with the plan's first weights, or with the base of an adapter. Another policy's weights
+    reach the Generators as a trained version would: by a weight sync, which a WeightSync here conducts.
     """
 
     def __init__(
@@ -187,16 +186,13 @@ class Evaluator:
 
 
 def _snapshot(config: Config, weights: Weights, version: int) -> WeightSnapshot:
-    model, path = config.model, weights.folder
-    assert path is not None
+    assert weights.folder is not None
     try:
-        if weights.is_adapter:
-            policy = merged_policy(base_folder(config), model, path)
-        else:
-            policy = load_policy(str(path), model.trust_remote_code, model.implementation)
+        policy, _ = checkpoint_policy(config, weights.folder)
     except OSError as error:  # a run that is still training may have deleted it
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    return pack_weights(in_hub_format(policy, served_weights(policy)), version, getattr(torch, model.dtype))
+        raise ValueError(f"{weights.folder} cannot be read: {error}") from error
+    dtype = getattr(torch, config.model.dtype)
+    return pack_weights(in_hub_format(policy, served_weights(policy)), version, dtype)
 
 
 async def sample(

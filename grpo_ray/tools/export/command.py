@@ -47,7 +47,7 @@ def export_merged(options: ExportOptions) -> Path:
     from grpo_ray.learning.model_files import check_local_model, load_tokenizer
     from grpo_ray.learning.training_state import os_errors
     from grpo_ray.run.signals import sigterm_interrupts
-    from grpo_ray.tools.export.merge import base_folder, merged_policy
+    from grpo_ray.tools.export.merge import checkpoint_policy
 
     run, folder = RunDirectory(options.run), Path(options.merged).expanduser()
     if not run.config_path.exists():
@@ -62,7 +62,6 @@ def export_merged(options: ExportOptions) -> Path:
         if path.is_symlink():  # no run writes one, and the model would hold the file that it leads to
             raise RunError(f"{path} is a link; put the file itself in its place")
     config = with_trust(load_config(run.config_path), options.trust_remote_code)
-    trust = config.model.trust_remote_code
     if config.model.adapter is None:
         check_local_model(str(checkpoint), "--checkpoint")  # a simulation's is none
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -73,8 +72,8 @@ def export_merged(options: ExportOptions) -> Path:
                 ignored = shutil.ignore_patterns("training")
                 shutil.copytree(checkpoint, unfinished, ignore=ignored, dirs_exist_ok=True)
             else:
-                base = base_folder(config, options.run_reward_code)
-                merged, tokenizer = merged_policy(base, config.model, checkpoint), load_tokenizer(base, trust)
+                merged, base = checkpoint_policy(config, checkpoint, options.run_reward_code)
+                tokenizer = load_tokenizer(base, options.trust_remote_code)
                 with os_errors():
                     merged.save_pretrained(unfinished)
                     tokenizer.save_pretrained(unfinished)

@@ -9,10 +9,11 @@ from torch import nn
 from grpo_ray.config import Config
 from grpo_ray.config.model import ModelConfig
 from grpo_ray.learning.adapters import has_adapter, load_adapter, load_trained, merged, trained_parameters
-from grpo_ray.learning.loading import cast_parameters
+from grpo_ray.learning.loading import cast_parameters, load_policy
 from grpo_ray.learning.model_files import at_commit, check_local_model, is_local
 from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.learning.quantization import is_quantized
+from grpo_ray.records.adapter_files import is_adapter
 from grpo_ray.tools.trust import code_of_base, refuse_code
 
 
@@ -37,6 +38,20 @@ def base_folder(config: Config, run_reward_code: bool = False) -> str:
     elif "@" not in config.model.path:  # it has no commit: a folder elsewhere, or of an earlier release
         at_commit(config.model.path)
     return config.model.path
+
+
+def checkpoint_policy(config: Config, folder: Path, run_reward_code: bool = False) -> tuple[PolicyModel, str]:
+    """Return a checkpoint's policy, with an adapter merged, and the path of the model that has its tokenizer.
+
+    Raises:
+        RunError, ValueError: as `base_folder` and `merged_policy`; or the folder has no usable model.
+    """
+    model, path = config.model, str(folder)
+    if model.adapter is not None and is_adapter(folder):
+        path = base_folder(config, run_reward_code)
+        return merged_policy(path, model, folder), path
+    check_local_model(path)
+    return load_policy(path, model.trust_remote_code, model.implementation), path
 
 
 def merged_policy(base: str, config: ModelConfig, adapter: Path) -> PolicyModel:

@@ -14,8 +14,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config, read_config
 from grpo_ray.errors import RunError
 from grpo_ray.learning.forward_backward import ForwardBackward
-from grpo_ray.learning.loading import load_policy
-from grpo_ray.learning.model_files import check_local_model, end_token_ids, is_local, load_tokenizer
+from grpo_ray.learning.model_files import end_token_ids, is_local, load_tokenizer
 from grpo_ray.learning.policy_model import with_head_dtype
 from grpo_ray.learning.sequences import TrainSequence, places_in_turns
 from grpo_ray.records.adapter_files import folder_of_model, is_adapter, saved_config
@@ -23,7 +22,7 @@ from grpo_ray.records.checkpoint import LAST, CheckpointStore
 from grpo_ray.records.episode_columns import is_episode
 from grpo_ray.records.readable_rollouts import shortened
 from grpo_ray.records.run_files import RunDirectory
-from grpo_ray.tools.export.merge import base_folder, merged_policy
+from grpo_ray.tools.export.merge import checkpoint_policy
 from grpo_ray.tools.report.rollout_sample import FACTS, TEXTS, Row
 from grpo_ray.tools.trust import IGNORED, is_ignored, with_trust
 from grpo_ray.types import CONTEXT
@@ -245,16 +244,10 @@ def log_ratios(
     Raises:
         ValueError: the checkpoint cannot be loaded.
     """
-    path, model_config = str(model_path), config.model
-    if is_adapter(model_path):
-        path = base_folder(config, run_reward_code)
-        model = merged_policy(path, model_config, model_path)
-    else:
-        check_local_model(path)
-        model = load_policy(path, model_config.trust_remote_code, model_config.implementation)
-    with_head_dtype(model, model_config.head_dtype)
+    model, path = checkpoint_policy(config, model_path, run_reward_code)
+    with_head_dtype(model, config.model.head_dtype)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    trust = model_config.trust_remote_code
+    trust = config.model.trust_remote_code
     ends = end_token_ids(path, load_tokenizer(path, trust), trust)
     parts = [_sequences(row) for row in rows]
     sampled = [sequence for of_row in parts for sequence in of_row if sequence.num_sampled]
