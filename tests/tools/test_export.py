@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from grpo_ray.config import Config
+from grpo_ray.run.signals import signals_handled
 from grpo_ray.tools.export import command as export
 from grpo_ray.tools.export import merge
 
@@ -45,7 +46,7 @@ def test_a_model_appears_once_on_disk(run: Path, monkeypatch: pytest.MonkeyPatch
     printed(capsys, "export", run, "--merged", run.parent / "out" / "model")
     at = done.index("renamed to model")
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {*done[:at]}
-    assert done[at - 1].startswith("unfinished-model-")
+    assert done[at - 1] == "model"
     assert done[at + 1 :] == ["out"]
     weights = load_file(run.parent / "out/model/model.safetensors")
     trained = load_file(run / "checkpoints/step-000001/model.safetensors")
@@ -75,12 +76,9 @@ def test_sigterm_leaves_nothing(tmp_path: Path, run: Path, monkeypatch: pytest.M
         return copied
 
     monkeypatch.setattr(export.shutil, "copytree", interrupted)
-    previous = signal.signal(signal.SIGTERM, lambda *_: None)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            export.export_merged(export.ExportOptions(str(run), str(tmp_path / "out" / "model")))
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    asked = export.ExportOptions(str(run), str(tmp_path / "out" / "model"))
+    with signals_handled((signal.SIGTERM,), lambda *_: None), pytest.raises(KeyboardInterrupt):
+        export.export_merged(asked)
     assert os.listdir(tmp_path / "out") == []
 
 

@@ -65,26 +65,22 @@ def export_merged(options: ExportOptions) -> Path:
     if config.model.adapter is None:
         check_local_model(str(checkpoint), "--checkpoint")  # a simulation's is none
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with sigterm_interrupts():
-        unfinished = Path(tempfile.mkdtemp(prefix=f"unfinished-{folder.name}-", dir=folder.parent))
-        try:
-            if config.model.adapter is None:
-                ignored = shutil.ignore_patterns("training")
-                shutil.copytree(checkpoint, unfinished, ignore=ignored, dirs_exist_ok=True)
-            else:
-                merged, base = checkpoint_policy(config, checkpoint, options.run_reward_code)
-                tokenizer = load_tokenizer(base, options.trust_remote_code)
-                with os_errors():
-                    merged.save_pretrained(unfinished)
-                    tokenizer.save_pretrained(unfinished)
-            unfinished.chmod(0o755)  # mkdtemp lets only its owner in
-            sync_tree(unfinished)
-            unfinished.rename(folder)
-        except BaseException as error:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            if isinstance(error, shutil.Error):  # of several files, such as a full disk's, or pruned by the run
+    prefix = f"unfinished-{folder.name}-"
+    with sigterm_interrupts(), tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as beside:
+        unfinished = Path(beside, folder.name)
+        if config.model.adapter is None:
+            try:
+                shutil.copytree(checkpoint, unfinished, ignore=shutil.ignore_patterns("training"))
+            except shutil.Error as error:  # of several files, such as a full disk's, or pruned by the run
                 raise RunError(f"{checkpoint} could not be copied: {error.args[0][0][-1]}") from error
-            raise
+        else:
+            merged, base = checkpoint_policy(config, checkpoint, options.run_reward_code)
+            tokenizer = load_tokenizer(base, options.trust_remote_code)
+            with os_errors():
+                merged.save_pretrained(unfinished)
+                tokenizer.save_pretrained(unfinished)
+        sync_tree(unfinished)
+        unfinished.rename(folder)
     sync(folder.parent)
     return folder
 
