@@ -312,13 +312,13 @@ def test_an_adapter_that_is_deleted_meanwhile_is_not_evaluated_as_its_base(
     folder = run.checkpoints / "step-000004"
     (folder / "adapter_config.json").write_text("{}")
     module = sys.modules["grpo_ray.tools.evaluation.evaluate"]
-    prepare = module._prepare
+    prepare = module.prepare_serving
 
     def delete_and_prepare(*given: Any) -> Any:
         shutil.rmtree(folder)
         return prepare(*given)
 
-    monkeypatch.setattr(module, "_prepare", delete_and_prepare)
+    monkeypatch.setattr(module, "prepare_serving", delete_and_prepare)
     with pytest.raises(RunError, match="nothing was evaluated: none of the weights could be loaded"):
         evaluate(options(run.path, tmp_path / "e", "model.adapter={}", checkpoint="step-000004"))
 

@@ -15,7 +15,6 @@ from grpo_ray.run.machine import check_machine
 from grpo_ray.run.preparation import check_files, prepare_serving
 from grpo_ray.run.signals import Interrupted, signals_answered, signals_noticed
 from grpo_ray.tasks import load_validation
-from grpo_ray.tasks.examples import ExampleSets
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
 from grpo_ray.tools.evaluation.evaluation_plan import EvaluationPlan, plan_evaluation
 from grpo_ray.tools.evaluation.results import plot_curve, read_summary, summary_table, write_curve
@@ -47,7 +46,10 @@ def evaluate(options: EvaluationOptions, stoppable_by: StoppableBy = lambda stop
         for notice in plan.subject.notices:
             console.warning(notice)
         config = _with_model(plan, console)
-        prepared = _prepare(config, examples, console)
+        with shown_plainly():
+            prepared = prepare_serving(config, check_files(config, examples))
+        for notice in prepared.notices:
+            console.warning(notice)
         definition = plan.definition_with(prepared.validation, examples.validation)
         plan.folder.check(definition)
         left = [w for w in plan.subject.weights if read_summary(plan.folder_of(w)) is None]
@@ -77,14 +79,6 @@ def _with_model(plan: EvaluationPlan, console: EvaluationConsole) -> Config:
             path = str(tiny_model_folder(plan.model_config, console.warmup))
     model = plan.config.model.model_copy(update={"path": path, "tiny": None})
     return plan.config.model_copy(update={"model": model})
-
-
-def _prepare(config: Config, examples: ExampleSets, console: EvaluationConsole) -> PreparedServing:
-    with shown_plainly():
-        prepared = prepare_serving(config, check_files(config, examples))
-    for notice in prepared.notices:
-        console.warning(notice)
-    return prepared
 
 
 @contextlib.contextmanager
