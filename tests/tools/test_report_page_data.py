@@ -328,3 +328,5 @@ def test_an_obstacle_to_log_ratios_is_a_notice_and_the_rest_is_shown(
     unknown = f"--log-ratio: {run.path} has no checkpoint 'initial'; give last, best, none, or one of"
     for choice, message in {"last": "key_of_an_old_version: unknown key", "initial": unknown}.items():
         assert message in refused(capsys, "report", run.path, "--log-ratio", choice)
+    run.config_path.write_text("algorithm: [1]\nbuffer:\n")
+    assert "algorithm: [1] is not valid" in run_data(run, "run")["notices"][0]

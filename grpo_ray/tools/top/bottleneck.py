@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, TypeVar
 
+from grpo_ray.config.schema import leaves
 from grpo_ray.watch.activity import GENERATOR, TRAINING
 from grpo_ray.watch.metrics_catalog import COLLECTIVES, IMBALANCE, SLOWEST, STAGE, SYNC, rank_name
 
@@ -26,6 +27,7 @@ COUNTED = {
     "optim/skipped_updates": "{:,.0f} updates were skipped as not finite: lower learner.learning_rate",
     "lag/rejected": "{:,.0f} groups exceeded weight_sync.max_lag, and were refused and sampled again",
 }
+SIZES = "algorithm.prompts_per_step", "algorithm.samples_per_prompt", "buffer.replay.frac"
 ERRORS, CUT_OFF, DROPPED = "reward/errors", "rollout/truncated_frac", "rollout/dropped_groups"
 STEPS = "steps"
 FIGURES = (
@@ -177,10 +179,9 @@ class Problems:
 
     def __init__(self, config: Mapping[str, Any], rows: Iterable[Mapping[str, Any]] = ()) -> None:
         """Note the rows; `config` is the run's `config.yaml`, with the number of responses per step."""
-        algorithm = config.get("algorithm", {})
-        num_prompts, replay = algorithm.get("prompts_per_step", 0), config.get("buffer", {}).get("replay") or {}
-        self._num_prompts = num_prompts - round(num_prompts * replay.get("frac", 0))  # `Config.fresh_per_step`
-        self._num_samples = algorithm.get("samples_per_prompt", 0)
+        given = map(leaves(config).get, SIZES)  # whatever stands there, as the file may be of another release
+        num_prompts, self._num_samples, replayed = (v if isinstance(v, int | float) else 0 for v in given)
+        self._num_prompts = num_prompts - round(num_prompts * replayed)  # `Config.fresh_per_step`
         self._sums: Counter[str] = Counter()
         for row in rows:
             self.noted(row)
