@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import make_config, read_config
-from grpo_ray.config.schema import nearest_name, sections_of
+from grpo_ray.config.schema import kind_of, nearest_name, sections_of
 from grpo_ray.config.section import Section
 from grpo_ray.config.task import ExamplesTaskConfig
 from grpo_ray.errors import RunError
@@ -108,22 +108,20 @@ def _refuse_checkpoint(target: str, what: str, checkpoint: str | None) -> None:
         raise RunError(f"--checkpoint: {target} is {what}; only a run's folder has checkpoints to choose from")
 
 
-def _model_subject(target: str) -> Subject:
-    """Return a bare model with the configuration's defaults.
+def _model_subject(target: str, **model: Any) -> Subject:
+    """Return a bare model, with these fields of its section, and the configuration's defaults.
 
     `min_tokens` is 0, because its default is meant for training: here a model may end its response anywhere.
     """
-    data: dict[str, Any] = {"model": {"path": target}, "sampling": {"min_tokens": 0}}
+    data: dict[str, Any] = {"model": {"path": target, **model}, "sampling": {"min_tokens": 0}}
     return Subject(Path(target).name, target, data, (Weights(0),))
 
 
 def _adapter_subject(folder: Path) -> Subject:
     """Return an adapter in PEFT's format on the base that it names."""
     base, adapter = saved_config(folder)
-    subject = _model_subject(base)
-    model = {**subject.data["model"], "adapter": adapter.model_dump()}
-    data = {**subject.data, "model": model}
-    return replace(subject, name=folder.name, source=str(folder), data=data, weights=(Weights(0, folder),))
+    subject = _model_subject(base, adapter=adapter.model_dump())
+    return replace(subject, name=folder.name, source=str(folder), weights=(Weights(0, folder),))
 
 
 def _run_subject(run: RunDirectory, choice: str) -> Subject:
@@ -173,7 +171,7 @@ def choose_task(data: Mapping[str, Any], options: EvaluationOptions) -> dict[str
     """
     task = data.get("task")
     if options.task is not None:
-        task = _replaced(task, options)
+        task = _replaced(task if isinstance(task, Mapping) else {}, options.task, options)
     elif options.question_field or options.answer_field:
         raise RunError("--question-field, --answer-field need a file; give it with --task")
     if not isinstance(task, Mapping):
@@ -211,13 +209,12 @@ def _is_of_files(task: Mapping[str, Any]) -> bool:
 
 
 def _kinds() -> dict[str, type[Section]]:
-    sections = sections_of(Config.model_fields["task"].annotation)
-    return {section.model_fields["kind"].default: section for section in sections}
+    return {kind_of(section): section for section in sections_of(Config.model_fields["task"].annotation)}
 
 
 def section_of(task: Mapping[str, Any]) -> type[Section] | None:
     """Return the section of a task's kind; None for a kind that there is not."""
-    return next((section for kind, section in _kinds().items() if kind == task.get("kind")), None)
+    return _kinds().get(str(task.get("kind")))
 
 
 def _reward(task: Mapping[str, Any]) -> Any:
@@ -226,24 +223,23 @@ def _reward(task: Mapping[str, Any]) -> Any:
     return task.get("reward", default)
 
 
-def _replaced(task: Any, options: EvaluationOptions) -> dict[str, Any]:
-    name = options.task
-    assert name is not None
+def _replaced(task: Mapping[str, Any], name: str, options: EvaluationOptions) -> dict[str, Any]:
+    """Return the task that `name` stands for in place of the configuration's, which has none if it is empty."""
     section = _kinds().get(name)
     if section is None:
         _refuse_other_files(name)
-        if isinstance(task, Mapping) and task.get("kind") == "file":
+        if task.get("kind") == "file":
             return {**task, **_fields(options), **_one_set(name)}  # with its prompt, reward and fields
-        if isinstance(task, Mapping) and task.get("kind") == "episodes":
+        if task.get("kind") == "episodes":
             raise RunError("--task: episodes make their own questions; set task.examples instead")
-        kept = ("prompt", "system_prompt", "reward") if isinstance(task, Mapping) and _is_of_files(task) else ()
+        kept = ("prompt", "system_prompt", "reward") if _is_of_files(task) else ()
         own = {key: task[key] for key in kept if key in task}
         if options.question_field or options.answer_field or Path(name).suffix not in LOCAL_SUFFIXES:
             return {"kind": "file", **_fields(options), **_one_set(name), **own}
         return {**_recognised(Path(name)), **own}
     if options.question_field or options.answer_field:
         raise RunError(f"--question-field, --answer-field need a file, but --task {name} is not a file")
-    if isinstance(task, Mapping) and task.get("kind") == name:
+    if task.get("kind") == name:
         return {**task, "num_validation_prompts": ALL_ROWS} if _is_of_files(task) else dict(task)
     if name in ("file", "mixture"):
         raise RunError(f"--task {name}: name the file, such as --task questions.jsonl, or give a configuration")
