@@ -53,8 +53,7 @@ class Run:
             RunError: there is no run at this path.
         """
         self._run = RunDirectory(Path(path).absolute())
-        if not self._run.config_path.exists():
-            raise RunError(f"{path}: no run (it has no config.yaml)")
+        self._run.check_is_run("here")
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"

@@ -84,6 +84,11 @@ class RunDirectory:
             self.path, self.config_path.name, "run", "give another run.name or run.output_dir"
         )
 
+    def check_is_run(self, purpose: str) -> None:
+        """Refuse a folder without a run; `purpose` completes the error, such as "to audit". Raises RunError."""
+        if not self.config_path.exists():
+            raise RunError(f"{self.path}: no run {purpose} (it has no config.yaml)")
+
     def check_free(self) -> None:
         """Refuse a path that `create` would refuse; call it before anything expensive.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-from grpo_ray.errors import RunError, shown_plainly
+from grpo_ray.errors import shown_plainly
 from grpo_ray.records.visible_text import print_visible
 from grpo_ray.tools.arguments import (
     Argument,
@@ -100,8 +100,7 @@ def _audit(options: AuditOptions) -> int:
 
     runs = [RunDirectory(path) for path in (options.run, options.other) if path is not None]
     for each in runs:
-        if not each.config_path.exists():
-            raise RunError(f"{each.path}: no run to audit (it has no config.yaml)")
+        each.check_is_run("to audit")
     with shown_plainly():
         if options.hash:
             for each in runs:

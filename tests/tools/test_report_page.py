@@ -142,7 +142,7 @@ def test_the_command_writes_a_page_into_the_run(tmp_path: Path, tiny_config: Con
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{run}", "{folder}"], "{folder}: not a run to report on (it has no config.yaml)"),
+        (["{run}", "{folder}"], "{folder}: no run to report on (it has no config.yaml)"),
         (["{run}", "{run}/."], "{run}: given 2 times; give each run once"),
         (["{run}", "--output", "{folder}"], "--output: {folder} is a folder; give a file such as report.html"),
         (["{run}", "--output", "{folder}/no/x.html"], "there is no folder {folder}/no; give a file"),

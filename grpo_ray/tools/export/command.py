@@ -50,8 +50,7 @@ def export_merged(options: ExportOptions) -> Path:
     from grpo_ray.tools.export.merge import checkpoint_policy
 
     run, folder = RunDirectory(options.run), Path(options.merged).expanduser()
-    if not run.config_path.exists():
-        raise RunError(f"{options.run}: no run to export (it has no config.yaml)")
+    run.check_is_run("to export")
     if folder.exists() or folder.is_symlink():
         raise RunError(f"--merged: {folder} already exists; give a new folder, or move it away")
     store = CheckpointStore(run)

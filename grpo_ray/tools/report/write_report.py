@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -78,14 +79,15 @@ def report(options: ReportOptions) -> Path:
         ValueError: a file of a run is damaged.
     """
     paths = [Path(run).expanduser() for run in options.runs]
-    all_of(*[lambda path=path: _check_run(path) for path in paths], lambda: _check_distinct(paths))
+    runs = list(map(RunDirectory, paths))
+    all_of(*[partial(run.check_is_run, "to report on") for run in runs], lambda: _check_distinct(paths))
     output = _output(options, paths)
     number = len(paths)
     bounds = max(FEWEST_POINTS, POINTS // number), max(1, options.num_rollouts // number), options.seed
     trusted = options.trust_remote_code, options.run_reward_code
     data = [
-        run_data(RunDirectory(path), name, options.log_ratio, *trusted, *bounds)
-        for path, name in zip(paths, names_of(paths), strict=True)
+        run_data(run, name, options.log_ratio, *trusted, *bounds)
+        for run, name in zip(runs, names_of(paths), strict=True)
     ]
     try:
         write_text(output, make_page(data), fsync=False)
@@ -102,11 +104,6 @@ def names_of(paths: Sequence[Path]) -> list[str]:
         is_taken = Counter(names)
         names = ["/".join(p[-depth:]) if is_taken[n] > 1 else n for n, p in zip(names, parts, strict=True)]
     return names
-
-
-def _check_run(path: Path) -> None:
-    if not (path / "config.yaml").is_file():
-        raise RunError(f"{path}: not a run to report on (it has no config.yaml)")
 
 
 def _check_distinct(paths: Sequence[Path]) -> None:
