@@ -1,10 +1,12 @@
 """Files that survive a power cut: whatever was renamed into place, or synced, is whole and on disk."""
 
+import csv
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 
 def sync(path: Path) -> int:
@@ -63,3 +65,11 @@ def write_text(path: Path, text: str, fsync: bool = True) -> None:
     """Write a text in UTF-8 that replaces `path`, as `replacing` does."""
     with replacing(path, fsync) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], fsync: bool = True) -> None:
+    """Write rows, with the columns of the first, in place of `path`; a cell is empty where there is None."""
+    with replacing(path, fsync) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)

@@ -23,6 +23,7 @@ from small_run import QUICKSTART, SMALL
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, load_config, make_config
 from grpo_ray.errors import RunError
+from grpo_ray.records.durable import write_csv
 from grpo_ray.records.run_files import read_metrics
 from grpo_ray.run.machine import GpuPool, cores_of, default_jobs, gpus_of
 from grpo_ray.tools.cli import main
@@ -33,7 +34,7 @@ from grpo_ray.tools.experiments.experiment import EXPERIMENTS, Experiment, make_
 from grpo_ray.tools.experiments.experiment_plan import plan_experiment
 from grpo_ray.tools.experiments.outcome import ExperimentOutcome, Status
 from grpo_ray.tools.experiments.run_experiment import run_experiment
-from grpo_ray.tools.experiments.table import by_variant, comparison_table, short, write_csv, write_summary
+from grpo_ray.tools.experiments.table import by_variant, comparison_table, csv_row, short, write_summary
 
 FAKE = (sys.executable, str(Path(__file__).parents[1] / "fake_run_cli.py"))
 pytestmark = pytest.mark.slow  # each starts processes that stand in for runs
@@ -422,7 +423,7 @@ OUTCOMES = [
 
 def test_table_by_hand(tmp_path: Path) -> None:
     results = by_variant(["a", "b"], OUTCOMES)
-    write_csv(tmp_path / "table.csv", results, ["x/y", "not/there"])
+    write_csv(tmp_path / "table.csv", [csv_row(result, ["x/y", "not/there"]) for result in results])
     with (tmp_path / "table.csv").open() as file:
         a, b = csv.DictReader(file)
     expected = {

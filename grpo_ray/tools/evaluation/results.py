@@ -10,7 +10,6 @@ With several checkpoints each has its own examples and results in a folder of it
 and the folder has their accuracy by step: `curve.csv` and `accuracy.png`.
 """
 
-import csv
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from matplotlib.patheffects import withStroke
 from rich.table import Table
 
 from grpo_ray.errors import RunError, counted
-from grpo_ray.records.durable import replacing, write_text
+from grpo_ray.records.durable import write_csv, write_text
 from grpo_ray.records.episode_metrics import Status
 from grpo_ray.records.evaluation_summary import Category, EvaluationSummary, Interval, summarise
 from grpo_ray.records.json_lines import to_json
@@ -184,7 +183,4 @@ def write_curve(summaries: Sequence[EvaluationSummary], path: Path) -> None:
         }
         for s in summaries
     ]  # fmt: skip
-    with replacing(path, fsync=False) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(path, rows, fsync=False)

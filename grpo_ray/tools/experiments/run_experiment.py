@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from grpo_ray.config.loading import find_config
 from grpo_ray.errors import INTERRUPTED
-from grpo_ray.records.durable import replacing, write_text
+from grpo_ray.records.durable import replacing, write_csv, write_text
 from grpo_ray.records.resumable_folder import ResumableFolder
 from grpo_ray.records.visible_text import print_visible, visible
 from grpo_ray.run.machine import default_jobs, describe_machine
@@ -20,7 +20,7 @@ from grpo_ray.tools.experiments.experiment_plan import (
 )
 from grpo_ray.tools.experiments.launch import PROGRAM, Launcher
 from grpo_ray.tools.experiments.outcome import ExperimentOutcome, read_outcome
-from grpo_ray.tools.experiments.table import by_variant, comparison_table, write_csv, write_summary
+from grpo_ray.tools.experiments.table import by_variant, comparison_table, csv_row, write_summary
 
 
 def run_experiment(
@@ -108,7 +108,7 @@ def write_report(plan: ExperimentPlan, outcomes: Sequence[ExperimentOutcome], co
 
     experiment, folder = plan.experiment, plan.folder
     results = by_variant(experiment.variants, outcomes)
-    write_csv(folder / "table.csv", results, experiment.metrics)
+    write_csv(folder / "table.csv", [csv_row(result, experiment.metrics) for result in results])
     write_text(folder / "table.md", comparison_table(results, experiment.metrics))
     title = experiment.title
     plot_validation_reward(results, title, folder / "validation_reward.png")

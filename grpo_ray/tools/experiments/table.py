@@ -1,17 +1,14 @@
 """The comparison in numbers: one row per variant as CSV and as Markdown, and sentences made of them."""
 
-import csv
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from grpo_ray.errors import counted
-from grpo_ray.records.durable import replacing
 from grpo_ray.tools.experiments.experiment import Experiment
 from grpo_ray.tools.experiments.outcome import STEP_S, ExperimentOutcome
 
@@ -64,16 +61,8 @@ def by_variant(labels: Iterable[str], outcomes: Sequence[ExperimentOutcome]) -> 
     return [VariantResult(label, [o for o in outcomes if o.variant == label]) for label in labels]
 
 
-def write_csv(path: Path, results: Sequence[VariantResult], metrics: Sequence[str]) -> None:
-    """Write plain numbers, one row per variant; a cell is empty where there is none."""
-    rows = [_csv_row(result, metrics) for result in results]
-    with replacing(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def _csv_row(result: VariantResult, metrics: Sequence[str]) -> dict[str, Any]:
+def csv_row(result: VariantResult, metrics: Sequence[str]) -> dict[str, Any]:
+    """Return the variant's row of `table.csv`: plain numbers, and None where there is none."""
     final = result.final
     row: dict[str, Any] = {
         "variant": result.label,
@@ -115,7 +104,7 @@ def comparison_table(results: Sequence[VariantResult], metrics: Sequence[str]) -
 
 
 def _markdown_row(result: VariantResult, metrics: Sequence[str]) -> list[str]:
-    row = _csv_row(result, metrics)
+    row = csv_row(result, metrics)
     cells = [result.label, spread(result.final)]
     rewards = (row[name] for name in ("best_reward_mean", "half_reward_mean"))
     cells += ["–" if reward is None else f"{reward:.3f}" for reward in rewards]
