@@ -97,9 +97,8 @@ def _config(run: RunDirectory) -> tuple[Config | None, list[str]]:
 def _verdict(latest: Iterable[Mapping[str, Any]]) -> list[str]:
     """Describe what slows the run down, as `grpo-ray top` does."""
     rows = steady(list(latest))
-    ranks = rank_figures(rows)
-    hint = None if ranks is None else rank_hint(ranks)
-    return [bottleneck(rows), *([hint] if hint else [])] if rows else []
+    texts = bottleneck(rows), rank_hint(rank_figures(rows))
+    return [text for text in texts if text] if rows else []
 
 
 def _text(value: Any) -> str:

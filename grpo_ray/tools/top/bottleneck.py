@@ -270,9 +270,9 @@ def ranks_line(ranks: RankFigures) -> str:
     )
 
 
-def rank_hint(ranks: RankFigures) -> str | None:
+def rank_hint(ranks: RankFigures | None) -> str | None:
     """Name the cause and the remedy if ranks spend much of their time in collectives."""
-    if ranks.of_others < WAITS:
+    if ranks is None or ranks.of_others < WAITS:
         return None
     spent = f"{ranks.of_others:.0%} of the time of most ranks is in collectives"
     if ranks.imbalance >= UNEVEN:

@@ -164,7 +164,7 @@ def _bottleneck(view: RunView) -> RenderableType:
     if lines:
         lines[0].append(f" (steps {view.steps[0]['step']} to {view.steps[-1]['step']})", style="dim")
     lines.append(Text(bottleneck(rows), style="bold"))
-    if ranks is not None and (hint := rank_hint(ranks)):
+    if hint := rank_hint(ranks):
         lines.append(Text(f"! {hint}", style="yellow"))
     if figures := learner_figures(rows):
         lines.append(Text(figures, style="dim"))
