@@ -57,15 +57,14 @@ class StepFiles:
         known = sum(file.num_rollouts for file in self.inspected)
         return round(known / len(self.inspected) * len(self.steps)) if self.inspected else 0
 
-    def standard_errors(self) -> dict[int, float]:
+    def standard_errors(self) -> dict[int, float | None]:
         """Return the standard error of each step's mean reward: that of the nearest inspected step."""
         if not self.inspected:
             return {}
         known = np.array([file.step for file in self.inspected])
         middles = (known[1:] + known[:-1]) / 2
         nearest = [self.inspected[place] for place in np.searchsorted(middles, self.steps)]
-        pairs = zip(self.steps, (file.standard_error for file in nearest), strict=True)
-        return {step: error for step, error in pairs if error is not None}
+        return {step: file.standard_error for step, file in zip(self.steps, nearest, strict=True)}
 
 
 def step_files(run: RunDirectory) -> StepFiles:

@@ -42,19 +42,15 @@ def run_data(
     config, notices = _config(run)
     values = read_config(run.config_path)
     problems = Problems(values)
-    evaluations = [{**row, VALIDATION: row.get("reward")} for row in StepLines(run.evaluations_summary_path)]
+    evaluations = list(StepLines(run.evaluations_summary_path))
     files = step_files(run)
     rows = map(problems.noted, map(ranks.noted, map(totals.noted, metrics)))
     training = make_series(rows, len(metrics), {REWARD: files.standard_errors()}, max_points)
     if evaluations:  # they start at step 0, and have standard errors
         training.columns.pop(VALIDATION, None)
-    validation = make_series(
-        [{"step": row["step"], VALIDATION: row[VALIDATION]} for row in evaluations],
-        len(evaluations),
-        {VALIDATION: {row["step"]: row["reward_standard_error"] for row in evaluations
-                      if row.get("reward_standard_error") is not None}},
-        max_points,
-    )  # fmt: skip
+    points = [{"step": row["step"], VALIDATION: row.get("reward")} for row in evaluations]
+    errors = {row["step"]: row.get("reward_standard_error") for row in evaluations}
+    validation = make_series(points, len(points), {VALIDATION: errors}, max_points)
     sampled = sample_rollouts(files, max_rollouts, seed)
     trusted = trust_remote_code, run_reward_code
     rollouts, checkpoint, more_notices = show_rollouts(run, sampled, log_ratio, *trusted)

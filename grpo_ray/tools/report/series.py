@@ -112,6 +112,7 @@ def _filled_in(metric: str, label: str, names: Collection[str]) -> Iterator[tupl
 
 
 Row = Mapping[str, Any]
+Errors = Mapping[int, float | None]  # by step
 DIGITS = 5  # significant digits; no chart shows more
 Stages = dict[str, list[float]]
 MEMORY = re.compile(r"memory/(?P<actor>learner-\d+)_(?P<kind>device_peak_)?bytes")
@@ -128,7 +129,7 @@ class Series:
 
 
 def make_series(
-    rows: Iterable[Row], num_rows: int, standard_errors: Mapping[str, Mapping[int, float]], max_points: int
+    rows: Iterable[Row], num_rows: int, standard_errors: Mapping[str, Errors], max_points: int
 ) -> Series:
     """Make one point per step, or per bin of consecutive steps.
 
@@ -139,7 +140,7 @@ def make_series(
     Args:
         rows: in the order of their steps, each with a `step`; a value that was not finite is None.
         num_rows: their number.
-        standard_errors: by metric and step.
+        standard_errors: by metric and step; None, like a missing one, is not known.
         max_points: at least 1.
     """
     bin_size = max(1, math.ceil(num_rows / max_points))
