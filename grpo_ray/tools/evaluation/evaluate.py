@@ -11,6 +11,7 @@ from grpo_ray.core.context import PreparedServing
 from grpo_ray.errors import RunError, all_of, shown_plainly
 from grpo_ray.learning.model_files import is_local as is_local_model
 from grpo_ray.records.evaluation_summary import EvaluationSummary
+from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.run.machine import check_machine
 from grpo_ray.run.preparation import check_files, prepare_serving
 from grpo_ray.run.signals import Interrupted, signals_answered, signals_noticed
@@ -18,10 +19,11 @@ from grpo_ray.tasks import load_validation
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
 from grpo_ray.tools.evaluation.evaluation_plan import EvaluationPlan, plan_evaluation
 from grpo_ray.tools.evaluation.results import plot_curve, read_summary, summary_table, write_curve
-from grpo_ray.tools.evaluation.sampling import EvaluationConsole, PuttingActors, sample
+from grpo_ray.tools.evaluation.sampling import EvaluationConsole, Evaluator, PuttingActors
 from grpo_ray.tools.evaluation.subject import Weights
 from grpo_ray.tools.look import EvaluationOptions
 from grpo_ray.types import StartingModel
+from grpo_ray.watch.run_log import RunLog
 
 StoppableBy = Callable[[Callable[[], object]], None]
 
@@ -98,10 +100,12 @@ def _sample(
     console: EvaluationConsole, stoppable_by: StoppableBy,
 ) -> None:  # fmt: skip
     async def until_stopped() -> None:
-        sampling = asyncio.ensure_future(sample(plan, config, left, prepared, actors, console))
-        with signals_noticed(lambda number: sampling.cancel()) as stop:
-            stoppable_by(stop)
-            await sampling
+        with contextlib.closing(RunLog(RunDirectory(plan.folder.path), console)) as log:
+            evaluator = Evaluator(plan, config, prepared, actors, console, log)
+            sampling = asyncio.ensure_future(evaluator.run(left))
+            with signals_noticed(lambda number: sampling.cancel()) as stop:
+                stoppable_by(stop)
+                await sampling
 
     with signals_answered(), _served(plan, config, prepared.model, console) as actors:
         try:

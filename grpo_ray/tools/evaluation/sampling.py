@@ -4,7 +4,6 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from typing import Protocol, TypeVar
 
 import torch
@@ -21,7 +20,6 @@ from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled, first_error
 from grpo_ray.learning.adapters import served_weights
 from grpo_ray.learning.hub_format import in_hub_format
 from grpo_ray.records.evaluation_summary import outcomes_of
-from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.evaluation.evaluation_plan import EvaluationPlan
 from grpo_ray.tools.evaluation.responses import ResponseFiles
 from grpo_ray.tools.evaluation.results import write_results
@@ -101,7 +99,7 @@ class Evaluator:
         """Sample with each of the weights, once every actor is up; those that cannot be loaded are skipped.
 
         Raises:
-            RunError: the error that ended it.
+            RunError: the error that ended it; the responses so far are on disk.
         """
         self._console.status("starting the actors")
         try:
@@ -193,16 +191,3 @@ def _snapshot(config: Config, weights: Weights, version: int) -> WeightSnapshot:
         raise ValueError(f"{weights.folder} cannot be read: {error}") from error
     dtype = getattr(torch, config.model.dtype)
     return pack_weights(in_hub_format(policy, served_weights(policy)), version, dtype)
-
-
-async def sample(
-    plan: EvaluationPlan, config: Config, left: Sequence[Weights], prepared: PreparedServing,
-    actors: PuttingActors, console: EvaluationConsole,
-) -> None:  # fmt: skip
-    """Sample with the weights in `left`, one after another.
-
-    Raises:
-        RunError: the error that ended it; the responses so far are on disk.
-    """
-    with closing(RunLog(RunDirectory(plan.folder.path), console)) as log:
-        await Evaluator(plan, config, prepared, actors, console, log).run(left)
