@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -311,14 +310,7 @@ def test_an_adapter_that_is_deleted_meanwhile_is_not_evaluated_as_its_base(
     serve_locally()
     folder = run.checkpoints / "step-000004"
     (folder / "adapter_config.json").write_text("{}")
-    module = sys.modules["grpo_ray.tools.evaluation.evaluate"]
-    prepare = module.prepare_serving
-
-    def delete_and_prepare(*given: Any) -> Any:
-        shutil.rmtree(folder)
-        return prepare(*given)
-
-    monkeypatch.setattr(module, "prepare_serving", delete_and_prepare)
+    monkeypatch.setattr(EvaluationConsole, "status", lambda *_: shutil.rmtree(folder, ignore_errors=True))
     with pytest.raises(RunError, match="nothing was evaluated: none of the weights could be loaded"):
         evaluate(options(run.path, tmp_path / "e", "model.adapter={}", checkpoint="step-000004"))
 

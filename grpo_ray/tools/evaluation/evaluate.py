@@ -61,8 +61,7 @@ def evaluate(options: EvaluationOptions, stoppable_by: StoppableBy = lambda stop
                 plan.folder.claim(definition)
                 with _resumable(plan):
                     _sample(plan, config, left, prepared, console, stoppable_by)
-        found = [read_summary(plan.folder_of(weights)) for weights in plan.subject.weights]
-        summaries = [summary for summary in found if summary is not None]
+        summaries = [s for w in plan.subject.weights if (s := read_summary(plan.folder_of(w))) is not None]
         if not summaries:
             raise RunError("nothing was evaluated: none of the weights could be loaded")
         _conclude(plan, summaries, console)
