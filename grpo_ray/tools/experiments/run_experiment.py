@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from grpo_ray.config.loading import find_config
 from grpo_ray.errors import INTERRUPTED
@@ -18,7 +18,7 @@ from grpo_ray.tools.experiments.experiment_plan import (
     differences,
     plan_experiment,
 )
-from grpo_ray.tools.experiments.launch import PROGRAM, Launcher
+from grpo_ray.tools.experiments.launch import PROGRAM, run_all
 from grpo_ray.tools.experiments.outcome import ExperimentOutcome, read_outcome
 from grpo_ray.tools.experiments.table import by_variant, comparison_table, csv_row, write_summary
 
@@ -57,48 +57,38 @@ def run_experiment(
 
 
 def _run(plan: ExperimentPlan, jobs: int, program: Sequence[str], command: str) -> list[ExperimentOutcome]:
-    """Run what is left and return every run's outcome."""
+    """Run what is left and return every run's outcome; print a line per event of a run."""
     outcomes = {run.name: read_outcome(run) for run in plan.runs}
-    progress = _Progress(plan, outcomes)
     left = [run for run in plan.runs if not outcomes[run.name].is_over]
-    count = f"{len(left)} of {len(plan.runs)} runs to do"
-    print(f"{plan.experiment.name}: {count}, {jobs} at a time; {plan.folder}")
-    launcher = Launcher(str(plan.kept_base), jobs, progress.started, progress.ended, program)
-    if not launcher.run_all(left):
+
+    def started(run: PlannedRun) -> None:
+        verb = "resumed" if outcomes[run.name].rows else "started"
+        print(f"{run.name}: {verb} (log: {run.log})", flush=True)
+
+    def ended(run: PlannedRun, status: int, seconds: float, error: str | None) -> None:
+        is_stopped = status == INTERRUPTED
+        outcome = outcomes[run.name] = read_outcome(run, None if is_stopped else error)
+        words: str = "stopped" if is_stopped else outcome.status
+        words += f" ({outcome.reason})" if outcome.reason else ""
+        reward = f", validation reward {outcome.final:.3f}" if outcome.final is not None else ""
+        count = f"{sum(each.is_over for each in outcomes.values())} of {len(outcomes)}"
+        print(visible(f"{run.name}: {words} after {seconds:.0f} s{reward}  [{count}]"), flush=True)
+        _write_results(plan, outcomes)
+
+    _write_results(plan, outcomes)
+    to_do = f"{len(left)} of {len(plan.runs)} runs to do"
+    print(f"{plan.experiment.name}: {to_do}, {jobs} at a time; {plan.folder}")
+    if not run_all(left, str(plan.kept_base), jobs, started, ended, program):
         raise KeyboardInterrupt(f"resume with: {command}")
     return list(outcomes.values())
 
 
-class _Progress:
-    """Progress on the terminal, one line per event of a run, and `results.json`."""
-
-    def __init__(self, plan: ExperimentPlan, outcomes: dict[str, ExperimentOutcome]) -> None:
-        self._path, self._outcomes = plan.folder / "results.json", outcomes
-        self._num_done = sum(outcome.is_over for outcome in outcomes.values())
-        self._write()
-
-    def started(self, run: PlannedRun) -> None:
-        verb = "resumed" if self._outcomes[run.name].rows else "started"
-        print(f"{run.name}: {verb} (log: {run.log})", flush=True)
-
-    def ended(self, run: PlannedRun, status: int, seconds: float, error: str | None) -> None:
-        is_stopped = status == INTERRUPTED
-        outcome = read_outcome(run, None if is_stopped else error)
-        self._outcomes[run.name] = outcome
-        self._num_done += outcome.is_over
-        words: str = "stopped" if is_stopped else outcome.status
-        words += f" ({outcome.reason})" if outcome.reason else ""
-        reward = f", validation reward {outcome.final:.3f}" if outcome.final is not None else ""
-        count = f"{self._num_done} of {len(self._outcomes)}"
-        print(visible(f"{run.name}: {words} after {seconds:.0f} s{reward}  [{count}]"), flush=True)
-        self._write()
-
-    def _write(self) -> None:
-        rows = {
-            name: {"status": outcome.status, "reason": outcome.reason, "final_reward": outcome.final}
-            for name, outcome in self._outcomes.items()
-        }
-        write_text(self._path, json.dumps(rows, indent=1) + "\n")
+def _write_results(plan: ExperimentPlan, outcomes: Mapping[str, ExperimentOutcome]) -> None:
+    rows = {
+        name: {"status": outcome.status, "reason": outcome.reason, "final_reward": outcome.final}
+        for name, outcome in outcomes.items()
+    }
+    write_text(plan.folder / "results.json", json.dumps(rows, indent=1) + "\n")
 
 
 def write_report(plan: ExperimentPlan, outcomes: Sequence[ExperimentOutcome], command: str, jobs: int) -> None:
