@@ -1,8 +1,7 @@
 """`grpo-ray experiment`: from the definition to the table and plots."""
 
-import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from grpo_ray.config.loading import find_config
 from grpo_ray.errors import INTERRUPTED
@@ -73,22 +72,12 @@ def _run(plan: ExperimentPlan, jobs: int, program: Sequence[str], command: str) 
         reward = f", validation reward {outcome.final:.3f}" if outcome.final is not None else ""
         count = f"{sum(each.is_over for each in outcomes.values())} of {len(outcomes)}"
         print(visible(f"{run.name}: {words} after {seconds:.0f} s{reward}  [{count}]"), flush=True)
-        _write_results(plan, outcomes)
 
-    _write_results(plan, outcomes)
     to_do = f"{len(left)} of {len(plan.runs)} runs to do"
     print(f"{plan.experiment.name}: {to_do}, {jobs} at a time; {plan.folder}")
     if not run_all(left, str(plan.kept_base), jobs, started, ended, program):
         raise KeyboardInterrupt(f"resume with: {command}")
     return list(outcomes.values())
-
-
-def _write_results(plan: ExperimentPlan, outcomes: Mapping[str, ExperimentOutcome]) -> None:
-    rows = {
-        name: {"status": outcome.status, "reason": outcome.reason, "final_reward": outcome.final}
-        for name, outcome in outcomes.items()
-    }
-    write_text(plan.folder / "results.json", json.dumps(rows, indent=1) + "\n")
 
 
 def write_report(plan: ExperimentPlan, outcomes: Sequence[ExperimentOutcome], command: str, jobs: int) -> None:
