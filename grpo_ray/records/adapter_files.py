@@ -112,6 +112,6 @@ def folder_of_model(path: str) -> Path | None:
     if (Path(path) / "config.json").exists():
         return Path(path)
     name, _, revision = path.partition("@")
-    known = name.count("/") == 1
+    known = name.count("/") == 1 and not name.startswith((".", "/"))
     cached = try_to_load_from_cache(name, "config.json", revision=revision or None) if known else None
     return Path(cached).parent if isinstance(cached, str) else None

@@ -159,6 +159,7 @@ def test_a_shape_is_found_in_a_folder_and_hub_cache(tmp_path: Path, monkeypatch:
         (".", '{"model_type": "llama", "hidden_size": 0}', "hidden_size is 0"),
         ("someone/no-such-model", "", "`hf download someone/no-such-model config.json`, or give a folder"),
         ("/no/such/folder", "", "no config.json in '/no/such/folder'; give a model's folder"),
+        ("./none", "", "no config.json in './none'; give a model's folder"),
     ],
 )
 def test_an_unusable_or_missing_config_json_is_named(here: Path, path: str, text: str, message: str) -> None:

@@ -7,14 +7,13 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from grpo_ray.config.model import AdapterConfig, ModelConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")  # every weight of these is counted
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-HUB_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(.+))?")
+HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(?:@.+)?")
 GB = 1e9
 
 
@@ -107,9 +106,17 @@ def find_shape(model: ModelConfig) -> ModelShape:
             has_qkv_bias=model.implementation == "transformers",
         )  # fmt: skip
     assert model.path is not None
-    path = Path(model.path) / "config.json"
-    if not path.is_file():
-        path = _cached_config(model.path)
+    from grpo_ray.records.adapter_files import folder_of_model  # loads the hub's client
+
+    folder = folder_of_model(model.path)
+    if folder is None and not HUB_NAME.fullmatch(model.path):
+        raise ValueError(f"model.path: no config.json in {model.path!r}; give a model's folder")
+    if folder is None:
+        raise ValueError(
+            f"model.path: the config.json of {model.path!r} is not on this machine, and `plan` does not use "
+            f"the network; fetch it with `hf download {model.path} config.json`, or give a folder that has it"
+        )
+    path = folder / "config.json"
     try:
         config = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -117,22 +124,6 @@ def find_shape(model: ModelConfig) -> ModelShape:
     if not isinstance(config, dict):
         raise ValueError(f"model.path: {path} holds no mapping; copy the model again")
     return shape_of(config, f"model.path: {path}")
-
-
-def _cached_config(name: str) -> Path:
-    """Return the config.json of a hub's model in the local cache."""
-    parts = HUB_NAME.fullmatch(name)
-    if parts is None:
-        raise ValueError(f"model.path: no config.json in {name!r}; give a model's folder")
-    from huggingface_hub import try_to_load_from_cache  # here, because most plans do without
-
-    cached = try_to_load_from_cache(parts[1], "config.json", revision=parts[2])
-    if not isinstance(cached, str):
-        raise ValueError(
-            f"model.path: the config.json of {name!r} is not on this machine, and `plan` does not use the "
-            f"network; fetch it with `hf download {name} config.json`, or give a folder that holds it"
-        )
-    return Path(cached)
 
 
 def shape_of(config: Mapping[str, Any], source: str) -> ModelShape:
