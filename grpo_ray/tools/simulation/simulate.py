@@ -9,8 +9,8 @@ import asyncio
 import random
 import resource
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from statistics import fmean, quantiles
 from typing import Any
 
@@ -43,31 +43,19 @@ FIRST_STEPS = 2  # they fill the pipeline
 MAX_LAGS = 12  # lines of the lag's distribution
 
 
-@dataclass
 class Watch:
-    """The display of a simulated run: it notes the process's memory and CPU time, and keeps no metrics."""
+    """The display of a simulated run, which shows nothing and notes the process's memory."""
 
-    warnings: list[str] = field(default_factory=list)
-    memory_bytes: dict[int, int] = field(default_factory=dict)
-    """Resident memory of the whole process, by step."""
-    cpu_s: dict[int, float] = field(default_factory=dict)
-    """CPU seconds of the process so far, by step."""
-    on_step: Callable[[int], None] | None = None
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
+        self.memory_bytes: dict[int, int] = {}  # resident, of the whole process, by step
         self._family = ProcessFamily()
 
     def status(self, text: str) -> None: ...
     def evaluation(self, summary: EvaluationSummary) -> None: ...
+    def warning(self, text: str) -> None: ...
 
     def step(self, step: int, metrics: Metrics) -> None:
         self.memory_bytes[step] = self._family.resident_bytes(with_children=False)
-        self.cpu_s[step] = time.process_time()
-        if self.on_step is not None:
-            self.on_step(step)
-
-    def warning(self, text: str) -> None:
-        self.warnings.append(text)
 
 
 @dataclass(frozen=True)
