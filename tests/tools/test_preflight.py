@@ -279,10 +279,9 @@ def test_tools_without_a_parser_are_the_fault_that_they_would_be_in_the_run() ->
 
 
 def played(policy: str, reward: float | None, **changes: Any) -> Played:
-    sample = changes.pop("sample", 0)
     empty: dict[str, Any] = {"turn_rewards": None, "error": "", "paths": [], "caught": []}
     facts = {"status": "finished", "turns": [turn()], **empty, **changes}
-    return Played(0, sample, policy, reward=reward, **facts)
+    return Played(0, policy, reward=reward, **facts)
 
 
 def turn(prompt: tuple[int, ...] = (65, 66), reply: tuple[int, ...] = (67,)) -> Turn:

@@ -119,7 +119,6 @@ class Played:
     """One episode that has ended."""
 
     example: int
-    sample: int
     policy: str
     status: str
     reward: float | None
@@ -270,7 +269,7 @@ async def _play(subject: Subject, seed: int, kind: Kind, watch: Watch) -> Play:
         watch.caught.set(caught)
         result = await runners[example.task].run(session, example)
         episodes[index, sample] = Played(
-            index, sample, name, result.status, result.reward, result.turn_rewards, result.error,
+            index, name, result.status, result.reward, result.turn_rewards, result.error,
             session.turns, session.segments.sequences(), caught,
         )  # fmt: skip
 
