@@ -175,12 +175,12 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_ray_uploads_neither_credentials_nor_runs(checkout: Path, tmp_path: Path) -> None:
     """Ray's own packaging, on a folder like a checkout after some work; a link to a key is not followed."""
-    heavy = [".venv/lib/a", "runs/a/metrics.jsonl", "out/b/metrics.jsonl", "__pycache__/a.pyc", ".git/config"]
+    heavy = [".venv/lib/a", "runs/a/metrics.jsonl", "o [1]/b/metrics.jsonl", "__pycache__/a.pyc", ".git/config"]
     wanted = ["grpo_ray/runs/code.py", "data/train.jsonl"]
     write_files(checkout, dict.fromkeys([*heavy, *wanted], ""))
     write_files(tmp_path, {"key": PEM.format("", "")})
     (checkout / "innocent").symlink_to(tmp_path / "key")
-    job = training_job("mine.yaml", ["run.output_dir=out"], make_context())
+    job = training_job("mine.yaml", ["run.output_dir=o [1]"], make_context())
     expected = {*HARMLESS, *wanted}
     assert packed(checkout, job.runtime_env["excludes"]) == expected
     assert listed(checkout, job.runtime_env["excludes"]) == expected

@@ -136,20 +136,18 @@ def _job(
     variables, warnings = _variables([*context.env, *listed])
     folder, excludes = context.folder.resolve(), list(EXCLUDED)
     if run.parent != folder and run.parent.is_relative_to(folder):
-        excludes.append(f"/{run.parent.relative_to(folder)}/")
+        excludes.append(f"{_pattern(run.parent.relative_to(folder))}/")
     left_out = find_credentials(context.folder, excludes)
     if left_out:
         names = ", ".join(map(str, left_out[:SHOWN]))
         more = f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""
         why = "not uploaded, because everyone with the cluster's token could read it"
         warnings.append(f"{why}: {names}{more}")
-    # A character with a meaning in patterns is left open.
-    patterns = ["/" + re.sub(r"[\\*?\[\]\s]", "?", file.as_posix()) for file in left_out]
     # A stopped run finishes its step and writes a checkpoint; by default Ray would kill it after 3 seconds.
     patience_s = math.ceil(config.run.on_preemption_s) + TIME_TO_END_S
     runtime_env = {
         "working_dir": str(context.folder),
-        "excludes": [*excludes, *CREDENTIALS, *patterns],
+        "excludes": [*excludes, *CREDENTIALS, *map(_pattern, left_out)],
         "env_vars": {**variables, "RAY_JOB_STOP_WAIT_TIME_S": str(patience_s)},
     }
     named = {"CONFIG": arguments[1], **files_named(config)}
@@ -160,6 +158,11 @@ def _job(
         warnings=tuple(warnings),
         relative_files={field: name for field, name in named.items() if not Path(name).is_absolute()},
     )
+
+
+def _pattern(path: Path) -> str:
+    """Return a pattern of the path, in which a character with a meaning in patterns is left open."""
+    return "/" + re.sub(r"[\\*?\[\]\s]", "?", path.as_posix())
 
 
 def missing_here(config: Config, context: SubmissionContext) -> list[str]:
