@@ -45,9 +45,7 @@ class SimulatedClient(LocalClient):
         return await (work if self._meter is None else self._meter.metered("client", work))
 
     async def _serve(self, method: str, args: Sequence[Any]) -> Any:
-        if method == "generate":
-            await self._host.dispatch()
-        work = getattr(self.actor, method)(*args)
+        work = super()._serve(method, args)
         return await (work if self._meter is None else self._meter.metered(self.name, work))
 
     def _note(self, what: str) -> None:
@@ -66,14 +64,7 @@ class SimulatedActors(LocalActors):
         """Start the actors; `trace` receives a line per call and per death."""
         self._speeds, self._lengths, self._account = speeds, lengths, account
         self.trace, self.meter = trace, meter
-        self._dispatching = asyncio.Lock()
         super().__init__(config, start, run_dir, checkpoint)
-
-    async def dispatch(self) -> None:
-        """Do the driver's own work for a group that it gives to a Generator, one after another."""
-        if self._speeds.dispatch_s:
-            async with self._dispatching:
-                await asyncio.sleep(self._speeds.dispatch_s)
 
     def _client(self, name: str, build: Callable[[], Any], beside: Collection[str] = ()) -> SimulatedClient:
         return SimulatedClient(name, build, next(self._numbers), self)

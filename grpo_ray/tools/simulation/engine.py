@@ -185,7 +185,6 @@ class SimulatedEngine:
     def _join(self, sequence: _Sequence) -> None:
         if not sequence.request.is_prefilled:
             sequence.request.is_prefilled = True
-            self._prefill_s += self._speeds.request_s
             self._prefill_s += self._speeds.prefill_token_s * sequence.request.num_prompt_tokens
         sequence.start, sequence.first_version = self._position, self._version
         self._num_started += 1

@@ -29,14 +29,8 @@ class Speeds(Section):
     """More seconds per running sequence."""
     prefill_token_s: NonNegativeFloat = 2e-5
     """Seconds per prompt token, while the engine's other sequences wait. A group's prompt counts once."""
-    request_s: NonNegativeFloat = 0.0
-    """Seconds per group, whatever its prompt's length, while the engine's other sequences wait."""
     prompt_tokens: PositiveInt = 256
     """Length of every prompt."""
-    dispatch_s: NonNegativeFloat = 0.0
-    """Seconds of the driver to give a group to a Generator; groups are given one after another."""
-    gather_s: NonNegativeFloat = 0.0
-    """Seconds from a batch's last scored group until the Learner trains on the batch."""
     start_s: NonNegativeFloat = 60.0
     """Seconds until an engine or the Learner is up."""
     stage_s: NonNegativeFloat = 3.0

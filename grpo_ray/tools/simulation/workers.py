@@ -116,7 +116,6 @@ class SimulatedLearner:
                 lags = lag_metrics(batch.groups, self.version, self._config)
             finally:
                 self._account.note(self.version, batch.groups[:num_fresh], batch.groups[num_fresh:])
-            await asyncio.sleep(self._speeds.gather_s)
             num_tokens = sum(c.num_tokens for group in batch.groups for c in group.rollout.completions)
             with self._clock.stage("train", f"step {self.version + 1}") as duration:
                 await asyncio.sleep(self._speeds.train_s + self._speeds.train_token_s * num_tokens)
