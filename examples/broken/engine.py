@@ -18,8 +18,7 @@ class RetokenizingEngine:
     """
 
     def __init__(self, config: Config, model_path: str, max_model_len: int, seed: int) -> None:
-        generator = config.generator.model_copy(update={"engine": "torch"})
-        inner = config.model_copy(update={"generator": generator})
+        inner = config.changed(generator={"engine": "torch"})
         self._engine = make_engine(inner, model_path, max_model_len, seed)
         self._tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
 

@@ -141,6 +141,11 @@ class Config(Section):
         """GPUs that each rank of the Learner reserves in Ray: if colocated, half of a Generator's."""
         return self.learner.num_gpus / 2 if self.generator.colocated else self.learner.num_gpus
 
+    def changed(self, **sections: Mapping[str, Any]) -> "Config":
+        """Return a copy with other values in some of its sections, which are not checked."""
+        found = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        return self.model_copy(update=found)
+
     # ---- defaults that follow from other sections ----
 
     @field_validator("sampling")

@@ -203,9 +203,8 @@ def at_commits(config: Config) -> Config:
 
 def with_models(config: Config, models: Mapping[str, str]) -> Config:
     """Return the configuration with other values of `Config.models`."""
-    model = config.model.model_copy(update={"path": models.get("model.path")})
-    distillation = config.distillation.model_copy(update={"teacher": models.get("distillation.teacher")})
-    return config.model_copy(update={"model": model, "distillation": distillation})
+    teacher = models.get("distillation.teacher")
+    return config.changed(model={"path": models.get("model.path")}, distillation={"teacher": teacher})
 
 
 def prepare(config: Config, task: TaskData, progress: Progress | None = None) -> Prepared:

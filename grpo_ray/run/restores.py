@@ -77,8 +77,7 @@ def _with_smaller_micro_batches(config: Config, num_tokens: int, log: RunLog) ->
     most = config.learner.micro_batch_tokens
     smaller = max(1, min(most, num_tokens or most) // 2)
     log.event("learner_out_of_memory", "learner", f"continues with learner.micro_batch_tokens {smaller}")
-    learner = config.learner.model_copy(update={"micro_batch_tokens": smaller})
-    return config.model_copy(update={"learner": learner})
+    return config.changed(learner={"micro_batch_tokens": smaller})
 
 
 class _Restores:

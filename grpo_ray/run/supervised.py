@@ -143,7 +143,7 @@ def after_sft(
     if config.model.adapter is None:
         return config, replace(prepared, model=replace(prepared.model, path=str(run.sft.resolve())))
     adapter = config.model.adapter.model_copy(update={"path": str(run.sft.resolve())})
-    return config.model_copy(update={"model": config.model.model_copy(update={"adapter": adapter})}), prepared
+    return config.changed(model={"adapter": adapter}), prepared
 
 
 def _take_steps(

@@ -48,8 +48,7 @@ def stay_offline() -> None:
 
 def with_trust(config: Config, trust_remote_code: bool) -> Config:
     """Return the run's configuration with the command line's `trust_remote_code` in place of its own."""
-    model = config.model.model_copy(update={"trust_remote_code": trust_remote_code})
-    return config.model_copy(update={"model": model})
+    return config.changed(model={"trust_remote_code": trust_remote_code})
 
 
 def is_ignored(model: Any, trust_remote_code: bool) -> bool:

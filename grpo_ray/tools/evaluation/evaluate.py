@@ -78,8 +78,7 @@ def _with_model(plan: EvaluationPlan, console: EvaluationConsole) -> Config:
         with shown_plainly():
             console.status("preparing the model")
             path = str(tiny_model_folder(plan.model_config, console.warmup))
-    model = plan.config.model.model_copy(update={"path": path, "tiny": None})
-    return plan.config.model_copy(update={"model": model})
+    return plan.config.changed(model={"path": path, "tiny": None})
 
 
 @contextlib.contextmanager

@@ -100,8 +100,7 @@ def as_single_turns(config: Config, prompt_tokens: int | None) -> tuple[Config, 
             f"--prompt-tokens {prompt}: with sampling.max_tokens ({reply}) it exceeds episodes.max_tokens "
             f"({length})"
         )
-    sampling = config.sampling.model_copy(update={"max_tokens": length - prompt})
-    return config.model_copy(update={"sampling": sampling}), prompt
+    return config.changed(sampling={"max_tokens": length - prompt}), prompt
 
 
 def machine_of(options: PlanOptions) -> Machine:

@@ -82,10 +82,8 @@ def divisions(num_gpus: int, gpus_per_node: int, of_generator: int) -> Iterator[
 
 
 def divided(config: Config, num_generators: int, num_ranks: int, replicas: int, per_node: int) -> Config:
-    generator = config.generator.model_copy(update={"num_generators": num_generators})
     ranks = {"num_ranks": num_ranks, "replicas": replicas, "ranks_per_node": per_node}
-    learner = config.learner.model_copy(update=ranks)
-    return config.model_copy(update={"generator": generator, "learner": learner})
+    return config.changed(generator={"num_generators": num_generators}, learner=ranks)
 
 
 def best_split(found: Sequence[Split]) -> Split | None:
