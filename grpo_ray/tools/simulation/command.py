@@ -57,24 +57,19 @@ class SimulateOptions:
     out: Annotated[str | None, Option("DIR", "keep the run's records in this new folder")] = None
     trace: Annotated[str | None, Option("FILE", "write one line per call to an actor")] = None
 
-    @property
-    def changes(self) -> list[str]:
-        """The overrides of the configuration, those of other options last."""
-        given = {
-            "generator.num_generators": self.generators,
-            "algorithm.num_steps": self.steps,
-            "run.seed": self.seed,
-        }
-        own = [f"{name}={value}" for name, value in given.items() if value is not None]
-        return [*DEFAULTS, *self.overrides, *own]
-
 
 DEFAULTS = ("run.save_rollouts=false", "evaluation.every_num_steps=1000000")
 """A simulation writes no rollouts and validates at the start and the end, unless overrides say otherwise."""
 
 
 def _simulate(options: SimulateOptions) -> int:
-    config = load_config(options.config, options.changes)
+    given = {
+        "generator.num_generators": options.generators,
+        "algorithm.num_steps": options.steps,
+        "run.seed": options.seed,
+    }
+    own = [f"{name}={value}" for name, value in given.items() if value is not None]
+    config = load_config(options.config, [*DEFAULTS, *options.overrides, *own])
     from grpo_ray.records.run_files import RunDirectory
     from grpo_ray.tools.simulation.simulate import lines_of, simulate
     from grpo_ray.tools.simulation.speeds import read_speeds
