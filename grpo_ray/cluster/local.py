@@ -75,7 +75,8 @@ class LocalClient(BaseClient):
         work = self._work(method, args)  # in a context of its own, as in another process
         task = asyncio.get_running_loop().create_task(work, context=Context())
         self._calls.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._calls.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio reports it
         if method in WITH_BULK:
             return Answer(partial(self._part, task, 0)), Answer(partial(self._part, task, 1))
         return Answer(partial(self._result, task))
@@ -107,11 +108,6 @@ class LocalClient(BaseClient):
             return await asyncio.to_thread(function, *args)
         async with self._turn:
             return await asyncio.to_thread(function, *args)
-
-    def _ended(self, task: "asyncio.Task[Any]") -> None:
-        self._calls.discard(task)
-        if not task.cancelled():
-            task.exception()  # or asyncio reports one that is never awaited
 
 
 @contextlib.contextmanager
