@@ -34,7 +34,6 @@ class ServingGroup(ServingHost):
     def __init__(self, placement: Placement, *given: Any) -> None:
         """`given`: as for `ServingHost`."""
         self._placement = placement
-        self._clients: dict[str, Client] = {}  # each actor's current one, by its name
         self._ending: list[Thread] = []  # each waits for the process of an actor that was killed
         self._spilled = SpilledBytes(lambda: [node for node in ray.nodes() if node["Alive"]], spilled_bytes_of)
         super().__init__(*given)
@@ -76,7 +75,7 @@ class ServingGroup(ServingHost):
         Ray asks the process to end, and gives up if it cannot connect to it: one that is stopped would stay,
         with all its memory.
         """
-        ray.kill(self._clients[name].handle)
+        ray.kill(self.by_name()[name].handle)
         self._reach(name, self._kill_later, kill_if_left)
 
     def _kill_later(self, process: Process) -> None:
@@ -97,12 +96,13 @@ class ServingGroup(ServingHost):
         a temporary folder, clean up.
         """
         asked = (*self.generators, *self.teachers, *self.environments)
-        handles = [self._clients[name].handle for name in asked]
+        clients = self.by_name()
+        handles = [clients[name].handle for name in asked]
         with contextlib.suppress(Exception):  # one that is dead or hung is killed below all the same
             probes = {handle.take_stats.remote(): handle for handle in handles}
             up, _ = ray.wait(list(probes), num_returns=len(probes), timeout=0.5)
             ray.get([probes[probe].shutdown.remote() for probe in up], timeout=timeout_s)
-        for name in self._clients:
+        for name in clients:
             self._kill(name)
         for thread in self._ending:
             thread.join(2 * KILL_AFTER_S)
@@ -124,8 +124,7 @@ class ServingGroup(ServingHost):
             place = self._placement[name]
         calls = {"max_concurrency": 10_000} if kind.is_async else {}
         actor = as_actor(kind, name, self._run.logs, beside).options(**(calls | place | options))
-        self._clients[name] = Client(name, actor.remote(*given), next(self._numbers))
-        return self._clients[name]
+        return Client(name, actor.remote(*given), next(self._numbers))
 
 
 class ActorGroup(TrainingHost, ServingGroup):

@@ -65,12 +65,12 @@ class ScaleActors(ActorGroup):
         """End an actor; a Generator's process, unless another of its Generators was replaced before."""
         if name not in self.generators:
             super()._kill(name)
-        elif self._clients[name].handle.process is self.processes[self._place(name)[0]]:
+        elif self.generators[name].handle.process is self.processes[self._place(name)[0]]:
             ray.kill(self.processes.pop(self._place(name)[0]))
 
     def stop(self, timeout_s: float = 20.0) -> None:
         """End all processes at once: there are no engines to clean up."""
-        handles = [client.handle for client in self._clients.values()]
+        handles = [client.handle for client in self.by_name().values()]
         others = [handle for handle in handles if not isinstance(handle, LogicalHandle)]
         for handle in (*self.processes.values(), *others):
             ray.kill(handle)
@@ -92,8 +92,7 @@ class ScaleActors(ActorGroup):
         if number not in self.processes:
             self.processes[number] = self._start_process(number)
         handle = LogicalHandle(self.processes[number], index)
-        self._clients[name] = Client(name, cast(ActorHandle, handle), next(self._numbers))
-        return self._clients[name]
+        return Client(name, cast(ActorHandle, handle), next(self._numbers))
 
     def _start_process(self, number: int) -> ActorHandle:
         """Start a process in the bundle of its first Generator."""

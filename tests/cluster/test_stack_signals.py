@@ -76,7 +76,7 @@ def test_a_killed_actor_that_is_stopped_does_not_stay(
     (tmp_path / "b.pid").write_text("ab" * 28 + " 77 5")
     asked: list[str] = []
     monkeypatch.setattr(ray, "kill", asked.append)
-    group._clients = {name: SimpleNamespace(handle=name) for name in "abc"}
+    group.by_name = lambda: {name: SimpleNamespace(handle=name) for name in "abc"}
     for name in "abc":
         ServingGroup._kill(group, name)
     assert asked == ["a", "b", "c"]
@@ -148,7 +148,7 @@ def test_generators_that_are_up_shut_down_whatever_the_others_do(monkeypatch: py
 
     clients = {name: client(index) for index, name in enumerate(names)}
     group = SimpleNamespace(
-        generators=dict.fromkeys(names), teachers={}, environments={}, _clients=clients, _ending=[]
+        generators=dict.fromkeys(names), teachers={}, environments={}, by_name=lambda: clients, _ending=[]
     )
     group._kill = killed.append
     hung, up = names[:1], names[1:]
