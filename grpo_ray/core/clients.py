@@ -142,6 +142,9 @@ class ServingActors(Protocol):
     async def fetch(self, reference: Ref[T]) -> T:
         """Bring the value of a reference into this process."""
 
+    def put(self, data: T) -> Ref[T]:
+        """Return a reference to `data`, which several actors can be given without a copy for each."""
+
     def dump_stacks(self) -> None:
         """Make every actor write its threads' Python stacks into its log, even if it is stuck."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from grpo_ray.cluster import local
 from grpo_ray.config import Config
+from grpo_ray.core.clients import ServingActors
 from grpo_ray.core.context import PreparedServing
 from grpo_ray.errors import RunError, all_of, shown_plainly
 from grpo_ray.learning.model_files import is_local as is_local_model
@@ -19,7 +20,7 @@ from grpo_ray.tasks import load_validation
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
 from grpo_ray.tools.evaluation.evaluation_plan import EvaluationPlan, plan_evaluation
 from grpo_ray.tools.evaluation.results import plot_curve, read_summary, summary_table, write_curve
-from grpo_ray.tools.evaluation.sampling import EvaluationConsole, Evaluator, PuttingActors
+from grpo_ray.tools.evaluation.sampling import EvaluationConsole, Evaluator
 from grpo_ray.tools.evaluation.subject import Weights
 from grpo_ray.tools.look import EvaluationOptions
 from grpo_ray.types import StartingModel
@@ -115,7 +116,7 @@ def _sample(
 @contextlib.contextmanager
 def _served(
     plan: EvaluationPlan, config: Config, model: StartingModel, console: EvaluationConsole
-) -> Iterator[PuttingActors]:
+) -> Iterator[ServingActors]:
     """Yield the actors, in this process or on Ray; end them however the block is left."""
     if plan.is_local:
         with local.threads_kept(), local.LocalServing(config, model, plan.folder.path) as here:

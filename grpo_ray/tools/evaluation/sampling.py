@@ -4,7 +4,6 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
 
 import torch
 
@@ -27,14 +26,13 @@ from grpo_ray.tools.evaluation.subject import Weights
 from grpo_ray.tools.export.merge import checkpoint_policy
 from grpo_ray.transfer.messages import Snapshot, WeightSnapshot
 from grpo_ray.transfer.snapshot import pack_weights
-from grpo_ray.types import Ref, ScoredGroup
+from grpo_ray.types import ScoredGroup
 from grpo_ray.watch.console import RunConsole
 from grpo_ray.watch.event_loop import TasksAlongside
 from grpo_ray.watch.open_calls import OpenCalls
 from grpo_ray.watch.restarts import RestartBudget
 from grpo_ray.watch.run_log import RunLog
 
-T = TypeVar("T")
 SURPLUS = 1.25  # requests per running sequence of an engine, so that it never waits for the next
 
 
@@ -65,13 +63,6 @@ class EvaluationConsole(RunConsole):
             self.print(f"{self._num_done:>6}/{self._total} prompts  {accuracy}")
 
 
-class PuttingActors(ServingActors, Protocol):
-    """Serving actors that share an object store with this process."""
-
-    def put(self, data: T) -> Ref[T]:
-        """Return a reference to `data`, which several actors can be given without a copy for each."""
-
-
 class Evaluator:
     """A run's path from prompts to scored groups, including deaths and restarts, without a Learner.
 
@@ -80,7 +71,7 @@ class Evaluator:
     """
 
     def __init__(
-        self, plan: EvaluationPlan, config: Config, prepared: PreparedServing, actors: PuttingActors,
+        self, plan: EvaluationPlan, config: Config, prepared: PreparedServing, actors: ServingActors,
         console: EvaluationConsole, log: RunLog,
     ) -> None:  # fmt: skip
         self._plan, self._config, self._items = plan, config, prepared.validation
