@@ -91,10 +91,9 @@ class SimulatedActors(LocalActors):
         worker.on_death = client.die
         return client
 
-    def _start_learner(self) -> Any:
+    def _start_rank(self, name: str, *_: Any) -> SimulatedClient:
         learner = SimulatedLearner(self._config, self._speeds, self._account, self._version)
-        self.ranks = [self._client("learner", lambda: learner)]
-        return self.ranks[0]
+        return self._client(name, lambda: learner)
 
     def _end_grader(self, scorer: LocalClient) -> None:
         """Do nothing: simulated graders have no processes."""
