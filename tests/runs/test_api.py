@@ -160,7 +160,7 @@ async def test_ctrl_c_in_a_notebook_stops_evaluate(monkeypatch: pytest.MonkeyPat
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         await asyncio.sleep(1000)
 
-    monkeypatch.setattr("grpo_ray.tools.evaluation.evaluate.sample", without_end)
+    monkeypatch.setattr("grpo_ray.tools.evaluation.evaluate.Evaluator.run", without_end)
     Path("mine.yaml").write_text(json.dumps(CONFIG | {"task": {"kind": "sorting"}}))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a notebook's, not asyncio.run's
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
