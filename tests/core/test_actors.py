@@ -13,7 +13,6 @@ import pytest
 from builders import make_completion, make_item, make_scorer, make_settings
 
 from grpo_ray.config.algorithm import AlgorithmConfig
-from grpo_ray.config.reward import ScorerConfig
 from grpo_ray.core import clients
 from grpo_ray.core.buffer import TrajectoryBuffer
 from grpo_ray.core.generator import Generator
