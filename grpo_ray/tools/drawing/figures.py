@@ -75,8 +75,6 @@ def tidy(axis: Axes, x_label: str, y_label: str) -> None:
     if x_label.startswith("step"):
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_xlabel(x_label, fontsize=12, color=INK)
-    if x_label == "step":
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_ylabel(y_label, fontsize=12, color=INK)
     axis.grid(axis="y", color=GRID, linewidth=0.8)
     axis.set_axisbelow(True)
