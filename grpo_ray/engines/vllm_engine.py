@@ -1,16 +1,21 @@
 """The production engine, its adapter, and the teacher: vLLM's AsyncLLM, which runs in its own processes."""
 
 import asyncio
+import contextlib
+import ctypes
+import gc
 import itertools
 import json
 import os
 import shutil
+import stat
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
-from multiprocessing import forkserver, get_context
+from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -31,6 +36,7 @@ from grpo_ray.transfer.shared_pages import Pages, SharedBuffer, pages_of
 from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 from grpo_ray.types import Completion, SamplingSettings
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 ROOM_BYTES = 2**30
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has room for
 
@@ -193,9 +199,8 @@ def start_llm(
     """
     on_cpu = config.num_gpus == 0
     _set_environment(config if on_cpu else None)
-    if on_cpu:
-        _fork_engines()
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine import utils
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -203,6 +208,8 @@ def start_llm(
 
     omit_texts_of_logprobs()
     correct_stop_strings()
+    if on_cpu:
+        utils.get_mp_context = _Forking
     common = {
         "model": located(path, weights=True),
         "load_format": "safetensors",  # never a pickle
@@ -240,39 +247,38 @@ def _set_environment(cpu: EngineConfig | None) -> None:
     os.environ["VLLM_RPC_BASE_PATH"], _ = make_locked("grpo-ray-sockets-", tempfile.gettempdir())
     if cpu is not None:
         os.environ["OMP_NUM_THREADS"] = str(cpu.num_threads)
-        # The memory of replaced weights is kept for the next: touching fresh pages takes longer than a copy.
-        for name, value in {"ARENA_MAX": 1, "MMAP_THRESHOLD_": 2**40, "TRIM_THRESHOLD_": 2**40}.items():
-            os.environ.setdefault(f"MALLOC_{name}", str(value))
         # Compiling a sampler helper costs vLLM's first request 18 s, and saves nothing later.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         if cpu.cpu_cores is not None:
             os.sched_setaffinity(0, cpu.cpu_cores)  # the engine's processes inherit it
 
 
-def _fork_engines() -> None:
-    """Have vLLM fork its engine from a server that imports vLLM now: a new process would do so afterwards."""
-    threads = {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "VLLM_CPU_"))}
-    limits = os.sched_getaffinity(0), threads
-    if not _server_limits:
-        _start_server()
-        _server_limits.append(limits)
-    from vllm.v1.engine import utils
+class _EngineProcess(ForkProcess):
+    """vLLM's engine in a copy of this process: a new one would import vLLM again, for 15 s of a core."""
 
-    utils.get_mp_context = partial(get_context, "forkserver" if limits in _server_limits else "spawn")
+    def start(self) -> None:
+        # In a new thread: the copy would wait for OpenMP's threads of this one, which it does not have.
+        starting = Thread(target=super().start)
+        starting.start()
+        starting.join()
+
+    def run(self) -> None:
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):  # the folder's own
+                if descriptor > 2 and stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    os.close(descriptor)  # or Ray would believe that the Generator lives as long as this
+        if (ray := sys.modules.get("ray._raylet")) is not None:  # vLLM cannot change Ray's title
+            ray.setproctitle("VLLM::EngineCore")
+        gc.enable()
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        # The memory of replaced weights is kept for the next: touching fresh pages takes longer than a copy.
+        for option, value in ((M_ARENA_MAX, 1), (M_MMAP_THRESHOLD, 2**31 - 1), (M_TRIM_THRESHOLD, 2**31 - 1)):
+            ctypes.CDLL(None).mallopt(option, value)
+        super().run()
 
 
-_server_limits: list[tuple[set[int], dict[str, str]]] = []  # which all engines that it forks have
-
-
-def _start_server() -> None:
-    if "omp" not in (preloaded := os.environ.get("LD_PRELOAD", "")):  # as vLLM sets it for a new process
-        site = Path(torch.__file__).parents[1]
-        found = [*site.glob("torch/lib/libgomp*"), *site.glob("torch.libs/libgomp*"), ""]
-        os.environ["LD_PRELOAD"] = f"{found[0]}:{preloaded}".strip(":")
-    before, tempfile.tempdir = tempfile.tempdir, os.environ["VLLM_RPC_BASE_PATH"]  # for the server's socket
-    forkserver.set_forkserver_preload(["grpo_ray.transfer.vllm_worker", "vllm.v1.engine.core"])
-    forkserver.ensure_running()
-    tempfile.tempdir = before
+class _Forking(ForkContext):
+    Process = _EngineProcess
 
 
 def _sampling_params(settings: SamplingSettings) -> Any:
