@@ -216,5 +216,5 @@ def grpo_microbatch_train_step(
 def _of_name(loss_type: LossType, bounds: tuple[float | None, ...], loss_options: dict[str, Any]) -> Objective:
     """Return the objective of the loss with those of the bounds that it has."""
     given = dict(zip(("cliprange", "cliprange_high", "dual_clip"), bounds, strict=True))
-    own = arguments_of(LOSSES[loss_type], given) if loss_type in LOSSES else {}
+    own = arguments_of(LOSSES[loss_type], given) if loss_type in LOSSES else given
     return Objective(loss_type, "sequence_mean", **own, loss_options=loss_options)
