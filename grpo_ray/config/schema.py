@@ -185,7 +185,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a dumped configuration's values by dotted path."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
-        found |= leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        found |= leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return found
 
 

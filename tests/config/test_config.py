@@ -361,6 +361,7 @@ def test_keys_that_nothing_reads_are_named_and_no_bundled_configuration_has_one(
     for path in Path("configs").glob("*.yaml"):
         assert idle_keys(load_config(str(path))) == (), path
     assert SWITCHES.keys() <= set(leaves(load_config("configs/quickstart.yaml").model_dump()))
+    assert leaves({"engine_args": {"sizes": {1: 2}}}) == {"engine_args.sizes.1": 2}  # any key of a library's
 
 
 def test_paths_in_the_home_folder_are_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
