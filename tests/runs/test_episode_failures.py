@@ -67,7 +67,7 @@ END: list[Callable[[str, Any], None]] = []  # of the running test: ends a worker
 async def ends_its_worker(session: Session, example: Example) -> Any:
     if example.ground_truth == CULPRIT:
         await session.chat([{"role": "user", "content": example.question}])
-        END[-1]("worker", session._draw.__self__._router)  # type: ignore[attr-defined]
+        END[-1]("worker", session._template)
         await asyncio.sleep(60)
     return await small_episodes.talk(session, example)
 
@@ -84,7 +84,7 @@ async def enders(actors: LocalActors, _: Any) -> None:
 
     def end(kind: str, who: Any) -> None:
         if kind == "worker":
-            (worker,) = (each for each in actors.environments.values() if each.actor._router is who)
+            (worker,) = (each for each in actors.environments.values() if each.actor._template is who)
             loop.call_soon_threadsafe(worker.die)
         else:  # a little later, while it samples
             (client,) = (each for each in actors.generators.values() if each.actor is who)
