@@ -26,7 +26,6 @@ from grpo_ray.transfer.snapshot import (
     pack,
     pack_on_device,
     pack_weights,
-    take_part,
 )
 from grpo_ray.transfer.wire import SENDER, Channel, join, send
 
@@ -202,7 +201,8 @@ class Publisher:
             found = chain(*self._ranks.gathered([asdict(handle) for handle in snapshot.on_device]))
             return replace(snapshot, on_device=tuple(DeviceHandle(**fields) for fields in found))
         if not self._ranks.is_first:
-            take_part(weights)
+            for _, weight in weights:  # a sharded one is gathered, for the rank that packs it
+                weight.detach()
             return WeightSnapshot(version, (), np.empty(0, np.uint8))
         if sync.wire_backend:
             return self.sender.pack(weights, version, dtype, sync.checksum)

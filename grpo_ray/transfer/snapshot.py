@@ -35,12 +35,6 @@ def pack_weights(
     return WeightSnapshot(version, specs, data, zlib.crc32(data.data) if with_checksum else None)
 
 
-def take_part(named_tensors: NamedWeights) -> None:
-    """Compute each weight and discard it, for another rank that packs them: a sharded weight is gathered."""
-    for _, tensor in named_tensors:
-        tensor.detach()
-
-
 def pack_on_device(
     named_tensors: NamedWeights, version: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[WeightSnapshot, list[torch.Tensor]]:
