@@ -141,8 +141,8 @@ def test_every_decided_name_is_one_of_vllms() -> None:
 
 def test_every_argument_that_the_engine_sets_is_refused_in_the_configuration() -> None:
     source = (Path(engines.__file__).parent / "vllm_engine.py").read_text()
-    own = source[source.index("**common,") : source.index("trust = model.")]
-    common = source[source.index("**config.engine_args,") : source.index("def _defaults")]
+    own = source[source.index("arguments = {") : source.index("trust, defaults")]
+    common = source[source.index("common = {") : source.index("def _defaults")]
     names = set(re.findall(r'^ +"(\w+)":', own + common, re.M))
     assert len(names) > 15
     assert names <= set(DECIDED)
