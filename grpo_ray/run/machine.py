@@ -75,8 +75,7 @@ def with_dtype_of(run: RunDirectory, config: Config) -> Config:
     is_resumed = config.run.if_exists == "resume" and run.config_path.exists()
     if not is_resumed or "dtype" in config.model.model_fields_set:
         return config
-    dtype = load_config(run.config_path).model.dtype
-    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    return config.changed(model={"dtype": load_config(run.config_path).model.dtype})
 
 
 def shortfalls_here(config: Config) -> list[str]:

@@ -110,7 +110,7 @@ def warmed(tiny_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """A configuration of a model that takes a second to build, with an empty cache."""
     monkeypatch.setenv("GRPO_RAY_CACHE", str(tmp_path / "cache"))
     shape = SHAPE.model_copy(update={"warmup": WarmupConfig(num_steps=2, batch_size=2, num_threads=1)})
-    return tiny_config.model_copy(update={"model": tiny_config.model.model_copy(update={"tiny": shape})})
+    return tiny_config.changed(model={"tiny": shape})
 
 
 @pytest.mark.parametrize(("implementation", "kind"), [("transformers", "qwen2"), ("grpo_ray", "llama")])
