@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import itertools
 import json
@@ -30,6 +29,7 @@ from grpo_ray.learning.model_files import located
 from grpo_ray.learning.sequences import TrainSequence
 from grpo_ray.records.adapter_files import CONFIG, FIELDS, FILE
 from grpo_ray.records.run_lock import make_locked
+from grpo_ray.rewards.isolation.system_calls import call
 from grpo_ray.transfer.kept_weights import KeptWeights
 from grpo_ray.transfer.messages import Meeting, WeightSnapshot
 from grpo_ray.transfer.shared_pages import Pages, SharedBuffer, pages_of
@@ -273,7 +273,7 @@ class _EngineProcess(ForkProcess):
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         # The memory of replaced weights is kept for the next: touching fresh pages takes longer than a copy.
         for option, value in ((M_ARENA_MAX, 1), (M_MMAP_THRESHOLD, 2**31 - 1), (M_TRIM_THRESHOLD, 2**31 - 1)):
-            ctypes.CDLL(None).mallopt(option, value)
+            call("mallopt", option, value)
         super().run()
 
 
