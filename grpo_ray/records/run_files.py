@@ -221,9 +221,9 @@ def kept_part(path: Path, step: int) -> tuple[int, int]:
     end, last_step = 0, 0
     for offset, line in lines_from_end(path):
         found = (parse_line(line) or {}).get("step")
-        if found is None and end:
-            raise damaged_line(path, offset)
-        if found is not None and found <= step and not end:
+        if end and not isinstance(found, int):
+            raise damaged_line(path, offset, "not valid JSON, or without a step")
+        if not end and isinstance(found, int) and found <= step:
             end, last_step = offset + len(line), found
         if end and end - offset > CHECKED_BYTES:
             break

@@ -280,7 +280,7 @@ class FailureWatch:
         """Return the watch as it was after the lines of the metrics file, of which it warned already."""
         watch = cls(config, config.run.silent_detectors)
         for row in readable_rows(metrics_path):
-            watch.step(int(row.get("step", 0)), row)
+            watch.step(row["step"] if isinstance(row.get("step"), int) else 0, row)
         return watch
 
     def step(self, step: int, metrics: Row) -> list[Detection]:

@@ -119,7 +119,8 @@ THREE = LINES[: LINES.index("4") - 9]
 @pytest.mark.parametrize(
     ("text", "step", "message"),
     [
-        (LINES.replace('{"step": 2}', "\0" * 11), 4, "line 2: not valid JSON; remove the line"),
+        (LINES.replace('{"step": 2}', "\0" * 11), 4, "line 2: not valid JSON, or without a step; remove"),
+        (LINES.replace('{"step": 2}', '{"step": null}'), 4, "line 2: not valid JSON, or without a step"),
         (THREE + "\0" * 40, 5, "line 4: the lines of steps 4 to 4 are missing or damaged"),
         ("", 5, "line 1: the lines of steps 1 to 4 are missing or damaged"),
     ],
@@ -136,7 +137,7 @@ def test_damage_before_the_checkpoint_is_an_error_and_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    "tail", ['{"step": 4, "x', "\0" * 9 + "\n", '{"step": 4}\n\0\0\n{"step": 6}\n', "[]\n"]
+    "tail", ['{"step": 4, "x', "\0" * 9 + "\n", '{"step": 4}\n\0\0\n{"step": 6}\n', '[]\n{"step": "4"}\n']
 )
 def test_damage_behind_the_checkpoint_is_as_good_as_absent(damaged_run: RunDirectory, tail: str) -> None:
     damaged_run.metrics_path.write_text(THREE + tail)
