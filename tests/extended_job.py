@@ -15,7 +15,6 @@ from local_runs import make_config, train
 
 import grpo_ray
 from grpo_ray.learning.model_files import load_tokenizer
-from grpo_ray.objectives import Objective
 from grpo_ray.records.rollout_log import read_groups
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run.tiny_model import tiny_model_folder
@@ -54,26 +53,6 @@ def train_with_own_task_loss_and_engine(folder: Path) -> None:
     assert max(versions) >= 6, versions
 
 
-def own_loss() -> None:
-    def loss_and_gradient(advantage: float, ratio: float) -> tuple[float, float]:
-        log_probs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
-        mask, old = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.float64)
-        advantages = torch.tensor([[advantage]], dtype=torch.float64)
-        spo = Objective("my_losses:spo", "sequence_mean", cliprange=0.2)
-        loss, _ = spo.policy_gradient_loss(log_probs, mask, advantages, old)
-        loss.sum().backward()
-        assert log_probs.grad is not None
-        return loss.item(), log_probs.grad.item()
-
-    assert math.isclose(loss_and_gradient(2.0, 1.1)[0], -(2.2 - 2 / 0.4 * 0.01))  # worked out by hand
-    assert math.isclose(loss_and_gradient(2.0, 1.0)[1], -2.0)  # REINFORCE's
-    for advantage, optimum in ((2.0, 1.2), (-0.5, 0.8)):
-        assert abs(loss_and_gradient(advantage, optimum)[1]) < 1e-12
-        assert (
-            loss_and_gradient(advantage, optimum - 0.1)[1] < 0 < loss_and_gradient(advantage, optimum + 0.1)[1]
-        )
-
-
 def own_transport() -> None:
     from grpo_ray.engines.file_buffer import FileBuffer  # type: ignore[import-not-found]
 
@@ -106,7 +85,6 @@ def own_transport() -> None:
 if __name__ == "__main__":
     copy = Path(sys.argv[1])
     assert Path(grpo_ray.__file__).is_relative_to(copy), grpo_ray.__file__
-    own_loss()
     train_with_own_task_loss_and_engine(copy / "run")
     own_transport()
     sys.exit(main(["longest", str(copy / "run")]))

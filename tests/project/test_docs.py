@@ -371,13 +371,15 @@ def test_a_loss_and_a_correction_of_ones_own() -> None:
     check_algorithm(algorithm)
     objective = Objective.from_config(algorithm)
     old = torch.zeros(2, 2)
-    new = torch.log(torch.tensor([[1.2, 1.0], [0.92, 1.05]]))
+    new = torch.log(torch.tensor([[1.2, 1.0], [0.92, 1.05]])).requires_grad_()
     advantages, mask = torch.tensor([[2.0], [-1.0]]), torch.ones(2, 2, dtype=torch.bool)
     loss, details = objective.policy_gradient_loss(new, mask, advantages, old)
     by_hand = torch.tensor(
         [[0.5 * 2 / 0.2 * 0.04 - 2.4, -2.0], [0.5 / 0.2 * 0.0064 + 0.92, 0.5 / 0.2 * 0.0025 + 1.05]]
     )
     torch.testing.assert_close(loss, by_hand)
+    (gradient,) = torch.autograd.grad(loss.sum(), new)  # none at the optimum, REINFORCE's at the old policy
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, -2.0], [0.6 * 0.92, 1.25 * 1.05]]))
     assert details["clipped"].tolist() == [[True, False], [False, False]]
     inputs = CorrectionInputs.of(torch.tensor([[0.0, 2.5], [0.0, 1.5]]), old, mask, advantages)
     assert objective.correction_weights(inputs)[0].tolist() == [[0, 0], [1, 1]]
