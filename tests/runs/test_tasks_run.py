@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from builders import CHAT_ML, TinyModel, check_names
 from local_runs import make_config, train, until
 from report_runs import rewrite, set_in_group
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from grpo_ray.cluster.local import LocalActors
@@ -105,18 +107,14 @@ def test_a_mixture_that_replaces_groups_at_lag_1_is_clean(
     assert audit(RunDirectory(tmp_path / "run")).problems == []
 
 
-@pytest.mark.slow
-def test_a_model_built_here_trains_on_arithmetic(run: RunDirectory) -> None:
-    train(make_config(f"task={SUMS}", "algorithm.num_steps=3"), run.path)
-    assert audit(run).problems == []
-
-
+# Also what a checkpoint has of an adapter and of a reference that follows it.
+ADAPTER = ("model.adapter.rank=4", "algorithm.kl.reference=ema", "algorithm.kl.coefficient=0.1")
 CURRICULUM = ("task.num_train_prompts=8", "task.curriculum.min_weight=0.1", "algorithm.num_steps=7")
 
 
 @pytest.mark.slow
-def test_a_curriculum_resumes_as_the_same_run(tmp_path: Path) -> None:
-    config = make_config(*CURRICULUM, "weight_sync.max_lag=0")
+def test_a_curriculum_and_an_adapter_resume_as_the_same_run(tmp_path: Path) -> None:
+    config = make_config(*CURRICULUM, *ADAPTER, "weight_sync.max_lag=0")
     whole, other = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "other")
     train(config, whole.path)
     assert audit(whole).problems == []
@@ -131,11 +129,14 @@ def test_a_curriculum_resumes_as_the_same_run(tmp_path: Path) -> None:
     figures = [{n: v for n, v in line.items() if n.startswith("curriculum/")} for line in metrics]
     resumed = read_metrics(other.metrics_path)
     assert [{n: v for n, v in line.items() if n.startswith("curriculum/")} for line in resumed] == figures
+    for file in ("adapter_model.safetensors", "training/optimizer.safetensors"):
+        tensors, expected = (load_file(each.checkpoint_path(7) / file) for each in (other, whole))
+        torch.testing.assert_close(tensors, expected, rtol=0, atol=0)
 
 
 @pytest.mark.slow
 def test_a_curriculum_two_versions_behind_is_clean_and_its_audit_finds_another_order(run: RunDirectory) -> None:
-    train(make_config(*CURRICULUM, "weight_sync.max_lag=2"), run.path)
+    train(make_config(f"task={SUMS}", *CURRICULUM, "weight_sync.max_lag=2"), run.path)
     assert audit(run).problems == []
     check_found(run, set_in_group(2, prompt="?"), "index 2: samples '?', which is not a training prompt")
     second = rows_of(run)[1]
