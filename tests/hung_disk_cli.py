@@ -1,15 +1,10 @@
-"""A driver in a process of its own, with local actors, on a disk that hangs from the line of step 3 on.
+"""A driver with local actors on a disk that hangs from the line of step 3 on."""
 
-hung_disk_cli.py FOLDER [section.key=value ...]
-"""
-
-import contextlib
 import os
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from local_runs import Recorder, make_config
 
@@ -24,9 +19,9 @@ from grpo_ray.watch.run_state import reported
 write = os.write
 
 
-def hang(descriptor: int, data: bytes) -> int:
+def hang(folder: Path, descriptor: int, data: bytes) -> int:
     """Stand in for `os.write` on a file system that no longer answers."""
-    if os.readlink(f"/proc/self/fd/{descriptor}").startswith(sys.argv[1]) and b'"step": 3,' in data:
+    if os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(folder)) and b'"step": 3,' in data:
         print("hangs", flush=True)
         time.sleep(1000)
     return write(descriptor, data)
@@ -37,15 +32,9 @@ class Printer(Recorder):
         print(text, flush=True)
 
 
-@contextlib.contextmanager
-def host(*args: Any) -> Iterator[LocalActors]:
-    yield LocalActors(*args)
-
-
-def main() -> int:
-    os.write = hang
-    config = make_config(*sys.argv[2:])
-    run = RunDirectory(Path(sys.argv[1]))
+def main(folder: Path, overrides: Sequence[str]) -> int:
+    os.write = partial(hang, folder)
+    config, run = make_config(*overrides), RunDirectory(folder)
     prepared = prepare(config, check_files(config))
     run.create(config)
 
@@ -54,7 +43,7 @@ def main() -> int:
 
     try:
         with signals_answered(run), reported(run, config.algorithm.num_steps, Printer()) as reporter:
-            train_through_restores(config, prepared, run, reporter, host, drive)
+            train_through_restores(config, prepared, run, reporter, LocalActors, drive)
     except Interrupted as interrupted:
         print(interrupted, flush=True)
         return 130
@@ -62,7 +51,3 @@ def main() -> int:
         print("interrupted in a restore", flush=True)
         return 130
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -104,8 +104,7 @@ class Started:
 
 ON_A_HUNG_DISK = """
 import hung_disk_cli
-sys.argv[1:] = [str(folder), *overrides]
-sys.exit(hung_disk_cli.main())
+sys.exit(hung_disk_cli.main(folder, overrides))
 """
 
 
