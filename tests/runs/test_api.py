@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import inspect
 import json
+import math
 import signal
 import threading
 from functools import lru_cache
@@ -182,23 +183,14 @@ def test_mistakes_are_said_and_leave_nothing_behind() -> None:
         ({"on_step": lambda step: None}, r"on_step: the function must take \(step, metrics\)"),
         ({"on_step": lambda step, metrics, *, name: None}, "on_step: the function needs name; it is called"),
         ({"on_step": waits}, "on_step: nothing would wait for an `async` function"),
-        (
-            {"on_step": type("", (), {"__call__": waits})()},
-            "on_step: nothing would wait for an `async` function",
-        ),
+        ({"on_step": type("", (), {"__call__": waits})()}, "on_step: nothing would wait for an `async`"),
         ({"reward": "r1_zero"}, "reward: a str is not a function"),
         ({"reward": threading.Lock().acquire}, "reward: it cannot be sent to other processes: .* pickle"),
         ({"on_step": 5}, "on_step: a int is not a function"),
-        (
-            {"examples": [{"question": np.int64(3), "answer": np.float64("nan")}] * 3},
-            r"examples\[0\]: 'answer' is nan",
-        ),
+        ({"examples": [{"question": np.int64(3), "answer": math.nan}] * 3}, r"examples\[0\]: 'answer' is nan"),
         ({"examples": None, "validation": EXAMPLES}, "validation needs `examples` too"),
         ({"examples": odd, "reward": lambda response, tests: 0}, r"examples\[0\]: no column 'tests'"),
-        (
-            {"reward": lambda response, ground_truth, colour: 0},
-            "needs colour; there is no such column, only level",
-        ),
+        ({"reward": lambda response, ground_truth, colour: 0}, "needs colour; .* no such column, only level"),
     ):
         with pytest.raises((ValueError, RunError), match=message):
             train(**options)
