@@ -9,7 +9,6 @@ import torch
 from builders import check_names, perturb, plain_logprobs
 from local_runs import kill_after, make_config, train, train_twice, until
 from small_run import QUICKSTART, SMALL
-from test_controller import assert_same_run
 from test_run import run_actors
 from transformers import AutoModelForCausalLM
 
@@ -73,17 +72,6 @@ def test_a_policy_comes_closer_to_its_teacher_without_a_reward_and_keeps_it(run:
 
 
 @pytest.mark.slow
-def test_a_synchronous_run_that_is_killed_and_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
-    config = make_config(*with_teacher("weight_sync.max_lag=0", number=2), "algorithm.num_steps=4")
-    whole, run = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "run")
-    train(config, whole.path)
-    train_twice(config, run.path, kill_after(3, 0.01))
-    assert len(read_metrics(run.metrics_path)) == 4
-    assert_same_run(whole, run)
-    assert audit(run).problems == []
-
-
-@pytest.mark.slow
 def test_a_teacher_that_dies_is_replaced_and_looks_up_again(run: RunDirectory) -> None:
     async def meddle(actors: LocalActors, controller: Controller) -> None:
         await until(lambda: controller.version >= 2)
@@ -115,16 +103,6 @@ def test_combinations(run: RunDirectory, overrides: list[str]) -> None:
     train_twice(config, run.path, kill_after(3, 0.01))
     assert len(read_metrics(run.metrics_path)) == 5
     assert audit(run).problems == []
-
-
-@pytest.mark.slow
-def test_episodes_are_judged_too(run: RunDirectory) -> None:
-    episodes = "tests/small_episodes.yaml"
-    train(load_config(episodes, with_teacher(student=load_config(episodes))), run.path)
-    assert audit(run, run_reward_code=True).problems == []
-    rows = read_rollouts(run.rollouts_path(1))
-    assert any(row["num_context_tokens"] for row in rows)
-    assert all(len(row["teacher_logprobs"]) == len(row["token_ids"]) for row in rows)
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "tests"])

@@ -12,11 +12,13 @@ from builders import check_names
 from local_runs import kill_after, train, train_twice
 from run_process import untimed
 from safetensors.torch import load_file
+from test_distillation_runs import with_teacher
 from tiny_games import game_config
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.episodes.session import Session
+from grpo_ray.records.rollout_log import read_rollouts
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tools.audit.audit import audit
@@ -68,7 +70,9 @@ def kept(row: Any) -> Any:
 
 
 def test_a_synchronous_run_that_is_killed_and_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
-    config = make_config("wandering", "weight_sync.max_lag=0", "algorithm.num_steps=4")
+    """Two teachers judge its episodes."""
+    teachers = with_teacher("weight_sync.max_lag=0", number=2, student=make_config("wandering"))
+    config = make_config("wandering", *teachers, "algorithm.num_steps=4")
     whole, run = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "run")
     train(config, whole.path)
     train_twice(config, run.path, kill_after(3, 0.01))
@@ -82,6 +86,9 @@ def test_a_synchronous_run_that_is_killed_and_resumed_equals_one_that_was_not(tm
         tensors, resumed = (load_file(each.checkpoint_path(4) / file) for each in (whole, run))
         torch.testing.assert_close(tensors, resumed, rtol=0, atol=0)
     assert audit(run).problems == []
+    samples = read_rollouts(run.rollouts_path(4))
+    assert any(row["num_context_tokens"] for row in samples)
+    assert all(len(row["teacher_logprobs"]) == len(row["token_ids"]) for row in samples)
 
 
 def test_no_token_beyond_the_lag_is_trained(run: RunDirectory) -> None:
