@@ -10,7 +10,6 @@ import pytest
 import small_episodes
 from local_runs import make_config as plain_config
 from local_runs import train
-from tiny_games import game_config
 
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config import Config
@@ -32,10 +31,9 @@ async def failing(session: Session, example: Example) -> float:
 
 
 def test_a_run_ends_if_every_episode_fails(tmp_path: Path) -> None:
-    few = ["task.num_validation_prompts=2", "algorithm.samples_per_prompt=2"]
     message = r"every episode in the validation at step 0 failed: (.|\n)*OSError: the environment is gone"
     with pytest.raises(RunError, match=message):
-        train(game_config(f"{__name__}:failing", *few), tmp_path / "run")
+        train(episodes_config("failing"), tmp_path / "run")
 
 
 # ---- one prompt that ends its process ----

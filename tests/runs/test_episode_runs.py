@@ -13,7 +13,6 @@ from local_runs import kill_after, train, train_twice
 from run_process import untimed
 from safetensors.torch import load_file
 from test_distillation_runs import with_teacher
-from tiny_games import game_config
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
@@ -54,12 +53,13 @@ async def slow_at_times(session: Session, example: Example) -> float:
 
 
 def make_config(episode: str, *overrides: str) -> Config:
-    return game_config(
-        f"{__name__}:{episode}", "task.num_validation_prompts=3", "sampling.max_tokens=4",
-        "algorithm.num_steps=6", "algorithm.samples_per_prompt=3", "learner.learning_rate=1e-2",
-        "evaluation.every_num_steps=2", "checkpoint.every_num_steps=2", "recovery.restart_backoff_s=0.01",
-        *overrides,
-    )  # fmt: skip
+    tiny = "model.tiny={hidden_size: 32, num_layers: 1, num_heads: 2, num_kv_heads: 1, warmup: null}"
+    return load_config("configs/guess-number.yaml", [
+        tiny, f"task.episode={__name__}:{episode}", "generator.engine=torch", "algorithm.prompts_per_step=4",
+        "task.num_validation_prompts=3", "sampling.max_tokens=4", "algorithm.num_steps=6",
+        "algorithm.samples_per_prompt=3", "learner.learning_rate=1e-2", "evaluation.every_num_steps=2",
+        "checkpoint.every_num_steps=2", "recovery.restart_backoff_s=0.01", *overrides,
+    ])  # fmt: skip
 
 
 def kept(row: Any) -> Any:
