@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from builders import make_settings
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.config.episodes import EpisodesConfig
@@ -70,18 +69,7 @@ LLAMA3 = (
 )
 
 
-def real_templates() -> dict[str, str]:
-    """Return the models' own templates, where TRL is installed: it bundles them."""
-    trl = importlib.util.find_spec("trl")
-    if trl is None or not trl.submodule_search_locations:
-        return {}
-    folder = Path(trl.submodule_search_locations[0]) / "chat_templates"
-    names = ("qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3", "llama3_1", "llama3_2")
-    files = {f"{name}, TRL's copy": folder / f"{name}.jinja" for name in names}
-    return {name: file.read_text() for name, file in files.items() if file.exists()}
-
-
-TEMPLATES = {"qwen2.5": QWEN25, "qwen3": QWEN3, "llama3": LLAMA3, **real_templates()}
+TEMPLATES = {"qwen2.5": QWEN25, "qwen3": QWEN3, "llama3": LLAMA3}
 ENDS = {name: "<|eot_id|>" if name.startswith("llama") else "<|im_end|>" for name in TEMPLATES}
 _PLACE = {"type": "object", "properties": {"place": {"type": "string"}}}
 _LOOK = {"name": "look", "description": "Look at a place.", "parameters": _PLACE}
@@ -137,11 +125,10 @@ def make_session(
     parser: ToolParser | None = None, ends: Sequence[int] | None = None, **changes: Any,
 ) -> Session:  # fmt: skip
     """Make a session; `changes` are of its sampling settings."""
-    fields = {"num_samples": 1, "temperature": 1.0, "top_p": 1.0, "min_tokens": 0, "max_tokens": 500}
     if ends is None:
         ends = tuple(map(tokenizer.convert_tokens_to_ids, ("<|im_end|>", "<|eot_id|>")))
     template = ChatTemplate(tokenizer, ends)
-    settings = SamplingSettings(**{**fields, **changes})
+    settings = make_settings(**{"max_tokens": 500, **changes})
     return Session(sampler.sample, settings, template, limits or EpisodesConfig(max_tokens=5000), parser)
 
 
