@@ -33,18 +33,6 @@ with signals.signals_answered(run):
     print("ready", flush=True)
     libc.pthread_mutex_lock(mutex)  # for ever, and no signal interrupts it
 """
-DEAF_LOOP = """
-class Controller:
-    was_stopped = False
-
-    async def run(self):
-        print("ready", flush=True)
-        while True:
-            time.sleep(0.01)  # the event loop never gets to the first signal
-
-with signals.signals_answered(run):
-    signals.run_until_signal(Controller(), 1000.0, run)
-"""
 LONG_STEP = """
 class Controller:
     was_stopped = False
@@ -54,7 +42,8 @@ class Controller:
 
     async def run(self):
         print("ready", flush=True)
-        await asyncio.sleep(1000)  # a step that does not end
+        while True:  # a step that does not end
+            time.sleep(0.01) if is_deaf else await asyncio.sleep(1000)
 
 with signals.signals_answered(run):
     signals.run_until_signal(Controller(), 1000.0, run, say=lambda text: print(text, flush=True))
@@ -164,7 +153,7 @@ def test_a_main_thread_in_native_code_is_ended_by_the_first_signal(folder: Path)
 
 @pytest.mark.slow
 def test_an_event_loop_that_is_busy_is_ended_by_two_signals(folder: Path) -> None:
-    process = Started(DEAF_LOOP, folder)
+    process = Started(LONG_STEP, folder, is_deaf=True)
     process.send(signal.SIGINT)
     process.send(signal.SIGTERM)  # another one: two of a kind may be delivered as one
     assert process.ending()[::2] == (130, f"{ENDED_AT_ONCE}; resume with: grpo-ray resume {folder}\n")
@@ -174,7 +163,7 @@ def test_an_event_loop_that_is_busy_is_ended_by_two_signals(folder: Path) -> Non
 @pytest.mark.parametrize("has_begun", [True, False])
 def test_a_first_ctrl_c_says_what_it_awaits_and_a_second_ends_the_run(folder: Path, has_begun: bool) -> None:
     """A run that has no folder yet is not said to resume."""
-    process = Started(LONG_STEP, folder if has_begun else folder.with_name("none"))
+    process = Started(LONG_STEP, folder if has_begun else folder.with_name("none"), is_deaf=False)
     process.send(signal.SIGINT)
     process.wait_for("Ctrl-C again ends the run at once\n")
     process.send(signal.SIGINT)
