@@ -88,6 +88,8 @@ def test_examples_are_short_and_say_how_to_run_them() -> None:
         code = [line for path in folder.glob("*.py") for line in path.read_text().splitlines()]
         assert 0 < len(code) <= 60, folder
         assert re.search(r"^    (grpo-ray train|python examples/)", (folder / "README.md").read_text(), re.M)
+    loop = LOOP.read_text().split('"""', 2)[2].splitlines()
+    assert len([line for line in loop if line.strip()]) <= 40
 
 
 LOOP = ROOT / "docs" / "own_loop.py"
@@ -105,8 +107,3 @@ def test_a_loop_of_ones_own_learns_without_ray_and_vllm(tmp_path: Path) -> None:
     rewards = [float(reward) for reward in re.findall(r"reward (\d\.\d+)", shown)]
     assert rewards[0] < 0.6, shown
     assert rewards[-1] > 0.9, shown
-
-
-def test_a_loop_of_ones_own_has_forty_lines() -> None:
-    lines = LOOP.read_text().split('"""', 2)[2].splitlines()
-    assert len([line for line in lines if line.strip()]) <= 40
