@@ -1,8 +1,6 @@
 """Builders of messages and Learners, and a slow reference for logprobs."""
 
-import copy
 import csv
-import functools
 import json
 import os
 import resource
@@ -16,14 +14,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, PreTrainedModel
 
 from grpo_ray.config import Config
 from grpo_ray.config.losses import loss_record
-from grpo_ray.core import learner
 from grpo_ray.core.buffer import TrajectoryBuffer
 from grpo_ray.core.learner import Learner
 from grpo_ray.core.scorer import Scorer
@@ -278,15 +274,6 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-_read = functools.cache(lambda load, *args: load(*args))
-
-
-def copy_models(patch: pytest.MonkeyPatch) -> None:
-    """Have Learners copy a model that another has read from the same folder; its files must not change."""
-    load = learner.load_trained
-    patch.setattr(learner, "load_trained", lambda *args: copy.deepcopy(_read(load, *args)))
 
 
 def clip_range(loss: str, low: float) -> dict[str, float]:

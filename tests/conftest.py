@@ -5,6 +5,7 @@ Imports nothing heavy: the process that only hands out tests to the workers load
 
 import asyncio
 import contextlib
+import copy
 import functools
 import gc
 import importlib
@@ -261,10 +262,14 @@ def _write_model(folder: Path, tied: bool, hidden_size: int, implementation: Imp
 
 @pytest.fixture
 def copied_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Learners that copy a model which another has read; see `copy_models`."""
-    from builders import copy_models
+    """Learners copy a model that another has read from the same folder; its files must not change."""
+    from grpo_ray.core import learner
 
-    copy_models(monkeypatch)
+    load = learner.load_trained
+    monkeypatch.setattr(learner, "load_trained", lambda *args: copy.deepcopy(_read(load, *args)))
+
+
+_read = functools.cache(lambda load, *args: load(*args))
 
 
 @pytest.fixture
