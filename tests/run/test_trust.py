@@ -58,12 +58,10 @@ def marker(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def honest(model_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train a run with files that are in order."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRPO_RAY_CACHE", str(tmp_path_factory.mktemp("models")))
-        folder = tmp_path_factory.mktemp("runs") / "run"
-        train(make_config("algorithm.num_steps=4"), folder)
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    train(make_config("algorithm.num_steps=4"), folder)
     return folder
 
 

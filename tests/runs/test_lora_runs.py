@@ -31,7 +31,7 @@ LORA = ["model.adapter.rank=4", "model.tiny.hidden_size=64", "model.tiny.interme
 
 
 @pytest.fixture(scope="module", autouse=True)
-def something_to_learn_from() -> Iterator[None]:
+def something_to_learn_from(model_cache: None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch_graders(patch)
         yield
