@@ -10,16 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import (
-    ENDS,
-    TinyModel,
-    changed,
-    logprob_error,
-    logprobs_over_kept_cache,
-    make_settings,
-    perturb,
-    update,
-)
+from builders import TinyModel, changed, logprob_error, logprobs_over_kept_cache, make_settings, perturb, update
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from grpo_ray.config import Config
@@ -31,6 +22,7 @@ from grpo_ray.learning.transformer_lm import TransformerLM
 from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.types import Completion, SamplingSettings
 
+ENDS = (0, 17)
 MakeEngine = Callable[..., TorchEngine]
 PROMPTS = [(40, 41, 42), (50,), (60, 61, 62, 63, 64, 65, 66)]
 
