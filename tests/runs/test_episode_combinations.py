@@ -40,16 +40,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("model_cache")]
 # Overrides by the feature that they turn on.
 FEATURES: dict[str, list[str]] = {
     "lag": ["weight_sync.max_lag=3", "generator.num_generators=2", "weight_sync.in_flight=false",
-            "episodes.num_workers=2", "scorer.num_scorers=2", "learner.micro_batch_tokens=40"],
-    "collective": ["weight_sync.transport=collective", "algorithm.dynamic_sampling_tries=2"],
+            "episodes.num_workers=2", "scorer.num_scorers=2", "learner.micro_batch_tokens=40",
+            "algorithm.train_batch_size=6", "algorithm.old_log_probs=proximal",
+            "algorithm.off_policy_correction=truncate_sequence", "learner.share_prompts=never"],
     "delta": ["weight_sync.delta=true", "model.dtype=bfloat16", "learner.learning_rate=1e-4",
               "buffer.lookahead=2", "algorithm.advantage=gdpo", "algorithm.advantage_scale=whiten_responses"],
-    "proximal": ["algorithm.train_batch_size=6", "algorithm.old_log_probs=proximal",
-                 "algorithm.off_policy_correction=truncate_sequence", "learner.share_prompts=never"],
     "gspo": ["algorithm.loss=gspo", "weight_sync.recompute_kv=false", "algorithm.advantage=leave_one_out",
              "algorithm.aggregation=constant"],
     "kl": ["algorithm.kl.reference=initial", "algorithm.kl.coefficient=0.1", "algorithm.epochs_per_batch=2",
-           "algorithm.train_batch_size=6"],
+           "algorithm.train_batch_size=6", "weight_sync.transport=collective",
+           "algorithm.dynamic_sampling_tries=2"],
     "kl_in_the_reward": ["algorithm.kl.reference=initial", "algorithm.kl.coefficient=0.1",
                          "algorithm.kl.placement=reward", "algorithm.advantage=mean",
                          "algorithm.advantage_scale=whiten_tokens"],
@@ -63,8 +63,7 @@ FEATURES: dict[str, list[str]] = {
                   "model.implementation=grpo_ray", "algorithm.dynamic_sampling_tries=2",
                   "algorithm.dynamic_sampling_metric=answer"],
     "curriculum": ["task.curriculum={min_weight: 0.2}", "algorithm.num_steps=7", "weight_sync.max_lag=0",
-                   "algorithm.samples_per_prompt=2"],
-    "colocated": ["generator.colocated=true", "weight_sync.max_lag=0"],
+                   "algorithm.samples_per_prompt=2", "generator.colocated=true"],
 }  # fmt: skip
 
 
@@ -86,7 +85,7 @@ def run(folder: Path, *overrides: str) -> RunDirectory:
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.kept("kl", "collective", "curriculum", "reinforce_plus_plus")
+@pytest.mark.kept("kl", "curriculum", "reinforce_plus_plus")
 def test_episodes_train_with(feature: str, tmp_path: Path) -> None:
     run(tmp_path, *FEATURES[feature])
 
