@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from grpo_ray.cluster.local import LocalActors
-from grpo_ray.config import Config
 from grpo_ray.core.controller import Controller
 from grpo_ray.records.rollout_log import read_groups, read_rollouts
 from grpo_ray.records.run_files import RunDirectory, read_metrics
@@ -27,12 +26,6 @@ pytestmark = pytest.mark.usefixtures("model_cache", "any_reward")
 SUMS = "{kind: arithmetic, num_digits: 1, num_train_prompts: 6, num_validation_prompts: 3}"
 SORTS = "{kind: sorting, num_train_prompts: 5, num_validation_prompts: 2, prompt: question_only}"
 MIXTURE = f"task={{kind: mixture, parts: {{sums: {{weight: 3, task: {SUMS}}}, sorts: {{task: {SORTS}}}}}}}"
-
-
-@pytest.fixture
-def config(tiny_model: TinyModel) -> Callable[..., Config]:
-    """Return a function that makes a configuration from `field=value` arguments, with an existing model."""
-    return lambda *overrides: make_config(f"model={{path: {tiny_model()}, dtype: float32}}", *overrides)
 
 
 def rows_of(run: RunDirectory) -> list[dict[str, Any]]:
@@ -58,10 +51,10 @@ def check_found(run: RunDirectory, change: Callable[[list[dict[str, Any]]], None
 
 @pytest.mark.slow
 def test_a_mixture_trains_and_its_audit_is_clean_until_its_order_is_changed(
-    config: Callable[..., Config], tmp_path: Path
+    tiny_model: TinyModel, run: RunDirectory
 ) -> None:
-    run, job = RunDirectory(tmp_path / "run"), config(MIXTURE, "weight_sync.max_lag=0", "algorithm.num_steps=5")
-    train(job, run.path)
+    model = f"model={{path: {tiny_model()}, dtype: float32}}"
+    train(make_config(model, MIXTURE, "weight_sync.max_lag=0", "algorithm.num_steps=5"), run.path)
     report = audit(run)
     assert (report.problems, report.notes) == ([], [])
     rows = rows_of(run)
@@ -90,21 +83,19 @@ def test_a_mixture_trains_and_its_audit_is_clean_until_its_order_is_changed(
     ):
         check_found(run, change, expected)
 
-    other = RunDirectory(tmp_path / "interrupted")
-    train(job, other.path, stop_after_three)
-    assert len(read_metrics(other.metrics_path)) < 5
-    train(job, other.path)
-    assert [(row["task"], row["prompt"]) for row in rows_of(other)] == [(r["task"], r["prompt"]) for r in rows]
-
 
 @pytest.mark.slow
-def test_a_mixture_that_replaces_groups_at_lag_1_is_clean(
-    config: Callable[..., Config], tmp_path: Path
+def test_a_mixture_that_replaces_groups_at_lag_1_and_is_interrupted_is_clean(
+    tiny_model: TinyModel, run: RunDirectory
 ) -> None:
+    model = f"model={{path: {tiny_model()}, dtype: float32}}"
     curriculum = MIXTURE.replace("num_digits: 1", "num_digits: 1, curriculum: {min_weight: 0.2}")
     changes = ["weight_sync.max_lag=1", "algorithm.dynamic_sampling_tries=2", "algorithm.num_steps=5"]
-    train(config(curriculum, *changes), tmp_path / "run")
-    assert audit(RunDirectory(tmp_path / "run")).problems == []
+    config = make_config(model, curriculum, *changes)
+    train(config, run.path, stop_after_three)
+    assert len(read_metrics(run.metrics_path)) < 5
+    train(config, run.path)
+    assert audit(run).problems == []
 
 
 # Also what a checkpoint has of an adapter and of a reference that follows it.
