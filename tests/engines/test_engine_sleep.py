@@ -25,31 +25,18 @@ from grpo_ray.run.preparation import check_files
 from grpo_ray.tools.cli import main
 
 
-class Recorder:
-    """Stands in for AsyncLLM."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-        self.engine_core = self
-
-    def __getattr__(self, name: str) -> Any:
-        async def ask(*arguments: Any, **options: Any) -> None:
-            self.asked.append(" ".join(map(str, [name, *arguments, *options.values()])))
-
-        return ask
-
-
 @pytest.fixture
 def engine() -> VllmEngine:
     engine = VllmEngine.__new__(VllmEngine)
-    engine._llm, engine._resumed = Recorder(), asyncio.Event()  # type: ignore[assignment]
+    engine._llm, engine._resumed = AsyncMock(), asyncio.Event()
     engine._sleeps, engine._lacks_cache, engine._num_pauses = True, False, 0
     return engine
 
 
 async def test_weights_wake_for_the_sync_and_the_cache_after_it_if_it_is_colocated(engine: VllmEngine) -> None:
+    asked: Any = engine._llm
     for is_colocated in (False, True):
-        assert engine._llm.asked == []
+        assert asked.mock_calls == []
         engine._sleeps = is_colocated
         await engine.sleep()
         await engine.wake()
@@ -57,9 +44,10 @@ async def test_weights_wake_for_the_sync_and_the_cache_after_it_if_it_is_colocat
     await engine.resume()
     await engine.pause()
     await engine.resume()  # of another sync in the same turn
-    pause = "pause_scheduler_async keep False"
+    pause = "engine_core.pause_scheduler_async keep False"
     woken = ["sleep 2", "wake_up ['weights']", pause, "wake_up ['kv_cache']", "resume_generation"]
-    assert engine._llm.asked == [*woken, pause, "resume_generation"]
+    calls = [" ".join(map(str, [name, *args, *named.values()])) for name, args, named in asked.mock_calls]
+    assert calls == [*woken, pause, "resume_generation"]
 
 
 async def test_calls_end_with_an_engine_that_dies_within_them() -> None:
