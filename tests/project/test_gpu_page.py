@@ -79,9 +79,6 @@ def test_every_way_is_measured_on_the_same_batch(page: tuple[dict[str, Any], str
     assert rows["repeated"]["computed_tokens"] == 2 * 4 * (24 + 16)
     assert rows["shared"]["computed_tokens"] == 2 * (24 + 4 * 16)
     assert (rows["shared"]["kernel"], rows["shared"]["notes"]) == ("sdpa", {})
-
-
-def test_the_markdown_has_a_row_for_each_case(page: tuple[dict[str, Any], str]) -> None:
     lines = page[1].splitlines()
     assert sum(line.startswith("| tiny | 24 + 16 |") for line in lines) == 3
     assert sum(line.startswith("| Learner, ") for line in lines) == 4
