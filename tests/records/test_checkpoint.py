@@ -95,14 +95,11 @@ def test_numbers_that_json_cannot_hold(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     store.begin(1)
     metrics = {"loss/policy": math.nan, "optim/grad_norm": math.inf, "reward/mean": np.float32(0.25)}
-    store.commit(1, CheckpointState(1, {}, metrics), {})
-    text = (tmp_path / "checkpoints" / "step-000001" / "training" / "state.json").read_text()
+    written = store.commit(1, CheckpointState(1, {}, metrics), {})
+    text = (written.training_path / "state.json").read_text()
     json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    found = store.latest()
-    assert found is not None
-    assert math.isnan(found.state.metrics["loss/policy"])
-    assert math.isnan(found.state.metrics["optim/grad_norm"])
-    assert found.state.metrics["reward/mean"] == 0.25
+    found = str(read_checkpoint(written.path).state.metrics)
+    assert found == "{'loss/policy': nan, 'optim/grad_norm': nan, 'reward/mean': 0.25}"
 
 
 def test_leftovers_are_removed(tmp_path: Path) -> None:
@@ -148,31 +145,26 @@ def test_only_the_reported_bytes_become_a_checkpoint(tmp_path: Path, monkeypatch
 
 def test_damaged_checkpoints_are_skipped_and_named(tmp_path: Path) -> None:
     store = make_store(tmp_path, keep=9)
-    for step in range(1, 8):
-        write(store, step)
-    folders = {step: tmp_path / "checkpoints" / f"step-{step:06d}" for step in range(1, 8)}
-    (folders[7] / "training" / "state.json").unlink()
-    (folders[6] / "training" / "state.json").write_text('{"step": 6, "led')
-    (folders[5] / "model.safetensors").write_bytes(b"weights" * 9)
-    (folders[4] / "training" / "groups.parquet").unlink()
-    state = folders[3] / "training" / "state.json"
+    written = {step: write(store, step) for step in range(1, 8)}
+    (written[7].training_path / "state.json").unlink()
+    (written[6].training_path / "state.json").write_text('{"step": 6, "led')
+    (written[5].path / "model.safetensors").write_bytes(b"weights" * 9)
+    (written[4].training_path / "groups.parquet").unlink()
+    state = written[3].training_path / "state.json"
     state.write_text(state.read_text().replace('"ledger"', '"leger"').replace('"seal"', '"sea"'))
-    folders[2].rename(folders[2].with_name("step-000012"))
-    found = store.latest()
-    assert found is not None
-    assert found.state.step == 1
-    reasons = [line.partition(": ")[2] for line in store.damaged]
-    assert [Path(line.partition(": ")[0]).name for line in store.damaged] == [
-        "step-000012", "step-000007", "step-000006", "step-000005", "step-000004", "step-000003",
-    ]  # fmt: skip
-    assert reasons[0] == "training/state.json is of step 2"
-    assert "training/state.json is not readable (FileNotFoundError" in reasons[1]
-    assert "training/state.json is not readable (JSONDecodeError" in reasons[2]
-    assert reasons[3] == "model.safetensors has 63 bytes instead of 80"
-    assert reasons[4] == "training/groups.parquet is missing"
-    assert "KeyError('ledger')" in reasons[5]
-    store.latest()
-    assert len(store.damaged) == 6  # not accumulated
+    written[2].path.rename(written[2].path.with_name("step-000012"))
+    for _ in range(2):  # the reasons are not accumulated
+        assert store.latest() == written[1]
+        told = [line.removeprefix(f"{tmp_path}/checkpoints/").partition("Error")[0] for line in store.damaged]
+        assert told == [
+            "step-000012: training/state.json is of step 2",
+            "step-000007: training/state.json is not readable (FileNotFound",
+            "step-000006: training/state.json is not readable (JSONDecode",
+            "step-000005: model.safetensors has 63 bytes instead of 80",
+            "step-000004: training/groups.parquet is missing",
+            "step-000003: training/state.json is not readable (Key",
+        ]
+    assert "KeyError('ledger')" in store.damaged[5]
 
 
 @pytest.mark.parametrize(
@@ -210,35 +202,25 @@ def test_an_invalid_state_is_a_value_error(tmp_path: Path) -> None:
             read_checkpoint(state.parents[1])
 
 
-def test_all_are_found_oldest_first_and_the_best_among_them(tmp_path: Path) -> None:
+def test_all_are_found_oldest_first_and_a_user_chooses_by_name(tmp_path: Path) -> None:
     store = make_store(tmp_path, keep=9)
     assert store.all() == []
+    with pytest.raises(RunError, match=f"^{tmp_path} has no checkpoint yet$"):
+        store.choose("last", "--which")
     written = [write(store, step) for step in (1, 2, 3, 4)]
     assert store.all() == written
+    with pytest.raises(RunError, match=f"^--which best: no checkpoint of {tmp_path} was validated; give"):
+        store.choose("best", "--which")
     evaluated(tmp_path, {1: 0.7, 2: 0.9, 3: 0.7, 4: 0.2, 9: 1.0})
-    assert store.choose("best", "--which") == written[1]
+    for choice, number in {"last": 3, "best": 1, "step-000001": 0, "step-000002": 1}.items():
+        assert store.choose(choice, "--which") == written[number]
     (written[1].path / "config.json").unlink()
     assert store.choose("best", "--which") == written[2]  # the newest of equals
     assert store.damaged == [f"{written[1].path}: config.json is missing"]
     assert store.all() == [written[0], *written[2:]]
-
-
-def test_a_user_chooses_by_name(tmp_path: Path) -> None:
-    store = make_store(tmp_path, keep=9)
-    with pytest.raises(RunError, match=f"^{tmp_path} has no checkpoint yet$"):
-        store.choose("last", "--which")
-    written = [write(store, step) for step in (1, 2)]
-    with pytest.raises(RunError, match=f"^--which best: no checkpoint of {tmp_path} was validated; give"):
-        store.choose("best", "--which")
-    evaluated(tmp_path, {1: 0.7, 2: 0.1})
-    for choice, number in {"last": 1, "best": 0, "step-000001": 0, "step-000002": 1}.items():
-        assert store.choose(choice, "--which") == written[number]
-    with pytest.raises(RunError) as caught:
+    there = "last, best, none, or one of: step-000001, step-000003, step-000004"
+    with pytest.raises(RunError, match=f"^--which: {tmp_path} has no checkpoint 'step-3'; give {there}$"):
         store.choose("step-3", "--which", ["none"])
-    assert str(caught.value) == (
-        f"--which: {tmp_path} has no checkpoint 'step-3'; give last, best, none, or one of: "
-        "step-000001, step-000002"
-    )
 
 
 def test_of_many_checkpoints_the_chosen_one_is_read_and_a_damaged_one_passed_over(tmp_path: Path) -> None:
@@ -341,40 +323,31 @@ def test_a_damaged_evaluation_costs_only_itself(tmp_path: Path) -> None:
 def test_the_checkpoint_that_a_resume_started_from_is_kept(tmp_path: Path) -> None:
     """Restarted engines load from its folder."""
     store = make_store(tmp_path, keep=9)
-    for step in (10, 20, 30):
-        write(store, step)
-    (tmp_path / "checkpoints" / "step-000030" / "config.json").unlink()
+    written = [write(store, step) for step in (10, 20, 30)]
+    (written[2].path / "config.json").unlink()
     resumed = make_store(tmp_path, keep=1)
-    found = resumed.latest()
-    assert found is not None
-    assert found.state.step == 20
+    assert resumed.latest() == written[1]
     write(resumed, 25)
     # 30 is damaged and does not count as the newest; it stays until the run reaches step 30 again
     assert names(tmp_path) == ["step-000020", "step-000025", "step-000030"]
     write(resumed, 30)
     assert names(tmp_path) == ["step-000020", "step-000030"]
-    write(resumed, 35)
+    newest = write(resumed, 35)
     assert names(tmp_path) == ["step-000020", "step-000035"]
-    assert make_store(tmp_path).latest() == read_checkpoint(tmp_path / "checkpoints" / "step-000035")
+    assert make_store(tmp_path).latest() == newest
 
 
-def test_older_damaged_checkpoints_are_deleted(tmp_path: Path) -> None:
+def test_older_damaged_checkpoints_are_deleted_and_other_folders_left_alone(tmp_path: Path) -> None:
     store = make_store(tmp_path, keep=2)
     for step in (10, 20):
-        write(store, step)
-    (tmp_path / "checkpoints" / "step-000020" / "config.json").unlink()
-    write(store, 30)
-    assert names(tmp_path) == ["step-000010", "step-000030"]
-
-
-def test_other_folders_are_left_alone(tmp_path: Path) -> None:
-    store = make_store(tmp_path, keep=1)
-    write(store, 10)
-    for name in ("step-000010-mine", "best", "unfinished-thoughts"):
+        written = write(store, step)
+    (written.path / "config.json").unlink()
+    for name in ("step-000020-mine", "best", "unfinished-thoughts"):
         (tmp_path / "checkpoints" / name).mkdir()
     (tmp_path / "checkpoints" / "step-000005").write_text("a file")
-    write(store, 20)
-    assert names(tmp_path) == ["best", "step-000005", "step-000010-mine", "step-000020", "unfinished-thoughts"]
+    write(store, 30)
+    left = ["best", "step-000005", "step-000010", "step-000020-mine", "step-000030", "unfinished-thoughts"]
+    assert names(tmp_path) == left
 
 
 def test_a_failed_deletion_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
