@@ -176,10 +176,7 @@ def refuses(folder: Path, overrides: str, parts: str) -> None:
         ("generator.max_model_len=0", "generator.max_model_len: 0 is not valid; allowed: integer > 0 or null"),
         ("generator.engine=sglang", "'sglang' is not valid; allowed: vllm, torch, or a function of your own"),
         ("sampling.temperature=0.005", "sampling.temperature: 0.005 is not valid; allowed: number >= 0.01"),
-        (
-            "sampling.temperature=2.1",
-            "sampling.temperature: 2.1 is not valid; allowed: number >= 0.01 and <= 2",
-        ),
+        ("sampling.temperature=2.1", "temperature: 2.1 is not valid; allowed: number >= 0.01 and <= 2"),
         ("weight_sync.max_lag=1001", "max_lag: 1001 is not valid; allowed: integer >= 0 and <= 1000"),
         ("algorithm.samples_per_prompt=20000", "20000 is not valid; allowed: integer >= 1 and <= 16384"),
         ("sampling.top_p=0.9", "sampling: top_p is 0.9"),
@@ -228,6 +225,10 @@ def refuses(folder: Path, overrides: str, parts: str) -> None:
         ),
         ("algorithm.entropy_target=0.5 algorithm.entropy_bonus=2", "entropy_bonus (2), from which ... max (1)"),
         ("learner.min_lr_ratio=0.1", "learner.min_lr_ratio needs a decay; set learner.lr_schedule to"),
+        ("tracking.trackers=[wandb,wandb]", "tracking.trackers: wandb, wandb: name each tracker once"),
+        ("tracking.project=''", "tracking.project: give the project a name"),
+        ("tracking.mlflow_uri=https://me:secret@host/", "mlflow_uri: the address contains a password"),
+        ("tracking.trackers=[wandb] run.save_rollouts=false", "tracking.rollouts_every_num_steps needs"),
     ],
 )
 def test_wrong_values(tmp_path: Path, overrides: str, parts: str) -> None:
