@@ -54,7 +54,6 @@ def run(program: str, started: list[int]) -> tuple[subprocess.Popen[str], list[i
     """Start a driver; return it, and the pids that it prints."""
     driver = subprocess.Popen([sys.executable, "-c", program, *SLEEP], stdout=subprocess.PIPE, text=True)
     started.append(driver.pid)
-    assert driver.stdout is not None
     with driver.stdout as output:
         pids = [int(word) for word in output.readline().split()]
     started += pids
@@ -151,7 +150,6 @@ def test_processes_have_time_to_end_by_themselves() -> None:
 
 def test_a_process_that_has_ended_is_not_alive_nor_one_that_has_its_pid() -> None:
     own = process_at(os.getpid())
-    assert own is not None
     assert own[0] == os.getpid()
     assert reaper._alive({own}) == {own}
     assert reaper._alive({(own[0], str(int(own[1]) - 1))}) == set()
@@ -177,8 +175,6 @@ def test_only_a_killed_process_loses_its_semaphore(started: list[int], monkeypat
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as living,
     ):
         started += [dead.pid, living.pid]
-        assert dead.stdout is not None
-        assert living.stdout is not None
         (tracker, left), (_, kept) = dead.stdout.readline().split(), living.stdout.readline().split()
         paths = [reaper.SHARED_MEMORY / f"sem.{name.removeprefix('/')}" for name in (left, kept)]
         looks = []
@@ -217,7 +213,6 @@ def test_a_semaphore_made_at_the_end_is_removed(started: list[int], monkeypatch:
             until(lambda: reaper._descendants([driver.pid]))
             yield [], [], []
             print(file=driver.stdin, flush=True)
-            assert driver.stdout is not None
             left.append(reaper.SHARED_MEMORY / f"sem.{driver.stdout.readline().split()[1][1:]}")
             assert left[0].exists()
             driver.kill()

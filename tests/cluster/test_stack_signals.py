@@ -30,7 +30,6 @@ def process() -> Iterator["subprocess.Popen[str]"]:
     """A process that says when it gets SIGUSR1."""
     command, pipe = [sys.executable, "-c", TELLS], subprocess.PIPE
     started = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
-    assert started.stdout is not None
     assert started.stdout.readline() == "up\n"
     yield started
     started.kill()
@@ -41,8 +40,6 @@ def process() -> Iterator["subprocess.Popen[str]"]:
 def test_the_process_is_signalled_and_no_other_that_has_its_pid(process: "subprocess.Popen[str]") -> None:
     """SIGUSR1 ends a process that does not expect it; a pid may be reused after its actor has died."""
     found = process_at(process.pid)
-    assert found is not None
-    assert process.stdout is not None
     for _ in range(2):
         send_signal((process.pid, "12345"))
         time.sleep(0.2)
@@ -54,7 +51,6 @@ def test_the_process_is_signalled_and_no_other_that_has_its_pid(process: "subpro
 def test_a_process_that_is_gone_or_another_users_is_left_alone() -> None:
     send_signal((2**22 - 7, "1"))
     me = process_at(os.getpid())
-    assert me is not None
 
     def refuse(*_: object) -> None:
         raise PermissionError
@@ -71,7 +67,6 @@ def test_a_killed_actor_that_is_stopped_does_not_stay(
     """Ray gives up a process to which it cannot connect; here it does nothing at all."""
     process.send_signal(signal.SIGSTOP)
     found = process_at(process.pid)
-    assert found is not None
     (tmp_path / "a.pid").write_text(f"n1 {found[0]} {found[1]}")
     (tmp_path / "b.pid").write_text("ab" * 28 + " 77 5")
     asked: list[str] = []
@@ -86,7 +81,6 @@ def test_a_killed_actor_that_is_stopped_does_not_stay(
 
 def test_a_process_that_ends_by_itself_is_not_killed(process: "subprocess.Popen[str]") -> None:
     found = process_at(process.pid)
-    assert found is not None
     process.communicate("")
     began = time.monotonic()
     kill_if_left(found, 60.0)

@@ -120,7 +120,6 @@ def test_overrides(tmp_path: Path) -> None:
     ]
     config = load_config(write(tmp_path), overrides)
     assert (config.learner.learning_rate, config.learner.betas) == (1e-4, (0.5, 0.6))
-    assert config.model.tiny is not None
     assert config.model.tiny.warmup is None
     assert (config.run.name, config.sampling.stop) == ("a=b", ("x", "y"))
     assert (config.task.kind, config.task.answer_marker) == ("file", "####")

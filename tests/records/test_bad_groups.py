@@ -63,7 +63,6 @@ def test_a_bad_group_is_written_with_escaped_texts(name: str, tmp_path: Path) ->
     path = tmp_path / "rollouts.parquet"
     good = [simple_group(0), simple_group(2)]
     note = write_rollouts(path, 3, [good[0], BAD[name](1), good[1]], [1, 2, 1])
-    assert note is not None
     assert note.startswith(f"{path}: not written as they were: group 1 (")
     note.encode()
     first, found, last = read_groups(path)
@@ -140,9 +139,7 @@ def test_all_episodes_that_fail_end_the_run_with_a_reward_too() -> None:
     assert group.errors == {}
     every = ungraded_in([group])
     some = ungraded_in([group, make_episode_group(1, [failed, branched_episode()])])
-    assert every is not None
     assert (every.is_all, every.reason) == (True, "gone")
-    assert some is not None
     assert (some.is_all, some.num_failed) == (False, 3)
     assert ungraded_in([simple_group(0)]) is None
     assert ungraded_in([]) is None
@@ -181,7 +178,6 @@ def test_a_state_with_half_a_pair_is_written_and_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no place"):
         fail()
     state = read_state(run)
-    assert state is not None
     assert state.warnings == ("a warning with ?",)
     assert state.ending == Ending(kind="failed", text="no place ?")
     run.state_path.write_text(json.dumps({**state.model_dump(), "warnings": [HALF]}))

@@ -100,9 +100,7 @@ def test_a_validation_of_episodes_is_written_and_found(tmp_path: Path) -> None:
     assert summary.metrics["eval/episodes/metrics/guesses"] == 4.0
     assert check_names(summary.metrics) == []
     write_evaluation(tmp_path, summary, groups)
-    found = find_evaluation(tmp_path, 4)
-    assert found is not None
-    assert found.metrics == summary.metrics
+    assert find_evaluation(tmp_path, 4).metrics == summary.metrics
 
 
 # ---- grpo-ray evaluate ----

@@ -122,7 +122,6 @@ with RunDirectory(sys.argv[1]).lock():
 @pytest.mark.slow
 def test_lock_lasts_as_long_as_its_process_and_no_longer(run: RunDirectory) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLD_LOCK, run.path], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None
     pid, *children = map(int, holder.stdout.readline().split())
     try:
         message = rf"another process \(pid {pid} on host {socket.gethostname()}\) writes to {run.path}"
@@ -172,7 +171,6 @@ def test_disk_that_fills_up_loses_no_line(tmp_path: Path) -> None:
         assert log.append({"step": 1, "x": 1.0}) is None
         length = path.stat().st_size
         error = log.append({"step": 2, **long})  # a part of it fits
-        assert error is not None
         assert "File too large; 1 lines wait in memory" in error
         assert path.stat().st_size == length
         assert "2 lines wait" in str(log.append({"step": 3}))  # it would fit, but order is kept
@@ -191,8 +189,6 @@ def test_a_full_device_and_the_limit_on_pending_lines(monkeypatch: pytest.Monkey
     monkeypatch.setattr("grpo_ray.records.json_lines.drop_half_line", lambda _: None)  # nor read to its end
     log = JsonLines("/dev/full")
     errors = [log.append({"step": step}) for step in range(1, 6)]
-    assert errors[0] is not None
-    assert errors[4] is not None
     assert "No space left on device; 1 lines wait in memory" in errors[0]
     assert errors[4].endswith("3 lines wait in memory; 2 older ones are lost")
 
