@@ -3,7 +3,7 @@
 import json
 import os
 from collections import Counter, defaultdict
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from local_runs import make_config, train, until
 
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.core.controller import Controller
-from grpo_ray.records.run_files import RunDirectory, last_logged_step, read_metrics
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.report.series import stage_times
 from grpo_ray.watch.stage_clock import Span, StageTimes
 from grpo_ray.watch.timeline import Timeline, row_of
@@ -200,32 +200,3 @@ def check_stages(lines: list[dict[str, Any]], longest_s: float) -> None:
     trained = sum(line["timing/train_s"] for line in lines)
     in_turns = sum(sum(actors["learner"][stage]) for stage in ("train", "optimizer", "logprobs"))
     assert in_turns == pytest.approx(trained, rel=0.02, abs=0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("model_cache")
-def test_steps_that_are_trained_again_are_drawn_again(tmp_path: Path) -> None:
-    """The time before a restore stays, although metrics.jsonl has each step only once."""
-    run, has_died = RunDirectory(tmp_path / "run"), False
-
-    async def end_the_learner_once(actors: LocalActors, controller: Controller) -> None:
-        nonlocal has_died
-        if not has_died:
-            await until(lambda: last_logged_step(run.metrics_path) >= 6)
-            has_died = True
-            actors.learner.die()
-
-    train(
-        make_config("checkpoint.every_num_steps=8", "learner.slowdown_s=0.05"), run.path, end_the_learner_once
-    )
-    assert [line["step"] for line in read_metrics(run.metrics_path)] == list(range(1, 9))
-    by_row: dict[int, list[Event]] = defaultdict(list)
-    for event in read(run.timeline_path):
-        if event["ph"] == "X":
-            by_row[event["tid"]].append(event)
-    for row in by_row.values():
-        assert min(later["ts"] - (sooner["ts"] + sooner["dur"]) for sooner, later in pairwise(row)) >= 0
-    trained = [event["args"]["what"] for event in by_row[row_of("learner")] if event["name"] == "train"]
-    steps = [int(what.split()[1].rstrip(",")) for what, _ in groupby(trained)]
-    assert steps[:6] == [1, 2, 3, 4, 5, 6]
-    assert steps[6:] in [[*range(7, last + 1), *range(1, 9)] for last in (6, 7, 8)]  # begun before the death

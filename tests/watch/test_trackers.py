@@ -2,11 +2,13 @@
 
 import asyncio
 import csv
+import json
 import re
 import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from itertools import groupby, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +29,7 @@ from grpo_ray.records.rollout_log import read_rollouts, write_rollouts
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run import training
 from grpo_ray.watch.run_log import RunLog
+from grpo_ray.watch.timeline import row_of
 from grpo_ray.watch.trackers import Trackers, check_trackers, tracking
 from grpo_ray.watch.trackers import delivery as delivery_module
 from grpo_ray.watch.trackers import tracker as choice
@@ -562,12 +565,14 @@ def test_mlflow_uses_an_experiment_that_another_run_creates_at_the_same_time(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("model_cache")
-def test_a_resumed_and_restored_run_is_one_run_in_a_tracker(tmp_path: Path) -> None:
+def test_a_resumed_and_restored_run_is_one_in_a_tracker_and_all_of_it_is_drawn(tmp_path: Path) -> None:
+    """The timeline has the time before a restore, although metrics.jsonl has each step only once."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = tmp_path / "my-run"
     overrides = ["tracking.trackers=[tensorboard]", "tracking.rollouts_every_num_steps=4"]
+    overrides += ["checkpoint.every_num_steps=4"]
     first = train(make_config("algorithm.num_steps=4", *overrides), folder)
     assert first.warnings == []
     assert [text.partition(":")[0] for text in first.announced] == ["tensorboard"]
@@ -592,3 +597,10 @@ def test_a_resumed_and_restored_run_is_one_run_in_a_tracker(tmp_path: Path) -> N
     assert rewards == [(row["step"], pytest.approx(row["reward"])) for row in evaluated]
     assert [event.step for event in seen.Tensors("rollouts/text_summary")] == [4, 8]
     assert [event.step for event in seen.Tensors("validation/text_summary")] == [0, 4, 8]
+    drawn = [event for event in json.loads((folder / "timeline.json").read_text()) if event["ph"] == "X"]
+    rows = {row: [event for event in drawn if event["tid"] == row] for row in {event["tid"] for event in drawn}}
+    for row in rows.values():
+        assert min(later["ts"] - (sooner["ts"] + sooner["dur"]) for sooner, later in pairwise(row)) >= 0
+    trained = (event["args"]["what"] for event in rows[row_of("learner")] if event["name"] == "train")
+    steps = [int(what.split()[1].rstrip(",")) for what, _ in groupby(trained)]
+    assert steps in [[*range(1, last + 1), *range(5, 9)] for last in (6, 7, 8)]  # drawn before the death
