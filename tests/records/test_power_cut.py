@@ -60,32 +60,10 @@ def cut_power(run: RunDirectory, synced: Synced) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_run_resumes_after_a_power_cut_and_its_audit_is_clean(run: RunDirectory, synced: Synced) -> None:
-    config = make_config(
-        "algorithm.num_steps=12", "checkpoint.every_num_steps=4", "evaluation.every_num_steps=3"
-    )
-
-    async def kill(actors: LocalActors, controller: Controller) -> None:
-        await until((run.checkpoints / "step-000004").exists)
-        await until(lambda: run.metrics_path.stat().st_size > synced[run.metrics_path.stat().st_ino])
-        raise Killed
-
-    with pytest.raises(Killed):
-        train(config, run.path, kill)
-    newest = CheckpointStore(run, config.checkpoint).latest()
-    assert cut_power(run, synced) != []
-    assert last_logged_step(run.metrics_path) >= newest.state.step - 1  # those before it are on disk
-    train(config, run.path)
-    assert audit(run).problems == []
-
-
-@pytest.mark.slow
-def test_everything_before_a_checkpoint_is_on_disk_before_it_appears(
-    tmp_path: Path, synced: Synced, monkeypatch: pytest.MonkeyPatch
+def test_all_before_a_checkpoint_is_on_disk_and_a_run_resumes_after_a_power_cut(
+    run: RunDirectory, synced: Synced, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from grpo_ray.records.checkpoint import CheckpointStore
-
-    run, seen, commit = RunDirectory(tmp_path / "run"), [], CheckpointStore.commit
+    seen, commit = [], CheckpointStore.commit
 
     def checked_commit(self: CheckpointStore, step: int, *rest: object) -> object:
         for log in (run.metrics_path, run.evaluations_summary_path):
@@ -99,8 +77,22 @@ def test_everything_before_a_checkpoint_is_on_disk_before_it_appears(
         return commit(self, step, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(CheckpointStore, "commit", checked_commit)
-    train(make_config("weight_sync.max_lag=0", "algorithm.num_steps=4"), run.path)
-    assert seen == [2, 4]
+    steps = "algorithm.num_steps=12", "checkpoint.every_num_steps=4", "evaluation.every_num_steps=3"
+    config = make_config("weight_sync.max_lag=0", *steps)
+
+    async def kill(actors: LocalActors, controller: Controller) -> None:
+        await until((run.checkpoints / "step-000004").exists)
+        await until(lambda: run.metrics_path.stat().st_size > synced[run.metrics_path.stat().st_ino])
+        raise Killed
+
+    with pytest.raises(Killed):
+        train(config, run.path, kill)
+    newest = CheckpointStore(run, config.checkpoint).latest()
+    assert cut_power(run, synced) != []
+    assert last_logged_step(run.metrics_path) >= newest.state.step - 1  # those before it are on disk
+    train(config, run.path)
+    assert sorted({*seen}) == [4, 8, 12]
+    assert audit(run).problems == []
 
 
 @pytest.fixture
