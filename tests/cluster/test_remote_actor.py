@@ -210,22 +210,6 @@ def test_a_log_that_cannot_be_copied_stays(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.log", "a.log.1"]
 
 
-CHECK = """
-import sys
-from grpo_ray.tools.cli import main
-status = main(["check", *sys.argv[1:]])
-heavy = {"torch", "ray", "vllm", "sympy"} & sys.modules.keys()
-import grpo_ray.cluster.hosting  # which starts the actors of a run
-sys.exit(status or ", ".join(sorted(heavy | {"torch", "vllm"} & sys.modules.keys())) or None)
-"""
-
-
-@pytest.mark.slow
-def test_neither_a_check_nor_a_driver_waits_for_torch() -> None:
-    checked = subprocess.run([sys.executable, "-c", CHECK, QUICKSTART], capture_output=True, text=True)
-    assert (checked.returncode, checked.stderr) == (0, "")
-
-
 def test_what_one_process_cannot_do_is_refused_by_name() -> None:
     on_gpus = "generator.engine=vllm generator.num_gpus=1 learner.num_gpus=1 learner.num_ranks=2"
     on_cpu = "generator.engine=torch generator.num_gpus=0 learner.num_gpus=0 learner.num_ranks=1"

@@ -171,16 +171,21 @@ def test_what_an_encoding_lacks_ends_no_command(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_help_lists_every_command_and_imports_neither_torch_nor_ray() -> None:
+def test_help_lists_every_command_and_neither_it_nor_a_check_nor_a_driver_waits_for_torch() -> None:
     code = (
         "import sys; from grpo_ray.tools.cli import COMMANDS, main\n"
+        "def look(*names): print(sorted({*names} & sys.modules.keys()), flush=True)\n"
         "try: main(['--help'])\n"
-        "except SystemExit: pass\n"
-        "print(*(command.name for command in COMMANDS))\n"
-        "print(sorted({'torch', 'ray', 'transformers', 'vllm', 'matplotlib'} & set(sys.modules)))"
+        "except SystemExit: print(*(command.name for command in COMMANDS))\n"
+        "look('torch', 'ray', 'transformers', 'vllm', 'matplotlib')\n"
+        "status = main(['check', 'quickstart']); look('torch', 'ray', 'vllm', 'sympy')\n"
+        "import grpo_ray.cluster.hosting; look('torch', 'vllm'); sys.exit(status)"  # it starts a run's actors
     )
-    *page, names, imported = output_of(sys.executable, "-c", code).splitlines()
-    assert imported == "[]"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    page, _, checked = done.stdout.partition("\n[]\n")
+    assert [line for line in checked.splitlines() if line[0] == "["] == ["[]", "[]"]
+    *page, names = page.splitlines()
     shown = [line.split()[0] for line in page if line.startswith("  ")]
     assert set(names.split()) <= set(shown)
     assert [line for line in page if line.endswith(":")] == ["options:", "Train:", "Look:", "More:"]
