@@ -11,7 +11,6 @@ from grpo_ray.config.loading import ConfigError, find_config, load_config
 from grpo_ray.config.schema import OTHER_NAMES, SWITCHES, _keys, idle_keys, leaves
 from grpo_ray.config.task import OPENING_TAGS, TAGGED
 from grpo_ray.objectives import Objective
-from grpo_ray.records.run_files import dump_config
 from grpo_ray.tasks.prompts import load_template, template_names
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -332,13 +331,6 @@ def test_a_bundled_configuration_by_its_name(here: Path) -> None:
     assert find_config("quickstart").stem == "quickstart"
     Path("keywords").write_text("run: {seed: 7}")  # a file here comes first
     assert find_config("keywords") == Path("keywords")
-
-
-def test_dump_and_load_round_trip(tmp_path: Path) -> None:
-    overrides = ["learner.learning_rate=1e-7", "generator.cpu_cores=[0, 1]", "run.name=null"]
-    config = load_config(write(tmp_path), overrides)
-    dump_config(config, tmp_path / "resolved.yaml")
-    assert load_config(tmp_path / "resolved.yaml") == config
 
 
 def test_other_libraries_names_are_explained_by_keys_that_exist() -> None:

@@ -54,8 +54,9 @@ def test_what_is_given_beside_a_preset_wins() -> None:
     assert AlgorithmConfig(preset="dapo", loss="gspo").cliprange_high is None  # it is of another kind
 
 
-def test_a_preset_is_expanded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(QUICKSTART, ["algorithm.preset=dapo", "algorithm.cliprange_high=0.3"])
+def test_a_dump_is_loaded_and_its_preset_not_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = ["learner.learning_rate=1e-7", "generator.cpu_cores=[0, 1]", "run.name=null"]
+    config = load_config(QUICKSTART, ["algorithm.preset=dapo", "algorithm.cliprange_high=0.3", *others])
     dump_config(config, tmp_path / "config.yaml")
     monkeypatch.setitem(PRESETS, "dapo", PRESETS["rloo"])  # as a later release may define it
     assert load_config(tmp_path / "config.yaml") == config
