@@ -159,10 +159,7 @@ def test_ray_job_is_grpo_ray_submit_from_the_folder_above(elsewhere, tmp_path):
         ([QUICKSTART, "run.name=a b"], [QUICKSTART, "run.name=a b"]),
         (["resume", "runs/a", "algorithm.num_steps=3"], ["--resume", "runs/a", "algorithm.num_steps=3"]),
         (["stop", "job-1"], ["--stop", "job-1"]),
-        (
-            ["follow", "job-1", "--address", "http://head:8265"],
-            ["--follow", "job-1", "--address", "http://head:8265"],
-        ),
+        (["follow", "job-1", "--address", "http://h:1"], ["--follow", "job-1", "--address", "http://h:1"]),
     ]:
         result = elsewhere("ray_job.sh", *arguments)
         assert result.stdout.splitlines() == [str(tmp_path), "submit", *submitted]
