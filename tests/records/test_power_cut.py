@@ -98,8 +98,7 @@ def test_all_before_a_checkpoint_is_on_disk_and_a_run_resumes_after_a_power_cut(
 @pytest.fixture
 def damaged_run(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(tmp_path)
-    for folder in (run.rollouts, run.evaluations):
-        folder.mkdir()
+    run.create_subfolders()
     return run
 
 

@@ -201,11 +201,9 @@ def test_an_error_turns_a_tracker_off_and_is_reported_once_without_a_password(
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    directory = RunDirectory(tmp_path)
-    directory.rollouts.mkdir()
-    directory.evaluations.mkdir()
-    return directory
+def run(run: RunDirectory) -> RunDirectory:
+    run.create_subfolders()
+    return run
 
 
 def make_trackers(run: RunDirectory, *trackers: Remembering, **settings: int) -> Trackers:
