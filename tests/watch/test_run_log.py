@@ -46,19 +46,15 @@ def test_a_warning_is_shown_after_every_step_until_it_is_cleared(log: RunLog, di
 def test_event_is_written_with_its_step_and_shown(log: RunLog, display: Recorder) -> None:
     log.step = 7
     before = time.time()
-    log.event("set_aside", None, "group 9 is set aside", group_id=9)
-    log.event("scorer_back", "scorer", "scores again", seconds=1.5)
+    log.event("set_aside", None, "group 9 waits", group_id=9)
+    log.event("scorer_back", "scorer", "scores", seconds=1.5)
     log.event("generator_failed", "generator-1", "generator-1 died: killed")
     log.writer.call("waiting", str).result(5)
     first, second, third = read_metrics(log.run.events_path)
     assert before <= first.pop("time") <= second.pop("time") <= third.pop("time") <= time.time()
-    assert first == {
-        "kind": "set_aside", "actor": None, "step": 7, "text": "group 9 is set aside", "group_id": 9
-    }  # fmt: skip
-    assert second == {
-        "kind": "scorer_back", "actor": "scorer", "step": 7, "text": "scores again", "seconds": 1.5
-    }  # fmt: skip
-    assert display.take() == ["group 9 is set aside", "scorer: scores again", "generator-1 died: killed"]
+    assert first == {"kind": "set_aside", "actor": None, "step": 7, "text": "group 9 waits", "group_id": 9}
+    assert second == {"kind": "scorer_back", "actor": "scorer", "step": 7, "text": "scores", "seconds": 1.5}
+    assert display.take() == ["group 9 waits", "scorer: scores", "generator-1 died: killed"]
 
 
 def test_events_of_earlier_processes_count(log: RunLog, display: Recorder) -> None:
