@@ -53,11 +53,6 @@ def test_create_makes_the_folders_and_the_config_also_after_it_was_interrupted(t
     assert run.rollouts_path(40) == run.path / "rollouts" / "step-000040.parquet"
     assert (run.skipped, run.events_path) == (run.path / "skipped", run.path / "events.jsonl")
     assert run.checkpoint_path(40) == run.path / "checkpoints" / "step-000040"
-    other = RunDirectory(tmp_path / "other")
-    other.logs.mkdir(parents=True)
-    (other.logs / "learner.log").write_text("x")
-    with pytest.raises(ValueError, match="is not empty"):
-        other.create(CONFIG)
 
 
 def test_create_refuses_a_used_folder(tmp_path: Path) -> None:
@@ -65,6 +60,9 @@ def test_create_refuses_a_used_folder(tmp_path: Path) -> None:
     RunDirectory(tmp_path / "empty").create(CONFIG)
     with pytest.raises(ValueError, match=rf"empty exists already.*`grpo-ray resume {tmp_path}/empty`, give"):
         RunDirectory(tmp_path / "empty").create(CONFIG)
+    (tmp_path / "other" / "logs" / "learner.log").mkdir(parents=True)
+    with pytest.raises(ValueError, match="is not empty"):
+        RunDirectory(tmp_path / "other").create(CONFIG)
     (tmp_path / "file").write_text("x")
     with pytest.raises(ValueError, match=r"is a file"):
         RunDirectory(tmp_path / "file").check_free()
