@@ -11,7 +11,6 @@ from run_process import output_of
 
 from grpo_ray.cluster import session
 from grpo_ray.config import secrets as config_secrets
-from grpo_ray.config.model import ModelConfig
 from grpo_ray.errors import RunError
 
 PICKLES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -82,10 +81,6 @@ def test_the_search_finds_what_it_is_for():
         assert len(problems_in(source)) == 1, source
     harmless = "model.eval()  # eval(x)\nclass L(yaml.SafeLoader): pass\nyaml.load(text, Loader=L)"
     assert problems_in(harmless) == []
-
-
-def test_a_models_own_code_is_not_run_unless_asked_for():
-    assert ModelConfig.model_fields["trust_remote_code"].default is False
 
 
 NAMES = """

@@ -32,6 +32,7 @@ def error_of(path: str | Path, overrides: tuple[str, ...] = ()) -> str:
 def test_defaults_are_the_handouts(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, "model: {path: m}\ntask: {kind: gsm8k}"))
     algorithm, learner = config.algorithm, config.learner
+    assert config.model.trust_remote_code is False
     assert (algorithm.num_steps, algorithm.samples_per_prompt, config.rollouts_per_step) == (200, 8, 256)
     assert (algorithm.advantage_eps, algorithm.clip_epsilons) == (1e-6, (0.2, 0.2))
     assert (config.sampling.temperature, config.sampling.top_p) == (1.0, 1.0)
