@@ -39,25 +39,23 @@ def process() -> Iterator["subprocess.Popen[str]"]:
 @pytest.mark.slow
 def test_the_process_is_signalled_and_no_other_that_has_its_pid(process: "subprocess.Popen[str]") -> None:
     """SIGUSR1 ends a process that does not expect it; a pid may be reused after its actor has died."""
-    found = process_at(process.pid)
     for _ in range(2):
         send_signal((process.pid, "12345"))
         time.sleep(0.2)
-    send_signal(found)
+    send_signal(process_at(process.pid))
     assert process.stdout.readline() == "signalled\n"
     assert process.communicate("")[0] == ""  # once
 
 
 def test_a_process_that_is_gone_or_another_users_is_left_alone() -> None:
     send_signal((2**22 - 7, "1"))
-    me = process_at(os.getpid())
 
     def refuse(*_: object) -> None:
         raise PermissionError
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(signal, "pidfd_send_signal", refuse)
-        send_signal(me)
+        send_signal(process_at(os.getpid()))
 
 
 @pytest.mark.slow
