@@ -138,9 +138,6 @@ def test_the_image_has_the_pinned_versions() -> None:
     assert all((ROOT / name).exists() for name in copied)
 
 
-# ---- Ray's autoscaler ----
-
-
 def test_the_autoscalers_file_fits_rays_schema_and_the_job() -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 

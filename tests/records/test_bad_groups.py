@@ -145,9 +145,6 @@ def test_all_episodes_that_fail_end_the_run_with_a_reward_too() -> None:
     assert ungraded_in([]) is None
 
 
-# ---- records of the driver ----
-
-
 def test_names_of_metrics_are_bounded_and_the_run_says_so_once(tmp_path: Path) -> None:
     run, recorder = RunDirectory(tmp_path), Recorder()
     log = RunLog(run, recorder)

@@ -65,9 +65,6 @@ def write_summary(folder: Path, *lines: str) -> None:
     path.write_text("".join(f"{line}\n" for line in lines))
 
 
-# ---- writing and reading ----
-
-
 def test_committed_checkpoint_is_found(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     folder = store.begin(40)

@@ -146,9 +146,6 @@ def test_a_run_in_whose_place_another_one_writes_ends_after_the_step(tmp_path: P
     assert [row["step"] for row in read_metrics(run.metrics_path)] == [1, 2]
 
 
-# ---- planted links ----
-
-
 def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.write_text("mine")

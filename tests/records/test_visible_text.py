@@ -44,9 +44,6 @@ def check_terminal(output: str) -> None:
     assert "\x1b[31m" not in output
 
 
-# ---- the characters ----
-
-
 def test_every_control_format_and_tag_character_is_written_out() -> None:
     assert visible(HOSTILE) == (
         r"\x1b]52;c;ZXZpbA==\x07\x1b[31m \x9b31m \x9d0;t\x9c \x00\r\x08\x7f \u202eab\u2066 "
@@ -133,9 +130,6 @@ def test_the_problems_of_an_audit(
     monkeypatch.setattr("grpo_ray.tools.audit.audit.audit", lambda *_: report)
     assert main(["audit", str(run.path)]) == 1
     check(capsys.readouterr().out)
-
-
-# ---- an evaluation ----
 
 
 def test_the_samples_and_the_table_of_an_evaluation(

@@ -92,9 +92,6 @@ def close(delivery: Delivery, end: End = "finished") -> str | None:
     return delivery.close(time.monotonic() + LONG_S)
 
 
-# ---- the id in a tracker ----
-
-
 def test_a_copy_of_a_runs_folder_is_another_run_in_the_tracker(tmp_path: Path) -> None:
     class Named(Remembering):
         def start(self, run: TrackedRun) -> str:
