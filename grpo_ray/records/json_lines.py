@@ -35,9 +35,6 @@ class JsonLines:
     def append(self, row: Mapping[str, Any]) -> str | None:
         """Write the row; return why it, or an earlier one, is not on disk yet."""
         self._pending.append((json.dumps(to_json(row), allow_nan=False) + "\n").encode())
-        if len(self._pending) > MAX_PENDING:
-            self._pending.popleft()
-            self._num_dropped += 1
         return self.flush()
 
     def flush(self) -> str | None:
@@ -51,6 +48,9 @@ class JsonLines:
             self._has_failed = False
         except OSError as error:
             self._has_failed = True
+            if len(self._pending) > MAX_PENDING:
+                self._pending.popleft()
+                self._num_dropped += 1
             dropped = f"; {self._num_dropped} older ones are lost" if self._num_dropped else ""
             return f"{self._path}: {error}; {len(self._pending)} lines wait in memory{dropped}"
         return None

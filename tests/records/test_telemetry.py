@@ -162,7 +162,7 @@ def test_half_written_line_is_left_out_and_dropped_on_resume(tmp_path: Path) -> 
     assert read_metrics(path) == [{"step": 1}, {"step": 2, "lag/max": 0.0}]
 
 
-def test_disk_that_fills_up_loses_no_line(tmp_path: Path) -> None:
+def test_a_full_disk_loses_the_oldest_of_many_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     log, long = JsonLines(path), {"note": 10**90}
     with file_size_limit(100):
@@ -178,17 +178,12 @@ def test_disk_that_fills_up_loses_no_line(tmp_path: Path) -> None:
     for step in (5, 6):
         assert log.append({"step": step}) is None
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full")
-def test_a_full_device_and_the_limit_on_pending_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_ray.records.json_lines.MAX_PENDING", 3)
-    monkeypatch.setattr("os.ftruncate", lambda *_: None)  # a device cannot be truncated
-    monkeypatch.setattr("grpo_ray.records.json_lines.drop_half_line", lambda _: None)  # nor read to its end
-    log = JsonLines("/dev/full")
-    errors = [log.append({"step": step}) for step in range(1, 6)]
-    assert "No space left on device; 1 lines wait in memory" in errors[0]
-    assert errors[4].endswith("3 lines wait in memory; 2 older ones are lost")
+    with file_size_limit(path.stat().st_size):
+        *_, error = (log.append({"step": step}) for step in range(7, 12))
+    assert error.endswith("3 lines wait in memory; 2 older ones are lost")
+    assert log.append({"step": 12}) is None
+    assert [row["step"] for row in read_metrics(path)[6:]] == [9, 10, 11, 12]
 
 
 def test_rollouts_round_trip(tmp_path: Path) -> None:
