@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -47,15 +48,10 @@ def test_the_process_is_signalled_and_no_other_that_has_its_pid(process: "subpro
     assert process.communicate("")[0] == ""  # once
 
 
-def test_a_process_that_is_gone_or_another_users_is_left_alone() -> None:
+def test_a_process_that_is_gone_or_another_users_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     send_signal((2**22 - 7, "1"))
-
-    def refuse(*_: object) -> None:
-        raise PermissionError
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(signal, "pidfd_send_signal", refuse)
-        send_signal(process_at(os.getpid()))
+    monkeypatch.setattr(signal, "pidfd_send_signal", Mock(side_effect=PermissionError))
+    send_signal(process_at(os.getpid()))
 
 
 @pytest.mark.slow

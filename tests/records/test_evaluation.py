@@ -8,6 +8,7 @@ from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import builders
 import numpy as np
@@ -90,9 +91,7 @@ def test_a_full_disk_fills_no_memory_with_evaluations(tmp_path: Path, monkeypatc
     evaluations: Any = Validation(context, [], None)  # type: ignore[arg-type]
     steps = range(1, MAX_UNWRITTEN + 4)
 
-    def full(*_: object) -> None:
-        raise OSError("no space left on device")
-
+    full = Mock(side_effect=OSError("no space left on device"))
     with monkeypatch.context() as disk:
         disk.setattr("grpo_ray.core.validation.write_evaluation", full)
         for step in steps:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from local_runs import Recorder
@@ -106,10 +107,7 @@ def test_a_place_where_nothing_can_be_created_is_refused(tmp_path: Path) -> None
 def test_a_file_system_without_locks_is_refused_with_the_cure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, cure: str
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr("fcntl.flock", refuse)
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(number, os.strerror(number))))
     message = rf"{tmp_path / 'run'} cannot be locked \({os.strerror(number)}\){cure}"
     with pytest.raises(RunError, match=message), RunDirectory(tmp_path / "run").lock():
         pass

@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from local_runs import Recorder
@@ -77,9 +78,7 @@ def test_events_of_earlier_processes_count(log: RunLog, display: Recorder) -> No
 def test_what_the_disk_refused_is_a_warning_until_it_is_retried_after_the_next_step(
     log: RunLog, display: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
+    full = Mock(side_effect=OSError(28, "No space left on device"))
     paths = log.run.metrics_path, log.run.events_path
     with monkeypatch.context() as patch:
         patch.setattr("grpo_ray.records.json_lines._write_whole", full)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from builders import Time, check_names
@@ -27,17 +28,13 @@ class Actor:
         return self.clock.take(1000)
 
 
-class Dead:
-    async def take_stats(self) -> StageTimes:
-        raise ActorDied("learner", "the test ended it")
-
-
 async def test_all_have_the_same_window_and_a_dead_or_replaced_actor_none() -> None:
     time = Time()
     activity = Activity(StageClock((), "idle", time))
     clients: dict[str, Any] = {"learner": Actor(time), "scorer": Actor(time)}
-    windows = []
-    for changed in ({}, {"learner": Dead()}, {"learner": Actor(time)}, {}):
+    dead, windows = AsyncMock(), []
+    dead.take_stats.side_effect = ActorDied("learner", "the test ended it")
+    for changed in ({}, {"learner": dead}, {"learner": Actor(time)}, {}):
         clients |= changed
         time.seconds += 7
         windows.append(await activity.read(clients))

@@ -12,6 +12,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -346,10 +347,7 @@ def test_a_library_that_is_missing_is_refused_with_what_to_install(monkeypatch: 
 
 
 def test_trackers_are_checked_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def connected(needs_hub: bool) -> None:
-        raise AssertionError("Ray was to be started")
-
-    monkeypatch.setattr(session, "connected", connected)
+    monkeypatch.setattr(session, "connected", Mock(side_effect=AssertionError("Ray was to be started")))
     monkeypatch.setattr(choice, "_is_installed", lambda name: False)
     config = make_config(f"run.output_dir={tmp_path}", "run.name=one", "tracking.trackers=[wandb]")
     with pytest.raises(RunError, match="wandb is not installed"):
@@ -486,18 +484,13 @@ def test_a_key_or_project_that_wandb_refuses_is_refused_before_the_run(monkeypat
     with pytest.raises(ValueError, match="wandb: Invalid project name 'a/b'"):
         check_trackers(make_config("tracking.trackers=[wandb]", "tracking.project=a/b"))
 
-    asked: list[dict[str, bool]] = []
     online = SimpleNamespace(settings=SimpleNamespace(mode="online"))
     monkeypatch.setattr(wandb, "setup", lambda settings: online)
-    monkeypatch.setattr(wandb, "login", lambda **how: asked.append(how))
+    monkeypatch.setattr(wandb, "login", login := Mock(return_value=None))
     with pytest.raises(ValueError, match=r"no API key; run wandb login, or set WANDB_API_KEY, or WANDB_MODE"):
         check_trackers(make_config("tracking.trackers=[wandb]"))
-    assert asked == [{"prompt": False, "verify": False}]
-
-    def refuse(**how: bool) -> None:
-        raise wandb.errors.AuthenticationError("API key must have 40+ characters, has 6.")
-
-    monkeypatch.setattr(wandb, "login", refuse)
+    login.assert_called_once_with(prompt=False, verify=False)
+    login.side_effect = wandb.errors.AuthenticationError("API key must have 40+ characters, has 6.")
     with pytest.raises(ValueError, match=r"wandb: API key must have 40\+ characters, has 6"):
         check_trackers(make_config("tracking.trackers=[wandb]"))
 
