@@ -37,9 +37,9 @@ def questions(examples: Sequence[Any]) -> list[str]:
     return [example.question for example in examples]
 
 
-def refusal(task: FileTaskConfig) -> str:
+def refusal(given: FileTaskConfig | Config) -> str:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the callers look at the message
-        load_examples(task, seed=0)
+        check_files(given) if isinstance(given, Config) else load_examples(given, seed=0)
     return str(caught.value)
 
 
@@ -95,9 +95,7 @@ def test_a_training_file_that_is_all_validation_is_refused(tmp_path: Path) -> No
     ("bad", "message"),
     [
         (b'{"question": "caf\xe9", "answer": "1"}', "byte 17 is not UTF-8; save the file as UTF-8"),
-        ('{"question": "x"}'.encode("utf-16"), "byte 0 is not UTF-8"),
         (b'{"question": "x\0", "answer": "1"}', "not valid JSON (Invalid control character at, column 16)"),
-        (b"\0\0\0\0", "not valid JSON"),
         (line("a\0b"), "'question' holds a NUL character; remove it"),
         (line("\ud83d"), "'question' holds half of a surrogate pair"),
         (line("x", "\udc00"), "'answer' holds half of a surrogate pair"),
@@ -228,25 +226,19 @@ def local(tiny_config: Config, tiny_model: TinyModel) -> Callable[..., Config]:
     return config
 
 
-def failure(config: Config) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the callers look at the message
-        check_files(config)
-    return str(caught.value)
-
-
 LONG = "9" * 600  # longer than the limit in tokens, whichever merges the tokenizer has
 CHOICES = "set task.long_prompts to skip (left out) or truncate (cut on the left)"
 
 
 def test_a_long_prompt_is_refused_with_its_line(tmp_path: Path, local: Callable[..., Config]) -> None:
     task = write_task(tmp_path, line("a?") + line(LONG * 3))
-    message = failure(local(task))
+    message = refusal(local(task))
     assert "sampling.max_tokens: 16 response tokens after the longest prompt (" in message
     assert f" tokens: {task.train_path}, line 2) do not fit the model's positions (512)" in message
     assert CHOICES in message
-    assert failure(local(task, sampling={"max_tokens": 512})).endswith("(512); shorten it")  # no prompt fits
+    assert refusal(local(task, sampling={"max_tokens": 512})).endswith("(512); shorten it")  # no prompt fits
     task = write_task(tmp_path, line("a?") + line("b" * 30), max_prompt_tokens=30)
-    message = failure(local(task))
+    message = refusal(local(task))
     assert f"{task.train_path}, line 2: the prompt has " in message
     assert f"more than task.max_prompt_tokens (30); raise it, or {CHOICES}" in message
 
@@ -301,11 +293,11 @@ def test_long_prompts_are_skipped_or_cut(
 
 def test_limits_that_leave_nothing_are_refused(tmp_path: Path, local: Callable[..., Config]) -> None:
     task = write_task(tmp_path, line("a?"), max_prompt_tokens=3, long_prompts="skip")
-    message = failure(local(task))
+    message = refusal(local(task))
     assert f"{task.train_path}: every prompt is longer than 3 tokens (the shortest has " in message
     assert "task.long_prompts = skip leaves none; raise task.max_prompt_tokens" in message
     task = write_task(tmp_path, line("a?"), max_prompt_tokens=3, long_prompts="truncate")
-    message = failure(local(task))
+    message = refusal(local(task))
     assert "task.long_prompts: a prompt cut to 3 tokens keeps nothing of its question" in message
     task = write_task(tmp_path, line("a?"), long_prompts="truncate")
-    assert "a prompt cut to 0 tokens" in failure(local(task, sampling={"max_tokens": 600}))
+    assert "a prompt cut to 0 tokens" in refusal(local(task, sampling={"max_tokens": 600}))

@@ -66,11 +66,7 @@ def _entry(row: dict[str, Any]) -> Any:
         ("chain_sums", {}, "task.name: reasoning_gym has no 'chain_sums'; did you mean chain_sum?"),
         ("chain_sum", {"terms": 3}, r"task.config: chain_sum .*terms.*; its fields are min_terms"),
         ("chain_sum", {"max_terms": 1}, "task.config: chain_sum of reasoning_gym refuses it"),
-        (
-            "leg_counting",
-            {"min_animals": 1.5},
-            r"task.config: leg_counting .* fails at 0 \(.*; change its fields",
-        ),
+        ("leg_counting", {"min_animals": 1.5}, r"task.config: leg_counting .* fails at 0 \(.*; change its"),
         ("spell_backward", {"data_file": "none.txt"}, "task.config: spell_backward .* refuses it .*none.txt"),
         ("composite", {"datasets": ["leg_counting"]}, "task.config: composite of reasoning_gym refuses it"),
         ("coin_flip", {"max_trials": 3, "min_trials": 3}, "num_validation_prompts: .* only 8 .* of the 64"),
