@@ -1,6 +1,6 @@
 """Attempts of code that an answer got run in a grading worker; test_reward_sandbox.py expects each to fail.
 
-There is one for each way in which a call is denied; test_reward_call_filter.py names the calls that no list
+There is one for each way in which a call is denied; test_reward_sandbox.py names the calls that no list
 may let in.
 
     python tests/sandbox_attempts.py FOLDER    prints {case: {promise: {attempt: outcome}}} as JSON

@@ -1,15 +1,20 @@
-"""Grading in processes that may die, and can do nothing but grade."""
+"""Grading in processes that may die, be taken over by an answer or be refused, and can do nothing but grade."""
 
+import contextlib
+import errno
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import psutil
 import pytest
@@ -20,19 +25,23 @@ from run_process import until
 from grpo_ray.config.reward import ScorerConfig
 from grpo_ray.config.secrets import reward_environment
 from grpo_ray.errors import RunError
-from grpo_ray.rewards.base import Overrun, Result, ScoringError, Ungradable, verdict
+from grpo_ray.rewards import REWARDS
+from grpo_ray.rewards.base import NotGraded, Overrun, Result, ScoringError, Ungradable, verdict
 from grpo_ray.rewards.builtin import r1_zero_reward_fn
 from grpo_ray.rewards.configured import tried
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.isolation import processes
 from grpo_ray.rewards.isolation.confinement import die_with_parent, protection_here
+from grpo_ray.rewards.isolation.messages import Garbage
 from grpo_ray.rewards.isolation.pool import RewardPool, _Answer
+from grpo_ray.rewards.isolation.processes import WorkerProcess
 from grpo_ray.rewards.isolation.worker import result_of
 
 pytestmark = pytest.mark.slow  # workers are started, killed and waited for
 OWN = "hostile_rewards:obey"
-REWARDS = {"maths": "r1_zero", "own": OWN}
 TIMEOUT_S = 0.5
+NOBODY = 65534
+RIGHT = ["72"] * 4
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +50,7 @@ def pool() -> Iterator[RewardPool]:
 
     Its limits are of processor time: on a busy machine no answer takes too long that would not on an idle one.
     """
-    pool = RewardPool(REWARDS, num_workers=2, timeout_s=TIMEOUT_S, memory_gib=0.25)
+    pool = RewardPool({"maths": "r1_zero", "own": OWN}, num_workers=2, timeout_s=TIMEOUT_S, memory_gib=0.25)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("grpo_ray.rewards.isolation.pool.LEAST_SHARE", 0.9)
         patch.setattr("grpo_ray.rewards.isolation.pool.MAX_EXTENSIONS", 1000)
@@ -49,9 +58,17 @@ def pool() -> Iterator[RewardPool]:
     pool.close()
 
 
+def grade(pool: RewardPool, *responses: str) -> list[Result]:
+    return pool.submit("own", [(response, "72") for response in responses]).result()
+
+
+def are_right(results: list[Result]) -> bool:
+    return all(isinstance(result, dict) and result["reward"] == 1 for result in results)
+
+
 def obeyed(pool: RewardPool, *responses: str) -> list[Any]:
     """Return 1 or 0 for each graded response, and for others the reason why they have no grade."""
-    results = pool.submit("own", [(response, "72") for response in responses]).result()
+    results = grade(pool, *responses)
     return [result["reward"] if isinstance(result, dict) else str(result) for result in results]
 
 
@@ -72,7 +89,7 @@ def workers_of(pool: RewardPool) -> list[psutil.Process]:
     return fork_server_of(pool).children()
 
 
-# Verdicts
+# ---- verdicts ----
 
 
 def test_verdicts_are_those_of_the_function_itself(pool: RewardPool) -> None:
@@ -85,11 +102,7 @@ def test_verdicts_are_those_of_the_function_itself(pool: RewardPool) -> None:
     expected = [result_of(tried(lambda pair=pair: r1_zero_reward_fn(*pair))) for pair in responses]
     assert {type(result) for result in expected} == {dict, Ungradable}
     results = pool.submit("maths", responses).result()
-    assert list(map(kind_of, results)) == list(map(kind_of, expected))
-    plain = [
-        [result if isinstance(result, dict) else str(result) for result in some] for some in (results, expected)
-    ]
-    assert plain[0] == plain[1]
+    assert [(kind_of(each), str(each)) for each in results] == [(kind_of(each), str(each)) for each in expected]
 
 
 def test_results_keep_their_order_at_any_length(pool: RewardPool) -> None:
@@ -97,30 +110,6 @@ def test_results_keep_their_order_at_any_length(pool: RewardPool) -> None:
     results = pool.submit("own", [(answer, answer) for answer in answers]).result()
     assert [result["reward"] for result in results if not isinstance(result, ScoringError)] == [1.0] * 200
     assert pool.submit("own", []).result() == []
-
-
-REASONS = {  # the kind of each word's result, and how its reason begins
-    "binomial": ("ungradable", "longer than 0.5 s (scorer.timeout_s)"),
-    "loop": ("ungradable", "longer than 0.5 s (scorer.timeout_s)"),
-    "segfault": ("ungradable", "SIGSEGV"),
-    "abort": ("ungradable", "SIGABRT"),
-    "allocate": ("ungradable", "too much memory (scorer.memory_gib)"),
-    # Stuck, but not because it computes.
-    "sleep": ("error", "longer than 0.5 s (scorer.timeout_s), of which its worker ran for 0.0 s"),
-    "exit": ("error", "exit status 0"),
-    "exit-3": ("error", "exit status 3"),
-    "kill": ("error", "SIGKILL"),
-    "missing": ("error", "KeyError: 'no such key' (hostile_rewards.py:"),
-    "raise": ("error", "ValueError: a line\nand ? (hostile_rewards.py:"),
-    "recurse": ("error", "RecursionError: "),
-}
-
-
-@pytest.mark.parametrize("word", REASONS)
-def test_an_answer_without_a_grade_has_its_reason_and_costs_no_other(pool: RewardPool, word: str) -> None:
-    first, bad, last = pool.submit("own", [("72", "72"), (f"{word} 72", "72"), ("72", "72")]).result()
-    assert (kind_of(first), kind_of(bad), kind_of(last)) == ("graded", REASONS[word][0], "graded")
-    assert str(bad).startswith(REASONS[word][1])
 
 
 def test_errors_ungradable_answers_and_unreadable_truths_cost_no_worker(
@@ -145,24 +134,40 @@ def test_memory_that_an_answer_leaves_behind_fails_no_other(pool: RewardPool) ->
     assert obeyed(pool, *["keep 72"] * 10) == [1] * 10  # 150 MiB each, of 256
 
 
+REASONS = {  # how they begin
+    "binomial": "longer than 0.5 s (scorer.timeout_s)",
+    "loop": "longer than 0.5 s (scorer.timeout_s)",
+    "segfault": "SIGSEGV",
+    "abort": "SIGABRT",
+    "allocate": "too much memory (scorer.memory_gib)",
+    # Stuck, but not because it computes.
+    "sleep": "longer than 0.5 s (scorer.timeout_s), of which its worker ran for 0.0 s",
+    "exit": "exit status 0",
+    "exit-3": "exit status 3",
+    "kill": "SIGKILL",
+    "missing": "KeyError: 'no such key' (hostile_rewards.py:",
+    "raise": "ValueError: a line\nand ? (hostile_rewards.py:",
+    "recurse": "RecursionError: ",
+}
 MATHS = {  # sympy parses those with powers first; the integral takes until its worker is killed
     "10**10**10": "ungradable",
     r"((10^{999})^{999})^{999}": "ungradable",
     "99999999!": "ungradable",
     r"\int_0^{\infty} \sin(x^x)^{x^x} dx": "ungradable",
     r"\sqrt" * 20_000: "ungradable",
-    r"\sum_{n=1}^{10^{12}} \frac{1}{n^n}": 0,
-    r"\begin{pmatrix}" + r" \\ ".join([" & ".join(["x"] * 12)] * 12) + r"\end{pmatrix}^{9999}": 0,
-    r"\frac{144}{2}": 1,
-    "73": 0,
+    r"\sum_{n=1}^{10^{12}} \frac{1}{n^n}": 0.0,
+    r"\begin{pmatrix}" + r" \\ ".join([" & ".join(["x"] * 12)] * 12) + r"\end{pmatrix}^{9999}": 0.0,
+    r"\frac{144}{2}": 1.0,
+    "73": 0.0,
 }
 
 
-def test_four_threads_of_hostile_inputs_get_the_right_results(pool: RewardPool) -> None:
+def test_four_threads_of_hostile_inputs_get_the_right_results_and_reasons(pool: RewardPool) -> None:
     errors = {**dict.fromkeys([*DEADLY, *RAISING, "sleep"], "error")}
-    kinds = {**dict.fromkeys(UNGRADABLE, "ungradable"), **errors, **dict.fromkeys(HARMLESS, 1)}
-    expected: dict[tuple[str, str], Any] = {("own", "72"): 1, ("own", "71"): 0}
-    expected |= {("own", f"{word} 72"): kind for word, kind in kinds.items()}
+    kinds = {**dict.fromkeys(UNGRADABLE, "ungradable"), **errors}
+    expected: dict[tuple[str, str], Any] = {("own", "72"): 1.0, ("own", "71"): 0.0}
+    expected |= {("own", f"{word} 72"): 1.0 for word in HARMLESS}
+    expected |= {("own", f"{word} 72"): f"{kind}: {REASONS.get(word, '')}" for word, kind in kinds.items()}
     expected |= {("maths", respond(answer)): kind for answer, kind in MATHS.items()}
     slow = {*(f"{word} 72" for word in (*ENDLESS, "grow")), *(respond(answer) for answer in [*MATHS][:4])}
     tasks = [task for task in expected for _ in range(1 if task[1] in slow else 4)]
@@ -174,17 +179,17 @@ def test_four_threads_of_hostile_inputs_get_the_right_results(pool: RewardPool) 
             for name in ("own", "maths"):
                 chosen = [task for task in part[start : start + 20] if task[0] == name]
                 graded = pool.submit(name, [(response, "72") for _, response in chosen]).result()
-                values = [one["reward"] if isinstance(one, dict) else kind_of(one) for one in graded]
+                values = [r["reward"] if isinstance(r, dict) else f"{kind_of(r)}: {r}" for r in graded]
                 results += zip(chosen, values, strict=True)
         return results
 
     with ThreadPoolExecutor(4) as threads:
         results = [result for part in threads.map(grade, [tasks[i::4] for i in range(4)]) for result in part]
     assert len(results) == len(tasks)
-    assert [(task, found) for task, found in results if found != expected[task]] == []
+    assert [each for each in results if not str(each[1]).startswith(str(expected[each[0]]))] == []
 
 
-# Processes
+# ---- processes ----
 
 
 def test_a_worker_that_died_between_answers_costs_none(pool: RewardPool) -> None:
@@ -349,7 +354,7 @@ def test_the_grader_keeps_simple_rewards_in_this_process() -> None:
     grader.close()
 
 
-# Confinement
+# ---- confinement ----
 
 
 def test_a_worker_inherits_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,3 +376,205 @@ def test_a_worker_confines_itself(pool: RewardPool) -> None:
         assert 0.25 * 2**30 < memory < fork_server_of(pool).memory_info().vms + 0.26 * 2**30
         files = os.listdir(f"/proc/{worker.pid}/fd")
         assert len([fd for fd in files if "socket" in os.readlink(f"/proc/{worker.pid}/fd/{fd}")]) == 1
+
+
+# ---- workers that were taken over by an answer ----
+
+
+@pytest.fixture(scope="module")
+def lone() -> Iterator[RewardPool]:
+    """Share a pool of one worker, so that each answer meets what the previous one left behind."""
+    pool = RewardPool({"own": OWN}, num_workers=1, timeout_s=1.0, memory_gib=0.25)
+    pool.start()
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("word", ["flood", "fill", "forge-no-json", "forge-ready"])
+def test_garbage_is_an_error_of_its_answer_alone(lone: RewardPool, word: str) -> None:
+    garbage, *others = grade(lone, f"{word} 72", *RIGHT)
+    assert isinstance(garbage, ScoringError)
+    assert "its worker sent " in str(garbage)
+    assert len(str(garbage)) < 700
+    assert are_right(others)
+
+
+def test_a_worker_that_fills_its_channel_and_ends_later_blocks_nothing(lone: RewardPool) -> None:
+    assert are_right(grade(lone, "fill-later 72"))
+    fork_server = psutil.Process(lone._fork_server._process.pid)
+    assert psutil.wait_procs(fork_server.children(), timeout=600)[1] == []
+    assert are_right(grade(lone, *RIGHT))
+
+
+def test_a_second_verdict_is_not_the_next_answers(lone: RewardPool) -> None:
+    grade(lone, "forge-right 71")  # the worker sends its own verdict afterwards
+    time.sleep(1)  # until that has arrived; before, it would count for the next answer: docs/threats.md
+    (wrong,) = grade(lone, "71")
+    assert wrong["reward"] == 0
+    (forged,) = grade(lone, "forge-right 71")
+    assert are_right([forged])  # its own verdict can be forged: docs/threats.md
+    time.sleep(1)  # as above
+    assert are_right(grade(lone, "72"))
+
+
+def test_a_worker_that_takes_no_more_answers_is_ended_in_time(lone: RewardPool) -> None:
+    assert are_right(grade(lone, "deaf-later 72"))
+    time.sleep(1.5)
+    (result,) = grade(lone, "72" + " " * 2_000_000)  # more than the socket holds
+    assert str(result) == "longer than 1 s (scorer.timeout_s)"
+    assert are_right(grade(lone, *RIGHT))
+
+
+def test_workers_that_end_before_they_begin_are_an_error_and_no_exception(lone: RewardPool) -> None:
+    forgotten, *others = grade(lone, "forget 72", *RIGHT)
+    assert (type(forgotten), str(forgotten)) == (ScoringError, "its workers end before they have begun it")
+    assert are_right(others)
+
+
+def test_a_signal_without_a_name_ends_one_worker_and_not_the_fork_server(lone: RewardPool) -> None:
+    process = lone._fork_server._process
+    error, *others = grade(lone, "real-time-signal 72", *RIGHT)
+    assert (type(error), str(error)) == (ScoringError, "signal 35")
+    assert are_right(others)
+    assert lone._fork_server._process is process
+
+
+def test_waiting_for_a_message_has_a_deadline_and_a_limit_of_bytes() -> None:
+    ours, theirs = socket.socketpair()
+    worker, stop = WorkerProcess(ours), threading.Event()
+
+    def drip() -> None:
+        while not stop.wait(0.05):
+            theirs.send(b"x")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    with pytest.raises(TimeoutError):
+        worker.receive(0.4)
+    stop.set()
+    thread.join()
+    theirs.sendall(b"x" * 2**16)
+    with pytest.raises(Garbage, match="more than 65536 bytes without a line break"):
+        worker.receive(5)
+    with pytest.raises(TimeoutError):
+        worker.send([b"x" * 10_000_000], 0.2)
+    theirs.close()
+    worker.close()
+
+
+# ---- a system that refuses a process or a file ----
+
+
+REFUSED_FORKS = """
+import os, resource, signal, socket, sys
+from grpo_ray.rewards.isolation.confinement import Confinement
+from grpo_ray.rewards.isolation.fork_server import _ForkServer
+os.setgid({nobody})
+os.setuid({nobody})
+_, most = resource.getrlimit(resource.RLIMIT_NPROC)
+resource.setrlimit(resource.RLIMIT_NPROC, (0, most))
+signal.signal(signal.SIGUSR1, lambda *_: resource.setrlimit(resource.RLIMIT_NPROC, (most, most)))
+_ForkServer(socket.socket(fileno=int(sys.argv[1])), {{}}, Confinement(0.25)).run()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only another user than root has a limit of processes")
+def test_a_fork_that_the_system_refuses_is_told_and_succeeds_later() -> None:
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-c", REFUSED_FORKS.format(nobody=NOBODY), str(theirs.fileno())]
+    fork_server = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+    theirs.close()
+
+    def ask() -> list[Any]:
+        ours, channel = socket.socketpair()
+        with channel:
+            socket.send_fds(control, [b"+"], [channel.fileno()])
+        worker = WorkerProcess(ours)
+        message = worker.receive(30)
+        worker.close()
+        return message
+
+    for _ in range(3):
+        kind, why, *_ = ask()
+        assert (kind, "temporarily unavailable" in why) == ("refused", True), why
+    fork_server.send_signal(signal.SIGUSR1)
+    answers = (ask()[0] for _ in range(10))  # the signal comes on its own way, perhaps after the next request
+    assert "ready" in answers
+    control.close()
+    assert fork_server.wait(30) == 0
+
+
+def test_a_refusal_that_lasts_is_an_error_in_plain_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "PAUSES_S", (0.01, 0.02))
+    pool = RewardPool({"own": OWN}, num_workers=1, timeout_s=1.0, memory_gib=0.25)
+    pool.start()
+    refuse = Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
+    with monkeypatch.context() as patch:
+        patch.setattr(processes.socket, "socketpair", refuse)
+        message = r"the system has refused another process or file \(.*Too many open files"
+        with pytest.raises(RunError, match=message):
+            grade(pool, "72")
+    assert refuse.call_count == 3
+    assert are_right(grade(pool, "72"))
+    pool.close()
+
+
+def test_a_fork_server_that_cannot_be_started_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = BlockingIOError(11, "Resource temporarily unavailable")
+    refused_twice = Mock(wraps=processes.subprocess.Popen, side_effect=[refusal, refusal, DEFAULT])
+    monkeypatch.setattr(processes.subprocess, "Popen", refused_twice)
+    pool = RewardPool({"own": OWN}, num_workers=1, timeout_s=30.0, memory_gib=0.25)
+    assert are_right(pool.submit("own", [("72", "72")]).result())
+    assert refused_twice.call_count == 3
+    pool.close()
+
+
+N = 100_000
+MARKS = "\u0f73\u0316\u0301"  # sorted by class when composed, which takes quadratic time in a row
+
+# By name: a response of about n characters, and whether it goes between the answer tags.
+HOSTILE: dict[str, Callable[[int], str]] = {
+    "boxes in boxes": lambda n: r"\boxed{" * (n // 8) + "}" * (n // 8),
+    "boxes and spaces": lambda n: r"\boxed{ " * (n // 10) + " }" * (n // 10),
+    "boxes that stay open": lambda n: r"\boxed{" * (n // 7),
+    "boxes side by side": lambda n: r"\boxed{1}" * (n // 9),
+    "braces": lambda n: r"\boxed{" + "{" * (n // 2) + "}" * (n // 2) + "}",
+    "backslashes": lambda n: r"\boxed{" + "\\" * n + "}",
+    "marks": lambda n: "a" + MARKS * (n // 3),
+    "marks in order": lambda n: "a" + "\u0301" * (n // 2) + "\u0316" * (n // 2),
+    "spaces": lambda n: "cat" + " " * n + "x",
+    "words": lambda n: "New " * (n // 4),
+    "digits": lambda n: "1" * n + "x",
+    "numbers": lambda n: "1 , " * (n // 4) + "x",
+    "numbers and spaces": lambda n: ("1" + " " * 100) * (n // 101) + "x",
+    "commas": lambda n: "1" + " ,; " * (n // 4) + "1",
+    "tags": lambda n: "</think> <answer> " * (n // 18),
+    "brackets": lambda n: "(" * n,
+    "one line": lambda n: "\ud800\u2028" * (n // 2),
+}
+TRUTHS = {"keyword_inclusion": "cat, new york", "sort_distance": "3 1 2"}
+# The others read an answer in the same way, and judge what is short.
+WHOLE = ("keyword_inclusion", "last_number", "question_only")  # to these, tags are text like any other
+SCANNING = ("exact_match", "sort_distance", *WHOLE)
+
+
+def seconds_of(function: Callable[[str, str], object], response: str, truth: str) -> float:
+    """Return the CPU time of this thread."""
+    started = time.thread_time()
+    with contextlib.suppress(NotGraded, Ungradable):
+        function(response, truth)
+    return time.thread_time() - started
+
+
+@pytest.mark.parametrize("name", SCANNING)
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_time_grows_with_the_length_alone(name: str, kind: str) -> None:
+    truth = TRUTHS.get(name, "72")
+
+    def is_linear(wrap: str) -> bool:
+        texts = (wrap.format(HOSTILE[kind](n)) for n in (N, 4 * N))
+        small, large = (seconds_of(REWARDS[name], text, truth) for text in texts)
+        return large < 9 * small + 0.02  # quadratic: 16 times
+
+    for wrap in ["{}", "so </think> <answer> {} </answer>"][: 1 if name in WHOLE else 2]:
+        assert is_linear(wrap) or is_linear(wrap)  # a busy machine may disturb one try
