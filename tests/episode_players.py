@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from builders import make_settings
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.config.episodes import EpisodesConfig
@@ -76,6 +77,17 @@ _LOOK = {"name": "look", "description": "Look at a place.", "parameters": _PLACE
 TOOL = {"type": "function", "function": _LOOK}
 Policy = Callable[[str], str | Sequence[int]]
 HELLO = Example("hello", "reply")
+TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12)
+# Templates may trim what they show, so replies that are compared have a first and a last letter.
+REPLIES = TEXTS.map(lambda text: f"a{text}z")
+# Questions and replies. Random tokens are seldom what their text encodes to, and often no valid UTF-8.
+TURNS = st.lists(st.tuples(TEXTS, REPLIES | st.lists(st.integers(1, 250), max_size=8)), min_size=1, max_size=4)
+ANY_TEXTS = st.text(st.characters(exclude_categories=()), max_size=8)  # lone surrogates, too
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | ANY_TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(ANY_TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
 CALL = '<tool_call>\n{"name": "look", "arguments": {"place": "%s"}}\n</tool_call>'
 _THOUGHTS = {"open": "<think>\n", "close": "\n</think>"}
 _CONTENT = {"close_pattern": r"<\|im_end\|>|$", "repeats": True, "join": ""}

@@ -8,21 +8,14 @@ from typing import Any
 import episode_players as players
 import numpy as np
 import pytest
-from episode_players import chat_tokenizer, converse, said, session_of, tokenizer_of, user
+from episode_players import TURNS, chat_tokenizer, converse, said, session_of, tokenizer_of, user
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.episodes.chat_template import ChatTemplate, Recent
 from grpo_ray.episodes.outcome import EpisodeEnded, Status
 from grpo_ray.episodes.session import SHORT_CHARS, Session
-
-TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12)
-# Templates may trim what they show, so replies that are compared have a first and a last letter.
-REPLIES = TEXTS.map(lambda text: f"a{text}z")
-# Random tokens are seldom what their text encodes to, and often no valid UTF-8.
-IDS = st.lists(st.integers(1, 250), max_size=8)
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]]) -> tuple[int, ...]:
@@ -33,7 +26,7 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, An
 @pytest.mark.slow
 @pytest.mark.parametrize("name", players.TEMPLATES)
 @settings(max_examples=40)
-@given(st.lists(st.tuples(TEXTS, REPLIES | IDS), min_size=1, max_size=4))
+@given(TURNS)
 def test_prompts_are_the_templates_own_and_sampled_tokens_stay(name: str, turns: list[Any]) -> None:
     tokenizer = tokenizer_of(name)
     end = tokenizer.convert_tokens_to_ids(players.ENDS[name])

@@ -13,7 +13,7 @@ from unittest.mock import AsyncMock, patch
 import aiohttp
 import openai
 import pytest
-from episode_players import CALL, TOOL, Scripted, said, session_of
+from episode_players import CALL, JSON, TOOL, Scripted, said, session_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -205,11 +205,6 @@ async def test_a_request_that_is_too_large_loses_no_reply_on_its_way() -> None:
         assert (await asked).status == 413
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=6,
-)
 TEXT_PART = {"type": "text", "text": "x"}
 REQUEST = {
     "model": "policy",

@@ -8,10 +8,12 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import episode_players as players
 import pytest
 import yaml
-from episode_players import CALL, QWEN3, TOOL, Scripted, chat_tokenizer, converse, said, user
+from episode_players import CALL, REPLIES, TEXTS, TOOL, TURNS, Scripted, chat_tokenizer, converse, said, user
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
@@ -36,15 +38,12 @@ TOOLS = (
     "\\n</tool_call><|im_end|>\\n' }}{% endif %}"
 )
 NO_THOUGHT = "{% if enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
-TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12)
-# Both formats trim line ends of what they show again.
-REPLIES = TEXTS.map(lambda text: f"a{text}z")
 RESULT = {"role": "tool", "content": "nothing", "tool_call_id": "call00000"}
 
 
 @cache
 def tokenizer_of_qwen3() -> PreTrainedTokenizerBase:
-    tokenizer = chat_tokenizer(TOOLS + QWEN3 + NO_THOUGHT)
+    tokenizer = chat_tokenizer(TOOLS + players.QWEN3 + NO_THOUGHT)
     tokenizer.add_tokens(list(MARKS))
     tokenizer.unk_token = None  # as Qwen3's; else the package takes <|endoftext|> for an unknown token
     return tokenizer
@@ -91,12 +90,9 @@ def check_prefixes(session: Session, sampler: Scripted) -> None:
         assert after[: len(before) + len(reply)] == before + reply
 
 
-IDS = st.lists(st.integers(1, 250), max_size=8)  # seldom what their text encodes to
-
-
 @pytest.mark.slow
 @settings(max_examples=60)
-@given(st.booleans(), st.lists(st.tuples(TEXTS, REPLIES | IDS), min_size=1, max_size=4))
+@given(st.booleans(), TURNS)
 def test_prompts_are_the_chat_templates_and_sampled_tokens_stay(thinks: bool, turns: list[Any]) -> None:
     end = ends_of(tokenizer_of_qwen3())[0]
     opened = [[user(text)] for text, _ in turns]
@@ -172,7 +168,7 @@ def test_a_malformed_call_is_text() -> None:
 
 def test_renderers_that_do_not_fit_are_refused() -> None:
     pytest.importorskip("renderers")
-    plain = chat_tokenizer(QWEN3)  # without the tokens of calls, as Qwen2.5 is without those of results
+    plain = chat_tokenizer(players.QWEN3)  # without the tokens of calls, as Qwen2.5 is without those of results
     plain.unk_token = None
     with pytest.raises(ValueError, match=r"episodes.renderer: qwen3 does not fit .*<tool_call>"):
         make_renderer("qwen3", plain, ends_of(plain))
@@ -216,53 +212,34 @@ def test_a_parser_without_a_renderer_is_refused() -> None:
     assert isinstance(configured()[0], ChatTemplate)
 
 
-class Letters:
-    """A renderer of letters: each message is its content and a full stop."""
-
-    config = SimpleNamespace(name="letters")
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-        self.bridges: list[Any] = []
-        self.bridged: list[int] | None = None
-
-    def ids(self, text: str) -> list[int]:
-        return list(self.tokenizer(text)["input_ids"])
-
-    def get_stop_token_ids(self) -> list[int]:
-        return ends_of(self.tokenizer)[:1]
-
-    def render_ids(self, messages: Any, *, tools: Any, add_generation_prompt: bool) -> list[int]:
-        assert add_generation_prompt
-        if any(message["content"] == "bad" for message in messages):
-            raise KeyError("bad")
-        return self.ids("".join(f"{message['content']}." for message in messages))
-
-    def bridge_to_next_turn(self, prompt: Any, reply: Any, new: Any, *, tools: Any) -> Any:
-        self.bridges.append((prompt, reply, new, tools))
-        return None if self.bridged is None else SimpleNamespace(token_ids=self.bridged)
-
-
 def test_what_a_renderer_is_given_and_what_is_taken_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bridge that changes earlier tokens begins a branch; without the package."""
     tokenizer = tokenizer_of_qwen3()
-    letters = Letters(tokenizer)
-    fake = SimpleNamespace(config_from_name=lambda name: name, create_renderer=lambda *_: letters)
-    monkeypatch.setitem(sys.modules, "renderers", fake)
+
+    def rendered(messages: Any, *, tools: Any = None, add_generation_prompt: bool) -> list[int]:
+        """Show each message as its content and a full stop."""
+        assert add_generation_prompt
+        return list(tokenizer("".join(f"{message['content']}." for message in messages))["input_ids"])
+
+    bridge = Mock(return_value=None)
+    fake = Mock(bridge_to_next_turn=bridge, render_ids=rendered)
+    fake.get_stop_token_ids.return_value = ends_of(tokenizer)[:1]
+    package = SimpleNamespace(config_from_name=lambda name: name, create_renderer=lambda *_: fake)
+    monkeypatch.setitem(sys.modules, "renderers", package)
     template, parser = configured(renderer="letters")
     assert parser is None
     call = {"id": "call00000", "function": {"name": "look", "arguments": {}}}
     reply = {"role": "assistant", "content": "b", "tool_calls": [call]}
     conversation = [user("a"), reply, RESULT]
-    assert template.prompt(conversation) == tuple(letters.ids("a.b.nothing."))
+    assert template.prompt(conversation) == tuple(tokenizer("a.b.nothing.")["input_ids"])
     assert template.continued(conversation, 2, (1, 2), (3,), [TOOL]) is None
-    assert letters.bridges == [([1, 2], [3], [{**RESULT, "name": "look"}], [TOOL])]
-    letters.bridged = [1, 2, 3, 4]
-    assert template.continued(conversation, 2, (1, 2), (3,)) == (1, 2, 3, 4)
-    letters.bridged = [1, 2, 4]
-    assert template.continued(conversation, 2, (1, 2), (3,)) is None
-    with pytest.raises(ValueError, match="refuses the conversation: 'bad'"):
-        template.prompt([user("bad")])
+    bridge.assert_called_once_with([1, 2], [3], [{**RESULT, "name": "look"}], tools=[TOOL])
+    for bridged, prompt in (([1, 2, 3, 4], (1, 2, 3, 4)), ([1, 2, 4], None)):
+        bridge.return_value = SimpleNamespace(token_ids=bridged)
+        assert template.continued(conversation, 2, (1, 2), (3,)) == prompt
     session, _, _ = play(template, ["b", "c"], [[user("a")], [user("d")]])
     # A reply ends with <|im_end|>, and the fake shows a full stop there.
     assert len(session.segments.sequences()) == 2
+    fake.render_ids = Mock(side_effect=KeyError("bad"))
+    with pytest.raises(ValueError, match="refuses the conversation: 'bad'"):
+        template.prompt([user("bad")])

@@ -95,6 +95,8 @@ def test_a_training_file_that_is_all_validation_is_refused(tmp_path: Path) -> No
     ("bad", "message"),
     [
         (b'{"question": "caf\xe9", "answer": "1"}', "byte 17 is not UTF-8; save the file as UTF-8"),
+        ('{"question": "x"}'.encode("utf-16"), "byte 0 is not UTF-8"),
+        (b"\0\0\0\0", "not valid JSON"),
         (b'{"question": "x\0", "answer": "1"}', "not valid JSON (Invalid control character at, column 16)"),
         (line("a\0b"), "'question' holds a NUL character; remove it"),
         (line("\ud83d"), "'question' holds half of a surrogate pair"),
