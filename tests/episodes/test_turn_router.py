@@ -5,13 +5,14 @@ import gc
 import pickle
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
 from builders import Time, same_groups
 from hypothesis import given
 from hypothesis import strategies as st
-from turn_clients import SETTINGS, Answer, FakeGenerator, at_once, completion, never, until
+from turn_clients import SETTINGS, FakeGenerator, at_once, completion, never, until
 
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.episodes import turn_router
@@ -21,15 +22,6 @@ from grpo_ray.errors import DataLost, TurnUnanswered
 from grpo_ray.types import Completion, SamplingSettings
 
 WORKER = "environment-0", "one process"
-
-
-def failing(error: Exception) -> Answer:
-    """Return an answer that raises."""
-
-    async def answer(token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
-        raise error
-
-    return answer
 
 
 @given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), max_size=5))
@@ -195,23 +187,14 @@ async def test_a_generator_that_dies_in_the_middle_of_turns_costs_the_turns_only
     assert len(await router.failures(0)) == 1  # it was not asked again
 
 
-class Stopped(FakeGenerator):
-    """A Generator of which not even a call returns."""
-
-    async def begin_turns(self, *_: Any) -> None:
-        await asyncio.sleep(60)
-
-    async def finished_turns(self, worker: Any) -> FinishedTurns:
-        await asyncio.sleep(60)
-        raise AssertionError
-
-
 async def test_a_generator_that_fails_its_turns_is_reported_and_another_one_gets_them() -> None:
     died, silent = "vLLM's engine died", "it had turns and finished none for 0.05 s"
+    stopped = FakeGenerator("generator-0", never)
+    stopped.begin_turns = stopped.finished_turns = lambda *_: asyncio.sleep(60)  # not even a call returns
     for generator, silence_s, error in (
-        (FakeGenerator("generator-0", failing(EngineDied(died))), 30.0, died),
+        (FakeGenerator("generator-0", AsyncMock(side_effect=EngineDied(died))), 30.0, died),
         (FakeGenerator("generator-0", never), 0.05, silent),
-        (Stopped("generator-0", never), 0.05, silent),
+        (stopped, 0.05, silent),
     ):
         generators = {4: generator, 7: FakeGenerator("generator-1", at_once)}
         router, sampler = await serving(generators, silence_s, has_prefix=4)
