@@ -1,20 +1,31 @@
-"""Running episodes: each ends with a name, and none disturbs another, its threads included."""
+"""Running episodes: each ends with a name, and costs no other whatever it returns or raises, nor its thread."""
 
 import asyncio
 import contextlib
 import gc
+import json
 import sys
 import threading
 import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any
-from unittest.mock import Mock
+from typing import Any, NoReturn
+from unittest.mock import AsyncMock, Mock
 
+import numpy as np
 import pytest
-from episode_players import HELLO, make_session, play, said, session_of, tokenizer_of
+import torch
+from episode_groups import make_episode_group
+from episode_players import ANY_TEXTS, HELLO, JSON, TOOL, make_session, play, said, session_of, tokenizer_of
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from local_runs import train
 
 from grpo_ray.config import Config
 from grpo_ray.config.episodes import EpisodesConfig
+from grpo_ray.config.loading import load_config
 from grpo_ray.engines import derived_seed
 from grpo_ray.episodes import runner as runner_module
 from grpo_ray.episodes import threads
@@ -23,16 +34,21 @@ from grpo_ray.episodes.outcome import EpisodeEnded, Outcome, Status
 from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner, load_episode
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.threads import EpisodeThread, RunningEpisode
+from grpo_ray.episodes.tool_calls import checked
+from grpo_ray.records.rollout_log import read_rollouts, write_rollouts
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.run.preparation import _fit_part
 from grpo_ray.tasks.examples import Example, ExampleSets
+from grpo_ray.tools.audit.audit import audit
 from grpo_ray.types import Episode
+from grpo_ray.watch.batch_metrics import rollout_metrics
 
 
 def new_session(limits: EpisodesConfig | None = None) -> Session:
     return session_of("qwen2.5", lambda prompt: "reply", limits)[0]
 
 
-def run(episode: EpisodeFn, limits: EpisodesConfig | None = None) -> Episode:
+def played(episode: EpisodeFn, limits: EpisodesConfig | None = None) -> Episode:
     return play(episode, new_session(limits))
 
 
@@ -53,7 +69,7 @@ def test_an_episode_that_returns_is_finished_with_rewards_per_turn_and_metrics()
             await one_turn(session, example)
         return Outcome(0.5, turn_rewards=(0.0, 0.5), metrics={"score": 3.0})
 
-    result = run(episode)
+    result = played(episode)
     assert (result.status, result.error, result.num_turns) == (Status.FINISHED, "", 2)
     assert (result.reward, result.turn_rewards, result.metrics) == (0.5, (0.0, 0.5), {"score": 3.0})
     assert result.seconds > 0
@@ -64,15 +80,13 @@ def test_limits_have_names() -> None:
         (EpisodesConfig(max_turns=3), Status.TRUNCATED_TURNS, "has had its 3 turns"),
         (EpisodesConfig(max_tokens=100), Status.TRUNCATED_TOKENS, "leaves no room for a reply within 100"),
     ):
-        result = run(endless, limits)
+        result = played(endless, limits)
         assert (result.status, result.reward) == (status, 0.0)
         assert reason in result.error
         assert result.num_turns >= 3
         (sequence,) = result.sequences
         assert len(sequence.prompt_token_ids) + sequence.end <= limits.max_tokens
-
-
-def test_a_reply_is_cut_to_the_room_that_is_left() -> None:
+    # A reply is cut to the room that is left.
     result = play(one_turn, session_of("qwen2.5", lambda prompt: [5] * 500, EpisodesConfig(max_tokens=60))[0])
     (sequence,) = result.sequences
     assert len(sequence.prompt_token_ids) + sequence.end == 60
@@ -85,9 +99,9 @@ def test_an_episode_may_answer_its_limit_with_a_reward() -> None:
         except EpisodeEnded:
             return -1.0
 
-    result = run(episode, EpisodesConfig(max_turns=2))
+    result = played(episode, EpisodesConfig(max_turns=2))
     assert (result.status, result.reward) == (Status.TRUNCATED_TURNS, -1.0)
-    assert run(endless, EpisodesConfig(max_turns=2, truncated_reward=-0.5)).reward == -0.5
+    assert played(endless, EpisodesConfig(max_turns=2, truncated_reward=-0.5)).reward == -0.5
 
 
 def test_calls_beyond_a_limit_lose_no_reply_on_its_way() -> None:
@@ -95,7 +109,7 @@ def test_calls_beyond_a_limit_lose_no_reply_on_its_way() -> None:
         await asyncio.gather(*(one_turn(session, Example(f"branch {n}", "")) for n in range(5)))
         return 1.0
 
-    result = run(episode, EpisodesConfig(max_turns=3))
+    result = played(episode, EpisodesConfig(max_turns=3))
     assert (result.status, result.reward) == (Status.TRUNCATED_TURNS, 0.0)
     assert (result.num_turns, len(result.sequences)) == (3, 3)
 
@@ -108,8 +122,8 @@ def test_an_error_after_a_limit_is_seen() -> None:
             return Outcome(1.0, turn_rewards=(1.0, 1.0, 1.0))
         raise KeyError("score")
 
-    assert run(episode, EpisodesConfig(max_turns=2, max_tokens=5000)).status == Status.ENVIRONMENT_ERROR
-    result = run(episode, EpisodesConfig(max_turns=2, max_tokens=1000))
+    assert played(episode, EpisodesConfig(max_turns=2, max_tokens=5000)).status == Status.ENVIRONMENT_ERROR
+    result = played(episode, EpisodesConfig(max_turns=2, max_tokens=1000))
     assert (result.status, result.reward) == (Status.TRUNCATED_TURNS, 0.0)
     assert result.error.endswith("; then it raised KeyError: 'score'")
 
@@ -172,9 +186,7 @@ async def test_what_an_episode_held_when_it_failed_is_freed_at_once() -> None:
 
 
 def test_a_generator_that_fails_is_no_error_of_the_environment() -> None:
-    class Failing:
-        async def sample(self, *_: Any) -> Any:
-            raise RuntimeError("the engine died")
+    failing = Mock(sample=AsyncMock(side_effect=RuntimeError("the engine died")))
 
     async def careless(session: Session, example: Example) -> float:
         try:
@@ -183,7 +195,7 @@ def test_a_generator_that_fails_is_no_error_of_the_environment() -> None:
             return 1.0
 
     for episode in (one_turn, careless):
-        result = play(episode, make_session(Failing(), tokenizer_of("qwen2.5")))
+        result = play(episode, make_session(failing, tokenizer_of("qwen2.5")))
         assert (result.status, result.reward) == (Status.GENERATOR_ERROR, None)
         assert result.error == "RuntimeError: the engine died"
 
@@ -204,7 +216,7 @@ def test_episodes_are_found_by_their_import_path(tmp_path: Path, monkeypatch: py
     (tmp_path / "my_game.py").write_text("\n".join([*functions, "async def one(session): ..."]))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    assert run(load_episode("my_game:good")).reward == 1.0
+    assert played(load_episode("my_game:good")).reward == 1.0
     for name, message in (
         ("my_game:plain", "task.episode: my_game:plain must be an `async def`"),
         ("my_game:one", r"task.episode: my_game:one must take \(session, example\)"),
@@ -234,13 +246,9 @@ def test_an_episode_may_be_as_long_as_the_model_and_the_engine_take_and_no_longe
 # ---- threads: bad code costs its own episode alone, and threads that end are not stuck ----
 
 
-async def _exits(end: BaseException) -> float:
-    raise end
-
-
 async def _begins_a_task_that_exits(end: BaseException) -> float:
     try:
-        return await asyncio.create_task(_exits(end))
+        return await asyncio.create_task(AsyncMock(side_effect=end)())
     except (SystemExit, KeyboardInterrupt) as error:
         raise RuntimeError("the task called exit") from error
 
@@ -332,3 +340,319 @@ async def test_a_call_of_to_thread_that_hangs_is_stuck(monkeypatch: pytest.Monke
         release.set()
     thread._thread.join(5)
     assert not thread.is_stuck
+
+
+# ---- all that an episode returns or raises can cost that episode, and nothing else ----
+
+
+HALF = "\ud83d"  # of a surrogate pair; a model writes it as "\\ud83d" in JSON
+
+
+class Unknown:
+    """A value that cannot be converted, nor shown."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("no number")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class Base(BaseException):
+    """An error that is no Exception."""
+
+
+def changed_later() -> Outcome:
+    outcome = Outcome(1.0)
+    outcome.metrics["late"] = "text"  # type: ignore[index]
+    return outcome
+
+
+def raises(error: BaseException, notes: Sequence[str] = ()) -> Callable[[], NoReturn]:
+    def end() -> NoReturn:
+        for note in notes:
+            error.add_note(note)
+        raise error
+
+    return end
+
+
+def circle() -> NoReturn:
+    first, second = ValueError("first"), ValueError("second")
+    first.__context__, second.__context__ = second, first
+    raise first
+
+
+def odd_syntax() -> NoReturn:
+    error = SyntaxError("odd")
+    error.filename, error.lineno, error.text, error.offset = "file", 1, "text", "place"  # type: ignore[assignment]
+    raise error
+
+
+# What a model's text or a mistake in an environment can bring about: each returns what an episode function
+# returns, or raises what it raises.
+ENDINGS: dict[str, Callable[[], Any]] = {
+    "half a pair in an error": raises(ValueError(f"there is no place {HALF}")),
+    "half a pair in a cause": raises(ExceptionGroup(HALF, [ValueError(HALF)])),
+    "name of a file that is not UTF-8": raises(FileNotFoundError(2, "no such file", "caf\udce9")),
+    "names that are no text": lambda: Outcome(1.0, metrics={7: 1.0, "a": 1.0}),  # type: ignore[dict-item]
+    "a metric beyond its bound": lambda: Outcome(1.0, metrics={"m": 10**31}),
+    "a metric beyond all floats": lambda: Outcome(1.0, metrics={"m": 10**400}),
+    "a metric with too many digits to print": lambda: Outcome(1.0, metrics={"m": 10**5000}),
+    "a metric that is not finite": lambda: Outcome(1.0, metrics={"m": np.float32("inf")}),
+    "a metric that is text": lambda: Outcome(1.0, metrics={"m": "1"}),  # type: ignore[dict-item]
+    "a long name": lambda: Outcome(1.0, metrics={"x" * 100_000: 1.0}),
+    "many names": lambda: Outcome(1.0, metrics={f"m{n}": 1.0 for n in range(65)}),
+    "metrics that are a list": lambda: Outcome(1.0, metrics=[1.0]),  # type: ignore[arg-type]
+    "a metric that is added later": changed_later,
+    "a reward beyond its bound": lambda: 1e300,
+    "a reward that is not finite": lambda: torch.tensor(float("nan")),
+    "a reward that is text": lambda: "0.5",
+    "no reward": lambda: None,
+    "two rewards": lambda: np.array([0.5, 0.5]),
+    "a reward that is complex": lambda: 1j,
+    "a reward that cannot be shown": Unknown,
+    "a turn's reward beyond its bound": lambda: Outcome(1.0, (-1e300,)),
+    "rewards of too many turns": lambda: Outcome(1.0, (0.5, 0.5, 0.5)),
+    "a mapping in place of rewards of turns": lambda: Outcome(1.0, {0: 0.5}),  # type: ignore[arg-type]
+    "an error that cannot be shown": raises(Unspeakable()),
+    "an error with odd attributes": odd_syntax,
+    "errors in a circle": circle,
+    "no Exception": raises(Base("bye")),
+    "Ctrl-C": raises(KeyboardInterrupt()),
+    "the end of a generator": raises(GeneratorExit()),
+    "the end of an iteration": raises(StopIteration()),
+    "an exit": raises(SystemExit(3)),
+    "a cancellation": raises(asyncio.CancelledError()),
+}
+UNFINISHED = {"a result that is not there yet": raises(asyncio.InvalidStateError())}
+GOOD: dict[str, tuple[Callable[[], Any], float]] = {
+    "NumPy's float": (lambda: np.float32(0.5), 0.5),
+    "torch's float": (lambda: torch.tensor(0.5), 0.5),
+    "an outcome of torch": (lambda: Outcome(torch.tensor(0.5), metrics={"m": torch.tensor(2)}), 0.5),  # type: ignore[arg-type, dict-item]
+    "a truth value": (lambda: True, 1.0),
+    "half a pair in a name": (lambda: Outcome(0.5, metrics={f"tool/{HALF}": 1}), 0.5),
+    "a whole number": (lambda: Outcome(10**12, metrics={"m": 10**30}), 1e12),
+}
+
+
+CALL = '<tool_call>\n{"name": %s, "arguments": %s}\n</tool_call>'
+
+
+def ended(end: Callable[[], Any], limits: EpisodesConfig | None = None) -> Episode:
+    """Play an episode of one turn that ends so."""
+
+    async def episode(session: Session, example: Example) -> Any:
+        await session.chat([{"role": "user", "content": example.question}])
+        return end()
+
+    return play(episode, session_of("qwen2.5", said("reply"), limits)[0])
+
+
+def check_stored(results: Sequence[Episode], folder: Path) -> None:
+    """Check that the episodes can be scored, counted and written as they are."""
+    group = make_episode_group(3, results)
+    metrics = rollout_metrics([group])
+    assert json.loads(json.dumps(metrics, allow_nan=False)) == metrics
+    assert write_rollouts(folder / "rollouts.parquet", 1, [group]) is None
+    rows = read_rollouts(folder / "rollouts.parquet")
+    assert [row["episode_error"] for row in rows] == [result.error for result in results]
+    assert [row["episode_reward"] for row in rows] == [result.reward for result in results]
+    assert [dict(row["metrics"]) for row in rows] == [result.metrics for result in results]
+
+
+@pytest.mark.parametrize("name", [*ENDINGS, *UNFINISHED])
+def test_a_bad_ending_is_an_error_of_its_episode(name: str, tmp_path: Path) -> None:
+    result = ended((ENDINGS | UNFINISHED)[name])
+    expected = Status.CANCELLED if name == "a cancellation" else Status.ENVIRONMENT_ERROR
+    assert (result.status, result.reward) == (expected, None)
+    assert len(result.error) < 12_000
+    assert result.num_tokens > 0  # its tokens are kept for the record
+    check_stored([result, ended(lambda: 1.0)], tmp_path)
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_numbers_of_other_libraries_become_floats(name: str, tmp_path: Path) -> None:
+    end, reward = GOOD[name]
+    result = ended(end)
+    assert (result.status, result.reward, result.error) == (Status.FINISHED, reward, "")
+    assert {type(value) for value in (result.reward, *result.metrics.values())} == {float}
+    check_stored([result, ended(lambda: 0.0)], tmp_path)
+
+
+def test_messages_name_the_field() -> None:
+    for name, message in (
+        ("a metric beyond its bound", "as the metric 'm'; return a finite number within +-1e+30"),
+        ("a turn's reward beyond its bound", "returned -1e+300 as a reward of a turn; return a finite number"),
+        ("a reward that is text", "returned '0.5' as its reward; return a finite number within +-1e+12, or an"),
+        ("rewards of too many turns", "3 turn_rewards for 1 sampled turns"),
+        ("a mapping in place of rewards of turns", "returned {0: 0.5} as turn_rewards; list a number"),
+        ("metrics that are a list", "returned [1.0] as metrics; return a dict of numbers by name"),
+        ("a reward that cannot be shown", "returned a value of type Unknown as its reward"),
+        ("many names", "returned 65 metrics; return at most 64"),
+        ("names that are no text", "a metric named 7; a name is text of 1 to 100 characters"),
+        ("an error that cannot be shown", "Unspeakable: <exception str() failed>"),
+        ("an error with odd attributes", "SyntaxError, of which no traceback can be shown"),
+        ("half a pair in an error", r"ValueError: there is no place \ud83d"),
+        ("half a pair in an error", "test_episodes_runner.py"),  # where it was raised
+        ("an exit", "the episode called exit(3)"),
+        ("Ctrl-C", "the episode raised KeyboardInterrupt"),
+    ):
+        assert message in ended(ENDINGS[name]).error
+    assert Outcome(1.0, metrics={HALF: 1}).metrics == {r"\ud83d": 1.0}
+    with pytest.raises(ValueError, match=r"returned 0\.5 as turn_rewards; list a number per turn"):
+        Outcome(1.0, 0.5)  # type: ignore[arg-type]
+
+
+def test_an_error_earns_what_the_configuration_says(tmp_path: Path) -> None:
+    fails = ENDINGS["half a pair in an error"]
+    result = ended(fails, EpisodesConfig(max_tokens=5000, error_reward=-0.5))
+    assert (result.status, result.reward) == (Status.ENVIRONMENT_ERROR, -0.5)
+    assert "there is no place" in result.error
+    check_stored([result, ended(lambda: 0.5)], tmp_path)
+    group = make_episode_group(3, [result, ended(lambda: 0.5)])
+    assert group.errors == {}
+    assert group.advantages[0] < 0 < group.advantages[1]
+
+
+# ---- a model's text ----
+
+
+def call_of(reply: str) -> tuple[Any, Any]:
+    """Return the calls that an environment sees of a reply, and the prompt after their result."""
+    session, sampler = session_of("qwen2.5", lambda prompt: reply, parser="transformers")
+
+    async def turns() -> Any:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": f"where {HALF}?"}]
+        first = await session.chat(messages, tools=[TOOL])
+        shown = "".join(f"no {call.name} {call.arguments}" for call in first.tool_calls)
+        messages += [first.message, {"role": "tool", "content": f"{shown} {HALF}"}]
+        await session.chat(messages, tools=[TOOL])
+        return first.tool_calls
+
+    return asyncio.run(turns()), tokenizer_of("qwen2.5").decode(list(sampler.prompts[-1]))
+
+
+def test_half_of_a_pair_in_a_call_ends_no_episode() -> None:
+    (call,), prompt = call_of(CALL % ('"look"', r'{"place": "\ud83d", "in \udc00": [{"a": "\udfff"}]}'))
+    assert (call.name, call.arguments) == ("look", {"place": "?", "in ?": [{"a": "?"}]})
+    assert r"where \ud83d?" in prompt
+    assert r"no look {'place': '?'" in prompt
+
+
+def test_a_parser_that_fails_leaves_text() -> None:
+    for error in (TypeError("a"), KeyError("b"), AttributeError("c"), RecursionError("d"), IndexError("e")):
+
+        def broken(*_: Any, error: Exception = error) -> Any:
+            raise error
+
+        with pytest.raises(ValueError, match=type(error).__name__):
+            checked(broken)([], [], [])
+
+
+WHOLE = st.integers() | st.integers(-(10**400), 10**400)
+NUMBERS = st.floats() | WHOLE | st.booleans() | st.none() | ANY_TEXTS | st.binary(max_size=3)
+METRICS = st.dictionaries(st.one_of(ANY_TEXTS, st.integers(), st.just("x" * 101)), NUMBERS, max_size=4)
+TURNS = st.none() | st.lists(NUMBERS, max_size=2)
+OUTCOMES = st.builds(lambda *fields: lambda: Outcome(*fields), NUMBERS, TURNS, METRICS)
+KINDS = st.sampled_from([ValueError, KeyError, OSError, Base, SystemExit, SyntaxError, StopIteration])
+NOTES = st.lists(ANY_TEXTS, max_size=2)
+ERRORS = st.builds(lambda kind, text, notes: raises(kind(text), notes), KINDS, ANY_TEXTS, NOTES)
+FUZZED = st.one_of(OUTCOMES, ERRORS, NUMBERS.map(lambda number: lambda: number))
+
+
+MANY = pytest.mark.parametrize("num_examples", [60, pytest.param(2000, marks=pytest.mark.campaign)])
+
+
+@pytest.mark.slow
+@MANY
+def test_any_ending_can_be_stored(num_examples: int, tmp_path: Path) -> None:
+    @settings(max_examples=num_examples)
+    @given(end=FUZZED)
+    def check(end: Callable[[], Any]) -> None:
+        result = ended(end)
+        assert result.status in (Status.FINISHED, Status.ENVIRONMENT_ERROR)
+        assert (result.reward is None) == (result.status == Status.ENVIRONMENT_ERROR)
+        check_stored([result], tmp_path)
+
+    check()
+
+
+@pytest.mark.slow
+@MANY
+def test_any_call_can_be_stored(num_examples: int) -> None:
+    """A model writes a call in ASCII, and the environment answers with what it was asked."""
+
+    @settings(max_examples=num_examples)
+    @given(name=st.just("look") | JSON, arguments=JSON)
+    @example(name=["look"], arguments={})
+    def check(name: Any, arguments: Any) -> None:
+        reply = CALL % (json.dumps(name), json.dumps(arguments))
+        # The sampler's limit of 500 tokens, each a character or more, would cut off a longer one.
+        assume(len(reply) < 480)
+        calls, _ = call_of(reply)
+        assert len(calls) == (isinstance(name, str) and isinstance(arguments, dict))
+        for call in calls:
+            f"{call.name} {call.arguments}".encode()
+            json.dumps(call.arguments, ensure_ascii=False).encode()
+
+    check()
+
+
+num_played: Counter[str] = Counter()
+
+
+async def one_bad_ending(session: Session, example: Example) -> Any:
+    """Take a turn; the first episode of each training group ends as its example says, the others well.
+
+    Those return the largest rewards, and each of them 50 names of metrics that no other has.
+    """
+    reply = await session.chat([{"role": "user", "content": example.question}])
+    num_played[example.ground_truth] += 1
+    if example.ground_truth in ENDINGS and num_played[example.ground_truth] == 1:
+        return ENDINGS[example.ground_truth]()
+    sign = 2 * (sum(reply.text.encode()) % 2) - 1
+    num_played["names"] += 50
+    names = [f"n{n}" for n in range(num_played["names"], num_played["names"] + 50)]
+    return Outcome(sign * 1e12, metrics={"asked": 1.0, **dict.fromkeys(names, 1.0)})
+
+
+def examples(seed: int) -> ExampleSets:
+    found = [Example(f"Say a number above {n}.", name) for n, name in enumerate(ENDINGS)]
+    return ExampleSets(found, [Example(f"Say a number above {n}.", "good") for n in range(90, 92)])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("model_cache")
+def test_a_run_loses_only_what_ends_badly_trains_on_any_reward_and_bounds_names(run: RunDirectory) -> None:
+    task = {"episode": f"{__name__}:one_bad_ending", "examples": f"{__name__}:examples"}
+    names = [f"task.{field}={name}" for field, name in task.items()]
+    names.append("task.warmup=small_episodes:warmup_pairs")
+    sizes = ["algorithm.num_steps=4", f"algorithm.prompts_per_step={len(ENDINGS) // 4}"]
+    config = Path(__file__).parents[1] / "small_episodes.yaml"
+    train(load_config(config, [*names, *sizes, "algorithm.advantage=mean"]), run.path)
+    metrics = read_metrics(run.metrics_path)
+    assert [(row["step"], row["optim/skipped_updates"]) for row in metrics] == [(n, 0) for n in range(1, 5)]
+    assert any(row["optim/grad_norm"] > 1e6 for row in metrics)
+    rows = [row for path in sorted(run.rollouts.iterdir()) for row in read_rollouts(path)]
+    groups = {name: list(rows) for name, rows in groupby(rows, lambda row: row["ground_truth"])}
+    assert groups.keys() == ENDINGS.keys()
+    for name, members in groups.items():
+        found = sorted((row["status"], row["episode_reward"] is None) for row in members)
+        bad = "cancelled" if name == "a cancellation" else "environment_error"
+        assert found == sorted([(bad, True), ("finished", False), ("finished", False)]), name
+    assert (run.checkpoint_path(4) / "training").is_dir()
+    assert audit(run).problems == []
+    assert not run.skipped.exists()
+    evaluations = read_metrics(run.evaluations_summary_path)
+    own = [name for row in metrics for name in row if "episodes/metrics/" in name]
+    own = [name for name in own if not name.startswith("eval/")]
+    own += [name for row in evaluations for name in row["episodes"] if name.startswith("episodes/metrics/")]
+    assert len(set(own)) == 256
+    assert all("episodes/metrics/asked" in row for row in metrics)
+    assert [row["kind"] for row in read_metrics(run.events_path)].count("metrics_left_out") == 1
