@@ -16,6 +16,7 @@ from grpo_ray.config.task import FileTaskConfig
 from grpo_ray.run.preparation import TaskData, check_files, prepare
 from grpo_ray.tasks import files, load_examples
 from grpo_ray.tasks.prompts import load_template
+from grpo_ray.types import PromptItem
 
 
 def line(question: str, answer: str = "2") -> bytes:
@@ -260,37 +261,34 @@ def test_long_prompts_are_skipped_or_cut(
     train = line("a?") + line(LONG * 3) + line("b?") + line(LONG * 4)
     validation = line("v?") + line("w" + LONG * 3)
 
-    def checked(long_prompts: str) -> tuple[Config, TaskData]:
+    def checked(long_prompts: str, said: str) -> tuple[Config, TaskData, int, list[PromptItem]]:
         config = local(write_task(tmp_path, train, validation, long_prompts=long_prompts, **fields), **sections)
-        return config, check_files(config)
+        task = check_files(config)
+        prepared = prepare(config, task)
+        assert (
+            prepared.notices
+            == task.notices
+            == (
+                f"{config.task.train_path}: 2 prompts longer than {limit} tokens {said}",
+                f"{config.task.validation_path}: 1 prompt longer than {limit} tokens {said}",
+            )
+        )
+        items = [*map(prepared.prompts.item, range(len(task.train))), *prepared.validation]
+        assert max(len(item.prompt_token_ids) for item in items) == task.longest_prompt
+        return config, task, prepared.model.max_model_len, items
 
-    config, task = checked("skip")
+    _, task, _, _ = checked("skip", "skipped")
     assert (questions(task.train), questions(task.validation)) == (["a?", "b?"], ["v?"])
-    assert task.notices == (
-        f"{config.task.train_path}: 2 prompts longer than {limit} tokens skipped",
-        f"{config.task.validation_path}: 1 prompt longer than {limit} tokens skipped",
-    )
-    prepared = prepare(config, task)
-    assert prepared.notices == task.notices
-    items = [*map(prepared.prompts.item, range(2)), *prepared.validation]
-    assert max(len(item.prompt_token_ids) for item in items) == task.longest_prompt < 40
-
-    config, task = checked("truncate")
+    assert task.longest_prompt < 40
+    config, task, max_model_len, items = checked("truncate", "cut on the left")
     assert (len(task.train), len(task.validation), task.longest_prompt) == (4, 2, limit)
-    assert task.notices == (
-        f"{config.task.train_path}: 2 prompts longer than {limit} tokens cut on the left",
-        f"{config.task.validation_path}: 1 prompt longer than {limit} tokens cut on the left",
-    )
-    prepared = prepare(config, task)
-    items = [*map(prepared.prompts.item, range(4)), *prepared.validation]
     cut = [item for item in items if len(item.prompt_token_ids) == limit]
-    assert [len(item.prompt_token_ids) <= limit for item in items] == [True] * 6
     assert len(cut) == 3
     end = load_template("short").text.rpartition("{question}")[2]
     assert all(item.prompt.startswith("9") and item.prompt.endswith("9" + end) for item in cut)
     assert all(item.prompt.startswith("User: ") for item in items if item not in cut)
     room = config.generator.max_model_len or limit + config.sampling.max_tokens
-    assert prepared.model.max_model_len == room
+    assert max_model_len == room
 
 
 def test_limits_that_leave_nothing_are_refused(tmp_path: Path, local: Callable[..., Config]) -> None:
