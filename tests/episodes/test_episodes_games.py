@@ -250,13 +250,9 @@ def test_a_parser_reads_the_reply_without_its_end() -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("name", ["openai", "llama3_json"])
-def test_a_parser_that_does_not_fit_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"tool_parser: {name} does not fit the tokenizer"):
-        make_tool_parser(name, chat_tokenizer(QWEN25))
-
-
-@pytest.mark.vllm
-def test_unknown_parsers_are_refused_with_the_known() -> None:
-    with pytest.raises(ValueError, match=r"there is no parser 'hermess'; choose from transformers, .*hermes"):
-        make_tool_parser("hermess", chat_tokenizer(QWEN25))
+def test_parsers_that_do_not_fit_and_unknown_ones_are_refused() -> None:
+    unknown = r"there is no parser 'hermess'; choose from transformers, .*hermes"
+    misfits = [(name, f"tool_parser: {name} does not fit the tokenizer") for name in ("openai", "llama3_json")]
+    for name, message in (*misfits, ("hermess", unknown)):
+        with pytest.raises(ValueError, match=message):
+            make_tool_parser(name, chat_tokenizer(QWEN25))
