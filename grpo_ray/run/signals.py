@@ -182,7 +182,7 @@ def run_until_signal(
 
         def stop(number: int) -> None:
             if not controller.was_stopped:
-                say(STOPPING)
+                loop.call_soon(threading.Thread(target=say, args=(STOPPING,), daemon=True).start)  # may hang
             controller.stop(is_preempted=number == signal.SIGTERM)
             if number == signal.SIGTERM:
                 loop.call_later(on_preemption_s, task.cancel)
