@@ -471,10 +471,11 @@ from grpo_ray.rewards.isolation.confinement import Confinement
 from grpo_ray.rewards.isolation.fork_server import _ForkServer
 os.setgid({nobody})
 os.setuid({nobody})
+resource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40))  # less than a worker may take
 _, most = resource.getrlimit(resource.RLIMIT_NPROC)
 resource.setrlimit(resource.RLIMIT_NPROC, (0, most))
 signal.signal(signal.SIGUSR1, lambda *_: resource.setrlimit(resource.RLIMIT_NPROC, (most, most)))
-_ForkServer(socket.socket(fileno=int(sys.argv[1])), {{}}, Confinement(0.25)).run()
+_ForkServer(socket.socket(fileno=int(sys.argv[1])), {{}}, Confinement(2048)).run()
 """
 
 

@@ -119,10 +119,9 @@ def limit_resources(memory_gib: float, is_offline: bool = True) -> None:
 
     A worker with the network starts threads, which count as processes, and each maps a stack.
     """
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     limits = {
         resource.RLIMIT_AS: MappedMemory().num_bytes() + int(memory_gib * 2**30),
-        resource.RLIMIT_NOFILE: MAX_FILES if most_files < 0 else min(MAX_FILES, most_files),
+        resource.RLIMIT_NOFILE: MAX_FILES,
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NPROC: 0,
@@ -130,7 +129,9 @@ def limit_resources(memory_gib: float, is_offline: bool = True) -> None:
     if not is_offline:
         del limits[resource.RLIMIT_NPROC]
     for limit, value in limits.items():
-        resource.setrlimit(limit, (value, value))
+        _, most = resource.getrlimit(limit)  # which only root may raise
+        least = value if most < 0 else min(value, most)
+        resource.setrlimit(limit, (least, least))
     sys.dont_write_bytecode = True
 
 
