@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -460,11 +461,10 @@ def test_a_lost_connection_ends_no_job(jobs: FakeJobs, capsys: Capture, how: lis
         ([], "submit takes CONFIG, --resume RUN, --follow JOB or --stop JOB"),
         (["configs/none.yaml"], "configs has: "),
         ([QUICKSTART, "model.tiny=null", "model.path=./none"], "./none"),
-        ([QUICKSTART, "--stop", "job-1"], "take a job's id and nothing else"),
         (["--follow", "job-9"], "Job job-9 does not exist"),
         (["--follow", "job-1", "--no-wait", "--env", "A"], "leave out --no-wait --env"),
         ([QUICKSTART, "--address", "http://"], "give its address, such as http://HOST:8265"),
-        (["--stop", "job-9"], "Job job-9 does not exist"),
+        ([QUICKSTART, "--stop", "job-1"], "take a job's id and nothing else"),
         (["--resume", "runs/none"], "no run in runs/none"),
         ([QUICKSTART, "--address", "head:6379"], "--address is head:6379: jobs go to the dashboard"),
     ],
@@ -496,8 +496,13 @@ def test_a_head_that_takes_no_jobs(jobs: FakeJobs, monkeypatch: pytest.MonkeyPat
     assert f"grpo-ray: {HERE}: the head node accepts no jobs" in refused(capsys, "submit", QUICKSTART)
 
 
-def test_an_address_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("proxy", "words"), [("", ""), ("http://127.0.0.1:1", " through a proxy .*")])
+def test_a_head_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, proxy: str, words: str) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)  # Ray's client asks for a token first
+    monkeypatch.setenv("http_proxy", proxy)
+    monkeypatch.setattr(submit, "ANSWER_S", 0.1)
     forget_cached_token()  # of a test before this one
-    with pytest.raises(RunError, match="no Ray dashboard answers at "):
-        JobClient("http://127.0.0.1:1")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(RunError, match=f"no Ray dashboard answers at {address}{words};"):
+            JobClient(address)

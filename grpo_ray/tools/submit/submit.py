@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 STARTING_S = 60.0  # a head node answers some seconds before it accepts jobs
 POLL_S = 0.5
+ANSWER_S = 30.0  # for the first request; Ray's client itself waits for ever
 NO_AGENT = (
     "the head node accepts no jobs, because its agent is not running; if another Ray on that machine holds the "
     "agent's port, start the head with --dashboard-agent-listen-port=0"
@@ -241,8 +242,10 @@ class UnreachableError(RunError): ...
 
 
 def _connect(address: str) -> "JobSubmissionClient":
+    import requests
     from ray.job_submission import JobSubmissionClient
 
+    requests.get(address, timeout=ANSWER_S)
     for handler in logging.getLogger("ray").handlers:  # otherwise Ray lists every file that it does not upload
         handler.setLevel(logging.ERROR)
     return JobSubmissionClient(address)
@@ -258,10 +261,11 @@ def _explained(address: str) -> Iterator[None]:
 
     try:
         yield
-    except (ConnectionError, requests.ConnectionError, aiohttp.ClientError) as error:
+    except (ConnectionError, requests.ConnectionError, requests.Timeout, aiohttp.ClientError) as error:
+        proxy = " through a proxy (NO_PROXY)" * isinstance(error, requests.exceptions.ProxyError)
         raise UnreachableError(
-            f"no Ray dashboard answers at {address}; start a head node with launch/start_head.sh, or give "
-            "another with --address or RAY_ADDRESS"
+            f"no Ray dashboard answers at {address}{proxy}; start a head node with launch/start_head.sh, or "
+            "give another with --address or RAY_ADDRESS"
         ) from error
     except AuthenticationError as error:
         raise RunError(
