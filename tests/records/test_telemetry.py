@@ -153,15 +153,6 @@ def test_lines_are_readable_after_each_and_hold_what_json_can(tmp_path: Path) ->
     assert read_metrics(tmp_path / "metrics.jsonl") == [expected, second]
 
 
-def test_half_written_line_is_left_out_and_dropped_on_resume(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2, "reward/me')
-    assert read_metrics(path) == [{"step": 1}]
-    assert (last_logged_step(path), last_logged_step(tmp_path / "none")) == (1, 0)
-    JsonLines(path).append({"step": 2, "lag/max": 0.0})
-    assert read_metrics(path) == [{"step": 1}, {"step": 2, "lag/max": 0.0}]
-
-
 def test_a_full_disk_loses_the_oldest_of_many_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     log, long = JsonLines(path), {"note": 10**90}
@@ -309,13 +300,14 @@ def test_the_last_row_of_a_step_counts(tmp_path: Path, text: str) -> None:
     assert len(lines) == len(expected)
 
 
-def test_a_file_that_grows_keeps_the_rows_that_were_found(tmp_path: Path) -> None:
+def test_half_a_line_is_dropped_on_resume_and_rows_that_were_found_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    assert list(StepLines(path)) == []  # it does not exist
-    path.write_text('{"step": 1}\n{"step": 2}\n')
+    assert (list(StepLines(path)), last_logged_step(path)) == ([], 0)  # it does not exist
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "reward/me')
     lines = StepLines(path)
-    with path.open("a") as file:
-        file.write(json.dumps({"step": 3}) + "\n")
+    assert (read_metrics(path), last_logged_step(path)) == ([{"step": 1}, {"step": 2}], 2)
+    JsonLines(path).append({"step": 3, "lag/max": 0.0})
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3, "lag/max": 0.0}]
     assert [row["step"] for row in lines] == [1, 2]
 
 
