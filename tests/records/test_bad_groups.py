@@ -2,11 +2,12 @@
 
 import asyncio
 import json
-import threading
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from builders import make_buffer, make_completion, make_group, make_item, parts,
 from episode_groups import branched_episode, make_episode_group
 from local_runs import Recorder, make_config, train
 from report_runs import make_run, metrics_of
+from run_process import until
 
 from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config.task import EpisodesTaskConfig
@@ -183,18 +185,11 @@ def test_a_state_with_half_a_pair_is_written_and_read(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_any_failure_of_the_thread_of_the_state_is_said(tmp_path: Path) -> None:
-    recorder, run, has_failed = Recorder(), RunDirectory(tmp_path), threading.Event()
-
-    def fail_once() -> LiveStatus:
-        if has_failed.is_set():
-            return LiveStatus()
-        has_failed.set()
-        raise RuntimeError("dictionary changed size during iteration")
-
+    recorder, run, reason = Recorder(), RunDirectory(tmp_path), "dictionary changed size during iteration"
+    fail_once = Mock(side_effect=chain([RuntimeError(reason)], repeat(LiveStatus())))
     with reported(run, 3, recorder) as reporter:
         reporter.follow(fail_once)
-        assert has_failed.wait(60)
-    reason = "dictionary changed size during iteration"
+        until(lambda: fail_once.called)
     assert recorder.warnings == [f"{run.state_path}: {reason}; `grpo-ray top` shows a stale state"]
     assert (read_state(run) or RunState).ending == Ending(kind="finished")
 
