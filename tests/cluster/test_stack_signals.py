@@ -128,17 +128,16 @@ def test_generators_that_are_up_shut_down_whatever_the_others_do(monkeypatch: py
     names = [f"generator-{i}" for i in range(4)]
     shut_down, killed = [], []
 
-    def client(index: int) -> Any:
-        name = names[index]
+    def client(name: str) -> Any:
         probe = SimpleNamespace(remote=lambda: name)
         shutdown = SimpleNamespace(remote=lambda: shut_down.append(name))
         return SimpleNamespace(handle=SimpleNamespace(name=name, take_stats=probe, shutdown=shutdown))
 
-    clients = {name: client(index) for index, name in enumerate(names)}
+    clients = {name: client(name) for name in names}
     group = SimpleNamespace(
-        generators=dict.fromkeys(names), teachers={}, environments={}, by_name=lambda: clients, _ending=[]
-    )
-    group._kill = killed.append
+        generators=dict.fromkeys(names), teachers={}, environments={}, by_name=lambda: clients,
+        _ending=[], _kill=killed.append,
+    )  # fmt: skip
     hung, up = names[:1], names[1:]
     monkeypatch.setattr(ray, "wait", lambda probes, **_: (up, hung))
     monkeypatch.setattr(ray, "get", lambda *_, **__: None)
