@@ -104,12 +104,9 @@ def test_a_wheel_has_the_package_its_types_and_configurations_which_are_found_by
     for path in (ROOT / "configs").glob("*.yaml"):
         assert wheel.read(f"grpo_ray/configs/{path.name}") == path.read_bytes()
     wheel.extractall(tmp_path / "installed")
-    checked = subprocess.run(
-        [sys.executable, "-m", "grpo_ray", "check", "quickstart"],
-        cwd=empty, env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert checked.stdout.startswith("quickstart: good; "), checked.stdout + checked.stderr
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    command = [sys.executable, "-m", "grpo_ray", "check", "quickstart"]
+    assert output_of(*command, cwd=empty, env=environment).startswith("quickstart: good; ")
 
 
 PACKAGES = """
