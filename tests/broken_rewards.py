@@ -1,4 +1,4 @@
-"""A user's reward functions with the faults that users have; each fails on the responses that `FAILS` picks."""
+"""A user's reward functions with the faults that users have."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Whole runs with a teacher: interrupted and resumed, with a death, replay, or episodes; and in vLLM on Ray."""
+"""Whole runs with a teacher: killed and resumed, with a death, or replay; and in vLLM on Ray."""
 
 import shutil
 from pathlib import Path

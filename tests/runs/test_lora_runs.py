@@ -1,4 +1,4 @@
-"""Whole runs with an adapter, in this process: what Generators sample from, resumes, and the tools."""
+"""Whole runs with an adapter, in this process: what Generators sample from, and the tools."""
 
 import json
 import shutil
