@@ -252,7 +252,6 @@ def test_a_reward_takes_its_cached_helpers_along(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_public_keeps_its_names() -> None:
-    assert grpo_ray.__all__ == ["Run", "evaluate", "read_rollouts", "train"]
     signatures = {name: [*inspect.signature(getattr(grpo_ray, name)).parameters] for name in grpo_ray.__all__}
     assert signatures == {
         "Run": ["path"],
