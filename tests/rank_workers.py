@@ -24,13 +24,8 @@ def on_ranks(
 ) -> list[Any]:
     """Return what `work(seat, *args)` returned in each of `size` processes; raise the first error."""
     store = meeting()
-    options = {
-        "start_timeout_s": TIMEOUT_S,
-        "collective_timeout_s": TIMEOUT_S,
-        "ranks_per_node": size,
-        "secret": SECRET,
-        **changes,
-    }
+    limits = dict.fromkeys(("start_timeout_s", "collective_timeout_s"), TIMEOUT_S)
+    options: dict[str, Any] = {**limits, "ranks_per_node": size, "secret": SECRET, **changes}
     pipes: list[Connection] = []
     processes = []
     for rank in range(size):
