@@ -153,18 +153,29 @@ def test_finished_runs_are_not_repeated_and_seeds_can_be_added(fakes: FakeRuns) 
     assert fakes.launched() == ["high-seed0", "low-seed0"]
 
 
-def test_another_definition_is_refused_and_says_what_differs(fakes: FakeRuns) -> None:
-    assert fakes.run(seeds=2, overrides=["learner.warmup_steps=3"])
+def test_the_runs_read_a_copy_of_the_base_and_another_definition_is_refused_by_name(fakes: FakeRuns) -> None:
+    questions, base = fakes.folder / "pairs.jsonl", fakes.folder / "mine.yaml"
+    questions.write_text('{"prompt": "a", "answer": "b", "keywords": ["b"]}\n')
+    paths = f"train_path: {questions}, validation_path: {questions}"
+    base.write_text(f"model: {{tiny: {{}}}}\ntask: {{kind: keywords, {paths}}}\n")
+    assert fakes.run(2, base=str(base), overrides=["learner.warmup_steps=3"])
+    launches = (fakes.folder / "launches.txt").read_text().splitlines()
+    assert {line.split()[1] for line in launches} == {str(fakes.out / "rates/base.yaml")}
+    assert fakes.text("base.yaml") == base.read_text()
     fakes.launched()
+    asked = questions.read_text()
+    questions.write_text(asked.replace('"a"', '"c"'))
+    with pytest.raises(RunError, match=r"variant low: task\.train_path \(.*pairs\.jsonl\): was"):
+        fakes.run(2, base=str(base), overrides=["learner.warmup_steps=3"])
+    questions.write_text(asked)
+    base.write_text(base.read_text().replace("kind: keywords", "kind: keywords, num_validation_prompts: 5"))
     other = Experiment("rates", "?", {"low": (), "new": ("weight_sync.max_lag=0",)}, (), LOW_HIGH.common)
-    base = fakes.folder / "other.yaml"
-    base.write_text(Path(QUICKSTART).read_text().replace("num_digits: 5", "num_digits: 6"))
     with pytest.raises(RunError) as caught:
-        fakes.run(seeds=1, experiment=other, overrides=["learner.warmup_steps=4"], base=str(base))
+        fakes.run(1, other, base=str(base), overrides=["learner.warmup_steps=4"])
     lines = [line.strip() for line in str(caught.value).splitlines()]
     assert "give another --output or --name" in lines[0]
     assert lines[1:] == [
-        "base configuration: task.num_digits: was 5, is 6",
+        "base configuration: task.num_validation_prompts: was 64, is 5",
         "overrides: was learner.warmup_steps=3, is learner.warmup_steps=4",
         "variant low: was learner.learning_rate=1e-4, is none",
         "variant high: was learner.learning_rate=1e-3, is not there",
@@ -172,20 +183,6 @@ def test_another_definition_is_refused_and_says_what_differs(fakes: FakeRuns) ->
         "seeds: was 2, is 1; seeds can be added, not removed",
     ]
     assert fakes.launched() == []
-
-
-def test_the_runs_read_a_copy_of_the_base_and_edited_questions_are_refused(fakes: FakeRuns) -> None:
-    questions, base = fakes.folder / "pairs.jsonl", fakes.folder / "mine.yaml"
-    questions.write_text('{"prompt": "a", "answer": "b", "keywords": ["b"]}\n')
-    paths = f"train_path: {questions}, validation_path: {questions}"
-    base.write_text(f"model: {{tiny: {{}}}}\ntask: {{kind: keywords, {paths}}}\n")
-    assert fakes.run(base=str(base))
-    launches = (fakes.folder / "launches.txt").read_text().splitlines()
-    assert {line.split()[1] for line in launches} == {str(fakes.out / "rates/base.yaml")}
-    assert fakes.text("base.yaml") == base.read_text()
-    questions.write_text(questions.read_text().replace('"a"', '"c"'))
-    with pytest.raises(RunError, match=r"variant low: task\.train_path \(.*pairs\.jsonl\): was"):
-        fakes.run(seeds=2, base=str(base))
 
 
 def test_failure_and_divergence_are_named_and_failures_retried(fakes: FakeRuns, capsys: Capture) -> None:
@@ -427,22 +424,12 @@ def test_table_by_hand(tmp_path: Path) -> None:
     with (tmp_path / "table.csv").open() as file:
         a, b = csv.DictReader(file)
     expected = {
-        "runs": 2,
-        "final_reward_mean": 0.8,
-        "final_reward_sd": 0.02**0.5,
-        "best_reward_mean": 0.8,
-        "half_reward_mean": ((0.2 + 0.3 * 4 / 6) + (0.2 + 0.2 * 4 / 6)) / 2,
-        "steps_to_0.5_mean": 7,  # 6 and 8
-        "steps_to_0.5_runs": 2,
-        "steps_to_0.8_mean": 8,
-        "steps_to_0.8_runs": 1,
-        "seconds_total_mean": (17 + 24) / 2,
-        "seconds_per_step_mean": 2,  # without the first
-        "lag_max": 2,
-        "x/y_last_quarter_mean": (2 + 4) / 2,  # of steps 7 and 8
-        "diverged": 0,
-        "failed": 0,
-    }
+        "runs": 2, "final_reward_mean": 0.8, "final_reward_sd": 0.02**0.5, "best_reward_mean": 0.8,
+        "half_reward_mean": ((0.2 + 0.3 * 4 / 6) + (0.2 + 0.2 * 4 / 6)) / 2, "steps_to_0.8_mean": 8,
+        "steps_to_0.8_runs": 1, "steps_to_0.5_runs": 2, "steps_to_0.5_mean": 7,  # 6 and 8
+        "seconds_total_mean": (17 + 24) / 2, "seconds_per_step_mean": 2,  # without the first
+        "lag_max": 2, "diverged": 0, "failed": 0, "x/y_last_quarter_mean": (2 + 4) / 2,  # of steps 7 and 8
+    }  # fmt: skip
     assert {name: float(a[name]) for name in expected} == pytest.approx(expected)
     assert a["not/there_last_quarter_mean"] == ""
     assert (b["runs"], b["final_reward_mean"], b["final_reward_sd"]) == ("1", "0.3", "")
