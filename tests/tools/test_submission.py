@@ -174,7 +174,9 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_ray_uploads_neither_credentials_nor_runs(checkout: Path, tmp_path: Path) -> None:
+def test_ray_uploads_neither_credentials_nor_runs_and_those_in_the_way_are_named(
+    checkout: Path, tmp_path: Path, jobs: "FakeJobs", capsys: Capture
+) -> None:
     """Ray's own packaging, on a folder like a checkout after some work; a link to a key is not followed."""
     heavy = [".venv/lib/a", "runs/a/metrics.jsonl", "o [1]/b/metrics.jsonl", "__pycache__/a.pyc", ".git/config"]
     wanted = ["grpo_ray/runs/code.py", "data/train.jsonl"]
@@ -188,16 +190,14 @@ def test_ray_uploads_neither_credentials_nor_runs(checkout: Path, tmp_path: Path
     (checkout / "loop").symlink_to(checkout)
     with pytest.raises(RunError, match=r"loop leads back into .* without an end"):
         listed(checkout, job.runtime_env["excludes"])
-
-
-def test_the_files_that_are_left_out_are_named(checkout: Path, jobs: "FakeJobs", capsys: Capture) -> None:
+    (checkout / "loop").unlink()
     for name in (*CREDENTIAL_FILES, *BY_CONTENT):
         if name not in ("prod.env", ".ssh/id_rsa", "cloud.json"):
             (checkout / name).unlink()
     (checkout / "bad\x1b[2J.pem").touch()
     lines = printed(capsys, "submit", "mine.yaml", "--no-wait").splitlines()
     (line,) = [line for line in lines if "not uploaded" in line]
-    assert line.endswith(r": .ssh/id_rsa, bad\x1b[2J.pem, cloud.json, prod.env")
+    assert line.endswith(r": .ssh/id_rsa, bad\x1b[2J.pem, cloud.json, innocent, prod.env")
     (checkout / "cloud.json").rename(checkout / "data" / "task.jsonl")
     data = ["task={kind: file, train_path: data/task.jsonl, validation_path: data/task.jsonl}"]
     refused(capsys, "submit", "mine.yaml", "model.tiny=null", "model.path=model", *data)
@@ -396,7 +396,9 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeJobs:
 
 
 @pytest.mark.slow
-def test_submit_follows_to_the_end(jobs: FakeJobs, capsys: Capture) -> None:
+def test_submit_waits_for_a_head_and_follows_to_the_end(
+    jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     jobs.not_ready = 2  # a head that is still starting
     shown = printed(capsys, "submit", QUICKSTART, "run.name=a", "--address", HERE)
     assert "step 1\nstep 2\njob job-1: succeeded\n" in shown
@@ -407,6 +409,9 @@ def test_submit_follows_to_the_end(jobs: FakeJobs, capsys: Capture) -> None:
     assert shlex.split(sent.entrypoint)[3:5] == ["train", QUICKSTART]
     assert sent.metadata["run"] == f"{Path.cwd()}/runs/a"
     assert sent.runtime_env["working_dir"] == str(Path.cwd())
+    jobs.not_ready = 9
+    monkeypatch.setattr(submit, "STARTING_S", 0.0)
+    assert f"grpo-ray: {HERE}: the head node accepts no jobs" in refused(capsys, "submit", QUICKSTART)
 
 
 @pytest.mark.slow
@@ -487,13 +492,6 @@ def test_files_of_the_cluster_alone(jobs: FakeJobs, monkeypatch: pytest.MonkeyPa
         shown = printed(capsys, *words, *there)
         assert "! task.train_path: /none/train.jsonl is not on this machine" in shown
         assert ("--address" in there) == (f"--stop job-1 --address {ELSEWHERE}" in shown)
-
-
-@pytest.mark.slow
-def test_a_head_that_takes_no_jobs(jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    jobs.not_ready = 9
-    monkeypatch.setattr(submit, "STARTING_S", 0.0)
-    assert f"grpo-ray: {HERE}: the head node accepts no jobs" in refused(capsys, "submit", QUICKSTART)
 
 
 @pytest.mark.parametrize(("proxy", "words"), [("", ""), ("http://127.0.0.1:1", " through a proxy .*")])
