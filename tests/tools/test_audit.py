@@ -79,17 +79,8 @@ def mixed(finished_run: Finished, tmp_path: Path) -> RunDirectory:
     return copied(finished_run(*MIXED), tmp_path)
 
 
-def test_a_clean_run_is_clean(clean: RunDirectory) -> None:
-    report = audit(clean)
-    assert report.problems == []
-    assert report.notes == []
-    assert (report.num_steps, report.num_groups, report.num_completions) == (8, 32, 64)
-    assert report.num_evaluations == 3
-    # Both rewards occur, so that a wrong one can be told from a right one.
-    assert {row["reward"] for row in all_rows(clean)} == {0.0, 1.0}
-
-
 ADVANTAGES = [  # tests/core/test_schedules.py audits the other schedules
+    (),
     MIXED,
     ("buffer.lookahead=3", "algorithm.loss=no_baseline", "algorithm.epochs_per_batch=2"),
     ("algorithm.overlong_buffer_tokens=3", "algorithm.advantage=leave_one_out"),
@@ -102,14 +93,19 @@ ADVANTAGES = [  # tests/core/test_schedules.py audits the other schedules
 
 @pytest.mark.parametrize("changes", ADVANTAGES, ids=str)
 @pytest.mark.kept(
+    "()",
     "('buffer.replay.frac=0.25', 'buffer.replay.max_age=3', 'algorithm.dynamic_sampling_tries=2')",
     "('algorithm.overlong_buffer_tokens=3', 'algorithm.advantage=leave_one_out')",
 )
 def test_a_clean_run_with_any_advantage_is_clean(finished_run: Finished, changes: tuple[str, ...]) -> None:
     run = finished_run(*changes)
-    report = audit(run)
-    assert report.problems == []
-    uses = {row["use"] for row in all_rows(run)}
+    report, rows = audit(run), all_rows(run)
+    assert (report.problems, report.notes) == ([], [])
+    own = [row for row in rows if row["use"] < 2]
+    assert (report.num_steps, report.num_evaluations) == (8, 3)
+    assert (report.num_groups, report.num_completions) == (len({row["group_id"] for row in own}), len(own))
+    assert len({row["reward"] for row in rows}) > 1  # a wrong one can be told from a right one
+    uses = {row["use"] for row in rows}
     assert (0 in uses) == any("dynamic_sampling" in change for change in changes)
     assert (2 in uses) == any("replay" in change for change in changes)
 
@@ -178,25 +174,12 @@ ROLLOUTS: dict[str, tuple[Change, str]] = {
     "a logprob above 0": (lambda rows: rows[2]["logprobs"].__setitem__(0, 5.0), "token 0 has logprob 5.0"),
     "another use": (lambda rows: rows[2].update(use=0), "has more than one use"),
     "a group is gone": (lambda rows: rows[2:], "has 3 groups of its own instead of 4"),
-    "a completion is dropped": (lambda rows: rows[1:], "has completions [1] instead of 2"),
-    "a group is trained twice": (
-        lambda rows: [{**row, "group_id": 0} if row["group_id"] == 4 else row for row in rows],
-        "group 0 was trained 2 times",
-    ),
-    "another ground truth": (
-        lambda rows: [{**r, "ground_truth": "?"} if r["group_id"] == 4 else r for r in rows],
-        "with another ground truth",
-    ),
-    "a version span too short": (
-        lambda rows: rows[0]["versions"][-1].update(end=0), "its version spans do not cover its tokens",
-    ),
-    "a logprob is lost": (
-        lambda rows: rows[0]["logprobs"].pop() and None, "numbers of tokens and logprobs differ",
-    ),
+    "a group is trained twice": (set_in_group(4, group_id=0), "group 0 was trained 2 times"),
+    "another ground truth": (set_in_group(4, ground_truth="?"), "with another ground truth"),
+    "a short span": (lambda rows: rows[0]["versions"][-1].update(end=0), "its version spans do not cover its"),
+    "a logprob is lost": (lambda rows: rows[0]["logprobs"].pop() and None, "tokens and logprobs differ"),
     "an advantage": (set_first(advantage=0.25), "advantages"),
-    "a reward for nothing": (
-        lambda rows: next(r for r in rows if not r["reward"]).update(reward=1.0), "it earns",
-    ),
+    "a reward unearned": (lambda rows: next(r for r in rows if not r["reward"]).update(reward=1), "it earns"),
     "another step's row": (set_first(step=7), "a row is of step 7"),
     "another task": (lambda rows: [{**row, "task": "other"} for row in rows], "is of task 'other'"),
 }  # fmt: skip
@@ -252,20 +235,36 @@ def test_what_cannot_be_graded_now_is_a_note(run: RunDirectory, monkeypatch: pyt
     assert any("it earns" in problem for problem in audit(run).problems)  # the others are still graded
 
 
-METRICS: dict[str, tuple[Change, str]] = {
-    "a line is lost": (lambda rows: rows[:3] + rows[4:], "metrics.jsonl: step 4 has no line"),
-    "a line twice": (lambda rows: rows[:4] + rows[3:], "metrics.jsonl: step 4 has 2 lines"),
-    "lines out of order": (lambda rows: [rows[1], rows[0], *rows[2:]], "not in the order of the steps"),
-    "a metric is lost": (lambda rows: [*rows[:3], {"step": 4}, *rows[4:]], "its line lacks optim/grad_norm"),
-    "an infinite gradient used": (
-        lambda rows: rows[3].update({"optim/grad_norm": None}), "its gradient is not finite and was used",
+def in_lines(change: Change) -> Callable[[RunDirectory], None]:
+    return lambda run: rewrite_lines(run.metrics_path, change)
+
+
+def in_ledger(**values: Any) -> Callable[[RunDirectory], None]:
+    return lambda run: rewrite_state(run, ledger=ledger_of(run) | values)
+
+
+RECORDS: dict[str, tuple[Callable[[RunDirectory], None], str]] = {
+    "a line is lost": (in_lines(lambda rows: rows[:3] + rows[4:]), "metrics.jsonl: step 4 has no line"),
+    "a line twice": (in_lines(lambda rows: rows[:4] + rows[3:]), "metrics.jsonl: step 4 has 2 lines"),
+    "lines out of order": (in_lines(lambda rows: [rows[1], rows[0], *rows[2:]]), "not in the order of"),
+    "a metric is lost": (in_lines(lambda rows: [*rows[:3], {"step": 4}, *rows[4:]]), "lacks optim/grad_norm"),
+    "a gradient of nan": (in_lines(lambda rows: rows[3].update({"optim/grad_norm": None})), "and was used"),
+    "a group in two places": (
+        in_ledger(waiting=[32], in_flight=[32], next_group_id=33), "several states, or an impossible one",
+    ),
+    "a group that was never taken": (in_ledger(waiting=[40]), "or an impossible one, for groups [40]"),
+    "a trained group that is waiting": (in_ledger(waiting=[3], num_trained=31), "[3] are done, but unfinished"),
+    "dropped groups that were not": (in_ledger(num_dropped=2), "32 trained groups and 2 dropped, together not"),
+    "a key is lost": (
+        lambda run: rewrite_state(run, ledger={k: v for k, v in ledger_of(run).items() if k != "num_dropped"}),
+        "its ledger has no num_dropped",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "message"), METRICS.values(), ids=METRICS)
-def test_lines_that_were_changed_are_found(run: RunDirectory, change: Change, message: str) -> None:
-    rewrite_lines(run.metrics_path, change)
+@pytest.mark.parametrize(("change", "message"), RECORDS.values(), ids=RECORDS)
+def test_changed_lines_and_ledgers_are_found(run: RunDirectory, change: Any, message: str) -> None:
+    change(run)
     assert any(message in problem for problem in audit(run).problems)
 
 
@@ -311,34 +310,6 @@ def test_another_group_replaces_one_set_aside(run: RunDirectory) -> None:
     assert report.set_aside == (31,)
 
 
-LEDGER: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "a group in two places": (
-        lambda ledger: ledger.update(waiting=[32], in_flight=[32], next_group_id=33),
-        "several states, or an impossible one, for groups [32]",
-    ),
-    "a group that was never taken": (
-        lambda ledger: ledger.update(waiting=[40]), "several states, or an impossible one, for groups [40]",
-    ),
-    "a trained group that is waiting": (
-        lambda ledger: ledger.update(waiting=[3], num_trained=31),
-        "groups [3] are done, but unfinished in the checkpoint",
-    ),
-    "dropped groups that were not": (
-        lambda ledger: ledger.update(num_dropped=2), "counts 32 trained groups and 2 dropped, together not 32",
-    ),
-    "a key is lost": (lambda ledger: ledger.pop("num_dropped"), "its ledger has no num_dropped"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LEDGER)
-def test_a_ledger_that_does_not_add_up_is_found(run: RunDirectory, name: str) -> None:
-    change, message = LEDGER[name]
-    ledger = ledger_of(run)
-    change(ledger)
-    rewrite_state(run, ledger=ledger)
-    assert any(message in problem for problem in audit(run).problems)
-
-
 # ---- replayed and dropped groups ----
 
 
@@ -382,25 +353,23 @@ def test_a_group_that_is_replayed_too_often_and_a_gap_in_its_uses_are_found(mixe
     assert f"{name}: group {group_id} is replayed with use 5 after use 1" in problems
 
 
-def test_a_dropped_group_with_a_signal_and_too_many_dropped_ones_are_found(mixed: RunDirectory) -> None:
-    step, group_id = first_with(mixed, lambda row: row["use"] == 1 and row["advantage"] != 0)
-    change_group(mixed, step, group_id, use=0)
-    rewrite_config(mixed, "dynamic_sampling_tries: 2", "dynamic_sampling_tries: 0")
-    name, problems = mixed.rollouts_path(step).name, audit(mixed).problems
-    assert f"{name}: group {group_id} was left out, but has a signal" in problems
-    assert any(text.startswith(f"{name}: left out") and "groups, more than 0" in text for text in problems)
-
-
-def test_too_many_replayed_groups_and_one_both_trained_and_dropped_are_found(mixed: RunDirectory) -> None:
+def test_groups_that_are_replayed_or_dropped_wrongly_are_found(mixed: RunDirectory) -> None:
     step, _ = first_with(mixed, lambda row: row["use"] == 2)
     _, fresh = first_with(mixed, lambda row: row["use"] == 1 and row["step"] == step)
     change_group(mixed, step, fresh, use=2)
     place, dropped = first_with(mixed, lambda row: row["use"] == 0)
     _, trained = first_with(mixed, lambda row: row["use"] == 1 and row["step"] != place)
     change_group(mixed, place, dropped, group_id=trained)
-    problems = audit(mixed).problems
-    assert any("replays 2 groups, more than 1" in problem for problem in problems)
-    assert any("has 2 groups of its own instead of 3" in problem for problem in problems)
+    with_signal = [r for r in all_rows(mixed) if r["use"] == 1 and r["advantage"] and r["step"] != step]
+    other, left_out = next((r["step"], r["group_id"]) for r in with_signal if r["group_id"] != trained)
+    change_group(mixed, other, left_out, use=0)
+    rewrite_config(mixed, "dynamic_sampling_tries: 2", "dynamic_sampling_tries: 0")
+    name, problems = mixed.rollouts_path(other).name, audit(mixed).problems
+    assert f"{name}: group {left_out} was left out, but has a signal" in problems
+    assert any(text.startswith(f"{name}: left out") and "groups, more than 0" in text for text in problems)
+    name = mixed.rollouts_path(step).name
+    assert f"{name}: replays 2 groups, more than 1" in problems
+    assert f"{name}: has 2 groups of its own instead of 3" in problems
     assert f"group {trained} was both trained and left out" in problems
     assert any(f"groups {sorted([fresh, dropped])} are lost" in problem for problem in problems)
 
@@ -416,24 +385,21 @@ def test_an_unfinished_group_in_the_checkpoint_is_not_lost(mixed: RunDirectory) 
         assert audit(mixed).problems == []
 
 
-def test_weights_that_are_not_finite_and_a_lost_checkpoint_are_found(run: RunDirectory) -> None:
+def test_the_checkpoint_that_a_resume_would_take_is_audited(run: RunDirectory) -> None:
     folder = run.checkpoint_path(8)
     change_weights(folder, lambda tensors: next(iter(tensors.values())).view(-1)[0].fill_(float("nan")))
     trained_so(folder)
     assert any("is not finite" in problem for problem in audit(run).problems)
-    shutil.rmtree(run.checkpoints)
-    run.checkpoints.mkdir()
-    assert "there is no checkpoint" in audit(run).problems
-
-
-def test_the_checkpoint_that_a_resume_would_take_is_audited(run: RunDirectory) -> None:
-    weights = run.checkpoint_path(8) / "model.safetensors"
+    weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     first, *others = audit(run).problems
     assert "checkpoints/step-000008: model.safetensors has" in first
     assert others == ["checkpoints/step-000006: it is not of the last step, 8"]
     rewrite_state(run, step=6, ledger=ledger_of(run, step=6) | {"num_trained": 1})
     assert any("step-000006: its ledger counts 1 trained groups" in problem for problem in audit(run).problems)
+    shutil.rmtree(run.checkpoints)
+    run.checkpoints.mkdir()
+    assert "there is no checkpoint" in audit(run).problems
 
 
 def test_missing_changed_and_left_over_files_are_found(run: RunDirectory) -> None:
@@ -492,15 +458,7 @@ def test_a_damaged_file_of_rollouts_is_named(run: RunDirectory, step: int, then:
     assert (uncounted in report.notes) == (step == 5)
 
 
-def test_lines_that_a_checkpoint_is_ahead_of_are_missing_and_no_group_is_lost(run: RunDirectory) -> None:
-    rewrite_lines(run.metrics_path, lambda rows: rows[:5])
-    report = audit(run)
-    assert report.problems == [f"metrics.jsonl: step {step} has no line" for step in (6, 7)]
-    run.metrics_path.unlink()
-    assert not [text for text in audit(run).problems if "lost" in text or "not sampled" in text]
-
-
-def test_the_checkpoint_of_an_interrupted_run_may_be_a_step_ahead_of_its_lines(run: RunDirectory) -> None:
+def test_a_checkpoint_may_be_a_step_ahead_of_an_interrupted_runs_lines_and_no_more(run: RunDirectory) -> None:
     rewrite_config(run, "num_steps: 8\n", "num_steps: 12\n")
     rewrite_state(run, metrics=read_metrics(run.metrics_path)[-1])
     for path in (run.metrics_path, run.evaluations_summary_path):
@@ -508,28 +466,32 @@ def test_the_checkpoint_of_an_interrupted_run_may_be_a_step_ahead_of_its_lines(r
     report = audit(run)
     assert report.problems == []
     assert report.notes == ["the run is at step 7 of 12 (a resume writes the line of step 8)"]
+    rewrite_lines(run.metrics_path, lambda rows: rows[:5])
+    assert audit(run).problems == [f"metrics.jsonl: step {step} has no line" for step in (6, 7)]
+    run.metrics_path.unlink()
+    assert not [text for text in audit(run).problems if "lost" in text or "not sampled" in text]
 
 
 # ---- hashes and the first difference of two runs ----
 
 
-def test_the_order_of_arrival_and_names_do_not_count(clean: RunDirectory, run: RunDirectory) -> None:
-    def change(rows: Rows) -> None:
+def test_one_token_changes_one_hash_and_the_order_of_arrival_none(
+    clean: RunDirectory, run: RunDirectory
+) -> None:
+    def rearrange(rows: Rows) -> None:
         rows.reverse()
         for row in rows:
             row["generator"] = "generator-9"
 
-    rewrite(run.rollouts_path(2), change)
-    assert hashes(run) == hashes(clean)
-    assert first_difference(clean, run) is None
-
-
-def test_one_token_changes_the_hash_of_rollouts_alone(clean: RunDirectory, run: RunDirectory) -> None:
     def change(rows: Rows) -> None:
         rows[-1]["token_ids"][1] += 1
 
+    expected = hashes(clean)
+    rewrite(run.rollouts_path(2), rearrange)
+    assert hashes(run) == expected
+    assert first_difference(clean, run) is None
     rewrite(run.rollouts_path(2), change)
-    found, expected = hashes(run), hashes(clean)
+    found = hashes(run)
     assert [name for name in expected if found[name] != expected[name]] == ["rollouts"]
     difference = first_difference(clean, run)
     assert difference is not None

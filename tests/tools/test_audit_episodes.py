@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from episode_groups import branched_episode, make_episode, make_episode_group, play, random_episode_group
+from small_run import QUICKSTART
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
@@ -16,11 +17,10 @@ from grpo_ray.tools.audit.rollouts import Regrader, RolloutFacts, RolloutRows, a
 from grpo_ray.types import CONTEXT, Episode, ScoredGroup
 from grpo_ray.watch.batch_metrics import rollout_metrics
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 STEP = 4  # trains on version 3
 SIZE = 4
 Row = dict[str, Any]
-Change = Callable[[list[Row]], None]
+Change = Callable[[list[Row]], object]
 
 
 def make_config(*changes: str) -> Config:
@@ -100,12 +100,8 @@ def in_span(column: str, place: int, **values: Any) -> Change:
     return lambda rows: rows[1][column][place].update(values)
 
 
-def all_of(*changes: Change) -> Change:
-    def change(rows: list[Row]) -> None:
-        for each in changes:
-            each(rows)
-
-    return change
+def set_turns(*turns: int) -> Change:
+    return lambda rows: [span.update(turn=turn) for span, turn in zip(rows[1]["turns"], turns, strict=True)]
 
 
 def split(rows: list[Row]) -> None:
@@ -133,19 +129,15 @@ def split_whole(rows: list[Row]) -> None:
 
 # The second row: prompt 1 2 | 3 4 (turn 0) | 9 9 | 6 7 (turn 1), and prompt 1 2 3 4 8 | 5 (turn 2).
 FAULTS: dict[str, tuple[Change, str]] = {
-    "a sampled token without a version": (
-        in_span("versions", 2, version=-1), "token 4 of turn 1 has version -1",
-    ),
+    "a token without a version": (in_span("versions", 2, version=-1), "token 4 of turn 1 has version -1"),
     "context with a version": (in_span("versions", 1, version=3), "token 2 is context, but has version 3"),
     "no number as a logprob": (at("logprobs", 5, np.nan), "token 5 of turn 1 has logprob nan"),
     "context with a logprob": (at("logprobs", 3, -0.5), "token 3 is context, but has logprob -0.5"),
-    "a logprob is lost": (lambda rows: rows[1]["logprobs"].pop() and None, "do not cover its tokens"),
+    "a logprob is lost": (lambda rows: rows[1]["logprobs"].pop(), "do not cover its tokens"),
     "a gap in the versions": (in_span("versions", 1, start=3), "do not cover its tokens"),
     "a gap in the turns": (in_span("turns", 2, turn=5), "its turns are [0, 2, 5]"),
     "a turn twice": (in_span("turns", 2, turn=0), "turns [0] have tokens at several places"),
-    "a turn in two sequences": (
-        in_span("turns", 3, turn=1), "sequence 1: turns [1] are in an earlier one too",
-    ),
+    "a turn in two sequences": (in_span("turns", 3, turn=1), "sequence 1: turns [1] are in an earlier one too"),
     "falling versions in a turn": (
         lambda rows: rows[1].update(versions=[
             {"version": 3, "start": 0, "end": 1}, {"version": 2, "start": 1, "end": 2},
@@ -153,30 +145,16 @@ FAULTS: dict[str, tuple[Change, str]] = {
         ]),
         "the versions of turn 0 are [3, 2]",
     ),
-    "a token of the past": (
-        all_of(in_span("versions", 0, version=1), set_row(min_version=1)),
-        "a token is 2 versions old; weight_sync.max_lag is 1",
-    ),
-    "a token of the future": (
-        all_of(in_span("versions", 2, version=7), set_row(max_version=7)),
-        "a token is of version 7, which did not exist yet",
-    ),
+    "a token of the past": (in_span("versions", 0, version=1), "is 2 versions old; weight_sync.max_lag is 1"),
+    "a token of the future": (in_span("versions", 2, version=7), "is of version 7, which did not exist yet"),
     "a token in two sequences": (in_span("sequences", 1, start=5), "do not have each token once"),
-    "a sequence is lost": (lambda rows: rows[1]["sequences"].pop() and None, "do not have each token once"),
-    "a sequence without a prompt": (
-        in_span("sequences", 0, prompt_token_ids=[]), "sequence 0: it has no prompt",
-    ),
+    "a sequence is lost": (lambda rows: rows[1]["sequences"].pop(), "do not have each token once"),
+    "a sequence without a prompt": (in_span("sequences", 0, prompt_token_ids=[]), "0: it has no prompt"),
     "context at an end": (split, "sequence 0: it begins or ends with context"),
-    "a branch that is none": (
-        split_whole, "sequence 1: it continues sequence 0 to its end, and is not a branch of it",
-    ),
-    "turns that run backwards": (
-        all_of(in_span("turns", 0, turn=1), in_span("turns", 2, turn=0)),
-        "sequence 0: its turns are in the order [1, 0]",
-    ),
+    "a branch that is none": (split_whole, "sequence 1: it continues sequence 0 to its end"),
+    "turns that run backwards": (set_turns(1, CONTEXT, 0, 2), "sequence 0: its turns are in the order [1, 0]"),
     "sequences that run backwards": (
-        all_of(in_span("turns", 2, turn=2), in_span("turns", 3, turn=1)),
-        "sequence 1: its last turn is before that of the sequence before it",
+        set_turns(0, CONTEXT, 2, 1), "sequence 1: its last turn is before that of the sequence before it",
     ),
     "num_tokens with context": (set_row(num_tokens=7), "num_tokens is recorded as 7, its tokens give 5"),
     "num_context_tokens": (set_row(num_context_tokens=0), "num_context_tokens is recorded as 0"),
@@ -188,18 +166,16 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "an unknown status": (set_row(status="done"), "unknown status, 'done'"),
     "an error with a reward": (set_row(status="environment_error"), "it ended as environment_error, with"),
     "an end without a reward": (set_row(episode_reward=None), "it ended as finished, with reward None"),
-    "too few turn_rewards": (lambda rows: rows[1]["turn_rewards"].pop() and None, "2 turn_rewards for 3 turns"),
+    "too few turn_rewards": (lambda rows: rows[1]["turn_rewards"].pop(), "2 turn_rewards for 3 turns"),
     "an infinite turn reward": (at("turn_rewards", 0, np.inf), "are not finite"),
     "another reward": (set_row(reward=0.125), "reward, format_reward and answer_reward are recorded as (0.125"),
     "an error that is none": (set_row(error="boom"), "its error is recorded as 'boom'"),
     "another advantage": (set_row(advantage=0.25), "advantages ["),
     "another turn advantage": (at("turn_advantages", 2, 0.25), "episode 1: turn_advantages are ["),
     "no turn advantages": (set_row(turn_advantages=None), "episode 1: turn_advantages are None"),
-    "too many turn advantages": (
-        lambda rows: rows[1]["turn_advantages"].append(0.0), "episode 1: turn_advantages are [",
-    ),
+    "too many turn advantages": (lambda rows: rows[1]["turn_advantages"].append(0.0), "turn_advantages are ["),
     "a response among episodes": (set_row(status=None), "only some of its completions are episodes"),
-    "an episode is lost": (lambda rows: rows.pop(1) and None, "has completions [0, 2, 3] instead of 4"),
+    "an episode is lost": (lambda rows: rows.pop(1), "has completions [0, 2, 3] instead of 4"),
 }  # fmt: skip
 
 
