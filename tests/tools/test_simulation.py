@@ -4,8 +4,8 @@ import json
 import re
 import tempfile
 from array import array
+from collections import namedtuple
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -45,11 +45,16 @@ FAULTS = FAST.model_copy(update={"generator_life_s": 20.0, "learner_life_s": 12.
 
 @pytest.mark.slow
 def test_a_run_repeats_to_the_byte_with_its_faults(tmp_path: Path) -> None:
+    """And with a summary, although it was restored."""
     traces: dict[str, list[str]] = {"one": [], "other": [], "seeded": []}
     for name, seed in (("one", 3), ("other", 3), ("seeded", 4)):
         # The same folder's name: the timeline has it.
         folder, changes = tmp_path / name / "run", (f"run.seed={seed}", "algorithm.num_steps=10")
-        simulated(folder, *changes, speeds=FAULTS, trace=traces[name].append)
+        result = simulated(folder, *changes, speeds=FAULTS, trace=traces[name].append)
+        (line,) = [line for line in lines_of(result) if line.startswith("step ")]
+        mean, median, low, high, longest = map(float, re.findall(r"-?\d+\.\d+", line))
+        assert 0 < low <= median <= high <= longest
+        assert low <= mean <= longest
     assert traces["one"] == traces["other"]
     assert traces["one"] != traces["seeded"]
     for file in ("metrics.jsonl", "events.jsonl", "timeline.json"):
@@ -60,7 +65,7 @@ def test_a_run_repeats_to_the_byte_with_its_faults(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_simulated_run_passes_the_audit_of_real_ones(tmp_path: Path) -> None:
+def test_a_simulated_run_passes_the_audit_of_real_ones_and_gives_its_lengths(tmp_path: Path) -> None:
     """The records have the form of a real run's, so an independent reader can check them."""
     result = simulated(tmp_path / "run", "run.save_rollouts=true", "algorithm.num_steps=12", speeds=FAULTS)
     report = audit(RunDirectory(tmp_path / "run"))
@@ -70,6 +75,12 @@ def test_a_simulated_run_passes_the_audit_of_real_ones(tmp_path: Path) -> None:
     assert (report.num_steps, report.num_groups) == (12, 48)
     assert result.faults.is_none
     assert check_names({name for row in result.steps for name in row} - {"step"}) == []
+    lengths = read_lengths(str(tmp_path / "run"))
+    assert len(lengths) == 12 * 4 * 2
+    assert 1 < np.mean(lengths) < 200
+    RunDirectory(tmp_path / "run").rollouts_path(6).write_bytes(b"")
+    with pytest.raises(ValueError, match=r"step-000006\.parquet: not readable as Parquet .*; remove it to"):
+        read_lengths(str(tmp_path / "run"))
 
 
 OVERSAMPLED = ["weight_sync.max_lag=1", "algorithm.oversample_frac=0.5"]
@@ -169,22 +180,20 @@ def test_episodes_end_at_their_limits(tmp_path: Path) -> None:
 # ---- the independent account ----
 
 
+Book: Any = namedtuple("Book", ["next_id", "unfinished", "given_up", "num_dropped"])
+
+
 @pytest.mark.parametrize(
-    ("trained", "next_id", "unfinished", "given_up", "num_dropped", "faults"),
+    ("trained", "book", "faults"),
     [
-        ([[0, 1], [2, 4]], 6, {5}, {3}, 0, Faults(0, 0, 0)),
-        ([[0, 1], [2, 4]], 7, {5}, {3}, 1, Faults(0, 0, 0)),
-        ([[0, 1], [1, 2]], 3, set(), set(), 0, Faults(0, 1, 0)),
-        ([[0, 1], [3, 4]], 5, set(), set(), 0, Faults(0, 0, 1)),
-        ([[0, 1], [2, 3]], 4, {3}, set(), 0, Faults(0, 1, 0)),
+        ([[0, 1], [2, 4]], Book(6, {5}, {3}, 0), Faults(0, 0, 0)),
+        ([[0, 1], [2, 4]], Book(7, {5}, {3}, 1), Faults(0, 0, 0)),
+        ([[0, 1], [1, 2]], Book(3, set(), set(), 0), Faults(0, 1, 0)),
+        ([[0, 1], [3, 4]], Book(5, set(), set(), 0), Faults(0, 0, 1)),
+        ([[0, 1], [2, 3]], Book(4, {3}, set(), 0), Faults(0, 1, 0)),
     ],
 )
-def test_lost_and_repeated_prompts_are_counted(
-    trained: Any, next_id: int, unfinished: set[int], given_up: set[int], num_dropped: int, faults: Faults
-) -> None:
-    book: Any = SimpleNamespace(
-        next_id=next_id, unfinished=unfinished, given_up=given_up, num_dropped=num_dropped
-    )
+def test_lost_and_repeated_prompts_are_counted(trained: Any, book: Any, faults: Faults) -> None:
     account = Account(max_age=1)
     account.trained = [array("q", step) for step in trained]
     assert account.faults(book) == faults
@@ -222,25 +231,9 @@ def test_the_command_prints_what_happened(tmp_path: Path, capsys: Capture) -> No
     assert re.search(r"learner died: .*\nGive --out DIR to keep the run's records\n$", message)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_run_that_was_restored_has_a_summary(tmp_path: Path, seed: int) -> None:
-    result = simulated(tmp_path, f"run.seed={seed}", "checkpoint.every_num_steps=1", speeds=FAULTS)
-    (line,) = [line for line in lines_of(result) if line.startswith("step ")]
-    mean, median, low, high, longest = map(float, re.findall(r"-?\d+\.\d+", line))
-    assert 0 < low <= median <= high <= longest
-    assert low <= mean <= longest
-
-
-def test_recorded_lengths_are_those_of_the_runs_responses_and_wrong_files_are_refused(tmp_path: Path) -> None:
-    simulated(tmp_path / "run", "run.save_rollouts=true")
-    lengths = read_lengths(str(tmp_path / "run"))
-    assert len(lengths) == 6 * 4 * 2
-    assert 1 < np.mean(lengths) < 200
+def test_files_of_lengths_and_speeds_that_are_missing_or_wrong_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--recorded .*nothing: there are no rollouts in it"):
         read_lengths(str(tmp_path / "nothing"))
-    RunDirectory(tmp_path / "run").rollouts_path(6).write_bytes(b"")
-    with pytest.raises(ValueError, match=r"step-000006\.parquet: not readable as Parquet .*; remove it to"):
-        read_lengths(str(tmp_path / "run"))
     (tmp_path / "speeds.json").write_text('{"decode_s": 0.5, "brake_s": 1}')
     with pytest.raises(ValueError, match=r"speeds\.json: brake_s: Extra inputs are not permitted$"):
         read_speeds(str(tmp_path / "speeds.json"))
