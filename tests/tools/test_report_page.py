@@ -12,7 +12,7 @@ from builders import make_completion, make_group, make_item, write_rows
 from commands import Capture, printed, refused
 from matplotlib.figure import Figure
 from matplotlib.image import imread
-from report_runs import HOSTILE, Rows, group, make_run, metrics_of
+from report_runs import HOSTILE, NEAR_DEFAULT, Rows, group, make_run, metrics_of
 
 from grpo_ray.config import Config
 from grpo_ray.records.checkpoint import CheckpointState, CheckpointStore
@@ -150,9 +150,9 @@ def test_the_command_writes_a_page_into_the_run(tmp_path: Path, tiny_config: Con
     ],
 )
 def test_wrong_arguments_are_refused(
-    tmp_path: Path, tiny_config: Config, capsys: Capture, arguments: list[str], message: str
+    tmp_path: Path, capsys: Capture, arguments: list[str], message: str
 ) -> None:
-    run = make_run(tmp_path / "run", tiny_config).path
+    run = make_run(tmp_path / "run", NEAR_DEFAULT).path
     given = [argument.format(run=run, folder=tmp_path) for argument in arguments]
     assert message.format(run=run, folder=tmp_path) in refused(capsys, "report", *given)
     assert not list(tmp_path.rglob("*.html"))
@@ -229,8 +229,8 @@ def test_terminal_curve_of_odd_points(points: list[tuple[int, float]], part: str
     assert part in terminal_curve(points, width=12)
 
 
-def finished_run(folder: Path, events: Rows | None) -> RunDirectory:
-    """Write a run of five steps with two evaluations, and without an events file if `events` is None."""
+def finished_run(folder: Path) -> RunDirectory:
+    """Write a run of five steps with two evaluations."""
     run = RunDirectory(folder)
     run.evaluations.mkdir()
     write_rows(run.metrics_path, METRICS)
@@ -238,8 +238,6 @@ def finished_run(folder: Path, events: Rows | None) -> RunDirectory:
     for step in (0, 5):
         groups = [make_group(make_item(0), [make_completion([5], text=f"response at {step}")], [1.0])]
         write_rollouts(run.evaluations / f"{step_name(step)}.parquet", step, groups)
-    if events is not None:
-        write_rows(run.events_path, events)
     return run
 
 
@@ -250,8 +248,9 @@ def ending(run: RunDirectory, is_local: bool = False) -> list[str]:
 
 
 @pytest.mark.slow
-def test_ending_shows_samples_and_the_next_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "\n".join(ending(finished_run(tmp_path, None)))
+def test_ending_shows_samples_warnings_and_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = finished_run(tmp_path)
+    text = "\n".join(ending(run))
     assert "Set aside" not in text
     assert "Samples at step 0:\n  reward 1  'prompt 0' -> 'response at 0'" in text
     assert "Samples at step 5:\n  reward 1  'prompt 0' -> 'response at 5'" in text
@@ -264,11 +263,27 @@ def test_ending_shows_samples_and_the_next_commands(tmp_path: Path, monkeypatch:
     text = "\n".join(ending(RunDirectory(tmp_path), is_local=True))
     assert OWN not in text
     assert f"resume {tmp_path} --local algorithm.num_steps=10 " in text
+    monkeypatch.setattr(Figure, "savefig", lambda *_: None)  # slow, and drawn by now
+    text = "step 3: 6% of the tokens have no gradient; see docs/failures.md#a-wrong-mask"
+    kinds = [("set_aside", 19), ("group_failed", 7), ("set_aside", 4), ("set_aside", 19)]
+    events = [{"kind": kind, "step": 1, "text": "?", "group_id": group_id} for kind, group_id in kinds]
+    events += [{"kind": kind, "step": 3, "text": text} for kind in ("restored", "detected_wrong_mask")]
+    write_rows(run.events_path, events)
+    told = [line for line in ending(run) if "Set aside" in line or "Warning" in line]
+    aside = f"\nSet aside, never finished: groups 4, 19 (see {run.events_path})"
+    assert told == [f"\nWarning at {text}", aside]
+    assert warnings_in(run.events_path) == [text]
+    store = CheckpointStore(run)
+    store.begin(3)
+    store.commit(3, CheckpointState(3, {"set_aside": [4]}, {}), {})  # 19 was trained after a restore
+    assert aside.replace("4, 19", "4") in ending(run)
+    run.evaluations_summary_path.unlink(missing_ok=True)
+    assert "All 5 steps are done" in "".join(ending(run))
 
 
 @pytest.mark.slow
 def test_ending_of_a_long_run_needs_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = finished_run(tmp_path, None)
+    run = finished_run(tmp_path)
     monkeypatch.setattr(Figure, "savefig", lambda *_: None)  # slow while memory is traced
     many = {f"time/generator-{index}/generate_s": 0.125 for index in range(300)}
     with run.metrics_path.open("w") as file:
@@ -281,23 +296,3 @@ def test_ending_of_a_long_run_needs_little_memory(tmp_path: Path, monkeypatch: p
     tracemalloc.stop()
     assert "algorithm.num_steps=600" in text
     assert peak < run.metrics_path.stat().st_size  # 3 MB
-
-
-@pytest.mark.slow
-def test_ending_lists_groups_set_aside_and_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Figure, "savefig", lambda *_: None)  # slow, and drawn in other tests
-    text = "step 3: 6% of the tokens have no gradient; see docs/failures.md#a-wrong-mask"
-    kinds = [("set_aside", 19), ("group_failed", 7), ("set_aside", 4), ("set_aside", 19)]
-    events = [{"kind": kind, "step": 1, "text": "?", "group_id": group_id} for kind, group_id in kinds]
-    events += [{"kind": kind, "step": 3, "text": text} for kind in ("restored", "detected_wrong_mask")]
-    run = finished_run(tmp_path, events)
-    told = [line for line in ending(run) if "Set aside" in line or "Warning" in line]
-    aside = f"\nSet aside, never finished: groups 4, 19 (see {run.events_path})"
-    assert told == [f"\nWarning at {text}", aside]
-    assert warnings_in(run.events_path) == [text]
-    store = CheckpointStore(run)
-    store.begin(3)
-    store.commit(3, CheckpointState(3, {"set_aside": [4]}, {}), {})  # 19 was trained after a restore
-    assert aside.replace("4, 19", "4") in ending(run)
-    run.evaluations_summary_path.unlink(missing_ok=True)
-    assert "All 5 steps are done" in "".join(ending(run))

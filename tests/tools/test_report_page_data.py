@@ -12,7 +12,7 @@ import pytest
 import torch
 from builders import TinyModel, changed, check_names, make_completion, make_group, make_item, plain_logprobs
 from commands import Capture, refused
-from report_runs import add_checkpoint, group, make_run
+from report_runs import NEAR_DEFAULT, add_checkpoint, group, make_run
 
 from grpo_ray.config import Config
 from grpo_ray.learning.loading import load_policy
@@ -115,11 +115,9 @@ def test_files_are_in_order_and_replays_not_in_their_error(tmp_path: Path, tiny_
     assert [file.step for file in step_files(run).inspected] == [1, 999_999, 1_000_000]
 
 
-def test_a_long_run_is_reported_from_a_sample_of_its_files(
-    tmp_path: Path, tiny_config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_run_is_reported_from_a_sample_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_sample, "MAX_FILES", 4)
-    run = many_steps(tmp_path / "run", tiny_config, num_steps=10, size=3)
+    run = many_steps(tmp_path / "run", num_steps=10, size=3)
     (run.rollouts / ".step-000011.parquet.partial").touch()
     rewards = {1: [0, 1], 4: [0, 0], 7: [1, 1], 10: [0, 0.5]}
     for step, values in rewards.items():
@@ -166,15 +164,15 @@ def test_metrics_are_read_as_a_stream(tmp_path: Path, tiny_config: Config) -> No
     assert data["facts"]["steps"] == "1,000"
 
 
-def many_steps(folder: Path, config: Config, num_steps: int, size: int) -> RunDirectory:
+def many_steps(folder: Path, num_steps: int, size: int) -> RunDirectory:
     steps = [[group(step, [f"{step}-{place}" for place in range(size)])] for step in range(num_steps)]
-    return make_run(folder, config, num_steps, steps)
+    return make_run(folder, NEAR_DEFAULT, num_steps, steps)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, 8, 40])
-def test_a_sample_is_bounded_seeded_and_spread_out(tmp_path: Path, tiny_config: Config, limit: int) -> None:
-    run = many_steps(tmp_path / "run", tiny_config, num_steps=9, size=7)
+def test_a_sample_is_bounded_seeded_and_spread_out(tmp_path: Path, limit: int) -> None:
+    run = many_steps(tmp_path / "run", num_steps=9, size=7)
     files = step_files(run)
     sample = sample_rollouts(files, limit, seed=3)
     assert len(sample) == limit
@@ -187,18 +185,16 @@ def test_a_sample_is_bounded_seeded_and_spread_out(tmp_path: Path, tiny_config: 
     assert limit > 39 or sample != sample_rollouts(files, limit, seed=4)
 
 
-def test_a_small_run_is_shown_completely_with_the_files_rows(tmp_path: Path, tiny_config: Config) -> None:
-    run = many_steps(tmp_path / "run", tiny_config, num_steps=2, size=300)  # several batches of rows
+def test_a_small_run_is_shown_completely_with_the_files_rows(tmp_path: Path) -> None:
+    run = many_steps(tmp_path / "run", num_steps=2, size=300)  # several batches of rows
     sample = sample_rollouts(step_files(run), limit=600, seed=0)
     assert sample == [row for step in (1, 2) for row in read_rollouts(run.rollouts_path(step))]
     few = sample_rollouts(step_files(run), limit=50, seed=1)
     assert all(row in sample for row in few)
 
 
-def test_steps_outside_the_sample_are_read_by_small_columns_only(
-    tmp_path: Path, tiny_config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = many_steps(tmp_path / "run", tiny_config, num_steps=20, size=5)
+def test_steps_outside_the_sample_are_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = many_steps(tmp_path / "run", num_steps=20, size=5)
     files, read = step_files(run), []
 
     class Spy(pq.ParquetFile):
@@ -290,8 +286,9 @@ def test_long_texts_are_cut_visibly(tmp_path: Path, tiny_config: Config, tiny_mo
     assert len(row["tokens"]) == len(row["ratios"]) == MAX_TOKENS
 
 
-def test_a_notice_explains_what_is_missing_without_a_checkpoint_or_with_large_weights(
-    tmp_path: Path, tiny_config: Config, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.slow
+def test_what_is_missing_without_a_checkpoint_or_settings_or_with_large_weights_is_a_notice(
+    tmp_path: Path, tiny_config: Config, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     run = make_run(tmp_path / "run", tiny_config)
     data = run_data(run, "run")
@@ -301,22 +298,15 @@ def test_a_notice_explains_what_is_missing_without_a_checkpoint_or_with_large_we
         f"no log-ratios: {run.path} has no checkpoint yet",
         "responses are not split into tokens: no tokenizer of the run can be loaded",
     ]
-    monkeypatch.setattr("grpo_ray.tools.report.rollout_rows.SMALL_WEIGHTS_BYTES", 10)
     add_checkpoint(run, 6, tiny_model())
     sample = sample_rollouts(step_files(run), 10, 0)
-    rows, checkpoint, notices = show_rollouts(run, sample, None)
+    with monkeypatch.context() as patch:
+        patch.setattr("grpo_ray.tools.report.rollout_rows.SMALL_WEIGHTS_BYTES", 10)
+        rows, checkpoint, notices = show_rollouts(run, sample, None)
+        assert show_rollouts(run, sample, "last")[1] == "step-000006"
     assert checkpoint is None
     assert "request them with --log-ratio last" in notices[0]
     assert rows[0]["tokens"]
-    assert show_rollouts(run, sample, "last")[1] == "step-000006"
-
-
-@pytest.mark.slow
-def test_an_obstacle_to_log_ratios_is_a_notice_and_the_rest_is_shown(
-    tmp_path: Path, tiny_config: Config, tiny_model: TinyModel, capsys: Capture
-) -> None:
-    run = make_run(tmp_path / "run", tiny_config)
-    add_checkpoint(run, 6, tiny_model())
     text = run.config_path.read_text()
     run.config_path.write_text(text.replace("  advantage_eps:", "  key_of_an_old_version:"))
     data = run_data(run, "run")
