@@ -21,10 +21,7 @@ from hypothesis import strategies as st
 from local_runs import make_config, train, until
 from run_process import output_of
 from small_run import QUICKSTART
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -44,6 +41,7 @@ from grpo_ray.learning.loading import cast_parameters
 from grpo_ray.learning.log_probs import model_inputs
 from grpo_ray.learning.microbatch import MicroBatch, collate_packed, collate_padded
 from grpo_ray.learning.policy_model import with_head_dtype
+from grpo_ray.learning.ranks import Ranks
 from grpo_ray.learning.sequences import TrainSequence
 from grpo_ray.learning.tiny_tokenizer import tiny_tokenizer
 from grpo_ray.learning.transformer_lm import TransformerLM
@@ -291,16 +289,13 @@ def test_a_micro_batch_takes_what_is_planned(
     monkeypatch: pytest.MonkeyPatch, dtype: str, recomputation: bool, vocab_size: int, chunk_bytes: int,
     options: dict[str, Any],
 ) -> None:  # fmt: skip
-    num_groups, num_prompt, num_response = 2, 8, 40
+    options = {
+        "model.dtype": dtype, "learner.gradient_checkpointing": recomputation, "learner.num_gpus": 0,
+        "generator.num_gpus": 0, "learner.micro_batch_tokens": 10**6, "sampling.max_tokens": 40,
+        "algorithm.prompts_per_step": 2, **options,
+    }  # fmt: skip
     own = [f"{field}={value}" for field, value in options.items()]
-    config = changed(
-        load_config(QWEN, [*SMALL_BATCHES, *own]),
-        model={"dtype": dtype},
-        generator={"num_gpus": 0},
-        sampling={"max_tokens": num_response},
-        algorithm={"prompts_per_step": num_groups},
-        learner={"micro_batch_tokens": 10**6, "gradient_checkpointing": recomputation, "num_gpus": 0},
-    )
+    config = load_config(QWEN, [*SMALL_BATCHES, *own])
     monkeypatch.setattr(learner_memory, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(log_probs, "chunked_log_probs", partial(chunked_log_probs, chunk_bytes=chunk_bytes))
     family = "llama" if config.model.implementation == "transformers" else "grpo_ray"
@@ -309,12 +304,12 @@ def test_a_micro_batch_takes_what_is_planned(
     if recomputation:
         model.train()
         model.gradient_checkpointing_enable()
-    sequences = sequences_of_groups(num_groups, num_prompt, num_response)
+    sequences = sequences_of_groups(2, 8, 40)
     forward_backward = ForwardBackward(config, ENDS, torch.device("cpu"))
     sums = forward_backward.backward(model, sequences)  # allocates the gradients
     measured = peak_bytes(lambda: forward_backward.backward(model, sequences))
-    assert sums["computed_tokens"] == largest_micro_batch(config, num_prompt).all
-    planned = sum(item.num_bytes for item in working_items(shape, config, num_prompt))
+    assert sums["computed_tokens"] == largest_micro_batch(config, 8).all
+    planned = sum(item.num_bytes for item in working_items(shape, config, 8))
     if _emulates_bfloat16(config):  # converted copies come on top
         assert planned <= 1.03 * measured
         return
@@ -376,9 +371,7 @@ def budgets_of(
 
 
 def test_figures_of_1_5b_by_hand() -> None:
-    plain, of_nccl = (
-        budgets_of(plan_config(weight_sync={"transport": name})) for name in ("object_store", "nccl")
-    )
+    plain, of_nccl = budgets_of(plan_config()), budgets_of(plan_config(weight_sync={"transport": "nccl"}))
     generator, learner = map(items_of, plain)
     parameters = 1_543_714_304
     assert learner["weights"] == learner["gradients"] == 4 * parameters
@@ -415,9 +408,7 @@ def test_the_plan_is_what_an_h100_took(options: dict[str, Any], gib: float) -> N
     long = {"sampling": {"max_tokens": 8192}, "algorithm": {"prompts_per_step": 1, "samples_per_prompt": 8}}
     options = {"micro_batch_tokens": 8192, "gradient_checkpointing": "none", **options}
     learner = budgets_of(plan_config(**long, learner=options), prompt_tokens=512)[1]
-    assert learner.remark.startswith(
-        "host memory: 17.3 GiB for checkpoints, 2.9 GiB for a snapshot, 2.9 GiB for "
-    )
+    assert learner.remark.startswith("host memory: 17.3 GiB for checkpoints, 2.9 GiB for a snapshot, 2.9 GiB ")
     assert sum(item.num_bytes for item in learner.items) / 2**30 - 1 == pytest.approx(gib, rel=0.01)
 
 
@@ -433,9 +424,7 @@ def test_the_kv_cache_is_divided_among_gpus_and_sequences_are_limited_by_those_i
 def test_a_cache_with_less_than_a_sequence_does_not_fit_and_one_with_more_takes_what_is_left() -> None:
     config, sequence = plan_config(generator={"gpu_memory_utilization": 1.0}), 1280 * 28 * 1024
     others = 2 * SHAPE_1_5B.num_parameters + ENGINE_BYTES
-    scarce, tight = (
-        budgets_of(config, gpu_gib=(others + room) / GIB)[0] for room in (0.9 * sequence, 1.5 * sequence)
-    )
+    scarce, tight = (budgets_of(config, gpu_gib=(others + n * sequence) / GIB)[0] for n in (0.9, 1.5))
     assert scarce.missing_bytes == pytest.approx(0.1 * sequence)
     assert not scarce.fits
     assert "the engine would refuse to start" in scarce.remark
@@ -646,34 +635,14 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def sharded_model(sizes: dict[str, Any], num_ranks: int) -> nn.Module:
-    model: nn.Module = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**sizes), attn_implementation="sdpa"
-    )
-    options: dict[str, Any] = {
-        "mesh": init_device_mesh("cpu", (num_ranks,)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    }
-    for block in model.get_submodule("model.layers").children():
-        fully_shard(block, reshard_after_forward=True, **options)
-    fully_shard(model, **options)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    return model
-
-
-def shard_bytes(tensor: torch.Tensor | None) -> int:
-    assert isinstance(tensor, DTensor)
-    return tensor.to_local().nbytes
-
-
 def measure_rank(rank: int, backend: str, num_ranks: int, port: int, sizes: dict[str, Any], found: str) -> None:
     """Write the bytes of rank 0's shards after a step, and of a pass's peak over two tokens."""
     store = FakeStore() if backend == "fake" else dist.TCPStore("127.0.0.1", port, num_ranks, rank == 0)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
-    model = sharded_model(sizes, num_ranks)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes), attn_implementation="sdpa")
+    ranks = Ranks(None)
+    ranks._mesh = init_device_mesh("cpu", (num_ranks,))
+    ranks.shard(model, torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.tensor([[1, 2]])
 
@@ -684,10 +653,8 @@ def measure_rank(rank: int, backend: str, num_ranks: int, port: int, sizes: dict
     optimizer.step()
     peak = peak_bytes(compute)
     moments = [m for state in optimizer.state.values() for m in state.values() if m.ndim]
-    sums = [
-        sum(map(shard_bytes, tensors))
-        for tensors in (model.parameters(), [p.grad for p in model.parameters()], moments)
-    ]
+    state = model.parameters(), [p.grad for p in model.parameters()], moments
+    sums = [sum(tensor.to_local().nbytes for tensor in tensors) for tensors in state]  # all are shards
     if rank == 0:
         Path(found).write_text(" ".join(map(str, [*sums, peak])))
     dist.barrier()
