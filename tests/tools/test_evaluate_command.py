@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import itertools
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from any_reward_cli import patch_graders
-from builders import change_weights, trained_so, write_rows
+from builders import TinyModel, change_weights, trained_so, write_rows
 from commands import Capture, printed, refused
 from local_runs import make_config, train
 from local_serving import LocalServing, serve_locally
@@ -35,7 +36,6 @@ __all__ = ["serve_locally"]
 
 pytestmark = pytest.mark.usefixtures("model_cache")
 
-Model = Callable[..., Path]
 Serve = Callable[..., list[LocalServing]]
 
 # By question: the ground truth, and four answers known to be right (1), wrong (0) or in no format (-).
@@ -75,7 +75,7 @@ def read(folder: Path) -> tuple[dict[str, Any], list[Row]]:
 
 @pytest.mark.slow
 def test_two_generators_share_the_known_answers_to_a_gsm8k_file(
-    tmp_path: Path, tiny_model: Model, serve_locally: Serve, capsys: Capture
+    tmp_path: Path, tiny_model: TinyModel, serve_locally: Serve, capsys: Capture
 ) -> None:
     started, folder = serve_locally(gsm8k_answers), tmp_path / "e"
     words = [
@@ -98,10 +98,7 @@ def test_two_generators_share_the_known_answers_to_a_gsm8k_file(
     assert (summary["num_examples"], summary["num_samples"]) == (5, 4)
     kinds = "".join(known for _, known in GSM8K.values())
     assert summary["num_correct"] == kinds.count("1") == 6
-    assert summary["num_wrong_answer"] == kinds.count("0") == 7
-    assert summary["num_no_format"] == kinds.count("-") == 7
     assert summary["accuracy"] == 6 / 20
-    assert summary["format_reward"] == 13 / 20
     # with 4, 1, 1, 0 and 0 right answers pass@2 is 1, 1/2, 1/2, 0, 0, and pass@4 is 1, 1, 1, 0, 0
     assert summary["pass_at_k"] == pytest.approx({"1": 0.3, "2": 0.4, "4": 0.6})
     assert summary["accuracy_interval"][0] < 0.3 < summary["accuracy_interval"][1]
@@ -120,13 +117,11 @@ def test_two_generators_share_the_known_answers_to_a_gsm8k_file(
 @contextlib.contextmanager
 def interrupted_after(num_prompts: int, error: OSError | None) -> Iterator[None]:
     """Raise the error, or press Ctrl-C, once that many prompts are graded."""
-    advance, num_done = EvaluationConsole.advance, 0
+    advance, number = EvaluationConsole.advance, itertools.count(1)
 
     def interrupt(self: EvaluationConsole, group: Any) -> None:
-        nonlocal num_done
-        num_done += 1
         advance(self, group)
-        if num_done == num_prompts:
+        if next(number) == num_prompts:
             if error is not None:
                 raise error
             signal.raise_signal(signal.SIGINT)
@@ -137,7 +132,7 @@ def interrupted_after(num_prompts: int, error: OSError | None) -> Iterator[None]
 
 
 def test_an_interrupted_evaluation_is_resumed_and_another_one_refused(
-    tmp_path: Path, tiny_model: Model, serve_locally: Serve, capsys: Capture
+    tmp_path: Path, tiny_model: TinyModel, serve_locally: Serve, capsys: Capture
 ) -> None:
     asked: list[str] = []
 
@@ -183,9 +178,13 @@ def test_an_interrupted_evaluation_is_resumed_and_another_one_refused(
         evaluate(given)
 
 
-def test_rows_after_the_limit_are_not_read(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
+def test_an_actor_that_starts_late_ends_it_and_rows_after_the_limit_are_not_read(
+    tmp_path: Path, tiny_model: TinyModel, serve_locally: Serve
+) -> None:
     serve_locally(gsm8k_answers)
     path = gsm8k_file(tmp_path)
+    with pytest.raises(RunError, match=r"did not start within 0\.001 s"):
+        evaluate(options(tiny_model(), tmp_path / "late", "recovery.start_timeout_s=0.001", task=path))
     with path.open("a") as file:
         file.write(json.dumps({"question": "word " * 5000, "answer": "#### 1"}) + "\nno JSON\n")
     given = options(tiny_model(), tmp_path / "e", task=path, limit=5)
@@ -196,15 +195,8 @@ def test_rows_after_the_limit_are_not_read(tmp_path: Path, tiny_model: Model, se
         evaluate(options(tiny_model(), tmp_path / "six", task=path, limit=6))
 
 
-def test_an_actor_that_starts_late_ends_it(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
-    serve_locally(gsm8k_answers)
-    given = options(tiny_model(), tmp_path / "e", "recovery.start_timeout_s=0.001", task=gsm8k_file(tmp_path))
-    with pytest.raises(RunError, match=r"did not start within 0\.001 s"):
-        evaluate(given)
-
-
 def test_a_dead_generator_loses_nothing_and_a_prompt_that_always_fails_is_left_out_and_named(
-    tmp_path: Path, tiny_model: Model, serve_locally: Serve, capsys: Capture
+    tmp_path: Path, tiny_model: TinyModel, serve_locally: Serve, capsys: Capture
 ) -> None:
     deaths = 0
 
@@ -228,7 +220,7 @@ def test_a_dead_generator_loses_nothing_and_a_prompt_that_always_fails_is_left_o
 
 @pytest.mark.slow
 def test_ungraded_responses_are_counted_separately(
-    here: Path, tiny_model: Model, serve_locally: Serve, capsys: Capture
+    here: Path, tiny_model: TinyModel, serve_locally: Serve, capsys: Capture
 ) -> None:
     (here / "own_reward.py").write_text(
         "def reward_fn(response, ground_truth):\n"
@@ -285,8 +277,8 @@ def test_a_runs_curve(run: RunDirectory, tmp_path: Path, serve_locally: Serve) -
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_cannot_be_used_is_skipped(
-    run: RunDirectory, tmp_path: Path, serve_locally: Serve, capsys: Capture
+def test_a_checkpoint_that_cannot_be_used_is_skipped_and_an_adapter_that_is_deleted_is_not_its_base(
+    run: RunDirectory, tmp_path: Path, serve_locally: Serve, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     serve_locally()
     folder = run.checkpoints / "step-000004"
@@ -302,17 +294,11 @@ def test_a_checkpoint_that_cannot_be_used_is_skipped(
     evaluate(options(run.path, curve, checkpoint="all"))  # resumes with the missing ones
     assert read(curve / "step-000006")[1] == before
     assert not (curve / "step-000004").exists()
-
-
-def test_an_adapter_that_is_deleted_meanwhile_is_not_evaluated_as_its_base(
-    run: RunDirectory, tmp_path: Path, serve_locally: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    serve_locally()
-    folder = run.checkpoints / "step-000004"
-    (folder / "adapter_config.json").write_text("{}")
-    monkeypatch.setattr(EvaluationConsole, "status", lambda *_: shutil.rmtree(folder, ignore_errors=True))
+    adapter = run.checkpoints / "step-000002"
+    (adapter / "adapter_config.json").write_text("{}")
+    monkeypatch.setattr(EvaluationConsole, "status", lambda *_: shutil.rmtree(adapter, ignore_errors=True))
     with pytest.raises(RunError, match="nothing was evaluated: none of the weights could be loaded"):
-        evaluate(options(run.path, tmp_path / "e", "model.adapter={}", checkpoint="step-000004"))
+        evaluate(options(run.path, tmp_path / "a", "model.adapter={}", checkpoint="step-000002"))
 
 
 @pytest.mark.slow
