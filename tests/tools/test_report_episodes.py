@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import CHROMIUM, DESKTOP, PHONE, Browser, browser
-from builders import TinyModel, changed, plain_logprobs, simple_group
+from builders import TinyModel, changed, plain_logprobs
 from episode_groups import branched_episode, make_episode, make_episode_group, play, spoken_episode
 from report_runs import HOSTILE, NEAR_DEFAULT, add_checkpoint, make_run
 from test_report_page_browser import choose, field
@@ -103,8 +103,7 @@ def page(tmp_path_factory: pytest.TempPathFactory, tiny_model: TinyModel) -> Pat
     tokenizer = load_tokenizer(str(model))
 
     def encode(text: str) -> list[int]:
-        token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return token_ids
+        return tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
 
     def group(step: int) -> ScoredGroup:
         rng = np.random.default_rng(step)
@@ -138,7 +137,7 @@ def opened(browser: Browser, page: Path) -> Browser:
 
 
 @pages
-def test_turns_calls_and_branches_are_shown(opened: Browser, page: Path) -> None:
+def test_turns_calls_and_branches_are_shown_on_any_screen(opened: Browser, page: Path) -> None:
     assert opened.errors() == []
     assert opened.requests() == [page.as_uri()]
     names = opened.texts(".turn-name", kind="innerText")
@@ -151,6 +150,10 @@ def test_turns_calls_and_branches_are_shown(opened: Browser, page: Path) -> None
     (branch, *_) = opened.texts(".sequence.branch h5", kind="innerText")
     assert branch.startswith("Branch 1: leaves the conversation after turn 0 (")
     assert "finished" in opened.texts(".episode-facts", kind="innerText")[0]
+    for size in (DESKTOP, PHONE):
+        opened.look(size)
+        opened.settle()
+        assert opened.run("document.documentElement.scrollWidth") <= size[0]
 
 
 @pages
@@ -205,20 +208,3 @@ def test_ends_are_outcomes_to_choose_from(opened: Browser) -> None:
     assert opened.run("document.querySelectorAll('#rollouts img, #rollouts script').length") == 0
     assert any("RuntimeError: <img src=x" in text for text in opened.texts("pre.notice", kind="innerText"))
     assert opened.errors() == []
-
-
-@pages
-def test_nothing_is_wider_than_the_screen(opened: Browser) -> None:
-    for size in (DESKTOP, PHONE):
-        opened.look(size)
-        opened.settle()
-        assert opened.run("document.documentElement.scrollWidth") <= size[0]
-
-
-@pages
-def test_a_page_without_episodes_has_no_trace_of_them(browser: Browser, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", NEAR_DEFAULT, 2, [[simple_group(0)], [simple_group(1)]])
-    browser.open(report(ReportOptions((str(run.path),))))
-    assert len(browser.texts(".rollouts th", kind="innerText")) == 7
-    assert browser.run("document.getElementById('episodes')") is None
-    assert "better" not in browser.run("document.querySelector('#rollouts .filters').innerText")

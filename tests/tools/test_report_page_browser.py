@@ -83,8 +83,7 @@ def enter(browser: Browser, control: str, value: str) -> None:
 
 
 def shown(browser: Browser) -> str:
-    text: str = browser.run("document.querySelector('#rollouts .count').textContent")
-    return text
+    return browser.run("document.querySelector('#rollouts .count').textContent")  # type: ignore[no-any-return]
 
 
 def test_it_loads_without_errors_or_other_requests_and_names_every_control(opened: Browser, page: Path) -> None:
@@ -92,6 +91,9 @@ def test_it_loads_without_errors_or_other_requests_and_names_every_control(opene
     assert opened.requests() == [page.as_uri()]
     assert opened.run("document.getElementById('ranks')") is None  # there is one
     assert "Ranks" not in opened.run("document.getElementById('nav').textContent")
+    assert opened.run("document.getElementById('episodes')") is None  # there are none
+    assert len(opened.texts(".rollouts th", kind="innerText")) == 7  # none for turns
+    assert "better" not in opened.run("document.querySelector('#rollouts .filters').innerText")
     nameless = opened.run("""[...document.querySelectorAll("input, select, button, [role=img], [role=region]")]
       .filter(node => !(node.labels?.length || node.textContent.trim() || node.getAttribute("aria-label")))
       .map(node => node.outerHTML)""")
@@ -101,7 +103,7 @@ def test_it_loads_without_errors_or_other_requests_and_names_every_control(opene
     assert all(after - before <= 1 for before, after in pairwise(levels))
 
 
-def test_hostile_texts_are_text(opened: Browser) -> None:
+def test_hostile_texts_are_text_and_another_script_is_not_run(opened: Browser) -> None:
     choose(opened, "Search", "window.hacked")
     assert shown(opened) == "18 of 50 rollouts on this page"
     for place in range(3):
@@ -112,18 +114,11 @@ def test_hostile_texts_are_text(opened: Browser) -> None:
     choose(opened, "Search", "right")
     assert any("right ⟨U+202E⟩to left" in text and "⟨U+0000⟩ nothing" in text for text in rows(opened, 3))
     assert opened.errors() == []
-
-
-def test_no_script_but_the_pages_own_can_run(opened: Browser) -> None:
-    opened.run("""(() => {
-      const script = document.createElement("script");
-      script.textContent = "window.hacked = 1";
-      document.body.append(script);
-      const image = document.createElement("img");
-      image.setAttribute("onerror", "window.hacked = 2");
-      image.src = "https://example.invalid/x.png";
-      document.body.append(image);
-    })()""")
+    # No script but the page's own can run.
+    script = "Object.assign(document.createElement('script'), {textContent: 'window.hacked = 1'})"
+    opened.run(f"document.body.append({script})")
+    image = "<img src='https://example.invalid/x.png' onerror='window.hacked = 2'>"
+    opened.run(f'document.body.insertAdjacentHTML("beforeend", "{image}")')
     opened.settle()
     assert opened.run("window.hacked") is None
     assert any("Content Security Policy" in str(error) for error in opened.errors())
@@ -227,7 +222,7 @@ def figure(title: str) -> str:
     return f"[...document.querySelectorAll('figure')].find({is_it})"
 
 
-def test_curves_have_the_runs_values_and_a_run_can_be_hidden(opened: Browser) -> None:
+def test_curves_of_any_metric_have_the_runs_values_and_a_run_can_be_hidden(opened: Browser) -> None:
     reward = figure("Training reward")
     lines = opened.run(f"[...{reward}.querySelectorAll('polyline')].map(line => line.getAttribute('points'))")
     assert [len(line.split()) for line in lines] == [6, 4]
@@ -237,6 +232,13 @@ def test_curves_have_the_runs_values_and_a_run_can_be_hidden(opened: Browser) ->
     np.testing.assert_allclose(rise, -0.1, atol=0.001)
     bands = opened.run(f"{reward}.querySelectorAll('.band polygon').length")
     assert bands == 1  # the second run has one group per step, and so no standard errors
+    enter(opened, "document.querySelector('#any-metric select')", "policy/entropy")
+    opened.settle()
+    unit, meaning = METRICS["policy/entropy"]
+    assert opened.run("document.querySelector('#any-metric h3').textContent") == "policy/entropy"
+    assert opened.texts("#any-metric svg text")[-2:] == ["step", unit]
+    assert opened.run("document.querySelectorAll('#any-metric polyline').length") == 2
+    assert meaning in opened.run("document.querySelector('#any-metric .meaning').textContent")
     opened.run("document.querySelectorAll('.cards input')[0].click()")  # hides the first
     opened.settle()
     assert opened.run(f"{reward}.querySelectorAll('polyline').length") == 1
@@ -302,9 +304,7 @@ def test_stages_have_colours_of_their_own_and_the_largest_is_first(browser: Brow
 
 @pytest.mark.parametrize(("size", "scheme"), SCREENS)
 @pytest.mark.kept("size0-light")
-def test_ranks_have_curves_and_a_table(
-    browser: Browser, tmp_path: Path, size: tuple[int, int], scheme: str
-) -> None:
+def test_ranks_have_curves_and_a_table(browser: Browser, tmp_path: Path, size: Any, scheme: str) -> None:
     run = make_run(tmp_path / "ranks", NEAR_DEFAULT)
     write_rows(run.metrics_path, [ranks_of(step) for step in range(1, 7)])
     open_runs(browser, tmp_path, run)
@@ -349,16 +349,6 @@ def test_a_run_with_ranks_is_compared_with_one_without(browser: Browser, tmp_pat
     assert browser.run(legend) == "two, learner-0two, learner-1"
 
 
-def test_any_metric_can_be_drawn(opened: Browser) -> None:
-    enter(opened, "document.querySelector('#any-metric select')", "policy/entropy")
-    opened.settle()
-    unit, meaning = METRICS["policy/entropy"]
-    assert opened.run("document.querySelector('#any-metric h3').textContent") == "policy/entropy"
-    assert opened.texts("#any-metric svg text")[-2:] == ["step", unit]
-    assert opened.run("document.querySelectorAll('#any-metric polyline').length") == 2
-    assert meaning in opened.run("document.querySelector('#any-metric .meaning').textContent")
-
-
 def test_the_configurations_differences_come_first_then_changed_keys_then_the_rest(opened: Browser) -> None:
     tables = "[...document.querySelectorAll('#configuration .scroll')]"
     assert opened.run(f"{tables}.map(table => table.getAttribute('aria-label'))") == [
@@ -380,28 +370,23 @@ def test_the_configurations_differences_come_first_then_changed_keys_then_the_re
     assert opened.run(keys)[2] == ["algorithm.cliprange_high"]
 
 
-def test_errors_stand_at_the_top_and_are_text(browser: Browser, tmp_path: Path) -> None:
+def test_errors_are_at_the_top_and_prompts_are_shown_before_and_after(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", NEAR_DEFAULT, num_steps=2)
     num_answers = NEAR_DEFAULT.rollouts_per_step
     write_rows(run.metrics_path, [metrics_of(step) | {"reward/errors": num_answers} for step in (1, 2)])
     event = {"time": 1.0, "kind": "detected_reward_errors", "step": 1, "text": f"failed\n on {HOSTILE[0]}"}
     write_rows(run.events_path, [event])
-    open_runs(browser, tmp_path, run)
-    texts = browser.texts(".notice.error")
-    assert texts[0].startswith(f"None of the {2 * num_answers:,} responses could be graded")
-    assert texts[1] == event["text"]
-    first = browser.run("document.querySelector('main article').firstElementChild.className")
-    assert first == "notice error"
-
-
-def test_the_same_prompts_are_shown_before_and_after(browser: Browser, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", NEAR_DEFAULT, num_steps=2)
     for step in (0, 2):
         groups = [make_group(make_item(0), [make_completion([5], text=f"{HOSTILE[1]} at {step}")], [step / 2])]
         if step == 0:
             groups[0].errors[0] = "ValueError: no number"
         write_rollouts(run.evaluations / f"{step_name(step)}.parquet", step, groups)
     open_runs(browser, tmp_path, run)
+    texts = browser.texts(".notice.error")
+    assert texts[0].startswith(f"None of the {2 * num_answers:,} responses could be graded")
+    assert texts[1] == event["text"]
+    first = browser.run("document.querySelector('main article').firstElementChild.className")
+    assert first == "notice error"
     rows = "[...document.querySelectorAll('.samples tr')].map(row => [...row.children].map(c => c.innerText))"
     head, row = browser.run(rows)
     assert head == ["Prompt", "Ground truth", "Step 0", "Step 2"]
