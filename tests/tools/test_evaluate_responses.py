@@ -72,12 +72,17 @@ def test_rows() -> None:
     assert rewards == [0.25, -0.75]  # (1 + 0 + 0 + 0) / 4, (0 - 1 - 1 - 1) / 4
 
 
-def test_an_interrupted_file_is_resumed_in_any_order(tmp_path: Path) -> None:
+def test_a_part_is_on_disk_once_it_is_complete_and_the_others_are_added_in_any_order(tmp_path: Path) -> None:
     ids = range(EXAMPLES_PER_PART + 20)
     first = ResponseFiles(tmp_path, ids)
     done = {*range(EXAMPLES_PER_PART), EXAMPLES_PER_PART + 3, EXAMPLES_PER_PART + 1}
     for example_id in done:
         first.add(graded(example_id))
+    # The process may be killed with -9.
+    assert pq.read_table(tmp_path / "parts" / "00000.parquet").num_rows == 4 * EXAMPLES_PER_PART
+    assert ResponseFiles(tmp_path, ids).done == set(range(EXAMPLES_PER_PART))
+    with pytest.raises(KeyError):  # each example once
+        first.add(graded(EXAMPLES_PER_PART + 1))
     first.flush()
     second = ResponseFiles(tmp_path, ids)
     assert second.done == done
@@ -87,18 +92,6 @@ def test_an_interrupted_file_is_resumed_in_any_order(tmp_path: Path) -> None:
     second.remove_parts()
     assert [path.name for path in tmp_path.iterdir()] == ["examples.parquet"]
     assert rows == [row for example_id in ids for row in response_rows(graded(example_id))]
-
-
-def test_a_part_is_on_disk_as_soon_as_it_is_complete_and_each_example_once(tmp_path: Path) -> None:
-    """The process may be killed with -9."""
-    ids = range(EXAMPLES_PER_PART + 20)
-    files = ResponseFiles(tmp_path, ids)
-    for example_id in range(EXAMPLES_PER_PART + 5):
-        files.add(graded(example_id))
-    assert pq.read_table(tmp_path / "parts" / "00000.parquet").num_rows == 4 * EXAMPLES_PER_PART
-    assert ResponseFiles(tmp_path, ids).done == set(range(EXAMPLES_PER_PART))
-    with pytest.raises(KeyError):
-        files.add(graded(EXAMPLES_PER_PART + 1))
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
@@ -148,10 +141,7 @@ PROMPT = (40, 41, 42)
 async def sample(config: Config, model_path: Path, settings: SamplingSettings) -> tuple[Completion, ...]:
     engine = make_engine(config, str(model_path), 64, 0)
     await engine.start(0)
-    try:
-        return await engine.generate(PROMPT, settings)
-    finally:
-        await engine.shutdown()
+    return await engine.generate(PROMPT, settings)
 
 
 def rows_of(model_path: Path, completion: Completion, min_tokens: int = 0) -> list[Tensor]:
