@@ -91,8 +91,8 @@ def set_row(**values: Any) -> Change:
     return lambda rows: rows[1].update(values)
 
 
-def at(column: str, place: int, value: Any) -> Change:
-    """Change an element of a list of the second row."""
+def at(column: str, place: int | slice, value: Any) -> Change:
+    """Change an element, or a slice, of a list of the second row."""
     return lambda rows: rows[1][column].__setitem__(place, value)
 
 
@@ -139,10 +139,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "a turn twice": (in_span("turns", 2, turn=0), "turns [0] have tokens at several places"),
     "a turn in two sequences": (in_span("turns", 3, turn=1), "sequence 1: turns [1] are in an earlier one too"),
     "falling versions in a turn": (
-        lambda rows: rows[1].update(versions=[
-            {"version": 3, "start": 0, "end": 1}, {"version": 2, "start": 1, "end": 2},
-            *rows[1]["versions"][1:],
-        ]),
+        at("versions", slice(1), [{"version": v, "start": n, "end": n + 1} for n, v in enumerate((3, 2))]),
         "the versions of turn 0 are [3, 2]",
     ),
     "a token of the past": (in_span("versions", 0, version=1), "is 2 versions old; weight_sync.max_lag is 1"),

@@ -72,23 +72,18 @@ def test_a_machine_without_a_gpu_gets_defaults_that_work(
 
 def test_the_checkpoints_of_a_run(tmp_path: Path) -> None:
     run = str(write_run(tmp_path / "run", {2: 0.1, 4: 0.5, 6: 0.5, 8: 0.2}, damaged=8))
-    steps = {
-        choice: [weights.step for weights in find_subject(run, choice).weights]
-        for choice in ("last", "best", "all", "initial", "step-000004")
-    }
     expected = {"last": [6], "best": [6], "all": [0, 2, 4, 6], "initial": [0], "step-000004": [4]}
-    assert steps == expected
-    notices = find_subject(run, "last").notices
-    assert len(notices) == 1
-    assert notices[0].startswith("skipped, because it is damaged: ")
-    assert "step-000008: model.safetensors is missing" in notices[0]
+    assert {c: [weights.step for weights in find_subject(run, c).weights] for c in expected} == expected
+    (notice,) = find_subject(run, "last").notices
+    assert notice.startswith("skipped, because it is damaged: ")
+    assert "step-000008: model.safetensors is missing" in notice
     # The default is a checkpoint every 20 steps; a curve that lacks some says so.
     kept = str(write_run(tmp_path / "kept", {20: 0.1, 40: 0.2, 47: 0.2}))
     assert find_subject(kept, "all").notices == ()
     pruned = str(write_run(tmp_path / "pruned", {80: 0.1, 87: 0.2}))
     assert find_subject(pruned, "last").notices == ()
     (notice,) = find_subject(pruned, "all").notices
-    assert notice == ("the run kept 2 of its 5 checkpoints; train with checkpoint.keep=5 for a curve of all")
+    assert notice == "the run kept 2 of its 5 checkpoints; train with checkpoint.keep=5 for a curve of all"
 
 
 @pytest.mark.parametrize(
@@ -129,8 +124,7 @@ def test_an_evaluation_has_no_learner_and_no_teacher_and_shares_no_device(tmp_pa
 
 def task_of(choice: EvaluationOptions, task: Any = None) -> dict[str, Any]:
     data = {"model": {}} if task is None else {"task": task}
-    chosen: dict[str, Any] = choose_task(data, choice)["task"]
-    return chosen
+    return choose_task(data, choice)["task"]  # type: ignore[no-any-return]
 
 
 def test_an_adapter_may_be_an_override_and_the_command_to_resume_is_accepted(tmp_path: Path) -> None:
@@ -281,6 +275,5 @@ def test_the_prompts_are_those_of_a_runs_validation(tmp_path: Path, kind: str) -
     if kind == "file":
         (tmp_path / "train.jsonl").unlink()
         assert load_validation(task, seed=3).validation == wanted
-        assert load_validation(task, seed=3).notices == (
-            f"one: {tmp_path / 'validation.jsonl'}: 1 duplicate question dropped",
-        )
+        (notice,) = load_validation(task, seed=3).notices
+        assert notice == f"one: {tmp_path / 'validation.jsonl'}: 1 duplicate question dropped"

@@ -194,9 +194,7 @@ def test_a_crash_is_said_with_its_signal_and_line(tmp_path: Path, is_replaced: b
     finally:
         libc.sigaction(signal.SIGSEGV, handler, None)
     assert (fault.name, fault.place) == ("crashes", "fragile.py:4"), fault.text
-    assert re.fullmatch(
-        r"SIGSEGV ended the process in which episodes ran, in .*/ctypes/__init__\.py:\d+", fault.text
-    )
+    assert re.fullmatch(r"SIGSEGV ended the process .*, in .*/ctypes/__init__\.py:\d+", fault.text)
 
 
 @pytest.mark.slow
@@ -296,10 +294,8 @@ def plays_of(*episodes: Played, **others: Play) -> Plays:
 
 RIGHT, EMPTY = (played("right", 1.0), played("right", 1.0)), played("empty", 0.0)
 OTHER = Play({(0, 0): played("right", 0.5)})
-CUT = played("endless", 1.0, status="truncated_turns")
 UNREAD = replace(plays_of(*RIGHT, EMPTY)["first"], unread="<f>")
 SLOW = played("random", None, status="truncated_time", error="10 s")
-FAILED = played("random", None, status="environment_error", error="ValueError: no")
 
 
 @pytest.mark.parametrize(
@@ -308,8 +304,8 @@ FAILED = played("random", None, status="environment_error", error="ValueError: n
         (plays_of(*RIGHT, EMPTY), []),
         (plays_of(*RIGHT, played("empty", 1.0)), ["constant_reward"]),
         (plays_of(*RIGHT, EMPTY, played("echo", 1.0), played("wanderer 0", 0.0)), ["satisfied_by_prompt"]),
-        (plays_of(*RIGHT, EMPTY, CUT), ["cut_off_is_best"]),
-        (plays_of(*RIGHT, FAILED), ["raises"]),
+        (plays_of(*RIGHT, EMPTY, played("endless", 1.0, status="truncated_turns")), ["cut_off_is_best"]),
+        (plays_of(*RIGHT, played("random", None, status="environment_error", error="Error: no")), ["raises"]),
         (plays_of(*RIGHT, played("empty", 0.0, turns=[turn((65, 67))])), ["different_starts"]),
         (plays_of(*RIGHT, EMPTY, again=OTHER), ["not_deterministic"]),
         (plays_of(*RIGHT, SLOW, again=Play({(0, 2): played("random", 0.5)})), ["slow"]),

@@ -20,6 +20,7 @@ from grpo_ray.watch.clock import Deadlock, VirtualClock
 # 1 s per token, and 0.5 s more for every running sequence; a prompt of 4 tokens takes 2 s.
 SPEEDS = Speeds(decode_s=1.0, decode_sequence_s=0.5, prefill_token_s=0.5, start_s=10.0, stage_s=3.0, load_s=7.0)
 PROMPT = (0,) * 4
+Now = Callable[[], float]
 
 
 def given(*lengths: int) -> Lengths:
@@ -31,9 +32,7 @@ def settings(num_samples: int, max_tokens: int = 1000) -> SamplingSettings:
     return SamplingSettings(num_samples, 1.0, 1.0, min_tokens=1, max_tokens=max_tokens)
 
 
-def run(
-    lengths: Any, main: Callable[[SimulatedEngine, Callable[[], float]], Awaitable[Any]], **changes: Any
-) -> Any:
+def run(lengths: Any, main: Callable[[SimulatedEngine, Now], Awaitable[Any]], **changes: Any) -> Any:
     """Return what `main` returns, given a started engine and the seconds since then."""
     speeds = SPEEDS.model_copy(update=changes.pop("speeds", {}))
     engine = SimulatedEngine(speeds, lengths, **{"max_num_seqs": 8, "seed": 0, **changes})
@@ -60,7 +59,7 @@ def run(
 def test_groups_take_their_prompts_and_tokens_and_slow_each_other_down(
     lengths: list[int], groups: list[tuple[float, tuple[int, ...], int]], max_num_seqs: int, ends: list[float]
 ) -> None:
-    async def main(engine: SimulatedEngine, now: Callable[[], float]) -> list[float]:
+    async def main(engine: SimulatedEngine, now: Now) -> list[float]:
         async def sample(after_s: float, prompt: tuple[int, ...], num_samples: int) -> float:
             await asyncio.sleep(after_s)
             for completion in await engine.generate(prompt, settings(num_samples)):
@@ -73,9 +72,7 @@ def test_groups_take_their_prompts_and_tokens_and_slow_each_other_down(
     assert run(given(*lengths), main, max_num_seqs=max_num_seqs) == ends
 
 
-async def sampled_beside_sync(
-    engine: SimulatedEngine, now: Callable[[], float], sample_at: float, sync_at: float
-) -> tuple[float, list[int]]:
+async def sampled_beside_sync(engine: SimulatedEngine, now: Now, sample_at: float, sync_at: float) -> Any:
     """Return the end of a response, and its tokens' versions."""
 
     async def sync() -> None:
@@ -101,7 +98,7 @@ def test_a_sync_splits_a_response_and_keeps_its_tokens() -> None:
 
 
 def test_lengths_end_at_the_limit() -> None:
-    async def main(engine: SimulatedEngine, now: Callable[[], float]) -> tuple[Completion, ...]:
+    async def main(engine: SimulatedEngine, now: Now) -> tuple[Completion, ...]:
         return await engine.generate(PROMPT, settings(2, max_tokens=4))
 
     cut, whole = run(given(9, 4), main)
@@ -110,7 +107,7 @@ def test_lengths_end_at_the_limit() -> None:
 
 
 def test_a_cancelled_group_leaves_its_place() -> None:
-    async def main(engine: SimulatedEngine, now: Callable[[], float]) -> float:
+    async def main(engine: SimulatedEngine, now: Now) -> float:
         first = asyncio.ensure_future(engine.generate((), settings(1)))
         await asyncio.sleep(3.0)
         second = asyncio.ensure_future(engine.generate((), settings(1)))
@@ -123,7 +120,7 @@ def test_a_cancelled_group_leaves_its_place() -> None:
 
 
 def test_a_dead_engine_fails_what_runs_and_all_that_follows() -> None:
-    async def main(engine: SimulatedEngine, now: Callable[[], float]) -> float:
+    async def main(engine: SimulatedEngine, now: Now) -> float:
         with pytest.raises(EngineDied):
             await engine.generate(PROMPT, settings(1))
         died_at = now()
