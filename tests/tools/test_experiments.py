@@ -26,6 +26,7 @@ from grpo_ray.errors import RunError
 from grpo_ray.records.durable import write_csv
 from grpo_ray.records.run_files import read_metrics
 from grpo_ray.run.machine import GpuPool, cores_of, default_jobs, gpus_of
+from grpo_ray.run.signals import signals_handled
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.drawing.figures import draw_spread, legend_beside, new_figure
 from grpo_ray.tools.experiments import curves
@@ -281,15 +282,10 @@ def test_sigterm_stops_them_too(fakes: FakeRuns) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     fakes.script(**WAITS)
-    before = signal.signal(signal.SIGTERM, lambda *_: None)  # by default it would end the tests
-    stopper = threading.Thread(target=stop)
-    stopper.start()
-    try:
-        with pytest.raises(KeyboardInterrupt, match="resume with: grpo-ray experiment rates"):
-            fakes.run(seeds=2, jobs=2)
-    finally:
-        stopper.join()
-        signal.signal(signal.SIGTERM, before)
+    threading.Thread(target=stop, daemon=True).start()
+    stopped = pytest.raises(KeyboardInterrupt, match="resume with: grpo-ray experiment rates")
+    with signals_handled((signal.SIGTERM,), lambda *_: None), stopped:  # by default it would end the tests
+        fakes.run(seeds=2, jobs=2)
     check_stopped(fakes)
 
 
@@ -387,12 +383,9 @@ def test_a_real_run(tmp_path: Path) -> None:
     assert run_experiment(*arguments, ("no-such-program",))  # nothing is left to start
 
 
-Evaluations = list[tuple[int, float]]
-
-
 def outcome(
-    variant: str, evaluations: Evaluations, seed: int = 0, status: Status = "finished", num_steps: int = 8,
-    **metrics: Any,
+    variant: str, evaluations: list[tuple[int, float]], seed: int = 0, status: Status = "finished",
+    num_steps: int = 8, **metrics: Any,
 ) -> ExperimentOutcome:  # fmt: skip
     """Return an outcome with one row per step; a metric is a list or a function of the step. `__` means `/`."""
     rows = [{"step": step} for step in range(1, num_steps + 1)]

@@ -128,7 +128,6 @@ def listed(folder: Path, excludes: Sequence[str]) -> set[str]:
 
 
 PEM = "-----BEGIN {}PRIVATE KEY-----\nMIIE\n-----END {}PRIVATE KEY-----\n"
-ACCOUNT = '{"type": "service_account", "project_id": "p", "private_key": "-----BEGIN"}'
 CREDENTIAL_FILES = (
     ".ssh/id_rsa", ".ssh/config", "id_ed25519", "deploy/id_rsa", "ID_RSA", ".aws/credentials",
     ".git-credentials", ".npmrc", "web/.npmrc", ".pypirc", ".netrc", "_netrc", ".huggingface/token",
@@ -146,7 +145,7 @@ BY_CONTENT = {
     "chain.crt": "-----BEGIN CERTIFICATE-----\nMIIE\n-----END CERTIFICATE-----\n" + PEM.format("EC ", "EC "),
     "bags.txt": "Bag Attributes\n    friendlyName: me\n" + PEM.format("ENCRYPTED ", "ENCRYPTED "),
     "p.txt": "PuTTY-User-Key-File-3: ssh-ed25519\n",
-    "cloud.json": ACCOUNT,
+    "cloud.json": '{"type": "service_account", "project_id": "p", "private_key": "-----BEGIN"}',
     "adc.txt": '{"client_id": "c", "refresh_token": "r", "type": "authorized_user"}',
 }
 HARMLESS = {
