@@ -48,6 +48,9 @@ def test_a_loss_is_the_same_by_its_name_as_in_a_configuration(loss_type, bounds)
     expected, _ = configured.policy_gradient_loss(policy, mask, weights, old)
     loss, _ = compute_policy_gradient_loss(policy, loss_type, **tensors, response_mask=mask, **bounds)
     assert torch.equal(loss, expected)
+    if loss_type == "grpo_clip":
+        given_bounds = {"cliprange": 0.2, **bounds}
+        assert torch.equal(compute_grpo_clip_loss(advantages, policy, old, **given_bounds)[0], loss)
 
     policy.requires_grad_()
     total, sums = grpo_microbatch_train_step(policy, mask, 3, loss_type, **tensors, **bounds)
@@ -89,15 +92,18 @@ def test_misspelt_options_are_refused():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"loss_type": "ppo"}, "unknown loss 'ppo'; allowed: no_baseline"),
+        ({"loss_type": "ppo"}, f"unknown loss 'ppo'; allowed: {', '.join(get_args(LossType))}"),
         ({"aggregation": "mean"}, "unknown aggregation 'mean'; allowed: sequence_mean"),
         ({"kl_estimator": "k4"}, "unknown KL estimator 'k4'"),
         ({"selection": "top"}, "unknown token selection 'top'"),
+        ({"corrections": ("truncate",)}, "unknown correction 'truncate'; allowed: truncate_token, "),
         ({"loss_type": "dppo_tv", "cliprange": 0.2}, "cliprange: the loss `dppo_tv` has no clip range"),
         ({"loss_type": "sapo", "cliprange_high": 0.2}, "cliprange_high: the loss `sapo` has no clip range"),
         ({"loss_type": "cispo", "dual_clip": 3.0}, "dual_clip works only with `grpo_clip`"),
-        ({"loss_type": "grpo_clip", "cliprange": -0.2}, "cliprange is -0.2; it must be above 0"),
-        ({"loss_type": "grpo_clip", "kl_coefficient": -1.0}, "kl_coefficient is -1; it must be at least 0"),
+        ({"cliprange": -0.2}, "cliprange is -0.2; it must be above 0"),
+        ({"dual_clip": 1.0}, "dual_clip is 1; it must be above 1"),
+        ({"dual_clip": math.nan}, "dual_clip is nan; it must be above 1"),
+        ({"kl_coefficient": -1.0}, "kl_coefficient is -1; it must be at least 0"),
     ],
     ids=str,
 )
@@ -106,21 +112,11 @@ def test_an_objective_refuses_what_it_would_ignore(arguments, message):
         Objective(**({"loss_type": "grpo_clip"} | arguments))
 
 
-def test_unknown_names_list_the_allowed_and_a_dual_clip_is_above_one():
-    with pytest.raises(ValueError, match=rf"'ppo'.*{', '.join(get_args(LossType))}"):
-        compute_policy_gradient_loss(torch.ones(1, 1), "ppo")
-    with pytest.raises(ValueError, match="unknown correction 'truncate_tokens'; allowed: truncate_token, "):
-        Objective("unclipped", corrections=("truncate_tokens",))
-    with pytest.raises(ValueError, match=r"must be \[batch, seq\], got \[1\]"):
-        compute_naive_policy_gradient_loss(torch.ones(1), torch.ones(1))
-    for dual_clip in (1.0, -2.0, math.nan):
-        with pytest.raises(ValueError, match=f"dual_clip is {dual_clip:g}; it must be above 1"):
-            compute_grpo_clip_loss(*3 * [torch.ones(1, 1)], 0.2, None, dual_clip)
-
-
 @pytest.mark.parametrize("shape", [(3,), (1, 3), (3, 2), (1, 1)])
 def test_shapes_that_would_broadcast_are_refused(shape):
     log_probs, column = torch.zeros(3, 3), torch.ones(3, 1)
+    with pytest.raises(ValueError, match=r"must be \[batch, seq\], got \[3\]"):
+        compute_naive_policy_gradient_loss(column, log_probs[0])
     with pytest.raises(ValueError, match=r"\[3, 1\]"):
         compute_naive_policy_gradient_loss(torch.ones(shape), log_probs)
     with pytest.raises(ValueError, match=r"advantages must be .*\[3, 1\]"):
@@ -262,14 +258,14 @@ def test_without_a_denominator_the_rows_are_the_whole_batch(aggregation):
 
 
 def test_a_token_without_an_old_logprob_has_no_penalty_in_a_loss_without_a_ratio():
-    policy = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    policy = torch.tensor([[-1.0, -2.0, -0.5, -1.0]], requires_grad=True)
     loss, _ = policy_gradient_step(
-        policy, torch.ones(1, 2), objective=Objective("reinforce_with_baseline"), advantages=torch.ones(1, 1),
-        old_log_probs=torch.tensor([[math.nan, -1.5]]), penalties=torch.tensor([[3.0, 3.0]]),
+        policy, torch.ones(1, 4), objective=Objective("reinforce_with_baseline"), advantages=torch.ones(1, 1),
+        old_log_probs=torch.tensor([[math.nan, -1.5, -1.0, -1.0]]), penalties=torch.tensor([[3.0, 3, 2, 0]]),
     )  # fmt: skip
-    assert loss.item() == (1.0 + 2.0 + 3 * 0.5) / 2
+    assert loss.item() == (1.0 + 2.0 + 0.5 + 1.0 + 3 * 0.5 + 2 * 0.5) / 4
     loss.backward()
-    assert policy.grad.tolist() == [[-0.5, (-1.0 - 3.0) / 2]]
+    assert policy.grad.tolist() == [[-0.25, (-1.0 - 3.0) / 4, (-1.0 + 2.0) / 4, -0.25]]
 
 
 LOG_PROBS = np.array([-1.0, -3.0, -1.0, -3.0], np.float32)  # mean -2
@@ -305,20 +301,6 @@ def test_clip_cov_leaves_out_some_of_the_candidates() -> None:
 def test_kl_cov_holds_the_largest_back() -> None:
     assert select("kl_cov", share=0.5, coefficient=0.3) == ([1] * 4, pytest.approx([0.3, 0, 0, 0.3]))
     assert sum(select("kl_cov")[1]) == 1.0  # at least one token
-
-
-def test_a_penalty_is_added_by_hand() -> None:
-    """2 * |0.5| + 3 * |-0.25|, over 4; its gradient has the sign of the drift."""
-    policy = torch.tensor([[-0.5, -1.25, -1.0]], requires_grad=True)
-    objective = Objective("reinforce_with_baseline", "constant", selection="kl_cov")
-    loss, _ = policy_gradient_step(
-        policy, torch.ones(1, 3), objective=objective, denominator=4.0, advantages=torch.zeros(1, 1),
-        old_log_probs=torch.tensor([[-1.0, -1.0, torch.nan]]), penalties=torch.tensor([[2.0, 3.0, 5.0]]),
-    )  # fmt: skip
-    assert loss.item() == pytest.approx((2 * 0.5 + 3 * 0.25) / 4)
-    loss.backward()
-    assert policy.grad is not None
-    assert policy.grad.tolist() == [[0.5, -0.75, 0.0]]
 
 
 def test_a_penalty_that_is_always_0_is_refused() -> None:
