@@ -57,22 +57,6 @@ def test_masked_out_poison_does_not_leak(poison):
     torch.testing.assert_close(tensor.grad, torch.tensor([[16 / 3, 0.0], [29 / 6, 29 / 6]]))
 
 
-@pytest.mark.parametrize(
-    ("aggregation", "expected"),
-    [
-        ("sequence_mean", (1.5 + 6.0) / 2),
-        ("token_mean", (1.0 + 2.0 + 6.0) / 3),
-        ("constant", (1.0 + 2.0 + 6.0) / (2 * 4)),
-        ("sequence_sum", (1.0 + 2.0 + 6.0) / 2),
-    ],
-)
-def test_aggregation_by_hand(aggregation, expected):
-    per_token_loss = torch.tensor([[1.0, 2.0, 9.0], [6.0, 9.0, 9.0]])
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    denominator = loss_denominator(aggregation, num_sequences=2, num_tokens=3, max_tokens=4)
-    assert aggregate_loss(per_token_loss, mask, aggregation, denominator).item() == pytest.approx(expected)
-
-
 def test_bad_arguments_are_refused() -> None:
     one = torch.ones(1, 1)
     for arguments, message in (
@@ -275,21 +259,22 @@ def test_extreme_ratios_are_finite_and_nan_of_the_learner_is_not_hidden(correcti
     assert limited_weights(nan, torch.zeros(1, 1), torch.ones(1, 1), correction)[0].isnan()
 
 
-def test_effective_sample_size_by_hand():
-    """Weights 1, 1, 4: (1 + 1 + 4)^2 / (3 * 18) = 2/3; of equal weights 1, and where one of two rules 1/2."""
-    ratios = torch.tensor([[1.0, 4.0, 3.0], [1.0, 7.0, 7.0]], dtype=torch.float64)
-    behaviour = torch.full((2, 3), -1.0, dtype=torch.float64)
-    learner = behaviour + ratios.log()
-    behaviour[0, 2] = -torch.inf
-    learner[1, 1] = torch.nan
-    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+def test_mismatch_and_effective_sample_size_by_hand():
+    """Log ratios 0, 0.5 and -1, in float64; equal weights have 1, and those of which one of two rules 1/2."""
+    behaviour = torch.full((2, 4), -1.0)
+    learner = behaviour + torch.tensor([[0.0, 0.5, 3.0, 3.0], [-1.0, torch.nan, 3.0, 3.0]])
+    behaviour[0, 2:] = torch.tensor([-torch.inf, torch.nan])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]])
     weights = ("weight_sum", "weight_square_sum", "num_weights")
     sums = mismatch_sums(learner.requires_grad_(), behaviour, mask)
     assert not any(value.requires_grad for value in sums.values())
-    assert sums["weight_sum"].item() == pytest.approx(6.0)
-    assert sums["weight_square_sum"].item() == pytest.approx(18.0)
-    assert sums["num_weights"].item() == 3
-    assert effective_sample_fraction(*(sums[name] for name in weights)) == pytest.approx(2 / 3)
+    kl = (math.exp(0.5) - 1 - 0.5) + (math.exp(-1.0) - 1 + 1.0)
+    assert sums["mismatch_kl"].item() == pytest.approx(kl, rel=1e-12)
+    assert sums["logprob_diff_max"].item() == 1.0
+    total, of_squares = 1 + math.exp(0.5) + math.exp(-1.0), 1 + math.e + math.exp(-2.0)
+    assert [sums[name].item() for name in weights] == pytest.approx([total, of_squares, 3], rel=1e-12)
+    fraction = effective_sample_fraction(*(sums[name] for name in weights))
+    assert fraction == pytest.approx(total**2 / (3 * of_squares))
     assert effective_sample_fraction(3 * 0.7, 3 * 0.49, 3) == pytest.approx(1.0)  # equal weights
     one_rules = mismatch_sums(torch.tensor([[30.0, 0.0]]), torch.zeros(1, 2), torch.ones(1, 2))
     assert effective_sample_fraction(*(one_rules[name] for name in weights)) == pytest.approx(0.5)
