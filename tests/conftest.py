@@ -291,9 +291,12 @@ def make_learner(
         **sections: dict[str, Any],
     ) -> Learner:  # fmt: skip
         own = changed(changed(config, model={"implementation": family}), **sections)
-        if checkpoint is not None:
-            return Learner(str(checkpoint), own, ENDS, checkpoint / "training")
-        return Learner(str(tiny_model(tied, own=family == "grpo_ray")), own, ENDS)
+        width = 64 if own.model.base_quantization == "nf4" else 32  # rows of whole blocks, which are quantized
+        base = tiny_model(tied, width, own=family == "grpo_ray")
+        if checkpoint is None:
+            return Learner(str(base), own, ENDS)
+        path = checkpoint if own.model.adapter is None else base
+        return Learner(str(path), own, ENDS, checkpoint / "training")
 
     return make
 
