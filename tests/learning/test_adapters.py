@@ -43,6 +43,8 @@ from grpo_ray.learning.sequences import sequences_of
 from grpo_ray.records.adapter_files import CONFIG, FILE, saved_config
 from grpo_ray.watch.flops import ModelSize
 
+SECTIONS = {"model": {"adapter": {"rank": 4}}, "learner": {"learning_rate": 1e-2}}
+
 
 def options(folder: Path | str, quantization: str = "none", **adapter: Any) -> ModelConfig:
     own = AdapterConfig(rank=4, **adapter)
@@ -52,24 +54,6 @@ def options(folder: Path | str, quantization: str = "none", **adapter: Any) -> M
 def perturbed(model: torch.nn.Module, seed: int = 3) -> None:
     """Change every value of the adapter, so that it has an effect."""
     perturb(torch.nn.ParameterList(p for p in model.parameters() if p.requires_grad), seed, 0.05)
-
-
-@pytest.fixture
-def make_learner(tiny_config: Config, tiny_model: TinyModel, copied_models: None) -> MakeLearner:
-    """Return `make_learner(checkpoint=None, adapter={...}, model={...}, ...)`."""
-
-    def make(
-        checkpoint: Path | None = None, adapter: dict[str, Any] | None = None, **changes: dict[str, Any]
-    ) -> Learner:
-        model = {"adapter": {"rank": 4, **(adapter or {})}, **changes.pop("model", {})}
-        learner = {"learning_rate": 1e-2, **changes.pop("learner", {})}
-        config = changed(tiny_config, model=model, learner=learner, **changes)
-        training = None if checkpoint is None else checkpoint / "training"
-        # Rows of whole blocks, which is what is quantized.
-        size = 64 if config.model.base_quantization == "nf4" else 32
-        return Learner(str(tiny_model(hidden_size=size)), config, ENDS, training)
-
-    return make
 
 
 @pytest.mark.slow
@@ -150,7 +134,7 @@ def peft_model(folder: Path, **options: Any) -> PeftModel:
 @pytest.mark.slow
 def test_a_checkpoint_merges_in_peft_to_what_generators_get(make_learner: MakeLearner, tmp_path: Path) -> None:
     """With DoRA, which has all kinds of tensors; the gradient above is of a plain adapter's checkpoint."""
-    learner = make_learner(adapter={"dora": True})
+    learner = make_learner(model={"adapter": {"rank": 4, "dora": True}})
     train_step(learner)
     served = tensors_of(learner.snapshot()[0])
     merged = peft_model(written(learner, tmp_path / "step")).merge_and_unload()
@@ -224,7 +208,7 @@ def test_training_resumes_bit_for_bit(model: dict, kl: dict, make_learner: MakeL
     learner = make_learner(model=model, algorithm={"kl": kl})
     for seed in range(2):
         train_step(learner, seed)
-    resumed = make_learner(written(learner, tmp_path / "step"), model=model, algorithm={"kl": kl})
+    resumed = make_learner(checkpoint=written(learner, tmp_path / "step"), model=model, algorithm={"kl": kl})
     assert resumed.version == 2
     assert raw_state(learner) == raw_state(resumed)
     metrics = [train_step(each, 2) for each in (learner, resumed)]
@@ -244,12 +228,12 @@ def test_an_adapter_is_continued_elsewhere_or_by_an_average(make_learner: MakeLe
     train_step(learner)
     folder = written(learner, tmp_path / "step")
     kl = {"reference": "initial", "coefficient": 0.1}
-    continued = make_learner(adapter={"path": str(folder)}, algorithm={"kl": kl})
+    continued = make_learner(model={"adapter": {"rank": 4, "path": str(folder)}}, algorithm={"kl": kl})
     assert continued.version == 0
     assert raw_state(continued) == raw_state(learner)
     assert abs(train_step(continued, 1)["loss/kl_ref_k3"]) < 1e-9  # its beginning is this adapter, not the base
     average = {"reference": "ema", "ema_decay": 0.5, "coefficient": 0.1}
-    resumed = make_learner(folder, algorithm={"kl": average})
+    resumed = make_learner(checkpoint=folder, algorithm={"kl": average})
     assert resumed._reference is not None
     averages, policys = (each.masters.parameters for each in (resumed._reference, learner))
     assert [raw(p) for p in averages] == [raw(p) for p in policys]
@@ -293,7 +277,7 @@ def test_rows_that_are_not_whole_blocks_are_not_quantized(tiny_model: TinyModel)
 
 def test_a_new_dora_adapter_serves_its_base_also_in_bfloat16(make_learner: MakeLearner) -> None:
     """PEFT rounds the lengths of rows to the base's dtype, and so does the merge."""
-    learner = make_learner(adapter={"dora": True}, model={"dtype": "bfloat16"})
+    learner = make_learner(model={"adapter": {"rank": 4, "dora": True}, "dtype": "bfloat16"})
     base = load_policy(learner._tokenizer.name_or_path).state_dict()
     served = tensors_of(learner.snapshot()[0])
     assert all(torch.equal(value, base[name].to(value.dtype)) for name, value in served.items())
@@ -314,7 +298,9 @@ def test_gradient_checkpointing_changes_nothing(make_learner: MakeLearner) -> No
 
 
 def test_layers_without_adapter_are_served_dequantized_and_counted_whole(make_learner: MakeLearner) -> None:
-    learner = make_learner(adapter={"target_modules": ["q_proj"]}, model={"base_quantization": "nf4"})
+    learner = make_learner(
+        model={"adapter": {"rank": 4, "target_modules": ["q_proj"]}, "base_quantization": "nf4"}
+    )
     served = tensors_of(learner.snapshot()[0])
     gate: Any = learner.model.get_submodule("model.layers.0.mlp.gate_proj")
     assert gate.weight.dtype is torch.uint8
