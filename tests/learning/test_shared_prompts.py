@@ -1,8 +1,7 @@
-"""Packed rows with shared prompts give the log-probabilities and gradients of each sequence alone."""
+"""Packed rows give each sequence its own log-probabilities; gradients: test_algorithm_combinations.py."""
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import TinyModel, changed, plain_logprobs
+from builders import ENDS, TinyModel, changed, plain_logprobs
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -39,7 +38,6 @@ from grpo_ray.learning.microbatch import on_tensors
 from grpo_ray.learning.policy_model import PolicyModel, with_head_dtype
 from grpo_ray.learning.sequences import TrainSequence
 
-ENDS = (0, 17)
 VOCAB = 280
 CPU = torch.device("cpu")
 
@@ -90,59 +88,6 @@ def test_logprobs_are_those_of_each_sequence_alone(
             given = s.prompt_token_ids, s.response_token_ids, temperature, min_tokens
             expected = plain_logprobs(policy, *given, ENDS)
             torch.testing.assert_close(row[: len(expected)], expected, atol=1e-5, rtol=0)
-
-
-# Every loss in every layout, against loops over tokens: tests/objectives/test_algorithm_combinations.py.
-ALGORITHMS: list[dict[str, Any]] = [
-    {"old_log_probs": "proximal", "off_policy_correction": "truncate_sequence", "aggregation": "token_mean"},
-    {"entropy_bonus": 0.01, "kl": {"coefficient": 0.1, "reference": "initial", "estimator": "unbiased"}},
-]  # fmt: skip
-
-
-def gradient_of(
-    config: Config, model: Any, sequences: Sequence[TrainSequence]
-) -> tuple[dict[str, float], Tensor]:
-    """Return the sums and the gradient of two minibatches, with proximal and reference logprobs looked up."""
-    model.zero_grad()
-    passes = ForwardBackward(config, ENDS, CPU)
-    sequences = passes.with_reference(model, passes.with_proximal(model, sequences))
-    if not config.algorithm.kl.coefficient:
-        sequences = [replace(s, reference_logprobs=None) for s in sequences]
-    sums = passes.backward(model, sequences[: len(sequences) // 2])
-    sums |= passes.backward(model, sequences[len(sequences) // 2 :])
-    return sums, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-
-
-# The two implementations take turns: they differ in the log-probabilities alone, which the tests above compare.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("algorithm", "policy"),
-    [(algorithm, ("transformers", "grpo_ray")[n % 2]) for n, algorithm in enumerate(ALGORITHMS)],
-    ids=str, indirect=["policy"],
-)  # fmt: skip
-def test_gradient_and_sums_equal_padded_ones(algorithm: dict, tiny_config: Config, policy: PolicyModel) -> None:
-    sequences = random_sequences(1, SHAPES)
-    sequences[2] = replace(sequences[2], advantage=0.0)
-    sequences[4].behaviour_logprobs[0] = np.nan
-    found = {}
-    for share_prompts, micro_batch_tokens in (("never", 60), ("auto", 1000), ("auto", 25), ("auto", 1)):
-        config = changed(
-            tiny_config,
-            algorithm=algorithm,
-            sampling={"temperature": 0.8, "min_tokens": 2},
-            learner={"share_prompts": share_prompts, "micro_batch_tokens": micro_batch_tokens},
-        )
-        found[share_prompts, micro_batch_tokens] = gradient_of(config, policy, sequences)
-    padded_sums, padded_gradient = found.pop(("never", 60))
-    assert padded_gradient.norm() > 0
-    for sums, gradient in found.values():
-        atol = 1e-5 * padded_gradient.abs().max()
-        torch.testing.assert_close(gradient, padded_gradient, atol=atol, rtol=1e-5)
-        for name in padded_sums.keys() - {"computed_tokens", "prompt_tokens", "padding_tokens"}:
-            assert sums[name] == pytest.approx(padded_sums[name], rel=1e-4, abs=1e-5), name
-    whole = found["auto", 1000][0]
-    assert whole["computed_tokens"] < padded_sums["computed_tokens"] - padded_sums["padding_tokens"]
-    assert whole["padding_tokens"] == 0
 
 
 def loop_attention(tree: SegmentTree, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
