@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import TEST_ENGINE, TinyModel, logprob_error, make_settings, perturb, update
+from builders import ENDS, TEST_ENGINE, TinyModel, logprob_error, make_settings, perturb, update
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import AdapterConfig, ModelConfig
@@ -18,7 +18,6 @@ from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.types import Completion
 
-ENDS = (0, 17)
 # The last is longer than a block of vLLM's prefix cache (128 tokens on a CPU), so that it is cached.
 PROMPTS = [(40, 41, 42), (50,), tuple(range(40, 240))]
 SETTINGS = make_settings(num_samples=4, min_tokens=2, max_tokens=16, end_token_ids=ENDS)

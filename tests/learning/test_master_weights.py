@@ -26,12 +26,6 @@ def masters_of(learner: Learner) -> torch.Tensor:
     return torch.cat([master.detach().flatten().clone() for master in learner.masters.parameters])
 
 
-def test_float32_weights_are_their_own_masters(tiny_model: TinyModel) -> None:
-    model = load_policy(str(tiny_model()))
-    masters = MasterWeights(model, torch.float32)
-    assert all(master is model.get_parameter(name) for name, master in masters.named.items())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "tied"), [("transformers", False), ("grpo_ray", True)])
 def test_copy_is_bfloat16_and_masters_are_what_was_loaded(

@@ -47,16 +47,25 @@ def step(learner: Learner, seed: int) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kl", [FROZEN, REFRESHED])
-def test_a_reference_is_the_first_policy_or_of_every_second_step(make_learner: MakeLearner, kl: dict) -> None:
-    learner = make_learner(algorithm={"kl": kl})
-    policies = [flat_weights(learner.model)]
+@pytest.mark.parametrize("kl", [FROZEN, REFRESHED, AVERAGE])
+def test_a_reference_has_the_served_dtype_and_is_the_first_policy_of_every_second_step_or_an_average(
+    make_learner: MakeLearner, kl: dict
+) -> None:
+    learner = make_learner(algorithm={"kl": {**kl, "coefficient": 0.5}}, model={"dtype": "bfloat16"})
+    reference, policies = learner._reference, [flat_weights(learner.model)]
+    assert reference is not None
     for seed in range(5):
         step(learner, seed)
         policies.append(flat_weights(learner.model))
-        latest = learner.version // 2 * 2 if kl is REFRESHED else 0
-        assert torch.equal(reference_weights(learner), policies[latest])
+        assert torch.equal(flat_weights(reference.model), reference_weights(learner).bfloat16())
+        if kl is not AVERAGE:
+            latest = learner.version // 2 * 2 if kl is REFRESHED else 0
+            assert torch.equal(flat_weights(reference.model), policies[latest])
     assert not torch.equal(policies[0], policies[1])
+    assert {(p.dtype, p.grad) for p in reference.model.parameters()} == {(torch.bfloat16, None)}
+    assert not reference.model.training
+    kept = torch.float32 if kl is AVERAGE else torch.bfloat16  # an average moves by less than bfloat16 can
+    assert {p.dtype for p in reference.masters.parameters} == {kept}
 
 
 def test_average_follows_its_formula(make_learner: MakeLearner) -> None:
@@ -67,23 +76,6 @@ def test_average_follows_its_formula(make_learner: MakeLearner) -> None:
         expected = 0.75 * expected + 0.25 * flat_weights(learner.model).double()
         assert relative_difference(reference_weights(learner).double(), expected) < 1e-6
     assert relative_difference(flat_weights(learner.model).double(), expected) > 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kl", [FROZEN, REFRESHED, AVERAGE])
-def test_reference_has_the_served_dtype_and_an_average_float32(make_learner: MakeLearner, kl: dict) -> None:
-    learner = make_learner(algorithm={"kl": {**kl, "coefficient": 0.5}}, model={"dtype": "bfloat16"})
-    step(learner, 0)
-    step(learner, 1)
-    reference = learner._reference
-    assert reference is not None
-    assert {(p.dtype, p.grad) for p in reference.model.parameters()} == {(torch.bfloat16, None)}
-    assert not reference.model.training
-    kept = torch.float32 if kl is AVERAGE else torch.bfloat16
-    assert {p.dtype for p in reference.masters.parameters} == {kept}
-    assert torch.equal(flat_weights(reference.model), reference_weights(learner).bfloat16())
-    if kl is REFRESHED:
-        assert torch.equal(flat_weights(reference.model), flat_weights(learner.model))
 
 
 @pytest.mark.slow

@@ -70,21 +70,11 @@ def test_rms_norm_squares_in_float32() -> None:
     assert norm(torch.full((1, 2), 300.0, dtype=torch.float16)).tolist() == [[1.0, 1.0]]
 
 
-@pytest.mark.parametrize(
-    ("mask", "num_seen", "expected"),
-    [
-        (None, 0, None),  # plain causality: torch needs no mask
-        (None, 2, [[1, 1, 1, 0], [1, 1, 1, 1]]),
-        ([0, 1, 1, 1], 2, [[0, 1, 1, 0], [0, 1, 1, 1]]),
-        ([0, 0, 1], 0, [[1, 0, 0], [0, 1, 0], [0, 0, 1]]),  # padding attends to itself
-        ([0, 1, 1], 0, [[1, 0, 0], [0, 1, 0], [0, 1, 1]]),
-    ],
-)
-def test_allowed_keys_by_hand(mask: list[int] | None, num_seen: int, expected: list[list[int]] | None) -> None:
-    num_keys = 4 if mask is None else len(mask)
-    attention_mask = None if mask is None else torch.tensor([mask])
-    allowed = _allowed(make_ids(1, num_keys - num_seen), attention_mask, num_seen)
-    assert (None if allowed is None else allowed[0, 0].int().tolist()) == expected
+def test_padding_attends_to_itself_and_plain_causality_needs_no_mask() -> None:
+    assert _allowed(make_ids(1, 4), None, 0) is None  # a mask would keep torch from its fastest kernel
+    allowed = _allowed(make_ids(1, 3), torch.tensor([[0, 0, 1]]), 0)
+    assert allowed is not None
+    assert allowed[0, 0].int().tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
 
 
 # ---- the whole, against transformers ----
@@ -290,11 +280,8 @@ def test_refused_before_anything_is_started(tiny_config: Config, tiny_model: Tin
         check_files(refused)
 
 
-def test_missing_reshaped_and_unknown_tensors_are_named(tmp_path: Path) -> None:
+def test_missing_and_unknown_tensors_are_named(tmp_path: Path) -> None:
     path, up = saved(make_model(), tmp_path), "model.layers.1.mlp.up_proj.weight"
-    change_weights(tmp_path, lambda tensors: tensors.update({up: tensors[up].T.contiguous()}))
-    with pytest.raises(ValueError, match=rf"shapes do not match its config.json: {up}; copy"):
-        load_policy(path, implementation="grpo_ray")
     change_weights(tmp_path, lambda tensors: tensors.pop(up))
     with pytest.raises(ValueError, match=rf"lacks tensors, .*: {up}; copy"):
         load_policy(path, implementation="grpo_ray")

@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -44,59 +43,32 @@ from grpo_ray.types import TrainBatch
 
 pytestmark = pytest.mark.usefixtures("own_module")
 
-NAN = float("nan")
-
 
 def example() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    old = -3 * torch.rand(6, 5, generator=generator, dtype=torch.float64)
-
-    def noise(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    return {
-        "policy_log_probs": old + 0.4 * noise(6, 5),
-        "response_mask": torch.arange(5) < torch.tensor([[5], [2], [1], [4], [3], [5]]),
-        "advantages": noise(6, 1),
-        "old_log_probs": old,
-        "weights": 0.3 + torch.rand(6, 5, generator=generator, dtype=torch.float64),
-        "reference_log_probs": old + 0.3 * noise(6, 5),
-        "entropy": noise(6, 5).square(),
-    }
+    names = ("policy_log_probs", "response_mask", "old_log_probs", "weights", "reference_log_probs", "entropy")
+    return {name: torch.ones(2, 3) for name in names} | {"advantages": torch.ones(2, 1)}
 
 
 def full(loss_type: LossType) -> Objective:
     """Return an objective with every term."""
-    dual_clip = 1.3 if loss_type == "grpo_clip" else None
-    terms = {"dual_clip": dual_clip, "kl_coefficient": 0.5, "entropy_bonus": 0.1}
-    ranges = () if LOSS_RECORDS[loss_type].epsilons is None else (0.2, 0.3)  # a clip range of 0.8 to 1.3
-    return Objective(loss_type, "sequence_mean", *ranges, **terms)
+    return Objective(loss_type, kl_coefficient=0.5, entropy_bonus=0.1)
 
 
-def test_a_reference_only_measured_changes_no_gradient():
-    tensors = {name: t.float() if t.is_floating_point() else t for name, t in example().items()}
-    policy, objective = tensors["policy_log_probs"].requires_grad_(), Objective("grpo_clip", "token_mean")
-    measured = {name: tensors.pop(name) for name in ("reference_log_probs", "entropy")}
-    expected, without = policy_gradient_step(**tensors, objective=objective)
-    loss, sums = policy_gradient_step(**tensors, **measured, objective=objective)
-    assert loss == expected
-    assert torch.equal(*(torch.autograd.grad(each, policy)[0] for each in (loss, expected)))
-    assert set(sums) - set(without) == {"kl_k1_sum", "kl_k3_sum"}
+def test_distances_are_summed_in_float64() -> None:
+    _, sums = policy_gradient_step(**example(), objective=full("grpo_clip"))
     assert sums["kl_k1_sum"].dtype == sums["kl_k3_sum"].dtype == torch.float64
 
 
 def test_nan_at_a_live_token_is_not_hidden():
     for name in ("policy_log_probs", "weights", "reference_log_probs", "entropy", "advantages"):
         tensors = example()
-        tensors[name][0, 0] = NAN
+        tensors[name][0, 0] = torch.nan
         loss, _ = policy_gradient_step(**tensors, objective=full("gspo"), denominator=6.0)
         assert loss.isnan(), name
 
 
-def test_an_unbiased_kl_needs_old_log_probs():
-    plain = Objective("reinforce_with_baseline", "constant", kl_estimator="unbiased")
-    assert not plain.needs_old_log_probs  # without a coefficient
-    assert replace(plain, kl_coefficient=0.1).needs_old_log_probs
+def test_an_unbiased_kl_without_a_coefficient_needs_no_old_log_probs():
+    assert not Objective("reinforce_with_baseline", kl_estimator="unbiased").needs_old_log_probs
 
 
 def test_an_argument_that_is_missing_or_of_another_shape_is_named():
@@ -311,8 +283,6 @@ def test_what_does_not_fit_is_refused_with_its_field(changes: dict[str, Any], me
 def test_the_preflight_checks_it(tiny_config: Config) -> None:
     with pytest.raises(ValueError, match=r"^algorithm\.loss: there is no module 'no_module_4711'"):
         check_files(changed(tiny_config, algorithm={"loss": "no_module_4711:f"}))
-    with pytest.raises(ValueError, match=r"^algorithm\.correction_cap: no correction in effect has a cap"):
-        check_files(changed(tiny_config, algorithm={"correction_cap": 3.0}))
 
 
 def test_options_and_clip_ranges_reach_the_function() -> None:
