@@ -280,8 +280,11 @@ def test_refused_before_anything_is_started(tiny_config: Config, tiny_model: Tin
         check_files(refused)
 
 
-def test_missing_and_unknown_tensors_are_named(tmp_path: Path) -> None:
+def test_missing_reshaped_and_unknown_tensors_are_named(tmp_path: Path) -> None:
     path, up = saved(make_model(), tmp_path), "model.layers.1.mlp.up_proj.weight"
+    change_weights(tmp_path, lambda tensors: tensors.update({up: tensors[up].T.contiguous()}))
+    with pytest.raises(ValueError, match=rf"shapes do not match its config.json: {up}; copy"):
+        load_policy(path, implementation="grpo_ray")
     change_weights(tmp_path, lambda tensors: tensors.pop(up))
     with pytest.raises(ValueError, match=rf"lacks tensors, .*: {up}; copy"):
         load_policy(path, implementation="grpo_ray")

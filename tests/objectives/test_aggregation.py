@@ -57,6 +57,22 @@ def test_masked_out_poison_does_not_leak(poison):
     torch.testing.assert_close(tensor.grad, torch.tensor([[16 / 3, 0.0], [29 / 6, 29 / 6]]))
 
 
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("sequence_mean", (1.5 + 6.0) / 2),
+        ("token_mean", (1.0 + 2.0 + 6.0) / 3),
+        ("constant", (1.0 + 2.0 + 6.0) / (2 * 4)),
+        ("sequence_sum", (1.0 + 2.0 + 6.0) / 2),
+    ],
+)
+def test_aggregation_by_hand(aggregation, expected):
+    per_token_loss = torch.tensor([[1.0, 2.0, 9.0], [6.0, 9.0, 9.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    denominator = loss_denominator(aggregation, num_sequences=2, num_tokens=3, max_tokens=4)
+    assert aggregate_loss(per_token_loss, mask, aggregation, denominator).item() == pytest.approx(expected)
+
+
 def test_bad_arguments_are_refused() -> None:
     one = torch.ones(1, 1)
     for arguments, message in (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_ray.config.algorithm import AlgorithmConfig
-from grpo_ray.objectives import LOSSES, RatioInputs
+from grpo_ray.objectives import LOSSES, Objective, RatioInputs
 
 CLIP = {"cliprange": 0.2, "cliprange_high": 0.5}
 DUAL = {**CLIP, "dual_clip": 2.0}
@@ -81,6 +81,24 @@ def test_a_row_by_hand(
         assert gradient[inputs.mask].tolist() == pytest.approx(gradients)
         assert loss[inputs.mask].tolist() == pytest.approx(expected)
         assert details["clipped"].expand_as(inputs.mask)[inputs.mask].tolist() == clipped
+
+
+@pytest.mark.parametrize(("options", "shrinks"), [({}, True), ({"cliprange": 0.2}, False)])
+def test_cispo_pushes_a_token_down_ever_less_as_its_weight_shrinks(options, shrinks):
+    """Eight equally likely tokens, of which one has A = -1: without a floor its weight is the ratio itself.
+
+    With a floor of 0.8 each update would push as hard as the first (log ratios -4.4, -23 and -91).
+    """
+    objective = Objective.from_config(AlgorithmConfig(loss="cispo", **options))
+    logits, old, log_ratios = torch.zeros(8, requires_grad=True), torch.tensor([[1 / 8]]).log(), []
+    for _ in range(200):
+        log_prob = logits.log_softmax(0)[None, :1]
+        (loss, _) = objective.policy_gradient_loss(log_prob, torch.ones(1, 1), torch.tensor([[-1.0]]), old)
+        (gradient,) = torch.autograd.grad(loss.sum(), logits)
+        logits = (logits - 0.5 * gradient).detach().requires_grad_()
+        log_ratios.append((logits.log_softmax(0)[0] - old).item())
+    expected = (-1.91, -3.39, -4.75) if shrinks else (-4.38, -22.66, -91.23)
+    assert [log_ratios[n - 1] for n in (10, 50, 200)] == pytest.approx(expected, rel=0.01)
 
 
 def test_temperatures_of_integer_advantages_are_none_themselves() -> None:
