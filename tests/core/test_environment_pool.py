@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,9 +97,8 @@ GOOD = PlayReport(12, 0)
 PLACES = ("episodes.max_concurrent=8", "algorithm.samples_per_prompt=4", "evaluation.samples_per_prompt=4")
 
 
-class Client:
-    def __init__(self, name: str, number: int = 0) -> None:
-        self.name, self.number = name, number
+def incarnation(number: int, name: str = "generator-0") -> Incarnation:
+    return Incarnation(SimpleNamespace(name=name, number=number))
 
 
 async def test_a_worker_that_dies_is_replaced_and_the_group_has_the_same_seed_again(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ async def test_a_worker_that_dies_is_replaced_and_the_group_has_the_same_seed_ag
 async def test_a_worker_that_dies_between_groups_is_replaced_at_once(tmp_path: Path) -> None:
     pool = Pool(tmp_path, lambda *_: GOOD)
     async with pool.during():
-        pool.pool.serve({"generator-0": Incarnation(Client("generator-0"))})  # type: ignore[arg-type]
+        pool.pool.serve({"generator-0": incarnation(0)})
         first = pool.actors.environments["environment-0"]
         await until(lambda: [0] in first.serving)
         first.dead.set()
@@ -247,14 +247,13 @@ def test_seeds_differ_by_group_and_purpose_and_repeat_over_validations() -> None
 
 async def test_each_incarnation_of_a_generator_has_its_number_and_its_own_failure(tmp_path: Path) -> None:
     pool = Pool(tmp_path, lambda *_: GOOD, num_workers=2)
-    first, other = (Incarnation(Client(f"generator-{n}", n)) for n in range(2))  # type: ignore[arg-type]
+    first, second, other = incarnation(0), incarnation(2), incarnation(1, "generator-1")
     async with pool.during():
         pool.pool.serve({"generator-0": first, "generator-1": other})
         workers = list(pool.actors.environments.values())
         await until(lambda: all(worker.serving[-1:] == [[0, 1]] for worker in workers))
         workers[0].known_failures.append((0, "it hangs"))
         await until(lambda: bool(pool.failed))
-        second = Incarnation(Client("generator-0", 2))  # type: ignore[arg-type]
         pool.pool.serve({"generator-1": other})
         pool.pool.serve({"generator-1": other, "generator-0": second})
         await until(lambda: all(worker.serving[-1] == [1, 2] for worker in workers))

@@ -9,7 +9,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 from builders import make_item, make_settings
-from local_runs import FakeServing, make_config
+from local_runs import FakeServing, make_config, until
 
 from grpo_ray.cluster.placement import names_of
 from grpo_ray.core import starting
@@ -98,8 +98,7 @@ class Pool(FakeServing):
     def __init__(self, folder: Path, answer: Behaviour, *overrides: str, max_restarts: int = 5) -> None:
         config = make_config("recovery.restart_backoff_s=0.001", *overrides)
         super().__init__(folder, config, FakeActors(answer, names_of(config)), max_restarts)
-        sync: Any = FakeWeightSync()
-        self.pool = GeneratorPool(self.context, sync, make_settings(), self.budget)
+        self.pool = GeneratorPool(self.context, FakeWeightSync(), make_settings(), self.budget)
 
     async def sample(self, purpose: str = "train") -> Any:
         async with self.during():
@@ -194,8 +193,7 @@ async def test_the_stall_watch_waits_for_no_replacement(tmp_path: Path, what: st
         watch = StallWatch(pool.calls, pool.pool, pool.log, 0.4)
         watching = asyncio.create_task(watch.run())
         sampling = asyncio.create_task(pool.pool.sample(make_item(7), 2, "train"))
-        while pool.actors.starts[name] < 3:
-            await asyncio.sleep(0.01)
+        await until(lambda: pool.actors.starts[name] >= 3)
         assert pool.actors.num_stack_dumps >= 2  # it kept watching while the first replacement hung
         watching.cancel()
         sampling.cancel()
@@ -269,8 +267,7 @@ async def test_a_generator_starts_before_the_learners_turn_or_after_it(tmp_path:
         await asyncio.sleep(0.05)
         assert pool.actors.starts["generator-0"] == 2
         await pool.pool.wake()
-        while not pool.pool.serving:
-            await asyncio.sleep(0.001)
+        await until(lambda: bool(pool.pool.serving))
         assert pool.actors.starts["generator-0"] == 3
         assert list(pool.pool.serving) == ["generator-0"]
 
@@ -286,8 +283,7 @@ async def test_an_engine_that_fails_at_its_wake_is_replaced(tmp_path: Path) -> N
     pool = Pool(tmp_path, answer)
     async with pool.during():
         await pool.pool.wake()
-        while pool.actors.starts["generator-0"] < 3 or not pool.pool.serving:
-            await asyncio.sleep(0.001)
+        await until(lambda: pool.actors.starts["generator-0"] >= 3 and bool(pool.pool.serving))
 
 
 @pytest.mark.slow
@@ -426,7 +422,6 @@ async def test_replacements_start_in_waves_too_and_those_of_one_cause_cost_one_r
     async with pool.during():
         for name in list(pool.pool.serving):
             pool.pool.retire(name, "its node died")
-        while len(pool.pool.serving) < 6:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(pool.pool.serving) == 6)
     assert most == 2
     assert set(pool.actors.starts.values()) == {1, 2}

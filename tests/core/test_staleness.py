@@ -26,7 +26,7 @@ from grpo_ray.core.staleness import Admission, UpdateCounts, oldest_allowed, ver
 from grpo_ray.core.sync import WeightSync
 from grpo_ray.errors import DataLost
 from grpo_ray.transfer.messages import Snapshot
-from grpo_ray.types import NO_VERSION, PromptItem, Ref, RolloutGroup, Verdict
+from grpo_ray.types import NO_VERSION, PromptItem, RolloutGroup, Verdict
 from grpo_ray.watch.event_loop import TasksAlongside
 from grpo_ray.watch.open_calls import OpenCalls
 from grpo_ray.watch.stage_clock import StageClock
@@ -169,16 +169,14 @@ class Schedule:
         self.config, self.pace, self.trained, self.version = config, pace, trained, version
         self.book_state = book_state
         generators = [VersionedGenerator(name, pace.of("load"), version) for name in ("a", "b")]
-        serving: list[Any] = list(generators)
-        self.sync = WeightSync(serving, phase_timeout_s=5, version=version)
+        self.sync = WeightSync(generators, phase_timeout_s=5, version=version)
         self.buffer = TrajectoryBuffer(config, None, checkpoint)
         self.book = GroupBook(config, make_prompts(7), version)
         buffer, sync = (Remote(actor, pace.of("travel")) for actor in (self.buffer, self.sync))
         self.actors: Any = SimpleNamespace(buffer=buffer, weight_sync=sync)
-        pool: Any = PacedPool(generators, pace)
         log: Any = SimpleNamespace(event=lambda *_, **facts: None)
         context = RunContext(config, self.actors, OpenCalls(), log, StageClock((), rest="idle"))
-        self.producer = RolloutProducer(context, self.book, pool)
+        self.producer = RolloutProducer(context, self.book, PacedPool(generators, pace))
 
     async def run(self, last_step: int) -> None:
         async with TasksAlongside() as self.tasks:
@@ -219,8 +217,7 @@ class Schedule:
         async with contextlib.AsyncExitStack() as until_published:
             if not self.config.weight_sync.in_flight:
                 await until_published.enter_async_context(self.producer.drained())
-            nothing: Ref[Any] = None  # type: ignore[assignment]
-            await self.actors.weight_sync.publish(version, Snapshot(nothing))
+            await self.actors.weight_sync.publish(version, Snapshot(None))
             self.producer.published(version)
 
 

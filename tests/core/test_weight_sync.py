@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import pickle
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -71,25 +71,15 @@ def make_sync(
     call: str = "stage",
 ) -> WeightSync:  # fmt: skip
     wires = None if learner is None else Wires(learner, call)
-    return WeightSync(fakes(generators), timeout_s, version, wires)
-
-
-def fakes(generators: Iterable[object]) -> Any:
-    """Return the fakes, typed as the clients that they stand in for."""
-    return tuple(generators)
-
-
-def snapshot(*names: Any) -> Snapshot:
-    """Return the name of a whole snapshot, and that of the difference, in place of references."""
-    return Snapshot(*names)
+    return WeightSync(generators, timeout_s, version, wires)
 
 
 async def publish(sync: WeightSync, version: int) -> SyncReport:
-    return await asyncio.wait_for(sync.publish(version, snapshot(f"weights {version}")), 120)
+    return await asyncio.wait_for(sync.publish(version, Snapshot(f"weights {version}")), 120)
 
 
 async def admit(sync: WeightSync, generator: FakeGenerator) -> int:
-    return await asyncio.wait_for(sync.admit(fakes([generator])[0]), 120)
+    return await asyncio.wait_for(sync.admit(generator), 120)
 
 
 # ---- the transaction ----
@@ -135,13 +125,13 @@ async def test_other_weights_than_the_generators_started_with_are_sent_as_the_sa
     """An adapter's Generators start with its base; one that is restarted gets the adapted weights as well."""
     generator, fresh = FakeGenerator("a"), FakeGenerator("a")
     sync = make_sync(generator, version=5)
-    report = await sync.publish(5, snapshot("adapted"), is_initial=True)
+    report = await sync.publish(5, Snapshot("adapted"), is_initial=True)
     assert (report.version, generator.loaded) == (5, ["adapted"])
     await sync.retire(generator.number)
     assert await sync.admit(fresh) == 5
     assert fresh.loaded == ["adapted"]
     with pytest.raises(ValueError, match="version 6 cannot follow 5"):
-        await sync.publish(6, snapshot("weights 6"), is_initial=True)
+        await sync.publish(6, Snapshot("weights 6"), is_initial=True)
 
 
 # ---- Generators that fail the sync ----
@@ -217,15 +207,15 @@ async def test_lost_snapshot_is_raised_and_no_generator_is_blamed() -> None:
 async def test_changes_are_sent_to_serving_generators_and_the_whole_to_an_admitted_one() -> None:
     good, fresh = FakeGenerator("a"), FakeGenerator("b")
     sync = make_sync(good, FakeGenerator("b", fails="switch"), version=5)
-    await sync.publish(6, snapshot("whole 6"))
-    await sync.publish(7, snapshot("whole 7", "changes 7"))
+    await sync.publish(6, Snapshot("whole 6"))
+    await sync.publish(7, Snapshot("whole 7", "changes 7"))
     before = list(good.log)
     assert await admit(sync, fresh) == 7
     assert fresh.asked == DONE
     assert good.log == before  # the others keep sampling
     assert await sync.versions() == {"a": 7, "b": 7}
-    await sync.publish(8, snapshot("whole 8", "changes 8"))
-    await sync.publish(9, snapshot("whole 9"))
+    await sync.publish(8, Snapshot("whole 8", "changes 8"))
+    await sync.publish(9, Snapshot("whole 9"))
     assert good.loaded == ["whole 6", "changes 7", "changes 8", "whole 9"]
     assert fresh.loaded == ["whole 7", "changes 8", "whole 9"]
     assert await sync.versions() == {"a": 9, "b": 9}
@@ -296,14 +286,14 @@ def test_serving_generators_always_have_the_published_weights(turns: list[int], 
     async def run() -> None:
         speeds = itertools.cycle(turns)
         serving = {name: ServingGenerator(name, speeds) for name in "abc"}
-        sync = WeightSync(fakes(serving.values()), phase_timeout_s=60)
+        sync = WeightSync(serving.values(), phase_timeout_s=60)
 
         async def replace(name: str, pause: int) -> None:
             for _ in range(pause):
                 await asyncio.sleep(0)
             await sync.retire(serving[name].number)
             fresh = ServingGenerator(name, speeds)
-            version = await sync.admit(fakes([fresh])[0])
+            version = await sync.admit(fresh)
             serving[name] = fresh
             assert fresh.serves == f"weights {version}"
 
