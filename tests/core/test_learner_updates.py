@@ -308,8 +308,6 @@ def test_selected_tokens_are_those_of_the_whole_batch_before_the_first_update(
     chosen: list[float] = []
     for s in sequences_of(groups):
         (trained,) = [t for t in first_epoch if np.array_equal(t.response_token_ids, s.response_token_ids)]
-        assert trained.token_weights is not None
-        assert trained.token_penalties is not None
         chosen += (trained.token_penalties if selection == "kl_cov" else trained.token_weights).tolist()
     if selection == "top_entropy":
         assert chosen == [float(entropy >= np.quantile(entropies, 0.7)) for entropy in entropies]
@@ -332,19 +330,6 @@ def test_rounding_moves_no_penalized_token(make_learner: MakeLearner, old: str, 
         updates, _ = updates_of(learner, all_with_signal(make_batch(learner, noise=noise)))
         gradients.append(updates[0].gradient)
     assert max(relative_difference(each, gradients[0]) for each in gradients[1:]) < 1e-5
-
-
-def test_corrections_of_a_list_are_multiplied(make_learner: MakeLearner) -> None:
-    options = {
-        "off_policy_correction": ("truncate_sequence", "mask_product", "veto"), "correction_cap": 1.2,
-        "correction_band": (None, 2.0), "correction_options": {"floor": 0.8, "threshold": 0.75},
-        "old_log_probs": "proximal", "train_batch_size": 6,
-    }  # fmt: skip
-    learner = make_learner(algorithm=options)
-    updates, metrics = updates_of(learner, all_with_signal(make_batch(learner, noise=0.2)))
-    for update in updates:
-        update.check()
-    assert 0 < metrics["correction/dropped_frac"] < metrics["correction/limited_frac"]
 
 
 @pytest.mark.slow
@@ -482,22 +467,33 @@ def test_the_scale_of_the_gradient_is_measured_where_the_loss_alone_makes_it(mak
         assert "gradient_sum" not in make_learner(algorithm=bent).accumulate_gradient(sequences)
 
 
+LOW, HIGH = math.exp(-0.5), math.exp(0.5)
+
+
 @pytest.mark.parametrize("tokens", [1, 100_000])
-@pytest.mark.parametrize(("kind", "limited"), [("truncate_token", [1.65]), ("mask_band", [0.0])])
+@pytest.mark.parametrize(
+    ("kind", "band", "weights", "num_limited"),
+    [
+        ("truncate_token", (0.3, 1.65), [LOW, 1, 1, HIGH, 1.65], 1),
+        ("mask_band", (0.3, 1.65), [LOW, 1, 1, HIGH, 0], 1),
+        (("mask_product", "truncate_token"), (0.7, None), [0, 0, 1, HIGH, 1.65], 3),  # multiplied
+    ],
+)
 def test_weights_of_a_correction_by_hand(
-    make_learner: MakeLearner, kind: str, limited: list[float], tokens: int
-) -> None:
+    make_learner: MakeLearner, kind: Any, band: tuple[float, float | None], weights: list[float],
+    num_limited: int, tokens: int,
+) -> None:  # fmt: skip
     """The smallest and the largest weight come from different micro-batches, if each holds one response."""
     options = {"old_log_probs": "proximal", "off_policy_correction": kind}
-    options |= {"correction_cap": 1.65, "correction_band": (0.3, 1.65)}
+    options |= {"correction_cap": 1.65, "correction_band": band}
     learner = make_learner(algorithm=options, learner={"micro_batch_tokens": tokens})
     low, high = (by_log_ratios(learner, np.array(log_ratios)) for log_ratios in ([-0.5, 0.0], [0.0, 0.5, 1.0]))
     metrics = step(learner, [low, high])
-    weights = [math.exp(-0.5), 1.0, 1.0, math.exp(0.5), *limited]
     assert metrics["correction/weight/mean"] == pytest.approx(np.mean(weights), rel=1e-4)
     assert metrics["correction/weight/min"] == pytest.approx(min(weights), rel=1e-4)
     assert metrics["correction/weight/max"] == pytest.approx(max(weights), rel=1e-4)
-    assert metrics["correction/limited_frac"] == pytest.approx(1 / 5)
+    assert metrics["correction/limited_frac"] == pytest.approx(num_limited / 5)
+    assert metrics["correction/dropped_frac"] == pytest.approx(weights.count(0) / 5)
 
 
 def test_recipe_of_rloo_is_the_papers_gradient(make_learner: MakeLearner) -> None:
@@ -524,7 +520,6 @@ def test_recipe_of_rloo_is_the_papers_gradient(make_learner: MakeLearner) -> Non
 
 def move_reference(learner: Learner) -> None:
     """Move the reference away from the policy, so that there is a distance."""
-    assert learner._reference is not None
     perturb(learner._reference.model, seed=3, scale=0.02)
 
 
