@@ -227,25 +227,20 @@ def plans(draw: st.DrawFn) -> Plan:
     return Plan(seed, *sizes, ends_generator, ends_worker.intersection(episodes), episodes, cut_off)
 
 
-def check(plan: Plan, folder: Path) -> None:
-    set_aside, world = play(plan, folder)
-    assert set_aside == plan.culprits
-    if not plan.cut_off:
-        assert sum(world.starts.values()) <= 9 * len(plan.culprits)
-
-
 @pytest.mark.slow
-@settings(max_examples=10)
-@given(plans())
-def test_culprits_are_set_aside_and_others_finish(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> None:
-    check(plan, tmp_path_factory.mktemp("plan") / "run")
+@pytest.mark.parametrize("num_plans", [10, 1000])
+@pytest.mark.kept("10")
+def test_culprits_are_set_aside_and_others_finish(
+    num_plans: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    @settings(max_examples=num_plans)
+    @given(plans())
+    def check(plan: Plan) -> None:
+        set_aside, world = play(plan, tmp_path_factory.mktemp("plan") / "run")
+        assert set_aside == plan.culprits
+        assert plan.cut_off or sum(world.starts.values()) <= 9 * len(plan.culprits)
 
-
-@pytest.mark.campaign
-@settings(max_examples=1000)
-@given(plans())
-def test_thousands_of_schedules(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> None:
-    check(plan, tmp_path_factory.mktemp("plan") / "run")
+    check()
 
 
 def test_a_run_whose_every_episode_ends_its_worker_ends_by_the_budget(tmp_path: Path) -> None:
