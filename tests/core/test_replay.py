@@ -129,16 +129,6 @@ def test_no_group_is_drawn_beyond_max_uses() -> None:
 # ---- which groups are drawn ----
 
 
-def test_draws_as_many_as_there_are_by_id() -> None:
-    memory = make_memory(num_drawn=3)
-    memory.add([simple_group(g) for g in (9, 4)])
-    assert drawn(memory, 1) == [(4, 2), (9, 2)]
-    memory.add([simple_group(g) for g in (6, 5, 8)])
-    chosen = drawn(memory, 2)
-    assert len(chosen) == 3
-    assert chosen == sorted(chosen)
-
-
 @pytest.mark.parametrize("sampling", ["uniform", "recent", "advantage"])
 def test_ties_are_broken_by_the_group_s_id(sampling: str) -> None:
     """Equal ranks must not lead to a comparison of groups, because arrays cannot be compared."""
