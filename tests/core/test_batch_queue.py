@@ -213,32 +213,6 @@ def test_strict_batches_do_not_depend_on_the_order_of_arrival(
     assert steps == list(slow_strict(size, max_dropped, signals, aside))
 
 
-@pytest.mark.slow
-@settings(max_examples=150)
-@given(
-    size=st.integers(1, 4), lookahead=st.integers(1, 5), first_come=st.booleans(),
-    max_dropped=st.integers(0, 6), arrival=ARRIVAL, signals=SIGNALS, aside=ASIDE, takes=TAKES,
-)  # fmt: skip
-def test_every_group_is_in_one_batch_or_has_left_the_queue(
-    size: int, lookahead: int, first_come: bool, max_dropped: int, arrival: list[int], signals: list[bool],
-    aside: set[int], takes: list[bool],
-) -> None:  # fmt: skip
-    queue = BatchQueue(size, 1 if first_come else lookahead, first_come, max_dropped)
-    steps = play(queue, arrival, signals, aside, takes)
-    assert all(len(batch) == size and batch == tuple(sorted(batch)) for batch, _ in steps)
-    assert all(len(dropped) <= max_dropped for _, dropped in steps)
-    assert not any(signals[group_id] for _, dropped in steps for group_id in dropped)
-    trained = [group_id for batch, _ in steps for group_id in batch]
-    gone = [*trained, *(group_id for _, dropped in steps for group_id in dropped), *aside]
-    assert len(gone) == len(set(gone))
-    held = {group_id for group_id in range(NUM) if queue.holds(group_id)}
-    assert not held & set(gone)
-    rest = set(range(NUM)) - held - set(gone)  # dropped for a batch that is not complete yet
-    assert len(rest) <= max_dropped
-    assert not any(signals[group_id] for group_id in rest)
-    assert len(held) < size + lookahead - 1  # otherwise there would be another batch
-
-
 NUMBERS = itertools.count()
 
 
