@@ -369,12 +369,8 @@ class Starts(FakeServing):
         self.now.remove(name)
 
     def wait(self) -> None:
-        async def ready(actor: Any) -> None:
-            assert isinstance(actor, FakeClient)
-            await actor.ready()
-
         with simulated_by(clock := VirtualClock()):
-            clock.run(until_all_ready(self.context, ready))
+            clock.run(until_all_ready(self.context, FakeClient.ready))
 
 
 def test_generators_start_in_waves_and_the_others_at_once(tmp_path: Path) -> None:
