@@ -12,6 +12,7 @@ completed and published, so the initial weights are version 0, and step n turns 
 
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Protocol, TypeVar
 
@@ -162,7 +163,7 @@ class RolloutGroup:
         sampled: np.ndarray = versions[versions != CONTEXT]
         return sampled
 
-    @property
+    @cached_property  # a replay memory asks for it at each draw
     def oldest_version(self) -> int:
         """The smallest version that sampled any token of the group; NO_VERSION if none was sampled."""
         return int(self.sampled_versions.min(initial=NO_VERSION))
