@@ -19,7 +19,7 @@ import uuid
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -220,8 +220,8 @@ class CheckpointStore:
         unfinished, final = self._unfinished, self._folder / step_name(step)
         _sync_reported(unfinished, files)
         sums = {f: zlib.crc32((unfinished / f).read_bytes()) for f, n in files.items() if n <= CHECKSUM_BYTES}
-        data = to_json({**asdict(state), "files": files, "crc32": sums})
-        text = json.dumps(data | {"seal": _seal(data)}, allow_nan=False, indent=1)
+        data = to_json({**vars(state), "files": files, "crc32": sums})
+        text = json.dumps(data | {"seal": _seal(data)}, allow_nan=False)
         _state_path(unfinished).write_text(text, encoding="utf-8")
         sync_files([_state_path(unfinished), unfinished / "training"])
         replaced = final.with_name(f"replaced-{final.name}")
