@@ -207,11 +207,16 @@ class StepLines:
         """Find the lines; raises DamagedLine for one without a step, or damaged before the tail."""
         self._path = Path(path)
         starts: dict[int, int] = {}  # by step: where its last line begins
+        written = array("q")
         for start, line in lines_from_end(path):
             if line.endswith(b"}\n") and (match := STEP_FIRST.match(line)):
-                starts.setdefault(int(match[1]), start)
+                written.append(int(match[1]))
             elif starts or parse_line(line) is not None:
-                starts.setdefault(_checked(path, start, line, STEP)["step"], start)
+                written.append(_checked(path, start, line, STEP)["step"])
+            else:
+                continue
+            starts.setdefault(written[-1], start)
+        self.written = written[::-1]  # the steps of all lines, in their order
         self.steps = array("q", sorted(starts))
         self._starts = array("q", (starts[step] for step in self.steps))
 

@@ -8,7 +8,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from grpo_ray.config.user_code import import_from
 from grpo_ray.errors import RunError
 from grpo_ray.records.episode_columns import NAMES
 from grpo_ray.records.evaluation_summary import summarise_groups
-from grpo_ray.records.json_lines import STEP, read_lines
+from grpo_ray.records.json_lines import STEP, StepLines, read_lines
 from grpo_ray.records.rollout_log import read_groups, read_rollouts
 from grpo_ray.records.run_files import RunDirectory, check_dumped, files_by_step, step_name
 from grpo_ray.rewards.user_function import own_functions
@@ -90,7 +90,7 @@ def audit(run: RunDirectory, trust_remote_code: bool = False, run_reward_code: b
     own = load_config(run.config_path)
     config = with_trust(own, trust_remote_code)
     history = [*_earlier_configs(run), (sys.maxsize, config)]
-    metrics = read_lines(run.metrics_path, fields=STEP)
+    metrics = StepLines(run.metrics_path)
     report = AuditReport(num_steps=len(metrics))
     if run_reward_code:
         import_from(run.given)
@@ -103,13 +103,13 @@ def audit(run: RunDirectory, trust_remote_code: bool = False, run_reward_code: b
         report.problems.append(str(error).partition(". ")[0])
     if own.model.trust_remote_code and not trust_remote_code:
         report.notes.append(IGNORED)
-    last = max((row["step"] for row in metrics), default=0)
+    last = max(metrics.steps, default=0)
     is_finished = last >= config.algorithm.num_steps
     checkpoint = audit_checkpoint(run, last, is_finished)
     if not is_finished:
         ahead = f" (a resume writes the line of step {checkpoint.step})" if checkpoint.step > last else ""
         report.notes.append(f"the run is at step {last} of {config.algorithm.num_steps}{ahead}")
-    report.problems += _audit_lines(metrics, checkpoint.step)
+    report.problems += _audit_lines(metrics.written.tolist(), checkpoint.step)
     report.problems += checkpoint.problems
     report.set_aside = tuple(sorted(checkpoint.set_aside))
     grader = Regrader([config for _, config in history], run_reward_code)
@@ -150,9 +150,8 @@ def _configs_until(history: History, step: int) -> list[Config]:
     return [config for _, config in history[: current + 1]]
 
 
-def _audit_lines(metrics: Sequence[Row], checkpoint_step: int) -> list[str]:
+def _audit_lines(steps: list[int], checkpoint_step: int) -> list[str]:
     """Check that every step has one line, in order; that of the checkpoint's step may be yet to come."""
-    steps = [row["step"] for row in metrics]
     expected = list(range(1, max([*steps, checkpoint_step - 1]) + 1))
     if steps == expected:
         return []
@@ -163,7 +162,7 @@ def _audit_lines(metrics: Sequence[Row], checkpoint_step: int) -> list[str]:
 
 
 def _audit_training(
-    run: RunDirectory, history: History, metrics: Sequence[Row], checkpoint: CheckpointFacts, grader: Regrader,
+    run: RunDirectory, history: History, metrics: StepLines, checkpoint: CheckpointFacts, grader: Regrader,
     report: AuditReport, run_code: bool,
 ) -> None:  # fmt: skip
     """Check that each step's file has its groups, whole, within the lag bound, and correctly rewarded."""
@@ -207,7 +206,7 @@ def _audit_training(
     report.problems += [f"group {group} was trained {n} times" for group, n in trained.items() if n > 1]
     both = sorted(dropped & trained.keys())
     report.problems += [f"group {group} was both trained and left out" for group in both]
-    last = max((row["step"] for row in metrics), default=0)
+    last = max(metrics.steps, default=0)
     if last >= config.algorithm.num_steps:
         late = [path.name for step, path in files_by_step(run.rollouts).items() if step > last]
         report.problems += [f"{name}: rollouts of a step that has no line in metrics.jsonl" for name in late]
@@ -230,12 +229,11 @@ def _rows_of(path: Path, name: str) -> RolloutRows:
     return RolloutRows(name, rows)
 
 
-def _with_line_to_come(metrics: Sequence[Row], checkpoint: CheckpointFacts) -> Sequence[Row]:
-    """Return the lines by step, with that of the checkpoint's step if an interrupted run had not written it."""
-    rows = {row["step"]: row for row in metrics}
-    if checkpoint.metrics and checkpoint.step > max(rows, default=0):
-        rows[checkpoint.step] = {"step": checkpoint.step, **checkpoint.metrics}
-    return list(rows.values())
+def _with_line_to_come(metrics: StepLines, checkpoint: CheckpointFacts) -> Iterator[Row]:
+    """Yield the lines by step, with that of the checkpoint's step if an interrupted run had not written it."""
+    yield from metrics
+    if checkpoint.metrics and checkpoint.step > max(metrics.steps, default=0):
+        yield {"step": checkpoint.step, **checkpoint.metrics}
 
 
 def _audit_account(checkpoint: CheckpointFacts, due: set[int]) -> Iterator[str]:
@@ -306,9 +304,10 @@ def _summary_of(file: Path, step: int) -> Row | None:
         return None
 
 
-def _audit_skipped(run: RunDirectory, metrics: Sequence[Row], report: AuditReport) -> list[str]:
+def _audit_skipped(run: RunDirectory, lines: StepLines, report: AuditReport) -> list[str]:
     """Check that every non-finite update was skipped and counted, and that only skipped batches are kept."""
     needed = ("optim/grad_norm", "optim/skipped_updates")
+    metrics = [{name: row[name] for name in ("step", *needed) if name in row} for row in lines]
     lacking = [f"step {row['step']}: its line lacks {n}" for row in metrics for n in needed if n not in row]
     skipped = {row["step"] for row in metrics if row.get("optim/skipped_updates")}
     report.num_skipped_updates = int(sum(row.get("optim/skipped_updates", 0) for row in metrics))
