@@ -21,9 +21,8 @@ import pyarrow as pa
 from grpo_ray.config.loading import find_config, make_config, overridden, read_config, with_torch
 from grpo_ray.config.user_code import import_from, pickled
 from grpo_ray.errors import RunError, shown_plainly
-from grpo_ray.records.json_lines import read_lines
-from grpo_ray.records.rollout_log import read_table
-from grpo_ray.records.run_files import RunDirectory, last_logged_step, run_name
+from grpo_ray.records.rollout_log import log_table, read_table
+from grpo_ray.records.run_files import RunDirectory, files_by_step, last_logged_step, run_name
 from grpo_ray.records.visible_text import print_visible
 from grpo_ray.rewards.user_function import UserFunction
 from grpo_ray.run.machine import let_waiting_threads_sleep
@@ -72,11 +71,11 @@ class Run:
 
     def metrics(self) -> pa.Table:
         """Return one row per step, one column per metric (docs/metrics.md); null where a step lacks one."""
-        return _table(self._run.metrics_path)
+        return log_table(self._run.metrics_path)
 
     def evaluations(self) -> pa.Table:
         """Return one row per validation: its step, reward, accuracy, format and more."""
-        return _table(self._run.evaluations_summary_path)
+        return log_table(self._run.evaluations_summary_path)
 
     def rollouts(self, step: int | None = None) -> pa.Table:
         """Return one row per response that was sampled for `step`, or for all steps; see `read_rollouts`."""
@@ -219,7 +218,7 @@ def read_rollouts(path: str | Path) -> pa.Table:
     """
     path = Path(path)
     folder = path / "rollouts" if (path / "config.yaml").exists() else path
-    files = sorted(folder.glob("step-*.parquet")) if folder.is_dir() else [path]
+    files = list(files_by_step(folder).values()) if folder.is_dir() else [path]
     if not files or not files[0].exists():
         raise RunError(f"{path}: no rollouts; give a run, its folder `rollouts`, or one of the files in it")
     return pa.concat_tables(map(read_table, files), promote_options="default")
@@ -416,9 +415,3 @@ def _in_own_thread(work: Callable[[], T], follower: "Follower") -> T:
     except KeyboardInterrupt:
         follower.stop()
         return future.result()
-
-
-def _table(path: Path) -> pa.Table:
-    found = read_lines(path)
-    names = list(dict.fromkeys(name for row in found for name in row))
-    return pa.table({name: pa.array([row.get(name) for row in found]) for name in names})

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,12 @@ from grpo_ray.records.episode_columns import (
     run_length_rows,
     run_lengths,
 )
+from grpo_ray.records.json_lines import StepLines
 from grpo_ray.records.visible_text import encodable, visible
 from grpo_ray.types import TERM, Completion, Episode, PromptItem, RolloutGroup, ScoredGroup, Verdict
 
 SCHEMA_VERSION = "1"  # increased when a column changes its meaning; new columns leave it
+PART = 1000  # rows of a log that are Python objects at a time: ten times as large as in a table
 DROPPED, FRESH = 0, 1  # values of `use`: sampled for the step but left out, or trained for the first time
 
 
@@ -65,6 +67,15 @@ def read_table(path: str | Path) -> pa.Table:
     """Return the file's table, one row per completion; raises as `damage_named`."""
     with damage_named(path):
         return pq.ParquetFile(path).read()
+
+
+def log_table(path: str | Path) -> pa.Table:
+    """Return the rows of a log by step, a column per name; raises DamagedLine."""
+    rows, parts = iter(StepLines(path)), [pa.table({})]
+    while some := list(islice(rows, PART)):
+        names = list(dict.fromkeys(name for row in some for name in row))
+        parts.append(pa.table({name: pa.array([row.get(name) for row in some]) for name in names}))
+    return pa.concat_tables(parts, promote_options="permissive")
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.errors import RunError
 from grpo_ray.records.json_lines import STEP, JsonLines, StepLines, read_lines
-from grpo_ray.records.rollout_log import read_groups, read_rollouts, read_uses, write_rollouts
+from grpo_ray.records.rollout_log import log_table, read_groups, read_rollouts, read_uses, write_rollouts
 from grpo_ray.records.run_files import RunDirectory, last_logged_step, read_metrics, step_name
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup
 from grpo_ray.watch.metrics_catalog import METRICS
@@ -290,14 +290,15 @@ def test_the_catalog_knows_its_names() -> None:
         '{"step": 3}\n\0\0\n\0\n',  # after a power cut
     ],
 )
-def test_the_last_row_of_a_step_counts(tmp_path: Path, text: str) -> None:
+def test_the_last_row_of_a_step_counts(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(text, encoding="utf-8")
     lines = StepLines(path)
     expected = [row for _, row in sorted({row["step"]: row for row in read_metrics(path)}.items())]
     assert [list(lines), list(lines)] == [expected, expected]  # more than once
     assert list(lines.steps) == [row["step"] for row in expected]
-    assert len(lines) == len(expected)
+    monkeypatch.setattr("grpo_ray.records.rollout_log.PART", 1)
+    assert (rows := log_table(path).to_pylist()) == [{**dict.fromkeys(rows[0]), **row} for row in expected]
 
 
 def test_half_a_line_is_dropped_on_resume_and_rows_that_were_found_are_kept(tmp_path: Path) -> None:
