@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import psutil
+import pyarrow as pa
 import pytest
 from builders import check_names
 from commands import Capture, printed, refused
@@ -388,12 +389,10 @@ def outcome(
     num_steps: int = 8, **metrics: Any,
 ) -> ExperimentOutcome:  # fmt: skip
     """Return an outcome with one row per step; a metric is a list or a function of the step. `__` means `/`."""
-    rows = [{"step": step} for step in range(1, num_steps + 1)]
-    for name, values in metrics.items():
-        for row in rows:
-            row[name.replace("__", "/")] = values(row["step"]) if callable(values) else values[row["step"] - 1]
-    why = "why" if status != "finished" else ""
-    return ExperimentOutcome(variant, seed, num_steps, status, why, evaluations, rows)
+    steps, why = range(1, num_steps + 1), "why" if status != "finished" else ""
+    columns = {n.replace("__", "/"): [v(s) for s in steps] if callable(v) else v for n, v in metrics.items()}
+    table = pa.table({"step": list(steps), **columns})
+    return ExperimentOutcome(variant, seed, num_steps, status, why, evaluations, table)
 
 
 # Two seeds of `a`; one result and one failure of `b`.

@@ -8,20 +8,24 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any, Literal
 
-from grpo_ray.records.checkpoint import Checkpoint, CheckpointStore
+import pyarrow as pa
+
+from grpo_ray.records.checkpoint import CheckpointStore
 from grpo_ray.records.json_lines import StepLines
+from grpo_ray.records.rollout_log import log_table
+from grpo_ray.records.run_files import last_row
 from grpo_ray.tools.experiments.experiment_plan import PlannedRun
 from grpo_ray.watch.detectors import detections
 
 Status = Literal["finished", "diverged", "failed", "not finished"]
 NOT_FINITE = "recovery.max_skipped_updates"  # beginning of the run's error
-STEP_S = "timing/step_s"
+STEP_S, SKIPPED = "timing/step_s", "optim/skipped_in_a_row"
 COLLAPSED = 0.5  # fraction of the first validation reward
 
 
 @dataclass(frozen=True)
 class ExperimentOutcome:
-    """A run's status, its metrics by step, and its validations as (step, reward)."""
+    """A run's status, its metrics as a row per step, and its validations as (step, reward)."""
 
     variant: str
     seed: int
@@ -29,7 +33,7 @@ class ExperimentOutcome:
     status: Status
     reason: str  # of a divergence or failure; otherwise empty
     evaluations: Sequence[tuple[int, float]]
-    rows: Sequence[dict[str, Any]]
+    table: pa.Table
     detected: Mapping[str, int] = field(default_factory=dict)  # the first step at which each detector warns
 
     @property
@@ -71,11 +75,14 @@ class ExperimentOutcome:
 
     def series(self, metric: str) -> list[tuple[int, float]]:
         """Return the metric as (step, value), without missing and non-finite values (null in the files)."""
-        return [(row["step"], float(row[metric])) for row in self.rows if row.get(metric) is not None]
+        if metric not in self.table.column_names:
+            return []
+        pairs = zip(*(self.table[name].to_pylist() for name in ("step", metric)), strict=True)
+        return [(step, float(value)) for step, value in pairs if value is not None]
 
     def last_quarter(self, metric: str) -> float | None:
         """Return the mean over the last quarter of the completed steps."""
-        last = max((row["step"] for row in self.rows), default=0)
+        last = max((step for step, _ in self.series("step")), default=0)
         values = [value for step, value in self.series(metric) if step > last - math.ceil(last / 4)]
         return fmean(values) if values else None
 
@@ -92,35 +99,30 @@ def read_outcome(run: PlannedRun, error: str | None = None) -> ExperimentOutcome
     """
     directory, num_steps = run.directory, run.config.algorithm.num_steps
     with directory.lock() if directory.path.exists() else nullcontext():
-        rows = list(StepLines(directory.metrics_path))
+        table, last = log_table(directory.metrics_path), last_row(directory.metrics_path)
         evaluations = [
             (row["step"], float(row["reward"]))
             for row in StepLines(directory.evaluations_summary_path)
             if row["reward"] is not None
         ]
-        status, reason = _status(run, rows, evaluations, error)
-    detected = {str(found.name): found.step for found in reversed(detections(run.config, rows))}
-    return ExperimentOutcome(run.variant, run.seed, num_steps, status, reason, evaluations, rows, detected)
+        status, reason = _status(run, last, evaluations, error)
+        found = detections(run.config, StepLines(directory.metrics_path))
+    detected = {str(each.name): each.step for each in reversed(found)}
+    return ExperimentOutcome(run.variant, run.seed, num_steps, status, reason, evaluations, table, detected)
 
 
 def _status(
-    run: PlannedRun, rows: Sequence[dict[str, Any]], evaluations: Sequence[tuple[int, float]], error: str | None
+    run: PlannedRun, last: Mapping[str, Any], evaluations: Sequence[tuple[int, float]], error: str | None
 ) -> tuple[Status, str]:
     newest = CheckpointStore(run.directory, run.config.checkpoint).latest()
-    num_steps, num_skipped = run.config.algorithm.num_steps, _skipped_in_a_row(rows, newest)
+    saved = newest.state.metrics if newest is not None else {}  # alone has a step that ended the run
+    num_steps = run.config.algorithm.num_steps
+    num_skipped = int(max(row.get(SKIPPED) or 0 for row in (last, saved)))
     if num_skipped >= run.config.recovery.max_skipped_updates or (error or "").startswith(NOT_FINITE):
         return "diverged", f"{num_skipped} steps in a row had no finite update" if num_skipped else str(error)
     is_saved = newest is not None and newest.state.step >= num_steps
-    if not (is_saved and rows and rows[-1]["step"] >= num_steps):
+    if not (is_saved and last.get("step", 0) >= num_steps):
         return ("not finished", "") if error is None else ("failed", error)
     if evaluations and evaluations[0][1] > 0 and evaluations[-1][1] < COLLAPSED * evaluations[0][1]:
         return "diverged", f"validation reward fell from {evaluations[0][1]:.3f} to {evaluations[-1][1]:.3f}"
     return "finished", ""
-
-
-def _skipped_in_a_row(rows: Sequence[dict[str, Any]], newest: Checkpoint | None) -> int:
-    """Return the count at the end of the run; a step that ended the run is only in its checkpoint."""
-    name = "optim/skipped_in_a_row"
-    last = rows[-1].get(name) if rows else None
-    saved = newest.state.metrics.get(name) if newest is not None else None
-    return int(max(last or 0, saved or 0))

@@ -61,7 +61,7 @@ def _run(plan: ExperimentPlan, jobs: int, program: Sequence[str], command: str) 
     left = [run for run in plan.runs if not outcomes[run.name].is_over]
 
     def started(run: PlannedRun) -> None:
-        verb = "resumed" if outcomes[run.name].rows else "started"
+        verb = "resumed" if outcomes[run.name].table.num_rows else "started"
         print(f"{run.name}: {verb} (log: {run.log})", flush=True)
 
     def ended(run: PlannedRun, status: int, seconds: float, error: str | None) -> None:
