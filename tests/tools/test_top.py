@@ -225,7 +225,7 @@ def test_a_driver_that_writes_nothing() -> None:
     assert silence_of(state, NOW + 9) is None
     assert "has written nothing for 60 s but is alive" in (silence_of(state, NOW + 60) or "")
     assert "and is gone" in (silence_of(make_state(process_started=1.0), NOW + 60) or "")
-    assert "check on that host" in (silence_of(make_state(host="elsewhere"), NOW + 60) or "")
+    assert "3 days, 0:00:09; check on that host" in (silence_of(make_state(host="a"), NOW + 259_209) or "")
     assert silence_of(make_state(ending=Ending(kind="finished")), NOW + 9999) is None
 
 
@@ -529,10 +529,10 @@ def test_a_run_that_has_ended_or_died_is_over_until_it_is_resumed(tmp_path: Path
 
 def test_events_and_warnings(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", make_state(warnings=("the disk is full", "it died")), [step(1)])
-    events = [{"text": "it died"}, {"actor": "scorer-1", "text": "works again"}]
+    events = [{"text": "it died", "time": NOW - 90_000}, {"actor": "scorer-1", "text": "works again"}]
     write_rows(run.events_path, [{"time": NOW, "kind": "generator_failed", **event} for event in events])
     text = drawn(view_of(run))
-    assert "scorer-1: works again" in text
+    assert re.search(r"2023-11-1\d \d\d:\d\d it died *\n\d\d:\d\d:\d\d scorer-1: works again", text)
     assert "! the disk is full" in text
     assert text.count("it died") == 1
 

@@ -203,7 +203,8 @@ def _columns(rows: Sequence[Row], width: int) -> tuple[Column, ...]:
 def _events(view: RunView) -> list[RenderableType]:
     lines = []
     for event in view.events[-3:]:
-        clock = time.strftime("%H:%M:%S", time.localtime(event["time"]))
+        is_today = view.read_at - event["time"] < 20 * 3600  # else the time alone would mean a later day
+        clock = time.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M", time.localtime(event["time"]))
         lines.append(_line(f"{clock} {told(event.get('actor'), event['text'])}", "dim"))
     shown = {told(event.get("actor"), event["text"]) for event in view.events}
     warnings = view.state.warnings if view.state is not None and not view.is_over else ()

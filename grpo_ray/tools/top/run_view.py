@@ -3,6 +3,7 @@
 import socket
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ def silence_of(state: RunState, now: float) -> str | None:
     silent_s = now - state.time
     if state.ending is not None or silent_s < SILENT_S:
         return None
-    driver = f"its driver (process {state.pid} on {state.host}) has written nothing for {silent_s:.0f} s"
+    span = f"{silent_s:.0f} s" if silent_s < 600 else str(timedelta(seconds=round(silent_s)))
+    driver = f"its driver (process {state.pid} on {state.host}) has written nothing for {span}"
     if state.host != socket.gethostname():
         return f"{driver}; check on that host whether it is alive"
     if not is_alive(state):
