@@ -59,7 +59,7 @@ class Validation:
             if ungraded is not None and ungraded.is_all:
                 raise RunError(ungraded.refusal(f"in the validation at step {step}"))
             self._has_graded = True
-        summary = summarise_groups(step, groups)
+        summary = await asyncio.to_thread(summarise_groups, step, groups)  # 100,000 prompts take many seconds
         summary = replace(summary, episodes=self._log.bounded(summary.episodes))
         self._unwritten.append((summary, groups))
         self.write()
