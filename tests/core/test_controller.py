@@ -555,6 +555,7 @@ def test_a_preemption_skips_the_validation_that_its_checkpoint_would_wait_for(
         await until(lambda: controller.version >= last and has_begun)
         controller.stop(is_preempted=True)
         controller.stop()  # by `on_step`
+        assert controller._is_preempted
         await asyncio.sleep(60)
 
     train(config, run.path, meddle)
