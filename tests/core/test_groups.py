@@ -151,6 +151,24 @@ def test_a_group_that_was_set_aside_or_dropped_gives_its_slot_to_another() -> No
     assert book.metrics() == {"rollout/set_aside_groups": 1.0}
 
 
+def test_groups_without_signal_are_dropped_as_soon_as_a_batch_may_drop_them() -> None:
+    """1 is at once; 2 and 3 may have to fill the batch, until 0, before them, is set aside."""
+    book = make_book(dropped_batches=1)
+    makes_room = []
+    for group_id in admit(book)[1:]:
+        book.scored(group_id, facts(has_signal=False))
+        assert book.enter(group_id)
+        makes_room.append(book.buffered(group_id))
+    assert (makes_room, book.ids_in(State.DROPPED)) == ([True, False, False], (1,))
+    book.set_aside(0)
+    assert (book.ids_in(State.DROPPED), book.ids_in(State.BUFFERED), admit(book)) == ((1, 2), (3,), [4, 5, 6])
+    buffer(book, 4)
+    buffer(book, 6, has_signal=False)
+    assert book.ids_in(State.BUFFERED) == (3, 4, 6)
+    assert book.batch(1).group_ids == (3, 4)  # no more may be dropped
+    assert states(book) == {State.IN_FLIGHT: (5,), State.IN_BATCH: (1, 2, 3, 4), State.DROPPED: (6,)}
+
+
 def test_a_group_with_too_old_a_token_is_refused_and_sampled_again() -> None:
     """The second guard; admission alone never lets it happen."""
     book = make_book(max_lag=0, version=3)

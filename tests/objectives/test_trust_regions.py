@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_ray.config.algorithm import AlgorithmConfig
-from grpo_ray.objectives import LOSSES, Objective, RatioInputs
+from grpo_ray.objectives import LOSSES, Objective, RatioInputs, policy_gradient_step
 
 CLIP = {"cliprange": 0.2, "cliprange_high": 0.5}
 DUAL = {**CLIP, "dual_clip": 2.0}
@@ -116,3 +116,17 @@ def test_gspo_has_one_ratio_per_row_and_1_of_an_empty_one() -> None:
 def test_luspo_is_gspo_summed_over_each_response() -> None:
     config = AlgorithmConfig(loss="luspo")
     assert (config.loss_aggregation, config.clip_epsilons) == ("sequence_sum", (3e-4, 4e-4))
+
+
+@pytest.mark.parametrize("name", ["reinforce_with_baseline", "grpo_clip", "gspo", "luspo", "gmpo", "vespo"])
+def test_turns_of_one_row_keep_their_own_advantages_and_a_token_of_weight_0_has_none(name):
+    """Two turns with advantages +1 and -1, on policy: each token is pushed its own way; none takes a share."""
+    old = torch.tensor([[-1.0, -0.5, -2.0, -0.3]])
+    policy = old.clone().requires_grad_()
+    loss, _ = policy_gradient_step(
+        policy, torch.ones(1, 4), objective=Objective(name, "sequence_mean"),
+        advantages=torch.tensor([[1.0, 1.0, -1.0, -1.0]]), old_log_probs=old,
+        weights=torch.tensor([[1.0, 1.0, 0.0, 1.0]]),
+    )  # fmt: skip
+    loss.backward()
+    torch.testing.assert_close(-policy.grad, torch.tensor([[0.25, 0.25, 0.0, -0.25]]))
