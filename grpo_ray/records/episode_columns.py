@@ -127,6 +127,7 @@ def list_rows(column: pa.ChunkedArray) -> list[np.ndarray]:
 
 
 def _list_array(lengths: Sequence[int], values: pa.Array, is_null: Sequence[bool] = ()) -> pa.ListArray:
-    offsets = pa.array(np.cumsum([0, *lengths]).astype(np.int32))
+    is_short = len(values) < 2**31  # the tokens of a large replay memory are more
+    ends = pa.array(np.cumsum([0, *lengths]), pa.int32() if is_short else pa.int64())
     mask = pa.array(is_null, pa.bool_()) if any(is_null) else None
-    return pa.ListArray.from_arrays(offsets, values, mask=mask)
+    return (pa.ListArray if is_short else pa.LargeListArray).from_arrays(ends, values, mask=mask)

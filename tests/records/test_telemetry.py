@@ -12,6 +12,7 @@ from pathlib import Path
 
 import builders
 import numpy as np
+import pyarrow as pa
 import pytest
 from builders import check_names, file_size_limit, make_completion, make_item, same_groups
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.errors import RunError
+from grpo_ray.records.episode_columns import _list_array
 from grpo_ray.records.json_lines import STEP, JsonLines, StepLines, read_lines
 from grpo_ray.records.rollout_log import log_table, read_groups, read_rollouts, read_uses, write_rollouts
 from grpo_ray.records.run_files import RunDirectory, last_logged_step, read_metrics, step_name
@@ -175,6 +177,11 @@ def test_a_full_disk_loses_the_oldest_of_many_lines(tmp_path: Path, monkeypatch:
     assert error.endswith("3 lines wait in memory; 2 older ones are lost")
     assert log.append({"step": 12}) is None
     assert [row["step"] for row in read_metrics(path)[6:]] == [9, 10, 11, 12]
+
+
+def test_a_replay_memory_may_have_more_tokens_than_32_bits_count() -> None:
+    rows = _list_array([2**30, 2**30, 10], pa.nulls(2**31 + 10))
+    assert rows.offsets.to_pylist() == [0, 2**30, 2**31, 2**31 + 10]
 
 
 def test_rollouts_round_trip(tmp_path: Path) -> None:
