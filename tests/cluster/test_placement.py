@@ -146,10 +146,16 @@ def test_check_prints_the_bundles_and_what_a_cluster_lacks(capsys: pytest.Captur
         "  6 GPU, 3 CPU on one node for learner-0 to learner-5",
     ]
     for nodes, lacking in (
-        ("1x8", []),
-        ("2x4x1", ["  ! CPU: 4 needed (2 x 0.5 for Generators, 6 x 0.5 for the Learner's ranks), 2 available"]),
-    ):
-        assert main([*command, "--nodes", nodes]) == (1 if lacking else 0)
+        (["--nodes", "1x8"], []),
+        (["--nodes", "1x8x3"], [
+            "  ! CPU: 4 needed (2 x 0.5 for Generators, 6 x 0.5 for the Learner's ranks), 3 available"
+        ]),
+        (["--nodes", "2x4"], [
+            "  ! GPU: 6 for learner-0 to learner-5 must be on one node, where 4 are available; a lower "
+            "learner.ranks_per_node divides them over nodes"
+        ]),
+    ):  # fmt: skip
+        assert main([*command, *nodes]) == (1 if lacking else 0)
         lines = capsys.readouterr().out.splitlines()[1:]
         assert [line for line in lines if "lacks" not in line][-len(bundles + lacking) :] == bundles + lacking
         assert any("its ground truth: " in line for line in lines)
