@@ -21,6 +21,7 @@ import pyarrow as pa
 from grpo_ray.config.loading import find_config, make_config, overridden, read_config, with_torch
 from grpo_ray.config.user_code import import_from, pickled
 from grpo_ray.errors import RunError, shown_plainly
+from grpo_ray.records.json_lines import StepLines
 from grpo_ray.records.rollout_log import log_table, read_table
 from grpo_ray.records.run_files import RunDirectory, files_by_step, last_logged_step, run_name
 from grpo_ray.records.visible_text import print_visible
@@ -71,11 +72,11 @@ class Run:
 
     def metrics(self) -> pa.Table:
         """Return one row per step, one column per metric (docs/metrics.md); null where a step lacks one."""
-        return log_table(self._run.metrics_path)
+        return log_table(StepLines(self._run.metrics_path))
 
     def evaluations(self) -> pa.Table:
         """Return one row per validation: its step, reward, accuracy, format and more."""
-        return log_table(self._run.evaluations_summary_path)
+        return log_table(StepLines(self._run.evaluations_summary_path))
 
     def rollouts(self, step: int | None = None) -> pa.Table:
         """Return one row per response that was sampled for `step`, or for all steps; see `read_rollouts`."""

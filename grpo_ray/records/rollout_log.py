@@ -69,9 +69,9 @@ def read_table(path: str | Path) -> pa.Table:
         return pq.ParquetFile(path).read()
 
 
-def log_table(path: str | Path) -> pa.Table:
-    """Return the rows of a log by step, a column per name; raises DamagedLine."""
-    rows, parts = iter(StepLines(path)), [pa.table({})]
+def log_table(lines: StepLines) -> pa.Table:
+    """Return a log's rows by step, a column per name; raises DamagedLine."""
+    rows, parts = iter(lines), [pa.table({})]
     while some := list(islice(rows, PART)):
         names = list(dict.fromkeys(name for row in some for name in row))
         parts.append(pa.table({name: pa.array([row.get(name) for row in some]) for name in names}))

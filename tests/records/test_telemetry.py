@@ -305,7 +305,7 @@ def test_the_last_row_of_a_step_counts(tmp_path: Path, text: str, monkeypatch: p
     assert [list(lines), list(lines)] == [expected, expected]  # more than once
     assert list(lines.steps) == [row["step"] for row in expected]
     monkeypatch.setattr("grpo_ray.records.rollout_log.PART", 1)
-    assert (rows := log_table(path).to_pylist()) == [{**dict.fromkeys(rows[0]), **row} for row in expected]
+    assert (rows := log_table(lines).to_pylist()) == [{**dict.fromkeys(rows[0]), **row} for row in expected]
 
 
 def test_half_a_line_is_dropped_on_resume_and_rows_that_were_found_are_kept(tmp_path: Path) -> None:

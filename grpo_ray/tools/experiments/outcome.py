@@ -13,7 +13,6 @@ import pyarrow as pa
 from grpo_ray.records.checkpoint import CheckpointStore
 from grpo_ray.records.json_lines import StepLines
 from grpo_ray.records.rollout_log import log_table
-from grpo_ray.records.run_files import last_row
 from grpo_ray.tools.experiments.experiment_plan import PlannedRun
 from grpo_ray.watch.detectors import detections
 
@@ -75,10 +74,9 @@ class ExperimentOutcome:
 
     def series(self, metric: str) -> list[tuple[int, float]]:
         """Return the metric as (step, value), without missing and non-finite values (null in the files)."""
-        if metric not in self.table.column_names:
-            return []
-        pairs = zip(*(self.table[name].to_pylist() for name in ("step", metric)), strict=True)
-        return [(step, float(value)) for step, value in pairs if value is not None]
+        is_there = metric in self.table.column_names
+        rows = self.table.select(list({"step", metric})).to_pylist() if is_there else []
+        return [(row["step"], float(row[metric])) for row in rows if row[metric] is not None]
 
     def last_quarter(self, metric: str) -> float | None:
         """Return the mean over the last quarter of the completed steps."""
@@ -99,22 +97,23 @@ def read_outcome(run: PlannedRun, error: str | None = None) -> ExperimentOutcome
     """
     directory, num_steps = run.directory, run.config.algorithm.num_steps
     with directory.lock() if directory.path.exists() else nullcontext():
-        table, last = log_table(directory.metrics_path), last_row(directory.metrics_path)
+        table = log_table(lines := StepLines(directory.metrics_path))
         evaluations = [
             (row["step"], float(row["reward"]))
             for row in StepLines(directory.evaluations_summary_path)
             if row["reward"] is not None
         ]
-        status, reason = _status(run, last, evaluations, error)
-        found = detections(run.config, StepLines(directory.metrics_path))
+        status, reason = _status(run, table, evaluations, error)
+        found = detections(run.config, lines)
     detected = {str(each.name): each.step for each in reversed(found)}
     return ExperimentOutcome(run.variant, run.seed, num_steps, status, reason, evaluations, table, detected)
 
 
 def _status(
-    run: PlannedRun, last: Mapping[str, Any], evaluations: Sequence[tuple[int, float]], error: str | None
+    run: PlannedRun, table: pa.Table, evaluations: Sequence[tuple[int, float]], error: str | None
 ) -> tuple[Status, str]:
     newest = CheckpointStore(run.directory, run.config.checkpoint).latest()
+    last: Mapping[str, Any] = next(iter(table.slice(max(0, len(table) - 1)).to_pylist()), {})
     saved = newest.state.metrics if newest is not None else {}  # alone has a step that ended the run
     num_steps = run.config.algorithm.num_steps
     num_skipped = int(max(row.get(SKIPPED) or 0 for row in (last, saved)))
