@@ -38,7 +38,7 @@ from grpo_ray.types import ScoredGroup, StepReport, TrainBatch
 from grpo_ray.watch.restarts import RestartBudget
 from grpo_ray.watch.run_log import RunLog
 
-STEPS = int(os.environ.get("FLAT_MEMORY_STEPS", "200"))
+STEPS = int(os.environ.get("FLAT_MEMORY_STEPS", "400"))
 AROUND, SETTLE_S = 5, 0.5
 # A list with an entry for each of the four groups of a step would grow by 32 bytes, a dict by 150 or more.
 BYTES_PER_STEP = 24.0
