@@ -21,7 +21,7 @@ from any_reward_cli import patch_graders
 from builders import TinyModel, change_weights, trained_so, write_rows
 from commands import Capture, printed, refused
 from local_runs import make_config, train
-from local_serving import LocalServing, serve_locally
+from local_serving import KnownEngine, LocalServing, serve_locally
 
 from grpo_ray.errors import RunError
 from grpo_ray.records.run_files import RunDirectory
@@ -178,13 +178,17 @@ def test_an_interrupted_evaluation_is_resumed_and_another_one_refused(
         evaluate(given)
 
 
-def test_an_actor_that_starts_late_ends_it_and_rows_after_the_limit_are_not_read(
-    tmp_path: Path, tiny_model: TinyModel, serve_locally: Serve
+def test_an_actor_that_does_not_start_ends_it_and_rows_after_the_limit_are_not_read(
+    tmp_path: Path, tiny_model: TinyModel, serve_locally: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve_locally(gsm8k_answers)
     path = gsm8k_file(tmp_path)
-    with pytest.raises(RunError, match=r"did not start within 0\.001 s"):
-        evaluate(options(tiny_model(), tmp_path / "late", "recovery.start_timeout_s=0.001", task=path))
+    never = asyncio.Event()
+    late = options(tiny_model(), tmp_path / "late", "recovery.start_timeout_s=0.001", task=path)
+    with monkeypatch.context() as patch:
+        patch.setattr(KnownEngine, "start", lambda *_: never.wait())
+        with pytest.raises(RunError, match=r"did not start within 0\.001 s"):
+            evaluate(late)
     with path.open("a") as file:
         file.write(json.dumps({"question": "word " * 5000, "answer": "#### 1"}) + "\nno JSON\n")
     given = options(tiny_model(), tmp_path / "e", task=path, limit=5)
