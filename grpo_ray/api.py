@@ -106,9 +106,8 @@ class Run:
         from grpo_ray.learning.model_files import load_tokenizer
         from grpo_ray.records.checkpoint import CheckpointStore
         from grpo_ray.tools.export.merge import checkpoint_policy
-        from grpo_ray.tools.trust import with_trust
 
-        config = with_trust(load_config(self._run.config_path), trust_remote_code)
+        config = load_config(self._run.config_path).changed(model={"trust_remote_code": trust_remote_code})
         store = CheckpointStore(self._run)
         folder = store.choose(checkpoint, "checkpoint").path
         for line in store.skipped:

@@ -261,6 +261,8 @@ class _EngineProcess(ForkProcess):
         starting = Thread(target=super().start)
         starting.start()
         starting.join()
+        gc.collect()  # what importing left, while this process waits for the engine
+        gc.freeze()
 
     def run(self) -> None:
         for descriptor in map(int, os.listdir("/proc/self/fd")):
@@ -269,6 +271,8 @@ class _EngineProcess(ForkProcess):
                     os.close(descriptor)  # or Ray would believe that the Generator lives as long as this
         if (ray := sys.modules.get("ray._raylet")) is not None:  # vLLM cannot change Ray's title
             ray.setproctitle("VLLM::EngineCore")
+        gc.freeze()  # or each full pass, at vLLM's start and end, would copy the pages of all that was imported
+        gc.unfreeze = lambda: None  # as vLLM does before its last passes
         gc.enable()
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         # The memory of replaced weights is kept for the next: touching fresh pages takes longer than a copy.

@@ -46,11 +46,6 @@ def stay_offline() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def with_trust(config: Config, trust_remote_code: bool) -> Config:
-    """Return the run's configuration with the command line's `trust_remote_code` in place of its own."""
-    return config.changed(model={"trust_remote_code": trust_remote_code})
-
-
 def is_ignored(model: Any, trust_remote_code: bool) -> bool:
     """Return True if the section `model`, as read from the file, asks for code that will not be run."""
     return isinstance(model, dict) and bool(model.get("trust_remote_code")) and not trust_remote_code

@@ -36,7 +36,7 @@ from grpo_ray.tools.audit.rollouts import (
     audit_evaluation,
     audit_step,
 )
-from grpo_ray.tools.trust import IGNORED, with_trust
+from grpo_ray.tools.trust import IGNORED
 
 Row = dict[str, Any]
 History = list[tuple[int, Config]]  # each configuration with the last step that it was used for
@@ -88,7 +88,7 @@ def audit(run: RunDirectory, trust_remote_code: bool = False, run_reward_code: b
         OSError, ValueError: the configuration or a log cannot be read at all.
     """
     own = load_config(run.config_path)
-    config = with_trust(own, trust_remote_code)
+    config = own.changed(model={"trust_remote_code": trust_remote_code})
     history = [*_earlier_configs(run), (sys.maxsize, config)]
     metrics = StepLines(run.metrics_path)
     report = AuditReport(num_steps=len(metrics))

@@ -13,7 +13,7 @@ from grpo_ray.records.durable import sync, sync_tree
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.records.visible_text import print_visible
 from grpo_ray.tools.arguments import Argument, Command, Option
-from grpo_ray.tools.trust import RunRewardCode, TrustRemoteCode, with_trust
+from grpo_ray.tools.trust import RunRewardCode, TrustRemoteCode
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def export_merged(options: ExportOptions) -> Path:
     for path in checkpoint.rglob("*"):
         if path.is_symlink():  # no run writes one, and the model would hold the file that it leads to
             raise RunError(f"{path} is a link; put the file itself in its place")
-    config = with_trust(load_config(run.config_path), options.trust_remote_code)
+    config = load_config(run.config_path).changed(model={"trust_remote_code": options.trust_remote_code})
     if config.model.adapter is None:
         check_local_model(str(checkpoint), "--checkpoint")  # a simulation's is none
     folder.parent.mkdir(parents=True, exist_ok=True)

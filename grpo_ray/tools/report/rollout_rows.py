@@ -24,7 +24,7 @@ from grpo_ray.records.readable_rollouts import shortened
 from grpo_ray.records.run_files import RunDirectory
 from grpo_ray.tools.export.merge import checkpoint_policy
 from grpo_ray.tools.report.rollout_sample import FACTS, TEXTS, Row
-from grpo_ray.tools.trust import IGNORED, is_ignored, with_trust
+from grpo_ray.tools.trust import IGNORED, is_ignored
 from grpo_ray.types import CONTEXT
 
 LONGEST_CHARACTER = 4  # bytes in UTF-8, and so tokens that one character may span
@@ -162,7 +162,7 @@ def show_rollouts(
     if log_ratio != NO_RATIOS:
         try:
             checkpoint = _find_checkpoint(run, log_ratio, notices)
-            config = with_trust(load_config(run.config_path), trust_remote_code)
+            config = load_config(run.config_path).changed(model={"trust_remote_code": trust_remote_code})
             ratios = log_ratios(config, checkpoint, sampled, run_reward_code)
         except (RuntimeError, ValueError, OSError) as error:  # RuntimeError: also torch's lack of memory
             if log_ratio is not None:
