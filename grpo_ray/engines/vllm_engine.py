@@ -261,6 +261,8 @@ class _EngineProcess(ForkProcess):
         starting = Thread(target=super().start)
         starting.start()
         starting.join()
+        if self.pid is None:
+            raise RuntimeError("there is no room to fork vLLM's engine; the error is above, in this log")
         gc.collect()  # what importing left, while this process waits for the engine
         gc.freeze()
 

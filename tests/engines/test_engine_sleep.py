@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from small_run import QUICKSTART
@@ -48,6 +48,13 @@ async def test_weights_wake_for_the_sync_and_the_cache_after_it_if_it_is_colocat
     woken = ["sleep 2", "wake_up ['weights']", pause, "wake_up ['kv_cache']", "resume_generation"]
     calls = [" ".join(map(str, [name, *args, *named.values()])) for name, args, named in asked.mock_calls]
     assert calls == [*woken, pause, "resume_generation"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_for_which_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fork", Mock(side_effect=OSError("Cannot allocate memory")))
+    with pytest.raises(RuntimeError, match="no room to fork vLLM's engine"):
+        vllm_engine._EngineProcess(target=print).start()
 
 
 async def test_calls_end_with_an_engine_that_dies_within_them() -> None:

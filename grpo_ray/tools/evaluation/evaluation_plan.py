@@ -139,8 +139,7 @@ def _of_model(subject: Subject, options: EvaluationOptions) -> list[str]:
     """Return the overrides for building a tiny model; none for a run, because its model is fixed."""
     if subject.is_run:
         return []
-    is_replaced = options.task is not None
-    return [o for o in options.overrides if not (is_replaced and o.startswith("task."))]
+    return [o for o in options.overrides if options.task is None or not o.startswith("task.")]
 
 
 def _serving(config: Config) -> Config:

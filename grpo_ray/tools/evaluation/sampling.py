@@ -79,8 +79,7 @@ class Evaluator:
         recovery = config.recovery
         self._calls = OpenCalls()
         budget = RestartBudget("recovery.max_restarts", recovery.max_restarts, recovery.restart_backoff_s)
-        generators = list(actors.generators.values())
-        self._weight_sync = WeightSync(generators, config.weight_sync.phase_timeout_s)
+        self._weight_sync = WeightSync(list(actors.generators.values()), config.weight_sync.phase_timeout_s)
         self._context = ServingContext(config, actors, self._calls, log)
         settings = training_settings(config.sampling, prepared.model.end_token_ids)
         self._pool = GeneratorPool(self._context, self._weight_sync, settings, budget)
