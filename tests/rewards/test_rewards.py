@@ -6,23 +6,10 @@ import pytest
 from builders import respond
 
 from grpo_ray.config.reward import REWARD_NAMES, RewardTerm
-from grpo_ray.rewards import REWARDS, get_reward_fn, needs_isolation
+from grpo_ray.rewards import REWARDS, get_reward_fn, needs_isolation, question_only_reward_fn, r1_zero_reward_fn
 from grpo_ray.rewards.answer_formats import answer_place, read_boxed
 from grpo_ray.rewards.base import NotGraded, Ungradable
-from grpo_ray.rewards.builtin import (
-    brevity_reward_fn,
-    exact_match_reward_fn,
-    format_reward_fn,
-    graded_reward_fn,
-    keyword_inclusion_reward_fn,
-    last_number_reward_fn,
-    question_only_reward_fn,
-    r1_zero_reward_fn,
-    sort_distance_reward,
-    sort_distance_reward_fn,
-    sort_inclusion_ordering_reward,
-    sort_inclusion_ordering_reward_fn,
-)
+from grpo_ray.rewards.builtin import sort_distance_reward, sort_inclusion_ordering_reward
 
 
 def scores(reward: float, has_format: float, is_right: float) -> dict[str, float]:
@@ -35,17 +22,10 @@ NO_FORMAT, WRONG, RIGHT = scores(0, 0, 0), scores(0, 1, 0), scores(1, 1, 1)
 @pytest.mark.parametrize(
     "answer",
     [
-        "9^9^9^9",
-        "((10^{999})^{999})^{999}",
-        "x^{9^9}",
-        "10^{-99999999}",
-        "(10^{10})!",
-        r"\binom{1000000000}{500000000}",
-        "(" * 30 + "72" + ")" * 30,
-        "x" * 1000,
-        "9" * 1001,
+        "9^9^9^9", "((10^{999})^{999})^{999}", "x^{9^9}", "10^{-99999999}", "(10^{10})!",
+        r"\binom{1000000000}{500000000}", "(" * 30 + "72" + ")" * 30, "x" * 1000, "9" * 1001,
     ],
-)
+)  # fmt: skip
 def test_what_would_take_forever_is_the_answers_doing_or_the_truths(answer: str) -> None:
     with pytest.raises(Ungradable):
         r1_zero_reward_fn(respond(answer), "72")
@@ -104,7 +84,7 @@ def test_format_alone_is_no_reward(name: str) -> None:
 
 def test_exact_match_accepts_only_the_same_text() -> None:
     for answer in ("1258", "01258.0", "0 1258", "01258 01258"):
-        assert exact_match_reward_fn(respond(answer), "01258") == WRONG
+        assert REWARDS["exact_match"](respond(answer), "01258") == WRONG
 
 
 @pytest.mark.parametrize(
@@ -129,28 +109,20 @@ def test_many_boxes_that_are_all_right_are_not_all_compared() -> None:
 @pytest.mark.parametrize(
     ("response", "truth", "scores"),
     [
-        ("48 + 5 = 53", "53", RIGHT),
-        ("The answer is 53.", "53", RIGHT),
-        ("It is $1,200.50!", "1200.5", RIGHT),
-        ("5 − 8 = −3", "-3", RIGHT),
-        ("so x=-.50", "-0.5", RIGHT),
-        ("10-7", "7", RIGHT),
-        ("1,2", "2", RIGHT),
-        ("53, I added 48 and 5", "53", WRONG),
-        ("1e53 1.53", "53", WRONG),
-        ("fifty-three", "53", NO_FORMAT),
-        ("", "53", NO_FORMAT),
-        ("9" * 100_000, "9" * 100_000, RIGHT),
+        ("48 + 5 = 53", "53", RIGHT), ("The answer is 53.", "53", RIGHT), ("It is $1,200.50!", "1200.5", RIGHT),
+        ("5 − 8 = −3", "-3", RIGHT), ("so x=-.50", "-0.5", RIGHT), ("10-7", "7", RIGHT), ("1,2", "2", RIGHT),
+        ("53, I added 48 and 5", "53", WRONG), ("1e53 1.53", "53", WRONG),
+        ("fifty-three", "53", NO_FORMAT), ("", "53", NO_FORMAT), ("9" * 100_000, "9" * 100_000, RIGHT),
     ],
-)
+)  # fmt: skip
 def test_the_last_number(response: str, truth: str, scores: dict[str, float]) -> None:
-    assert last_number_reward_fn(response, truth) == scores
+    assert REWARDS["last_number"](response, truth) == scores
 
 
 @pytest.mark.parametrize("truth", ["many", "3 or 4", ""])
 def test_the_last_number_needs_one_as_truth(truth: str) -> None:
     with pytest.raises(ValueError, match="is not one number"):
-        last_number_reward_fn("3", truth)
+        REWARDS["last_number"]("3", truth)
 
 
 def test_the_configuration_knows_every_reward() -> None:
@@ -172,23 +144,14 @@ def test_the_slow_mode_accepts_one_number_in_prose() -> None:
 @pytest.mark.parametrize(
     ("response", "answer"),
     [
-        (r"72 \boxed{72}", "72"),
-        (r"\boxed{71} no, \boxed{ 72 } is it", "72"),
-        (r"\boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-        (r"\boxed{\boxed{72}}", "72"),
-        (r"\boxed{71 \boxed{72} 73}", r"71 \boxed{72} 73"),
-        (r"\boxed{\boxed{72} 73}", r"\boxed{72} 73"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed{\}}", r"\}"),
-        (r"\boxed{a\\}", r"a\\"),
-        (r"\boxed{72", None),
-        (r"\boxed{72} \boxed{72", None),
-        (r"\boxed{71 \boxed{72}", None),
-        (r"\boxed{72\}", None),
-        (r"\boxed{72} \boxed{}", None),
-        ("boxed{72}", None),
+        (r"72 \boxed{72}", "72"), (r"\boxed{71} no, \boxed{ 72 } is it", "72"),
+        (r"\boxed{\frac{1}{2}}.", r"\frac{1}{2}"), (r"\boxed{\boxed{72}}", "72"),
+        (r"\boxed{71 \boxed{72} 73}", r"71 \boxed{72} 73"), (r"\boxed{\boxed{72} 73}", r"\boxed{72} 73"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"), (r"\boxed{\}}", r"\}"), (r"\boxed{a\\}", r"a\\"),
+        (r"\boxed{72", None), (r"\boxed{72} \boxed{72", None), (r"\boxed{71 \boxed{72}", None),
+        (r"\boxed{72\}", None), (r"\boxed{72} \boxed{}", None), ("boxed{72}", None),
     ],
-)
+)  # fmt: skip
 def test_the_last_box_is_read(response: str, answer: str | None) -> None:
     assert read_boxed(response) == answer
     if answer is None:
@@ -227,12 +190,12 @@ def test_unknown_reward_is_refused() -> None:
     ],
 )
 def test_graded(response: str, expected: dict[str, float]) -> None:
-    assert graded_reward_fn(response, "0.5") == expected
+    assert REWARDS["graded"](response, "0.5") == expected
 
 
 def test_graded_in_boxes_with_grades_of_ones_own() -> None:
     def grade(response: str) -> dict[str, float]:
-        return graded_reward_fn(response, "72", right=2, wrong=0.1, missing=-3, answer_in="boxed")
+        return REWARDS["graded"](response, "72", right=2, wrong=0.1, missing=-3, answer_in="boxed")
 
     assert grade(r"\boxed{72}") == scores(2, 1, 1)
     assert grade(r"\boxed{71}") == scores(0.1, 1, 0)
@@ -260,14 +223,14 @@ def test_graded_in_boxes_with_grades_of_ones_own() -> None:
 )
 def test_keywords(response: str, keywords: str, value: float) -> None:
     expected = scores(value, 1, value)
-    assert keyword_inclusion_reward_fn(response, keywords) == expected
-    assert keyword_inclusion_reward_fn(response, keywords.split(",")) == expected
+    assert REWARDS["keyword_inclusion"](response, keywords) == expected
+    assert REWARDS["keyword_inclusion"](response, keywords.split(",")) == expected
 
 
 @pytest.mark.parametrize("keywords", ["", " , ", []])
 def test_no_keyword_is_an_error(keywords: str | list[str]) -> None:
     with pytest.raises(ValueError, match="names no keyword; give them separated by commas"):
-        keyword_inclusion_reward_fn("cat", keywords)
+        REWARDS["keyword_inclusion"]("cat", keywords)
 
 
 # ---- sorting: Stanford CS336, spring 2025, lecture 17 ----
@@ -276,13 +239,10 @@ def test_no_keyword_is_an_error(keywords: str | list[str]) -> None:
 @pytest.mark.parametrize(
     ("response", "distance", "inclusion_ordering"),
     [
-        ([0, 1, 2, 3], 4, 7),
-        ([7, 2, 2, 5], 1, 3),
-        ([0, 3, 1, 2], 1, 6),
-        ([3, 2, 1, 0], 0, 4),
+        ([0, 1, 2, 3], 4, 7), ([7, 2, 2, 5], 1, 3), ([0, 3, 1, 2], 1, 6), ([3, 2, 1, 0], 0, 4),
         ([5, 5, 5, 5], 0, 3),
     ],
-)
+)  # fmt: skip
 def test_the_lectures_examples(response: list[int], distance: float, inclusion_ordering: float) -> None:
     assert sort_distance_reward([3, 1, 0, 2], response) == distance
     assert sort_inclusion_ordering_reward([3, 1, 0, 2], response) == inclusion_ordering
@@ -293,57 +253,40 @@ def test_sequences_of_two_lengths_and_a_truth_without_numbers_are_refused() -> N
         with pytest.raises(ValueError, match="prompt and response differ in length: 2 and 3 numbers"):
             reward([1, 2], [1, 2, 3])
     with pytest.raises(ValueError, match="the ground truth 'abc' is not a list of integers"):
-        sort_distance_reward_fn(respond("0"), "abc")
+        REWARDS["sort_distance"](respond("0"), "abc")
 
 
 @pytest.mark.parametrize(
     ("answer", "truth", "distance", "inclusion_ordering"),
     [
-        ("0123", "0123", 1, 1),
-        ("0 1 2 3", "0123", 1, 1),
-        ("[0, 1, 2, 3]", "0123", 1, 1),
-        ("0312", "0123", 1 / 4, 6 / 7),
-        ("012", "0123", 0, 0),
-        ("01233", "0123", 0, 0),
-        ("", "0123", 0, 0),
-        ("0;1;2;3", "0123", 1, 1),
-        ("0 -1 2 -3", "0123", 0, 0),
-        ("01 23", "0123", 0, 0),
-        ("-5, 2, 10", "-5, 2, 10", 1, 1),
-        ("-5 10 2", "-5, 2, 10", 1 / 3, 4 / 5),
+        ("0123", "0123", 1, 1), ("0 1 2 3", "0123", 1, 1), ("[0, 1, 2, 3]", "0123", 1, 1),
+        ("0;1;2;3", "0123", 1, 1), ("0312", "0123", 1 / 4, 6 / 7), ("012", "0123", 0, 0),
+        ("01233", "0123", 0, 0), ("", "0123", 0, 0), ("0 -1 2 -3", "0123", 0, 0), ("01 23", "0123", 0, 0),
+        ("-5, 2, 10", "-5, 2, 10", 1, 1), ("-5 10 2", "-5, 2, 10", 1 / 3, 4 / 5),
     ],
-)
+)  # fmt: skip
 def test_sorting_reads_answers(answer: str, truth: str, distance: float, inclusion_ordering: float) -> None:
     is_right = float(distance == 1)
-    assert sort_distance_reward_fn(respond(answer), truth) == scores(distance, 1, is_right)
-    assert sort_inclusion_ordering_reward_fn(respond(answer), truth) == scores(inclusion_ordering, 1, is_right)
+    assert REWARDS["sort_distance"](respond(answer), truth) == scores(distance, 1, is_right)
+    assert REWARDS["sort_inclusion_ordering"](respond(answer), truth) == scores(inclusion_ordering, 1, is_right)
 
 
-@pytest.mark.parametrize(
-    ("length", "value"), [(0, 1), (200, 1), (201, 1 - 1 / 800), (600, 0.5), (1000, 0), (5000, 0)]
-)
-def test_brevity_falls_linearly(length: int, value: float) -> None:
-    assert brevity_reward_fn("x" * length, "") == scores(pytest.approx(value), 1, 0)
-
-
-def test_brevity_in_words() -> None:
-    assert brevity_reward_fn("a bb\nccc  dddd", "", free=2, span=4, unit="words")["reward"] == 0.5
+def test_brevity_falls_linearly_in_characters_or_words() -> None:
+    brevity = REWARDS["brevity"]
+    for length, value in ((0, 1), (200, 1), (201, 1 - 1 / 800), (600, 0.5), (1000, 0), (5000, 0)):
+        assert brevity("x" * length, "") == scores(pytest.approx(value), 1, 0)
+    assert brevity("a bb\nccc  dddd", "", free=2, span=4, unit="words")["reward"] == 0.5
 
 
 def test_format_requires_an_answer_in_its_place() -> None:
-    assert format_reward_fn(respond("71"), "72") == scores(1, 1, 0)
-    assert format_reward_fn(respond(""), "72") == scores(0, 0, 0)
-    assert format_reward_fn(r"\boxed{71}", "72", answer_in="boxed") == scores(1, 1, 0)
+    assert REWARDS["format"](respond("71"), "72") == scores(1, 1, 0)
+    assert REWARDS["format"](respond(""), "72") == scores(0, 0, 0)
+    assert REWARDS["format"](r"\boxed{71}", "72", answer_in="boxed") == scores(1, 1, 0)
 
 
 def test_a_weighted_sum_by_hand() -> None:
-    reward_fn = get_reward_fn(
-        (
-            RewardTerm(reward="r1_zero"),
-            RewardTerm(reward="format", weight=0.5),
-            RewardTerm(reward="brevity", weight=-0.25, arguments={"free": 0, "span": 100}),
-        )
-    )
+    short = RewardTerm(reward="brevity", weight=-0.25, arguments={"free": 0, "span": 100})
+    reward_fn = get_reward_fn((RewardTerm(reward="r1_zero"), RewardTerm(reward="format", weight=0.5), short))
     response = respond("71")
     brevity = 1 - len(response) / 100
     own = {"reward/r1_zero": 0, "reward/format": 1, "reward/brevity": pytest.approx(brevity)}
