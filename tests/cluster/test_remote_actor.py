@@ -13,18 +13,8 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from ray.exceptions import (
-    ActorDiedError,
-    ActorUnavailableError,
-    ActorUnschedulableError,
-    LocalRayletDiedError,
-    NodeDiedError,
-    ObjectLostError,
-    OutOfMemoryError,
-    RayError,
-    RayTaskError,
-    RuntimeEnvSetupError,
-)
+from ray import exceptions
+from ray.exceptions import RayError
 from small_run import QUICKSTART, SMALL
 
 from grpo_ray.cluster.local import LocalClient, check_local
@@ -74,13 +64,13 @@ async def test_an_answer_can_be_awaited_gathered_and_given_a_time_limit() -> Non
 @pytest.mark.parametrize(
     "error",
     [
-        OutOfMemoryError("Task was killed due to the node running low on memory."),
-        NodeDiedError("the node is gone"),
-        LocalRayletDiedError("the raylet is gone"),
-        ActorUnschedulableError("no node has room for its bundle"),
-        RuntimeEnvSetupError("pip failed"),
-        ActorDiedError(),
-        ActorUnavailableError("the connection is gone", b"0" * 16),
+        exceptions.OutOfMemoryError("Task was killed due to the node running low on memory."),
+        exceptions.NodeDiedError("the node is gone"),
+        exceptions.LocalRayletDiedError("the raylet is gone"),
+        exceptions.ActorUnschedulableError("no node has room for its bundle"),
+        exceptions.RuntimeEnvSetupError("pip failed"),
+        exceptions.ActorDiedError(),
+        exceptions.ActorUnavailableError("the connection is gone", b"0" * 16),
     ],
 )
 async def test_every_end_of_an_actor_is_its_death(error: RayError) -> None:
@@ -98,11 +88,11 @@ def test_the_end_of_pydantics_error_is_the_field_with_what_it_should_be() -> Non
 
 
 @pytest.mark.parametrize(
-    "error", [OutOfMemoryError("of the Generator that made it"), ObjectLostError("0" * 56, None, "")]
+    "error", [exceptions.OutOfMemoryError("of its owner"), exceptions.ObjectLostError("0" * 56, None, "")]
 )
 async def test_an_argument_that_died_with_its_owner_is_no_death_of_the_actor(error: RayError) -> None:
     with pytest.raises(DataLost, match="scorer: "):
-        await result_of("scorer", Reference(RayTaskError("score", "traceback", error)))
+        await result_of("scorer", Reference(exceptions.RayTaskError("score", "traceback", error)))
 
 
 @pytest.mark.slow

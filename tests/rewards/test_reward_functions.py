@@ -22,7 +22,6 @@ import grpo_ray
 from examples.own_reward import train as own_reward
 from examples.rewards import json_object, numeric_tolerance, regex_format, shuffled
 from examples.trl_reward import rewards as trl_rewards
-from grpo_ray.config import Config
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.reward import RewardTerm, ScorerConfig, named_terms, term_weights
@@ -54,18 +53,12 @@ def result_of(value: Any) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (1, (1, 1, 1)),
-        (0.99, (0.99, 1, 0)),
-        (-1.0, (-1, 1, 0)),
-        (np.float32(0.5), (0.5, 1, 0)),
-        (np.True_, (1, 1, 1)),
-        (Decimal("0.5"), (0.5, 1, 0)),
-        (torch.tensor(0.5), (0.5, 1, 0)),
-        ({"reward": 0.3}, (0.3, 1, 0)),
-        ({"reward": 0.3, "answer_reward": 1.0}, (0.3, 1, 1)),
+        (1, (1, 1, 1)), (0.99, (0.99, 1, 0)), (-1.0, (-1, 1, 0)), (np.float32(0.5), (0.5, 1, 0)),
+        (np.True_, (1, 1, 1)), (Decimal("0.5"), (0.5, 1, 0)), (torch.tensor(0.5), (0.5, 1, 0)),
+        ({"reward": 0.3}, (0.3, 1, 0)), ({"reward": 0.3, "answer_reward": 1.0}, (0.3, 1, 1)),
         ({"reward": 1, "format_reward": 0, "answer_reward": 0}, (1, 0, 0)),
     ],
-)
+)  # fmt: skip
 def test_a_number_or_a_dict(value: Any, expected: tuple[float, float, float]) -> None:
     result = result_of(value)
     assert result == dict(zip(("reward", "format_reward", "answer_reward"), expected, strict=True))
@@ -151,12 +144,6 @@ def test_a_reward_that_does_not_fit_is_refused_before_a_run(
         check_reward((RewardTerm(reward=name, arguments=arguments),))
 
 
-def test_the_preflight_checks_it(tiny_config: Config) -> None:
-    task = tiny_config.task.model_copy(update={"reward": "no_module_4711:f"})
-    with pytest.raises(ValueError, match=r"^task\.reward: there is no module 'no_module_4711'"):
-        check_files(tiny_config.model_copy(update={"task": task}))
-
-
 def test_numeric_tolerance() -> None:
     answers = ["about 3.14", "3.2 or 3.13", "3.3", "3.14 of 100", "none", "3,140.0e-3"]
     assert [numeric_tolerance.reward_fn(answer, "3.1416") for answer in answers] == [1, 1, 0, 0, -1, 1]
@@ -167,16 +154,12 @@ def test_numeric_tolerance() -> None:
 
 
 def test_shuffled_rewards_are_the_earned_ones() -> None:
-    responses = [f"{number}" for number in range(10)]
-
-    def given(*others: str) -> list[float]:
-        answers = [*responses[:-1], *others]
-        return shuffled.shuffled(answers, ["3"] * 10, [{}] * 10, "last_number")
+    def given(last: str) -> list[float]:
+        return shuffled.shuffled([*map(str, range(9)), last], ["3"] * 10, [{}] * 10, "last_number")
 
     assert sorted(given("9")) == [0.0] * 9 + [1.0]
     assert given("9") == given("9")
-    places = {given(f"{number}").index(1.0) for number in range(9, 40)}
-    assert len(places) > 5  # anywhere
+    assert len({given(f"{number}").index(1.0) for number in range(9, 40)}) > 5  # anywhere
 
 
 @pytest.mark.parametrize(
@@ -374,8 +357,7 @@ def test_functions_of_trl_work_as_they_are() -> None:
     assert rewards_of(own("length"), ["a", "abc"]) == [1, 3]
     assert rewards_of(own("boxed"), [r"\boxed{42}", "42"]) == [1, 0]
     chat = {**ABOUT, "messages": [{"role": "user", "content": "6 * 7?"}]}
-    answers = ["<think>a</think><answer>42</answer>", "42"]
-    assert rewards_of(own("format_reward_func"), answers, chat) == [1, 0]
+    assert rewards_of(own("format_reward_func"), ["<think>a</think><answer>42</answer>", "42"], chat) == [1, 0]
     assert rewards_of(own("undecided"), ["x", "y"]) == ["none", 1]
 
 
@@ -447,9 +429,8 @@ def test_the_pool_grades_groups_together_and_a_term_costs_no_other(monkeypatch: 
 def test_a_module_that_trains_on_import_is_refused(tmp_path: Path) -> None:
     call = f"grpo_ray.train({QUICKSTART!r}, local=True)\n"
     (tmp_path / "looping_4711.py").write_text(f"import grpo_ray\ndef f(response): return 1.0\n{call}")
-    grader = Grader({"": "looping_4711:f"}, ScorerConfig(num_workers=1))
     with pytest.raises(RunError, match="trains on import"):  # or each grader would start the next run
-        grader.start()
+        Grader({"": "looping_4711:f"}, ScorerConfig(num_workers=1)).start()
 
 
 # ---- over a network ----
@@ -617,18 +598,13 @@ def test_the_other_columns_travel_only_for_code_that_may_ask(tmp_path: Path) -> 
 
 
 def test_terms_are_graded_logged_and_read_again(tmp_path: Path) -> None:
-    reward = (
-        RewardTerm(reward="brevity", arguments={"free": 0, "span": 4}),
-        RewardTerm(reward="format", weight=2),
-    )
-    scorer = make_scorer(reward)
+    brevity = RewardTerm(reward="brevity", arguments={"free": 0, "span": 4})
+    scorer = make_scorer((brevity, RewardTerm(reward="format", weight=2)))
     item = replace(make_item(truth="42"), about='{"question": "6 * 7?"}')
     rollout = RolloutGroup(item, tuple(make_completion([1], text=text) for text in ("a", "abc")), "generator-0")
     verdict = scorer.score(rollout)
-    assert {name: term.tolist() for name, term in verdict.terms.items()} == {
-        "brevity": [0.75, 0.25],
-        "format": [0, 0],
-    }
+    values = {name: term.tolist() for name, term in verdict.terms.items()}
+    assert values == {"brevity": [0.75, 0.25], "format": [0, 0]}
     group = ScoredGroup.of(rollout, replace(verdict, terms={**verdict.terms, "judge": np.float32([np.nan, 3])}))
     assert rollout_metrics([group])["reward/brevity/mean"] == 0.5
     assert rollout_metrics([group])["reward/judge/mean"] == 3  # it applied to one response
@@ -646,9 +622,8 @@ def test_terms_are_graded_logged_and_read_again(tmp_path: Path) -> None:
 
 
 def trials_of(truth: str, *rewards: Any) -> tuple[list[Any], list[str]]:
-    item = PromptItem(
-        0, "Q: 6 * 7?\nA:", (), truth, about=json.dumps({"question": "6 * 7?", "row": {"level": 3}})
-    )
+    about = json.dumps({"question": "6 * 7?", "row": {"level": 3}})
+    item = PromptItem(0, "Q: 6 * 7?\nA:", (), truth, about=about)
     names = ["", *map(str, range(1, len(rewards)))]
     items = dict.fromkeys(names, (item, "data.jsonl, line 1"))
     return try_rewards(dict(zip(names, rewards, strict=True)), items, ScorerConfig(num_workers=1))
@@ -666,9 +641,8 @@ def test_a_built_in_reward_gets_the_truth_in_its_own_format() -> None:
     assert written((RewardTerm(reward="brevity"), RewardTerm(reward="r1_zero")), "7") == "7"
     assert written("question_only", "7") == r" \boxed{7}"
     _, (notice,) = trials_of("<answer>", "exact_match")
-    assert notice.startswith(
-        "task.reward: exact_match does not accept the first example (data.jsonl, line 1)'s"
-    )
+    refusal = "task.reward: exact_match does not accept the first example (data.jsonl, line 1)'s"
+    assert notice.startswith(refusal)
 
 
 @pytest.mark.slow
@@ -677,9 +651,8 @@ def test_ones_own_reward_gets_the_bare_truth_and_is_refused_if_it_fails() -> Non
     assert [*trial.lines][-1] == "its ground truth: '42'; its reward: 1 for '42', 0 for an empty response"
     place = "it fails on the first example (data.jsonl, line 1) with"
     assert notice.startswith(f"task.parts.1.task.reward: {place} an empty")
-    with pytest.raises(
-        ValueError, match=r"task\.reward: it fails on the first example \(data\.jsonl, line 1\),"
-    ):
+    message = r"task\.reward: it fails on the first example \(data\.jsonl, line 1\),"
+    with pytest.raises(ValueError, match=message):
         trials_of("42", (own("too_few", batched=True),))
 
 
@@ -771,7 +744,6 @@ def test_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> Non
         trained("judge", tmp_path, secrets)
     monkeypatch.setenv("JUDGE_API_KEY", "s3cret")
     run = trained("judge", tmp_path)
-    rewards = run.rollouts()["reward"].to_pylist()
-    assert all(0 <= reward <= 1 for reward in rewards)
+    assert all(0 <= reward <= 1 for reward in run.rollouts()["reward"].to_pylist())
     assert run.metrics()["reward/errors"].to_pylist() == [0, 0]
     assert "s3cret" not in (run.path / "config.yaml").read_text()
