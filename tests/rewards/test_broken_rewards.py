@@ -35,9 +35,8 @@ def said_of(function: str, fault: str) -> str:
 
 def broken(function: str, fault: str, *overrides: str) -> Any:
     own = f"{{reward: 'broken_rewards:{function}', arguments: {{fault: {fault}}}}}"
-    return make_config(
-        f"task.reward=[{{reward: exact_match}}, {own}]", "scorer={num_workers: 2, timeout_s: 0.2}", *overrides
-    )
+    scorer = "scorer={num_workers: 2, timeout_s: 0.2}"
+    return make_config(f"task.reward=[{{reward: exact_match}}, {own}]", scorer, *overrides)
 
 
 @pytest.mark.slow
@@ -57,18 +56,19 @@ def test_a_reward_that_always_fails_ends_the_run_at_its_first_validation(fault: 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["raises", "hangs"])
 @pytest.mark.kept("raises")
-def test_a_reward_that_sometimes_fails_is_said_once_in_the_first_step(fault: str, tmp_path: Path) -> None:
+def test_a_reward_that_sometimes_fails_is_said_once_in_the_first_step(fault: str, run: RunDirectory) -> None:
     sizes = ["algorithm.num_steps=2", "algorithm.prompts_per_step=8"]
-    recorder = train(broken("sometimes", fault, *sizes), tmp_path / "run")
+    recorder = train(broken("sometimes", fault, *sizes), run.path)
     assert recorder.steps == [1, 2]
     (said,) = [text for text in recorder.warnings if "a-reward-that-fails" in text]
     assert said.startswith("step 1: ")
-    row = read_metrics(tmp_path / "run" / "metrics.jsonl")[0]
+    row = read_metrics(run.metrics_path)[0]
     assert f"{row['reward/ungradable' if fault == 'hangs' else 'reward/errors']:.0f} responses" in said
     assert said_of("sometimes", fault) in said
     assert "\non the response '" in said
-    events = read_metrics(RunDirectory(tmp_path / "run").events_path)
-    assert [event["text"] for event in events if event["kind"] == "detected_reward_errors"] == [said]
+    assert [
+        event["text"] for event in read_metrics(run.events_path) if event["kind"] == "detected_reward_errors"
+    ] == [said]
 
 
 @pytest.mark.slow
@@ -79,12 +79,11 @@ def test_a_reward_that_sometimes_fails_is_said_once_in_the_first_step(fault: str
 )
 @pytest.mark.kept("plain")
 def test_a_later_batch_without_a_grade_ends_the_run_with_a_checkpoint_to_resume(
-    others: tuple[str, ...], tmp_path: Path
+    others: tuple[str, ...], tmp_path: Path, run: RunDirectory
 ) -> None:
     away = tmp_path / "away"
     reward = f"{{reward: 'broken_rewards:while_there_is', arguments: {{path: '{away}'}}}}"
     config = make_config(f"task.reward=[{reward}]", "scorer.num_workers=2", "algorithm.num_steps=40", *others)
-    folder = tmp_path / "run"
 
     async def leave(actors: LocalActors, controller: Controller) -> None:
         await until(lambda: controller.version >= 2)
@@ -92,18 +91,16 @@ def test_a_later_batch_without_a_grade_ends_the_run_with_a_checkpoint_to_resume(
         await asyncio.Event().wait()
 
     with pytest.raises(RunError, match=r"none of the \d+ answers of step \d+ could be graded") as ending:
-        train(config, folder, leave)
+        train(config, run.path, leave)
     assert "ConnectionError: the judge is away (broken_rewards.py:" in str(ending.value)
     assert 'raise ConnectionError("the judge is away")' in str(ending.value)
-    checkpoint = max(
-        int(path.name.removeprefix("step-")) for path in RunDirectory(folder).checkpoints.iterdir()
-    )
+    checkpoint = max(int(path.name.removeprefix("step-")) for path in run.checkpoints.iterdir())
     assert checkpoint >= 2
 
     away.unlink()
     shorter = changed(config, algorithm={"num_steps": checkpoint + 2})
-    assert train(shorter, folder).steps == [checkpoint + 1, checkpoint + 2]
-    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == list(range(1, checkpoint + 3))
+    assert train(shorter, run.path).steps == [checkpoint + 1, checkpoint + 2]
+    assert [row["step"] for row in read_metrics(run.metrics_path)] == list(range(1, checkpoint + 3))
 
 
 def failed_group(**reasons: Any) -> ScoredGroup:

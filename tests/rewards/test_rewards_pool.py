@@ -1,6 +1,5 @@
 """Grading in processes that may die, be taken over by an answer or be refused, and can do nothing but grade."""
 
-import contextlib
 import errno
 import os
 import random
@@ -12,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import DEFAULT, Mock
@@ -39,7 +39,7 @@ from grpo_ray.rewards.isolation.worker import result_of
 
 pytestmark = pytest.mark.slow  # workers are started, killed and waited for
 OWN = "hostile_rewards:obey"
-TIMEOUT_S = 0.5
+TIMEOUT_S, MEMORY_GIB = 0.5, 0.25
 NOBODY = 65534
 RIGHT = ["72"] * 4
 
@@ -50,12 +50,15 @@ def pool() -> Iterator[RewardPool]:
 
     Its limits are of processor time: on a busy machine no answer takes too long that would not on an idle one.
     """
-    pool = RewardPool({"maths": "r1_zero", "own": OWN}, num_workers=2, timeout_s=TIMEOUT_S, memory_gib=0.25)
-    with pytest.MonkeyPatch.context() as patch:
+    rewards = {"maths": "r1_zero", "own": OWN}
+    with pytest.MonkeyPatch.context() as patch, closing(RewardPool(rewards, 2, TIMEOUT_S, MEMORY_GIB)) as pool:
         patch.setattr("grpo_ray.rewards.isolation.pool.LEAST_SHARE", 0.9)
         patch.setattr("grpo_ray.rewards.isolation.pool.MAX_EXTENSIONS", 1000)
         yield pool
-    pool.close()
+
+
+def pool_of(num_workers: int, timeout_s: float = 60.0) -> closing[RewardPool]:
+    return closing(RewardPool({"own": OWN}, num_workers, timeout_s, MEMORY_GIB))
 
 
 def grade(pool: RewardPool, *responses: str) -> list[Result]:
@@ -74,8 +77,7 @@ def obeyed(pool: RewardPool, *responses: str) -> list[Any]:
 
 def kind_of(result: Result) -> str:
     """Return `ungradable` or `error`, or `graded`."""
-    kinds = {Ungradable: "ungradable", Overrun: "ungradable", ScoringError: "error"}
-    return kinds.get(type(result), "graded")
+    return {Ungradable: "ungradable", Overrun: "ungradable", ScoringError: "error"}.get(type(result), "graded")
 
 
 def fork_server_of(pool: RewardPool) -> psutil.Process:
@@ -203,44 +205,40 @@ def test_a_worker_that_died_between_answers_costs_none(pool: RewardPool) -> None
 
 
 def test_a_fork_server_that_died_costs_no_answer() -> None:
-    pool = RewardPool({"own": OWN}, num_workers=2, timeout_s=60, memory_gib=0.25)
-    workers, fork_server = workers_of(pool), fork_server_of(pool)
-    fork_server.kill()
-    psutil.wait_procs([fork_server, *workers], timeout=600)
-    assert obeyed(pool, *["72"] * 20) == [1] * 20
-    assert fork_server_of(pool).pid != fork_server.pid
-    pool.close()
+    with pool_of(2) as pool:
+        workers, fork_server = workers_of(pool), fork_server_of(pool)
+        fork_server.kill()
+        psutil.wait_procs([fork_server, *workers], timeout=600)
+        assert obeyed(pool, *["72"] * 20) == [1] * 20
+        assert fork_server_of(pool).pid != fork_server.pid
 
 
 def test_a_fork_server_that_hangs_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = RewardPool({"own": OWN}, num_workers=2, timeout_s=60, memory_gib=0.25)
-    pool.start()
-    fork_server = fork_server_of(pool)
-    with ThreadPoolExecutor() as threads, monkeypatch.context() as patch:
+    with pool_of(2) as pool, ThreadPoolExecutor() as threads, monkeypatch.context() as patch:
+        pool.start()
+        fork_server = fork_server_of(pool)
         patch.setattr(processes, "START_TIMEOUT_S", 1)
         fork_server.suspend()
         graded = threads.submit(obeyed, pool, *["72"] * 20)
         fork_server.wait(120)
         patch.undo()  # the next fork server may take its time
         assert graded.result() == [1] * 20
-    assert fork_server_of(pool).pid != fork_server.pid
-    pool.close()
+        assert fork_server_of(pool).pid != fork_server.pid
 
 
 def test_a_fork_server_that_hangs_while_it_imports_is_replaced_for_the_next_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pool = RewardPool({"own": OWN}, num_workers=1, timeout_s=60, memory_gib=0.25)
-    fork_server = fork_server_of(pool)
-    fork_server.suspend()
-    with monkeypatch.context() as patch:
-        patch.setattr(processes, "START_TIMEOUT_S", 0.1)
-        patch.setattr(processes, "END_TIMEOUT_S", 0.1)
-        with pytest.raises(RunError, match="importing took longer"):
-            obeyed(pool, "72")
-    assert not fork_server.is_running()
-    assert obeyed(pool, "72", "71") == [1, 0]
-    pool.close()
+    with pool_of(1) as pool:
+        fork_server = fork_server_of(pool)
+        fork_server.suspend()
+        with monkeypatch.context() as patch:
+            patch.setattr(processes, "START_TIMEOUT_S", 0.1)
+            patch.setattr(processes, "END_TIMEOUT_S", 0.1)
+            with pytest.raises(RunError, match="importing took longer"):
+                obeyed(pool, "72")
+        assert not fork_server.is_running()
+        assert obeyed(pool, "72", "71") == [1, 0]
 
 
 @pytest.mark.parametrize("slow", ["doze 72", "sleep 72"])
@@ -271,7 +269,7 @@ def test_a_time_limit_may_be_very_short(pool: RewardPool, monkeypatch: pytest.Mo
 
 
 def test_close_leaves_no_process() -> None:
-    pool = RewardPool({"own": OWN}, num_workers=2, timeout_s=60, memory_gib=0.25)
+    pool = RewardPool({"own": OWN}, 2, 60.0, MEMORY_GIB)
     processes = [*workers_of(pool), fork_server_of(pool)]
     with ThreadPoolExecutor() as threads:
         slow = threads.submit(obeyed, pool, *["loop 72"] * 50)
@@ -318,40 +316,36 @@ def test_a_process_does_not_outlive_a_parent_that_has_already_ended() -> None:
 def test_workers_that_cannot_start_raise_an_error_with_the_cause(tmp_path, monkeypatch) -> None:
     (tmp_path / "bad_rewards.py").write_text("import a_missing_library")
     monkeypatch.syspath_prepend(str(tmp_path))
-    grader = Grader({"": "bad_rewards:reward_fn"}, ScorerConfig(num_workers=1))
-    with pytest.raises(RunError, match=r"task\.reward.*a_missing_library"):
-        grader.start()
-    with pytest.raises(RunError, match="a_missing_library"):
-        grader.grade("", [("72", "72")])
-    grader.close()
+    with closing(Grader({"": "bad_rewards:reward_fn"}, ScorerConfig(num_workers=1))) as grader:
+        with pytest.raises(RunError, match=r"task\.reward.*a_missing_library"):
+            grader.start()
+        with pytest.raises(RunError, match="a_missing_library"):
+            grader.grade("", [("72", "72")])
 
 
 def test_a_module_that_hangs_on_import_raises_an_error_that_says_so(tmp_path, monkeypatch) -> None:
     (tmp_path / "slow_rewards.py").write_text("import time\ntime.sleep(1000)")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(processes, "START_TIMEOUT_S", 1)
-    pool = RewardPool({"": "slow_rewards:reward_fn"}, 1, timeout_s=5, memory_gib=0.25)
-    assert pool._fork_server._process.wait() == -signal.SIGALRM  # its own limit; the pool's is tested above
-    with pytest.raises(RunError, match=r"task\.reward.*: importing took longer than 1 s"):
-        pool.start()
-    pool.close()
+    with closing(RewardPool({"": "slow_rewards:reward_fn"}, 1, 5.0, MEMORY_GIB)) as pool:
+        assert pool._fork_server._process.wait() == -signal.SIGALRM  # its own limit; the pool's is tested above
+        with pytest.raises(RunError, match=r"task\.reward.*: importing took longer than 1 s"):
+            pool.start()
 
 
 def test_a_worker_whose_limits_are_refused_raises_an_error_with_the_cause() -> None:
     too_much_gib = 2**40  # more than setrlimit can take
-    pool = RewardPool({"own": OWN}, num_workers=1, timeout_s=5, memory_gib=too_much_gib)
-    with pytest.raises(RunError, match="no worker can be started"):
+    refused = pytest.raises(RunError, match="no worker can be started")
+    with closing(RewardPool({"own": OWN}, 1, 5.0, too_much_gib)) as pool, refused:
         obeyed(pool, "72")
-    pool.close()
 
 
 def test_the_grader_keeps_simple_rewards_in_this_process() -> None:
-    grader = Grader({"simple": "exact_match"}, ScorerConfig())
-    before = psutil.Process().children()
-    right, wrong = grader.grade("simple", [(respond("01258"), "01258"), (respond("1"), "01258")])
-    assert [right["reward"], wrong["reward"]] == [1, 0]
-    assert psutil.Process().children() == before
-    grader.close()
+    with closing(Grader({"simple": "exact_match"}, ScorerConfig())) as grader:
+        before = psutil.Process().children()
+        right, wrong = grader.grade("simple", [(respond("01258"), "01258"), (respond("1"), "01258")])
+        assert [right["reward"], wrong["reward"]] == [1, 0]
+        assert psutil.Process().children() == before
 
 
 # ---- confinement ----
@@ -384,10 +378,9 @@ def test_a_worker_confines_itself(pool: RewardPool) -> None:
 @pytest.fixture(scope="module")
 def lone() -> Iterator[RewardPool]:
     """Share a pool of one worker, so that each answer meets what the previous one left behind."""
-    pool = RewardPool({"own": OWN}, num_workers=1, timeout_s=1.0, memory_gib=0.25)
-    pool.start()
-    yield pool
-    pool.close()
+    with pool_of(1, timeout_s=1.0) as pool:
+        pool.start()
+        yield pool
 
 
 @pytest.mark.parametrize("word", ["flood", "fill", "forge-no-json", "forge-ready"])
@@ -401,8 +394,7 @@ def test_garbage_is_an_error_of_its_answer_alone(lone: RewardPool, word: str) ->
 
 def test_a_worker_that_fills_its_channel_and_ends_later_blocks_nothing(lone: RewardPool) -> None:
     assert are_right(grade(lone, "fill-later 72"))
-    fork_server = psutil.Process(lone._fork_server._process.pid)
-    assert psutil.wait_procs(fork_server.children(), timeout=600)[1] == []
+    assert psutil.wait_procs(fork_server_of(lone).children(), timeout=600)[1] == []
     assert are_right(grade(lone, *RIGHT))
 
 
@@ -507,27 +499,25 @@ def test_a_fork_that_the_system_refuses_is_told_and_succeeds_later() -> None:
 
 def test_a_refusal_that_lasts_is_an_error_in_plain_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "PAUSES_S", (0.01, 0.02))
-    pool = RewardPool({"own": OWN}, num_workers=1, timeout_s=1.0, memory_gib=0.25)
-    pool.start()
     refuse = Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
-    with monkeypatch.context() as patch:
-        patch.setattr(processes.socket, "socketpair", refuse)
-        message = r"the system has refused another process or file \(.*Too many open files"
-        with pytest.raises(RunError, match=message):
-            grade(pool, "72")
-    assert refuse.call_count == 3
-    assert are_right(grade(pool, "72"))
-    pool.close()
+    with pool_of(1, timeout_s=1.0) as pool:
+        pool.start()
+        with monkeypatch.context() as patch:
+            patch.setattr(processes.socket, "socketpair", refuse)
+            message = r"the system has refused another process or file \(.*Too many open files"
+            with pytest.raises(RunError, match=message):
+                grade(pool, "72")
+        assert refuse.call_count == 3
+        assert are_right(grade(pool, "72"))
 
 
 def test_a_fork_server_that_cannot_be_started_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = BlockingIOError(11, "Resource temporarily unavailable")
     refused_twice = Mock(wraps=processes.subprocess.Popen, side_effect=[refusal, refusal, DEFAULT])
     monkeypatch.setattr(processes.subprocess, "Popen", refused_twice)
-    pool = RewardPool({"own": OWN}, num_workers=1, timeout_s=30.0, memory_gib=0.25)
-    assert are_right(pool.submit("own", [("72", "72")]).result())
+    with pool_of(1, timeout_s=30.0) as pool:
+        assert are_right(grade(pool, "72"))
     assert refused_twice.call_count == 3
-    pool.close()
 
 
 N = 100_000
@@ -562,7 +552,7 @@ SCANNING = ("exact_match", "sort_distance", *WHOLE)
 def seconds_of(function: Callable[[str, str], object], response: str, truth: str) -> float:
     """Return the CPU time of this thread."""
     started = time.thread_time()
-    with contextlib.suppress(NotGraded, Ungradable):
+    with suppress(NotGraded, Ungradable):
         function(response, truth)
     return time.thread_time() - started
 
