@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from commands import Capture, printed
 from small_run import QUICKSTART
 
 from grpo_ray.cluster import session
@@ -70,8 +71,7 @@ def test_colocated_actors_share_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_all_on_one_node() -> None:
-    config = on_gpus("placement.strategy=colocate", "scorer.num_cpus=1")
-    (bundle,) = bundles_of(config)
+    (bundle,) = bundles_of(on_gpus("placement.strategy=colocate", "scorer.num_cpus=1"))
     assert bundle.resources == {"GPU": 8, "CPU": 9}
     assert bundle.actors == (*(f"generator-{index}" for index in range(7)), "learner", "scorer")
 
@@ -79,9 +79,9 @@ def test_all_on_one_node() -> None:
 def test_fractions_add_up_as_ray_counts() -> None:
     config = quickstart("generator.num_generators=3", "generator.num_cpus=0.8", "learner.num_cpus=0.6")
     assert shortfalls(config, [Node("10.0.0.1", {"CPU": 3})]) == []
-    assert bundles_of(config.model_copy(update={"placement": PlacementConfig(strategy="colocate")})) == (
-        Bundle(("generator-0", "generator-1", "generator-2", "learner"), {"CPU": 3}),
-    )
+    together = config.model_copy(update={"placement": PlacementConfig(strategy="colocate")})
+    actors = "generator-0", "generator-1", "generator-2", "learner"
+    assert bundles_of(together) == (Bundle(actors, {"CPU": 3}),)
 
 
 RANKS = ("generator.num_generators=2", "learner.num_ranks=6")
@@ -125,20 +125,17 @@ def test_what_is_missing(overrides: tuple[str, ...], nodes: tuple[Node, ...], li
 @pytest.mark.parametrize(
     ("names", "text"),
     [
-        ([], ""),
-        (["learner"], "learner"),
-        (["generator-0", "learner"], "generator-0 and learner"),
-        (["a-0", "a-1"], "a-0 and a-1"),
-        ([f"a-{n}" for n in range(8)], "a-0 to a-7"),
+        ([], ""), (["learner"], "learner"), (["generator-0", "learner"], "generator-0 and learner"),
+        (["a-0", "a-1"], "a-0 and a-1"), ([f"a-{n}" for n in range(8)], "a-0 to a-7"),
         (["a-0", "a-2", "a-3", "a-4", "b-5", "scorer"], "a-0, a-2 to a-4, b-5 and scorer"),
     ],
-)
+)  # fmt: skip
 def test_long_lists_of_actors_are_shortened(names: list[str], text: str) -> None:
     assert listed(names) == text
 
 
 @pytest.mark.slow
-def test_check_prints_the_bundles_and_what_a_cluster_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_the_bundles_and_what_a_cluster_lacks(capsys: Capture) -> None:
     """The quickstart's data are built in, so only its places are changed here."""
     command = ["check", QUICKSTART, "generator.num_gpus=1", "learner.num_gpus=1", *RANKS]
     bundles = [
@@ -155,14 +152,13 @@ def test_check_prints_the_bundles_and_what_a_cluster_lacks(capsys: pytest.Captur
             "learner.ranks_per_node divides them over nodes"
         ]),
     ):  # fmt: skip
-        assert main([*command, *nodes]) == (1 if lacking else 0)
-        lines = capsys.readouterr().out.splitlines()[1:]
+        lines = printed(capsys, *command, *nodes, status=1 if lacking else 0).splitlines()[1:]
         assert [line for line in lines if "lacks" not in line][-len(bundles + lacking) :] == bundles + lacking
         assert any("its ground truth: " in line for line in lines)
 
 
 @pytest.mark.parametrize("nodes", ["8", "0x8", "2x8x9x9", "axb"])
-def test_nodes_that_are_not_understood_are_refused(nodes: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nodes_that_are_not_understood_are_refused(nodes: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         main(["check", QUICKSTART, "--nodes", nodes])
     assert "is not NODESxGPUS, such as 2x8" in capsys.readouterr().err
@@ -227,9 +223,8 @@ def test_an_address_at_which_no_ray_answers_is_refused_before_ray_is_asked(
         if server == "none":
             listening.close()
         if server == "web":
-            threading.Thread(
-                target=lambda: listening.accept()[0].sendall(b"HTTP/1.1 400 Bad Request\r\n")
-            ).start()
+            answer = b"HTTP/1.1 400 Bad Request\r\n"
+            threading.Thread(target=lambda: listening.accept()[0].sendall(answer)).start()
         address = "head" if server == "no port" else address
         monkeypatch.setenv("RAY_ADDRESS", "auto" if is_auto else address)
         monkeypatch.setattr(session, "bootstrap_address", lambda given: address if is_auto else given)

@@ -49,12 +49,10 @@ def config(here: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: TinyModel, a
     (here / "sort.prompt").write_text(TEMPLATE)
     (here / "my_reward_of_resume.py").write_text(REWARD)
     for name in ("train", "validation"):
-        rows = [{"question": f"{name} {n}", "answer": str(n)} for n in range(24)]
-        write_rows(here / f"{name}.jsonl", rows)
+        write_rows(here / f"{name}.jsonl", [{"question": f"{name} {n}", "answer": str(n)} for n in range(24)])
     task = {
         "kind": "file", "train_path": "train.jsonl", "validation_path": "validation.jsonl",
-        "question_field": "question", "answer_field": "answer", "prompt": "sort.prompt",
-        "reward": "my_reward_of_resume:reward",
+        "prompt": "sort.prompt", "reward": "my_reward_of_resume:reward",
     }  # fmt: skip
     sections = {
         "model": {"path": str(tiny_model()), "dtype": "float32"},
@@ -148,16 +146,15 @@ def test_an_edited_model_is_refused_by_name(tmp_path: Path, config: Config, fiel
         check_inputs(run, training._digests(config, task))
 
 
-def test_a_run_of_an_earlier_release_has_no_digests_of_its_model(tmp_path: Path, config: Config) -> None:
-    run = RunDirectory(tmp_path / "run")
+def test_a_run_of_an_earlier_release_has_no_digests_of_its_model(run: RunDirectory, config: Config) -> None:
     run.create(config)
     now = digests(config)
     write_digests(run, {name: digest for name, digest in now.items() if not name.startswith("model.path")})
     assert check_inputs(run, now) == f"{run.inputs_path} has no digests of model.path"
 
 
-def test_a_tiny_model_built_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, run = load_config(QUICKSTART), RunDirectory(tmp_path / "run")
+def test_a_tiny_model_built_otherwise_is_refused(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(QUICKSTART)
     run.create(config)
     task = check_files(config)
     write_digests(run, training._digests(config, task))
@@ -221,14 +218,13 @@ def digests(config: Config) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_check_refuses_what_a_resume_would(tmp_path: Path, config: Config, capsys: Capture) -> None:
-    run = RunDirectory(tmp_path / "run")
-    config = changed(config, run={"output_dir": str(tmp_path), "name": "run", "if_exists": "resume"})
+def test_check_refuses_what_a_resume_would(run: RunDirectory, config: Config, capsys: Capture) -> None:
+    config = changed(config, run={"output_dir": str(run.path.parent), "name": "run", "if_exists": "resume"})
     run.create(config)
     write_digests(run, digests(config))
-    dump_config(config, tmp_path / "mine.yaml")
-    printed(capsys, "check", tmp_path / "mine.yaml")
-    message = refused(capsys, "check", tmp_path / "mine.yaml", "algorithm.prompts_per_step=2")
+    dump_config(config, Path("mine.yaml"))
+    printed(capsys, "check", "mine.yaml")
+    message = refused(capsys, "check", "mine.yaml", "algorithm.prompts_per_step=2")
     assert "prompts_per_step: this run has 4 and cannot be resumed with 2" in message
 
 
@@ -320,8 +316,7 @@ def test_a_refused_resume_changes_nothing_and_a_granted_one_keeps_the_earlier_va
 def test_a_ledger_of_other_questions_is_refused_and_changes_nothing(run: RunDirectory, config: Config) -> None:
     run.create(config)
     run.metrics_path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
-    ledger = {"seed": 0, "num_examples": 24, "examples_sha256": "of others"}
-    write_checkpoint(run, 2, 0, ledger)
+    write_checkpoint(run, 2, 0, {"seed": 0, "num_examples": 24, "examples_sha256": "of others"})
     before = contents(run)
     with pytest.raises(RunError, match="prompt order has examples_sha256 of others"):
         training.resume(str(run.path), ["learner.learning_rate=9"])
@@ -422,8 +417,7 @@ def test_a_restore_gives_up_in_the_end(tmp_path: Path, monkeypatch: pytest.Monke
     display, slept = Recorder(), list[float]()
     monkeypatch.setattr(RunDirectory, "rewind", Mock(side_effect=OSError(30, "Read-only file system")))
     monkeypatch.setattr(restores, "RETRY_S", 60)
-    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
-    monkeypatch.setattr(restores, "time", clock)
+    monkeypatch.setattr(restores, "time", SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append))
     run = RunDirectory(tmp_path)
     with pytest.raises(RunError, match=r"Read-only file system; make it writable, and resume"):
         restores._restore(CheckpointStore(run), run, display, "")
