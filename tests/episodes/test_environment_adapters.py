@@ -25,7 +25,6 @@ from grpo_ray.tasks.examples import Example
 from grpo_ray.types import Episode
 
 pytestmark = pytest.mark.slow
-
 MOVES = ["left", "down", "right", "up"]
 WAY = ["down", "down", "right", "down", "right", "right"]  # over the lake's 4 x 4 fields, past its holes
 
@@ -113,10 +112,8 @@ class Steps:
 
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_a_limit_keeps_the_rewards_and_every_end_closes_the_environment(in_thread: bool) -> None:
-    for made, status, reward in (
-        (Steps(), Status.TRUNCATED_TURNS, 3.0),
-        (Steps(fails=True), Status.ENVIRONMENT_ERROR, None),
-    ):
+    failed = Steps(fails=True), Status.ENVIRONMENT_ERROR, None
+    for made, status, reward in ((Steps(), Status.TRUNCATED_TURNS, 3.0), failed):
         episode = gymnasium_episode(lambda made=made: made, str, int, in_thread=in_thread)  # type: ignore[misc]
         result, _ = played(episode, lambda prompt: "1", limits=EpisodesConfig(max_turns=3, max_tokens=5000))
         assert (result.status, result.reward) == (status, reward), result.error
@@ -190,9 +187,8 @@ def test_the_methods_of_a_class_are_its_tools() -> None:
 
 def test_a_limit_leaves_an_environment_class_its_reward() -> None:
     tries = said(call("open_door", '{"code": "7"}'), call("listen", "{}"))
-    result, _ = played(
-        trl_episode(Vault), tries, Example("", "7"), EpisodesConfig(max_turns=2, max_tokens=5000)
-    )
+    limits = EpisodesConfig(max_turns=2, max_tokens=5000)
+    result, _ = played(trl_episode(Vault), tries, Example("", "7"), limits)
     assert (result.status, result.reward) == (Status.TRUNCATED_TURNS, 1.0)
     judged = trl_episode(Vault, reward=lambda vault: 0.25, columns=lambda example: {"ground_truth": "x"})
     assert played(judged, said("no"))[0].reward == 0.25
@@ -206,14 +202,13 @@ def test_a_class_that_cannot_be_an_environment_is_refused() -> None:
     class Endless:
         def reset(self) -> None: ...
 
-    with pytest.raises(ValueError, match=r"Undocumented\.kick cannot be offered as a tool.*docstring"):
-        trl_episode(Undocumented)
-    with pytest.raises(ValueError, match="no method get_reward"):
-        trl_episode(Endless)
-    with pytest.raises(ValueError, match="no method reset"):
-        trl_episode(int)
-    with pytest.raises(ValueError, match="takes a class"):
-        trl_episode(lambda: Vault())  # type: ignore[arg-type]
+    undocumented = r"Undocumented\.kick cannot be offered as a tool.*docstring"
+    for kind, message in (
+        (Undocumented, undocumented), (Endless, "no method get_reward"), (int, "no method reset"),
+        (lambda: Vault(), "takes a class"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            trl_episode(kind)  # type: ignore[arg-type]
 
 
 # verifiers
@@ -271,8 +266,8 @@ async def test_every_concurrent_verifiers_episode_has_its_own_session(numbers: A
     assert [(result.reward, result.num_turns) for result in results] == [(1.0, 1)] * 5
 
 
-@pytest.mark.slow  # verifiers serves the tool from a process
 def test_a_verifiers_tool_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verifiers serves the tool from a process."""
     pytest.importorskip("verifiers.v1")
     from grpo_ray.episodes.adapters.verifiers import VerifiersEpisodes
 

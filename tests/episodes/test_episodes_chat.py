@@ -62,8 +62,7 @@ THINKING = [name for name in players.TEMPLATES if name.startswith("qwen3") and "
 
 @pytest.mark.parametrize("name", THINKING)
 def test_dropped_thoughts_open_a_branch(name: str) -> None:
-    replies = ["<think>\nhm\n</think>\n\nyes", "<think>\nso\n</think>\n\nno"]
-    session, sampler = session_of(name, said(*replies))
+    session, sampler = session_of(name, said("<think>\nhm\n</think>\n\nyes", "<think>\nso\n</think>\n\nno"))
     messages = asyncio.run(converse(session, [[user("one")], [user("two")]]))
     tokenizer = tokenizer_of(name)
     assert sampler.prompts[1] == rendered(tokenizer, messages[:3])
@@ -132,8 +131,7 @@ async def test_other_tools_open_a_branch() -> None:
 
 
 async def test_parallel_replies_to_one_conversation_are_branches() -> None:
-    replies = ["a", "b", "a"]
-    session, _ = session_of("llama3", said(*replies))
+    session, _ = session_of("llama3", said("a", "b", "a"))
     await asyncio.gather(*(session.chat([user("one")]) for _ in range(3)))
     sequences = session.segments.sequences()
     assert len({s.prompt_token_ids for s in sequences}) == 1
@@ -215,8 +213,7 @@ async def test_messages_are_read_as_clients_write_them() -> None:
     session, _ = session_of("qwen2.5", lambda prompt: "reply")
     first = await session.chat([{"role": "user", "content": [{"type": "text", "text": "one"}]}])
     echoed = {**first.message, "refusal": None, "tool_calls": []}
-    part = {"type": "text", "text": "one"}
-    await session.chat([{**user(""), "content": part}, echoed, user("two")])
+    await session.chat([{**user(""), "content": {"type": "text", "text": "one"}}, echoed, user("two")])
     for other in ([{"type": "image_url"}], [{"type": "text"}], ["one"], 0, False, 7, {}):
         with pytest.raises(ValueError, match="only text is supported"):
             await session.chat([{"role": "user", "content": other}])
@@ -274,18 +271,13 @@ async def test_a_result_that_cannot_fit_is_neither_rendered_nor_made_tokens(is_f
 
 def test_white_space_that_a_template_drops_is_no_reason_to_end() -> None:
     session, _ = session_of("llama3", said("reply"), EpisodesConfig(max_tokens=64))
-    text = "one" + " " * (session.max_chars + 1)
-    assert asyncio.run(session.chat([user(text)])).text == "reply"
+    assert asyncio.run(session.chat([user("one" + " " * (session.max_chars + 1))])).text == "reply"
 
 
 async def test_only_a_long_conversation_becomes_tokens_in_a_thread() -> None:
     session, sampler, counting = counted_session(EpisodesConfig(max_tokens=10**6))
-    messages = [user("one")]
-    messages.append((await session.chat(messages)).message)
-    messages.append(user("word " * (SHORT_CHARS // 5)))
-    messages.append((await session.chat(messages)).message)
-    messages.append(user("two"))  # the conversation is still long
-    await session.chat(messages)
+    long = user("word " * (SHORT_CHARS // 5))
+    await converse(session, [[user("one")], [long], [user("two")]])  # which is still long
     assert [is_here for _, is_here in counting.encoded] == [True, False, False]
     assert counting.encoded[1][0] > SHORT_CHARS - 5 > counting.encoded[2][0]
     assert sampler.prompts[2] == rendered(tokenizer_of("qwen2.5"), session._turns[-1].messages[:-1])
@@ -349,8 +341,7 @@ def test_a_workers_memory_does_not_grow_with_its_conversations(monkeypatch: pyte
     chat = ChatTemplate(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
     for number in range(40):
         reply = {"role": "assistant", "content": "two"}
-        conversation = [*[user("one")] * number, reply, user(f"{number} " * 20)]
-        assert chat.suffix(conversation, number + 1, 0)
+        assert chat.suffix([*[user("one")] * number, reply, user(f"{number} " * 20)], number + 1, 0)
     assert len(chat._shapes._values) == 16
     assert chat._texts._size <= 4096
     assert 0 < len(chat._texts._values) < 40

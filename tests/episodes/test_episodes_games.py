@@ -35,8 +35,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 def played(episode: EpisodeFn, example: Example, policy: Callable[[str], str]) -> tuple[Episode, Any]:
-    parser = make_tool_parser("transformers", tokenizer())
-    ends = [tokenizer().eos_token_id]
+    parser, ends = make_tool_parser("transformers", tokenizer()), [tokenizer().eos_token_id]
     session, sampler = session_of(tokenizer(), policy, parser=parser, end=END, ends=ends)
     return play(episode, session, example), sampler
 
@@ -131,8 +130,7 @@ def test_warmup_texts_are_what_a_session_shows(game: object) -> None:
 
 
 def test_a_fifth_of_the_warmups_games_halve_the_interval() -> None:
-    pairs = guess_number.warmup_pairs(seed=1, num_pairs=2000)
-    first = [rest.partition(END)[0] for _, rest in pairs]
+    first = [rest.partition(END)[0] for _, rest in guess_number.warmup_pairs(seed=1, num_pairs=2000)]
     assert np.mean([guess == "16" for guess in first]) == pytest.approx(0.2 + 0.8 / 31, abs=0.03)
 
 

@@ -23,8 +23,7 @@ from grpo_ray.episodes.outcome import Status
 from grpo_ray.episodes.session import Session
 
 QUESTION = {"role": "user", "content": "where?"}
-LOOK_HERE = {"name": "look", "arguments": '{"place": "here"}'}
-LOOK = {"id": "call00000", "type": "function", "function": LOOK_HERE}
+LOOK = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": '{"place": "here"}'}}
 
 
 @dataclass
@@ -117,8 +116,7 @@ async def test_a_limit_is_no_reason_to_ask_again_and_that_of_tokens_has_openais_
 
 async def test_other_endpoints_say_which_one_there_is() -> None:
     async with serving() as served:
-        models = served.client.models.list()
-        for call in (models, served.client.responses.create(model="policy", input="?")):
+        for call in (served.client.models.list(), served.client.responses.create(model="policy", input="?")):
             with pytest.raises(openai.NotFoundError, match=r"answers only POST \.\.\./v1/chat/completions"):
                 await call
 
@@ -183,8 +181,7 @@ async def test_what_a_template_or_parser_does_not_take_is_refused() -> None:
 async def test_a_request_that_is_too_large_ends_the_episode_unread() -> None:
     """The limit follows from max_tokens, not from the endpoint."""
     async with serving(limits=EpisodesConfig(max_tokens=4096)) as served:
-        read = AsyncMock(side_effect=AssertionError("it was read"))
-        with patch.object(served.session, "chat", read):
+        with patch.object(served.session, "chat", AsyncMock(side_effect=AssertionError("it was read"))):
             large = json.dumps({"messages": [{**QUESTION, "content": "x" * (60 * 2**20)}]})
             async with served.http.post(served.url, data=large) as answer:
                 assert answer.status == 413
@@ -215,12 +212,8 @@ REQUEST = {
         {"role": "assistant", "content": "hm", "reasoning_content": "so"},
         QUESTION,
     ],
-    "tools": [TOOL],
-    "max_tokens": 5,
-    "stream": False,
-    "stream_options": {"include_usage": True},
-    "n": 1,
-}
+    "tools": [TOOL], "max_tokens": 5, "stream": False, "stream_options": {"include_usage": True}, "n": 1,
+}  # fmt: skip
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -311,7 +304,6 @@ async def test_a_request_sent_again_is_sampled_once() -> None:
     texts = []
     async with serving("a", "b") as served:
         for retry in ("0", "1", "2", "0"):
-            answer = await served.ask(extra_headers={RETRY_HEADER: retry})
-            texts.append(answer.choices[0].message.content)
+            texts.append((await served.ask(extra_headers={RETRY_HEADER: retry})).choices[0].message.content)
     assert texts == ["a", "a", "a", "b"]
     assert len(served.sampler.prompts) == 2

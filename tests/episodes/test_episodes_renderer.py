@@ -229,8 +229,7 @@ def test_what_a_renderer_is_given_and_what_is_taken_from_it(monkeypatch: pytest.
     template, parser = configured(renderer="letters")
     assert parser is None
     call = {"id": "call00000", "function": {"name": "look", "arguments": {}}}
-    reply = {"role": "assistant", "content": "b", "tool_calls": [call]}
-    conversation = [user("a"), reply, RESULT]
+    conversation = [user("a"), {"role": "assistant", "content": "b", "tool_calls": [call]}, RESULT]
     assert template.prompt(conversation) == tuple(tokenizer("a.b.nothing.")["input_ids"])
     assert template.continued(conversation, 2, (1, 2), (3,), [TOOL]) is None
     bridge.assert_called_once_with([1, 2], [3], [{**RESULT, "name": "look"}], tools=[TOOL])
