@@ -17,12 +17,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from commands import Capture, printed
 
 import grpo_ray
 from grpo_ray.config.loading import ConfigError
 from grpo_ray.config.user_code import pickled
 from grpo_ray.errors import RunError
-from grpo_ray.tools.cli import main
 
 CONFIG: dict[str, Any] = {
     "model": {
@@ -39,8 +39,6 @@ CONFIG: dict[str, Any] = {
     "weight_sync": {"max_lag": 0},
 }
 EXAMPLES = [{"question": f"{n} + 1?", "answer": str(n + 1), "level": n % 3} for n in range(12)]
-
-
 pytestmark = pytest.mark.usefixtures("here")
 
 
@@ -56,7 +54,7 @@ def train(*overrides: str, **options: Any) -> grpo_ray.Run:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("untried")
-def test_a_run_from_a_closure_and_a_list(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_from_a_closure_and_a_list(capsys: Capture) -> None:
     seen: list[int] = []
 
     def take_away(step: int, metrics: dict[str, Any]) -> None:
@@ -80,8 +78,7 @@ def test_a_run_from_a_closure_and_a_list(capsys: pytest.CaptureFixture[str]) -> 
     assert rollouts.schema.metadata[b"grpo_ray.rollouts"] == b"1"
     assert run.rollouts(2).equals(rollouts.filter(pa.compute.equal(rollouts["step"], 2)))
     assert grpo_ray.read_rollouts(run.path).equals(rollouts)
-    asked = {json.loads(text)["row"]["level"] for text in rollouts["about"].to_pylist()}
-    assert asked <= {0, 1, 2}
+    assert {json.loads(text)["row"]["level"] for text in rollouts["about"].to_pylist()} <= {0, 1, 2}
     assert len(run.plot().axes) == 2
     assert run.plot()._repr_png_()[1:4] == b"PNG"  # type: ignore[attr-defined]  # what a notebook shows
     model, tokenizer = run.model()
@@ -89,24 +86,21 @@ def test_a_run_from_a_closure_and_a_list(capsys: pytest.CaptureFixture[str]) -> 
     assert tokenizer("1 + 1?")["input_ids"]
     # It goes on from the command line, where the closure and the examples are found in the moved directory.
     run = grpo_ray.Run(run.path.rename("moved"))
-    out = capsys.readouterr().out
-    assert "its reward: " in out
-    assert main(["resume", str(run.path), "algorithm.num_steps=4", "--local"]) == 0
+    assert "its reward: " in capsys.readouterr().out
+    printed(capsys, "resume", run.path, "algorithm.num_steps=4", "--local")
     assert grpo_ray.Run(run.path).metrics()["step"].to_pylist() == [1, 2, 3, 4]
-    capsys.readouterr()
-    assert main(["audit", str(run.path), "--run-reward-code"]) == 0
-    assert "are not checked" not in capsys.readouterr().out
+    audit = "audit", run.path, "--run-reward-code"
+    assert "are not checked" not in printed(capsys, *audit)
     (module,) = (run.path / "given").glob("*.py")
     module.write_text(module.read_text() + "# edited\n")
-    assert main(["audit", str(run.path), "--run-reward-code"]) == 0
-    assert f"(module {module.stem}, {module.name}): not what this run began with" in capsys.readouterr().out
+    assert f"(module {module.stem}, {module.name}): not what this run began with" in printed(capsys, *audit)
     evaluated = grpo_ray.evaluate(run, local=True, run_reward_code=True, limit=1, output="evaluated")
     assert evaluated.num_examples == 1
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("untried")
-def test_a_resume_keeps_the_reward_and_is_refused_with_other_data(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_keeps_the_reward_and_is_refused_with_other_data(capsys: Capture) -> None:
     """A new process pickles the same function to other bytes, so a pickle cannot say whether it is the same."""
     again = ("run.name=job", "run.if_exists=resume")
     run = train(*again, "algorithm.num_steps=1", reward=lambda response: 0.25)
@@ -252,8 +246,7 @@ def test_a_reward_takes_its_cached_helpers_along(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_public_keeps_its_names() -> None:
-    signatures = {name: [*inspect.signature(getattr(grpo_ray, name)).parameters] for name in grpo_ray.__all__}
-    assert signatures == {
+    assert {name: [*inspect.signature(getattr(grpo_ray, name)).parameters] for name in grpo_ray.__all__} == {
         "Run": ["path"],
         "evaluate": ["target", "overrides", "options"],
         "read_rollouts": ["path"],

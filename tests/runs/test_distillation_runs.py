@@ -99,8 +99,7 @@ def test_a_teacher_that_dies_is_replaced_and_looks_up_again(run: RunDirectory) -
 )  # fmt: skip
 @pytest.mark.kept("overrides1")
 def test_combinations(run: RunDirectory, overrides: list[str]) -> None:
-    config = make_config(*with_teacher(*overrides), "algorithm.num_steps=5")
-    train_twice(config, run.path, kill_after(3, 0.01))
+    train_twice(make_config(*with_teacher(*overrides), "algorithm.num_steps=5"), run.path, kill_after(3, 0.01))
     assert len(read_metrics(run.metrics_path)) == 5
     assert audit(run).problems == []
 

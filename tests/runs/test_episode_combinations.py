@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import small_episodes
 from builders import write_rows
+from commands import Capture, printed, refused
 from local_runs import train
-from local_serving import serve_locally
+from local_serving import serve_locally as serve_locally
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -31,8 +32,6 @@ from grpo_ray.tools.planning.memory_plan import plan_memory
 from grpo_ray.tools.report.run_data import run_data
 from grpo_ray.types import Completion, Episode, ScoredGroup
 from grpo_ray.watch.console import banner
-
-__all__ = ["serve_locally"]
 
 SMALL = "tests/small_episodes.yaml"
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("model_cache")]
@@ -75,8 +74,7 @@ def run(folder: Path, *overrides: str) -> RunDirectory:
     """Train and audit a run; nothing out of the ordinary happens in it."""
     directory = RunDirectory(folder / "run")
     recorder = train(make(*overrides), directory.path)
-    report = audit(directory, run_reward_code=True)
-    assert report.problems == []
+    assert audit(directory, run_reward_code=True).problems == []
     assert recorder.warnings == []
     rows = read_metrics(directory.metrics_path)
     assert any(row["optim/grad_norm"] for row in rows)
@@ -104,10 +102,9 @@ def test_masked_are_the_episodes_that_reached_a_limit(tmp_path: Path) -> None:
     assert any(e.status == "truncated_turns" for e in episodes)
     assert {e.num_turns for e in episodes} >= {1, 3, 4}
     for row in read_metrics(directory.metrics_path):
-        groups = read_groups(directory.rollouts_path(row["step"]))
         trained = [
             int(episode.mask.sum())
-            for group in groups
+            for group in read_groups(directory.rollouts_path(row["step"]))
             for number, episode in enumerate(group.rollout.completions)
             if isinstance(episode, Episode) and not episode.is_truncated
             if np.any(group.turn_advantages[number] if group.turn_advantages else group.advantages[number])
@@ -169,18 +166,14 @@ def finished(model_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Run
     return run(tmp_path_factory.mktemp("finished"))
 
 
-def test_the_tools_read_a_run_with_episodes(
-    finished: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = str(finished.path)
-    for arguments in (
-        ["audit", folder, "--run-reward-code"],
-        ["report", folder, "--output", str(tmp_path / "page.html")],
-        ["export", folder, "--merged", str(tmp_path / "model")],
-        ["top", folder, "--once"],
+def test_the_tools_read_a_run_with_episodes(finished: RunDirectory, tmp_path: Path, capsys: Capture) -> None:
+    for command, *options in (
+        ["audit", "--run-reward-code"],
+        ["report", "--output", tmp_path / "page.html"],
+        ["export", "--merged", tmp_path / "model"],
     ):
-        assert main(arguments) == 0, capsys.readouterr().err
-    assert "turns" in capsys.readouterr().out
+        printed(capsys, command, finished.path, *options)
+    assert "turns" in printed(capsys, "top", finished.path, "--once")
     assert load_tokenizer(str(tmp_path / "model")).chat_template
 
 
@@ -193,33 +186,27 @@ def test_a_report_has_the_log_ratios_of_episodes(finished: RunDirectory) -> None
 
 
 def test_a_run_is_evaluated(
-    finished: RunDirectory, tmp_path: Path, serve_locally: Any, capsys: pytest.CaptureFixture[str]
+    finished: RunDirectory, tmp_path: Path, serve_locally: Any, capsys: Capture
 ) -> None:
     serve_locally()
-    options = ["--checkpoint", "all", "--n", "2", "--output", str(tmp_path / "e")]
-    command = ["evaluate", str(finished.path), *options]
-    assert main(command) == 2
-    assert "--run-reward-code" in capsys.readouterr().err
-    assert main([*command, "--run-reward-code"]) == 0
-    shown = capsys.readouterr().out
-    assert "4 prompts of episodes x 2, episodes" in " ".join(shown.split())
+    command = ["evaluate", finished.path, "--checkpoint", "all", "--n", 2, "--output", tmp_path / "e"]
+    assert "--run-reward-code" in refused(capsys, *command)
+    command.append("--run-reward-code")
+    assert "4 prompts of episodes x 2, episodes" in " ".join(printed(capsys, *command).split())
     summaries = [json.loads(path.read_text())["summary"] for path in tmp_path.rglob("summary.json")]
     assert summaries
     for summary in summaries:
         assert (summary["num_examples"], summary["num_samples"]) == (4, 2)
         assert summary["episodes"]["episodes/turns/mean"] >= 1
-    assert main([*command, "--run-reward-code", "episodes.max_turns=2"]) == 2
-    assert "episodes.max_turns: was 4, is 2" in capsys.readouterr().err
+    assert "episodes.max_turns: was 4, is 2" in refused(capsys, *command, "episodes.max_turns=2")
     for field, value in (("prompt", "r1_zero"), ("reward", "exact_match")):
-        assert main([*command, f"--{field}={value}", "--run-reward-code"]) == 2
-        assert f"task.{field}: unknown key; allowed: kind, episode" in capsys.readouterr().err
+        message = f"task.{field}: unknown key; allowed: kind, episode"
+        assert message in refused(capsys, *command, f"--{field}={value}")
 
 
-def test_check_and_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", SMALL]) == 0
-    assert "24 training and 4 validation prompts" in capsys.readouterr().out
-    assert main(["plan", SMALL]) == 0
-    shown = capsys.readouterr().out
+def test_check_and_plan(capsys: Capture) -> None:
+    assert "24 training and 4 validation prompts" in printed(capsys, "check", SMALL)
+    shown = printed(capsys, "plan", SMALL)
     assert "sequence  up to 48 prompt + 48 response tokens" in shown
     assert "episodes are planned as responses that fill episodes.max_tokens" in shown
     with pytest.raises(ValueError, match=r"--prompt-tokens 91.*exceeds episodes.max_tokens \(96\)"):
@@ -277,10 +264,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("override", WRONG)
-def test_what_is_wrong_is_named_before_ray_starts(override: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_is_named_before_ray_starts(override: str, capsys: Capture) -> None:
     """By `check`, which starts nothing; `train` makes the same checks first."""
-    assert main(["check", SMALL, override]) == 2
-    shown = " ".join(capsys.readouterr().err.split())
+    shown = " ".join(refused(capsys, "check", SMALL, override).split())
     assert re.search(WRONG[override], shown), shown
 
 

@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from builders import TinyModel, write_rows
+from commands import Capture, printed
 
 from examples.course.evaluate_vllm import evaluate_vllm
 from grpo_ray.rewards import get_reward_fn
-from grpo_ray.tools.cli import main
 from grpo_ray.types import PromptItem
 
 REPLIES = {
@@ -23,6 +23,10 @@ REPLIES = {
 TRUTHS = ["2", "4", "6"]
 
 
+def output_of(text: str) -> Any:
+    return SimpleNamespace(text=text, token_ids=[1] * len(text.split()), finish_reason="stop")
+
+
 class KnownLLM:
     """Answer as `vllm.LLM.generate` does: in the prompts' order, with `n` outputs each."""
 
@@ -31,16 +35,9 @@ class KnownLLM:
 
     def generate(self, prompts: list[Any], sampling_params: Any) -> list[Any]:
         self.asked += prompts
-        texts = [p if isinstance(p, str) else list(REPLIES)[p["prompt_token_ids"][0]] for p in prompts]
-        return [
-            SimpleNamespace(
-                outputs=[
-                    SimpleNamespace(text=text, token_ids=[1] * len(text.split()), finish_reason="stop")
-                    for text in REPLIES[prompt][: sampling_params.n]
-                ]
-            )
-            for prompt in texts
-        ]
+        asked = [p if isinstance(p, str) else list(REPLIES)[p["prompt_token_ids"][0]] for p in prompts]
+        texts = [REPLIES[prompt][: sampling_params.n] for prompt in asked]
+        return [SimpleNamespace(outputs=[output_of(text) for text in each]) for each in texts]
 
 
 def test_the_accuracy_of_known_answers_is_exact(tmp_path: Path) -> None:
@@ -114,7 +111,7 @@ def test_ground_truths_are_required(prompts: list[str], truths: list[str] | None
 @pytest.mark.campaign
 @pytest.mark.usefixtures("shared_ray")
 def test_two_generators_and_the_scorer_evaluate_a_model_on_a_mixture(
-    tmp_path: Path, tiny_model: TinyModel, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_model: TinyModel, capsys: Capture
 ) -> None:
     gsm8k = [{"question": f"What is {i} + 1?", "answer": f"Add.\n#### {i + 1}"} for i in range(8)]
     math = [{"problem": f"Halve {i}.", "solution": rf"\boxed{{\frac{{{i}}}{{2}}}}"} for i in range(6)]
@@ -132,10 +129,8 @@ def test_two_generators_and_the_scorer_evaluate_a_model_on_a_mixture(
     }
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(config))
     folder = tmp_path / "out"
-    options = ["--n", "2", "--limit", "6", "--output", str(folder)]
-    assert main(["evaluate", str(tmp_path / "mixture.yaml"), *options]) == 0
-    assert "12 prompts of mixture x 2" in capsys.readouterr().out
-
+    options = "--n", 2, "--limit", 6, "--output", folder
+    assert "12 prompts of mixture x 2" in printed(capsys, "evaluate", tmp_path / "mixture.yaml", *options)
     rows = pq.read_table(folder / "examples.parquet").to_pylist()
     assert [row["task"] for row in rows] == ["gsm8k"] * 12 + ["math"] * 12
     data = json.loads((folder / "summary.json").read_text())
