@@ -6,7 +6,7 @@ import shlex
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,20 +90,22 @@ def workdir() -> str:
     return str(folder)
 
 
-def pods() -> list[tuple[int, dict[str, Any]]]:
-    """Return (count, group) of the manifest's cluster, the head first."""
+def pods() -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
+    """Give each group of the manifest's cluster, the head first: (group, its pods' spec, their container)."""
     cluster = manifest()["spec"]["rayClusterSpec"]
-    return [(1, cluster["headGroupSpec"]), *((g["replicas"], g) for g in cluster["workerGroupSpecs"])]
+    for group in ({"replicas": 1, **cluster["headGroupSpec"]}, *cluster["workerGroupSpecs"]):
+        (container,) = group["template"]["spec"]["containers"]
+        yield group, group["template"]["spec"], container
 
 
 @pytest.mark.slow
 def test_the_rayjob_trains_what_its_pods_have_room_for() -> None:
     config, nodes = trained(), []
-    for count, group in pods():
-        (container,) = group["template"]["spec"]["containers"]
+    for group, _, container in pods():
         limits, given = container["resources"]["limits"], group["rayStartParams"]
         gpus = float(given.get("num-gpus", limits.get("nvidia.com/gpu", 0)))
-        nodes += count * [Node("pod", {"CPU": float(given.get("num-cpus", limits["cpu"])), "GPU": gpus})]
+        node = Node("pod", {"CPU": float(given.get("num-cpus", limits["cpu"])), "GPU": gpus})
+        nodes += group["replicas"] * [node]
         assert {f"--{name}" for name in given} <= start_options()
     assert shortfalls(config, nodes) == []
     assert shortfalls(config, nodes[:-1]) != []  # and no more than that
@@ -113,9 +115,7 @@ def test_the_rayjob_trains_what_its_pods_have_room_for() -> None:
 
 def test_all_pods_share_the_folder_that_the_run_is_in() -> None:
     config = trained()
-    for _, group in pods():
-        spec = group["template"]["spec"]
-        (container,) = spec["containers"]
+    for _, spec, container in pods():
         places = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
         assert Path(config.run.output_dir).is_relative_to("/shared")
         (volume,) = [volume for volume in spec["volumes"] if volume["name"] == places["/shared"]]
@@ -129,8 +129,7 @@ def test_the_image_has_the_pinned_versions() -> None:
     assert f"-t {tag} ." in dockerfile
     assert f"FROM rayproject/ray:{version_of('ray')}-py311-gpu" in dockerfile
     assert manifest()["spec"]["rayClusterSpec"]["rayVersion"] == version_of("ray")
-    for _, group in pods():
-        (container,) = group["template"]["spec"]["containers"]
+    for _, _, container in pods():
         assert (container["image"], container["workingDir"]) == (tag, workdir())
     lines = re.findall(r"^COPY --chown=\S+ (.+) \S+$", dockerfile, re.M)
     copied = [name for line in lines for name in line.split()]
@@ -161,8 +160,7 @@ def test_a_job_that_brings_nodes_up_waits_for_them() -> None:
     page = (ROOT / "docs" / "cluster.md").read_text().split("## AWS")[1].split("## Kubernetes")[0]
     for text in (header, page.replace("\\\n", " ")):
         (call,) = re.findall(r"launch/ray_job\.sh (.+)$", text, re.M)
-        words = shlex.split(call.replace("CONFIG", EIGHT_GPUS))
-        assert config_of(["submit", *words]).placement.wait_s > 0
+        assert config_of(["submit", *shlex.split(call.replace("CONFIG", EIGHT_GPUS))]).placement.wait_s > 0
 
 
 def test_the_autoscalers_commands() -> None:
@@ -212,8 +210,6 @@ if [[ $1 == train && -n $FAKE_SIGNAL ]]; then
 fi
 """,
 }
-
-
 Slurm = Callable[..., tuple[int, list[list[str]]]]
 
 

@@ -86,10 +86,8 @@ def test_a_process_that_ends_by_itself_is_not_killed(process: "subprocess.Popen[
 @pytest.fixture
 def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A ServingGroup without Ray, with the actors `a` to `d` on node n1; `sent` has the signals."""
-    actors: Any = SimpleNamespace(
-        _ending=[], _run=SimpleNamespace(logs=tmp_path), by_name=lambda: dict.fromkeys("abcd")
-    )
-    actors.sent, actors.elsewhere = [], []
+    actors: Any = SimpleNamespace(_ending=[], _run=SimpleNamespace(logs=tmp_path), sent=[], elsewhere=[])
+    actors.by_name = lambda: dict.fromkeys("abcd")
     actors._reach = partial(ServingGroup._reach, actors)
     actors._kill_later = partial(ServingGroup._kill_later, actors)
 
@@ -102,8 +100,7 @@ def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
                 remote=lambda process: actors.elsewhere.append((strategy.node_id, strategy.soft, process))
             )
 
-    node = SimpleNamespace(get_node_id=lambda: "n1")
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: node)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "n1"))
     monkeypatch.setattr(ray, "remote", Task)
     monkeypatch.setattr("grpo_ray.cluster.hosting.send_signal", actors.sent.append)
     return actors

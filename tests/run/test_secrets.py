@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,7 @@ def test_a_worker_keeps_the_listed_secrets_alone_and_what_is_no_secret_any_more(
 
 def test_a_term_may_stand_alone(module: str) -> None:
     alone = with_reward(f"{{reward: '{module}', secrets: [JUDGE_KEY]}}")
-    listed = with_reward(f"[{{reward: '{module}', secrets: [JUDGE_KEY]}}]")
-    assert alone.task == listed.task
+    assert alone.task == with_reward(f"[{{reward: '{module}', secrets: [JUDGE_KEY]}}]").task
     assert alone.secrets == ["JUDGE_KEY"]
     # Those of episodes count only with episodes.
     assert make_config("episodes.secrets=[TOOL_KEY]").secrets == []
@@ -134,10 +134,7 @@ def test_a_reward_sees_its_keys_alone(module: str, monkeypatch: pytest.MonkeyPat
     assert secrets == dict.fromkeys(names, "a key")
     for name in names:
         monkeypatch.delenv(name)
-    scorer = Scorer(config, secrets)
-    try:
+    with closing(Scorer(config, secrets)) as scorer:
         (result,) = scorer._grader.grade("", [("a", "b")])
-        assert isinstance(result, dict), result
-        assert result["reward"] == len(names)
-    finally:
-        scorer.close()
+    assert isinstance(result, dict), result
+    assert result["reward"] == len(names)
