@@ -248,8 +248,7 @@ def run_attempt(v: Victims, confinement: Confinement | None, attempt: Callable[[
     if not v.file.exists():
         v.file.write_text("kept")
         os.chown(v.file, v.uid, v.uid)
-    is_readable, _, _ = select.select([v.pool_end], [], [], 0)
-    if is_readable:
+    if select.select([v.pool_end], [], [], 0)[0]:
         return v.pool_end.recv(1000).decode()
     return "done" if status == 0 else f"status {status}"  # it became another program
 

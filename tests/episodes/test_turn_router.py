@@ -103,8 +103,7 @@ async def test_no_turn_is_lost_or_mixed_up_when_they_come_and_end_in_any_order()
     async def episode(number: int) -> None:
         for turn in range(5):
             await asyncio.sleep(rng.random() * 0.01)
-            got = await link.sample((number, turn), SETTINGS)
-            assert got.token_ids.tolist() == [number, turn]
+            assert (await link.sample((number, turn), SETTINGS)).token_ids.tolist() == [number, turn]
 
     async with asyncio.timeout(120):
         await asyncio.gather(*map(episode, range(50)))

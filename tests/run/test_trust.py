@@ -46,7 +46,6 @@ def poison(model: Path, marker: Path) -> None:
 
 
 def corrupt(run: RunDirectory, **sections: dict[str, Any]) -> None:
-    """Change fields of the run's configuration."""
     data = yaml.safe_load(run.config_path.read_text())
     data |= {name: data[name] | values for name, values in sections.items()}
     run.config_path.write_text(yaml.safe_dump(data))
@@ -158,8 +157,7 @@ def test_audit_reads_a_chat_template_without_the_models_code(
         f"model={json.dumps({'path': str(model), 'trust_remote_code': True})}", f"task={json.dumps(task)}",
     ])  # fmt: skip
     run = make_run(tmp_path / "run", config, num_steps=0)
-    main(["audit", str(run.path)])
-    assert "the run's model.trust_remote_code is ignored" in capsys.readouterr().out
+    assert "the run's model.trust_remote_code is ignored" in printed(capsys, "audit", run.path, status=1)
     assert not marker.exists()
     main(["audit", str(run.path), "--trust-remote-code"])
     assert marker.exists()
@@ -203,11 +201,10 @@ def test_evaluate_runs_a_reward_that_the_command_line_allows(
 
 @pytest.mark.slow
 def test_a_configuration_of_the_users_own_is_believed_as_by_train(
-    tmp_path: Path, marker: Path, evil: RunDirectory, serve_locally: Any,
-) -> None:  # fmt: skip
+    tmp_path: Path, marker: Path, evil: RunDirectory, serve_locally: Any
+) -> None:
     serve_locally()
-    config = load_config(evil.config_path, ["model.trust_remote_code=false"])
-    dump_config(config, tmp_path / "mine.yaml")
+    dump_config(load_config(evil.config_path, ["model.trust_remote_code=false"]), tmp_path / "mine.yaml")
     assert evaluate(tmp_path / "mine.yaml", tmp_path / "e") == 0
     assert marker.exists()  # its reward
 
@@ -228,8 +225,7 @@ def test_audit_and_evaluate_call_no_other_function_of_this_package(
     calls: list[Any] = []
     monkeypatch.setattr(reaper, "_main", lambda *args: calls.append(args))
     run = make_run(tmp_path / "run", load_config(FIELDS[field], [f"{field}={OURS}"]), num_steps=0)
-    main(["audit", str(run.path)])
-    noted = f"{OURS} is code" in capsys.readouterr().out
+    noted = f"{OURS} is code" in printed(capsys, "audit", run.path, status=1)
     assert noted is (field in ("task.examples", "task.reward"))  # it needs none of the others
     command = ["evaluate", run.path, "--checkpoint", "initial", "--output", tmp_path / "e"]
     assert f"{field}: {OURS} is code that the run's configuration names" in refused(capsys, *command)
