@@ -35,10 +35,8 @@ def make_run(
     run = RunDirectory(folder)
     run.create(config)
     write_rows(run.metrics_path, [metrics_of(step) for step in range(1, num_steps + 1)])
-    summaries = [
-        {"step": step, "reward": step / 10, "reward_standard_error": 0.05}
-        for step in range(0, num_steps + 1, 2)
-    ]
+    evaluated = range(0, num_steps + 1, 2)
+    summaries = [{"step": step, "reward": step / 10, "reward_standard_error": 0.05} for step in evaluated]
     write_rows(run.evaluations_summary_path, summaries)
     for step, groups in enumerate(steps or [[group(step)] for step in range(num_steps)], start=1):
         write_rollouts(run.rollouts_path(step), step, groups)
@@ -79,16 +77,14 @@ def group(
         step: from 0.
     """
     versions = [max(0, step - 1)] * (size - 1) + [step]
+    logprobs, ends = [-0.5] * size, {"long": "length"}
     completions = [
-        make_completion(
-            [5 + place % 20] * size, [-0.5] * size, versions, text, "length" if text == "long" else "stop"
-        )
+        make_completion([5 + place % 20] * size, logprobs, versions, text, ends.get(text, "stop"))
         for place, text in enumerate(texts)
     ]
     rewards = [1.0, *[0.0] * (len(texts) - 1)]
-    return make_group(
-        make_item(step if group_id is None else group_id), completions, rewards, [r - 0.5 for r in rewards]
-    )
+    item = make_item(step if group_id is None else group_id)
+    return make_group(item, completions, rewards, [reward - 0.5 for reward in rewards])
 
 
 def rewrite(path: Path, change: Callable[[Rows], Rows | None]) -> None:

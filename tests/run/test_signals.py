@@ -59,6 +59,11 @@ except KeyboardInterrupt:
     print("cleaned up", flush=True)
     sys.exit(130)
 """
+ON_A_HUNG_DISK = """
+import hung_disk_cli
+sys.exit(hung_disk_cli.main(folder, overrides))
+"""
+ENDED_AT_ONCE = "\nended at once, without waiting any longer"
 
 
 class Started:
@@ -66,9 +71,8 @@ class Started:
 
     def __init__(self, program: str, folder: Path, sign: str = "ready", **names: object) -> None:
         self._folder = folder
-        self._process = FORKS.Process(
-            target=exec, args=(BEGIN + program, {"folder": folder, **names}), daemon=True
-        )
+        given = BEGIN + program, {"folder": folder, **names}
+        self._process = FORKS.Process(target=exec, args=given, daemon=True)
         self._process.start()
         self.wait_for(sign)
 
@@ -90,15 +94,6 @@ class Started:
     def _text(self, name: str) -> str:
         path = self._folder.with_name(name)
         return path.read_text() if path.exists() else ""
-
-
-ON_A_HUNG_DISK = """
-import hung_disk_cli
-sys.exit(hung_disk_cli.main(folder, overrides))
-"""
-
-
-ENDED_AT_ONCE = "\nended at once, without waiting any longer"
 
 
 @pytest.fixture
