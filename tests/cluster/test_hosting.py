@@ -93,8 +93,7 @@ def test_stuck_processes_write_their_stacks(actors: ActorGroup, folder: Path) ->
 
 
 async def test_what_an_actor_has_imported_is_left_out_of_garbage_collections(actors: ActorGroup) -> None:
-    is_enabled, num_left_out = await actors.learner.handle.__ray_call__.remote(
-        lambda _: (gc.isenabled(), gc.get_freeze_count())
-    )
+    call = actors.learner.handle.__ray_call__
+    is_enabled, num_left_out = await call.remote(lambda _: (gc.isenabled(), gc.get_freeze_count()))
     assert is_enabled
     assert num_left_out > 100_000

@@ -439,8 +439,6 @@ GOOD: dict[str, tuple[Callable[[], Any], float]] = {
     "half a pair in a name": (lambda: Outcome(0.5, metrics={f"tool/{HALF}": 1}), 0.5),
     "a whole number": (lambda: Outcome(10**12, metrics={"m": 10**30}), 1e12),
 }
-
-
 CALL = '<tool_call>\n{"name": %s, "arguments": %s}\n</tool_call>'
 
 
@@ -510,8 +508,7 @@ def test_messages_name_the_field() -> None:
 
 
 def test_an_error_earns_what_the_configuration_says(tmp_path: Path) -> None:
-    fails = ENDINGS["half a pair in an error"]
-    result = ended(fails, EpisodesConfig(max_tokens=5000, error_reward=-0.5))
+    result = ended(ENDINGS["half a pair in an error"], EpisodesConfig(max_tokens=5000, error_reward=-0.5))
     assert (result.status, result.reward) == (Status.ENVIRONMENT_ERROR, -0.5)
     assert "there is no place" in result.error
     check_stored([result, ended(lambda: 0.5)], tmp_path)
@@ -564,8 +561,6 @@ KINDS = st.sampled_from([ValueError, KeyError, OSError, Base, SystemExit, Syntax
 NOTES = st.lists(ANY_TEXTS, max_size=2)
 ERRORS = st.builds(lambda kind, text, notes: raises(kind(text), notes), KINDS, ANY_TEXTS, NOTES)
 FUZZED = st.one_of(OUTCOMES, ERRORS, NUMBERS.map(lambda number: lambda: number))
-
-
 MANY = pytest.mark.parametrize("num_examples", [60, pytest.param(2000, marks=pytest.mark.campaign)])
 
 
@@ -630,9 +625,8 @@ def examples(seed: int) -> ExampleSets:
 @pytest.mark.slow
 @pytest.mark.usefixtures("model_cache")
 def test_a_run_loses_only_what_ends_badly_trains_on_any_reward_and_bounds_names(run: RunDirectory) -> None:
-    task = {"episode": f"{__name__}:one_bad_ending", "examples": f"{__name__}:examples"}
-    names = [f"task.{field}={name}" for field, name in task.items()]
-    names.append("task.warmup=small_episodes:warmup_pairs")
+    names = [f"task.episode={__name__}:one_bad_ending", f"task.examples={__name__}:examples",
+             "task.warmup=small_episodes:warmup_pairs"]  # fmt: skip
     sizes = ["algorithm.num_steps=4", f"algorithm.prompts_per_step={len(ENDINGS) // 4}"]
     config = Path(__file__).parents[1] / "small_episodes.yaml"
     train(load_config(config, [*names, *sizes, "algorithm.advantage=mean"]), run.path)

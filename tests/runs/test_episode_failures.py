@@ -115,8 +115,7 @@ def test_a_turn_that_ends_its_generator_is_set_aside_and_costs_no_other_group(
         await begin_turns(self, worker, others, cancelled)
 
     monkeypatch.setattr(Generator, "begin_turns", begin_or_end)
-    config = episodes_config("ends_a_generator", "generator.num_generators=2")
-    check_run(config, tmp_path, "generator", 6)
+    check_run(episodes_config("ends_a_generator", "generator.num_generators=2"), tmp_path, "generator", 6)
 
 
 def check_run(config: Config, folder: Path, actor: str, num_deaths: int = 5) -> None:

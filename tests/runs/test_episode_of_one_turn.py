@@ -88,8 +88,7 @@ def test_the_run_is_the_same(tmp_path: Path) -> None:
     episodes = run(tmp_path / "episodes", *common, *as_episodes)
     plain = run(tmp_path / "plain", *common, *write_examples(tmp_path))
     for path in sorted(plain.rollouts.glob("*.parquet")):
-        pairs = zip(read_groups(episodes.rollouts / path.name), read_groups(path), strict=True)
-        for one, other in pairs:
+        for one, other in zip(read_groups(episodes.rollouts / path.name), read_groups(path), strict=True):
             compare(one, other)
     rows = [[untimed(row) for row in read_metrics(r.metrics_path)] for r in (episodes, plain)]
     for one, other in zip(*rows, strict=True):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.records.run_files import read_metrics
+from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.evaluation.evaluation_plan import plan_evaluation
 from grpo_ray.tools.evaluation.sampling import _snapshot
@@ -28,6 +28,7 @@ from grpo_ray.tools.report.rollout_rows import log_ratios
 pytestmark = pytest.mark.slow
 # Rows of whole blocks, so that every linear layer can be quantized.
 LORA = ["model.adapter.rank=4", "model.tiny.hidden_size=64", "model.tiny.intermediate_size=128"]
+NARROW = ["model.dtype=bfloat16", "model.base_quantization=nf4"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,33 +42,30 @@ def lora_config(*overrides: str) -> Config:
     return make_config(*LORA, "learner.learning_rate=1e-2", *overrides)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["weight_sync.max_lag=0"],
-        ["weight_sync.max_lag=0", "model.base_quantization=nf4"],
-        ["weight_sync.max_lag=0", "generator.colocated=true", "learner.share_prompts=never"],
-        ["weight_sync.max_lag=0", "model.implementation=grpo_ray", "model.adapter.dora=true"],
-    ],
-    ids=["lora", "nf4", "colocated", "own-dora"],
-)
-def test_generators_sample_from_what_is_trained(overrides: list[str], tmp_path: Path) -> None:
+SETTINGS = {
+    "lora": [],
+    "nf4": ["model.base_quantization=nf4"],
+    "colocated": ["generator.colocated=true", "learner.share_prompts=never"],
+    "own-dora": ["model.implementation=grpo_ray", "model.adapter.dora=true"],
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_generators_sample_from_what_is_trained(name: str, run: RunDirectory) -> None:
     """With nf4 the first version differs from the model on disk, and is sent before the first token."""
-    train(lora_config("algorithm.num_steps=4", "algorithm.samples_per_prompt=4", *overrides), tmp_path / "run")
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    exact = "weight_sync.max_lag=0", "algorithm.num_steps=4", "algorithm.samples_per_prompt=4"
+    train(lora_config(*exact, *SETTINGS[name]), run.path)
+    rows = read_metrics(run.metrics_path)
     assert len(rows) == 4
     assert all(row["rollout/zero_variance_groups"] < 4 for row in rows)  # of 4
     assert all(0 <= row["mismatch/kl"] < 1e-9 for row in rows)
     assert all(row["mismatch/logprob_diff/max"] < 1e-4 for row in rows)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16-nf4"])
+@pytest.fixture(scope="module", params=[[], NARROW], ids=["float32", "bfloat16-nf4"])
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run of 4 steps."""
     folder = tmp_path_factory.mktemp("lora") / "run"
-    is_narrow = request.param != "float32"
-    narrow = ["model.dtype=bfloat16", "model.base_quantization=nf4"] if is_narrow else []
-    train(lora_config("algorithm.num_steps=4", *narrow), folder)
+    train(lora_config("algorithm.num_steps=4", *request.param), folder)
     return folder
 
 
@@ -107,5 +105,4 @@ def test_what_was_sampled_from_is_what_is_exported_and_evaluated(finished: Path,
 def test_a_report_compares_tokens_with_the_adapter_s_policy(finished: Path, tmp_path: Path) -> None:
     assert main(["report", str(finished), "--output", str(tmp_path / "page.html"), "--log-ratio", "last"]) == 0
     rows = [{"prompt_token_ids": [5, 6], "token_ids": [7, 8], "logprobs": [-1.0, -1.0]}]
-    found = log_ratios(lora_config(), finished / "checkpoints/step-000004", rows)
-    assert found[0].shape == (2,)
+    assert log_ratios(lora_config(), finished / "checkpoints/step-000004", rows)[0].shape == (2,)
