@@ -217,8 +217,7 @@ def logprobs_over_kept_cache(
         start = end
     logits = torch.cat(rows)[len(prompt) - 1 :] / settings.temperature
     logits[: settings.min_tokens, list(settings.end_token_ids)] = -torch.inf
-    found = torch.log_softmax(logits, dim=1).gather(1, tokens[0, len(prompt) :, None].long())
-    return found[:, 0].numpy()
+    return torch.log_softmax(logits, dim=1).gather(1, tokens[0, len(prompt) :, None].long())[:, 0].numpy()
 
 
 @torch.no_grad()

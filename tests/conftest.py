@@ -38,11 +38,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would wait for wha
 # core that another test has: a warm-up of 25 s took 195 s.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 let_waiting_threads_sleep()
-
-
 Joining = Callable[[], contextlib.AbstractContextManager[None]]
-
-
 LONGEST = ("vllm", "ray", "slow")  # a file's first marker among these decides its place
 
 

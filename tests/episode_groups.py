@@ -96,7 +96,6 @@ def random_episode_group(
 
 
 def tokens(rng: np.random.Generator, vocabulary: int, most: int = 6) -> list[int]:
-    """Draw 1 to `most` tokens."""
     return [int(token) for token in rng.integers(0, vocabulary, int(rng.integers(1, most + 1)))]
 
 

@@ -68,8 +68,6 @@ LLAMA3 = (
     "{% endfor %}{% if add_generation_prompt %}"
     "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
 )
-
-
 TEMPLATES = {"qwen2.5": QWEN25, "qwen3": QWEN3, "llama3": LLAMA3}
 ENDS = {name: "<|eot_id|>" if name.startswith("llama") else "<|im_end|>" for name in TEMPLATES}
 _PLACE = {"type": "object", "properties": {"place": {"type": "string"}}}

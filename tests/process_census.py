@@ -47,7 +47,6 @@ class Census:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop looking."""
         self._over.set()
         self._thread.join()
 

@@ -30,7 +30,6 @@ def seen(listed: str) -> float:
 
 
 def seen_by_a_child(listed: str) -> float:
-    """Return `seen` of a child process."""
     pipe, end = os.pipe()
     pid = os.fork()
     if pid == 0:

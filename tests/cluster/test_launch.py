@@ -117,8 +117,7 @@ def test_a_run_on_two_nodes(two_nodes: dict[str, str], tmp_path: Path) -> None:
     assert unknown.returncode == 2
     assert "Job job-9 does not exist" in unknown.stderr
 
-    without_token = {**two_nodes, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    refused = submit(without_token, QUICKSTART, *overrides)
+    refused = submit({**two_nodes, "RAY_AUTH_TOKEN": secrets.token_hex(32)}, QUICKSTART, *overrides)
     assert refused.returncode == 2
     assert "refuses this token" in refused.stderr
 

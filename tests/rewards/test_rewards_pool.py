@@ -76,7 +76,6 @@ def obeyed(pool: RewardPool, *responses: str) -> list[Any]:
 
 
 def kind_of(result: Result) -> str:
-    """Return `ungradable` or `error`, or `graded`."""
     return {Ungradable: "ungradable", Overrun: "ungradable", ScoringError: "error"}.get(type(result), "graded")
 
 
@@ -550,7 +549,6 @@ SCANNING = ("exact_match", "sort_distance", *WHOLE)
 
 
 def seconds_of(function: Callable[[str, str], object], response: str, truth: str) -> float:
-    """Return the CPU time of this thread."""
     started = time.thread_time()
     with suppress(NotGraded, Ungradable):
         function(response, truth)

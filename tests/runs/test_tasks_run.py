@@ -152,8 +152,7 @@ def test_the_models_own_chat_template(chat_model: Path, run: RunDirectory) -> No
     report = audit(run)
     assert (report.problems, report.notes) == ([], [])
     tokenizer = AutoTokenizer.from_pretrained(chat_model)
-    evaluated = read_rollouts(run.evaluations / "step-000000.parquet")
-    for row in [*rows_of(run), *evaluated]:
+    for row in [*rows_of(run), *read_rollouts(run.evaluations / "step-000000.parquet")]:
         assert row["prompt"].startswith("<|im_start|>system\nBe brief.<|endoftext|>\n<|im_start|>user\nSort ")
         assert row["prompt"].endswith("<|endoftext|>\n<|im_start|>assistant\n")
         assert row["prompt_token_ids"].count(tokenizer.eos_token_id) == 2  # special tokens stay special tokens
