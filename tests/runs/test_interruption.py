@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from commands import Capture, printed, refused
 from local_runs import train
 from run_process import EVERY_THIRD, interrupt, start, used_by, wait_for_step, wait_until, wait_until_gone
 from small_run import QUICKSTART, SMALL
@@ -17,11 +18,8 @@ from test_controller import assert_same_run
 from grpo_ray.config.loading import load_config
 from grpo_ray.records.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
-from grpo_ray.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("model_cache")
-
-
 JOIN = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); print(ray.cluster_resources())"
 OTHER_TOKEN = "0" * 64
 
@@ -46,7 +44,7 @@ def join(children: list[psutil.Process]) -> list[subprocess.Popen[str]]:
 @pytest.mark.ray
 @pytest.mark.usefixtures("any_reward")
 def test_a_synchronous_run_that_is_killed_and_interrupted_equals_one_that_was_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights, optimizer and every figure agree to the last bit; no process and no shared memory is left.
 
@@ -65,8 +63,7 @@ def test_a_synchronous_run_that_is_killed_and_interrupted_equals_one_that_was_no
     children, shared_memory = used_by(process)
     assert len(children) > 5  # raylet, and an actor each
     assert not [child for child in children if "WANDB_API_KEY" in child.environ()]
-    assert main(["resume", str(folder)]) == 2
-    assert f"another process (pid {process.pid} on host" in capsys.readouterr().err
+    assert f"another process (pid {process.pid} on host" in refused(capsys, "resume", folder)
     assert ["CPU" in each.communicate(timeout=600)[0] for each in joining] == [True, False, False]
     assert [each.returncode == 0 for each in joining] == [True, False, False]
     process.kill()
@@ -88,8 +85,7 @@ def test_a_synchronous_run_that_is_killed_and_interrupted_equals_one_that_was_no
     assert audit(run).problems == []
     assert not [file for file in folder.rglob("*") if file.is_file() and b"not-for-actors" in file.read_bytes()]
 
-    assert main(["resume", str(folder)]) == 0
-    last = capsys.readouterr().out.splitlines()[-5:]
+    last = printed(capsys, "resume", folder).splitlines()[-5:]
     assert last[0] == "All 10 steps are done. Next:"
     assert f"resume {folder} algorithm.num_steps=20" in last[-1]
 
