@@ -139,6 +139,10 @@ KL_IN_REWARD = "kl.reference=initial kl.coefficient=0.1 kl.placement=reward"
 KL_TO_GO = f"{KL_IN_REWARD} kl.placement=reward_to_go"
 ON_ONE_GPU = f"{COLOCATED} generator.num_gpus=1 learner.num_gpus=1"
 ON_TWO_GPUS = "weight_sync.transport=nccl generator.num_gpus=1 learner.num_gpus=1"
+ARGS = "generator.engine_args"
+ADAPTER_SENT = "weight_sync.send=adapter model.adapter.rank=4"
+TAUGHT = "distillation.teacher=/some/where distillation.engine=torch"
+TAUGHT_BY_VLLM, TAUGHT_ALONE = f"{TAUGHT} distillation.engine=vllm", f"{TAUGHT} distillation.use_reward=false"
 
 
 def refuses(folder: Path, overrides: str, parts: str) -> None:
@@ -174,6 +178,13 @@ def refuses(folder: Path, overrides: str, parts: str) -> None:
         ("learner.cpu_cores=[]", "learner.cpu_cores: an empty list leaves no core to run on; name at"),
         ("generator.max_model_len=0", "generator.max_model_len: 0 is not valid; allowed: integer > 0 or null"),
         ("generator.engine=sglang", "'sglang' is not valid; allowed: vllm, torch, or a function of your own"),
+        (f"{ARGS}.hf_overrides=1", f"{ARGS}: hf_overrides is decided by the run; set model.head_dtype for"),
+        (f"{ARGS}.tensor_parallel_size=1", "_size is decided by the run; set generator.num_gpus"),
+        (f"{ARGS}.logprobs_mode=1", "logprobs_mode is decided by the run ... at the sampling temperature"),
+        (f"{ARGS}.load_format=1", f"{ARGS}: load_format is decided by the run ... never from a pickle"),
+        ("model.adapter.rank=0", "model.adapter.rank: 0 is not valid; allowed: integer > 0"),
+        ("model.adapter={} model.adapter.target_modules=[]", "an empty list adapts nothing"),
+        ("distillation.coefficient=0", "distillation.coefficient: 0 is not valid; allowed: number > 0"),
         ("sampling.temperature=0.005", "sampling.temperature: 0.005 is not valid; allowed: number >= 0.01"),
         ("sampling.temperature=2.1", "temperature: 2.1 is not valid; allowed: number >= 0.01 and <= 2"),
         ("weight_sync.max_lag=1001", "max_lag: 1001 is not valid; allowed: integer >= 0 and <= 1000"),
@@ -212,24 +223,49 @@ def refuses(folder: Path, overrides: str, parts: str) -> None:
         (f"{KEPT_KV} weight_sync.in_flight=false", "false has no effect ... (weight_sync.in_flight is false)"),
         (f"{KEPT_KV} {COLOCATED}", "(generator.colocated is true, weight_sync.max_lag is 0)"),
         ("sampling.min_tokens=2000 sampling.max_tokens=24", "min_tokens (2000) must not exceed max"),
-        (
-            "task.curriculum={} algorithm.advantage_scale=whiten_tokens algorithm.advantage=raw",
-            "task.curriculum skips prompts ... `whiten_tokens` ... remove it, or set algorithm.advantage to",
-        ),
+        ("task.curriculum={} algorithm.advantage_scale=whiten_tokens algorithm.advantage=raw",
+         "task.curriculum skips prompts ... `whiten_tokens` ... remove it, or set algorithm.advantage to"),
         ("learner.lr_schedule=linear learner.warmup_steps=200", "a warm-up of 200 ... leaves none of the 200"),
-        (
-            "algorithm.advantage=gdpo algorithm.overlong_buffer_tokens=3 "
-            'task.reward=[{"reward":"exact_match"},{"reward":"brevity"}]',
-            "overlong_buffer_tokens: `gdpo` compares the terms of task.reward ... set it to 0",
-        ),
+        ("algorithm.advantage=gdpo algorithm.overlong_buffer_tokens=3 "
+         'task.reward=[{"reward":"exact_match"},{"reward":"brevity"}]',
+         "overlong_buffer_tokens: `gdpo` compares the terms of task.reward ... set it to 0"),
         ("algorithm.entropy_target=0.5 algorithm.entropy_bonus=2", "entropy_bonus (2), from which ... max (1)"),
         ("learner.min_lr_ratio=0.1", "learner.min_lr_ratio needs a decay; set learner.lr_schedule to"),
         ("tracking.trackers=[wandb,wandb]", "tracking.trackers: wandb, wandb: name each tracker once"),
         ("tracking.project=''", "tracking.project: give the project a name"),
         ("tracking.mlflow_uri=https://me:secret@host/", "mlflow_uri: the address contains a password"),
+        (f"generator.engine=torch {ARGS}.quantization=fp8", "engine_args are for vLLM, but engine is `torch`"),
+        ("generator.engine=a:B model.head_dtype=float32 model.dtype=bfloat16",
+         "model.head_dtype: `float32` ... generator.engine `a:B` may compute other logits"),
+        ("learner.compile=true learner.gradient_checkpointing=selective", "compile choose none or full"),
+        ("learner.moments=bfloat16 learner.betas=[0.9,0.999]", "moments: ... learner.betas to at most 0.99"),
+        ("model.base_quantization=nf4", "base_quantization: nf4 weights cannot be trained; add model.adapter"),
+        ("weight_sync.send=adapter", "weight_sync.send: there is no adapter to send"),
+        (f"{ADAPTER_SENT} model.adapter.dora=true", "weight_sync.send: ... vLLM has no DoRA"),
+        (f"{ADAPTER_SENT} model.adapter.rank=513", "weight_sync.send: ... ranks up to 512"),
+        (f"{ADAPTER_SENT} model.base_quantization=nf4", "weight_sync.send: ... before its quantization"),
+        (f"{ADAPTER_SENT} generator.engine=torch", "weight_sync.send: ... reference engine has no LoRA"),
+        (f"{ADAPTER_SENT} {COLOCATED} generator.num_gpus=0 learner.num_gpus=0", "send: ... drops its adapter"),
+        (f"{TAUGHT} algorithm.dynamic_sampling_tries=2", "algorithm.dynamic_sampling_tries ... set it to 0"),
+        (f"{TAUGHT} task.curriculum={{}}", "task.curriculum ... remove it"),
+        (f"{TAUGHT_BY_VLLM} sampling.temperature=0.7", "sampling.temperature is 0.7, but vLLM"),
+        (TAUGHT_BY_VLLM, "sampling.min_tokens is 4: ... set it to 0"),
+        (f"{TAUGHT_BY_VLLM} distillation.engine_args.tensor_parallel_size=2",
+         "distillation.engine_args: tensor_parallel_size is decided by the run; set distillation.num_gpus"),
+        (f"{TAUGHT_ALONE} algorithm.advantage=mean algorithm.advantage_scale=batch",
+         "algorithm.advantage_scale: `batch` scales advantages, which ... set it to `group`"),
+        (f"{TAUGHT_ALONE} algorithm.advantage=mean algorithm.kl.reference=initial algorithm.kl.coefficient=1 "
+         "algorithm.kl.placement=reward", "`reward` changes advantages, which ... set it to `loss`"),
+        (f"{TAUGHT_ALONE} buffer.replay.frac=0.2 buffer.replay.sampling=advantage",
+         "buffer.replay.sampling: `advantage` goes by advantages, which ... set it to `uniform`"),
+        ("task.kind=keywords task.num_keywords=[3,2]", "num_keywords is [3, 2]: give the minimum, then the"),
+        ("task.kind=keywords task.train_path=a", "task: give both of train_path and validation_path, or"),
+        ("task.kind=keywords task.validation_path=a", "task: give both of train_path and validation_path, or"),
+        ("task.kind=keywords task.train_path=a task.validation_path=b task.keywords_path=c",
+         "keywords_path is for generated"),
         ("tracking.trackers=[wandb] run.save_rollouts=false", "tracking.rollouts_every_num_steps needs"),
     ],
-)
+)  # fmt: skip
 def test_wrong_values(tmp_path: Path, overrides: str, parts: str) -> None:
     refuses(tmp_path, overrides, parts)
 

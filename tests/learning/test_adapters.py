@@ -354,16 +354,6 @@ def test_bad_adapters_are_refused(make_learner: MakeLearner, tiny_model: TinyMod
     check(r"is damaged \(", path=str(folder))
 
 
-def test_a_4_bit_base_without_an_adapter_is_refused() -> None:
-    untrained = r"base_quantization: nf4 weights cannot be trained; add model\.adapter"
-    with pytest.raises(ValueError, match=untrained):
-        ModelConfig(path="x/y", base_quantization="nf4")
-    with pytest.raises(ValueError, match="an empty list adapts nothing"):
-        AdapterConfig(target_modules=())
-    with pytest.raises(ValueError, match="greater than 0"):
-        AdapterConfig(rank=0)
-
-
 def test_the_folder_of_a_killed_engine_is_removed_by_the_next() -> None:
     killed, other = (ServedAdapter(AdapterConfig()) for _ in range(2))
     os.close(killed._lock)  # as the system does

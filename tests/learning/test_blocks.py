@@ -97,11 +97,9 @@ def num_products(learner: Learner) -> int:
     return products.number
 
 
-def test_booleans_of_earlier_files_are_accepted_and_a_combination_that_cannot_work_is_not() -> None:
+def test_booleans_of_earlier_files_are_accepted() -> None:
     for given, expected in ((True, "full"), (False, "none"), ("selective", "selective")):
         assert LearnerConfig(gradient_checkpointing=given).gradient_checkpointing == expected
-    with pytest.raises(ValueError, match=r"with learner\.compile choose none or full"):
-        LearnerConfig(compile=True, gradient_checkpointing="selective")
 
 
 @pytest.mark.campaign
