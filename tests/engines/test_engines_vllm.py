@@ -7,7 +7,8 @@ to vLLM's worker in chunks, as with `nccl`, here over gloo. One more engine keep
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -93,15 +94,23 @@ def record(request: pytest.FixtureRequest, tiny_model: TinyModel, tiny_moe: Path
     return asyncio.run(_record(config_of_vllm(), path, models))
 
 
-def config_of_vllm(model: dict[str, str] | None = None, **sections: dict[str, Any]) -> Config:
+def config_of_vllm(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
     given = {"model": {"tiny": {}, **(model or {"dtype": "float32"})}, "task": {"kind": "sorting"}}
     return Config.model_validate({**given, "generator": TEST_ENGINE, **sections})
 
 
-async def _record(config: Config, path: Path, models: list[PolicyModel]) -> Record:
+@asynccontextmanager
+async def started(config: Config, path: Path | str) -> AsyncIterator[Any]:
     engine = make_engine(config, str(path), max_model_len=384, seed=0)
     try:
         await engine.start(0)
+        yield engine
+    finally:
+        await engine.shutdown()
+
+
+async def _record(config: Config, path: Path, models: list[PolicyModel]) -> Record:
+    async with started(config, path) as engine:
         pure = {0: await _generate(engine, SETTINGS)}
         again = [*await _generate(engine, SEEDED, 1), *await _generate(engine, SEEDED, 1)]
         detokenized = await _generate(engine, DETOKENIZED, 1)
@@ -126,8 +135,6 @@ async def _record(config: Config, path: Path, models: list[PolicyModel]) -> Reco
         return Record(
             models, path, again, detokenized, stopping, greedy, nucleus, pure, in_flight, version - 1, refusal,
         )  # fmt: skip
-    finally:
-        await engine.shutdown()
 
 
 async def _generate(engine: Engine, settings: SamplingSettings, num_prompts: int = len(PROMPTS)) -> Groups:
@@ -286,15 +293,11 @@ def test_a_float32_head_over_bfloat16_before_and_after_a_sync(tiny_model: TinyMo
     config = config_of_vllm(model={"dtype": "bfloat16", "head_dtype": "float32"})
 
     async def record() -> list[Groups]:
-        engine = make_engine(config, str(path), max_model_len=384, seed=0)
-        try:
-            await engine.start(0)
+        async with started(config, path) as engine:
             first = await _generate(engine, ONE_TOKEN)
             served = in_hub_format(models[1], served_weights(models[1]))
             await update(engine, pack_weights(served, 1, torch.bfloat16))
             return [first, await _generate(engine, ONE_TOKEN)]
-        finally:
-            await engine.shutdown()
 
     for version, groups in enumerate(asyncio.run(record())):
         for prompt, group in zip(PROMPTS, groups, strict=True):
@@ -337,14 +340,11 @@ def kept_record(tiny_model: TinyModel) -> KeptRecord:
 
 
 async def _record_kept(config: Config, path: str, models: list[Any]) -> tuple[dict[int, Groups], Groups]:
-    engine = make_engine(config, path, max_model_len=384, seed=0)
-
     def ask(settings: Any) -> "asyncio.Future[list[tuple[Completion, ...]]]":
         return asyncio.gather(*(engine.generate(prompt, settings) for prompt in TWO_PROMPTS))
 
     during: list[asyncio.Future[Groups]] = []
-    try:
-        await engine.start(0)
+    async with started(config, path) as engine:
         pure = {0: await ask(SHORT)}
         await _sync_kept(engine, models[1], 1)
         pure[1] = await ask(SHORT)
@@ -356,8 +356,6 @@ async def _record_kept(config: Config, path: str, models: list[Any]) -> tuple[di
             if all(len(np.unique(c.versions)) == 2 for group in interrupted for c in group):
                 break
         return {**pure, version: of_new}, interrupted
-    finally:
-        await engine.shutdown()
 
 
 async def _sync_kept(engine: Engine, model: Any, version: int, ask: Callable[[], Any] = lambda: None) -> None:

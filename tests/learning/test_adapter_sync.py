@@ -7,31 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import ENDS, TEST_ENGINE, TinyModel, logprob_error, make_settings, perturb, update
+from builders import ENDS, TinyModel, logprob_error, make_settings, perturb, update
+from test_engines_vllm import PROMPTS, Groups, _generate, config_of_vllm, started
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import AdapterConfig, ModelConfig
-from grpo_ray.engines import make_engine
 from grpo_ray.engines.base import Engine
 from grpo_ray.learning.adapters import load_trained, served_adapter
 from grpo_ray.learning.policy_model import PolicyModel
 from grpo_ray.transfer.snapshot import pack_weights
-from grpo_ray.types import Completion
 
-# The last is longer than a block of vLLM's prefix cache (128 tokens on a CPU), so that it is cached.
-PROMPTS = [(40, 41, 42), (50,), tuple(range(40, 240))]
 SETTINGS = make_settings(num_samples=4, min_tokens=2, max_tokens=16, end_token_ids=ENDS)
 LONG = make_settings(num_samples=4, min_tokens=150, max_tokens=150, end_token_ids=ENDS)
-
-Groups = list[tuple[Completion, ...]]
-
-
-CONFIG = {
-    "model": {"tiny": {}, "dtype": "float32", "adapter": {"rank": 4}},
-    "task": {"kind": "sorting"},
-    "generator": TEST_ENGINE,
-    "weight_sync": {"send": "adapter"},
-}
 
 
 @dataclass
@@ -54,31 +41,24 @@ def record(tiny_model: TinyModel) -> Record:
     models = [load_trained(str(path), model, torch.device("cpu")) for _ in range(5)]
     for version, each in enumerate(models[1:], 1):  # by nats; at 0.1, float32 itself is off by up to 1e-4
         perturb(torch.nn.ParameterList(p for p in each.parameters() if p.requires_grad), version, 0.03)
-    return asyncio.run(_record(Config.model_validate(CONFIG), path, models))
+    config = config_of_vllm({"dtype": "float32", "adapter": {"rank": 4}}, weight_sync={"send": "adapter"})
+    return asyncio.run(_record(config, path, models))
 
 
 async def _record(config: Config, path: Path, models: list[PolicyModel]) -> Record:
-    engine = make_engine(config, str(path), max_model_len=384, seed=0)
-    try:
-        await engine.start(0)
+    async with started(config, path) as engine:
         num_bytes = await _sync(engine, models[0], 0)
-        initial = await _generate(engine)
+        initial = await _generate(engine, SETTINGS)
         await _sync(engine, models[1], 1)
-        synced = await _generate(engine)
+        synced = await _generate(engine, SETTINGS)
         for version, delay_s in ((2, 0.2), (3, 0.05), (4, 1.0)):  # whatever the machine's speed
-            running = asyncio.gather(*(engine.generate(prompt, LONG) for prompt in PROMPTS))
+            running = asyncio.create_task(_generate(engine, LONG))
             await asyncio.sleep(delay_s)
             await _sync(engine, models[version], version)
             in_flight = await running
             if all(len(np.unique(c.versions)) == 2 for group in in_flight for c in group):
                 break
         return Record(models, initial, synced, in_flight, version - 1, num_bytes)
-    finally:
-        await engine.shutdown()
-
-
-async def _generate(engine: Engine) -> Groups:
-    return await asyncio.gather(*(engine.generate(prompt, SETTINGS) for prompt in PROMPTS))
 
 
 async def _sync(engine: Engine, model: PolicyModel, version: int) -> int:

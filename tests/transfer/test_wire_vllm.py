@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 from builders import TinyModel, logprob_error, perturb, update
-from test_engines_vllm import PROMPTS, SETTINGS, Groups, _generate, config_of_vllm
+from test_engines_vllm import PROMPTS, SETTINGS, Groups, _generate, config_of_vllm, started
 from test_snapshot import TENSORS
 
-from grpo_ray.engines import make_engine
 from grpo_ray.learning.loading import load_policy
 from grpo_ray.transfer import snapshot as snapshot_module
 from grpo_ray.transfer.messages import Chunk, DeviceHandle, WeightSnapshot
@@ -40,13 +39,9 @@ def test_each_tensor_parallel_rank_loads_a_part(tiny_model: TinyModel, monkeypat
     perturb(models[1], seed=1, scale=0.1)
 
     async def sampled() -> Groups:
-        engine = make_engine(config_of_vllm(), str(path), max_model_len=384, seed=0)
-        try:
-            await engine.start(0)
+        async with started(config_of_vllm(), path) as engine:
             await update(engine, pack_weights(models[1].named_parameters(), 1, torch.float32))
             return await _generate(engine, SETTINGS)
-        finally:
-            await engine.shutdown()
 
     for prompt, group in zip(PROMPTS, asyncio.run(sampled()), strict=True):
         for completion in group:
