@@ -283,20 +283,6 @@ def test_a_new_dora_adapter_serves_its_base_also_in_bfloat16(make_learner: MakeL
     assert all(torch.equal(value, base[name].to(value.dtype)) for name, value in served.items())
 
 
-@pytest.mark.slow
-def test_gradient_checkpointing_changes_nothing(make_learner: MakeLearner) -> None:
-    plain, recomputed = (
-        make_learner(model={"base_quantization": "nf4"}, learner={"gradient_checkpointing": which})
-        for which in ("none", "selective")
-    )
-    groups = make_batch(plain)
-    for learner in (plain, recomputed):
-        perturbed(learner.model)
-        learner.accumulate_gradient(sequences_of(groups))
-    for name, master in plain.masters.named.items():
-        assert relative_difference(recomputed.masters.named[name].grad, master.grad) < 1e-6
-
-
 def test_layers_without_adapter_are_served_dequantized_and_counted_whole(make_learner: MakeLearner) -> None:
     learner = make_learner(
         model={"adapter": {"rank": 4, "target_modules": ["q_proj"]}, "base_quantization": "nf4"}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import MakeLearner, gradient, make_batch, relative_difference, train_step
+from builders import MakeLearner, gradient, make_batch, perturb, relative_difference, train_step
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     FalconConfig,
@@ -34,17 +34,20 @@ def accumulated(learner: Learner, batch: Any) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "which", "dtype"),
+    ("family", "which", "model"),
     [
-        ("transformers", "full", "float32"), ("transformers", "selective", "bfloat16"),
-        ("grpo_ray", "full", "bfloat16"), ("grpo_ray", "selective", "float32"),
+        ("transformers", "full", {}), ("transformers", "selective", {"dtype": "bfloat16"}),
+        ("grpo_ray", "full", {"dtype": "bfloat16"}), ("grpo_ray", "selective", {}),
+        ("transformers", "selective", {"base_quantization": "nf4", "adapter": {"rank": 4}}),
     ],
 )  # fmt: skip
-def test_recomputing_keeps_gradients(make_learner: MakeLearner, family: str, which: str, dtype: str) -> None:
+def test_recomputing_keeps_gradients(make_learner: MakeLearner, family: str, which: str, model: dict) -> None:
     plain, recomputing = (
-        make_learner(family=family, model={"dtype": dtype}, learner={"gradient_checkpointing": each})
+        make_learner(family=family, model=model, learner={"gradient_checkpointing": each})
         for each in ("none", which)
     )
+    for each in (plain, recomputing):  # else an adapter has no effect
+        perturb(torch.nn.ParameterList(p for p in each.model.parameters() if p.requires_grad), 3, 0.05)
     batch = make_batch(plain)
     assert torch.equal(accumulated(recomputing, batch), accumulated(plain, batch))
 
