@@ -206,20 +206,24 @@ def test_without_a_sync_in_flight_every_token_is_of_its_version(record: Record, 
             assert logprob_error(record.models[version - 1], prompt, completion, SETTINGS).max() > 0.1
 
 
-def test_weights_replaced_in_flight(record: Record) -> None:
-    """Each token's version is the one it carries, given all tokens before it."""
+def check_in_flight(record: Any, settings: SamplingSettings, rounding: float) -> None:
+    """Check that each token's version is the one it carries, given all tokens before it, and no other."""
     completions = [(prompt, c) for prompt, group in zip(PROMPTS, record.in_flight, strict=True) for c in group]
-    assert len(completions) == 8 * len(PROMPTS)
+    assert len(completions) == settings.num_samples * len(PROMPTS)
     old, new = record.old, record.old + 1
     for prompt, completion in completions:
         versions = completion.versions
         assert set(versions.tolist()) == {old, new}
         assert (np.diff(versions) >= 0).all()
-        errors = {v: logprob_error(record.models[v], prompt, completion, LONG) for v in (old, new)}
-        assert errors[old][versions == old].max() < ROUNDING
-        assert errors[new][versions == new].max() < ROUNDING
+        errors = {v: logprob_error(record.models[v], prompt, completion, settings) for v in (old, new)}
+        assert errors[old][versions == old].max() < rounding
+        assert errors[new][versions == new].max() < rounding
         assert errors[new][versions == old].max() > 0.1
         assert errors[old][versions == new].max() > 0.1
+
+
+def test_weights_replaced_in_flight(record: Record) -> None:
+    check_in_flight(record, LONG, ROUNDING)
 
 
 def test_end_tokens_come_only_from_min_tokens_on_and_end_the_response(record: Record) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from builders import ENDS, TinyModel, logprob_error, make_settings, perturb, update
-from test_engines_vllm import PROMPTS, Groups, _generate, config_of_vllm, started
+from test_engines_vllm import PROMPTS, Groups, _generate, check_in_flight, config_of_vllm, started
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import AdapterConfig, ModelConfig
@@ -82,11 +82,4 @@ def test_only_the_adapter_travels_and_each_version_is_served_as_peft_computes_it
 
 @pytest.mark.vllm
 def test_an_adapter_is_replaced_under_running_requests(record: Record) -> None:
-    old, new = record.models[record.old], record.models[record.old + 1]
-    for prompt, group in zip(PROMPTS, record.in_flight, strict=True):
-        for completion in group:
-            assert np.unique(completion.versions).tolist() == [record.old, record.old + 1]
-            is_old = completion.versions == record.old
-            assert (np.diff(completion.versions) >= 0).all()
-            assert logprob_error(old, prompt, completion, LONG)[is_old].max() < 1e-4
-            assert logprob_error(new, prompt, completion, LONG)[~is_old].max() < 1e-4
+    check_in_flight(record, LONG, 1e-4)
