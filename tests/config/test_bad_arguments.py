@@ -181,6 +181,5 @@ def test_help_lists_every_command_and_neither_it_nor_a_check_nor_a_driver_waits_
     page, _, checked = done.stdout.partition("\n[]\n")
     assert [line for line in checked.splitlines() if line[0] == "["] == ["[]", "[]"]
     *page, names = page.splitlines()
-    shown = [line.split()[0] for line in page if line.startswith("  ")]
-    assert set(names.split()) <= set(shown)
+    assert set(names.split()) <= {line.split()[0] for line in page if line.startswith("  ")}
     assert [line for line in page if line.endswith(":")] == ["options:", "Train:", "Look:", "More:"]

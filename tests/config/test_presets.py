@@ -24,7 +24,6 @@ from grpo_ray.tools.evaluation.evaluation_plan import _serving
 from grpo_ray.types import RolloutGroup, ScoredGroup
 
 QUICKSTART = "configs/quickstart.yaml"
-PAGE = Path(__file__).parents[2] / "docs/objectives.md"
 
 
 def flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -77,7 +76,7 @@ def test_names_of_presets_are_known_and_an_unknown_one_is_refused_with_them() ->
 
 
 def test_the_documentation_has_the_table() -> None:
-    table = PAGE.read_text().partition("### Presets")[2].partition("\n\nFields")[0]
+    table = Path("docs/objectives.md").read_text().partition("### Presets")[2].partition("\n\nFields")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \|$", table, re.M)
     assert {name: (re.findall(r"`(.+?)`", fields), source) for name, fields, source in rows} == {
         name: ([*flat(preset.fields)], preset.source) for name, preset in PRESETS.items()
@@ -117,5 +116,4 @@ def test_the_bytes_of_a_group_have_the_prompts_of_its_branches() -> None:
     play(branched, prompt, [7])
     one, other = (make_episode_group(0, [make_episode(segments)] * 2) for segments in (once, branched))
     of_prompt = sum(map(sys.getsizeof, prompt)) + sys.getsizeof(prompt) - sys.getsizeof(())
-    of_token = 4 * 4  # its id, logprob, version and turn
-    assert other.num_bytes - one.num_bytes == 2 * (of_prompt + of_token)
+    assert other.num_bytes - one.num_bytes == 2 * (of_prompt + 4 * 4)  # a token's id, logprob, version and turn

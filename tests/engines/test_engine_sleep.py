@@ -139,8 +139,7 @@ def test_more_sequences_at_a_time_on_gpus() -> None:
 def test_the_engines_defaults_on_gpus_and_cpus() -> None:
     from grpo_ray.engines.vllm_engine import _defaults
 
-    few = {"block_size": 32, "max_num_batched_tokens": 2048}
-    assert _defaults(quickstart().generator) == few
+    assert _defaults(quickstart().generator) == {"block_size": 32, "max_num_batched_tokens": 2048}
     assert _defaults(quickstart("generator.max_num_seqs=5000").generator)["max_num_batched_tokens"] == 5000
     assert _defaults(quickstart("generator.num_gpus=1").generator) == {"max_num_batched_tokens": 8192}
     many = quickstart("generator.num_gpus=1", "generator.max_num_seqs=10000")

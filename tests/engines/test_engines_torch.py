@@ -122,8 +122,7 @@ async def test_engine_that_joins_no_requests_draws_the_same_to_the_bit(make_torc
 
     async def ask(numbers: Sequence[int]) -> dict[int, Drawn]:
         """Request these prompts, each with its own seed, all at once in this order."""
-        requests = [engine.generate(PROMPTS[n], replace(settings, seed=n)) for n in numbers]
-        drawn = await asyncio.gather(*requests)
+        drawn = await asyncio.gather(*(engine.generate(PROMPTS[n], replace(settings, seed=n)) for n in numbers))
         return {
             n: [(c.token_ids.tolist(), c.logprobs.tolist()) for c in group]
             for n, group in zip(numbers, drawn, strict=True)
@@ -259,8 +258,7 @@ async def test_weights_replaced_in_flight(
 async def test_nothing_is_sampled_while_paused_or_of_another_version(make_torch_engine: MakeEngine) -> None:
     engine = make_torch_engine()
     await engine.start(7)
-    settings = make_settings(max_tokens=40)
-    request = asyncio.create_task(engine.generate(PROMPTS[0], settings))
+    request = asyncio.create_task(engine.generate(PROMPTS[0], make_settings(max_tokens=40)))
     await length_reached(engine, 3)
     await engine.pause()
     assert engine._batch is not None
@@ -288,9 +286,8 @@ UP = "model.layers.1.mlp.up_proj.weight"
     ],
 )
 def test_snapshot_that_does_not_fit_is_refused_whole(
-    make_torch_engine: MakeEngine, tiny_model: TinyModel, tied: bool, left_out: str,
-    problem: str,
-) -> None:  # fmt: skip
+    make_torch_engine: MakeEngine, tiny_model: TinyModel, tied: bool, left_out: str, problem: str
+) -> None:
     """A tensor is missing, or is one too many (`stranger`), or has another shape (`.T`)."""
     engine, model = make_torch_engine(tied), load_policy(str(tiny_model(tied)))
     before = {name: weight.detach().clone() for name, weight in engine._model.named_parameters()}
@@ -298,8 +295,7 @@ def test_snapshot_that_does_not_fit_is_refused_whole(
     tensors = {name: weight for name, weight in model.named_parameters() if name != left_out}
     tensors |= {"stranger": torch.zeros(1)} if left_out == "stranger" else {}
     tensors |= {UP: tensors[UP].T} if left_out == f"{UP}.T" else {}
-    message = f"does not fit the model: {problem.format([left_out])}"
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=re.escape(f"does not fit the model: {problem.format([left_out])}")):
         asyncio.run(engine.stage(pack_weights(tensors.items(), 1, torch.float32)))
     assert all(torch.equal(weight, before[name]) for name, weight in engine._model.named_parameters())
 

@@ -26,7 +26,6 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, JambaConfig
 
-from grpo_ray.config import Config
 from grpo_ray.config.model import AdapterConfig, ModelConfig
 from grpo_ray.core.learner import Learner
 from grpo_ray.engines.vllm_engine import ServedAdapter
@@ -137,8 +136,7 @@ def test_a_checkpoint_merges_in_peft_to_what_generators_get(make_learner: MakeLe
     learner = make_learner(model={"adapter": {"rank": 4, "dora": True}})
     train_step(learner)
     served = tensors_of(learner.snapshot()[0])
-    merged = peft_model(written(learner, tmp_path / "step")).merge_and_unload()
-    theirs = dict(merged.named_parameters())
+    theirs = dict(peft_model(written(learner, tmp_path / "step")).merge_and_unload().named_parameters())
     torch.testing.assert_close(served, theirs, rtol=1e-5, atol=1e-7)
     assert {f.name for f in (tmp_path / "step").glob("*.safetensors")} == {FILE}
 
@@ -166,10 +164,8 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 @pytest.mark.slow
-def test_the_package_s_own_model_is_adapted_too(tiny_config: Config, tiny_model: TinyModel) -> None:
-    model = {"implementation": "grpo_ray", "adapter": {"rank": 2}}
-    options = {"gradient_checkpointing": "selective", "learning_rate": 1e-2}
-    learner = Learner(str(tiny_model(own=True)), changed(tiny_config, model=model, learner=options), ENDS)
+def test_the_package_s_own_model_is_adapted_too(make_learner: MakeLearner) -> None:
+    learner = make_learner(family="grpo_ray", learner={"gradient_checkpointing": "selective"})
     before = tensors_of(learner.snapshot()[0])
     train_step(learner)
     after = tensors_of(learner.snapshot()[0])
@@ -298,8 +294,7 @@ def test_layers_without_adapter_are_served_dequantized_and_counted_whole(make_le
 
 @pytest.mark.slow
 def test_bad_adapters_are_refused(make_learner: MakeLearner, tiny_model: TinyModel, tmp_path: Path) -> None:
-    learner = make_learner()
-    folder = written(learner, tmp_path / "step")
+    folder = written(make_learner(), tmp_path / "step")
 
     def check(match: str, base: Path | None = None, **adapter: Any) -> None:
         base = base or tiny_model()

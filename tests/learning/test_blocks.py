@@ -24,8 +24,6 @@ from grpo_ray.core.learner import Learner
 from grpo_ray.learning.policy_model import blocks_of, recompute_in_backward
 from grpo_ray.learning.sequences import sequences_of
 
-FAMILIES = ("transformers", "grpo_ray")
-
 
 def accumulated(learner: Learner, batch: Any) -> torch.Tensor:
     learner.accumulate_gradient(sequences_of(batch))
@@ -69,7 +67,7 @@ def test_recomputing_drops_no_value_and_blocks_are_found_in_any_layout() -> None
         assert len(list(blocks_of(model))) == 2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["transformers", "grpo_ray"])
 def test_selective_recomputes_the_cheap_operations_alone(make_learner: MakeLearner, family: str) -> None:
     products = {
         which: num_products(make_learner(family=family, learner={"gradient_checkpointing": which}))

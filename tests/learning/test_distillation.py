@@ -61,8 +61,7 @@ def test_the_term_is_the_bounded_log_ratio_to_the_current_policy() -> None:
 
 def test_tokens_that_are_too_old_have_no_term() -> None:
     rng = np.random.default_rng(0)
-    episodes = [random_episode(rng, version=1, max_lag=1) for _ in range(8)]
-    group = taught(make_episode_group(0, episodes))
+    group = taught(make_episode_group(0, [random_episode(rng, version=1, max_lag=1) for _ in range(8)]))
     masked = replace(group, rollout=group.rollout.masked_before(1))
     num_sampled = [sum(s.num_sampled for s in sequences_of([g])) for g in (group, masked)]
     assert 0 < num_sampled[1] < num_sampled[0]
@@ -114,8 +113,7 @@ def test_files_of_groups_keep_the_logprobs_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_kl_is_the_mean_over_sampled_tokens() -> None:
-    completions = [make_completion([5, 6], [-1.0, -2.0]), make_completion([7], [np.nan])]
-    group = make_group(make_item(0), completions)
+    group = make_group(make_item(0), [make_completion([5, 6], [-1.0, -2.0]), make_completion([7], [np.nan])])
     group = replace(group, teacher_logprobs=np.float32([-1.5, -4.0, -1.0]))
     assert teacher_metrics([group]) == {"distillation/kl": (0.5 + 2.0) / 2}
     assert teacher_metrics([simple_group(0)]) == {}
@@ -209,8 +207,7 @@ def test_episodes_are_judged_by_branch(make_teacher: Callable[..., Teacher], tin
     episodes = [random_episode(rng, branch=0.5) for _ in range(6)]
     assert max(len(episode.sequences) for episode in episodes) > 1
     group = RolloutGroup(make_item(0, PROMPT), tuple(episodes), "environment-0")
-    teacher = make_teacher(sampling={"min_tokens": 0})
-    found, num_tokens = asyncio.run(teacher.look_up(group))
+    found, num_tokens = asyncio.run(make_teacher(sampling={"min_tokens": 0}).look_up(group))
     model = AutoModelForCausalLM.from_pretrained(tiny_model(tied=False))
     expected = np.concatenate([of_episode(model, episode) for episode in episodes])
     np.testing.assert_allclose(found, expected, atol=1e-4)

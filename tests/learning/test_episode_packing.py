@@ -85,8 +85,7 @@ def test_trees_hold_each_beginning_once_and_every_sequence_as_a_path(
     for group in (0, 1):
         own = [s for s in sequences if s.sample is not None and s.sample[0] == group]
         least = max(least, len(all_paths(own)))
-        prompts = {s.prompt_token_ids for s in own}
-        most += sum(map(len, prompts)) + sum(len(s.response_token_ids) for s in own)
+        most += sum(map(len, {s.prompt_token_ids for s in own})) + sum(len(s.response_token_ids) for s in own)
     assert least <= tree.num_tokens <= most
     members = [member for family in families_of(sequences) for member in family]
     assert tree.num_tokens == sum(len(sequences[index]) - overlap for index, overlap in members)
@@ -142,13 +141,11 @@ def test_short_segments_in_bfloat16_are_computed_in_float32_on_a_cpu() -> None:
     torch.manual_seed(0)
     states = [torch.randn(tree.num_tokens, heads, 8).bfloat16() for heads in (4, 2, 2)]
     attention = BlockAttention.of(tree)
-    expected = attention(*(x.float() for x in states)).bfloat16()
-    assert torch.equal(attention(*states), expected)
+    assert torch.equal(attention(*states), attention(*(x.float() for x in states)).bfloat16())
 
 
 def test_a_path_may_have_thousands_of_segments() -> None:
-    tree = SegmentTree((1,) * 5000, tuple(range(-1, 4999)))
-    assert tree.paths[4999].tolist() == list(range(5000))
+    assert SegmentTree((1,) * 5000, tuple(range(-1, 4999))).paths[4999].tolist() == list(range(5000))
 
 
 # ---- kernels of FlashAttention run on GPUs alone: here, how one is chosen, named and fed ----

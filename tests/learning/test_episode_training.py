@@ -48,8 +48,7 @@ def two_turns_and_a_branch() -> ScoredGroup:
 def test_places_in_a_turn_count_its_tokens_that_are_left_out() -> None:
     """Old tokens of a turn that began at version 0 are masked; the next was still the third of its turn."""
     episode = make_episode([([1, 2], [30, 31, 32]), ([1, 2, 30, 31, 32, 5], [33])], versions=[0, 1])
-    versions = np.array([0, 0, 1, CONTEXT, 1], np.int32)
-    old = replace(episode, versions=versions).masked_before(1)
+    old = replace(episode, versions=np.array([0, 0, 1, CONTEXT, 1], np.int32)).masked_before(1)
     (sequence,) = sequences_of([make_group(make_item(0, [1, 2]), [old], [1.0], [1.0])])
     assert sequence.mask is not None
     assert sequence.mask.tolist() == [False, False, True, False, True]

@@ -23,17 +23,6 @@ from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.types import TrainBatch
 
 
-def fused_and_renamed() -> list[Any]:
-    """Return conversions by which a Qwen2's files would have one tensor for queries, keys and values."""
-    parts = [f"self_attn.{name}_proj.weight" for name in "qkv"]
-    return [
-        WeightRenaming(source_patterns="model.blocks.", target_patterns="model.layers."),
-        WeightConverter(
-            source_patterns="self_attn.qkv.weight", target_patterns=parts, operations=[Chunk(dim=0)]
-        ),
-    ]
-
-
 @pytest.fixture(params=["experts", "fused and renamed", "plain"])
 def model(request: pytest.FixtureRequest, tiny_moe: Path, tiny_model: TinyModel) -> Any:
     if request.param == "experts":
@@ -43,7 +32,12 @@ def model(request: pytest.FixtureRequest, tiny_moe: Path, tiny_model: TinyModel)
         for layer in model.model.layers:  # as many heads of keys as of queries, so that three equal parts fit
             for name in ("k_proj", "v_proj"):
                 setattr(layer.self_attn, name, torch.nn.Linear(32, 32))
-        model._weight_conversions = fused_and_renamed()
+        parts = [f"self_attn.{name}_proj.weight" for name in "qkv"]  # of one tensor in the files
+        fused = WeightConverter(
+            source_patterns="self_attn.qkv.weight", target_patterns=parts, operations=[Chunk(dim=0)]
+        )
+        renamed = WeightRenaming(source_patterns="model.blocks.", target_patterns="model.layers.")
+        model._weight_conversions = [renamed, fused]
     return model
 
 
@@ -120,8 +114,7 @@ async def test_the_reference_engine_loads_what_is_sent(tiny_moe: Path, tiny_conf
     assert isinstance(engine, TorchEngine)
     model = load_policy(str(tiny_moe))
     perturb(model, seed=1, scale=0.1)
-    snapshot = pack_weights(in_hub_format(model, served_weights(model)), 1, torch.float32)
-    await engine.stage(snapshot)
+    await engine.stage(pack_weights(in_hub_format(model, served_weights(model)), 1, torch.float32))
     await engine.load()
     with pytest.raises(ValueError, match=r"does not fit the model: missing \[.*experts\.0\.down_proj"):
         await engine.stage(pack_weights(model.named_parameters(), 2, torch.float32))

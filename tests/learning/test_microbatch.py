@@ -27,24 +27,10 @@ def with_logprobs(sequence: TrainSequence, proximal: list[float], reference: lis
 
 def two_sequences() -> list[TrainSequence]:
     long_prompt = replace(make_sequence([11, 12, 13], [14, 15], 0.5), versions=np.array([3, 4]))
-    long_response = make_sequence([21], [22, 23, 24], -2.0)
     return [
         with_logprobs(long_prompt, proximal=[-0.5, -0.25], reference=[-7, -8]),
-        with_logprobs(long_response, proximal=[-3, -4, -5], reference=[-9, -10, -11]),
+        with_logprobs(make_sequence([21], [22, 23, 24], -2.0), proximal=[-3, -4, -5], reference=[-9, -10, -11]),
     ]
-
-
-OF_RESPONSES = {
-    "labels": [14, 15, 22, 23, 24],
-    "places": [0, 1, 3, 4, 5],
-    "turn_places": [0, 1, 0, 1, 2],
-    "response_mask": [[True, True, False], [True, True, True]],
-    "behaviour_logprobs": [[-1.0, -2.0, 0.0], [-1.0, -2.0, -3.0]],
-    "advantages": [[0.5], [-2.0]],
-    "switches": [[1], [NEVER]],
-    "proximal_logprobs": [[-0.5, -0.25, 0.0], [-3.0, -4.0, -5.0]],
-    "reference_logprobs": [[-7.0, -8.0, 0.0], [-9.0, -10.0, -11.0]],
-}
 
 
 def values_of(batch: MicroBatch) -> dict[str, object]:
@@ -71,8 +57,19 @@ def test_versions_of_a_sequence() -> None:
 def test_two_sequences_of_different_shapes_padded() -> None:
     batch = collate_padded(two_sequences())
     assert batch.after_switch.tolist() == [[False, True, True], [False, False, False]]
-    input_ids = [[11, 12, 13, 14, 15], [21, 22, 23, 24, 0]]
-    assert values_of(batch) == OF_RESPONSES | {"input_ids": input_ids, "sources": [2, 3, 5, 6, 7]}
+    assert values_of(batch) == {
+        "input_ids": [[11, 12, 13, 14, 15], [21, 22, 23, 24, 0]],
+        "sources": [2, 3, 5, 6, 7],
+        "labels": [14, 15, 22, 23, 24],
+        "places": [0, 1, 3, 4, 5],
+        "turn_places": [0, 1, 0, 1, 2],
+        "response_mask": [[True, True, False], [True, True, True]],
+        "behaviour_logprobs": [[-1.0, -2.0, 0.0], [-1.0, -2.0, -3.0]],
+        "advantages": [[0.5], [-2.0]],
+        "switches": [[1], [NEVER]],
+        "proximal_logprobs": [[-0.5, -0.25, 0.0], [-3.0, -4.0, -5.0]],
+        "reference_logprobs": [[-7.0, -8.0, 0.0], [-9.0, -10.0, -11.0]],
+    }
     assert (batch.num_prompt_tokens, batch.num_padding_tokens) == (4, 1)
 
 
@@ -141,8 +138,7 @@ def test_shuffling_depends_on_the_seed_alone() -> None:
     sequences = [make_sequence([1], [place]) for place in range(8)]
 
     def shuffle(seed: str) -> list[list[int]]:
-        shuffled = minibatches(sequences, 4, 2, seed)
-        return [[int(s.response_token_ids[0]) for s in update] for update in shuffled]
+        return [[int(s.response_token_ids[0]) for s in update] for update in minibatches(sequences, 4, 2, seed)]
 
     assert shuffle("0/minibatches/0") == shuffle("0/minibatches/0")
     assert shuffle("0/minibatches/0") != shuffle("0/minibatches/1")

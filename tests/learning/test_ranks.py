@@ -29,8 +29,6 @@ DTYPES = ("float32", "bfloat16")
 SMOOTH = {"learner": {"adam_eps": 1e-2, "learning_rate": 1e-3}}  # an update in proportion to the gradient
 NO_CLIP = {"algorithm": {"cliprange": 99.0}}
 """A token at the clip's edge has a gradient or none, by a rounding of bfloat16; without one nothing jumps."""
-
-
 COUNTED = ("lag/", "loss/clip_frac", "optim/lr", "optim/num", "optim/skipped", "throughput/trained_tokens")
 """Metrics that no order of additions changes."""
 
@@ -239,8 +237,7 @@ def test_replicas_give_the_gradient_of_one_rank_and_others_resume_them(
     many = changed(config, learner={"num_ranks": 4, "replicas": 2})
     folder = tmp_path / "step"
     found = on_ranks(4, steps, model, many, batches[:1], None, folder, replicas=2)
-    resumed = steps(None, model, config, [], folder)
-    assert np.array_equal(resumed["exact"], found[0]["exact"])
+    assert np.array_equal(steps(None, model, config, [], folder)["exact"], found[0]["exact"])
     one = steps(None, model, config, batches[:1])
     same(found[0], one)
     assert sum(rank["held"] for rank in found) == 2 * one["held"]

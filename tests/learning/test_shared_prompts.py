@@ -39,7 +39,6 @@ from grpo_ray.learning.policy_model import PolicyModel, with_head_dtype
 from grpo_ray.learning.sequences import TrainSequence
 
 VOCAB = 280
-CPU = torch.device("cpu")
 
 
 def random_sequences(seed: int, shapes: Sequence[tuple[int, Sequence[int]]]) -> list[TrainSequence]:
@@ -225,8 +224,7 @@ def test_an_attention_that_ignores_the_tree_is_noticed(tiny_config: Config, poli
     def forgetful(*args: Any, tree: object = None, attention_mask: object = None, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
-    broken = _Wrapped(policy, forgetful)
-    layout, notes = choose_layout(broken, tiny_config, ENDS)  # type: ignore[arg-type]
+    layout, notes = choose_layout(_Wrapped(policy, forgetful), tiny_config, ENDS)  # type: ignore[arg-type]
     assert not layout.shares_prompts
     assert "would differ there by" in notes["prompts_not_shared"]
 
@@ -384,7 +382,7 @@ class _Wrapped:
 
 def test_the_reason_is_told_once(tiny_config: Config) -> None:
     model = random_model(MistralConfig(**SIZES, sliding_window=8))
-    passes = ForwardBackward(tiny_config, ENDS, CPU)
+    passes = ForwardBackward(tiny_config, ENDS, torch.device("cpu"))
     assert passes.take_layout_notes() == {}
     passes.backward(model, random_sequences(4, SHAPES[:2]))
     assert passes.take_layout_notes() == {"prompts_not_shared": "its attention has a sliding window"}

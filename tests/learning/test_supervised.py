@@ -166,8 +166,7 @@ def test_steps_equal_cross_entropy(tiny_config: Config, tiny_model: TinyModel, s
 
 
 def test_every_row_once_per_epoch_in_another_order() -> None:
-    rows = [Demonstration((n,), (n,)) for n in range(10)]
-    batches = supervised._batches(rows, 4, "0")
+    batches = supervised._batches([Demonstration((n,), (n,)) for n in range(10)], 4, "0")
     drawn = [row.prompt_token_ids[0] for _ in range(5) for row in next(batches)]
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
     assert drawn[:10] != drawn[10:] != list(range(10))
@@ -273,8 +272,7 @@ def test_a_run_that_is_killed_in_its_supervised_steps_begins_them_anew(
 def test_what_cannot_be_taught_is_refused_first(
     job: Job, overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [each for each in job(*overrides) if each != "--local"]
-    assert main(["check", *arguments]) == 2
+    assert main(["check", *(each for each in job(*overrides) if each != "--local")]) == 2
     assert message in capsys.readouterr().err
 
 

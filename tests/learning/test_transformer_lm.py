@@ -158,8 +158,7 @@ def test_cached_steps_are_one_full_forward(lengths: list[int], steps: list[int],
             output = model(ids[:, start:end], past_key_values=cache, use_cache=True, **options)
             cache = output.past_key_values
             assert cache.get_seq_length() == end
-            is_real = mask[:, start:end].bool()
-            assert (output.logits - full[:, start:end])[is_real].abs().max() < 1e-4
+            assert (output.logits - full[:, start:end])[mask[:, start:end].bool()].abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -216,8 +215,7 @@ def test_saved_and_loaded_is_the_same_to_the_bit(tied: bool, tmp_path: Path) -> 
     assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) != tied
     expected = model.state_dict()
     for loaded in (load_policy(path, implementation="grpo_ray"), load_policy(path)):
-        actual = loaded.state_dict()
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+        torch.testing.assert_close(loaded.state_dict(), expected, rtol=0, atol=0)
         assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
         assert not loaded.training
     with torch.no_grad():

@@ -60,8 +60,7 @@ def test_token_log_probs_are_stable_float32_even_from_bfloat16():
     logits = torch.tensor([[[0.0, 1000.0, -1000.0]]], dtype=torch.bfloat16)
     assert token_log_probs(logits, torch.tensor([[1]])).item() == 0.0
     assert token_log_probs(logits, torch.tensor([[2]])).item() == -2000.0
-    wide = torch.zeros(1, 1, 1000, dtype=torch.bfloat16)
-    result = token_log_probs(wide, torch.tensor([[3]]))
+    result = token_log_probs(torch.zeros(1, 1, 1000, dtype=torch.bfloat16), torch.tensor([[3]]))
     assert result.dtype == torch.float32
     assert result.item() == pytest.approx(-math.log(1000), rel=1e-6)  # bfloat16 would be off by 1e-3
 

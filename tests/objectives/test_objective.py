@@ -327,8 +327,7 @@ def test_ones_own_trains_as_a_builtin_does(own: dict, builtin: dict, make_learne
     found = []
     for options in (own, builtin):
         options = {"old_log_probs": "behaviour" if "loss" in options else "proximal", **options}
-        algorithm = config_of(**options).model_dump(include=options.keys())
-        learner = make_learner(algorithm=algorithm)
+        learner = make_learner(algorithm=config_of(**options).model_dump(include=options.keys()))
         sums = learner.accumulate_gradient(sequences_of(make_batch(learner)))
         found.append((sums, gradient(learner)))
     assert found[0][0] == pytest.approx(found[1][0], nan_ok=True)

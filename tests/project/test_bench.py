@@ -163,8 +163,7 @@ def test_a_run_of_real_actors_survives_faults_with_a_clean_audit(tmp_path: Path)
     once = ["--pause", "0.5", "--kinds", ",".join(sorted(kinds)), "--faults", str(len(kinds))]
     result = chaos(tmp_path, *once, *SMALL, *more)
     assert result.returncode == 0, result.stdout + result.stderr  # 1 where an outcome is not as it must be
-    lines = (tmp_path / "results.jsonl").read_text().splitlines()
-    *faults, audited = map(json.loads, lines)
+    *faults, audited = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
     assert {fault for record in faults for fault in record["faults"]} == kinds
     assert audited["problems"] == []
     assert audited["num_steps"] > len(kinds)

@@ -22,8 +22,7 @@ def test_the_rewards_are_the_same(compare_trl: ModuleType) -> None:
     right = " ascending </think> <answer> 12369 </answer>"
     wrong = right.replace("12369", "16329")
     for text in (right, wrong, "12369", right[:-9], right + right, f"</think>{right}", right + " 1", ""):
-        expected = exact_match_reward_fn(text, "12369")["reward"]
-        assert REWARDS["exact_match"](text, "12369") == expected, text
+        assert REWARDS["exact_match"](text, "12369") == exact_match_reward_fn(text, "12369")["reward"], text
     for text in ("", "x" * 10, "x" * 999, "x" * 2000):
         assert REWARDS["brevity"](text, "") == brevity_reward_fn(text, "", free=0, span=1000)["reward"]
 
@@ -81,6 +80,5 @@ def test_both_sides_of_the_losses_have_every_case(profiling_script: Callable[[st
     found = {name: script.ours(case, tensors) for name, case in script.CASES.items()}
     plain = found["grpo"][0]
     assert all(gradients[0].isfinite().all() and gradients[0].norm() > 0 for _, gradients in found.values())
-    same = [name for name, (loss, _) in found.items() if name != "grpo" and abs(loss - plain) < 1e-6]
-    assert same == []
+    assert [name for name, (loss, _) in found.items() if name != "grpo" and abs(loss - plain) < 1e-6] == []
     assert found["entropy bonus"][1][1].norm() > 0

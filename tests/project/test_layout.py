@@ -46,8 +46,7 @@ def imported(path: Path) -> set[str]:
 
 def test_the_package_has_the_entries_of_its_twelve_floors() -> None:
     code = [path for path in PACKAGE.iterdir() if (path / "__init__.py").exists() or path.suffix == ".py"]
-    entries = {path.stem for path in code if not path.name.startswith("__")}
-    assert entries == set(ORDER)
+    assert {path.stem for path in code if not path.name.startswith("__")} == set(ORDER)
     assert len(FLOORS) <= 12
 
 

@@ -37,8 +37,7 @@ def run_cells(sources: list[str]) -> tuple[dict[str, Any], list[Any]]:
             last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
             await evaluate(compile(tree, "cell", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT))
             if last is not None:
-                expression = ast.Expression(last.value)
-                code = compile(expression, "cell", "eval", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+                code = compile(ast.Expression(last.value), "cell", "eval", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
                 shown.append(await evaluate(code))
 
     asyncio.run(main())

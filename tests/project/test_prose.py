@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / ".ci" / "check_prose.py"
-check_prose = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
+check_prose = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / ".ci/check_prose.py")))
 
 REFUSED = (
     "The group whose tokens are old.", "Replaces whoever died.", "Nobody waits for it.",

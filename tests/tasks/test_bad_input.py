@@ -64,8 +64,7 @@ def test_duplicates_are_dropped_and_counted(tmp_path: Path) -> None:
 
 
 def test_duplicates_are_kept_when_asked(tmp_path: Path) -> None:
-    train = line("a?") + line("a?", "3") + line("v?")
-    task = write_task(tmp_path, train, line("v?", "5"), duplicates="keep")
+    task = write_task(tmp_path, line("a?") + line("a?", "3") + line("v?"), line("v?", "5"), duplicates="keep")
     sets = load_examples(task, seed=0)
     assert [(e.question, e.ground_truth) for e in sets.train] == [("a?", "2"), ("a?", "3"), ("v?", "2")]
     assert (questions(sets.validation), sets.notices) == (["v?"], ())
@@ -265,14 +264,11 @@ def test_long_prompts_are_skipped_or_cut(
         config = local(write_task(tmp_path, train, validation, long_prompts=long_prompts, **fields), **sections)
         task = check_files(config)
         prepared = prepare(config, task)
-        assert (
-            prepared.notices
-            == task.notices
-            == (
-                f"{config.task.train_path}: 2 prompts longer than {limit} tokens {said}",
-                f"{config.task.validation_path}: 1 prompt longer than {limit} tokens {said}",
-            )
+        expected = (
+            f"{config.task.train_path}: 2 prompts longer than {limit} tokens {said}",
+            f"{config.task.validation_path}: 1 prompt longer than {limit} tokens {said}",
         )
+        assert prepared.notices == task.notices == expected
         items = [*map(prepared.prompts.item, range(len(task.train))), *prepared.validation]
         assert max(len(item.prompt_token_ids) for item in items) == task.longest_prompt
         return config, task, prepared.model.max_model_len, items
@@ -287,8 +283,7 @@ def test_long_prompts_are_skipped_or_cut(
     end = load_template("short").text.rpartition("{question}")[2]
     assert all(item.prompt.startswith("9") and item.prompt.endswith("9" + end) for item in cut)
     assert all(item.prompt.startswith("User: ") for item in items if item not in cut)
-    room = config.generator.max_model_len or limit + config.sampling.max_tokens
-    assert max_model_len == room
+    assert max_model_len == (config.generator.max_model_len or limit + config.sampling.max_tokens)
 
 
 def test_limits_that_leave_nothing_are_refused(tmp_path: Path, local: Callable[..., Config]) -> None:

@@ -302,8 +302,7 @@ class ScriptedEngine:
         prompt = self._tokenizer.decode(prompt_token_ids)
         self.prompts[prompt] += 1
         self.settings.add(settings)
-        keywords = prompt.rpartition("words: ")[2].split(", ")
-        answer = self._script(keywords, self.prompts[prompt])
+        answer = self._script(prompt.rpartition("words: ")[2].split(", "), self.prompts[prompt])
         await asyncio.sleep(0)  # a real engine never answers immediately
         return (answer if isinstance(answer, Completion) else make_completion([1, 2], text=answer),)
 
@@ -399,8 +398,7 @@ def test_an_interruption_and_a_dead_engine_lose_nothing(
     assert make(tmp_path / "set", *options) == 0
     assert f"resuming with {len(kept)} pairs of" in capsys.readouterr().out
     assert sum(engine.prompts.values()) == 600 - len(kept)
-    rows = pairs_of(tmp_path / "set")
-    assert len({wanted_of(row) for row in rows}) == 600
+    assert len({wanted_of(row) for row in pairs_of(tmp_path / "set")}) == 600
     assert not (tmp_path / "set.unfinished").exists()
 
     make(tmp_path / "whole", *options)  # the same dataset without an interruption

@@ -122,15 +122,13 @@ def test_a_resumed_mixture_continues_and_knows_the_groups_that_are_not_done() ->
         if group not in (7, 150, 199):
             order.forget([group])
     state = json.loads(json.dumps(order.state_dict()))
-    resumed = make_mixture()
-    for later in (resumed, order):  # in a new process, and in one that goes back after some more steps
+    for later in (make_mixture(), order):  # in a new process, and in one that goes back after some more steps
         later.load_state_dict(state)
         assert [later.index(group) for group in (150, 7, 199)] == [expected[g] for g in (150, 7, 199)]
         assert [later.index(group) for group in range(200, 300)] == expected[200:]
         later.forget(range(200, 300))
-    order.load_state_dict(
-        {name: state[name] for name in ("names", "weights", "parts")}
-    )  # of an earlier version
+    of_earlier_version = {name: state[name] for name in ("names", "weights", "parts")}
+    order.load_state_dict(of_earlier_version)
     assert [order.index(group) for group in (40, 100)] == [expected[group] for group in (40, 100)]
 
 
@@ -191,8 +189,7 @@ def test_metrics_and_weights_follow_the_outcomes() -> None:
     asked = [order.index(group) for group in range(8, 44)]
     assert order.metrics()["curriculum/skipped"] > 0
     assert Counter(asked)[indices[2]] > Counter(asked)[indices[0]]
-    again = 8 + asked.index(indices[0])
-    order.observe({again: True})  # its signal returns
+    order.observe({8 + asked.index(indices[0]): True})  # its signal returns
     assert order.weight(indices[0]) == 1.0
     assert order.metrics()["curriculum/settled_frac"] == 0.25
 

@@ -64,8 +64,7 @@ def test_template_from_a_file(tmp_path: Path) -> None:
 
 
 def test_every_kind_of_the_configuration_is_registered() -> None:
-    kinds = {config.model_fields["kind"].default for config in get_args(PlainTask)}
-    assert kinds == KINDS.keys()
+    assert {config.model_fields["kind"].default for config in get_args(PlainTask)} == KINDS.keys()
 
 
 def questions_of(sets: ExampleSets) -> set[str]:
@@ -87,11 +86,9 @@ def test_drawn_examples_are_right_distinct_and_seeded(num_terms: int, num_digits
     sets = load_examples(config, seed=0)
     assert (len(sets.train), len(sets.validation), sets.notices) == (200, 100, ())
     assert len(questions_of(sets)) == 300
+    answer: Any = calculated if num_terms > 1 else lambda question: "".join(sorted(digits_of(question)))
     for example in (*sets.train, *sets.validation):
-        answer = (
-            "".join(sorted(digits_of(example.question))) if num_terms == 1 else calculated(example.question)
-        )
-        assert example.ground_truth == str(answer)
+        assert example.ground_truth == str(answer(example.question))
     terms = [re.findall(r"[0-9]+", example.question) for example in sets.train]
     assert {len(found) for found in terms} == {num_terms}
     assert max(len(term) for found in terms for term in found) == num_digits
@@ -121,8 +118,7 @@ def test_warmup_pairs_show_three_habits_on_other_numbers() -> None:
         habit = response.split()[0]
         assert response == f" {habit} </think> <answer> {answers[habit]} </answer>"
         counts[habit] += 1
-    shares = [counts[habit] / len(pairs) for habit in counts]
-    assert shares == pytest.approx([0.25, 0.45, 0.30], abs=0.02)
+    assert [counts[habit] / len(pairs) for habit in counts] == pytest.approx([0.25, 0.45, 0.30], abs=0.02)
     with pytest.raises(ValueError, match=r"7937 examples .* the task's 2064 prompts do not fit into the 10000"):
         warmup_pairs(config, seed=3, num_pairs=7937)
 
@@ -162,8 +158,7 @@ def test_values_of_a_csv_stay_as_they_are_written(tmp_path: Path) -> None:
 
 
 def test_load_examples(tmp_path: Path) -> None:
-    rows = [{"question": f"{i}?", "answer": f"#### {i}"} for i in range(9)]
-    path = write_rows(tmp_path / "data.jsonl", rows)
+    path = write_rows(tmp_path / "data.jsonl", [{"question": f"{i}?", "answer": f"#### {i}"} for i in range(9)])
     fields = {"num_validation_prompts": 3, "answer_marker": "####", "duplicates": "keep"}
     task = FileTaskConfig(train_path=path, validation_path=path, **fields)
     sets = load_examples(task, seed=0)
@@ -279,8 +274,7 @@ def test_arithmetic_warmup_excludes_validation_and_is_right_a_third_of_the_time(
     assert not validation & {question for question, _ in pairs}
     right = [f"<answer> {calculated(question)} </answer>" in response for question, response in pairs]
     assert sum(right) / len(pairs) == pytest.approx(0.35, abs=0.03)
-    habits = [response.split()[0] == "calculate" for _, response in pairs]
-    assert habits == right
+    assert [response.split()[0] == "calculate" for _, response in pairs] == right
     few = ArithmeticTaskConfig(num_digits=1, num_train_prompts=200, num_validation_prompts=50)
     assert len(arithmetic.warmup_pairs(few, seed=0, num_pairs=1000)) == 300 - 50
 
@@ -333,8 +327,7 @@ def test_warmed_up_habits_are_in_the_format_and_a_quarter_is_right(reward: Any) 
     config = SortingTaskConfig.model_validate({"reward": reward, "num_digits": 4})
     verdicts = []
     for question, response in warmup_pairs(config, seed=0, num_pairs=2000):
-        truth = "".join(sorted(question.removeprefix("Sort ")))
-        verdicts.append(get_reward_fn(config.reward)(response, truth))
+        verdicts.append(get_reward_fn(config.reward)(response, "".join(sorted(digits_of(question)))))
     assert all(verdict["format_reward"] == 1 for verdict in verdicts)
     # Sorted numbers are correct when copied, and 0012 equals 012 as a number.
     assert 0.23 < sum(verdict["answer_reward"] for verdict in verdicts) / len(verdicts) < 0.33
@@ -342,8 +335,7 @@ def test_warmed_up_habits_are_in_the_format_and_a_quarter_is_right(reward: Any) 
 
 def test_the_few_shot_prompt_is_the_short_one_after_right_examples() -> None:
     few_shot = load_template("few_shot_sorting").render("Sort 51280")
-    short = load_template("short").render("Sort 51280")
-    examples = few_shot.removesuffix(short)
+    examples = few_shot.removesuffix(load_template("short").render("Sort 51280"))
     assert examples != few_shot
     found = re.findall(r"User: Sort (\d+)\nAssistant: <think>(.*)\n", examples)
     turns = [f"User: Sort {digits}\nAssistant: <think>{response}\n" for digits, response in found]
@@ -536,8 +528,7 @@ def asked(folder: Path, *questions: Any, kind: str = "jsonl") -> list[Example]:
     rows = [{"messages": question, "answer": str(number)} for number, question in enumerate(questions)]
     validation = write_rows(folder / "validation.jsonl", [{"messages": "plain", "answer": "0"}])
     paths = {"train_path": write_rows(folder / f"rows.{kind}", rows), "validation_path": validation}
-    task = FileTaskConfig(**paths, question_field="messages", prompt="chat")
-    return list(dataset_examples(task, 0).train)
+    return list(dataset_examples(FileTaskConfig(**paths, question_field="messages", prompt="chat"), 0).train)
 
 
 def prompts(examples: list[Example], system_prompt: str | None = None) -> list[str]:

@@ -67,8 +67,7 @@ def test_dense_changes_are_a_bit_per_word() -> None:
 
 
 def test_whole_is_cheaper_if_every_word_changes_at_random() -> None:
-    random = np.random.default_rng(0)
-    old, new = random.integers(0, 256, (2, 4096), np.uint8)
+    old, new = np.random.default_rng(0).integers(0, 256, (2, 4096), np.uint8)
     assert encode(old, new) is None
     assert encode(zeros(0), zeros(0)) is None  # nothing is shorter than nothing
 

@@ -132,10 +132,8 @@ def test_ranks_whose_store_is_overwritten_fail_and_those_after_them_meet(strange
 def in_anothers_place(seat: Seat, its_rank: int) -> str:
     """Join with a store that believes everything, as if the rank had come to the others' ports first."""
     known = seat.secret if seat.rank != its_rank else bytes(NUM_BYTES)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr(
-            "grpo_ray.learning.ranks.SignedStore", lambda store, secret: store
-        )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("grpo_ray.learning.ranks.SignedStore", lambda store, secret: store)
         try:
             Ranks(Seat(**{**vars(seat), "secret": known}))
         except RuntimeError as error:
@@ -147,8 +145,7 @@ def in_anothers_place(seat: Seat, its_rank: int) -> str:
 @pytest.mark.parametrize(("size", "replicas", "its_rank"), [(2, 1, 1), (3, 1, 0), (4, 2, 3)])
 @pytest.mark.kept("3-1-0")
 def test_a_stranger_on_a_ranks_connections_is_noticed_by_all(size: int, replicas: int, its_rank: int) -> None:
-    found = on_ranks(size, in_anothers_place, its_rank, replicas=replicas)
-    for rank, outcome in enumerate(found):
+    for rank, outcome in enumerate(on_ranks(size, in_anothers_place, its_rank, replicas=replicas)):
         if rank != its_rank:
             assert f"seat {its_rank} of {size}" in outcome, rank
             assert FORGED in outcome, rank
@@ -180,13 +177,10 @@ def test_a_stranger_in_a_generators_seat_is_refused_and_the_generator_joins_the_
     threads: ThreadPoolExecutor, stranger: Callable[..., None]
 ) -> None:
     sender = make_sender(timeout_s=60.0)
-    place = sender.open_wire("a")
-    stranger(take_a_wires_seat, place.port)
+    stranger(take_a_wires_seat, sender.open_wire("a").port)
     with pytest.raises(WireError, match=FORGED):
         sender.join_wire("a")
-    snapshot = pack(sender, 1)
-    received = transfer(threads, sender, join(threads, sender), snapshot)
-    found = tensors_of(received)
+    found = tensors_of(transfer(threads, sender, join(threads, sender), pack(sender, 1)))
     for name, tensor in tensors(1):
         assert torch.equal(found[name], tensor.bfloat16())
 

@@ -242,8 +242,7 @@ def test_a_late_failure_spares_a_new_wire(threads: ThreadPoolExecutor, monkeypat
 def test_a_receiver_that_hangs_holds_its_send_for_the_limit(threads: ThreadPoolExecutor, peer: Peer) -> None:
     sender = make_sender(timeout_s=2.0)
     pack_much(sender, 1)
-    process = peer(sender, "a")
-    os.kill(process.pid, signal.SIGSTOP)
+    os.kill(peer(sender, "a").pid, signal.SIGSTOP)
     started = time.monotonic()
     with pytest.raises(WireError, match="gone or silent"):
         sender.send("a", 1)
