@@ -3,7 +3,7 @@
 import asyncio
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,13 @@ async def take(
     buffer: TrajectoryBuffer, step: int, *group_ids: int, dropped: Sequence[int] = ()
 ) -> tuple[TrainBatch, BatchFacts]:
     return await asyncio.wait_for(buffer.take(step, group_ids, dropped, 0), 120)
+
+
+async def filled(groups: Iterable[ScoredGroup], *args: Any, **options: Any) -> TrajectoryBuffer:
+    buffer = make_buffer(*args, **options)
+    for group in groups:
+        await buffer.put(*parts(group))
+    return buffer
 
 
 async def held(buffer: TrajectoryBuffer) -> list[int]:
@@ -141,10 +148,8 @@ def test_lengths_of_groups_that_were_cut_off_before_by_hand() -> None:
 
 
 async def test_groups_without_signal_are_recorded_with_their_batch(tmp_path: Path) -> None:
-    buffer = make_buffer(tmp_path)
-    signals = {0: False, 1: True, 2: False, 3: True, 4: False, 6: True, 7: True}
-    for group_id, has_signal in signals.items():
-        await buffer.put(*parts(simple_group(group_id, has_signal=has_signal)))
+    groups = [simple_group(g, has_signal=g not in (0, 2, 4)) for g in (0, 1, 2, 3, 4, 6, 7)]
+    buffer = await filled(groups, tmp_path)
     batch, facts = await take(buffer, 1, 1, 3, dropped=(0, 2))
     assert ids(batch.groups) == [1, 3]
     assert facts.metrics["rollout/dropped_groups"] == 2.0
@@ -179,9 +184,8 @@ def test_dynamic_sampling_looks_for_the_configured_signal(metric: str, varies: l
 
 async def test_batch_has_its_fresh_groups_first_and_then_the_replayed_ones(tmp_path: Path) -> None:
     replay = {"sampling": "recent", "max_uses": 2, "max_age": 9}
-    buffer = make_buffer(tmp_path, num_replayed=1, replay=replay)
-    for group_id in range(8):
-        await buffer.put(*parts(simple_group(group_id, versions=group_id // 2, has_signal=group_id < 4)))
+    groups = [simple_group(g, versions=g // 2, has_signal=g < 4) for g in range(8)]
+    buffer = await filled(groups, tmp_path, num_replayed=1, replay=replay)
     batches = [await take(buffer, step, 2 * step - 2, 2 * step - 1) for step in range(1, 5)]
     await buffer.flush()
     # No group is drawn for its own batch; of equally recent groups the smaller id is; two uses are the limit.
@@ -207,9 +211,7 @@ def test_captured_groups_are_restored(tmp_path: Path) -> None:
     groups = {g: simple_group(g, versions=[g, g, g + 1]) for g in (4, 2, 5, 3, 6)}
 
     async def write() -> None:
-        buffer = make_buffer()
-        for group in groups.values():
-            await buffer.put(*parts(group))
+        buffer = await filled(groups.values())
         await buffer.capture(99)
         await take(buffer, 2, 2, 3)  # changes after the capture do not matter
         await buffer.put(*parts(simple_group(7)))
@@ -235,9 +237,7 @@ def test_captured_groups_are_restored(tmp_path: Path) -> None:
 
 async def test_groups_to_replay_are_restored_with_their_uses(tmp_path: Path) -> None:
     options: dict[str, Any] = {"num_replayed": 2, "replay": {"max_uses": 4, "max_age": 20}, "seed": 3}
-    buffer = make_buffer(**options)
-    for group_id in range(12):
-        await buffer.put(*parts(simple_group(group_id)))
+    buffer = await filled(map(simple_group, range(12)), **options)
     for step in (1, 2, 3):
         await take(buffer, step, 2 * step - 2, 2 * step - 1)
     await buffer.capture(99)
@@ -255,9 +255,7 @@ async def test_groups_to_replay_are_restored_with_their_uses(tmp_path: Path) -> 
 
 
 async def test_a_batch_that_was_taken_but_not_trained_is_not_replayed(tmp_path: Path) -> None:
-    buffer = make_buffer(num_replayed=1)
-    for group_id in range(4):
-        await buffer.put(*parts(simple_group(group_id)))
+    buffer = await filled(map(simple_group, range(4)), num_replayed=1)
     await take(buffer, 1, 0, 1)
     await take(buffer, 2, 2, 3)
     await buffer.capture(2)
@@ -335,9 +333,7 @@ async def test_bug_in_writing_is_said_and_ends_nothing(tmp_path: Path, monkeypat
         raise TypeError("a mistake")
 
     monkeypatch.setattr("grpo_ray.watch.rollout_writer.write_rollouts", broken)
-    buffer = make_buffer(tmp_path, size=1)
-    for group_id in range(2):
-        await buffer.put(*parts(simple_group(group_id)))
+    buffer = await filled(map(simple_group, range(2)), tmp_path, size=1)
     await take(buffer, 1, 0)
     assert await buffer.flush() is None
     _, facts = await take(buffer, 2, 1)
