@@ -95,13 +95,6 @@ def test_all_before_a_checkpoint_is_on_disk_and_a_run_resumes_after_a_power_cut(
     assert audit(run).problems == []
 
 
-@pytest.fixture
-def damaged_run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path)
-    run.create_subfolders()
-    return run
-
-
 LINES = "".join(f'{{"step": {step}}}\n' for step in range(1, 7))
 THREE = LINES[: LINES.index("4") - 9]
 
@@ -116,24 +109,26 @@ THREE = LINES[: LINES.index("4") - 9]
     ],
 )
 def test_damage_before_the_checkpoint_is_an_error_and_changes_nothing(
-    damaged_run: RunDirectory, text: str, step: int, message: str
+    run: RunDirectory, text: str, step: int, message: str
 ) -> None:
-    damaged_run.metrics_path.write_text(text)
-    for attempt in (damaged_run.check_records, damaged_run.rewind):
+    run.create_subfolders()
+    run.metrics_path.write_text(text)
+    for attempt in (run.check_records, run.rewind):
         with pytest.raises(RunError, match=message) as caught:
             attempt(step)
-        assert str(caught.value).startswith(str(damaged_run.metrics_path))
-        assert damaged_run.metrics_path.read_text() == text
+        assert str(caught.value).startswith(str(run.metrics_path))
+        assert run.metrics_path.read_text() == text
 
 
 @pytest.mark.parametrize(
     "tail", ['{"step": 4, "x', "\0" * 9 + "\n", '{"step": 4}\n\0\0\n{"step": 6}\n', '[]\n{"step": "4"}\n']
 )
-def test_damage_behind_the_checkpoint_is_as_good_as_absent(damaged_run: RunDirectory, tail: str) -> None:
-    damaged_run.metrics_path.write_text(THREE + tail)
-    damaged_run.rewind(3)
-    assert damaged_run.metrics_path.read_text() == THREE
-    assert os.listdir(damaged_run.rollouts) == []
+def test_damage_behind_the_checkpoint_is_as_good_as_absent(run: RunDirectory, tail: str) -> None:
+    run.create_subfolders()
+    run.metrics_path.write_text(THREE + tail)
+    run.rewind(3)
+    assert run.metrics_path.read_text() == THREE
+    assert os.listdir(run.rollouts) == []
 
 
 async def test_jobs_run_in_order_and_their_errors_are_not_lost() -> None:
