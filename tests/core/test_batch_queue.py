@@ -202,10 +202,7 @@ TAKES = st.lists(st.booleans(), min_size=1, max_size=5)
 
 @pytest.mark.slow
 @settings(max_examples=150)
-@given(
-    size=st.integers(1, 4), max_dropped=st.integers(0, 6), arrival=ARRIVAL, signals=SIGNALS, aside=ASIDE,
-    takes=TAKES,
-)  # fmt: skip
+@given(st.integers(1, 4), st.integers(0, 6), ARRIVAL, SIGNALS, ASIDE, TAKES)
 def test_strict_batches_do_not_depend_on_the_order_of_arrival(
     size: int, max_dropped: int, arrival: list[int], signals: list[bool], aside: set[int], takes: list[bool]
 ) -> None:

@@ -151,8 +151,7 @@ def test_a_generator_that_dies_is_replaced_and_synced_before_it_serves(run: RunD
 
     train(config, run.path, meddle)
     audit(run, config)
-    failed = events(run, "generator_failed")
-    assert [event["actor"] for event in failed] == ["generator-1", "generator-1"]
+    assert [event["actor"] for event in events(run, "generator_failed")] == ["generator-1", "generator-1"]
     assert read_metrics(run.metrics_path)[-1]["recovery/restarts"] == 2
     rollouts = [row for path in run.rollouts.glob("*.parquet") for row in read_rollouts(path)]
     assert {row["generator"] for row in rollouts} == {"generator-0", "generator-1"}
@@ -355,8 +354,7 @@ def test_updates_that_are_not_finite_are_skipped_and_several_in_a_row_end_the_ru
     monkeypatch.setattr(Learner, "accumulate_gradient", accumulate)
     run = RunDirectory(tmp_path / "run")
     train(make_config(), run.path)
-    skipped = [row["step"] for row in read_metrics(run.metrics_path) if row["optim/skipped_updates"]]
-    assert skipped == [3, 6]
+    assert [row["step"] for row in read_metrics(run.metrics_path) if row["optim/skipped_updates"]] == [3, 6]
     assert sorted(path.name for path in run.skipped.iterdir()) == ["step-000003.parquet", "step-000006.parquet"]
 
     poisoned |= {3, 4}

@@ -109,8 +109,7 @@ async def test_a_worker_that_dies_is_replaced_and_the_group_has_the_same_seed_ag
         assert await pool.play() == ("group 7", 12)
         pool.pool.fail(first, "told late, after its replacement")
         assert await pool.play() == ("group 7", 12)
-    second = pool.actors.environments["environment-0"]
-    assert [*first.seeds, *first.seeds] == second.seeds
+    assert [*first.seeds, *first.seeds] == pool.actors.environments["environment-0"].seeds
     assert pool.actors.starts == {"environment-0": 2}
     (failed,), (back,) = pool.events("environment_failed"), pool.events("environment_back")
     assert "environment-0 died: killed; it is replaced" in failed
@@ -135,11 +134,10 @@ async def test_a_worker_that_hangs_is_replaced(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(environment_pool, "PING_S", 0.02)
     monkeypatch.setattr(environment_pool, "ANSWER_S", 0.1)
     pool = Pool(tmp_path, lambda _, number: GOOD if number else asyncio.sleep(60))
-    first = pool.actors.environments["environment-0"]
     async with pool.during():
         playing = asyncio.ensure_future(pool.play())
         await asyncio.sleep(0.05)
-        first.hangs = True
+        pool.actors.environments["environment-0"].hangs = True
         await until(lambda: pool.actors.starts["environment-0"] == 2)
         await asyncio.sleep(0.3)
         playing.cancel()  # Ray fails the calls of a killed actor; this one does not

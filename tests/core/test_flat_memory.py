@@ -44,12 +44,9 @@ AROUND, SETTLE_S = 5, 0.5
 BYTES_PER_STEP = 24.0
 
 EVERYTHING = [
-    "task.curriculum={}",
-    "generator.num_generators=2",
-    "buffer.replay.frac=0.5",
-    "buffer.replay.max_age=4",
-    "algorithm.oversample_frac=0.5",
-]
+    "task.curriculum={}", "generator.num_generators=2", "algorithm.oversample_frac=0.5",
+    "buffer.replay.frac=0.5", "buffer.replay.max_age=4",
+]  # fmt: skip
 
 
 class Forgetful(Account):

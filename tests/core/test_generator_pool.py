@@ -190,8 +190,7 @@ async def test_the_stall_watch_waits_for_no_replacement(tmp_path: Path, what: st
 
     pool = Pool(tmp_path, answer, "recovery.start_timeout_s=1.2", *TAUGHT)
     async with pool.during():
-        watch = StallWatch(pool.calls, pool.pool, pool.log, 0.4)
-        watching = asyncio.create_task(watch.run())
+        watching = asyncio.create_task(StallWatch(pool.calls, pool.pool, pool.log, 0.4).run())
         sampling = asyncio.create_task(pool.pool.sample(make_item(7), 2, "train"))
         await until(lambda: pool.actors.starts[name] >= 3)
         assert pool.actors.num_stack_dumps >= 2  # it kept watching while the first replacement hung

@@ -25,6 +25,7 @@ from builders import (
     resume,
     same_groups,
     tensors_of,
+    train_step,
     written,
 )
 from safetensors.torch import load_file, save_file
@@ -144,10 +145,8 @@ def train(learner: Learner, steps: Sequence[int]) -> list[dict[str, float]]:
     """Train one batch per step; return the metrics except those of clocks and memory."""
     metrics = []
     for seed in steps:
-        batch = TrainBatch(tuple(make_batch(learner, seed=seed, versions=learner.version)))
-        report = learner.train_step(batch)
-        kept = {n: v for n, v in report.metrics.items() if not n.startswith(("timing/", "memory/", "perf/"))}
-        metrics.append({**kept, "version": report.version})
+        found = {**train_step(learner, seed), "version": learner.version}
+        metrics.append({n: v for n, v in found.items() if not n.startswith(("timing/", "memory/", "perf/"))})
     return metrics
 
 

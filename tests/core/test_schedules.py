@@ -45,8 +45,7 @@ def test_each_schedule_trains_prompts_once_on_recent_tokens(tmp_path: Path, name
     config = make_config(*SCHEDULES[name], *slow, "generator.num_generators=2")
     run = RunDirectory(tmp_path / "run")
     train(config, run.path)
-    report = audit(run)
-    assert report.problems == []
+    assert audit(run).problems == []
     metrics = read_metrics(run.metrics_path)
     assert len(metrics) == config.algorithm.num_steps
     assert max(row["lag/max"] for row in metrics) <= config.max_token_age

@@ -278,9 +278,7 @@ def configs(draw: st.DrawFn) -> Config:
     max_lag, prompts = draw(st.integers(0, 3)), draw(st.integers(1, 4))
     age, uses = draw(st.integers(1, 3)), draw(st.integers(2, 3))
     replayed = draw(st.sampled_from([n for n in range(prompts) if n <= (prompts - n) * min(age, uses - 1)]))
-    fresh = prompts - replayed
-    most = max_lag * fresh + 1  # the largest look-ahead that max_lag allows
-    lookahead = draw(st.integers(1, most))
+    lookahead = draw(st.integers(1, max_lag * (prompts - replayed) + 1))  # all that max_lag allows
     oversample = 0.0 if lookahead > 1 else draw(st.sampled_from([0.0, 0.3, 1.0, 2.0]))
     replay = {
         "frac": replayed / prompts, "max_age": max_lag + age, "max_uses": uses,
@@ -310,15 +308,13 @@ def test_no_token_is_too_old_and_no_group_is_lost(config: Config, pace: Pace, re
 
     fresh = [group_id for batch in trained.fresh for group_id in batch]
     dropped = [group_id for batch in trained.dropped for group_id in batch]
-    gone = [*fresh, *dropped, *book.given_up]
-    assert sorted([*gone, *book.unfinished]) == list(range(book.next_id))
+    assert sorted([*fresh, *dropped, *book.given_up, *book.unfinished]) == list(range(book.next_id))
     assert (book.num_trained, book.num_dropped) == (len(fresh), len(dropped))
     assert book.given_up <= pace.never_finishes
     in_buffer = {*book.ids_in(State.BUFFERED), *book.ids_in(State.DROPPED)}
     assert in_buffer <= set(asyncio.run(schedule.buffer.begin(book.unfinished)))
 
-    most = config.algorithm.dynamic_sampling_tries * config.fresh_per_step
-    assert max(map(len, trained.dropped)) <= most
+    assert max(map(len, trained.dropped)) <= config.algorithm.dynamic_sampling_tries * config.fresh_per_step
     for step, replayed in enumerate(trained.replayed):
         earlier = {group_id for batch in trained.fresh[:step] for group_id in batch}
         assert len(replayed) <= config.replayed_per_step

@@ -66,9 +66,8 @@ class World:
     def restart(self, name: str) -> Any:
         self.starts[name] += 1
         clients = self.generators if name in self.generators else self.environments
-        start = type(clients[name])
         clients[name].die()
-        clients[name] = start(name, self)
+        clients[name] = type(clients[name])(name, self)
         return clients[name]
 
     async def work(self) -> None:
@@ -145,9 +144,7 @@ class Worker:
     async def failures(self, num_known: int) -> list[tuple[int, str]]:
         return await self.alive(self._router.failures(num_known))
 
-    def play(
-        self, item: PromptItem, settings: SamplingSettings, seed: int
-    ) -> tuple[Any, Awaitable[PlayReport]]:
+    def play(self, item: PromptItem, settings: Any, seed: int) -> tuple[Any, Awaitable[PlayReport]]:
         return self, self.alive(self._played(item.group_id))
 
     async def _played(self, group: int) -> PlayReport:
@@ -210,8 +207,7 @@ def play(plan: Plan, folder: Path, max_restarts: int = 1000) -> tuple[set[int], 
 def test_a_prompt_that_ends_its_process_is_set_aside(kind: str, num_processes: int, tmp_path: Path) -> None:
     process = "worker" if "worker" in kind else "generator"
     given: dict[str, Any] = {f"ends_{process}": [3], f"num_{process}s": num_processes}
-    plan = Plan(0, episodes=() if "prompt" in kind else range(8), **given)
-    set_aside, world = play(plan, tmp_path / "run")
+    set_aside, world = play(Plan(0, episodes=() if "prompt" in kind else range(8), **given), tmp_path / "run")
     assert set_aside == {3}
     assert sum(world.starts.values()) <= (6 if "turn" in kind else 5)
 
@@ -228,12 +224,10 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_plans", [10, 1000])
+@pytest.mark.parametrize("count", [10, 1000])
 @pytest.mark.kept("10")
-def test_culprits_are_set_aside_and_others_finish(
-    num_plans: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    @settings(max_examples=num_plans)
+def test_culprits_are_set_aside_and_others_finish(count: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    @settings(max_examples=count)
     @given(plans())
     def check(plan: Plan) -> None:
         set_aside, world = play(plan, tmp_path_factory.mktemp("plan") / "run")
@@ -281,13 +275,10 @@ def test_a_finished_group_shows_that_not_every_group_ends_its_process() -> None:
 
 def test_a_node_that_dies_makes_no_suspects() -> None:
     suspects = Suspects()
-    for why in (
-        "the actor's node was terminated unexpectedly: health check failed",
-        "... its node has died. Node",
-    ):
+    for why in ("the actor's node was terminated unexpectedly: health check failed", "its node has died. Node"):
         for group in range(4 * MAX_LONE):
-            losses = suspects.lost(f"train/{group % MAX_LONE}", DataLost(f"generator-1 died: {why}"))
-            assert losses == Losses()
+            error = DataLost(f"generator-1 died: {why}")
+            assert suspects.lost(f"train/{group % MAX_LONE}", error) == Losses()
 
 
 def test_a_lost_turn_counts_twice_and_as_alone_only_after_another() -> None:

@@ -70,8 +70,7 @@ def make_sync(
     *generators: FakeGenerator, timeout_s: float = 5.0, version: int = 0, learner: Any = None,
     call: str = "stage",
 ) -> WeightSync:  # fmt: skip
-    wires = None if learner is None else Wires(learner, call)
-    return WeightSync(generators, timeout_s, version, wires)
+    return WeightSync(generators, timeout_s, version, None if learner is None else Wires(learner, call))
 
 
 async def publish(sync: WeightSync, version: int) -> SyncReport:
@@ -469,12 +468,10 @@ async def test_a_wire_that_cannot_be_joined_is_the_generators_fault_and_is_tried
 
     generator.join = refuse  # type: ignore[method-assign]
     sync = make_sync(generator, FakeGenerator("b"), learner=learner)
-    report = await publish(sync, 1)
-    assert "a failed in `stage`: no store" in report.failed[generator.number]
+    assert "a failed in `stage`: no store" in (await publish(sync, 1)).failed[generator.number]
     with pytest.raises(WeightSyncError, match="no store"):
         await admit(sync, generator)
-    fresh = FakeGenerator("a")
-    assert await admit(sync, fresh) == 1
+    assert await admit(sync, FakeGenerator("a")) == 1
 
 
 @pytest.mark.slow

@@ -88,8 +88,7 @@ async def test_a_buffer_writes_its_rollouts_and_its_part_of_a_checkpoint(tmp_pat
         await buffer.put(*parts(group))
     await buffer.take(1, [0], (), 0)
     await buffer.capture(0)
-    sizes = await buffer.write_captured(tmp_path)
-    assert sizes.keys() == {"groups.parquet", "replay.parquet"}
+    assert (await buffer.write_captured(tmp_path)).keys() == {"groups.parquet", "replay.parquet"}
     assert await buffer.flush() is None
     _, facts = await buffer.take(2, [1], (), 0)
     assert await buffer.flush() is None
@@ -201,8 +200,7 @@ def test_a_report_shows_half_a_pair_escaped(tmp_path: Path) -> None:
         reporter.warning(HALF)
     run.state_path.write_text(run.state_path.read_text().replace('"?"', json.dumps(HALF)))
     assert main(["report", str(run.path), "--log-ratio", "none"]) == 0
-    page = (run.path / "report.html").read_text(encoding="utf-8")
-    assert r"episodes/metrics/\ud83d" in page
+    assert r"episodes/metrics/\ud83d" in (run.path / "report.html").read_text(encoding="utf-8")
 
 
 def examples_with(**fields: Any) -> Callable[[int], ExampleSets]:

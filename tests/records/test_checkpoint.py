@@ -30,9 +30,7 @@ def make_store(folder: Path, keep: int = 2, keep_best: bool = True) -> Checkpoin
 
 
 def make_state(step: int, mark: float = 0.0) -> CheckpointState:
-    return CheckpointState(
-        step, {"next_group_id": 3 * step, "waiting": [1, 2]}, {"reward/mean": 0.5, "mark": mark}
-    )
+    return CheckpointState(step, {"next_group_id": step, "waiting": [1, 2]}, {"reward/mean": 0.5, "mark": mark})
 
 
 def write(store: CheckpointStore, step: int, mark: float = 0.0) -> Checkpoint:
@@ -230,9 +228,8 @@ def test_of_many_checkpoints_the_chosen_one_is_read_and_a_damaged_one_passed_ove
     assert store.damaged == []
     assert store.choose("best", "--which") == third
     assert [line.partition(":")[0] for line in store.damaged] == [str(second.path)]
-    with pytest.raises(
-        RunError, match=f"^--which: {first.path}: .* has no checkpoint 'step-000001'; give last,"
-    ):
+    message = f"^--which: {first.path}: .* has no checkpoint 'step-000001'; give last,"
+    with pytest.raises(RunError, match=message):
         store.choose("step-000001", "--which")
     (third.path / "training" / "groups.parquet").unlink()
     with pytest.raises(RunError, match=f"^{tmp_path} has no whole checkpoint; {third.path}: .* is missing; "):
@@ -244,18 +241,16 @@ def test_readers_change_nothing(tmp_path: Path) -> None:
     write(make_store(tmp_path), 20)
     final = tmp_path / "checkpoints" / "step-000020"
     final.rename(final.with_name("replaced-step-000020"))
-    store = make_store(tmp_path)
-    assert store.all() == []
+    assert make_store(tmp_path).all() == []
     assert names(tmp_path) == ["replaced-step-000020"]
 
 
 def test_newest_and_on_request_best_are_kept(tmp_path: Path) -> None:
     store = make_store(tmp_path, keep=2)
     evaluated(tmp_path, {0: 9.0, 10: 0.3, 20: 0.8, 25: 2.0, 30: 0.5})  # 0 and 25 have no checkpoint
-    kept = {10: [10], 20: [10, 20], 30: [20, 30], 40: [20, 30, 40], 50: [20, 40, 50]}
-    for step, expected in kept.items():
+    for step, kept in {10: [10], 20: [10, 20], 30: [20, 30], 40: [20, 30, 40], 50: [20, 40, 50]}.items():
         write(store, step)
-        assert names(tmp_path) == [f"step-{s:06d}" for s in expected]
+        assert names(tmp_path) == [f"step-{s:06d}" for s in kept]
     evaluated(tmp_path, {20: 0.8, 40: 0.8, 50: 0.1})
     write(store, 60)  # of equals, the newest
     assert names(tmp_path) == ["step-000040", "step-000050", "step-000060"]
@@ -288,10 +283,9 @@ def test_one_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, monkeypatch:
 
 def test_one_whose_validation_has_lost_its_line_may_be_the_best(tmp_path: Path) -> None:
     store = make_store(tmp_path, keep=1)
-    for step in (10, 20):
-        (tmp_path / "evaluations").mkdir(exist_ok=True)
-        (tmp_path / "evaluations" / f"step-{step:06d}.parquet").touch()
     evaluated(tmp_path, {20: 0.1})
+    for step in (10, 20):
+        (tmp_path / "evaluations" / f"step-{step:06d}.parquet").touch()
     for step in (10, 20, 30, 40):
         write(store, step)
     assert names(tmp_path) == ["step-000010", "step-000020", "step-000040"]
@@ -319,8 +313,7 @@ def test_a_damaged_evaluation_costs_only_itself(tmp_path: Path) -> None:
 
 def test_the_checkpoint_that_a_resume_started_from_is_kept(tmp_path: Path) -> None:
     """Restarted engines load from its folder."""
-    store = make_store(tmp_path, keep=9)
-    written = [write(store, step) for step in (10, 20, 30)]
+    written = [write(make_store(tmp_path, keep=9), step) for step in (10, 20, 30)]
     (written[2].path / "config.json").unlink()
     resumed = make_store(tmp_path, keep=1)
     assert resumed.latest() == written[1]

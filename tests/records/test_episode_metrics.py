@@ -26,12 +26,9 @@ from grpo_ray.watch.metrics_catalog import METRICS
 
 def two_episodes() -> ScoredGroup:
     """Make a group of an episode of five sampled tokens and two of context, and of one without a turn."""
-    first = branched_episode(
-        (0, 1, 4), reward=1.0, seconds=2.0, metrics={"guesses": 3.0, "rare": 7.0}, text="12 low 14"
-    )
-    second = make_episode(
-        Segments(), None, status="environment_error", seconds=5.0, error="Traceback\nE: boom\n"
-    )
+    metrics, error = {"guesses": 3.0, "rare": 7.0}, "Traceback\nE: boom\n"
+    first = branched_episode((0, 1, 4), reward=1.0, seconds=2.0, metrics=metrics, text="12 low 14")
+    second = make_episode(Segments(), None, status="environment_error", seconds=5.0, error=error)
     third = replace(first, status="truncated_turns", metrics={"guesses": 5.0}, finish_reason="length")
     return make_episode_group(0, [first, second, third])
 
@@ -85,8 +82,7 @@ def test_context_counts_nowhere() -> None:
 
 
 def test_readable_rollouts_say_how_an_episode_went() -> None:
-    group = two_episodes()
-    (first,) = readable_rollouts([group], 1)
+    (first,) = readable_rollouts([two_episodes()], 1)
     assert first["response"] == "12 low 14\n(3 turns, 1 branch, finished)"
 
 
@@ -127,8 +123,7 @@ def test_parts_of_an_earlier_version_are_read(tmp_path: Path) -> None:
     files = ResponseFiles(tmp_path, [0, 64])
     files.add(simple_group(0))
     part = tmp_path / "parts" / "00000.parquet"
-    table = pq.read_table(part)
-    pq.write_table(table.drop_columns(SCHEMA.names[SCHEMA.names.index("status") :]), part)
+    pq.write_table(pq.read_table(part).drop_columns(SCHEMA.names[SCHEMA.names.index("status") :]), part)
     again = ResponseFiles(tmp_path, [0, 64])
     assert again.done == {0}
     again.add(simple_group(64))

@@ -123,8 +123,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_response(n: int) -> No
 
 def test_pass_at_k_of_many_samples_does_not_overflow() -> None:
     # C(10000, 100) has 242 digits: not an exact float64, and near the end of its range.
-    value = pass_at_k(10_000, np.array([0, 1, 9_950]), 100)
-    assert value == pytest.approx([0.0, 100 / 10_000, 1.0])
+    assert pass_at_k(10_000, np.array([0, 1, 9_950]), 100) == pytest.approx([0.0, 100 / 10_000, 1.0])
     assert pass_at_k(100_000, np.array([50_000]), 50_000)[0] == 1.0
 
 

@@ -272,9 +272,8 @@ def test_groups_read_back_do_not_keep_the_file_in_memory(tmp_path: Path) -> None
 def test_full_disk_leaves_no_part_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "step-000001.parquet"
     write_rollouts(path, 1, [make_group(7, [[1]])])  # the old file stays
-    groups = [make_group(number, [[1, 2, 3]]) for number in range(50)]
     with file_size_limit(1000), pytest.raises(OSError, match="File too large"):
-        write_rollouts(path, 1, groups)
+        write_rollouts(path, 1, [make_group(number, [[1, 2, 3]]) for number in range(50)])
     assert os.listdir(tmp_path) == [path.name]
     assert [row["group_id"] for row in read_rollouts(path)] == [7]
 

@@ -45,8 +45,7 @@ def test_the_lag_is_the_delay_of_what_is_due() -> None:
 
 @pytest.mark.virtual_time
 async def test_calls_begin_a_few_per_turn_and_all_run_at_the_same_time() -> None:
-    turns, begun, running = 0, [], 0
-    most = 0
+    turns, begun, running, most = 0, [], 0, 0
 
     async def count_turns() -> None:
         nonlocal turns
@@ -248,9 +247,8 @@ def test_used_up_budget_shows_the_first_error_and_not_its_consequences() -> None
         "recovery.max_restarts: 2 restarts within an hour are used up. "
         "The first error was: generator-0 died: out of memory"
     )
-    none = RestartBudget("recovery.max_restores", 0, 1.0)
     with pytest.raises(BudgetUsedUp, match=r"0 restores within an hour .* The first error was: scorer died"):
-        none.spend("scorer", "scorer died")
+        RestartBudget("recovery.max_restores", 0, 1.0).spend("scorer", "scorer died")
 
 
 def test_budget_refills_after_an_hour() -> None:

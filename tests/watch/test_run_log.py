@@ -156,9 +156,7 @@ def terminal_lines(monkeypatch: pytest.MonkeyPatch, columns: int) -> list[str]:
     return [line for line in re.split(r"[\r\n]+", written) if line.startswith("step  ")]
 
 
-def test_every_step_leaves_a_line_on_a_terminal_and_a_whole_one_if_wide(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_leaves_a_line_on_a_terminal_and_a_whole_one_if_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     assert terminal_lines(monkeypatch, 80) == [
         "step    1/2  reward 1.000  lag 1  loss +1.0000  1 tok/s  1.00 s",
         "step    2/2  reward 1.000  lag 1  loss +1.0000  nothing left to sample  1.00 s",

@@ -206,8 +206,7 @@ def run(run: RunDirectory) -> RunDirectory:
 
 def make_trackers(run: RunDirectory, *trackers: Remembering, **settings: int) -> Trackers:
     config = make_config(*(f"tracking.{name}={value}" for name, value in settings.items()))
-    deliveries = [deliver(run.path, tracker) for tracker in trackers]
-    return Trackers(config.tracking, run, deliveries)
+    return Trackers(config.tracking, run, [deliver(run.path, tracker) for tracker in trackers])
 
 
 def told(tracker: Remembering, what: str) -> list[tuple[Any, ...]]:
@@ -270,8 +269,7 @@ def test_a_validation_sends_metrics_and_a_table_of_responses_which_are_cut(run: 
     tracker = Remembering()
     trackers = make_trackers(run, tracker, rollouts_per_table=2)
     groups = groups_of(4, "ab" * 3000)
-    summary = summarise_groups(4, groups)
-    trackers.evaluation(summary, groups)
+    trackers.evaluation(summarise_groups(4, groups), groups)
     trackers.close("finished")
     ((step, metrics),) = told(tracker, "metrics")
     assert (step, metrics["eval/reward"]) == (4, 2.5)
@@ -416,8 +414,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert points == [(1, 0.25), (2, 0.75), (3, 1.0)]  # 0.5 was logged before the restore
     (event,) = seen.Tensors("rollouts/text_summary")
     assert (event.step, event.tensor_proto.string_val[0].decode()) == (1, escaped_markdown_table(ROWS))
-    config = seen.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert "    num_steps: 8\n" in config
+    assert b"    num_steps: 8\n" in seen.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
 
 
 def test_tensorboard_shows_a_response_literally() -> None:
@@ -501,11 +498,9 @@ def test_mlflow(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
     run = tracked(tmp_path / "runs" / "my-run", "tracking.project=sums")
-    place = use("mlflow", run, "interrupted")
-    assert place == f"{tmp_path / 'runs' / 'mlruns'}, run {run.id}"
+    assert use("mlflow", run, "interrupted") == f"{tmp_path / 'runs' / 'mlruns'}, run {run.id}"
     client = MlflowClient(tracking_uri=str(tmp_path / "runs" / "mlruns"))
-    experiment = client.get_experiment_by_name("sums")
-    (found,) = client.search_runs([experiment.experiment_id])
+    (found,) = client.search_runs([client.get_experiment_by_name("sums").experiment_id])
     assert (found.info.run_id, found.info.run_name, found.info.status) == (run.id, "my-run", "KILLED")
     assert found.data.params["algorithm.num_steps"] == "8"
     assert found.data.params["learner.betas"] == "[0.9, 0.95]"
@@ -517,8 +512,7 @@ def test_mlflow(tmp_path: Path) -> None:
         assert list(csv.DictReader(file)) == texts
     assert client.get_metric_history(run.id, "reward/mean.a-b")[0].value == 0.125
     assert client.get_metric_history(run.id, "episodes/metrics/pass_1")[0].value == 0.5
-    again = tracked(tmp_path / "runs" / "my-run", "algorithm.num_steps=9")
-    go_on("mlflow", again)
+    go_on("mlflow", tracked(tmp_path / "runs" / "my-run", "algorithm.num_steps=9"))
     found = client.get_run(run.id)
     assert found.info.status == "FINISHED"
     assert found.data.metrics["reward/mean"] == 1.0
