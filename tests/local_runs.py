@@ -103,12 +103,12 @@ class FakeServing:
         self.budget = RestartBudget("recovery.max_restarts", max_restarts, 0.0)
 
     @asynccontextmanager
-    async def during(self) -> AsyncIterator[None]:
-        """Run the subclass's `pool`, and cancel it afterwards."""
+    async def during(self) -> AsyncIterator[TasksAlongside]:
+        """Run the subclass's `pool`, and cancel it afterwards, with the other tasks of the group."""
         try:
             async with TasksAlongside() as tasks, asyncio.timeout(120):
                 self.pool.start(tasks)
-                yield
+                yield tasks
         except BaseExceptionGroup as errors:
             raise first_error(errors) from errors
 

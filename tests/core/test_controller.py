@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -196,10 +197,7 @@ def test_a_replacement_that_fails_a_sync_before_it_serves_is_replaced_as_well(ru
 
 
 def test_an_unloadable_adapter_ends_its_run(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise ValueError("no such layer")
-
-    monkeypatch.setattr(Generator, "stage_weights", refuse)
+    monkeypatch.setattr(Generator, "stage_weights", Mock(side_effect=ValueError("no such layer")))
     with pytest.raises(RunError, match=r"no Generator can load the adapted weights: .*: no such layer"):
         train(make_config("model.adapter.rank=4", "generator.num_generators=2"), run.path)
     assert events(run, "generator_back") == []

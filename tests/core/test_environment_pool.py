@@ -209,14 +209,9 @@ async def test_a_group_that_is_cut_off_does_not_end_the_replacement_that_it_bega
     """The replacement spends the budget once, and the worker's next group waits until it is ready."""
     pool = Pool(tmp_path, lambda worker, number: GOOD if number else ActorDied(worker, "killed"))
     starting = asyncio.Event()
-
-    async def slow(worker: FakeWorker) -> bool:
-        await starting.wait()
-        return True
-
     async with pool.during():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(FakeWorker, "ready", slow)
+            patch.setattr(FakeWorker, "ready", lambda worker: starting.wait())
             playing = asyncio.ensure_future(pool.play())
             await until(lambda: pool.actors.starts["environment-0"] == 2)
             playing.cancel()

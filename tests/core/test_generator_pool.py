@@ -189,13 +189,11 @@ async def test_the_stall_watch_waits_for_no_replacement(tmp_path: Path, what: st
         return asyncio.sleep(60) if asked in (what, f"{name} ready") and number == 0 else 3
 
     pool = Pool(tmp_path, answer, "recovery.start_timeout_s=1.2", *TAUGHT)
-    async with pool.during():
-        watching = asyncio.create_task(StallWatch(pool.calls, pool.pool, pool.log, 0.4).run())
-        sampling = asyncio.create_task(pool.pool.sample(make_item(7), 2, "train"))
+    async with pool.during() as tasks:
+        tasks.create_task(StallWatch(pool.calls, pool.pool, pool.log, 0.4).run())
+        tasks.create_task(pool.pool.sample(make_item(7), 2, "train"))
         await until(lambda: pool.actors.starts[name] >= 3)
         assert pool.actors.num_stack_dumps >= 2  # it kept watching while the first replacement hung
-        watching.cancel()
-        sampling.cancel()
     assert "recovery.stall_timeout_s" in pool.events(f"{name.partition('-')[0]}_failed")[0]
 
 
@@ -224,13 +222,10 @@ async def test_groups_that_are_only_retried_are_a_stall(tmp_path: Path) -> None:
     lost = fails("score", lambda: DataLost("the node is gone"))
     overrides = "recovery.max_group_losses=100000", "recovery.max_group_retries=100000"
     pool = Pool(tmp_path, lost, *overrides, "recovery.restart_backoff_s=0")
-    async with pool.during():
-        sampling = asyncio.create_task(pool.pool.sample(make_item(7), 2, "train"))
-        try:
-            with pytest.raises(Stalled):
-                await StallWatch(pool.calls, pool.pool, pool.log, 0.4).run()
-        finally:
-            sampling.cancel()
+    async with pool.during() as tasks:
+        tasks.create_task(pool.pool.sample(make_item(7), 2, "train"))
+        with pytest.raises(Stalled):
+            await StallWatch(pool.calls, pool.pool, pool.log, 0.4).run()
     assert pool.actors.num_calls["generate"] > 5
 
 
@@ -307,11 +302,7 @@ async def test_groups_are_shared_among_scorers_and_one_that_dies_is_replaced_alo
 
 
 async def test_only_groups_to_train_on_are_looked_up_and_all_their_tokens_counted(tmp_path: Path) -> None:
-    async def later() -> int:
-        await asyncio.sleep(0.01)
-        return 3
-
-    pool = Pool(tmp_path, lambda asked, number: later() if asked == "look_up" else 3, *TAUGHT)
+    pool = Pool(tmp_path, lambda asked, _: asyncio.sleep(0.01, 3) if asked == "look_up" else 3, *TAUGHT)
     async with pool.during():
         purposes = enumerate(["train", "validation"] * 5)
         found = await asyncio.gather(*(pool.pool.sample(make_item(n), 2, each) for n, each in purposes))

@@ -248,9 +248,7 @@ def test_counters_in_a_file_s_metadata_are_read(make_learner: MakeLearner, tmp_p
     assert resume(learner, tmp_path / "step").version == 1
 
 
-def test_checkpoint_of_another_model_is_refused(
-    make_learner: MakeLearner, tiny_model: TinyModel, tmp_path: Path
-) -> None:
+def test_another_model_is_not_resumed(make_learner: MakeLearner, tiny_model: TinyModel, tmp_path: Path) -> None:
     learner = make_learner(tied=False)
     train(learner, [1])
     written(learner, tmp_path / "step")

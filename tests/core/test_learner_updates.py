@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -171,20 +172,13 @@ def test_later_updates_compare_with_the_policy_before_the_first(make_learner: Ma
 def test_old_log_probabilities_are_looked_up_once_and_only_for_several_updates(
     make_learner: MakeLearner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = []
-
-    def counted(*args: Any) -> Any:
-        calls.append(len(args[1]))
-        return original(*args)
-
     # The ratios of `behaviour` use the sampler's logprobs.
     for old, epochs, expected in (("proximal", 1, []), ("proximal", 3, [12]), ("behaviour", 2, [])):
         learner = make_learner(algorithm={"old_log_probs": old, "epochs_per_batch": epochs})
-        original = learner._forward_backward.with_proximal
-        monkeypatch.setattr(learner._forward_backward, "with_proximal", counted)
-        calls.clear()
+        lookup = Mock(wraps=learner._forward_backward.with_proximal)
+        monkeypatch.setattr(learner._forward_backward, "with_proximal", lookup)
         step(learner, make_batch(learner))
-        assert calls == expected
+        assert [len(call.args[1]) for call in lookup.call_args_list] == expected
 
 
 @pytest.mark.slow

@@ -363,13 +363,11 @@ def test_one_group_takes_the_place_of_each_that_is_set_aside_or_dropped() -> Non
 
 
 @pytest.mark.parametrize("replayed", [0, 2])
-@pytest.mark.parametrize(
-    ("max_lag", "lookahead", "late"), [(0, 1, 0), (1, 1, 0), (3, 1, 0), (3, 3, 1), (3, 4, 2)]
-)
-def test_fast_generators_run_ahead_by_max_lag(max_lag: int, lookahead: int, late: int, replayed: int) -> None:
+@pytest.mark.parametrize(("max_lag", "ahead", "late"), [(0, 1, 0), (1, 1, 0), (3, 1, 0), (3, 3, 1), (3, 4, 2)])
+def test_fast_generators_run_ahead_by_max_lag(max_lag: int, ahead: int, late: int, replayed: int) -> None:
     """Admission that is tighter than necessary would waste the Generators' time."""
     replay = {"frac": replayed / (2 + replayed), "max_age": 9}
-    config = make_config(max_lag, 2 + replayed, buffer={"lookahead": lookahead, "replay": replay})
+    config = make_config(max_lag, 2 + replayed, buffer={"lookahead": ahead, "replay": replay})
     lags = train(config, Pace(train=[200]))[0].lags
     assert lags == [min(step, max_lag - late) for step in range(6)]
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -329,9 +330,7 @@ async def test_take_waits_once_too_much_is_unwritten(tmp_path: Path, monkeypatch
 
 
 async def test_bug_in_writing_is_said_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise TypeError("a mistake")
-
+    broken = Mock(side_effect=TypeError("a mistake"))
     monkeypatch.setattr("grpo_ray.watch.rollout_writer.write_rollouts", broken)
     buffer = await filled(map(simple_group, range(2)), tmp_path, size=1)
     await take(buffer, 1, 0)

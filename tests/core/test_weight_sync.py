@@ -5,6 +5,7 @@ import itertools
 import pickle
 from collections.abc import Awaitable, Callable
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from hypothesis import given, settings
@@ -27,11 +28,9 @@ DONE = [event for call in CALLS for event in (call, f"{call} done")]
 class FakeGenerator:
     """A Generator that logs its calls, and hangs, fails or waits at a gate in the given ones."""
 
-    def __init__(
-        self, name: str, log: list[tuple[str, str]] | None = None, hangs: str = "", fails: str = "",
-        error: Exception | None = None,
-    ) -> None:  # fmt: skip
-        self.name, self.log, self.hangs, self.fails = name, [] if log is None else log, hangs, fails
+    def __init__(self, name: str, hangs: str = "", fails: str = "", error: Exception | None = None) -> None:
+        self.name, self.hangs, self.fails = name, hangs, fails
+        self.log: list[tuple[str, str]] = []
         self.number = next(NUMBERS)
         self.error = error or RuntimeError("out of memory")
         self.loaded: list[object] = []
@@ -85,8 +84,8 @@ async def admit(sync: WeightSync, generator: FakeGenerator) -> int:
 
 
 def test_no_generator_pauses_before_all_have_the_weights_and_then_none_waits_for_another() -> None:
-    log: list[tuple[str, str]] = []
-    fast, slow = FakeGenerator("a", log), FakeGenerator("b", log)
+    fast, slow = FakeGenerator("a"), FakeGenerator("b")
+    slow.log = log = fast.log
     sync = make_sync(fast, slow, timeout_s=600)
 
     async def run() -> SyncReport:
@@ -462,11 +461,7 @@ async def test_the_learners_death_while_a_replacement_joins_is_not_the_replaceme
 
 async def test_a_wire_that_cannot_be_joined_is_the_generators_fault_and_is_tried_again() -> None:
     learner, generator = FakeLearner(), FakeGenerator("a")
-
-    async def refuse(meeting: Meeting) -> None:
-        raise WireError("no store")
-
-    generator.join = refuse  # type: ignore[method-assign]
+    generator.join = AsyncMock(side_effect=WireError("no store"))  # type: ignore[method-assign]
     sync = make_sync(generator, FakeGenerator("b"), learner=learner)
     assert "a failed in `stage`: no store" in (await publish(sync, 1)).failed[generator.number]
     with pytest.raises(WeightSyncError, match="no store"):

@@ -79,11 +79,9 @@ def test_committed_checkpoint_is_found(tmp_path: Path) -> None:
     assert found.state == make_state(40)
     assert names(tmp_path) == ["step-000040"]
     assert json.loads((found.training_path / "state.json").read_text())["files"] == {
-        "config.json": 2,
-        "model.safetensors": 80,
-        "training/groups.parquet": 6,
-        "training/optimizer.safetensors": 152,
-    }
+        "config.json": 2, "model.safetensors": 80,
+        "training/groups.parquet": 6, "training/optimizer.safetensors": 152,
+    }  # fmt: skip
 
 
 def test_numbers_that_json_cannot_hold(tmp_path: Path) -> None:

@@ -110,12 +110,8 @@ def test_errors_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.slow
 def test_the_traceback_of_an_unexpected_error() -> None:
-    program = (
-        "from grpo_ray.tools import cli\n"
-        "def fail(*_): raise AssertionError(" + repr(HOSTILE) + ")\n"
-        "cli.parse = fail\n"
-        "cli.main(['check'])\n"
-    )
+    fail = f"def fail(*_): raise AssertionError({HOSTILE!r})"
+    program = f"from grpo_ray.tools import cli\n{fail}\ncli.parse = fail\ncli.main(['check'])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True)
     assert done.returncode == 1
     check(done.stderr.decode())

@@ -187,11 +187,7 @@ def test_no_warning_in_a_good_run(path: Path) -> None:
 
 @pytest.mark.parametrize("path", recorded("failures"))
 def test_the_recorded_failure_is_found(path: Path) -> None:
-    expected = {
-        "re-tokenized": "mismatched_logprobs",
-        "prompt-satisfies-reward": "satisfied_reward",
-        "stale-old-logprobs": "stale_old_logprobs",
-    }
+    expected = {"re-tokenized": "mismatched_logprobs", "prompt-satisfies-reward": "satisfied_reward"}
     name = expected.get(path.stem, path.stem.replace("-", "_"))
     own = [OWN[path.stem]] if path.stem in OWN else []
     found = detections(make_config("algorithm.prompts_per_step=16", *own), read_metrics(path))

@@ -55,11 +55,8 @@ def test_a_prompt_counts_once_however_many_responses_it_has() -> None:
 
 @pytest.mark.parametrize(("implementation", "is_tied"), [("transformers", True), ("grpo_ray", False)])
 def test_a_llama_is_counted_by_hand(implementation: str, is_tied: bool) -> None:
-    if implementation == "grpo_ray":
-        model: Any = TransformerLM(LlamaConfig(**SHAPE, tie_word_embeddings=is_tied))
-    else:
-        model = build("llama", tie_word_embeddings=is_tied)
-    size = ModelSize.of(model)
+    own = TransformerLM(LlamaConfig(**SHAPE, tie_word_embeddings=is_tied))
+    size = ModelSize.of(own if implementation == "grpo_ray" else build("llama", tie_word_embeddings=is_tied))
     assert size == ModelSize(3 * LAYER, 3 * LAYER, OUTPUT, OUTPUT, {None: WIDTH})
     forward = 2 * 3 * LAYER * TOKENS + 2 * OUTPUT * RESPONSES + 4 * WIDTH * PAIRS
     assert size.forward_flops(LENGTHS) == forward

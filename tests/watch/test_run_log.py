@@ -121,13 +121,10 @@ def test_a_reader_that_went_away_does_not_end_a_run(monkeypatch: pytest.MonkeyPa
             console.print("a line that is longer than any buffer " * 1000)
 
 
-METRICS = dict.fromkeys(
-    (
-        "reward/mean", "lag/max", "loss/policy", "throughput/sampled_tokens_per_s", "timing/step_s",
-        "timing/wait_for_batch_s", "timing/train_s", *SYNC,
-    ),
-    1.0,
-)  # fmt: skip
+METRICS = dict.fromkeys((
+    "reward/mean", "lag/max", "loss/policy", "throughput/sampled_tokens_per_s", "timing/step_s",
+    "timing/wait_for_batch_s", "timing/train_s", *SYNC,
+), 1.0)  # fmt: skip
 IDLE = METRICS | {"throughput/sampled_tokens_per_s": 0.0, "timing/generate_s": 0.0}
 
 
@@ -167,16 +164,14 @@ def test_a_step_leaves_a_line_on_a_terminal_and_a_whole_one_if_wide(monkeypatch:
     ]
 
 
-@pytest.mark.parametrize(
-    ("step", "max_lag", "is_shown"), [(9, 1, False), (10, 1, True), (9, 2, True), (10, 0, False)]
-)
+@pytest.mark.parametrize(("step", "lag", "shown"), [(9, 1, False), (10, 1, True), (9, 2, True), (10, 0, False)])
 def test_only_the_last_steps_have_nothing_left_to_sample(
-    step: int, max_lag: int, is_shown: bool, capsys: pytest.CaptureFixture[str]
+    step: int, lag: int, shown: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    RunConsole(10, max_lag).step(step, IDLE)
+    RunConsole(10, max_lag=lag).step(step, IDLE)
     line = capsys.readouterr().out
-    assert ("nothing left to sample" in line) == is_shown
-    assert ("0 tok/s" in line) == ("generate 0.00" in line) == (not is_shown)
+    assert ("nothing left to sample" in line) == shown
+    assert ("0 tok/s" in line) == ("generate 0.00" in line) == (not shown)
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,9 @@ def check(profiling_script: Callable[[str], ModuleType]) -> ModuleType:
 
 def exported() -> set[str]:
     """Return the names that Prometheus scrapes, as profiling/check_dashboard.py found them."""
-    endings = {
-        ray_metrics.STAGE_SECONDS: ["_bucket", "_sum", "_count"],
-        ray_metrics.STAGE_TIME: ["_total"],
-        ray_metrics.COLLECTIVE_TIME: ["_total"],
-    }
-    return {f"ray_{name}{ending}" for name in NAMES for ending in endings.get(name, [""])}
+    counters = dict.fromkeys((ray_metrics.STAGE_TIME, ray_metrics.COLLECTIVE_TIME), ("_total",))
+    endings = {ray_metrics.STAGE_SECONDS: ("_bucket", "_sum", "_count"), **counters}
+    return {f"ray_{name}{ending}" for name in NAMES for ending in endings.get(name, ("",))}
 
 
 def test_every_query_reads_what_is_exported_and_everything_exported_is_read(check: ModuleType) -> None:
