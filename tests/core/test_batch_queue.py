@@ -246,18 +246,6 @@ async def test_a_group_larger_than_the_engine_runs_alone() -> None:
 
 
 @pytest.mark.slow
-async def test_time_in_the_queue_does_not_count_against_the_limit() -> None:
-    """Six groups of 4, one after another on an engine for 4: each takes 0.1 s, the last 0.6 s with its wait."""
-    dispatcher, engine = Dispatcher([client("a")], max_num_seqs=4), asyncio.Lock()
-
-    async def sample() -> None:
-        async with dispatcher.room(4) as generator, dispatcher.slot(generator, 4, limit_s=0.4), engine:
-            await asyncio.sleep(0.1)
-
-    await asyncio.gather(*(sample() for _ in range(6)))
-
-
-@pytest.mark.slow
 async def test_a_group_that_its_engine_has_scheduled_is_ended_at_the_limit() -> None:
     dispatcher, never = Dispatcher([client("a")], max_num_seqs=8), asyncio.Event()
     tasks = [asyncio.create_task(hold(dispatcher, 4, never, limit_s=0.1)) for _ in range(3)]
