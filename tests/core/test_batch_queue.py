@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from turn_clients import NUMBERS
 
 from grpo_ray.core.batch_queue import BatchQueue
 from grpo_ray.core.dispatch import Dispatcher
@@ -208,9 +209,6 @@ def test_strict_batches_do_not_depend_on_the_order_of_arrival(
 ) -> None:
     steps = play(BatchQueue(size, max_dropped=max_dropped), arrival, signals, aside, takes)
     assert steps == list(slow_strict(size, max_dropped, signals, aside))
-
-
-NUMBERS = itertools.count()
 
 
 def client(name: str) -> Any:

@@ -1,7 +1,6 @@
 """The GeneratorPool with actors that fail in every way, without engines; and the start of a run's actors."""
 
 import asyncio
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from unittest.mock import AsyncMock
 import pytest
 from builders import make_item, make_settings
 from local_runs import FakeServing, make_config, until
+from turn_clients import NUMBERS
 
 from grpo_ray.cluster.placement import names_of
 from grpo_ray.core import starting
@@ -21,12 +21,11 @@ from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled
 from grpo_ray.watch.clock import VirtualClock, simulated_by
 from grpo_ray.watch.restarts import BudgetUsedUp
 
-NUMBERS = itertools.count()  # of processes
 Behaviour = Callable[[str, int], Any]  # (actor, how many times it was called before) -> result, or an error
 
 
 class FakeActors:
-    """A Generator and a Scorer with answers that a test decides; `started` has each one's number of starts."""
+    """A Generator and a Scorer with answers that a test decides; `starts` has each one's number of starts."""
 
     def __init__(self, answer: Behaviour, names: dict[str, list[str]]) -> None:
         self._answer, self.num_calls = answer, dict[str, int]()
@@ -93,8 +92,6 @@ class FakeWeightSync:
 
 
 class Pool(FakeServing):
-    """A GeneratorPool over fake actors."""
-
     def __init__(self, folder: Path, answer: Behaviour, *overrides: str, max_restarts: int = 5) -> None:
         config = make_config("recovery.restart_backoff_s=0.001", *overrides)
         super().__init__(folder, config, FakeActors(answer, names_of(config)), max_restarts)

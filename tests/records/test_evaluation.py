@@ -1,6 +1,5 @@
 """Evaluation summaries of hand-made groups, and their estimates and intervals."""
 
-import json
 import math
 from dataclasses import replace
 from fractions import Fraction
@@ -19,7 +18,7 @@ from grpo_ray.core.validation import MAX_UNWRITTEN, Validation
 from grpo_ray.records.evaluation_summary import bootstrap_intervals, pass_at_k, powers_of_two, summarise_groups
 from grpo_ray.records.readable_rollouts import readable_rollouts
 from grpo_ray.records.rollout_log import read_rollouts
-from grpo_ray.records.run_files import step_name
+from grpo_ray.records.run_files import read_metrics, step_name
 from grpo_ray.types import ScoredGroup
 
 
@@ -101,8 +100,7 @@ def test_a_full_disk_fills_no_memory_with_evaluations(tmp_path: Path, monkeypatc
     assert warnings[-1] == f"{len(steps)} evaluations could not be written yet: no space left on device"
     evaluations.write()
     assert warnings[-1] is None
-    summaries = (tmp_path / "summary.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in summaries] == list(steps)
+    assert [row["step"] for row in read_metrics(tmp_path / "summary.jsonl")] == list(steps)
     files = sorted(tmp_path.glob("*.parquet"))
     assert [file.stem for file in files] == [step_name(step) for step in steps[3:]]
     assert all(len(read_rollouts(file)) == sum(len(group.rewards) for group in GROUPS) for file in files)

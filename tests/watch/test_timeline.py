@@ -154,9 +154,8 @@ def test_a_runs_stages_add_up_to_its_time_and_its_timeline_has_them(run: RunDire
     train(config, run.path, end_a_generator)
     events = read(run.timeline_path)
     names = rows(events)
-    assert sorted(names.values()) == sorted(
-        ["driver", "learner", "buffer", "scorer", "weight_sync", "generator-0", "generator-1"]
-    )
+    actors = ["driver", "learner", "buffer", "scorer", "weight_sync", "generator-0", "generator-1"]
+    assert sorted(names.values()) == sorted(actors)
     drawn: Counter[str] = Counter()
     by_row: dict[str, list[Event]] = defaultdict(list)
     for event in events:
@@ -190,9 +189,8 @@ def check_stages(lines: list[dict[str, Any]], longest_s: float) -> None:
     for stage in ("train", "optimizer", "snapshot", "capture", "wait_for_batch"):
         assert sum(actors["learner"][stage]) > 0, stage
     for name in (
-        "buffer/make_batch", "buffer/write_rollouts", "scorer/score", "weight_sync/stage",
-        "generator-0/generate", "generator-0/load_weights",
-        "driver/train", "driver/evaluate", "driver/checkpoint",
+        "buffer/make_batch", "buffer/write_rollouts", "scorer/score", "weight_sync/stage", "driver/train",
+        "driver/evaluate", "driver/checkpoint", "generator-0/generate", "generator-0/load_weights",
     ):  # fmt: skip
         actor, _, stage = name.partition("/")
         assert sum(actors[actor][stage]) > 0, (actor, stage)
