@@ -66,16 +66,12 @@ def test_step_is_adamw_on_the_clipped_gradient(make_learner: MakeLearner) -> Non
 # ---- the lag of tokens ----
 
 
-def at_version(learner: Learner, version: int) -> Learner:
-    learner.version = version
-    return learner
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("max_lag", "too_old"), [(0, 4), (1, 3), (3, 1)])
 def test_one_token_too_old_refuses_the_batch(make_learner: MakeLearner, max_lag: int, too_old: int) -> None:
     changes = {"weight_sync": {"max_lag": max_lag}, "learner": {"learning_rate": 1e-2}}
-    learner = at_version(make_learner(**changes), 5)
+    learner, untouched = make_learner(**changes), make_learner(**changes)
+    learner.version = untouched.version = 5
     batch, before = TrainBatch(tuple(make_batch(learner, versions=5))), weights(learner)
     last = batch.groups[1].rollout.completions[2].versions[-1:]  # even in a group without signal
     last[:] = too_old
@@ -84,7 +80,6 @@ def test_one_token_too_old_refuses_the_batch(make_learner: MakeLearner, max_lag:
     assert torch.equal(weights(learner), before)
     assert learner.version == 5
     # The next step is the same as that of a Learner which never saw the batch.
-    untouched = at_version(make_learner(**changes), 5)
     last[:] += 1
     for each in (learner, untouched):
         assert each.train_step(batch).version == 6
@@ -120,7 +115,8 @@ def test_lag_and_mismatch_after_a_switch_by_hand(make_learner: MakeLearner, shar
 @pytest.mark.parametrize(("tied", "checksum"), [(True, False), (False, True)])
 def test_snapshot_holds_every_weight_and_stays(make_learner: MakeLearner, tied: bool, checksum: bool) -> None:
     changes = {"weight_sync": {"checksum": checksum, "max_lag": 3}, "learner": {"learning_rate": 1e-2}}
-    learner = at_version(make_learner(tied, **changes), 3)
+    learner = make_learner(tied, **changes)
+    learner.version = 3
     snapshot = learner.snapshot()[0]
     tensors = tensors_of(snapshot)
     assert snapshot.version == 3

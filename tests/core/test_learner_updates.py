@@ -534,8 +534,6 @@ def test_everything_at_once(make_learner: MakeLearner) -> None:
 
 # ---- age in optimizer updates ----
 
-FOUR = {"algorithm": {"train_batch_size": 6, "epochs_per_batch": 2}, "weight_sync": {"max_lag": 1}}
-
 
 def ages(metrics: dict[str, float]) -> tuple[float, float | None]:
     return metrics["lag/max"], metrics.get("lag/updates/max")
@@ -543,7 +541,8 @@ def ages(metrics: dict[str, float]) -> tuple[float, float | None]:
 
 @pytest.mark.slow
 def test_several_updates_make_tokens_older_than_their_lag(make_learner: MakeLearner, tmp_path: Path) -> None:
-    learner = make_learner(**FOUR)
+    four = {"train_batch_size": 6, "epochs_per_batch": 2}
+    learner = make_learner(algorithm=four, weight_sync={"max_lag": 1})
     assert ages(step(learner, make_batch(learner, versions=0))) == (0.0, 3.0)  # three updates before the last
     assert ages(step(learner, make_batch(learner, versions=0))) == (1.0, 7.0)  # four more
     resumed = resume(learner, written(learner, tmp_path / "step"))

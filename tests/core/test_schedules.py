@@ -56,10 +56,7 @@ def test_each_schedule_trains_prompts_once_on_recent_tokens(tmp_path: Path, name
     assert (max(uses) > 1) == (config.replayed_per_step > 0)
 
 
-EXACT = ("dynamic", "replay", "several-updates", "reference")
-
-
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", ["dynamic", "replay", "several-updates", "reference"])
 @pytest.mark.kept("dynamic")
 def test_a_synchronous_run_that_is_interrupted_is_the_same_run(tmp_path: Path, name: str) -> None:
     """A schedule's whole state is in the checkpoint: the same steps follow."""

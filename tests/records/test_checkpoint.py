@@ -40,13 +40,8 @@ def write(store: CheckpointStore, step: int, mark: float = 0.0) -> Checkpoint:
     (folder / "model.safetensors").write_bytes(WEIGHTS)
     (folder / "training" / "optimizer.safetensors").write_bytes(save({"moments": np.zeros(20, "<f4")}))
     (folder / "training" / "groups.parquet").write_bytes(b"groups")
-    return store.commit(step, make_state(step, mark), sizes(folder))
-
-
-def sizes(folder: Path) -> dict[str, int]:
-    """Return what the writers report."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+    reported = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*.*")}
+    return store.commit(step, make_state(step, mark), reported)
 
 
 def names(folder: Path) -> list[str]:

@@ -222,7 +222,6 @@ def test_each_group_has_its_own_uses(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [path.name]
 
 
-token_counts = st.lists(st.integers(0, 5), min_size=1, max_size=4)
 floats = st.floats(width=32)  # including infinities, nan and -0.0
 
 
@@ -240,7 +239,7 @@ def scored_groups(draw: st.DrawFn) -> ScoredGroup:
             finish_reason=draw(st.sampled_from(["stop", "length"])),
         )
 
-    sizes = draw(token_counts)
+    sizes = draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
     prompt_ids = tuple(draw(st.lists(st.integers(0, 2**31 - 1), max_size=4)))
     item = PromptItem(draw(st.integers(0, 2**40)), draw(TEXT), prompt_ids, draw(TEXT), task=draw(TEXT))
     rollout = RolloutGroup(item, tuple(completion(size) for size in sizes), draw(TEXT))

@@ -40,11 +40,8 @@ def sequence(prompt: tuple[int, ...], num_response: int) -> TrainSequence:
     return TrainSequence(prompt, np.ones(num_response, np.int32), np.zeros(num_response, np.float32), 1.0)
 
 
-SEQUENCES = [sequence((1, 2, 3), 4), sequence((9,) * 5, 2), sequence((1, 2, 3), 1)]
-
-
 def test_a_prompt_counts_once_however_many_responses_it_has() -> None:
-    assert lengths_of(SEQUENCES) == LENGTHS
+    assert lengths_of([sequence((1, 2, 3), 4), sequence((9,) * 5, 2), sequence((1, 2, 3), 1)]) == LENGTHS
     assert num_tokens(LENGTHS) == TOKENS
     assert num_pairs(LENGTHS) == PAIRS
     assert num_pairs([]) == num_tokens([]) == 0

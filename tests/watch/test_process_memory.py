@@ -44,15 +44,12 @@ def test_children_count_and_are_searched_for_now_and_then(monkeypatch: pytest.Mo
     assert of_all - of_others > 60 * 2**20
 
 
-Node = dict[str, Any]
-
-
 def test_nodes_are_asked_in_the_background_and_the_last_answers_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_ray.watch.memory.ASK_EVERY_S", 0.0)
     answers: dict[str, int | None] = {"a": 3, "dead": None, "b": 4}
     may_answer, asked = threading.Event(), list[str]()
 
-    def ask(node: Node) -> int:
+    def ask(node: dict[str, Any]) -> int:
         may_answer.wait(60)
         asked.append(node["NodeID"])
         if (answer := answers[node["NodeID"]]) is None:
@@ -72,7 +69,7 @@ def test_nodes_are_asked_in_the_background_and_the_last_answers_count(monkeypatc
 
 
 def test_nodes_are_not_asked_in_every_step() -> None:
-    asked: list[Node] = []
+    asked: list[dict[str, Any]] = []
     spilled = SpilledBytes(lambda: [{"NodeID": "a"}], lambda node: asked.append(node) or 3)  # type: ignore[func-returns-value]
     until(lambda: spilled.total() == 3)
     for _ in range(100):
@@ -80,7 +77,6 @@ def test_nodes_are_not_asked_in_every_step() -> None:
     assert len(asked) == 1
 
 
-NUM_STEPS = 150
 EARLY, LATE = slice(50, 75), slice(125, 150)
 
 
@@ -92,7 +88,7 @@ def test_memory_does_not_grow(tmp_path: Path) -> None:
 
     Over a thousand, a driver of 620 MB has two or three permanent jumps of 5 to 10 MB, and as many that pass.
     """
-    command = [sys.executable, PROGRAM, "train", QUICKSTART, *SMALL, f"algorithm.num_steps={NUM_STEPS}"]
+    command = [sys.executable, PROGRAM, "train", QUICKSTART, *SMALL, "algorithm.num_steps=150"]
     command += ["evaluation.every_num_steps=50", "checkpoint.every_num_steps=3", "run.save_rollouts=false"]
     output_of(*command, f"run.output_dir={tmp_path}", "run.name=run")
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")

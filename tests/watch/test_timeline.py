@@ -22,8 +22,7 @@ Event = dict[str, Any]
 
 
 def read(path: Path) -> list[Event]:
-    events: list[Event] = json.loads(path.read_text())
-    return events
+    return json.loads(path.read_text())
 
 
 def rows(events: list[Event]) -> dict[int, str]:
