@@ -229,8 +229,7 @@ async def test_work_in_flight_is_bounded_and_balanced() -> None:
     await asyncio.sleep(0)
     assert {name: gen.num_sequences for name, gen in dispatcher.serving.items()} == {"a": 64, "b": 64}
     done.set()
-    names = await asyncio.gather(*tasks)
-    assert len(names) == 40
+    assert len(await asyncio.gather(*tasks)) == 40
     assert all(generator.num_sequences == 0 for generator in dispatcher.serving.values())
 
 

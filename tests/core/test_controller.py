@@ -338,7 +338,7 @@ def test_a_failed_checkpoint_is_retried_and_shown(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.slow
 def test_updates_that_are_not_finite_are_skipped_and_several_in_a_row_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = Learner.accumulate_gradient
     poisoned: set[int] = {2, 5}
@@ -350,7 +350,6 @@ def test_updates_that_are_not_finite_are_skipped_and_several_in_a_row_end_the_ru
         return sums
 
     monkeypatch.setattr(Learner, "accumulate_gradient", accumulate)
-    run = RunDirectory(tmp_path / "run")
     train(make_config(), run.path)
     assert [row["step"] for row in read_metrics(run.metrics_path) if row["optim/skipped_updates"]] == [3, 6]
     assert sorted(path.name for path in run.skipped.iterdir()) == ["step-000003.parquet", "step-000006.parquet"]
@@ -569,8 +568,7 @@ def test_a_preemption_skips_the_validation_that_its_checkpoint_would_wait_for(
 @pytest.mark.slow
 def test_a_run_leaves_a_trace_of_each_profiled_step_with_its_parts_one_after_another(tmp_path: Path) -> None:
     profiled = ("learner.profile_steps=[2,3]", "learner.micro_batch_tokens=24")
-    config = make_config("algorithm.num_steps=4", *profiled)
-    train(config, tmp_path / "run")
+    train(make_config("algorithm.num_steps=4", *profiled), tmp_path / "run")
     traces = sorted((tmp_path / "run" / "profile").iterdir())
     assert [trace.name for trace in traces] == ["step-000002.json.gz", "step-000003.json.gz"]
     for step, trace in zip((2, 3), traces, strict=True):

@@ -486,8 +486,7 @@ def test_recipe_of_rloo_is_the_papers_gradient(make_learner: MakeLearner) -> Non
     for group, rewards in zip(make_batch(learner, noise=0.0), all_rewards, strict=True):
         advantages = [r - (sum(rewards) - r) / 2 for r in rewards]
         groups.append(make_group(group.rollout.item, group.rollout.completions, rewards, advantages))
-    options = learner._config.algorithm
-    advantages = group_advantages(torch.tensor([[3.0, 1.0, 0.0]]), options.advantage_kind)
+    advantages = group_advantages(torch.tensor([[3.0, 1.0, 0.0]]), learner._config.algorithm.advantage_kind)
     assert advantages[0].tolist() == pytest.approx(groups[3].advantages.tolist())
     total: Any = 0.0
     sequences = sequences_of(groups)

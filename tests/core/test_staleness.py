@@ -43,8 +43,7 @@ def test_admission_limit_by_hand() -> None:
 @given(version=st.integers(0, 100), max_lag=st.integers(0, 10), groups_per_step=st.integers(1, 50))
 def test_the_two_guards_agree(version: int, max_lag: int, groups_per_step: int) -> None:
     """The last group admitted at a version is trained at the last step that still allows that version."""
-    num_groups = Admission(max_lag, groups_per_step, num_steps=1000).limit(version)
-    last_step = num_groups // groups_per_step
+    last_step = Admission(max_lag, groups_per_step, num_steps=1000).limit(version) // groups_per_step
     assert oldest_allowed(version_trained_at(last_step), max_lag) == version
     assert oldest_allowed(version_trained_at(last_step + 1), max_lag) > version  # the next group is too old
 
@@ -368,8 +367,7 @@ def test_fast_generators_run_ahead_by_max_lag(max_lag: int, ahead: int, late: in
     """Admission that is tighter than necessary would waste the Generators' time."""
     replay = {"frac": replayed / (2 + replayed), "max_age": 9}
     config = make_config(max_lag, 2 + replayed, buffer={"lookahead": ahead, "replay": replay})
-    lags = train(config, Pace(train=[200]))[0].lags
-    assert lags == [min(step, max_lag - late) for step in range(6)]
+    assert train(config, Pace(train=[200]))[0].lags == [min(step, max_lag - late) for step in range(6)]
 
 
 # ---- age in optimizer updates ----

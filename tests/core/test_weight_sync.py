@@ -442,8 +442,7 @@ async def test_the_learners_death_is_no_generators_fault(generator_fails_first: 
         learner.sends = dict.fromkeys("ab", asyncio.Event().wait)
     else:
         learner.sends = {name: lambda: fail(ActorDied("learner", "killed")) for name in "ab"}
-    sync = make_sync(*generators, learner=learner)
-    publishing = asyncio.create_task(publish(sync, 1))
+    publishing = asyncio.create_task(publish(make_sync(*generators, learner=learner), 1))
     while len(learner.of("send")) < 2:
         await asyncio.sleep(0)
     learner.is_dead = True

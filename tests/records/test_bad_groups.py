@@ -155,8 +155,7 @@ def test_names_of_metrics_are_bounded_and_the_run_says_so_once(tmp_path: Path) -
     log.close()
     rows = read_metrics(run.metrics_path)
     assert all({"reward/mean", "episodes/metrics/won"} <= row.keys() for row in rows)
-    names = {name for row in rows for name in row}
-    assert len(names) == MAX_OWN_NAMES + 2  # and the step, and the reward
+    assert len({name for row in rows for name in row}) == MAX_OWN_NAMES + 2  # and the step, and the reward
     (event,) = read_metrics(run.events_path)
     assert event["kind"] == "metrics_left_out"
     assert "episodes/metrics/6/5 and all later ones are only in the rollouts" in event["text"]

@@ -120,8 +120,7 @@ def test_an_evaluation_keeps_the_facts_of_episodes(tmp_path: Path) -> None:
 
 
 def test_parts_of_an_earlier_version_are_read(tmp_path: Path) -> None:
-    files = ResponseFiles(tmp_path, [0, 64])
-    files.add(simple_group(0))
+    ResponseFiles(tmp_path, [0, 64]).add(simple_group(0))
     part = tmp_path / "parts" / "00000.parquet"
     pq.write_table(pq.read_table(part).drop_columns(SCHEMA.names[SCHEMA.names.index("status") :]), part)
     again = ResponseFiles(tmp_path, [0, 64])

@@ -292,8 +292,7 @@ def test_a_broken_tracker_is_shown_once_and_a_slow_one_until_it_keeps_up(run: Ru
         log.writer.call("waiting", str).result(60)
     log.show_warnings()
     off = "a: OSError: no route to host; the run continues without it"
-    dropped = [f"a does not keep up: {n} messages were dropped" for n in (1, 2)]
-    assert display.take() == [off, *dropped]
+    assert display.take() == [off, *(f"a does not keep up: {n} messages were dropped" for n in (1, 2))]
     slow.released.set()
     until(lambda: len(slow.told) == 2)
     log.show_warnings()
