@@ -36,11 +36,8 @@ def even_reward(response: str, ground_truth: str) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
+def finished_run(model_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
     """Return `finished_run("field=value", ...)`, which trains each run of 8 steps only once."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("GRPO_RAY_CACHE", str(tmp_path_factory.mktemp("models")))
-    patch.setitem(REWARDS, "exact_match", even_reward)  # for both the run and the audit
     runs: dict[tuple[str, ...], RunDirectory] = {}
 
     def finished(*changes: str) -> RunDirectory:
@@ -50,8 +47,9 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]
             train(config, runs[changes].path)
         return runs[changes]
 
-    yield finished
-    patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(REWARDS, "exact_match", even_reward)  # for both the run and the audit
+        yield finished
 
 
 @pytest.fixture
@@ -60,14 +58,9 @@ def clean(finished_run: Finished) -> RunDirectory:
     return finished_run()
 
 
-def copied(run: RunDirectory, tmp_path: Path) -> RunDirectory:
-    shutil.copytree(run.path, tmp_path / "run")
-    return RunDirectory(tmp_path / "run")
-
-
 @pytest.fixture
 def run(clean: RunDirectory, tmp_path: Path) -> RunDirectory:
-    return copied(clean, tmp_path)
+    return RunDirectory(shutil.copytree(clean.path, tmp_path / "run"))
 
 
 MIXED = ("buffer.replay.frac=0.25", "buffer.replay.max_age=3", "algorithm.dynamic_sampling_tries=2")
@@ -76,7 +69,7 @@ MIXED = ("buffer.replay.frac=0.25", "buffer.replay.max_age=3", "algorithm.dynami
 @pytest.fixture
 def mixed(finished_run: Finished, tmp_path: Path) -> RunDirectory:
     """Return a run with three fresh groups and a replayed one per batch; groups without signal are dropped."""
-    return copied(finished_run(*MIXED), tmp_path)
+    return RunDirectory(shutil.copytree(finished_run(*MIXED).path, tmp_path / "run"))
 
 
 ADVANTAGES = [  # tests/core/test_schedules.py audits the other schedules
@@ -212,8 +205,7 @@ def test_a_silent_zero_is_found_and_a_counted_one_is_not_a_problem(run: RunDirec
     assert "reward/errors is recorded as 0.0, its responses give 1" in audit(run).problems[0]
     rewrite_lines(run.metrics_path, lambda rows: rows[step - 1].update({"reward/errors": 1.0}))
     report = audit(run)
-    assert report.problems == []
-    assert report.num_errors == 1
+    assert (report.problems, report.num_errors) == ([], 1)
 
 
 def test_what_cannot_be_graded_now_is_a_note(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,11 +298,7 @@ def test_another_group_replaces_one_set_aside(run: RunDirectory) -> None:
     assert any("groups [31] are lost" in problem for problem in audit(run).problems)
     rewrite_state(run, ledger=ledger | {"set_aside": [31], "num_dropped": 0})
     report = audit(run)
-    assert report.problems == []
-    assert report.set_aside == (31,)
-
-
-# ---- replayed and dropped groups ----
+    assert (report.problems, report.set_aside) == ([], (31,))
 
 
 def change_group(run: RunDirectory, step: int, group: int, **values: Any) -> None:
@@ -475,9 +463,7 @@ def test_a_checkpoint_may_be_a_step_ahead_of_an_interrupted_runs_lines_and_no_mo
 # ---- hashes and the first difference of two runs ----
 
 
-def test_one_token_changes_one_hash_and_the_order_of_arrival_none(
-    clean: RunDirectory, run: RunDirectory
-) -> None:
+def test_one_token_changes_one_hash_and_order_of_arrival_none(clean: RunDirectory, run: RunDirectory) -> None:
     def rearrange(rows: Rows) -> None:
         rows.reverse()
         for row in rows:
@@ -499,11 +485,9 @@ def test_one_token_changes_one_hash_and_the_order_of_arrival_none(
     assert ", token_ids from place 1 on: [" in difference
 
 
-@pytest.mark.parametrize(
-    ("files", "name"), [("*.safetensors", "weights"), ("training/*.safetensors", "optimizer")]
-)
-def test_one_value_changes_one_hash(clean: RunDirectory, run: RunDirectory, files: str, name: str) -> None:
-    (path,) = run.checkpoint_path(8).glob(files)
+@pytest.mark.parametrize(("folder", "name"), [(".", "weights"), ("training", "optimizer")])
+def test_one_value_changes_one_hash(clean: RunDirectory, run: RunDirectory, folder: str, name: str) -> None:
+    (path,) = (run.checkpoint_path(8) / folder).glob("*.safetensors")
     tensors = load_file(path)
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()  # with which the file keeps its size, which a checkpoint knows
