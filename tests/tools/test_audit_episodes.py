@@ -68,10 +68,8 @@ def test_random_episodes_have_no_problem(tmp_path: Path, grader: Regrader, seed:
     rng = np.random.default_rng(seed)
     discount = 0.5 if seed % 2 else None
     groups = [
-        random_episode_group(
-            rng, number, SIZE, discount, version=3, max_lag=1, vocabulary=(3, 40)[seed % 3 > 0]
-        )
-        for number in range(2)
+        random_episode_group(rng, n, SIZE, discount, version=3, max_lag=1, vocabulary=(3, 40)[seed % 3 > 0])
+        for n in range(2)
     ]
     assert audited(tmp_path, groups, grader).problems == []
 

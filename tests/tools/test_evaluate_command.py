@@ -148,8 +148,7 @@ def test_an_interrupted_evaluation_is_resumed_and_another_one_refused(
     full = OSError(errno.ENOSPC, "No space left on device")
     with interrupted_after(2, full), pytest.raises(RunError, match=r"No space left.*\n.*resume with: grpo"):
         evaluate(given)
-    interrupted = pytest.raises(Interrupted, match="with: grpo-ray evaluate M")
-    with interrupted_after(1, None), interrupted:
+    with interrupted_after(1, None), pytest.raises(Interrupted, match="with: grpo-ray evaluate M"):
         evaluate(given)
     done = {row["prompt"] for row in pq.read_table(tmp_path / "e" / "parts" / "00000.parquet").to_pylist()}
     assert len(done) >= 3
@@ -183,16 +182,14 @@ def test_an_actor_that_does_not_start_ends_it_and_rows_after_the_limit_are_not_r
 ) -> None:
     serve_locally(gsm8k_answers)
     path = gsm8k_file(tmp_path)
-    never = asyncio.Event()
     late = options(tiny_model(), tmp_path / "late", "recovery.start_timeout_s=0.001", task=path)
     with monkeypatch.context() as patch:
-        patch.setattr(KnownEngine, "start", lambda *_: never.wait())
+        patch.setattr(KnownEngine, "start", lambda *_: asyncio.Event().wait())
         with pytest.raises(RunError, match=r"did not start within 0\.001 s"):
             evaluate(late)
     with path.open("a") as file:
         file.write(json.dumps({"question": "word " * 5000, "answer": "#### 1"}) + "\nno JSON\n")
-    given = options(tiny_model(), tmp_path / "e", task=path, limit=5)
-    assert len(read(evaluate(given))[1]) == 5
+    assert len(read(evaluate(options(tiny_model(), tmp_path / "e", task=path, limit=5)))[1]) == 5
     with pytest.raises(RunError, match="line 7: not valid JSON"):
         evaluate(options(tiny_model(), tmp_path / "all", task=path))
     with pytest.raises(RunError, match="line 6\\) do not fit the model's positions"):
@@ -213,9 +210,8 @@ def test_a_dead_generator_loses_nothing_and_a_prompt_that_always_fails_is_left_o
             raise ValueError("no answer to that")
         return gsm8k_answers(prompt, settings)
 
-    started = serve_locally(answers)
-    given = options(tiny_model(), tmp_path / "e", task=gsm8k_file(tmp_path), num_samples=4)
-    data, rows = read(evaluate(given))
+    started, given = serve_locally(answers), {"task": gsm8k_file(tmp_path), "num_samples": 4}
+    data, rows = read(evaluate(options(tiny_model(), tmp_path / "e", **given)))
     assert deaths == 1
     assert data["not_sampled"] == [3]
     assert (data["summary"]["num_examples"], data["summary"]["num_correct"], len(rows)) == (4, 6, 16)

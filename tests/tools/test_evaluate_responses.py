@@ -35,10 +35,9 @@ from grpo_ray.types import Completion, SamplingSettings, ScoredGroup
 
 def graded(group_id: int) -> ScoredGroup:
     """Return a group of four responses, one of each category, with 1 to 4 tokens."""
-    texts = [f"{group_id}.{sample}" for sample in range(4)]
     completions = [
-        make_completion([7] * (sample + 1), text=text, finish_reason="length" if sample == 3 else "stop")
-        for sample, text in enumerate(texts)
+        make_completion([7] * (sample + 1), text=f"{group_id}.{sample}", finish_reason=reason)
+        for sample, reason in enumerate(("stop", "stop", "stop", "length"))
     ]
     group = make_group(make_item(group_id, truth=f"truth {group_id}"), completions, [1.0, 0.0, 0.0, 0.0])
     formats, answers = np.array([1, 1, 0, 0], np.float32), np.array([1, 0, 0, 0], np.float32)

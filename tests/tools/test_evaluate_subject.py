@@ -33,9 +33,8 @@ def write_run(folder: Path, rewards: dict[int, float], damaged: int | None = Non
     for step in rewards:
         training = folder / "checkpoints" / f"step-{step:06d}" / "training"
         training.mkdir(parents=True)
-        state = {"step": step, "ledger": {}, "metrics": {}, "files": {}}
-        if step == damaged:
-            state["files"] = {"model.safetensors": 5}
+        files = {"model.safetensors": 5} if step == damaged else {}
+        state = {"step": step, "ledger": {}, "metrics": {}, "files": files}
         (training / "state.json").write_text(json.dumps(state))
         (training.parent / "config.json").write_text("{}")
     return folder
@@ -78,8 +77,7 @@ def test_the_checkpoints_of_a_run(tmp_path: Path) -> None:
     assert notice.startswith("skipped, because it is damaged: ")
     assert "step-000008: model.safetensors is missing" in notice
     # The default is a checkpoint every 20 steps; a curve that lacks some says so.
-    kept = str(write_run(tmp_path / "kept", {20: 0.1, 40: 0.2, 47: 0.2}))
-    assert find_subject(kept, "all").notices == ()
+    assert find_subject(str(write_run(tmp_path / "kept", {20: 0.1, 40: 0.2, 47: 0.2})), "all").notices == ()
     pruned = str(write_run(tmp_path / "pruned", {80: 0.1, 87: 0.2}))
     assert find_subject(pruned, "last").notices == ()
     (notice,) = find_subject(pruned, "all").notices
@@ -138,9 +136,8 @@ def test_an_adapter_may_be_an_override_and_the_command_to_resume_is_accepted(tmp
     (adapter / "adapter_config.json").write_text(json.dumps(saved))
     options = EvaluationOptions(str(tmp_path / "job.yaml"), overrides=(f"model.adapter.path={adapter}",))
     assert plan_evaluation(options).subject.weights == (Weights(0, adapter),)
-    copy = adapter.rename(tmp_path / "copy")
     with pytest.raises(RunError, match="target_modules is the pattern"):
-        plan_evaluation(EvaluationOptions(str(copy), task="sorting"))
+        plan_evaluation(EvaluationOptions(str(adapter.rename(tmp_path / "copy")), task="sorting"))
 
 
 def test_files_are_recognised(tmp_path: Path) -> None:

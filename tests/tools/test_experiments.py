@@ -85,9 +85,6 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRuns:
     return runs
 
 
-# ---- definitions and plans ----
-
-
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_variant_of_every_experiment_is_a_valid_configuration(name: str, tmp_path: Path) -> None:
     experiment = EXPERIMENTS[name]
@@ -139,8 +136,7 @@ def test_all_problems_are_reported_before_anything_starts(fakes: FakeRuns) -> No
 def test_finished_runs_are_not_repeated_and_seeds_can_be_added(fakes: FakeRuns) -> None:
     assert fakes.run(seeds=1)
     assert fakes.launched() == ["high-seed0", "low-seed0"]
-    plots = {path.stem for path in fakes.out.glob("rates/*.png")}
-    assert plots == {"validation_reward", "metrics", "timing"}
+    assert {path.stem for path in fakes.out.glob("rates/*.png")} == {"validation_reward", "metrics", "timing"}
     (fakes.out / "rates/table.csv").unlink()
     assert fakes.run(seeds=3)
     assert fakes.launched() == ["high-seed1", "high-seed2", "low-seed1", "low-seed2"]
@@ -233,8 +229,6 @@ experiment.EXPERIMENTS["rates"] = Experiment("rates", "?", {dict(LOW_HIGH.varian
 run_experiment.run_experiment.__defaults__ = ({FAKE},)
 sys.exit(cli.main(sys.argv[1:]))
 """
-
-
 FIRST = ("low-seed0", "high-seed0")
 WAITS = {"low_seed0": {"ending": "waits"}, "high_seed0": {"ending": "waits"}}
 
@@ -311,8 +305,7 @@ def test_jobs_by_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_jobs([two, load_config(QUICKSTART)]) == 2
     assert default_jobs([load_config(QUICKSTART, ["learner.cpu_cores=[0]"])]) == 1
     monkeypatch.setattr("grpo_ray.run.machine._num_gpus", lambda: 0)  # so each actor takes one core
-    unnamed = make_config({"model": {"tiny": {}}, "task": {"kind": "sorting"}}, (), "")
-    assert default_jobs([unnamed]) == 8
+    assert default_jobs([make_config({"model": {"tiny": {}}, "task": {"kind": "sorting"}}, (), "")]) == 8
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     assert default_jobs([two]) == 1
 
@@ -325,9 +318,7 @@ def test_each_run_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     together = load_config(QUICKSTART, [*gpus, "generator.colocated=true", "weight_sync.max_lag=0"])
     assert (gpus_of(apart), gpus_of(together), default_jobs([apart]), default_jobs([together])) == (2, 1, 2, 4)
     pool = GpuPool([apart, together])
-    assert pool.take(apart) == ["4", "5"]
-    assert pool.take(together) == ["6"]
-    assert pool.take(apart) is None
+    assert [pool.take(run) for run in (apart, together, apart)] == [["4", "5"], ["6"], None]
     pool.give_back(["4", "5"])
     assert pool.take(apart) == ["7", "4"]
     assert GpuPool([load_config(QUICKSTART)]).take(load_config(QUICKSTART)) == []
@@ -371,8 +362,7 @@ def test_a_real_run(tmp_path: Path) -> None:
     arguments = (experiment, QUICKSTART, sizes, 1, str(tmp_path), 1, "grpo-ray experiment rates")
     assert run_experiment(*arguments), (tmp_path / "rates/logs/high-seed0.log").read_text()
     folder = tmp_path / "rates"
-    rows = read_metrics(folder / "runs" / "high-seed0" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 2]
+    assert [row["step"] for row in read_metrics(folder / "runs/high-seed0/metrics.jsonl")] == [1, 2]
     assert load_config(folder / "runs" / "high-seed0" / "config.yaml").learner.learning_rate == 1e-3
     header, line = (folder / "table.csv").read_text().splitlines()
     cells = dict(zip(header.split(","), line.split(","), strict=True))
@@ -546,10 +536,8 @@ def test_sweep_is_the_product_with_readable_labels() -> None:
     assert overrides == ("algorithm.correction_band=[0.5, 2]", "generator.slowdown_s=0")
     alike = make_sweep("x.yaml", ["generator.slowdown_s=0,1", "learner.slowdown_s=0,1"])
     assert list(alike.variants)[1] == "generator.slowdown_s=0,learner.slowdown_s=1"
-    paths = make_sweep("x.yaml", ["task.prompt=../a b.txt,short"])
-    assert next(iter(paths.variants)) == "prompt=.._a_b.txt"
-    single = make_sweep("x.yaml", ["run.save_rollouts=false"])
-    assert list(single.variants) == ["save_rollouts=false"]
+    assert next(iter(make_sweep("x.yaml", ["task.prompt=../a b.txt,short"]).variants)) == "prompt=.._a_b.txt"
+    assert list(make_sweep("x.yaml", ["run.save_rollouts=false"]).variants) == ["save_rollouts=false"]
 
 
 @pytest.mark.parametrize(

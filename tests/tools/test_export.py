@@ -46,8 +46,7 @@ def test_a_model_appears_once_on_disk(run: Path, monkeypatch: pytest.MonkeyPatch
     printed(capsys, "export", run, "--merged", run.parent / "out" / "model")
     at = done.index("renamed to model")
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {*done[:at]}
-    assert done[at - 1] == "model"
-    assert done[at + 1 :] == ["out"]
+    assert done[at - 1 :] == ["model", "renamed to model", "out"]
     weights = load_file(run.parent / "out/model/model.safetensors")
     trained = load_file(run / "checkpoints/step-000001/model.safetensors")
     assert all(torch.equal(weights[name], trained[name]) for name in trained)
@@ -76,9 +75,8 @@ def test_sigterm_leaves_nothing(tmp_path: Path, run: Path, monkeypatch: pytest.M
         return copied
 
     monkeypatch.setattr(export.shutil, "copytree", interrupted)
-    asked = export.ExportOptions(str(run), str(tmp_path / "out" / "model"))
     with signals_handled((signal.SIGTERM,), lambda *_: None), pytest.raises(KeyboardInterrupt):
-        export.export_merged(asked)
+        export.export_merged(export.ExportOptions(str(run), str(tmp_path / "out" / "model")))
     assert os.listdir(tmp_path / "out") == []
 
 

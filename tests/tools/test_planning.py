@@ -22,6 +22,7 @@ from local_runs import make_config, train, until
 from run_process import output_of
 from small_run import QUICKSTART
 from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -250,15 +251,11 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
     Without oneDNN: on a CPU that cannot multiply bfloat16 itself, it would allocate float32 copies of products.
     """
-    with (
-        torch.backends.mkldnn.flags(enabled=False),
-        torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        ) as profile,
-    ):
+    without_onednn = torch.backends.mkldnn.flags(enabled=False)
+    with without_onednn, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         work()
-    assert profile.profiler is not None
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert found.profiler is not None
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return int(np.cumsum(sizes).max())
 
@@ -294,8 +291,7 @@ def test_a_micro_batch_takes_what_is_planned(
         "generator.num_gpus": 0, "learner.micro_batch_tokens": 10**6, "sampling.max_tokens": 40,
         "algorithm.prompts_per_step": 2, **options,
     }  # fmt: skip
-    own = [f"{field}={value}" for field, value in options.items()]
-    config = load_config(QWEN, [*SMALL_BATCHES, *own])
+    config = load_config(QWEN, [*SMALL_BATCHES, *(f"{field}={value}" for field, value in options.items())])
     monkeypatch.setattr(learner_memory, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(log_probs, "chunked_log_probs", partial(chunked_log_probs, chunk_bytes=chunk_bytes))
     family = "llama" if config.model.implementation == "transformers" else "grpo_ray"
@@ -341,8 +337,7 @@ def test_the_state_is_what_a_learner_holds(
     held += [p.grad for p in learner.masters.parameters if p.grad is not None]
     held += [m for state in learner._optimizer.state.values() for m in state.values() if m.ndim]
     if (kept := learner._reference) is not None:
-        own = kept._own if adapter else kept.model.parameters()
-        held += {*own, *kept.masters.parameters}
+        held += {*(kept._own if adapter else kept.model.parameters()), *kept.masters.parameters}
     states = [s for p in learner.model.parameters() if (s := getattr(p, "quant_state", None)) is not None]
     scales = sum(state.absmax.nbytes + state.state2.absmax.nbytes for state in states)
     shape = shape_of(json.loads((folder / "config.json").read_text()), "tiny")
@@ -375,8 +370,7 @@ def test_figures_of_1_5b_by_hand() -> None:
     generator, learner = map(items_of, plain)
     parameters = 1_543_714_304
     assert learner["weights"] == learner["gradients"] == 4 * parameters
-    assert learner["copy of the weights"] == 2 * parameters
-    assert learner["AdamW's moments"] == 8 * parameters
+    assert (learner["copy of the weights"], learner["AdamW's moments"]) == (2 * parameters, 8 * parameters)
     # 4,096 tokens of one group: a prompt of 256, and 3,840 of its responses. Each layer keeps its bfloat16
     # input, the last norm a float32 copy and what it scales. A chunk of 2^28 bytes holds 441 positions' logits.
     assert learner["activations"] == 28 * 4096 * 2 * 1536 + 4096 * 6 * 1536
@@ -547,7 +541,6 @@ def test_a_base_of_4_bits_is_whole_on_every_rank_and_one_of_16_is_sharded() -> N
 
 
 def planned(capsys: Capture, config: str, *arguments: str, status: int = 0) -> str:
-    """Return what `grpo-ray plan` prints."""
     words = ("plan", config, *(SMALL_BATCHES if config == QWEN else ()), *arguments)
     return printed(capsys, *words, status=status)
 
@@ -683,9 +676,8 @@ def test_a_rank_holds_what_is_planned(backend: str, num_ranks: int, vocab_size: 
         torch.multiprocessing.spawn(measure_rank, arguments, nprocs=num_ranks)
     *state, peak = map(int, found.read_text().split())
     shape, config = shape_of(sizes, "x"), plan_config(learner={"num_ranks": num_ranks})
-    planned_state = [item.num_bytes for item in state_items(shape, config)]
     uneven = 0.005 if num_ranks == 3 else 0.0  # the first of three ranks has a row more of some matrices
-    assert state == pytest.approx(planned_state, rel=uneven)
+    assert state == pytest.approx([item.num_bytes for item in state_items(shape, config)], rel=uneven)
     items = with_unsharded([], shape, config)
     planned = sum(item.num_bytes for item in items)
     if vocab_size == 32768 and backend == "gloo":
@@ -717,6 +709,5 @@ def test_the_driver_answers_while_a_very_large_step_is_dispatched(tmp_path: Path
         controller.stop()
         await until(lambda: False)
 
-    config = make_config(f"algorithm.prompts_per_step={num_groups}")
-    train(config, tmp_path / "run", meddle)
+    train(make_config(f"algorithm.prompts_per_step={num_groups}"), tmp_path / "run", meddle)
     assert 0 < seen[0] < num_groups

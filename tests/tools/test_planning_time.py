@@ -129,8 +129,7 @@ def test_decoding_by_hand() -> None:
     running, _ = decoding(small, plan_config(), work(1024, SHAPE_7B))
     cached = (256 + 512) * 56 * 1024
     assert running == (0.85 * 20 * 2**30 - 2 * P_7B) // cached
-    two_gpus = plan_config(generator={"num_gpus": 2})
-    found, _ = decoding(small, two_gpus, work(1024, SHAPE_7B))
+    found, _ = decoding(small, plan_config(generator={"num_gpus": 2}), work(1024, SHAPE_7B))
     assert found == (0.85 * 20 * 2**30 - P_7B) // (cached / 2)
 
 
@@ -149,11 +148,9 @@ def test_collectives_of_7b_by_hand() -> None:
     assert of_node.reduce_s == pytest.approx(4 * P_7B * 7 / 8 / near)
     root = 2 * 152_064 * 3584 + 3584
     block = (P_7B - root) // 28
-    exposed = (2 * (root + block) + 4 * root) * 7 / 8 / near
-    assert of_node.exposed_s == pytest.approx(exposed)
+    assert of_node.exposed_s == pytest.approx((2 * (root + block) + 4 * root) * 7 / 8 / near)
     # Sixteen ranks on two nodes: the rings share the network of a node.
-    across = collectives(SHAPE_7B, with_ranks(16), H100)
-    assert across.gather_s == pytest.approx(2 * P_7B * 15 / 16 / far)
+    assert collectives(SHAPE_7B, with_ranks(16), H100).gather_s == pytest.approx(2 * P_7B * 15 / 16 / far)
     # A replica per node: gathered on the node, and the eight shards of a node are all-reduced over the network.
     hybrid = collectives(SHAPE_7B, with_ranks(16, replicas=2), H100)
     assert hybrid.gather_s == of_node.gather_s
@@ -262,8 +259,7 @@ def test_a_copy_per_node_is_taken_only_where_it_is_faster() -> None:
     config = plan_config(learner={"micro_batch_tokens": 8192})
 
     def replicas(network: float) -> int:
-        machine = replace(H100, network=network * GB)
-        found = splits(config, work(1024, SHAPE_7B), machine, 16, None)
+        found = splits(config, work(1024, SHAPE_7B), replace(H100, network=network * GB), 16, None)
         (split,) = [split for split in found if split.config.learner.num_ranks == 12]
         assert split.config.learner.num_ranks_per_node == 6
         return split.config.learner.replicas
@@ -275,11 +271,9 @@ def test_a_copy_per_node_is_taken_only_where_it_is_faster() -> None:
     assert not splits(plan_config(**ON_CPUS), work(), H100, 8, None)
 
 
-@pytest.mark.parametrize(
-    ("name", "model"), [("qwen2.5-math-1.5b-8gpu", QWEN_1_5B), ("qwen2.5-7b-16gpu", QWEN_7B)]
-)
+@pytest.mark.parametrize(("name", "model"), [("math-1.5b-8gpu", QWEN_1_5B), ("7b-16gpu", QWEN_7B)])
 def test_configurations_have_the_recommended_split(name: str, model: dict[str, Any], tmp_path: Path) -> None:
-    plan = plan_memory(PlanOptions(f"configs/{name}.yaml", (folder_of(tmp_path, model),)))
+    plan = plan_memory(PlanOptions(f"configs/qwen2.5-{name}.yaml", (folder_of(tmp_path, model),)))
     best = best_split(plan.splits)
     assert plan.fits
     assert plan.num_gpus == int(name.rpartition("-")[2].removesuffix("gpu"))
@@ -311,10 +305,8 @@ def test_rates_are_tokens_over_seconds_of_work_or_refused(tmp_path: Path, tiny_c
     slow = {**ROW, "timing/step_s": 99.0, "throughput/sampled_tokens_per_s": 1.0}
     idle = {**ROW, "throughput/sampled_tokens_per_s": 0.0, "utilization/generators": 0.0}
     found = measure(write_run(tmp_path / "run", config, [slow, slow, ROW, ROW, ROW, idle]))
-    assert found.sampled_tokens_per_s == 600 / (0.75 * 2)
-    assert found.trained_tokens_per_s == 300 / 0.5
-    assert found.trained_frac == 384 / (12 * 64)
-    assert found.sync_s == pytest.approx(0.06)
+    assert (found.sampled_tokens_per_s, found.trained_tokens_per_s) == (600 / (0.75 * 2), 300 / 0.5)
+    assert (found.trained_frac, found.sync_s) == (384 / (12 * 64), pytest.approx(0.06))
     assert (found.response_tokens, found.step_s, found.num_steps) == (64, 1.5, 3)
     with pytest.raises(ValueError, match="no step in which"):
         measure(write_run(tmp_path / "idle", tiny_config, [{**ROW, "utilization/learner": 0.0}]))
@@ -352,13 +344,10 @@ def test_a_plan_warns_where_rates_are_of_another_model_or_other_devices(
 # ---- time at a run's rates ----
 
 
-def measured(
-    sampled: float, trained: float, sync_s: float = 0.0, trained_frac: float = 1.0, **others: Any
-) -> MeasuredRun:
-    """Return a run that measured these rates."""
-    values = {"config": plan_config(), "num_steps": 3, "step_s": 1.0, "response_tokens": 100.0, **others}
-    rates = {"sampled_tokens_per_s": sampled, "trained_tokens_per_s": trained, "sync_s": sync_s}
-    return MeasuredRun(trained_frac=trained_frac, **rates, **values)
+def measured(sampled: float, trained: float, **others: Any) -> MeasuredRun:
+    rates = {"sampled_tokens_per_s": sampled, "trained_tokens_per_s": trained, "sync_s": 0.0}
+    steps = {"num_steps": 3, "step_s": 1.0, "response_tokens": 100.0, "trained_frac": 1.0}
+    return MeasuredRun(**{"config": plan_config(), **rates, **steps, **others})
 
 
 def test_a_step_is_the_sum_when_synchronous_and_the_slower_side_when_not() -> None:
@@ -368,8 +357,7 @@ def test_a_step_is_the_sum_when_synchronous_and_the_slower_side_when_not() -> No
     # 4,000 tokens are sampled; 4,000 are trained in two epochs.
     assert (overlapping.sample_s, overlapping.train_s) == (4.0, 1.0)
     assert overlapping.step_s == 4.5
-    eight = changed(config, generator={"num_generators": 8})
-    assert step_time(eight, work(), H100, rates).step_s == 1.0
+    assert step_time(changed(config, generator={"num_generators": 8}), work(), H100, rates).step_s == 1.0
     assert step_time(changed(config, weight_sync={"max_lag": 0}), work(), H100, rates).step_s == 5.5
     # Replayed groups are trained and not sampled.
     config = plan_config(buffer={"replay": {"frac": 0.25}})
@@ -399,11 +387,10 @@ def test_splits_are_printed_with_the_slower_side(tmp_path: Path, capsys: Capture
     Four ranks also wait 6 times for 3.5 ms that nothing hides, and gather a snapshot in 7 ms.
     """
     folder = folder_of(tmp_path, QWEN_1_5B)
-    config = load_config(QWEN, [folder])
     row = ROW | {f"throughput/{name}_tokens_per_s": 9000.0 for name in ("sampled", "trained")}
     row |= {"utilization/generators": 1.0, "utilization/learner": 1.0, PAUSED: 0.0}
     row |= {"rollout/response_tokens/mean": 300.0, "throughput/trained_tokens": 256 * 300.0}
-    run_folder = write_run(tmp_path / "run", config, [row])
+    run_folder = write_run(tmp_path / "run", load_config(QWEN, [folder]), [row])
     shown = planned(capsys, QWEN, folder, "--gpus", "8", "--from", str(run_folder))
     for line in (
         "       7      1         1    28.9 GiB    1.22 s    8.53 s    8.53 s  Learner; Generators idle 86%",

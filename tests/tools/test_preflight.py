@@ -278,8 +278,7 @@ def test_tools_without_a_parser_are_the_fault_that_they_would_be_in_the_run() ->
 
 def played(policy: str, reward: float | None, **changes: Any) -> Played:
     empty: dict[str, Any] = {"turn_rewards": None, "error": "", "paths": [], "caught": []}
-    facts = {"status": "finished", "turns": [turn()], **empty, **changes}
-    return Played(0, policy, reward=reward, **facts)
+    return Played(0, policy, reward=reward, **{"status": "finished", "turns": [turn()], **empty, **changes})
 
 
 def turn(prompt: tuple[int, ...] = (65, 66), reply: tuple[int, ...] = (67,)) -> Turn:

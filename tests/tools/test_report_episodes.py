@@ -23,14 +23,13 @@ from grpo_ray.tools.report.run_data import run_data
 from grpo_ray.tools.report.write_report import ReportOptions, report
 from grpo_ray.types import CONTEXT, Episode, ScoredGroup
 
+__all__ = ["browser"]
+
 
 def row_of(path: Path, *episodes: Episode) -> dict[str, Any]:
     """Return the last episode as a row of a file."""
     write_rollouts(path / "rollouts.parquet", 1, [make_episode_group(0, episodes)])
     return read_rollouts(path / "rollouts.parquet")[-1]
-
-
-__all__ = ["browser"]
 
 
 def test_branches_are_found_in_the_tokens(tmp_path: Path) -> None:
@@ -58,9 +57,8 @@ def test_rows_of_episodes_have_texts_and_log_ratios(tmp_path: Path, tiny_model: 
     episode = spoken_episode(np.random.default_rng(0), lambda text: tokenizer(text)["input_ids"])
     masked = replace(episode, versions=np.where(episode.turns == 0, CONTEXT, episode.versions))  # too old
     group = make_episode_group(0, [episode, make_episode(Segments(), None, status="truncated_time"), masked])
-    config = changed(NEAR_DEFAULT, sampling={"min_tokens": 2})
     ends = end_token_ids(str(tiny_model()), tokenizer)
-    run = make_run(tmp_path / "run", config, 1, [[group]])
+    run = make_run(tmp_path / "run", changed(NEAR_DEFAULT, sampling={"min_tokens": 2}), 1, [[group]])
     add_checkpoint(run, 1, tiny_model())
     first, nothing, old = run_data(run, "run")["rollouts"]
     assert np.array_equal(np.isnan(np.array(old["ratios"], np.float64)), masked.versions == CONTEXT)
@@ -122,7 +120,6 @@ def page(tmp_path_factory: pytest.TempPathFactory, tiny_model: TinyModel) -> Pat
 
 
 def pages(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark a test that needs a browser."""
     is_missing = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
     return pytest.mark.slow(is_missing(test))
 

@@ -31,13 +31,11 @@ from grpo_ray.watch.run_state import Ending, LiveStatus, RunState
 
 def test_data_of_a_run(tmp_path: Path, tiny_config: Config) -> None:
     steps = [[group(step), group(step, ["a", "b", "c", "d"], group_id=100 + step)] for step in range(6)]
-    run = make_run(tmp_path / "run", tiny_config, steps=steps)
-    data = run_data(run, "a run", "none")
+    data = run_data(make_run(tmp_path / "run", tiny_config, steps=steps), "a run", "none")
     training, validation = data["series"]
     assert training["columns"]["reward/mean"] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
     assert training["standard_errors"]["reward/mean"] == [0.125] * 6  # groups of means 1/2 and 1/4
-    assert validation["steps"] == [0, 2, 4, 6]
-    assert validation["columns"]["eval/reward"] == [0.0, 0.2, 0.4, 0.6]
+    assert (validation["steps"], validation["columns"]["eval/reward"]) == ([0, 2, 4, 6], [0.0, 0.2, 0.4, 0.6])
     assert validation["standard_errors"]["eval/reward"] == [0.05] * 4
     assert "mismatch/kl" not in training["columns"]  # null in every line
     assert data["facts"] == {
@@ -149,9 +147,7 @@ def test_the_command_writes_a_page_into_the_run(tmp_path: Path, tiny_config: Con
         (["{run}", "--log-ratio", "last"], "{run} has no checkpoint yet"),
     ],
 )
-def test_wrong_arguments_are_refused(
-    tmp_path: Path, capsys: Capture, arguments: list[str], message: str
-) -> None:
+def test_wrong_arguments(tmp_path: Path, capsys: Capture, arguments: list[str], message: str) -> None:
     run = make_run(tmp_path / "run", NEAR_DEFAULT).path
     given = [argument.format(run=run, folder=tmp_path) for argument in arguments]
     assert message.format(run=run, folder=tmp_path) in refused(capsys, "report", *given)
@@ -170,8 +166,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, tiny_config: Config, capsys: Ca
 
 
 def test_runs_of_the_same_name_are_distinguished(tmp_path: Path) -> None:
-    paths = [tmp_path / name for name in ("a/run", "b/run", "b/other")]
-    assert names_of(paths) == ["a/run", "b/run", "other"]
+    assert names_of([tmp_path / n for n in ("a/run", "b/run", "b/other")]) == ["a/run", "b/run", "other"]
 
 
 # ---- the run's reward curve as PNG and as text, and the ending that shows it ----

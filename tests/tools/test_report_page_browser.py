@@ -135,9 +135,6 @@ def test_a_run_that_has_only_begun_and_one_of_a_single_step(browser: Browser, tm
         assert browser.run("document.querySelector('#rollouts .legend').textContent") == ""
 
 
-# ---- the table of rollouts ----
-
-
 @pytest.mark.parametrize(
     ("filters", "number"),
     [  # 6 steps of 2 + 5 rollouts, and 4 of 2
@@ -155,8 +152,7 @@ def test_filters_of_rollouts(opened: Browser, filters: dict[str, str], number: i
 
 def test_the_shared_start_of_prompts_is_left_out_of_the_table(browser: Browser, tmp_path: Path) -> None:
     lead = "Think first, and then answer in tags, as in an example.\n"
-    run = make_run(tmp_path / "run", NEAR_DEFAULT, num_steps=2)
-    data = run_data(run, "run")
+    data = run_data(make_run(tmp_path / "run", NEAR_DEFAULT, num_steps=2), "run")
     for row in data["rollouts"]:
         row["prompt"] = f"{lead}Sort {row['step']}{row['sample']}"
     show(browser, tmp_path, data)
@@ -176,8 +172,7 @@ def test_sorting_and_pages_of_rollouts(opened: Browser) -> None:
     assert rewards == sorted(rewards)
     sort_by(opened, "Reward ↑")
     assert float(rows(opened, 4)[0]) == 1
-    sorted_by = "document.querySelector('th[aria-sort]').getAttribute('aria-sort')"
-    assert opened.run(sorted_by) == "descending"
+    assert opened.run("document.querySelector('th[aria-sort]').getAttribute('aria-sort')") == "descending"
     pager = "document.querySelectorAll('.pager button')"
     assert opened.run(f"{pager}[0].disabled") is True
     first = rows(opened, 1)
@@ -209,8 +204,8 @@ def test_a_rollouts_tokens_are_coloured_by_their_log_ratio(opened: Browser, page
     assert opened.texts(".tokens sup") == ["v4", "v5"]
     # They can be read by keyboard.
     opened.run("document.querySelector('.tokens').focus()")
-    for key in ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowRight"):
-        opened.press(key)
+    for _ in range(4):
+        opened.press("ArrowRight")
     readout = opened.run("document.querySelector('.detail .readout').textContent")
     assert readout.startswith("token 3 ")
     assert "logprob -0.5, log-ratio " in readout
@@ -327,8 +322,7 @@ def test_ranks_have_curves_and_a_table(browser: Browser, tmp_path: Path, size: A
         ["learner-0", "0.25 s", "12.5%", "50%", "1.75 GiB", "10 GiB"],
         ["learner-1", "0.255 s", "12.8%", "50%", "2.75 GiB", "11 GiB"],
     ]
-    ticks = browser.texts(".tick", figure("Memory of each rank's process"))
-    assert ticks[:4] == ["0", "1", "2", "3"]  # GiB
+    assert browser.texts(".tick", figure("Memory of each rank's process"))[:4] == ["0", "1", "2", "3"]  # GiB
     assert browser.run("document.documentElement.scrollWidth") == size[0]
     contrasts: dict[str, Any] = browser.run(CONTRASTS)
     assert {name: value for name, value in contrasts.items() if value < 4.5} == {}
@@ -385,8 +379,7 @@ def test_errors_are_at_the_top_and_prompts_are_shown_before_and_after(browser: B
     texts = browser.texts(".notice.error")
     assert texts[0].startswith(f"None of the {2 * num_answers:,} responses could be graded")
     assert texts[1] == event["text"]
-    first = browser.run("document.querySelector('main article').firstElementChild.className")
-    assert first == "notice error"
+    assert browser.run("document.querySelector('main article').firstElementChild.className") == "notice error"
     rows = "[...document.querySelectorAll('.samples tr')].map(row => [...row.children].map(c => c.innerText))"
     head, row = browser.run(rows)
     assert head == ["Prompt", "Ground truth", "Step 0", "Step 2"]
@@ -396,9 +389,6 @@ def test_errors_are_at_the_top_and_prompts_are_shown_before_and_after(browser: B
         [*HOSTILE[1].split(), "at", "2", "reward", "1"],
     ]
     assert browser.run("window.hacked") is None
-
-
-# ---- it is readable ----
 
 
 CONTRASTS = """(() => {
@@ -455,12 +445,10 @@ def test_every_text_has_enough_contrast_and_nothing_is_wider_than_the_window(
 
 def test_a_long_runs_page_is_quick_and_a_few_megabytes(browser: Browser, tmp_path: Path) -> None:
     steps = [[group(0, ["a response of many words " * 400] * 500, size=2000)]]
-    run = make_run(tmp_path / "long", NEAR_DEFAULT, num_steps=6_000, steps=steps)
-    open_runs(browser, tmp_path, run)
+    open_runs(browser, tmp_path, make_run(tmp_path / "long", NEAR_DEFAULT, num_steps=6_000, steps=steps))
     assert browser.run("performance.now()") < 10_000
     assert 500_000 < (tmp_path / "page.html").stat().st_size < 5_000_000
     assert "each point is the mean of 2 steps" in browser.run("document.querySelector('.cards').textContent")
     sampled = browser.run("document.querySelector('#rollouts').textContent")
     assert "a random sample, 400 of 500 rollouts" in sampled
-    bars = browser.run(f"{figure('Step by step')}.querySelectorAll('rect').length")
-    assert 300 < bars < 3 * 1440 / 4
+    assert 300 < browser.run(f"{figure('Step by step')}.querySelectorAll('rect').length") < 3 * 1440 / 4

@@ -99,9 +99,6 @@ def test_ranks_over_all_steps() -> None:
     }  # fmt: skip
 
 
-# ---- the sample of rollouts ----
-
-
 def test_files_are_in_order_and_replays_not_in_their_error(tmp_path: Path, tiny_config: Config) -> None:
     run = make_run(tmp_path / "run", tiny_config, num_steps=1)
     assert step_files(run).inspected[0].standard_error is None  # of one group
@@ -119,8 +116,7 @@ def test_a_long_run_is_reported_from_a_sample_of_files(tmp_path: Path, monkeypat
     monkeypatch.setattr(rollout_sample, "MAX_FILES", 4)
     run = many_steps(tmp_path / "run", num_steps=10, size=3)
     (run.rollouts / ".step-000011.parquet.partial").touch()
-    rewards = {1: [0, 1], 4: [0, 0], 7: [1, 1], 10: [0, 0.5]}
-    for step, values in rewards.items():
+    for step, values in {1: [0, 1], 4: [0, 0], 7: [1, 1], 10: [0, 0.5]}.items():
         groups = [make_group(make_item(i), [make_completion([5])], [value]) for i, value in enumerate(values)]
         write_rollouts(run.rollouts_path(step), step, groups)
     for step in {2, 3, 5, 6, 8, 9}:
@@ -160,8 +156,7 @@ def test_metrics_are_read_as_a_stream(tmp_path: Path, tiny_config: Config) -> No
     assert (len(series["steps"]), series["bin_size"]) == (40, 25)
     assert series["columns"]["reward/mean"][:2] == pytest.approx([13 / 1000, 38 / 1000], rel=1e-4)
     assert data["facts"]["training reward"] == "0.001 → 1.000"
-    assert data["facts"]["time in steps"] == "16 min 40 s"
-    assert data["facts"]["steps"] == "1,000"
+    assert (data["facts"]["time in steps"], data["facts"]["steps"]) == ("16 min 40 s", "1,000")
 
 
 def many_steps(folder: Path, num_steps: int, size: int) -> RunDirectory:
@@ -172,11 +167,9 @@ def many_steps(folder: Path, num_steps: int, size: int) -> RunDirectory:
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, 8, 40])
 def test_a_sample_is_bounded_seeded_and_spread_out(tmp_path: Path, limit: int) -> None:
-    run = many_steps(tmp_path / "run", num_steps=9, size=7)
-    files = step_files(run)
+    files = step_files(many_steps(tmp_path / "run", num_steps=9, size=7))
     sample = sample_rollouts(files, limit, seed=3)
-    assert len(sample) == limit
-    assert len({(row["step"], row["sample"]) for row in sample}) == limit
+    assert len(sample) == len({(row["step"], row["sample"]) for row in sample}) == limit
     assert all(row["response"] == f"{row['step'] - 1}-{row['sample']}" for row in sample)
     steps = sorted({row["step"] for row in sample})
     assert steps[-1] == 9
@@ -189,13 +182,11 @@ def test_a_small_run_is_shown_completely_with_the_files_rows(tmp_path: Path) -> 
     run = many_steps(tmp_path / "run", num_steps=2, size=300)  # several batches of rows
     sample = sample_rollouts(step_files(run), limit=600, seed=0)
     assert sample == [row for step in (1, 2) for row in read_rollouts(run.rollouts_path(step))]
-    few = sample_rollouts(step_files(run), limit=50, seed=1)
-    assert all(row in sample for row in few)
+    assert all(row in sample for row in sample_rollouts(step_files(run), limit=50, seed=1))
 
 
 def test_steps_outside_the_sample_are_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = many_steps(tmp_path / "run", num_steps=20, size=5)
-    files, read = step_files(run), []
+    files, read = step_files(many_steps(tmp_path / "run", num_steps=20, size=5)), []
 
     class Spy(pq.ParquetFile):
         def iter_batches(self, *args: Any, **options: Any) -> Any:
@@ -266,8 +257,7 @@ def test_rows_have_tokens_ratios_and_spans(tmp_path: Path, tiny_config: Config, 
     for row, ratio in zip(by_choice["step-000002"][0], expected, strict=True):
         assert row["ratios"] == pytest.approx(ratio.tolist(), abs=1e-3)
     row = by_choice["last"][0][-1]
-    assert row["spans"] == [[1, 0], [2, 2]]
-    assert row["logprobs"] == [-0.5] * 3
+    assert (row["spans"], row["logprobs"]) == ([[1, 0], [2, 2]], [-0.5] * 3)
     assert len(row["tokens"]) == 3
     rows, _, _ = show_rollouts(run, sample, "none")
     assert rows[0]["ratios"] is None

@@ -70,8 +70,7 @@ def test_a_simulated_run_passes_the_audit_of_real_ones_and_gives_its_lengths(tmp
     result = simulated(tmp_path / "run", "run.save_rollouts=true", "algorithm.num_steps=12", speeds=FAULTS)
     report = audit(RunDirectory(tmp_path / "run"))
     # Rewards are drawn by chance, and there are no checkpoints of weights.
-    about_groups = [line for line in report.problems if "group" in line and "reward" not in line]
-    assert about_groups == []
+    assert [line for line in report.problems if "group" in line and "reward" not in line] == []
     assert (report.num_steps, report.num_groups) == (12, 48)
     assert result.faults.is_none
     assert check_names({name for row in result.steps for name in row} - {"step"}) == []
@@ -162,8 +161,7 @@ def test_no_schedule_of_episodes_trains_an_old_token_or_loses_a_prompt(
     assert result.faults.is_none, result.faults
     assert [len(step) for step in result.account.trained] == [4] * 6
     assert max(result.account.lag_shares()) <= config.max_token_age
-    turns = [row["episodes/turns/mean"] for row in result.steps]
-    assert 1 < np.mean(turns) <= 4
+    assert 1 < np.mean([row["episodes/turns/mean"] for row in result.steps]) <= 4
 
 
 def test_episodes_end_at_their_limits(tmp_path: Path) -> None:
@@ -175,9 +173,6 @@ def test_episodes_end_at_their_limits(tmp_path: Path) -> None:
     shares = {end: np.mean([row[f"episodes/status/{end}"] for row in result.steps]) for end in ends}
     assert min(shares.values()) > 0
     assert sum(shares.values()) == pytest.approx(1)
-
-
-# ---- the independent account ----
 
 
 Book: Any = namedtuple("Book", ["next_id", "unfinished", "given_up", "num_dropped"])

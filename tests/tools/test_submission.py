@@ -85,7 +85,6 @@ def test_only_named_variables_and_a_few_settings_are_sent(monkeypatch: pytest.Mo
     monkeypatch.setenv("OTHER_API_KEY", "not listed")
     variables = training_job(QUICKSTART, [], make_context()).runtime_env["env_vars"]
     assert variables == {"HF_HUB_OFFLINE": "1", "RAY_JOB_STOP_WAIT_TIME_S": "60"}
-
     job = training_job(QUICKSTART, ["run.on_preemption_s=99.5"], make_context(env=["EXAMPLE_SETTING"]))
     variables = job.runtime_env["env_vars"]
     assert variables["EXAMPLE_SETTING"] == "yours"
@@ -214,8 +213,6 @@ TREE = (
     "src/data/y.txt", "src/a.py", "build", "src/build/z.txt", "models/qwen/config.json",
     "models/qwen/.git/config", "#odd", "b c.txt",
 )  # fmt: skip
-
-
 PATTERNS = (
     ["*.log", "!keep.log"], ["!keep.log", "*.log"], ["data"], ["/data/"], ["*.jsonl", "*.log", "!data/"],
     ["/data", "!/data/train.jsonl"], ["data/*", "!data/train.jsonl"], ["data/**", "!data/train.jsonl"],
@@ -259,8 +256,7 @@ def test_what_the_run_reads_is_uploaded(tmp_path: Path, monkeypatch: pytest.Monk
         check("sft.path=data/train.jsonl", data[1])
     with pytest.raises(RunError, match=r"^CONFIG: experiments/mine\.yaml is not uploaded"):
         check(config="experiments/mine.yaml")
-    absolute = f"task.train_path={tmp_path}/data/train.jsonl"
-    check(absolute, data[1])  # the cluster may see it
+    check(f"task.train_path={tmp_path}/data/train.jsonl", data[1])  # the cluster may see it
 
 
 def test_a_folder_that_is_too_large_says_what_is_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,9 +296,6 @@ def test_a_resumption_names_the_runs_folder(tmp_path: Path) -> None:
         resumption_job("runs/a", ["algorithm.num_stepz=80"], where)
 
 
-# ---- where it is sent ----
-
-
 def test_the_address_is_a_dashboards(monkeypatch: pytest.MonkeyPatch) -> None:
     assert job_address(None) == HERE
     monkeypatch.setenv("RAY_ADDRESS", f"{ELSEWHERE}/")
@@ -324,7 +317,6 @@ def test_without_a_token_nothing_goes_elsewhere(monkeypatch: pytest.MonkeyPatch,
                 check_token(make_context(ELSEWHERE))
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     check_token(make_context(ELSEWHERE))
-
     for name, value in [("RAY_AUTH_TOKEN", "x"), ("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))]:
         monkeypatch.delenv("RAY_AUTH_MODE")
         (tmp_path / "token").write_text("x")

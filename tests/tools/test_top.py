@@ -59,12 +59,11 @@ def make_state(**changes: Any) -> RunState:
         ActorState(name="scorer"),
     )
     now = LiveStatus(step=4, published_version=3, num_sampling=7, num_buffered=2, actors=actors)
-    fields: dict[str, Any] = {
+    return RunState(**{
         "time": NOW, "host": socket.gethostname(), "pid": os.getpid(),
         "process_started": psutil.Process().create_time(), "began": NOW - 65, "num_steps": 8,
-        "phase": "training", "now": now,
-    }  # fmt: skip
-    return RunState(**{**fields, **changes})
+        "phase": "training", "now": now, **changes,
+    })  # fmt: skip
 
 
 def make_run(folder: Path, state: RunState | None, steps: list[dict[str, Any]]) -> RunDirectory:
@@ -111,7 +110,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written(run: RunDirectory, condition: Any) -> RunState:
-    """Wait until the condition holds, and return the state."""
     until(lambda: bool((state := read_state(run)) and condition(state)))
     return given(read_state(run))
 
@@ -245,9 +243,6 @@ def test_a_process_is_the_driver_by_pid_and_start_time(monkeypatch: pytest.Monke
     assert is_alive(state)  # it may not be inspected
 
 
-# ---- the bottleneck ----
-
-
 SYNCS = {f"timing__weight_sync__{phase}_s": 0.5 for phase in ("stage", "load")}
 WAITS = "Learner waits 62% of the time"
 LOOKS_UP = {"time/teacher-0/look_up_s": 1.8, "time/teacher-0/wait_for_groups_s": 0.2}
@@ -353,8 +348,7 @@ def test_ranks_by_hand() -> None:
 def test_lines_without_a_slowest_rank_or_a_time_are_left_out(changes: dict[str, Any]) -> None:
     assert rank_figures([rank_step(2) | changes]) is None
     assert rank_figures([step(2), step(3)]) is None  # of one rank
-    figures = given(rank_figures([rank_step(2), rank_step(3) | changes]))
-    assert figures.num_steps == 1
+    assert given(rank_figures([rank_step(2), rank_step(3) | changes])).num_steps == 1
 
 
 def test_the_cause_of_waits_in_collectives() -> None:
@@ -363,8 +357,7 @@ def test_the_cause_of_waits_in_collectives() -> None:
 
     assert hint() is None
     spent = "40% of the time of most ranks is in collectives"
-    uneven = hint(collectives=(0.8, 0.1), imbalance=1.5)
-    assert f"{spent}, because batches cannot be dealt" in str(uneven)
+    assert f"{spent}, because batches cannot be dealt" in str(hint(collectives=(0.8, 0.1), imbalance=1.5))
     late = hint(collectives=(0.8, 0.1))
     assert late == f"{spent}, waiting for learner-1, which has no more work: its device or node is slower"
     slow = hint(collectives=(0.8, 0.7))  # all ranks spend the time there, so nothing waits: it is the transfer
@@ -431,10 +424,10 @@ def test_errors_come_first_then_responses_that_are_cut_off_then_waits(tmp_path: 
 
 def test_every_remedy_is_in_the_tuning_guide_and_in_the_configuration() -> None:
     known = set(leaves(load_config("configs/quickstart.yaml").model_dump()))
-    guide = Path("docs/tuning.md").read_text()
     source = Path("grpo_ray/tools/top/bottleneck.py").read_text().partition("def _from_outside")[2]
     named = {word for word in re.findall(r"\b[a-z_]+\.[a-z_]+\b", source) if word in known}
     assert len(named) >= 13
+    guide = Path("docs/tuning.md").read_text()
     assert [name for name in sorted(named) if name not in guide] == []
 
 
@@ -453,8 +446,7 @@ def test_steps_of_episodes_have_columns_of_their_own(tmp_path: Path) -> None:
     assert ("longest" in narrow, "42 s" in narrow) == (False, False)
     assert re.search(r"step +reward +lag +seconds *\n +1 ", drawn(view_of(run), width=30))  # whole numbers
     assert ("longest" in wide, "42 s" in wide, "eval" in wide) == (True, True, True)
-    plain = make_run(tmp_path / "plain", make_state(), [step(1)])
-    assert "turns " not in drawn(view_of(plain), width=140)
+    assert "turns " not in drawn(view_of(make_run(tmp_path / "plain", make_state(), [step(1)])), width=140)
 
 
 def test_a_frame_shows_the_run(tmp_path: Path) -> None:
