@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import CHROMIUM, DESKTOP, PHONE, Browser, browser
+from browser import DESKTOP, NEEDS_CHROMIUM, PHONE, Browser, browser
 from builders import TinyModel, changed, plain_logprobs
 from episode_groups import branched_episode, make_episode, make_episode_group, play, spoken_episode
 from report_runs import HOSTILE, NEAR_DEFAULT, add_checkpoint, make_run
@@ -120,8 +120,7 @@ def page(tmp_path_factory: pytest.TempPathFactory, tiny_model: TinyModel) -> Pat
 
 
 def pages(test: Callable[..., None]) -> Callable[..., None]:
-    is_missing = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
-    return pytest.mark.slow(is_missing(test))
+    return pytest.mark.slow(NEEDS_CHROMIUM(test))
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import CHROMIUM, DESKTOP, PHONE, Browser, browser
+from browser import DESKTOP, NEEDS_CHROMIUM, PHONE, Browser, browser
 from builders import TinyModel, changed, make_completion, make_group, make_item, write_rows
 from matplotlib.image import imread
 from report_runs import HOSTILE, NEAR_DEFAULT, add_checkpoint, group, make_run, metrics_of, ranks_of
@@ -19,10 +19,7 @@ from grpo_ray.watch.metrics_catalog import METRICS
 
 __all__ = ["browser"]
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium"),
-]
+pytestmark = [pytest.mark.slow, NEEDS_CHROMIUM]
 SCREENS = [(size, scheme) for size in (PHONE, DESKTOP) for scheme in ("light", "dark")]
 
 
@@ -259,11 +256,8 @@ def test_a_chart_can_be_read_by_keyboard_and_by_pointer(opened: Browser) -> None
 
 
 def test_stacked_bars_add_up_to_the_step(opened: Browser) -> None:
-    chart = figure("Step by step")
-    heights, tops = (
-        opened.run(f"[...{chart}.querySelectorAll('rect')].map(bar => Number(bar.getAttribute('{name}')))")
-        for name in ("height", "y")
-    )
+    bars = f"[...{figure('Step by step')}.querySelectorAll('rect')]"
+    heights, tops = (opened.run(f"{bars}.map(bar => +bar.getAttribute('{name}'))") for name in ("height", "y"))
     assert len(heights) == 6 * 3
     bottoms = [top + height for top, height in zip(tops, heights, strict=True)]
     assert bottoms[:3] == pytest.approx([224 - 38, tops[0], tops[1]])  # stacked
@@ -312,12 +306,9 @@ def test_ranks_have_curves_and_a_table(browser: Browser, tmp_path: Path, size: A
     assert len(set(heights)) == 2
     assert heights == heights[:2] * 3
     assert browser.texts(".tick", slowest)[:2] == ["0", "1"]  # no rank 0.5
-    rows = browser.run(
-        "[...document.querySelectorAll('#ranks tr')]"
-        ".map(row => [...row.children].map(cell => cell.textContent))"
-    )
+    table = "[...document.querySelectorAll('#ranks tr')].map(row => [...row.children].map(c => c.textContent))"
     memory = ["Process memory", "GPU memory, peak"]
-    assert rows == [
+    assert browser.run(table) == [
         ["Rank", "In collectives per step", "Of the step", "Steps as the slowest", *memory],
         ["learner-0", "0.25 s", "12.5%", "50%", "1.75 GiB", "10 GiB"],
         ["learner-1", "0.255 s", "12.8%", "50%", "2.75 GiB", "11 GiB"],
