@@ -22,17 +22,8 @@ from small_run import QUICKSTART
 from grpo_ray.cluster.ray_internals import forget_cached_token
 from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.errors import INTERRUPTED, RunError
-from grpo_ray.tools.submit import submit
-from grpo_ray.tools.submit.submission import (
-    CREDENTIALS,
-    LIMIT_BYTES,
-    SENT_ALONG,
-    SubmissionContext,
-    check_upload,
-    resumption_job,
-    training_job,
-    uploaded_files,
-)
+from grpo_ray.tools.submit import submission, submit
+from grpo_ray.tools.submit.submission import SENT_ALONG, SubmissionContext, check_upload, training_job
 from grpo_ray.tools.submit.submit import JobClient, check_token, job_address
 
 HERE = "http://127.0.0.1:8265"
@@ -123,7 +114,7 @@ def packed(folder: Path, excludes: Sequence[str]) -> set[str]:
 
 
 def listed(folder: Path, excludes: Sequence[str]) -> set[str]:
-    return {str(path.relative_to(folder)) for path in uploaded_files(folder, excludes)}
+    return {str(path.relative_to(folder)) for path in submission.uploaded_files(folder, excludes)}
 
 
 PEM = "-----BEGIN {}PRIVATE KEY-----\nMIIE\n-----END {}PRIVATE KEY-----\n"
@@ -204,8 +195,8 @@ def test_ray_uploads_neither_credentials_nor_runs_and_those_in_the_way_are_named
 def test_the_autoscaler_copies_no_credential_either() -> None:
     """Ray copies the cluster's token and its own SSH key by rsync as well, which some names would stop."""
     excluded = yaml.safe_load(Path("launch/cluster.yaml").read_text())["rsync_exclude"]
-    left = [name for name in CREDENTIALS if name not in excluded]
-    assert left == ["auth_token", *[name for name in CREDENTIALS if name.startswith("id_")], "*.pem"]
+    left = [name for name in submission.CREDENTIALS if name not in excluded]
+    assert left == ["auth_token", *[name for name in submission.CREDENTIALS if name.startswith("id_")], "*.pem"]
 
 
 TREE = (
@@ -262,7 +253,7 @@ def test_what_the_run_reads_is_uploaded(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_folder_that_is_too_large_says_what_is_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ray._private.ray_constants import DASHBOARD_CLIENT_MAX_SIZE
 
-    assert LIMIT_BYTES == DASHBOARD_CLIENT_MAX_SIZE
+    assert submission.LIMIT_BYTES == DASHBOARD_CLIENT_MAX_SIZE
     write_files(tmp_path, {"mine.yaml": Path(QUICKSTART).read_text(), "data/a": "", "data/b": ""})
     for name in ("a", "b"):
         os.truncate(tmp_path / "data" / name, 60 * 2**20)
@@ -285,15 +276,13 @@ def test_a_file_outside_of_the_working_directory(tmp_path: Path) -> None:
 
 def test_a_resumption_names_the_runs_folder(tmp_path: Path) -> None:
     where = SubmissionContext(HERE, tmp_path)
-    with pytest.raises(RunError, match="no run in runs/a: it has no config"):
-        resumption_job("runs/a", [], where)
     run = tmp_path / "runs" / "a"
     write_files(run, {"config.yaml": Path(QUICKSTART).read_text()})
-    job = resumption_job("runs/a", ["algorithm.num_steps=80"], where)
+    job = submission.resumption_job("runs/a", ["algorithm.num_steps=80"], where)
     assert job.command[3:] == ("resume", str(run), "algorithm.num_steps=80")
     assert job.metadata["run"] == str(run)
     with pytest.raises(ConfigError, match="num_stepz"):
-        resumption_job("runs/a", ["algorithm.num_stepz=80"], where)
+        submission.resumption_job("runs/a", ["algorithm.num_stepz=80"], where)
 
 
 def test_the_address_is_a_dashboards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,7 +450,7 @@ def test_a_lost_connection_ends_no_job(jobs: FakeJobs, capsys: Capture, how: lis
         (["--follow", "job-1", "--no-wait", "--env", "A"], "leave out --no-wait --env"),
         ([QUICKSTART, "--address", "http://"], "give its address, such as http://HOST:8265"),
         ([QUICKSTART, "--stop", "job-1"], "take a job's id and nothing else"),
-        (["--resume", "runs/none"], "no run in runs/none"),
+        (["--resume", "runs/none"], "no run in runs/none: it has no config"),
         ([QUICKSTART, "--address", "head:6379"], "--address is head:6379: jobs go to the dashboard"),
     ],
 )
