@@ -54,10 +54,8 @@ def branched_groups() -> list[ScoredGroup]:
     rng = np.random.default_rng(0)
     groups = []
     for group_id in range(2):
-        episodes = [
-            branched_episode((2, 3, 3), reward=float(sum(rewards)), turn_rewards=rewards)
-            for rewards in rng.normal(size=(SIZE - 1, 3)).tolist()
-        ]
+        rewards = rng.normal(size=(SIZE - 1, 3)).tolist()
+        episodes = [branched_episode((2, 3, 3), reward=float(sum(own)), turn_rewards=own) for own in rewards]
         broken = make_episode(Segments(), None, status="environment_error", error="boom")
         groups.append(make_episode_group(group_id, [*episodes, broken], discount=0.5))
     return groups
@@ -66,11 +64,9 @@ def branched_groups() -> list[ScoredGroup]:
 @pytest.mark.parametrize("seed", range(24))
 def test_random_episodes_have_no_problem(tmp_path: Path, grader: Regrader, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    discount = 0.5 if seed % 2 else None
-    groups = [
-        random_episode_group(rng, n, SIZE, discount, version=3, max_lag=1, vocabulary=(3, 40)[seed % 3 > 0])
-        for n in range(2)
-    ]
+    discount, vocabulary = 0.5 if seed % 2 else None, (3, 40)[seed % 3 > 0]
+    options = {"version": 3, "max_lag": 1, "vocabulary": vocabulary}
+    groups = [random_episode_group(rng, number, SIZE, discount, **options) for number in range(2)]
     assert audited(tmp_path, groups, grader).problems == []
 
 

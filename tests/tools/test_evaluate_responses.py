@@ -58,8 +58,7 @@ def test_rows() -> None:
     assert rows[3] == {
         "example_id": 5, "task": "", "prompt": "prompt 5", "ground_truth": "truth 5", "sample": 3,
         "response": "5.3", "num_tokens": 4, "finish_reason": "length", "reward": 0.0, "format_reward": 0.0,
-        "answer_reward": 0.0, "category": "not_graded", "error": "it took too long",
-        **dict.fromkeys(FACTS),
+        "answer_reward": 0.0, "category": "not_graded", "error": "it took too long", **dict.fromkeys(FACTS),
     }  # fmt: skip
     # A right answer in the wrong format, which rewards of the user's own can return, is no format.
     group = replace(graded(0), answer_rewards=np.array([1, 1, 1, 1], np.float32))

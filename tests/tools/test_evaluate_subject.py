@@ -141,13 +141,11 @@ def test_an_adapter_may_be_an_override_and_the_command_to_resume_is_accepted(tmp
 
 
 def test_files_are_recognised(tmp_path: Path) -> None:
+    trees = {"prompt": "Write of trees.", "answer": "A tree.", "keywords": ["tree", "leaf"]}
     files = {
         "gsm8k": ({"question": "1+1?", "answer": "2 it is\n#### 2"}, {"kind": "gsm8k"}),
         "math": ({"problem": "1+1?", "level": 1, "solution": r"\boxed{2}"}, {"kind": "math"}),
-        "keywords": (
-            {"prompt": "Write of trees.", "answer": "A tree.", "keywords": ["tree", "leaf"]},
-            {"kind": "keywords", "num_validation_prompts": ALL_ROWS},
-        ),
+        "keywords": (trees, {"kind": "keywords", "num_validation_prompts": ALL_ROWS}),
         "plain": ({"question": "1+1?", "answer": "2"}, {"kind": "file", "question_field": "question"}),
         "aime": ({"problem": "1+1?", "answer": 2}, {"kind": "file", "question_field": "problem"}),
     }

@@ -40,13 +40,9 @@ from grpo_ray.tools.experiments.table import by_variant, comparison_table, csv_r
 
 FAKE = (sys.executable, str(Path(__file__).parents[1] / "fake_run_cli.py"))
 pytestmark = pytest.mark.slow  # each starts processes that stand in for runs
-LOW_HIGH = Experiment(
-    "rates",
-    "Low or high?",
-    {"low": ("learner.learning_rate=1e-4",), "high": ("learner.learning_rate=1e-3",)},
-    ("optim/grad_norm",),
-    common=("algorithm.num_steps=8", "evaluation.every_num_steps=4"),
-)
+RATES = {"low": ("learner.learning_rate=1e-4",), "high": ("learner.learning_rate=1e-3",)}
+STEPS = ("algorithm.num_steps=8", "evaluation.every_num_steps=4")
+LOW_HIGH = Experiment("rates", "Low or high?", RATES, ("optim/grad_norm",), STEPS)
 
 
 class FakeRuns:
@@ -167,7 +163,7 @@ def test_the_runs_read_a_copy_of_the_base_and_another_definition_is_refused_by_n
         fakes.run(2, base=str(base), overrides=["learner.warmup_steps=3"])
     questions.write_text(asked)
     base.write_text(base.read_text().replace("kind: keywords", "kind: keywords, num_validation_prompts: 5"))
-    other = Experiment("rates", "?", {"low": (), "new": ("weight_sync.max_lag=0",)}, (), LOW_HIGH.common)
+    other = Experiment("rates", "?", {"low": (), "new": ("weight_sync.max_lag=0",)}, (), STEPS)
     with pytest.raises(RunError) as caught:
         fakes.run(1, other, base=str(base), overrides=["learner.warmup_steps=4"])
     lines = [line.strip() for line in str(caught.value).splitlines()]
@@ -225,7 +221,7 @@ import sys
 from grpo_ray.tools import cli
 from grpo_ray.tools.experiments import experiment, run_experiment
 from grpo_ray.tools.experiments.experiment import Experiment
-experiment.EXPERIMENTS["rates"] = Experiment("rates", "?", {dict(LOW_HIGH.variants)}, (), {LOW_HIGH.common})
+experiment.EXPERIMENTS["rates"] = Experiment("rates", "?", {RATES}, (), {STEPS})
 run_experiment.run_experiment.__defaults__ = ({FAKE},)
 sys.exit(cli.main(sys.argv[1:]))
 """
@@ -357,15 +353,14 @@ def test_the_list_and_overrides_around_options(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.usefixtures("model_cache", "shared_ray")
 def test_a_real_run(tmp_path: Path) -> None:
     sizes = ["algorithm.num_steps=2", "evaluation.every_num_steps=1", "run.save_rollouts=false"]
-    variants = {"high": LOW_HIGH.variants["high"]}
-    experiment = Experiment("rates", "How high?", variants, ("optim/grad_norm", "policy/entropy"), tuple(SMALL))
+    metrics = ("optim/grad_norm", "policy/entropy")
+    experiment = Experiment("rates", "How high?", {"high": RATES["high"]}, metrics, tuple(SMALL))
     arguments = (experiment, QUICKSTART, sizes, 1, str(tmp_path), 1, "grpo-ray experiment rates")
     assert run_experiment(*arguments), (tmp_path / "rates/logs/high-seed0.log").read_text()
     folder = tmp_path / "rates"
     assert [row["step"] for row in read_metrics(folder / "runs/high-seed0/metrics.jsonl")] == [1, 2]
     assert load_config(folder / "runs" / "high-seed0" / "config.yaml").learner.learning_rate == 1e-3
-    header, line = (folder / "table.csv").read_text().splitlines()
-    cells = dict(zip(header.split(","), line.split(","), strict=True))
+    (cells,) = csv.DictReader((folder / "table.csv").read_text().splitlines())
     assert cells["runs"] == "1"
     assert float(cells["seconds_per_step_mean"]) > 0
     assert cells["policy/entropy_last_quarter_mean"]
@@ -403,8 +398,7 @@ OUTCOMES = [
 def test_table_by_hand(tmp_path: Path) -> None:
     results = by_variant(["a", "b"], OUTCOMES)
     write_csv(tmp_path / "table.csv", [csv_row(result, ["x/y", "not/there"]) for result in results])
-    with (tmp_path / "table.csv").open() as file:
-        a, b = csv.DictReader(file)
+    a, b = csv.DictReader((tmp_path / "table.csv").read_text().splitlines())
     expected = {
         "runs": 2, "final_reward_mean": 0.8, "final_reward_sd": 0.02**0.5, "best_reward_mean": 0.8,
         "half_reward_mean": ((0.2 + 0.3 * 4 / 6) + (0.2 + 0.2 * 4 / 6)) / 2, "steps_to_0.8_mean": 8,

@@ -39,7 +39,6 @@ from grpo_ray.learning.attention import BlockAttention, VarlenAttention
 from grpo_ray.learning.families import SegmentTree
 from grpo_ray.learning.forward_backward import ForwardBackward
 from grpo_ray.learning.loading import cast_parameters
-from grpo_ray.learning.log_probs import model_inputs
 from grpo_ray.learning.microbatch import MicroBatch, collate_packed, collate_padded
 from grpo_ray.learning.policy_model import with_head_dtype
 from grpo_ray.learning.ranks import Ranks
@@ -50,26 +49,10 @@ from grpo_ray.objectives import chunked, chunked_log_probs
 from grpo_ray.run.machine import _emulates_bfloat16
 from grpo_ray.run.preparation import check_files
 from grpo_ray.run.tiny_model import build_model
-from grpo_ray.tools.planning import learner_memory
+from grpo_ray.tools.planning import gpu_memory, learner_memory
 from grpo_ray.tools.planning.command import PlanOptions
-from grpo_ray.tools.planning.gpu_memory import (
-    CONTEXT_BYTES,
-    ENGINE_BYTES,
-    GIB,
-    Budget,
-    concurrent_sequences,
-    generator_budget,
-    kv_bytes_per_token,
-)
-from grpo_ray.tools.planning.learner_memory import (
-    Tokens,
-    kept_per_token,
-    largest_micro_batch,
-    learner_budget,
-    state_items,
-    with_unsharded,
-    working_items,
-)
+from grpo_ray.tools.planning.gpu_memory import CONTEXT_BYTES, ENGINE_BYTES, GIB, Budget, concurrent_sequences
+from grpo_ray.tools.planning.learner_memory import Tokens, largest_micro_batch, state_items, working_items
 from grpo_ray.tools.planning.memory_plan import plan_memory
 from grpo_ray.tools.planning.model_shape import ModelShape, find_shape, shape_of
 from grpo_ray.types import TrainBatch
@@ -198,19 +181,15 @@ def kept_bytes(model: Any, batch: MicroBatch) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        _ = model.base_model(**model_inputs(batch)).last_hidden_state
+        _ = model.base_model(**log_probs.model_inputs(batch)).last_hidden_state
     return sum(storages.values())
 
 
-def sequences_of_groups(num_groups: int, num_prompt: int, num_response: int) -> list[TrainSequence]:
-    """Make groups of 8."""
-    rng, behaviour = np.random.default_rng(0), np.full(num_response, -3.0, np.float32)
+def sequences_of_groups(num_groups: int, num_prompt: int, length: int) -> list[TrainSequence]:
+    """Make groups of 8 responses of this length."""
+    rng, behaviour = np.random.default_rng(0), np.full(length, -3.0, np.float32)
     prompts = [tuple(rng.integers(0, 300, num_prompt).tolist()) for _ in range(num_groups)]
-    return [
-        TrainSequence(prompt, rng.integers(0, 300, num_response), behaviour, 1.0)
-        for prompt in prompts
-        for _ in range(8)
-    ]
+    return [TrainSequence(p, rng.integers(0, 300, length), behaviour, 1.0) for p in prompts for _ in range(8)]
 
 
 @pytest.mark.slow
@@ -242,7 +221,7 @@ def test_a_layer_keeps_as_many_bytes_of_a_token_as_planned(family: str, dtype: s
         kept.append(kept_bytes(model, batch))
     # In addition, Qwen3's head norms keep a number per head, and attention in blocks its mask.
     tolerance = 0.012 * (family == "qwen3") + 0.005 * (layout == "sdpa" or family == "grpo_ray")
-    planned = kept_per_token(shape, config, tokens)
+    planned = learner_memory.kept_per_token(shape, config, tokens)
     assert (kept[1] - kept[0]) / tokens.all == pytest.approx(planned, rel=tolerance)
 
 
@@ -325,11 +304,8 @@ DORA = {"rank": 4, "dora": True, "target_modules": ["q_proj", "up_proj"]}
 def test_the_state_is_what_a_learner_holds(
     tiny_config: Config, tiny_model: TinyModel, adapter: Any, quantization: str, reference: str
 ) -> None:
-    config = changed(
-        tiny_config,
-        model={"dtype": "bfloat16", "adapter": adapter, "base_quantization": quantization},
-        algorithm={"kl": {"reference": reference}},
-    )
+    model = {"dtype": "bfloat16", "adapter": adapter, "base_quantization": quantization}
+    config = changed(tiny_config, model=model, algorithm={"kl": {"reference": reference}})
     folder = tiny_model(True, hidden_size=64)
     learner = Learner(str(folder), config, ENDS)
     learner.train_step(TrainBatch(tuple(make_batch(learner))))
@@ -362,7 +338,7 @@ def budgets_of(
 ) -> tuple[Budget, Budget]:
     """Return the budgets of a Generator and of the Learner."""
     arguments = (shape, config, prompt_tokens, gpu_gib * GIB)
-    return generator_budget(*arguments), learner_budget(*arguments)
+    return gpu_memory.generator_budget(*arguments), learner_memory.learner_budget(*arguments)
 
 
 def test_figures_of_1_5b_by_hand() -> None:
@@ -408,7 +384,7 @@ def test_the_plan_is_what_an_h100_took(options: dict[str, Any], gib: float) -> N
 
 def test_the_kv_cache_is_divided_among_gpus_and_sequences_are_limited_by_those_in_flight() -> None:
     of_gpus = [plan_config(generator={"num_gpus": n}) for n in (1, 2, 4, 8)]  # 4 key-value heads
-    assert [kv_bytes_per_token(SHAPE_7B, config) / 1024 for config in of_gpus] == [56, 28, 14, 14]
+    assert [gpu_memory.kv_bytes_per_token(SHAPE_7B, config) / 1024 for config in of_gpus] == [56, 28, 14, 14]
     few = plan_config(algorithm={"prompts_per_step": 4}, weight_sync={"max_lag": 2})
     assert concurrent_sequences(few) == (1 + 2) * 4 * 8
     assert concurrent_sequences(changed(few, generator={"num_generators": 2})) == 48
@@ -448,15 +424,14 @@ def test_a_colocated_turn_fits_if_each_of_its_phases_does(
     share: float, gpu_gib: float, is_large: bool, transport: str, has_adapter: bool
 ) -> None:
     """vLLM holds its whole share while it samples, whatever it needs, and an `ipc` snapshot lies beside it."""
-    config = plan_config(
-        model={"adapter": {"rank": 8} if has_adapter else None},
-        generator={"colocated": True, "gpu_memory_utilization": share},
-        weight_sync={"max_lag": 0, "transport": transport},
-    )
+    model = {"adapter": {"rank": 8} if has_adapter else None}
+    generator = {"colocated": True, "gpu_memory_utilization": share}
+    sync = {"max_lag": 0, "transport": transport}
+    config = plan_config(model=model, generator=generator, weight_sync=sync)
     shape = SHAPE_7B if is_large else SHAPE_1_5B
     weights = 2 * shape.num_parameters
     snapshot = weights if transport == "ipc" else 0
-    sequence = 1280 * kv_bytes_per_token(shape, config)
+    sequence = 1280 * gpu_memory.kv_bytes_per_token(shape, config)
     engine = max(share * gpu_gib * GIB, weights + ENGINE_BYTES + sequence)  # it needs room for one sequence
     training = sum(item.num_bytes for item in (*state_items(shape, config), *working_items(shape, config, 256)))
     phases = {
@@ -528,10 +503,8 @@ def test_the_roots_gradient_is_the_peak_where_a_pass_takes_less() -> None:
 def test_a_base_of_4_bits_is_whole_on_every_rank_and_one_of_16_is_sharded() -> None:
     adapter = {"rank": 16, "alpha": 32}
     trained = 28 * 16 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18_944))
-    whole, one = (
-        learner_items(model={"adapter": adapter, "base_quantization": "nf4"}, learner={"num_ranks": n})
-        for n in (4, 1)
-    )
+    nf4 = {"adapter": adapter, "base_quantization": "nf4"}
+    whole, one = (learner_items(model=nf4, learner={"num_ranks": n}) for n in (4, 1))
     assert whole["base"] == one["base"]
     assert whole["adapter"] == (4 + 4 + 8) * trained / 4
     assert whole["gathered weights"] == 3 * 2 * trained // 28
@@ -622,12 +595,6 @@ def test_a_plan_and_the_start_of_an_experiment_need_neither_torch_nor_ray(tmp_pa
     assert output.splitlines()[-1] == "[]"
 
 
-SIZES: dict[str, Any] = {
-    "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 1024, "tie_word_embeddings": False, "use_cache": False,
-}  # fmt: skip
-
-
 def measure_rank(rank: int, backend: str, num_ranks: int, port: int, sizes: dict[str, Any], found: str) -> None:
     """Write the bytes of rank 0's shards after a step, and of a pass's peak over two tokens."""
     store = FakeStore() if backend == "fake" else dist.TCPStore("127.0.0.1", port, num_ranks, rank == 0)
@@ -664,7 +631,8 @@ def test_a_rank_holds_what_is_planned(backend: str, num_ranks: int, vocab_size: 
     Otherwise it is where blocks are. Which of a neighbour's buffers are freed by then differs from run to run:
     at most one more block's are held than planned. The fake backend sends nothing, and needs no copy to reduce.
     """
-    sizes = {**SIZES, "vocab_size": vocab_size}
+    sizes = {**SMALL, "hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 1024}
+    sizes |= {"vocab_size": vocab_size, "model_type": "llama", "tie_word_embeddings": False, "use_cache": False}
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -678,7 +646,7 @@ def test_a_rank_holds_what_is_planned(backend: str, num_ranks: int, vocab_size: 
     shape, config = shape_of(sizes, "x"), plan_config(learner={"num_ranks": num_ranks})
     uneven = 0.005 if num_ranks == 3 else 0.0  # the first of three ranks has a row more of some matrices
     assert state == pytest.approx([item.num_bytes for item in state_items(shape, config)], rel=uneven)
-    items = with_unsharded([], shape, config)
+    items = learner_memory.with_unsharded([], shape, config)
     planned = sum(item.num_bytes for item in items)
     if vocab_size == 32768 and backend == "gloo":
         assert "after the backward pass" in items[-1].note

@@ -22,9 +22,11 @@ import torch
 from commands import Capture, refused
 from small_run import QUICKSTART
 
+from examples.zoo.__main__ import broken, good
 from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.episodes.chat_template import ChatTemplate
 from grpo_ray.episodes.renderer_template import make_template
+from grpo_ray.episodes.segments import TrainedPath
 from grpo_ray.episodes.session import Reply
 from grpo_ray.episodes.tool_calls import Parsed
 from grpo_ray.tasks.examples import Example
@@ -63,8 +65,6 @@ def names(findings: list[Finding]) -> list[str]:
     "animal", [pytest.param(n, marks=pytest.mark.slow if n in QUICK else pytest.mark.campaign) for n in ZOO]
 )
 def test_an_animal_shows_its_fault_with_a_place_and_a_cure(animal: str) -> None:
-    from examples.zoo.__main__ import broken
-
     found = run(PreflightOptions(**{**broken("known"), **broken("unseen")}[animal]))  # type: ignore[arg-type]
     assert ZOO[animal] in names(found.faults)
     fault = found.faults[names(found.faults).index(ZOO[animal])]
@@ -74,8 +74,6 @@ def test_an_animal_shows_its_fault_with_a_place_and_a_cure(animal: str) -> None:
 
 @pytest.mark.campaign
 def test_no_good_environment_raises_an_alarm(tmp_path: Path) -> None:
-    from examples.zoo.__main__ import good
-
     animals = good(tmp_path)
     assert len(animals) == 30
     options = {name: PreflightOptions(**arguments) for name, arguments in animals.items()}  # type: ignore[arg-type]
@@ -207,15 +205,11 @@ def test_the_fixture_fails_a_test_for_a_fault(preflight: Any) -> None:
 @pytest.mark.slow
 def test_a_chat_template_is_judged_if_prompts_are_made_by_it() -> None:
     template, short = str(ROOT / "examples/zoo/known/no_header.jinja"), "episodes.max_tokens=1"
-    r1_zero, chat = (
-        run(PreflightOptions(QUICKSTART, (f"task.prompt={prompt}", short), template, num_examples=1))
-        for prompt in ("r1_zero", "chat")
-    )
+    chosen = PreflightOptions(QUICKSTART, ("task.prompt=chat",), template, num_examples=1)
+    r1_zero, chat = (run(replace(chosen, overrides=(f"task.prompt={p}", short))) for p in ("r1_zero", "chat"))
     assert names(r1_zero.faults) == []
     assert (names(chat.faults), chat.num_episodes) == (["no_generation_prompt"], 0)  # nothing is played
-    allow = ("no_generation_prompt",)
-    allowed = PreflightOptions(QUICKSTART, ("task.prompt=chat",), template, num_examples=1, allow=allow)
-    assert run(allowed).num_episodes
+    assert run(replace(chosen, allow=("no_generation_prompt",))).num_episodes
 
 
 # ---- what a session makes impossible ----
@@ -344,8 +338,6 @@ def test_faults_of_a_chat_template(change: tuple[str, str], expected: list[str])
 
 
 def test_the_conversation_shows_which_tokens_are_trained(game: Subject) -> None:
-    from grpo_ray.episodes.segments import TrainedPath
-
     end = game.end_token_ids[0]
     ids = game.tokenizer("Hi", add_special_tokens=False)["input_ids"]
     turns = np.array([*([0] * len(ids)), 0, -1, 1])

@@ -13,6 +13,7 @@ from commands import Capture, printed, refused
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from report_runs import HOSTILE, NEAR_DEFAULT, Rows, group, make_run, metrics_of
+from test_top import NOW, make_state
 
 from grpo_ray.config import Config
 from grpo_ray.records.checkpoint import CheckpointState, CheckpointStore
@@ -26,7 +27,7 @@ from grpo_ray.tools.report.run_data import run_data
 from grpo_ray.tools.report.run_header import RunTotals, about, run_facts, warnings_in
 from grpo_ray.tools.report.write_report import embedded_json, make_page, names_of
 from grpo_ray.tools.top.bottleneck import bottleneck
-from grpo_ray.watch.run_state import Ending, LiveStatus, RunState
+from grpo_ray.watch.run_state import Ending, LiveStatus
 
 
 def test_data_of_a_run(tmp_path: Path, tiny_config: Config) -> None:
@@ -58,10 +59,7 @@ def test_a_runs_settings_and_ending(run: RunDirectory, tiny_config: Config) -> N
     data = run_data(run, "run")  # of a run that has only begun
     assert data["facts"] == {"steps": "none yet", "rollouts": "not saved"}
     assert (data["rollouts"], data["stages"], data["ranks"]) == ([], {}, [])
-    state = RunState(
-        time=1_700_000_060.0, began=1_700_000_000.0, host="node-1", pid=1, process_started=0.0, num_steps=1000,
-        phase="training", now=LiveStatus(step=12),
-    )  # fmt: skip
+    state = make_state(time=NOW + 60, began=NOW, host="node-1", num_steps=1000, now=LiveStatus(step=12))
     run.state_path.write_text(state.model_dump_json())
     shown = about(run, tiny_config)
     assert shown["state"] == "not finished: training, step 12 of 1,000, 2023-11-14 22:14 UTC"

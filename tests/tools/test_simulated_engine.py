@@ -2,34 +2,32 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from builders import update
+from builders import make_settings, update
 
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.tools.simulation.engine import SimulatedEngine
 from grpo_ray.tools.simulation.speeds import Lengths, Speeds, lognormal, recorded
 from grpo_ray.transfer.messages import WeightSnapshot
-from grpo_ray.types import Completion, SamplingSettings
+from grpo_ray.types import Completion
 from grpo_ray.watch.clock import Deadlock, VirtualClock
 
 # 1 s per token, and 0.5 s more for every running sequence; a prompt of 4 tokens takes 2 s.
 SPEEDS = Speeds(decode_s=1.0, decode_sequence_s=0.5, prefill_token_s=0.5, start_s=10.0, stage_s=3.0, load_s=7.0)
 PROMPT = (0,) * 4
+ONE = make_settings(min_tokens=1, max_tokens=1000)
 Now = Callable[[], float]
 
 
 def given(*lengths: int) -> Lengths:
     drawn = iter(lengths)
     return lambda rng, num_samples: np.array([next(drawn) for _ in range(num_samples)])
-
-
-def settings(num_samples: int, max_tokens: int = 1000) -> SamplingSettings:
-    return SamplingSettings(num_samples, 1.0, 1.0, min_tokens=1, max_tokens=max_tokens)
 
 
 def run(lengths: Any, main: Callable[[SimulatedEngine, Now], Awaitable[Any]], **changes: Any) -> Any:
@@ -62,7 +60,7 @@ def test_groups_take_their_prompts_and_tokens_and_slow_each_other_down(
     async def main(engine: SimulatedEngine, now: Now) -> list[float]:
         async def sample(after_s: float, prompt: tuple[int, ...], num_samples: int) -> float:
             await asyncio.sleep(after_s)
-            for completion in await engine.generate(prompt, settings(num_samples)):
+            for completion in await engine.generate(prompt, replace(ONE, num_samples=num_samples)):
                 assert completion.versions.tolist() == [5] * len(completion.token_ids)
                 assert len(completion.logprobs) == len(completion.token_ids)
             return now()
@@ -81,7 +79,7 @@ async def sampled_beside_sync(engine: SimulatedEngine, now: Now, sample_at: floa
 
     async def sample() -> tuple[float, list[int]]:
         await asyncio.sleep(sample_at)
-        (completion,) = await engine.generate((), settings(1))
+        (completion,) = await engine.generate((), ONE)
         return now(), completion.versions.tolist()
 
     return (await asyncio.gather(sample(), sync()))[0]
@@ -99,7 +97,7 @@ def test_a_sync_splits_a_response_and_keeps_its_tokens() -> None:
 
 def test_lengths_end_at_the_limit() -> None:
     async def main(engine: SimulatedEngine, now: Now) -> tuple[Completion, ...]:
-        return await engine.generate(PROMPT, settings(2, max_tokens=4))
+        return await engine.generate(PROMPT, replace(ONE, num_samples=2, max_tokens=4))
 
     cut, whole = run(given(9, 4), main)
     assert (len(cut.token_ids), cut.is_truncated) == (4, True)
@@ -108,9 +106,9 @@ def test_lengths_end_at_the_limit() -> None:
 
 def test_a_cancelled_group_leaves_its_place() -> None:
     async def main(engine: SimulatedEngine, now: Now) -> float:
-        first = asyncio.ensure_future(engine.generate((), settings(1)))
+        first = asyncio.ensure_future(engine.generate((), ONE))
         await asyncio.sleep(3.0)
-        second = asyncio.ensure_future(engine.generate((), settings(1)))
+        second = asyncio.ensure_future(engine.generate((), ONE))
         await asyncio.sleep(0)
         first.cancel()
         await second
@@ -122,9 +120,9 @@ def test_a_cancelled_group_leaves_its_place() -> None:
 def test_a_dead_engine_fails_what_runs_and_all_that_follows() -> None:
     async def main(engine: SimulatedEngine, now: Now) -> float:
         with pytest.raises(EngineDied):
-            await engine.generate(PROMPT, settings(1))
+            await engine.generate(PROMPT, ONE)
         died_at = now()
-        for call in (lambda: engine.generate(PROMPT, settings(1)), engine.pause, engine.load):
+        for call in (lambda: engine.generate(PROMPT, ONE), engine.pause, engine.load):
             with pytest.raises(EngineDied):
                 await call()
         return died_at

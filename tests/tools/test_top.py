@@ -559,8 +559,7 @@ def test_following_ends_with_the_run_or_with_q(tmp_path: Path, terminal: int) ->
     os.write(terminal, b"q")
     top(TopOptions(str(run.path), False, 0.01), console)  # returns because of the key
     finished = make_state(ending=Ending(kind="finished")).model_dump_json()
-    ending = threading.Timer(0.1, run.state_path.write_text, [finished])
-    ending.start()
+    threading.Timer(0.1, run.state_path.write_text, [finished]).start()
     top(TopOptions(str(run.path), False, 0.01), console)
     assert "finished 0:01:05 after the last start" in console.file.getvalue()  # type: ignore[attr-defined]
 
