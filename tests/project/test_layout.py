@@ -27,7 +27,7 @@ FLOORS = [
 ORDER = [entry for floor in FLOORS for entry in floor]
 
 # A budget is lowered when it can be, and not raised.
-LINES = {"grpo_ray/core": 3_670, "grpo_ray": 46_420, "tests": 44_630, "profiling": 8_500}
+LINES = {"grpo_ray/core": 3_670, "grpo_ray": 46_420, "tests": 44_000, "profiling": 8_500}
 LONGEST_FILE, LONGEST_FUNCTION = 440, 70
 
 
