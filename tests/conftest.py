@@ -10,6 +10,7 @@ import functools
 import gc
 import importlib
 import inspect
+import logging
 import os
 import re
 import shutil
@@ -38,6 +39,17 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would wait for wha
 # core that another test has: a warm-up of 25 s took 195 s.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 let_waiting_threads_sleep()
+
+
+class Loggers(dict[str, Any]):
+    """All loggers. pytest goes through them around each test, while threads of an earlier one may make more."""
+
+    def values(self) -> Any:
+        return list(super().values())
+
+
+logging.root.manager.loggerDict = Loggers(logging.root.manager.loggerDict)
+
 Joining = Callable[[], contextlib.AbstractContextManager[None]]
 LONGEST = ("vllm", "ray", "slow")  # a file's first marker among these decides its place
 
