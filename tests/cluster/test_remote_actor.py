@@ -198,12 +198,15 @@ def test_a_log_that_cannot_be_copied_stays(tmp_path: Path) -> None:
 def test_what_one_process_cannot_do_is_refused_by_name() -> None:
     on_gpus = "generator.engine=vllm generator.num_gpus=1 learner.num_gpus=1 learner.num_ranks=2"
     on_cpu = "generator.engine=torch generator.num_gpus=0 learner.num_gpus=0 learner.num_ranks=1"
+    teacher = "distillation.teacher=/some/where distillation.num_gpus=0"
     for asked, needed in (
         (f"{on_gpus} weight_sync.transport=collective", f"{on_cpu} weight_sync.transport=object_store"),
         ("generator.cpu_cores=[0] learner.cpu_cores=[1]", "generator.cpu_cores=null learner.cpu_cores=null"),
+        (f"{teacher} distillation.engine=vllm sampling.min_tokens=0", "distillation.engine=torch"),
     ):
         with pytest.raises(RunError, match=f"; add {needed}, or omit --local$"):
             check_local(load_config(QUICKSTART, [*SMALL, *asked.split()]))
+    check_local(load_config(QUICKSTART, [*SMALL, *teacher.split(), "distillation.engine=torch"]))
     check_local(load_config(QUICKSTART, SMALL))
 
 
