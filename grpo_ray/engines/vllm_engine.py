@@ -274,7 +274,7 @@ class _EngineProcess(ForkProcess):
         if (ray := sys.modules.get("ray._raylet")) is not None:  # vLLM cannot change Ray's title
             ray.setproctitle("VLLM::EngineCore")
         gc.freeze()  # or each full pass, at vLLM's start and end, would copy the pages of all that was imported
-        gc.unfreeze = lambda: None  # as vLLM does before its last passes
+        gc.unfreeze = lambda: None  # which vLLM calls before its last passes
         gc.enable()
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         # The memory of replaced weights is kept for the next: touching fresh pages takes longer than a copy.

@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 import pytest
 import torch
-from browser import CHROMIUM, Browser, browser
+from browser import NEEDS_CHROMIUM, Browser, browser
 from run_process import output_of
 from test_layout import ORDER
 
@@ -85,7 +85,7 @@ def test_the_site_has_every_page_field_and_metric_and_the_sources_and_fetches_no
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+@NEEDS_CHROMIUM
 def test_the_site_works_from_disk(site: Path, browser: Browser) -> None:
     browser.call("Page.navigate", url=(site / "index.html").as_uri())
     browser.wait_for("window.__index")
