@@ -2,9 +2,10 @@
 
 A run of two steps in one process (torch engine, `tests/local_runs.py` of the checkout) is traced from its
 checks to its end. A function counts once it is entered, a class once one of its methods is, and a file once one
-of its functions is.
+of its functions is; the body of a class, which runs as its module is imported, does not count.
 """
 
+import inspect
 import os
 import subprocess
 import sys
@@ -22,7 +23,7 @@ def traced(package: Path) -> set[CodeType]:
     entered: set[CodeType] = set()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call":
+        if event == "call" and frame.f_code.co_flags & inspect.CO_NEWLOCALS:  # not the body of a class
             entered.add(frame.f_code)
 
     from local_runs import make_config, train  # type: ignore[import-not-found,unused-ignore]
