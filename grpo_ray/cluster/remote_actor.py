@@ -97,7 +97,7 @@ async def result_of(name: str, reference: Awaitable[T]) -> T:
 def last_line(error: BaseException) -> str:
     """Return the end of Ray's long message, which has the actor's own error or the cause of its exit."""
     # Of pydantic's error, which vLLM raises for a wrong argument, that is the field and what it should be.
-    text = re.sub(r"\n  (.* \[type=.*)\n +For further information visit .*", r": \1", str(error))
+    text = re.sub(r"\n  (.* \[type=.*)\n +For further information visit .*", r": \1", str(error) or repr(error))
     text = text.replace("See root cause above", "The cause stands above this in the actor's log")  # vLLM's
     place = 0 if isinstance(error, OutOfMemoryError) else -1  # then advice follows
     cause = text.partition("The actor is dead because ")[2] or text.strip().splitlines()[place]

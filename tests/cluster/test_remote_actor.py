@@ -88,7 +88,8 @@ def test_the_end_of_pydantics_error_is_the_field_with_what_it_should_be() -> Non
 
 
 @pytest.mark.parametrize(
-    "error", [exceptions.OutOfMemoryError("of its owner"), exceptions.ObjectLostError("0" * 56, None, "")]
+    "error",
+    [exceptions.OutOfMemoryError("of its owner"), exceptions.ObjectLostError("0" * 56, None, ""), RayError()],
 )
 async def test_an_argument_that_died_with_its_owner_is_no_death_of_the_actor(error: RayError) -> None:
     with pytest.raises(DataLost, match="scorer: "):
