@@ -210,7 +210,7 @@ def explained(detail: Mapping[str, Any]) -> str:
         return f"{path}: required, but not given; allowed: {describe(annotation)}"
     is_text = kind == "string_type" and isinstance(value, bool | int | float | date)
     remedy = "; to give it as text, put it in quotes" if is_text else ""
-    return f"{path}: {value!r} is not valid; allowed: {describe(annotation)}{remedy}"
+    return f"{path}: {value!r:.200} is not valid; allowed: {describe(annotation)}{remedy}"
 
 
 MANY_KEYS = 12  # too many to list in a message

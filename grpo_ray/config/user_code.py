@@ -38,7 +38,7 @@ def _scalar(value: Any) -> Any:
     if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", value):
         value = float(value)  # YAML 1.1 reads 1e-3 and 1.0e3 as text
     if not isinstance(value, bool | int | float | str) or (isinstance(value, float) and not isfinite(value)):
-        raise ValueError(f"{value!r} is not valid; allowed: number, text, or true or false")
+        raise ValueError(f"{value!r:.200} is not valid; allowed: number, text, or true or false")
     return value
 
 
@@ -187,7 +187,7 @@ def check_arguments(
     known = {key: p for key, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
     for key, value in arguments.items():
         if key in known:
-            _check_value(known[key].annotation, value, f"{what} has {key}={value!r}")
+            _check_value(known[key].annotation, value, f"{what} has {key}={value!r:.200}")
         elif not takes_any:
             names = f"it takes {', '.join(known)}" if known else "it takes none"
             raise ValueError(f"{what} has no argument {key!r}; {names}")

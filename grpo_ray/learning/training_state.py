@@ -108,7 +108,9 @@ def write_state(
         else:
             weights |= {name: state.weights[name] for name, _ in persistent_buffers(model)}  # uncast
             model.save_pretrained(folder, state_dict=weights, max_shard_size=LARGEST_FILE)
-            _declare(dtype, folder / "config.json")
+            path = folder / "config.json"  # has the model's dtype; the written weights may have another
+            named = {**json.loads(path.read_bytes()), "dtype": str(dtype).removeprefix("torch.")}
+            path.write_text(json.dumps(named, indent=2, sort_keys=True) + "\n")
         tokenizer.save_pretrained(folder)
         if ranks.size == 1:
             save_file({**beside, **state.training}, training / FILE_NAME)
@@ -163,12 +165,6 @@ def _read(training_folder: Path, masters: MasterWeights) -> Tensors:
 
 def _part(tensors: Tensors, prefix: str) -> Tensors:
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-
-
-def _declare(dtype: torch.dtype, path: Path) -> None:
-    """Name the dtype of the written weights, where `save_pretrained` has named that of the model."""
-    config = {**json.loads(path.read_bytes()), "dtype": str(dtype).removeprefix("torch.")}
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _sync(folder: Path, training: Path) -> dict[str, int]:

@@ -157,6 +157,7 @@ def refuses(folder: Path, overrides: str, parts: str) -> None:
     [
         ("learner.lerning_rate=1", "learner.lerning_rate: unknown key; did you mean learner.learning_rate?"),
         ("lerner.learning_rate=1", "lerner: unknown key; did you mean learner?"),
+        (f"run.seed={'x' * 999}", f"run.seed: '{'x' * 199} is not valid; allowed: integer"),
         ("run.zzz=1", "run.zzz: unknown key; allowed: name, output_dir"),
         ("zzz=1", "zzz: unknown key; docs/configuration.md lists every key"),
         ("task.num_digit=4", "task.num_digit: unknown key; did you mean task.num_digits?"),

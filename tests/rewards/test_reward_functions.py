@@ -131,6 +131,7 @@ def test_a_module_in_the_current_folder_is_found() -> None:
         ("my_rewards_4711:reward", {"scale": 1}, "has no argument 'scale'; it takes none"),
         ("my_rewards_4711:scaled", {"scael": 1}, "has no argument 'scael'; it takes scale, mode"),
         ("my_rewards_4711:scaled", {"scale": "x"}, "has scale='x': input should be a valid number"),
+        ("my_rewards_4711:scaled", {"scale": "x" * 999}, "has scale='x{199}: input should be a valid number"),
         ("my_rewards_4711:scaled", {"scale": 1, "mode": "c"}, "has mode='c': input should be 'a' or 'b'"),
         ("brevity", {"free": -1}, "brevity has free=-1: input should be greater than or equal to 0"),
         ("graded", {"response": "x"}, "graded has no argument 'response'; it takes right, wrong, missing, "),

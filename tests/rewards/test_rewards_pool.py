@@ -203,6 +203,12 @@ def test_a_worker_that_died_between_answers_costs_none(pool: RewardPool) -> None
     assert not {worker.pid for worker in workers_of(pool)} & {worker.pid for worker in before}
 
 
+def test_rewards_of_any_length_reach_the_fork_server() -> None:
+    """A command line has room for 128 KiB."""
+    with closing(RewardPool({"own": OWN, "x" * 200_000: OWN}, 1, 60.0, MEMORY_GIB)) as pool:
+        assert are_right(grade(pool, "72"))
+
+
 def test_a_fork_server_that_died_costs_no_answer() -> None:
     with pool_of(2) as pool:
         workers, fork_server = workers_of(pool), fork_server_of(pool)

@@ -183,5 +183,7 @@ def _main(arguments: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    with open(int(sys.argv[1]), encoding="utf-8") as given:
+        arguments = json.load(given)
     with contextlib.suppress(BrokenPipeError):  # the pool has ended meanwhile
-        _main(json.loads(sys.argv[1]))
+        _main(arguments)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -117,13 +118,9 @@ class ForkServer:
             num_slots: calls at the same time of the only reward, which has the network; 0: none has it.
         """
         data = TypeAdapter(dict[str, Reward]).dump_python(dict(rewards), mode="json")
-        arguments = {
-            "rewards": data,
-            "memory_gib": memory_gib,
-            "start_timeout_s": START_TIMEOUT_S,
-            "num_slots": num_slots,
-        }
-        self._arguments = json.dumps({**arguments, "readable_paths": [*readable_paths], "path": sys.path})
+        limits = {"memory_gib": memory_gib, "start_timeout_s": START_TIMEOUT_S, "num_slots": num_slots}
+        given = {"rewards": data, "readable_paths": [*readable_paths], "path": sys.path}
+        self._arguments = json.dumps({**limits, **given})
         environment = reward_environment(secrets_in(rewards.values()))
         # Workers may start no thread, and sets have the same order in each.
         self._environment = {**environment, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", IN_GRADER: "1"}
@@ -212,18 +209,22 @@ class ForkServer:
             raise RunError("no worker can be started to grade: the pool is closed")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._state: list[Any] | None = None  # its first message: ["ready", tasks] or ["failed", why]
-        with theirs:
-            try:
+        try:
+            # A file has room for all arguments; a command line has 128 KiB.
+            with theirs, open(os.memfd_create("arguments"), "w+", encoding="utf-8") as file:
+                file.write(self._arguments)
+                file.seek(0)
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "grpo_ray.rewards.isolation.fork_server", self._arguments],
+                    [sys.executable, "-m", "grpo_ray.rewards.isolation.fork_server", str(file.fileno())],
                     stdin=theirs.fileno(),
                     stdout=2,  # for anything that a user's module prints when it is imported
                     env=self._environment,
+                    pass_fds=[file.fileno()],
                     process_group=0,  # Ctrl-C is for the process that started the run
                 )
-            except OSError:
-                self._control.close()
-                raise
+        except OSError:
+            self._control.close()
+            raise
 
     def is_graded_together(self, task: str) -> bool:
         """Return True if the task's reward needs all responses of a group; waits until this is known.
