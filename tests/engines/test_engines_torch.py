@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from builders import TinyModel, changed, logprob_error, logprobs_over_kept_cache, make_settings, perturb, update
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
+from grpo_ray.cluster.hosts import ServingHost
 from grpo_ray.config import Config
 from grpo_ray.engines import engine_seed, sampling_batch
 from grpo_ray.engines.torch_engine import TorchEngine
@@ -20,7 +22,7 @@ from grpo_ray.learning.loading import load_policy
 from grpo_ray.learning.model_files import load_tokenizer
 from grpo_ray.learning.transformer_lm import TransformerLM
 from grpo_ray.transfer.snapshot import pack_weights
-from grpo_ray.types import Completion, SamplingSettings
+from grpo_ray.types import Completion, SamplingSettings, StartingModel
 
 ENDS = (0, 17)
 MakeEngine = Callable[..., TorchEngine]
@@ -312,3 +314,22 @@ def test_a_replaced_engine_draws_other_noise() -> None:
     ]
     assert len({first, *others}) == 5
     assert all(0 <= seed < 2**32 for seed in [first, *others])
+
+
+def test_a_host_counts_the_engines_of_each_name(tiny_config: Config, tmp_path: Path) -> None:
+    class Recorded(ServingHost):
+        def _start(self, kind: Any, name: str, given: Any, *_: Any, **__: Any) -> Any:
+            return given
+
+        def _kill(self, name: str) -> None: ...
+
+        def stop(self) -> None: ...
+
+    config = changed(tiny_config, generator={"num_generators": 2})
+    host = Recorded(config, StartingModel("m", (1,), 64), tmp_path)
+    started = [host.generators["generator-0"], host.generators["generator-1"], host.restart("generator-0")]
+    _, _, _, seeds = zip(*(engine.args for _, engine, *_ in started), strict=True)
+    seed = config.run.seed
+    assert [*seeds] == [
+        engine_seed(seed, f"generator-{name}", 0, num) for name, num in ((0, 0), (1, 0), (0, 1))
+    ]
