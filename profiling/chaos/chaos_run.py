@@ -21,6 +21,7 @@ from chaos_memory import Memory
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.records.run_files import RunDirectory, read_metrics
+from grpo_ray.run.machine import WAITING_THREADS
 
 DRIVER = Path(__file__).with_name("chaos_driver.py")
 TRIGGERS = "GRPO_RAY_CHAOS_TRIGGERS"
@@ -75,7 +76,9 @@ class ChaosRun:
         self.triggers.mkdir(parents=True, exist_ok=True)
         for trigger in self.triggers.iterdir():  # of a campaign that was interrupted
             trigger.unlink()
-        self.environment = {**os.environ, TRIGGERS: str(self.triggers.resolve()), **NOT_NICE}
+        # The driver loads torch before it could choose how its threads wait.
+        more = {TRIGGERS: str(self.triggers.resolve()), **NOT_NICE, **WAITING_THREADS}
+        self.environment = {**os.environ, **more}
         self.cluster: Cluster | None = None
         self.stopped: list[psutil.Process] = []  # hung, never continued
         self.must_end: list[psutil.Process] = []  # by the end of the recovery
