@@ -260,7 +260,7 @@ def normalized(message: Message) -> dict[str, Any]:
     message, which most templates do not know, is the system's.
 
     Raises:
-        ValueError: a role is missing, the content is not only text, or a tool call's arguments are not JSON.
+        ValueError: a role is missing, the content is not only text, or a tool call has no name or no JSON.
     """
     if "role" not in message:
         raise ValueError("a message has no role")
@@ -282,10 +282,12 @@ def is_text(part: object) -> bool:
 
 
 def _normalized_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call["function"])
-    if isinstance(function["arguments"], str):
-        function["arguments"] = json.loads(function["arguments"] or "{}")
-    return {**call, "function": function}
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not (isinstance(function, Mapping) and {"name", "arguments"} <= function.keys()):
+        raise ValueError(f"a message has the tool call {call!r:.80}; give its function a name and arguments")
+    arguments = function["arguments"]
+    parsed = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    return {**call, "function": {**function, "arguments": parsed}}
 
 
 def _squeezed(text: str) -> str:

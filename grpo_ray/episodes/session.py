@@ -149,7 +149,7 @@ class Session:
 
         Raises:
             EpisodeEnded: the episode has reached a limit, or its Generator failed.
-            ValueError: the prompt is empty, or the model has no such token.
+            ValueError: the prompt is empty, the model has no such token, or `max_tokens` is not whole.
         """
         await self._turn_settings(len(token_ids))  # a prompt that is too long is not even copied
         prompt = tuple(map(int, token_ids))
@@ -200,9 +200,9 @@ class Session:
         if max_tokens is not None:
             shorter = max(1, settings.min_tokens, min(_whole(max_tokens), settings.max_tokens))
             settings = replace(settings, max_tokens=shorter)
-        self._num_requests += 1
+        before = self.segments.add_prompt(prompt)
+        self._num_requests += 1  # only now: a call that was refused is not a turn
         with self._answering():
-            before = self.segments.add_prompt(prompt)
             try:
                 completion = await self._draw(prompt, settings)
             except Exception as error:

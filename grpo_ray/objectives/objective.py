@@ -96,8 +96,9 @@ class Objective:
             raise ValueError("correction_options need corrections; leave them out")
         if self.selection_options and self.selection == "none":
             raise ValueError("selection_options need a selection; leave them out")
-        if not self.kl_coefficient >= 0:
-            raise ValueError(f"kl_coefficient is {self.kl_coefficient:g}; it must be at least 0")
+        for name in ("kl_coefficient", "entropy_bonus"):
+            if not (value := getattr(self, name)) >= 0:
+                raise ValueError(f"{name} is {value:g}; it must be at least 0")
         if self.dual_clip is not None and self.loss_type not in ("grpo_clip", *own):
             raise ValueError(f"dual_clip works only with `grpo_clip`, but the loss is `{self.loss_type}`")
         if loss_record(self.loss_type).epsilons is None:

@@ -219,6 +219,9 @@ async def test_messages_are_read_as_clients_write_them() -> None:
             await session.chat([{"role": "user", "content": other}])
     with pytest.raises(ValueError, match="a message has no role"):
         await session.chat([{"content": "hello"}])
+    for call in ("f", {"name": "f"}, {"function": {"name": "f"}}, {"function": {"arguments": {}}}):
+        with pytest.raises(ValueError, match="give its function a name and arguments"):
+            await session.chat([{"role": "assistant", "tool_calls": [call]}])
     with pytest.raises(ValueError, match="set a tool_parser"):
         await session.chat([user("one")], tools=[players.TOOL])
     assert len(session.segments.sequences()) == 1
@@ -295,14 +298,16 @@ async def test_calls_get_their_seeds_in_order_also_beside_a_long_one() -> None:
 
 async def test_a_prompt_of_tokens_that_the_model_does_not_have_is_refused() -> None:
     """The engine would fail on it, with all that it samples at the same time."""
-    session, sampler = session_of("qwen2.5", lambda prompt: [5, size + 7])
+    session, sampler = session_of("qwen2.5", lambda prompt: [5, size + 7], EpisodesConfig(max_turns=2))
     size = len(tokenizer_of("qwen2.5"))
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        await session.sample([])
     for unknown in (-1, size, 10**6, 2**40):
         with pytest.raises(ValueError, match=rf"the token {unknown}; the model's are 0 to {size - 1}"):
             await session.sample([1, unknown])
     reply = await session.sample([1, size - 1])
     await session.sample([1, size - 1, *reply.token_ids, 2])  # what the model sampled is its own
-    assert len(sampler.prompts) == 2
+    assert len(sampler.prompts) == 2  # as many as there may be: what was refused was no turn
     assert session.ended is None
 
 

@@ -543,7 +543,8 @@ def test_half_of_a_pair_in_a_call_ends_no_episode() -> None:
 
 
 def test_a_parser_that_fails_leaves_text() -> None:
-    for error in (TypeError("a"), KeyError("b"), AttributeError("c"), RecursionError("d"), IndexError("e")):
+    errors = TypeError("a"), KeyError("b"), AttributeError("c"), RecursionError("d"), IndexError("e")
+    for error in (*errors, OSError("f"), AssertionError("g")):
 
         def broken(*_: Any, error: Exception = error) -> Any:
             raise error

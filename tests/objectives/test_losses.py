@@ -104,6 +104,7 @@ def test_misspelt_options_are_refused():
         ({"dual_clip": 1.0}, "dual_clip is 1; it must be above 1"),
         ({"dual_clip": math.nan}, "dual_clip is nan; it must be above 1"),
         ({"kl_coefficient": -1.0}, "kl_coefficient is -1; it must be at least 0"),
+        ({"entropy_bonus": math.nan}, "entropy_bonus is nan; it must be at least 0"),
     ],
     ids=str,
 )
