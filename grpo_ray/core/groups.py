@@ -279,7 +279,7 @@ class GroupBook:
         self.num_trained, self.num_dropped = saved["num_trained"], saved["num_dropped"]
         cuts = dict(saved.get("cuts", ()))  # an earlier release kept none
         num_gone = self.num_trained + self.num_dropped + len(self.given_up)
-        self._admission.extra_slots += num_gone - self.published_version * self._admission.groups_per_step
+        self._admission.extra_slots += num_gone - self.published_version * self._admission.fresh_per_step
         self._queue.begin(unfinished, self.next_id)
         for group_id in sorted(unfinished):
             state = State.BUFFERED if group_id in held else State.WAITING

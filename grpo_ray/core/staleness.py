@@ -1,9 +1,9 @@
 """The two guards that bound how old a trained token can be.
 
 The Learner is at version n - 1 while it trains step n, which produces version n. Without look-ahead, drops or
-replay, the batch of step n holds groups `(n - 1) * groups_per_step` to `n * groups_per_step - 1`.
+replay, the batch of step n holds groups `(n - 1) * fresh_per_step` to `n * fresh_per_step - 1`.
 
-1. Admission: a group may be dispatched only while fewer than `(published + 1 + max_lag) * groups_per_step`
+1. Admission: a group may be dispatched only while fewer than `(published + 1 + max_lag) * fresh_per_step`
    groups have been, where `published` is the version that every serving Generator already runs. The batch of
    step n is therefore sampled by versions `n - 1 - max_lag` and later.
 2. Consumption: a batch holds no fresh token older than `max_lag`, and the Learner at version v refuses
@@ -11,7 +11,7 @@ replay, the batch of step n holds groups `(n - 1) * groups_per_step` to `n * gro
 
 The first implies the second; the second would catch a mistake in the first. The first stays exact when
 
-- a batch takes fewer fresh groups because others are replayed: `groups_per_step` then counts the fresh ones;
+- a batch takes fewer fresh groups because others are replayed: `fresh_per_step` then counts the fresh ones;
 - a group leaves without being trained (set aside, or dropped for lack of signal): its slot goes to one more
   group (`extra_slots`), and all groups admitted earlier come before that one;
 - a look-ahead lets a group come d steps late: `max_lag - d` then replaces `max_lag`;
@@ -36,7 +36,7 @@ class Admission:
 
     max_lag: int
     """Maximum lag in versions, less the steps that a look-ahead lets a group come late."""
-    groups_per_step: int
+    fresh_per_step: int
     """Fresh groups per step."""
     num_steps: int
     """Steps of the run; later steps have no batch, so nothing is admitted for them."""
@@ -46,7 +46,7 @@ class Admission:
     def limit(self, published_version: int) -> int:
         """Return how many groups may have been dispatched since the beginning of the run."""
         last_step = min(published_version + 1 + self.max_lag, self.num_steps)
-        return last_step * self.groups_per_step + self.extra_slots
+        return last_step * self.fresh_per_step + self.extra_slots
 
 
 def version_trained_at(step: int) -> int:
