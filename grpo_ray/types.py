@@ -7,7 +7,7 @@ and, in the other direction, WeightSnapshot from the Learner to the Generators (
 distillation, a Teacher gives one more array for each RolloutGroup.
 
 A *step* trains on one batch and is counted from 1. A *version* is the number of steps that the Learner has
-completed and published, so the initial weights are version 0, and step n turns version n - 1 into n.
+completed, so the initial weights are version 0, and step n turns version n - 1 into n.
 """
 
 from collections.abc import Awaitable, Mapping, Sequence
@@ -213,7 +213,7 @@ class GroupFacts:
     oldest_version: int  # of a sampled token
     has_signal: bool  # that of `algorithm.dynamic_sampling_metric`
     num_bytes: int  # in the buffer
-    outcome: bool | None  # ScoredGroup.has_signal; None if no response was graded
+    outcome: bool | None  # ScoredGroup.has_signal; None if too few responses were graded to know it
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class ScoredGroup(Verdict):
 
     @property
     def has_signal(self) -> bool:
-        """True if any advantage is nonzero or there is a teacher; otherwise it cannot change the policy."""
+        """True if any advantage is nonzero or there is a teacher; else only added terms, such as a KL, act."""
         return self.teacher_logprobs is not None or self.has_advantage
 
     @property

@@ -5,7 +5,7 @@ group, and staleness.py is the rule that bounds the age of a token. producer.py 
 and scored by the actors that pool.py keeps alive (dispatch.py, stateless_actors.py, environment_pool.py,
 starting.py).
 
-The five actors are generator.py, scorer.py, buffer.py (with replay.py), learner.py and sync.py; with
-distillation there is teacher.py as well. clients.py declares every call to one. checkpointing.py,
-validation.py, step_metrics.py and stalls.py do what their names say, between two steps.
+The five actors are generator.py, scorer.py, buffer.py (with replay.py), learner.py and sync.py. Distillation
+adds teacher.py, and episodes add episodes/environment_worker.py. clients.py declares every call to one.
+checkpointing.py, validation.py, step_metrics.py and stalls.py do what their names say, between two steps.
 """

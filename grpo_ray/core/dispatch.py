@@ -1,8 +1,8 @@
 """The queue in front of the engines: which Generator samples a group, and since when its time counts.
 
-An engine gets at most twice as many sequences as it runs at a time, so that it always has the next ones; the
-other groups wait here, and go to whichever Generator has room first. Inside an engine groups are scheduled in
-order of arrival: the time limit of a group starts once all unfinished groups before it fit into it as well.
+An engine gets at most twice as many sequences as it runs at a time, so that it always has the next ones; or one
+larger group, alone. The others wait here, and go to whichever Generator has room first. Inside an engine
+groups are scheduled in order of arrival: a group's time limit starts once those before it fit into it, too.
 """
 
 import asyncio

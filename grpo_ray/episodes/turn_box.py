@@ -55,7 +55,7 @@ class TurnBox:
             self._ends.pop(number, None)
 
     async def finished(self) -> FinishedTurns:
-        """Wait until a turn has finished; return all that have since the last call."""
+        """Wait until a turn has finished; return all that have since the last call and were not cancelled."""
         await self._news.wait()
         self._news.clear()
         ends, self._ends = self._ends, {}

@@ -1,4 +1,4 @@
-"""One Learner's organs: the model that learns, and all that is done with it on one batch.
+"""The parts of a Learner: the model that learns, and all that is done with it on one batch.
 
 Models: `policy_model.py` is what the Learner and the torch engine ask of one, and how blocks are compiled or
 recomputed; `loading.py` opens its folder. `attention.py` lets transformers' models attend in rows of

@@ -49,7 +49,7 @@ class TrainSequence:
 
     @property
     def has_signal(self) -> bool:
-        """True if any token has an advantage, a penalty or a teacher's word; else the loss has no gradient."""
+        """True if any token has an advantage, a penalty or a teacher's word; else only added terms act."""
         has_penalty = self.token_penalties is not None and bool(self.token_penalties.any())
         return has_penalty or self.teacher_logprobs is not None or bool(np.any(self.advantage != 0.0))
 

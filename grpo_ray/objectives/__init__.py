@@ -1,4 +1,4 @@
-"""The algorithm as pure tensor functions: torch only, no Ray, no vLLM, no state.
+"""The algorithm as pure functions of tensors and arrays: no Ray, no vLLM; only an entropy bonus has a state.
 
     rewards  ->  advantages  ->  loss per token  ->  one scalar
            (advantages.py)   (losses.py)      (aggregation.py)

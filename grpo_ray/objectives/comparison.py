@@ -31,7 +31,7 @@ def advantages_of(
         weights: of the terms.
 
     Raises:
-        ValueError: a function of the user's own returns another shape than `[1, responses]`, or NaN.
+        ValueError: a function of the user's own returns another shape than `[1, responses]`, NaN or infinity.
     """
     is_graded = np.asarray(is_graded, bool)  # 0 and 1 would be indices
     advantages = np.zeros(len(rewards), np.float32)

@@ -38,7 +38,7 @@ class AdvantageInputs:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The arguments of a loss: one row per response, zeros outside the mask."""
+    """The arguments of a loss: one row per response; in a run, log-probabilities outside the mask are 0."""
 
     policy_log_probs: Tensor  # [batch, seq], nats, differentiated
     advantages: Tensor  # [batch, 1], or [batch, seq] if turns have their own; the raw rewards for `no_baseline`

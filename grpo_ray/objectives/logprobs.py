@@ -57,7 +57,7 @@ def compute_entropy(logits: Tensor) -> Tensor:
 def token_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
     """Return the log-probability of each label under `softmax(logits / temperature)`.
 
-    Beyond the logits no `[batch, seq, vocab]` tensor is kept; the backward pass allocates one, the gradient.
+    One `[batch, seq, vocab]` tensor is kept, the logits or a float32 copy; the backward pass allocates another.
 
     Args:
         logits: `[batch, seq, vocab]`, of any float dtype.

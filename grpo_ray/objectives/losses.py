@@ -7,8 +7,7 @@ The ratio losses compare with old log-probabilities, `ratio = pi / pi_old`. They
 [-20, 20] before exp, so that no token can overflow; beyond that the ratio has no gradient. Each returns its
 loss and details without gradient: `clipped` (`[batch, seq]` bool), `clip_fraction` (scalar, the mean of
 `clipped` over all tokens, padding included) and `ratio` (`[batch, seq]`). Advantages are a `[batch, 1]` column,
-or one per token (`[batch, seq]`) if turns have their own. Each raises ValueError if they have another shape, or
-if the shapes of old_log_probs and policy_log_probs differ.
+or one per token if turns have their own; `Objective.policy_gradient_loss`, their caller, refuses other shapes.
 """
 
 import torch

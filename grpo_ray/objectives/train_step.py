@@ -23,9 +23,9 @@ def policy_gradient_step(
     """Compute a micro-batch's share of the batch's loss; the caller runs the backward pass.
 
     Per token the loss is `weight * loss + kl_coefficient * KL - entropy_bonus * entropy`, aggregated under the
-    mask. The ratio losses exclude every token without a finite old logprob from the sum and the count of all
-    three terms. Neither such tokens nor those outside the mask get a gradient, whatever values the inputs hold
-    there. A weight of 0 does not exclude a token: it stays in the count.
+    mask. If one of them needs old logprobs, as the ratio losses do, tokens without a finite one are left out of
+    the sum and the count of all three. Neither these nor those outside the mask get a gradient, whatever values
+    the inputs hold there. A weight of 0 does not exclude a token: it stays in the count.
 
     Args:
         policy_log_probs: `[batch, seq]`, differentiated; tensors without a shape here have the same.
@@ -136,7 +136,7 @@ def compute_grpo_clip_loss(
         The loss `[batch, seq]` and its details (see losses.py).
 
     Raises:
-        ValueError: see losses.py; or an epsilon is not above 0, or dual_clip not above 1.
+        ValueError: a shape differs, an epsilon is not above 0, or dual_clip not above 1.
     """
     return compute_policy_gradient_loss(
         policy_log_probs, "grpo_clip", None, advantages, old_log_probs, cliprange,
@@ -163,14 +163,14 @@ def compute_policy_gradient_loss(
         cliprange: low, and also high unless `cliprange_high` is given; None: the loss's own, as in a
             configuration (0.2 for most).
         dual_clip: see `grpo_clip`.
-        loss_options: further keyword arguments of the loss, such as `delta` of `dppo_tv`.
+        loss_options: further keyword arguments of the loss, such as `delta` of `dppo_tv`; taken as they are.
 
     Returns:
         The loss `[batch, seq]` and its details (see losses.py; empty except for the ratio losses).
 
     Raises:
-        ValueError: an argument that the loss needs is missing, the loss or an option of it is unknown, or a
-            bound is not positive.
+        ValueError: an argument that the loss needs is missing, a shape differs, the loss or an option of it is
+            unknown, or a clip range is out of bounds.
     """
     objective = _of_name(loss_type, (cliprange, cliprange_high, dual_clip), loss_options)
     if loss_record(loss_type).is_of_responses:

@@ -81,7 +81,7 @@ class TransformerLM(PolicyModel):
             position_ids: `[batch or 1, seq]`; default: counted from the number of tokens in the cache.
             past_key_values: the cache of earlier tokens; extended in place.
             use_cache: return a cache for the next call.
-            tree: attention over one packed row, instead of the mask and the cache.
+            tree: attention over one packed row, instead of mask and cache; then no shape is checked.
             logits_to_keep: return the logits of the last N positions only; 0 means all.
 
         Returns:
