@@ -35,7 +35,7 @@ from grpo_ray.learning.training_state import TrainingState, capture_state, resto
 from grpo_ray.records.rollout_log import write_rollouts
 from grpo_ray.records.run_files import step_name
 from grpo_ray.transfer.messages import Meeting, WeightSnapshot
-from grpo_ray.transfer.sender import Publisher
+from grpo_ray.transfer.sender import Packer
 from grpo_ray.types import NO_VERSION, ScoredGroup, StepReport, TrainBatch
 from grpo_ray.watch.flops import DEVICE_PEAK, Performance
 from grpo_ray.watch.learner_metrics import StepProfiler, Sums, add, mean_metrics
@@ -109,7 +109,7 @@ class Learner:
         self._is_between = False  # updates of a batch: the weights are of no version
         self._captured: TrainingState | None = None
         self._spare: TrainingState | None = None  # a written state; the next takes its memory
-        self._publisher = Publisher(config, host, self._device, self._ranks)
+        self._packer = Packer(config, host, self._device, self._ranks)
         if checkpoint is not None:
             counters = restore_state(checkpoint, self.masters, self._optimizer, self._reference)
             self.version, self._skipped_in_a_row = (int(counters[n]) for n in ("version", "skipped_in_a_row"))
@@ -317,30 +317,30 @@ class Learner:
     def snapshot(self) -> tuple[WeightSnapshot, int]:
         """Return a copy of the weights in the served dtype, unaffected by later steps, and its version."""
         with self._clock.stage("snapshot", f"version {self.version}"):
-            return self._publisher.snapshot(self.model, self.version), self.version
+            return self._packer.snapshot(self.model, self.version), self.version
 
     def delta(self) -> tuple[WeightSnapshot | None, float]:
-        """Return the last snapshot as its difference from the one before it: see `Publisher.delta`."""
+        """Return the last snapshot as its difference from the one before it: see `Packer.delta`."""
         with self._clock.stage("snapshot", f"changes of version {self.version}"):
-            return self._publisher.delta()
+            return self._packer.delta()
 
     # The first rank's end of the wires, in threads beside the training: see `Sender`.
 
     def open_wire(self, name: str) -> Meeting:
-        return self._publisher.sender.open_wire(name)
+        return self._packer.sender.open_wire(name)
 
     def join_wire(self, name: str) -> None:
-        self._publisher.sender.join_wire(name)
+        self._packer.sender.join_wire(name)
 
     def send(self, name: str, version: int) -> None:
         with self._clock.span("send", f"version {version} to {name}"):
-            self._publisher.sender.send(name, version)
+            self._packer.sender.send(name, version)
 
     def drop_wire(self, name: str) -> None:
-        self._publisher.sender.drop_wire(name)
+        self._packer.sender.drop_wire(name)
 
     def release(self, version: int) -> None:
-        self._publisher.sender.release(version)
+        self._packer.sender.release(version)
 
     def make_room(self) -> None:
         """Leave the colocated device to the Generators until `take_room`; move unless their share is free."""
@@ -358,7 +358,7 @@ class Learner:
     def take_room(self) -> None:
         """Move onto the colocated device while the Generators sleep."""
         if self._device.type == "cuda":
-            self._publisher.forget_shared()
+            self._packer.forget_shared()
             self._move(self._device)
 
     def _move(self, device: torch.device) -> None:

@@ -151,7 +151,7 @@ class Sender:
             wire[1].close()
 
 
-class Publisher:
+class Packer:
     """One rank's part in every snapshot; `sender` is its end of the wires."""
 
     def __init__(self, config: Config, host: str, device: torch.device, ranks: Ranks) -> None:

@@ -164,7 +164,7 @@ class ChaosLearner(Learner):
 
     def send(self, name: str, version: int) -> None:
         """Over a wire: suffer a fault once the header is sent, in the middle of the transfer."""
-        channel = self._publisher.sender._channels[name][1]
+        channel = self._packer.sender._channels[name][1]
         send = channel.send
 
         def counted(part: torch.Tensor, timeout_s: float) -> None:

@@ -24,7 +24,7 @@ from grpo_ray.transfer import delta, kept_weights
 from grpo_ray.transfer.delta import apply, encode, fingerprint
 from grpo_ray.transfer.kept_weights import KeptWeights
 from grpo_ray.transfer.messages import WeightSnapshot
-from grpo_ray.transfer.sender import Publisher
+from grpo_ray.transfer.sender import Packer
 from grpo_ray.transfer.snapshot import check_snapshot, pack_weights
 
 
@@ -289,13 +289,13 @@ def test_adapter_that_came_as_a_delta_is_written_as_a_whole_one() -> None:
         served.close()
 
 
-def test_a_publisher_compares_with_the_version_before_and_lets_the_whole_go() -> None:
-    publisher: Any = object.__new__(Publisher)
-    publisher._kept, publisher._ranks = KeptWeights(), SimpleNamespace(is_first=True)
+def test_a_packer_compares_with_the_version_before_and_lets_the_whole_go() -> None:
+    packer: Any = object.__new__(Packer)
+    packer._kept, packer._ranks = KeptWeights(), SimpleNamespace(is_first=True)
     for version in (1, 2):
-        publisher._whole = whole(version)
-        found, share = publisher.delta()
-        assert publisher._whole is None
+        packer._whole = whole(version)
+        found, share = packer.delta()
+        assert packer._whole is None
         assert (found is None, share == 1.0) == (version == 1, version == 1)
     assert share == found.data.nbytes / whole(2).num_bytes < 0.05
 
