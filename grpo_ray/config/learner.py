@@ -104,7 +104,7 @@ class LearnerConfig(Section):
             )
         if self.moments == "bfloat16" and max(self.betas) > LARGEST_BETA_IN_BFLOAT16:
             yield (
-                f"moments: a bfloat16 moment rounds away changes of less than 1 in 128, as with betas "
+                f"moments: a bfloat16 moment can round away changes of less than 1 in 256, as with betas "
                 f"{list(self.betas)}; set learner.betas to at most {LARGEST_BETA_IN_BFLOAT16}, or moments to "
                 "float32"
             )

@@ -41,7 +41,7 @@ class NarrowAdamW(torch.optim.AdamW):
     """AdamW that keeps its moments in bfloat16 and computes each weight's update in float32.
 
     As in the training of DeepSeek-V3 (2024, section 3.3.2), with rounding to the nearest. A moment that changes
-    by less than 1 in 128 per step would never move, which limits the decay rates; see LearnerConfig.
+    by less than 1 in 512 per step never moves; beyond 1 in 256 it does. This limits betas; see LearnerConfig.
     """
 
     @torch.no_grad()

@@ -17,7 +17,7 @@ END_TOKEN = "<|endoftext|>"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
-    """Learn a byte-level BPE of at most `vocab_size` tokens from `texts`.
+    """Learn a byte-level BPE of at most `vocab_size` tokens from `texts`; bytes and the end token are 257.
 
     transformers builds a Qwen2Tokenizer for any Qwen2 config, whatever was saved with it. The merges are
     therefore learned through that class's own backend, so that AutoTokenizer and vLLM agree on every string.

@@ -73,7 +73,7 @@ class Wires:
 
 
 async def both(received: Awaitable[T], sent: Awaitable[Any]) -> T:
-    """Wait for both ends, and return the receiver's result; raise at once if one fails.
+    """Wait for both ends; return the receiver's result, or raise its error at once, the sender's after GRACE_S.
 
     The sender also fails when its receiver does, and often first, but the receiver's error has the cause.
     """
