@@ -181,7 +181,11 @@ class Learner:
         if self._device.type == "cuda":
             metrics["perf/flash_attention"] = float(self._forward_backward.attention_kernel != "sdpa")
         metrics |= self._metrics_of_ranks(metrics)
-        found = {"profile_failed": self._write_profile(), "learner_out_of_memory": self._memory.take_report()}
+        profile_failed = None
+        if self._profiler.has_trace:
+            with self._clock.stage("write_profile"):
+                profile_failed = self._profiler.write()
+        found = {"profile_failed": profile_failed, "learner_out_of_memory": self._memory.take_report()}
         events = {kind: text for kind, text in found.items() if text is not None}
         events |= self._forward_backward.take_layout_notes()
         self._last_report = StepReport(self.version, metrics, events)
@@ -202,13 +206,6 @@ class Learner:
             **{f"memory/{rank_name(rank)}_device_peak_bytes": peak for rank, peak in peaks.items()},
             **({DEVICE_PEAK: max(peaks.values())} if peaks else {}),
         }
-
-    def _write_profile(self) -> str | None:
-        """Write the step's trace, if it has one; return the error if that fails."""
-        if not self._profiler.has_trace:
-            return None
-        with self._clock.stage("write_profile"):
-            return self._profiler.write()
 
     def _train_on(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         metrics = lag_metrics(groups, self.version, self._config)

@@ -51,8 +51,9 @@ async def episode(session: Session, example: Example) -> Outcome:
 
 def calculate(arguments: Mapping[str, Any]) -> str:
     """Return the result of the tool, or its complaint about the arguments."""
-    expression = str(arguments.get("expression", ""))
-    terms = re.fullmatch(r"\s*(\d{1,9})\s*([-+*])\s*(\d{1,9})\s*", expression, re.ASCII)
+    terms = re.fullmatch(
+        r"\s*(\d{1,9})\s*([-+*])\s*(\d{1,9})\s*", str(arguments.get("expression", "")), re.ASCII
+    )
     if terms is None:
         return "error: expected two whole numbers and one of + - *"
     return str(value(terms.groups()))

@@ -1,6 +1,6 @@
 """Guess a number from 1 to 31 in five tries, told after each whether it is higher or lower.
 
-Halving the interval wins always; guessing anything at random wins 15 games of 100.
+Halving the interval wins always; guessing anything at random wins 5 times in 31.
 """
 
 import random
@@ -68,7 +68,7 @@ def bisect(interval: Interval) -> int:
 
 
 def examples(seed: int, num_train: int = 310, num_validation: int = 31) -> ExampleSets:
-    """Return games with every number in turn; those to train on are in random order."""
+    """Return games with every number equally often, in random order."""
     rng = random.Random(f"guess-number/{seed}")
     numbers = [LOW + n % (HIGH - LOW + 1) for n in range(num_train + num_validation)]
     train, validation = numbers[:num_train], numbers[num_train:]
@@ -87,6 +87,7 @@ def warmup_pairs(seed: int, num_pairs: int, end_token: str = "<|endoftext|>") ->
         end_token: ends each reply in the transcripts, as the model's own tokenizer writes it.
     """
     rng = random.Random(f"guess-number-warmup/{seed}")
+
     question = transcript([{"role": "user", "content": QUESTION}], end_token)
     pairs: Pairs = []
     for _ in range(num_pairs):
