@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,7 @@ from grpo_ray.run.restores import Host, no_whole_checkpoint, train_through_resto
 from grpo_ray.run.signals import run_until_signal, signals_answered
 from grpo_ray.run.supervised import LearnerHost, after_sft
 from grpo_ray.tasks.input_digests import TINY, check_inputs, input_digests, write_digests
+from grpo_ray.watch.actor_log import MAX_BYTES
 from grpo_ray.watch.console import RunConsole, banner
 from grpo_ray.watch.memory import imports_left_alone
 from grpo_ray.watch.run_state import reported
@@ -212,11 +214,9 @@ def _adopt(run: RunDirectory, before: Config, now: Config, step: int, unchecked:
     """Replace the run's configuration; events say what changes, and what was not compared."""
     changes = changed_values(before.model_dump(mode="json"), now.model_dump(mode="json"))
     change = f"resumed with other values: {'; '.join(changes)}" if changes else None
-    rows = readable_rows(run.events_path)
-    if any(row.get("kind") == "config_changed" and row["step"] > step for row in rows):
+    if any(r.get("kind") == "config_changed" and r["step"] > step for r in readable_rows(run.events_path)):
         change = change or "resumed from a step before other values were given"
-    texts = {"config_changed": change}
-    for kind, text in (texts | {"inputs_unchecked": unchecked}).items():
+    for kind, text in (("config_changed", change), ("inputs_unchecked", unchecked)):
         if text is not None:
             row = {"time": time.time(), "kind": kind, "actor": None, "step": step, "text": text}
             if kind == "config_changed":
@@ -340,7 +340,7 @@ def _prepare(config: Config, task: TaskData, console: RunConsole) -> Prepared:
 def warnings_in(path: Path) -> Iterator[None]:
     """Write the warnings of the actors in this process to a file, as on Ray, instead of between the steps."""
     path.parent.mkdir(exist_ok=True)
-    with contextlib.closing(logging.FileHandler(path)) as handler:
+    with contextlib.closing(RotatingFileHandler(path, maxBytes=MAX_BYTES, backupCount=1)) as handler:
         logging.root.addHandler(handler)
         try:
             yield

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
@@ -172,8 +173,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
 
 
 def _check_names(path: Path, names: Sequence[str]) -> None:
-    repeated = [name for name in names if name and names.count(name) > 1]
-    if repeated:
+    if repeated := [name for name, times in Counter(names).items() if name and times > 1]:
         raise ValueError(f"{path}: has more than one column {repeated[0]!r}; remove or rename all but one")
 
 

@@ -24,7 +24,7 @@ from grpo_ray.config.model import AdapterConfig
 from grpo_ray.errors import ActorDied, DataLost, RunError
 from grpo_ray.run.training import warnings_in
 from grpo_ray.watch import actor_log
-from grpo_ray.watch.actor_log import older, redirect_output, shorten
+from grpo_ray.watch.actor_log import MAX_BYTES, older, redirect_output, shorten
 
 
 class Reference:
@@ -217,6 +217,10 @@ def test_warnings_of_actors_go_to_the_runs_log(tmp_path: Path) -> None:
         logging.warning("group 0: not graded")
     logging.warning("later")
     assert log.read_text() == "group 0: not graded\n"
+    with warnings_in(log):  # of a reward that fails for each response of a long run
+        for text in ("x" * MAX_BYTES, "newest"):
+            logging.warning(text)
+    assert (log.read_text(), older(log).stat().st_size) == ("newest\n", MAX_BYTES + 1)
 
 
 class Worker:

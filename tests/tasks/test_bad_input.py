@@ -185,11 +185,13 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "latin.csv").write_bytes("question,answer\né,2\n".encode("latin-1"))
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "twice.csv").write_text("question,answer,answer\n1,2,3\n")
+    (tmp_path / "wide.csv").write_text(",".join(["x", "x", *map(str, range(100_000))]))  # not quadratic
     for path, problem in (
         (tmp_path / "folder.parquet", "is a folder; give the path of a .jsonl"),
         (tmp_path / "none.parquet", "there is no such file"),
         (tmp_path / "data.tsv", "unknown kind of file '.tsv'; convert it to .jsonl, .parquet or .csv"),
         (tmp_path / "twice.csv", "has more than one column 'answer'"),
+        (tmp_path / "wide.csv", "has more than one column 'x'"),
         (tmp_path / "empty.jsonl", "holds no examples; give a file with at least one"),
         (Path("/dev/null"), "is not a regular file"),
     ):
