@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import os
 import secrets
 import time
 from collections.abc import Iterator
@@ -42,7 +43,10 @@ class ChatServer:
         self._address = ""
 
     async def start(self) -> None:
-        """Listen on a free port."""
+        """Listen on a free port, which the programs of this process reach without a proxy from now on."""
+        exempt = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+        if {"*", HOST}.isdisjoint(exempt.replace(",", " ").split()):
+            os.environ["no_proxy"] = os.environ["NO_PROXY"] = f"{exempt},{HOST}".lstrip(",")
         app = web.Application()
         app.router.add_post("/{token}/v1/chat/completions", self._answer)
         app.router.add_route("*", "/{rest:.*}", _no_such_endpoint)
@@ -195,12 +199,8 @@ def _chunks(reply: Reply, model: str, with_usage: bool) -> list[dict[str, Any]]:
 
 
 def _header(kind: str, model: str) -> dict[str, Any]:
-    return {
-        "id": f"chatcmpl-{secrets.token_hex(12)}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": model,
-    }
+    name = f"chatcmpl-{secrets.token_hex(12)}"
+    return {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
 
 async def _stream(request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+import os
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -76,6 +77,15 @@ async def test_an_agent_with_tools_continues_its_tokens() -> None:
     assert sorted(set(sequence.turns[sequence.mask].tolist())) == [0, 1]
     before, after = served.sampler.prompts
     assert after[: len(before)] == before
+
+
+@pytest.mark.parametrize("exempt", ["", "*", "localhost"])
+async def test_no_proxy_is_asked_for_the_endpoint(monkeypatch: pytest.MonkeyPatch, exempt: str) -> None:
+    for name, value in {"http_proxy": "http://127.0.0.1:1", "no_proxy": exempt, "NO_PROXY": ""}.items():
+        monkeypatch.setenv(name, value)
+    async with serving() as served:
+        assert (await served.ask()).choices
+    assert os.environ["no_proxy"] == {"": "127.0.0.1", "*": "*"}.get(exempt, "localhost,127.0.0.1")
 
 
 async def test_a_stream_gives_the_same_reply_and_a_client_may_give_it_back_with_what_it_added() -> None:

@@ -478,6 +478,8 @@ def test_files_of_the_cluster_alone(jobs: FakeJobs, monkeypatch: pytest.MonkeyPa
 def test_a_head_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, proxy: str, words: str) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)  # Ray's client asks for a token first
     monkeypatch.setenv("http_proxy", proxy)
+    for name in ("no_proxy", "NO_PROXY"):  # which a chat server of a test before this one sets
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(submit, "ANSWER_S", 0.1)
     forget_cached_token()  # of a test before this one
     with socket.create_server(("127.0.0.1", 0)) as silent:
