@@ -507,6 +507,8 @@ def test_a_run_that_has_ended_or_died_is_over_until_it_is_resumed(tmp_path: Path
     run = make_run(tmp_path / "run", make_state(ending=ending), [step(1)])
     text = drawn(view_of(run))
     assert "failed 0:01:05 after the last start: the cluster lacks GPUs" in text
+    set_back = make_run(tmp_path / "set back", make_state(ending=ending, began=NOW + 7200), [step(1)])
+    assert "failed 0:00:00 after the last start" in drawn(view_of(set_back))
     assert "samples group" not in text
     with run.lock():  # which comes long before the first state of its own
         assert not read_view(run).is_over

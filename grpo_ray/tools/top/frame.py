@@ -87,7 +87,7 @@ def _header(view: RunView) -> list[RenderableType]:
         lines.append(Text("no state.json yet: the run is starting"))
         return lines
     now = state.time if view.is_over else max(view.read_at, state.time)  # this clock may be behind the host's
-    began = timedelta(seconds=round(now - state.began))
+    began = timedelta(seconds=max(0, round(now - state.began)))  # the clock may have been set back
     lines.append(_progress(state))
     if state.ending is not None:
         style = ENDING_STYLES[state.ending.kind]
