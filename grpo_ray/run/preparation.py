@@ -318,6 +318,8 @@ def _fit_prompts(config: Config, task: TaskData) -> TaskData:
     _check_engine(config, positions)
     check_template(config, tokenizer)
     prompters = {name: replace(each, tokenizer=tokenizer) for name, each in task.prompters.items()}
+    if len(task.train) > 100_000:  # a million takes minutes
+        print(f"counting the tokens of {len(task.train):,} prompts ...", flush=True)
     fitted = {
         name: _fit_part(config, part, task.part(name), prompters[name], positions)
         for name, part in parts_of(config.task).items()
