@@ -71,7 +71,7 @@ class ChaosScorer(Scorer):
             time.sleep(FOREVER_S)
         processes.START_TIMEOUT_S = 10  # a fork server that hangs is replaced before the stall watch looks
         super().__init__(config, secrets)
-        self._grader = ChaosGrader(config.rewards, config.scorer)
+        self._grader.__class__ = ChaosGrader  # a second one would have a fork server of its own
 
     def _score(self, group: RolloutGroup) -> Verdict:
         if is_requested("scorer_error"):
