@@ -40,10 +40,10 @@ def test_admission_limit_by_hand() -> None:
             assert [admission.limit(version) for version in (0, 1, 2, 9)] == [each + extra for each in limits]
 
 
-@given(version=st.integers(0, 100), max_lag=st.integers(0, 10), groups_per_step=st.integers(1, 50))
-def test_the_two_guards_agree(version: int, max_lag: int, groups_per_step: int) -> None:
+@given(version=st.integers(0, 100), max_lag=st.integers(0, 10), fresh_per_step=st.integers(1, 50))
+def test_the_two_guards_agree(version: int, max_lag: int, fresh_per_step: int) -> None:
     """The last group admitted at a version is trained at the last step that still allows that version."""
-    last_step = Admission(max_lag, groups_per_step, num_steps=1000).limit(version) // groups_per_step
+    last_step = Admission(max_lag, fresh_per_step, num_steps=1000).limit(version) // fresh_per_step
     assert oldest_allowed(version_trained_at(last_step), max_lag) == version
     assert oldest_allowed(version_trained_at(last_step + 1), max_lag) > version  # the next group is too old
 
