@@ -214,6 +214,8 @@ class Controller:
                 if published is not None:
                     await published  # and evaluated: the next publish replaces those weights
                 if self._checkpointing.is_due(step):
+                    with self._calls.call("learner", f"copies the weights of version {step}"):
+                        await packed.copied  # its error, before the next call waits for the rank that failed
                     metrics |= await self._checkpointing.begin(metrics, self._log.unwritten())
                 if self._config.generator.colocated:
                     await self._give_device_to_generators()

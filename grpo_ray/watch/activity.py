@@ -121,7 +121,7 @@ class Activity:
         for name, client in clients.items():
             before, answer = self._asked.get(name, (None, None))
             if before is not client or answer is None or answer.done():
-                answer = asyncio.create_task(_stats_of(client))
+                answer = asyncio.ensure_future(client.take_stats())
                 # Or asyncio logs its error: a dead actor is handled by the calls that give it work.
                 answer.add_done_callback(lambda done: done.cancelled() or done.exception())
                 self._asked[name], new[answer] = (client, answer), name
@@ -130,7 +130,3 @@ class Activity:
         # In the order of the question: that of a set would differ from run to run.
         in_time = {name: answer for answer, name in new.items() if answer in done}
         return {name: answer.result() for name, answer in in_time.items() if answer.exception() is None}
-
-
-async def _stats_of(client: TimedActor) -> StageTimes:
-    return await client.take_stats()
