@@ -613,3 +613,21 @@ def test_a_trace_that_cannot_be_written_is_a_warning_and_training_continues(run:
 def test_steps_that_cannot_be_profiled_are_refused(steps: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected.replace("[", r"\[")):
         make_config(f"learner.profile_steps={steps}")
+
+
+def test_a_failure_to_copy_the_weights_is_raised_before_the_state_is_copied(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several ranks the others would wait for the one that failed, for as long again."""
+    snapshot, captured = Learner.snapshot, list[int]()
+
+    def failing(self: Learner) -> Any:
+        if self.version == 4:
+            raise ValueError("the copy failed")
+        return snapshot(self)
+
+    monkeypatch.setattr(Learner, "snapshot", failing)
+    monkeypatch.setattr(Learner, "capture", lambda self: captured.append(self.version))
+    with pytest.raises(ValueError, match="the copy failed"):
+        train(make_config("checkpoint.every_num_steps=4"), run.path)
+    assert captured == [4, 4]  # both by the ending: to settle the step, and to save
