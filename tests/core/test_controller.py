@@ -618,7 +618,7 @@ def test_steps_that_cannot_be_profiled_are_refused(steps: str, expected: str) ->
 def test_a_failure_to_copy_the_weights_is_raised_before_the_state_is_copied(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of several ranks the others would wait for the one that failed, for as long again."""
+    """The other ranks of several would wait for the one that failed, for as long again."""
     snapshot, captured = Learner.snapshot, list[int]()
 
     def failing(self: Learner) -> Any:
